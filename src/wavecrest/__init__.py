@@ -1,0 +1,63 @@
+"""wavecrest: point it at a PyTorch model and get back a faster model, with proof.
+
+Importing this package touches no GPU and imports neither torch nor Triton; the names below load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it; a module's own name maps to itself
+_LAZY = {
+    "Buckets": "wavecrest.workload",
+    "Plan": "wavecrest.plan",
+    "Workload": "wavecrest.workload",
+    "env": "wavecrest.env",
+    "errors": "wavecrest.errors",
+    "hardware": "wavecrest.hardware",
+    "nn": "wavecrest.nn",
+    "ops": "wavecrest.ops",
+    "optimize": "wavecrest.optimize",
+    "registry": "wavecrest.registry",
+}
+
+__all__ = [
+    "Buckets",
+    "Plan",
+    "Workload",
+    "__version__",
+    "env",
+    "errors",
+    "hardware",
+    "nn",
+    "ops",
+    "optimize",
+    "registry",
+]
+
+if TYPE_CHECKING:
+    from wavecrest import env, errors, hardware, nn, ops, registry
+    from wavecrest.optimize import optimize
+    from wavecrest.plan import Plan
+    from wavecrest.workload import Buckets, Workload
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module_name = _LAZY[name]
+    except KeyError:
+        raise AttributeError(f"module 'wavecrest' has no attribute {name!r}") from None
+    module = importlib.import_module(module_name)
+    # optimize is a function that lives in a module of its own name, so the import system has just bound the
+    # module here: bind what the user asked for
+    is_module = module_name == f"wavecrest.{name}" and name != "optimize"
+    value = module if is_module else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_LAZY))

@@ -1,0 +1,76 @@
+"""The `wavecrest` program: assembles the commands and turns errors into one line and an exit code.
+
+Exit codes: 0 ok, 1 user error, 2 regression or refused, 3 environment, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+import typer
+from rich.markup import escape
+
+from wavecrest import __version__
+from wavecrest.cli import _shared
+from wavecrest.errors import WavecrestError
+
+# in the order of use; each is a module of wavecrest.cli with a typer function `command` (or a typer app `app`)
+COMMANDS = ("doctor", "bench", "profile", "optimize", "verify", "plan", "compare", "explain", "report")
+
+# typer carries its own copy of click since 0.29; before, it used the package
+_ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="wavecrest",
+    help="Point it at a PyTorch model and get back a faster model, with proof.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        _shared.out.print(f"wavecrest {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+for _name in COMMANDS:
+    if importlib.util.find_spec(f"wavecrest.cli.{_name}") is None:
+        continue
+    _module = importlib.import_module(f"wavecrest.cli.{_name}")
+    if hasattr(_module, "app"):
+        app.add_typer(_module.app, name=_name)
+    else:
+        app.command(_name)(_module.command)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    try:
+        code = app(args=argv, standalone_mode=False)
+    except WavecrestError as error:
+        _shared.err.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        return error.exit_code
+    except _ClickException as error:
+        # click's own code for bad usage is 2, which here means a regression
+        _shared.err.print(f"[red]error:[/red] {escape(error.format_message())}", soft_wrap=True)
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        _shared.err.print("interrupted")
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

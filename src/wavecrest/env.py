@@ -1,0 +1,99 @@
+"""Environment variables: the only reader of `os.environ`, and the table of what each one does.
+
+The facts are data (`env_table.toml`): name, default, effect, verdict, risk, source. `wavecrest doctor` compares the
+table with the live process; `docs/env.md` is generated from it.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+Verdict = Literal["real", "no-op", "scoped", "folklore", "ours"]
+VERDICTS: dict[str, str] = {
+    "real": "read by the library and changes what happens",
+    "no-op": "read, but the advised value is already the default",
+    "scoped": "right only in the case named",
+    "folklore": "no library reads this name",
+    "ours": "read by wavecrest itself",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One row of the table.
+
+    `warn_if` lists values that doctor warns about ("*" for any value, "!0" for any but 0); `try_values` are values
+    the environment step may try in child processes (performance only, never numerics); `platforms` says where the
+    variable means something: "amd", "nvidia", "cpu".
+    """
+
+    name: str
+    verdict: Verdict
+    default: str
+    effect: str
+    advice: str
+    source: str
+    platforms: tuple[str, ...] = ("amd", "nvidia", "cpu")
+    risk: str = ""
+    warn_if: tuple[str, ...] = ()
+    try_values: tuple[str, ...] = ()
+
+    def warns(self, value: str) -> bool:
+        """True if doctor should warn when the variable has this value."""
+        return any(
+            rule == "*" or rule == value or (rule.startswith("!") and value != rule[1:]) for rule in self.warn_if
+        )
+
+
+@cache
+def table() -> tuple[Variable, ...]:
+    """Every variable wavecrest knows, in the order of the data file."""
+    text = resources.files("wavecrest").joinpath("env_table.toml").read_text(encoding="utf-8")
+    rows = []
+    for row in tomllib.loads(text)["variable"]:
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        rows.append(Variable(**values))
+    return tuple(rows)
+
+
+def variable(name: str) -> Variable | None:
+    """The table's row for a variable, if it has one."""
+    return next((row for row in table() if row.name == name), None)
+
+
+def get(name: str, default: str = "") -> str:
+    """The value of a variable in this process."""
+    return os.environ.get(name, default)
+
+
+def snapshot() -> dict[str, str]:
+    """The variables of this process that the table knows and that are set."""
+    return {row.name: os.environ[row.name] for row in table() if row.name in os.environ}
+
+
+def matching(*parts: str) -> dict[str, str]:
+    """The variables of this process whose name contains one of `parts`."""
+    return {name: value for name, value in sorted(os.environ.items()) if any(part in name for part in parts)}
+
+
+def child(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """The environment of a child process: this one's, with `changes` applied (None unsets)."""
+    environment = dict(os.environ)
+    for name, value in changes.items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    return environment
+
+
+def clean_child() -> dict[str, str]:
+    """The environment of a child that shows defaults: PATH, HOME, library path and device visibility only."""
+    kept = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
+    return {name: os.environ[name] for name in kept if name in os.environ}

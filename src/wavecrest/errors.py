@@ -1,0 +1,91 @@
+"""Every error wavecrest raises on purpose.
+
+WavecrestError                     exit code
+├── UserError                      1   the call, the file or the workload is wrong; the message says what to do
+│   ├── InvalidArgument            1   an op or function got an argument outside its contract (also a ValueError)
+│   ├── WorkloadError              1   the workload cannot be loaded or run
+│   ├── OutputError                1   a result cannot be written where asked
+│   ├── RecordError                1   a result file is damaged, foreign or newer than this version
+│   └── PlanError                  1   a plan file is damaged, foreign or newer than this version
+├── Refused                        2   the work was understood and declined, with the reason
+│   ├── PlanMismatch               2   the plan belongs to another machine or another model
+│   ├── StepRefused                2   one optimization step declines (recorded as a verdict, never lost)
+│   └── Unsupported                2   a backend does not take this call
+├── Regression                     2   a check that guards speed or numerics failed
+└── EnvironmentProblem             3   the machine lacks something: a device, a compiler, a package
+    └── MissingDependency          3   an optional package is not installed; the message names the command
+"""
+
+from __future__ import annotations
+
+
+class WavecrestError(Exception):
+    """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class UserError(WavecrestError):
+    """The call, the file or the workload is wrong."""
+
+
+class InvalidArgument(UserError, ValueError):
+    """An argument is outside the documented contract."""
+
+
+class WorkloadError(UserError):
+    """The workload cannot be loaded or run."""
+
+
+class OutputError(UserError):
+    """A result cannot be written where asked."""
+
+
+class RecordError(UserError):
+    """A result file is damaged, foreign or newer than this version."""
+
+
+class PlanError(UserError):
+    """A plan file is damaged, foreign or newer than this version."""
+
+
+class Refused(WavecrestError):
+    """Understood and declined."""
+
+    exit_code = 2
+
+
+class PlanMismatch(Refused):
+    """The plan belongs to another machine or another model."""
+
+
+class StepRefused(Refused):
+    """One optimization step declines; the reason becomes its verdict."""
+
+
+class Unsupported(Refused):
+    """A backend does not take this call."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Regression(WavecrestError):
+    """A check that guards speed or numerics failed."""
+
+    exit_code = 2
+
+
+class EnvironmentProblem(WavecrestError):
+    """The machine lacks something the command needs."""
+
+    exit_code = 3
+
+
+class MissingDependency(EnvironmentProblem):
+    """An optional package is not installed."""
+
+    def __init__(self, package: str, needed_for: str, install: str) -> None:
+        super().__init__(f"{needed_for} needs the package {package}; install it with: {install}")
+        self.package = package

@@ -1,0 +1,446 @@
+"""Result files: what every command leaves behind, as versioned JSON.
+
+A record names its kind and format version, the machine, the versions and commit, and the exact command. A file of a
+newer format, of another program, or cut short gets one clear error; older formats migrate step by step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import Field
+
+from wavecrest import __version__, env, hardware
+from wavecrest.errors import OutputError, RecordError, UserError
+from wavecrest.timing import Interval, Measurement, Paired
+
+FORMAT_VERSION = 1
+
+Evidence = Literal["measured", "compiled", "emulated", "model"]
+
+
+class Model(pydantic.BaseModel):
+    """Base of all stored values: unknown fields are an error, so that a foreign file is not half-read."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+
+class Versions(Model):
+    """What ran; None where a package is not installed."""
+
+    wavecrest: str
+    python: str
+    torch: str | None
+    triton: str | None
+    transformers: str | None
+    numpy: str
+    platform: str
+
+
+class Header(Model):
+    """Where a result comes from."""
+
+    created: str
+    command: str
+    commit: str | None
+    evidence: Evidence
+    device: dict[str, Any]
+    versions: Versions
+    environment: dict[str, str]
+
+
+class BucketBench(Model):
+    """Baseline of one bucket."""
+
+    bucket: str
+    measurement: Measurement
+    shapes: dict[str, str]
+    peak_memory_bytes: int | None
+
+
+class BenchRecord(Model):
+    """`wavecrest bench`."""
+
+    kind: Literal["bench"] = "bench"
+    format_version: int = FORMAT_VERSION
+    header: Header
+    workload: str
+    dtype: str
+    parameters: int
+    buckets: list[BucketBench]
+
+
+class CategoryTime(Model):
+    """Device (or CPU) self time of one category of operations."""
+
+    category: str
+    ms: float
+    share: float
+    calls: int
+
+
+class OpTime(Model):
+    """One operation with one set of shapes."""
+
+    name: str
+    category: str
+    shapes: str
+    calls: int
+    ms: float
+    share: float
+    flops: float | None = None
+    bytes: float | None = None
+    # percent of the roofline at this arithmetic intensity; None where cost or peak is unknown
+    roofline_percent: float | None = None
+    bound: Literal["compute", "memory"] | None = None
+
+
+class GraphBreak(Model):
+    """Where Dynamo split the graph, or compiled again."""
+
+    kind: Literal["break", "recompile"]
+    file: str
+    line: int
+    reason: str
+
+
+class BucketProfile(Model):
+    """Where the time of one bucket goes."""
+
+    bucket: str
+    wall_ms: float
+    kernel_ms: float
+    # wall minus the union of kernel intervals; None on the CPU, where the two are the same thing
+    idle_ms: float | None
+    launches: int
+    categories: list[CategoryTime]
+    ops: list[OpTime]
+    uncategorized: list[str]
+
+
+class ProfileRecord(Model):
+    """`wavecrest profile`."""
+
+    kind: Literal["profile"] = "profile"
+    format_version: int = FORMAT_VERSION
+    header: Header
+    workload: str
+    buckets: list[BucketProfile]
+    graphs: int
+    breaks: list[GraphBreak]
+    breaks_note: str = ""
+
+
+Verdict = Literal["kept", "reverted", "tie", "refused", "skipped"]
+
+
+class BucketSpeed(Model):
+    """A step's effect on one bucket: times in ms, ratio above 1 is faster."""
+
+    bucket: str
+    base_ms: float
+    new_ms: float
+    ratio: float
+    ci: Interval
+    blocks: int
+    clock: str
+
+
+class BucketError(Model):
+    """Error of one output of a bucket against the high-precision reference of the original model.
+
+    `own` is the original model's error against that reference; `ratio` is error / own; `limit` is what was allowed.
+    """
+
+    bucket: str
+    output: str
+    error: float
+    own: float
+    limit: float
+    passed: bool
+    note: str = ""
+
+
+class QualityResult(Model):
+    """A workload's own end-to-end check."""
+
+    name: str
+    value: float
+    limit: float
+    passed: bool
+    detail: str = ""
+
+
+class StepOutcome(Model):
+    """One step of the ladder: what it wanted, what was measured, and the verdict with its reason."""
+
+    id: str
+    title: str
+    level: int
+    attempt: int = 1
+    params: dict[str, Any] = Field(default_factory=dict)
+    sites: list[str] = Field(default_factory=list)
+    predicted: float | None = None
+    prediction: str = ""
+    verdict: Verdict
+    reason: str
+    ratio: float | None = None
+    ci: Interval | None = None
+    speed: list[BucketSpeed] = Field(default_factory=list)
+    numerics: list[BucketError] = Field(default_factory=list)
+    quality: list[QualityResult] = Field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Samples(Model):
+    """Raw block times of one step and bucket, in ms."""
+
+    step: str
+    attempt: int
+    bucket: str
+    base: list[float]
+    new: list[float]
+
+
+class Result(Model):
+    """The end of a run: optimized against original, measured again at the end, interleaved."""
+
+    verdict: Literal["faster", "already optimal", "interrupted"]
+    ratio: float
+    ci: Interval
+    speed: list[BucketSpeed]
+    numerics: list[BucketError]
+    quality: list[QualityResult]
+    peak_memory_before: int | None = None
+    peak_memory_after: int | None = None
+
+
+class DecisionRow(Model):
+    """One dispatch decision, for the coverage table."""
+
+    op: str
+    key: str
+    backend: str
+    config: dict[str, int]
+    source: str
+    reason: str
+    calls: int
+    refused: dict[str, str] = Field(default_factory=dict)
+
+
+class OptimizeRecord(Model):
+    """`wavecrest optimize`: everything the report shows; the plan file is the part that is replayed."""
+
+    kind: Literal["optimize"] = "optimize"
+    format_version: int = FORMAT_VERSION
+    header: Header
+    workload: str
+    spec: str | None
+    dtype: str
+    parameters: int
+    level: int
+    min_gain: float
+    budget_seconds: float
+    baseline: list[BucketBench]
+    profile_before: list[BucketProfile] = Field(default_factory=list)
+    profile_after: list[BucketProfile] = Field(default_factory=list)
+    breaks: list[GraphBreak] = Field(default_factory=list)
+    steps: list[StepOutcome] = Field(default_factory=list)
+    samples: list[Samples] = Field(default_factory=list)
+    result: Result | None = None
+    coverage: list[DecisionRow] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
+
+
+class VerifyProcess(Model):
+    """What one fresh process found."""
+
+    process: int
+    numerics: list[BucketError]
+    quality: list[QualityResult]
+    speed: list[BucketSpeed]
+    warnings: list[str] = Field(default_factory=list)
+
+
+class VerifyRecord(Model):
+    """`wavecrest verify`."""
+
+    kind: Literal["verify"] = "verify"
+    format_version: int = FORMAT_VERSION
+    header: Header
+    workload: str
+    plan: str
+    processes: list[VerifyProcess]
+    ratio: float
+    ci: Interval
+    passed: bool
+    reason: str
+
+
+Record = BenchRecord | ProfileRecord | OptimizeRecord | VerifyRecord
+_ADAPTER: pydantic.TypeAdapter[Record] = pydantic.TypeAdapter(Annotated[Record, Field(discriminator="kind")])
+_KINDS = ("bench", "profile", "optimize", "verify")
+# format version n -> function that turns a version-n document into n + 1
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+R = TypeVar("R", BenchRecord, ProfileRecord, OptimizeRecord, VerifyRecord)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def versions() -> Versions:
+    """The versions of this process."""
+    import torch
+
+    return Versions(
+        wavecrest=__version__,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=_version("triton") or _version("pytorch-triton-rocm"),
+        transformers=_version("transformers"),
+        numpy=_version("numpy") or "unknown",
+        platform=platform.platform(terse=True),
+    )
+
+
+@cache
+def _commit() -> str | None:
+    folder = Path(__file__).resolve().parent
+    git = ["git", "-C", str(folder)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no", "."], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if head.returncode != 0:
+        return None
+    return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+
+
+def command_line() -> str:
+    """How this process was started, with the program's path shortened to its name."""
+    if not sys.argv or not sys.argv[0]:
+        return "python"
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def header(device: hardware.Device, *, evidence: Evidence = "measured", command: str | None = None) -> Header:
+    """The header of a record made now on `device`."""
+    return Header(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command or command_line(),
+        commit=_commit(),
+        evidence=evidence,
+        device=device.to_dict(),
+        versions=versions(),
+        environment=env.snapshot(),
+    )
+
+
+def prepare_folder(folder: Path) -> Path:
+    """Create a folder for results and prove that it can be written, before any work is done.
+
+    Raises:
+        OutputError: it cannot be created or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
+    return folder
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all (a temporary file in the same folder, then a rename)."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def save(record: Record, path: Path) -> None:
+    """Write a record as JSON."""
+    write_text(path, record.model_dump_json(indent=1) + "\n")
+
+
+def read_document(path: Path, *, what: str, current: int, error: type[UserError] = RecordError) -> dict[str, Any]:
+    """Read a JSON object with a `format_version` of at most `current`.
+
+    Raises:
+        RecordError (or `error`): no such file, damaged, foreign, or newer than this version.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"no {what} at {path}") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise error(f"cannot read the {what} {path}: {problem}") from problem
+    except json.JSONDecodeError as problem:
+        raise error(f"the {what} {path} is damaged: not JSON at line {problem.lineno}: {problem.msg}") from None
+    if not isinstance(document, dict) or not isinstance(document.get("format_version"), int):
+        raise error(f"{path} is not a wavecrest {what}: it has no format_version")
+    if document["format_version"] > current:
+        raise error(
+            f"the {what} {path} has format {document['format_version']}, this wavecrest ({__version__}) reads up to "
+            f"{current}; upgrade wavecrest"
+        )
+    return document
+
+
+def load(path: Path) -> Record:
+    """Read a result file of any kind.
+
+    Raises:
+        RecordError: damaged, foreign or newer.
+    """
+    document = read_document(path, what="result file", current=FORMAT_VERSION)
+    if document.get("kind") not in _KINDS:
+        raise RecordError(f"{path} is not a wavecrest result file: kind {document.get('kind')!r}")
+    while document["format_version"] < FORMAT_VERSION:
+        document = MIGRATIONS[document["format_version"]](document)
+    try:
+        return _ADAPTER.validate_python(document)
+    except pydantic.ValidationError as problem:
+        first = problem.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RecordError(f"the result file {path} is damaged: {where}: {first['msg']}") from None
+
+
+def load_as(path: Path, kind: type[R]) -> R:
+    """Read a result file of one kind.
+
+    Raises:
+        RecordError: it is of another kind, damaged, foreign or newer.
+    """
+    record = load(path)
+    if not isinstance(record, kind):
+        raise RecordError(f"{path} is a {record.kind} result, not {kind.model_fields['kind'].default}")
+    return record

@@ -1,0 +1,296 @@
+"""The one timer: warm-up, device events, cold start apart, interleaved pairs, bootstrap intervals, "unstable".
+
+Rules, with where they come from (simulated here in tests/unit/test_timing.py):
+- "Mean of ten, keep if better" accepts noise: 46 % of null changes at 5 % noise. The rule here is: keep only if the
+  lower end of the 95 % bootstrap interval of the speed-up is above 1 + min_gain.
+- Base and candidate run interleaved in ABBA blocks, so that clock drift and neighbours hit both alike; the block is
+  the unit that the bootstrap resamples.
+- Where the spread is too wide a measurement says "unstable" instead of giving a number.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from wavecrest.errors import InvalidArgument
+
+MIN_SAMPLES = 30
+# std / mean of the central 90 % of the samples above which no number is given
+UNSTABLE_SPREAD = 0.10
+# paired measurement stops early once the interval is this narrow, as a share of the ratio
+TARGET_HALF_WIDTH = 0.01
+BOOTSTRAP_ROUNDS = 2000
+
+# the work under test: a call without arguments
+Work = Callable[[], Any]
+# (completed, planned) after each block, for progress displays
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A 95 % bootstrap confidence interval."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"[{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Repeated timings of one piece of work, in milliseconds.
+
+    `samples` are device spans on a GPU (event to event, idle gaps included) and host wall time on the CPU; `wall` is
+    host wall time in both cases, ended by a synchronize. `cold_start` is the first call, kept out of the samples.
+    """
+
+    samples: tuple[float, ...]
+    wall: tuple[float, ...]
+    cold_start: float
+    clock: str
+    ci: Interval
+
+    @property
+    def n(self) -> int:
+        """Number of samples."""
+        return len(self.samples)
+
+    @property
+    def median(self) -> float:
+        """Median in ms."""
+        return statistics.median(self.samples)
+
+    @property
+    def mean(self) -> float:
+        """Mean in ms."""
+        return statistics.fmean(self.samples)
+
+    @property
+    def std(self) -> float:
+        """Standard deviation in ms (0 for one sample)."""
+        return statistics.stdev(self.samples) if len(self.samples) > 1 else 0.0
+
+    @property
+    def spread(self) -> float:
+        """std / mean of the central 90 % of the samples: one interrupt does not make a run unstable."""
+        return trimmed_spread(self.samples)
+
+    @property
+    def unstable(self) -> bool:
+        """True if the spread is too wide for the median to be quoted."""
+        return self.spread > UNSTABLE_SPREAD
+
+    def describe(self) -> str:
+        """The median with its interval, or the word unstable with the reason."""
+        if self.unstable:
+            return f"unstable (spread {self.spread:.0%} of the mean over {self.n} samples)"
+        return f"{self.median:.3f} ms [{self.ci.low:.3f}, {self.ci.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """Base against candidate, measured interleaved; `ratio` is base time over candidate time (above 1: faster).
+
+    `base` and `new` hold one value a block, in ms: the mean of the two calls of that side in the block.
+    """
+
+    base: tuple[float, ...]
+    new: tuple[float, ...]
+    ratio: float
+    ci: Interval
+    clock: str
+
+    @property
+    def n(self) -> int:
+        """Number of ABBA blocks."""
+        return len(self.base)
+
+    @property
+    def base_ms(self) -> float:
+        """Median of the base, in ms."""
+        return statistics.median(self.base)
+
+    @property
+    def new_ms(self) -> float:
+        """Median of the candidate, in ms."""
+        return statistics.median(self.new)
+
+
+def trimmed_spread(samples: Sequence[float]) -> float:
+    """std / mean after dropping the smallest and the largest 5 % of the samples."""
+    if len(samples) < 3:
+        return 0.0
+    ordered = sorted(samples)
+    cut = int(len(ordered) * 0.05)
+    kept = ordered[cut : len(ordered) - cut]
+    mean = statistics.fmean(kept)
+    return statistics.stdev(kept) / mean if mean > 0 and len(kept) > 1 else 0.0
+
+
+def bootstrap_median(samples: Sequence[float], *, seed: int = 0) -> Interval:
+    """95 % percentile bootstrap interval of the median."""
+    values = np.asarray(samples, dtype=np.float64)
+    if values.size == 0:
+        raise InvalidArgument("bootstrap_median needs at least one sample")
+    picks = np.random.default_rng(seed).integers(0, values.size, (BOOTSTRAP_ROUNDS, values.size))
+    low, high = np.quantile(np.median(values[picks], axis=1), (0.025, 0.975))
+    return Interval(float(low), float(high))
+
+
+def bootstrap_speedup(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, seed: int = 0
+) -> tuple[float, Interval]:
+    """Speed-up and its 95 % interval over one or more buckets.
+
+    Args:
+        pairs: per bucket, (base, candidate) times by block; element i of both comes from the same block. A bucket's
+            speed-up is the ratio of medians; several buckets combine as a geometric mean.
+
+    Returns:
+        (speed-up, interval); blocks are resampled together, so what hit both sides of a block stays paired.
+    """
+    if not pairs or any(len(base) != len(new) or not base for base, new in pairs):
+        raise InvalidArgument("bootstrap_speedup needs pairs of equal, non-zero length")
+    rng = np.random.default_rng(seed)
+    log_rounds = np.zeros(BOOTSTRAP_ROUNDS)
+    log_point = 0.0
+    for base, new in pairs:
+        a, b = np.asarray(base, dtype=np.float64), np.asarray(new, dtype=np.float64)
+        picks = rng.integers(0, a.size, (BOOTSTRAP_ROUNDS, a.size))
+        log_rounds += np.log(np.median(a[picks], axis=1) / np.median(b[picks], axis=1))
+        log_point += math.log(float(np.median(a)) / float(np.median(b)))
+    low, high = np.quantile(log_rounds / len(pairs), (0.025, 0.975))
+    return math.exp(log_point / len(pairs)), Interval(math.exp(float(low)), math.exp(float(high)))
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Times single calls on one device: events on a GPU, the host clock on the CPU.
+
+    Args:
+        device: a torch device name, "cpu" or "cuda:N".
+        cold_cache: before each timed call overwrite a buffer larger than any last-level cache (GPU only).
+    """
+
+    device: str
+    cold_cache: bool = False
+    _flush: Any = field(default=None, repr=False)
+
+    @property
+    def clock(self) -> str:
+        """What the samples are: "device events" or "host wall"."""
+        return "host wall" if self.device == "cpu" else "device events"
+
+    def time(self, work: Work) -> tuple[float, float]:
+        """Run once; returns (sample, wall) in ms, both ended by a synchronize."""
+        if self.device == "cpu":
+            start = time.perf_counter()
+            work()
+            wall = (time.perf_counter() - start) * 1e3
+            return wall, wall
+        import torch
+
+        if self.cold_cache:
+            if self._flush is None:
+                self._flush = torch.empty(512 << 20, dtype=torch.uint8, device=self.device)
+            self._flush.zero_()
+        stream = torch.cuda.current_stream(self.device)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream.synchronize()
+        start = time.perf_counter()
+        begin.record(stream)
+        work()
+        end.record(stream)
+        end.synchronize()
+        wall = (time.perf_counter() - start) * 1e3
+        return begin.elapsed_time(end), wall
+
+
+def warm_up(stopwatch: Stopwatch, work: Work, *, calls: int = 3, seconds: float = 0.2) -> float:
+    """Call until both limits are reached; returns the first call's wall time in ms (the cold start)."""
+    begin = time.perf_counter()
+    _, cold = stopwatch.time(work)
+    done = 1
+    # a work of seconds needs no further warm-up than the wanted calls; one of microseconds gets `seconds` of it
+    while done < calls or time.perf_counter() - begin < seconds:
+        stopwatch.time(work)
+        done += 1
+    return cold
+
+
+def measure(
+    work: Work,
+    *,
+    device: str,
+    min_samples: int = MIN_SAMPLES,
+    seconds: float = 5.0,
+    cold_cache: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Measurement:
+    """Time `work` after warm-up: at least `min_samples` calls, more while `seconds` last and the interval is wide."""
+    stopwatch = Stopwatch(device, cold_cache)
+    cold = warm_up(stopwatch, work)
+    samples: list[float] = []
+    wall: list[float] = []
+    begin = time.perf_counter()
+    ci = Interval(0.0, 0.0)
+    while True:
+        sample, host = stopwatch.time(work)
+        samples.append(sample)
+        wall.append(host)
+        if on_progress is not None:
+            on_progress(len(samples), min_samples)
+        if len(samples) < min_samples or len(samples) % 10:
+            continue
+        ci = bootstrap_median(samples)
+        narrow = (ci.high - ci.low) / 2 <= TARGET_HALF_WIDTH * statistics.median(samples)
+        if narrow or time.perf_counter() - begin > seconds:
+            break
+    return Measurement(tuple(samples), tuple(wall), cold, stopwatch.clock, ci)
+
+
+def measure_pair(
+    base: Work,
+    new: Work,
+    *,
+    device: str,
+    min_blocks: int = MIN_SAMPLES // 2,
+    seconds: float = 10.0,
+    on_progress: OnProgress | None = None,
+) -> Paired:
+    """Time `base` against `new` in interleaved ABBA blocks.
+
+    Runs at least `min_blocks` blocks (two calls of each side a block), then goes on while `seconds` last and the
+    interval of the speed-up is wider than one percent either way. The stop looks at the width alone, never at which
+    side leads, so it does not favour a verdict.
+    """
+    stopwatch = Stopwatch(device)
+    warm_up(stopwatch, base)
+    warm_up(stopwatch, new)
+    a: list[float] = []
+    b: list[float] = []
+    begin = time.perf_counter()
+    while True:
+        first, _ = stopwatch.time(base)
+        second, _ = stopwatch.time(new)
+        third, _ = stopwatch.time(new)
+        fourth, _ = stopwatch.time(base)
+        a.append((first + fourth) / 2)
+        b.append((second + third) / 2)
+        if on_progress is not None:
+            on_progress(len(a), min_blocks)
+        if len(a) < min_blocks or len(a) % 5:
+            continue
+        ratio, ci = bootstrap_speedup([(a, b)])
+        narrow = (ci.high - ci.low) / 2 <= TARGET_HALF_WIDTH * ratio
+        if narrow or time.perf_counter() - begin > seconds:
+            return Paired(tuple(a), tuple(b), ratio, ci, stopwatch.clock)

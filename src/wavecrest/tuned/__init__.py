@@ -1,0 +1,5 @@
+"""Kernel configurations and where they come from."""
+
+from wavecrest.tuned.config import Config
+
+__all__ = ["Config"]

@@ -1,0 +1,274 @@
+"""A workload: a model, named buckets of example inputs, and how to judge an answer.
+
+Written as `file.py:function` or `package.module:function`, or a Hugging Face model folder (`--hf`, see
+integrations.transformers). The function returns `(model, inputs)` or a `Workload`.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wavecrest.errors import WorkloadError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# a quality check: (original model, candidate) -> named checks; both are called exactly as the model is
+QualityFn = Callable[[Callable[..., Any], Callable[..., Any]], "list[Quality]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """One end-to-end check of the optimized model against the original, in the workload's own terms."""
+
+    name: str
+    value: float
+    limit: float
+    passed: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The arguments of one call of the model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Call a model with these inputs."""
+        return function(*self.args, **self.kwargs)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor inside, with a path such as "args[0]" or "input_ids"."""
+        for index, value in enumerate(self.args):
+            yield from _tensors(f"args[{index}]", value, set())
+        for name, value in self.kwargs.items():
+            yield from _tensors(name, value, set())
+
+    def clone(self) -> Inputs:
+        """A copy that shares no tensor with this one, so that a call that writes into its inputs leaves these alone."""
+        return copy.deepcopy(self)
+
+
+class Buckets(dict[str, Any]):
+    """Named shapes of example inputs: `Buckets(b1=(x1,), b16={"input_ids": x16})`.
+
+    Each value is what a single example input may be: a tensor, a tuple or list of positional arguments, or a dict of
+    keyword arguments.
+    """
+
+
+@dataclass(slots=True)
+class Workload:
+    """What the commands work on.
+
+    Attributes:
+        model: the module, in eval mode, on the device of its inputs.
+        buckets: named example inputs; a speed-up counts over all of them.
+        quality: optional end-to-end check in the workload's own terms, run by optimize and verify.
+        spec: how to load it again in another process ("file.py:function", "--hf DIR"), or None for a model in memory.
+        name: what reports call it.
+    """
+
+    model: nn.Module
+    buckets: dict[str, Inputs]
+    quality: QualityFn | None = None
+    spec: str | None = None
+    name: str = "model"
+
+    def __post_init__(self) -> None:
+        import torch
+
+        if not isinstance(self.model, torch.nn.Module):
+            raise WorkloadError(
+                f"the workload's model is a {type(self.model).__name__}, not a torch.nn.Module; "
+                "return the module itself, not its output or a function"
+            )
+        if not self.buckets:
+            raise WorkloadError("the workload has no example inputs; give at least one bucket")
+        for bucket, inputs in self.buckets.items():
+            _check_bucket(bucket, inputs)
+        self._check_device()
+        self.model.eval()
+
+    @property
+    def device(self) -> str:
+        """The torch device name of the model's parameters (of the inputs, for a model without any)."""
+        for tensor in self._state():
+            return str(tensor.device)
+        for inputs in self.buckets.values():
+            for _, tensor in inputs.tensors():
+                return str(tensor.device)
+        return "cpu"
+
+    @property
+    def dtype(self) -> str:
+        """The floating dtype of most parameters, without the "torch." prefix."""
+        counts: dict[str, int] = {}
+        for parameter in self._state():
+            if parameter.is_floating_point():
+                name = str(parameter.dtype).removeprefix("torch.")
+                counts[name] = counts.get(name, 0) + parameter.numel()
+        return max(counts, key=lambda name: counts[name]) if counts else "float32"
+
+    def _state(self) -> Iterator[Tensor]:
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+
+    def _check_device(self) -> None:
+        devices = {str(tensor.device) for tensor in self._state()}
+        if len(devices) > 1:
+            raise WorkloadError(f"the model is spread over {', '.join(sorted(devices))}; one device is supported")
+        home = next(iter(devices), None)
+        for bucket, inputs in self.buckets.items():
+            for path, tensor in inputs.tensors():
+                # zero-dimensional CPU tensors mix with any device
+                if home is not None and str(tensor.device) != home and tensor.ndim > 0:
+                    raise WorkloadError(
+                        f"bucket {bucket}: {path} is on {tensor.device} but the model is on {home}; "
+                        "move both to one device in the workload function"
+                    )
+
+    def run(self, bucket: str, function: Callable[..., Any] | None = None) -> Any:
+        """Call `function` (the model, if None) with a bucket's inputs, without gradients."""
+        import torch
+
+        with torch.no_grad():
+            return self.buckets[bucket].call(function if function is not None else self.model)
+
+
+def from_example(model: nn.Module, example: Any, *, spec: str | None = None, name: str | None = None) -> Workload:
+    """A workload from a module and its example inputs: a tensor, a tuple or list, a dict, an `Inputs` or `Buckets`."""
+    if isinstance(example, Buckets):
+        buckets = {str(key): _as_inputs(value) for key, value in example.items()}
+    else:
+        buckets = {"default": _as_inputs(example)}
+    return Workload(model, buckets, spec=spec, name=name or type(model).__name__)
+
+
+def load(spec: str) -> Workload:
+    """Load `file.py:function` or `package.module:function`.
+
+    Raises:
+        WorkloadError: no such file, module or function, the function raised, or it returned something else than
+            `(model, inputs)` or a `Workload`.
+    """
+    target, separator, function_name = spec.rpartition(":")
+    if not separator or not target or not function_name:
+        raise WorkloadError(f"a workload is written file.py:function or package.module:function, not {spec!r}")
+    factory = getattr(_load_module(target), function_name, None)
+    if factory is None:
+        raise WorkloadError(f"{target} has no function {function_name!r}")
+    if not callable(factory):
+        raise WorkloadError(f"{spec}: {function_name} is not a function")
+    try:
+        made = factory()
+    except WorkloadError:
+        raise
+    except Exception as error:
+        raise WorkloadError(f"{spec} raised {type(error).__name__}: {_first_line(error)}") from error
+    if inspect.isgenerator(made) or made is None:
+        raise WorkloadError(f"{spec} returned {type(made).__name__}; it must return (model, inputs) or a Workload")
+    if isinstance(made, Workload):
+        made.spec = spec
+        return made
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise WorkloadError(f"{spec} returned {type(made).__name__}; it must return (model, inputs) or a Workload")
+    return from_example(made[0], made[1], spec=spec, name=function_name)
+
+
+def _load_module(target: str) -> Any:
+    if target.endswith(".py"):
+        path = Path(target).resolve()
+        if not path.is_file():
+            raise WorkloadError(f"no file {target}")
+        module_spec = importlib.util.spec_from_file_location(f"wavecrest_workload_{path.stem}", path)
+        if module_spec is None or module_spec.loader is None:
+            raise WorkloadError(f"{target} is not a Python file")
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[module_spec.name] = module
+        with _importing(target), _on_path(path.parent):
+            module_spec.loader.exec_module(module)
+        return module
+    with _importing(target), _on_path(Path.cwd()):
+        return importlib.import_module(target)
+
+
+@contextmanager
+def _importing(target: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise WorkloadError(f"importing {target} failed: {_first_line(error)}") from error
+    except Exception as error:
+        raise WorkloadError(f"importing {target} raised {type(error).__name__}: {_first_line(error)}") from error
+
+
+@contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "(no message)"
+
+
+def _as_inputs(example: Any) -> Inputs:
+    import torch
+
+    if isinstance(example, Inputs):
+        return example
+    if isinstance(example, torch.Tensor):
+        return Inputs((example,))
+    if isinstance(example, Mapping):
+        return Inputs((), dict(example))
+    if isinstance(example, tuple | list):
+        return Inputs(tuple(example))
+    raise WorkloadError(
+        f"example inputs are a {type(example).__name__}; give a tensor, a tuple, a dict of keyword arguments, "
+        "or wavecrest.Buckets(name=inputs, …)"
+    )
+
+
+def _check_bucket(bucket: str, inputs: Inputs) -> None:
+    tensors = list(inputs.tensors())
+    if not tensors:
+        raise WorkloadError(f"bucket {bucket}: there is no tensor in the example inputs")
+    for path, tensor in tensors:
+        if tensor.numel() == 0 and tensor.ndim > 0:
+            raise WorkloadError(f"bucket {bucket}: {path} is empty (shape {tuple(tensor.shape)})")
+
+
+def _tensors(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(f"{path}.{key}", item, seen)
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from _tensors(f"{path}[{index}]", item, seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        # caches and dataclasses of transformers
+        for key, item in vars(value).items():
+            yield from _tensors(f"{path}.{key}", item, seen)

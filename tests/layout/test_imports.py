@@ -1,0 +1,184 @@
+"""Imports point down only, lazy ones counted; no cycles; triton, os.environ and print stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "wavecrest"
+
+# layer of each first component below wavecrest; docs/architecture.md explains the walls
+LAYERS = {
+    "errors": 0, "hardware": 0, "env": 0,
+    "tuned": 1, "registry": 1, "numerics": 1, "timing": 1, "records": 1, "workload": 1,
+    "ops": 2,
+    "backends": 3,
+    "nn": 4,
+    "passes": 5, "graphs": 5, "bench": 5, "profile": 5, "report": 5, "doctor": 5,
+    "plan": 6, "optimize": 6, "verify": 6,
+    "cli": 7, "integrations": 7,
+}  # fmt: skip
+# imports inside a layer that are allowed: (from, to)
+SIDEWAYS = {
+    ("registry", "tuned"), ("records", "timing"),
+    ("passes", "graphs"),
+    ("optimize", "plan"), ("verify", "plan"),
+    ("cli", "integrations"),
+}  # fmt: skip
+# layer-5 report reads the schema of records only; nothing else may be reached
+REPORT_MAY = {"records", "errors", "timing", "report"}
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(SRC.rglob("*.py")):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every import of wavecrest in a file, lazy ones too; blocks under TYPE_CHECKING are not imports."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            if node.module == "wavecrest":
+                yield from ((node.lineno, f"wavecrest.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, node.module
+
+
+def _violations(name: str, path: Path) -> Iterator[str]:
+    own = name.split(".")[0]
+    if own in ("", "__main__"):
+        return
+    for line, target in _imports(path):
+        if not target.startswith("wavecrest."):
+            continue
+        other = target.split(".")[1]
+        if other.startswith("__") or other == own:
+            continue
+        if other not in LAYERS:
+            yield f"{name}:{line}: {other} has no layer"
+        elif own == "report" and other not in REPORT_MAY:
+            yield f"{name}:{line}: report may not import {other}"
+        elif LAYERS[other] > LAYERS[own] or (LAYERS[other] == LAYERS[own] and (own, other) not in SIDEWAYS):
+            yield f"{name}:{line}: layer {LAYERS[own]} {own} imports layer {LAYERS[other]} {other}"
+
+
+def test_imports_point_down() -> None:
+    found = [line for name, path in _modules() for line in _violations(name, path)]
+    assert not found, "\n".join(found)
+
+
+def test_every_module_has_a_layer() -> None:
+    tops = {name.split(".")[0] for name, _ in _modules()} - {"", "__main__"}
+    assert tops <= set(LAYERS), tops - set(LAYERS)
+
+
+def test_no_import_cycles() -> None:
+    names = {name for name, _ in _modules() if name}
+    edges: dict[str, set[str]] = {}
+    for name, path in _modules():
+        targets = {target.removeprefix("wavecrest.") for _, target in _imports(path) if target.startswith("wavecrest.")}
+        edges[name] = {target for target in targets if target in names and target != name}
+    state: dict[str, int] = {}
+
+    def visit(node: str, trail: list[str]) -> None:
+        if state.get(node) == 2:
+            return
+        assert state.get(node) != 1, " -> ".join([*trail[trail.index(node) :], node])
+        state[node] = 1
+        for target in sorted(edges.get(node, ())):
+            visit(target, [*trail, node])
+        state[node] = 2
+
+    for name in sorted(names):
+        visit(name, [])
+
+
+@pytest.mark.parametrize(("package", "allowed"), [("triton", ("ops.", "ops"))])
+def test_triton_stays_in_ops(package: str, allowed: tuple[str, ...]) -> None:
+    found = [
+        f"{name}:{line}"
+        for name, path in _modules()
+        for line, target in _imports(path)
+        if target.split(".")[0] == package and not name.startswith(allowed)
+    ]
+    assert not found, found
+
+
+def test_only_env_reads_the_environment() -> None:
+    found = []
+    for name, path in _modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            uses = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
+            if uses and name != "env":
+                found.append(f"{name}:{node.lineno}")
+    assert not found, found
+
+
+def test_only_cli_prints() -> None:
+    found = []
+    for name, path in _modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            if called and not name.startswith("cli"):
+                found.append(f"{name}:{node.lineno}")
+    assert not found, found
+
+
+def _swallows(handler: ast.ExceptHandler) -> bool:
+    broad = handler.type is None or (isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException"))
+    if not broad:
+        return False
+    raises = any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+    # a recorded refusal: the error's text becomes part of a verdict, a refusal or a note
+    records = handler.name is not None and any(
+        isinstance(node, ast.Name) and node.id == handler.name for stmt in handler.body for node in ast.walk(stmt)
+    )
+    return not raises and not records
+
+
+def test_no_swallowed_exceptions() -> None:
+    found = [
+        f"{name}:{node.lineno}"
+        for name, path in _modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ExceptHandler) and _swallows(node)
+    ]
+    assert not found, found
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import time; t = time.perf_counter(); import wavecrest; dt = time.perf_counter() - t\n"
+        "import sys; assert 'triton' not in sys.modules and 'torch' not in sys.modules, 'heavy import'\n"
+        "print(dt)"
+    )
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.5
+    assert time.perf_counter() - begin < 60
+
+
+def test_public_names_sorted_and_real() -> None:
+    import wavecrest
+
+    assert wavecrest.__all__ == sorted(wavecrest.__all__, key=lambda name: (not name[0].isupper(), name.lstrip("_") if name[0] != "_" else name))
+    for name in wavecrest.__all__:
+        assert getattr(wavecrest, name) is not None
