@@ -72,6 +72,11 @@ def get(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 
 
+def set_default(name: str, value: str) -> None:
+    """Set a variable of this process unless it is set; only for variables that cannot change a result."""
+    os.environ.setdefault(name, value)
+
+
 def snapshot() -> dict[str, str]:
     """The variables of this process that the table knows and that are set."""
     return {row.name: os.environ[row.name] for row in table() if row.name in os.environ}

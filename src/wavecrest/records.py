@@ -106,6 +106,16 @@ class OpTime(Model):
     # percent of the roofline at this arithmetic intensity; None where cost or peak is unknown
     roofline_percent: float | None = None
     bound: Literal["compute", "memory"] | None = None
+    # the device kernels that ran it, longest first; empty on the CPU
+    kernels: list[str] = Field(default_factory=list)
+
+
+class Ceilings(Model):
+    """What an op can reach at best: `bandwidth` in GB/s, `peak` in TFLOP/s by torch dtype name, and who says so."""
+
+    source: str
+    bandwidth: float
+    peak: dict[str, float]
 
 
 class GraphBreak(Model):
@@ -142,6 +152,8 @@ class ProfileRecord(Model):
     graphs: int
     breaks: list[GraphBreak]
     breaks_note: str = ""
+    # what the percentages of the roofline compare with; None where no ceiling is known
+    ceilings: Ceilings | None = None
 
 
 Verdict = Literal["kept", "reverted", "tie", "refused", "skipped"]

@@ -8,17 +8,18 @@ cost of a call stays near the cost of a bare kernel launch.
 from __future__ import annotations
 
 import importlib
+import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from wavecrest import env
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.tuned import Config
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Source = Literal["exact", "near", "model", "default", "forced"]
 Strict = Literal["off", "warn", "error"]
@@ -71,13 +72,15 @@ class Backend:
     """One implementation of an op.
 
     `supports(*args)` returns None, or the reason why this call is declined. It must look only at what the op's key
-    contains (dtype, device, sizes), since its answer is cached by that key. `priority`: the highest that does not
-    decline is the default choice.
+    contains (dtype, device, sizes), since its answer is cached by that key. `reserved(*args)` likewise gives the
+    reason why the backend runs a call it supports only when it is forced, pinned or named. `priority`: the highest
+    that does not decline is the default choice.
     """
 
     name: str
     run: Callable[..., Any]
     supports: Callable[..., str | None]
+    reserved: Callable[..., str | None]
     priority: int
     takes_config: bool
 
@@ -89,9 +92,16 @@ class _Entry:
     calls: int = 0
 
 
+# (backend, its configuration, source, reason, declined backends with their reasons)
+_Choice = tuple[Backend, Config | None, Source, str, tuple[tuple[str, str], ...]]
+
 _OPS: dict[str, Op] = {}
 _strict: Strict = "off"
 _loaded = False
+
+
+def _always(*_args: Any, **_kwargs: Any) -> None:
+    return None
 
 
 @dataclass(eq=False)
@@ -102,10 +112,14 @@ class Op:
         name: the op's one name (module, test, documentation page, `wavecrest explain NAME`).
         reference: the definition, dull and in float32 (or better) inside; also the path of last resort.
         check: raises InvalidArgument; runs before every path, so that oracle and kernel refuse alike.
-        key: the shape key of a call: hashable, and all that the choice of a backend may depend on.
+        key: the shape key of a call: hashable, made of strings, numbers and None, and all that the choice of a backend
+            may depend on (whether gradients are needed is part of it).
+        key_fields: the names of the key's parts, for people.
         inputs: `inputs(M, N, dtype, device)` gives the arguments of an example call.
         cost: the least work of a call.
         default_config: the kernel configuration for a key where nothing measured is known.
+        compile_cases: `compile_cases(wave_size)` gives the launches that must compile for every architecture of that
+            wave size, with shipped configurations, made from meta tensors.
     """
 
     name: str
@@ -115,20 +129,24 @@ class Op:
     inputs: Callable[..., tuple[Any, ...]]
     cost: Callable[..., Cost]
     default_config: Callable[[Key], Config]
+    key_fields: tuple[str, ...] = ()
+    compile_cases: Callable[[int], Sequence[Any]] | None = None
     op_class: str = "row"
     backends: dict[str, Backend] = field(default_factory=dict)
     _cache: dict[Key, _Entry] = field(default_factory=dict)
     _pins: dict[Key, tuple[str, Config | None, Source, str]] = field(default_factory=dict)
-    # backend that every key uses, set by tests and by `force`; None: decide per key
+    # decisions made while Dynamo traced a call; their compiled calls are not counted
+    _traced: dict[Key, Decision] = field(default_factory=dict)
+    # the backends by falling priority
+    _order: tuple[Backend, ...] = ()
+    # backend that every key uses, set by `force`; None: decide per key
     _forced: str | None = None
 
     def __post_init__(self) -> None:
         if self.name in _OPS:
             raise InvalidArgument(f"an op named {self.name} is already registered")
         _OPS[self.name] = self
-        self.attach(
-            "reference", self.reference, supports=lambda *_args, **_kwargs: None, priority=0, takes_config=False
-        )
+        self.attach("reference", self.reference, supports=_always, priority=0)
 
     def attach(
         self,
@@ -137,18 +155,23 @@ class Op:
         *,
         supports: Callable[..., str | None],
         priority: int,
+        reserved: Callable[..., str | None] = _always,
         takes_config: bool = False,
     ) -> None:
         """Add a backend; decisions made before are forgotten."""
-        self.backends[name] = Backend(name, run, supports, priority, takes_config)
-        self._cache.clear()
+        self.backends[name] = Backend(name, run, supports, reserved, priority, takes_config)
+        self._order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))
+        self.forget()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Check the arguments, pick the backend for their key, run it."""
         self.check(*args, **kwargs)
-        entry = self._cache.get(self.key(*args, **kwargs))
+        key = self.key(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._call_traced(key, args, kwargs)
+        entry = self._cache.get(key)
         if entry is None:
-            entry = self._decide(args, kwargs)
+            entry = self._decide(key, args, kwargs)
         entry.calls += 1
         if entry.decision.config is not None:
             return entry.backend.run(*args, **kwargs, config=entry.decision.config)
@@ -157,7 +180,8 @@ class Op:
     def decide(self, *args: Any, **kwargs: Any) -> Decision:
         """The decision for a call, without running it."""
         self.check(*args, **kwargs)
-        entry = self._cache.get(self.key(*args, **kwargs)) or self._decide(args, kwargs)
+        key = self.key(*args, **kwargs)
+        entry = self._cache.get(key) or self._decide(key, args, kwargs)
         return entry.decision
 
     def run(self, backend: str, *args: Any, config: Config | None = None, **kwargs: Any) -> Any:
@@ -177,21 +201,35 @@ class Op:
         return chosen.run(*args, **kwargs)
 
     def pin(self, key: Key, backend: str, config: Config | None, source: Source, reason: str) -> None:
-        """Fix the backend of one key (a plan's dispatch rows, a tuned row)."""
+        """Fix the backend of one key (a plan's dispatch rows, a tuned row).
+
+        A key whose row bucket is 0 is that of calls inside torch.compile, where the row count is not known.
+        """
         self._backend(backend)
         self._pins[key] = (backend, config, source, reason)
-        self._cache.pop(key, None)
+        self.forget()
 
     def force(self, backend: str | None) -> None:
         """Run every call on one backend that supports it; None goes back to deciding per key."""
         if backend is not None:
             self._backend(backend)
         self._forced = backend
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the decisions made so far (pins stay)."""
         self._cache.clear()
+        self._traced.clear()
+
+    def unpin(self) -> None:
+        """Drop all pins, and the decisions made so far."""
+        self._pins.clear()
+        self.forget()
 
     def decisions(self) -> list[tuple[Decision, int]]:
-        """The decisions made so far with the number of eager calls that used each."""
-        return [(entry.decision, entry.calls) for entry in self._cache.values()]
+        """The decisions made so far with the number of eager calls that used each (0 for those of compiled calls)."""
+        eager = [(entry.decision, entry.calls) for entry in self._cache.values()]
+        return eager + [(decision, 0) for decision in self._traced.values()]
 
     def _backend(self, name: str) -> Backend:
         try:
@@ -201,39 +239,94 @@ class Op:
                 f"{self.name} has no backend {name!r}; it has {', '.join(sorted(self.backends))}"
             ) from None
 
-    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
-        key = self.key(*args, **kwargs)
-        refused: list[Refusal] = []
-        pin = self._pins.get(key)
-        choice: tuple[Backend, Config | None, Source, str] | None = None
-        for backend in sorted(self.backends.values(), key=lambda b: -b.priority):
+    def _choose(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Choice:
+        """The backend for a call; plain enough for Dynamo to trace."""
+        pin = self._pins.get(key) if self._pins else None
+        wanted = self._forced if self._forced is not None else (pin[0] if pin is not None else None)
+        refused: tuple[tuple[str, str], ...] = ()
+        fallback: Backend | None = None
+        chosen: Backend | None = None
+        for backend in self._order:
             reason = backend.supports(*args, **kwargs)
+            if reason is None and backend.name == wanted:
+                chosen = backend
+            elif reason is None:
+                reason = backend.reserved(*args, **kwargs)
+                if reason is None and fallback is None:
+                    fallback = backend
             if reason is not None:
-                refused.append(Refusal(backend.name, reason))
-            elif self._forced == backend.name:
-                choice = (backend, None, "forced", "forced by the caller")
-            elif self._forced is None and pin is not None and pin[0] == backend.name:
-                choice = (backend, pin[1], pin[2], pin[3])
-            elif choice is None:
-                choice = (backend, None, "default", "highest priority that supports the call")
-        if choice is None:
+                refused = (*refused, (backend.name, reason))
+        if chosen is not None and self._forced is not None:
+            return chosen, None, "forced", "forced by the caller", refused
+        if chosen is not None and pin is not None:
+            return chosen, pin[1], pin[2], pin[3], refused
+        if fallback is None:
             raise Unsupported(f"{self.name}: no backend takes this call: {refused}")
-        backend, config, source, reason = choice
-        if backend.takes_config and config is None:
-            config = self.default_config(key)
-        decision = Decision(self.name, key, backend.name, config, source, reason, tuple(refused))
-        if source == "default" and _strict != "off":
-            _report_miss(decision)
-        entry = _Entry(decision, backend)
+        reason = "highest priority that takes the call"
+        if wanted is not None:
+            reason = f"{reason}; {wanted}, {'forced' if self._forced is not None else 'pinned'}, declines it"
+        return fallback, None, "default", reason, refused
+
+    def _decide(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+        backend, config, source, reason, refused = self._choose(key, args, kwargs)
+        entry = _Entry(_decision(self, key, backend.name, config, source, reason, refused), backend)
         self._cache[key] = entry
         return entry
+
+    def _call_traced(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call inside torch.compile: decided while tracing, so that the compiled code holds the backend alone."""
+        # sizes in the key (columns; rows are 0) may be symbolic: the configuration is made for their values
+        key = tuple(operator.index(part) if type(part) is int else part for part in key)
+        backend, config, source, reason, refused = self._choose(key, args, kwargs)
+        pairs = _note_traced(self.name, key, backend.name, _pairs(config), source, reason, refused)
+        if backend.takes_config:
+            return backend.run(*args, **kwargs, config=Config(**dict(pairs)))
+        return backend.run(*args, **kwargs)
+
+
+def _pairs(config: Config | None) -> tuple[tuple[str, int], ...]:
+    return () if config is None else tuple(config.kwargs.items())
+
+
+def _decision(
+    op: Op,
+    key: Key,
+    backend: str,
+    config: Config | None,
+    source: Source,
+    reason: str,
+    refused: tuple[tuple[str, str], ...],
+) -> Decision:
+    if config is None and op.backends[backend].takes_config:
+        config = op.default_config(key)
+    decision = Decision(op.name, key, backend, config, source, reason, tuple(Refusal(*pair) for pair in refused))
+    if source == "default" and _strict != "off":
+        _report_miss(decision)
+    return decision
+
+
+# Dynamo runs this while it traces and keeps the result as a constant, so that recording leaves no trace in the graph
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_traced(
+    name: str,
+    key: Key,
+    backend: str,
+    config: tuple[tuple[str, int], ...],
+    source: Source,
+    reason: str,
+    refused: tuple[tuple[str, str], ...],
+) -> tuple[tuple[str, int], ...]:
+    op = _OPS[name]
+    decision = _decision(op, key, backend, Config(**dict(config)) if config else None, source, reason, refused)
+    op._traced[key] = decision
+    return _pairs(decision.config)
 
 
 def _report_miss(decision: Decision) -> None:
     message = f"no measured row: {decision.describe()}"
     if _strict == "error":
         raise Unsupported(message)
-    warnings.warn(message, DispatchMiss, stacklevel=4)
+    warnings.warn(message, DispatchMiss, stacklevel=6)
 
 
 def load_backends() -> None:
@@ -279,15 +372,34 @@ def coverage() -> list[tuple[Decision, int]]:
 
 
 def m_bucket(rows: int) -> int:
-    """The bucket of a row count, one scheme for all ops: exact up to 8, then powers of two, one above 65,536."""
+    """The bucket of a row count, one scheme for all ops: exact up to 8, then powers of two, one above 65,536.
+
+    Inside torch.compile it is 0, for any count: a bucket of a symbolic size would compile once per bucket.
+    """
+    if torch.compiler.is_compiling():
+        return 0
     if rows <= 8:
         return rows
     return min(1 << (rows - 1).bit_length(), 131072)
 
 
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """True if autograd would record a call with these tensors; part of every key, as kernels have no backward."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+_DTYPE_NAMES: dict[torch.dtype, str] = {
+    value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
 def dtype_name(tensor: Tensor) -> str:
     """A tensor's dtype without the "torch." prefix."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _DTYPE_NAMES[tensor.dtype]
 
 
 _mode = env.get("WAVECREST_STRICT", "off")

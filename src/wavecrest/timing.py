@@ -27,6 +27,10 @@ UNSTABLE_SPREAD = 0.10
 # paired measurement stops early once the interval is this narrow, as a share of the ratio
 TARGET_HALF_WIDTH = 0.01
 BOOTSTRAP_ROUNDS = 2000
+# samples (or blocks) kept at most: the bootstrap's memory and the size of a record grow with them
+MAX_SAMPLES = 1000
+# a run of samples lasts at least this long, so that fast work is not judged by one lucky millisecond
+MIN_SECONDS = 0.5
 
 # the work under test: a call without arguments
 Work = Callable[[], Any]
@@ -138,12 +142,35 @@ def trimmed_spread(samples: Sequence[float]) -> float:
 
 def bootstrap_median(samples: Sequence[float], *, seed: int = 0) -> Interval:
     """95 % percentile bootstrap interval of the median."""
-    values = np.asarray(samples, dtype=np.float64)
-    if values.size == 0:
-        raise InvalidArgument("bootstrap_median needs at least one sample")
+    values = _times(samples)
     picks = np.random.default_rng(seed).integers(0, values.size, (BOOTSTRAP_ROUNDS, values.size))
     low, high = np.quantile(np.median(values[picks], axis=1), (0.025, 0.975))
     return Interval(float(low), float(high))
+
+
+def keeps(ci: Interval, min_gain: float) -> bool:
+    """The keep rule: the lower end of the speed-up's interval is above 1 + min_gain (0.02 is two percent)."""
+    return ci.low > 1 + min_gain
+
+
+def bootstrap_unpaired(base: Sequence[float], new: Sequence[float], *, seed: int = 0) -> tuple[float, Interval]:
+    """Speed-up and its 95 % interval from two independent runs: median(base) / median(new), each side resampled alone.
+
+    The interval covers the noise inside both runs, not what differs between them (another process, machine or clock).
+    """
+    a, b = _times(base), _times(new)
+    rng = np.random.default_rng(seed)
+    rounds = np.median(a[rng.integers(0, a.size, (BOOTSTRAP_ROUNDS, a.size))], axis=1)
+    rounds /= np.median(b[rng.integers(0, b.size, (BOOTSTRAP_ROUNDS, b.size))], axis=1)
+    low, high = np.quantile(rounds, (0.025, 0.975))
+    return float(np.median(a) / np.median(b)), Interval(float(low), float(high))
+
+
+def _times(samples: Sequence[float]) -> np.ndarray:
+    values = np.asarray(samples, dtype=np.float64)
+    if values.size == 0 or not (values > 0).all() or not np.isfinite(values).all():
+        raise InvalidArgument("a bootstrap needs at least one time, and every time finite and above zero")
+    return values
 
 
 def bootstrap_speedup(
@@ -164,7 +191,7 @@ def bootstrap_speedup(
     log_rounds = np.zeros(BOOTSTRAP_ROUNDS)
     log_point = 0.0
     for base, new in pairs:
-        a, b = np.asarray(base, dtype=np.float64), np.asarray(new, dtype=np.float64)
+        a, b = _times(base), _times(new)
         picks = rng.integers(0, a.size, (BOOTSTRAP_ROUNDS, a.size))
         log_rounds += np.log(np.median(a[picks], axis=1) / np.median(b[picks], axis=1))
         log_point += math.log(float(np.median(a)) / float(np.median(b)))
@@ -227,6 +254,42 @@ def warm_up(stopwatch: Stopwatch, work: Work, *, calls: int = 3, seconds: float 
     return cold
 
 
+def _stride(stopwatch: Stopwatch, work: Work, seconds: float) -> int:
+    """How many calls to make for each one kept, so that MAX_SAMPLES kept ones last about MIN_SECONDS."""
+    _, wall = stopwatch.time(work)
+    wanted = min(MIN_SECONDS, seconds) * 1e3 / MAX_SAMPLES
+    return max(1, math.ceil(wanted / wall)) if wall > 0 else 1
+
+
+@dataclass(slots=True)
+class _Stop:
+    """When sampling ends: enough samples and time, and then a narrow interval, or the end of the time or the room.
+
+    Looks only at sample counts that grow by half (each look costs a bootstrap, and many looks at the same data would
+    favour lucky intervals), and only at the interval's width, never at which side leads.
+    """
+
+    least: int
+    seconds: float
+    begin: float
+    _next: int = 0
+
+    def due(self, count: int) -> bool:
+        """True if the interval must be computed now."""
+        elapsed = time.perf_counter() - self.begin
+        if count >= self.least and (elapsed > self.seconds or count >= MAX_SAMPLES):
+            return True
+        if count < max(self.least, self._next) or elapsed < min(MIN_SECONDS, self.seconds):
+            return False
+        self._next = math.ceil(count * 1.5)
+        return True
+
+    def done(self, count: int, center: float, ci: Interval) -> bool:
+        """True if sampling ends with this interval."""
+        narrow = (ci.high - ci.low) / 2 <= TARGET_HALF_WIDTH * center
+        return narrow or count >= MAX_SAMPLES or time.perf_counter() - self.begin > self.seconds
+
+
 def measure(
     work: Work,
     *,
@@ -236,26 +299,29 @@ def measure(
     cold_cache: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Measurement:
-    """Time `work` after warm-up: at least `min_samples` calls, more while `seconds` last and the interval is wide."""
+    """Time `work` after warm-up: at least `min_samples` calls, more while `seconds` last and the interval is wide.
+
+    Goes on for MIN_SECONDS even if the interval is narrow before; of very fast work only every n-th call is a sample,
+    at most MAX_SAMPLES in all. `on_progress` gets the samples so far and the least number wanted.
+    """
     stopwatch = Stopwatch(device, cold_cache)
     cold = warm_up(stopwatch, work)
+    stride = _stride(stopwatch, work, seconds)
     samples: list[float] = []
     wall: list[float] = []
-    begin = time.perf_counter()
-    ci = Interval(0.0, 0.0)
+    stop = _Stop(min_samples, seconds, time.perf_counter())
     while True:
-        sample, host = stopwatch.time(work)
+        for _ in range(stride):
+            sample, host = stopwatch.time(work)
         samples.append(sample)
         wall.append(host)
         if on_progress is not None:
             on_progress(len(samples), min_samples)
-        if len(samples) < min_samples or len(samples) % 10:
+        if not stop.due(len(samples)):
             continue
         ci = bootstrap_median(samples)
-        narrow = (ci.high - ci.low) / 2 <= TARGET_HALF_WIDTH * statistics.median(samples)
-        if narrow or time.perf_counter() - begin > seconds:
-            break
-    return Measurement(tuple(samples), tuple(wall), cold, stopwatch.clock, ci)
+        if stop.done(len(samples), statistics.median(samples), ci):
+            return Measurement(tuple(samples), tuple(wall), cold, stopwatch.clock, ci)
 
 
 def measure_pair(
@@ -269,16 +335,16 @@ def measure_pair(
 ) -> Paired:
     """Time `base` against `new` in interleaved ABBA blocks.
 
-    Runs at least `min_blocks` blocks (two calls of each side a block), then goes on while `seconds` last and the
-    interval of the speed-up is wider than one percent either way. The stop looks at the width alone, never at which
-    side leads, so it does not favour a verdict.
+    Runs at least `min_blocks` blocks (two calls of each side a block) and MIN_SECONDS, then goes on while `seconds`
+    last and the interval of the speed-up is wider than one percent either way, to MAX_SAMPLES blocks at most. The stop
+    looks at the width alone, never at which side leads, so it does not favour a verdict.
     """
     stopwatch = Stopwatch(device)
     warm_up(stopwatch, base)
     warm_up(stopwatch, new)
     a: list[float] = []
     b: list[float] = []
-    begin = time.perf_counter()
+    stop = _Stop(min_blocks, seconds, time.perf_counter())
     while True:
         first, _ = stopwatch.time(base)
         second, _ = stopwatch.time(new)
@@ -288,9 +354,31 @@ def measure_pair(
         b.append((second + third) / 2)
         if on_progress is not None:
             on_progress(len(a), min_blocks)
-        if len(a) < min_blocks or len(a) % 5:
+        if not stop.due(len(a)):
             continue
         ratio, ci = bootstrap_speedup([(a, b)])
-        narrow = (ci.high - ci.low) / 2 <= TARGET_HALF_WIDTH * ratio
-        if narrow or time.perf_counter() - begin > seconds:
+        if stop.done(len(a), ratio, ci):
             return Paired(tuple(a), tuple(b), ratio, ci, stopwatch.clock)
+
+
+def bootstrap_processes(
+    buckets: Sequence[tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]], *, seed: int = 0
+) -> tuple[float, Interval]:
+    """Speed-up and 95 % interval where each side ran in several fresh processes.
+
+    Args:
+        buckets: per bucket, (samples of each base process, samples of each candidate process), in ms. Processes are
+            the unit that is resampled: samples of one process share its memory layout and are not independent.
+    """
+    rng = np.random.default_rng(seed)
+    log_rounds = np.zeros(BOOTSTRAP_ROUNDS)
+    log_point = 0.0
+    for base, new in buckets:
+        if not base or not new:
+            raise InvalidArgument("bootstrap_processes needs at least one process a side")
+        sides = [np.log([statistics.median(run) for run in side]) for side in (base, new)]
+        drawn = [np.median(side[rng.integers(0, side.size, (BOOTSTRAP_ROUNDS, side.size))], axis=1) for side in sides]
+        log_rounds += drawn[0] - drawn[1]
+        log_point += float(np.median(sides[0]) - np.median(sides[1]))
+    low, high = np.quantile(log_rounds / len(buckets), (0.025, 0.975))
+    return math.exp(log_point / len(buckets)), Interval(math.exp(float(low)), math.exp(float(high)))

@@ -17,10 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavecrest.errors import WorkloadError
+from wavecrest import hardware
+from wavecrest.errors import WavecrestError, WorkloadError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+# prefix of a spec -> loader, by name: layers above may provide ways of loading without being imported here
+LOADERS = {"hf": "wavecrest.integrations.transformers:load_folder"}
 
 # a quality check: (original model, candidate) -> named checks; both are called exactly as the model is
 QualityFn = Callable[[Callable[..., Any], Callable[..., Any]], "list[Quality]"]
@@ -51,9 +55,18 @@ class Inputs:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor inside, with a path such as "args[0]" or "input_ids"."""
         for index, value in enumerate(self.args):
-            yield from _tensors(f"args[{index}]", value, set())
+            yield from iter_tensors(f"args[{index}]", value, set())
         for name, value in self.kwargs.items():
-            yield from _tensors(name, value, set())
+            yield from iter_tensors(name, value, set())
+
+    def snapshot(self) -> list[Tensor]:
+        """Copies of every tensor inside, in the order of `tensors`."""
+        return [tensor.detach().clone() for _, tensor in self.tensors()]
+
+    def restore(self, values: list[Tensor]) -> None:
+        """Write values back into the tensors inside, at their own addresses."""
+        for (_, tensor), value in zip(self.tensors(), values, strict=True):
+            tensor.detach().copy_(value)
 
     def clone(self) -> Inputs:
         """A copy that shares no tensor with this one, so that a call that writes into its inputs leaves these alone."""
@@ -156,13 +169,47 @@ def from_example(model: nn.Module, example: Any, *, spec: str | None = None, nam
     return Workload(model, buckets, spec=spec, name=name or type(model).__name__)
 
 
-def load(spec: str) -> Workload:
-    """Load `file.py:function` or `package.module:function`.
+def load(spec: str, *, device: str | None = None) -> Workload:
+    """Load `file.py:function`, `package.module:function` or `hf:DIR`.
+
+    Args:
+        spec: the workload; `hf:DIR` is a local Hugging Face model folder.
+        device: torch device name to build it on. A function with a parameter named `device` receives it; one without
+            must build the model there by itself.
 
     Raises:
-        WorkloadError: no such file, module or function, the function raised, or it returned something else than
-            `(model, inputs)` or a `Workload`.
+        WorkloadError: no such file, module or function, the function raised, it returned something else than
+            `(model, inputs)` or a `Workload`, or it built the model on another device.
     """
+    prefix, _, rest = spec.partition(":")
+    if prefix in LOADERS:
+        module_name, _, loader = LOADERS[prefix].partition(":")
+        made: Any = getattr(importlib.import_module(module_name), loader)(rest, device=device)
+    else:
+        made = _call_factory(spec, device)
+    if isinstance(made, Workload):
+        workload = made
+        workload.spec = spec
+    elif isinstance(made, tuple) and len(made) == 2:
+        workload = from_example(made[0], made[1], spec=spec, name=rest)
+    else:
+        raise WorkloadError(f"{spec} returned {type(made).__name__}; it must return (model, inputs) or a Workload")
+    if device is not None and not _same_device(workload.device, device):
+        raise WorkloadError(
+            f"{spec} built its model on {workload.device}, but {device} was asked for; "
+            "give the function a parameter named device and build on it"
+        )
+    return workload
+
+
+def _same_device(have: str, want: str) -> bool:
+    def normal(name: str) -> str:
+        return "cuda:0" if name == "cuda" else name
+
+    return normal(have) == normal(want)
+
+
+def _call_factory(spec: str, device: str | None) -> Any:
     target, separator, function_name = spec.rpartition(":")
     if not separator or not target or not function_name:
         raise WorkloadError(f"a workload is written file.py:function or package.module:function, not {spec!r}")
@@ -172,19 +219,16 @@ def load(spec: str) -> Workload:
     if not callable(factory):
         raise WorkloadError(f"{spec}: {function_name} is not a function")
     try:
-        made = factory()
-    except WorkloadError:
+        takes_device = "device" in inspect.signature(factory).parameters
+        return factory(device=device or _default_device()) if takes_device else factory()
+    except WavecrestError:
         raise
     except Exception as error:
         raise WorkloadError(f"{spec} raised {type(error).__name__}: {_first_line(error)}") from error
-    if inspect.isgenerator(made) or made is None:
-        raise WorkloadError(f"{spec} returned {type(made).__name__}; it must return (model, inputs) or a Workload")
-    if isinstance(made, Workload):
-        made.spec = spec
-        return made
-    if not (isinstance(made, tuple) and len(made) == 2):
-        raise WorkloadError(f"{spec} returned {type(made).__name__}; it must return (model, inputs) or a Workload")
-    return from_example(made[0], made[1], spec=spec, name=function_name)
+
+
+def _default_device() -> str:
+    return hardware.detect().torch_name
 
 
 def _load_module(target: str) -> Any:
@@ -254,7 +298,8 @@ def _check_bucket(bucket: str, inputs: Inputs) -> None:
             raise WorkloadError(f"bucket {bucket}: {path} is empty (shape {tuple(tensor.shape)})")
 
 
-def _tensors(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def iter_tensors(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor inside nested containers, dataclasses and cache objects, with its path."""
     import torch
 
     if id(value) in seen:
@@ -264,11 +309,11 @@ def _tensors(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tenso
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _tensors(f"{path}.{key}", item, seen)
+            yield from iter_tensors(f"{path}.{key}", item, seen)
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
-            yield from _tensors(f"{path}[{index}]", item, seen)
+            yield from iter_tensors(f"{path}[{index}]", item, seen)
     elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
         # caches and dataclasses of transformers
         for key, item in vars(value).items():
-            yield from _tensors(f"{path}.{key}", item, seen)
+            yield from iter_tensors(f"{path}.{key}", item, seen)

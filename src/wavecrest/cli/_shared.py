@@ -8,6 +8,8 @@ import pydantic
 import typer
 from rich.console import Console
 
+from wavecrest.errors import InvalidArgument
+
 # results go to stdout, everything about the work in progress to stderr
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -28,3 +30,14 @@ HfOption = Annotated[
 def print_json(model: pydantic.BaseModel) -> None:
     """A record as JSON on standard output."""
     out.print_json(model.model_dump_json())
+
+
+def spec_of(workload: str | None, hf: str | None) -> str:
+    """The one workload spec of a command line.
+
+    Raises:
+        InvalidArgument: neither or both were given.
+    """
+    if (workload is None) == (hf is None):
+        raise InvalidArgument("give one workload: file.py:function, package.module:function, or --hf DIR")
+    return workload if workload is not None else f"hf:{hf}"

@@ -1,0 +1,1 @@
+"""Implementations from outside, each module attaching to the ops by name."""

@@ -1,0 +1,1 @@
+"""Baseline measurements: a workload's buckets timed, and their memory."""

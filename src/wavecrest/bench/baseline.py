@@ -1,0 +1,165 @@
+"""The baseline of a workload: every bucket timed as it is, with its shapes and its peak memory."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from wavecrest import env, hardware, records, timing
+from wavecrest.errors import EnvironmentProblem, WavecrestError, WorkloadError
+from wavecrest.workload import Inputs, Workload
+
+# (bucket, completed samples, planned samples), for progress displays
+OnBucketProgress = Callable[[str, int, int], None]
+
+
+def shapes(inputs: Inputs) -> dict[str, str]:
+    """Every input tensor as {path: "1x32 int64"}; a scalar tensor is "scalar int64"."""
+    found = {}
+    for path, tensor in inputs.tensors():
+        size = "x".join(str(extent) for extent in tensor.shape) or "scalar"
+        found[path] = f"{size} {str(tensor.dtype).removeprefix('torch.')}"
+    return found
+
+
+def bench_bucket(
+    workload: Workload,
+    bucket: str,
+    *,
+    function: Callable[..., Any] | None = None,
+    seconds: float = 5.0,
+    on_progress: timing.OnProgress | None = None,
+) -> records.BucketBench:
+    """Time one bucket under `torch.no_grad()`: at least 30 samples, cold start apart, then the memory of one more call.
+
+    Args:
+        function: what is called with the bucket's inputs; None takes the workload's model.
+        seconds: how long to go on sampling while the interval is wider than one percent either way.
+
+    Raises:
+        WorkloadError: no such bucket, or the call raised; the message names the bucket and the error.
+        EnvironmentProblem: the device ran out of memory, or is of a kind that cannot be timed.
+    """
+    if bucket not in workload.buckets:
+        raise WorkloadError(f"no bucket {bucket!r}; the workload has {', '.join(workload.buckets)}")
+    kind = workload.device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise EnvironmentProblem(f"the workload is on device {workload.device}; only cpu and cuda devices can be timed")
+    work = _work(workload, bucket, function)
+    return records.BucketBench(
+        bucket=bucket,
+        measurement=timing.measure(work, device=workload.device, seconds=seconds, on_progress=on_progress),
+        shapes=shapes(workload.buckets[bucket]),
+        peak_memory_bytes=peak_memory(work, workload.device),
+    )
+
+
+def bench_workload(
+    workload: Workload,
+    *,
+    seconds_per_bucket: float = 5.0,
+    function: Callable[..., Any] | None = None,
+    on_progress: OnBucketProgress | None = None,
+) -> list[records.BucketBench]:
+    """`bench_bucket` for every bucket, in their order."""
+    results = []
+    for bucket in workload.buckets:
+        progress = None if on_progress is None else _for_bucket(on_progress, bucket)
+        results.append(
+            bench_bucket(workload, bucket, function=function, seconds=seconds_per_bucket, on_progress=progress)
+        )
+    return results
+
+
+def record(
+    workload: Workload,
+    device: hardware.Device,
+    *,
+    seconds_per_bucket: float = 5.0,
+    function: Callable[..., Any] | None = None,
+    command: str | None = None,
+    on_progress: OnBucketProgress | None = None,
+) -> records.BenchRecord:
+    """Measure a workload and put the result into a record; `device` is where the workload lives."""
+    buckets = bench_workload(
+        workload, seconds_per_bucket=seconds_per_bucket, function=function, on_progress=on_progress
+    )
+    return records.BenchRecord(
+        header=records.header(device, command=command),
+        workload=workload.name,
+        dtype=workload.dtype,
+        parameters=sum(parameter.numel() for parameter in workload.model.parameters()),
+        buckets=buckets,
+    )
+
+
+def peak_memory(work: timing.Work, device: str) -> int:
+    """Bytes torch has allocated at the peak of one call, beyond what was allocated before it (weights, inputs).
+
+    On a GPU from the caching allocator's counters; memory of a captured graph's pool was there before and does not
+    count. On the CPU from torch.profiler's allocation events, which miss what libraries allocate themselves (oneDNN
+    scratch); the process's resident size is no substitute, as the C allocator keeps freed memory.
+    """
+    import torch
+
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return max(0, torch.cuda.max_memory_allocated(device) - before)
+    # 99 is above every level of the profiler's log, which otherwise writes two lines to stderr at every use
+    env.set_default("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [
+        (event["ts"], event["args"]["Bytes"])
+        for event in events
+        # device type 0 is the CPU
+        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
+    ]
+    held = peak = 0
+    for _, change in sorted(changes, key=lambda entry: entry[0]):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def _for_bucket(on_progress: OnBucketProgress, bucket: str) -> timing.OnProgress:
+    return lambda completed, planned: on_progress(bucket, completed, planned)
+
+
+def _work(workload: Workload, bucket: str, function: Callable[..., Any] | None) -> timing.Work:
+    """The call to time; what it raises becomes one line that names the bucket."""
+    import torch
+
+    call = workload.model if function is None else function
+    inputs = workload.buckets[bucket]
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                inputs.call(call)
+        except WavecrestError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise EnvironmentProblem(
+                f"bucket {bucket} does not fit into the memory of {workload.device}: {_first_line(error)}"
+            ) from error
+        except Exception as error:
+            raise WorkloadError(f"bucket {bucket} raised {type(error).__name__}: {_first_line(error)}") from error
+
+    return work
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "(no message)"

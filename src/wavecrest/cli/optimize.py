@@ -1,0 +1,229 @@
+"""`wavecrest optimize`: make a model faster, one measured step at a time, and prove it."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from wavecrest.cli import _shared
+from wavecrest.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from wavecrest.optimize import OptimizeResult
+    from wavecrest.records import OptimizeRecord, StepOutcome
+
+STYLES = {"kept": "green", "reverted": "yellow", "tie": "yellow", "refused": "red", "skipped": "dim"}
+MARKS = {"kept": "✓", "reverted": "✗", "tie": "=", "refused": "!", "skipped": "·"}
+
+
+def run(
+    spec: str,
+    *,
+    level: int = 5,
+    min_gain: float = 0.02,
+    budget: float = 900.0,
+    device: str | None = None,
+    precision: str | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    processes: int = 3,
+    steps: tuple[str, ...] | None = None,
+    display: Display | None = None,
+) -> OptimizeResult:
+    """Load a workload and run the ladder; see `wavecrest.optimize`."""
+    from wavecrest import optimize, records, workload
+
+    options = optimize.Options(level, min_gain, budget, precision, processes, steps)
+    if out is not None:
+        records.prepare_folder(out)
+    return optimize.run(workload.load(spec, device=device), options, out=out, resume=resume, progress=display)
+
+
+class Display:
+    """A spinner with the current piece of work, and one line per verdict."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            console=_shared.err,
+            transient=True,
+        )
+        self._task = self._progress.add_task("loading the workload", total=None)
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def phase(self, text: str) -> None:
+        """A new piece of work."""
+        self._progress.reset(self._task, description=escape(text), total=None)
+
+    def update(self, done: int, planned: int) -> None:
+        """Progress inside it; measuring may go on beyond the planned minimum."""
+        self._progress.update(self._task, completed=min(done, planned), total=planned)
+
+    def outcome(self, step: StepOutcome) -> None:
+        """One line per verdict, above the spinner."""
+        ratio = f" {step.ratio:.3f}× {step.ci}" if step.ratio is not None and step.ci is not None else ""
+        again = " (again)" if step.attempt > 1 else ""
+        style = STYLES[step.verdict]
+        self._progress.console.print(
+            f"  [{style}]{MARKS[step.verdict]} {step.verdict:<8}[/] {escape(step.title)}{again}{ratio}"
+            + ("" if step.verdict == "kept" else f" [dim]{escape(_short(step.reason))}[/]")
+        )
+
+
+def command(
+    workload: _shared.WorkloadArgument = None,
+    hf: _shared.HfOption = None,
+    level: Annotated[
+        int,
+        typer.Option(
+            "--level",
+            help="Highest level tried: 1 environment, 2 compile, 3 surgery, 4 kernels, 5 graph capture.",
+        ),
+    ] = 5,
+    min_gain: Annotated[str, typer.Option("--min-gain", help="Gain that must be proven to keep a step.")] = "2%",
+    budget: Annotated[str, typer.Option("--budget", help="Time for the whole ladder, such as 90s, 15m or 1h.")] = "15m",
+    device: _shared.DeviceOption = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="Also try tf32, bf16 or fp16; it changes the answers.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for the results. Default: runs/NAME-TIME.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with an interrupted run's folder.")
+    ] = None,
+    processes: Annotated[
+        int, typer.Option("--processes", help="Fresh processes a side when trying environment variables.")
+    ] = 3,
+    step: Annotated[
+        list[str] | None, typer.Option("--step", metavar="ID", help="Only this step (repeatable).")
+    ] = None,
+    json: _shared.JsonOption = False,
+) -> int:
+    """Make a model faster, one measured step at a time, and prove it.
+
+    Every step is predicted, applied to a copy, held to an accuracy gate and measured interleaved against the model
+    before it; it stays only if the gain is proven. Writes run.json, plan.json and report.html.
+    """
+    spec = _shared.spec_of(workload, hf)
+    folder = resume or out or Path("runs") / f"{_slug(spec)}-{datetime.now():%Y%m%d-%H%M%S}"
+    with Display() as display:
+        result = run(
+            spec,
+            level=level,
+            min_gain=_shared.parse_percent(min_gain),
+            budget=parse_duration(budget),
+            device=device,
+            precision=precision,
+            out=folder,
+            resume=resume is not None,
+            processes=processes,
+            steps=tuple(step) if step else None,
+            display=display,
+        )
+    if json:
+        _shared.print_json(result.record)
+    else:
+        print_summary(result.record, folder)
+    return 0
+
+
+def print_summary(record: OptimizeRecord, folder: Path | None) -> None:
+    """The verdict table and the result."""
+    console = _shared.out
+    console.print()
+    for bench in record.baseline:
+        console.print(f"baseline  {escape(bench.bucket)}  {bench.measurement.describe()}")
+    wide = console.width >= 100
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("step", overflow="fold")
+    if wide:
+        table.add_column("predicted", justify="right")
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("95 % CI", no_wrap=True)
+    if wide:
+        table.add_column("error/own", justify="right")
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("why", overflow="fold", ratio=1)
+    for step in record.steps:
+        if step.verdict == "skipped":
+            continue
+        cells = [escape(step.title) + (" (again)" if step.attempt > 1 else "")]
+        if wide:
+            cells.append(f"{step.predicted:.2f}×" if step.predicted else "–")
+        cells.append(f"{step.ratio:.3f}×" if step.ratio else "–")
+        cells.append(str(step.ci) if step.ci else "–")
+        if wide:
+            cells.append(_error_ratio(step))
+        style = STYLES[step.verdict]
+        cells += [f"[{style}]{step.verdict}[/]", f"[dim]{escape(_short(step.reason, 200 if wide else 60))}[/]"]
+        table.add_row(*cells)
+    console.print(table)
+    _print_skipped(record)
+    console.print()
+    _print_result(record)
+    if folder is not None:
+        console.print(f"[dim]plan and report:[/] {escape(str(folder / 'plan.json'))}  {escape(str(folder / 'report.html'))}")
+
+
+def _print_skipped(record: OptimizeRecord) -> None:
+    """One line per reason: what had nothing to do here."""
+    reasons: dict[str, list[str]] = {}
+    for step in record.steps:
+        if step.verdict == "skipped":
+            reasons.setdefault(step.reason, []).append(step.title)
+    for reason, titles in reasons.items():
+        _shared.out.print(f"[dim]skipped: {escape(', '.join(titles))}: {escape(_short(reason, 200))}[/]")
+
+
+def _print_result(record: OptimizeRecord) -> None:
+    console, result = _shared.out, record.result
+    if result is None:
+        return
+    for row in result.speed:
+        console.print(f"{escape(row.bucket)}  {row.base_ms:.3f} ms → {row.new_ms:.3f} ms  {row.ratio:.2f}× {row.ci}")
+    for check in result.quality:
+        mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
+        console.print(f"{mark} {escape(check.name)}: {check.value:.7g} (limit {check.limit:g}) {escape(check.detail)}")
+    if result.verdict == "faster":
+        console.print(f"[bold green]result  {result.ratio:.2f}× faster[/] {result.ci}")
+    else:
+        console.print("[bold]result  already optimal[/]: no step with a proven gain; the model is unchanged")
+
+
+def _error_ratio(step: StepOutcome) -> str:
+    ratios = [row.error / row.own for row in step.numerics if row.own > 0]
+    return f"{max(ratios):.1f}×" if ratios else "–"
+
+
+def _short(text: str, limit: int = 90) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _slug(spec: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", Path(spec.rpartition("/")[2]).name).strip("-").lower() or "run"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from "90s", "15m", "1h" or a plain number of seconds."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
+    if match is None:
+        raise InvalidArgument(f"a duration is written like 90s, 15m or 1h, not {text!r}")
+    return float(match.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600}[match.group(2)]

@@ -1,0 +1,103 @@
+"""CUDA/HIP graph capture of a whole model: static inputs, copy in, replay, read out.
+
+Follows the procedure that survives ROCm's pitfalls: warm up on a side stream, capture with compilation forbidden (a
+missing warm-up raises instead of tracing inside the capture), one memory pool for all buckets, largest bucket first.
+Replay can be wrong in a way that one check misses (ROCm/clr#279: some fresh processes replay garbage), so `verify`
+repeats the numerics gate in several fresh processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from wavecrest.errors import StepRefused
+
+WARM_UP_CALLS = 3
+
+
+@dataclass(slots=True)
+class _Captured:
+    graph: Any
+    static: list[Tensor]
+    output: Any
+
+
+class CapturedModule(nn.Module):
+    """Replays a captured graph per input signature; a signature is captured at its first call.
+
+    Tensors passed as arguments are copied into static buffers. Other objects (a key-value cache) are part of the
+    signature by identity: their tensors are read and written in place at the addresses they had at capture. Calls
+    that need gradients, and calls beyond `max_graphs` signatures, run without a graph; `eager_calls` counts them.
+    """
+
+    def __init__(self, inner: nn.Module, *, max_graphs: int = 16) -> None:
+        super().__init__()
+        self.inner = inner
+        self.max_graphs = max_graphs
+        self.eager_calls = 0
+        self._graphs: dict[Any, _Captured] = {}
+        self._pool: Any = None
+        # objects whose identity is in a signature must stay alive, or another could get the same id
+        self._alive: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Copy in, replay, read out; outputs are copies that the caller may keep."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        signature = (spec, tuple(_leaf_key(leaf) for leaf in leaves))
+        captured = self._graphs.get(signature)
+        if captured is None:
+            if torch.is_grad_enabled() or len(self._graphs) >= self.max_graphs:
+                self.eager_calls += 1
+                return self.inner(*args, **kwargs)
+            captured = self._capture(leaves, spec)
+            self._graphs[signature] = captured
+            self._alive.append(leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for static, fresh in zip(captured.static, tensors, strict=True):
+            # the static address of a tensor that an object owns is the tensor itself
+            if static.data_ptr() != fresh.data_ptr():
+                static.copy_(fresh)
+        captured.graph.replay()
+        return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, captured.output)
+
+    def _capture(self, leaves: list[Any], spec: Any) -> _Captured:
+        static = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
+        fill: Iterator[Tensor] = iter(static)
+        inner_leaves = [next(fill) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(inner_leaves, spec)
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_CALLS):
+                self.inner(*args, **kwargs)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"), torch.cuda.graph(graph, pool=self._pool):
+                output = self.inner(*args, **kwargs)
+        except RuntimeError as error:
+            raise StepRefused(f"the model cannot be captured: {str(error).splitlines()[0]}") from error
+        return _Captured(graph, static, output)
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return ("tensor", tuple(leaf.shape), leaf.dtype, str(leaf.device))
+    if leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype):
+        return leaf
+    return ("object", id(leaf))

@@ -1,0 +1,241 @@
+"""Norms as modules, and ours from a model's own: proven on a probe, never assumed from a class name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from wavecrest.errors import StepRefused
+from wavecrest.ops import add_rms_norm, layer_norm, rms_norm
+
+# probe scales: at 1 the weight decides, at 1e-3 eps does, at 100 neither an offset nor a clamp can hide
+PROBE_SCALES = (1.0, 1e-3, 100.0)
+# largest error on a float32 probe, over the largest value
+PROBE_LIMIT = 1e-5
+
+
+def _default_eps(x: Tensor) -> float:
+    """torch.nn.RMSNorm's eps=None: the epsilon of the type it computes in."""
+    return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+
+
+class _Norm(nn.Module):
+    """A norm over the last dimension with an optional weight."""
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        size: int,
+        eps: float | None,
+        elementwise_affine: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps}, elementwise_affine={self.weight is not None}"
+
+
+class RMSNorm(_Norm):
+    """`wavecrest.ops.rms_norm` with a weight [size]; eps=None means what torch.nn.RMSNorm means by it."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float | None = 1e-6,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(size, eps, elementwise_affine, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] to the same."""
+        return rms_norm(x, self.weight, _default_eps(x) if self.eps is None else self.eps)
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> RMSNorm:
+        """Ours from torch.nn.RMSNorm or a transformers-like RMSNorm; shares its weight.
+
+        Raises:
+            StepRefused: the module computes something else (Gemma's (1 + weight), for one), or has hooks.
+        """
+        size = _size(module)
+        made = cls(size, _eps(module), elementwise_affine=False)
+        _adopt(made, module, "weight")
+        _prove(module, made, size)
+        return made
+
+
+class AddRMSNorm(RMSNorm):
+    """`wavecrest.ops.add_rms_norm` with a weight [size]."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x and residual [..., size] to (rms_norm(x + residual), x + residual)."""
+        return add_rms_norm(x, residual, self.weight, _default_eps(x) if self.eps is None else self.eps)
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> AddRMSNorm:
+        """Ours from an RMSNorm that follows a residual addition; shares its weight.
+
+        Raises:
+            StepRefused: as for `RMSNorm.from_module`.
+        """
+        norm = RMSNorm.from_module(module)
+        made = cls(norm.size, norm.eps, elementwise_affine=False)
+        _adopt(made, norm, "weight")
+        return made
+
+
+class LayerNorm(_Norm):
+    """`wavecrest.ops.layer_norm` with a weight and a bias [size]."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        size: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(size, eps, elementwise_affine, device, dtype)
+        shift = nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) if elementwise_affine and bias else None
+        self.register_parameter("bias", shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] to the same."""
+        return layer_norm(x, self.weight, self.bias, cast(float, self.eps))
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> LayerNorm:
+        """Ours from torch.nn.LayerNorm or a module like it; shares its weight and bias.
+
+        Raises:
+            StepRefused: the module computes something else, normalises more than one dimension, or has hooks.
+        """
+        size = _size(module)
+        eps = _eps(module)
+        if eps is None:
+            raise StepRefused(f"{type(module).__name__} has no eps")
+        made = cls(size, eps, elementwise_affine=False)
+        _adopt(made, module, "weight")
+        _adopt(made, module, "bias")
+        _prove(module, made, size)
+        return made
+
+
+def norm_from_module(module: nn.Module) -> RMSNorm | LayerNorm:
+    """The wavecrest norm that computes what `module` does, sharing its parameters.
+
+    Raises:
+        StepRefused: neither RMSNorm nor LayerNorm does, with the reason.
+    """
+    if type(module).__name__.endswith("LayerNorm"):
+        # some RMS norms are called LayerNorm (T5): the probe decides
+        try:
+            return LayerNorm.from_module(module)
+        except StepRefused as first:
+            try:
+                return RMSNorm.from_module(module)
+            except StepRefused:
+                raise first from None
+    return RMSNorm.from_module(module)
+
+
+def _size(module: nn.Module) -> int:
+    shape = getattr(module, "normalized_shape", None)
+    weight = getattr(module, "weight", None)
+    if shape is None:
+        if not isinstance(weight, Tensor):
+            raise StepRefused(f"{type(module).__name__} has neither a weight nor a normalized_shape")
+        shape = weight.shape
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if len(shape) != 1:
+        raise StepRefused(f"{type(module).__name__} normalises {len(shape)} dimensions {list(shape)}; the op takes one")
+    return int(shape[0])
+
+
+def _eps(module: nn.Module) -> float | None:
+    """The eps of a module; None only where the module itself says None."""
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        if hasattr(module, name):
+            value = getattr(module, name)
+            if value is None or isinstance(value, (int, float)):
+                return value
+            raise StepRefused(f"{type(module).__name__}.{name} is {value!r}, not a number")
+    raise StepRefused(f"{type(module).__name__} has no variance_epsilon, eps or epsilon")
+
+
+def _adopt(made: nn.Module, module: nn.Module, name: str) -> None:
+    """Share a parameter; `made` has it registered as None."""
+    value = getattr(module, name, None)
+    if value is not None and not isinstance(value, nn.Parameter):
+        raise StepRefused(f"{type(module).__name__}.{name} is a {type(value).__name__}, not a parameter")
+    setattr(made, name, value)
+    made.train(module.training)
+
+
+def _prove(module: nn.Module, made: nn.Module, size: int) -> None:
+    """Raise StepRefused unless both compute the same on random inputs, with random parameters in place of the real.
+
+    Random parameters, since fresh ones (a weight of ones, a bias of zeros) would hide what they are for. Works on
+    float32 copies on the CPU; the modules are not touched.
+    """
+    name = type(module).__name__
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, kind) for kind in hooks):
+        raise StepRefused(f"{name} has hooks, which a replacement would lose")
+    extra = set(dict(module.named_parameters())) - set(dict(made.named_parameters()))
+    if extra:
+        raise StepRefused(f"{name} has parameters beside weight and bias: {', '.join(sorted(extra))}")
+    theirs, ours = _float_copy(module), _float_copy(made)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for path, parameter in theirs.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            ours.get_parameter(path).copy_(parameter)
+        for scale in PROBE_SCALES:
+            probe = scale * (torch.randn(3, 5, size, generator=generator) + 0.5)
+            expected, got = _call(theirs, probe, name), ours(probe)
+            if not isinstance(expected, Tensor) or expected.shape != got.shape:
+                raise StepRefused(f"{name} does not return one tensor of its input's shape")
+            error = float((expected - got).abs().max() / got.abs().max().clamp_min(1e-30))
+            if not error <= PROBE_LIMIT:
+                raise StepRefused(_difference(theirs, made, probe, expected, name, error))
+
+
+def _float_copy(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        # parametrized or shared modules warn on copying; the copy is thrown away
+        warnings.simplefilter("ignore")
+        return copy.deepcopy(module).to(device="cpu", dtype=torch.float32).eval()
+
+
+def _call(module: nn.Module, probe: Tensor, name: str) -> Any:
+    try:
+        return module(probe)
+    except Exception as error:
+        raise StepRefused(f"{name} fails on a probe {list(probe.shape)}: {error}") from error
+
+
+def _difference(theirs: nn.Module, made: nn.Module, probe: Tensor, expected: Tensor, name: str, error: float) -> str:
+    """What to say of a module that computes something else."""
+    weight, eps = getattr(theirs, "weight", None), getattr(made, "eps", None)
+    if isinstance(made, RMSNorm) and isinstance(weight, Tensor):
+        shifted = rms_norm(probe, 1 + weight, _default_eps(probe) if eps is None else eps)
+        if torch.allclose(shifted, expected, rtol=1e-4, atol=1e-5):
+            return f"{name} scales by (1 + weight), as Gemma's does; ours scales by the weight"
+    return f"{name} computes something else than {type(made).__name__}: error {error:.1e} on a float32 probe"

@@ -1,0 +1,140 @@
+"""What the gated activations share on the host: act(gate) · up, from two tensors or one packed [gate | up]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavecrest.errors import InvalidArgument
+from wavecrest.ops import _rows
+from wavecrest.registry import Cost, Key, dtype_name, m_bucket, needs_grad
+from wavecrest.tuned import Config
+
+# the parts of `key`
+KEY_FIELDS = ("rows", "columns", "dtype", "packed", "device", "leading", "grad")
+# most columns a program takes
+BLOCK_COLUMNS = 2048
+# columns (narrow with several rows a program, odd, common) that compile tests take
+COMPILE_COLUMNS = (64, 1000, 14336)
+
+
+def check(op: str, gate: Any, up: Any) -> None:
+    """Raise InvalidArgument unless gate and up match, or gate alone has an even last dimension."""
+    _rows.check_rows(op, gate)
+    if up is not None:
+        _rows.check_same(op, "up", up, gate)
+    elif gate.shape[-1] % 2 != 0:
+        raise InvalidArgument(f"{op}: a packed [gate | up] needs an even last dimension, got {list(gate.shape)}")
+
+
+def columns(gate: Tensor, up: Tensor | None) -> int:
+    """N, the last dimension of the result."""
+    return gate.shape[-1] if up is not None else gate.shape[-1] // 2
+
+
+def dims(gate: Tensor, up: Tensor | None) -> int:
+    """Leading dimensions that remain after merging."""
+    return _rows.leading(gate) if up is None else _rows.leading(gate, up)
+
+
+def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up as two tensors (views of a packed one)."""
+    if up is not None:
+        return gate, up
+    n = gate.shape[-1] // 2
+    return gate[..., :n], gate[..., n:]
+
+
+def key(gate: Tensor, up: Tensor | None) -> Key:
+    """The shape key of a gated activation."""
+    return (
+        m_bucket(_rows.row_count(gate)),
+        columns(gate, up),
+        dtype_name(gate),
+        up is None,
+        gate.device.type,
+        dims(gate, up),
+        needs_grad(gate, up),
+    )
+
+
+def refusal(gate: Tensor, up: Tensor | None) -> str | None:
+    """Why the Triton kernel does not take a call."""
+    return _rows.kernel_refusal(dtype_name(gate), gate.device.type, dims(gate, up), needs_grad(gate, up))
+
+
+def inputs(M: int, N: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Gate and up [M, N]."""
+    gate = torch.randn(M, N, dtype=dtype, device=device)
+    return gate, torch.randn_like(gate)
+
+
+def cost(gate: Tensor, up: Tensor | None, flops: int) -> Cost:
+    """Gate and up read once, the result written once; `flops` an element."""
+    read = gate.nbytes * (1 if up is None else 2)
+    elements = gate.numel() if up is not None else gate.numel() // 2
+    return Cost(flops=flops * elements, bytes=read + read // 2)
+
+
+def config(n: int, wave: int) -> Config:
+    """Tiles of 2,048 elements, 16 a thread: two 16-byte loads of 16-bit data in flight for each operand."""
+    block_n = min(1 << max(0, n - 1).bit_length(), BLOCK_COLUMNS)
+    block_m = min(64, max(1, 2048 // block_n))
+    return Config(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=max(1, block_m * block_n // (16 * wave)))
+
+
+def launch(
+    kernel: Any, gate: Tensor, up: Tensor | None, y: Tensor, config: Config, constants: dict[str, Any]
+) -> _rows.Launch:
+    """The launch both gated kernels share."""
+    n = columns(gate, up)
+    if up is None:
+        rows, leading, size1, size2, (strides_g,) = _rows.layout(gate)
+        up, strides_u, offset = gate, strides_g, n * gate.stride(-1)
+    else:
+        rows, leading, size1, size2, (strides_g, strides_u) = _rows.layout(gate, up)
+        offset = 0
+    blocks_m = (rows + config["BLOCK_M"] - 1) // config["BLOCK_M"]
+    blocks_n = (n + config["BLOCK_N"] - 1) // config["BLOCK_N"]
+    return _rows.Launch(
+        kernel,
+        (blocks_m * blocks_n,),
+        (
+            gate,
+            up,
+            y,
+            rows,
+            n,
+            blocks_n,
+            size1,
+            size2,
+            *strides_g,
+            gate.stride(-1),
+            *strides_u,
+            up.stride(-1),
+            offset,
+        ),
+        {**constants, "LEADING": leading},
+        config,
+    )
+
+
+def run(kernel: Any, gate: Tensor, up: Tensor | None, config: Config, constants: dict[str, Any]) -> Tensor:
+    """Allocate the result and launch."""
+    y = torch.empty((*gate.shape[:-1], columns(gate, up)), dtype=gate.dtype, device=gate.device)
+    if y.numel() > 0:
+        launch(kernel, gate, up, y, config, constants).run()
+    return y
+
+
+def compile_cases(kernel: Any, wave: int, constants: dict[str, Any]) -> list[_rows.Launch]:
+    """Separate and packed operands of the common widths."""
+    cases = []
+    for n in COMPILE_COLUMNS:
+        x = torch.empty(64, n, dtype=torch.bfloat16, device="meta")
+        packed = torch.empty(64, 2 * n, dtype=torch.bfloat16, device="meta")
+        cases.append(launch(kernel, x, x, x, config(n, wave), constants))
+        cases.append(launch(kernel, packed, None, x, config(n, wave), constants))
+    return cases

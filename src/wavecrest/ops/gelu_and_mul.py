@@ -1,0 +1,140 @@
+"""GeGLU's activation: y = gelu(gate) · up, gelu exact (erf) or by tanh (Hendrycks and Gimpel, 2016; Shazeer, 2020)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wavecrest.errors import InvalidArgument
+from wavecrest.ops import _gated, _rows
+from wavecrest.ops._lib import column_offsets, row_offsets
+from wavecrest.ops._triton import tl, triton
+from wavecrest.registry import Cost, Key, Op
+from wavecrest.tuned import Config
+
+APPROXIMATE = ("none", "tanh")
+
+
+def _reference(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
+    dtype = gate.dtype
+    gate, up = _gated.halves(gate, up)
+    wide = _rows.widen(gate)
+    if approximate == "tanh":
+        activated = 0.5 * wide * (1 + torch.tanh(0.7978845608028654 * (wide + 0.044715 * wide**3)))
+    else:
+        activated = 0.5 * wide * (1 + torch.erf(wide * 0.7071067811865476))
+    return (activated * _rows.widen(up)).to(dtype)
+
+
+def _check(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> None:
+    _gated.check("gelu_and_mul", gate, up)
+    if approximate not in APPROXIMATE:
+        raise InvalidArgument(f"gelu_and_mul: approximate takes none or tanh, not {approximate!r}")
+
+
+def _key(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Key:
+    return (*_gated.key(gate, up), approximate)
+
+
+def _cost(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Cost:
+    return _gated.cost(gate, up, flops=12)
+
+
+def _default_config(key: Key) -> Config:
+    return _gated.config(key[1], _rows.wave_size())
+
+
+@triton.jit(do_not_specialize=["M", "blocks_n", "size1", "size2"])
+def _gelu_and_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    M,
+    N,
+    blocks_n,
+    size1,
+    size2,
+    stride_g0,
+    stride_g1,
+    stride_g2,
+    stride_gn,
+    stride_u0,
+    stride_u1,
+    stride_u2,
+    stride_un,
+    up_offset,
+    TANH: tl.constexpr,
+    LEADING: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    program = tl.program_id(0)
+    # int64: row · stride passes 2³¹ on large batches
+    rows = (program // blocks_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (program % blocks_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    g_rows = row_offsets(rows, stride_g0, stride_g1, stride_g2, size1, size2, LEADING)[:, None]
+    u_rows = row_offsets(rows, stride_u0, stride_u1, stride_u2, size1, size2, LEADING)[:, None]
+    gate = tl.load(gate_ptr + g_rows + column_offsets(cols, stride_gn)[None, :], mask=mask, other=0.0)
+    up = tl.load(up_ptr + up_offset + u_rows + column_offsets(cols, stride_un)[None, :], mask=mask, other=0.0)
+    gate = gate.to(tl.float32)
+    if TANH:
+        # 0.5 · (1 + tanh(z)) = sigmoid(2z); 2 · sqrt(2 / pi)
+        activated = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    else:
+        activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    y = activated * up.to(tl.float32)
+    tl.store(y_ptr + (rows * N)[:, None] + cols[None, :], y, mask=mask)
+
+
+def _run(gate: Tensor, up: Tensor | None = None, approximate: str = "none", *, config: Config) -> Tensor:
+    return _gated.run(_gelu_and_mul_kernel, gate, up, config, {"TANH": approximate == "tanh"})
+
+
+def _supports(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> str | None:
+    return _gated.refusal(gate, up)
+
+
+def _compile_cases(wave: int) -> list[_rows.Launch]:
+    exact = _gated.compile_cases(_gelu_and_mul_kernel, wave, {"TANH": False})
+    return exact + _gated.compile_cases(_gelu_and_mul_kernel, wave, {"TANH": True})
+
+
+_op = Op(
+    "gelu_and_mul",
+    reference=_reference,
+    check=_check,
+    key=_key,
+    key_fields=(*_gated.KEY_FIELDS, "approximate"),
+    inputs=_gated.inputs,
+    cost=_cost,
+    default_config=_default_config,
+    compile_cases=_compile_cases,
+)
+_op.attach(
+    "triton",
+    _run,
+    supports=_supports,
+    reserved=lambda gate, *_args, **_kwargs: _rows.kernel_reserved(gate.device.type),
+    priority=20,
+    takes_config=True,
+)
+
+
+def gelu_and_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """y = gelu(gate) · up, in float32 and rounded once.
+
+    Args:
+        gate: [..., N], any strides, float32, float16, bfloat16 or float64; with `up` None, [..., 2N] holding gate
+            in its first and up in its second half.
+        up: the shape, dtype and device of gate, strides of its own.
+        approximate: "none" (erf) or "tanh".
+
+    Returns:
+        A contiguous tensor [..., N] of gate's dtype.
+
+    Raises:
+        InvalidArgument: a shape, dtype or device, or approximate, is outside this.
+    """
+    result: Tensor = _op(gate, up, approximate)
+    return result

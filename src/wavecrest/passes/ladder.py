@@ -1,0 +1,68 @@
+"""The steps there are, in the order in which they are tried."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import metadata
+
+from wavecrest.errors import PlanError
+from wavecrest.passes.base import Step
+
+# levels of --level, for help and reports
+LEVELS = {
+    1: "environment variables",
+    2: "torch.compile",
+    3: "model surgery",
+    4: "kernels",
+    5: "graph capture",
+}
+ENTRY_POINTS = "wavecrest.steps"
+
+
+@cache
+def _steps() -> dict[str, Step]:
+    from wavecrest.passes.attention import attention_steps
+    from wavecrest.passes.capture import CaptureGraph
+    from wavecrest.passes.channels_last import ChannelsLast
+    from wavecrest.passes.compile import compile_steps
+    from wavecrest.passes.environment import EnvironmentStep
+    from wavecrest.passes.fuse_linears import FuseGateUp, FuseQKV
+    from wavecrest.passes.precision import precision_steps
+    from wavecrest.passes.replace_activation import ReplaceActivation
+    from wavecrest.passes.replace_norm import ReplaceNorm
+
+    steps: list[Step] = [
+        EnvironmentStep(),
+        *compile_steps(),
+        ChannelsLast(),
+        *precision_steps(),
+        *attention_steps(),
+        FuseQKV(),
+        FuseGateUp(),
+        ReplaceNorm(),
+        ReplaceActivation(),
+        CaptureGraph(),
+    ]
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        steps.append(entry.load()())
+    return {step.id: step for step in steps}
+
+
+def ladder(level: int) -> list[Step]:
+    """The steps up to a level, in order."""
+    return [step for step in _steps().values() if step.level <= level]
+
+
+def step_by_id(step_id: str) -> Step:
+    """The step of an id.
+
+    Raises:
+        PlanError: there is none, so the plan comes from another version or needs an extension package.
+    """
+    try:
+        return _steps()[step_id]
+    except KeyError:
+        raise PlanError(
+            f"no step {step_id!r} in this wavecrest; the plan comes from another version, or from an extension "
+            "package that is not installed"
+        ) from None

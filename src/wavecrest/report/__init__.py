@@ -1,0 +1,8 @@
+"""The report of an optimize run: one self-contained HTML file that opens offline."""
+
+from __future__ import annotations
+
+from wavecrest.report.page import render, write
+from wavecrest.report.words import Headline, headline
+
+__all__ = ["Headline", "headline", "render", "write"]
