@@ -20,7 +20,7 @@ _LAZY = {
     "hardware": "wavecrest.hardware",
     "nn": "wavecrest.nn",
     "ops": "wavecrest.ops",
-    "optimize": "wavecrest.optimize",
+    "optimize": "wavecrest.optimizer",
     "registry": "wavecrest.registry",
 }
 
@@ -40,7 +40,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from wavecrest import env, errors, hardware, nn, ops, registry
-    from wavecrest.optimize import optimize
+    from wavecrest.optimizer import optimize
     from wavecrest.plan import Plan
     from wavecrest.workload import Buckets, Workload
 
@@ -51,10 +51,7 @@ def __getattr__(name: str) -> Any:
     except KeyError:
         raise AttributeError(f"module 'wavecrest' has no attribute {name!r}") from None
     module = importlib.import_module(module_name)
-    # optimize is a function that lives in a module of its own name, so the import system has just bound the
-    # module here: bind what the user asked for
-    is_module = module_name == f"wavecrest.{name}" and name != "optimize"
-    value = module if is_module else getattr(module, name)
+    value = module if module_name == f"wavecrest.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 

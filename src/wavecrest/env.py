@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
 Verdict = Literal["real", "no-op", "scoped", "folklore", "ours"]
 VERDICTS: dict[str, str] = {
@@ -51,15 +51,44 @@ class Variable:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A fact about the platform that is no environment variable: a kernel setting, a boot option, a call of torch.
+
+    `file` is where the value can be read; `good` lists the values that need no attention (empty: only documented).
+    """
+
+    name: str
+    verdict: Verdict
+    default: str
+    effect: str
+    advice: str
+    source: str
+    platforms: tuple[str, ...] = ("amd", "nvidia", "cpu")
+    risk: str = ""
+    file: str = ""
+    good: tuple[str, ...] = ()
+
+
+@cache
+def _data() -> dict[str, list[dict[str, Any]]]:
+    text = resources.files("wavecrest").joinpath("env_table.toml").read_text(encoding="utf-8")
+    return {
+        kind: [{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in rows]
+        for kind, rows in tomllib.loads(text).items()
+    }
+
+
 @cache
 def table() -> tuple[Variable, ...]:
     """Every variable wavecrest knows, in the order of the data file."""
-    text = resources.files("wavecrest").joinpath("env_table.toml").read_text(encoding="utf-8")
-    rows = []
-    for row in tomllib.loads(text)["variable"]:
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-        rows.append(Variable(**values))
-    return tuple(rows)
+    return tuple(Variable(**row) for row in _data()["variable"])
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """Every setting outside the environment, in the order of the data file."""
+    return tuple(Setting(**row) for row in _data()["setting"])
 
 
 def variable(name: str) -> Variable | None:
@@ -87,6 +116,11 @@ def matching(*parts: str) -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if any(part in name for part in parts)}
 
 
+def current() -> dict[str, str]:
+    """All variables of this process, those included that are none of wavecrest's business: never store them."""
+    return dict(os.environ)
+
+
 def child(changes: Mapping[str, str | None]) -> dict[str, str]:
     """The environment of a child process: this one's, with `changes` applied (None unsets)."""
     environment = dict(os.environ)
@@ -99,6 +133,7 @@ def child(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def clean_child() -> dict[str, str]:
-    """The environment of a child that shows defaults: PATH, HOME, library path and device visibility only."""
-    kept = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
+    """The environment of a child that shows defaults: paths and device visibility only."""
+    paths = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
+    kept = (*paths, "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     return {name: os.environ[name] for name in kept if name in os.environ}

@@ -231,7 +231,8 @@ class Stopwatch:
                 self._flush = torch.empty(512 << 20, dtype=torch.uint8, device=self.device)
             self._flush.zero_()
         stream = torch.cuda.current_stream(self.device)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event
+        begin, end = event(enable_timing=True), event(enable_timing=True)
         stream.synchronize()
         start = time.perf_counter()
         begin.record(stream)

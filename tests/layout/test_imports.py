@@ -21,14 +21,14 @@ LAYERS = {
     "backends": 3,
     "nn": 4,
     "passes": 5, "graphs": 5, "bench": 5, "profile": 5, "report": 5, "doctor": 5,
-    "plan": 6, "optimize": 6, "verify": 6,
+    "plan": 6, "optimizer": 6, "verify": 6,
     "cli": 7, "integrations": 7,
 }  # fmt: skip
 # imports inside a layer that are allowed: (from, to)
 SIDEWAYS = {
     ("registry", "tuned"), ("records", "timing"),
     ("passes", "graphs"),
-    ("optimize", "plan"), ("verify", "plan"),
+    ("optimizer", "plan"), ("verify", "plan"),
     ("cli", "integrations"),
 }  # fmt: skip
 # layer-5 report reads the schema of records only; nothing else may be reached

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
@@ -349,13 +350,18 @@ SAMPLES: dict[str, Callable[[], OptimizeRecord]] = {
 }
 
 
+@functools.cache
+def _built(name: str) -> OptimizeRecord:
+    return SAMPLES[name]()
+
+
 @pytest.fixture
 def sample() -> Callable[[str], OptimizeRecord]:
     """A sample record by name."""
-    return lambda name: SAMPLES[name]()
+    return lambda name: _built(name).model_copy(deep=True)
 
 
 @pytest.fixture(params=SAMPLES, ids=lambda name: name.replace(" ", "-"))
 def record(request: pytest.FixtureRequest) -> records.OptimizeRecord:
     """Every sample record in turn."""
-    return SAMPLES[request.param]()
+    return _built(request.param).model_copy(deep=True)

@@ -40,7 +40,8 @@ def bench_bucket(
         seconds: how long to go on sampling while the interval is wider than one percent either way.
 
     Raises:
-        WorkloadError: no such bucket, or the call raised; the message names the bucket and the error.
+        WorkloadError: no such bucket, the call raised, or it changed the shapes of its inputs (a cache that grows at
+            every call); the message names the bucket and the reason.
         EnvironmentProblem: the device ran out of memory, or is of a kind that cannot be timed.
     """
     if bucket not in workload.buckets:
@@ -49,10 +50,19 @@ def bench_bucket(
     if kind not in ("cpu", "cuda"):
         raise EnvironmentProblem(f"the workload is on device {workload.device}; only cpu and cuda devices can be timed")
     work = _work(workload, bucket, function)
+    before = shapes(workload.buckets[bucket])
+    measurement = timing.measure(work, device=workload.device, seconds=seconds, on_progress=on_progress)
+    after = shapes(workload.buckets[bucket])
+    if before != after:
+        path = next(iter(path for path in {**before, **after} if before.get(path) != after.get(path)))
+        raise WorkloadError(
+            f"bucket {bucket}: the calls changed their own input {path} from {before.get(path, 'absent')} to "
+            f"{after.get(path, 'absent')}, so no two took the same work; give inputs that a call leaves alone"
+        )
     return records.BucketBench(
         bucket=bucket,
-        measurement=timing.measure(work, device=workload.device, seconds=seconds, on_progress=on_progress),
-        shapes=shapes(workload.buckets[bucket]),
+        measurement=measurement,
+        shapes=before,
         peak_memory_bytes=peak_memory(work, workload.device),
     )
 

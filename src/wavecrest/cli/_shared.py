@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import pydantic
@@ -16,7 +17,8 @@ err = Console(stderr=True, highlight=False)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda or cuda:N (ROCm devices too). Default: the GPU if there is one.")
+    str | None,
+    typer.Option("--device", help="cpu, cuda or cuda:N (ROCm devices too). Default: the GPU if there is one."),
 ]
 WorkloadArgument = Annotated[
     str | None,
@@ -41,3 +43,39 @@ def spec_of(workload: str | None, hf: str | None) -> str:
     if (workload is None) == (hf is None):
         raise InvalidArgument("give one workload: file.py:function, package.module:function, or --hf DIR")
     return workload if workload is not None else f"hf:{hf}"
+
+
+def parse_percent(text: str) -> float:
+    """A share from "3%" or "0.03".
+
+    Raises:
+        InvalidArgument: it is neither, or negative; a plain number of 1 or more is refused, as "3" may mean 3%.
+    """
+    stripped = text.strip()
+    try:
+        value = float(stripped.removesuffix("%")) / (100 if stripped.endswith("%") else 1)
+    except ValueError:
+        raise InvalidArgument(f"a percentage is written like 3% or 0.03, not {text!r}") from None
+    if not 0 <= value < math.inf:
+        raise InvalidArgument(f"a percentage must not be negative: {text!r}")
+    if value >= 1 and not stripped.endswith("%"):
+        raise InvalidArgument(f"{text} is ambiguous: write {text}% or {value / 100:g}")
+    return value
+
+
+def format_time(ms: float) -> str:
+    """Milliseconds with four digits and a unit that fits: "96.20 µs", "12.34 ms", "1.234 s"."""
+    value, unit = (ms * 1e3, "µs") if ms < 1 else (ms, "ms") if ms < 1000 else (ms / 1e3, "s")
+    return f"{value:.{max(0, 3 - len(str(int(value))) + 1)}f} {unit}"
+
+
+def format_bytes(count: int | None) -> str:
+    """Bytes in binary units, or a dash where they are not known."""
+    if count is None:
+        return "–"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

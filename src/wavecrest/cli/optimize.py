@@ -16,7 +16,7 @@ from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from wavecrest.optimize import OptimizeResult
+    from wavecrest.optimizer import OptimizeResult
     from wavecrest.records import OptimizeRecord, StepOutcome
 
 STYLES = {"kept": "green", "reverted": "yellow", "tie": "yellow", "refused": "red", "skipped": "dim"}
@@ -38,12 +38,12 @@ def run(
     display: Display | None = None,
 ) -> OptimizeResult:
     """Load a workload and run the ladder; see `wavecrest.optimize`."""
-    from wavecrest import optimize, records, workload
+    from wavecrest import optimizer, records, workload
 
-    options = optimize.Options(level, min_gain, budget, precision, processes, steps)
+    options = optimizer.Options(level, min_gain, budget, precision, processes, steps)
     if out is not None:
         records.prepare_folder(out)
-    return optimize.run(workload.load(spec, device=device), options, out=out, resume=resume, progress=display)
+    return optimizer.run(workload.load(spec, device=device), options, out=out, resume=resume, progress=display)
 
 
 class Display:
@@ -76,7 +76,9 @@ class Display:
         self._progress.update(self._task, completed=min(done, planned), total=planned)
 
     def outcome(self, step: StepOutcome) -> None:
-        """One line per verdict, above the spinner."""
+        """One line per verdict, above the spinner; what had nothing to do is in the summary."""
+        if step.verdict == "skipped":
+            return
         ratio = f" {step.ratio:.3f}× {step.ci}" if step.ratio is not None and step.ci is not None else ""
         again = " (again)" if step.attempt > 1 else ""
         style = STYLES[step.verdict]

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,8 +37,8 @@ class Breaks(NamedTuple):
     note: str
 
 
-def find_breaks(function: Callable[..., Any], inputs: Sequence[Inputs]) -> Breaks:
-    """Trace `function` with the inputs of every bucket, twice, and list graph breaks and recompiles with file, line and reason.
+def find_breaks(function: Callable[..., Any], buckets: Mapping[str, Inputs]) -> Breaks:
+    """Trace `function` with every bucket, twice; list graph breaks and recompiles with file, line and reason.
 
     Runs the model eagerly inside (no Inductor), without gradients, on copies of the inputs. Dynamo is reset before and
     after: code compiled earlier in this process compiles again at its next call. A function that Dynamo cannot trace
@@ -57,18 +57,20 @@ def find_breaks(function: Callable[..., Any], inputs: Sequence[Inputs]) -> Break
 
         return run
 
-    graphs, note = 0, ""
+    graphs, note, current = 0, "", ""
     with _dynamo_as_found(), torch.no_grad():
         compiled = torch.compile(function, backend=backend)
         try:
             for _ in range(2):
                 graphs = 0
-                for example in inputs:
-                    counted = 0
-                    example.clone().call(compiled)
+                for bucket, inputs in buckets.items():
+                    counted, current = 0, bucket
+                    inputs.clone().call(compiled)
                     graphs = max(graphs, counted)
         except Exception as error:  # noqa: BLE001
-            note = f"Dynamo could not trace the model: {type(error).__name__}: {_headline(str(error))}"
+            note = (
+                f"bucket {current}: Dynamo could not trace the model: {type(error).__name__}: {_headline(str(error))}"
+            )
         found = [_from_reason(reason) for reason in utils.graph_break_reasons if reason.graph_break]
         metrics = utils.get_compilation_metrics()
         found += [entry for entry in map(_from_failure, metrics) if entry is not None]

@@ -191,4 +191,4 @@ def row_config(columns: int, wave: int) -> Config:
 
 
 # columns (narrow with several rows a program, odd, common, widest of one pass, looped) that compile tests take
-COMPILE_COLUMNS = (64, 1000, 4096, 16384, 65536)
+COMPILE_COLUMNS = (64, 1000, 4096, 16384, 32768, 65536)

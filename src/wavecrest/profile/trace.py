@@ -24,9 +24,9 @@ from wavecrest.records import CategoryTime, Ceilings, OpTime
 
 MARK = "wavecrest.call"
 # time of a call on the CPU in which no op was running
-OUTSIDE = "(outside recorded operations)"
+OUTSIDE = "(outside any op)"
 # Inductor's C++ kernels leave no events of their own; this is the time of the graph that calls them
-COMPILED = "(fused CPU code of a compiled graph)"
+COMPILED = "(fused CPU code)"
 
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _RUNTIME = {"cuda_runtime", "cuda_driver", "hip_runtime"}

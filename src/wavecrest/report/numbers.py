@@ -9,13 +9,20 @@ from wavecrest.timing import Interval
 
 DASH = "–"
 NOT_FINITE = "not finite"
+# JSON has no infinity: the accuracy gate stores an error that is infinite or NaN as this
+STORED_INFINITY = 1e300
+
+
+def finite(value: float) -> bool:
+    """False for NaN, infinity and what stands for them in a record."""
+    return math.isfinite(value) and abs(value) < STORED_INFINITY
 
 
 def significant(value: float | None, figures: int = 3) -> str:
     """`figures` significant figures without an exponent where it reads well: 41.8, 0.0231, 1.2e-07."""
     if value is None:
         return DASH
-    if not math.isfinite(value):
+    if not finite(value):
         return NOT_FINITE
     if value == 0:
         return "0"
@@ -34,7 +41,7 @@ def ratio(value: float | None, decimals: int = 3) -> str:
     """A speed-up: 1.310×."""
     if value is None:
         return DASH
-    return f"{value:.{decimals}f}×" if math.isfinite(value) else NOT_FINITE
+    return f"{value:.{decimals}f}×" if finite(value) else NOT_FINITE
 
 
 def interval(ci: Interval | None, decimals: int = 3) -> str:
@@ -58,14 +65,14 @@ def error(value: float | None) -> str:
     """An error, in scientific notation: 1.23e-03."""
     if value is None:
         return DASH
-    if not math.isfinite(value):
+    if not finite(value):
         return NOT_FINITE
     return "0" if value == 0 else f"{value:.2e}"
 
 
 def error_ratio(error_value: float, own: float) -> str:
     """Error over the original's own error: 1.02×; an own error of zero gives the error itself."""
-    if not (math.isfinite(error_value) and math.isfinite(own)):
+    if not (finite(error_value) and finite(own)):
         return NOT_FINITE
     if own == 0:
         return "0" if error_value == 0 else f"{error_value:.1e} (own 0)"

@@ -62,6 +62,7 @@
   // for the tests: does the page fit its window, with everything open?
   if (location.hash === "#selftest") {
     for (const item of document.querySelectorAll("details")) item.open = true;
+    root.dataset.width = String(innerWidth);
     root.dataset.overflow = String(Math.max(0, root.scrollWidth - innerWidth));
     root.dataset.json = JSON.parse(document.getElementById("record").textContent).kind;
   }

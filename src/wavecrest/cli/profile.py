@@ -1,0 +1,198 @@
+"""`wavecrest profile`: where the time goes, and where Dynamo splits the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from wavecrest.cli import _shared
+
+if TYPE_CHECKING:
+    from wavecrest.records import BucketProfile, OpTime, ProfileRecord
+
+# rows of the table of ops; profile.json has them all
+TOP = 12
+BAR = 24
+
+
+def run(
+    spec: str,
+    *,
+    device: str | None = None,
+    out: Path | None = None,
+    breaks: bool = True,
+    calls: int = 5,
+) -> ProfileRecord:
+    """Profile every bucket of a workload; with `breaks`, also trace it with Dynamo.
+
+    Args:
+        spec: file.py:function, package.module:function or hf:DIR.
+        device: torch device name to build the workload on.
+        out: folder for profile.json and one Chrome trace a bucket; None writes nothing.
+        calls: steady calls to trace, a bucket.
+
+    Raises:
+        WorkloadError: the workload cannot be loaded or run.
+        EnvironmentProblem: the device is not here.
+        OutputError: `out` cannot be written.
+    """
+    from wavecrest import hardware, profile, records, workload
+    from wavecrest.graphs.breaks import find_breaks
+
+    if device is not None:
+        device = hardware.detect(device).torch_name
+    if out is not None:
+        records.prepare_folder(out)
+    loaded = workload.load(spec, device=device)
+    ceilings = profile.measure_ceilings(loaded.device, loaded.dtype)
+    buckets = profile.profile_workload(loaded, calls=calls, ceilings=ceilings, traces=out)
+    if breaks:
+        graphs, found, note = find_breaks(loaded.model, loaded.buckets)
+    else:
+        graphs, found, note = 0, [], "not looked for (--no-breaks)"
+    record = profile.record(loaded, buckets, ceilings=ceilings, graphs=graphs, breaks=found, breaks_note=note)
+    if out is not None:
+        records.save(record, out / "profile.json")
+    return record
+
+
+def command(
+    workload: _shared.WorkloadArgument = None,
+    hf: _shared.HfOption = None,
+    device: _shared.DeviceOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for profile.json and the Chrome traces.")
+    ] = None,
+    breaks: Annotated[bool, typer.Option("--breaks/--no-breaks", help="Also look for graph breaks.")] = True,
+    calls: Annotated[int, typer.Option("--calls", help="Steady calls to trace for each bucket.")] = 5,
+    json: _shared.JsonOption = False,
+) -> int:
+    """Show where the time goes: categories, idle time, top shapes against the roofline, graph breaks.
+
+    Times are per call. Wall time is measured without the profiler, the rest comes from its trace; open the trace of
+    -o in Perfetto or chrome://tracing.
+    """
+    with _shared.err.status("profiling"):
+        record = run(_shared.spec_of(workload, hf), device=device, out=out, breaks=breaks, calls=calls)
+    if json:
+        _shared.print_json(record)
+        return 0
+    print_record(record)
+    if out is not None:
+        _shared.err.print(
+            f"[dim]wrote {escape(str(out))}/profile.json and the Chrome traces beside it[/]", soft_wrap=True
+        )
+    return 0
+
+
+def print_record(record: ProfileRecord) -> None:
+    """The record for people."""
+    console = _shared.out
+    device = record.header.device
+    console.print(f"[bold]{escape(record.workload)}[/]  {escape(str(device['name']))} ({device['arch']})")
+    for bucket in record.buckets:
+        _print_bucket(bucket)
+    _print_ceilings(record)
+    _print_breaks(record)
+
+
+def _print_bucket(bucket: BucketProfile) -> None:
+    console = _shared.out
+    console.print()
+    if bucket.idle_ms is None:
+        console.print(
+            f"[bold]{escape(bucket.bucket)}[/]  wall {ms(bucket.wall_ms)} ({ms(bucket.kernel_ms)} while traced)"
+        )
+    else:
+        idle = bucket.idle_ms / bucket.wall_ms if bucket.wall_ms else 0.0
+        console.print(
+            f"[bold]{escape(bucket.bucket)}[/]  wall {ms(bucket.wall_ms)}, kernels {ms(bucket.kernel_ms)}, "
+            f"idle {idle:.0%}, {bucket.launches} launches"
+        )
+    categories = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    categories.add_column(no_wrap=True)
+    categories.add_column(no_wrap=True, width=BAR)
+    for _ in range(3):
+        categories.add_column(no_wrap=True, justify="right")
+    for entry in bucket.categories:
+        bar = "█" * max(1, round(entry.share * BAR))
+        cells = [entry.category, f"[cyan]{bar}[/]", f"{entry.share:.1%}", ms(entry.ms), _count(entry.calls, "call")]
+        categories.add_row(*cells)
+    console.print(categories)
+    if bucket.uncategorized:
+        shown = ", ".join(bucket.uncategorized[:6]) + (", …" if len(bucket.uncategorized) > 6 else "")
+        console.print(f"[dim]other: {escape(shown)}[/]")
+    _print_ops(bucket.ops)
+
+
+def _print_ops(ops: list[OpTime]) -> None:
+    console = _shared.out
+    wide = console.width >= 110
+    names, figures, kernels = (44 if wide else 20), (5, 9, 6, 8), (30 if wide else 0)
+    # the shapes get what the figures leave over
+    shapes = max(8, console.width - names - sum(figures) - kernels - 2 * (6 if wide else 5))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("op", overflow="ellipsis", no_wrap=True, max_width=names)
+    table.add_column("shapes", overflow="ellipsis", no_wrap=True, max_width=shapes)
+    for header, width in zip(("calls", "time", "share", "roofline"), figures, strict=True):
+        table.add_column(header, justify="right", no_wrap=True, min_width=width)
+    if wide:
+        table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=kernels)
+    for op in ops[:TOP]:
+        name = op.name.removeprefix("aten::")
+        cells = [escape(name), escape(op.shapes), str(op.calls), ms(op.ms), f"{op.share:.1%}", _roofline(op)]
+        table.add_row(*cells, *([escape(op.kernels[0] if op.kernels else "")] if wide else []))
+    console.print()
+    console.print(table)
+    if len(ops) > TOP:
+        rest = sum(op.share for op in ops[TOP:])
+        console.print(f"[dim]and {len(ops) - TOP} more with {rest:.1%} of the time[/]")
+
+
+def _roofline(op: OpTime) -> str:
+    if op.roofline_percent is None:
+        return "–"
+    return f"{op.roofline_percent:.0f}% {'cmp' if op.bound == 'compute' else 'mem'}"
+
+
+def ms(value: float) -> str:
+    """A time in ms with three significant digits or so."""
+    return f"{value:.1f} ms" if value >= 100 else f"{value:.2f} ms" if value >= 1 else f"{value:.3f} ms"
+
+
+def _print_ceilings(record: ProfileRecord) -> None:
+    if record.ceilings is None:
+        _shared.out.print("\n[dim]roofline: no ceiling is known for this device[/]")
+        return
+    peaks = ", ".join(f"{name} {peak:.3g} TFLOP/s" for name, peak in record.ceilings.peak.items())
+    _shared.out.print(
+        f"\n[dim]roofline, {escape(record.ceilings.source)}: {record.ceilings.bandwidth:.0f} GB/s, {peaks}; "
+        "cmp and mem: bound by compute or memory; above 100% an op reads from a cache[/]"
+    )
+
+
+def _print_breaks(record: ProfileRecord) -> None:
+    console = _shared.out
+    console.print()
+    if record.breaks_note:
+        console.print(f"[yellow]graph breaks:[/] {escape(record.breaks_note)}")
+    if not record.breaks:
+        if not record.breaks_note:
+            console.print(f"graph breaks: none, {_count(record.graphs, 'graph')} a call")
+        return
+    splits = sum(1 for entry in record.breaks if entry.kind == "break")
+    recompiles = len(record.breaks) - splits
+    console.print(f"[bold]graph breaks[/]  {splits}, recompiles {recompiles}, {_count(record.graphs, 'graph')} a call")
+    for entry in record.breaks:
+        style = "red" if entry.kind == "break" else "yellow"
+        console.print(f"  [{style}]{entry.kind}[/] {escape(entry.file)}:{entry.line}", soft_wrap=True)
+        console.print(Padding(f"[dim]{escape(entry.reason)}[/]", (0, 0, 0, 4)))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -1,0 +1,48 @@
+"""What doctor found, as values that can be stored."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from wavecrest.records import Model, Versions
+
+Level = Literal["ok", "info", "warn", "problem"]
+LEVELS: tuple[Level, ...] = ("problem", "warn", "info", "ok")
+
+
+class Finding(Model):
+    """One observation: what it is, why it matters, what to do, and who says so.
+
+    `check` names the check that found it. "problem" means that results or speed cannot be trusted, "warn" that speed
+    is probably lost, "info" that it is worth knowing, "ok" that a check passed.
+    """
+
+    check: str
+    level: Level
+    what: str
+    why: str
+    action: str
+    source: str
+
+
+class DoctorReport(Model):
+    """`wavecrest doctor`."""
+
+    kind: Literal["doctor"] = "doctor"
+    format_version: int = 1
+    created: str
+    device: dict[str, Any]
+    versions: Versions
+    # what the GPU stack is: the ROCm release or CUDA version, the kernel driver; None where there is none
+    platform_release: str | None
+    kernel_driver: str | None
+    compiler: str | None
+    threads: int
+    environment: dict[str, str]
+    findings: list[Finding] = Field(default_factory=list)
+
+    def count(self, level: Level) -> int:
+        """How many findings have this level."""
+        return sum(finding.level == level for finding in self.findings)
