@@ -54,12 +54,13 @@ def on_gpu() -> dict[str, float]:
     y = torch.empty_like(x)
     config = op.default_config(op.key(x, weight))
     launch = module._launch(x, weight, y, 1e-6, config)
-    arguments = {**launch.constants, **config.kwargs}
+    arguments = launch.options()
+    bound = module._bind(x, weight, 1e-6, config=config)
     op.force("triton")
     return {
         "bare_launch": microseconds(lambda: launch.kernel[launch.grid](*launch.args, **arguments)),
-        "empty": microseconds(lambda: torch.empty(x.shape, dtype=x.dtype, device=x.device)),
-        "backend": microseconds(lambda: op.backends["triton"].run(x, weight, 1e-6, config=config)),
+        "empty": microseconds(lambda: torch.empty_like(x, memory_format=torch.contiguous_format)),
+        "bound": microseconds(lambda: bound(x, weight, 1e-6)),
         "check": microseconds(lambda: op.check(x, weight, 1e-6)),
         "key": microseconds(lambda: op.key(x, weight, 1e-6)),
         "op_call": microseconds(lambda: ops.rms_norm(x, weight, 1e-6)),

@@ -6,20 +6,19 @@ written after every step, so that an interrupted run can be resumed; the user's 
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from wavecrest import hardware, records, registry, timing
 from wavecrest.errors import InvalidArgument, PlanMismatch, Refused, StepRefused
 from wavecrest.plan import EnvironmentSetting, Plan
 from wavecrest.records import BucketSpeed, OptimizeRecord, QualityResult, Result, Samples, StepOutcome
-from wavecrest.workload import Workload, from_example
+from wavecrest.workload import Call, Workload, from_example
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +28,11 @@ if TYPE_CHECKING:
 
 RUN_FILE, PLAN_FILE, REPORT_FILE = "run.json", "plan.json", "report.html"
 MAX_LEVEL = 5
+OUT_OF_BUDGET = "no time left in the budget"
+# share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
+ENVIRONMENT_SHARE = 0.3
+# seconds of one child process, before one has run: imports, loading, sampling
+CHILD_SECONDS = 12.0
 PRECISIONS = ("tf32", "bf16", "fp16")
 
 
@@ -302,9 +306,9 @@ class _Engine:
     # -- the ladder ----------------------------------------------------------------------------------------------
 
     def _climb(self) -> None:
-        from wavecrest.passes import ladder
+        from wavecrest.passes import steps_up_to
 
-        steps = ladder(self.options.level)
+        steps = steps_up_to(self.options.level)
         if self.options.steps is not None:
             unknown = set(self.options.steps) - {step.id for step in steps}
             if unknown:
@@ -335,7 +339,7 @@ class _Engine:
         begin = time.perf_counter()
         spent = self.spent_before + begin - self.began
         if spent > self.options.budget:
-            outcome = self._outcome(step, attempt, "skipped", f"the budget of {self.options.budget:.0f} s is used up")
+            outcome = self._outcome(step, attempt, "skipped", f"{OUT_OF_BUDGET} of {self.options.budget:.0f} s")
         else:
             outcome = self._try(step, attempt)
         outcome.seconds = time.perf_counter() - begin
@@ -401,9 +405,15 @@ class _Engine:
         from wavecrest.passes.environment import try_variable
 
         lines, kept = [], []
+        begin = time.perf_counter()
         for index, (name, value) in enumerate(found.params["candidates"]):
-            if time.perf_counter() - self.began > 0.4 * self.options.budget:
-                lines.append(f"{name}={value}: not tried, 40 % of the budget is used up")
+            spent = time.perf_counter() - begin
+            needed = spent / index if index else 2 * self.options.processes * CHILD_SECONDS
+            if spent + needed > ENVIRONMENT_SHARE * self.options.budget:
+                lines.append(
+                    f"{name}={value} not tried: {self.options.processes} fresh processes a side take about "
+                    f"{needed:.0f} s, more than {ENVIRONMENT_SHARE:.0%} of the budget allows"
+                )
                 continue
             self.progress.phase(f"environment: {name}={value} in fresh processes")
             self.progress.update(index, len(found.params["candidates"]))
@@ -430,7 +440,8 @@ class _Engine:
         self.plan.environment = [setting for _, setting in kept]
         known["params"] = {**known["params"], "set": {setting.name: setting.value for _, setting in kept}}
         if not kept:
-            return self._outcome(step, attempt, "tie", "; ".join(lines), **known)
+            verdict: records.Verdict = "skipped" if all(" not tried: " in line for line in lines) else "tie"
+            return self._outcome(step, attempt, verdict, "; ".join(lines), **known)
         best, _ = max(kept, key=lambda row: row[0].ratio)
         reason = "; ".join(lines) + "; set them before import (`wavecrest plan show` prints the exports)"
         return self._outcome(step, attempt, "kept", reason, ratio=best.ratio, ci=best.ci, **known)
@@ -438,8 +449,8 @@ class _Engine:
     def _measure(self, base: nn.Module, new: nn.Module) -> dict[str, timing.Paired]:
         return {
             bucket: timing.measure_pair(
-                functools.partial(_call, self.workload, bucket, base),
-                functools.partial(_call, self.workload, bucket, new),
+                Call(self.workload, bucket, base),
+                Call(self.workload, bucket, new),
                 device=self.workload.device,
                 seconds=self._seconds(),
                 on_progress=self.progress.update,
@@ -462,10 +473,7 @@ class _Engine:
         self.progress.phase("final measurement")
         torch._dynamo.reset()
         if not self.stack.applied:
-            self.current = self.workload.model
-            self.record.result = Result(
-                verdict="already optimal", ratio=1.0, ci=timing.Interval(1.0, 1.0), speed=[], numerics=[], quality=[]
-            )
+            self.record.result = self._unchanged()
         else:
             self.current = build(self.workload.model, self.stack)
             with _default_limits():
@@ -493,7 +501,7 @@ class _Engine:
             )
         ratio, ci = timing.bootstrap_speedup([(pair.base, pair.new) for pair in pairs.values()])
         return Result(
-            verdict="faster" if ci.low > 1 else "already optimal",
+            verdict="faster" if ci.low > 1 else self._no_gain(),
             ratio=ratio,
             ci=ci,
             speed=_speeds(pairs),
@@ -515,12 +523,20 @@ class _Engine:
         self.plan.steps = list(self.record.steps)
         self.plan.stack = [item.step_id for item in self.stack.ordered()]
         if not self.stack.applied:
-            self.current = self.workload.model
-            return Result(
-                verdict="already optimal", ratio=1.0, ci=timing.Interval(1.0, 1.0), speed=[], numerics=[], quality=[]
-            )
+            return self._unchanged()
         self.current = build(self.workload.model, self.stack)
         return self._final()
+
+    def _unchanged(self) -> Result:
+        """No step in force: the model is the user's own."""
+        self.current = self.workload.model
+        return Result(
+            verdict=self._no_gain(), ratio=1.0, ci=timing.Interval(1.0, 1.0), speed=[], numerics=[], quality=[]
+        )
+
+    def _no_gain(self) -> Literal["already optimal", "undecided"]:
+        untried = any(row.verdict == "skipped" and row.reason.startswith(OUT_OF_BUDGET) for row in self.record.steps)
+        return "undecided" if untried else "already optimal"
 
     def _quality(self, model: nn.Module) -> list[QualityResult]:
         import torch
@@ -543,7 +559,7 @@ class _Engine:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         for bucket in self.workload.buckets:
-            _call(self.workload, bucket, model)
+            self.workload.run(bucket, model)
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_allocated())
 
@@ -592,13 +608,6 @@ def coverage_rows() -> list[records.DecisionRow]:
         )
         for decision, calls in registry.coverage()
     ]
-
-
-def _call(workload: Workload, bucket: str, model: Callable[..., Any]) -> Any:
-    from wavecrest.graphs.inductor import new_iteration
-
-    new_iteration()
-    return workload.run(bucket, model)
 
 
 def _known(found: Found, prediction: Prediction) -> dict[str, Any]:

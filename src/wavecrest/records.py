@@ -25,7 +25,7 @@ from pydantic import Field
 
 from wavecrest import __version__, env, hardware
 from wavecrest.errors import OutputError, RecordError, UserError
-from wavecrest.timing import Interval, Measurement, Paired
+from wavecrest.timing import Interval, Measurement
 
 FORMAT_VERSION = 1
 
@@ -230,7 +230,8 @@ class Samples(Model):
 class Result(Model):
     """The end of a run: optimized against original, measured again at the end, interleaved."""
 
-    verdict: Literal["faster", "already optimal", "interrupted"]
+    # "undecided": nothing kept, but the budget ended before every step was tried
+    verdict: Literal["faster", "already optimal", "undecided"]
     ratio: float
     ci: Interval
     speed: list[BucketSpeed]
@@ -387,14 +388,18 @@ def prepare_folder(folder: Path) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all (a temporary file in the same folder, then a rename)."""
+    temporary: Path | None = None
     try:
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
         ) as file:
+            temporary = Path(file.name)
             file.write(text)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
     except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 

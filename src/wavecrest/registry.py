@@ -12,6 +12,7 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -74,11 +75,13 @@ class Backend:
     `supports(*args)` returns None, or the reason why this call is declined. It must look only at what the op's key
     contains (dtype, device, sizes), since its answer is cached by that key. `reserved(*args)` likewise gives the
     reason why the backend runs a call it supports only when it is forced, pinned or named. `priority`: the highest
-    that does not decline is the default choice.
+    that does not decline is the default choice. `bind(*args)`, where there is one, does once what is the same for all
+    calls of one signature (shapes, strides, dtypes, device) and returns the function for them.
     """
 
     name: str
     run: Callable[..., Any]
+    bind: Callable[..., Callable[..., Any]] | None
     supports: Callable[..., str | None]
     reserved: Callable[..., str | None]
     priority: int
@@ -91,6 +94,17 @@ class _Entry:
     backend: Backend
     calls: int = 0
 
+
+@dataclass(slots=True)
+class _Bound:
+    """What runs the calls of one signature."""
+
+    call: Callable[..., Any]
+    entry: _Entry
+
+
+# signatures kept before starting over: a bound on memory where every call has another shape
+MAX_SIGNATURES = 4096
 
 # (backend, its configuration, source, reason, declined backends with their reasons)
 _Choice = tuple[Backend, Config | None, Source, str, tuple[tuple[str, str], ...]]
@@ -135,6 +149,7 @@ class Op:
     backends: dict[str, Backend] = field(default_factory=dict)
     _cache: dict[Key, _Entry] = field(default_factory=dict)
     _pins: dict[Key, tuple[str, Config | None, Source, str]] = field(default_factory=dict)
+    _bound: dict[tuple[Any, ...], _Bound] = field(default_factory=dict)
     # decisions made while Dynamo traced a call; their compiled calls are not counted
     _traced: dict[Key, Decision] = field(default_factory=dict)
     # the backends by falling priority
@@ -157,25 +172,47 @@ class Op:
         priority: int,
         reserved: Callable[..., str | None] = _always,
         takes_config: bool = False,
+        bind: Callable[..., Callable[..., Any]] | None = None,
     ) -> None:
         """Add a backend; decisions made before are forgotten."""
-        self.backends[name] = Backend(name, run, supports, reserved, priority, takes_config)
+        self.backends[name] = Backend(name, run, bind, supports, reserved, priority, takes_config)
         self._order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))
         self.forget()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Check the arguments, pick the backend for their key, run it."""
-        self.check(*args, **kwargs)
-        key = self.key(*args, **kwargs)
+        """Check the arguments, pick the backend for their key, run it.
+
+        A positional call whose signature was seen before goes straight to what was bound for it.
+        """
         if torch.compiler.is_compiling():
-            return self._call_traced(key, args, kwargs)
-        entry = self._cache.get(key)
-        if entry is None:
-            entry = self._decide(key, args, kwargs)
-        entry.calls += 1
-        if entry.decision.config is not None:
-            return entry.backend.run(*args, **kwargs, config=entry.decision.config)
-        return entry.backend.run(*args, **kwargs)
+            self.check(*args, **kwargs)
+            return self._call_traced(self.key(*args, **kwargs), args, kwargs)
+        if kwargs:
+            self.check(*args, **kwargs)
+            key = self.key(*args, **kwargs)
+            entry = self._cache.get(key) or self._decide(key, args, kwargs)
+            entry.calls += 1
+            return _bind(entry, args, kwargs, once=True)(*args, **kwargs)
+        try:
+            signature = _signature(args)
+            bound = self._bound.get(signature)
+        except TypeError:
+            # an argument that has no hash is none that check lets pass
+            self.check(*args)
+            raise
+        if bound is None:
+            bound = self._bind_signature(signature, args)
+        bound.entry.calls += 1
+        return bound.call(*args)
+
+    def _bind_signature(self, signature: tuple[Any, ...], args: tuple[Any, ...]) -> _Bound:
+        self.check(*args)
+        key = self.key(*args)
+        entry = self._cache.get(key) or self._decide(key, args, {})
+        if len(self._bound) >= MAX_SIGNATURES:
+            self._bound.clear()
+        bound = self._bound[signature] = _Bound(_bind(entry, args, {}, once=False), entry)
+        return bound
 
     def decide(self, *args: Any, **kwargs: Any) -> Decision:
         """The decision for a call, without running it."""
@@ -218,6 +255,7 @@ class Op:
 
     def forget(self) -> None:
         """Drop the decisions made so far (pins stay)."""
+        self._bound.clear()
         self._cache.clear()
         self._traced.clear()
 
@@ -282,6 +320,27 @@ class Op:
         if backend.takes_config:
             return backend.run(*args, **kwargs, config=Config(**dict(pairs)))
         return backend.run(*args, **kwargs)
+
+
+def _signature(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that check, key and bind may look at."""
+    grad = torch.is_grad_enabled()
+    parts: list[Any] = [grad]
+    for value in args:
+        if isinstance(value, Tensor):
+            parts += (value.shape, value.stride(), value.dtype, value.device, grad and value.requires_grad)
+        else:
+            parts.append(value)
+    return tuple(parts)
+
+
+def _bind(entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], *, once: bool) -> Callable[..., Any]:
+    """The function that runs an entry's backend for calls like this one."""
+    backend, config = entry.backend, entry.decision.config
+    options = {} if config is None else {"config": config}
+    if backend.bind is not None and not once:
+        return backend.bind(*args, **kwargs, **options)
+    return partial(backend.run, **options) if options else backend.run
 
 
 def _pairs(config: Config | None) -> tuple[tuple[str, int], ...]:
@@ -364,6 +423,10 @@ def strict(mode: Strict) -> None:
     if mode not in ("off", "warn", "error"):
         raise InvalidArgument(f"strict takes off, warn or error, not {mode!r}")
     _strict = mode
+    if mode != "off":
+        # decisions made before were not reported
+        for op in _OPS.values():
+            op.forget()
 
 
 def coverage() -> list[tuple[Decision, int]]:

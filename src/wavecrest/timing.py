@@ -218,7 +218,13 @@ class Stopwatch:
         return "host wall" if self.device == "cpu" else "device events"
 
     def time(self, work: Work) -> tuple[float, float]:
-        """Run once; returns (sample, wall) in ms, both ended by a synchronize."""
+        """Run once; returns (sample, wall) in ms, both ended by a synchronize.
+
+        A work with a `prepare` method has it called first, outside the timed region.
+        """
+        prepare = getattr(work, "prepare", None)
+        if prepare is not None:
+            prepare()
         if self.device == "cpu":
             start = time.perf_counter()
             work()

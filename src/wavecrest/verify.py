@@ -109,11 +109,8 @@ def _child(
 
 def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: int) -> VerifyProcess:
     """What one fresh process does: load, replay the plan, gate, quality, paired timing."""
-    import functools
-
     import torch
 
-    from wavecrest.graphs.inductor import new_iteration
     from wavecrest.passes.gate import Gate
     from wavecrest.passes.precision import GATE_DTYPE
 
@@ -136,15 +133,11 @@ def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: i
                 for row in loaded.quality(loaded.model, made.model)
             ]
 
-    def call(bucket: str, model: torch.nn.Module) -> None:
-        new_iteration()
-        loaded.run(bucket, model)
-
     speed = []
     for bucket in loaded.buckets:
         pair = timing.measure_pair(
-            functools.partial(call, bucket, loaded.model),
-            functools.partial(call, bucket, made.model),
+            workload.Call(loaded, bucket, loaded.model),
+            workload.Call(loaded, bucket, made.model),
             device=loaded.device,
             seconds=seconds,
         )

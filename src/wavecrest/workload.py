@@ -87,10 +87,12 @@ class Workload:
 
     Attributes:
         model: the module, in eval mode, on the device of its inputs.
-        buckets: named example inputs; a speed-up counts over all of them.
+        buckets: named example inputs, each an `Inputs` or what `Buckets` takes; a speed-up counts over all of them.
         quality: optional end-to-end check in the workload's own terms, run by optimize and verify.
         spec: how to load it again in another process ("file.py:function", "--hf DIR"), or None for a model in memory.
         name: what reports call it.
+        reset: optional; called with the bucket's name before every call, outside the timed region. For inputs that a
+            call changes, such as the write position of a key-value cache.
     """
 
     model: nn.Module
@@ -98,6 +100,7 @@ class Workload:
     quality: QualityFn | None = None
     spec: str | None = None
     name: str = "model"
+    reset: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
         import torch
@@ -109,6 +112,7 @@ class Workload:
             )
         if not self.buckets:
             raise WorkloadError("the workload has no example inputs; give at least one bucket")
+        self.buckets = {str(bucket): _as_inputs(example) for bucket, example in self.buckets.items()}
         for bucket, inputs in self.buckets.items():
             _check_bucket(bucket, inputs)
         self._check_device()
@@ -153,11 +157,35 @@ class Workload:
                     )
 
     def run(self, bucket: str, function: Callable[..., Any] | None = None) -> Any:
-        """Call `function` (the model, if None) with a bucket's inputs, without gradients."""
+        """Reset the bucket's inputs and call `function` (the model, if None) with them, without gradients."""
+        call = Call(self, bucket, function)
+        call.prepare()
+        return call()
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a bucket, as the timer takes it: `prepare` runs before it and is not timed."""
+
+    workload: Workload
+    bucket: str
+    function: Callable[..., Any] | None = None
+
+    def prepare(self) -> None:
+        """Reset the inputs, and tell inductor's graph trees that earlier outputs may be overwritten."""
         import torch
 
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        if self.workload.reset is not None:
+            self.workload.reset(self.bucket)
+
+    def __call__(self) -> Any:
+        """The timed part."""
+        import torch
+
+        function = self.workload.model if self.function is None else self.function
         with torch.no_grad():
-            return self.buckets[bucket].call(function if function is not None else self.model)
+            return self.workload.buckets[self.bucket].call(function)
 
 
 def from_example(model: nn.Module, example: Any, *, spec: str | None = None, name: str | None = None) -> Workload:

@@ -27,7 +27,7 @@ class Model(nn.Module):
         y = torch.softmax(self.proj(x), -1)
         if y.sum().item() < 0:
             y = y + 1
-        return y
+        return y * 2
 
 
 def make():

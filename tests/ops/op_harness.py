@@ -103,9 +103,26 @@ def layout(key: str, dtype: torch.dtype, device: str, seed: int = 0, n: int = 72
     return made
 
 
+def _same_shape_pairs() -> list[tuple[str, str]]:
+    shapes = {key: tuple(layout(key, torch.float32, "cpu").shape) for key in LAYOUTS}
+    pairs = [(a, b) for a in LAYOUTS for b in LAYOUTS if shapes[a] == shapes[b]]
+    return [(key, "contiguous") for key in LAYOUTS] + pairs
+
+
+def second_layout(key: str, like: Tensor) -> Tensor:
+    """A tensor of the shape and dtype of `like` with the layout of a pair's second name."""
+    if key == "contiguous":
+        return random(tuple(like.shape), like.dtype, like.device.type, 1)
+    return layout(key, like.dtype, like.device.type, 1)
+
+
 def five_dims(dtype: torch.dtype, device: str, n: int = 24) -> Tensor:
     """Four leading dimensions without a common stride: more than the kernels take."""
     return random((2, 3, 2, 3, n), dtype, device).permute(3, 2, 1, 0, 4)
+
+
+# (layout, layout of the second operand) for ops with two tensors of one shape
+PAIRS = _same_shape_pairs()
 
 
 def _tuple(result: Any) -> tuple[Tensor, ...]:
@@ -148,7 +165,7 @@ def assert_never_copies(op: str, monkeypatch: Any, *args: Any) -> None:
         for method in ("contiguous", "reshape", "clone", "copy_", "flatten"):
             patch.setattr(torch.Tensor, method, refuse)
         # what is tested ends at the launch: the interpreter itself moves tensors about
-        patch.setattr("wavecrest.ops._rows.Launch.run", lambda _self: None)
+        patch.setattr("wavecrest.ops._rows.starter", lambda *_args: lambda *_args, **_options: None)
         found.backends["triton"].run(*args, config=config)
 
 

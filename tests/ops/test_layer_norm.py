@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_harness import (
+
+from tests.ops.op_harness import (
     BACKENDS,
     DTYPES,
     LAYOUTS,
@@ -18,7 +19,6 @@ from op_harness import (
     random,
     shape_id,
 )
-
 from wavecrest import ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.tuned import Config

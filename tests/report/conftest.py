@@ -174,7 +174,7 @@ def profile(
             at = intensity / (1 + index)
             roof = min(peak, at * bandwidth)
             percent = (38 + 17 * index) * faster
-            flops = roof * percent / 100 * ms * 1e-3
+            flops = roof * percent / 100 * ms * 1e-3 / 32
             bound = "compute" if at * bandwidth > peak else "memory"
             ops.append(
                 op(name, category, f"{shapes} #{index}", ms, ms / kernel_ms, flops=flops, bytes=flops / at,

@@ -16,6 +16,7 @@ from wavecrest import records, report
 from wavecrest.errors import OutputError
 from wavecrest.records import BucketError, OptimizeRecord, QualityResult
 from wavecrest.report import breakdown, histograms, numbers, roofline, svg, waterfall, words
+from wavecrest.report.page import worst_error
 from wavecrest.timing import Interval
 
 Sample = Callable[[str], OptimizeRecord]
@@ -226,7 +227,15 @@ def test_optimal_without_a_final_model_claims_no_ratio(sample: Sample) -> None:
     head = words.headline(record)
     assert (head.title, head.interval) == ("Already optimal", "")
     assert "1.000×" not in words.headline(record).meaning + words.summary(record)
-    assert "The original runs unchanged" in words.summary(record)
+    assert "The model itself is unchanged" in words.summary(record)
+
+
+def test_optimal_with_a_kept_environment_does_not_deny_it(sample: Sample) -> None:
+    record = sample("already optimal")
+    record.steps[0].verdict, record.steps[0].title = "kept", "environment"
+    meaning = words.headline(record).meaning
+    assert "No step was faster" not in meaning
+    assert "timed in fresh processes: environment;" in meaning
 
 
 def test_optimal_although_steps_were_kept_says_so(sample: Sample) -> None:
@@ -446,6 +455,26 @@ def test_memory(size: int, expected: str) -> None:
 )
 def test_error_ratio(error: float, own: float, expected: str) -> None:
     assert numbers.error_ratio(error, own) == expected
+
+
+def _check(error: float, own: float, limit: float) -> BucketError:
+    return BucketError(bucket="b", output="o", error=error, own=own, limit=limit, passed=error <= limit)
+
+
+@pytest.mark.parametrize(
+    ("checks", "expected"),
+    [
+        ([], "–"),
+        ([_check(0.3, 0.1, 3.0), _check(0.2, 0.1, 0.21)], "2.00×"),
+        ([_check(0.9, 0.1, 0.91), _check(1e-3, 0.0, 0.0)], "1.0e-03 (own 0)"),
+        ([_check(0.5, 0.25, 0.4), _check(float("nan"), 0.1, 0.2), _check(9.0, 0.1, 0.2)], "not finite"),
+        ([_check(float("nan"), 0.1, 0.2), _check(9.0, 0.1, 0.2)], "not finite"),
+        ([_check(0.0, 0.0, 0.0)], "0"),
+    ],
+    ids=["none", "nearest to its limit", "failed first", "nan in the middle", "nan first", "exact"],
+)
+def test_worst_error(checks: list[BucketError], expected: str) -> None:
+    assert worst_error(checks) == expected
 
 
 @pytest.mark.parametrize(

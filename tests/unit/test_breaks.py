@@ -119,8 +119,8 @@ def test_a_break_in_a_loop_sends_the_function_to_eager_and_says_so() -> None:
 def test_a_break_reached_twice_is_listed_once() -> None:
     graphs, found, _ = find_breaks(Nested().eval(), _inputs(2))
     assert graphs >= 2
+    assert [entry for entry in found if entry.kind == "break"] == _at(found, "break", _line(Item, ".item()"))
     assert len(_at(found, "break", _line(Item, ".item()"))) == 1
-    assert {entry.kind for entry in found} == {"break"}
 
 
 def test_a_new_shape_is_a_recompile_of_the_function() -> None:
@@ -146,15 +146,25 @@ def test_guards_that_differ_in_numbers_only_are_one_entry_with_a_count() -> None
 def test_passing_the_recompile_limit_is_a_note() -> None:
     buckets = {f"b{index}": Inputs((torch.randn(2, 8),)) for index in range(8)}
     _, found, note = find_breaks(Counting().eval(), buckets)
-    assert "recompile limit" in note and HERE.name in note
+    assert note.startswith("forward (") and f"{HERE.name}:{_line(Counting, 'def forward')})" in note
+    assert "recompile limit" in note
+    (entry,) = _at(found, "recompile", _line(Counting, "self.step += 1"))
+    assert "(8 times)" in entry.reason and entry.reason.startswith("forward compiled again")
     assert {entry.kind for entry in found} == {"recompile"}
 
 
-def test_a_model_that_cannot_be_traced_gives_a_note_with_the_bucket() -> None:
-    graphs, _, note = find_breaks(Untraceable(), _inputs(2))
-    assert graphs == 0
-    assert note.startswith("bucket b2: Dynamo could not trace the model")
-    assert "refuses to be compiled" in note
+def test_a_model_that_refuses_tracing_runs_in_eager_and_says_so() -> None:
+    graphs, found, note = find_breaks(Untraceable(), _inputs(2))
+    assert graphs == 0 and note == ""
+    (entry,) = _at(found, "break", _line(Untraceable, "raise"))
+    assert "runs without compilation" in entry.reason
+
+
+def test_an_error_while_tracing_gives_a_note_with_the_bucket() -> None:
+    buckets = {"good": Inputs((torch.randn(2, 8),)), "bad": Inputs((torch.randn(2, 9),))}
+    _, _, note = find_breaks(Clean().eval(), buckets)
+    assert note.startswith("bucket bad: Dynamo could not trace the model")
+    assert "RuntimeError" in note
 
 
 def test_inputs_that_the_model_writes_into_stay_as_they_were() -> None:

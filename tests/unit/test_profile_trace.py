@@ -297,6 +297,50 @@ def test_calls_with_different_shapes_are_different_rows() -> None:
     assert rows == {"8x16, 16x32 float32": (1, 0.01), "64x16, 16x32 float32": (2, 0.06)}
 
 
+def test_kernels_inside_a_convolution_or_an_attention_count_as_such() -> None:
+    b = Builder()
+    b.mark(0, 100)
+    conv = b.op("aten::miopen_convolution", 1, 20, [[1, 4, 8, 8], [4, 4, 3, 3]])
+    b.kernel("Im2d2Col", 5, 3, by=conv)
+    b.kernel("Cijk_Ailk_Bljk_SB_MT64x64x16", 10, 7, by=conv)
+    b.op("aten::_scaled_dot_product_attention_math", 30, 20, [[1, 2, 8, 16]] * 3)
+    product = b.op("aten::bmm", 32, 5, [[2, 8, 16], [2, 16, 8]])
+    b.kernel("Cijk_Alik_Bljk_SB_MT32x32x16", 40, 4, by=product)
+    assert _milliseconds(trace.summarize(b.events)) == {"convolution": 0.01, "attention": 0.004}
+
+
+def test_a_kernel_of_a_compiled_region_goes_by_its_own_name() -> None:
+    b = Builder()
+    b.mark(0, 100)
+    region = b.op("Torch-Compiled Region: 0/0", 1, 50)
+    b.kernel("triton_poi_fused_add_2", 10, 5, by=region)
+    (row,) = trace.summarize(b.events).ops
+    assert (row.name, row.category, row.shapes, row.kernels) == ("triton_poi_fused_add_2", "elementwise", "", [])
+
+
+def test_an_op_that_starts_where_another_ends_is_not_inside_it() -> None:
+    b = Builder()
+    b.mark(0, 100)
+    b.op("aten::mm", 10, 20, [[8, 16], [16, 32]])
+    b.op("aten::relu", 30, 10, [[8, 32]])
+    times = {op.name: op.ms * 1e3 for op in trace.summarize(b.events).ops}
+    assert times == pytest.approx({"aten::mm": 20, "aten::relu": 10, trace.OUTSIDE: 70})
+
+
+def test_work_known_for_some_calls_only_is_not_held_against_the_time_of_all() -> None:
+    b = Builder()
+    b.mark(0, 100)
+    shapes = [[1, 4, 8, 8], [4, 4, 3, 3], None, None, None, None, None, None, None]
+    values = {"v3": "[1, 1]", "v4": "[0, 0]", "v5": "[1, 1]"}
+    b.op("aten::convolution", 1, 20, shapes, **values, v6="False")
+    b.op("aten::convolution", 30, 20, shapes, **values, v6="True")
+    row = _row(trace.summarize(b.events), "aten::convolution")
+    assert row.calls == 2 and row.flops is None
+    assert (
+        _row(trace.summarize([e for e in b.events if e.get("ts") != 30]), "aten::convolution").flops == 2 * 4 * 36 * 36
+    )
+
+
 def test_a_trace_without_marks_is_refused() -> None:
     b = Builder()
     b.op("aten::mm", 1, 10)

@@ -10,7 +10,7 @@ from typing import Any
 
 from wavecrest import env, hardware, records, timing
 from wavecrest.errors import EnvironmentProblem, WavecrestError, WorkloadError
-from wavecrest.workload import Inputs, Workload
+from wavecrest.workload import Call, Inputs, Workload
 
 # (bucket, completed samples, planned samples), for progress displays
 OnBucketProgress = Callable[[str, int, int], None]
@@ -49,15 +49,16 @@ def bench_bucket(
     kind = workload.device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise EnvironmentProblem(f"the workload is on device {workload.device}; only cpu and cuda devices can be timed")
-    work = _work(workload, bucket, function)
+    work = _NamedCall(workload, bucket, function)
     before = shapes(workload.buckets[bucket])
     measurement = timing.measure(work, device=workload.device, seconds=seconds, on_progress=on_progress)
+    work.prepare()
     after = shapes(workload.buckets[bucket])
     if before != after:
         path = next(iter(path for path in {**before, **after} if before.get(path) != after.get(path)))
         raise WorkloadError(
             f"bucket {bucket}: the calls changed their own input {path} from {before.get(path, 'absent')} to "
-            f"{after.get(path, 'absent')}, so no two took the same work; give inputs that a call leaves alone"
+            f"{after.get(path, 'absent')}, so no two took the same work; give inputs that a call leaves alone, or Workload(reset=…)"
         )
     return records.BucketBench(
         bucket=bucket,
@@ -106,7 +107,7 @@ def record(
     )
 
 
-def peak_memory(work: timing.Work, device: str) -> int:
+def peak_memory(work: Call, device: str) -> int:
     """Bytes torch has allocated at the peak of one call, beyond what was allocated before it (weights, inputs).
 
     On a GPU from the caching allocator's counters; memory of a captured graph's pool was there before and does not
@@ -115,6 +116,7 @@ def peak_memory(work: timing.Work, device: str) -> int:
     """
     import torch
 
+    work.prepare()
     if device != "cpu":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -147,27 +149,22 @@ def _for_bucket(on_progress: OnBucketProgress, bucket: str) -> timing.OnProgress
     return lambda completed, planned: on_progress(bucket, completed, planned)
 
 
-def _work(workload: Workload, bucket: str, function: Callable[..., Any] | None) -> timing.Work:
+class _NamedCall(Call):
     """The call to time; what it raises becomes one line that names the bucket."""
-    import torch
 
-    call = workload.model if function is None else function
-    inputs = workload.buckets[bucket]
+    def __call__(self) -> Any:
+        import torch
 
-    def work() -> None:
         try:
-            with torch.no_grad():
-                inputs.call(call)
+            return super(_NamedCall, self).__call__()
         except WavecrestError:
             raise
         except torch.OutOfMemoryError as error:
             raise EnvironmentProblem(
-                f"bucket {bucket} does not fit into the memory of {workload.device}: {_first_line(error)}"
+                f"bucket {self.bucket} does not fit into the memory of {self.workload.device}: {_first_line(error)}"
             ) from error
         except Exception as error:
-            raise WorkloadError(f"bucket {bucket} raised {type(error).__name__}: {_first_line(error)}") from error
-
-    return work
+            raise WorkloadError(f"bucket {self.bucket} raised {type(error).__name__}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -200,8 +200,7 @@ def command(
 ) -> None:
     """Compare two results of `bench`, bucket by bucket: faster, slower, or a tie.
 
-    With --fail-over it is a guard: 2 if the whole 95 % interval of a bucket lies beyond the limit, or if an unstable
-    measurement leaves it open; 1 if the files do not belong together.
+    With --fail-over it returns 2 if a bucket's whole interval lies beyond the limit, or if it is unstable.
     """
     limit = None if fail_over is None else _shared.parse_percent(fail_over)
     record = run(a, b, fail_over=limit)

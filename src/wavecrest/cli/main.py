@@ -20,7 +20,9 @@ from wavecrest.errors import WavecrestError
 COMMANDS = ("doctor", "bench", "profile", "optimize", "verify", "plan", "compare", "explain", "report")
 
 # typer carries its own copy of click since 0.29; before, it used the package
-_ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_ClickException: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"
+)
 
 app = typer.Typer(
     name="wavecrest",
@@ -30,6 +32,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _usage(error: Exception) -> str:
+    text = error.format_message() if hasattr(error, "format_message") else str(error)
+    return f"{text}; see `wavecrest --help`"
 
 
 def _print_version(value: bool) -> None:
@@ -64,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except _ClickException as error:
         # click's own code for bad usage is 2, which here means a regression
-        _shared.err.print(f"[red]error:[/red] {escape(error.format_message())}", soft_wrap=True)
+        _shared.err.print(f"[red]error:[/red] {escape(_usage(error))}", soft_wrap=True)
         return 1
     except (KeyboardInterrupt, typer.Abort):
         _shared.err.print("interrupted")

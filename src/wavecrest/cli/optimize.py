@@ -205,6 +205,8 @@ def _print_result(record: OptimizeRecord) -> None:
         console.print(f"{mark} {escape(check.name)}: {check.value:.7g} (limit {check.limit:g}) {escape(check.detail)}")
     if result.verdict == "faster":
         console.print(f"[bold green]result  {result.ratio:.2f}× faster[/] {result.ci}")
+    elif result.verdict == "undecided":
+        console.print("[bold]result  undecided[/]: no gain proven before the budget ended; give it more with --budget")
     else:
         console.print("[bold]result  already optimal[/]: no step with a proven gain; the model is unchanged")
 

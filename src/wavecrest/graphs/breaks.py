@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -72,13 +73,12 @@ def find_breaks(function: Callable[..., Any], buckets: Mapping[str, Inputs]) -> 
                 f"bucket {current}: Dynamo could not trace the model: {type(error).__name__}: {_headline(str(error))}"
             )
         found = [_from_reason(reason) for reason in utils.graph_break_reasons if reason.graph_break]
-        metrics = utils.get_compilation_metrics()
+        metrics = _named(utils.get_compilation_metrics())
         found += [entry for entry in map(_from_failure, metrics) if entry is not None]
         found += [entry for entry in map(_from_recompile, metrics) if entry is not None]
-        limited = sorted({_limit(entry) for entry in metrics} - {""})
-    if limited:
-        note = "; ".join(filter(None, [note, *limited]))
-    return Breaks(graphs, _merge(found), note)
+        limited = dict.fromkeys(_place(entry) for entry in metrics if _hit_limit(entry))
+    notes = [note, *(f"{place} passed Dynamo's recompile limit and runs without compilation" for place in limited)]
+    return Breaks(graphs, _merge(found), "; ".join(filter(None, notes)))
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def _from_reason(reason: Any) -> GraphBreak:
 
 def _from_failure(metrics: Any) -> GraphBreak | None:
     """A function that runs in eager as a whole, because it broke where Dynamo cannot resume."""
-    if not metrics.fail_reason or "recompile limit" in metrics.fail_reason.lower():
+    if not metrics.fail_reason or _hit_limit(metrics):
         return None
     return GraphBreak(
         kind="break",
@@ -151,10 +151,25 @@ def _from_recompile(metrics: Any) -> GraphBreak | None:
     return GraphBreak(kind="recompile", file=file, line=int(line), reason=reason)
 
 
-def _limit(metrics: Any) -> str:
-    if metrics.fail_reason and "recompile limit" in metrics.fail_reason.lower():
-        return f"{metrics.co_name} ({metrics.co_filename}:{metrics.co_firstlineno}) passed Dynamo's recompile limit"
-    return ""
+def _hit_limit(metrics: Any) -> bool:
+    return "recompile limit" in (metrics.fail_reason or "")
+
+
+def _place(metrics: Any) -> str:
+    return f"{metrics.co_name} ({metrics.co_filename}:{metrics.co_firstlineno})"
+
+
+def _named(metrics: list[Any]) -> list[Any]:
+    """Metrics that all name their function: at the recompile limit Dynamo leaves it out, but earlier ones have it."""
+    names = {entry.compile_id.split("/")[0]: entry for entry in metrics if entry.compile_id and entry.co_name}
+    found = []
+    for entry in metrics:
+        source = names.get((entry.compile_id or "").split("/")[0])
+        if entry.co_name is None and source is not None:
+            place = {name: getattr(source, name) for name in ("co_name", "co_filename", "co_firstlineno")}
+            entry = dataclasses.replace(entry, **place)
+        found.append(entry)
+    return found
 
 
 def _merge(found: list[GraphBreak]) -> list[GraphBreak]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from wavecrest.errors import StepRefused
+from wavecrest.workload import iter_tensors
 
 WARM_UP_CALLS = 3
 
@@ -66,23 +67,32 @@ class CapturedModule(nn.Module):
             self._alive.append(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for static, fresh in zip(captured.static, tensors, strict=True):
-            # the static address of a tensor that an object owns is the tensor itself
-            if static.data_ptr() != fresh.data_ptr():
-                static.copy_(fresh)
+            static.copy_(fresh)
         captured.graph.replay()
         return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, captured.output)
 
     def _capture(self, leaves: list[Any], spec: Any) -> _Captured:
-        static = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        static = [tensor.clone() for tensor in tensors]
         fill: Iterator[Tensor] = iter(static)
         inner_leaves = [next(fill) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(inner_leaves, spec)
+        # warm-up calls must not advance what the objects hold (a cache's write position)
+        state = [tensor for leaf in leaves if _is_object(leaf) for _, tensor in iter_tensors("", leaf, set())]
+        before = [tensor.detach().clone() for tensor in state]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP_CALLS):
                 self.inner(*args, **kwargs)
         torch.cuda.current_stream().wait_stream(side)
+        for tensor, value in zip(state, before, strict=True):
+            tensor.detach().copy_(value)
+        written = [index for index, (a, b) in enumerate(zip(static, tensors, strict=True)) if not _same_bits(a, b)]
+        if written:
+            raise StepRefused(
+                f"the model writes into its tensor argument number {written[0]}; a replay would write into a copy"
+            )
         torch.cuda.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -95,9 +105,15 @@ class CapturedModule(nn.Module):
         return _Captured(graph, static, output)
 
 
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _is_object(leaf: Any) -> bool:
+    return not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str | torch.dtype))
+
+
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return ("tensor", tuple(leaf.shape), leaf.dtype, str(leaf.device))
-    if leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype):
-        return leaf
-    return ("object", id(leaf))
+    return ("object", id(leaf)) if _is_object(leaf) else leaf

@@ -93,10 +93,3 @@ def strict_compilation(graphs: int) -> Iterator[None]:
             break
     with config.patch(**changes):
         yield
-
-
-def new_iteration() -> None:
-    """Tell inductor's graph trees that a new call begins, so that earlier outputs may be overwritten."""
-    import torch
-
-    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from wavecrest.errors import StepRefused
 from wavecrest.ops import add_rms_norm, layer_norm, rms_norm
 
-# probe scales: at 1 the weight decides, at 1e-3 eps does, at 100 neither an offset nor a clamp can hide
+# probe scales: at 1 the weight decides, at 1e-3 eps does, at 100 a clamp of the input shows
 PROBE_SCALES = (1.0, 1e-3, 100.0)
 # largest error on a float32 probe, over the largest value
 PROBE_LIMIT = 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,12 +122,22 @@ def launch(
     )
 
 
-def run(kernel: Any, gate: Tensor, up: Tensor | None, config: Config, constants: dict[str, Any]) -> Tensor:
-    """Allocate the result and launch."""
-    y = torch.empty((*gate.shape[:-1], columns(gate, up)), dtype=gate.dtype, device=gate.device)
-    if y.numel() > 0:
-        launch(kernel, gate, up, y, config, constants).run()
-    return y
+def bind(
+    kernel: Any, gate: Tensor, up: Tensor | None, config: Config, constants: dict[str, Any]
+) -> Callable[..., Tensor]:
+    """The function for all calls with tensors like these; further arguments are part of `constants`."""
+    made = launch(kernel, gate, up, gate, config, constants)
+    start, sizes, options = _rows.starter(made, gate.device), made.args[3:], made.options()
+    shape = (*gate.shape[:-1], columns(gate, up))
+    rows = gate.numel() > 0
+
+    def call(gate: Tensor, up: Tensor | None = None, *_constants: Any) -> Tensor:
+        y = torch.empty(shape, dtype=gate.dtype, device=gate.device)
+        if rows:
+            start(gate, gate if up is None else up, y, *sizes, **options)
+        return y
+
+    return call
 
 
 def compile_cases(kernel: Any, wave: int, constants: dict[str, Any]) -> list[_rows.Launch]:

@@ -6,6 +6,7 @@ are seen as one, up to three that do not are passed to the kernel with their str
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ LOOP_COLUMNS = 8192
 
 
 class Launch(NamedTuple):
-    """One kernel launch: `kernel[grid](*args, **constants, **config.kwargs)`."""
+    """One kernel launch: `kernel[grid](*args, **options())`."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -33,9 +34,29 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     config: Config
 
-    def run(self) -> None:
-        """Launch it on the current stream."""
-        self.kernel[self.grid](*self.args, **self.constants, **self.config.kwargs)
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return {**self.constants, **self.config.kwargs}
+
+
+def empty(x: Tensor, *_args: Any) -> Tensor:
+    """The result for a tensor without elements."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def starter(launch: Launch, device: torch.device) -> Callable[..., Any]:
+    """The function that takes the kernel's positional arguments and launches it, on the device of its tensors."""
+    start = launch.kernel[launch.grid]
+    # compiled code sets the device itself
+    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.device_count() == 1:
+        return start  # type: ignore[no-any-return]
+
+    def guarded(*args: Any, **options: Any) -> None:
+        # Triton launches on the current device, which need not be the tensors'
+        with torch.cuda.device(device):
+            start(*args, **options)
+
+    return guarded
 
 
 class Layout(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -156,14 +158,27 @@ def _launch(
     )
 
 
+def _bind(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, config: Config
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    launch = _launch(x, residual, weight, x, x, eps, config)
+    start, sizes, options = _rows.starter(launch, x.device), launch.args[5:-1], launch.options()
+    rows = x.numel() > 0
+
+    def call(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        h = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if rows:
+            start(x, residual, x if weight is None else weight, y, h, *sizes, eps, **options)
+        return y, h
+
+    return call
+
+
 def _run(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, config: Config
 ) -> tuple[Tensor, Tensor]:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel() > 0:
-        _launch(x, residual, weight, y, h, eps, config).run()
-    return y, h
+    return _bind(x, residual, weight, eps, config=config)(x, residual, weight, eps)
 
 
 def _supports(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> str | None:
@@ -197,6 +212,7 @@ _op.attach(
     reserved=lambda x, *_args, **_kwargs: _rows.kernel_reserved(x.device.type),
     priority=20,
     takes_config=True,
+    bind=_bind,
 )
 
 

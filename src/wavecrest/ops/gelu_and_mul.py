@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -87,8 +89,14 @@ def _gelu_and_mul_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_ptr + (rows * N)[:, None] + cols[None, :], y, mask=mask)
 
 
+def _bind(
+    gate: Tensor, up: Tensor | None = None, approximate: str = "none", *, config: Config
+) -> Callable[..., Tensor]:
+    return _gated.bind(_gelu_and_mul_kernel, gate, up, config, {"TANH": approximate == "tanh"})
+
+
 def _run(gate: Tensor, up: Tensor | None = None, approximate: str = "none", *, config: Config) -> Tensor:
-    return _gated.run(_gelu_and_mul_kernel, gate, up, config, {"TANH": approximate == "tanh"})
+    return _bind(gate, up, approximate, config=config)(gate, up)
 
 
 def _supports(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> str | None:
@@ -118,6 +126,7 @@ _op.attach(
     reserved=lambda gate, *_args, **_kwargs: _rows.kernel_reserved(gate.device.type),
     priority=20,
     takes_config=True,
+    bind=_bind,
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -170,13 +172,24 @@ def _launch(
     )
 
 
+def _bind(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: Config
+) -> Callable[..., Tensor]:
+    launch = _launch(x, weight, bias, x, eps, config)
+    start, sizes, options = _rows.starter(launch, x.device), launch.args[4:-1], launch.options()
+
+    def call(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        start(x, x if weight is None else weight, x if bias is None else bias, y, *sizes, eps, **options)
+        return y
+
+    return call if x.numel() > 0 else _rows.empty
+
+
 def _run(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: Config
 ) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel() > 0:
-        _launch(x, weight, bias, y, eps, config).run()
-    return y
+    return _bind(x, weight, bias, eps, config=config)(x, weight, bias, eps)
 
 
 def _supports(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> str | None:
@@ -209,6 +222,7 @@ _op.attach(
     reserved=lambda x, *_args, **_kwargs: _rows.kernel_reserved(x.device.type),
     priority=20,
     takes_config=True,
+    bind=_bind,
 )
 
 

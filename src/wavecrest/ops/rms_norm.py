@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -129,11 +131,20 @@ def _launch(x: Tensor, weight: Tensor | None, y: Tensor, eps: float, config: Con
     )
 
 
+def _bind(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, config: Config) -> Callable[..., Tensor]:
+    launch = _launch(x, weight, x, eps, config)
+    start, sizes, options = _rows.starter(launch, x.device), launch.args[3:-1], launch.options()
+
+    def call(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        start(x, x if weight is None else weight, y, *sizes, eps, **options)
+        return y
+
+    return call if x.numel() > 0 else _rows.empty
+
+
 def _run(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, config: Config) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel() > 0:
-        _launch(x, weight, y, eps, config).run()
-    return y
+    return _bind(x, weight, eps, config=config)(x, weight, eps)
 
 
 def _supports(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> str | None:
@@ -166,6 +177,7 @@ _op.attach(
     reserved=lambda x, *_args, **_kwargs: _rows.kernel_reserved(x.device.type),
     priority=20,
     takes_config=True,
+    bind=_bind,
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -72,8 +74,12 @@ def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_ptr + (rows * N)[:, None] + cols[None, :], y, mask=mask)
 
 
+def _bind(gate: Tensor, up: Tensor | None = None, *, config: Config) -> Callable[..., Tensor]:
+    return _gated.bind(_silu_and_mul_kernel, gate, up, config, {})
+
+
 def _run(gate: Tensor, up: Tensor | None = None, *, config: Config) -> Tensor:
-    return _gated.run(_silu_and_mul_kernel, gate, up, config, {})
+    return _bind(gate, up, config=config)(gate, up)
 
 
 def _supports(gate: Tensor, up: Tensor | None = None) -> str | None:
@@ -102,6 +108,7 @@ _op.attach(
     reserved=lambda gate, *_args, **_kwargs: _rows.kernel_reserved(gate.device.type),
     priority=20,
     takes_config=True,
+    bind=_bind,
 )
 
 

@@ -1,7 +1,7 @@
 """The steps of the ladder: one file per step, each find → predict → apply; optimize.py measures and decides."""
 
 from wavecrest.passes.base import Found, Prediction, Step, StepContext, structural_copy
-from wavecrest.passes.ladder import ladder, step_by_id
+from wavecrest.passes.ladder import step_by_id, steps_up_to
 from wavecrest.passes.stack import Applied, Stack, build
 
 __all__ = [
@@ -12,7 +12,8 @@ __all__ = [
     "Step",
     "StepContext",
     "build",
-    "ladder",
+
     "step_by_id",
+    "steps_up_to",
     "structural_copy",
 ]

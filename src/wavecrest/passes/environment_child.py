@@ -5,7 +5,6 @@ Run as `python -m wavecrest.passes.environment_child SPEC DEVICE SECONDS OUT.jso
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ def main(spec: str, device: str, seconds: float, target: Path) -> None:
     loaded = workload.load(spec, device=device)
     samples = {
         bucket: list(
-            timing.measure(functools.partial(loaded.run, bucket), device=loaded.device, seconds=seconds).samples
+            timing.measure(workload.Call(loaded, bucket), device=loaded.device, seconds=seconds).samples
         )
         for bucket in loaded.buckets
     }

@@ -48,7 +48,7 @@ def _steps() -> dict[str, Step]:
     return {step.id: step for step in steps}
 
 
-def ladder(level: int) -> list[Step]:
+def steps_up_to(level: int) -> list[Step]:
     """The steps up to a level, in order."""
     return [step for step in _steps().values() if step.level <= level]
 

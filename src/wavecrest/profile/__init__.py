@@ -17,6 +17,7 @@ from wavecrest import hardware, records, timing
 from wavecrest.errors import InvalidArgument, WorkloadError
 from wavecrest.profile import trace
 from wavecrest.profile.roofline import datasheet, measure_ceilings
+from wavecrest.workload import Call
 
 if TYPE_CHECKING:
     from wavecrest.workload import Workload
@@ -58,10 +59,7 @@ def profile_workload(
     with tempfile.TemporaryDirectory() as scratch:
         for bucket in workload.buckets:
             path = (traces if traces is not None else Path(scratch)) / trace_name(bucket)
-
-            def work(bucket: str = bucket) -> Any:
-                return workload.run(bucket, function)
-
+            work = Call(workload, bucket, function)
             try:
                 wall_ms = _wall(work, device, calls)
                 _export(work, device, calls, path)
@@ -71,13 +69,13 @@ def profile_workload(
     return found
 
 
-def _wall(work: timing.Work, device: str, calls: int) -> float:
+def _wall(work: Call, device: str, calls: int) -> float:
     stopwatch = timing.Stopwatch(device)
     timing.warm_up(stopwatch, work, calls=3)
     return statistics.median(stopwatch.time(work)[1] for _ in range(calls))
 
 
-def _export(work: timing.Work, device: str, calls: int, path: Path) -> None:
+def _export(work: Call, device: str, calls: int, path: Path) -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
@@ -87,6 +85,7 @@ def _export(work: timing.Work, device: str, calls: int, path: Path) -> None:
     steps = schedule(wait=0, warmup=1, active=calls, repeat=1)
     with profile(activities=activities, record_shapes=True, schedule=steps) as profiler:
         for _ in range(calls + 1):
+            work.prepare()
             with record_function(trace.MARK):
                 work()
                 if on_gpu:

@@ -72,10 +72,10 @@ def legend(record: OptimizeRecord) -> list[LegendRow]:
 
 
 def _points(phase: str, profile: BucketProfile | None) -> list[_Point]:
-    """`flops`, `bytes` and `ms` of an OpTime are totals over its calls, so their ratios need no call count."""
+    """`flops` and `bytes` of an OpTime are those of one call, `ms` is the time of all its calls."""
     ops = sorted(profile.ops, key=lambda op: -op.ms) if profile else []
     return [
-        _Point(op, phase, op.flops / op.bytes, op.flops / (op.ms * 1e-3))
+        _Point(op, phase, op.flops / op.bytes, op.flops * op.calls / (op.ms * 1e-3))
         for op in ops
         if op.flops and op.bytes and op.ms > 0
     ][:MOST_OPS]

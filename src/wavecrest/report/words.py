@@ -63,7 +63,7 @@ def headline(record: OptimizeRecord) -> Headline:
     speed = numbers.ratio(result.ratio, decimals)
     span = numbers.interval(result.ci, decimals)
     failed = failed_checks(result)
-    if False:
+    if failed:
         return Headline(
             "Accuracy check failed", "", f"No speed-up is claimed: {', '.join(failed)} failed at the end.", "bad"
         )
@@ -98,13 +98,23 @@ def unchanged(result: Result) -> bool:
 
 def _optimal(record: OptimizeRecord, result: Result, measured: str) -> Headline:
     gain = numbers.percent(record.min_gain, 0 if (record.min_gain * 100).is_integer() else 1)
+    kept = [step for step in record.steps if step.verdict == "kept"]
     if unchanged(result):
-        meaning = f"No step was faster by more than {gain} beyond its 95 % interval, so the original stays as it is."
+        if kept:
+            # only the environment step is kept without changing the model
+            meaning = (
+                f"The model stays as it is. Kept beside it, timed in fresh processes: {_listed([s.title for s in kept])}; "
+                "its reason names the variables."
+            )
+        else:
+            meaning = (
+                f"No step was faster by more than {gain} beyond its 95 % interval, so the original stays as it is."
+            )
         return Headline("Already optimal", "", meaning if record.steps else "No step was tried.", "neutral")
     meaning = (
         "Steps were kept one by one, but measured together at the end they are not faster than the original "
         "beyond the 95 % interval."
-        if any(step.verdict == "kept" for step in record.steps)
+        if kept
         else f"No step was faster by more than {gain} beyond its 95 % interval."
     )
     return Headline("Already optimal", measured, meaning, "neutral")
@@ -165,7 +175,7 @@ def _accuracy_sentence(record: OptimizeRecord) -> str:
         return ""
     checks: list[BucketError | QualityResult] = [*result.numerics, *result.quality]
     if unchanged(result):
-        return "The original runs unchanged."
+        return "The model itself is unchanged."
     if not checks:
         return "No accuracy check is recorded for the final model."
     failed = sum(not check.passed for check in checks)

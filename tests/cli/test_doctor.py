@@ -1,0 +1,107 @@
+"""`wavecrest doctor` as a user runs it."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from typing import Any
+
+import pytest
+
+from wavecrest import doctor
+from wavecrest.cli import main
+from wavecrest.cli.doctor import run
+from wavecrest.doctor import Context, Dump, DoctorReport
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the two child processes, which tests/unit/test_doctor.py covers."""
+    monkeypatch.setattr("wavecrest.doctor.context.inductor_settings", lambda environment: Dump())
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_it_reports_and_returns_zero_with_warnings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("AITER_ENABLE_FUSION", "[bold]1[/bold]")
+    assert main.main(["doctor", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "! TORCHDYNAMO_DISABLE=1" in text and "a compiled model runs eagerly" in text
+    # values are shown as they are, not taken for markup
+    assert "AITER_ENABLE_FUSION=[bold]1[/bold] (folklore" in text
+    assert "Nothing was changed." in text
+    assert text.index("TORCHDYNAMO_DISABLE") < text.index("AITER_ENABLE_FUSION"), "warnings come first"
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_json_is_the_whole_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("AMD_LOG_LEVEL", "4")
+    monkeypatch.setenv("MY_SECRET_TOKEN", "hush")
+    assert main.main(["doctor", "--device", "cpu", "--json"]) == 0
+    text = capsys.readouterr().out
+    report = DoctorReport.model_validate_json(text)
+    assert report.device["kind"] == "cpu" and report.environment["AMD_LOG_LEVEL"] == "4"
+    assert any(finding.what.startswith("AMD_LOG_LEVEL=4") for finding in report.findings)
+    assert "hush" not in text
+
+
+def test_run_is_callable_from_python() -> None:
+    report = run("cpu")
+    assert report.versions.torch is not None and report.threads >= 1
+    assert report.platform_release is None or not report.platform_release.startswith("ROCm")
+
+
+def test_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    before = dict(os.environ)
+    run("cpu")
+    assert dict(os.environ) == before
+
+
+def test_without_torch_it_returns_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "torch" or name.startswith("torch."):
+            raise ImportError("libamdhip64.so.7: cannot open shared object file")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert main.main(["doctor"]) == 3
+    captured = capsys.readouterr()
+    assert "torch cannot be imported (libamdhip64.so.7" in captured.err and not captured.out
+
+
+def test_a_device_that_cannot_compute_returns_three(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("HIP error: invalid device function")
+
+    monkeypatch.setattr(torch, "ones", refuse)
+    assert main.main(["doctor", "--device", "cpu"]) == 3
+    assert "invalid device function" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device", "code"), [("cuda:99", 3), ("toaster", 1)])
+def test_bad_devices(device: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--device", device]) == code
+    assert device in capsys.readouterr().err
+
+
+def test_a_machine_with_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def sick(device: Any) -> Context:
+        return Context(device=device, environment={}, read={}.get, hip="7.2.26015", rocm="7.2.1", compiler="/bin/g++")
+
+    monkeypatch.setattr(doctor, "collect", sick)
+    assert main.main(["doctor", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "✗ ROCm 7.2.1: replay of captured graphs may return garbage" in text and "ROCm/clr#279" in text
+    assert "1 problem" in text
+    assert json.dumps("ROCm 7.2.1") not in text

@@ -1,0 +1,115 @@
+"""Which GPU is here, with a made-up torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wavecrest import hardware
+from wavecrest.errors import EnvironmentProblem, InvalidArgument
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> object:
+    def install(*, hip: str | None, count: int = 1, gcn: str = "", capability: tuple[int, int] = (9, 0)) -> None:
+        properties = SimpleNamespace(
+            name="some product name", gcnArchName=gcn, multi_processor_count=304, total_memory=206_158_430_208
+        )
+        if hip is None:
+            del properties.gcnArchName
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"ROCM_PATH": "/nowhere"}, {"CUDA_HOME": "/usr/local/cuda"}, {"HSA_OVERRIDE_GFX_VERSION": "11.0.0"}],
+    ids=["none", "rocm-path", "cuda-home", "override"],
+)
+def test_amd_is_known_by_hip_and_gcn_arch_alone(gpu, monkeypatch: pytest.MonkeyPatch, environment) -> None:  # type: ignore[no-untyped-def]
+    for name in ("ROCM_PATH", "CUDA_HOME", "HSA_OVERRIDE_GFX_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    gpu(hip="7.1.25424", gcn="gfx942:sramecc+:xnack-")
+    device = hardware.detect()
+    assert (device.arch, device.vendor, device.torch_name) == ("gfx942", "amd", "cuda:0")
+    assert device.compute_units == 304 and device.memory_bytes == 206_158_430_208
+    assert device.driver == "hip 7.1.25424"
+    assert device.known is hardware.ARCHS["gfx942"]
+    assert device.known.wave_size == 64 and device.known.lds_kib == 64 and device.known.fp8 == "e4m3fnuz"
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("gfx90a:sramecc+:xnack-", "gfx90a"), ("gfx1100", "gfx1100"), ("gfx950:sramecc+", "gfx950")],
+)
+def test_features_are_cut_off_the_arch(name: str, arch: str) -> None:
+    assert hardware.base_arch(name) == arch
+
+
+def test_unknown_amd_arch_is_amd_without_a_record(gpu) -> None:  # type: ignore[no-untyped-def]
+    gpu(hip="7.1", gcn="gfx1151")
+    device = hardware.detect()
+    assert device.vendor == "amd" and device.known is None
+
+
+def test_nvidia_by_capability(gpu) -> None:  # type: ignore[no-untyped-def]
+    gpu(hip=None, capability=(10, 0))
+    device = hardware.detect("cuda:0")
+    assert (device.arch, device.vendor, device.driver) == ("sm_100", "nvidia", "cuda 13.0")
+
+
+@pytest.mark.parametrize("name", ["hip", "hip:0", "cuda", "cuda:0"])
+def test_names_of_an_amd_device(gpu, name: str) -> None:  # type: ignore[no-untyped-def]
+    gpu(hip="7.1", gcn="gfx942")
+    assert hardware.detect(name).torch_name == "cuda:0"
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cpu:0", "rocm", "", "cuda:-1"])
+def test_bad_names_are_refused(gpu, name: str) -> None:  # type: ignore[no-untyped-def]
+    gpu(hip="7.1", gcn="gfx942")
+    with pytest.raises(InvalidArgument, match="use cpu, cuda"):
+        hardware.detect(name)
+
+
+def test_a_device_that_is_not_here(gpu) -> None:  # type: ignore[no-untyped-def]
+    gpu(hip="7.1", gcn="gfx942", count=1)
+    with pytest.raises(EnvironmentProblem, match=r"cuda:1 is not here.*sees 1 GPU"):
+        hardware.detect("cuda:1")
+    gpu(hip=None, count=0)
+    with pytest.raises(EnvironmentProblem, match="sees 0 GPUs"):
+        hardware.detect("cuda")
+
+
+def test_hip_asked_of_a_cuda_build(gpu) -> None:  # type: ignore[no-untyped-def]
+    gpu(hip=None)
+    with pytest.raises(EnvironmentProblem, match="CUDA build"):
+        hardware.detect("hip")
+
+
+def test_no_gpu_means_the_cpu(gpu) -> None:  # type: ignore[no-untyped-def]
+    gpu(hip=None, count=0)
+    device = hardware.detect()
+    assert (device.kind, device.vendor, device.torch_name, device.known) == ("cpu", "cpu", "cpu", None)
+    assert device.compute_units >= 1 and device.memory_bytes > 0
+
+
+@pytest.mark.parametrize("arch", hardware.ARCHS.values(), ids=lambda arch: arch.name)
+def test_arch_records_are_plausible(arch: hardware.Arch) -> None:
+    assert arch.wave_size == (64 if arch.name.startswith("gfx9") else 32)
+    assert arch.vendor == ("amd" if arch.name.startswith("gfx") else "nvidia")
+    assert (arch.peak_fp8 is None) == (arch.fp8 is None)
+    assert arch.peak("float32") < arch.peak("bfloat16") == arch.peak("float16")
+    if arch.peak_fp8 is not None:
+        assert arch.peak("float8_e4m3fn") > arch.peak("bfloat16")
+    assert 16 <= arch.lds_kib <= 256 and arch.compute_units > 0 and arch.bandwidth > 100

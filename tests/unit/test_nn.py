@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from wavecrest import nn as wnn
+from wavecrest.errors import StepRefused
+
+
+class GemmaNorm(nn.Module):
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)).type_as(x)
+
+
+class EpsOutside(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.eps = 1e-6
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps) * self.weight
+
+
+class Clamped(nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-10, 10))
+
+
+class Gated(nn.RMSNorm):
+    def __init__(self, size: int) -> None:
+        super().__init__(size, eps=1e-6)
+        self.gate = nn.Parameter(torch.ones(size))
+
+
+class Failing(nn.RMSNorm):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * gate
+
+
+def randomise(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(nn.RMSNorm(24, eps=1e-5), id="torch-rms"),
+        pytest.param(nn.RMSNorm(24), id="torch-rms-eps-none"),
+        pytest.param(nn.RMSNorm(24, eps=1e-5, elementwise_affine=False), id="torch-rms-plain"),
+        pytest.param(nn.LayerNorm(24), id="torch-layer"),
+        pytest.param(nn.LayerNorm(24, bias=False), id="torch-layer-no-bias"),
+        pytest.param(nn.LayerNorm(24, elementwise_affine=False), id="torch-layer-plain"),
+        pytest.param(nn.LayerNorm((24,), eps=1e-3), id="torch-layer-tuple"),
+    ],
+)
+def test_from_module_computes_the_same_and_shares_parameters(module: nn.Module) -> None:
+    randomise(module)
+    made = wnn.norm_from_module(module)
+    assert type(made) is (wnn.LayerNorm if isinstance(module, nn.LayerNorm) else wnn.RMSNorm)
+    for name, parameter in module.named_parameters():
+        assert made.get_parameter(name) is parameter
+    for scale in (1.0, 1e-4):
+        x = scale * torch.randn(3, 5, 24)
+        torch.testing.assert_close(made(x), module(x), rtol=1e-5, atol=1e-6)
+    half = 1e-3 * torch.randn(3, 24)
+    torch.testing.assert_close(made.half()(half.half()), module.half()(half.half()), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["LlamaRMSNorm", "T5LayerNorm", "Qwen2RMSNorm", "MistralRMSNorm"])
+def test_from_transformers(name: str) -> None:
+    module = randomise(_transformers_norm(name))
+    made = wnn.norm_from_module(module)
+    assert type(made) is wnn.RMSNorm
+    x = torch.randn(2, 3, 24)
+    torch.testing.assert_close(made(x), module(x), rtol=1e-5, atol=1e-6)
+
+
+def _transformers_norm(name: str) -> nn.Module:
+    import importlib
+
+    pytest.importorskip("transformers")
+    folder = {"LlamaRMSNorm": "llama", "T5LayerNorm": "t5", "Qwen2RMSNorm": "qwen2", "MistralRMSNorm": "mistral",
+              "GemmaRMSNorm": "gemma"}[name]  # fmt: skip
+    module: nn.Module = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)(24)
+    return module
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, None], ids=["zeros", "ones", "random"])
+def test_gemma_is_refused_whatever_its_weight(weight: float | None) -> None:
+    for module in (GemmaNorm(24), _transformers_norm("GemmaRMSNorm")):
+        with torch.no_grad():
+            parameter = module.get_parameter("weight")
+            parameter.normal_() if weight is None else parameter.fill_(weight)
+        with pytest.raises(StepRefused, match=r"\(1 \+ weight\)"):
+            wnn.norm_from_module(module)
+
+
+def _hooked() -> nn.Module:
+    module = nn.LayerNorm(24)
+    module.register_forward_hook(lambda *_args: None)
+    return module
+
+
+def _no_eps() -> nn.Module:
+    return nn.Linear(24, 24)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        pytest.param(EpsOutside(24), "something else", id="eps-outside-the-root"),
+        pytest.param(Clamped(24, eps=1e-6), "something else", id="clamped"),
+        pytest.param(Gated(24), "parameters beside weight and bias: gate", id="extra-parameter"),
+        pytest.param(Failing(24, eps=1e-6), "fails on a probe", id="other-arguments"),
+        pytest.param(nn.LayerNorm((4, 6)), "normalises 2 dimensions", id="two-dimensions"),
+        pytest.param(_hooked(), "hooks", id="hooks"),
+        pytest.param(nn.Linear(24, 24), "2 dimensions|no variance_epsilon", id="linear"),
+        pytest.param(nn.BatchNorm1d(24), "beside weight and bias", id="batch-norm"),
+        pytest.param(nn.Identity(), "neither a weight", id="identity"),
+    ],
+)
+def test_other_modules_are_refused(module: nn.Module, message: str) -> None:
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(StepRefused, match=message):
+        wnn.norm_from_module(module)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), "the module was changed by the probe"
+
+
+def test_add_rms_norm_module() -> None:
+    norm = nn.RMSNorm(24, eps=1e-5)
+    randomise(norm)
+    made = wnn.AddRMSNorm.from_module(norm)
+    assert made.weight is norm.weight
+    x, residual = torch.randn(2, 3, 24), torch.randn(2, 3, 24)
+    y, h = made(x, residual)
+    torch.testing.assert_close(h, x + residual)
+    torch.testing.assert_close(y, norm(x + residual), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_activation_modules(packed: bool) -> None:
+    gate, up = torch.randn(3, 8), torch.randn(3, 8)
+    args: tuple[Any, ...] = (torch.cat((gate, up), -1),) if packed else (gate, up)
+    functional = nn.functional
+    torch.testing.assert_close(wnn.SiluAndMul()(*args), functional.silu(gate) * up)
+    torch.testing.assert_close(wnn.GeluAndMul()(*args), functional.gelu(gate) * up)
+    torch.testing.assert_close(wnn.GeluAndMul("tanh")(*args), functional.gelu(gate, approximate="tanh") * up)
+
+
+def test_modules_train() -> None:
+    made = wnn.RMSNorm(8)
+    made(torch.randn(3, 8)).sum().backward()
+    assert made.weight is not None and made.weight.grad is not None
+
+
+def test_state_dicts_are_those_of_torch() -> None:
+    assert set(wnn.LayerNorm(8).state_dict()) == set(nn.LayerNorm(8).state_dict())
+    assert set(wnn.RMSNorm(8).state_dict()) == set(nn.RMSNorm(8).state_dict())
