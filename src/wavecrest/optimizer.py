@@ -256,6 +256,7 @@ class _Engine:
         except KeyboardInterrupt:
             self.record.notes.append("interrupted by the user")
             self._save()
+            self._save_report()
             raise OptimizeInterrupted(self.record, self.plan, self.folder) from None
         return OptimizeResult(self.current, self.plan, Report(self.record), self.record, self.folder)
 
@@ -274,6 +275,7 @@ class _Engine:
             on_progress=lambda _bucket, done, planned: self.progress.update(done, planned),
         )
         self.progress.phase("profile")
+        self.record.ceilings = self._ceilings()
         self.record.profile_before = self._profile(self.workload.model)
         self.context.profile = self.record.profile_before
         if self.options.level >= 2:
@@ -287,11 +289,20 @@ class _Engine:
             self.progress.phase("rebuilding the kept steps")
             self.current = build(self.workload.model, self.stack)
 
+    def _ceilings(self) -> records.Ceilings | None:
+        from wavecrest.profile import measure_ceilings
+
+        try:
+            return measure_ceilings(self.workload.device, self.workload.dtype)
+        except InvalidArgument as error:
+            self.record.notes.append(f"no measured ceilings: {error}")
+            return None
+
     def _profile(self, model: nn.Module) -> list[records.BucketProfile]:
         from wavecrest.profile import profile_workload
 
         try:
-            return profile_workload(self.workload, function=model)
+            return profile_workload(self.workload, function=model, ceilings=self.record.ceilings)
         except Exception as error:
             self.record.notes.append(f"no profile: {type(error).__name__}: {error}")
             return []
@@ -422,9 +433,13 @@ class _Engine:
             except StepRefused as error:
                 lines.append(f"{name}={value}: {error}")
                 continue
-            wins = trial.ci.low > 1 + self.options.min_gain
+            wins = not trial.unstable and trial.ci.low > 1 + self.options.min_gain
             word = "helps" if wins else "hurts" if trial.ci.high < 1 else "makes no proven difference"
-            lines.append(f"{name}={value} {word}: {trial.ratio:.3f}× {trial.ci} over {self.options.processes} processes")
+            lines.append(
+                f"{name}={value} {trial.unstable}"
+                if trial.unstable
+                else f"{name}={value} {word}: {trial.ratio:.3f}× {trial.ci} over {self.options.processes} processes"
+            )
             for bucket in trial.base:
                 self.record.samples.append(
                     Samples(
@@ -483,6 +498,7 @@ class _Engine:
         self.plan.dispatch = self.record.coverage
         self.plan.result = self.record.result
         self._save()
+        self._save_report()
 
     def _final(self) -> Result:
         from wavecrest.passes.gate import failures
@@ -500,8 +516,10 @@ class _Engine:
                 Samples(step="result", attempt=1, bucket=bucket, base=list(pair.base), new=list(pair.new))
             )
         ratio, ci = timing.bootstrap_speedup([(pair.base, pair.new) for pair in pairs.values()])
+        if ci.low <= 1:
+            return self._unconfirmed(ratio, ci)
         return Result(
-            verdict="faster" if ci.low > 1 else self._no_gain(),
+            verdict="faster",
             ratio=ratio,
             ci=ci,
             speed=_speeds(pairs),
@@ -526,6 +544,16 @@ class _Engine:
             return self._unchanged()
         self.current = build(self.workload.model, self.stack)
         return self._final()
+
+    def _unconfirmed(self, ratio: float, ci: timing.Interval) -> Result:
+        """Each step was faster when it was tried, but the whole is not faster now: nothing stays."""
+        for outcome in self.record.steps:
+            if outcome.verdict == "kept" and outcome.id in self.plan.stack:
+                outcome.verdict = "reverted"
+                outcome.reason = f"the final measurement does not confirm it: all steps together {ratio:.3f}× {ci}"
+        self.stack = type(self.stack)()
+        self.plan.steps, self.plan.stack = list(self.record.steps), []
+        return self._unchanged()
 
     def _unchanged(self) -> Result:
         """No step in force: the model is the user's own."""
@@ -568,7 +596,9 @@ class _Engine:
             return
         records.save(self.record, self.folder / RUN_FILE)
         self.plan.save(self.folder / PLAN_FILE)
-        if self.record.result is not None:
+
+    def _save_report(self) -> None:
+        if self.folder is not None:
             Report(self.record).save(self.folder / REPORT_FILE)
 
 

@@ -35,7 +35,8 @@ Evidence = Literal["measured", "compiled", "emulated", "model"]
 class Model(pydantic.BaseModel):
     """Base of all stored values: unknown fields are an error, so that a foreign file is not half-read."""
 
-    model_config = pydantic.ConfigDict(extra="forbid")
+    # JSON has no NaN or infinity: strings, so that they come back as what they were
+    model_config = pydantic.ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
 
 class Versions(Model):
@@ -268,6 +269,7 @@ class OptimizeRecord(Model):
     min_gain: float
     budget_seconds: float
     baseline: list[BucketBench]
+    ceilings: Ceilings | None = None
     profile_before: list[BucketProfile] = Field(default_factory=list)
     profile_after: list[BucketProfile] = Field(default_factory=list)
     breaks: list[GraphBreak] = Field(default_factory=list)

@@ -114,8 +114,6 @@ def test_bad_calls(
     assert not captured.out
 
 
-def test_a_bad_output_is_found_before_anything_is_measured(
-    workload: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_output_is_found_before_anything_is_measured(workload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "measure", lambda *args, **options: pytest.fail("measured first"))
     assert main.main(["bench", f"{workload}:make", "-o", f"{workload}/a.json"]) == 1

@@ -11,7 +11,7 @@ import pytest
 from wavecrest import doctor
 from wavecrest.cli import main
 from wavecrest.cli.doctor import run
-from wavecrest.doctor import Context, Dump, DoctorReport
+from wavecrest.doctor import Context, DoctorReport, Dump
 
 
 @pytest.fixture(autouse=True)

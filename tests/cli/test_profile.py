@@ -101,7 +101,7 @@ def test_json_is_the_record_alone(file: Path, capsys: pytest.CaptureFixture[str]
     assert records.ProfileRecord.model_validate(document).workload == "make"
 
 
-def test_gpu_bucket_shows_idle_time_and_launches(
+def test_idle_time_and_launches_are_shown_where_there_is_a_gpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _width(monkeypatch, 80)
@@ -122,6 +122,9 @@ def test_gpu_bucket_shows_idle_time_and_launches(
     text = capsys.readouterr().out
     assert "[b1]  wall 4.00 ms, kernels 3.00 ms, idle 25%, 17 launches" in text
     assert "and 2 more" in text and "other:" not in text
+    assert text.count("addmm") == command.TOP
+    command._print_bucket(bucket.model_copy(update={"idle_ms": None}))
+    assert "[b1]  wall 4.00 ms (3.00 ms while traced)" in capsys.readouterr().out
 
 
 BAD = [

@@ -299,6 +299,7 @@ def optimal() -> OptimizeRecord:
         "compile", "torch.compile, default mode", "tie", "1.003× holds no gain of 2 %", 1.003, predicted=1.1, level=2
     )
     run.step("gate_up", "fuse gate and up projections", "reverted", "slower on both buckets", 0.5, predicted=1.02)
+    record.steps, record.samples = run.steps, run.samples
     record.result = Result(
         verdict="already optimal", ratio=1.0, ci=Interval(1.0, 1.0), speed=[], numerics=[], quality=[]
     )

@@ -234,8 +234,18 @@ def test_optimal_with_a_kept_environment_does_not_deny_it(sample: Sample) -> Non
     record = sample("already optimal")
     record.steps[0].verdict, record.steps[0].title = "kept", "environment"
     meaning = words.headline(record).meaning
-    assert "No step was faster" not in meaning
-    assert "timed in fresh processes: environment;" in meaning
+    assert "No step" not in meaning
+    assert "timed in fresh processes: environment (see its reason)" in meaning
+
+
+def test_undecided_says_that_steps_are_left(sample: Sample) -> None:
+    record = sample("already optimal")
+    assert record.result is not None
+    record.result.verdict = "undecided"
+    head = words.headline(record)
+    assert (head.title, head.interval) == ("Undecided", "")
+    assert "The budget ended before every step was tried" in head.meaning
+    assert "optimal" not in Page(report.render(record)).text
 
 
 def test_optimal_although_steps_were_kept_says_so(sample: Sample) -> None:
@@ -308,6 +318,22 @@ def test_waterfall_follows_what_was_kept(sample: Sample) -> None:
     assert "not timed" in cells[6]
     assert 'class="bar-reverted"' in cells[4]
     assert 'class="bar-tie"' in cells[5]
+
+
+def test_many_skipped_steps_are_named_once(sample: Sample) -> None:
+    record = sample("full")
+    skipped = record.steps[0]
+    record.steps = [
+        *(skipped.model_copy(update={"id": f"s{index}", "title": f"variant {index}"}) for index in range(9)),
+        *record.steps[1:],
+    ]
+    panel = waterfall.panels(record)[0]
+    assert not [row for row in panel.rows if row.kind == "skipped"]
+    assert panel.left_out == 9
+    text = Page(report.render(record)).text
+    assert "9 skipped steps are not drawn" in text
+    assert "variant 0, variant 1, variant 2," in text
+    assert text.count(skipped.reason) == 9 + 1
 
 
 def test_waterfall_whiskers_are_the_interval(sample: Sample) -> None:
@@ -478,7 +504,8 @@ def test_worst_error(checks: list[BucketError], expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(41.23, "41.2 s"), (725, "12 min 5 s"), (3900, "1 h 5 min"), (60, "1 min")]
+    ("value", "expected"),
+    [(4e-5, "under 0.1 s"), (41.23, "41.2 s"), (725, "12 min 5 s"), (3900, "1 h 5 min"), (60, "1 min")],
 )
 def test_seconds(value: float, expected: str) -> None:
     assert numbers.seconds(value) == expected

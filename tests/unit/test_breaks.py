@@ -73,6 +73,14 @@ class Nested(nn.Module):
         return self.second(self.first(x))
 
 
+class SmallBatchBreaks(Clean):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.proj(x)
+        if x.shape[0] == 2:
+            torch._dynamo.graph_break()
+        return y * 2
+
+
 class Counting(Clean):
     def __init__(self) -> None:
         super().__init__()
@@ -114,6 +122,12 @@ def test_a_break_in_a_loop_sends_the_function_to_eager_and_says_so() -> None:
     _, found, _ = find_breaks(Looping().eval(), _inputs(2))
     (entry,) = _at(found, "break", _line(Looping, "graph_break()"))
     assert "forward runs without compilation" in entry.reason
+
+
+def test_graphs_are_those_of_the_bucket_with_most() -> None:
+    graphs, found, _ = find_breaks(SmallBatchBreaks().eval(), _inputs(2, 4))
+    assert graphs == 2
+    assert len(_at(found, "break", _line(SmallBatchBreaks, "graph_break()"))) == 1
 
 
 def test_a_break_reached_twice_is_listed_once() -> None:
@@ -195,9 +209,14 @@ def test_dynamo_is_left_as_found() -> None:
 
 
 def test_dynamo_is_left_as_found_after_a_model_that_raises() -> None:
-    level = logging.getLogger("torch._dynamo").level
-    find_breaks(Untraceable(), _inputs(2))
-    assert logging.getLogger("torch._dynamo").level == level
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    try:
+        logger.setLevel(logging.INFO)
+        find_breaks(Clean().eval(), {"bad": Inputs((torch.randn(2, 9),))})
+        assert logger.level == logging.INFO
+    finally:
+        logger.setLevel(level)
     # compiling goes on working
     assert torch.compile(Clean().eval(), backend="eager")(torch.randn(2, 8)).shape == (2, 8)
 

@@ -60,7 +60,9 @@ def test_every_finding_says_what_why_action_and_source() -> None:
     files = {"/proc/sys/kernel/numa_balancing": "1", "/sys/fs/cgroup/cpu.max": "150000 100000", "/a.csv": f"{OLD}\n"}
     sick = machine(environment=environment, files=files, compiler=None, hip="7.2.26015", rocm="7.2.1", threads=64)
     findings = run_checks(sick)
-    assert {finding.check for finding in findings} >= {check.__name__ for check in CHECKS if check.__name__ != "inductor"}
+    assert {finding.check for finding in findings} >= {
+        check.__name__ for check in CHECKS if check.__name__ != "inductor"
+    }
     for finding in findings:
         assert finding.what and finding.why and finding.action and finding.source, finding
     order = [finding.level for finding in findings]
@@ -208,7 +210,9 @@ def test_aiter_table_of_seventeen_columns() -> None:
 
 
 def test_aiter_table_of_seventeen_columns_for_other_cus() -> None:
-    assert ("warn", "none of the 1 tuned rows is for gfx942 with 304 CUs") in _tables(a=f"{OLD}\n{_row(gfx=None, cu=80)}")
+    assert ("warn", "none of the 1 tuned rows is for gfx942 with 304 CUs") in _tables(
+        a=f"{OLD}\n{_row(gfx=None, cu=80)}"
+    )
 
 
 def test_aiter_keys_twice_in_one_table_or_across_two() -> None:
@@ -358,7 +362,7 @@ def test_inductor_of_this_torch_in_real_processes() -> None:
     """Two processes of this machine: the variable that an image sets is found by what it did, not by its name."""
     import torch
 
-    clean = {name: value for name, value in env.clean_child().items()}
+    clean = env.clean_child()
     dirty = context.inductor_settings({**clean, "TORCHINDUCTOR_MAX_AUTOTUNE": "1"})
     plain = context.inductor_settings(clean)
     assert not dirty.failure and not plain.failure and len(plain.values) > 100

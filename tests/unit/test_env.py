@@ -28,9 +28,7 @@ def test_source_is_a_page_or_a_file_of_a_named_project() -> None:
 
 
 def test_every_variable_of_our_own_is_in_the_table() -> None:
-    used = {
-        name for path in SRC.rglob("*.py") for name in re.findall(r"\bWAVECREST_[A-Z_]+", path.read_text())
-    }
+    used = {name for path in SRC.rglob("*.py") for name in re.findall(r"\bWAVECREST_[A-Z_]+", path.read_text())}
     known = {row.name for row in env.table() if row.verdict == "ours"}
     assert used == known
 

@@ -84,7 +84,7 @@ def test_newer_format(written: Path) -> None:
 
 def test_unknown_field_is_not_half_read(written: Path) -> None:
     _change(written, surprise=1)
-    with pytest.raises(RecordError, match="damaged: .*surprise"):
+    with pytest.raises(RecordError, match=r"damaged: .*surprise"):
         records.load(written)
 
 

@@ -58,7 +58,8 @@ def bench_bucket(
         path = next(iter(path for path in {**before, **after} if before.get(path) != after.get(path)))
         raise WorkloadError(
             f"bucket {bucket}: the calls changed their own input {path} from {before.get(path, 'absent')} to "
-            f"{after.get(path, 'absent')}, so no two took the same work; give inputs that a call leaves alone, or Workload(reset=…)"
+            f"{after.get(path, 'absent')}, so no two did the same work; give inputs that a call leaves alone, "
+            "or Workload(reset=…)"
         )
     return records.BucketBench(
         bucket=bucket,
@@ -156,7 +157,7 @@ class _NamedCall(Call):
         import torch
 
         try:
-            return super(_NamedCall, self).__call__()
+            return super().__call__()
         except WavecrestError:
             raise
         except torch.OutOfMemoryError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 CHILD_TIMEOUT = 600.0
+# range of the process medians of one side, over the smallest, above which a trial says nothing
+UNSTABLE_RANGE = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,19 @@ class EnvironmentTrial:
     new: dict[str, list[list[float]]]
     ratio: float
     ci: Interval
+
+    @property
+    def unstable(self) -> str:
+        """Why no verdict can be given, or an empty string: process medians of one side that lie far apart."""
+        for side, buckets in (("without", self.base), ("with", self.new)):
+            for bucket, runs in buckets.items():
+                medians = [statistics.median(run) for run in runs]
+                if max(medians) > (1 + UNSTABLE_RANGE) * min(medians):
+                    return (
+                        f"unstable: bucket {bucket} takes {min(medians):.3f} to {max(medians):.3f} ms in processes "
+                        f"{side} it"
+                    )
+        return ""
 
 
 class EnvironmentStep(Step):

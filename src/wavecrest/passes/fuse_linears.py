@@ -99,13 +99,14 @@ def same_input_groups(
         for family in names:
             if all(isinstance(getattr(module, name, None), nn.Linear) for name in family):
                 groups.append(tuple(f"{path}.{name}" if path else name for name in family))
-    calls: dict[str, list[Tensor]] = {}
+    # per layer, (input, its version counter) of each call: an input that is changed in place between calls differs
+    calls: dict[str, list[tuple[Tensor, int]]] = {}
     order: list[str] = []
     handles = []
     for member in {name for group in groups for name in group}:
 
         def watch(_module: nn.Module, args: tuple[Any, ...], name: str = member) -> None:
-            calls.setdefault(name, []).append(args[0])
+            calls.setdefault(name, []).append((args[0], args[0]._version))
             order.append(name)
 
         handles.append(model.get_submodule(member).register_forward_pre_hook(watch))
@@ -125,7 +126,9 @@ def same_input_groups(
     return fits, reasons
 
 
-def _refusal(model: nn.Module, group: tuple[str, ...], calls: dict[str, list[Tensor]], order: list[str]) -> str | None:
+def _refusal(
+    model: nn.Module, group: tuple[str, ...], calls: dict[str, list[tuple[Tensor, int]]], order: list[str]
+) -> str | None:
     try:
         linears = [_linear(model, name) for name in group]
     except StepRefused as error:
@@ -142,8 +145,11 @@ def _refusal(model: nn.Module, group: tuple[str, ...], calls: dict[str, list[Ten
         return "the layers are not called exactly once in a forward"
     if [name for name in order if name in group] != list(group):
         return "the layers are called in another order"
-    if any(calls[name][0] is not calls[group[0]][0] for name in group):
+    source, version = calls[group[0]][0]
+    if any(calls[name][0][0] is not source for name in group):
         return "the layers read different inputs"
+    if any(calls[name][0][1] != version for name in group):
+        return "the input is changed in place between the calls"
     return None
 
 

@@ -127,8 +127,8 @@ class Gate:
             yield records.BucketError(
                 bucket=case.bucket,
                 output=name,
-                error=_json_float(found.relative),
-                own=_json_float(own.relative),
+                error=found.relative,
+                own=own.relative,
                 limit=0.0 if exact else limit,
                 passed=passed,
                 note=note,
@@ -161,13 +161,9 @@ def failures(rows: list[records.BucketError]) -> str:
 
 def _badness(row: records.BucketError) -> float:
     if not row.passed:
-        return 1e9 + row.error
+        # NaN compares as the worst
+        return 1e9 + (row.error if row.error == row.error else float("inf"))
     return row.error / row.limit if row.limit else row.error
-
-
-def _json_float(value: float) -> float:
-    # JSON has no infinity
-    return min(value, 1e300) if value == value else 1e300
 
 
 def _is_logits(name: str) -> bool:

@@ -103,6 +103,8 @@ def memory(size: int | None) -> str:
 
 def seconds(value: float) -> str:
     """A duration: 48 s, 12 min 5 s, 1 h 5 min."""
+    if value < 0.1:
+        return "under 0.1 s"
     if value < 60:
         return f"{value:.3g} s"
     minutes, rest = divmod(round(value), 60)

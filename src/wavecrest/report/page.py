@@ -15,7 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from wavecrest import records
-from wavecrest.records import BucketError, DecisionRow, OptimizeRecord, StepOutcome
+from wavecrest.records import BucketError, DecisionRow, OptimizeRecord, StepOutcome, Verdict
 from wavecrest.report import breakdown, histograms, numbers, roofline, waterfall, words
 
 FILTERS = {
@@ -83,6 +83,7 @@ def render(record: OptimizeRecord) -> str:
             roofline_legend=roofline.legend(record),
             histograms=kept,
             other_histograms=rest,
+            dropped=dropped(record.steps),
             sources=sources(record.coverage),
             seconds_spent=sum(step.seconds for step in record.steps),
             document=_json(record),
@@ -140,6 +141,19 @@ def sources(coverage: list[DecisionRow]) -> list[tuple[str, int]]:
     for row in coverage:
         calls[row.source] = calls.get(row.source, 0) + row.calls
     return sorted(calls.items(), key=lambda item: -item[1])
+
+
+def dropped(steps: list[StepOutcome]) -> list[tuple[Verdict, str, int, str]]:
+    """(verdict, titles, attempt, reason) of what was not kept; steps skipped for one reason share a row."""
+    rows: list[tuple[Verdict, str, int, str]] = []
+    order: tuple[Verdict, ...] = ("reverted", "tie", "refused")
+    for verdict in order:
+        rows += [(verdict, step.title, step.attempt, step.reason) for step in steps if step.verdict == verdict]
+    skipped: dict[str, list[str]] = {}
+    for step in steps:
+        if step.verdict == "skipped":
+            skipped.setdefault(step.reason, []).append(step.title)
+    return rows + [("skipped", ", ".join(titles), 1, reason) for reason, titles in skipped.items()]
 
 
 def worst_error(checks: list[BucketError]) -> str:

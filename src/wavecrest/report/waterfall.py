@@ -16,6 +16,8 @@ BAR = (7, 21)
 # a step that made things worse than this many times the original runs off the scale, with its number at the edge
 OFF_SCALE = 1.6
 COLUMNS = 3
+# more skipped steps than these would be a column of empty rows
+MOST_SKIPPED = 3
 
 T = TypeVar("T", BucketSpeed, BucketBench)
 
@@ -33,11 +35,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Up to `COLUMNS` buckets side by side, with one axis drawing a bucket."""
+    """Up to `COLUMNS` buckets side by side, one axis drawing a bucket; `left_out` counts skipped steps not drawn."""
 
     buckets: tuple[str, ...]
     rows: tuple[Row, ...]
     axes: tuple[Markup, ...]
+    left_out: int
 
 
 def panels(record: OptimizeRecord) -> list[Panel]:
@@ -57,13 +60,17 @@ def bucket_names(record: OptimizeRecord) -> list[str]:
 def _panel(record: OptimizeRecord, buckets: Sequence[str]) -> Panel:
     columns = [_Column(record, bucket) for bucket in buckets]
     rows = [Row("original", "end", 1, "", tuple((column.bucket, column.original()) for column in columns))]
+    skipped = sum(step.verdict == "skipped" for step in record.steps)
+    left_out = skipped if skipped > MOST_SKIPPED else 0
     for step in record.steps:
+        if left_out and step.verdict == "skipped":
+            continue
         cells = tuple((column.bucket, column.step(step)) for column in columns)
         rows.append(Row(step.title, step.verdict, step.attempt, step.reason, cells))
     if record.result is not None and record.result.speed:
         cells = tuple((column.bucket, column.result()) for column in columns)
         rows.append(Row("final, measured again", "end", 1, "", cells))
-    return Panel(tuple(buckets), tuple(rows), tuple(column.axis() for column in columns))
+    return Panel(tuple(buckets), tuple(rows), tuple(column.axis() for column in columns), left_out)
 
 
 class _Column:

@@ -67,15 +67,8 @@ def headline(record: OptimizeRecord) -> Headline:
         return Headline(
             "Accuracy check failed", "", f"No speed-up is claimed: {', '.join(failed)} failed at the end.", "bad"
         )
-    if result.verdict == "interrupted":
-        return Headline(
-            f"Interrupted at {speed}",
-            span,
-            "The run was stopped before every step was tried; what had been kept by then was measured again.",
-            "neutral",
-        )
-    if result.verdict == "already optimal":
-        return _optimal(record, result, f"{speed} {span}")
+    if result.verdict != "faster":
+        return _no_gain(record, result, f"{speed} {span}")
     if result.ci.low <= 1:
         return Headline(
             "Not proven faster",
@@ -93,31 +86,30 @@ def headline(record: OptimizeRecord) -> Headline:
 
 def unchanged(result: Result) -> bool:
     """True if nothing was kept, so that there was no final model to measure: its ratio is then no measurement."""
-    return result.verdict == "already optimal" and not result.speed
+    return result.verdict != "faster" and not result.speed
 
 
-def _optimal(record: OptimizeRecord, result: Result, measured: str) -> Headline:
+def _no_gain(record: OptimizeRecord, result: Result, measured: str) -> Headline:
     gain = numbers.percent(record.min_gain, 0 if (record.min_gain * 100).is_integer() else 1)
-    kept = [step for step in record.steps if step.verdict == "kept"]
-    if unchanged(result):
-        if kept:
-            # only the environment step is kept without changing the model
-            meaning = (
-                f"The model stays as it is. Kept beside it, timed in fresh processes: {_listed([s.title for s in kept])}; "
-                "its reason names the variables."
-            )
-        else:
-            meaning = (
-                f"No step was faster by more than {gain} beyond its 95 % interval, so the original stays as it is."
-            )
-        return Headline("Already optimal", "", meaning if record.steps else "No step was tried.", "neutral")
-    meaning = (
-        "Steps were kept one by one, but measured together at the end they are not faster than the original "
-        "beyond the 95 % interval."
-        if kept
-        else f"No step was faster by more than {gain} beyond its 95 % interval."
-    )
-    return Headline("Already optimal", measured, meaning, "neutral")
+    kept = [step.title for step in record.steps if step.verdict == "kept"]
+    if kept and unchanged(result):
+        # only the environment step is kept without changing the model
+        meaning = (
+            f"The model stays as it is. Kept beside it, timed in fresh processes: {_listed(kept)} (see its reason)."
+        )
+    elif kept:
+        meaning = (
+            "Steps were kept one by one, but measured together at the end they are not faster than the original "
+            "beyond the 95 % interval."
+        )
+    elif record.steps:
+        meaning = f"No step that was tried is faster by more than {gain} beyond its 95 % interval."
+    else:
+        meaning = "No step was tried."
+    if result.verdict == "undecided":
+        meaning += " The budget ended before every step was tried; --budget gives more."
+    title = "Undecided" if result.verdict == "undecided" else "Already optimal"
+    return Headline(title, "" if unchanged(result) else measured, meaning, "neutral")
 
 
 def evidence(record: OptimizeRecord) -> str:
@@ -142,7 +134,7 @@ def _speed_sentence(record: OptimizeRecord) -> str:
     result = record.result
     if result is None or failed_checks(result) or not result.speed:
         return ""
-    if result.verdict == "already optimal":
+    if result.verdict != "faster":
         times = [f"{speed.bucket} {numbers.ms(speed.base_ms)} ms" for speed in result.speed[:3]]
         more = f" and {len(result.speed) - 3} more" if len(result.speed) > 3 else ""
         return f"{record.workload} takes {_listed(times) if not more else ', '.join(times) + more}."

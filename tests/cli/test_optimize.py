@@ -1,0 +1,180 @@
+"""The optimize, verify and plan commands as a user runs them: exit codes, one clear line, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from wavecrest.cli.main import main
+
+FACTORIES = '''
+import torch
+from torch import nn
+
+def good():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), torch.randn(4, 16)
+
+def raises():
+    raise RuntimeError("no weights here\\nand a second line")
+
+def not_a_module():
+    return torch.relu, torch.randn(4, 16)
+
+def empty_inputs():
+    return nn.Linear(16, 16), torch.randn(0, 16)
+
+def no_inputs():
+    return nn.Linear(16, 16), ()
+
+def wrong_device():
+    return nn.Linear(16, 16), torch.randn(4, 16, device="meta")
+
+def returns_nothing():
+    return None
+
+def model_raises():
+    return nn.Linear(16, 16), torch.randn(4, 8)
+
+number = 5
+'''
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> Path:
+    path = tmp_path / "work.py"
+    path.write_text(FACTORIES)
+    return path
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    err = capsys.readouterr().err
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("nothing_there", "has no function 'nothing_there'"),
+        ("number", "is not a function"),
+        ("raises", "raised RuntimeError: no weights here"),
+        ("not_a_module", "not a torch.nn.Module"),
+        ("empty_inputs", "args[0] is empty (shape (0, 16))"),
+        ("no_inputs", "no tensor in the example inputs"),
+        ("wrong_device", "args[0] is on meta but the model is on cpu"),
+        ("returns_nothing", "it must return (model, inputs) or a Workload"),
+        ("model_raises", "bucket default raised RuntimeError"),
+    ],
+)
+def test_bad_workloads(
+    factory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, message: str
+) -> None:
+    assert main(["optimize", f"{factory}:{function}", "-o", str(tmp_path / "run"), "--device", "cpu"]) == 1
+    assert message in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--level", "7"], "level must be 1 to 5"),
+        (["--level", "x"], "Invalid value for '--level'"),
+        (["--min-gain", "lots"], "a percentage is written like 3%"),
+        (["--budget", "soon"], "a duration is written like 90s"),
+        (["--precision", "int3"], "precision is one of"),
+        (["--hf", "somewhere"], "give one workload"),
+        (["--nonsense"], "No such option"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_options(
+    factory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["optimize", f"{factory}:good", "-o", str(tmp_path / "run"), *arguments]) == 1
+    assert message in one_line(capsys)
+
+
+def test_missing_device_is_an_environment_problem(factory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["optimize", f"{factory}:good", "--device", "cuda:97"]) in (1, 3)
+    assert "cuda:97" in one_line(capsys)
+
+
+def test_unwritable_output_is_found_before_any_work(
+    factory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    assert main(["optimize", f"{factory}:good", "-o", str(blocker / "run")]) == 1
+    assert "cannot write to the output folder" in one_line(capsys)
+
+
+def test_unknown_module_and_bad_spec(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["optimize", "no_such_package.module:function"]) == 1
+    assert "importing no_such_package.module failed" in one_line(capsys)
+    assert main(["optimize", "justaword"]) == 1
+    assert "file.py:function" in one_line(capsys)
+
+
+def test_run_verify_plan_report(factory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, spec = tmp_path / "run", f"{factory}:good"
+    assert main(["optimize", spec, "-o", str(run), "--level", "3", "--step", "fuse_qkv", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["kind"] == "optimize" and printed["result"]["verdict"] == "already optimal"
+    assert printed == json.loads((run / "run.json").read_text())
+    assert (run / "report.html").stat().st_size > 1000
+
+    assert main(["plan", "show", str(run / "plan.json")]) == 0
+    assert "already optimal" in capsys.readouterr().out
+    assert main(["plan", "check", str(run / "plan.json")]) == 0
+    assert "replay" in capsys.readouterr().out
+    assert main(["plan", "diff", str(run / "plan.json"), str(run / "plan.json")]) == 0
+    assert "decide the same" in capsys.readouterr().out
+
+    arguments = ["verify", spec, "--plan", str(run / "plan.json"), "--processes", "1", "--seconds", "0.5", "--json"]
+    code = main(arguments)
+    verified = json.loads(capsys.readouterr().out)
+    assert code == 0 and verified["passed"] and len(verified["processes"]) == 1
+
+
+def test_plan_from_another_machine_is_refused(
+    factory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, spec = tmp_path / "run", f"{factory}:good"
+    assert main(["optimize", spec, "-o", str(run), "--step", "fuse_qkv", "--json"]) == 0
+    plan = json.loads((run / "plan.json").read_text())
+    plan["fingerprint"]["arch"] = "gfx942"
+    foreign = tmp_path / "foreign.json"
+    foreign.write_text(json.dumps(plan))
+    capsys.readouterr()
+    assert main(["plan", "check", str(foreign)]) == 2
+    assert "refuse" in capsys.readouterr().out
+    assert main(["verify", spec, "--plan", str(foreign)]) == 2
+    assert "measured on gfx942" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "damaged: not JSON"),
+        ("[]", "no format_version"),
+        ('{"format_version": 99, "kind": "plan"}', "upgrade wavecrest"),
+        ('{"format_version": 1, "kind": "bench"}', "not a wavecrest plan"),
+        ('{"format_version": 1, "kind": "plan", "created": 3}', "damaged"),
+        ('{"format_version": 1, "kind": "plan", "pickle": "gASV"}', "damaged"),
+    ],
+    ids=["cut short", "foreign", "newer", "other kind", "wrong field", "unknown field"],
+)
+def test_bad_plan_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    assert main(["plan", "show", str(path)]) == 1
+    assert message in one_line(capsys)
+
+
+def test_missing_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "show", str(tmp_path / "none.json")]) == 1
+    assert "no plan at" in one_line(capsys)

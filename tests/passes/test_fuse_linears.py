@@ -1,0 +1,145 @@
+"""Projection fusion: right whenever it claims to be, refused with a reason otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wavecrest import hardware
+from wavecrest.passes import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.passes.fuse_linears import FusedSlice
+from wavecrest.workload import from_example
+
+
+class Attention(nn.Module):
+    """Three projections of one input, of different widths as in grouped-query attention."""
+
+    def __init__(self, *, bias: bool = True, kv_bias: bool | None = None) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(32, 64, bias=bias)
+        self.k_proj = nn.Linear(32, 16, bias=bias if kv_bias is None else kv_bias)
+        self.v_proj = nn.Linear(32, 16, bias=bias if kv_bias is None else kv_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        b, s, _ = x.shape
+        q = q.view(b, s, 4, 16).transpose(1, 2)
+        k, v = (t.view(b, s, 1, 16).transpose(1, 2) for t in (k, v))
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+class OtherInput(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q_proj(x).sum() + self.k_proj(x * 2).sum() + self.v_proj(x).sum()
+
+
+class OtherOrder(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.k_proj(x).sum() + self.q_proj(x).sum() + self.v_proj(x).sum()
+
+
+class ChangedBetween(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        total = self.q_proj(x).sum()
+        x.mul_(2)
+        return total + self.k_proj(x).sum() + self.v_proj(x).sum()
+
+
+class CalledTwice(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q_proj(x).sum() + self.k_proj(x).sum() + self.v_proj(x).sum() + self.q_proj(x).sum()
+
+
+def find(model: nn.Module, step: str = "fuse_qkv"):  # type: ignore[no-untyped-def]
+    x = torch.randn(2, 5, 32)
+    context = StepContext(from_example(model, x), hardware.cpu(), model=structural_copy(model))
+    return step_by_id(step).find(context)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_fused_equals_original(bias: bool) -> None:
+    model = nn.Sequential(Attention(bias=bias))
+    found = find(model)
+    assert found.sites == ("0",)
+    made = build(model, Stack().plus(step_by_id("fuse_qkv"), found.params))
+    assert isinstance(made[0].q_proj, FusedSlice) and isinstance(model[0].q_proj, nn.Linear)
+    for shape in ((2, 5, 32), (1, 1, 32)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(made(x), model(x), rtol=1e-5, atol=1e-6)
+    fused = made[0].q_proj.fused
+    assert fused.source is None and fused.product is None
+    # what code reads of a Linear is still there
+    torch.testing.assert_close(made[0].k_proj.weight, model[0].k_proj.weight)
+    assert made[0].v_proj.out_features == 16 and made[0].v_proj.in_features == 32
+
+
+def test_slices_are_right_in_any_order_and_for_other_inputs() -> None:
+    model = Attention()
+    made = build(model, Stack().plus(step_by_id("fuse_qkv"), find(model).params))
+    x, y = torch.randn(3, 32), torch.randn(3, 32)
+    for calls in ([("k_proj", x)], [("q_proj", x), ("k_proj", y)], [("v_proj", y), ("q_proj", y), ("v_proj", x)]):
+        for name, value in calls:
+            torch.testing.assert_close(getattr(made, name)(value), getattr(model, name)(value), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (OtherInput, "different inputs"),
+        (OtherOrder, "another order"),
+        (ChangedBetween, "changed in place"),
+        (CalledTwice, "not called exactly once"),
+        (lambda: Attention(bias=True, kv_bias=False), "some of the layers have a bias"),
+    ],
+    ids=["other input", "other order", "changed between", "called twice", "mixed bias"],
+)
+def test_refused_with_reason(make: Callable[[], nn.Module], reason: str) -> None:
+    found = find(make())
+    assert found.sites == () and reason in found.note
+
+
+def test_hooks_and_subclasses_are_left_alone() -> None:
+    model = Attention()
+    model.k_proj.register_forward_hook(lambda *_: None)
+    assert "hook" in find(model).note
+
+    class Special(nn.Linear):
+        pass
+
+    model = Attention()
+    model.v_proj = Special(32, 16)
+    assert "is a Special, not a plain Linear" in find(model).note
+
+
+def test_fused_traces_as_one_graph() -> None:
+    model = Attention().eval()
+    made = build(model, Stack().plus(step_by_id("fuse_qkv"), find(model).params))
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        compiled = torch.compile(made, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_gate_up_of_a_transformers_mlp() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, 64, (2, 7))
+    context = StepContext(from_example(model, {"input_ids": ids}), hardware.cpu(), model=structural_copy(model))
+    stack = Stack()
+    for name in ("fuse_qkv", "fuse_gate_up"):
+        found = step_by_id(name).find(context)
+        assert len(found.sites) == 1, found.note
+        stack = stack.plus(step_by_id(name), found.params)
+    made = build(model, stack)
+    with torch.no_grad():
+        torch.testing.assert_close(made(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    # nothing of the original moved
+    assert type(model.model.layers[0].mlp.gate_proj) is nn.Linear
