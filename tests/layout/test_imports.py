@@ -26,6 +26,7 @@ LAYERS = {
 }  # fmt: skip
 # imports inside a layer that are allowed: (from, to)
 SIDEWAYS = {
+    ("hardware", "errors"),
     ("registry", "tuned"), ("records", "timing"),
     ("passes", "graphs"),
     ("optimizer", "plan"), ("verify", "plan"),

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# What a machine with a GPU should check before a release, from the source tree, nothing installed:
+# the kernels' tests, a memory check, host cost, and optimize on the example models. Result files go to OUT.
+#
+#   benchmarks/run_gpu.sh OUT [part …]     parts: tests sanitize host minilm prefill decode   (default: all)
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:?usage: benchmarks/run_gpu.sh OUT [part …]}
+shift
+parts=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(tests sanitize host minilm prefill decode)
+export PYTHONPATH=src:.${PYTHONPATH:+:$PYTHONPATH}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+
+optimize() { # name, workload, budget
+    local run
+    run=$(mktemp -d)
+    "$python" -m wavecrest optimize "$2" --device cuda --budget "$3" --out "$run" 2>&1 | tee "$out/$1.log"
+    cp "$run/run.json" "$out/$1.run.json"
+    cp "$run/plan.json" "$out/$1.plan.json"
+}
+
+for part in "${parts[@]}"; do
+    begin=$SECONDS
+    echo "== $part"
+    case $part in
+    tests) "$python" -m pytest -q -x -p no:cacheprovider tests/ops tests/passes 2>&1 | tail -40 | tee "$out/tests.log" ;;
+    sanitize) compute-sanitizer --tool memcheck "$python" -m pytest -q -p no:cacheprovider tests/ops -k "odd" 2>&1 | tail -15 | tee "$out/sanitize.log" ;;
+    host) "$python" benchmarks/host_cost.py --out "$out/host_cost.json" 2>&1 | tee "$out/host.log" ;;
+    minilm) optimize minilm examples/minilm.py:make 150s ;;
+    prefill) optimize llama_prefill examples/llama.py:prefill 240s ;;
+    decode)
+        optimize llama_decode examples/llama.py:decode 300s
+        "$python" benchmarks/decode_peers.py examples/llama.py:decode "$out/llama_decode.plan.json" --device cuda \
+            --out "$out/llama_decode.peers.json" 2>&1 | tee -a "$out/llama_decode.log"
+        ;;
+    *) echo "no part $part" ;;
+    esac
+    echo "== $part took $((SECONDS - begin)) s"
+done

@@ -1,0 +1,90 @@
+"""Graph capture on a real GPU: what replays must equal what runs, for inputs that the capture never saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wavecrest import hardware
+from wavecrest.errors import StepRefused
+from wavecrest.graphs.capture import CapturedModule
+from wavecrest.passes import StepContext, step_by_id
+from wavecrest.workload import from_example
+
+
+@dataclass
+class Cache:
+    keys: Tensor
+    position: Tensor
+
+
+class Decode(nn.Module):
+    """Writes at the cache's position and moves it on, as a static key-value cache does."""
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.keys.index_copy_(0, cache.position.view(1), x)
+        cache.position.add_(1)
+        return cache.keys.cumsum(0)
+
+
+def test_cpu_has_nothing_to_capture() -> None:
+    workload = from_example(nn.Linear(4, 4), torch.randn(2, 4))
+    found = step_by_id("capture").find(StepContext(workload, hardware.cpu()))
+    assert found.sites == () and "GPU" in found.note
+
+
+@pytest.mark.gpu
+def test_replay_equals_eager_on_other_inputs() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).cuda().eval()
+    captured = CapturedModule(model)
+    with torch.no_grad():
+        first = captured(torch.randn(4, 64, device="cuda"))
+        kept = first.clone()
+        for _ in range(3):
+            x = torch.randn(4, 64, device="cuda")
+            torch.testing.assert_close(captured(x), model(x), rtol=1e-5, atol=1e-5)
+        # an output that the caller holds is not overwritten by later replays
+        assert torch.equal(first, kept)
+        y = torch.randn(9, 64, device="cuda")
+        torch.testing.assert_close(captured(y), model(y), rtol=1e-5, atol=1e-5)
+    assert captured.eager_calls == 0
+    captured(torch.randn(4, 64, device="cuda"))
+    assert captured.eager_calls == 1  # gradients were wanted
+
+
+@pytest.mark.gpu
+def test_capture_does_not_advance_the_state() -> None:
+    def cache() -> Cache:
+        return Cache(torch.zeros(8, 16, device="cuda"), torch.tensor(2, device="cuda"))
+
+    ours, theirs = cache(), cache()
+    captured = CapturedModule(Decode())
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(1, 16, device="cuda")
+            torch.testing.assert_close(captured(x, ours), Decode()(x, theirs))
+    assert int(ours.position) == int(theirs.position) == 5
+
+
+@pytest.mark.gpu
+def test_a_model_that_writes_into_its_argument_is_refused() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            return x + 1
+
+    with torch.no_grad(), pytest.raises(StepRefused, match="writes into its tensor argument"):
+        CapturedModule(InPlace())(torch.randn(4, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_a_model_that_synchronizes_is_refused() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.sum().item() > 0 else x
+
+    with torch.no_grad(), pytest.raises(StepRefused, match="cannot be captured"):
+        CapturedModule(Reads())(torch.randn(4, device="cuda"))

@@ -1,0 +1,66 @@
+"""Compilation as a step: what stays, and that nothing falls back in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wavecrest import hardware
+from wavecrest.graphs.inductor import PRESETS, strict_compilation
+from wavecrest.passes import Stack, StepContext, build, step_by_id
+from wavecrest.passes.gate import Gate, failures
+from wavecrest.workload import Buckets, from_example
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8)).eval()
+
+
+@pytest.mark.parametrize("preset", ["default", "freezing"])
+def test_compiled_model_is_the_same_class_and_right(preset: str) -> None:
+    workload = from_example(model(), Buckets(b1=(torch.randn(1, 16),), b5=(torch.randn(5, 16),)))
+    step = step_by_id(f"compile:{preset}")
+    found = step.find(StepContext(workload, hardware.cpu()))
+    made = build(workload.model, Stack().plus(step, found.params))
+    assert type(made) is type(workload.model)
+    assert made.state_dict().keys() == workload.model.state_dict().keys()
+    assert workload.model._compiled_call_impl is None and made._compiled_call_impl is not None
+    assert not failures(Gate.prepare(workload).check(made))
+
+
+def test_presets_name_their_devices() -> None:
+    workload = from_example(model(), torch.randn(1, 16))
+    context = StepContext(workload, hardware.cpu())
+    for name, preset in PRESETS.items():
+        found = step_by_id(f"compile:{name}").find(context)
+        assert bool(found.sites) == ("cpu" in preset.devices)
+        assert found.note
+
+
+def test_limit_of_variants_raises_instead_of_running_eagerly() -> None:
+    class Count(nn.Module):
+        def __init__(self, n: int) -> None:
+            super().__init__()
+            self.n = n
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.n
+
+    torch._dynamo.reset()
+    with strict_compilation(graphs=8), torch.no_grad():
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            for n in range(12):
+                variant = Count(n)
+                variant.compile(backend="eager", dynamic=False)
+                variant(torch.ones(2))
+    torch._dynamo.reset()
+
+
+def test_group_replaces_and_order_is_by_phase() -> None:
+    default, freezing, fuse = (step_by_id(name) for name in ("compile:default", "compile:freezing", "fuse_qkv"))
+    stack = Stack().plus(default, {"preset": "default"}).plus(fuse, {"groups": []}).plus(freezing, {"preset": "freezing"})
+    assert [item.step_id for item in stack.ordered()] == ["fuse_qkv", "compile:freezing"]
+    assert stack.only("surgery").applied[0].step_id == "fuse_qkv"
+    assert stack.without("fuse_qkv").applied[0].step_id == "compile:freezing"
