@@ -31,8 +31,9 @@ MAX_LEVEL = 5
 OUT_OF_BUDGET = "no time left in the budget"
 # share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
 ENVIRONMENT_SHARE = 0.3
-# seconds of one child process, before one has run: imports, loading, sampling
-CHILD_SECONDS = 12.0
+# seconds of a child process beside loading the workload: imports, and sampling a bucket
+CHILD_START = 4.0
+CHILD_SAMPLING = 2.5
 PRECISIONS = ("tf32", "bf16", "fp16")
 
 
@@ -341,9 +342,9 @@ class _Engine:
         index = next((i for i, row in enumerate(self.record.steps) if row.id == step.id), None)
         if index is None or self.record.steps[index].verdict not in ("reverted", "tie") or step.level == 1:
             return False
-        replaced = any(row.step.group is not None and row.step.group == step.group for row in self.stack.applied)
+        rivals = any(step.excludes(row.step) for row in self.stack.applied)
         # a compile mode that lost to the one in force lost to it already
-        return not replaced and any(row.verdict == "kept" for row in self.record.steps[index + 1 :])
+        return not rivals and any(row.verdict == "kept" for row in self.record.steps[index + 1 :])
 
     def _take(self, step: Step, *, attempt: int) -> None:
         self.progress.phase(f"{step.title}" + (" (again)" if attempt > 1 else ""))
@@ -371,6 +372,7 @@ class _Engine:
         known: dict[str, Any] = {}
         try:
             self.context.model = build(self.workload.model, self.stack.only("surgery"))
+            self.context.compiled = bool(self.stack.only("compile").applied)
             found = step.find(self.context)
             if not found.sites:
                 return self._outcome(step, attempt, "skipped", found.note or "nothing to change")
@@ -419,7 +421,7 @@ class _Engine:
         begin = time.perf_counter()
         for index, (name, value) in enumerate(found.params["candidates"]):
             spent = time.perf_counter() - begin
-            needed = spent / index if index else 2 * self.options.processes * CHILD_SECONDS
+            needed = spent / index if index else 2 * self.options.processes * self._child_seconds()
             if spent + needed > ENVIRONMENT_SHARE * self.options.budget:
                 lines.append(
                     f"{name}={value} not tried: {self.options.processes} fresh processes a side take about "
@@ -433,7 +435,7 @@ class _Engine:
             except StepRefused as error:
                 lines.append(f"{name}={value}: {error}")
                 continue
-            wins = not trial.unstable and trial.ci.low > 1 + self.options.min_gain
+            wins = not trial.unstable and timing.keeps(trial.ci, self.options.min_gain)
             word = "helps" if wins else "hurts" if trial.ci.high < 1 else "makes no proven difference"
             lines.append(
                 f"{name}={value} {trial.unstable}"
@@ -460,6 +462,10 @@ class _Engine:
         best, _ = max(kept, key=lambda row: row[0].ratio)
         reason = "; ".join(lines) + "; set them before import (`wavecrest plan show` prints the exports)"
         return self._outcome(step, attempt, "kept", reason, ratio=best.ratio, ci=best.ci, **known)
+
+    def _child_seconds(self) -> float:
+        """What one child process of an environment trial will take: interpreter, loading, sampling."""
+        return CHILD_START + self.workload.load_seconds + CHILD_SAMPLING * len(self.workload.buckets)
 
     def _measure(self, base: nn.Module, new: nn.Module) -> dict[str, timing.Paired]:
         return {
@@ -612,7 +618,7 @@ def judge(
     """
     ratio, ci = timing.bootstrap_speedup([(pair.base, pair.new) for pair in pairs.values()])
     slower = [f"{bucket} {pair.ratio:.3f}× {pair.ci}" for bucket, pair in pairs.items() if pair.ci.high < 1]
-    if ci.low > 1 + min_gain and not slower:
+    if timing.keeps(ci, min_gain) and not slower:
         return "kept", f"faster by at least {min_gain:.0%} (95 %)", ratio, ci
     if ci.high < 1:
         return "reverted", "slower", ratio, ci

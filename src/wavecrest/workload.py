@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class Workload:
         name: what reports call it.
         reset: optional; called with the bucket's name before every call, outside the timed region. For inputs that a
             call changes, such as the write position of a key-value cache.
+        load_seconds: how long `load` took, 0 for a model in memory.
     """
 
     model: nn.Module
@@ -101,6 +103,7 @@ class Workload:
     spec: str | None = None
     name: str = "model"
     reset: Callable[[str], None] | None = None
+    load_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         import torch
@@ -209,6 +212,7 @@ def load(spec: str, *, device: str | None = None) -> Workload:
         WorkloadError: no such file, module or function, the function raised, it returned something else than
             `(model, inputs)` or a `Workload`, or it built the model on another device.
     """
+    begin = time.perf_counter()
     prefix, _, rest = spec.partition(":")
     if prefix in LOADERS:
         module_name, _, loader = LOADERS[prefix].partition(":")
@@ -227,6 +231,7 @@ def load(spec: str, *, device: str | None = None) -> Workload:
             f"{spec} built its model on {workload.device}, but {device} was asked for; "
             "give the function a parameter named device and build on it"
         )
+    workload.load_seconds = time.perf_counter() - begin
     return workload
 
 
@@ -282,7 +287,7 @@ def _importing(target: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise WorkloadError(f"importing {target} failed: {_first_line(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WorkloadError(f"importing {target} raised {type(error).__name__}: {_first_line(error)}") from error
 
 

@@ -49,14 +49,21 @@ def test_shapes(shape: tuple[int, ...], dtype: torch.dtype, backend: str, device
     torch.testing.assert_close(y.double(), want_y, rtol=2 * limit, atol=limit)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_norm_is_of_the_rounded_sum(backend: str, device: str) -> None:
+LOOPED = Config(BLOCK_M=1, BLOCK_N=16, num_warps=1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [*((backend, None) for backend in BACKENDS), ("triton", LOOPED)],
+    ids=[*BACKENDS, "triton-looped"],
+)
+def test_the_norm_is_of_the_rounded_sum(backend: str, config: Config | None, device: str) -> None:
     # 1 + 2^-9 rounds to 1 in bfloat16; the norm of the unrounded sum would differ in many elements
     x = torch.ones(1, 64, dtype=torch.bfloat16, device=device)
     x[0, ::2] = 3.0
     r = torch.full_like(x, 2.0**-8)
     w = torch.linspace(0.5, 200.0, 64, device=device).bfloat16()
-    y, h = registry.get(OP).run(backend, x, r, w, 0.0)
+    y, h = registry.get(OP).run(backend, x, r, w, 0.0, config=config)
     assert torch.equal(h, x)
     want = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True)) * w.float()
     assert torch.equal(y, want.bfloat16())
@@ -114,6 +121,8 @@ def test_eps_is_inside_the_root(eps: float, backend: str, device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.0], ids=str)
 def test_special_values_stay_in_their_row(value: float, backend: str, device: str) -> None:
+    if backend == "torch" and device == "cuda" and value in (float("inf"), float("-inf")):
+        pytest.skip("PyTorch's fused CUDA kernel gives other values in a row that holds an infinity")
     x, r = random((5, 70), torch.float32, device), random((5, 70), torch.float32, device, 1)
     x[1, 69] = value
     r[2, 0] = value

@@ -397,3 +397,14 @@ def test_kernel_driver() -> None:
     assert context.kernel_driver("amd", {}.get) == "amdgpu of the Linux kernel"
     assert context.kernel_driver("nvidia", {"/sys/module/nvidia/version": "580.95\n"}.get) == "nvidia 580.95"
     assert context.kernel_driver("nvidia", {}.get) is None and context.kernel_driver("cpu", {}.get) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "share", "usable"),
+    [("200000 100000", "2", 2), ("100000 50000", "2", 2), ("150000 100000", "1.5", 2), ("50000 100000", "0.5", 1)],
+)
+def test_share_of_a_control_group(text: str, share: str, usable: int) -> None:
+    findings = run(checks.processors, device=CPU, files={V2: text}, threads=usable)
+    assert [finding.what for finding in findings] == [
+        f"this process may use {usable} of 8 processors (a control group grants {share})"
+    ]

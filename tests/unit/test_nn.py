@@ -36,6 +36,11 @@ class Clamped(nn.RMSNorm):
         return super().forward(x.clamp(-10, 10))
 
 
+class IgnoresWeight(nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(x, (24,), None, self.eps)
+
+
 class Gated(nn.RMSNorm):
     def __init__(self, size: int) -> None:
         super().__init__(size, eps=1e-6)
@@ -122,6 +127,8 @@ def _no_eps() -> nn.Module:
     ("module", "message"),
     [
         pytest.param(EpsOutside(24), "something else", id="eps-outside-the-root"),
+        # its fresh weight of ones hides it from a probe that keeps the weights
+        pytest.param(IgnoresWeight(24, eps=1e-6), "something else", id="weight-ignored"),
         pytest.param(Clamped(24, eps=1e-6), "something else", id="clamped"),
         pytest.param(Gated(24), "parameters beside weight and bias: gate", id="extra-parameter"),
         pytest.param(Failing(24, eps=1e-6), "fails on a probe", id="other-arguments"),

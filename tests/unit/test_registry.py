@@ -115,6 +115,11 @@ def test_gradients_change_the_signature() -> None:
     assert ops.rms_norm(x).requires_grad
     grads = [decision.key[-1] for decision, _ in registry.get("rms_norm").decisions()]
     assert grads == [False, True]
+    # the same grad mode, shape and strides: only the tensor says whether gradients are needed
+    assert not ops.rms_norm(x.detach()).requires_grad
+    assert ops.rms_norm(x).requires_grad
+    calls = {decision.key[-1]: calls for decision, calls in registry.get("rms_norm").decisions()}
+    assert calls == {False: 2, True: 2}
 
 
 def test_the_signature_cache_is_bounded(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ _NEEDED = ("cu_num", "M", "N", "K", "dtype")
 _SOURCE = "aiter/jit/core.py and aiter/tuned_gemm.py in ROCm/aiter"
 
 
-def check(value: str, arch: str, compute_units: int, read: Callable[[str], str | None]) -> Iterator[Finding]:
+def check_tables(value: str, arch: str, compute_units: int, read: Callable[[str], str | None]) -> Iterator[Finding]:
     """Findings on the tables that AITER_CONFIG_GEMM_BF16 lists.
 
     Args:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from wavecrest import env
-from wavecrest.doctor import aiter_tables
+from wavecrest.doctor.aiter_tables import check_tables
 from wavecrest.doctor.context import Context
 from wavecrest.doctor.report import LEVELS, Finding, Level
 
@@ -208,7 +208,7 @@ def aiter_config(context: Context) -> Iterator[Finding]:
         return
     value = context.environment.get("AITER_CONFIG_GEMM_BF16")
     if value:
-        yield from aiter_tables.check(value, context.device.arch, context.device.compute_units, context.read)
+        yield from check_tables(value, context.device.arch, context.device.compute_units, context.read)
 
 
 def quota(context: Context) -> float | None:

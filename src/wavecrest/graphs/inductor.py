@@ -18,8 +18,8 @@ class Preset:
     mode: str | None = None
     options: dict[str, bool | str | int] = field(default_factory=dict)
     devices: tuple[str, ...] = ("amd", "nvidia", "cpu")
-    # only the repeated block is compiled, once for all its copies: much shorter cold start
-    regional: bool = False
+    # searches at compile time: minutes instead of seconds
+    thorough: bool = False
 
 
 PRESETS: dict[str, Preset] = {
@@ -46,6 +46,7 @@ PRESETS: dict[str, Preset] = {
             "searches tile sizes of generated kernels; small-M products become generated kernels",
             options={"coordinate_descent_tuning": True},
             devices=("amd", "nvidia"),
+            thorough=True,
         ),
         Preset(
             "max-autotune",
@@ -53,6 +54,7 @@ PRESETS: dict[str, Preset] = {
             "times Triton and library GEMMs per shape at compile time",
             mode="max-autotune-no-cudagraphs",
             devices=("amd", "nvidia"),
+            thorough=True,
         ),
     )
 }

@@ -117,7 +117,7 @@ def launch(
             up.stride(-1),
             offset,
         ),
-        {**constants, "LEADING": leading},
+        {**constants, "LEADING": leading, "EVEN": n % config["BLOCK_N"] == 0},
         config,
     )
 
@@ -127,14 +127,14 @@ def bind(
 ) -> Callable[..., Tensor]:
     """The function for all calls with tensors like these; further arguments are part of `constants`."""
     made = launch(kernel, gate, up, gate, config, constants)
-    start, sizes, options = _rows.starter(made, gate.device), made.args[3:], made.options()
+    start, sizes = _rows.starter(made, gate.device), made.args[3:]
     shape = (*gate.shape[:-1], columns(gate, up))
     rows = gate.numel() > 0
 
     def call(gate: Tensor, up: Tensor | None = None, *_constants: Any) -> Tensor:
         y = torch.empty(shape, dtype=gate.dtype, device=gate.device)
         if rows:
-            start(gate, gate if up is None else up, y, *sizes, **options)
+            start(gate, gate if up is None else up, y, *sizes)
         return y
 
     return call

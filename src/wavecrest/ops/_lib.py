@@ -27,3 +27,23 @@ def column_offsets(cols, stride):  # type: ignore[no-untyped-def]
 def load_row_vector(ptr, cols, stride, mask):  # type: ignore[no-untyped-def]
     """A weight or bias over the columns, as a float32 row [1, BLOCK_N]."""
     return tl.load(ptr + column_offsets(cols, stride), mask=mask, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def row_mask(rows, M, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which of a program's rows exist, [BLOCK_M, 1]; a constant where there is one row a program."""
+    if BLOCK_M == 1:
+        mask = tl.full([1, 1], True, dtype=tl.int1)
+    else:
+        mask = (rows < M)[:, None]
+    return mask
+
+
+@triton.jit
+def column_mask(cols, N, BLOCK_N: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which columns exist, [BLOCK_N]; a constant where blocks fill the row, so that no access is predicated."""
+    if EVEN:
+        mask = tl.full([BLOCK_N], True, dtype=tl.int1)
+    else:
+        mask = cols < N
+    return mask

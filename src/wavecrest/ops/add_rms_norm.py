@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.ops import _rows
-from wavecrest.ops._lib import column_offsets, load_row_vector, row_offsets
+from wavecrest.ops._lib import column_mask, column_offsets, load_row_vector, row_mask, row_offsets
 from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op, dtype_name, m_bucket, needs_grad
 from wavecrest.tuned import Config
@@ -80,18 +80,19 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     HAS_WEIGHT: tl.constexpr,
     LEADING: tl.constexpr,
     ONE_PASS: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     # int64: row · stride passes 2³¹ on large batches
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask_m = (rows < M)[:, None]
+    mask_m = row_mask(rows, M, BLOCK_M)
     x_rows = x_ptr + row_offsets(rows, stride_x0, stride_x1, stride_x2, size1, size2, LEADING)[:, None]
     r_rows = residual_ptr + row_offsets(rows, stride_r0, stride_r1, stride_r2, size1, size2, LEADING)[:, None]
     out_rows = (rows * N)[:, None]
     offs_n = tl.arange(0, BLOCK_N)
     if ONE_PASS:
-        mask_n = offs_n < N
+        mask_n = column_mask(offs_n, N, BLOCK_N, EVEN)
         mask = mask_m & mask_n[None, :]
         x = tl.load(x_rows + column_offsets(offs_n, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
         r = tl.load(r_rows + column_offsets(offs_n, stride_rn)[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -107,7 +108,7 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
         sum_sq = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
-            mask = mask_m & (cols < N)[None, :]
+            mask = mask_m & column_mask(cols, N, BLOCK_N, EVEN)[None, :]
             x = tl.load(x_rows + column_offsets(cols, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
             r = tl.load(r_rows + column_offsets(cols, stride_rn)[None, :], mask=mask, other=0.0).to(tl.float32)
             h = (x + r).to(h_ptr.dtype.element_ty)
@@ -117,7 +118,7 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
         rstd = tl.rsqrt(tl.sum(sum_sq, axis=1) / N + eps)[:, None]
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
-            mask_n = cols < N
+            mask_n = column_mask(cols, N, BLOCK_N, EVEN)
             mask = mask_m & mask_n[None, :]
             # added again, not read back from h: another thread may have stored it
             x = tl.load(x_rows + column_offsets(cols, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -153,7 +154,7 @@ def _launch(
             0 if weight is None else weight.stride(0),
             eps,
         ),
-        {"HAS_WEIGHT": weight is not None, "LEADING": leading, "ONE_PASS": columns <= config["BLOCK_N"]},
+        {"HAS_WEIGHT": weight is not None, "LEADING": leading, **_rows.blocks(columns, config)},
         config,
     )
 
@@ -162,14 +163,14 @@ def _bind(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, config: Config
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     launch = _launch(x, residual, weight, x, x, eps, config)
-    start, sizes, options = _rows.starter(launch, x.device), launch.args[5:-1], launch.options()
+    start, sizes = _rows.starter(launch, x.device), launch.args[5:-1]
     rows = x.numel() > 0
 
     def call(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         h = torch.empty_like(x, memory_format=torch.contiguous_format)
         if rows:
-            start(x, residual, x if weight is None else weight, y, h, *sizes, eps, **options)
+            start(x, residual, x if weight is None else weight, y, h, *sizes, eps)
         return y, h
 
     return call

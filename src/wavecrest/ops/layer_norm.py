@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.ops import _rows
-from wavecrest.ops._lib import column_offsets, load_row_vector, row_offsets
+from wavecrest.ops._lib import column_mask, column_offsets, load_row_vector, row_mask, row_offsets
 from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op, dtype_name, m_bucket, needs_grad
 from wavecrest.tuned import Config
@@ -93,17 +93,18 @@ def _layer_norm_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr,
     LEADING: tl.constexpr,
     ONE_PASS: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     # int64: row · stride passes 2³¹ on large batches
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask_m = (rows < M)[:, None]
+    mask_m = row_mask(rows, M, BLOCK_M)
     x_rows = x_ptr + row_offsets(rows, stride_x0, stride_x1, stride_x2, size1, size2, LEADING)[:, None]
     y_rows = y_ptr + (rows * N)[:, None]
     offs_n = tl.arange(0, BLOCK_N)
     if ONE_PASS:
-        mask_n = offs_n < N
+        mask_n = column_mask(offs_n, N, BLOCK_N, EVEN)
         mask = mask_m & mask_n[None, :]
         x = tl.load(x_rows + column_offsets(offs_n, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
         mean = tl.sum(x, axis=1) / N
@@ -118,7 +119,7 @@ def _layer_norm_kernel(  # type: ignore[no-untyped-def]
         deviation = tl.zeros([BLOCK_M], dtype=tl.float32)
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
-            mask_n = cols < N
+            mask_n = column_mask(cols, N, BLOCK_N, EVEN)
             mask = mask_m & mask_n[None, :]
             x = tl.load(x_rows + column_offsets(cols, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
             count = tl.minimum(N - start, BLOCK_N).to(tl.float32)
@@ -131,7 +132,7 @@ def _layer_norm_kernel(  # type: ignore[no-untyped-def]
         rstd = tl.rsqrt(deviation / N + eps)[:, None]
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
-            mask_n = cols < N
+            mask_n = column_mask(cols, N, BLOCK_N, EVEN)
             mask = mask_m & mask_n[None, :]
             x = tl.load(x_rows + column_offsets(cols, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
             y = (x - mean[:, None]) * rstd
@@ -166,7 +167,7 @@ def _launch(
             "HAS_WEIGHT": weight is not None,
             "HAS_BIAS": bias is not None,
             "LEADING": leading,
-            "ONE_PASS": columns <= config["BLOCK_N"],
+            **_rows.blocks(columns, config),
         },
         config,
     )
@@ -176,11 +177,11 @@ def _bind(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: Config
 ) -> Callable[..., Tensor]:
     launch = _launch(x, weight, bias, x, eps, config)
-    start, sizes, options = _rows.starter(launch, x.device), launch.args[4:-1], launch.options()
+    start, sizes = _rows.starter(launch, x.device), launch.args[4:-1]
 
     def call(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        start(x, x if weight is None else weight, x if bias is None else bias, y, *sizes, eps, **options)
+        start(x, x if weight is None else weight, x if bias is None else bias, y, *sizes, eps)
         return y
 
     return call if x.numel() > 0 else _rows.empty

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.ops import _rows
-from wavecrest.ops._lib import column_offsets, load_row_vector, row_offsets
+from wavecrest.ops._lib import column_mask, column_offsets, load_row_vector, row_mask, row_offsets
 from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op, dtype_name, m_bucket, needs_grad
 from wavecrest.tuned import Config
@@ -71,17 +71,18 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     HAS_WEIGHT: tl.constexpr,
     LEADING: tl.constexpr,
     ONE_PASS: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     # int64: row · stride passes 2³¹ on large batches
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask_m = (rows < M)[:, None]
+    mask_m = row_mask(rows, M, BLOCK_M)
     x_rows = x_ptr + row_offsets(rows, stride_x0, stride_x1, stride_x2, size1, size2, LEADING)[:, None]
     y_rows = y_ptr + (rows * N)[:, None]
     offs_n = tl.arange(0, BLOCK_N)
     if ONE_PASS:
-        mask_n = offs_n < N
+        mask_n = column_mask(offs_n, N, BLOCK_N, EVEN)
         mask = mask_m & mask_n[None, :]
         x = tl.load(x_rows + column_offsets(offs_n, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
         y = x * tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)[:, None]
@@ -92,13 +93,13 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
         sum_sq = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
-            mask = mask_m & (cols < N)[None, :]
+            mask = mask_m & column_mask(cols, N, BLOCK_N, EVEN)[None, :]
             x = tl.load(x_rows + column_offsets(cols, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
             sum_sq += x * x
         rstd = tl.rsqrt(tl.sum(sum_sq, axis=1) / N + eps)[:, None]
         for start in range(0, N, BLOCK_N):
             cols = start + offs_n
-            mask_n = cols < N
+            mask_n = column_mask(cols, N, BLOCK_N, EVEN)
             mask = mask_m & mask_n[None, :]
             x = tl.load(x_rows + column_offsets(cols, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
             y = x * rstd
@@ -126,18 +127,18 @@ def _launch(x: Tensor, weight: Tensor | None, y: Tensor, eps: float, config: Con
             0 if weight is None else weight.stride(0),
             eps,
         ),
-        {"HAS_WEIGHT": weight is not None, "LEADING": leading, "ONE_PASS": columns <= config["BLOCK_N"]},
+        {"HAS_WEIGHT": weight is not None, "LEADING": leading, **_rows.blocks(columns, config)},
         config,
     )
 
 
 def _bind(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, config: Config) -> Callable[..., Tensor]:
     launch = _launch(x, weight, x, eps, config)
-    start, sizes, options = _rows.starter(launch, x.device), launch.args[3:-1], launch.options()
+    start, sizes = _rows.starter(launch, x.device), launch.args[3:-1]
 
     def call(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        start(x, x if weight is None else weight, y, *sizes, eps, **options)
+        start(x, x if weight is None else weight, y, *sizes, eps)
         return y
 
     return call if x.numel() > 0 else _rows.empty

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.ops import _gated, _rows
-from wavecrest.ops._lib import column_offsets, row_offsets
+from wavecrest.ops._lib import column_mask, column_offsets, row_mask, row_offsets
 from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op
 from wavecrest.tuned import Config
@@ -57,6 +57,7 @@ def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     stride_un,
     up_offset,
     LEADING: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -64,7 +65,7 @@ def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     # int64: row · stride passes 2³¹ on large batches
     rows = (program // blocks_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (program % blocks_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    mask = row_mask(rows, M, BLOCK_M) & column_mask(cols, N, BLOCK_N, EVEN)[None, :]
     g_rows = row_offsets(rows, stride_g0, stride_g1, stride_g2, size1, size2, LEADING)[:, None]
     u_rows = row_offsets(rows, stride_u0, stride_u1, stride_u2, size1, size2, LEADING)[:, None]
     gate = tl.load(gate_ptr + g_rows + column_offsets(cols, stride_gn)[None, :], mask=mask, other=0.0)

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from wavecrest import timing
 from wavecrest.errors import StepRefused
 from wavecrest.passes.base import Found, Prediction, Step, StepContext
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
     from wavecrest.workload import Inputs
 
+# gain that a backend must show on the calls alone before the whole model is built and measured with it
+MIN_ALONE = 0.05
 # torch.nn.attention.SDPBackend name per candidate
 SDPA_BACKENDS = {
     "flash": "FLASH_ATTENTION",
@@ -36,17 +40,19 @@ class UseSDPA(Step):
     def find(self, context: StepContext) -> Found:
         """Transformers models whose implementation is "eager" and that support SDPA."""
         assert context.model is not None
-        config = getattr(context.model, "config", None)
-        current = getattr(config, "_attn_implementation", None)
-        if current is None:
+        owners = _attention_owners(context.model)
+        if not owners:
             return Found((), note="not a transformers model: no attention interface to switch")
-        if current == "sdpa":
-            return Found((), note="the model uses SDPA already")
-        if current != "eager":
-            raise StepRefused(f"the model's attention is {current!r}, chosen on purpose; only 'eager' is replaced")
-        if not getattr(context.model, "_supports_sdpa", False):
-            raise StepRefused(f"{type(context.model).__name__} declares that it does not support SDPA")
-        return Found(("model",), {"implementation": "sdpa"})
+        configs = {name: _config(context.model, name) for name in owners}
+        eager = [name for name, config in configs.items() if config._attn_implementation == "eager"]
+        if not eager:
+            used = sorted({str(config._attn_implementation) for config in configs.values()})
+            return Found((), note=f"the model's attention is {', '.join(used)} already; only eager is replaced")
+        for name in eager:
+            module = context.model.get_submodule(name)
+            if not getattr(module, "_supports_sdpa", False):
+                raise StepRefused(f"{type(module).__name__} declares that it does not support SDPA")
+        return Found(tuple(eager), {"implementation": "sdpa", "owners": eager})
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """Softmax and the score matrix stay on chip: about a third of written-out attention's time is left."""
@@ -55,11 +61,96 @@ class UseSDPA(Step):
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Set the implementation on a private copy of the configuration."""
-        setter = getattr(model, "set_attn_implementation", None)
-        if setter is None:
-            raise StepRefused("this transformers version cannot switch attention on a loaded model")
-        setter(params["implementation"])
+        for name in params["owners"]:
+            model.get_submodule(name).set_attn_implementation(params["implementation"])  # type: ignore[operator]
         return model
+
+
+class PackGQA(Step):
+    """Decode attention of a transformers model with grouped K/V heads, without expanding K and V.
+
+    With one query token, the query heads that share a K/V head become the rows of one small matrix: the same scores,
+    but K and V are read once instead of copied once per query head.
+    """
+
+    id = "attention:pack_gqa"
+    title = "pack GQA decode"
+    level = 3
+    group = "attention implementation"
+
+    def find(self, context: StepContext) -> Found:
+        """Transformers models on SDPA that are called with one query token and fewer K/V heads than query heads."""
+        assert context.model is not None
+        owners = _attention_owners(context.model)
+        if not owners:
+            return Found((), note="not a transformers model: no attention interface to switch")
+        configs = [_config(context.model, name) for name in owners]
+        if any(config._attn_implementation != "sdpa" for config in configs):
+            return Found((), note="the model's attention is not SDPA")
+        if all(
+            getattr(config, "num_key_value_heads", None) in (None, config.num_attention_heads) for config in configs
+        ):
+            return Found((), note="every query head has a K/V head of its own")
+        calls = watch_sdpa(context.model, list(context.workload.buckets.values()))
+        if not any(call.q_len == 1 for call in calls):
+            return Found((), note="no call with one query token")
+        return Found(owners, {"implementation": "wavecrest_pack_gqa", "owners": list(owners)})
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        """The copies of K and V go, which the profile counts as memory work."""
+        share = context.share("memory") + 0.5 * context.share("attention")
+        return Prediction(1 / (1 - 0.6 * share), f"copies and attention are {share:.0%} of the time")
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        """Register the implementation and select it."""
+        register_pack_gqa()
+        for name in params["owners"]:
+            model.get_submodule(name).set_attn_implementation(params["implementation"])  # type: ignore[operator]
+        return model
+
+
+def _config(model: nn.Module, path: str) -> Any:
+    return model.get_submodule(path).config
+
+
+def _attention_owners(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the outermost transformers models inside (the empty path: the model itself)."""
+    owners: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(owner == "" or name.startswith(f"{owner}.") for owner in owners)
+        has = hasattr(module, "set_attn_implementation")
+        if has and not inside and getattr(getattr(module, "config", None), "_attn_implementation", None):
+            owners.append(name)
+    return tuple(owners)
+
+
+def register_pack_gqa() -> None:
+    """Make `wavecrest_pack_gqa` known to transformers' attention and mask interfaces."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def pack_gqa(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> tuple[Any, None]:
+        """query [B, H, S, D], key and value [B, Hkv, T, D] to [B, S, H, D]."""
+        batch, heads, length, width = query.shape
+        kv_heads = key.shape[1]
+        one_mask = attention_mask is None or (attention_mask.shape[1] == 1 and attention_mask.shape[2] == 1)
+        if length != 1 or kv_heads == heads or not one_mask or kwargs.get("dropout") or args:
+            out: tuple[Any, None] = sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+            return out
+        from torch.nn.functional import scaled_dot_product_attention
+
+        # head h reads K/V head h // (H / Hkv), so the heads of one group are neighbours
+        packed = query.reshape(batch, kv_heads, heads // kv_heads, width)
+        result = scaled_dot_product_attention(
+            packed, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"), is_causal=False
+        )
+        return result.reshape(batch, 1, heads, value.shape[-1]), None
+
+    AttentionInterface.register("wavecrest_pack_gqa", pack_gqa)
+    AttentionMaskInterface.register("wavecrest_pack_gqa", sdpa_mask)
 
 
 class SDPABackend(Step):
@@ -75,28 +166,31 @@ class SDPABackend(Step):
         self.title = f"SDPA {name}"
 
     def find(self, context: StepContext) -> Found:
-        """Where the model calls SDPA, on a GPU (the CPU has one fused backend), and the backend takes these calls."""
+        """Where the model calls SDPA on a GPU, and the backend takes these calls and is not slower on them alone."""
         assert context.model is not None
         if context.device.kind == "cpu":
             return Found((), note="the CPU has one fused SDPA backend")
         calls = watch_sdpa(context.model, list(context.workload.buckets.values()))
         if not calls:
             return Found((), note="the model makes no SDPA call")
-        return Found(("model",), {"backend": self.name}, f"{len(calls)} SDPA calls")
+        distinct = {call.key: call for call in calls}
+        ours = sum(call.time(self.name) for call in distinct.values())
+        default = sum(call.time(None) for call in distinct.values())
+        alone = f"{ours * 1e3:.1f} µs against the default's {default * 1e3:.1f} µs, called alone"
+        if ours > default * (1 - MIN_ALONE):
+            raise StepRefused(f"not faster on the model's calls: {alone}")
+        return Found(("model",), {"backend": self.name}, alone)
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """No model is trusted here: which backend wins depends on shape and version."""
         share = context.share("attention")
-        return Prediction(None, f"attention is {share:.0%} of the time; backends are measured, not modelled")
+        return Prediction(None, f"attention is {share:.0%} of the time; {found.note}")
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Run the forward under torch.nn.attention.sdpa_kernel."""
-        from torch.nn.attention import SDPBackend as Backend
         from torch.nn.attention import sdpa_kernel
 
-        backend = getattr(Backend, SDPA_BACKENDS[params["backend"]], None)
-        if backend is None:
-            raise StepRefused(f"this torch has no SDPA backend {params['backend']}")
+        backend = _backend(params["backend"])
         forward = model.forward
 
         def run_pinned(*args: Any, **kwargs: Any) -> Any:
@@ -107,9 +201,58 @@ class SDPABackend(Step):
         return model
 
 
+def _backend(name: str) -> Any:
+    from torch.nn.attention import SDPBackend as Backend
+
+    backend = getattr(Backend, SDPA_BACKENDS[name], None)
+    if backend is None:
+        raise StepRefused(f"this torch has no SDPA backend {name}")
+    return backend
+
+
 def attention_steps() -> list[Step]:
-    """The implementation switch, then one step per SDPA backend."""
-    return [UseSDPA(), *(SDPABackend(name) for name in SDPA_BACKENDS)]
+    """The implementation switches, then one step per SDPA backend."""
+    return [UseSDPA(), PackGQA(), *(SDPABackend(name) for name in SDPA_BACKENDS)]
+
+
+@dataclass(frozen=True, slots=True)
+class SDPACall:
+    """One scaled_dot_product_attention call that a model made, with its own tensors."""
+
+    q_len: int
+    k_len: int
+    is_causal: bool
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Shape, stride and dtype of every tensor: calls with one key cost the same."""
+        tensors = [*self.arguments, *self.options.values()]
+        return tuple((t.shape, t.stride(), t.dtype) if hasattr(t, "stride") else str(t) for t in tensors)
+
+    def time(self, backend: str | None) -> float:
+        """Median time in ms of the call alone on one backend, or on the default choice.
+
+        Raises:
+            StepRefused: the backend does not take this call.
+        """
+        import contextlib
+
+        import torch
+        from torch.nn.attention import sdpa_kernel
+
+        def work() -> Any:
+            scope = contextlib.nullcontext() if backend is None else sdpa_kernel(_backend(backend))
+            with torch.no_grad(), scope:
+                return torch.nn.functional.scaled_dot_product_attention(*self.arguments, **self.options)
+
+        device = self.arguments[0].device if self.arguments else next(iter(self.options.values())).device
+        try:
+            work()
+        except RuntimeError as error:
+            raise StepRefused(f"does not take the model's calls: {str(error).splitlines()[0]}") from error
+        return timing.measure_kernel(work, device=str(device))
 
 
 def _watch_class() -> type:
@@ -117,11 +260,11 @@ def _watch_class() -> type:
     from torch.overrides import TorchFunctionMode
 
     class CausalWatch(TorchFunctionMode):
-        """Records (q_len, k_len, is_causal) of every scaled_dot_product_attention call made inside."""
+        """Records every scaled_dot_product_attention call made inside."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.calls: list[tuple[int, int, bool]] = []
+            self.calls: list[SDPACall] = []
 
         def __torch_function__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -131,17 +274,17 @@ def _watch_class() -> type:
                 query = args[0] if args else kwargs["query"]
                 key = args[1] if len(args) > 1 else kwargs["key"]
                 is_causal = bool(args[5] if len(args) > 5 else kwargs.get("is_causal", False))
-                self.calls.append((query.shape[-2], key.shape[-2], is_causal))
+                self.calls.append(SDPACall(query.shape[-2], key.shape[-2], is_causal, args, kwargs))
             return func(*args, **kwargs)
 
     return CausalWatch
 
 
-def watch_sdpa(model: nn.Module, inputs: list[Inputs]) -> list[tuple[int, int, bool]]:
-    """Run an uncompiled model on copies of the inputs; returns its SDPA calls as (q_len, k_len, is_causal)."""
+def watch_sdpa(model: nn.Module, inputs: list[Inputs]) -> list[SDPACall]:
+    """Run an uncompiled model on copies of the inputs; returns its SDPA calls."""
     import torch
 
-    calls: list[tuple[int, int, bool]] = []
+    calls: list[SDPACall] = []
     for example in inputs:
         with torch.no_grad(), _watch_class()() as watch:
             example.clone().call(model)
@@ -157,7 +300,8 @@ def check_causal(original: nn.Module, candidate: nn.Module, inputs: list[Inputs]
     """
 
     def misaligned(model: nn.Module) -> set[tuple[int, int]]:
-        return {(q, k) for q, k, causal in watch_sdpa(model, inputs) if causal and q != k}
+        calls = watch_sdpa(model, inputs)
+        return {(call.q_len, call.k_len) for call in calls if call.is_causal and call.q_len != call.k_len}
 
     introduced = misaligned(candidate) - misaligned(original)
     if introduced:

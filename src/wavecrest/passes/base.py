@@ -56,6 +56,8 @@ class StepContext:
     model: nn.Module | None = None
     precision: str | None = None
     processes: int = 3
+    # whether a compile step is in force
+    compiled: bool = False
 
     def share(self, *categories: str) -> float:
         """Mean share of the profiled time, over buckets, that these categories take (0 to 1)."""
@@ -100,6 +102,10 @@ class Step:
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """The expected speed-up, before anything is changed."""
         raise NotImplementedError
+
+    def excludes(self, other: Step) -> bool:
+        """Whether keeping this step takes the effect of `other` (kept before) out of the stack."""
+        return self.group is not None and self.group == other.group
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Change `model` (always a private copy) and return the module to call.

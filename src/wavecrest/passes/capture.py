@@ -1,10 +1,16 @@
-"""Whole-model graph capture: one replay instead of hundreds of launches."""
+"""Whole-model graph capture: one replay instead of hundreds of launches.
+
+On top of compilation this does what mode="reduce-overhead" does, without its cost on every call: Dynamo's guards and
+the graph trees' bookkeeping took 1.4 of the 3.1 ms of a 1.2 B decode step (one H200, 2026-11-20, torch 2.11;
+benchmarks/results/h200/llama_decode.run.json), where a replay compares only the shapes of the arguments.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from wavecrest.graphs.capture import CapturedModule
+from wavecrest.graphs.inductor import PRESETS, compile_module
 from wavecrest.passes.base import Found, Prediction, Step, StepContext
 
 if TYPE_CHECKING:
@@ -24,7 +30,12 @@ class CaptureGraph(Step):
         """On a GPU; the model must have no data-dependent control flow, which capture itself finds out."""
         if context.device.kind == "cpu":
             return Found((), note="graphs exist on GPUs only")
-        return Found(tuple(context.workload.buckets), {"buckets": list(context.workload.buckets)})
+        params = {"buckets": list(context.workload.buckets), "compile": "default" if context.compiled else ""}
+        return Found(tuple(context.workload.buckets), params)
+
+    def excludes(self, other: Step) -> bool:
+        """Takes the place of inductor's own capture: code that is captured already cannot be captured again."""
+        return other.id == "compile:reduce-overhead" or super().excludes(other)
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """Launch gaps go."""
@@ -32,5 +43,7 @@ class CaptureGraph(Step):
         return Prediction(1 / (1 - 0.9 * min(idle, 0.9)), f"launch gaps are {idle:.0%} of the wall time")
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
-        """Wrap; capture happens at the first call of each bucket."""
+        """Wrap; capture happens at the first call of each bucket. What is not compiled yet is compiled by default."""
+        if model._compiled_call_impl is None and params.get("compile"):
+            compile_module(model, PRESETS[params["compile"]])
         return CapturedModule(model, max_graphs=max(16, 2 * len(params["buckets"])))

@@ -29,6 +29,10 @@ class Compile(Step):
         self.id = f"compile:{preset.name}"
         self.title = preset.title
 
+    def excludes(self, other: Step) -> bool:
+        """Another preset; and whole-model capture, where the preset captures by itself."""
+        return super().excludes(other) or (self.preset.mode == "reduce-overhead" and other.group == "capture")
+
     def find(self, context: StepContext) -> Found:
         """Applies to every model on the preset's devices."""
         if context.device.vendor not in self.preset.devices:
@@ -52,6 +56,6 @@ class Compile(Step):
         return model
 
 
-def compile_steps() -> list[Step]:
-    """One step per preset."""
-    return [Compile(preset) for preset in PRESETS.values()]
+def compile_steps(*, thorough: bool) -> list[Step]:
+    """One step per preset: those that compile in seconds, or those that search."""
+    return [Compile(preset) for preset in PRESETS.values() if preset.thorough == thorough]

@@ -33,7 +33,9 @@ def _steps() -> dict[str, Step]:
 
     steps: list[Step] = [
         EnvironmentStep(),
-        *compile_steps(),
+        *compile_steps(thorough=False),
+        # before surgery: while the host is the bottleneck, kernels that get faster show no gain
+        CaptureGraph(),
         ChannelsLast(),
         *precision_steps(),
         *attention_steps(),
@@ -41,7 +43,8 @@ def _steps() -> dict[str, Step]:
         FuseGateUp(),
         ReplaceNorm(),
         ReplaceActivation(),
-        CaptureGraph(),
+        # these search for minutes, so they search once, on the final shape of the model
+        *compile_steps(thorough=True),
     ]
     for entry in metadata.entry_points(group=ENTRY_POINTS):
         steps.append(entry.load()())

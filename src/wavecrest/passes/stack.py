@@ -32,8 +32,8 @@ class Stack:
     applied: tuple[Applied, ...] = ()
 
     def plus(self, step: Step, params: dict[str, Any]) -> Stack:
-        """This stack with one more step; a step of the same group is replaced."""
-        rest = tuple(item for item in self.applied if step.group is None or item.step.group != step.group)
+        """This stack with one more step; steps that it excludes are taken out."""
+        rest = tuple(item for item in self.applied if not step.excludes(item.step))
         return Stack((*rest, Applied(step.id, params)))
 
     def without(self, step_id: str) -> Stack:
