@@ -25,13 +25,13 @@ for part in "${parts[@]}"; do
     begin=$SECONDS
     echo "== $part"
     case $part in
-    tests) "$python" -m pytest -q -x -p no:cacheprovider tests/ops tests/passes 2>&1 | tail -40 | tee "$out/tests.log" ;;
+    tests) "$python" -m pytest -q -p no:cacheprovider ${TESTS:-tests/ops tests/passes tests/unit} 2>&1 | tail -60 | tee "$out/tests.log" ;;
     sanitize) compute-sanitizer --tool memcheck "$python" -m pytest -q -p no:cacheprovider tests/ops -k "odd" 2>&1 | tail -15 | tee "$out/sanitize.log" ;;
     host) "$python" benchmarks/host_cost.py --out "$out/host_cost.json" 2>&1 | tee "$out/host.log" ;;
     minilm) optimize minilm examples/minilm.py:make 150s ;;
     prefill) optimize llama_prefill examples/llama.py:prefill 240s ;;
     decode)
-        optimize llama_decode examples/llama.py:decode 300s
+        optimize llama_decode examples/llama.py:decode ${DECODE_BUDGET:-480s}
         "$python" benchmarks/decode_peers.py examples/llama.py:decode "$out/llama_decode.plan.json" --device cuda \
             --out "$out/llama_decode.peers.json" 2>&1 | tee -a "$out/llama_decode.log"
         ;;

@@ -8,6 +8,7 @@ repeats the numerics gate in several fresh processes.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,10 @@ from wavecrest.errors import StepRefused
 from wavecrest.workload import iter_tensors
 
 WARM_UP_CALLS = 3
+
+
+class CaptureWarning(UserWarning):
+    """A captured model ran a call without its graph."""
 
 
 @dataclass(slots=True)
@@ -58,10 +63,11 @@ class CapturedModule(nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         signature = (spec, tuple(_leaf_key(leaf) for leaf in leaves))
         captured = self._graphs.get(signature)
+        if torch.is_grad_enabled():
+            return self._eager("gradients are enabled (call it under torch.no_grad())", args, kwargs)
         if captured is None:
-            if torch.is_grad_enabled() or len(self._graphs) >= self.max_graphs:
-                self.eager_calls += 1
-                return self.inner(*args, **kwargs)
+            if len(self._graphs) >= self.max_graphs:
+                return self._eager(f"{self.max_graphs} input signatures are captured already", args, kwargs)
             captured = self._capture(leaves, spec)
             self._graphs[signature] = captured
             self._alive.append(leaves)
@@ -70,6 +76,13 @@ class CapturedModule(nn.Module):
             static.copy_(fresh)
         captured.graph.replay()
         return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, captured.output)
+
+    def _eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run without a graph; the first time with a warning, since it is what the user wanted to avoid."""
+        if not self.eager_calls:
+            warnings.warn(f"a captured model runs without its graph: {reason}", CaptureWarning, stacklevel=3)
+        self.eager_calls += 1
+        return self.inner(*args, **kwargs)
 
     def _capture(self, leaves: list[Any], spec: Any) -> _Captured:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
