@@ -46,7 +46,11 @@ def main() -> None:
     }
     for name, peer in peers.items():
         for bucket in loaded.buckets:
-            row: dict[str, object] = {"peer": name, "bucket": bucket, "peer_answers": failures(gate.check(peer)) or "pass"}
+            row: dict[str, object] = {
+                "peer": name,
+                "bucket": bucket,
+                "peer_answers": failures(gate.check(peer)) or "pass",
+            }
             if not problem:
                 pair = timing.measure_pair(
                     Call(loaded, bucket, peer), Call(loaded, bucket, ours), device=loaded.device, seconds=args.seconds
@@ -61,7 +65,6 @@ def main() -> None:
                     "ours_samples": list(pair.new),
                 }
             result["pairs"].append(row)  # type: ignore[attr-defined]
-            print({key: value for key, value in row.items() if not key.endswith("samples")}, flush=True)
     records.write_text(args.out, json.dumps(result, indent=1) + "\n")
 
 

@@ -93,7 +93,7 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     result = {
-        "what": f"host µs a call, rms_norm {ROWS}x{COLUMNS} bfloat16, median of {ROWS}x{CALLS}",
+        "what": f"host µs a call, rms_norm {ROWS}x{COLUMNS} bfloat16, median of {ROUNDS}x{CALLS}",
         "evidence": "measured",
         "device": hardware.detect().to_dict(),
         "torch": torch.__version__,

@@ -87,9 +87,7 @@ def decode(device: str, *, small: bool = False) -> Workload:
         for layer in cache.layers:
             layer.cumulative_length.fill_(length)
 
-    inputs = Inputs(
-        (), {"input_ids": _tokens(1, 1, model.config.vocab_size, device), "past_key_values": cache}
-    )
+    inputs = Inputs((), {"input_ids": _tokens(1, 1, model.config.vocab_size, device), "past_key_values": cache})
     return Workload(LastLogits(model), {f"b1t{length}": inputs}, name="llama-1b decode", reset=rewind)
 
 

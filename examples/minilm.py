@@ -78,7 +78,9 @@ def make(device: str) -> wavecrest.Workload:
         # in the original's order the optimized scores must not rise by more than the resolution
         swapped = int((ranked[1].diff(dim=-1) > RANK_RESOLUTION).sum())
         return [
-            Quality("lowest cosine to the original", worst, MIN_COSINE, worst >= MIN_COSINE, f"{len(cosines)} sentences"),
+            Quality(
+                "lowest cosine to the original", worst, MIN_COSINE, worst >= MIN_COSINE, f"{len(cosines)} sentences"
+            ),
             Quality("pairs ranked differently", swapped, 0, swapped == 0, f"{len(queries)} queries × {len(corpus)}"),
         ]
 

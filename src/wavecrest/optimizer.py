@@ -236,7 +236,9 @@ class _Engine:
         record = records.load_as(self.folder / RUN_FILE, OptimizeRecord)
         differences = plan.match(self.workload, self.device)
         if differences:
-            raise PlanMismatch(f"the interrupted run was made with other versions ({'; '.join(differences)}); start anew")
+            raise PlanMismatch(
+                f"the interrupted run was made with other versions ({'; '.join(differences)}); start anew"
+            )
         self.record.steps, self.record.samples = record.steps, record.samples
         self.record.notes = [*record.notes, f"resumed after {len(record.steps)} steps"]
         self.plan.steps, self.plan.environment = list(record.steps), plan.environment
@@ -313,7 +315,9 @@ class _Engine:
 
         graphs, breaks, note = find_breaks(self.workload.model, self.workload.buckets)
         self.record.breaks = breaks
-        self.record.notes.append(f"Dynamo sees {graphs} graph{'s' if graphs != 1 else ''}" + (f": {note}" if note else ""))
+        self.record.notes.append(
+            f"Dynamo sees {graphs} graph{'s' if graphs != 1 else ''}" + (f": {note}" if note else "")
+        )
 
     # -- the ladder ----------------------------------------------------------------------------------------------
 
@@ -608,9 +612,7 @@ class _Engine:
             Report(self.record).save(self.folder / REPORT_FILE)
 
 
-def judge(
-    pairs: dict[str, timing.Paired], min_gain: float
-) -> tuple[records.Verdict, str, float, timing.Interval]:
+def judge(pairs: dict[str, timing.Paired], min_gain: float) -> tuple[records.Verdict, str, float, timing.Interval]:
     """The verdict of a measured step: kept, reverted or tie, with its reason, the joint speed-up and its interval.
 
     Kept only if the lower end of the joint interval (geometric mean over buckets) is above 1 + min_gain and no bucket

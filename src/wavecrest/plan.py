@@ -233,7 +233,9 @@ class Plan(records.Model):
         for row in self.dispatch:
             if row.backend in registry.get(row.op).backends:
                 key = tuple(json.loads(row.key))
-                registry.get(row.op).pin(key, row.backend, Config(**row.config) if row.config else None, "exact", "plan")
+                registry.get(row.op).pin(
+                    key, row.backend, Config(**row.config) if row.config else None, "exact", "plan"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,5 +285,3 @@ def _tell(message: str, strict: bool) -> None:
 
 def _home(model: nn.Module) -> str:
     return next((str(tensor.device) for tensor in (*model.parameters(), *model.buffers())), "cpu")
-
-

@@ -74,7 +74,10 @@ def _verdict(results: list[VerifyProcess], ratio: float, ci: timing.Interval, pl
 
     wrong = [(result.process, failures(result.numerics)) for result in results if failures(result.numerics)]
     if wrong:
-        return False, f"{len(wrong)} of {len(results)} processes give wrong answers; process {wrong[0][0]}: {wrong[0][1]}"
+        return (
+            False,
+            f"{len(wrong)} of {len(results)} processes give wrong answers; process {wrong[0][0]}: {wrong[0][1]}",
+        )
     bad = [(result.process, row) for result in results for row in result.quality if not row.passed]
     if bad:
         return False, f"process {bad[0][0]}: {bad[0][1].name} is {bad[0][1].value:g}, limit {bad[0][1].limit:g}"
@@ -83,9 +86,7 @@ def _verdict(results: list[VerifyProcess], ratio: float, ci: timing.Interval, pl
     return True, f"numerics hold in {len(results)} processes; {ratio:.3f}× {ci}"
 
 
-def _child(
-    spec: str, plan_path: Path, device: str, seconds: float, index: int, plan: Plan
-) -> VerifyProcess:
+def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, plan: Plan) -> VerifyProcess:
     source = str(Path(__file__).resolve().parents[1])
     changes: dict[str, str | None] = {row.name: row.value for row in plan.environment}
     changes["PYTHONPATH"] = ":".join([source, *filter(None, [env.get("PYTHONPATH")])])

@@ -9,7 +9,7 @@ import pytest
 
 from wavecrest.cli.main import main
 
-FACTORIES = '''
+FACTORIES = """
 import torch
 from torch import nn
 
@@ -39,7 +39,7 @@ def model_raises():
     return nn.Linear(16, 16), torch.randn(4, 8)
 
 number = 5
-'''
+"""
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from wavecrest.workload import Inputs, Workload, from_example
 
 transformers = pytest.importorskip("transformers")
 
-SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, vocab_size=64)
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 64}
 
 
 def llama(kv_heads: int = 2, implementation: str = "sdpa") -> nn.Module:

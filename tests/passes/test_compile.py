@@ -49,18 +49,19 @@ def test_limit_of_variants_raises_instead_of_running_eagerly() -> None:
             return x * self.n
 
     torch._dynamo.reset()
-    with strict_compilation(graphs=8), torch.no_grad():
-        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-            for n in range(12):
-                variant = Count(n)
-                variant.compile(backend="eager", dynamic=False)
-                variant(torch.ones(2))
+    with strict_compilation(graphs=8), torch.no_grad(), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        for n in range(12):
+            variant = Count(n)
+            variant.compile(backend="eager", dynamic=False)
+            variant(torch.ones(2))
     torch._dynamo.reset()
 
 
 def test_group_replaces_and_order_is_by_phase() -> None:
     default, freezing, fuse = (step_by_id(name) for name in ("compile:default", "compile:freezing", "fuse_qkv"))
-    stack = Stack().plus(default, {"preset": "default"}).plus(fuse, {"groups": []}).plus(freezing, {"preset": "freezing"})
+    stack = (
+        Stack().plus(default, {"preset": "default"}).plus(fuse, {"groups": []}).plus(freezing, {"preset": "freezing"})
+    )
     assert [item.step_id for item in stack.ordered()] == ["fuse_qkv", "compile:freezing"]
     assert stack.only("surgery").applied[0].step_id == "fuse_qkv"
     assert stack.without("fuse_qkv").applied[0].step_id == "compile:freezing"

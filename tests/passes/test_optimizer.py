@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.passes.planted import (
     AddPause,
     FastButWrong,
@@ -21,7 +22,6 @@ from tests.passes.planted import (
     TakePauseOut,
     slow,
 )
-
 from wavecrest import optimizer, records
 from wavecrest.errors import InvalidArgument, PlanMismatch
 from wavecrest.optimizer import OptimizeInterrupted, OptimizeResult, Options

@@ -113,9 +113,7 @@ def command(
     processes: Annotated[
         int, typer.Option("--processes", help="Fresh processes a side when trying environment variables.")
     ] = 3,
-    step: Annotated[
-        list[str] | None, typer.Option("--step", metavar="ID", help="Only this step (repeatable).")
-    ] = None,
+    step: Annotated[list[str] | None, typer.Option("--step", metavar="ID", help="Only this step (repeatable).")] = None,
     json: _shared.JsonOption = False,
 ) -> int:
     """Make a model faster, one measured step at a time, and prove it.
@@ -181,7 +179,9 @@ def print_summary(record: OptimizeRecord, folder: Path | None) -> None:
     console.print()
     _print_result(record)
     if folder is not None:
-        console.print(f"[dim]plan and report:[/] {escape(str(folder / 'plan.json'))}  {escape(str(folder / 'report.html'))}")
+        console.print(
+            f"[dim]plan and report:[/] {escape(str(folder / 'plan.json'))}  {escape(str(folder / 'report.html'))}"
+        )
 
 
 def _print_skipped(record: OptimizeRecord) -> None:

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from wavecrest.records import VerifyRecord
 
 
-def run(
-    spec: str, plan: Path, *, processes: int = 3, seconds: float = 5.0, device: str | None = None
-) -> VerifyRecord:
+def run(spec: str, plan: Path, *, processes: int = 3, seconds: float = 5.0, device: str | None = None) -> VerifyRecord:
     """Check a plan in fresh processes; see `wavecrest.verify.run`."""
     from wavecrest import verify
 

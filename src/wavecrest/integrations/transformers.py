@@ -70,7 +70,9 @@ def _tokens(transformers: Any, path: Path, config: Any, batch: int, length: int)
     has_tokenizer = any((path / name).exists() for name in ("tokenizer.json", "vocab.txt", "tokenizer.model"))
     if has_tokenizer:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-        texts = [" ".join(SENTENCES[(row + i) % len(SENTENCES)] for i in range(length // 8 + 1)) for row in range(batch)]
+        texts = [
+            " ".join(SENTENCES[(row + i) % len(SENTENCES)] for i in range(length // 8 + 1)) for row in range(batch)
+        ]
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")

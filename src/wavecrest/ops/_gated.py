@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import wavecrest.ops._rows as _rows
 from wavecrest.errors import InvalidArgument
-from wavecrest.ops import _rows
 from wavecrest.registry import Cost, Key, dtype_name, m_bucket, needs_grad
 from wavecrest.tuned import Config
 

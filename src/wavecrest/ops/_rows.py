@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import wavecrest.ops._triton as _triton
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument
-from wavecrest.ops import _triton
 from wavecrest.tuned import Config
 
 KERNEL_DTYPES = ("float32", "float16", "bfloat16")

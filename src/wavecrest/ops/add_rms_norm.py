@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from wavecrest.ops import _rows
+import wavecrest.ops._rows as _rows
 from wavecrest.ops._lib import column_mask, column_offsets, load_row_vector, row_mask, row_offsets
 from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op, dtype_name, m_bucket, needs_grad

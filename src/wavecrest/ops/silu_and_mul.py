@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from wavecrest.ops import _gated, _rows
+import wavecrest.ops._gated as _gated
+import wavecrest.ops._rows as _rows
 from wavecrest.ops._lib import column_mask, column_offsets, row_mask, row_offsets
 from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op

@@ -12,7 +12,6 @@ __all__ = [
     "Step",
     "StepContext",
     "build",
-
     "step_by_id",
     "steps_up_to",
     "structural_copy",

@@ -63,9 +63,7 @@ class StepContext:
         """Mean share of the profiled time, over buckets, that these categories take (0 to 1)."""
         if not self.profile:
             return 0.0
-        shares = [
-            sum(row.share for row in bucket.categories if row.category in categories) for bucket in self.profile
-        ]
+        shares = [sum(row.share for row in bucket.categories if row.category in categories) for bucket in self.profile]
         return sum(shares) / len(shares)
 
     def idle_share(self) -> float:

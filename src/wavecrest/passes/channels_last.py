@@ -24,9 +24,7 @@ class ChannelsLast(Step):
         assert context.model is not None
         convs = {name: module for name, module in context.model.named_modules() if isinstance(module, torch.nn.Conv2d)}
         sites = tuple(
-            name
-            for name, module in convs.items()
-            if not module.weight.is_contiguous(memory_format=torch.channels_last)
+            name for name, module in convs.items() if not module.weight.is_contiguous(memory_format=torch.channels_last)
         )
         if not convs:
             return Found((), note="no 2-D convolution in the model")

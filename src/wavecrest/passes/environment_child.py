@@ -16,9 +16,7 @@ def main(spec: str, device: str, seconds: float, target: Path) -> None:
     """Time each bucket of the workload for `seconds`."""
     loaded = workload.load(spec, device=device)
     samples = {
-        bucket: list(
-            timing.measure(workload.Call(loaded, bucket), device=loaded.device, seconds=seconds).samples
-        )
+        bucket: list(timing.measure(workload.Call(loaded, bucket), device=loaded.device, seconds=seconds).samples)
         for bucket in loaded.buckets
     }
     target.write_text(json.dumps(samples))

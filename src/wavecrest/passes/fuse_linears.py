@@ -174,9 +174,7 @@ class FuseLinears(Step):
         """The input is read once instead of once a layer, and launches go: roofline bytes of the groups."""
         model = context.model
         assert model is not None
-        rows = max(
-            (tensor.numel() for _, tensor in next(iter(context.workload.buckets.values())).tensors()), default=1
-        )
+        rows = max((tensor.numel() for _, tensor in next(iter(context.workload.buckets.values())).tensors()), default=1)
         before = after = 0
         for group in found.params["groups"]:
             linears = [_linear(model, name) for name in group]

@@ -246,7 +246,11 @@ def _reference_model(workload: Workload) -> tuple[nn.Module | None, torch.dtype 
     try:
         return copy.deepcopy(workload.model).to(high), high, ""
     except Exception as error:
-        return None, None, f"no {high} copy of the model ({type(error).__name__}: {error}); the original is the reference"
+        return (
+            None,
+            None,
+            f"no {high} copy of the model ({type(error).__name__}: {error}); the original is the reference",
+        )
 
 
 def _high_precision(
