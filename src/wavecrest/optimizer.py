@@ -123,7 +123,7 @@ class OptimizeResult:
 
 
 class OptimizeInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a run: the model is untouched, `record` and `plan` hold what was decided, `folder` can be resumed."""
+    """Ctrl-C during a run: the model is untouched; `record` and `plan` hold what was decided, `folder` resumes it."""
 
     def __init__(self, record: OptimizeRecord, plan: Plan, folder: Path | None) -> None:
         where = f"; resume with --resume {folder}" if folder else ""

@@ -68,7 +68,7 @@ def find_breaks(function: Callable[..., Any], buckets: Mapping[str, Inputs]) -> 
                     counted, current = 0, bucket
                     inputs.clone().call(compiled)
                     graphs = max(graphs, counted)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             note = (
                 f"bucket {current}: Dynamo could not trace the model: {type(error).__name__}: {_headline(str(error))}"
             )

@@ -1,4 +1,4 @@
-"""Lower precision, only where the user asked for it: it changes the answers, so it is never part of the default ladder."""
+"""Lower precision, only where the user asked for it: it changes answers, so the default ladder leaves it out."""
 
 from __future__ import annotations
 
