@@ -416,6 +416,10 @@ class _Engine:
         verdict, reason, ratio, ci = judge(pairs, self.options.min_gain)
         if verdict == "kept":
             self.stack, self.current = trial, candidate
+            if step.phase in ("compile", "capture") and self.device.kind != "cpu":
+                # later predictions go by what is left; on the CPU compiled code leaves no events to profile
+                self.progress.phase("profile")
+                self.context.profile = self._profile(candidate) or self.context.profile
         return self._outcome(step, attempt, verdict, reason, ratio=ratio, ci=ci, speed=_speeds(pairs), **known)
 
     def _try_environment(self, step: Step, attempt: int, found: Found, known: dict[str, Any]) -> StepOutcome:
@@ -423,9 +427,10 @@ class _Engine:
 
         lines, kept = [], []
         begin = time.perf_counter()
-        for index, (name, value) in enumerate(found.params["candidates"]):
+        tried = 0
+        for name, value in found.params["candidates"]:
             spent = time.perf_counter() - begin
-            needed = spent / index if index else 2 * self.options.processes * self._child_seconds()
+            needed = spent / tried if tried else 2 * self.options.processes * self._child_seconds()
             if spent + needed > ENVIRONMENT_SHARE * self.options.budget:
                 lines.append(
                     f"{name}={value} not tried: {self.options.processes} fresh processes a side take about "
@@ -433,7 +438,7 @@ class _Engine:
                 )
                 continue
             self.progress.phase(f"environment: {name}={value} in fresh processes")
-            self.progress.update(index, len(found.params["candidates"]))
+            tried += 1
             try:
                 trial = try_variable(self.context, name, value)
             except StepRefused as error:
@@ -485,7 +490,7 @@ class _Engine:
 
     def _seconds(self) -> float:
         """Sampling time a bucket, so that measuring takes a part of the budget that its steps can afford."""
-        return min(10.0, max(2.0, self.options.budget / 75 / len(self.workload.buckets)))
+        return min(10.0, max(4.0, self.options.budget / 75 / len(self.workload.buckets)))
 
     # -- the end -------------------------------------------------------------------------------------------------
 

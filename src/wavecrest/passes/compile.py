@@ -41,6 +41,8 @@ class Compile(Step):
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """Fusable share of the profile and launch gaps."""
+        if context.compiled:
+            return Prediction(None, "compiled already: what this preset adds is measured, not modelled")
         fusable = context.share("elementwise", "normalisation", "memory")
         saved = FUSION_GAIN * fusable + GAP_GAIN * context.idle_share()
         return Prediction(
