@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from wavecrest import hardware, records, registry, timing
-from wavecrest.errors import InvalidArgument, PlanMismatch, Refused, StepRefused
+from wavecrest.errors import InvalidArgument, PlanMismatch, Refused
 from wavecrest.plan import EnvironmentSetting, Plan
-from wavecrest.records import BucketSpeed, OptimizeRecord, QualityResult, Result, Samples, StepOutcome
+from wavecrest.records import OptimizeRecord, QualityResult, Result, Samples, StepOutcome
 from wavecrest.workload import Call, Workload, from_example
 
 if TYPE_CHECKING:
@@ -31,9 +31,6 @@ MAX_LEVEL = 5
 OUT_OF_BUDGET = "no time left in the budget"
 # share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
 ENVIRONMENT_SHARE = 0.3
-# seconds of a child process beside loading the workload: imports, and sampling a bucket
-CHILD_START = 4.0
-CHILD_SAMPLING = 2.5
 PRECISIONS = ("tf32", "bf16", "fp16")
 
 
@@ -354,11 +351,14 @@ class _Engine:
         self.progress.phase(f"{step.title}" + (" (again)" if attempt > 1 else ""))
         begin = time.perf_counter()
         spent = self.spent_before + begin - self.began
+        self.context.seconds_left = self.options.budget - spent
         if spent > self.options.budget:
             outcome = self._outcome(step, attempt, "skipped", f"{OUT_OF_BUDGET} of {self.options.budget:.0f} s")
         else:
             outcome = self._try(step, attempt)
         outcome.seconds = time.perf_counter() - begin
+        if step.phase == "compile":
+            self.context.compile_seconds = max(self.context.compile_seconds, outcome.seconds)
         self.record.steps.append(outcome)
         self.plan.steps.append(outcome)
         self.plan.stack = [item.step_id for item in self.stack.ordered()]
@@ -398,6 +398,7 @@ class _Engine:
         from wavecrest.passes import build
         from wavecrest.passes.attention import check_causal
         from wavecrest.passes.gate import failures
+        from wavecrest.passes.verdict import judge, speeds
 
         trial = self.stack.plus(step, found.params)
         if step.phase == "surgery":
@@ -420,61 +421,38 @@ class _Engine:
                 # later predictions go by what is left; on the CPU compiled code leaves no events to profile
                 self.progress.phase("profile")
                 self.context.profile = self._profile(candidate) or self.context.profile
-        return self._outcome(step, attempt, verdict, reason, ratio=ratio, ci=ci, speed=_speeds(pairs), **known)
+        return self._outcome(step, attempt, verdict, reason, ratio=ratio, ci=ci, speed=speeds(pairs), **known)
 
     def _try_environment(self, step: Step, attempt: int, found: Found, known: dict[str, Any]) -> StepOutcome:
-        from wavecrest.passes.environment import try_variable
+        from wavecrest.passes.environment import try_candidates
 
-        lines, kept = [], []
-        begin = time.perf_counter()
-        tried = 0
-        for name, value in found.params["candidates"]:
-            spent = time.perf_counter() - begin
-            needed = spent / tried if tried else 2 * self.options.processes * self._child_seconds()
-            if spent + needed > ENVIRONMENT_SHARE * self.options.budget:
-                lines.append(
-                    f"{name}={value} not tried: {self.options.processes} fresh processes a side take about "
-                    f"{needed:.0f} s, more than {ENVIRONMENT_SHARE:.0%} of the budget allows"
-                )
-                continue
-            self.progress.phase(f"environment: {name}={value} in fresh processes")
-            tried += 1
-            try:
-                trial = try_variable(self.context, name, value)
-            except StepRefused as error:
-                lines.append(f"{name}={value}: {error}")
-                continue
-            wins = not trial.unstable and timing.keeps(trial.ci, self.options.min_gain)
-            word = "helps" if wins else "hurts" if trial.ci.high < 1 else "makes no proven difference"
-            lines.append(
-                f"{name}={value} {trial.unstable}"
-                if trial.unstable
-                else f"{name}={value} {word}: {trial.ratio:.3f}× {trial.ci} over {self.options.processes} processes"
-            )
+        trials = try_candidates(
+            self.context,
+            found.params["candidates"],
+            min_gain=self.options.min_gain,
+            allowance=ENVIRONMENT_SHARE * self.options.budget,
+            say=self.progress.phase,
+        )
+        for trial in trials.done:
             for bucket in trial.base:
                 self.record.samples.append(
                     Samples(
-                        step=f"environment {name}={value}",
+                        step=f"environment {trial.name}={trial.value}",
                         attempt=attempt,
                         bucket=bucket,
                         base=[sample for run in trial.base[bucket] for sample in run],
                         new=[sample for run in trial.new[bucket] for sample in run],
                     )
                 )
-            if wins:
-                kept.append((trial, EnvironmentSetting(name=name, value=value, ratio=trial.ratio)))
-        self.plan.environment = [setting for _, setting in kept]
-        known["params"] = {**known["params"], "set": {setting.name: setting.value for _, setting in kept}}
+        kept = trials.kept
+        self.plan.environment = [EnvironmentSetting(name=row.name, value=row.value, ratio=row.ratio) for row in kept]
+        known["params"] = {**known["params"], "set": {row.name: row.value for row in kept}}
+        reason = "; ".join(trials.lines)
         if not kept:
-            verdict: records.Verdict = "skipped" if all(" not tried: " in line for line in lines) else "tie"
-            return self._outcome(step, attempt, verdict, "; ".join(lines), **known)
-        best, _ = max(kept, key=lambda row: row[0].ratio)
-        reason = "; ".join(lines) + "; set them before import (`wavecrest plan show` prints the exports)"
+            return self._outcome(step, attempt, "tie" if trials.done else "skipped", reason, **known)
+        best = max(kept, key=lambda row: row.ratio)
+        reason += "; set them before import (`wavecrest plan show` prints the exports)"
         return self._outcome(step, attempt, "kept", reason, ratio=best.ratio, ci=best.ci, **known)
-
-    def _child_seconds(self) -> float:
-        """What one child process of an environment trial will take: interpreter, loading, sampling."""
-        return CHILD_START + self.workload.load_seconds + CHILD_SAMPLING * len(self.workload.buckets)
 
     def _measure(self, base: nn.Module, new: nn.Module) -> dict[str, timing.Paired]:
         return {
@@ -502,6 +480,8 @@ class _Engine:
 
         self.progress.phase("final measurement")
         torch._dynamo.reset()
+        # the coverage table is that of the result, not of candidates that were turned down
+        registry.forget()
         if not self.stack.applied:
             self.record.result = self._unchanged()
         else:
@@ -517,6 +497,7 @@ class _Engine:
 
     def _final(self) -> Result:
         from wavecrest.passes.gate import failures
+        from wavecrest.passes.verdict import speeds
 
         numerics = self.gate.check(self.current)
         problem = failures(numerics)
@@ -537,7 +518,7 @@ class _Engine:
             verdict="faster",
             ratio=ratio,
             ci=ci,
-            speed=_speeds(pairs),
+            speed=speeds(pairs),
             numerics=numerics,
             quality=quality,
             peak_memory_before=self._peak(self.workload.model),
@@ -617,23 +598,6 @@ class _Engine:
             Report(self.record).save(self.folder / REPORT_FILE)
 
 
-def judge(pairs: dict[str, timing.Paired], min_gain: float) -> tuple[records.Verdict, str, float, timing.Interval]:
-    """The verdict of a measured step: kept, reverted or tie, with its reason, the joint speed-up and its interval.
-
-    Kept only if the lower end of the joint interval (geometric mean over buckets) is above 1 + min_gain and no bucket
-    is proven slower; a tie keeps the simpler model.
-    """
-    ratio, ci = timing.bootstrap_speedup([(pair.base, pair.new) for pair in pairs.values()])
-    slower = [f"{bucket} {pair.ratio:.3f}× {pair.ci}" for bucket, pair in pairs.items() if pair.ci.high < 1]
-    if timing.keeps(ci, min_gain) and not slower:
-        return "kept", f"faster by at least {min_gain:.0%} (95 %)", ratio, ci
-    if ci.high < 1:
-        return "reverted", "slower", ratio, ci
-    if slower:
-        return "reverted", f"slower on a bucket: {', '.join(slower)}", ratio, ci
-    return "tie", f"no gain of at least {min_gain:.0%} is proven; the simpler model stays", ratio, ci
-
-
 def coverage_rows() -> list[records.DecisionRow]:
     """The dispatch decisions of this process, for records."""
     import json
@@ -663,21 +627,6 @@ def _known(found: Found, prediction: Prediction) -> dict[str, Any]:
         "predicted": predicted,
         "prediction": prediction.basis,
     }
-
-
-def _speeds(pairs: dict[str, timing.Paired]) -> list[BucketSpeed]:
-    return [
-        BucketSpeed(
-            bucket=bucket,
-            base_ms=pair.base_ms,
-            new_ms=pair.new_ms,
-            ratio=pair.ratio,
-            ci=pair.ci,
-            blocks=pair.n,
-            clock=pair.clock,
-        )
-        for bucket, pair in pairs.items()
-    ]
 
 
 @contextmanager

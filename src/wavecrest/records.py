@@ -353,11 +353,28 @@ def _commit() -> str | None:
     return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
 
 
+def shown_path(path: str) -> str:
+    """A path as records show it: relative to site-packages or to the working folder if it is inside, else as it is."""
+    if not os.path.isabs(path):
+        return path
+    _, installed, rest = path.rpartition("site-packages/")
+    if installed:
+        return rest
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
 def command_line() -> str:
-    """How this process was started, with the program's path shortened to its name."""
+    """How this process was started: the program by its name, absolute paths outside the working folder by theirs.
+
+    Records are shared, and where somebody's home folder is says nothing about a result.
+    """
     if not sys.argv or not sys.argv[0]:
         return "python"
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    arguments = [shown_path(argument) for argument in sys.argv[1:]]
+    arguments = [f"…/{Path(argument).name}" if os.path.isabs(argument) else argument for argument in arguments]
+    return shlex.join(["wavecrest" if program == "__main__.py" else program, *arguments])
 
 
 def header(device: hardware.Device, *, evidence: Evidence = "measured", command: str | None = None) -> Header:

@@ -429,6 +429,12 @@ def strict(mode: Strict) -> None:
             op.forget()
 
 
+def forget() -> None:
+    """Forget every op's decisions and call counts; the next call of each decides anew (pins stay)."""
+    for op in _OPS.values():
+        op.forget()
+
+
 def coverage() -> list[tuple[Decision, int]]:
     """Every decision of every op with its number of eager calls: the table to print at the end of a run."""
     return [row for name in sorted(_OPS) for row in _OPS[name].decisions()]

@@ -331,17 +331,6 @@ def measure(
             return Measurement(tuple(samples), tuple(wall), cold, stopwatch.clock, ci)
 
 
-def measure_kernel(work: Work, *, device: str, seconds: float = 0.05) -> float:
-    """Median time in ms of a short piece of work with a cold cache (on a GPU); for pre-selection, not for verdicts."""
-    stopwatch = Stopwatch(device, cold_cache=device != "cpu")
-    warm_up(stopwatch, work, seconds=seconds / 2)
-    samples: list[float] = []
-    begin = time.perf_counter()
-    while len(samples) < 10 or time.perf_counter() - begin < seconds:
-        samples.append(stopwatch.time(work)[0])
-    return statistics.median(samples)
-
-
 def measure_pair(
     base: Work,
     new: Work,

@@ -114,6 +114,7 @@ def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: i
 
     from wavecrest.passes.gate import Gate
     from wavecrest.passes.precision import GATE_DTYPE
+    from wavecrest.passes.verdict import speeds
 
     plan = Plan.load(plan_path)
     loaded = workload.load(spec, device=device)
@@ -134,26 +135,16 @@ def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: i
                 for row in loaded.quality(loaded.model, made.model)
             ]
 
-    speed = []
-    for bucket in loaded.buckets:
-        pair = timing.measure_pair(
+    pairs = {
+        bucket: timing.measure_pair(
             workload.Call(loaded, bucket, loaded.model),
             workload.Call(loaded, bucket, made.model),
             device=loaded.device,
             seconds=seconds,
         )
-        speed.append(
-            records.BucketSpeed(
-                bucket=bucket,
-                base_ms=pair.base_ms,
-                new_ms=pair.new_ms,
-                ratio=pair.ratio,
-                ci=pair.ci,
-                blocks=pair.n,
-                clock=pair.clock,
-            )
-        )
-    return VerifyProcess(process=index, numerics=numerics, quality=quality, speed=speed, warnings=texts)
+        for bucket in loaded.buckets
+    }
+    return VerifyProcess(process=index, numerics=numerics, quality=quality, speed=speeds(pairs), warnings=texts)
 
 
 if __name__ == "__main__":

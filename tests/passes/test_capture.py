@@ -89,3 +89,10 @@ def test_a_model_that_synchronizes_is_refused() -> None:
 
     with torch.no_grad(), pytest.raises(StepRefused, match="cannot be captured"):
         CapturedModule(Reads())(torch.randn(4, device="cuda"))
+    # a failed capture leaves nothing behind: random numbers, allocation and the next capture work
+    x = torch.randn(1 << 20, device="cuda")
+    with torch.no_grad():
+        torch.testing.assert_close(CapturedModule(nn.ReLU())(x), x.relu())
+    del x
+    torch.cuda.empty_cache()
+    assert float(torch.randn(1024, device="cuda").std()) > 0.5

@@ -13,10 +13,10 @@ from torch import nn
 from torch._dynamo import utils
 
 from wavecrest.graphs.breaks import find_breaks
-from wavecrest.records import GraphBreak
+from wavecrest.records import GraphBreak, shown_path
 from wavecrest.workload import Inputs
 
-HERE = Path(__file__)
+HERE = Path(shown_path(__file__))
 
 
 def _inputs(*batches: int) -> dict[str, Inputs]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wavecrest.records import GraphBreak
+from wavecrest.records import GraphBreak, shown_path
 
 if TYPE_CHECKING:
     from wavecrest.workload import Inputs
@@ -124,7 +124,9 @@ def _from_reason(reason: Any) -> GraphBreak:
     own = [frame for frame in frames if "torch/_dynamo" not in Path(frame.filename).as_posix()] or frames
     if not own:
         return GraphBreak(kind="break", file="unknown", line=0, reason=_headline(reason.reason))
-    return GraphBreak(kind="break", file=own[-1].filename, line=own[-1].lineno or 0, reason=_headline(reason.reason))
+    return GraphBreak(
+        kind="break", file=shown_path(own[-1].filename), line=own[-1].lineno or 0, reason=_headline(reason.reason)
+    )
 
 
 def _from_failure(metrics: Any) -> GraphBreak | None:
@@ -133,7 +135,7 @@ def _from_failure(metrics: Any) -> GraphBreak | None:
         return None
     return GraphBreak(
         kind="break",
-        file=metrics.fail_user_frame_filename or metrics.co_filename or "unknown",
+        file=shown_path(metrics.fail_user_frame_filename or metrics.co_filename or "unknown"),
         line=metrics.fail_user_frame_lineno or metrics.co_firstlineno or 0,
         reason=f"{metrics.co_name} runs without compilation: {_headline(metrics.fail_reason)}",
     )
@@ -148,7 +150,7 @@ def _from_recompile(metrics: Any) -> GraphBreak | None:
     places = _LOCATION.findall(metrics.recompile_reason)
     file, line = places[-1] if places else (metrics.co_filename or "unknown", metrics.co_firstlineno or 0)
     reason = f"{metrics.co_name} compiled again, guard failed: {guard}"
-    return GraphBreak(kind="recompile", file=file, line=int(line), reason=reason)
+    return GraphBreak(kind="recompile", file=shown_path(file), line=int(line), reason=reason)
 
 
 def _hit_limit(metrics: Any) -> bool:
@@ -156,7 +158,7 @@ def _hit_limit(metrics: Any) -> bool:
 
 
 def _place(metrics: Any) -> str:
-    return f"{metrics.co_name} ({metrics.co_filename}:{metrics.co_firstlineno})"
+    return f"{metrics.co_name} ({shown_path(metrics.co_filename or 'unknown')}:{metrics.co_firstlineno})"
 
 
 def _named(metrics: list[Any]) -> list[Any]:

@@ -8,8 +8,9 @@ repeats the numerics gate in several fresh processes.
 
 from __future__ import annotations
 
+import statistics
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from wavecrest import timing
 from wavecrest.errors import StepRefused
 from wavecrest.workload import iter_tensors
 
@@ -114,8 +116,55 @@ class CapturedModule(nn.Module):
             with torch.compiler.set_stance("fail_on_recompile"), torch.cuda.graph(graph, pool=self._pool):
                 output = self.inner(*args, **kwargs)
         except RuntimeError as error:
+            _recover(self._pool)
             raise StepRefused(f"the model cannot be captured: {str(error).splitlines()[0]}") from error
         return _Captured(graph, static, output)
+
+
+def device_time(work: Callable[[], Any], *, calls: int = 8, rounds: int = 20) -> float:
+    """Median device time in ms of one call of `work`, from replays of a graph of `calls` calls: no host time in it.
+
+    Caches are warm. For choosing among kernels before the whole model is measured, not for verdicts.
+
+    Raises:
+        StepRefused: the work cannot be captured.
+    """
+    stream: Any = torch.cuda.Stream
+    side = stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP_CALLS):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            for _ in range(calls):
+                work()
+    except RuntimeError as error:
+        _recover(pool)
+        raise StepRefused(f"it cannot be captured: {str(error).splitlines()[0]}") from error
+    stopwatch = timing.Stopwatch(f"cuda:{torch.cuda.current_device()}")
+    return statistics.median(stopwatch.time(graph.replay)[0] for _ in range(rounds)) / calls
+
+
+def _recover(pool: Any) -> None:
+    """Undo what a failed capture leaves behind in torch (seen with 2.11 on an H200, 2026-11-20).
+
+    The allocator still counts a capture under way, and the random generator still believes it is inside one: the next
+    torch.randn raises "Offset increment outside graph capture". Ending the pool's use and one empty capture that
+    succeeds put both right.
+    """
+    torch.cuda.synchronize()
+    end_pool = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end_pool is not None:
+        end_pool(torch.cuda.current_device(), pool)
+    scratch = torch.zeros(1, device="cuda")
+    empty = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(empty):
+        scratch.add_(1)
+    empty.reset()
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,5 +94,26 @@ def strict_compilation(graphs: int) -> Iterator[None]:
         if hasattr(config, name):
             changes[name] = max(256, 4 * limit)
             break
-    with config.patch(**changes):
+    with config.patch(**changes), _quiet_search():
         yield
+
+
+@contextmanager
+def _quiet_search() -> Iterator[None]:
+    """No tables of every tile size that max-autotune tried, and no log lines for those that do not fit the chip."""
+    import torch
+    import torch._inductor.select_algorithm as select
+
+    logger = logging.getLogger(select.__name__)
+    level, printed = logger.level, getattr(select, "PRINT_AUTOTUNE", None)
+    logger.setLevel(logging.CRITICAL)
+    stats = hasattr(torch._inductor.config, "max_autotune_report_choices_stats")
+    with torch._inductor.config.patch({"max_autotune_report_choices_stats": False} if stats else {}):
+        try:
+            if printed is not None:
+                select.PRINT_AUTOTUNE = False
+            yield
+        finally:
+            logger.setLevel(level)
+            if printed is not None:
+                select.PRINT_AUTOTUNE = printed

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wavecrest import timing
 from wavecrest.errors import StepRefused
+from wavecrest.graphs.capture import device_time
 from wavecrest.passes.base import Found, Prediction, Step, StepContext
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class SDPACall:
         return tuple((t.shape, t.stride(), t.dtype) if hasattr(t, "stride") else str(t) for t in tensors)
 
     def time(self, backend: str | None) -> float:
-        """Median time in ms of the call alone on one backend, or on the default choice.
+        """Device time in ms of the call alone on one backend, or on the default choice.
 
         Raises:
             StepRefused: the backend does not take this call.
@@ -250,12 +250,11 @@ class SDPACall:
             with torch.no_grad(), scope:
                 return torch.nn.functional.scaled_dot_product_attention(*self.arguments, **self.options)
 
-        device = self.arguments[0].device if self.arguments else next(iter(self.options.values())).device
         try:
             work()
         except RuntimeError as error:
             raise StepRefused(f"does not take the model's calls: {str(error).splitlines()[0]}") from error
-        return timing.measure_kernel(work, device=str(device))
+        return device_time(work)
 
 
 def _watch_class() -> type:

@@ -58,6 +58,9 @@ class StepContext:
     processes: int = 3
     # whether a compile step is in force
     compiled: bool = False
+    # seconds of the budget that are left, and that the longest compilation so far took
+    seconds_left: float = float("inf")
+    compile_seconds: float = 0.0
 
     def share(self, *categories: str) -> float:
         """Mean share of the profiled time, over buckets, that these categories take (0 to 1)."""

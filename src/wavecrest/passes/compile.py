@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 # taking Python out. A model for ordering expectations, not a measurement.
 FUSION_GAIN = 0.6
 GAP_GAIN = 0.7
+# a search at compile time against a plain compilation: 2 to 5 times as long for a 16-layer Llama, over 6 times for a
+# float32 BERT with two buckets (H200, 2026-11-20)
+SEARCH_FACTOR = 6.0
 
 
 class Compile(Step):
@@ -37,6 +40,13 @@ class Compile(Step):
         """Applies to every model on the preset's devices."""
         if context.device.vendor not in self.preset.devices:
             return Found((), note=f"not tried on {context.device.vendor}")
+        needed = SEARCH_FACTOR * context.compile_seconds if self.preset.thorough else 0.0
+        if needed > context.seconds_left:
+            return Found(
+                (),
+                note=f"no time left in the budget: this preset searches at compile time, about {needed:.0f} s after a "
+                f"plain compilation of {context.compile_seconds:.0f} s, and {context.seconds_left:.0f} s are left",
+            )
         return Found(("model",), {"preset": self.preset.name}, self.preset.why)
 
     def predict(self, found: Found, context: StepContext) -> Prediction:

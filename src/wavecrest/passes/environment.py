@@ -7,19 +7,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wavecrest import env
 from wavecrest.errors import StepRefused
 from wavecrest.passes.base import Found, Prediction, Step, StepContext
-from wavecrest.timing import Interval, bootstrap_processes
+from wavecrest.timing import Interval, bootstrap_processes, keeps
 
 if TYPE_CHECKING:
     from torch import nn
 
 CHILD_TIMEOUT = 600.0
+# seconds of a child process beside loading the workload: imports, and sampling a bucket
+CHILD_START = 4.0
+CHILD_SAMPLING = 2.5
 # range of the process medians of one side, over the smallest, above which a trial says nothing
 UNSTABLE_RANGE = 0.15
 
@@ -81,6 +86,60 @@ class EnvironmentStep(Step):
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Nothing in this process; the plan carries the variables to be set before import."""
         return model
+
+
+@dataclass(slots=True)
+class Trials:
+    """What came of the candidates: those that ran, those that help, and a line for each."""
+
+    done: list[EnvironmentTrial] = field(default_factory=list)
+    kept: list[EnvironmentTrial] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+def try_candidates(
+    context: StepContext,
+    candidates: Sequence[tuple[str, str]],
+    *,
+    min_gain: float,
+    allowance: float,
+    say: Callable[[str], None],
+) -> Trials:
+    """Try (name, value) pairs one by one while the next fits into `allowance` seconds; `say` is told what runs."""
+    trials = Trials()
+    begin = time.perf_counter()
+    for name, value in candidates:
+        text = f"{name}={value}"
+        spent = time.perf_counter() - begin
+        count = len(trials.done)
+        needed = spent / count if count else 2 * context.processes * _child_seconds(context)
+        if spent + needed > allowance:
+            trials.lines.append(
+                f"{text} not tried: {context.processes} fresh processes a side take about {needed:.0f} s, "
+                f"{max(0.0, allowance - spent):.0f} s of the budget are left for such trials"
+            )
+            continue
+        say(f"environment: {text} in fresh processes")
+        try:
+            trial = try_variable(context, name, value)
+        except StepRefused as error:
+            trials.lines.append(f"{text}: {error}")
+            continue
+        trials.done.append(trial)
+        if trial.unstable:
+            trials.lines.append(f"{text} {trial.unstable}")
+            continue
+        wins = keeps(trial.ci, min_gain)
+        word = "helps" if wins else "hurts" if trial.ci.high < 1 else "makes no proven difference"
+        trials.lines.append(f"{text} {word}: {trial.ratio:.3f}× {trial.ci} over {context.processes} processes")
+        if wins:
+            trials.kept.append(trial)
+    return trials
+
+
+def _child_seconds(context: StepContext) -> float:
+    """What a child process will take before one has run: interpreter and imports, loading, sampling."""
+    return CHILD_START + context.workload.load_seconds + CHILD_SAMPLING * len(context.workload.buckets)
 
 
 def try_variable(context: StepContext, name: str, value: str, *, seconds: float = 2.0) -> EnvironmentTrial:
