@@ -80,22 +80,19 @@ def read_amd(asm: dict[str, Any]) -> dict[str, int]:
 
 def read_nvidia(asm: dict[str, Any], arch: str) -> dict[str, int]:
     text = asm["ptx"]
-    # ptxas ships with Triton; which folder differs between versions
-    ptxas = sorted(Path(triton.__file__).parent.rglob("bin/ptxas"))[0]
+    # cuobjdump ships with Triton; which folder differs between versions
+    cuobjdump = sorted(Path(triton.__file__).parent.rglob("bin/cuobjdump"))[0]
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(text)
-        suffix = "a" if f"{arch}a" in text else ""
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(asm["cubin"])
         done = subprocess.run(
-            [ptxas, "-v", f"-arch={arch}{suffix}", str(file), "-o", str(Path(folder) / "kernel.cubin")],
-            capture_output=True,
-            text=True,
-            check=True,
+            [cuobjdump, "--dump-resource-usage", str(file)], capture_output=True, text=True, check=True
         )
+    # spilled registers live in the stack frame or in local memory
     return {
-        "spills": _number(done.stderr, r"(\d+) bytes spill stores") + _number(done.stderr, r"(\d+) bytes spill loads"),
-        "scratch": _number(done.stderr, r"(\d+) bytes stack frame"),
-        "registers": _number(done.stderr, r"Used (\d+) registers"),
+        "spills": _number(done.stdout, r"LOCAL:(\d+)"),
+        "scratch": _number(done.stdout, r"STACK:(\d+)"),
+        "registers": _number(done.stdout, r"REG:(\d+)"),
         "wide_loads": len(re.findall(r"ld\.global\S*\.(?:v4\.b32|v2\.b64)", text)),
         "wide_stores": len(re.findall(r"st\.global\S*\.(?:v4\.b32|v2\.b64)", text)),
     }

@@ -40,6 +40,8 @@ NAMES: dict[str, list[str]] = {
         "triton_tem_fused_bmm_7",
         "triton_tem_fused__scaled_mm_2",
         "triton_red_fused_mm_3",
+        "triton_red_fused__to_copy_add_mean_mm_mul_pow_rsqrt_t_view_16",
+        "triton_red_fused__unsafe_view_mm_mul_silu_slice_t_view_10",
         "_gemm_kernel",
         "cpp_CppMicroGemmFP32Vec_micro_gemm_0",
         "aten::addmm",
