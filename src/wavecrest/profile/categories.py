@@ -80,8 +80,9 @@ RULES: tuple[Rule, ...] = (
     Rule(r"^triton_tem_fused\w*conv", "convolution", "inductor template"),
     Rule(r"^triton_tem_fused\w*_(?:add|b|badd|int_|grouped_|scaled_(?:grouped_)?)?mm", "gemm", "inductor template"),
     Rule(r"^cpp_\w*(?:micro_?gemm|packed_gemm|_gemm_template)", "gemm", "inductor template"),
-    # a product of few rows written out as a reduction; a norm fused into it takes a small part of its time
-    Rule(r"^triton_(?:red|per)_fused(?:_\w+)?_(?:mm|addmm|bmm|mv)_", "gemm", "inductor"),
+    # a product of few rows written out as a reduction (a norm fused into it is the smaller part); addmm in a name is
+    # only the bias of a library call
+    Rule(r"^triton_(?:red|per)_fused(?:_\w+)?_(?:mm|bmm|mv)_", "gemm", "inductor"),
     Rule(_FUSED + r"\w*(?:layer|group|batch|instance|rms)_norm", "normalisation", "inductor"),
     Rule(_FUSED + r"\w*(?:_softmax|softmax_online)", "normalisation", "inductor"),
     Rule(_FUSED + r"(?=\w*_rsqrt)(?=\w*_(?:mean|sum|var|var_mean)_)", "normalisation", "inductor"),
