@@ -66,7 +66,6 @@ def run(
 
 def _row(bench: BucketBench) -> tuple[str, str, str, str, str]:
     measured = bench.measurement
-    shapes = "\n".join(f"[dim]{escape(path)} {escape(shape)}[/dim]" for path, shape in bench.shapes.items())
     if measured.unstable:
         median, mean = f"[yellow]unstable[/yellow]\n[dim]{measured.n} samples[/dim]", "–"
     else:
@@ -74,7 +73,7 @@ def _row(bench: BucketBench) -> tuple[str, str, str, str, str]:
         median = f"{_shared.format_time(measured.median)}\n[dim]{low} to {high}[/dim]"
         mean = f"{_shared.format_time(measured.mean)} ± {_shared.format_time(measured.std)}"
     return (
-        f"{escape(bench.bucket)}\n{shapes}",
+        escape(bench.bucket),
         median,
         f"{mean}\n[dim]spread {measured.spread:.1%}[/dim]",
         _shared.format_time(measured.cold_start),
@@ -91,12 +90,15 @@ def show(record: BenchRecord) -> None:
         f"({device['arch']}) · torch {versions.torch}"
     )
     table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("bucket", overflow="fold")
+    table.add_column("bucket", overflow="fold", min_width=8)
     for title in ("median\n95 % interval", "mean ± std\nspread", "first call", "memory"):
         table.add_column(title, justify="right", no_wrap=True)
     for bench in record.buckets:
         table.add_row(*_row(bench))
     out.print(table)
+    for bench in record.buckets:
+        inputs = ", ".join(f"{path} {shape}" for path, shape in bench.shapes.items())
+        out.print(f"[dim]{escape(bench.bucket)}: {escape(inputs)}[/dim]")
     clocks = sorted({bench.measurement.clock for bench in record.buckets})
     out.print(f"[dim]clock: {', '.join(clocks)}; memory: what one call adds at its peak[/dim]")
     if any(bench.measurement.unstable for bench in record.buckets):

@@ -170,7 +170,7 @@ def show(record: CompareRecord) -> None:
     out = _shared.out
     out.print(f"{escape(record.workload)}: B = {escape(record.b)} against A = {escape(record.a)}", soft_wrap=True)
     table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("bucket", overflow="fold")
+    table.add_column("bucket", overflow="fold", min_width=8)
     for title in ("A", "B", "speed-up", "95 % interval"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
@@ -179,7 +179,7 @@ def show(record: CompareRecord) -> None:
         ratio = f"{change.ratio:.3f}×" if change.ratio is not None else "–"
         interval = f"{change.low:.3f} to {change.high:.3f}" if change.ratio is not None else "–"
         times = ["unstable" if ms is None else _shared.format_time(ms) for ms in (change.a_ms, change.b_ms)]
-        over = " over the limit" if change.regression else ""
+        over = "\nover the limit" if change.regression else ""
         table.add_row(escape(change.bucket), *times, ratio, interval, f"[{style}]{change.verdict}[/{style}]{over}")
     out.print(table)
     for warning in record.warnings:

@@ -319,14 +319,14 @@ def _best_seconds(call: Callable[[], Any], finish: Callable[[], None], budget: f
     return best
 
 
-def measure_ceilings(device: str, dtype: str = "float32", *, seconds: float = 0.5) -> Ceilings:
+def measure_ceilings(device: str, dtype: str = "float32", *, seconds: float | None = None) -> Ceilings:
     """What this device reaches in a large copy and a large square product: the ceiling that is fair to compare with.
 
     Args:
         device: a torch device name, "cpu" or "cuda:N".
         dtype: torch dtype name of the product (float32 is measured too); random data, never zeros, since power draw
             and with it the clock depend on the data.
-        seconds: time to spend, roughly.
+        seconds: time to spend, roughly; None takes 0.5 on a GPU and 2 on the CPU, whose clock settles slowly.
 
     Raises:
         InvalidArgument: `dtype` is not a floating dtype of torch that has a matrix product.
@@ -343,7 +343,7 @@ def measure_ceilings(device: str, dtype: str = "float32", *, seconds: float = 0.
             torch.cuda.synchronize(device)
 
     dtypes = sorted({dtype, "float32"})
-    share = seconds / (len(dtypes) + 1)
+    share = (seconds or (0.5 if on_gpu else 2.0)) / (len(dtypes) + 1)
     with torch.no_grad():
         bandwidth = _best_copy(device, on_gpu, finish, share)
         peak = {name: _best_product(device, getattr(torch, name), on_gpu, finish, share) for name in dtypes}
