@@ -27,6 +27,8 @@ UNSTABLE_SPREAD = 0.10
 # paired measurement stops early once the interval is this narrow, as a share of the ratio
 TARGET_HALF_WIDTH = 0.01
 BOOTSTRAP_ROUNDS = 2000
+# calls longer than this are not disturbed by what ran before them
+SETTLED_MS = 200.0
 # samples (or blocks) kept at most: the bootstrap's memory and the size of a record grow with them
 MAX_SAMPLES = 1000
 # a run of samples lasts at least this long, so that fast work is not judged by one lucky millisecond
@@ -342,6 +344,10 @@ def measure_pair(
 ) -> Paired:
     """Time `base` against `new` in interleaved ABBA blocks.
 
+    After each change of side one call is not timed: right after the other side ran, the host's caches hold that
+    side's code and data, which no server sees (a host-bound eager Llama prefill took 14.3 ms that way and 12.0 ms on
+    its own; one H200, 2026-11-20). Calls that take longer than SETTLED_MS settle by themselves.
+
     Runs at least `min_blocks` blocks (two calls of each side a block) and MIN_SECONDS, then goes on while `seconds`
     last and the interval of the speed-up is wider than one percent either way, to MAX_SAMPLES blocks at most. The stop
     looks at the width alone, never at which side leads, so it does not favour a verdict.
@@ -354,8 +360,12 @@ def measure_pair(
     stop = _Stop(min_blocks, seconds, time.perf_counter())
     while True:
         first, _ = stopwatch.time(base)
+        if not b or b[-1] < SETTLED_MS:
+            stopwatch.time(new)
         second, _ = stopwatch.time(new)
         third, _ = stopwatch.time(new)
+        if first < SETTLED_MS:
+            stopwatch.time(base)
         fourth, _ = stopwatch.time(base)
         a.append((first + fourth) / 2)
         b.append((second + third) / 2)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ import pytest
 from wavecrest.cli.main import main
 
 FACTORIES = """
+import time
+
 import torch
 from torch import nn
 
@@ -39,6 +45,19 @@ def model_raises():
     return nn.Linear(16, 16), torch.randn(4, 8)
 
 number = 5
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        time.sleep(0.05)
+        return self.linear(x)
+
+def slow():
+    torch.manual_seed(0)
+    return Slow(), torch.randn(4, 16)
 """
 
 
@@ -138,6 +157,31 @@ def test_run_verify_plan_report(factory: Path, tmp_path: Path, capsys: pytest.Ca
     code = main(arguments)
     verified = json.loads(capsys.readouterr().out)
     assert code == 0 and verified["passed"] and len(verified["processes"]) == 1
+
+
+def test_ctrl_c_says_how_to_resume_and_resumes(
+    factory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, spec = tmp_path / "run", f"{factory}:slow"
+    arguments = [sys.executable, "-m", "wavecrest", "optimize", spec, "--level", "2", "-o", str(run), "--budget", "60s"]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # the first verdict (the environment step) has been written: the next step is at work
+    deadline = time.monotonic() + 120
+    while not (run / "run.json").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "interrupted after" in err and f"--resume {run}" in err and "Traceback" not in err
+    before = json.loads((run / "run.json").read_text())
+    assert before["steps"] and before["result"] is None
+    assert "interrupted" in (run / "report.html").read_text().lower()
+
+    capsys.readouterr()
+    assert main(["optimize", spec, "--level", "2", "--resume", str(run), "--budget", "60s", "--json"]) == 0
+    after = json.loads(capsys.readouterr().out)
+    assert after["steps"][0] == before["steps"][0] and after["result"] is not None
 
 
 def test_plan_from_another_machine_is_refused(

@@ -92,20 +92,28 @@ def test_drift_of_both_sides_is_no_gain(simulate: Callable[..., Clock], drift: f
     assert np.median([pair.ratio for pair in pairs]) == pytest.approx(1.0, abs=0.01)
 
 
-def test_blocks_run_abba(simulate: Callable[..., Clock]) -> None:
+def test_blocks_run_abba_and_settle_after_each_change_of_side(simulate: Callable[..., Clock]) -> None:
     clock = simulate(ms=50.0)
     pair = timing.measure_pair("base", "new", device="cpu", seconds=0.1)  # type: ignore[arg-type]
-    measured = clock.calls[-4 * pair.n :]
-    assert measured == ["base", "new", "new", "base"] * pair.n
-    warm = clock.calls[: -4 * pair.n]
+    # the second and the fifth call of a block are not timed
+    measured = clock.calls[-6 * pair.n :]
+    assert measured == ["base", "new", "new", "new", "base", "base"] * pair.n
+    warm = clock.calls[: -6 * pair.n]
     assert warm.count("base") >= 3 and warm.count("new") >= 3
 
 
-def test_a_block_is_the_mean_of_its_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans = iter([(9.0, 9.0)] * 200)
+def test_long_calls_are_all_timed(simulate: Callable[..., Clock]) -> None:
+    clock = simulate(ms=2 * timing.SETTLED_MS)
+    pair = timing.measure_pair("base", "new", device="cpu", seconds=0.1)  # type: ignore[arg-type]
+    assert clock.calls[-4 * (pair.n - 1) :] == ["base", "new", "new", "base"] * (pair.n - 1)
+
+
+def test_a_block_is_the_mean_of_its_two_timed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "warm_up", lambda *_args, **_kwargs: 0.0)
-    queue = iter([(1.0, 1.0), (10.0, 10.0), (30.0, 30.0), (3.0, 3.0)] * 15)
-    monkeypatch.setattr(timing.Stopwatch, "time", lambda self, work: next(queue, next(spans)))
+    # 99: calls right after a change of side, which must not count
+    block = [(1.0, 1.0), (99.0, 99.0), (10.0, 10.0), (30.0, 30.0), (99.0, 99.0), (3.0, 3.0)]
+    queue = iter(block * 15)
+    monkeypatch.setattr(timing.Stopwatch, "time", lambda self, work: next(queue))
     pair = timing.measure_pair("base", "new", device="cpu", seconds=0.0)  # type: ignore[arg-type]
     assert pair.base == (2.0,) * 15 and pair.new == (20.0,) * 15
     assert pair.ratio == pytest.approx(0.1)

@@ -123,20 +123,27 @@ def command(
     """
     spec = _shared.spec_of(workload, hf)
     folder = resume or out or Path("runs") / f"{_slug(spec)}-{datetime.now():%Y%m%d-%H%M%S}"
-    with Display() as display:
-        result = run(
-            spec,
-            level=level,
-            min_gain=_shared.parse_percent(min_gain),
-            budget=parse_duration(budget),
-            device=device,
-            precision=precision,
-            out=folder,
-            resume=resume is not None,
-            processes=processes,
-            steps=tuple(step) if step else None,
-            display=display,
-        )
+    from wavecrest.optimizer import OptimizeInterrupted
+
+    try:
+        with Display() as display:
+            result = run(
+                spec,
+                level=level,
+                min_gain=_shared.parse_percent(min_gain),
+                budget=parse_duration(budget),
+                device=device,
+                precision=precision,
+                out=folder,
+                resume=resume is not None,
+                processes=processes,
+                steps=tuple(step) if step else None,
+                display=display,
+            )
+    except OptimizeInterrupted as interrupted:
+        # the program that runs commands turns a KeyboardInterrupt into a bare exit code
+        _shared.err.print(f"[yellow]{escape(str(interrupted))}[/]", soft_wrap=True)
+        return 130
     if json:
         _shared.print_json(result.record)
     else:
