@@ -14,11 +14,16 @@ python=${PYTHON:-python3}
 mkdir -p "$out"
 
 optimize() { # name, workload, budget
-    local run
-    run=$(mktemp -d)
-    "$python" -m wavecrest optimize "$2" --device cuda --budget "$3" --out "$run" 2>&1 | tee "$out/$1.log"
+    local run=runs/$1
+    rm -rf "$run"
+    "$python" -m wavecrest optimize "$2" --device cuda --budget "$3" ${FLAGS:-} --out "$run" 2>&1 | tee "$out/$1.log"
     cp "$run/run.json" "$out/$1.run.json"
     cp "$run/plan.json" "$out/$1.plan.json"
+}
+
+verify() { # name, workload
+    "$python" -m wavecrest verify "$2" --plan "runs/$1/plan.json" --device cuda --processes "${PROCESSES:-2}" \
+        --out "$out/$1.verify.json" 2>&1 | tee -a "$out/$1.log"
 }
 
 for part in "${parts[@]}"; do
@@ -28,12 +33,13 @@ for part in "${parts[@]}"; do
     tests) "$python" -m pytest -q -p no:cacheprovider ${TESTS:-tests/ops tests/passes tests/unit} 2>&1 | tail -60 | tee "$out/tests.log" ;;
     sanitize) compute-sanitizer --tool memcheck "$python" -m pytest -q -p no:cacheprovider tests/ops -k "odd" 2>&1 | tail -15 | tee "$out/sanitize.log" ;;
     host) "$python" benchmarks/host_cost.py --out "$out/host_cost.json" 2>&1 | tee "$out/host.log" ;;
-    minilm) optimize minilm examples/minilm.py:make 150s ;;
-    prefill) optimize llama_prefill examples/llama.py:prefill 240s ;;
+    minilm) optimize minilm examples/minilm.py:make 150s && verify minilm examples/minilm.py:make ;;
+    prefill) optimize llama_prefill examples/llama.py:prefill ${PREFILL_BUDGET:-240s} ;;
     decode)
         optimize llama_decode examples/llama.py:decode ${DECODE_BUDGET:-480s}
-        "$python" benchmarks/decode_peers.py examples/llama.py:decode "$out/llama_decode.plan.json" --device cuda \
+        "$python" benchmarks/decode_peers.py examples/llama.py:decode runs/llama_decode/plan.json --device cuda \
             --out "$out/llama_decode.peers.json" 2>&1 | tee -a "$out/llama_decode.log"
+        verify llama_decode examples/llama.py:decode
         ;;
     *) echo "no part $part" ;;
     esac

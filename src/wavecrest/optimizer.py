@@ -45,6 +45,7 @@ class Options:
         precision: "tf32", "bf16" or "fp16" if the user wants that tried, else None.
         processes: fresh processes a side for environment variables.
         steps: restrict to these step ids (None: all of the level).
+        skip: step ids that are not tried.
     """
 
     level: int = MAX_LEVEL
@@ -53,6 +54,7 @@ class Options:
     precision: str | None = None
     processes: int = 3
     steps: tuple[str, ...] | None = None
+    skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.level <= MAX_LEVEL:
@@ -322,14 +324,17 @@ class _Engine:
         from wavecrest.passes import steps_up_to
 
         steps = steps_up_to(self.options.level)
+        unknown = {*(self.options.steps or ()), *self.options.skip} - {step.id for step in steps}
+        if unknown:
+            raise InvalidArgument(
+                f"no step {', '.join(sorted(unknown))} at level {self.options.level}; "
+                f"there are {', '.join(step.id for step in steps)}"
+            )
         if self.options.steps is not None:
-            unknown = set(self.options.steps) - {step.id for step in steps}
-            if unknown:
-                raise InvalidArgument(
-                    f"no step {', '.join(sorted(unknown))} at level {self.options.level}; "
-                    f"there are {', '.join(step.id for step in steps)}"
-                )
             steps = [step for step in steps if step.id in self.options.steps]
+        if self.options.skip:
+            steps = [step for step in steps if step.id not in self.options.skip]
+            self.record.notes.append(f"not tried, as asked: {', '.join(self.options.skip)}")
         done = {(outcome.id, outcome.attempt) for outcome in self.record.steps}
         for step in steps:
             if (step.id, 1) not in done:

@@ -35,12 +35,13 @@ def run(
     resume: bool = False,
     processes: int = 3,
     steps: tuple[str, ...] | None = None,
+    skip: tuple[str, ...] = (),
     display: Display | None = None,
 ) -> OptimizeResult:
     """Load a workload and run the ladder; see `wavecrest.optimize`."""
     from wavecrest import optimizer, records, workload
 
-    options = optimizer.Options(level, min_gain, budget, precision, processes, steps)
+    options = optimizer.Options(level, min_gain, budget, precision, processes, steps, skip)
     if out is not None:
         records.prepare_folder(out)
     return optimizer.run(workload.load(spec, device=device), options, out=out, resume=resume, progress=display)
@@ -114,6 +115,7 @@ def command(
         int, typer.Option("--processes", help="Fresh processes a side when trying environment variables.")
     ] = 3,
     step: Annotated[list[str] | None, typer.Option("--step", metavar="ID", help="Only this step (repeatable).")] = None,
+    skip: Annotated[list[str] | None, typer.Option("--skip", metavar="ID", help="Not this step (repeatable).")] = None,
     json: _shared.JsonOption = False,
 ) -> int:
     """Make a model faster, one measured step at a time, and prove it.
@@ -138,6 +140,7 @@ def command(
                 resume=resume is not None,
                 processes=processes,
                 steps=tuple(step) if step else None,
+                skip=tuple(skip or ()),
                 display=display,
             )
     except OptimizeInterrupted as interrupted:
