@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("scripts_docs", str(ROOT / "scripts" / "docs"))
+    loader = importlib.machinery.SourceFileLoader("docs_generate", str(ROOT / "docs" / "generate.py"))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
