@@ -47,8 +47,10 @@ def load_folder(folder: str, *, device: str | None = None) -> Workload:
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         model: nn.Module = _model_class(transformers, config).from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise WorkloadError(f"transformers cannot load {folder}: {str(error).splitlines()[0]}") from error
+    except Exception as error:
+        # transformers, safetensors and huggingface_hub each raise their own kinds
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise WorkloadError(f"transformers cannot load {folder}: {first}") from error
     model = model.eval().to(target)
     buckets = {}
     for batch, length in DEFAULT_SHAPES:

@@ -1,0 +1,129 @@
+"""The environment step: verdicts per variable, allowance and failures with replaced children, and a real child."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from wavecrest import hardware
+from wavecrest.errors import StepRefused
+from wavecrest.passes import StepContext, environment, step_by_id
+from wavecrest.passes.environment import try_candidates, try_variable
+from wavecrest.workload import from_example, load
+
+Child = Callable[[StepContext, dict[str, str | None], float], dict[str, list[float]]]
+
+
+def context(processes: int = 3) -> StepContext:
+    workload = from_example(nn.Linear(4, 4), torch.randn(2, 4), spec="somewhere.py:make")
+    return StepContext(workload, hardware.cpu(), processes=processes)
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, str | None]]]:
+    """Children that take `base` ms without and `new` ms with a variable; returns what was set, in order."""
+
+    def replace(base: list[float], new: list[float]) -> list[dict[str, str | None]]:
+        asked: list[dict[str, str | None]] = []
+        times = {True: iter(new * 9), False: iter(base * 9)}
+
+        def child(_context: StepContext, changes: dict[str, str | None], _seconds: float) -> dict[str, list[float]]:
+            asked.append(changes)
+            middle = next(times[next(iter(changes.values())) is not None])
+            return {"default": [middle * (1 + 0.001 * i) for i in range(30)]}
+
+        monkeypatch.setattr(environment, "_child", child)
+        return asked
+
+    return replace
+
+
+def run(candidates: list[tuple[str, str]], allowance: float = 1e6) -> environment.Trials:
+    return try_candidates(context(), candidates, min_gain=0.02, allowance=allowance, say=lambda text: None)
+
+
+def test_a_variable_that_helps_is_kept_and_sides_alternate(
+    children: Callable[..., list[dict[str, str | None]]],
+) -> None:
+    asked = children([10.0, 10.1, 9.9], [8.0, 8.1, 7.9])
+    trials = run([("GOOD", "1")])
+    assert [row.name for row in trials.kept] == ["GOOD"] and "helps: 1.250×" in trials.lines[0]
+    assert [row["GOOD"] for row in asked] == [None, "1", "1", None, None, "1"]
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "word"),
+    [
+        ([10.0, 10.1, 9.9], [12.0, 12.1, 11.9], "hurts"),
+        ([10.0, 10.3, 9.7], [9.9, 10.2, 9.8], "makes no proven difference"),
+        (
+            [10.0, 10.1, 14.0],
+            [5.0, 5.1, 4.9],
+            "unstable: bucket default takes 10.145 to 14.203 ms in processes without",
+        ),
+        ([10.0, 10.1, 9.9], [5.0, 9.0, 4.9], "in processes with it"),
+    ],
+    ids=["slower", "noise", "unstable base", "unstable candidate"],
+)
+def test_what_does_not_help_is_not_kept(
+    children: Callable[..., list[dict[str, str | None]]], base: list[float], new: list[float], word: str
+) -> None:
+    children(base, new)
+    trials = run([("X", "1")])
+    assert not trials.kept and word in trials.lines[0]
+
+
+def test_the_allowance_leaves_the_rest_untried(children: Callable[..., list[dict[str, str | None]]]) -> None:
+    asked = children([10.0], [8.0])
+    trials = run([("A", "1"), ("B", "1")], allowance=1.0)
+    assert not asked and not trials.done
+    assert all("not tried: 3 fresh processes a side" in line for line in trials.lines) and len(trials.lines) == 2
+
+
+def test_a_failing_child_is_a_line_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def child(*_arguments: object) -> dict[str, list[float]]:
+        raise StepRefused("a child process failed: Segmentation fault")
+
+    monkeypatch.setattr(environment, "_child", child)
+    trials = run([("A", "1")])
+    assert trials.lines == ["A=1: a child process failed: Segmentation fault"] and not trials.kept
+
+
+def test_a_model_in_memory_is_refused_with_what_to_do() -> None:
+    with pytest.raises(StepRefused, match=r"wavecrest optimize file\.py:function"):
+        step_by_id("environment").find(StepContext(from_example(nn.Linear(4, 4), torch.randn(2, 4)), hardware.cpu()))
+
+
+def test_variables_that_are_set_already_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = step_by_id("environment").find(context())
+    assert found.sites
+    for site in found.sites:
+        name, _, value = site.partition("=")
+        monkeypatch.setenv(name, value)
+    assert not step_by_id("environment").find(context()).sites
+
+
+def test_real_children(tmp_path: Path) -> None:
+    """The variable reaches the child before import, and a child that dies is named."""
+    file = tmp_path / "work.py"
+    file.write_text(
+        "import os, time, torch\n"
+        "from torch import nn\n"
+        "class Net(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        time.sleep(0.001 if os.environ.get('PLANTED') else 0.01)\n"
+        "        return super().forward(x)\n"
+        "def make():\n"
+        "    if os.environ.get('PLANTED') == 'die':\n"
+        "        raise SystemExit('gone')\n"
+        "    return Net(4, 4), torch.randn(2, 4)\n"
+    )
+    workload = load(f"{file}:make")
+    trial = try_variable(StepContext(workload, hardware.cpu(), processes=1), "PLANTED", "1", seconds=0.2)
+    assert trial.ratio > 3
+    with pytest.raises(StepRefused, match="child process failed"):
+        try_variable(StepContext(workload, hardware.cpu(), processes=1), "PLANTED", "die", seconds=0.2)
