@@ -110,11 +110,9 @@ def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, 
 
 def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: int) -> VerifyProcess:
     """What one fresh process does: load, replay the plan, gate, quality, paired timing."""
-    import torch
-
     from wavecrest.passes.gate import Gate
     from wavecrest.passes.precision import GATE_DTYPE
-    from wavecrest.passes.verdict import speeds
+    from wavecrest.passes.verdict import check_quality, speeds
 
     plan = Plan.load(plan_path)
     loaded = workload.load(spec, device=device)
@@ -125,16 +123,7 @@ def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: i
         texts = [str(row.message) for row in caught if row.category.__module__.startswith("wavecrest")]
     gate = Gate.prepare(loaded, dtype=GATE_DTYPE.get(plan.precision or ""))
     numerics = gate.check(made.model)
-    quality = []
-    if loaded.quality is not None:
-        with torch.no_grad():
-            quality = [
-                records.QualityResult(
-                    name=row.name, value=row.value, limit=row.limit, passed=row.passed, detail=row.detail
-                )
-                for row in loaded.quality(loaded.model, made.model)
-            ]
-
+    quality = check_quality(loaded, made.model)
     pairs = {
         bucket: timing.measure_pair(
             workload.Call(loaded, bucket, loaded.model),

@@ -26,7 +26,7 @@ LAYERS = {
     "backends": 3,
     "nn": 4,
     "passes": 5, "graphs": 5, "bench": 5, "profile": 5, "report": 5, "doctor": 5,
-    "plan": 6, "optimizer": 6, "verify": 6,
+    "plan": 6, "engine": 6, "optimizer": 6, "verify": 6,
     "cli": 7, "integrations": 7,
 }  # fmt: skip
 # imports inside a layer that are allowed: (from, to)
@@ -34,7 +34,7 @@ SIDEWAYS = {
     ("hardware", "errors"),
     ("registry", "tuned"), ("records", "timing"),
     ("passes", "graphs"),
-    ("optimizer", "plan"), ("verify", "plan"),
+    ("engine", "plan"), ("optimizer", "engine"), ("optimizer", "plan"), ("verify", "plan"),
     ("cli", "integrations"),
 }  # fmt: skip
 # layer-5 report reads the schema of records only; nothing else may be reached

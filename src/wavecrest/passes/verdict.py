@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from wavecrest import records, timing
-from wavecrest.records import BucketSpeed
+from wavecrest.records import BucketSpeed, QualityResult
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from wavecrest.workload import Workload
 
 
 def judge(pairs: dict[str, timing.Paired], min_gain: float) -> tuple[records.Verdict, str, float, timing.Interval]:
@@ -36,4 +43,18 @@ def speeds(pairs: dict[str, timing.Paired]) -> list[BucketSpeed]:
             clock=pair.clock,
         )
         for bucket, pair in pairs.items()
+    ]
+
+
+def check_quality(workload: Workload, model: nn.Module) -> list[QualityResult]:
+    """The workload's own end-to-end check of a model against the original, if it has one."""
+    import torch
+
+    if workload.quality is None:
+        return []
+    with torch.no_grad():
+        rows = workload.quality(workload.model, model)
+    return [
+        QualityResult(name=row.name, value=row.value, limit=row.limit, passed=row.passed, detail=row.detail)
+        for row in rows
     ]
