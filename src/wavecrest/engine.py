@@ -409,7 +409,7 @@ class Engine:
 
     def _final(self) -> Result:
         from wavecrest.passes.gate import failures
-        from wavecrest.passes.verdict import check_quality, speeds
+        from wavecrest.passes.verdict import check_quality, claim
 
         numerics = self.gate.check(self.current)
         problem = failures(numerics)
@@ -423,14 +423,15 @@ class Engine:
             self.record.samples.append(
                 Samples(step="result", attempt=1, bucket=bucket, base=list(pair.base), new=list(pair.new))
             )
-        ratio, ci = timing.bootstrap_speedup([(pair.base, pair.new) for pair in pairs.values()])
-        if ci.low <= 1:
-            return self._unconfirmed(ratio, ci)
+        found = claim(pairs, {bench.bucket: bench.measurement for bench in self.record.baseline})
+        if found.ci.low <= 1:
+            return self._unconfirmed(found.ratio, found.ci)
+        self.record.notes += [f"{row.bucket}: {row.note}" for row in found.speed if row.note]
         return Result(
             verdict="faster",
-            ratio=ratio,
-            ci=ci,
-            speed=speeds(pairs),
+            ratio=found.ratio,
+            ci=found.ci,
+            speed=found.speed,
             numerics=numerics,
             quality=quality,
             peak_memory_before=self._peak(self.workload.model),

@@ -170,6 +170,8 @@ class BucketSpeed(Model):
     ci: Interval
     blocks: int
     clock: str
+    # where base_ms does not come from the same blocks as new_ms, why
+    note: str = ""
 
 
 class BucketError(Model):

@@ -10,10 +10,12 @@ Rules, with where they come from (simulated here in tests/unit/test_timing.py):
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,6 +253,20 @@ class Stopwatch:
         return begin.elapsed_time(end), wall
 
 
+@contextmanager
+def _quiet_heap() -> Iterator[None]:
+    """Keep what this process has allocated so far out of the collector's sight while something is timed.
+
+    Compilation leaves millions of objects; a collection that walks over them would be charged to whichever side
+    allocates, which is the eager one.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def warm_up(stopwatch: Stopwatch, work: Work, *, calls: int = 3, seconds: float = 0.2) -> float:
     """Call until both limits are reached; returns the first call's wall time in ms (the cold start)."""
     begin = time.perf_counter()
@@ -313,7 +329,13 @@ def measure(
     Goes on for MIN_SECONDS even if the interval is narrow before; of very fast work only every n-th call is a sample,
     at most MAX_SAMPLES in all. `on_progress` gets the samples so far and the least number wanted.
     """
-    stopwatch = Stopwatch(device, cold_cache)
+    with _quiet_heap():
+        return _measure(work, Stopwatch(device, cold_cache), min_samples, seconds, on_progress)
+
+
+def _measure(
+    work: Work, stopwatch: Stopwatch, min_samples: int, seconds: float, on_progress: OnProgress | None
+) -> Measurement:
     cold = warm_up(stopwatch, work)
     stride = _stride(stopwatch, work, seconds)
     samples: list[float] = []
@@ -352,7 +374,13 @@ def measure_pair(
     last and the interval of the speed-up is wider than one percent either way, to MAX_SAMPLES blocks at most. The stop
     looks at the width alone, never at which side leads, so it does not favour a verdict.
     """
-    stopwatch = Stopwatch(device)
+    with _quiet_heap():
+        return _measure_pair(base, new, Stopwatch(device), min_blocks, seconds, on_progress)
+
+
+def _measure_pair(
+    base: Work, new: Work, stopwatch: Stopwatch, min_blocks: int, seconds: float, on_progress: OnProgress | None
+) -> Paired:
     warm_up(stopwatch, base)
     warm_up(stopwatch, new)
     a: list[float] = []

@@ -112,11 +112,16 @@ def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: i
     """What one fresh process does: load, replay the plan, gate, quality, paired timing."""
     from wavecrest.passes.gate import Gate
     from wavecrest.passes.precision import GATE_DTYPE
-    from wavecrest.passes.verdict import check_quality, speeds
+    from wavecrest.passes.verdict import check_quality, claim
 
     plan = Plan.load(plan_path)
     loaded = workload.load(spec, device=device)
     differences = plan.match(loaded, hardware.detect(loaded.device))
+    # before anything is compiled in this process
+    alone = {
+        bucket: timing.measure(workload.Call(loaded, bucket), device=loaded.device, seconds=seconds)
+        for bucket in loaded.buckets
+    }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         made = replay(plan, loaded, verify=bool(differences), because=differences, strict=False)
@@ -133,7 +138,9 @@ def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: i
         )
         for bucket in loaded.buckets
     }
-    return VerifyProcess(process=index, numerics=numerics, quality=quality, speed=speeds(pairs), warnings=texts)
+    return VerifyProcess(
+        process=index, numerics=numerics, quality=quality, speed=claim(pairs, alone).speed, warnings=texts
+    )
 
 
 if __name__ == "__main__":

@@ -164,7 +164,14 @@ def test_ctrl_c_says_how_to_resume_and_resumes(
 ) -> None:
     run, spec = tmp_path / "run", f"{factory}:slow"
     arguments = [sys.executable, "-m", "wavecrest", "optimize", spec, "--level", "2", "-o", str(run), "--budget", "60s"]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # a shell that starts the tests in the background has SIGINT ignored, and children inherit that
+    process = subprocess.Popen(
+        arguments,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     # the first verdict (the environment step) has been written: the next step is at work
     deadline = time.monotonic() + 120
     while not (run / "run.json").exists() and process.poll() is None and time.monotonic() < deadline:
