@@ -31,6 +31,8 @@ MAX_LEVEL = 5
 OUT_OF_BUDGET = "no time left in the budget"
 # share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
 ENVIRONMENT_SHARE = 0.3
+# sampling time a bucket below which noisy machines leave every interval wide
+LEAST_SECONDS = 4.0
 PRECISIONS = ("tf32", "bf16", "fp16")
 
 
@@ -380,7 +382,7 @@ class Engine:
 
     def _seconds(self) -> float:
         """Sampling time a bucket, so that measuring takes a part of the budget that its steps can afford."""
-        return min(10.0, max(4.0, self.options.budget / 75 / len(self.workload.buckets)))
+        return min(10.0, max(LEAST_SECONDS, self.options.budget / 75 / len(self.workload.buckets)))
 
     # -- the end -------------------------------------------------------------------------------------------------
 

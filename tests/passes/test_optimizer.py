@@ -34,11 +34,13 @@ Run = Callable[..., OptimizeResult]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the ladder with the given steps in place of the real ones."""
+    """Runs the ladder with the given steps in place of the real ones; their effects are large, so sampling is short."""
+    monkeypatch.setattr("wavecrest.engine.LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("wavecrest.engine.Engine._ceilings", lambda self: None)
 
     def with_steps(*steps: Step, workload: Workload | None = None, **more: object) -> OptimizeResult:
         monkeypatch.setattr("wavecrest.passes.ladder._steps", lambda: {step.id: step for step in steps})
-        options = Options(level=4, budget=more.pop("budget", 120.0))  # type: ignore[arg-type]
+        options = Options(level=4, budget=more.pop("budget", 60.0))  # type: ignore[arg-type]
         return optimizer.run(workload or from_example(*slow()), options, **more)  # type: ignore[arg-type]
 
     return with_steps
