@@ -266,10 +266,7 @@ class Engine:
         begin = time.perf_counter()
         spent = self.spent_before + begin - self.began
         self.context.seconds_left = self.options.budget - spent
-        if spent > self.options.budget:
-            outcome = self._outcome(step, attempt, "skipped", f"{OUT_OF_BUDGET} of {self.options.budget:.0f} s")
-        else:
-            outcome = self._try(step, attempt)
+        outcome = self._try(step, attempt)
         outcome.seconds = time.perf_counter() - begin
         if step.phase == "compile":
             self.context.compile_seconds = max(self.context.compile_seconds, outcome.seconds)
@@ -294,6 +291,9 @@ class Engine:
             found = step.find(self.context)
             if not found.sites:
                 return self._outcome(step, attempt, "skipped", found.note or "nothing to change")
+            if self.context.seconds_left <= 0:
+                reason = f"{OUT_OF_BUDGET} of {self.options.budget:.0f} s"
+                return self._outcome(step, attempt, "skipped", reason, sites=list(found.sites))
             prediction = step.predict(found, self.context)
             known = _known(found, prediction)
             if step.phase == "environment":
