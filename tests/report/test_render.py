@@ -368,6 +368,13 @@ def test_unstable_baseline_gives_no_number(sample: Sample) -> None:
     assert 'class="bar-unstable"' in unstable
 
 
+def test_where_the_original_was_measured_alone_the_page_says_so(sample: Sample) -> None:
+    record = sample("full")
+    assert record.result is not None
+    record.result.speed[0].note = "original measured alone; interleaved it took <23.2> ms"
+    assert "original measured alone; interleaved it took &lt;23.2&gt; ms" in render(record)
+
+
 def test_every_bucket_has_a_waterfall(sample: Sample) -> None:
     record = sample("many buckets")
     shown = [bucket for panel in waterfall.panels(record) for bucket in panel.buckets]

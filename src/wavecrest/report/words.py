@@ -79,7 +79,7 @@ def headline(record: OptimizeRecord) -> Headline:
     return Headline(
         f"Faster by {speed}",
         span,
-        "Optimized against original, measured again at the end, interleaved; in brackets the 95 % interval.",
+        "Optimized against the faster of two measurements of the original; in brackets the 95 % interval.",
         "good",
     )
 
