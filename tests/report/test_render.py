@@ -372,7 +372,7 @@ def test_where_the_original_was_measured_alone_the_page_says_so(sample: Sample) 
     record = sample("full")
     assert record.result is not None
     record.result.speed[0].note = "original measured alone; interleaved it took <23.2> ms"
-    assert "original measured alone; interleaved it took &lt;23.2&gt; ms" in render(record)
+    assert "original measured alone; interleaved it took &lt;23.2&gt; ms" in report.render(record)
 
 
 def test_every_bucket_has_a_waterfall(sample: Sample) -> None:

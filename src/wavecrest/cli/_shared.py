@@ -79,3 +79,9 @@ def format_bytes(count: int | None) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
+
+
+def shapes_line(shapes: dict[str, str], limit: int = 4) -> str:
+    """The first inputs of a bucket with their shapes, and how many more there are (a cache has two a layer)."""
+    shown = ", ".join(f"{path} {shape}" for path, shape in list(shapes.items())[:limit])
+    return shown + (f" and {len(shapes) - limit} more" if len(shapes) > limit else "")

@@ -97,8 +97,7 @@ def show(record: BenchRecord) -> None:
         table.add_row(*_row(bench))
     out.print(table)
     for bench in record.buckets:
-        inputs = ", ".join(f"{path} {shape}" for path, shape in bench.shapes.items())
-        out.print(f"[dim]{escape(bench.bucket)}: {escape(inputs)}[/dim]")
+        out.print(f"[dim]{escape(bench.bucket)}: {escape(_shared.shapes_line(bench.shapes))}[/dim]")
     clocks = sorted({bench.measurement.clock for bench in record.buckets})
     out.print(f"[dim]clock: {', '.join(clocks)}; memory: what one call adds at its peak[/dim]")
     if any(bench.measurement.unstable for bench in record.buckets):

@@ -57,7 +57,7 @@ def show(plan: PlanArgument, json: _shared.JsonOption = False) -> int:
     out.print(f"machine   {escape(machine.arch)}  {escape(machine.device)}  torch {machine.torch}  {machine.driver}")
     out.print(f"made      {loaded.created} by wavecrest {machine.wavecrest}")
     for bucket in loaded.buckets:
-        out.print(f"bucket    {escape(bucket.name)}  {escape(', '.join(f'{k} {v}' for k, v in bucket.shapes.items()))}")
+        out.print(f"bucket    {escape(bucket.name)}  {escape(_shared.shapes_line(bucket.shapes))}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("step", "verdict", "speed-up", "why"):
         table.add_column(name, overflow="fold")
