@@ -367,8 +367,7 @@ def measure_pair(
     """Time `base` against `new` in interleaved ABBA blocks.
 
     After each change of side one call is not timed: right after the other side ran, the host's caches hold that
-    side's code and data, which no server sees (a host-bound eager Llama prefill took 14.3 ms that way and 12.0 ms on
-    its own; one H200, 2026-11-20). Calls that take longer than SETTLED_MS settle by themselves.
+    side's code and data, which no server sees. Calls that take longer than SETTLED_MS settle by themselves.
 
     Runs at least `min_blocks` blocks (two calls of each side a block) and MIN_SECONDS, then goes on while `seconds`
     last and the interval of the speed-up is wider than one percent either way, to MAX_SAMPLES blocks at most. The stop
