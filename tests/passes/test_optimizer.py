@@ -117,6 +117,7 @@ def test_interrupt_leaves_a_resumable_run_and_the_untouched_model(run: Run, tmp_
     assert isinstance(caught.value, KeyboardInterrupt) and str(tmp_path) in str(caught.value)
     saved = records.load_as(tmp_path / "run.json", records.OptimizeRecord)
     assert [row.id for row in saved.steps] == ["slow"] and saved.result is None
+    assert saved.notes[-1] == "interrupted by the user" and (tmp_path / "report.html").exists()
     assert Plan.load(tmp_path / "plan.json").result is None
 
     Interrupts.armed = False
