@@ -474,8 +474,10 @@ class Engine:
         )
 
     def _no_gain(self) -> Literal["already optimal", "undecided"]:
+        """Optimal is only what every applicable step was tried on: no time for one, or no compiler, leaves it open."""
         untried = any(row.verdict == "skipped" and row.reason.startswith(OUT_OF_BUDGET) for row in self.record.steps)
-        return "undecided" if untried else "already optimal"
+        broken = any(row.id == "compile:default" and row.verdict == "refused" for row in self.record.steps)
+        return "undecided" if untried or broken else "already optimal"
 
     def _peak(self, model: nn.Module) -> int | None:
         import torch

@@ -233,7 +233,7 @@ class Samples(Model):
 class Result(Model):
     """The end of a run: optimized against original, measured again at the end, interleaved."""
 
-    # "undecided": nothing kept, but the budget ended before every step was tried
+    # "undecided": nothing kept, but the budget ended before every step was tried, or compilation is refused here
     verdict: Literal["faster", "already optimal", "undecided"]
     ratio: float
     ci: Interval

@@ -151,6 +151,14 @@ def test_budget_skips_with_a_reason(run: Run) -> None:
     assert row.verdict == "skipped" and "budget" in row.reason and result.record.result.verdict == "undecided"
 
 
+def test_without_a_compiler_a_model_is_not_called_optimal(run: Run) -> None:
+    class NoCompiler(RaisesHalfWay):
+        id = "compile:default"
+
+    result = run(NoCompiler())
+    assert result.record.result is not None and result.record.result.verdict == "undecided"
+
+
 def test_failing_quality_takes_the_step_back(run: Run) -> None:
     workload = from_example(*slow())
     workload.quality = lambda original, model: [

@@ -244,7 +244,7 @@ def test_undecided_says_that_steps_are_left(sample: Sample) -> None:
     record.result.verdict = "undecided"
     head = words.headline(record)
     assert (head.title, head.interval) == ("Undecided", "")
-    assert "The budget ended before every step was tried" in head.meaning
+    assert "Not every step could be tried" in head.meaning
     assert "optimal" not in Page(report.render(record)).text
 
 

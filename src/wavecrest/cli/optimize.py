@@ -216,7 +216,9 @@ def _print_result(record: OptimizeRecord) -> None:
     if result.verdict == "faster":
         console.print(f"[bold green]result  {result.ratio:.2f}× faster[/] {result.ci}")
     elif result.verdict == "undecided":
-        console.print("[bold]result  undecided[/]: no gain proven before the budget ended; give it more with --budget")
+        console.print(
+            "[bold]result  undecided[/]: no gain is proven, but not every step could be tried (see above, and --budget)"
+        )
     else:
         console.print("[bold]result  already optimal[/]: no step with a proven gain; the model is unchanged")
 
