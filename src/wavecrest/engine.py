@@ -177,7 +177,6 @@ class Engine:
         from wavecrest.bench.baseline import bench_workload
         from wavecrest.passes import build
         from wavecrest.passes.gate import Gate
-        from wavecrest.passes.precision import GATE_DTYPE
 
         self.progress.phase("baseline")
         self.record.baseline = bench_workload(
@@ -193,7 +192,7 @@ class Engine:
             self.progress.phase("graph breaks")
             self._find_breaks()
         self.progress.phase("reference outputs")
-        self.gate = Gate.prepare(self.workload, dtype=GATE_DTYPE.get(self.options.precision or ""))
+        self.gate = Gate.prepare(self.workload)
         if self.gate.note:
             self.record.notes.append(f"accuracy gate: {self.gate.note}")
         if self.stack.applied:
@@ -319,7 +318,7 @@ class Engine:
             surgery = build(self.workload.model, trial.only("surgery"))
             check_causal(self.workload.model, surgery, list(self.workload.buckets.values()))
         candidate = build(self.workload.model, trial)
-        known["numerics"] = self.gate.check(candidate)
+        known["numerics"] = self._check(candidate, trial)
         problem = failures(known["numerics"])
         if problem:
             return self._outcome(step, attempt, "refused", f"wrong answers: {problem}", **known)
@@ -336,6 +335,13 @@ class Engine:
                 self.progress.phase("profile")
                 self.context.profile = self._profile(candidate) or self.context.profile
         return self._outcome(step, attempt, verdict, reason, ratio=ratio, ci=ci, speed=speeds(pairs), **known)
+
+    def _check(self, model: nn.Module, stack: Stack) -> list[records.BucketError]:
+        """The accuracy gate, with the limits of a lower precision only where that precision is in the stack."""
+        from wavecrest.passes.precision import gate_dtype
+
+        self.gate.dtype = gate_dtype(item.step_id for item in stack.applied) or self.workload.dtype
+        return self.gate.check(model)
 
     def _try_environment(self, step: Step, attempt: int, found: Found, known: dict[str, Any]) -> StepOutcome:
         from wavecrest.passes.environment import try_candidates
@@ -413,7 +419,7 @@ class Engine:
         from wavecrest.passes.gate import failures
         from wavecrest.passes.verdict import check_quality, claim
 
-        numerics = self.gate.check(self.current)
+        numerics = self._check(self.current, self.stack)
         problem = failures(numerics)
         quality = check_quality(self.workload, self.current)
         bad = [row for row in quality if not row.passed]

@@ -251,7 +251,7 @@ def replay(plan: Plan, workload: Workload, *, verify: bool, because: list[str], 
     """Apply the plan's kept steps; with `verify` each must pass the accuracy gate again, or it is dropped."""
     from wavecrest.passes import Stack, build, step_by_id
     from wavecrest.passes.gate import Gate, failures
-    from wavecrest.passes.precision import GATE_DTYPE
+    from wavecrest.passes.precision import gate_dtype
 
     stack = Stack()
     kept = plan.kept()
@@ -259,13 +259,14 @@ def replay(plan: Plan, workload: Workload, *, verify: bool, because: list[str], 
         for step in kept:
             stack = stack.plus(step_by_id(step.id), step.params)
         return Replay(build(workload.model, stack), stack, [])
-    gate = Gate.prepare(workload, dtype=GATE_DTYPE.get(plan.precision or ""))
+    gate = Gate.prepare(workload)
     dropped = []
     model = build(workload.model, stack)
     for step in kept:
         trial = stack.plus(step_by_id(step.id), step.params)
         try:
             candidate = build(workload.model, trial)
+            gate.dtype = gate_dtype(item.step_id for item in trial.applied) or workload.dtype
             problem = failures(gate.check(candidate))
         except StepRefused as error:
             problem = str(error)

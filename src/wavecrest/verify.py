@@ -111,7 +111,7 @@ def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, 
 def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: int) -> VerifyProcess:
     """What one fresh process does: load, replay the plan, gate, quality, paired timing."""
     from wavecrest.passes.gate import Gate
-    from wavecrest.passes.precision import GATE_DTYPE
+    from wavecrest.passes.precision import gate_dtype
     from wavecrest.passes.verdict import check_quality, claim
 
     plan = Plan.load(plan_path)
@@ -126,7 +126,7 @@ def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: i
         warnings.simplefilter("always", UserWarning)
         made = replay(plan, loaded, verify=bool(differences), because=differences, strict=False)
         texts = [str(row.message) for row in caught if row.category.__module__.startswith("wavecrest")]
-    gate = Gate.prepare(loaded, dtype=GATE_DTYPE.get(plan.precision or ""))
+    gate = Gate.prepare(loaded, dtype=gate_dtype(plan.stack))
     numerics = gate.check(made.model)
     quality = check_quality(loaded, made.model)
     pairs = {

@@ -84,6 +84,16 @@ def test_fast_but_wrong_is_refused_unmeasured(run: Run, step: Step) -> None:
     assert not [sample for sample in result.record.samples if sample.step == step.id]
 
 
+def test_asking_for_a_precision_loosens_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of 2e-4 would pass bfloat16's limits; no precision step is in the stack, so float32's hold."""
+    monkeypatch.setattr("wavecrest.engine.LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("wavecrest.engine.Engine._ceilings", lambda self: None)
+    monkeypatch.setattr("wavecrest.passes.ladder._steps", lambda: {"slightly wrong": SlightlyWrong()})
+    result = optimizer.run(from_example(*slow()), Options(level=4, budget=60.0, precision="bf16"))
+    row = outcome(result, "slightly wrong")
+    assert row.verdict == "refused" and row.reason.startswith("wrong answers")
+
+
 def test_noise_is_not_kept(run: Run) -> None:
     result = run(Nothing())
     assert outcome(result, "noise").verdict in ("tie", "reverted")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from wavecrest.passes.base import Found, Prediction, Step, StepContext
@@ -16,6 +17,15 @@ PRECISIONS = {
 }
 # whose "model" tolerance applies once the user has asked for this precision
 GATE_DTYPE = {"tf32": "float16", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def gate_dtype(step_ids: Iterable[str]) -> str | None:
+    """Whose tolerance holds for a model with these steps: None (its own dtype's) unless one of them is a precision."""
+    for step_id in step_ids:
+        group, _, name = step_id.partition(":")
+        if group == "precision":
+            return GATE_DTYPE[name]
+    return None
 
 
 class Precision(Step):
