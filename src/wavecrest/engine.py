@@ -470,7 +470,9 @@ class Engine:
                 outcome.reason = f"the final measurement does not confirm it: all steps together {ratio:.3f}× {ci}"
         self.stack = type(self.stack)()
         self.plan.steps, self.plan.stack = list(self.record.steps), []
-        return self._unchanged()
+        unchanged = self._unchanged()
+        # an interval that holds 1 proves neither a gain nor that there is none
+        return unchanged.model_copy(update={"verdict": "undecided"}) if ci.high > 1 else unchanged
 
     def _unchanged(self) -> Result:
         """No step in force: the model is the user's own."""

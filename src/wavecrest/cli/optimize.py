@@ -217,7 +217,7 @@ def _print_result(record: OptimizeRecord) -> None:
         console.print(f"[bold green]result  {result.ratio:.2f}× faster[/] {result.ci}")
     elif result.verdict == "undecided":
         console.print(
-            "[bold]result  undecided[/]: no gain is proven, but not every step could be tried (see above, and --budget)"
+            "[bold]result  undecided[/]: no gain is proven, but not every step could be tried or confirmed (see above)"
         )
     else:
         console.print("[bold]result  already optimal[/]: no step with a proven gain; the model is unchanged")

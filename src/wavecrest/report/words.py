@@ -107,7 +107,7 @@ def _no_gain(record: OptimizeRecord, result: Result, measured: str) -> Headline:
     else:
         meaning = "No step was tried."
     if result.verdict == "undecided":
-        meaning += " Not every step could be tried: the table says why (--budget gives more time)."
+        meaning += " Not every step could be tried or confirmed: the table says why (--budget gives more time)."
     title = "Undecided" if result.verdict == "undecided" else "Already optimal"
     return Headline(title, "" if unchanged(result) else measured, meaning, "neutral")
 
