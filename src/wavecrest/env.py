@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
 Verdict = Literal["real", "no-op", "scoped", "folklore", "ours"]
@@ -107,8 +108,12 @@ def set_default(name: str, value: str) -> None:
 
 
 def snapshot() -> dict[str, str]:
-    """The variables of this process that the table knows and that are set."""
-    return {row.name: os.environ[row.name] for row in table() if row.name in os.environ}
+    """The variables of this process that the table knows and that are set; of a path only the last part.
+
+    Records are shared, and where somebody's folders are says nothing about a result.
+    """
+    found = {row.name: os.environ[row.name] for row in table() if row.name in os.environ}
+    return {name: f"…/{Path(value).name}" if os.path.isabs(value) else value for name, value in found.items()}
 
 
 def matching(*parts: str) -> dict[str, str]:

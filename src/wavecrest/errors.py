@@ -10,8 +10,11 @@ WavecrestError                     exit code
 ├── Refused                        2   the work was understood and declined, with the reason
 │   ├── PlanMismatch               2   the plan belongs to another machine or another model
 │   ├── StepRefused                2   one optimization step declines (recorded as a verdict, never lost)
-│   └── Unsupported                2   a backend does not take this call
+│   ├── Unsupported                2   a backend does not take this call
+│   └── UnsupportedInstruction     2   the emulator has no meaning for an instruction, which the message names
 ├── Regression                     2   a check that guards speed or numerics failed
+├── EmulationError                 2   machine code went wrong in the emulator; the message names the instruction
+│   └── OutOfBounds                2   it accessed memory outside of what it was given
 └── EnvironmentProblem             3   the machine lacks something: a device, a compiler, a package
     └── MissingDependency          3   an optional package is not installed; the message names the command
 """
@@ -71,10 +74,24 @@ class Unsupported(Refused):
         self.reason = reason
 
 
+class UnsupportedInstruction(Refused):
+    """The emulator has no meaning for an instruction of a kernel."""
+
+
 class Regression(WavecrestError):
     """A check that guards speed or numerics failed."""
 
     exit_code = 2
+
+
+class EmulationError(WavecrestError):
+    """Machine code went wrong in the emulator: a trap, a jump out of the code, an endless loop."""
+
+    exit_code = 2
+
+
+class OutOfBounds(EmulationError):
+    """A kernel accessed memory outside of its arguments."""
 
 
 class EnvironmentProblem(WavecrestError):

@@ -30,6 +30,18 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
         "float16": Tolerance(6e-4, 4e-3),
         "bfloat16": Tolerance(4e-3, 3e-2),
     },
+    # 8-bit values: the next one where float32 and float64 round apart; the rest as for "row"
+    "quantized": {
+        "int8": Tolerance(2e-3, 1.0),
+        "float8_e4m3fn": Tolerance(5e-3, 0.126),
+        "float8_e4m3fnuz": Tolerance(5e-3, 0.126),
+        "float8_e5m2": Tolerance(1e-2, 0.251),
+        "float8_e5m2fnuz": Tolerance(1e-2, 0.251),
+        "float64": Tolerance(1e-6, 1e-5),
+        "float32": Tolerance(1e-6, 1e-5),
+        "float16": Tolerance(6e-4, 4e-3),
+        "bfloat16": Tolerance(4e-3, 3e-2),
+    },
     "model": {
         "float64": Tolerance(1e-9, 1e-7),
         "float32": Tolerance(2e-5, 2e-3),
@@ -40,7 +52,7 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
 
 
 def tolerance(op_class: str, dtype: str) -> Tolerance:
-    """The limits for an op class ("row", "model") and a torch dtype name without the "torch." prefix."""
+    """The limits for an op class ("row", "quantized", "model") and a torch dtype name without the "torch." prefix."""
     return TOLERANCES[op_class].get(dtype, TOLERANCES[op_class]["float32"])
 
 

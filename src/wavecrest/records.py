@@ -307,13 +307,89 @@ class VerifyRecord(Model):
     reason: str
 
 
-Record = BenchRecord | ProfileRecord | OptimizeRecord | VerifyRecord
+class ImplTiming(Model):
+    """One implementation of an op on one case; `problem` says why it has no time, `ms` and `ci` are None then.
+
+    `relative` and `worst` are its error against the op's reference (`numerics.compare`, the larger of all results).
+    `samples` (ms) are every n-th round of the measurement, the same rounds for every implementation of the case.
+    """
+
+    name: str
+    ms: float | None = None
+    ci: Interval | None = None
+    # the first call, with everything that compiles in it
+    first_ms: float | None = None
+    relative: float | None = None
+    worst: float | None = None
+    samples: list[float] = Field(default_factory=list)
+    problem: str = ""
+
+
+class OpCase(Model):
+    """One op on one set of arguments: our implementation first, then the peers.
+
+    `columns` is the last size of the first argument, 0 if it has no rows. `bytes` is the least that must move;
+    `tensor_bytes` the size of the largest argument. `copy_ms` is a copy that reads and writes `bytes` in all, timed in
+    the same rounds. `ratio` is the best peer's time over ours (above 1: ours is faster) with its paired interval; None
+    where either has no time.
+    """
+
+    case: str
+    dtype: str = ""
+    columns: int = 0
+    shapes: list[str] = Field(default_factory=list)
+    bytes: int = 0
+    flops: int = 0
+    tensor_bytes: int = 0
+    backend: str = ""
+    config: dict[str, int] = Field(default_factory=dict)
+    rounds: int = 0
+    copy_ms: float | None = None
+    impls: list[ImplTiming] = Field(default_factory=list)
+    best_peer: str | None = None
+    ratio: float | None = None
+    ci: Interval | None = None
+    # why the whole case was not measured (out of memory, no time left)
+    problem: str = ""
+
+
+class OpBench(Model):
+    """`wavecrest bench OP`: one op over a suite.
+
+    `copy_gbps` is what percentages compare with: bytes read plus written, in GB/s, by a copy of a tensor of
+    `copy_bytes` measured just before this op. `geomean` is over the ratios of all cases, with its paired interval.
+    """
+
+    op: str
+    copy_gbps: float = 0.0
+    copy_bytes: int
+    clock: str = ""
+    cases: list[OpCase] = Field(default_factory=list)
+    geomean: float | None = None
+    ci: Interval | None = None
+    # why the measurement of this op ended early
+    problem: str = ""
+
+
+class OpBenchRecord(Model):
+    """`wavecrest bench OP …`: several ops in one file, or one op a file; `peers` holds versions, `missing` reasons."""
+
+    kind: Literal["bench-ops"] = "bench-ops"
+    format_version: int = FORMAT_VERSION
+    header: Header
+    suite: str
+    peers: dict[str, str]
+    missing: dict[str, str]
+    ops: list[OpBench]
+
+
+Record = BenchRecord | ProfileRecord | OptimizeRecord | VerifyRecord | OpBenchRecord
 _ADAPTER: pydantic.TypeAdapter[Record] = pydantic.TypeAdapter(Annotated[Record, Field(discriminator="kind")])
-_KINDS = ("bench", "profile", "optimize", "verify")
+_KINDS = ("bench", "profile", "optimize", "verify", "bench-ops")
 # format version n -> function that turns a version-n document into n + 1
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
-R = TypeVar("R", BenchRecord, ProfileRecord, OptimizeRecord, VerifyRecord)
+R = TypeVar("R", BenchRecord, ProfileRecord, OptimizeRecord, VerifyRecord, OpBenchRecord)
 
 
 def _version(package: str) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -132,8 +132,12 @@ class Op:
         inputs: `inputs(M, N, dtype, device)` gives the arguments of an example call.
         cost: the least work of a call.
         default_config: the kernel configuration for a key where nothing measured is known.
-        compile_cases: `compile_cases(wave_size)` gives the launches that must compile for every architecture of that
-            wave size, with shipped configurations, made from meta tensors.
+        compile_cases: `compile_cases(arch, config=None)` gives, by name, the launches that must compile for an
+            architecture (`hardware.Arch`), made from meta tensors: with the shipped configurations, or with `config`.
+        bench_cases: `bench_cases(suite, device)` gives, by name, functions that make the arguments of a case of
+            `wavecrest bench`, where M×N tensors from `inputs` are not what there is to measure.
+        emulate_cases: `emulate_cases(arch)` gives, by name, functions that make the arguments (on the CPU) of calls
+            that `wavecrest isa run` adds to those from `inputs`: options that inputs leave at their defaults.
     """
 
     name: str
@@ -144,7 +148,9 @@ class Op:
     cost: Callable[..., Cost]
     default_config: Callable[[Key], Config]
     key_fields: tuple[str, ...] = ()
-    compile_cases: Callable[[int], Sequence[Any]] | None = None
+    compile_cases: Callable[..., dict[str, Any]] | None = None
+    bench_cases: Callable[[str, str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
+    emulate_cases: Callable[[str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
     op_class: str = "row"
     backends: dict[str, Backend] = field(default_factory=dict)
     _cache: dict[Key, _Entry] = field(default_factory=dict)

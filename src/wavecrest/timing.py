@@ -36,6 +36,15 @@ MAX_SAMPLES = 1000
 # a run of samples lasts at least this long, so that fast work is not judged by one lucky millisecond
 MIN_SECONDS = 0.5
 
+# twice the largest last-level cache there is (256 MiB on MI300X, MI355X), and long enough to hide the host behind it
+FLUSH_BYTES = 512 << 20
+# flushes before one sample at most
+MAX_FLUSHES = 8
+# rounds that are not kept go before an interleaved measurement on a GPU for this long
+CLOCK_SECONDS = 0.05
+# rounds of an interleaved measurement at most
+MAX_ROUNDS = 400
+
 # the work under test: a call without arguments
 Work = Callable[[], Any]
 # (completed, planned) after each block, for progress displays
@@ -133,6 +142,19 @@ class Paired:
         return statistics.median(self.new)
 
 
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    """Several pieces of work timed in turn: `samples[i][r]` is work i in round r, in ms."""
+
+    samples: tuple[tuple[float, ...], ...]
+    clock: str
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return len(self.samples[0])
+
+
 def trimmed_spread(samples: Sequence[float]) -> float:
     """std / mean after dropping the smallest and the largest 5 % of the samples."""
     if len(samples) < 3:
@@ -221,6 +243,14 @@ class Stopwatch:
         """What the samples are: "device events" or "host wall"."""
         return "host wall" if self.device == "cpu" else "device events"
 
+    def flush(self) -> None:
+        """Enqueue a write of FLUSH_BYTES, which leaves nothing of what ran before in a GPU's caches."""
+        import torch
+
+        if self._flush is None:
+            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+        self._flush.zero_()
+
     def time(self, work: Work) -> tuple[float, float]:
         """Run once; returns (sample, wall) in ms, both ended by a synchronize.
 
@@ -237,9 +267,7 @@ class Stopwatch:
         import torch
 
         if self.cold_cache:
-            if self._flush is None:
-                self._flush = torch.empty(512 << 20, dtype=torch.uint8, device=self.device)
-            self._flush.zero_()
+            self.flush()
         stream = torch.cuda.current_stream(self.device)
         event: Any = torch.cuda.Event
         begin, end = event(enable_timing=True), event(enable_timing=True)
@@ -403,6 +431,89 @@ def _measure_pair(
         ratio, ci = bootstrap_speedup([(a, b)])
         if stop.done(len(a), ratio, ci):
             return Paired(tuple(a), tuple(b), ratio, ci, stopwatch.clock)
+
+
+def measure_interleaved(
+    works: Sequence[Work],
+    *,
+    device: str,
+    seconds: float = 0.25,
+    min_rounds: int = MIN_SAMPLES,
+    on_progress: OnProgress | None = None,
+) -> Interleaved:
+    """Time several pieces of work of microseconds in turn (ABCABC…), so that drift hits all alike.
+
+    On a GPU every sample is the device's span of one call behind a write of FLUSH_BYTES: caches are cold, and the host
+    enqueues the call while that write runs, so its cost is not in the span. On the CPU a sample is host wall time.
+    Nothing is tuned by the result: rounds go on until `min_rounds` are done and `seconds` are over, to MAX_ROUNDS.
+
+    Raises:
+        InvalidArgument: there is no work.
+    """
+    if not works:
+        raise InvalidArgument("measure_interleaved needs at least one work")
+    with _quiet_heap():
+        return _measure_interleaved(works, Stopwatch(device), seconds, min_rounds, on_progress)
+
+
+def _measure_interleaved(
+    works: Sequence[Work], stopwatch: Stopwatch, seconds: float, min_rounds: int, on_progress: OnProgress | None
+) -> Interleaved:
+    on_cpu = stopwatch.device == "cpu"
+    for work in works:
+        warm_up(stopwatch, work, seconds=0.0)
+    flushes = 0 if on_cpu else _flushes(stopwatch, works)
+    samples: list[list[float]] = [[] for _ in works]
+    begin = time.perf_counter()
+    # a GPU that was idle while something compiled takes a while to come back to its clock
+    while not on_cpu and time.perf_counter() - begin < CLOCK_SECONDS:
+        _device_round(stopwatch, works, flushes)
+    begin = time.perf_counter()
+    rounds = 0
+    while rounds < min_rounds or (rounds < MAX_ROUNDS and time.perf_counter() - begin < seconds):
+        taken = [stopwatch.time(work)[0] for work in works] if on_cpu else _device_round(stopwatch, works, flushes)
+        for series, sample in zip(samples, taken, strict=True):
+            series.append(sample)
+        rounds += 1
+        if on_progress is not None:
+            on_progress(rounds, min_rounds)
+    return Interleaved(tuple(tuple(series) for series in samples), stopwatch.clock)
+
+
+def _device_round(stopwatch: Stopwatch, works: Sequence[Work], flushes: int) -> list[float]:
+    """One call of each work between device events; waits only at the end, so that the device never waits for us."""
+    import torch
+
+    stream = torch.cuda.current_stream(stopwatch.device)
+    event: Any = torch.cuda.Event
+    spans = [(event(enable_timing=True), event(enable_timing=True)) for _ in works]
+    for work, (begin, end) in zip(works, spans, strict=True):
+        for _ in range(flushes):
+            stopwatch.flush()
+        begin.record(stream)
+        work()
+        end.record(stream)
+    stream.synchronize()
+    return [begin.elapsed_time(end) for begin, end in spans]
+
+
+def _flushes(stopwatch: Stopwatch, works: Sequence[Work]) -> int:
+    """How many flushes go before each sample, so that the slowest host call is over before the device gets to it."""
+    import torch
+
+    stream = torch.cuda.current_stream(stopwatch.device)
+    device = min(stopwatch.time(stopwatch.flush)[0] for _ in range(3))
+    host = 0.0
+    for work in works:
+        calls = []
+        for _ in range(3):
+            start = time.perf_counter()
+            work()
+            calls.append((time.perf_counter() - start) * 1e3)
+            stream.synchronize()
+        host = max(host, min(calls))
+    # the events around the call cost the host some microseconds too
+    return min(MAX_FLUSHES, max(1, math.ceil(1.5 * (host + 0.02) / device)))
 
 
 def bootstrap_processes(

@@ -242,15 +242,25 @@ def _same_device(have: str, want: str) -> bool:
     return normal(have) == normal(want)
 
 
-def _call_factory(spec: str, device: str | None) -> Any:
-    target, separator, function_name = spec.rpartition(":")
-    if not separator or not target or not function_name:
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function that `file.py:function` or `package.module:function` names.
+
+    Raises:
+        WorkloadError: it is written otherwise, or there is no such file, module or function.
+    """
+    target, separator, name = spec.rpartition(":")
+    if not separator or not target or not name:
         raise WorkloadError(f"a workload is written file.py:function or package.module:function, not {spec!r}")
-    factory = getattr(_load_module(target), function_name, None)
-    if factory is None:
-        raise WorkloadError(f"{target} has no function {function_name!r}")
-    if not callable(factory):
-        raise WorkloadError(f"{spec}: {function_name} is not a function")
+    function: Any = getattr(_load_module(target), name, None)
+    if function is None:
+        raise WorkloadError(f"{target} has no function {name!r}")
+    if not callable(function):
+        raise WorkloadError(f"{spec}: {name} is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _call_factory(spec: str, device: str | None) -> Any:
+    factory = load_function(spec)
     try:
         takes_device = "device" in inspect.signature(factory).parameters
         return factory(device=device or _default_device()) if takes_device else factory()
