@@ -158,6 +158,23 @@ def test_add_rms_norm_module() -> None:
     torch.testing.assert_close(y, norm(x + residual), rtol=1e-5, atol=1e-6)
 
 
+def test_add_layer_norm_module() -> None:
+    norm = nn.LayerNorm(24, eps=1e-4)
+    randomise(norm)
+    made = wnn.AddLayerNorm.from_module(norm)
+    assert made.weight is norm.weight and made.bias is norm.bias
+    x, residual = torch.randn(2, 3, 24), torch.randn(2, 3, 24)
+    y, h = made(x, residual)
+    torch.testing.assert_close(h, x + residual)
+    torch.testing.assert_close(y, norm(x + residual), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [-1, 0, 1])
+def test_softmax_module(dim: int) -> None:
+    x = torch.randn(2, 3, 5)
+    torch.testing.assert_close(wnn.Softmax(dim)(x), torch.softmax(x, dim))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_activation_modules(packed: bool) -> None:
     gate, up = torch.randn(3, 8), torch.randn(3, 8)

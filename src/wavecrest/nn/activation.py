@@ -1,10 +1,10 @@
-"""Gated activations as modules."""
+"""Activations as modules."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from wavecrest.ops import gelu_and_mul, silu_and_mul
+from wavecrest.ops import gelu_and_mul, silu_and_mul, softmax
 
 
 class SiluAndMul(nn.Module):
@@ -28,3 +28,18 @@ class GeluAndMul(nn.Module):
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
+
+
+class Softmax(nn.Module):
+    """Softmax over one dimension; see `wavecrest.ops.softmax`."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x to a tensor of its shape."""
+        return softmax(x, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"

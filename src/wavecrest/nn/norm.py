@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import StepRefused
-from wavecrest.ops import add_rms_norm, layer_norm, rms_norm
+from wavecrest.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 # probe scales: at 1 the weight decides, at 1e-3 eps does, at 100 a clamp of the input shows
 PROBE_SCALES = (1.0, 1e-3, 100.0)
@@ -134,6 +134,27 @@ class LayerNorm(_Norm):
         _adopt(made, module, "weight")
         _adopt(made, module, "bias")
         _prove(module, made, size)
+        return made
+
+
+class AddLayerNorm(LayerNorm):
+    """`wavecrest.ops.add_layer_norm` with a weight and a bias [size]."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x and residual [..., size] to (layer_norm(x + residual), x + residual)."""
+        return add_layer_norm(x, residual, self.weight, self.bias, cast(float, self.eps))
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> AddLayerNorm:
+        """Ours from a LayerNorm that follows a residual addition; shares its weight and bias.
+
+        Raises:
+            StepRefused: as for `LayerNorm.from_module`.
+        """
+        norm = LayerNorm.from_module(module)
+        made = cls(norm.size, cast(float, norm.eps), elementwise_affine=False)
+        _adopt(made, norm, "weight")
+        _adopt(made, norm, "bias")
         return made
 
 

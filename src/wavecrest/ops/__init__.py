@@ -3,13 +3,41 @@
 Importing this package touches no GPU and works without Triton.
 """
 
+from wavecrest.ops.add_layer_norm import add_layer_norm
+from wavecrest.ops.add_layer_norm_quantize import add_layer_norm_quantize
 from wavecrest.ops.add_rms_norm import add_rms_norm
+from wavecrest.ops.add_rms_norm_quantize import add_rms_norm_quantize
+from wavecrest.ops.dequantize import dequantize
 from wavecrest.ops.gelu_and_mul import gelu_and_mul
 from wavecrest.ops.layer_norm import layer_norm
+from wavecrest.ops.layer_norm_quantize import layer_norm_quantize
+from wavecrest.ops.memcpy import memcpy
+from wavecrest.ops.quantize_fp8 import quantize_fp8
+from wavecrest.ops.quantize_int8 import quantize_int8
 from wavecrest.ops.rms_norm import rms_norm
+from wavecrest.ops.rms_norm_quantize import rms_norm_quantize
+from wavecrest.ops.rope import rope
 from wavecrest.ops.silu_and_mul import silu_and_mul
+from wavecrest.ops.softmax import softmax
 from wavecrest.registry import load_backends
 
-__all__ = ["add_rms_norm", "gelu_and_mul", "layer_norm", "rms_norm", "silu_and_mul"]
+__all__ = [
+    "add_layer_norm",
+    "add_layer_norm_quantize",
+    "add_rms_norm",
+    "add_rms_norm_quantize",
+    "dequantize",
+    "gelu_and_mul",
+    "layer_norm",
+    "layer_norm_quantize",
+    "memcpy",
+    "quantize_fp8",
+    "quantize_int8",
+    "rms_norm",
+    "rms_norm_quantize",
+    "rope",
+    "silu_and_mul",
+    "softmax",
+]
 
 load_backends()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import wavecrest.ops._rows as _rows
 from wavecrest.errors import InvalidArgument
+from wavecrest.hardware import Arch
 from wavecrest.registry import Cost, Key, dtype_name, m_bucket, needs_grad
 from wavecrest.tuned import Config
 
@@ -17,6 +18,8 @@ from wavecrest.tuned import Config
 KEY_FIELDS = ("rows", "columns", "dtype", "packed", "device", "leading", "grad")
 # most columns a program takes
 BLOCK_COLUMNS = 1024
+# rows that are too few to fill a GPU
+FEW_ROWS = 64
 # columns (narrow with several rows a program, odd, common) that compile tests take
 COMPILE_COLUMNS = (64, 1000, 14336)
 
@@ -79,12 +82,16 @@ def cost(gate: Tensor, up: Tensor | None, flops: int) -> Cost:
     return Cost(flops=flops * elements, bytes=read + read // 2)
 
 
-def config(n: int, wave: int) -> Config:
+def config(rows: int, n: int, wave: int) -> Config:
     """A tile of 1,024 columns, or several narrow rows; 16 elements a thread: two 16-byte loads of 16-bit data each.
 
-    Chosen by a sweep on one H200 in bfloat16: the exact gelu is fastest with few threads a program, silu does not mind.
+    Smaller tiles with more threads where rows are few (`rows` is a bucket, 0 for any number). Chosen by a sweep on one
+    H200 in bfloat16, 2026-11-20.
     """
-    block_n = min(1 << max(0, n - 1).bit_length(), BLOCK_COLUMNS)
+    block_n = min(_rows.power_of_two(n), BLOCK_COLUMNS)
+    if 0 < rows <= FEW_ROWS:
+        block_n = min(block_n, BLOCK_COLUMNS // 2)
+        return Config(BLOCK_M=1, BLOCK_N=block_n, num_warps=max(1, block_n // (4 * wave)))
     block_m = 1 if block_n == BLOCK_COLUMNS else min(16, 2048 // block_n)
     return Config(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=max(1, block_m * block_n // (16 * wave)))
 
@@ -143,12 +150,15 @@ def bind(
     return call
 
 
-def compile_cases(kernel: Any, wave: int, constants: dict[str, Any]) -> list[_rows.Launch]:
-    """Separate and packed operands of the common widths."""
-    cases = []
+def compile_cases(
+    kernel: Any, arch: Arch, chosen: Config | None, constants: dict[str, Any], label: str = ""
+) -> dict[str, _rows.Launch]:
+    """Separate and packed operands of the common widths; `chosen` instead of the default configuration."""
+    cases = {}
     for n in COMPILE_COLUMNS:
         x = torch.empty(64, n, dtype=torch.bfloat16, device="meta")
         packed = torch.empty(64, 2 * n, dtype=torch.bfloat16, device="meta")
-        cases.append(launch(kernel, x, x, x, config(n, wave), constants))
-        cases.append(launch(kernel, packed, None, x, config(n, wave), constants))
+        made = chosen or config(0, n, arch.wave_size)
+        cases[f"N={n}{label}"] = launch(kernel, x, x, x, made, constants)
+        cases[f"N={n}{label} packed"] = launch(kernel, packed, None, x, made, constants)
     return cases

@@ -16,13 +16,12 @@ from torch import Tensor
 import wavecrest.ops._triton as _triton
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument
+from wavecrest.registry import Op
 from wavecrest.tuned import Config
 
+# above PyTorch (10) and the reference (0)
+KERNEL_PRIORITY = 20
 KERNEL_DTYPES = ("float32", "float16", "bfloat16")
-# widest row that one program keeps in registers
-ONE_PASS_COLUMNS = 32768
-# columns a program takes at a time where the row is wider than that
-LOOP_COLUMNS = 16384
 
 
 class Launch(NamedTuple):
@@ -37,6 +36,27 @@ class Launch(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The keyword arguments."""
         return {**self.constants, **self.config.kwargs}
+
+
+def attach_kernel(
+    op: Op,
+    bind: Callable[..., Callable[..., Any]],
+    declines: Callable[..., str | None],
+    reserves: Callable[..., str | None] = lambda *_args, **_kwargs: None,
+) -> None:
+    """Attach a Triton kernel to its op, by the function that binds it (see `registry.Backend` for all three)."""
+
+    def run(*args: Any, config: Config, **kwargs: Any) -> Any:
+        return bind(*args, **kwargs, config=config)(*args, **kwargs)
+
+    def reserved(x: Tensor, *args: Any, **kwargs: Any) -> str | None:
+        if x.device.type == "cpu":
+            return "Triton's interpreter and the emulator are for tests: they run when forced or named"
+        return reserves(x, *args, **kwargs)
+
+    op.attach(
+        "triton", run, supports=declines, reserved=reserved, priority=KERNEL_PRIORITY, takes_config=True, bind=bind
+    )
 
 
 def empty(x: Tensor, *_args: Any) -> Tensor:
@@ -146,6 +166,51 @@ def _row_stride(tensor: Tensor) -> int:
     return 0
 
 
+def alignment(columns: int, *strides: tuple[int, ...]) -> int:
+    """The largest power of two up to 16 that divides a row's columns and the strides between rows.
+
+    Kernels take both in units of it: it decides how wide their accesses may be, and Triton by itself sees only
+    whether a number is a multiple of 16. It is one of the few things that a kernel is compiled anew for.
+    """
+    for unit in (16, 8, 4, 2):
+        if columns % unit == 0 and all(stride % unit == 0 for tensor in strides for stride in tensor):
+            return unit
+    return 1
+
+
+# looks at what other programs of a row have published before a program works their share out by itself (a few ms);
+# at least 1 where it is compiled, as triton 3.6 aborts on a loop that it knows not to run
+PATIENCE = 1 << 14
+
+
+def patience() -> int:
+    """PATIENCE; 0 in the interpreter, which runs one program after another."""
+    return 0 if _triton.interpreted else PATIENCE
+
+
+def parts(columns: int, config: Config) -> int:
+    """Over how many programs a row is split.
+
+    Raises:
+        InvalidArgument: several rows a program, and a row wider than it.
+    """
+    count = max(1, (columns + config["BLOCK_N"] - 1) // config["BLOCK_N"])
+    if count > 1 and config["BLOCK_M"] != 1:
+        raise InvalidArgument(f"a row of {columns} columns can be split only with one row a program, not by {config!r}")
+    return count
+
+
+def slots_shape(x: Tensor, config: Config, exchanges: int) -> tuple[int, ...] | None:
+    """The shape of the zeros that split rows exchange through; None where rows are not split."""
+    count = parts(x.shape[-1], config)
+    return None if count == 1 else (row_count(x), exchanges, count)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below it."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 def row_count(x: Tensor) -> int:
     """The product of the leading sizes."""
     rows = 1
@@ -197,7 +262,7 @@ def kernel_refusal(dtype: str, device: str, dims: int, grad: bool) -> str | None
     """Why a Triton row kernel does not take a call, from the parts of its key."""
     if _triton.unavailable is not None:
         return _triton.unavailable
-    if device != "cuda" and not (device == "cpu" and _triton.interpreted):
+    if device != "cuda" and not (device == "cpu" and (_triton.interpreted or _triton.emulated is not None)):
         return f"runs on a GPU; these tensors are on {device}"
     if grad:
         return "has no backward; a call that needs gradients runs in PyTorch"
@@ -208,43 +273,19 @@ def kernel_refusal(dtype: str, device: str, dims: int, grad: bool) -> str | None
     return None
 
 
-def kernel_reserved(device: str) -> str | None:
-    """Why a Triton kernel that could take a call is not the default choice for it."""
-    if device == "cpu":
-        return "Triton's interpreter is for tests: it runs when forced or named"
-    return None
-
-
 @cache
+def _detected() -> hardware.Arch | None:
+    return hardware.detect().known
+
+
+def arch() -> hardware.Arch | None:
+    """The architecture that kernels are made for: the emulated one, or the current GPU's; None where there is none."""
+    if _triton.emulated is not None:
+        return hardware.ARCHS[_triton.emulated]
+    return _detected()
+
+
 def wave_size() -> int:
-    """Threads a warp (NVIDIA) or wave (AMD) of the current device; 32 where there is none."""
-    known = hardware.detect().known
+    """Threads a warp (NVIDIA) or wave (AMD) of `arch`; 32 where there is none."""
+    known = arch()
     return known.wave_size if known is not None else 32
-
-
-def blocks(columns: int, config: Config) -> dict[str, bool]:
-    """The constants of a row kernel that follow from its column block."""
-    return {"ONE_PASS": columns <= config["BLOCK_N"], "EVEN": columns % config["BLOCK_N"] == 0}
-
-
-def row_config(columns: int, wave: int) -> Config:
-    """A program a row, or several where rows are narrow; the row in registers up to ONE_PASS_COLUMNS.
-
-    A thread has 16 elements of a narrow row, 32 of a wider one, and more before a program has more than 256 threads
-    (512 for the widest of one pass): fewer threads reduce faster, and more programs fit beside each other. Chosen by
-    a sweep on one H200 in bfloat16; the same numbers of threads are used where a wave is 64 wide.
-    """
-    block_n = 1 << max(0, columns - 1).bit_length()
-    if block_n > ONE_PASS_COLUMNS:
-        return Config(BLOCK_M=1, BLOCK_N=LOOP_COLUMNS, num_warps=512 // wave)
-    block_m = min(16, max(1, 2048 // block_n))
-    if block_n <= 2048:
-        threads = block_m * block_n // 16
-    else:
-        # of the columns there are, not of the block: 5,120 columns are best with half of what 8,192 take
-        threads = min(1 << (columns // 32).bit_length() - 1, 256 if block_n <= 16384 else 512)
-    return Config(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=max(1, threads // wave))
-
-
-# columns (narrow with several rows a program, odd, common, widest of one pass, looped) that compile tests take
-COMPILE_COLUMNS = (64, 1000, 4096, 16384, 32768, 65536)

@@ -10,8 +10,9 @@ from torch import Tensor
 import wavecrest.ops._gated as _gated
 import wavecrest.ops._rows as _rows
 from wavecrest.errors import InvalidArgument
-from wavecrest.ops._lib import column_mask, column_offsets, row_mask, row_offsets
-from wavecrest.ops._triton import tl, triton
+from wavecrest.hardware import Arch
+from wavecrest.ops._lib import column_mask, column_offsets, exp, row_mask, row_offsets
+from wavecrest.ops._triton import reciprocal, tl, triton
 from wavecrest.registry import Cost, Key, Op
 from wavecrest.tuned import Config
 
@@ -44,7 +45,26 @@ def _cost(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> 
 
 
 def _default_config(key: Key) -> Config:
-    return _gated.config(key[1], _rows.wave_size())
+    return _gated.config(key[0], key[1], _rows.wave_size())
+
+
+@triton.jit
+def _normal_cdf(x):  # type: ignore[no-untyped-def]
+    """0.5 · (1 + erf(x / sqrt(2))), to 2e-7 of its value also where it is small.
+
+    As exp(-x²/2) · t · P(t), t = 1 / (1 + 0.3 |x|) (the form of Abramowitz and Stegun 26.2.17), with P fitted for the
+    least relative error over |x| < 14.5: half the instructions of `tl.erf` on sm_90, and no cancellation.
+    """
+    t = reciprocal(1.0 + 0.3 * tl.abs(x))
+    p = 0.0354237106 * t - 0.156158353
+    p = p * t + 0.204556635
+    p = p * t - 0.0520338929
+    p = p * t + 0.127691714
+    p = p * t + 0.100175963
+    p = p * t + 0.120712134
+    p = p * t + 0.119632007
+    tail = p * t * exp(-0.5 * x * x)
+    return tl.where(x > 0.0, 1.0 - tail, tail)
 
 
 @triton.jit(do_not_specialize=["M", "blocks_n", "size1", "size2"])
@@ -84,9 +104,10 @@ def _gelu_and_mul_kernel(  # type: ignore[no-untyped-def]
     gate = gate.to(tl.float32)
     if TANH:
         # 0.5 · (1 + tanh(z)) = sigmoid(2z); 2 · sqrt(2 / pi)
-        activated = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        activated = gate * reciprocal(1.0 + exp(-z))
     else:
-        activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+        activated = gate * _normal_cdf(gate)
     y = activated * up.to(tl.float32)
     tl.store(y_ptr + (rows * N)[:, None] + cols[None, :], y, mask=mask)
 
@@ -97,17 +118,13 @@ def _bind(
     return _gated.bind(_gelu_and_mul_kernel, gate, up, config, {"TANH": approximate == "tanh"})
 
 
-def _run(gate: Tensor, up: Tensor | None = None, approximate: str = "none", *, config: Config) -> Tensor:
-    return _bind(gate, up, approximate, config=config)(gate, up)
-
-
 def _supports(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> str | None:
     return _gated.refusal(gate, up)
 
 
-def _compile_cases(wave: int) -> list[_rows.Launch]:
-    exact = _gated.compile_cases(_gelu_and_mul_kernel, wave, {"TANH": False})
-    return exact + _gated.compile_cases(_gelu_and_mul_kernel, wave, {"TANH": True})
+def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.Launch]:
+    exact = _gated.compile_cases(_gelu_and_mul_kernel, arch, config, {"TANH": False}, " exact")
+    return exact | _gated.compile_cases(_gelu_and_mul_kernel, arch, config, {"TANH": True}, " tanh")
 
 
 _op = Op(
@@ -121,15 +138,7 @@ _op = Op(
     default_config=_default_config,
     compile_cases=_compile_cases,
 )
-_op.attach(
-    "triton",
-    _run,
-    supports=_supports,
-    reserved=lambda gate, *_args, **_kwargs: _rows.kernel_reserved(gate.device.type),
-    priority=20,
-    takes_config=True,
-    bind=_bind,
-)
+_rows.attach_kernel(_op, _bind, _supports)
 
 
 def gelu_and_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:

@@ -2,237 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
-import wavecrest.ops._rows as _rows
-from wavecrest.ops._lib import column_mask, column_offsets, load_row_vector, row_mask, row_offsets
-from wavecrest.ops._triton import tl, triton
-from wavecrest.registry import Cost, Key, Op, dtype_name, m_bucket, needs_grad
-from wavecrest.tuned import Config
+from wavecrest.ops import _row_kernel
 
 
-def _reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    wide = _rows.widen(x)
-    centered = wide - wide.mean(-1, keepdim=True)
-    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        y = y * weight.to(y.dtype)
-    if bias is not None:
-        y = y + bias.to(y.dtype)
-    return y.to(x.dtype)
+def _operands(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> _row_kernel.Operands:
+    return _row_kernel.Operands("layer", x, None, weight, bias, eps)
 
 
-def _check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:
-    _rows.check_rows("layer_norm", x)
-    if weight is not None:
-        _rows.check_vector("layer_norm", "weight", weight, x)
-    if bias is not None:
-        _rows.check_vector("layer_norm", "bias", bias, x)
-    _rows.check_eps("layer_norm", eps)
+_op = _row_kernel.register("layer_norm", _operands, kind="layer")
 
 
-def _key(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Key:
-    return (
-        m_bucket(_rows.row_count(x)),
-        x.shape[-1],
-        dtype_name(x),
-        None if weight is None else dtype_name(weight),
-        None if bias is None else dtype_name(bias),
-        x.device.type,
-        _rows.leading(x),
-        needs_grad(x, weight, bias),
-    )
-
-
-def _inputs(M: int, N: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    x = torch.randn(M, N, dtype=dtype, device=device)
-    return x, torch.randn(N, dtype=dtype, device=device), torch.randn(N, dtype=dtype, device=device)
-
-
-def _cost(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Cost:
-    vectors = sum(vector.nbytes for vector in (weight, bias) if vector is not None)
-    return Cost(flops=7 * x.numel(), bytes=2 * x.nbytes + vectors)
-
-
-def _config(columns: int, wave: int) -> Config:
-    # threads by the block, not by the columns: measured on one H200 at 5,120 columns (3,159 GB/s beside 2,650)
-    return _rows.row_config(1 << max(0, columns - 1).bit_length(), wave)
-
-
-def _default_config(key: Key) -> Config:
-    return _config(key[1], _rows.wave_size())
-
-
-@triton.jit
-def _scale_and_shift(  # type: ignore[no-untyped-def]
-    y, weight_ptr, bias_ptr, cols, stride_wn, stride_bn, mask, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr
-):
-    if HAS_WEIGHT:
-        y *= load_row_vector(weight_ptr, cols, stride_wn, mask)
-    if HAS_BIAS:
-        y += load_row_vector(bias_ptr, cols, stride_bn, mask)
-    return y
-
-
-@triton.jit(do_not_specialize=["M", "size1", "size2"])
-def _layer_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    M,
-    N,
-    size1,
-    size2,
-    stride_x0,
-    stride_x1,
-    stride_x2,
-    stride_xn,
-    stride_wn,
-    stride_bn,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    LEADING: tl.constexpr,
-    ONE_PASS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    # int64: row · stride passes 2³¹ on large batches
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask_m = row_mask(rows, M, BLOCK_M)
-    x_rows = x_ptr + row_offsets(rows, stride_x0, stride_x1, stride_x2, size1, size2, LEADING)[:, None]
-    y_rows = y_ptr + (rows * N)[:, None]
-    offs_n = tl.arange(0, BLOCK_N)
-    if ONE_PASS:
-        mask_n = column_mask(offs_n, N, BLOCK_N, EVEN)
-        mask = mask_m & mask_n[None, :]
-        x = tl.load(x_rows + column_offsets(offs_n, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
-        mean = tl.sum(x, axis=1) / N
-        # masked lanes hold 0, which is not centred: keep them out of the variance
-        centered = tl.where(mask_n[None, :], x - mean[:, None], 0.0)
-        y = centered * tl.rsqrt(tl.sum(centered * centered, axis=1) / N + eps)[:, None]
-        y = _scale_and_shift(y, weight_ptr, bias_ptr, offs_n, stride_wn, stride_bn, mask_n, HAS_WEIGHT, HAS_BIAS)
-        tl.store(y_rows + offs_n[None, :], y, mask=mask)
-    else:
-        # mean and sum of squared deviations by column block, joined by Chan's update: no cancellation
-        mean = tl.zeros([BLOCK_M], dtype=tl.float32)
-        deviation = tl.zeros([BLOCK_M], dtype=tl.float32)
-        for start in range(0, N, BLOCK_N):
-            cols = start + offs_n
-            mask_n = column_mask(cols, N, BLOCK_N, EVEN)
-            mask = mask_m & mask_n[None, :]
-            x = tl.load(x_rows + column_offsets(cols, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
-            count = tl.minimum(N - start, BLOCK_N).to(tl.float32)
-            block_mean = tl.sum(x, axis=1) / count
-            centered = tl.where(mask_n[None, :], x - block_mean[:, None], 0.0)
-            delta = block_mean - mean
-            share = count / (start + count)
-            deviation += tl.sum(centered * centered, axis=1) + delta * delta * (start * share)
-            mean += delta * share
-        rstd = tl.rsqrt(deviation / N + eps)[:, None]
-        for start in range(0, N, BLOCK_N):
-            cols = start + offs_n
-            mask_n = column_mask(cols, N, BLOCK_N, EVEN)
-            mask = mask_m & mask_n[None, :]
-            x = tl.load(x_rows + column_offsets(cols, stride_xn)[None, :], mask=mask, other=0.0).to(tl.float32)
-            y = (x - mean[:, None]) * rstd
-            y = _scale_and_shift(y, weight_ptr, bias_ptr, cols, stride_wn, stride_bn, mask_n, HAS_WEIGHT, HAS_BIAS)
-            tl.store(y_rows + cols[None, :], y, mask=mask)
-
-
-def _launch(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, eps: float, config: Config
-) -> _rows.Launch:
-    rows, leading, size1, size2, (strides,) = _rows.layout(x)
-    columns = x.shape[-1]
-    return _rows.Launch(
-        _layer_norm_kernel,
-        ((rows + config["BLOCK_M"] - 1) // config["BLOCK_M"],),
-        (
-            x,
-            x if weight is None else weight,
-            x if bias is None else bias,
-            y,
-            rows,
-            columns,
-            size1,
-            size2,
-            *strides,
-            x.stride(-1),
-            0 if weight is None else weight.stride(0),
-            0 if bias is None else bias.stride(0),
-            eps,
-        ),
-        {
-            "HAS_WEIGHT": weight is not None,
-            "HAS_BIAS": bias is not None,
-            "LEADING": leading,
-            **_rows.blocks(columns, config),
-        },
-        config,
-    )
-
-
-def _bind(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: Config
-) -> Callable[..., Tensor]:
-    launch = _launch(x, weight, bias, x, eps, config)
-    start, sizes = _rows.starter(launch, x.device), launch.args[4:-1]
-
-    def call(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        start(x, x if weight is None else weight, x if bias is None else bias, y, *sizes, eps)
-        return y
-
-    return call if x.numel() > 0 else _rows.empty
-
-
-def _run(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *, config: Config
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Tensor:
-    return _bind(x, weight, bias, eps, config=config)(x, weight, bias, eps)
-
-
-def _supports(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> str | None:
-    return _rows.kernel_refusal(dtype_name(x), x.device.type, _rows.leading(x), needs_grad(x, weight, bias))
-
-
-def _compile_cases(wave: int) -> list[_rows.Launch]:
-    cases = []
-    for columns in _rows.COMPILE_COLUMNS:
-        x = torch.empty(64, columns, dtype=torch.bfloat16, device="meta")
-        cases.append(_launch(x, x[0], x[0], x, 1e-5, _config(columns, wave)))
-    return cases
-
-
-_op = Op(
-    "layer_norm",
-    reference=_reference,
-    check=_check,
-    key=_key,
-    key_fields=("rows", "columns", "dtype", "weight", "bias", "device", "leading", "grad"),
-    inputs=_inputs,
-    cost=_cost,
-    default_config=_default_config,
-    compile_cases=_compile_cases,
-)
-_op.attach(
-    "triton",
-    _run,
-    supports=_supports,
-    reserved=lambda x, *_args, **_kwargs: _rows.kernel_reserved(x.device.type),
-    priority=20,
-    takes_config=True,
-    bind=_bind,
-)
-
-
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """y = (x − mean(x)) / sqrt(var(x) + eps) · weight + bias over the last dimension, in float32 and rounded once.
 
     Args:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 import wavecrest.ops._gated as _gated
 import wavecrest.ops._rows as _rows
-from wavecrest.ops._lib import column_mask, column_offsets, row_mask, row_offsets
-from wavecrest.ops._triton import tl, triton
+from wavecrest.hardware import Arch
+from wavecrest.ops._lib import column_mask, column_offsets, exp, row_mask, row_offsets
+from wavecrest.ops._triton import reciprocal, tl, triton
 from wavecrest.registry import Cost, Key, Op
 from wavecrest.tuned import Config
 
@@ -35,7 +36,7 @@ def _cost(gate: Tensor, up: Tensor | None = None) -> Cost:
 
 
 def _default_config(key: Key) -> Config:
-    return _gated.config(key[1], _rows.wave_size())
+    return _gated.config(key[0], key[1], _rows.wave_size())
 
 
 @triton.jit(do_not_specialize=["M", "blocks_n", "size1", "size2"])
@@ -72,7 +73,7 @@ def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     gate = tl.load(gate_ptr + g_rows + column_offsets(cols, stride_gn)[None, :], mask=mask, other=0.0)
     up = tl.load(up_ptr + up_offset + u_rows + column_offsets(cols, stride_un)[None, :], mask=mask, other=0.0)
     gate = gate.to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+    y = gate * reciprocal(1.0 + exp(-gate)) * up.to(tl.float32)
     tl.store(y_ptr + (rows * N)[:, None] + cols[None, :], y, mask=mask)
 
 
@@ -80,16 +81,12 @@ def _bind(gate: Tensor, up: Tensor | None = None, *, config: Config) -> Callable
     return _gated.bind(_silu_and_mul_kernel, gate, up, config, {})
 
 
-def _run(gate: Tensor, up: Tensor | None = None, *, config: Config) -> Tensor:
-    return _bind(gate, up, config=config)(gate, up)
-
-
 def _supports(gate: Tensor, up: Tensor | None = None) -> str | None:
     return _gated.refusal(gate, up)
 
 
-def _compile_cases(wave: int) -> list[_rows.Launch]:
-    return _gated.compile_cases(_silu_and_mul_kernel, wave, {})
+def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.Launch]:
+    return _gated.compile_cases(_silu_and_mul_kernel, arch, config, {})
 
 
 _op = Op(
@@ -103,15 +100,7 @@ _op = Op(
     default_config=_default_config,
     compile_cases=_compile_cases,
 )
-_op.attach(
-    "triton",
-    _run,
-    supports=_supports,
-    reserved=lambda gate, *_args, **_kwargs: _rows.kernel_reserved(gate.device.type),
-    priority=20,
-    takes_config=True,
-    bind=_bind,
-)
+_rows.attach_kernel(_op, _bind, _supports)
 
 
 def silu_and_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.ops.op_harness import BACKENDS, assert_compiles, assert_never_copies, name
+from wavecrest import ops, registry
+from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.tuned import Config
+
+OP = "memcpy"
+MODES = ("copy", "read", "write")
+# one unit of 16 bytes, less than a tile, a tile, one and a bit, several and a bit: in 32-bit words
+WORDS = (4, 1000, 4096, 4100, 3 * 4096 + 12)
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.float64)
+
+
+def words(count: int, device: str, seed: int = 0) -> Tensor:
+    """Any bits: as floats there are NaNs of all kinds among them, which a copy must keep."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator).to(torch.int32).to(device)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.int32)
+
+
+def total(x: Tensor) -> int:
+    """The sum of the words by Python's integers."""
+    return sum(bits(x).tolist())
+
+
+def backends(programs: int | None) -> tuple[str, ...]:
+    return BACKENDS if programs is None else ("triton", "reference")
+
+
+def assert_moves(x: Tensor, backend: str, programs: int | None, config: Config | None = None) -> None:
+    run = registry.get(OP).run
+    before = bits(x).clone()
+    copied = run(backend, x, "copy", programs, config=config)
+    read = run(backend, x, "read", programs, config=config)
+    written = run(backend, x, "write", programs, 0x8BADF00D, config=config)
+    assert torch.equal(bits(copied), before) and torch.equal(bits(x), before)
+    assert copied.data_ptr() != x.data_ptr()
+    assert read.dtype == torch.int64 and read.shape == () and int(read) == total(x)
+    assert torch.equal(bits(written), torch.full_like(before, 0x8BADF00D - (1 << 32)))
+    for made in (copied, written):
+        assert made.shape == x.shape and made.dtype == x.dtype and made.is_contiguous()
+
+
+@pytest.mark.parametrize("programs", [None, 1, 3, 1000])
+@pytest.mark.parametrize("count", WORDS)
+def test_sizes(count: int, programs: int | None, device: str) -> None:
+    for backend in backends(programs):
+        assert_moves(words(count, device), backend, programs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_dtypes(dtype: torch.dtype, backend: str, device: str) -> None:
+    assert_moves(words(1024, device).view(dtype).view(2, 2, -1), backend, None)
+
+
+def test_bool(device: str) -> None:
+    x = torch.arange(64, device=device) % 3 == 0
+    for backend in BACKENDS:
+        assert torch.equal(registry.get(OP).run(backend, x), x)
+
+
+@pytest.mark.parametrize("config", [(64, 1), (1024, 2), (8192, 4)])
+def test_configurations(config: tuple[int, int], device: str) -> None:
+    for programs in (None, 5):
+        made = Config(BLOCK=config[0], num_warps=config[1])
+        assert_moves(words(1500 * 4, device), "triton", programs, made)
+
+
+def test_read_reads_every_word(device: str) -> None:
+    x = torch.zeros(64, dtype=torch.int32, device=device)
+    config = Config(BLOCK=16, num_warps=1)
+    for programs in (None, 3):
+        for i in range(64):
+            x.zero_()
+            x[i] = 1 << (i % 31)
+            assert int(registry.get(OP).run("triton", x, "read", programs, config=config)) == 1 << (i % 31)
+
+
+def test_sum_of_extremes_does_not_wrap_at_32_bits(device: str) -> None:
+    x = torch.full((4096,), -(1 << 31), dtype=torch.int32, device=device)
+    for backend in BACKENDS:
+        assert int(registry.get(OP).run(backend, x, "read")) == -(1 << 43)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [0, 1, -1, (1 << 32) - 1, -(1 << 31), 1 << 31])
+def test_value(value: int, backend: str, device: str) -> None:
+    x = torch.empty(16, dtype=torch.float32, device=device)
+    got = registry.get(OP).run(backend, x, "write", None, value)
+    assert set(bits(got).tolist()) == {value - (1 << 32) if value >= 1 << 31 else value}
+
+
+def test_write_does_not_read(device: str) -> None:
+    # what is read would come back as NaN payloads; and x keeps its own
+    x = torch.full((32,), float("nan"), device=device)
+    assert ops.memcpy(x, "write", None, 0x3F800000).tolist() == [1.0] * 32
+    assert x.isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
+def test_empty(shape: tuple[int, ...], backend: str, device: str) -> None:
+    x = torch.empty(shape, device=device)
+    assert registry.get(OP).run(backend, x).shape == shape
+    assert int(registry.get(OP).run(backend, x, "read")) == 0
+    assert registry.get(OP).run(backend, x, "write").shape == shape
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("programs", [None, 2])
+def test_bound_call(mode: str, programs: int | None, device: str) -> None:
+    """The second call of a signature, with other data, and with data that start elsewhere."""
+    found = registry.get(OP)
+    found.force("triton")
+    longer = words(2048, device, 2)
+    for x in (words(1024, device), words(1024, device, 1), longer[1:1025], longer[4:1028]):
+        got = found(x, mode, programs)
+        want = found.reference(x, mode, programs)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend"), [*(("read", backend) for backend in BACKENDS), ("copy", "triton"), ("write", "triton")]
+)
+def test_inside_a_word(mode: str, backend: str, device: str) -> None:
+    x = words(64, device).view(torch.bfloat16)
+    found = registry.get(OP)
+    found.force(backend)
+    assert found(x[2:66], mode).numel() in (1, 64)
+    # the signature is the same, the start is not
+    with pytest.raises(InvalidArgument, match="inside a 32-bit word"):
+        found(x[1:65], mode)
+
+
+def test_no_copy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = words(256, device).view(torch.float16).view(4, 128)
+    for mode in MODES:
+        assert_never_copies(OP, monkeypatch, x, mode, 3)
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        pytest.param((3.0,), "takes a dense tensor", id="number"),
+        pytest.param((torch.ones(4, 4).to_sparse(),), "takes a dense tensor", id="sparse"),
+        pytest.param((torch.ones(4, dtype=torch.complex64),), "not complex", id="complex"),
+        pytest.param((torch.ones(4, 8).t(),), "contiguous", id="transposed"),
+        pytest.param((torch.ones(8).expand(4, 8),), "contiguous", id="expanded"),
+        pytest.param((torch.ones(5),), "multiples of 16 bytes, got 20", id="20-bytes"),
+        pytest.param((torch.ones(4), "move"), "copy, read or write", id="mode"),
+        pytest.param((torch.ones(4), ["copy"]), "copy, read or write", id="mode-list"),
+        pytest.param((torch.ones(4), "copy", 0), "programs is", id="no-programs"),
+        pytest.param((torch.ones(4), "copy", (1 << 20) + 1), "programs is", id="too-many-programs"),
+        pytest.param((torch.ones(4), "copy", True), "programs is", id="programs-bool"),
+        pytest.param((torch.ones(4), "copy", 2.0), "programs is", id="programs-float"),
+        pytest.param((torch.ones(4), "write", None, 1 << 32), "32-bit pattern", id="value-large"),
+        pytest.param((torch.ones(4), "write", None, 0.5), "32-bit pattern", id="value-float"),
+        pytest.param((torch.ones(4), "read", None, 1), "has no use for it", id="value-of-read"),
+    ],
+)
+def test_wrong_arguments(args: tuple[Any, ...], message: str, backend: str | None) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        if backend is None:
+            ops.memcpy(*args)
+        else:
+            registry.get(OP).run(backend, *args)
+
+
+def test_torch_says_that_it_takes_no_number_of_programs(device: str) -> None:
+    x = words(64, device)
+    with pytest.raises(Unsupported, match="number of programs"):
+        registry.get(OP).run("torch", x, "copy", 4)
+    reasons = {refusal.backend: refusal.reason for refusal in registry.get(OP).decide(x, "copy", 4).refused}
+    assert "number of programs" in reasons["torch"]
+
+
+def test_gradients(device: str) -> None:
+    x = torch.randn(8, device=device, requires_grad=True)
+    registry.get(OP).force("triton")
+    decision = registry.get(OP).decide(x)
+    assert decision.backend == "torch"
+    assert "gradients" in {refusal.backend: refusal.reason for refusal in decision.refused}["triton"]
+    ops.memcpy(x).square().sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+
+
+def test_key_and_cost() -> None:
+    found = registry.get(OP)
+    x = torch.empty(4096)
+    keys = [
+        found.key(x),
+        found.key(x[:1024]),
+        found.key(x, "read"),
+        found.key(x, "copy", 4),
+        found.key(x.clone().requires_grad_()),
+    ]
+    assert len(set(keys)) == len(keys) and all(len(key) == len(found.key_fields) for key in keys)
+    assert [found.cost(x, mode).bytes for mode in MODES] == [2 * 16384, 16384, 16384]
+
+
+def test_bench_cases(device: str) -> None:
+    made = registry.get(OP).bench_cases("quick", device)  # type: ignore[misc]
+    assert sorted(made) == ["copy 1 MiB", "read 1 MiB", "write 1 MiB"]
+    for label, case in made.items():
+        x, mode, programs = case()
+        assert x.nbytes == 1 << 20 and label.startswith(mode)
+        assert programs is None
+        registry.get(OP).check(x, mode, programs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("mode", MODES)
+def test_compile_fullgraph(mode: str, dynamic: bool) -> None:
+    assert_compiles(OP, dynamic, 48, (mode, 3))
+    assert_compiles(OP, dynamic, 48, (mode,))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    units=st.integers(0, 300),
+    programs=st.one_of(st.none(), st.integers(1, 40)),
+    block=st.sampled_from((32, 128, 512)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1000),
+)
+def test_any_size(units: int, programs: int | None, block: int, dtype: torch.dtype, seed: int) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = words(4 * units, device, seed).view(dtype)
+    if units:
+        assert_moves(x, "triton", programs, Config(BLOCK=block, num_warps=1))
+    else:
+        assert registry.get(OP).run("triton", x, "copy", programs).shape == x.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("programs", [None, 264])
+def test_words_past_two_to_the_31(programs: int | None) -> None:
+    count = (1 << 31) + 4096 + 4
+    x = torch.zeros(count, dtype=torch.int32, device="cuda")
+    x[-1], x[0] = 7, 3
+    run = registry.get(OP).run
+    assert int(run("triton", x, "read", programs)) == 10
+    copied = run("triton", x, "copy", programs)
+    assert (int(copied[-1]), int(copied[0]), int(copied.sum())) == (7, 3, 10)
+    del copied
+    assert int(run("triton", x, "write", programs, 2).sum()) == 2 * count
