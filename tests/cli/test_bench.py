@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from wavecrest import records, timing
-from wavecrest.cli import main
+from wavecrest import records, registry, timing
+from wavecrest.cli import _bench_ops, main
 from wavecrest.cli.bench import run
 
 BODY = """
@@ -98,10 +100,35 @@ def test_run_is_callable_from_python(workload: Path, samples: dict[str, float]) 
         (["{file}:make", "-o", "{folder}"], 1, "is a folder"),
         (["{file}:make", "-o", "{file}/a.json"], 1, "cannot write"),
         (["--hf", "{folder}/none"], 1, ""),
+        (["{file}:make", "{file}:make"], 1, "one workload at a time"),
+        (["{file}:make", "--suite", "quick"], 1, "--suite is for ops"),
+        (["--hf", "{folder}", "--plot", "a.svg", "--case", "1"], 1, "--case, --plot is for ops"),
+        (["rms_nrom"], 1, "'rms_nrom' is neither an op (add_"),
+        (["rms_nrom"], 1, "nor a workload, which is written file.py:function or package.module:function"),
+        (["rms_norm", "{file}:make"], 1, "either ops or one workload"),
+        (["rms_norm", "--all-ops"], 1, "give names of ops, or --all-ops"),
+        (["--peers", "eager"], 1, "--peers is for ops; give their names, or --all-ops"),
+        (["rms_norm", "--peers", "egaer"], 1, "no peer 'egaer'; there are eager, compile, liger, aiter, or none"),
+        (["rms_norm", "--suite", "all"], 1, "no suite 'all'; there are shared, quick"),
+        (["rms_norm", "--case", "9x9"], 1, "has '9x9' in its name"),
+        (["rms_norm", "--dtype", "int4"], 1, "--dtype takes"),
+        (["rms_norm", "--seconds", "0"], 1, "--seconds must be above zero"),
+        (["rms_norm", "--budget", "-1"], 1, "--budget must be above zero"),
+        (["rms_norm", "--device", "cuda:99"], 3, "cuda:99 is not here"),
+        (["rms_norm", "--out", "{folder}"], 1, "is a folder"),
+        (["rms_norm", "--plot", "{folder}/a.pdf"], 1, "ending in .svg or .png"),
+        (["rms_norm", "--split", "{file}"], 1, "cannot write"),
+        (["--from", "{folder}/none.json"], 1, "no result file"),
+        (["--from", "{file}"], 1, "damaged"),
+        (["--from", "{file}", "rms_norm"], 1, "leave out the names"),
+        (["--from", "{file}", "--suite", "quick", "--device", "cpu"], 1, "so --suite, --device has no meaning"),
     ],
     ids=[
         "nothing", "both", "no-function", "wrong-inputs", "no-time", "nan", "no-gpu", "folder", "file-as-folder",
-        "no-hf-folder",
+        "no-hf-folder", "two-workloads", "suite-of-workload", "plot-of-hf", "unknown-op", "unknown-workload", "mix",
+        "all-and-some", "peers-of-nothing", "unknown-peer", "unknown-suite", "no-case", "bad-dtype", "no-time-ops",
+        "no-budget", "no-gpu-ops", "folder-ops", "pdf", "split-into-file", "from-nothing", "from-foreign",
+        "from-and-op", "from-and-suite",
     ],
 )  # fmt: skip
 def test_bad_calls(
@@ -117,3 +144,123 @@ def test_bad_calls(
 def test_a_bad_output_is_found_before_anything_is_measured(workload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "measure", lambda *args, **options: pytest.fail("measured first"))
     assert main.main(["bench", f"{workload}:make", "-o", f"{workload}/a.json"]) == 1
+    monkeypatch.setattr(timing, "measure_interleaved", lambda *args, **options: pytest.fail("measured first"))
+    for option, value in (("-o", f"{workload}/a.json"), ("--split", str(workload)), ("--plot", "a.pdf")):
+        assert main.main(["bench", "rms_norm", option, value]) == 1
+
+
+# --- ops
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Times made up: ours 20 µs, then 30 µs, 40 µs and so on; a copy 10 µs."""
+    facts = {"ours": 0.020}
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def measure(works: list[Any], **_options: Any) -> timing.Interleaved:
+        peers = [0.030 + 0.010 * index for index in range(len(works) - 2)]
+        times = [facts["ours"], *peers, 0.010] if len(works) > 1 else [0.010]
+        return timing.Interleaved(tuple((value,) * 40 for value in times), "device events")
+
+    monkeypatch.setattr(timing, "measure_interleaved", measure)
+    return facts
+
+
+def test_ops_table(
+    rounds: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    arguments = ["bench", "rms_norm", "silu_and_mul", "--suite", "quick", "--peers", "eager,liger", "--device", "cpu"]
+    assert main.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "suite quick" in text and "peers: eager (torch" in text
+    for part in ("rms_norm · copy of 64.0 MiB: 13,422 GB/s", "silu_and_mul", "20.00 µs", "50 %", "1.50×"):
+        assert part in text, part
+    # the peer's own column, then the best peer's
+    assert re.search(r"20\.00 µs .* 1\.50×\s+1\.50× \[1\.50, 1\.50\]", text)
+    assert "best peers: geometric mean 1.50× [1.500, 1.500] over 3 cases" in text
+    assert "slower in none" in text and "ours ran by backend torch" in text
+    assert "no liger: not installed; it needs pip install" in text
+    assert max(map(len, [line for line in text.splitlines() if "×" in line and "bf16" in line])) <= 80
+
+
+def test_ops_that_are_slower_are_named(rounds: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:
+    rounds["ours"] = 0.060
+    assert main.main(["bench", "rms_norm", "--suite", "quick", "--peers", "eager", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "0.50× [0.50, 0.50]" in text and "slower in 3: 16x1024 bf16, 64x4096 bf16, 7x1000 fp32" in text
+
+
+def test_a_cell_says_why_a_peer_has_no_time() -> None:
+    cells = {"wrong: result 0": "[red]wrong[/red]", "does not offer this op": "–"}
+    for problem, cell in cells.items():
+        assert _bench_ops._peer_cell(records.ImplTiming(name="liger", problem=problem), 1.0) == cell
+    assert _bench_ops._peer_cell(records.ImplTiming(name="liger", ms=3.0), 2.0) == "1.50×"
+
+
+def test_large_tensors_and_wide_rows_have_their_own_line(
+    rounds: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    op = registry.get("rms_norm")
+
+    def cases(suite: str, device: str) -> dict[str, Any]:
+        return {
+            "small": lambda: (torch.ones(2, 8),),
+            "large": lambda: (torch.ones(1 << 14, 1 << 10),),
+            "wide": lambda: (torch.ones(1, 65536),),
+        }
+
+    monkeypatch.setattr(op, "bench_cases", cases)
+    assert main.main(["bench", "rms_norm", "--peers", "none", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    # 128 MiB in 20 µs beside 128 MiB in 10 µs, and half as fast as the copy of as many bytes
+    assert "tensors of 64 MiB and more (1): at least 50.0 % of copy (large), 50.0 % of a copy of as many" in text
+    assert "rows of 65,536 columns and more (1): at least 0.2 % of copy (wide)" in text
+    assert "best peers" not in text
+
+
+def test_ops_files(rounds: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    out, folder = tmp_path / "new" / "ops.json", tmp_path / "split"
+    arguments = ["rms_norm", "layer_norm", "--suite", "quick", "--peers", "eager", "--device", "cpu", "--json"]
+    assert main.main(["bench", *arguments, "--out", str(out)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
+    record = records.load_as(out, records.OpBenchRecord)
+    assert [bench.op for bench in record.ops] == ["rms_norm", "layer_norm"]
+    assert main.main(["bench", "--from", str(out), "--split", str(folder), "--plot", str(tmp_path / "all.png")]) == 0
+    captured = capsys.readouterr()
+    assert "rms_norm · copy of" in captured.out and "layer_norm · copy of" in captured.out
+    names = sorted(file.name for file in folder.iterdir())
+    assert names == ["bench_layer_norm.json", "bench_layer_norm.svg", "bench_rms_norm.json", "bench_rms_norm.svg"]
+    assert all(name in captured.err.replace("\n", "") for name in [*names, "all.png"])
+    part = records.load_as(folder / "bench_layer_norm.json", records.OpBenchRecord)
+    assert part.ops == record.ops[1:] and part.header == record.header
+    assert "bench_layer_norm.json" in (folder / "bench_layer_norm.svg").read_text()
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_ops_are_all(rounds: dict[str, float], tmp_path: Path) -> None:
+    arguments = ["--all-ops", "--suite", "quick", "--peers", "none", "--device", "cpu", "--case", "16x"]
+    assert main.main(["bench", *arguments, "-o", str(tmp_path / "a.json")]) == 0
+    record = records.load_as(tmp_path / "a.json", records.OpBenchRecord)
+    own = {name for name in registry.names() if registry.get(name).bench_cases is not None}
+    assert {bench.op for bench in record.ops} | own == set(registry.names())
+
+
+def test_a_wrong_result_is_no_success(
+    rounds: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = registry.get("rms_norm")
+    monkeypatch.setattr(op, "backends", dict(op.backends))
+    monkeypatch.setattr(op, "_order", op._order)
+    op.attach("broken", lambda x, *_: 2 * x, supports=lambda *_: None, priority=99)
+    target = tmp_path / "a.json"
+    arguments = ["rms_norm", "--suite", "quick", "--peers", "eager", "--device", "cpu", "-o", str(target)]
+    assert main.main(["bench", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.count("wrong") >= 3 and "best peers" not in captured.out
+    assert "3 without a valid result: rms_norm 16x1024 bf16: wrong: result 0 has error" in captured.err
+    assert target.exists(), "what was found is kept"

@@ -1,4 +1,4 @@
-"""`wavecrest bench W`: how long each bucket of a workload takes, and how sure that is."""
+"""`wavecrest bench`: how long each bucket of a workload takes, or an op beside its peers, and how sure that is."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from wavecrest.cli import _shared
+from wavecrest.cli import _bench_ops, _shared
 from wavecrest.errors import InvalidArgument, OutputError
 
 if TYPE_CHECKING:
     from wavecrest.bench.baseline import OnBucketProgress
-    from wavecrest.records import BenchRecord, BucketBench
+    from wavecrest.records import BenchRecord, BucketBench, OpBenchRecord
 
 
 def run(
@@ -108,16 +108,150 @@ def show(record: BenchRecord) -> None:
 
 
 def command(
-    workload: _shared.WorkloadArgument = None,
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="W",
+            help="A workload, file.py:function or package.module:function returning (model, inputs); or names of ops.",
+        ),
+    ] = None,
     hf: _shared.HfOption = None,
+    all_ops: Annotated[bool, typer.Option("--all-ops", help="Every op, instead of naming them.")] = False,
+    suite: Annotated[str | None, typer.Option(help="Ops: the cases, shared or quick. Default: shared.")] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(help="Ops: some of eager,compile,liger,aiter, or none. Default: all that are installed."),
+    ] = None,
+    case: Annotated[str | None, typer.Option(help="Ops: only cases with this in their name.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Ops: every shape in this dtype.")] = None,
     device: _shared.DeviceOption = None,
-    seconds: Annotated[float, typer.Option(help="Longest sampling time of a bucket; 30 samples are the least.")] = 5.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Longest sampling time of a bucket or case; 30 samples are the least. Default: 5; ops 0.25."),
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Ops: seconds after which no case is started; what is left out is named.")
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the result here, for `compare`.")
+        Path | None, typer.Option("-o", "--output", "--out", metavar="FILE", help="Write the result here, as JSON.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Ops: draw the result (.svg or .png).")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Ops: show, draw or split a stored result.")
+    ] = None,
+    split: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Ops: one result file and plot an op, into this folder.")
     ] = None,
     json: _shared.JsonOption = False,
 ) -> None:
-    """Measure a workload as it is: time, its interval and spread, the first call, and memory, per bucket."""
+    """Measure a workload as it is (time, its interval, the first call, memory), or ops beside their peers."""
+    for_ops = {
+        "--all-ops": all_ops or None, "--suite": suite, "--peers": peers, "--case": case, "--dtype": dtype,
+        "--budget": budget, "--plot": plot, "--from": source, "--split": split,
+    }  # fmt: skip
+    given = [name for name, value in for_ops.items() if value is not None]
+    names = None if hf is not None else _ops_of(targets or [], all_ops, source, given)
+    if names is not None:
+        places = _bench_ops.Targets(output, plot, split)
+        if source is not None:
+            _from_file(source, places, json, [*given, *([] if seconds is None else ["--seconds"])], device)
+            return
+        _measure_ops(names, places, json, suite, peers, case, dtype, device, seconds, budget)
+        return
+    if given:
+        raise InvalidArgument(f"{', '.join(given)} is for ops, and {hf or ' '.join(targets or [])} is a workload")
+    if len(targets or []) > 1:
+        raise InvalidArgument(f"one workload at a time, not {' '.join(targets or [])}")
+    _measure_workload(targets[0] if targets else None, hf, device, 5.0 if seconds is None else seconds, output, json)
+
+
+def _ops_of(targets: list[str], all_ops: bool, source: Path | None, given: list[str]) -> list[str] | None:
+    """The ops that are meant (empty: all), or None if it is a workload.
+
+    Raises:
+        InvalidArgument: neither, or a mix.
+    """
+    if source is not None and (targets or all_ops):
+        raise InvalidArgument("--from shows a stored result as it is; leave out the names of ops")
+    if source is not None or (all_ops and not targets):
+        return []
+    if all_ops:
+        raise InvalidArgument("give names of ops, or --all-ops")
+    # a colon is in every workload, and in no op
+    plain = [target for target in targets if ":" not in target]
+    if not plain:
+        if not targets and given:
+            raise InvalidArgument(f"{given[0]} is for ops; give their names, or --all-ops")
+        return None
+    from wavecrest import registry
+
+    known = registry.names()
+    for target in plain:
+        if target not in known:
+            raise InvalidArgument(
+                f"{target!r} is neither an op ({', '.join(known)}) nor a workload, which is written "
+                "file.py:function or package.module:function"
+            )
+    if len(plain) < len(targets):
+        raise InvalidArgument(f"either ops or one workload, not both: {' '.join(targets)}")
+    return plain
+
+
+def _from_file(source: Path, places: _bench_ops.Targets, json: bool, given: list[str], device: str | None) -> None:
+    measuring = [name for name in given if name not in ("--from", "--plot", "--split")]
+    measuring += [] if device is None else ["--device"]
+    if measuring:
+        raise InvalidArgument(f"--from measures nothing, so {', '.join(measuring)} has no meaning beside it")
+    record = _bench_ops.load(source)
+    places.prepare()
+    _finish(record, places, json, source)
+
+
+def _measure_ops(
+    names: list[str],
+    places: _bench_ops.Targets,
+    json: bool,
+    suite: str | None,
+    peers: str | None,
+    case: str | None,
+    dtype: str | None,
+    device: str | None,
+    seconds: float | None,
+    budget: float | None,
+) -> None:
+    from wavecrest.bench.ops import Settings
+
+    plain = Settings()
+    settings = Settings(
+        suite=plain.suite if suite is None else suite,
+        peers=plain.peers if peers is None else _peers_of(peers),
+        matching=case or "",
+        dtype=dtype,
+        seconds=plain.seconds if seconds is None else seconds,
+        budget=plain.budget if budget is None else budget,
+    )
+    places.prepare()
+    _finish(_bench_ops.measure(names, settings, device), places, json, None)
+
+
+def _peers_of(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    return () if names == ("none",) else names
+
+
+def _finish(record: OpBenchRecord, places: _bench_ops.Targets, json: bool, source: Path | None) -> None:
+    if json:
+        _shared.print_json(record)
+    else:
+        _bench_ops.show(record)
+    for path in places.write(record, source):
+        _shared.err.print(f"written to {path}", highlight=False, soft_wrap=True)
+    _bench_ops.judge(record)
+
+
+def _measure_workload(
+    workload: str | None, hf: str | None, device: str | None, seconds: float, output: Path | None, json: bool
+) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("samples"))
     with Progress(*columns, console=_shared.err, transient=True) as progress:
         task = progress.add_task("loading", total=None)

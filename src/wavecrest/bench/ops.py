@@ -1,0 +1,335 @@
+"""`wavecrest bench OP`: an op beside its peers and beside the copy bandwidth of the same run.
+
+For every case: all implementations are first held against the op's reference; those that pass are timed in turn,
+together with a copy of as many bytes. Percentages compare with the bandwidth of a large copy measured just before.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavecrest import hardware, numerics, records, registry, timing
+from wavecrest.bench import peers, suites
+from wavecrest.bench.baseline import _first_line
+from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.registry import Op
+
+# the name of our own implementation in results
+OURS = "wavecrest"
+# bytes of the tensor whose copy is the limit
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
+# samples kept in a record, of each implementation and case
+KEPT_SAMPLES = 50
+# peers may be this much less exact than our own limits before they are left out: one that rounds on the way (in
+# Llama's RMSNorm before the weight) is still a peer, and leaving it out would make us look faster
+PEER_SLACK = 10.0
+# 8-bit results: how far off a code may be, and what share of codes may be off at all: ties for us; a peer that rounds
+# on the way to the code (the norm before it quantizes) is off in many
+CODE_STEPS, CODE_SHARE, PEER_CODE_SHARE = 1, 0.01, 1.0
+
+# (op, case, index of the case, number of cases), before each case
+OnCase = Callable[[str, str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to measure: see `bench_ops`."""
+
+    suite: str = "shared"
+    peers: tuple[str, ...] = peers.PEERS
+    matching: str = ""
+    dtype: str | None = None
+    seconds: float = 0.25
+    budget: float = math.inf
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """One implementation on its way: its call, while it is still in, and what the record will say."""
+
+    timing: records.ImplTiming
+    call: Callable[[], Any] | None = None
+    series: tuple[float, ...] = field(default=())
+
+
+def bench_ops(
+    names: Sequence[str],
+    device: hardware.Device,
+    settings: Settings,
+    *,
+    command: str | None = None,
+    on_case: OnCase | None = None,
+) -> records.OpBenchRecord:
+    """Measure ops over a suite of cases.
+
+    Args:
+        names: ops by name.
+        device: where to run.
+        settings: `suite` and `dtype` as in `suites.cases`, `peers` as in `peers.available`, `matching` a part of the
+            names of the cases wanted; `seconds` of sampling a case (30 rounds are the least); `budget` in seconds
+            after which no case is started: those left out are in the record with that reason.
+        command: for the record's header; None takes this process's.
+        on_case: called before each case.
+
+    Raises:
+        InvalidArgument: an unknown op, suite, dtype or peer, or no case has `matching` in its name.
+    """
+    versions, missing = peers.available(settings.peers)
+    target = device.torch_name
+    work = [
+        (op, suites.cases(op, settings.suite, target, dtype=settings.dtype, matching=settings.matching))
+        for op in map(registry.get, dict.fromkeys(names))
+    ]
+    total = sum(len(found) for _, found in work)
+    if total == 0:
+        raise InvalidArgument(f"no case of suite {settings.suite!r} has {settings.matching!r} in its name")
+    deadline = time.perf_counter() + settings.budget
+    done = 0
+    benches: list[records.OpBench] = []
+    with torch.no_grad():
+        for op, found in work:
+            if not found:
+                continue
+
+            def before(case: str, index: int, name: str = op.name, offset: int = done) -> None:
+                if on_case is not None:
+                    on_case(name, case, offset + index, total)
+
+            benches.append(_bench_op(op, found, target, tuple(versions), settings.seconds, deadline, before))
+            done += len(found)
+    return records.OpBenchRecord(
+        header=records.header(device, command=command),
+        suite=settings.suite,
+        peers=versions,
+        missing=missing,
+        ops=benches,
+    )
+
+
+def _bench_op(
+    op: Op,
+    found: list[suites.Case],
+    device: str,
+    wanted: tuple[str, ...],
+    seconds: float,
+    deadline: float,
+    before: Callable[[str, int], None],
+) -> records.OpBench:
+    bench = records.OpBench(op=op.name, copy_bytes=COPY_BYTES[device.partition(":")[0]])
+    pairs: list[tuple[Sequence[float], Sequence[float]]] = []
+    try:
+        bench.copy_gbps, bench.clock = copy_bandwidth(device, bench.copy_bytes, seconds=seconds)
+        for index, case in enumerate(found):
+            before(case.name, index)
+            if time.perf_counter() > deadline:
+                bench.cases.append(records.OpCase(case=case.name, problem="no time left of the budget"))
+                continue
+            row, pair = _bench_case(op, case, device, wanted, seconds)
+            bench.cases.append(row)
+            pairs += [pair] if pair is not None else []
+            if device != "cpu":
+                # the next case's tensors have other sizes
+                torch.cuda.empty_cache()
+    except RuntimeError as error:
+        # what a failed kernel leaves of a device is no use to the cases after it; those before it are kept
+        bench.problem = f"ended at {type(error).__name__}: {_first_line(error)}"
+    if pairs:
+        bench.geomean, bench.ci = timing.bootstrap_speedup(pairs)
+    return bench
+
+
+def copy_bandwidth(device: str, size: int, *, seconds: float) -> tuple[float, str]:
+    """GB/s (read plus written) of copying a bfloat16 tensor of `size` bytes, and the clock that says so."""
+    taken = timing.measure_interleaved([_copy(size, device)], device=device, seconds=seconds)
+    return 2 * size / statistics.median(taken.samples[0]) / 1e6, taken.clock
+
+
+def _copy(size: int, device: str) -> Callable[[], Any]:
+    # random, as zeros can move faster than data
+    source = torch.randn(max(1, size // 2), dtype=torch.bfloat16, device=device)
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def _bench_case(
+    op: Op, case: suites.Case, device: str, wanted: tuple[str, ...], seconds: float
+) -> tuple[records.OpCase, tuple[Sequence[float], Sequence[float]] | None]:
+    try:
+        args = case.make()
+        row = _describe(op, case.name, args)
+        candidates = _candidates(op, args, wanted)
+        timed = [candidate for candidate in candidates if candidate.call is not None]
+        # bytes read and written as the case's: half of them are the copied tensor
+        copied = timing.measure_interleaved(
+            [*(candidate.call for candidate in timed if candidate.call is not None), _copy(row.bytes // 2, device)],
+            device=device,
+            seconds=seconds,
+        )
+    except torch.OutOfMemoryError as error:
+        return records.OpCase(case=case.name, problem=f"out of memory: {_first_line(error)}"), None
+    except (InvalidArgument, Unsupported) as error:
+        return records.OpCase(case=case.name, problem=f"the op refuses it: {_first_line(error)}"), None
+    row.rounds, row.copy_ms = copied.rounds, statistics.median(copied.samples[-1])
+    step = math.ceil(copied.rounds / KEPT_SAMPLES)
+    for candidate, series in zip(timed, copied.samples, strict=False):
+        candidate.series = series
+        candidate.timing.ms = statistics.median(series)
+        candidate.timing.ci = timing.bootstrap_median(series)
+        candidate.timing.samples = [round(sample, 6) for sample in series[::step]]
+    row.impls = [candidate.timing for candidate in candidates]
+    return row, _compare_with_best(row, candidates)
+
+
+def _compare_with_best(
+    row: records.OpCase, candidates: list[_Candidate]
+) -> tuple[Sequence[float], Sequence[float]] | None:
+    ours, *others = candidates
+    best = min((other for other in others if other.series), key=lambda other: other.timing.ms or 0.0, default=None)
+    if best is None or not ours.series:
+        return None
+    row.best_peer = best.timing.name
+    row.ratio, row.ci = timing.bootstrap_speedup([(best.series, ours.series)])
+    return best.series, ours.series
+
+
+def _describe(op: Op, name: str, args: tuple[Any, ...]) -> records.OpCase:
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    cost, decision = op.cost(*args), op.decide(*args)
+    return records.OpCase(
+        case=name,
+        dtype=registry.dtype_name(tensors[0]),
+        columns=tensors[0].shape[-1] if tensors[0].ndim > 1 else 0,
+        shapes=[
+            f"{'x'.join(map(str, value.shape))} {registry.dtype_name(value)}"
+            if isinstance(value, Tensor)
+            else repr(value)
+            for value in args
+        ],
+        bytes=cost.bytes,
+        flops=cost.flops,
+        tensor_bytes=max(tensor.nbytes for tensor in tensors),
+        backend=decision.backend,
+        config={} if decision.config is None else dict(decision.config.kwargs),
+    )
+
+
+def _candidates(op: Op, args: tuple[Any, ...], wanted: tuple[str, ...]) -> list[_Candidate]:
+    """Ours and the peers, each called once and held against the reference; those that fail have no call."""
+    oracle = results_of(op.reference(*args))
+    first = next(value for value in args if isinstance(value, Tensor))
+    limits = limits_of(op, registry.dtype_name(first))
+    loose = Limits(
+        numerics.Tolerance(PEER_SLACK * limits.values.relative, PEER_SLACK * limits.values.worst), PEER_CODE_SHARE
+    )
+    found = [_candidate(OURS, lambda: peers.Prepared(partial(op, *args)), oracle, limits)]
+    for peer in wanted:
+        found.append(_candidate(peer, partial(peers.prepare, peer, op, args), oracle, loose))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What passes `gate`: errors of values, and the share of 8-bit codes that may be a step off."""
+
+    values: numerics.Tolerance
+    code_share: float
+
+
+def limits_of(op: Op, dtype: str) -> Limits:
+    """Our own limits; ops that quantize are held to those of "row" in what they return besides codes."""
+    known = op.op_class if op.op_class in numerics.TOLERANCES else "row"
+    return Limits(numerics.tolerance(known, dtype), CODE_SHARE)
+
+
+def _candidate(
+    name: str, prepare: Callable[[], peers.Prepared], oracle: tuple[Tensor, ...], limits: Limits
+) -> _Candidate:
+    row = records.ImplTiming(name=name)
+    begin = time.perf_counter()
+    try:
+        prepared = prepare()
+        results = results_of(prepared.finish(prepared.run()))
+        if results[0].is_cuda:
+            torch.cuda.synchronize(results[0].device)
+        row.first_ms = round((time.perf_counter() - begin) * 1e3, 3)
+        row.problem = gate(row, results, oracle, limits)
+    except Unsupported as error:
+        row.problem = str(error)
+    except Exception as error:
+        if name == OURS and isinstance(error, torch.OutOfMemoryError):
+            # the machine is too small for the case, which is nobody's fault
+            raise
+        row.problem = f"raised {type(error).__name__}: {_first_line(error)}"
+    return _Candidate(row, None if row.problem else prepared.run)
+
+
+def results_of(value: Any) -> tuple[Tensor, ...]:
+    """What an op returned, as a tuple of tensors."""
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def gate(row: records.ImplTiming, results: tuple[Tensor, ...], oracle: tuple[Tensor, ...], limits: Limits) -> str:
+    """Compare results with the oracle: fills the errors of `row` and returns what is wrong, or an empty string."""
+    if len(results) != len(oracle):
+        return f"wrong: {len(results)} results instead of {len(oracle)}"
+    row.relative = row.worst = 0.0
+    for index, (got, want) in enumerate(zip(results, oracle, strict=True)):
+        if got.dtype != want.dtype:
+            return f"wrong: result {index} is {got.dtype}, not {want.dtype}"
+        if _same_bits(got, want):
+            continue
+        compared = numerics.compare(got, want)
+        row.relative, row.worst = max(row.relative, compared.relative), max(row.worst, compared.worst)
+        if want.dtype.itemsize == 1:
+            right = _codes_agree(got, want, limits.code_share)
+        else:
+            # an integer that is not a code is a count or a sum, and exact
+            right = want.dtype.is_floating_point and compared.within(limits.values)
+        if not right:
+            return f"wrong: result {index} has error {compared.relative:.2g}, at worst {compared.worst:.2g}"
+    return ""
+
+
+def _same_bits(got: Tensor, want: Tensor) -> bool:
+    if got.shape != want.shape:
+        return False
+    if want.dtype.itemsize == 1:
+        return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    # false where there is a NaN, which then is compared element by element
+    return torch.equal(got, want)
+
+
+def _codes_agree(got: Tensor, want: Tensor, share: float) -> bool:
+    """True if no code is further than a step off, and no more than a share of them is off at all."""
+    if got.shape != want.shape:
+        return False
+    off = (_ordinal(got) - _ordinal(want)).abs()
+    return off.numel() == 0 or (int(off.max()) <= CODE_STEPS and float((off > 0).double().mean()) <= share)
+
+
+def _ordinal(tensor: Tensor) -> Tensor:
+    """8-bit codes as integers in the order of their values: float8 is sign and magnitude."""
+    if not tensor.dtype.is_floating_point:
+        return tensor.to(torch.int16)
+    bits = tensor.view(torch.uint8).to(torch.int16)
+    return torch.where(bits >= 128, 128 - bits, bits)
+
+
+def percent(bench: records.OpBench, case: records.OpCase, impl: records.ImplTiming) -> float | None:
+    """Percent of the copy bandwidth at which an implementation moves the bytes that must move."""
+    if impl.ms is None or not bench.copy_gbps:
+        return None
+    return 100.0 * case.bytes / impl.ms / 1e6 / bench.copy_gbps
+
+
+def by_op(record: records.OpBenchRecord) -> dict[str, records.OpBenchRecord]:
+    """One record an op, with the header of the run they come from."""
+    return {bench.op: record.model_copy(update={"ops": [bench]}) for bench in record.ops}

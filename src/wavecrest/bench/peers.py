@@ -1,0 +1,259 @@
+"""What an op is compared with: PyTorch eager and compiled, and the kernels of other libraries where they are installed.
+
+A peer gets the same tensors as the op. Where it does not offer an op, or not for these arguments, it says why. Calls
+were written from the peers' sources: liger-kernel 0.8.5 (`liger_kernel/ops/*.py`) and ROCm/aiter (`aiter/ops/norm.py`,
+`rmsnorm.py`, `activation.py`, `quant.py`). Their imports stay inside functions: nothing else needs them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavecrest import env
+from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.registry import Op
+
+# a call without arguments, ready to be timed
+Call = Callable[[], Any]
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A peer's call, and what makes the op's results of the first call's, which is not timed."""
+
+    run: Call
+    finish: Callable[[Any], Any] = _as_it_is
+
+
+# makes the call for an op's arguments, or raises Unsupported with the reason
+Maker = Callable[..., Call | Prepared]
+
+PEERS = ("eager", "compile", "liger", "aiter")
+# peer -> (module, distribution, how to get it)
+_PACKAGES = {
+    "liger": ("liger_kernel", "liger-kernel", "pip install --no-deps liger-kernel"),
+    "aiter": ("aiter", "amd-aiter", "an AMD GPU and https://github.com/ROCm/aiter"),
+}
+
+
+def available(names: tuple[str, ...] = PEERS) -> tuple[dict[str, str], dict[str, str]]:
+    """Which peers can run here: versions by name, and reasons by name for those that cannot.
+
+    Raises:
+        InvalidArgument: a name is no peer.
+    """
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise InvalidArgument(f"no peer {unknown[0]!r}; there are {', '.join(PEERS)}, or none")
+    versions: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    for name in names:
+        if name not in _PACKAGES:
+            versions[name] = f"torch {torch.__version__}"
+            continue
+        module, distribution, install = _PACKAGES[name]
+        if importlib.util.find_spec(module) is None:
+            missing[name] = f"not installed; it needs {install}"
+            continue
+        try:
+            versions[name] = f"{distribution} {metadata.version(distribution)}"
+        except metadata.PackageNotFoundError:
+            versions[name] = f"{distribution} of unknown version"
+    return versions, missing
+
+
+def prepare(peer: str, op: Op, args: tuple[Any, ...]) -> Prepared:
+    """What computes `op(*args)` by a peer.
+
+    Raises:
+        Unsupported: the peer does not offer this; the message is the reason.
+    """
+    if peer in ("eager", "compile"):
+        return Prepared(_torch(op, args, compiled=peer == "compile"))
+    makers = {"liger": LIGER, "aiter": AITER}[peer]
+    maker = makers.get(op.name)
+    if maker is None:
+        raise Unsupported("does not offer this op")
+    first = next(value for value in args if isinstance(value, Tensor))
+    if first.device.type == "cpu" and env.get("TRITON_INTERPRET") != "1":
+        raise Unsupported("runs on a GPU")
+    made = maker(*args)
+    return made if isinstance(made, Prepared) else Prepared(made)
+
+
+def _torch(op: Op, args: tuple[Any, ...], *, compiled: bool) -> Call:
+    backend = op.backends.get("torch")
+    if backend is None:
+        raise Unsupported("the op has no PyTorch backend")
+    reason = backend.supports(*args)
+    if reason is not None:
+        raise Unsupported(reason)
+    run = backend.run
+    if compiled:
+        # a graph break would quietly time eager code; and variants of one function share a limit, so start over
+        torch._dynamo.reset()
+        run = torch.compile(run, dynamic=False, fullgraph=True)
+    return lambda: run(*args)
+
+
+def _no_vector(name: str) -> Unsupported:
+    return Unsupported(f"needs a {name}")
+
+
+def _liger_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Call:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    # offset 0, Llama's casting, nothing in place
+    return lambda: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
+
+
+def _liger_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Call:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    if weight is None:
+        raise _no_vector("weight")
+    return lambda: LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, 0.0, "llama", False)
+
+
+def _liger_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Call:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    if weight is None or bias is None:
+        raise _no_vector("weight and a bias")
+    return lambda: LigerLayerNormFunction.apply(x, weight, bias, eps)
+
+
+def _liger_silu_and_mul(gate: Tensor, up: Tensor | None = None) -> Call:
+    from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
+
+    if up is None:
+        return lambda: LigerFusedGateUpSiLUMulFunction.apply(gate)
+    return lambda: LigerSiLUMulFunction.apply(gate, up)
+
+
+def _liger_gelu_and_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Call:
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+
+    if approximate != "tanh":
+        raise Unsupported("offers the tanh form only")
+    if up is None:
+        raise Unsupported("takes gate and up as two tensors")
+    return lambda: LigerGELUMulFunction.apply(gate, up)
+
+
+def _liger_softmax(x: Tensor, dim: int = -1) -> Call:
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    if dim not in (-1, x.ndim - 1):
+        raise Unsupported("takes the last dimension only")
+    return lambda: LigerSoftmaxFunction.apply(x)
+
+
+# one program of its kernel holds all heads of a token, so it is asked for no more than models have
+LIGER_ROPE_HEADS = 128
+
+
+def _liger_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, style: str = "neox") -> Prepared:
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    if style != "neox" or x.ndim not in (3, 4):
+        raise Unsupported("offers the NeoX style on one batch of sequences")
+    if not 2 <= x.shape[-2] <= LIGER_ROPE_HEADS:
+        raise Unsupported(f"rotates queries and keys, here 2 to {LIGER_ROPE_HEADS} heads in all, not {x.shape[-2]}")
+    # it knows no positions: each token's row is chosen beforehand, which is not timed
+    if positions is not None:
+        rows = cos[positions], sin[positions]
+    else:
+        rows = (cos, sin) if cos.ndim > 2 else (cos[: x.shape[-3]], sin[: x.shape[-3]])
+    tables = [row.contiguous() for row in rows]
+    # it rotates queries and keys in place: half of the heads each, in copies of its own
+    batch = x if x.ndim == 4 else x.unsqueeze(0)
+    half = x.shape[-2] // 2
+    halves = (part.clone(memory_format=torch.contiguous_format) for part in (batch[:, :, :half], batch[:, :, half:]))
+    q, k = (part.transpose(1, 2) for part in halves)
+
+    def call() -> Any:
+        return LigerRopeFunction.apply(q, k, *tables, None, 1, 2 * cos.shape[-1])
+
+    def finish(result: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat([part.transpose(1, 2) for part in result], dim=2).reshape(x.shape)
+
+    return Prepared(call, finish)
+
+
+def _aiter_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Call:
+    import aiter
+
+    if weight is None:
+        raise _no_vector("weight")
+    return lambda: aiter.rms_norm(x, weight, eps)
+
+
+def _aiter_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Call:
+    import aiter
+
+    return lambda: aiter.layer_norm(x, weight, bias, eps)
+
+
+def _aiter_gated(function: str, gate: Tensor, up: Tensor | None) -> Call:
+    import aiter
+
+    run = getattr(aiter, function)
+    # it takes one packed tensor; packing is not timed, the bytes read are the same
+    packed = gate if up is None else torch.cat([gate, up], dim=-1)
+
+    def call() -> Tensor:
+        out = torch.empty(*packed.shape[:-1], packed.shape[-1] // 2, dtype=packed.dtype, device=packed.device)
+        run(out, packed)
+        return out
+
+    return call
+
+
+def _aiter_silu_and_mul(gate: Tensor, up: Tensor | None = None) -> Call:
+    return _aiter_gated("silu_and_mul", gate, up)
+
+
+def _aiter_gelu_and_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Call:
+    return _aiter_gated("gelu_tanh_and_mul" if approximate == "tanh" else "gelu_and_mul", gate, up)
+
+
+def _aiter_quantize(x: Tensor, scale: Tensor | None, granularity: str, dtype: torch.dtype) -> Call:
+    from aiter.ops.quant import per_token_quant_hip
+
+    if scale is not None or granularity != "token":
+        raise Unsupported("is asked for a scale a token, worked out from the values")
+    return lambda: per_token_quant_hip(x, quant_dtype=dtype)
+
+
+def _aiter_quantize_int8(x: Tensor, scale: Tensor | None = None, granularity: str = "token") -> Call:
+    return _aiter_quantize(x, scale, granularity, torch.int8)
+
+
+LIGER: dict[str, Maker] = {
+    "add_rms_norm": _liger_add_rms_norm,
+    "gelu_and_mul": _liger_gelu_and_mul,
+    "layer_norm": _liger_layer_norm,
+    "rms_norm": _liger_rms_norm,
+    "rope": _liger_rope,
+    "silu_and_mul": _liger_silu_and_mul,
+    "softmax": _liger_softmax,
+}
+AITER: dict[str, Maker] = {
+    "gelu_and_mul": _aiter_gelu_and_mul,
+    "layer_norm": _aiter_layer_norm,
+    "quantize_int8": _aiter_quantize_int8,
+    "rms_norm": _aiter_rms_norm,
+    "silu_and_mul": _aiter_silu_and_mul,
+}

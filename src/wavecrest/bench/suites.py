@@ -1,0 +1,99 @@
+"""The cases of `wavecrest bench OP`: shapes by suite, or what the op itself declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from wavecrest.errors import InvalidArgument
+from wavecrest.registry import Op
+
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+# (M, N, dtype)
+Shape = tuple[int, int, str]
+
+# the table that peers are compared on
+TABLE: tuple[Shape, ...] = (
+    (1, 4096, "bfloat16"),
+    (16, 4096, "bfloat16"),
+    (4096, 1024, "bfloat16"),
+    (4096, 4096, "bfloat16"),
+    (8192, 8192, "bfloat16"),
+    (4096, 16384, "bfloat16"),
+    (2048, 65536, "bfloat16"),
+)
+# how far from the memory limit a kernel is: tensors of 64 MiB and more, other dtypes, rows wider than a program holds
+LIMIT: tuple[Shape, ...] = (
+    (16384, 2048, "bfloat16"),
+    (8192, 5120, "bfloat16"),
+    (8192, 8192, "float16"),
+    (8192, 8192, "float32"),
+    (4096, 32768, "bfloat16"),
+    (1024, 131072, "bfloat16"),
+    (512, 262144, "bfloat16"),
+)
+SUITES: dict[str, tuple[Shape, ...]] = {
+    "shared": TABLE + LIMIT,
+    # seconds on a CPU
+    "quick": ((16, 1024, "bfloat16"), (64, 4096, "bfloat16"), (7, 1000, "float32")),
+}
+
+# arguments after those of `Op.inputs` that a peer needs to have a counterpart (liger-kernel's GELU is the tanh form);
+# measured on all but the cases of LIMIT
+VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {"gelu_and_mul": {"tanh": ("tanh",)}}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One set of arguments of one op, made when it is its turn (the large ones do not fit into memory together)."""
+
+    name: str
+    make: Callable[[], tuple[Any, ...]]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of a name such as "bfloat16" or "bf16".
+
+    Raises:
+        InvalidArgument: there is no floating-point dtype of that name.
+    """
+    full = next((long for long, short in SHORT_DTYPES.items() if name in (long, short)), name)
+    found = getattr(torch, full, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidArgument(f"--dtype takes {', '.join(SHORT_DTYPES)}, not {name!r}")
+    return found
+
+
+def cases(op: Op, suite: str, device: str, *, dtype: str | None = None, matching: str = "") -> list[Case]:
+    """The cases of an op in a suite whose name contains `matching`; with `dtype` every shape once, in that dtype.
+
+    Raises:
+        InvalidArgument: no such suite or dtype.
+    """
+    if suite not in SUITES:
+        raise InvalidArgument(f"no suite {suite!r}; there are {', '.join(SUITES)}")
+    if dtype is not None:
+        dtype = str(dtype_of(dtype)).removeprefix("torch.")
+    if op.bench_cases is not None:
+        found = [Case(name, make) for name, make in op.bench_cases(suite, device).items()]
+    else:
+        shapes = dict.fromkeys((M, N, dtype or own) for M, N, own in SUITES[suite])
+        found = []
+        for label, extra in {"": (), **VARIANTS.get(op.name, {})}.items():
+            found += [_case(op, shape, device, label, extra) for shape in shapes if not label or shape not in LIMIT]
+    return [case for case in found if matching in case.name]
+
+
+def _case(op: Op, shape: Shape, device: str, label: str, extra: tuple[Any, ...]) -> Case:
+    M, N, dtype = shape
+    name = f"{M}x{N} {SHORT_DTYPES.get(dtype, dtype)}{f' {label}' if label else ''}"
+    return Case(name, partial(_make, op, M, N, dtype_of(dtype), device, extra))
+
+
+def _make(op: Op, M: int, N: int, dtype: torch.dtype, device: str, extra: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*op.inputs(M, N, dtype, device), *extra)
