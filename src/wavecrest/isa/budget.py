@@ -1,0 +1,176 @@
+"""A budget: what the machine code of an op's cases must keep to, as a TOML file beside the tests.
+
+    # for every case: most spills and scratch bytes, least share of bytes that accesses of 16 bytes move
+    [limits]
+    spills = 0
+    scratch = 0
+    wide_loads = 0.75
+    wide_stores = 0.75
+
+    # least waves per SIMD; of several patterns that match a case the last one counts
+    [waves]
+    "*" = { gfx942 = 8 }
+    "N=16384" = { gfx942 = 4 }
+
+    [[exception]]
+    cases = "N=1000"
+    archs = "gfx11*"
+    wide_loads = 0.0
+    why = "rows of 2,000 bytes start at no multiple of 16"
+
+A name or pattern that matches nothing is an error, so that a budget cannot outlive what it was written for.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pydantic
+from pydantic import Field
+
+from wavecrest import hardware
+from wavecrest.errors import RecordError
+from wavecrest.isa.facts import KernelFacts, Row, wide_share
+from wavecrest.records import Model
+
+
+class Limits(Model):
+    """For one case: most spilled registers and scratch bytes, least share of bytes in 16-byte accesses.
+
+    A quarter is left to what a row has one of, such as a scale, or shares with others, such as a weight.
+    """
+
+    spills: int = 0
+    scratch: int = 0
+    wide_loads: float = Field(0.75, ge=0, le=1)
+    wide_stores: float = Field(0.75, ge=0, le=1)
+
+
+class Exemption(Model):
+    """Limits that are different for some cases or architectures (patterns as in file names), and why."""
+
+    cases: str = "*"
+    archs: str = "*"
+    spills: int | None = None
+    scratch: int | None = None
+    wide_loads: float | None = Field(None, ge=0, le=1)
+    wide_stores: float | None = Field(None, ge=0, le=1)
+    why: str = Field(min_length=10)
+
+    @pydantic.model_validator(mode="after")
+    def _says_something(self) -> Exemption:
+        if not self.changes():
+            raise ValueError("changes no limit")
+        return self
+
+    def covers(self, row: Row) -> bool:
+        """Whether it is about this case on this architecture."""
+        return fnmatchcase(row.case, self.cases) and fnmatchcase(row.arch, self.archs)
+
+    def changes(self) -> dict[str, float]:
+        """The limits it sets."""
+        return self.model_dump(exclude_none=True, exclude={"cases", "archs", "why"})
+
+
+class Budget(Model):
+    """A budget file."""
+
+    limits: Limits = Field(default_factory=lambda: Limits.model_validate({}))
+    waves: dict[str, dict[str, float]]
+    exception: list[Exemption] = Field(default_factory=list)
+
+    def limits_of(self, row: Row) -> Limits:
+        """The limits of one case on one architecture; a later exception goes before an earlier one."""
+        values = self.limits.model_dump()
+        for exemption in self.exception:
+            if exemption.covers(row):
+                values |= exemption.changes()
+        return Limits(**values)
+
+    def waves_of(self, row: Row) -> float | None:
+        """The least waves per SIMD of one case on one architecture, or None where the file has none."""
+        floor = None
+        for pattern, floors in self.waves.items():
+            if fnmatchcase(row.case, pattern):
+                floor = floors.get(row.arch, floor)
+        return floor
+
+
+def load(path: Path) -> Budget:
+    """Read a budget file.
+
+    Raises:
+        RecordError: it is not there, not TOML, or not a budget.
+    """
+    try:
+        return Budget.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise RecordError(f"no budget file {path}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise RecordError(f"cannot read the budget {path}: {problem}") from problem
+    except pydantic.ValidationError as problem:
+        first = problem.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RecordError(f"the budget {path} is not valid: {where}: {first['msg']}") from None
+
+
+def _over(facts: KernelFacts, limits: Limits, arch: hardware.Arch) -> list[str]:
+    """What one kernel has too much of, or too little."""
+    found = []
+    spills = facts.spills + (facts.sgpr_spills or 0)
+    if spills > limits.spills:
+        found.append(f"{spills} spills, at most {limits.spills}")
+    if facts.scratch > limits.scratch:
+        found.append(f"{facts.scratch} bytes of scratch, at most {limits.scratch}")
+    if facts.lds > arch.lds_kib * 1024:
+        found.append(f"{facts.lds} bytes of LDS, the architecture has {arch.lds_kib * 1024}")
+    for what, accesses, least in (
+        ("loads", facts.kernel.loads, limits.wide_loads),
+        ("stores", facts.kernel.stores, limits.wide_stores),
+    ):
+        share = wide_share(accesses)
+        if 0 in accesses:
+            found.append(f"{what} of a width that is not known")
+        # a kernel without accesses of one kind has none that are narrow
+        elif share is not None and share < least:
+            found.append(f"{share:.2f} of the bytes in {what} of 16 bytes, at least {least}")
+    return found
+
+
+def check(budget: Budget, rows: Sequence[Row]) -> list[str]:
+    """What is not as the budget says, one line each; empty if all is.
+
+    Args:
+        budget: from `load`.
+        rows: every case of the op on the architectures to check.
+    """
+    found = []
+    for row in rows:
+        where = f"{row.target} {row.case} on {row.arch}"
+        if row.facts is None:
+            found.append(f"{where}: {row.reason}")
+            continue
+        found += [f"{where}: {line}" for line in _over(row.facts, budget.limits_of(row), hardware.ARCHS[row.arch])]
+        least = budget.waves_of(row)
+        if least is None:
+            found.append(f"{where}: no least number of waves in the budget; it reaches {row.facts.waves:g}")
+        elif row.facts.waves < least:
+            limit = f", limited by {row.facts.limit}" if row.facts.limit else ""
+            found.append(f"{where}: {row.facts.waves:g} waves per SIMD, at least {least:g}{limit}")
+    return found + unused(budget, rows)
+
+
+def unused(budget: Budget, rows: Sequence[Row]) -> list[str]:
+    """The patterns and architectures of a budget that are about none of `rows`."""
+    found = []
+    for pattern, floors in budget.waves.items():
+        if not any(fnmatchcase(row.case, pattern) for row in rows):
+            found.append(f"waves: no case is named {pattern!r}")
+        found += [f"waves of {pattern!r}: no architecture {arch!r}" for arch in floors if arch not in hardware.ARCHS]
+    for exemption in budget.exception:
+        if not any(exemption.covers(row) for row in rows):
+            found.append(f"exception: no case is named {exemption.cases!r} on {exemption.archs!r}")
+    return found

@@ -1,0 +1,152 @@
+"""Cross-compiling a kernel launch with Triton for an architecture that need not be here.
+
+The types, constants and alignments come from Triton's own launch path, so that what is compiled is what a launch with
+these arguments would run: 16-byte alignment of every address, and on AMD 32-bit buffer addressing of every tensor below
+2 GiB.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import wavecrest.ops._triton as _triton
+from wavecrest import hardware
+from wavecrest.errors import EnvironmentProblem, InvalidArgument, MissingDependency, Unsupported
+from wavecrest.ops._rows import Launch
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel's machine code.
+
+    `listing` is AMD assembly as LLVM prints it, or the SASS of nvdisasm; `usage` is cuobjdump's resource line (empty
+    for AMD, whose listing has it). `lds` in bytes a workgroup; `warps` are waves a workgroup.
+    """
+
+    arch: str
+    kernel: str
+    listing: str
+    usage: str
+    lds: int
+    warps: int
+
+
+def arch_of(name: str) -> hardware.Arch:
+    """The record of an architecture.
+
+    Raises:
+        InvalidArgument: there is none of that name.
+    """
+    try:
+        return hardware.ARCHS[name]
+    except KeyError:
+        raise InvalidArgument(f"no architecture {name!r}; there are {', '.join(hardware.ARCHS)}") from None
+
+
+def require_compiler() -> None:
+    """Raise unless kernels defined in this process can be compiled.
+
+    Raises:
+        MissingDependency: triton is not installed.
+        EnvironmentProblem: the kernels were defined for Triton's interpreter.
+    """
+    if _triton.unavailable is not None:
+        raise MissingDependency("triton", "reading a kernel's machine code", "pip install triton")
+    if _triton.interpreted:
+        raise EnvironmentProblem(
+            "TRITON_INTERPRET=1 is set: kernels defined for Triton's interpreter cannot be compiled; unset it"
+        )
+
+
+def _target(arch: hardware.Arch) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    if arch.vendor == "nvidia":
+        return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.wave_size)
+    return GPUTarget("hip", arch.name, arch.wave_size)
+
+
+def _source(launch: Launch, backend: Any) -> tuple[Any, Any]:
+    """Triton's source object and options for a launch, made by the functions a launch goes through."""
+    import triton
+    from triton import knobs
+    from triton.compiler import ASTSource
+
+    try:
+        from triton.runtime.jit import create_function_from_signature
+
+        pack = launch.kernel._pack_args
+    except (ImportError, AttributeError) as error:
+        raise EnvironmentProblem(
+            f"triton {triton.__version__} keeps its launch path elsewhere ({error}); 3.6 to 3.9 are known to work"
+        ) from error
+    # the default is spelled out: what a launch gets, without the warning that it will change
+    keywords = {"enable_fp_fusion": knobs.language.default_fp_fusion, **launch.options(), "debug": False}
+    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    bound, specialization, extra = bind(*launch.args, **keywords)
+    options, signature, constants, attributes = pack(backend, keywords, bound, specialization, extra)
+    return ASTSource(launch.kernel, signature, constants, attributes), options
+
+
+def compile_launch(launch: Launch, arch: str) -> Compiled:
+    """The machine code that `launch` runs on `arch`.
+
+    Args:
+        launch: a kernel with its arguments (tensors of the device "meta" will do) and options.
+        arch: a name of `hardware.ARCHS`.
+
+    Raises:
+        InvalidArgument: no such architecture.
+        Unsupported: the kernel does not compile for it, with the compiler's reason.
+        EnvironmentProblem: there is no compiler here, see `require_compiler`.
+    """
+    target_arch = arch_of(arch)
+    require_compiler()
+    import triton
+    from triton.compiler import make_backend
+
+    target = _target(target_arch)
+    name = launch.kernel.__name__
+    try:
+        source, options = _source(launch, make_backend(target))
+        compiled = triton.compile(source, target=target, options=options.__dict__)
+    except EnvironmentProblem:
+        raise
+    # anything may come out of a compiler; the reason is the caller's to show
+    except Exception as error:
+        raise Unsupported(f"{name} does not compile for {arch}: {_reason(error)}") from error
+    lds, warps = compiled.metadata.shared, compiled.metadata.num_warps
+    if target_arch.vendor == "amd":
+        return Compiled(arch, name, compiled.asm["amdgcn"], "", lds, warps)
+    listing, usage = _disassemble(compiled.asm["cubin"])
+    return Compiled(arch, name, listing, usage, lds, warps)
+
+
+def _reason(error: Exception) -> str:
+    """An error of the compiler in one line; Triton's own quote the source first and end with the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[-1] if lines else ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """A cubin's SASS with labels, and its resource usage, by the tools that ship with Triton."""
+    from triton import knobs
+
+    def run(tool: Callable[[], Any], *arguments: str) -> str:
+        try:
+            done = subprocess.run([tool().path, *arguments], capture_output=True, text=True, check=True)
+        except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+            raise EnvironmentProblem(f"NVIDIA machine code cannot be read: {error}") from error
+        return done.stdout
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        listing = run(lambda: knobs.nvidia.nvdisasm, "-c", str(file))
+        return listing, run(lambda: knobs.nvidia.cuobjdump, "--dump-resource-usage", str(file))

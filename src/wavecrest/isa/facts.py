@@ -1,0 +1,220 @@
+"""The static facts of one compiled kernel, as records."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, Literal
+
+from pydantic import Field
+
+from wavecrest.errors import EnvironmentProblem
+from wavecrest.isa import assembly, mca
+from wavecrest.isa.compiler import Compiled, arch_of
+from wavecrest.isa.occupancy import Limit, occupancy
+from wavecrest.records import FORMAT_VERSION, Header, Model
+
+# accesses of this many bytes a lane are the widest there are
+WIDE_BYTES = 16
+
+
+class Stretch(Model):
+    """What a loop or a whole kernel holds, counted in the listing; see `assembly.Counts`."""
+
+    instructions: int
+    matrix: dict[str, int]
+    loads: dict[int, int]
+    stores: dict[int, int]
+    barriers: int
+    waits: int | None
+    drains: int | None
+
+    @property
+    def matrix_count(self) -> int:
+        """Matrix instructions of every kind."""
+        return sum(self.matrix.values())
+
+    @property
+    def matrix_share(self) -> float:
+        """Matrix instructions among all."""
+        return self.matrix_count / self.instructions if self.instructions else 0.0
+
+
+class HotLoop(Stretch):
+    """The hot loop; its code where it was asked for."""
+
+    code: list[str] = Field(default_factory=list)
+
+
+class McaEstimate(Model):
+    """llvm-mca's model of one pass through the hot loop, for one wave alone and without memory latency.
+
+    In the tool's cycles: on gfx9 one pass of 4 clocks. A ranking of configurations, not a time.
+    """
+
+    evidence: Literal["model"] = "model"
+    tool: str
+    cycles: float
+    matrix_cycles: float
+
+
+class KernelFacts(Model):
+    """Registers a lane (`sgpr`: a wave; None where the hardware has none or the tool does not say), spills, bytes.
+
+    `vgpr` counts architectural registers, `agpr` accumulation registers. `spills` are registers on AMD and spilling
+    stores on NVIDIA; `scratch` is bytes a lane, `lds` bytes a workgroup, `code_bytes` the kernel without padding.
+    `waves` per SIMD, of `most_waves`, limited by `limit`; `register_waves` is what registers alone allow, and
+    `llvm_waves` what LLVM says of that.
+    """
+
+    warps: int
+    vgpr: int
+    agpr: int | None
+    sgpr: int | None
+    spills: int
+    sgpr_spills: int | None
+    scratch: int
+    lds: int
+    waves: float
+    most_waves: int
+    limit: Limit
+    register_waves: int
+    llvm_waves: int | None
+    code_bytes: int
+    kernel: Stretch
+    loops: int
+    hot: HotLoop | None
+    body: list[str] = Field(default_factory=list)
+    mca: McaEstimate | None = None
+    mca_reason: str = ""
+
+
+class Row(Model):
+    """One case on one architecture with one configuration: its facts, or the reason why there are none."""
+
+    target: str
+    case: str
+    arch: str
+    config: dict[str, int]
+    chosen: str
+    kernel: str
+    facts: KernelFacts | None = None
+    reason: str = ""
+
+
+class IsaRecord(Model):
+    """`wavecrest isa`."""
+
+    kind: Literal["isa"] = "isa"
+    format_version: int = FORMAT_VERSION
+    header: Header
+    target: str
+    rows: list[Row]
+
+
+def wide_share(accesses: dict[int, int]) -> float | None:
+    """The share of bytes that accesses of 16 bytes a lane move, in the listing; None where there is no access."""
+    moved = sum(width * number for width, number in accesses.items())
+    wide = sum(width * number for width, number in accesses.items() if width >= WIDE_BYTES)
+    return wide / moved if moved else None
+
+
+def _number(text: str, pattern: str, what: str) -> int:
+    found = re.search(pattern, text, re.MULTILINE)
+    if found is None:
+        raise EnvironmentProblem(f"the compiler's listing does not say its {what}; this version of it is not known")
+    return int(found[1])
+
+
+def _stretch(lines: list[assembly.Line], syntax: assembly.Syntax) -> dict[str, Any]:
+    return dataclasses.asdict(assembly.count(lines, syntax))
+
+
+def _code(lines: list[assembly.Line]) -> list[str]:
+    return [line.text if line.label else f"    {line.text}" for line in lines]
+
+
+def _amd(compiled: Compiled) -> dict[str, int | None]:
+    text = compiled.listing
+
+    def number(pattern: str, what: str) -> int:
+        return _number(text, pattern, what)
+
+    unified = compiled.arch.startswith("gfx9")
+    return {
+        "vgpr": number(r"^; NumVgprs: (\d+)", "registers"),
+        "agpr": number(r"^; NumAgprs: (\d+)", "accumulation registers") if unified else None,
+        "sgpr": number(r"\.sgpr_count:\s+(\d+)", "scalar registers"),
+        "spills": number(r"\.vgpr_spill_count:\s+(\d+)", "spills"),
+        "sgpr_spills": number(r"\.sgpr_spill_count:\s+(\d+)", "scalar spills"),
+        "scratch": number(r"\.private_segment_fixed_size:\s+(\d+)", "scratch memory"),
+        "llvm_waves": number(r"^; Occupancy: (\d+)", "occupancy"),
+        "code_bytes": number(r"^; codeLenInByte = (\d+)", "code size"),
+    }
+
+
+def _nvidia(compiled: Compiled, lines: list[assembly.Line]) -> dict[str, int | None]:
+    offsets = re.findall(r"/\*([0-9a-f]+)\*/\s+(?:@!?\w+\s+)?(?!NOP)[A-Z]", compiled.listing)
+    if not offsets:
+        raise EnvironmentProblem("nvdisasm's listing has no instructions; this version of it is not known")
+    return {
+        "vgpr": _number(compiled.usage, r"REG:(\d+)", "registers"),
+        "agpr": None,
+        "sgpr": None,
+        "spills": sum(line.opcode.split(".")[0] == "STL" for line in lines),
+        "sgpr_spills": None,
+        "scratch": max(
+            _number(compiled.usage, r"STACK:(\d+)", "stack"), _number(compiled.usage, r"LOCAL:(\d+)", "local memory")
+        ),
+        "llvm_waves": None,
+        "code_bytes": int(offsets[-1], 16) + 16,
+    }
+
+
+def read(compiled: Compiled, *, code: bool = False, mca_tool: mca.Tool | None = None) -> KernelFacts:
+    """The facts of a compiled kernel.
+
+    Args:
+        compiled: from `compiler.compile_launch`.
+        code: whether to keep the hot loop's code, or the kernel's where there is no loop.
+        mca_tool: adds a model of the hot loop.
+
+    Raises:
+        EnvironmentProblem: the listing is not of a compiler that is known.
+    """
+    arch = arch_of(compiled.arch)
+    syntax = assembly.AMD if arch.vendor == "amd" else assembly.NVIDIA
+    lines = syntax.parse(compiled.listing)
+    resources = _amd(compiled) if arch.vendor == "amd" else _nvidia(compiled, lines)
+    total = _number(compiled.listing, r"\.vgpr_count:\s+(\d+)", "registers") if arch.vendor == "amd" else None
+    waves = occupancy(
+        arch,
+        vgpr=total if total is not None else resources["vgpr"] or 0,
+        sgpr=resources["sgpr"] or 0,
+        lds=compiled.lds,
+        warps=compiled.warps,
+        wgp=re.search(r"\.amdhsa_workgroup_processor_mode 0", compiled.listing) is None,
+    )
+    hot = assembly.hot_loop(lines, syntax)
+    found: dict[str, Any] = {
+        "warps": compiled.warps,
+        "lds": compiled.lds,
+        "waves": waves.waves,
+        "most_waves": waves.most,
+        "limit": waves.limit,
+        "register_waves": waves.registers,
+        "kernel": _stretch(lines, syntax),
+        "loops": len(assembly.loops(lines)),
+        "hot": _stretch(hot, syntax) | {"code": _code(hot) if code else []} if hot else None,
+        "body": _code(lines) if code and not hot else [],
+    }
+    facts = KernelFacts.model_validate(resources | found)
+    return _with_model(facts, mca_tool, arch.name, hot) if mca_tool is not None else facts
+
+
+def _with_model(facts: KernelFacts, tool: mca.Tool, arch: str, hot: list[assembly.Line]) -> KernelFacts:
+    estimate = mca.estimate(tool, arch, hot)
+    if isinstance(estimate, str):
+        return facts.model_copy(update={"mca_reason": estimate})
+    model = McaEstimate(tool=tool.version, cycles=estimate.cycles, matrix_cycles=estimate.matrix_cycles)
+    return facts.model_copy(update={"mca": model})

@@ -1,0 +1,39 @@
+"""Every op's kernels keep to their budget on every architecture: spills, scratch, access widths, waves. No GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compile.conftest import ARCHS, BUDGETS, ops_with_kernels
+from wavecrest.isa import budget
+from wavecrest.isa.facts import Row
+
+OPS = ops_with_kernels()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_has_a_budget(name: str) -> None:
+    assert (BUDGETS / f"{name}.toml").is_file(), "write one: python tests/compile/write_budgets.py NAME"
+
+
+def test_every_budget_belongs_to_an_op() -> None:
+    assert {path.stem for path in BUDGETS.glob("*.toml")} <= set(OPS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_keeps_to_its_budget(op: str, rows: dict[str, list[Row]]) -> None:
+    mine = rows[op]
+    for arch in ARCHS:
+        assert len({row.case for row in mine if row.arch == arch}) >= 3, f"fewer than three cases on {arch}"
+    found = budget.check(budget.load(BUDGETS / f"{op}.toml"), mine)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_occupancy_is_what_llvm_says(op: str, rows: dict[str, list[Row]]) -> None:
+    found = [row for row in rows[op] if row.arch.startswith("gfx")]
+    assert found
+    for row in found:
+        assert row.facts is not None
+        # LLVM does not know the LDS that Triton asks for at launch, so that it is about registers alone
+        assert row.facts.register_waves == row.facts.llvm_waves, (row.case, row.arch, row.facts.vgpr)
