@@ -1,0 +1,11 @@
+"""AMD machine code on the CPU: what Triton compiles for an AMD GPU, executed instruction by instruction.
+
+`with emulated("gfx942"): …` runs Triton kernels with CPU tensors. It proves function, not speed: caches, timing and
+the order of memory accesses between compute units are not modelled. docs/emulation.md says what it needs.
+"""
+
+from wavecrest.isa.emulate.checkout import commit
+from wavecrest.isa.emulate.driver import ARCHS, EmulatedDriver, Launched, check_available, emulated
+from wavecrest.isa.emulate.program import Program, Stats
+
+__all__ = ["ARCHS", "EmulatedDriver", "Launched", "Program", "Stats", "check_available", "commit", "emulated"]

@@ -1,0 +1,275 @@
+"""A Triton driver that runs kernels in the emulator, and the switch that makes it and the ops use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._triton as _triton
+from wavecrest import hardware, registry
+from wavecrest.errors import EnvironmentProblem, InvalidArgument, MissingDependency, Unsupported
+from wavecrest.isa.emulate import checkout, decode, machine, program
+from wavecrest.isa.emulate.memory import Guard
+from wavecrest.isa.emulate.program import Program, Stats
+
+ARCHS = tuple(arch.name for arch in hardware.ARCHS.values() if arch.vendor == "amd")
+# device numbers that no GPU has: Triton keeps compiled kernels by them
+_FIRST_DEVICE = 100
+
+
+class Launched(NamedTuple):
+    """One kernel launch in the emulator."""
+
+    kernel: str
+    num_warps: int
+    shared: int
+    stats: Stats
+
+
+class _Utils:
+    """What Triton asks of a device, and how it loads a kernel."""
+
+    def __init__(self, arch: hardware.Arch) -> None:
+        self._arch = arch
+
+    def get_device_properties(self, _device: int) -> dict[str, Any]:
+        return {
+            "max_shared_mem": self._arch.lds_kib << 10,
+            "multiprocessor_count": self._arch.compute_units,
+            "warpSize": self._arch.wave_size,
+            "arch": self._arch.name,
+            "max_num_regs": 65536,
+            # unknown here: nothing is timed
+            **dict.fromkeys(("sm_clock_rate", "mem_clock_rate", "mem_bus_width"), 1),
+        }
+
+    def load_binary(self, name: str, kernel: bytes, _shared: int, _device: int) -> tuple[Any, Program, int, int, int]:
+        # module, function, registers and spills (not read here), most threads of a workgroup
+        return kernel, Program(kernel, name), 0, 0, 1024
+
+
+def _leaves(name: str, kind: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The (name, type, value) that an argument is made of: tuples are flattened, constexprs are no arguments."""
+    if isinstance(kind, tuple):
+        for index, (inner, part) in enumerate(zip(kind, value, strict=True)):
+            yield from _leaves(f"{name}[{index}]", inner, part)
+    elif kind != "constexpr":
+        yield name, kind, value
+
+
+def _active() -> Any:
+    from triton.runtime import driver
+
+    return driver.active
+
+
+class _Launcher:
+    """What Triton calls to launch a kernel; the driver active then runs it, as compiled kernels outlive drivers."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._metadata = metadata
+        self._signature = list(source.signature.items())
+
+    def __call__(
+        self,
+        gx: int,
+        gy: int,
+        gz: int,
+        _stream: int,
+        function: Program,
+        _packed: Any,
+        launch_metadata: Any,
+        enter: Any,
+        leave: Any,
+        *args: Any,
+    ) -> None:
+        driver = _active()
+        if not isinstance(driver, EmulatedDriver):
+            raise Unsupported(f"{self._metadata.name} was compiled for the emulator, which is not active any more")
+        if enter is not None:
+            enter(launch_metadata)
+        arguments = [
+            leaf
+            for (name, kind), value in zip(self._signature, args, strict=False)
+            for leaf in _leaves(name, kind, value)
+        ]
+        driver.launch(function, (gx, gy, gz), arguments, self._metadata)
+        if leave is not None:
+            leave(launch_metadata)
+
+
+class EmulatedDriver:
+    """Triton's driver for one architecture: kernels with CPU tensors run as its machine code.
+
+    Attributes:
+        runs: every launch so far.
+    """
+
+    def __init__(self, arch: str, *, guard: bool = True, **options: Any) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        if arch not in ARCHS:
+            raise InvalidArgument(f"the emulator runs {', '.join(ARCHS)}, not {arch!r}")
+        self.arch, self.guard, self.options = arch, guard, options
+        self.runs: list[Launched] = []
+        self.utils = _Utils(hardware.ARCHS[arch])
+        self.launcher_cls = _Launcher
+        self._target = GPUTarget("hip", arch, decode.wave_size(arch))
+
+    def launch(self, code: Program, grid: Sequence[int], args: Sequence[tuple[str, Any, Any]], metadata: Any) -> None:
+        """Launch a kernel with its (name, type, value) arguments, constexprs left out."""
+        tensors = []
+        for name, _, value in args:
+            base = getattr(value, "base", value) if _is_descriptor(value) else value
+            if isinstance(base, Tensor):
+                if base.device.type != "cpu":
+                    raise InvalidArgument(
+                        f"argument {name} of {metadata.name} is on {base.device}; emulated kernels take CPU tensors"
+                    )
+                tensors.append((name, base))
+        guard = Guard(tensors) if self.guard else None
+        values: list[Any] = []
+        for _, kind, value in args:
+            values += _values(kind, value, guard)
+        stats = code.launch(
+            grid,
+            values,
+            num_warps=metadata.num_warps,
+            shared=metadata.shared,
+            describe=hex if guard is None else guard.describe,
+            **self.options,
+        )
+        if guard is not None:
+            guard.finish()
+            stats.unguarded = guard.unguarded
+        self.runs.append(Launched(metadata.name, metadata.num_warps, metadata.shared, stats))
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Never found by Triton itself: it is set."""
+        return False
+
+    def map_python_to_cpp_type(self, kind: str) -> str:
+        """No launcher is compiled here."""
+        raise Unsupported(f"the emulator has no C++ launcher, and so no C++ type for {kind}")
+
+    def get_current_target(self) -> Any:
+        """What kernels are compiled for."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """A number of its own for each architecture."""
+        return _FIRST_DEVICE + ARCHS.index(self.arch)
+
+    def set_current_device(self, _device: int) -> None:
+        """There is one."""
+
+    def get_current_stream(self, _device: int | None = None) -> int:
+        """Launches are synchronous."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Where the tensors are."""
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        """What torch.cuda is for a GPU; timing asks for it."""
+        raise Unsupported("the emulator has no clock and no device interface: triton.testing cannot time a kernel here")
+
+    def get_benchmarker(self) -> Callable[..., list[float]]:
+        """For autotuning: ranks by executed wave instructions, an order and not a time."""
+
+        def bench(call: Callable[[], Any], *, quantiles: Sequence[float] | None = None, **_: Any) -> list[float]:
+            before = len(self.runs)
+            call()
+            cost = float(sum(launched.stats.instructions for launched in self.runs[before:]))
+            return [cost] * len(quantiles or (0.5,))
+
+        return bench
+
+    def get_empty_cache_for_benchmark(self) -> None:
+        """Caches are not modelled."""
+
+    def clear_cache(self, _cache: Any) -> None:
+        """Caches are not modelled."""
+
+
+def _is_descriptor(value: Any) -> bool:
+    """True for Triton's host-side tensor descriptors."""
+    return hasattr(value, "base") and hasattr(value, "block_shape")
+
+
+def _values(kind: Any, value: Any, guard: Guard | None) -> list[Any]:
+    """The kernel arguments that a Triton argument becomes."""
+    if isinstance(value, Tensor):
+        return [value.data_ptr() if guard is None else guard.pointer(value)]
+    if _is_descriptor(value):
+        base = value.base.data_ptr() if guard is None else guard.pointer(value.base)
+        nan = int(getattr(value, "padding", "zero") == "nan")
+        return [base, *value.shape, *value.strides, nan, *value.shape, *value.strides]
+    if hasattr(value, "data_ptr"):
+        return [value.data_ptr()]
+    if kind == "bf16":
+        return [torch.tensor(value, dtype=torch.bfloat16).view(torch.int16).item()]
+    return [float(value) if kind in ("fp16", "fp32", "fp64") else value]
+
+
+def check_available() -> None:
+    """Find out whether kernels can be emulated in this process.
+
+    Raises:
+        MissingDependency: no Triton, no checkout of tinygrad, or no clang; the message says how to get it.
+        EnvironmentProblem: kernels are defined for Triton's interpreter, or the platform or the checkout does not fit.
+    """
+    if _triton.unavailable is not None:
+        raise MissingDependency("triton", "the emulator", "pip install triton")
+    if _triton.interpreted:
+        raise EnvironmentProblem(
+            "TRITON_INTERPRET=1 is set: kernels are defined for Triton's interpreter and cannot be compiled for a GPU; "
+            "unset it"
+        )
+    checkout.load()
+    machine.load()
+
+
+@contextmanager
+def emulated(
+    arch: str,
+    *,
+    guard: bool = True,
+    workers: int = 1,
+    resident: int = program.RESIDENT,
+    quantum: int = program.QUANTUM,
+    limit: int = program.LIMIT,
+) -> Iterator[EmulatedDriver]:
+    """Run Triton kernels, those of the ops too, as machine code of an AMD architecture on the CPU.
+
+    Inside, `kernel[grid](...)` takes CPU tensors and `registry.get(name).run("triton", ...)` launches with the
+    configuration that is shipped for `arch`. On leaving all is as before.
+
+    Args:
+        arch: gfx90a, gfx942, gfx950, gfx1100 or gfx1201.
+        guard: find accesses outside of the tensors of a launch; `memory.Guard` says how.
+        workers, resident, quantum, limit: as for `Program.launch`.
+
+    Raises:
+        InvalidArgument: another architecture.
+        MissingDependency, EnvironmentProblem: as for `check_available`.
+    """
+    check_available()
+    from triton.runtime import driver as config
+
+    driver = EmulatedDriver(arch, guard=guard, workers=workers, resident=resident, quantum=quantum, limit=limit)
+    # not `config.active`, which looks for a GPU and fails where there is none
+    before = config._active, _triton.emulated
+    config._active, _triton.emulated = driver, arch
+    registry.forget()
+    try:
+        yield driver
+    finally:
+        config._active, _triton.emulated = before
+        registry.forget()

@@ -1,0 +1,191 @@
+"""The C half of the emulator: what it is told about an instruction, and how it is compiled and loaded.
+
+The sources in `machine/` are compiled once per compiler and processor into the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from wavecrest import env
+from wavecrest.errors import EnvironmentProblem, MissingDependency
+
+SOURCES = ("wave.h", "formats.h", "matrix.h", "memory.h", "lanes.h", "machine.c")
+
+# what `run` returns
+BARRIER, END, COMPILE, BUDGET, RANGE, TRAP, FAULT, OUTSIDE_LDS = range(1, 9)
+
+# number formats of machine/formats.h
+F16, BF16, F32, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, I8, XF32, E2M1, F64, U8, I4, U4, E2M3, E3M2 = range(16)
+
+# action -> the fields of its C struct, all int32: the one place that orders them. Registers are given by number,
+# source operands (src, srsrc, scale, …) by their 9-bit code, `wave` is the wave size, `literal` the word after the
+# instruction.
+ACTIONS: dict[str, tuple[str, ...]] = {
+    "nop": (),
+    # op: -1 load, -2 store, else the number of an atomic operation
+    "buffer": (
+        *("wave", "op", "bytes", "sign", "high", "d16", "vdata", "vaddr", "srsrc", "soffset", "offset"),
+        *("offen", "idxen", "acc", "lds", "returns"),
+    ),
+    # saddr: -1 for none
+    "atomic": ("wave", "op", "bytes", "vaddr", "saddr", "offset", "vdata", "vdst", "returns", "acc"),
+    "load_lds": ("wave", "bytes", "vaddr", "saddr", "offset"),
+    "lds_transpose": ("bits", "vaddr", "offset", "vdst", "acc"),
+    # offset1: -1 where there is one address
+    "lds": (
+        *("wave", "store", "bytes", "sign", "high", "d16", "vaddr", "offset0", "offset1", "data0", "data1", "acc"),
+    ),
+    "lds_atomic": ("wave", "op", "bytes", "vaddr", "offset", "data", "compare", "vdst", "returns", "acc"),
+    # scaled: -1 not an f8f6f4 instruction, 0 one without scales, 1 with
+    "matrix": (
+        *("M", "N", "K", "blocks", "format_a", "format_b", "integer", "vdst", "s0", "s1", "s2"),
+        *("acc_cd", "acc_a", "acc_b", "scaled", "scale0", "scale1", "select0", "select1"),
+    ),
+    # out: 0 f32, 1 i32, 2 f16, 3 bf16
+    "wmma": ("gfx12", "K", "format_a", "format_b", "out", "vdst", "s0", "s1", "s2", "high"),
+    "dot2": ("wave", "bf16", "vdst", "src0", "src1", "src2", "opsel", "neg", "literal"),
+    "permute": ("wave", "push", "vaddr", "offset", "vdata", "vdst"),
+    "swizzle": ("wave", "offset", "vaddr", "vdst"),
+    "swap": ("width", "vdst", "src"),
+    "permlane": (
+        *("other_row", "vsrc", "vdst", "select_low", "select_high", "literal", "fetch_inactive", "bound_ctrl"),
+    ),
+    # op: 0 read, 1 write, 2 read the first active lane
+    "lane": ("wave", "op", "vdst", "src0", "src1", "literal"),
+    "dual": ("opx", "opy", "srcx0", "vsrcx1", "vdstx", "srcy0", "vsrcy1", "vdsty", "literal"),
+    # scale: -1 for none
+    "convert_small": (
+        *("wave", "to_small", "small", "wide", "vdst", "src0", "src1", "scale", "count", "select", "literal"),
+        *("neg", "abs"),
+    ),
+    # operand: the SGPR, or -1 for the literal
+    "hwreg": ("set", "operand", "simm", "literal"),
+    # control: -1 dpp8, -2 fill the spare register with src0, -3 only run the plain form
+    "dpp": (
+        *("wave", "control", "row_mask", "bank_mask", "bound_ctrl", "fetch_inactive", "src0", "spare", "abs", "neg"),
+        *("sign", "plain_low", "plain_high", "sel8"),
+    ),
+    # target: the SGPR pair to jump to, or -1 to go on
+    "getpc": ("sdst", "target"),
+    "setpc": ("ssrc",),
+}
+MAX_FIELDS = 19
+_NUMBER = {name: number for number, name in enumerate(ACTIONS, start=1)}
+
+
+class Entry(ctypes.Structure):
+    """One decoded instruction, as machine.c has it."""
+
+    _fields_ = (
+        ("opcode", ctypes.c_void_p),
+        ("arguments", ctypes.c_ubyte * 6),
+        ("stops", ctypes.c_ubyte),
+        ("size", ctypes.c_ubyte),
+        ("action", ctypes.c_int32),
+        ("fields", ctypes.c_int32 * MAX_FIELDS),
+    )
+
+    def set_action(self, name: str, values: dict[str, int]) -> None:
+        """Make the entry run an action; every field of the action must be given, as 32 signed or unsigned bits."""
+        names = ACTIONS[name]
+        if set(values) != set(names):
+            raise TypeError(f"{name} takes {names}, got {sorted(values)}")
+        self.action = _NUMBER[name]
+        for index, field in enumerate(names):
+            self.fields[index] = ctypes.c_int32(int(values[field]) & 0xFFFFFFFF).value
+
+
+def _declarations() -> str:
+    """The C structs and numbers of ACTIONS."""
+    lines = ["#include <stdint.h>", "typedef int32_t i32;"]
+    for name, fields in ACTIONS.items():
+        struct = "".join(part.capitalize() for part in name.split("_"))
+        if fields:
+            lines.append(f"typedef struct {{ i32 {', '.join(fields)}; }} {struct};")
+    lines.append("enum { " + ", ".join(f"ACTION_{name.upper()} = {number}" for name, number in _NUMBER.items()) + " };")
+    return "\n".join(lines) + "\n"
+
+
+def source() -> str:
+    """The whole C program."""
+    folder = resources.files("wavecrest.isa.emulate").joinpath("machine")
+    parts = [folder.joinpath(name).read_text(encoding="utf-8") for name in SOURCES]
+    return "\n".join([_declarations(), *parts])
+
+
+def compiler() -> str:
+    """The C compiler: CC, or cc, gcc or clang, whichever is found first.
+
+    Raises:
+        MissingDependency: there is none.
+    """
+    for name in (env.get("CC"), "cc", "gcc", "clang"):
+        if name and shutil.which(name.split()[0]):
+            return name
+    raise MissingDependency("gcc or clang (a C compiler)", "the emulator", "apt install clang")
+
+
+def _compile(command: list[str], text: str, path: Path) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        done = subprocess.run([*command, "-o", name], input=text, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise EnvironmentProblem(f"the emulator's C code does not compile with {command[0]}: {done.stderr[:2000]}")
+        # a rename, so that nobody loads half a library
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def build() -> Path:
+    """The compiled machine, from the cache folder or made now.
+
+    Raises:
+        EnvironmentProblem: not Linux on x86-64, no compiler, or the folder cannot be written.
+    """
+    if sys.platform != "linux" or platform.machine().lower() not in ("x86_64", "amd64"):
+        raise EnvironmentProblem(
+            f"the emulator runs on Linux on x86-64 processors; this is {sys.platform} on {platform.machine()}"
+        )
+    command = [*compiler().split(), "-shared", "-fPIC", "-O3", "-march=native", "-std=gnu11", "-x", "c", "-"]
+    # the compiler's own macros name its version and what the processor can do: a home folder may serve several machines
+    macros = subprocess.run([*command[:-1], "-dM", "-E", os.devnull], capture_output=True, text=True).stdout
+    text = source()
+    key = hashlib.sha256("\0".join([text, macros, *command]).encode()).hexdigest()[:16]
+    folder = Path(platformdirs.user_cache_path("wavecrest")) / "emulate"
+    path = folder / f"machine-{key}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            _compile([*command, "-lm"], text, path)
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot keep the compiled emulator in {folder}: {error}") from error
+    return path
+
+
+@cache
+def load() -> Any:
+    """The compiled machine, ready to run."""
+    library = ctypes.CDLL(str(build()))
+    library.fault_address.restype = ctypes.c_uint64
+    library.convert_float.restype = ctypes.c_uint32
+    library.convert_float.argtypes = (ctypes.c_uint32, ctypes.c_int, ctypes.c_int, ctypes.c_int)
+    pointer, number = ctypes.c_void_p, ctypes.c_uint64
+    library.run.argtypes = (pointer, number, number, pointer, number, pointer, ctypes.c_int)
+    return library

@@ -1,0 +1,393 @@
+"""A kernel's machine code with its table of decoded instructions, and its launch over a grid of workgroups.
+
+The waves of a workgroup run one after the other, each until a barrier or its end; opcodes are decoded and compiled the
+first time a wave meets them. The run loop is C (`machine/`), outside the GIL, so that several workers help.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from wavecrest.errors import EmulationError, OutOfBounds, UnsupportedInstruction
+from wavecrest.isa.emulate import checkout, decode, machine
+from wavecrest.isa.emulate.code_object import CodeObject
+
+WorkgroupId = tuple[int, int, int]
+
+# where tinygrad's layout ends: inline constants from 128 on, hardware registers from 264 on
+_INLINE_INTEGERS, _INLINE_NEGATIVE, _HWREG = 128, 193, 264
+_MODE, _HW_ID = _HWREG + 1, _HWREG + 4
+# registers, and a few more for accesses of several registers from the last one on
+_VGPRS = 264
+# workgroups of a worker that are under way at a time, as on a GPU, where kernels may wait for one another: waves take
+# turns after so many instructions
+RESIDENT, QUANTUM = 64, 2000
+# the most instructions one worker runs in a launch: more is taken for an endless loop
+LIMIT = 200_000_000
+_ENDS_BLOCK = ("S_BRANCH", "S_CBRANCH", "S_ENDPGM", "S_SETPC", "S_SWAPPC", "S_TRAP")
+
+# tinygrad's cache on disk belongs to the thread that opened it
+_compiler = ThreadPoolExecutor(1, thread_name_prefix="emulate-compile")
+
+
+@dataclass
+class Stats:
+    """What a launch did: instructions of waves, the same by opcode, and the arguments that were used in place."""
+
+    seconds: float = 0.0
+    compile_seconds: float = 0.0
+    workgroups: int = 0
+    instructions: int = 0
+    ops: Counter[str] = field(default_factory=Counter)
+    unguarded: list[str] = field(default_factory=list)
+
+    def matrix_instructions(self) -> int:
+        """How many of the instructions were MFMA or WMMA."""
+        return sum(count for name, count in self.ops.items() if "MFMA" in name or "WMMA" in name)
+
+
+class _Wave:
+    """Registers of one wave, set up as the hardware does at its start."""
+
+    def __init__(self, program: Program, group: _Group, first: int, threads: int) -> None:
+        code, emulator, wave = program.code, program.emulator, program.code.wave
+        lanes = min(wave, threads - first)
+        self.s = s = program.registers.copy()
+        self.v = np.zeros((_VGPRS, wave), np.uint32)
+        # accumulation registers exist where waves have 64 lanes
+        self.acc = np.zeros((_VGPRS, wave), np.uint32) if wave == 64 else self.v
+        self.scratch = np.zeros(max(code.scratch * wave, 8), np.uint8)
+        s[: len(group.user_sgprs)] = group.user_sgprs
+        x, y, z = group.id
+        if program.family == "rdna4":
+            s[emulator.ttmp[9].offset], s[emulator.ttmp[7].offset] = x, y | z << 16
+        else:
+            at = code.rsrc2 >> 1 & 31
+            for axis, position in enumerate(group.id):
+                if code.rsrc2 >> (7 + axis) & 1:
+                    s[at] = position
+                    at += 1
+        mask, exec_at = (1 << lanes) - 1, emulator.EXEC_LO.offset
+        s[exec_at] = mask & 0xFFFFFFFF
+        if wave == 64:
+            s[exec_at + 1] = mask >> 32
+        # work item ids: workgroups of Triton have one dimension
+        self.v[0, :lanes] = np.arange(first, first + lanes)
+        s[emulator.SCRATCH_STRIDE_IDX] = code.scratch
+        s[_MODE] = code.rsrc1 >> 12 & 0xFF
+        s[_HW_ID] = (first // wave & 15) | (first // wave & 3) << 4
+        s[emulator.PC_LO_IDX], s[emulator.PC_HI_IDX] = code.entry & 0xFFFFFFFF, code.entry >> 32
+        self._pc = (emulator.PC_LO_IDX, emulator.PC_HI_IDX)
+        memory = (s, self.v, None, group.lds, self.scratch, self.acc)
+        addresses = [0 if part is None else part.ctypes.data for part in memory]
+        self.pointers = (ctypes.c_uint64 * 7)(*addresses, group.lds_bytes)
+        # why it stopped: BARRIER or END; 0 while it can run
+        self.state = 0
+
+    @property
+    def pc(self) -> int:
+        low, high = self._pc
+        return int(self.s[low]) | int(self.s[high]) << 32
+
+
+class _Group:
+    """A workgroup: its LDS and its waves."""
+
+    def __init__(self, program: Program, launch: _Launch, position: WorkgroupId) -> None:
+        self.id = position
+        self.user_sgprs = launch.user_sgprs
+        # LDS holds what an earlier workgroup left: a NaN, so that nobody relies on it
+        self.lds_bytes = launch.lds_bytes
+        self.lds = np.full((launch.lds_bytes + 3) // 4, 0x7FC0DEAD, np.uint32)
+        wave, threads = program.code.wave, launch.threads
+        self.waves = [_Wave(program, self, first, threads) for first in range(0, threads, wave)]
+
+    def ended(self) -> bool:
+        return all(wave.state == machine.END for wave in self.waves)
+
+    def release(self) -> None:
+        """Let the waves pass the barrier that all those still running have reached."""
+        if all(wave.state for wave in self.waves):
+            for wave in self.waves:
+                wave.state = 0 if wave.state == machine.BARRIER else machine.END
+
+
+class Program:
+    """A code object with its table of decoded instructions; it can be launched many times.
+
+    Args:
+        elf: `compiled.asm["hsaco"]` of a kernel compiled for an AMD target.
+        name: the kernel in it; None takes the first.
+
+    Raises:
+        MissingDependency, EnvironmentProblem: the emulator cannot run here; the message says what to do.
+    """
+
+    def __init__(self, elf: bytes, name: str | None = None) -> None:
+        self.emulator, self.library = checkout.load(), machine.load()
+        self.library.install()
+        self.code = CodeObject(elf, name)
+        self.family = decode.family(self.code.arch)
+        self.entries = self.code.code_size // 4 + 64
+        self.table = (machine.Entry * self.entries)()
+        self.names: dict[int, tuple[str, Any]] = {}
+        self.compile_seconds = 0.0
+        self._lock = threading.Lock()
+        self._kept: list[Any] = []
+        registers = np.zeros(self.emulator.SGPR_COUNT + 80, np.uint32)
+        registers[_INLINE_INTEGERS:_INLINE_NEGATIVE] = np.arange(65)
+        negative = (-np.arange(1, 17)).astype(np.int64) & 0xFFFFFFFF
+        registers[_INLINE_NEGATIVE : _INLINE_NEGATIVE + 16] = negative
+        for code, value in self.emulator.F32_INLINE.items():
+            registers[code] = value
+        self.registers = registers
+
+    def where(self, pc: int) -> str:
+        """Function, offset and, where decoded, the instruction of a program counter."""
+        known = self.names.get((pc - self.code.code) >> 2)
+        return self.code.where(pc) + (f": {known[1]!r}" if known is not None else "")
+
+    def prepare(self, pc: int) -> None:
+        """Decode the instruction at a program counter, and what follows it up to a branch.
+
+        Raises:
+            UnsupportedInstruction: this one cannot be run; one that follows is an error only when it is reached.
+        """
+        _compiler.submit(self._prepare_block, pc).result()
+
+    def _prepare_block(self, pc: int) -> None:
+        self._prepare_one(pc)
+        while not self.names[index := (pc - self.code.code) >> 2][0].startswith(_ENDS_BLOCK):
+            pc += self.table[index].size
+            if (pc - self.code.code) >> 2 >= self.entries or self.table[(pc - self.code.code) >> 2].size:
+                return
+            try:
+                self._prepare_one(pc)
+            except UnsupportedInstruction:
+                return
+
+    def _prepare_one(self, pc: int) -> None:
+        index = (pc - self.code.code) >> 2
+        with self._lock:
+            if self.table[index].size:
+                return
+            begin = time.perf_counter()
+            raw, inst = ctypes.string_at(pc, 16), None
+            try:
+                inst = decode.decode(self.emulator, raw, self.code.arch)
+                self.names[index] = self._fill(self.table[index], inst, raw)
+            except Exception as error:
+                what = repr(inst)[:200] if inst is not None else f"bytes {raw[:8].hex()}"
+                raise UnsupportedInstruction(
+                    f"the emulator cannot run an instruction of {self.code.arch}, at {self.code.where(pc)}: {what} "
+                    f"({type(error).__name__}: {str(error)[:200]})"
+                ) from error
+            self.compile_seconds += time.perf_counter() - begin
+
+    def _fill(self, entry: machine.Entry, inst: Any, raw: bytes) -> tuple[str, Any]:
+        """Make an instruction runnable; its opcode's name and tinygrad's object for it."""
+        emulator, arch = self.emulator, self.code.arch
+        name, size, code = emulator._op_name(inst), inst.size(), raw
+        taken_apart, action = decode.dpp(inst, raw, arch), None
+        if taken_apart is not None:
+            code, size = taken_apart.plain + bytes(8), taken_apart.size
+            inst = emulator.decode_inst(code, self.family)
+            name = emulator._op_name(inst) + "_DPP"
+            action = "dpp", taken_apart.fields | self._plain_form(code, inst)
+        else:
+            action = decode.action(name, inst, raw, arch)
+        if action is None or taken_apart is not None:
+            program, runner = emulator._get_runner((code + bytes(8))[: inst.size() + 4], self.family)
+            for slot, argument in enumerate(program.arg.globals):
+                entry.arguments[slot] = argument
+            entry.opcode = ctypes.cast(runner.fxn, ctypes.c_void_p).value
+        if action is not None:
+            entry.set_action(*action)
+        if name in ("S_BARRIER", "S_BARRIER_WAIT"):
+            entry.stops = machine.BARRIER
+        elif name == "S_TRAP":
+            entry.stops = machine.TRAP
+        # last: an entry with a size is ready, and other threads look at it without the lock
+        entry.size = size
+        return name, inst
+
+    def _plain_form(self, code: bytes, inst: Any) -> dict[str, int]:
+        """Fields of a DPP action: where the plain instruction lies, as it reads its literal from there."""
+        words = (ctypes.c_uint32 * (len(code) // 4)).from_buffer_copy(code)
+        self._kept.append(words)
+        at = ctypes.addressof(words)
+        sign = 0x8000 if inst.canonical_op_bits.get("s0") == 16 else 0x80000000
+        return {"wave": self.code.wave, "sign": sign, "plain_low": at & 0xFFFFFFFF, "plain_high": at >> 32}
+
+    def launch(
+        self,
+        grid: Sequence[int],
+        args: Sequence[Any],
+        *,
+        num_warps: int,
+        shared: int = 0,
+        workers: int = 1,
+        resident: int = RESIDENT,
+        quantum: int = QUANTUM,
+        limit: int = LIMIT,
+        only: Iterable[WorkgroupId] | None = None,
+        describe: Callable[[int], str] = hex,
+    ) -> Stats:
+        """Run the kernel.
+
+        Args:
+            grid: workgroups along x, y and z; what is missing is 1.
+            args: addresses and numbers, without the constexprs.
+            num_warps: waves of a workgroup; `shared`: bytes of dynamic LDS.
+            workers: threads that run workgroups.
+            resident: workgroups of a worker that advance in turns of `quantum` instructions a wave. A kernel that waits
+                for other workgroups needs all of those among them.
+            limit: the most instructions of a worker.
+            only: run just these workgroups.
+            describe: what lies at an address, for the message of a fault.
+
+        Raises:
+            OutOfBounds: an access to memory that is not there.
+            UnsupportedInstruction: neither tinygrad nor this emulator has the opcode.
+            EmulationError: a trap, a jump out of the code, or more instructions than `limit`.
+        """
+        launch = _Launch(self, grid, args, num_warps, shared, resident, quantum, limit, describe)
+        return launch.run(only, workers)
+
+
+class _Launch:
+    """One launch of a program: what its workers share."""
+
+    def __init__(
+        self,
+        program: Program,
+        grid: Sequence[int],
+        args: Sequence[Any],
+        num_warps: int,
+        shared: int,
+        resident: int,
+        quantum: int,
+        limit: int,
+        describe: Callable[[int], str],
+    ) -> None:
+        code = program.code
+        self.program, self.resident, self.limit, self.describe = program, resident, limit, describe
+        self.budget = min(quantum, limit) if resident > 1 else limit
+        self.grid = (*grid, 1, 1)[:3]
+        self.threads = num_warps * code.wave
+        segment = code.kernarg(args, self.grid, (self.threads, 1, 1))
+        # code at the entry may read beyond what the kernel declares
+        self._kernarg = (ctypes.c_char * (len(segment) + 64)).from_buffer_copy(bytes(segment) + bytes(64))
+        self.user_sgprs = code.user_sgprs(ctypes.addressof(self._kernarg))
+        self.lds_bytes = max(code.lds, shared, 4)
+        # FP_DENORM for float32
+        self.flush = int(code.rsrc1 >> 16 & 3 == 0)
+        self.todo: list[WorkgroupId] = []
+        self.errors: list[BaseException] = []
+        self.mutex = threading.Lock()
+
+    def run(self, only: Iterable[WorkgroupId] | None, workers: int) -> Stats:
+        program, (gx, gy, gz) = self.program, self.grid
+        everything = ((x, y, z) for z in range(gz) for y in range(gy) for x in range(gx))
+        self.todo = list(only if only is not None else everything)[::-1]
+        stats, compiled_before = Stats(workgroups=len(self.todo)), program.compile_seconds
+        hits = np.zeros((workers, program.entries), np.uint64)
+        begin = time.perf_counter()
+        if workers == 1:
+            self._work(hits[0])
+        else:
+            threads = [threading.Thread(target=self._work, args=(row,)) for row in hits]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        stats.seconds = time.perf_counter() - begin
+        stats.compile_seconds = program.compile_seconds - compiled_before
+        if self.errors:
+            raise self.errors[0]
+        total = hits.sum(0)
+        stats.instructions = int(total.sum())
+        for index in np.flatnonzero(total):
+            stats.ops[program.names[int(index)][0]] += int(total[index])
+        return stats
+
+    def _next(self) -> WorkgroupId | None:
+        with self.mutex:
+            return self.todo.pop() if self.todo else None
+
+    def _work(self, hits: Any) -> None:
+        """Run workgroups until there are none left; the first error of any worker ends all."""
+        active: list[_Group] = []
+        try:
+            while not self.errors:
+                while len(active) < self.resident and (position := self._next()) is not None:
+                    active.append(_Group(self.program, self, position))
+                if not active:
+                    return
+                for group in list(active):
+                    for wave in group.waves:
+                        self._advance(group, wave, hits)
+                    # a loop may end each wave's turn at a barrier
+                    self._check_limit(group, hits)
+                    if group.ended():
+                        active.remove(group)
+                    else:
+                        group.release()
+        except BaseException as error:
+            # raised again by run, in the thread of the caller
+            self.errors.append(error)
+
+    def _advance(self, group: _Group, wave: _Wave, hits: Any) -> None:
+        """Run a wave until it stops or its turn ends."""
+        program, library = self.program, self.program.library
+        table, pointers = ctypes.addressof(program.table), ctypes.addressof(wave.pointers)
+        while wave.state == 0:
+            why = library.run(
+                table, program.code.code, program.entries, pointers, self.budget, hits.ctypes.data, self.flush
+            )
+            if why == machine.COMPILE:
+                program.prepare(wave.pc)
+            elif why in (machine.BARRIER, machine.END):
+                wave.state = why
+            elif why == machine.BUDGET:
+                return
+            else:
+                raise self._fault(why, group, wave)
+
+    def _check_limit(self, group: _Group, hits: Any) -> None:
+        done, running = int(hits.sum()), [wave for wave in group.waves if wave.state != machine.END]
+        if done >= self.limit and running:
+            raise EmulationError(
+                f"{self._who(group)} has run {done:,} wave instructions and is at "
+                f"{self.program.where(running[0].pc)}: an endless loop? A kernel that waits for other workgroups needs "
+                "them resident"
+            )
+
+    def _who(self, group: _Group) -> str:
+        code = self.program.code
+        return f"{code.kernel['.name']} on {code.arch}, workgroup {group.id}"
+
+    def _fault(self, why: int, group: _Group, wave: _Wave) -> EmulationError:
+        where, who = self.program.where(wave.pc), self._who(group)
+        if why == machine.FAULT:
+            # the processor gives no address for one that is not canonical
+            address = self.program.library.fault_address()
+            at = self.describe(address) if address else "an address no memory can have"
+            return OutOfBounds(f"{who}: out-of-bounds access at {where}: {at}")
+        if why == machine.OUTSIDE_LDS:
+            at = self.program.library.fault_address()
+            return OutOfBounds(
+                f"{who}: out-of-bounds access at {where}: byte {at:,} of LDS, of which it has {self.lds_bytes:,}"
+            )
+        if why == machine.TRAP:
+            return EmulationError(f"{who}: trap (device_assert failed, or an unreachable place) at {where}")
+        return EmulationError(f"{who}: the program counter left the code, to {where}")

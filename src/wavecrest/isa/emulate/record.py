@@ -1,0 +1,97 @@
+"""What an emulated run leaves behind: one file an architecture, with every case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+from pydantic import Field
+
+from wavecrest import records
+from wavecrest.errors import RecordError
+
+FORMAT_VERSION = 1
+
+
+class Work(records.Model):
+    """What the emulator did: launches, workgroups, instructions of waves, and the seconds of it all."""
+
+    launches: int = 0
+    workgroups: int = 0
+    instructions: int = 0
+    # MFMA and WMMA among the instructions
+    matrix_instructions: int = 0
+    seconds: float = 0.0
+    # of which opcodes were compiled, the first time each was met
+    compile_seconds: float = 0.0
+    kernels: list[str] = Field(default_factory=list)
+    # arguments too large to be guarded against accesses beside them
+    unguarded: list[str] = Field(default_factory=list)
+
+
+class CaseResult(records.Model):
+    """One call of an op as machine code, against the op's oracle.
+
+    `relative` and `worst` are the largest over all results (`numerics.Comparison`), `codes` the share of 8-bit results
+    that are one step off. "refused": the kernel does not take the call on this architecture; `reason` says why, and
+    what is wrong for the other outcomes but "ok".
+    """
+
+    op: str
+    case: str
+    shapes: list[str]
+    dtype: str
+    outcome: Literal["ok", "wrong", "failed", "refused"]
+    reason: str = ""
+    relative: float | None = None
+    worst: float | None = None
+    codes: float | None = None
+    work: Work = Field(default_factory=Work)
+
+
+class EmulationRecord(records.Model):
+    """`wavecrest isa run OP`."""
+
+    kind: Literal["emulation"] = "emulation"
+    format_version: int = FORMAT_VERSION
+    header: records.Header
+    arch: str
+    # commit of the checkout that gives opcodes their meaning
+    tinygrad: str
+    cases: list[CaseResult]
+
+    @property
+    def passed(self) -> bool:
+        """True if something ran and nothing was wrong."""
+        outcomes = [case.outcome for case in self.cases]
+        return "ok" in outcomes and not {"wrong", "failed"} & set(outcomes)
+
+
+class ProgramResult(records.Model):
+    """`wavecrest isa run FILE`: a script or a test file whose kernels ran in the emulator."""
+
+    kind: Literal["emulated-program"] = "emulated-program"
+    format_version: int = FORMAT_VERSION
+    header: records.Header
+    arch: str
+    tinygrad: str
+    target: str
+    passed: bool
+    reason: str = ""
+    work: Work
+
+
+def load(path: Path) -> EmulationRecord:
+    """Read a record of `wavecrest isa run OP`.
+
+    Raises:
+        RecordError: no such file, damaged, foreign or newer.
+    """
+    document = records.read_document(path, what="emulation record", current=FORMAT_VERSION)
+    try:
+        return EmulationRecord.model_validate(document)
+    except pydantic.ValidationError as problem:
+        first = problem.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RecordError(f"the emulation record {path} is damaged: {where}: {first['msg']}") from None
