@@ -2,13 +2,16 @@
 # What a machine with a GPU should check before a release, from the source tree, nothing installed:
 # the kernels' tests, a memory check, host cost, and optimize on the example models. Result files go to OUT.
 #
-#   benchmarks/run_gpu.sh OUT [part …]     parts: tests sanitize host minilm prefill decode   (default: all)
+#   benchmarks/run_gpu.sh OUT [part …]     parts: tests rows host minilm prefill decode   (default: all)
+#   rows = sanitize bench. Peers of bench that are not installed can be on PYTHONPATH.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/run_gpu.sh OUT [part …]}
 shift
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests sanitize host minilm prefill decode)
+[ ${#parts[@]} -gt 0 ] || parts=(tests rows host minilm prefill decode)
+# rows stands for two parts
+read -ra parts <<<"$(sed 's/\brows\b/sanitize bench/g' <<<"${parts[*]}")"
 export PYTHONPATH=src:.${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-python3}
 mkdir -p "$out"
@@ -31,7 +34,12 @@ for part in "${parts[@]}"; do
     echo "== $part"
     case $part in
     tests) "$python" -m pytest -q -p no:cacheprovider ${TESTS:-tests/ops tests/passes tests/unit} 2>&1 | tail -60 | tee "$out/tests.log" ;;
-    sanitize) compute-sanitizer --tool memcheck "$python" -m pytest -q -p no:cacheprovider tests/ops -k "odd" 2>&1 | tail -15 | tee "$out/sanitize.log" ;;
+    sanitize) PYTHON=$python scripts/sanitize --out "$out/sanitize.json" 2>&1 | tee "$out/sanitize.log" ;;
+    bench)
+        # one file for all ops (or those in BENCH); `wavecrest bench --from FILE --split DIR` makes one an op, with a plot
+        "$python" -m wavecrest bench ${BENCH:---all-ops} --suite shared --device cuda --budget "${BENCH_BUDGET:-480}" \
+            --out "$out/ops.json" 2>&1 | tee "$out/bench.log"
+        ;;
     host) "$python" benchmarks/host_cost.py --out "$out/host_cost.json" 2>&1 | tee "$out/host.log" ;;
     minilm) optimize minilm examples/minilm.py:make 150s && verify minilm examples/minilm.py:make ;;
     prefill) optimize llama_prefill examples/llama.py:prefill ${PREFILL_BUDGET:-240s} ;;

@@ -1,0 +1,273 @@
+"""compute-sanitizer over every op with a Triton kernel: memcheck, racecheck and initcheck, each with a planted bug.
+
+    scripts/sanitize [--out FILE] [--ops rms_norm,softmax]
+
+Every op runs a few odd shapes, dtypes and strides, its results are compared with its reference, and nothing else runs
+on the GPU: inputs are made on the CPU and copied, so that all that a tool reports is about our kernels (a filter by
+kernel name would hide from initcheck what other kernels have written). torch's caching allocator is off, as it would
+put tensors beside each other inside one allocation. Each tool must also find a bug that is planted for it; one that
+does not is not trusted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from wavecrest import env, hardware, records, registry
+from wavecrest.bench import ops as bench_ops
+from wavecrest.errors import EnvironmentProblem, InvalidArgument, Unsupported, WavecrestError
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+# the tools' summary lines: "ERROR SUMMARY: 2 errors", "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
+SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.MULTILINE)
+# exit code of compute-sanitizer if it has found something
+FOUND = 99
+MARK = "sanitize result: "
+# (M, N, dtype, layout): one program with a ragged row, several rows a program, exact blocks, rows walked in blocks
+CASES = (
+    (5, 33, torch.bfloat16, "contiguous"),
+    (6, 33, torch.bfloat16, "sliced"),
+    (6, 1025, torch.float32, "permuted"),
+    (18, 4096, torch.bfloat16, "contiguous"),
+    (18, 4096, torch.float16, "sliced"),
+    (2, 33000, torch.bfloat16, "contiguous"),
+    (2, 33000, torch.bfloat16, "sliced"),
+)
+
+
+@triton.jit
+def _planted_memcheck(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # writes past the end: y has fewer than BLOCK elements
+    offs = tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs))
+
+
+@triton.jit
+def _planted_initcheck(x_ptr, y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # x was never written
+    offs = tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs) + 1.0)
+
+
+@triton.jit
+def _planted_racecheck(y_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    # every thread writes one cell of shared memory, and none waits before it reads
+    offs = tl.arange(0, BLOCK)
+    value = tl.inline_asm_elementwise(
+        "{ .shared .align 4 .b32 cell; st.shared.u32 [cell], $1; ld.shared.u32 $0, [cell]; }",
+        "=r,r",
+        [offs],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.store(y_ptr + offs, value)
+
+
+def plant(tool: str) -> None:
+    """Run the kernel with the bug that a tool must find."""
+    if tool == "memcheck":
+        _planted_memcheck[(1,)](torch.randn(1024).cuda(), torch.empty(1000, device="cuda"), BLOCK=1024)
+    elif tool == "initcheck":
+        _planted_initcheck[(1,)](torch.empty(1024, device="cuda"), torch.empty(1024, device="cuda"), BLOCK=1024)
+    else:
+        _planted_racecheck[(1,)](torch.empty(128, dtype=torch.int32, device="cuda"), BLOCK=128, num_warps=4)
+    torch.cuda.synchronize()
+
+
+def place(tensor: torch.Tensor, rows: int, layout: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A CPU tensor as (the same values on the CPU, on `device`), with the strides of a layout if it has `rows` rows."""
+    if tensor.ndim < 2 or tensor.shape[0] != rows or layout == "contiguous":
+        return tensor, tensor.to(device)
+    if layout == "permuted":
+        wide = tensor.reshape(2, rows // 2, *tensor.shape[1:])
+        order = (1, 0, *range(2, wide.ndim))
+        return wide.permute(order), wide.to(device).permute(order)
+    # an odd start and end, so that nothing is a multiple of 16 bytes
+    wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 5, dtype=tensor.dtype)
+    wide[..., 3 : tensor.shape[-1] + 3] = tensor
+    window = slice(3, tensor.shape[-1] + 3)
+    return wide[..., window], wide.to(device)[..., window]
+
+
+def _arguments(op: registry.Op, case: tuple[int, int, torch.dtype, str], device: str) -> tuple[list[Any], list[Any]]:
+    rows, columns, dtype, layout = case
+    here: list[Any] = []
+    there: list[Any] = []
+    for value in op.inputs(rows, columns, dtype, "cpu"):
+        pair = place(value, rows, layout, device) if isinstance(value, torch.Tensor) else (value, value)
+        here.append(pair[0])
+        there.append(pair[1])
+    return here, there
+
+
+def run_op(op: registry.Op, device: str) -> dict[str, Any]:
+    """Run an op's kernel on all cases; {"ran": n, "declined": {case: reason}, "wrong": {case: what}}."""
+    ran, declined, wrong = 0, {}, {}
+    for case in CASES:
+        rows, columns, dtype, layout = case
+        name = f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {layout}"
+        try:
+            here, there = _arguments(op, case, device)
+            results = bench_ops.results_of(op.run("triton", *there))
+        except (Unsupported, InvalidArgument) as error:
+            declined[name] = str(error)
+            continue
+        except Exception as error:
+            # the other ops are still worth checking
+            wrong[name] = f"raised {type(error).__name__}: {error}"[:300]
+            continue
+        ran += 1
+        oracle = bench_ops.results_of(op.reference(*here))
+        limits = bench_ops.limits_of(op, str(dtype).removeprefix("torch."))
+        row = records.ImplTiming(name=name)
+        problem = bench_ops.gate(row, tuple(result.cpu() for result in results), oracle, limits)
+        if problem:
+            wrong[name] = problem
+    return {"ran": ran, "declined": declined, "wrong": wrong}
+
+
+def _with_kernels(wanted: list[str]) -> Iterator[registry.Op]:
+    for name in wanted or registry.names():
+        op = registry.get(name)
+        if "triton" in op.backends:
+            yield op
+
+
+def run_ops(wanted: list[str], device: str) -> dict[str, dict[str, Any]]:
+    """`run_op` for every op with a Triton kernel, by name."""
+    with torch.no_grad():
+        return {op.name: run_op(op, device) for op in _with_kernels(wanted)}
+
+
+def find_tool() -> str:
+    """The path of compute-sanitizer.
+
+    Raises:
+        EnvironmentProblem: it cannot run here; the message says why.
+    """
+    if torch.version.hip is not None:
+        raise EnvironmentProblem("compute-sanitizer is NVIDIA's; this torch is a ROCm build")
+    if not torch.cuda.is_available():
+        raise EnvironmentProblem("torch sees no GPU, and compute-sanitizer checks what runs on one")
+    found = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if found is None:
+        raise EnvironmentProblem("compute-sanitizer is not on the PATH; it is part of the CUDA toolkit")
+    return found
+
+
+def _child(command: list[str], timeout: float) -> tuple[int, str]:
+    environment = env.child({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return -1, f"did not end within {timeout:.0f} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def _ran(text: str) -> dict[str, dict[str, Any]] | None:
+    line = next((line for line in text.splitlines() if line.startswith(MARK)), None)
+    return None if line is None else json.loads(line.removeprefix(MARK))
+
+
+def _found(text: str) -> int | None:
+    """The errors of a tool's summaries, or None where there is none."""
+    counts = [int(count) for count in SUMMARY.findall(text)]
+    return sum(counts) if counts else None
+
+
+def verdict(code: int, text: str) -> dict[str, Any]:
+    """What one run of a tool over the ops says: clean, or the problem in words, with the tool's own lines."""
+    summary, ran = _found(text), _ran(text)
+    result: dict[str, Any] = {"errors": summary}
+    if summary is None or ran is None:
+        last = (text.strip().splitlines() or [f"exit code {code}"])[-1]
+        return {**result, "verdict": f"did not finish: {last}", "lines": text.strip().splitlines()[-20:]}
+    result["cases"] = sum(row["ran"] for row in ran.values())
+    idle = [name for name, row in ran.items() if row["ran"] == 0]
+    wrong = [name for name, row in ran.items() if row["wrong"]]
+    if summary:
+        lines = [line for line in text.splitlines() if line.startswith("=====")]
+        return {**result, "verdict": f"{summary} errors", "lines": lines[:40]}
+    if code != 0 or wrong or idle or not ran:
+        reason = f"wrong results: {', '.join(wrong)}" if wrong else f"exit code {code}"
+        reason = f"no case ran: {', '.join(idle) or 'no op'}" if idle or not ran else reason
+        return {**result, "verdict": reason}
+    return {**result, "verdict": "clean"}
+
+
+def check(run: Callable[[list[str]], tuple[int, str]], tool: str, arguments: list[str]) -> dict[str, Any]:
+    """One tool: first the bug planted for it, then the ops. `run` takes the command line after the tool's path."""
+    # not the compiler's processes: they have summaries of their own
+    options = ["--tool", tool, "--target-processes", "application-only", "--error-exitcode", str(FOUND)]
+    begin = time.perf_counter()
+    _, text = run([*options, sys.executable, __file__, "--plant", tool])
+    found = (_found(text) or 0) > 0
+    result = verdict(*run([*options, sys.executable, __file__, *arguments]))
+    if not found:
+        last = (text.strip().splitlines() or ["no output"])[-1]
+        result["verdict"] = f"not trusted: it did not find the planted bug ({last}); otherwise {result['verdict']}"
+    return {**result, "planted_bug": "found" if found else "missed", "seconds": round(time.perf_counter() - begin, 1)}
+
+
+def main() -> int:
+    """Run all tools and write the result; exit code 0 if all are clean, 2 if not, 3 where they cannot run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the verdicts to this JSON file")
+    parser.add_argument("--ops", default="", help="names of ops, separated by commas; default: all with a kernel")
+    parser.add_argument("--tools", default=",".join(TOOLS), help="some of memcheck, racecheck, initcheck")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one run of a tool")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--plant", choices=TOOLS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    wanted = [name for name in arguments.ops.split(",") if name]
+    if arguments.plant:
+        plant(arguments.plant)
+        return 0
+    if arguments.child:
+        sys.stdout.write(MARK + json.dumps(run_ops(wanted, hardware.detect().torch_name)) + "\n")
+        return 0
+    try:
+        sanitizer = find_tool()
+        ops = [op.name for op in _with_kernels(wanted)]
+        unknown = [tool for tool in arguments.tools.split(",") if tool not in TOOLS]
+        if unknown:
+            raise InvalidArgument(f"no tool {unknown[0]!r}; there are {', '.join(TOOLS)}")
+    except WavecrestError as error:
+        sys.stderr.write(f"sanitize: {error}\n")
+        return error.exit_code
+    child = ["--child", "--ops", ",".join(ops)]
+    # without a tool first: it compiles every kernel into Triton's cache, and shows wrong results for what they are
+    code, text = _child([sys.executable, __file__, *child], arguments.timeout)
+    plain = _ran(text)
+    tools = {}
+    for tool in arguments.tools.split(","):
+        tools[tool] = check(lambda options: _child([sanitizer, *options], arguments.timeout), tool, child)
+        sys.stdout.write(f"{tool}: {tools[tool]['verdict']} ({tools[tool]['seconds']} s)\n")
+    result = {
+        "header": records.header(hardware.detect(), command=records.command_line()).model_dump(),
+        "sanitizer": _child([sanitizer, "--version"], 60)[1].strip().splitlines()[-1:],
+        "tools": tools,
+        "ops": plain if plain is not None else {"did not finish": [f"exit code {code}", *text.splitlines()[-20:]]},
+    }
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        records.write_text(arguments.out, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    return 0 if all(row["verdict"] == "clean" for row in tools.values()) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
