@@ -8,7 +8,6 @@ from wavecrest import registry
 from wavecrest.cli import explain, main
 from wavecrest.errors import InvalidArgument
 
-
 # what M=3 N=64 dtype=float32 are in the key of an op whose key does not call them rows, columns and dtype
 KEYS = {
     "dequantize": {"rows": 3, "columns": 64, "to": "float32"},
