@@ -109,6 +109,16 @@ def test_the_newest_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert mca.find().path not in (str(tmp_path / "llvm-mca-29"), str(tmp_path / "llvm-mca-30"))
 
 
+def test_one_that_does_not_know_the_chip_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr(mca, "_PLACES", ("llvm-mca",))
+    _tool(tmp_path)
+    tool = tmp_path / "llvm-mca"
+    tool.write_text(tool.read_text().replace("99.1", "14.0.6"))
+    with pytest.raises(MissingDependency, match="17 or newer"):
+        mca.find()
+
+
 def test_none_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(mca, "_PLACES", ("llvm-mca",))

@@ -16,8 +16,10 @@ from wavecrest.errors import MissingDependency
 from wavecrest.isa.assembly import Line
 
 ITERATIONS = 100
+# the first that knows gfx942
+OLDEST = 17
 # newest first: support for gfx950 and for buffer instructions came late (19 aborts on the latter)
-_NAMES = tuple(f"llvm-mca-{version}" for version in range(30, 16, -1))
+_NAMES = tuple(f"llvm-mca-{version}" for version in range(30, OLDEST - 1, -1))
 _PLACES = ("llvm-mca", "/opt/rocm/llvm/bin/llvm-mca")
 # what the scheduling models of gfx90a, gfx942 and gfx950 call the matrix unit
 _MATRIX_UNIT = "HWXDL"
@@ -39,20 +41,20 @@ class Estimate(NamedTuple):
 
 
 def find() -> Tool:
-    """The newest llvm-mca with AMD targets: by versioned name, then plain, then ROCm's.
+    """The newest llvm-mca that knows gfx942: by versioned name, then plain, then ROCm's.
 
     Raises:
-        MissingDependency: there is none.
+        MissingDependency: there is none of version OLDEST or newer.
     """
     for name in (*_NAMES, *_PLACES):
         path = shutil.which(name)
         if path is None:
             continue
         done = subprocess.run([path, "--version"], capture_output=True, text=True)
-        version = re.search(r"LLVM version (\S+)", done.stdout)
-        if done.returncode == 0 and version is not None:
+        version = re.search(r"LLVM version ((\d+)\S*)", done.stdout)
+        if done.returncode == 0 and version is not None and int(version[2]) >= OLDEST:
             return Tool(path, f"llvm-mca {version[1]}")
-    raise MissingDependency("llvm (for llvm-mca)", "--mca", "apt install llvm-22, or the like")
+    raise MissingDependency(f"llvm (for llvm-mca, {OLDEST} or newer)", "--mca", "apt install llvm-22, or the like")
 
 
 def estimate(tool: Tool, arch: str, loop: Sequence[Line]) -> Estimate | str:
