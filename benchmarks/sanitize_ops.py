@@ -1,12 +1,13 @@
 """compute-sanitizer over every op with a Triton kernel: memcheck, racecheck and initcheck, each with a planted bug.
 
-    scripts/sanitize [--out FILE] [--ops rms_norm,softmax]
+    scripts/sanitize [--out FILE] [--ops rms_norm,softmax] [--tools memcheck] [--jobs 4]
 
 Every op runs a few odd shapes, dtypes and strides, its results are compared with its reference, and nothing else runs
 on the GPU: inputs are made on the CPU and copied, so that all that a tool reports is about our kernels (a filter by
 kernel name would hide from initcheck what other kernels have written). torch's caching allocator is off, as it would
 put tensors beside each other inside one allocation. Each tool must also find a bug that is planted for it; one that
-does not is not trusted.
+does not is not trusted. The ops are shared out over several processes a tool, and the tools run side by side:
+racecheck alone would take minutes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -209,18 +211,40 @@ def verdict(code: int, text: str) -> dict[str, Any]:
     return {**result, "verdict": "clean"}
 
 
-def check(run: Callable[[list[str]], tuple[int, str]], tool: str, arguments: list[str]) -> dict[str, Any]:
-    """One tool: first the bug planted for it, then the ops. `run` takes the command line after the tool's path."""
+def check(run: Callable[[list[str]], tuple[int, str]], tool: str, shares: list[list[str]]) -> dict[str, Any]:
+    """One tool: the bug planted for it, and the ops, a process for each share of their names.
+
+    `run` takes the command line after the tool's path.
+    """
     # not the compiler's processes: they have summaries of their own
     options = ["--tool", tool, "--target-processes", "application-only", "--error-exitcode", str(FOUND)]
     begin = time.perf_counter()
-    _, text = run([*options, sys.executable, __file__, "--plant", tool])
+    commands = [["--plant", tool], *(child(share) for share in shares)]
+    with ThreadPoolExecutor(len(commands)) as pool:
+        (_, text), *said = pool.map(lambda command: run([*options, sys.executable, __file__, *command]), commands)
     found = (_found(text) or 0) > 0
-    result = verdict(*run([*options, sys.executable, __file__, *arguments]))
+    result = merged([verdict(*words) for words in said])
     if not found:
         last = (text.strip().splitlines() or ["no output"])[-1]
         result["verdict"] = f"not trusted: it did not find the planted bug ({last}); otherwise {result['verdict']}"
     return {**result, "planted_bug": "found" if found else "missed", "seconds": round(time.perf_counter() - begin, 1)}
+
+
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The verdicts of a tool's processes as one: clean only if all are."""
+    counted = [part["errors"] for part in parts if part["errors"] is not None]
+    result: dict[str, Any] = {"errors": sum(counted) if counted else None}
+    result["cases"] = sum(part.get("cases", 0) for part in parts)
+    said = dict.fromkeys(part["verdict"] for part in parts if part["verdict"] != "clean")
+    lines = [line for part in parts for line in part.get("lines", [])]
+    if lines:
+        result["lines"] = lines[:80]
+    return {**result, "verdict": "; ".join(said) or "clean"}
+
+
+def child(ops: list[str]) -> list[str]:
+    """The arguments with which this script runs ops in a process of its own."""
+    return ["--child", "--ops", ",".join(ops)]
 
 
 def main() -> int:
@@ -229,7 +253,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the verdicts to this JSON file")
     parser.add_argument("--ops", default="", help="names of ops, separated by commas; default: all with a kernel")
     parser.add_argument("--tools", default=",".join(TOOLS), help="some of memcheck, racecheck, initcheck")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one run of a tool")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one process of a tool")
+    parser.add_argument("--jobs", type=int, default=4, help="processes a tool")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--plant", choices=TOOLS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -244,24 +269,37 @@ def main() -> int:
         sanitizer = find_tool()
         ops = [op.name for op in _with_kernels(wanted)]
         unknown = [tool for tool in arguments.tools.split(",") if tool not in TOOLS]
+        if arguments.jobs < 1:
+            raise InvalidArgument(f"--jobs takes a number of at least 1, not {arguments.jobs}")
         if unknown:
             raise InvalidArgument(f"no tool {unknown[0]!r}; there are {', '.join(TOOLS)}")
     except WavecrestError as error:
         sys.stderr.write(f"sanitize: {error}\n")
         return error.exit_code
-    child = ["--child", "--ops", ",".join(ops)]
+    shares = [share for share in (ops[start :: arguments.jobs] for start in range(arguments.jobs)) if share]
     # without a tool first: it compiles every kernel into Triton's cache, and shows wrong results for what they are
-    code, text = _child([sys.executable, __file__, *child], arguments.timeout)
-    plain = _ran(text)
-    tools = {}
-    for tool in arguments.tools.split(","):
-        tools[tool] = check(lambda options: _child([sanitizer, *options], arguments.timeout), tool, child)
-        sys.stdout.write(f"{tool}: {tools[tool]['verdict']} ({tools[tool]['seconds']} s)\n")
+    plain: dict[str, Any] = {}
+    with ThreadPoolExecutor(len(shares)) as pool:
+        commands = [[sys.executable, __file__, *child(share)] for share in shares]
+        for share, (code, text) in zip(
+            shares, pool.map(lambda command: _child(command, arguments.timeout), commands), strict=True
+        ):
+            did_not = {name: [f"did not finish: exit code {code}", *text.splitlines()[-20:]] for name in share}
+            plain |= _ran(text) or did_not
+
+    def run(options: list[str]) -> tuple[int, str]:
+        return _child([sanitizer, *options], arguments.timeout)
+
+    names = arguments.tools.split(",")
+    with ThreadPoolExecutor(len(names)) as pool:
+        tools = dict(zip(names, pool.map(lambda tool: check(run, tool, shares), names), strict=True))
+    for tool, row in tools.items():
+        sys.stdout.write(f"{tool}: {row['verdict']} ({row['cases']} cases, {row['seconds']} s)\n")
     result = {
         "header": records.header(hardware.detect(), command=records.command_line()).model_dump(),
         "sanitizer": _child([sanitizer, "--version"], 60)[1].strip().splitlines()[-1:],
         "tools": tools,
-        "ops": plain if plain is not None else {"did not finish": [f"exit code {code}", *text.splitlines()[-20:]]},
+        "ops": {name: plain[name] for name in ops},
     }
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

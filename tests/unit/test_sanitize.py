@@ -75,11 +75,24 @@ def test_a_tool_must_find_a_planted_bug(sanitize: ModuleType, planted: int, verd
         commands.append(command)
         return (99, f"========= ERROR SUMMARY: {planted} errors") if "--plant" in command else (0, text())
 
-    result = sanitize.check(run, "memcheck", ["--child", "--ops", "rms_norm"])
-    assert result["verdict"].startswith(verdict) and result["cases"] == 7
+    result = sanitize.check(run, "memcheck", [["rms_norm"], ["softmax", "rope"]])
+    assert result["verdict"].startswith(verdict) and result["cases"] == 14
     assert result["planted_bug"] == ("found" if planted else "missed")
-    assert [command[:2] for command in commands] == [["--tool", "memcheck"]] * 2
-    assert commands[0][-2:] == ["--plant", "memcheck"] and commands[1][-3:] == ["--child", "--ops", "rms_norm"]
+    assert [command[:2] for command in commands] == [["--tool", "memcheck"]] * 3
+    ends = sorted(command[-2:] for command in commands)
+    assert ends == [["--ops", "rms_norm"], ["--ops", "softmax,rope"], ["--plant", "memcheck"]]
+    assert sum("--child" in command for command in commands) == 2
+
+
+def test_one_bad_process_is_the_verdict_of_its_tool(sanitize: ModuleType) -> None:
+    clean = sanitize.verdict(0, text())
+    bad = sanitize.verdict(99, text(summary="ERROR SUMMARY: 3 errors"))
+    lost = sanitize.verdict(-1, "did not end within 300 s")
+    assert sanitize.merged([clean, clean]) == {"errors": 0, "cases": 14, "verdict": "clean"}
+    both = sanitize.merged([clean, bad, bad, lost])
+    assert both["verdict"] == "3 errors; did not finish: did not end within 300 s"
+    assert (both["errors"], both["cases"]) == (6, 21) and len(both["lines"]) > 2
+    assert sanitize.merged([lost])["errors"] is None
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "sliced", "permuted"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wavecrest.ops import _row_kernel
+from wavecrest.ops import _row_op
 
 
 def _operands(
@@ -13,11 +13,11 @@ def _operands(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> _row_kernel.Operands:
-    return _row_kernel.Operands("layer", x, residual, weight, bias, eps)
+) -> _row_op.Operands:
+    return _row_op.Operands("layer", x, residual, weight, bias, eps)
 
 
-_op = _row_kernel.register("add_layer_norm", _operands, kind="layer", residual=True)
+_op = _row_op.register("add_layer_norm", _operands, kind="layer", residual=True)
 
 
 def add_layer_norm(

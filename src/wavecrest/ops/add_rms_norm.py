@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wavecrest.ops import _row_kernel
+from wavecrest.ops import _row_op
 
 
 def _operands(
@@ -12,11 +12,11 @@ def _operands(
     residual: Tensor,
     weight: Tensor | None = None,
     eps: float = 1e-6,
-) -> _row_kernel.Operands:
-    return _row_kernel.Operands("rms", x, residual, weight, None, eps)
+) -> _row_op.Operands:
+    return _row_op.Operands("rms", x, residual, weight, None, eps)
 
 
-_op = _row_kernel.register("add_rms_norm", _operands, kind="rms", residual=True)
+_op = _row_op.register("add_rms_norm", _operands, kind="rms", residual=True)
 
 
 def add_rms_norm(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecrest.ops import _row_kernel
+from wavecrest.ops import _row_op
 from wavecrest.ops._quantized import Quantization
 
 
@@ -17,11 +17,11 @@ def _operands(
     dtype: torch.dtype = torch.int8,
     granularity: str = "token",
     scale: Tensor | None = None,
-) -> _row_kernel.Operands:
-    return _row_kernel.Operands("rms", x, residual, weight, None, eps, Quantization(dtype, granularity, scale))
+) -> _row_op.Operands:
+    return _row_op.Operands("rms", x, residual, weight, None, eps, Quantization(dtype, granularity, scale))
 
 
-_op = _row_kernel.register("add_rms_norm_quantize", _operands, kind="rms", residual=True, quantized=True)
+_op = _row_op.register("add_rms_norm_quantize", _operands, kind="rms", residual=True, quantized=True)
 
 
 def add_rms_norm_quantize(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecrest.ops import _quantized, _row_kernel
+from wavecrest.ops import _quantized, _row_op
 from wavecrest.ops._quantized import Quantization
 
 
-def _operands(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> _row_kernel.Operands:
+def _operands(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> _row_op.Operands:
     how = Quantization(dtype, _quantized.granularity_of(q, scale), scale)
-    return _row_kernel.Operands("scaled", q, how=how)
+    return _row_op.Operands("scaled", q, how=how)
 
 
-_op = _row_kernel.register("dequantize", _operands, kind="scaled", quantized=True)
+_op = _row_op.register("dequantize", _operands, kind="scaled", quantized=True)
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:

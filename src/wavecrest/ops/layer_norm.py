@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wavecrest.ops import _row_kernel
+from wavecrest.ops import _row_op
 
 
 def _operands(
@@ -12,11 +12,11 @@ def _operands(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> _row_kernel.Operands:
-    return _row_kernel.Operands("layer", x, None, weight, bias, eps)
+) -> _row_op.Operands:
+    return _row_op.Operands("layer", x, None, weight, bias, eps)
 
 
-_op = _row_kernel.register("layer_norm", _operands, kind="layer")
+_op = _row_op.register("layer_norm", _operands, kind="layer")
 
 
 def layer_norm(

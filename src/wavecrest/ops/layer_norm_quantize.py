@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecrest.ops import _row_kernel
+from wavecrest.ops import _row_op
 from wavecrest.ops._quantized import Quantization
 
 
@@ -17,11 +17,11 @@ def _operands(
     dtype: torch.dtype = torch.int8,
     granularity: str = "token",
     scale: Tensor | None = None,
-) -> _row_kernel.Operands:
-    return _row_kernel.Operands("layer", x, None, weight, bias, eps, Quantization(dtype, granularity, scale))
+) -> _row_op.Operands:
+    return _row_op.Operands("layer", x, None, weight, bias, eps, Quantization(dtype, granularity, scale))
 
 
-_op = _row_kernel.register("layer_norm_quantize", _operands, kind="layer", quantized=True)
+_op = _row_op.register("layer_norm_quantize", _operands, kind="layer", quantized=True)
 
 
 def layer_norm_quantize(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import wavecrest.ops._rows as _rows
-from wavecrest.ops import _row_kernel
+from wavecrest.ops import _row_op
 from wavecrest.ops._quantized import Quantization
 
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -17,11 +17,11 @@ def _operands(
     scale: Tensor | None = None,
     granularity: str = "token",
     dtype: torch.dtype = torch.float8_e4m3fn,
-) -> _row_kernel.Operands:
-    return _row_kernel.Operands("identity", x, how=Quantization(dtype, granularity, scale))
+) -> _row_op.Operands:
+    return _row_op.Operands("identity", x, how=Quantization(dtype, granularity, scale))
 
 
-_op = _row_kernel.register("quantize_fp8", _operands, kind="identity", quantized=True, dtypes=FLOATS)
+_op = _row_op.register("quantize_fp8", _operands, kind="identity", quantized=True, dtypes=FLOATS)
 
 
 # a constant where Dynamo traces a call

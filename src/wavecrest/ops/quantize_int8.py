@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecrest.ops import _row_kernel
+from wavecrest.ops import _row_op
 from wavecrest.ops._quantized import Quantization
 
 
-def _operands(x: Tensor, scale: Tensor | None = None, granularity: str = "token") -> _row_kernel.Operands:
-    return _row_kernel.Operands("identity", x, how=Quantization(torch.int8, granularity, scale))
+def _operands(x: Tensor, scale: Tensor | None = None, granularity: str = "token") -> _row_op.Operands:
+    return _row_op.Operands("identity", x, how=Quantization(torch.int8, granularity, scale))
 
 
-_op = _row_kernel.register("quantize_int8", _operands, kind="identity", quantized=True, dtypes=(torch.int8,))
+_op = _row_op.register("quantize_int8", _operands, kind="identity", quantized=True, dtypes=(torch.int8,))
 
 
 def quantize_int8(x: Tensor, scale: Tensor | None = None, granularity: str = "token") -> tuple[Tensor, Tensor]:

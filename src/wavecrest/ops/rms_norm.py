@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wavecrest.ops import _row_kernel
+from wavecrest.ops import _row_op
 
 
 def _operands(
     x: Tensor,
     weight: Tensor | None = None,
     eps: float = 1e-6,
-) -> _row_kernel.Operands:
-    return _row_kernel.Operands("rms", x, None, weight, None, eps)
+) -> _row_op.Operands:
+    return _row_op.Operands("rms", x, None, weight, None, eps)
 
 
-_op = _row_kernel.register("rms_norm", _operands, kind="rms")
+_op = _row_op.register("rms_norm", _operands, kind="rms")
 
 
 def rms_norm(

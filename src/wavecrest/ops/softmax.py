@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from wavecrest.errors import InvalidArgument
-from wavecrest.ops import _row_kernel
+from wavecrest.ops import _row_op
 
 
-def _operands(x: Tensor) -> _row_kernel.Operands:
-    return _row_kernel.Operands("softmax", x)
+def _operands(x: Tensor) -> _row_op.Operands:
+    return _row_op.Operands("softmax", x)
 
 
-_op = _row_kernel.register("softmax", _operands, kind="softmax")
+_op = _row_op.register("softmax", _operands, kind="softmax")
 
 
 def _dimension(x: Any, dim: Any) -> int:

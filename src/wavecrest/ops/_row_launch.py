@@ -1,0 +1,178 @@
+"""The row kernel's arguments and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._quantized as _quantized
+import wavecrest.ops._rows as _rows
+from wavecrest.errors import InvalidArgument
+from wavecrest.hardware import ARCHS, Arch
+from wavecrest.ops._quantized import Quantization
+from wavecrest.ops._row_config import Shape, configured
+from wavecrest.ops._row_kernel import KINDS, PEAK, PEAKS, ROUNDINGS, WHOLE, _row_kernel
+from wavecrest.registry import dtype_name
+from wavecrest.tuned import Config
+
+
+class Operands(NamedTuple):
+    """The arguments of any op of this kernel. `kind`: one of KINDS; `how`: rounded to 8 bits."""
+
+    kind: str
+    x: Tensor
+    residual: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 0.0
+    how: Quantization | None = None
+
+
+def _launch(
+    given: Operands,
+    y: Tensor,
+    h: Tensor,
+    scale: Tensor,
+    slots: Tensor,
+    config: Config,
+    rounding: int,
+    arch: Arch | None = None,
+) -> _rows.Launch:
+    x, residual, weight, bias, how = given.x, given.residual, given.weight, given.bias, given.how
+    if rounding == ROUNDINGS["group", False] and config["BLOCK_N"] % _quantized.GROUP != 0:
+        raise InvalidArgument(f"groups of {_quantized.GROUP} columns need a BLOCK_N that they fill, not {config!r}")
+    operands = (x,) if residual is None else (x, residual)
+    rows, leading, size1, size2, strides = _rows.layout(*operands)
+    columns = x.shape[-1]
+    align = _rows.alignment(columns, *strides)
+    parts = _rows.parts(columns, config)
+    return _rows.Launch(
+        _row_kernel,
+        ((rows + config["BLOCK_M"] - 1) // config["BLOCK_M"] * parts,),
+        (
+            x,
+            x if residual is None else residual,
+            x if weight is None else weight,
+            x if bias is None else bias,
+            y,
+            h,
+            scale,
+            slots,
+            rows,
+            columns // align,
+            parts,
+            size1,
+            size2,
+            *(stride // align for stride in strides[0]),
+            x.stride(-1),
+            *(stride // align for stride in strides[-1]),
+            operands[-1].stride(-1),
+            0 if weight is None else weight.stride(0),
+            0 if bias is None else bias.stride(0),
+            0,
+            given.eps,
+        ),
+        {
+            "KIND": KINDS[given.kind],
+            "RESIDUAL": residual is not None,
+            "HAS_WEIGHT": weight is not None,
+            "HAS_BIAS": bias is not None,
+            "ROUNDING": rounding,
+            "LARGEST": 0.0 if how is None else _quantized.LARGEST.get(how.dtype, 0.0),
+            "GROUP": _quantized.GROUP,
+            "LEADING": leading,
+            "ALIGN": align,
+            "EVEN": columns % config["BLOCK_N"] == 0,
+            "PARTS": _rows.power_of_two(parts),
+            "PATIENCE": _rows.patience(),
+            "ATOMIC": parts > 1 and (arch or _rows.arch()) in LOADS_ARE_CACHED,
+        },
+        config,
+    )
+
+
+def _rounding(how: Quantization | None) -> int:
+    return 0 if how is None else ROUNDINGS[how.granularity, how.scale is not None]
+
+
+def _outputs(given: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the result, for the sum with the residual, and for the scale; x where there is none of these."""
+    x, how = given.x, given.how
+    h = x if given.residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    if how is None:
+        return torch.empty_like(x, memory_format=torch.contiguous_format), h, x
+    if how.scale is not None:
+        scale = how.scale.contiguous()
+    else:
+        shape = _quantized.scale_shape(x.shape, how.granularity)
+        # a program writes the scales of its rows; without elements there is none
+        allocate = torch.empty if x.numel() > 0 else torch.ones
+        scale = allocate(shape, dtype=torch.float32, device=x.device)
+    return torch.empty(x.shape, dtype=how.dtype, device=x.device), h, scale
+
+
+def _slots(x: Tensor, config: Config, rounding: int) -> Callable[[], Tensor | None]:
+    """What makes the zeros that programs exchange through, for a call; None where they do not."""
+    shape = _rows.slots_shape(x, config, exchanges=2)
+    if rounding == WHOLE:
+        return lambda: torch.zeros(PEAKS, dtype=torch.int32, device=x.device)
+    if shape is None:
+        return lambda: None
+    return lambda: torch.zeros(shape, dtype=torch.int64, device=x.device)
+
+
+def bind(
+    operands: Callable[..., Operands], args: tuple[Any, ...], kwargs: dict[str, Any], config: Config
+) -> Callable[..., Any]:
+    given = operands(*args, **kwargs)
+    x, rounding = given.x, _rounding(given.how)
+    launch = _launch(given, x, x, x, x, config, rounding)
+    start, sizes = _rows.starter(launch, x.device), launch.args[8:]
+    look = None
+    if rounding == WHOLE:
+        look = _rows.starter(_launch(given, x, x, x, x, config, PEAK), x.device)
+    make_slots = _slots(x, config, rounding)
+    some = x.numel() > 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = operands(*args, **kwargs)
+        kind, x, residual, weight, bias, _, how = given
+        y, h, scale = _outputs(given)
+        if some:
+            slots = make_slots()
+            tensors = (
+                x,
+                x if residual is None else residual,
+                x if weight is None else weight,
+                x if bias is None else bias,
+                y,
+                h,
+                scale,
+                x if slots is None else slots,
+            )
+            if look is not None:
+                look(*tensors, *sizes)
+            start(*tensors, *sizes)
+        if how is None or kind == "scaled":
+            return y if residual is None else (y, h)
+        return (y, scale) if residual is None else (y, scale, h)
+
+    return call
+
+
+# triton 3.6 gives a buffer load no cache bits there, whatever the cache modifier says (read in the machine code)
+LOADS_ARE_CACHED = tuple(ARCHS[name] for name in ("gfx90a", "gfx1100", "gfx1201"))
+# columns (narrow with several rows a program, odd, common, held whole or split in few, split in many) for compile tests
+COMPILE_COLUMNS = (64, 1000, 4096, 65536, 262144)
+
+
+def compile_case(given: Operands, arch: Arch, config: Config | None, rows: int = 0) -> _rows.Launch:
+    x, how = given.x, given.how
+    rounding = () if how is None else (how.granularity, how.scale is not None)
+    shape = Shape(given.kind, dtype_name(x), given.residual is not None, *rounding)
+    slots = torch.empty(1, dtype=torch.int64, device="meta")
+    chosen = config or configured(rows, x.shape[-1], shape, arch)
+    return _launch(given, *_outputs(given), slots, chosen, _rounding(how), arch)
