@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+import wavecrest.ops._activation as _activation
 import wavecrest.ops._gated as _gated
 import wavecrest.ops._rows as _rows
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
-from wavecrest.ops._lib import column_mask, column_offsets, exp, row_mask, row_offsets
-from wavecrest.ops._triton import reciprocal, tl, triton
+from wavecrest.ops._activation import gelu, gelu_tanh
+from wavecrest.ops._lib import column_mask, column_offsets, row_mask, row_offsets
+from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op
 from wavecrest.tuned import Config
 
@@ -22,11 +23,7 @@ APPROXIMATE = ("none", "tanh")
 def _reference(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
     dtype = gate.dtype
     gate, up = _gated.halves(gate, up)
-    wide = _rows.widen(gate)
-    if approximate == "tanh":
-        activated = 0.5 * wide * (1 + torch.tanh(0.7978845608028654 * (wide + 0.044715 * wide**3)))
-    else:
-        activated = 0.5 * wide * (1 + torch.erf(wide * 0.7071067811865476))
+    activated = _activation.activated(_rows.widen(gate), "gelu_tanh" if approximate == "tanh" else "gelu")
     return (activated * _rows.widen(up)).to(dtype)
 
 
@@ -46,25 +43,6 @@ def _cost(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> 
 
 def _default_config(key: Key) -> Config:
     return _gated.config(key[0], key[1], _rows.wave_size())
-
-
-@triton.jit
-def _normal_cdf(x):  # type: ignore[no-untyped-def]
-    """0.5 · (1 + erf(x / sqrt(2))), to 2e-7 of its value also where it is small.
-
-    As exp(-x²/2) · t · P(t), t = 1 / (1 + 0.3 |x|) (the form of Abramowitz and Stegun 26.2.17), with P fitted for the
-    least relative error over |x| < 14.5: half the instructions of `tl.erf` on sm_90, and no cancellation.
-    """
-    t = reciprocal(1.0 + 0.3 * tl.abs(x))
-    p = 0.0354237106 * t - 0.156158353
-    p = p * t + 0.204556635
-    p = p * t - 0.0520338929
-    p = p * t + 0.127691714
-    p = p * t + 0.100175963
-    p = p * t + 0.120712134
-    p = p * t + 0.119632007
-    tail = p * t * exp(-0.5 * x * x)
-    return tl.where(x > 0.0, 1.0 - tail, tail)
 
 
 @triton.jit(do_not_specialize=["M", "blocks_n", "size1", "size2"])
@@ -102,12 +80,7 @@ def _gelu_and_mul_kernel(  # type: ignore[no-untyped-def]
     gate = tl.load(gate_ptr + g_rows + column_offsets(cols, stride_gn)[None, :], mask=mask, other=0.0)
     up = tl.load(up_ptr + up_offset + u_rows + column_offsets(cols, stride_un)[None, :], mask=mask, other=0.0)
     gate = gate.to(tl.float32)
-    if TANH:
-        # 0.5 · (1 + tanh(z)) = sigmoid(2z); 2 · sqrt(2 / pi)
-        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        activated = gate * reciprocal(1.0 + exp(-z))
-    else:
-        activated = gate * _normal_cdf(gate)
+    activated = gelu_tanh(gate) if TANH else gelu(gate)
     y = activated * up.to(tl.float32)
     tl.store(y_ptr + (rows * N)[:, None] + cols[None, :], y, mask=mask)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+import wavecrest.ops._activation as _activation
 import wavecrest.ops._gated as _gated
 import wavecrest.ops._rows as _rows
 from wavecrest.hardware import Arch
-from wavecrest.ops._lib import column_mask, column_offsets, exp, row_mask, row_offsets
-from wavecrest.ops._triton import reciprocal, tl, triton
+from wavecrest.ops._activation import silu
+from wavecrest.ops._lib import column_mask, column_offsets, row_mask, row_offsets
+from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op
 from wavecrest.tuned import Config
 
@@ -19,8 +20,7 @@ from wavecrest.tuned import Config
 def _reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
     dtype = gate.dtype
     gate, up = _gated.halves(gate, up)
-    wide = _rows.widen(gate)
-    return (wide * torch.sigmoid(wide) * _rows.widen(up)).to(dtype)
+    return (_activation.activated(_rows.widen(gate), "silu") * _rows.widen(up)).to(dtype)
 
 
 def _check(gate: Tensor, up: Tensor | None = None) -> None:
@@ -72,8 +72,7 @@ def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
     u_rows = row_offsets(rows, stride_u0, stride_u1, stride_u2, size1, size2, LEADING)[:, None]
     gate = tl.load(gate_ptr + g_rows + column_offsets(cols, stride_gn)[None, :], mask=mask, other=0.0)
     up = tl.load(up_ptr + up_offset + u_rows + column_offsets(cols, stride_un)[None, :], mask=mask, other=0.0)
-    gate = gate.to(tl.float32)
-    y = gate * reciprocal(1.0 + exp(-gate)) * up.to(tl.float32)
+    y = silu(gate.to(tl.float32)) * up.to(tl.float32)
     tl.store(y_ptr + (rows * N)[:, None] + cols[None, :], y, mask=mask)
 
 
