@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from wavecrest import hardware, ops, registry
 from wavecrest.errors import EnvironmentProblem, WavecrestError
+from wavecrest.ops import _row_launch
 
 ROUNDS = 7
 CALLS = 500
@@ -48,14 +49,15 @@ def on_gpu() -> dict[str, float]:
     """Bare launch, backend, op call and F.rms_norm."""
     if not torch.cuda.is_available():
         raise EnvironmentProblem("torch sees no GPU")
-    module = sys.modules["wavecrest.ops.rms_norm"]
     op = registry.get("rms_norm")
     x, weight = op.inputs(ROWS, COLUMNS, torch.bfloat16, "cuda")
     y = torch.empty_like(x)
-    config = op.default_config(op.key(x, weight))
-    launch = module._launch(x, weight, y, 1e-6, config)
+    config = op.config_of("triton", op.key(x, weight))
+    launch = _row_launch.launch(_row_launch.Operands("rms", x, None, weight, None, 1e-6), y, x, x, x, config, 0)
     arguments = launch.options()
-    bound = module._bind(x, weight, 1e-6, config=config)
+    bind = op.backends["triton"].bind
+    assert bind is not None
+    bound = bind(x, weight, 1e-6, config=config)
     op.force("triton")
     return {
         "bare_launch": microseconds(lambda: launch.kernel[launch.grid](*launch.args, **arguments)),

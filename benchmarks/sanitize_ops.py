@@ -109,7 +109,8 @@ def _arguments(op: registry.Op, case: tuple[int, int, torch.dtype, str], device:
     rows, columns, dtype, layout = case
     here: list[Any] = []
     there: list[Any] = []
-    for value in op.inputs(rows, columns, dtype, "cpu"):
+    # an op with a third size has as many products as fit the time
+    for value in op.inputs(*(rows, columns, min(columns, 1000))[: len(op.sizes)], dtype, "cpu"):
         pair = place(value, rows, layout, device) if isinstance(value, torch.Tensor) else (value, value)
         here.append(pair[0])
         there.append(pair[1])
@@ -119,12 +120,14 @@ def _arguments(op: registry.Op, case: tuple[int, int, torch.dtype, str], device:
 def run_op(op: registry.Op, device: str) -> dict[str, Any]:
     """Run an op's kernel on all cases; {"ran": n, "declined": {case: reason}, "wrong": {case: what}}."""
     ran, declined, wrong = 0, {}, {}
-    for case in CASES:
+    own = [name for name in op.backends if name.startswith("triton")]
+    for backend, case in ((backend, case) for backend in own for case in CASES):
         rows, columns, dtype, layout = case
         name = f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {layout}"
+        name += "" if len(own) == 1 else f" {backend}"
         try:
             here, there = _arguments(op, case, device)
-            results = bench_ops.results_of(op.run("triton", *there))
+            results = bench_ops.results_of(op.run(backend, *there))
         except (Unsupported, InvalidArgument) as error:
             declined[name] = str(error)
             continue

@@ -61,11 +61,32 @@ def _convert_as_torch_does(convert: Any) -> Any:
     return wrapper
 
 
+def _dot_of_floats(create_dot: Any) -> Any:
+    """tl.dot with 8- and 16-bit floats widened: the interpreter (3.6) multiplies the bits of bfloat16 as integers."""
+
+    def values(tensor: Any) -> Any:
+        small = _SMALL_TYPES.get(str(tensor.dtype.scalar))
+        if small is None:
+            return tensor.data
+        width = torch.int16 if small.itemsize == 2 else torch.int8
+        bits = torch.from_numpy(np.ascontiguousarray(tensor.data).view(np.int16 if small.itemsize == 2 else np.int8))
+        return bits.view(width).view(small).float().numpy()
+
+    def wrapper(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if str(a.dtype.scalar) not in _SMALL_TYPES and str(b.dtype.scalar) not in _SMALL_TYPES:
+            return create_dot(self, a, b, d, *options)
+        return type(d)(np.matmul(values(a), values(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+    return wrapper
+
+
 @pytest.fixture(autouse=True)
 def _interpreter_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is not None and os.environ.get("TRITON_INTERPRET") == "1":
         monkeypatch.setattr(interpreter, "_convert_float", _convert_as_torch_does(interpreter._convert_float))
+        builder = interpreter.InterpreterBuilder
+        monkeypatch.setattr(builder, "create_dot", _dot_of_floats(builder.create_dot))
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ WavecrestError                     exit code
 │   ├── WorkloadError              1   the workload cannot be loaded or run
 │   ├── OutputError                1   a result cannot be written where asked
 │   ├── RecordError                1   a result file is damaged, foreign or newer than this version
-│   └── PlanError                  1   a plan file is damaged, foreign or newer than this version
+│   ├── PlanError                  1   a plan file is damaged, foreign or newer than this version
+│   └── TableError                 1   a table of measured rows is damaged, or made for other columns
 ├── Refused                        2   the work was understood and declined, with the reason
 │   ├── PlanMismatch               2   the plan belongs to another machine or another model
 │   ├── StepRefused                2   one optimization step declines (recorded as a verdict, never lost)
@@ -50,6 +51,10 @@ class RecordError(UserError):
 
 class PlanError(UserError):
     """A plan file is damaged, foreign or newer than this version."""
+
+
+class TableError(UserError):
+    """A table of measured rows is damaged, or made for other columns."""
 
 
 class Refused(WavecrestError):

@@ -21,6 +21,7 @@ class Arch:
 
     Peaks are dense vendor datasheet figures: a ceiling to compare with, not a measurement.
     Units: TFLOP/s for peaks, GB/s for `bandwidth`, KiB for `lds_kib` (LDS or shared memory a workgroup may use).
+    `xcds`: dies with an L2 cache of their own, which workgroups are dealt to in turn.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Arch:
     peak_fp8: float | None
     fp8: str | None
     source: str
+    xcds: int = 1
 
     def peak(self, dtype: str) -> float:
         """Dense matrix peak in TFLOP/s for a torch dtype name such as "bfloat16"."""
@@ -52,8 +54,8 @@ ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (
         Arch("gfx90a", "amd", "MI250X, one GCD", 64, 64, 110, 1638, 47.9, 191.5, None, None, _AMD),
-        Arch("gfx942", "amd", "MI300X", 64, 64, 304, 5300, 163.4, 1307.4, 2614.9, "e4m3fnuz", _AMD),
-        Arch("gfx950", "amd", "MI355X", 64, 160, 256, 8000, 157.3, 2516.6, 5033.2, "e4m3fn", _AMD),
+        Arch("gfx942", "amd", "MI300X", 64, 64, 304, 5300, 163.4, 1307.4, 2614.9, "e4m3fnuz", _AMD, 8),
+        Arch("gfx950", "amd", "MI355X", 64, 160, 256, 8000, 157.3, 2516.6, 5033.2, "e4m3fn", _AMD, 8),
         Arch("gfx1100", "amd", "Radeon RX 7900 XTX", 32, 64, 96, 960, 61.4, 122.8, None, None, _AMD),
         Arch("gfx1201", "amd", "Radeon RX 9070 XT", 32, 64, 64, 640, 48.7, 195.0, 389.0, "e4m3fn", _AMD),
         Arch("sm_80", "nvidia", "A100 80GB", 32, 163, 108, 2039, 19.5, 312.0, None, None, _NVIDIA),

@@ -42,6 +42,20 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
         "float16": Tolerance(6e-4, 4e-3),
         "bfloat16": Tolerance(4e-3, 3e-2),
     },
+    # sums of products: errors grow with the square root of their number, which `product_bound` knows and these do not;
+    # "worst" leaves room for sums that cancel
+    "gemm": {
+        "int32": Tolerance(0.0, 0.0),
+        "int8": Tolerance(2e-3, 1.0),
+        "float8_e4m3fn": Tolerance(5e-3, 0.126),
+        "float8_e4m3fnuz": Tolerance(5e-3, 0.126),
+        "float8_e5m2": Tolerance(1e-2, 0.251),
+        "float8_e5m2fnuz": Tolerance(1e-2, 0.251),
+        "float64": Tolerance(1e-6, 1e-4),
+        "float32": Tolerance(5e-6, 1e-3),
+        "float16": Tolerance(1e-3, 3e-2),
+        "bfloat16": Tolerance(5e-3, 1e-1),
+    },
     "model": {
         "float64": Tolerance(1e-9, 1e-7),
         "float32": Tolerance(2e-5, 2e-3),
@@ -52,7 +66,7 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
 
 
 def tolerance(op_class: str, dtype: str) -> Tolerance:
-    """The limits for an op class ("row", "quantized", "model") and a torch dtype name without the "torch." prefix."""
+    """The limits for an op class (a key of TOLERANCES) and a torch dtype name without the "torch." prefix."""
     return TOLERANCES[op_class].get(dtype, TOLERANCES[op_class]["float32"])
 
 
@@ -103,3 +117,28 @@ def compare(out: Tensor, ref: Tensor) -> Comparison:
     relative = error / norm if norm > 0 else (0.0 if error == 0 else float("inf"))
     worst = float((delta / scale.clamp_min(1.0)).max())
     return Comparison(relative, worst, same_nan and same_inf, True, ref.numel())
+
+
+# a unit in the last place of what products are rounded to before they are summed; sums are in float32
+PRODUCT_UNITS = {"ieee": 2.0**-24, "tf32": 2.0**-11}
+
+
+def product_bound(a: Tensor, b: Tensor, *, unit: float = 2.0**-24, sums: float = 2.0**-24) -> Tensor:
+    """How far a sum of products a @ b may be from the exact one, elementwise, before it is rounded to its dtype.
+
+    Rounding errors are taken for independent: each of K products is off by `unit` of itself, so that the sum is off by
+    unit · ‖aᵢ ∘ bⱼ‖, and each of K partial sums by `sums` of itself, together sums · ‖aᵢ‖ · ‖bⱼ‖ for terms of random
+    sign: for standard normal values K, √K of the sum (Higham and Mary, 2019). Four times both, as a limit.
+
+    Args:
+        a: float64 [..., M, K], the values that are multiplied, scaled.
+        b: float64 [..., K, N].
+        unit: of a product; 2^-11 for tf32.
+        sums: of a sum; 2^-13 for 8-bit floats on sm_90, whose matrix unit keeps 14 bits.
+
+    Returns:
+        float64 [..., M, N].
+    """
+    products = (a.square() @ b.square()).sqrt()
+    lengths: Tensor = a.norm(dim=-1, keepdim=True) * b.norm(dim=-2, keepdim=True)
+    return 4 * (unit * products + sums * lengths)

@@ -7,10 +7,11 @@ cost of a call stays near the cost of a bare kernel launch.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -20,11 +21,17 @@ from torch import Tensor
 
 from wavecrest import env
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.tuned import Config
+from wavecrest.tuned import LAUNCH_OPTIONS, Config, Database
 
 Source = Literal["exact", "near", "model", "default", "forced"]
 Strict = Literal["off", "warn", "error"]
 Key = tuple[Any, ...]
+
+# what the example calls of most ops can be made in
+EXAMPLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+# parts of a key that measured rows have no column for: they are those of calls on a GPU without gradients
+UNLISTED = ("device", "grad")
 
 # modules that attach backends to ops by name; imported by load_backends, never by an op
 BACKEND_MODULES = ("wavecrest.backends.torch",)
@@ -76,7 +83,8 @@ class Backend:
     contains (dtype, device, sizes), since its answer is cached by that key. `reserved(*args)` likewise gives the
     reason why the backend runs a call it supports only when it is forced, pinned or named. `priority`: the highest
     that does not decline is the default choice. `bind(*args)`, where there is one, does once what is the same for all
-    calls of one signature (shapes, strides, dtypes, device) and returns the function for them.
+    calls of one signature (shapes, strides, dtypes, device) and returns the function for them. `default_config`: the
+    backend's own, in place of the op's; like that, it names every parameter that the backend needs.
     """
 
     name: str
@@ -86,6 +94,7 @@ class Backend:
     reserved: Callable[..., str | None]
     priority: int
     takes_config: bool
+    default_config: Callable[[Key], Config] | None
 
 
 @dataclass(slots=True)
@@ -110,6 +119,7 @@ MAX_SIGNATURES = 4096
 _Choice = tuple[Backend, Config | None, Source, str, tuple[tuple[str, str], ...]]
 
 _OPS: dict[str, Op] = {}
+_database = Database()
 _strict: Strict = "off"
 _loaded = False
 
@@ -128,10 +138,13 @@ class Op:
         check: raises InvalidArgument; runs before every path, so that oracle and kernel refuse alike.
         key: the shape key of a call: hashable, made of strings, numbers and None, and all that the choice of a backend
             may depend on (whether gradients are needed is part of it).
-        key_fields: the names of the key's parts, for people.
-        inputs: `inputs(M, N, dtype, device)` gives the arguments of an example call.
+        key_fields: the names of the key's parts, for people; but for `UNLISTED` also the columns of measured rows.
+        inputs: `inputs(M, N, dtype, device)` gives the arguments of an example call; as many sizes as `sizes` names.
         cost: the least work of a call.
-        default_config: the kernel configuration for a key where nothing measured is known.
+        default_config: the kernel configuration for a key where nothing measured is known, of every backend that
+            attaches without its own.
+        sizes: the names of the sizes that `inputs` takes.
+        example_dtypes: the names of the torch dtypes that `inputs` takes.
         compile_cases: `compile_cases(arch, config=None)` gives, by name, the launches that must compile for an
             architecture (`hardware.Arch`), made from meta tensors: with the shipped configurations, or with `config`.
         bench_cases: `bench_cases(suite, device)` gives, by name, functions that make the arguments of a case of
@@ -148,6 +161,8 @@ class Op:
     cost: Callable[..., Cost]
     default_config: Callable[[Key], Config]
     key_fields: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ("M", "N")
+    example_dtypes: tuple[str, ...] = EXAMPLE_DTYPES
     compile_cases: Callable[..., dict[str, Any]] | None = None
     bench_cases: Callable[[str, str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
     emulate_cases: Callable[[str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
@@ -179,9 +194,10 @@ class Op:
         reserved: Callable[..., str | None] = _always,
         takes_config: bool = False,
         bind: Callable[..., Callable[..., Any]] | None = None,
+        default_config: Callable[[Key], Config] | None = None,
     ) -> None:
-        """Add a backend; decisions made before are forgotten."""
-        self.backends[name] = Backend(name, run, bind, supports, reserved, priority, takes_config)
+        """Add a backend (see `Backend` for the arguments); decisions made before are forgotten."""
+        self.backends[name] = Backend(name, run, bind, supports, reserved, priority, takes_config, default_config)
         self._order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))
         self.forget()
 
@@ -240,11 +256,19 @@ class Op:
         if reason is not None:
             raise Unsupported(f"{self.name}: backend {backend} declines: {reason}")
         if chosen.takes_config:
-            return chosen.run(*args, **kwargs, config=config or self.default_config(self.key(*args, **kwargs)))
+            return chosen.run(*args, **kwargs, config=config or self.config_of(backend, self.key(*args, **kwargs)))
         return chosen.run(*args, **kwargs)
 
+    def config_of(self, backend: str, key: Key) -> Config:
+        """The configuration that a backend runs a key with where nothing measured is known.
+
+        Raises:
+            InvalidArgument: there is no backend of that name.
+        """
+        return (self._backend(backend).default_config or self.default_config)(key)
+
     def pin(self, key: Key, backend: str, config: Config | None, source: Source, reason: str) -> None:
-        """Fix the backend of one key (a plan's dispatch rows, a tuned row).
+        """Fix the backend of one key (a plan's dispatch rows); before measured rows.
 
         A key whose row bucket is 0 is that of calls inside torch.compile, where the row count is not known.
         """
@@ -287,29 +311,34 @@ class Op:
         """The backend for a call; plain enough for Dynamo to trace."""
         pin = self._pins.get(key) if self._pins else None
         wanted = self._forced if self._forced is not None else (pin[0] if pin is not None else None)
+        taking: tuple[str, ...] = ()
         refused: tuple[tuple[str, str], ...] = ()
         fallback: Backend | None = None
-        chosen: Backend | None = None
         for backend in self._order:
             reason = backend.supports(*args, **kwargs)
-            if reason is None and backend.name == wanted:
-                chosen = backend
-            elif reason is None:
-                reason = backend.reserved(*args, **kwargs)
-                if reason is None and fallback is None:
-                    fallback = backend
+            if reason is None:
+                taking = (*taking, backend.name)
+                if backend.name != wanted:
+                    reason = backend.reserved(*args, **kwargs)
+                    if reason is None and fallback is None:
+                        fallback = backend
             if reason is not None:
                 refused = (*refused, (backend.name, reason))
-        if chosen is not None and self._forced is not None:
-            return chosen, None, "forced", "forced by the caller", refused
-        if chosen is not None and pin is not None:
-            return chosen, pin[1], pin[2], pin[3], refused
+        if wanted is not None and wanted in taking:
+            if self._forced is not None or pin is None:
+                return self.backends[wanted], None, "forced", "forced by the caller", refused
+            return self.backends[wanted], pin[1], pin[2], pin[3], refused
+        note = ""
+        if wanted is not None:
+            note = f"; {wanted}, {'forced' if self._forced is not None else 'pinned'}, declines it"
+        measured, config, source, reason = _measured(self.name, key, taking)
+        if measured:
+            # a measurement stands above what a backend reserves itself for
+            refused = tuple([pair for pair in refused if pair[0] != measured])
+            return self.backends[measured], Config(**dict(config)) if config else None, source, reason + note, refused
         if fallback is None:
             raise Unsupported(f"{self.name}: no backend takes this call: {refused}")
-        reason = "highest priority that takes the call"
-        if wanted is not None:
-            reason = f"{reason}; {wanted}, {'forced' if self._forced is not None else 'pinned'}, declines it"
-        return fallback, None, "default", reason, refused
+        return fallback, None, "default", f"highest priority that takes the call{note}{reason}", refused
 
     def _decide(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
         backend, config, source, reason, refused = self._choose(key, args, kwargs)
@@ -363,11 +392,54 @@ def _decision(
     refused: tuple[tuple[str, str], ...],
 ) -> Decision:
     if config is None and op.backends[backend].takes_config:
-        config = op.default_config(key)
+        config = op.config_of(backend, key)
     decision = Decision(op.name, key, backend, config, source, reason, tuple(Refusal(*pair) for pair in refused))
     if source == "default" and _strict != "off":
         _report_miss(decision)
     return decision
+
+
+# Dynamo runs this while it traces and keeps the result as a constant, so that it does not trace the reading of a file
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _measured(name: str, key: Key, taking: tuple[str, ...]) -> tuple[str, tuple[tuple[str, int], ...], Source, str]:
+    """Backend, configuration, source and reason for a key by what was measured, among the backends `taking` the call.
+
+    Where there is no row that can be used the backend is "", and the reason says why a row that there is cannot.
+    """
+    op = _OPS[name]
+    parts = dict(zip(op.key_fields, key, strict=False))
+    if parts.get("device") != "cuda" or parts.get("grad", False):
+        return "", (), "default", ""
+    fields = tuple(field for field in op.key_fields if field not in UNLISTED)
+    found = _database.look_up(name, fields, tuple(parts[field] for field in fields))
+    if found is None:
+        return "", (), "default", ""
+    if found.backend not in op.backends:
+        problem = f"which {name} does not have"
+    elif found.backend not in taking:
+        problem = "which declines it"
+    else:
+        problem = _misfit(op, key, found.backend, found.config)
+    if problem:
+        return "", (), "default", f"; {found.reason} for {found.backend}, {problem}"
+    return found.backend, _pairs(found.config), found.source, found.reason
+
+
+def _misfit(op: Op, key: Key, backend: str, config: Config | None) -> str:
+    """What is wrong with a measured configuration: it lacks a parameter of the default one, or has others; or ""."""
+    given = {} if config is None else config.kwargs
+    if not op.backends[backend].takes_config:
+        return f"which takes no configuration ({_words(given)})" if given else ""
+    known = op.config_of(backend, key).kwargs
+    unknown = {name: value for name, value in given.items() if name not in known and name not in LAUNCH_OPTIONS}
+    if unknown:
+        return f"which does not know {_words(unknown)}"
+    missing = [name for name in known if name not in given and name not in LAUNCH_OPTIONS]
+    return f"which needs {' '.join(missing)} too" if missing else ""
+
+
+def _words(config: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items())
 
 
 # Dynamo runs this while it traces and keeps the result as a constant, so that recording leaves no trace in the graph
@@ -441,6 +513,22 @@ def forget() -> None:
         op.forget()
 
 
+@contextlib.contextmanager
+def measured_in(database: Database) -> Iterator[None]:
+    """Decide by the rows of another database; every op decides anew, on entering and on leaving.
+
+    Functions that torch.compile has compiled before keep their decisions.
+    """
+    global _database
+    before, _database = _database, database
+    forget()
+    try:
+        yield
+    finally:
+        _database = before
+        forget()
+
+
 def coverage() -> list[tuple[Decision, int]]:
     """Every decision of every op with its number of eager calls: the table to print at the end of a run."""
     return [row for name in sorted(_OPS) for row in _OPS[name].decisions()]
@@ -453,9 +541,20 @@ def m_bucket(rows: int) -> int:
     """
     if torch.compiler.is_compiling():
         return 0
+    return row_bucket(rows)
+
+
+def row_bucket(rows: int) -> int:
+    """The bucket of a row count, inside torch.compile too: a symbolic count compiles anew at the buckets' borders.
+
+    For ops whose best backend depends on the row count so much that one choice for all would be wrong.
+    """
     if rows <= 8:
         return rows
-    return min(1 << (rows - 1).bit_length(), 131072)
+    bucket = 16
+    while bucket < rows and bucket < 131072:
+        bucket *= 2
+    return bucket
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -1,19 +1,50 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from wavecrest import registry
+from wavecrest import hardware, registry
 from wavecrest.cli import explain, main
 from wavecrest.errors import InvalidArgument
+from wavecrest.registry import Cost, Op
+from wavecrest.tuned import Config, Database, Row, database
 
 # what M=3 N=64 dtype=float32 are in the key of an op whose key does not call them rows, columns and dtype
 KEYS = {
     "dequantize": {"rows": 3, "columns": 64, "to": "float32"},
+    "gemm": {"rows": 3, "columns": 64, "k": 4096, "a": "float32"},
     "memcpy": {"blocks_4k": 1},
     "rope": {"tokens": 3, "heads": 1, "columns": 64, "dtype": "float32"},
 }
+
+
+@pytest.fixture
+def product() -> Iterator[Op]:
+    """An op of three sizes and more dtypes, whose key says that it is on a GPU."""
+
+    def inputs(M: int, N: int, K: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+        return torch.empty(M, K, dtype=dtype, device=device), torch.empty(N, K, dtype=dtype, device=device)
+
+    made = Op(
+        "product",
+        reference=lambda a, b: a @ b.t(),
+        check=lambda a, b: None,
+        key=lambda a, b: (a.shape[0], b.shape[0], a.shape[1], registry.dtype_name(a), "cuda"),
+        key_fields=("M", "N", "K", "dtype", "device"),
+        inputs=inputs,
+        cost=lambda a, b: Cost(2 * a.numel() * b.shape[0], a.nbytes + b.nbytes),
+        default_config=lambda key: Config(BLOCK=16),
+        sizes=("M", "N", "K"),
+        example_dtypes=("float16", "bfloat16", "float8_e4m3fnuz", "float8_e4m3fn", "int8"),
+    )
+    made.attach("tiles", lambda a, b, *, config: a, supports=lambda *_a: None, priority=20, takes_config=True)
+    yield made
+    del registry._OPS["product"]
 
 
 @pytest.mark.parametrize("op", registry.names())
@@ -32,10 +63,114 @@ def test_defaults() -> None:
     assert record.bytes == 2 * 16 * 4096 * 2 + 4096 * 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "call"),
+    [
+        ("", (16, 4096, "bfloat16")),
+        ("3", (3, 4096, "bfloat16")),
+        ("3 64", (3, 64, "bfloat16")),
+        ("3 64 fp16", (3, 64, "float16")),
+        ("3 64 float32", (3, 64, "float32")),
+        ("fp64", (16, 4096, "float64")),
+        ("fp32 3", (3, 4096, "float32")),
+        ("M=3 64 dtype=bf16", (3, 64, "bfloat16")),
+        ("N=64 3", (3, 64, "bfloat16")),
+    ],
+)
+def test_bare_values(settings: str, call: tuple[int, int, str]) -> None:
+    key = explain.run("rms_norm", settings.split(), "cpu").key
+    assert (key["rows"], key["columns"], key["dtype"]) == call
+
+
+@pytest.mark.parametrize(
+    ("settings", "call"),
+    [
+        ("", (16, 4096, 4096, "bfloat16")),
+        ("2 32 8 fp16", (2, 32, 8, "float16")),
+        ("2 32 K=8", (2, 32, 8, "bfloat16")),
+        ("K=8 2 32", (2, 32, 8, "bfloat16")),
+        ("M=2 N=32 K=8 dtype=int8", (2, 32, 8, "int8")),
+        ("2 32 8 int8", (2, 32, 8, "int8")),
+        ("2 32 8 float8_e4m3fn", (2, 32, 8, "float8_e4m3fn")),
+    ],
+)
+def test_an_op_of_three_sizes(product: Op, settings: str, call: tuple[int, int, int, str]) -> None:
+    key = explain.run("product", settings.split(), "cpu").key
+    assert (key["M"], key["N"], key["K"], key["dtype"]) == call
+
+
+@pytest.mark.parametrize(
+    ("arch", "flavour"), [("gfx942", "e4m3fnuz"), ("gfx950", "e4m3fn"), ("sm_90", "e4m3fn"), ("sm_80", "e4m3fnuz")]
+)
+def test_fp8_is_the_devices(product: Op, monkeypatch: pytest.MonkeyPatch, arch: str, flavour: str) -> None:
+    # an architecture without one takes the first of the op's
+    found = hardware.Device("cpu", 0, arch, "stand-in", 1, 1, "")
+    monkeypatch.setattr(hardware, "detect", lambda device: found)
+    assert explain.run("product", ["2", "2", "2", "fp8"]).key["dtype"] == f"float8_{flavour}"
+
+
+def test_a_default_dtype_that_the_op_takes(product: Op) -> None:
+    product.example_dtypes = ("int8", "float16")
+    assert explain.run("product", [], "cpu").key["dtype"] == "int8"
+
+
+@pytest.mark.parametrize(
+    ("op", "settings", "message"),
+    [
+        ("rms_norm", "1 2 3", "'3' is no size or dtype that rms_norm takes: give '16 4096 bfloat16' or 'M=16 N=4096 "),
+        ("rms_norm", "1 2 K=3", "'K=3' is no size"),
+        ("rms_norm", "n=3", "'n=3' is no size"),
+        ("rms_norm", "M=3 M=3", "'M=3': M is already 3"),
+        ("rms_norm", "3 M=4", "'M=4': M is already 3"),
+        ("rms_norm", "bf16 fp16", "'fp16': dtype is already bf16"),
+        ("rms_norm", "bf16 dtype=fp16", "'dtype=fp16': dtype is already bf16"),
+        ("rms_norm", "0", "M=0: must be a whole number of at least 1"),
+        ("rms_norm", "3 1.5", "N=1.5: must be"),
+        ("rms_norm", "3x64", "M=3x64: must be"),
+        ("rms_norm", "fp8", "dtype=fp8: rms_norm takes float64, float32, float16, bfloat16"),
+        ("rms_norm", "int8", "dtype=int8: rms_norm takes"),
+        ("rms_norm", "loud", "dtype=loud: rms_norm takes"),
+        ("rms_norm", "--x", "'--x' is no size"),
+        ("product", "1 2 3 4", "'4' is no size or dtype that product takes: give '16 4096 4096 bfloat16' or 'M=16 N="),
+        ("product", "1 2 3 fp32", "dtype=fp32: product takes float16, bfloat16, float8"),
+    ],
+)
+def test_wrong_words(product: Op, op: str, settings: str, message: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        explain.run(op, settings.split(), "cpu")
+    assert str(caught.value).startswith(message)
+
+
 @pytest.mark.parametrize("setting", ["M", "M=", "M=0", "M=-1", "M=1.5", "N=x", "K=4", "dtype=int8", "dtype=", "=4"])
 def test_wrong_settings(setting: str) -> None:
-    with pytest.raises(InvalidArgument, match=setting.split("=")[0]):
+    with pytest.raises(InvalidArgument, match=setting.split("=")[0] or "'=4' is no size"):
         explain.run("rms_norm", [setting], "cpu")
+
+
+def test_a_measured_row_is_shown_with_its_source(
+    product: Op, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Database(tmp_path, "sm_00")
+    fields = ("M", "N", "K", "dtype")
+    rows = [
+        Row((2, 32, 8, "bfloat16"), "tiles", Config(BLOCK=64), 12.3, 15.0, "h200/bench.json"),
+        Row((3, 32, 8, "bfloat16"), "gone", None, 12.3, 15.0, "h200/bench.json"),
+    ]
+    database.write(found.path("product"), fields, rows)
+    with registry.measured_in(found):
+        record = explain.run("product", ["2", "32", "8"], "cpu")
+        assert (record.backend, record.config, record.source) == ("tiles", {"BLOCK": 64}, "exact")
+        assert record.reason == "measured 12.3 µs, native 15.0 µs (h200/bench.json)"
+        record = explain.run("product", ["3", "32", "8"], "cpu")
+        assert (record.backend, record.config, record.source) == ("tiles", {"BLOCK": 16}, "default")
+        assert record.reason.endswith("for gone, which product does not have")
+        assert main.main(["explain", "product", "2", "32", "8", "--device", "cpu"]) == 0
+        text = " ".join(capsys.readouterr().out.replace("│", "").split())
+        assert "measured 12.3 µs, native 15.0 µs" in text and "source: exact" in text and "BLOCK=64" in text
+    found.path("product").write_text("damaged")
+    with registry.measured_in(Database(tmp_path, "sm_00")):
+        assert main.main(["explain", "product", "2", "32", "8", "--device", "cpu"]) == 1
+    assert "product.csv, line 1" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ def floors(rows: list[Row], old: budget.Budget | None) -> dict[str, dict[str, fl
 def render(op: str, budget_: budget.Budget | None, waves: dict[str, dict[str, float]]) -> str:
     lines = [f"# What {op}'s machine code must keep to; see wavecrest.isa.budget for the format.", "", "[limits]"]
     limits = budget_.limits if budget_ is not None else budget.Limits.model_validate({})
-    lines += [f"{name} = {value}" for name, value in limits.model_dump().items()]
+    # most ops have no matrix instructions
+    lines += [f"{name} = {value}" for name, value in limits.model_dump().items() if name != "matrix" or value]
     lines += ["", "# least waves per SIMD; of several patterns that match a case the last one counts", "[waves]"]
     for case, values in waves.items():
         inside = ", ".join(f"{arch} = {value:g}" for arch, value in values.items())

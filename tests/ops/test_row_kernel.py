@@ -266,7 +266,7 @@ def test_the_default_configuration_does_not_depend_on_the_rows(variant: str, dev
     found = registry.get(VARIANTS[variant][0])
     for columns in (64, 1000, 5000, 40000):
         made = {
-            found.default_config(found.key(*arguments(variant, shaped((rows, columns), device), torch.bfloat16)))
+            found.config_of("triton", found.key(*arguments(variant, shaped((rows, columns), device), torch.bfloat16)))
             for rows in (1, 3, 17)
         }
         assert len(made) == 1

@@ -83,6 +83,17 @@ def test_innermost_loops_wherever_their_blocks_stand() -> None:
     assert found[0][-1].opcode == "s_cbranch_vccz"
 
 
+def test_a_wait_inside_a_loop_is_no_loop_of_its_own() -> None:
+    wait = """.L_x_8:
+        /*0058*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R3+URZ], R2 ;
+        /*005c*/              @!P1 BRA `(.L_x_8) ;
+"""
+    lines = SASS.split("        /*0060*/")
+    (loop,) = loops(NVIDIA.parse(lines[0] + wait + "        /*0060*/" + lines[1]))
+    assert count(loop, NVIDIA).matrix == {"HGMMA.64x128x16.F32.BF16": 1} and _labels(loop) == [".L_x_1", ".L_x_8"]
+    assert loops(NVIDIA.parse("        /*0000*/                   NOP ;\n" + wait)) == []
+
+
 def test_counts_of_a_loop() -> None:
     inner, matrix = (count(loop, AMD) for loop in loops(AMD.parse(LISTING)))
     assert inner.instructions == 7

@@ -4,15 +4,16 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from wavecrest import ops, registry
-from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.errors import InvalidArgument, TableError, Unsupported
 from wavecrest.registry import Cost, DispatchMiss, Op
-from wavecrest.tuned import Config
+from wavecrest.tuned import Config, Database, Row, database
 
 
 @pytest.fixture
@@ -146,6 +147,10 @@ def test_force(op: Op) -> None:
     op.force("shy")
     assert op(x)[0] == "shy"
     assert op.decide(x).source == "forced"
+    assert op.decide(x).refused == ()
+    op.pin(op.key(x), "shy", Config(BLOCK_N=1), "exact", "plan")
+    assert (op.decide(x).source, op.decide(x).config) == ("forced", None)
+    op.unpin()
     op.force(None)
     assert op(x)[0] == "fast"
     with pytest.raises(InvalidArgument, match="no backend"):
@@ -224,7 +229,7 @@ def test_strict_from_the_environment(value: str, code: int) -> None:
 
 
 def test_names_and_get() -> None:
-    assert registry.names() == sorted(ops.__all__)
+    assert set(registry.names()) == set(ops.__all__) - {"PackedWeight", "linear", "pack"}
     with pytest.raises(InvalidArgument, match="no op named 'norm'; there are add_layer_norm"):
         registry.get("norm")
 
@@ -291,3 +296,259 @@ def test_least_cost(name: str, flops: int, bytes_: int) -> None:
     found = registry.get(name)
     cost = found.cost(*found.inputs(3, 8, torch.float32, "cpu"))
     assert (cost.flops, cost.bytes) == (flops, bytes_)
+
+
+def test_a_backend_may_have_its_own_default_configuration(op: Op) -> None:
+    x, key = torch.zeros(2, 4), (2, 4, "float32")
+    op.attach(
+        "own",
+        lambda x, scale=1.0, *, config: ("own", config),
+        supports=lambda *_a, **_k: None,
+        priority=40,
+        takes_config=True,
+        default_config=lambda key: Config(SPLIT=key[1] + 1),
+    )
+    assert op.config_of("own", key) == Config(SPLIT=5)
+    assert op.config_of("fast", key) == op.default_config(key) == Config(BLOCK_N=4)
+    assert op.run("own", x) == ("own", Config(SPLIT=5))
+    assert op.run("own", x, config=Config(SPLIT=9)) == ("own", Config(SPLIT=9))
+    assert op.run("fast", x) == ("fast", Config(BLOCK_N=4))
+    assert op(x) == op(x, scale=2.0) == ("own", Config(SPLIT=5))
+    assert op.decide(x).config == Config(SPLIT=5)
+    op.pin(key, "fast", None, "exact", "plan")
+    assert op(x) == ("fast", Config(BLOCK_N=4))
+    op.pin(key, "own", None, "exact", "plan")
+    assert op(x) == ("own", Config(SPLIT=5))
+    with pytest.raises(InvalidArgument, match="no backend 'slow'"):
+        op.config_of("slow", key)
+
+
+FIELDS = ("rows", "columns", "dtype")
+RECORD = "h200/bench.json"
+
+
+@pytest.fixture
+def tabled() -> Iterator[Op]:
+    """An op of one tensor whose key says that it is on a GPU, unless it is float64; results tell the backend."""
+    made = Op(
+        "tabled",
+        reference=lambda x: x * 1,
+        check=lambda x: None,
+        key=lambda x: (
+            "cpu" if x.dtype == torch.float64 else "cuda", registry.m_bucket(x.shape[0]), registry.needs_grad(x),
+            x.shape[1], registry.dtype_name(x),
+        ),
+        key_fields=("device", "rows", "grad", "columns", "dtype"),
+        inputs=lambda M, N, dtype, device: (torch.zeros(M, N, dtype=dtype, device=device),),
+        cost=lambda x: Cost(x.numel(), 2 * x.nbytes),
+        default_config=lambda key: Config(BLOCK=10, SPLIT=1, num_warps=4),
+    )  # fmt: skip
+    takes = {"supports": lambda *_a, **_k: None}
+    made.attach("plain", lambda x: x * 2, priority=30, **takes)
+    made.attach("shy", lambda x: x * 3, reserved=lambda *_a, **_k: "only when asked for", priority=40, **takes)
+    made.attach(
+        "tiles",
+        lambda x, *, config: x * 100 * config["BLOCK"],
+        supports=lambda x: None if x.shape[1] <= 8 else "takes 8 columns at most",
+        priority=20,
+        takes_config=True,
+    )
+    yield made
+    del registry._OPS["tabled"]
+
+
+def measured(key: tuple[Any, ...], backend: str, config: Config | None = None) -> Row:
+    return Row(key, backend, config, 12.3, 15.0, RECORD)
+
+
+def table(folder: Path, *rows: Row, op: str = "tabled") -> Database:
+    found = Database(folder, "sm_00")
+    database.write(found.path(op), FIELDS, rows)
+    return found
+
+
+TILED = Config(BLOCK=7, SPLIT=1, num_warps=8, waves_per_eu=2)
+
+
+def test_a_measured_row_decides_its_key_alone(tabled: Op, tmp_path: Path) -> None:
+    one, two = torch.ones(2, 4), torch.ones(3, 4)
+    assert tabled(one)[0, 0] == 2
+    rows = (measured((2, 4, "float32"), "tiles", TILED), measured((16, 4, "float32"), "reference"))
+    with registry.measured_in(table(tmp_path, *rows)):
+        assert tabled(one)[0, 0] == 700
+        assert tabled(torch.ones(13, 4))[0, 0] == 1
+        decision = tabled.decide(one)
+        assert (decision.backend, decision.config, decision.source) == ("tiles", TILED, "exact")
+        assert decision.reason == "measured 12.3 µs, native 15.0 µs (h200/bench.json)"
+        assert [(refusal.backend, refusal.reason) for refusal in decision.refused] == [("shy", "only when asked for")]
+        for other in (two, torch.ones(2, 5), one.half(), one.double(), one.clone().requires_grad_()):
+            decision = tabled.decide(other)
+            assert (decision.backend, decision.source) == ("plain", "default")
+            assert decision.reason == "highest priority that takes the call"
+        with torch.no_grad():
+            assert tabled.decide(one.clone().requires_grad_()).source == "exact"
+    assert tabled(one)[0, 0] == 2
+
+
+def test_other_architectures_have_other_rows(tabled: Op, tmp_path: Path) -> None:
+    table(tmp_path, measured((2, 4, "float32"), "tiles", TILED))
+    with registry.measured_in(Database(tmp_path, "sm_01")):
+        assert tabled.decide(torch.ones(2, 4)).source == "default"
+    with registry.measured_in(Database(tmp_path)):
+        assert tabled.decide(torch.ones(2, 4)).source == "default"
+
+
+def test_an_op_whose_key_has_no_device_has_no_rows(op: Op, tmp_path: Path) -> None:
+    with registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "plain"), op="sample")):
+        assert op.decide(torch.zeros(2, 4)).source == "default"
+
+
+def test_a_measurement_stands_above_a_reservation(tabled: Op, tmp_path: Path) -> None:
+    with registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "shy"))):
+        decision = tabled.decide(torch.ones(2, 4))
+    assert (decision.backend, decision.source, decision.refused) == ("shy", "exact", ())
+
+
+def test_pins_and_force_come_before_measured_rows(tabled: Op, tmp_path: Path) -> None:
+    x, wide = torch.ones(2, 4), torch.ones(2, 16)
+    rows = (measured((2, 4, "float32"), "tiles", TILED), measured((2, 16, "float32"), "shy"))
+    with registry.measured_in(table(tmp_path, *rows)):
+        tabled.pin(tabled.key(x), "reference", None, "exact", "plan")
+        assert tabled.decide(x).reason == "plan"
+        tabled.pin(tabled.key(wide), "tiles", None, "exact", "plan")
+        decision = tabled.decide(wide)
+        assert (decision.backend, decision.source) == ("shy", "exact")
+        assert decision.reason.startswith("measured 12.3") and decision.reason.endswith("; tiles, pinned, declines it")
+        tabled.unpin()
+        tabled.force("plain")
+        assert tabled.decide(x).source == "forced"
+        tabled.force("tiles")
+        assert tabled.decide(x).config == Config(BLOCK=10, SPLIT=1, num_warps=4)
+        assert tabled.decide(wide).reason.endswith("; tiles, forced, declines it")
+        assert tabled.decide(wide).backend == "shy"
+
+
+UNUSABLE = [
+    (4, "gone", None, "for gone, which tabled does not have"),
+    (16, "tiles", TILED, "for tiles, which declines it"),
+    (4, "tiles", Config(BLOCK=1, SPLIT=1, BLOCK_Q=3, STAGE=5), "for tiles, which does not know BLOCK_Q=3 STAGE=5"),
+    (4, "tiles", Config(BLOCK=1), "for tiles, which needs SPLIT too"),
+    (4, "tiles", None, "for tiles, which needs BLOCK SPLIT too"),
+    (4, "reference", Config(num_warps=1), "for reference, which takes no configuration (num_warps=1)"),
+]
+
+
+@pytest.mark.parametrize(("columns", "backend", "config", "said"), UNUSABLE)
+def test_a_row_that_cannot_be_used_is_said_in_the_reason(
+    tabled: Op, tmp_path: Path, columns: int, backend: str, config: Config | None, said: str
+) -> None:
+    x = torch.ones(2, columns)
+    with registry.measured_in(table(tmp_path, measured((2, columns, "float32"), backend, config))):
+        assert tabled(x)[0, 0] == 2
+        decision = tabled.decide(x)
+        assert (decision.backend, decision.source) == ("plain", "default")
+        assert decision.reason == (
+            f"highest priority that takes the call; measured 12.3 µs, native 15.0 µs ({RECORD}) {said}"
+        )
+        registry.strict("warn")
+        with pytest.warns(DispatchMiss, match="which "):
+            tabled(x)
+
+
+def test_a_measured_row_is_no_miss(tabled: Op, tmp_path: Path) -> None:
+    with registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "shy"))):
+        registry.strict("error")
+        tabled(torch.ones(2, 4))
+        with pytest.raises(Unsupported, match="no measured row"):
+            tabled(torch.ones(3, 4))
+
+
+def test_rows_are_read_at_the_first_decision_and_not_again(tabled: Op, tmp_path: Path) -> None:
+    found = table(tmp_path, measured((2, 4, "float32"), "shy"), measured((3, 4, "float32"), "reference"))
+    with registry.measured_in(found):
+        found.path("tabled").rename(tmp_path / "kept")
+        tabled(torch.ones(2, 4).double())
+        (tmp_path / "kept").rename(found.path("tabled"))
+        assert tabled(torch.ones(2, 4))[0, 0] == 3
+        found.path("tabled").write_text("damaged")
+        assert tabled(torch.ones(3, 4))[0, 0] == 1
+        tabled.forget()
+        assert tabled(torch.ones(2, 4))[0, 0] == 3
+    with registry.measured_in(Database(tmp_path, "sm_00")):
+        for _ in range(2):
+            with pytest.raises(TableError, match=r"sm_00/tabled\.csv, line 1: the columns are 'damaged'"):
+                tabled(torch.ones(2, 4))
+        # calls that no table is for do not mind
+        tabled(torch.ones(2, 4).double())
+
+
+def test_no_table_is_read_at_import() -> None:
+    script = """
+import sys
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+import torch
+from wavecrest import ops, registry
+ops.rms_norm(torch.ones(2, 4))
+assert any("registry" in path for path in opened), "the hook sees no files"
+read = [path for path in opened if path.endswith(".csv") or path.endswith("tuned/data")]
+assert not read, read
+"""
+    done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_database_before_is_back_after_an_error(tabled: Op, tmp_path: Path) -> None:
+    before = registry._database
+    with pytest.raises(ZeroDivisionError), registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "shy"))):
+        assert tabled(torch.ones(2, 4))[0, 0] == 3
+        raise ZeroDivisionError
+    assert registry._database is before
+    assert tabled(torch.ones(2, 4))[0, 0] == 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_calls_run_what_was_measured(tabled: Op, tmp_path: Path, dynamic: bool) -> None:
+    rows = (
+        measured((0, 4, "float32"), "tiles", TILED), measured((0, 5, "float32"), "shy"),
+        measured((0, 6, "float32"), "tiles", Config(BLOCK=1)), measured((2, 7, "float32"), "shy"),
+    )  # fmt: skip
+
+    def compiled(columns: int, **options: Any) -> tuple[float, str]:
+        torch._dynamo.reset()
+        tabled.forget()
+        call = torch.compile(lambda x: tabled(x) + 0, fullgraph=True, dynamic=dynamic, backend="eager")
+        value = float(call(torch.ones(2, columns, **options)).detach()[0, 0])
+        (decision,) = tabled._traced.values()
+        config = "" if decision.config is None else f" {dict(decision.config)['BLOCK']}"
+        return value, f"{decision.backend}{config} {decision.source} {decision.reason}"
+
+    text = f"measured 12.3 µs, native 15.0 µs ({RECORD})"
+    default = "plain default highest priority that takes the call"
+    with registry.measured_in(table(tmp_path, *rows)):
+        assert compiled(4) == (700.0, f"tiles 7 exact {text}")
+        assert compiled(5) == (3.0, f"shy exact {text}")
+        assert compiled(6) == (2.0, f"{default}; {text} for tiles, which needs SPLIT too")
+        assert compiled(7) == (2.0, default)
+        assert compiled(4, dtype=torch.float64) == (2.0, default)
+        assert compiled(4, requires_grad=True) == (2.0, default)
+        tabled.force("tiles")
+        assert compiled(4) == (1000.0, "tiles 10 forced forced by the caller")
+        tabled.force(None)
+        tabled.pin(("cuda", 0, False, 4, "float32"), "reference", None, "exact", "plan")
+        assert compiled(4) == (1.0, "reference exact plan")
+    tabled.unpin()
+    assert compiled(4) == (2.0, default)
+
+
+def test_compiled_calls_use_the_backends_own_default_configuration(tabled: Op) -> None:
+    tabled.attach(
+        "own",
+        lambda x, *, config: x * config["SPLIT"],
+        supports=lambda *_a, **_k: None,
+        priority=50,
+        takes_config=True,
+        default_config=lambda key: Config(SPLIT=key[3] + 5),
+    )
+    torch._dynamo.reset()
+    assert float(torch.compile(lambda x: tabled(x), fullgraph=True, backend="eager")(torch.ones(2, 4))[0, 0]) == 9

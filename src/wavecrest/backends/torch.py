@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from wavecrest import registry
 from wavecrest.errors import InvalidArgument
+from wavecrest.ops._quantized import Quantization
+from wavecrest.ops._quantized import reference as quantized
+from wavecrest.ops.gemm.operands import FLOATS, GATED, Operands, kinds
 
 PRIORITY = 10
 
@@ -129,6 +134,114 @@ def _memcpy_supports(x: Tensor, mode: str = "copy", programs: int | None = None,
     return None if programs is None else "chooses the number of programs by itself"
 
 
+def _gemm_supports(*args: Any) -> str | None:
+    given = Operands(*args)
+    if given.form != "plain" or given.weight_only:
+        return "has no product with a weight stored in fewer bits, or shuffled: it would unpack it on every call"
+    if given.a.dtype == torch.int8:
+        return _int8_supports(given)
+    if given.a.dtype.itemsize == 1:
+        return _float8_supports(given)
+    if given.a.dtype == torch.float32 and given.precision == "ieee" and given.a.is_cuda and _tf32_allowed():
+        return "is set to multiply float32 as tf32, and ieee is asked for"
+    return None
+
+
+# Dynamo would trace a setting it knows as a guard on global state, which only repeats its own
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tf32_allowed() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def _int8_supports(given: Operands) -> str | None:
+    if not given.flat:
+        return "has no batch of int8 products"
+    # torch._int_mm on CUDA: more than 16 rows, and multiples of 8
+    if given.a.is_cuda and (registry.row_bucket(given.M) <= 16 or given.K % 8 != 0 or given.columns % 8 != 0):
+        return "multiplies int8 for more than 16 rows, and K and N that are multiples of 8"
+    return "applies no block scales" if "block" in kinds(given) else None
+
+
+def _float8_supports(given: Operands) -> str | None:
+    if not given.a.is_cuda:
+        return "multiplies 8-bit floats on a GPU"
+    if not given.flat or given.K % 16 != 0 or given.columns % 16 != 0:
+        return "multiplies 8-bit floats of one matrix b, with K and N that are multiples of 16"
+    if given.a.dtype == given.b.dtype == torch.float8_e5m2:
+        return "does not multiply float8_e5m2 by float8_e5m2"
+    if kinds(given) not in (("tensor", "tensor"), ("vector", "vector"), ("none", "none")):
+        return f"applies scales to tensors, or to rows and columns, not {' and '.join(kinds(given))}"
+    if given.b.stride(-2) != 1 or given.dtype == torch.int8:
+        return "multiplies 8-bit floats with b contiguous along K"
+    return None
+
+
+def _gemm(*args: Any) -> Tensor:
+    given = Operands(*args)
+    a, b, bias = given.a, given.b, given.bias
+    inner = given.dtype if given.dtype in FLOATS else torch.bfloat16
+    if a.dtype == torch.int8:
+        y = torch._int_mm(a.reshape(given.M, given.K), b).reshape(*a.shape[:-1], given.columns)
+        if given.dtype == torch.int32:
+            return y
+        y = y.float()
+        for scale in (None if given.scale_a is None else _rows_of(given.scale_a, y), given.scale_b):
+            y = y if scale is None else y * scale
+    elif a.dtype.itemsize == 1:
+        y = _float8_mm(given, inner).reshape(*a.shape[:-1], given.columns)
+    elif bias is not None and given.flat and given.bias_along == "n" and bias.dtype == a.dtype and given.alpha == 1.0:
+        # the library adds it in the same pass
+        y, bias = F.linear(a, b.mT, bias), None
+    else:
+        y = torch.matmul(a, b)
+    if given.alpha != 1.0:
+        y = y * given.alpha
+    if bias is not None:
+        y = y + (bias if given.bias_along == "n" else _rows_of(bias, y) if given.flat else bias[:, None])
+    if given.activation in GATED:
+        gate, up = y.chunk(2, dim=-1)
+        y = _activated(gate, GATED[given.activation], given.slope) * up
+    else:
+        y = _activated(y, given.activation, given.slope)
+    if given.residual is not None:
+        y = y + given.residual
+    if given.out_scale is not None:
+        how = Quantization(given.dtype, "tensor", given.out_scale.reshape(()))
+        return quantized(y.float(), how)[0]
+    return y.to(given.dtype)
+
+
+def _rows_of(vector: Tensor, y: Tensor) -> Tensor:
+    """One value a row of y [..., N], or one for all."""
+    return vector.reshape(()) if vector.numel() == 1 else vector.reshape(*y.shape[:-1], 1)
+
+
+def _float8_mm(given: Operands, out: torch.dtype) -> Tensor:
+    a = given.a.reshape(given.M, given.K)
+    a = a if a.stride(-1) == 1 else a.contiguous()
+    if given.scale_a is None or given.scale_b is None:
+        scale_a = scale_b = torch.ones((), device=a.device)
+    elif kinds(given)[0] == "tensor":
+        scale_a, scale_b = given.scale_a.reshape(()), given.scale_b.reshape(())
+    else:
+        # by rows and columns PyTorch makes bfloat16 only
+        scale_a, scale_b, out = given.scale_a.reshape(-1, 1), given.scale_b.reshape(1, -1), torch.bfloat16
+    return torch._scaled_mm(a, given.b, scale_a=scale_a.contiguous(), scale_b=scale_b.contiguous(), out_dtype=out)
+
+
+def _activated(y: Tensor, name: str | None, slope: float) -> Tensor:
+    if name == "relu":
+        return F.relu(y)
+    if name == "leaky_relu":
+        return F.leaky_relu(y, slope)
+    if name == "silu":
+        return F.silu(y)
+    if name in ("gelu", "gelu_tanh"):
+        return F.gelu(y, approximate="tanh" if name == "gelu_tanh" else "none")
+    return y
+
+
+registry.get("gemm").attach("torch", _gemm, supports=_gemm_supports, priority=PRIORITY)
 registry.get("rms_norm").attach("torch", _rms_norm, supports=_rms_norm_supports, priority=PRIORITY)
 registry.get("add_rms_norm").attach("torch", _add_rms_norm, supports=_add_rms_norm_supports, priority=PRIORITY)
 registry.get("layer_norm").attach("torch", _layer_norm, supports=_layer_norm_supports, priority=PRIORITY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 import typer
@@ -13,7 +13,13 @@ from rich.table import Table
 from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument
 
-DTYPES = ("float64", "float32", "float16", "bfloat16")
+if TYPE_CHECKING:
+    from wavecrest.registry import Op
+
+# the sizes of a call that does not give them; of others one that keeps a tensor of four dimensions small
+DEFAULTS = {"M": 16, "N": 4096, "K": 4096}
+OTHER_SIZE = 64
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 class ExplainRecord(pydantic.BaseModel):
@@ -34,19 +40,60 @@ class ExplainRecord(pydantic.BaseModel):
     note: str = ""
 
 
-def _settings(items: list[str]) -> tuple[int, int, str]:
-    values = {"M": "16", "N": "4096", "dtype": "bfloat16"}
+def _settings(op: Op, items: list[str], fp8: str | None) -> tuple[list[int], str]:
+    """The sizes in the order of `op.sizes`, and the dtype's name; `fp8` is the flavour that the device computes in."""
+    defaults = _defaults(op)
+    given: dict[str, str] = {}
     for item in items:
         name, separator, value = item.partition("=")
-        if not separator or name not in values:
-            raise InvalidArgument(f"{item!r}: give M=ROWS, N=COLUMNS or dtype={'|'.join(DTYPES)}")
-        values[name] = value
-    for name in ("M", "N"):
-        if not values[name].isdecimal() or int(values[name]) < 1:
-            raise InvalidArgument(f"{name}={values[name]}: must be a whole number of at least 1")
-    if values["dtype"] not in DTYPES:
-        raise InvalidArgument(f"dtype={values['dtype']}: use {', '.join(DTYPES)}")
-    return int(values["M"]), int(values["N"]), values["dtype"]
+        if not separator:
+            name, value = _place(op, item, given), item
+        if name not in defaults:
+            raise InvalidArgument(f"{item!r} is no size or dtype that {op.name} takes: give {_example(defaults)}")
+        if name in given:
+            raise InvalidArgument(f"{item!r}: {name} is already {given[name]}; give {_example(defaults)}")
+        given[name] = value
+    for name in op.sizes:
+        if name in given and (not given[name].isdecimal() or int(given[name]) < 1):
+            raise InvalidArgument(f"{name}={given[name]}: must be a whole number of at least 1")
+    values = defaults | given
+    dtype = _spelled(op, fp8).get(values["dtype"])
+    if dtype is None:
+        raise InvalidArgument(f"dtype={values['dtype']}: {op.name} takes {', '.join(op.example_dtypes)}")
+    return [int(values[name]) for name in op.sizes], dtype
+
+
+def _defaults(op: Op) -> dict[str, str]:
+    dtypes = op.example_dtypes
+    sizes = {name: str(DEFAULTS.get(name, OTHER_SIZE)) for name in op.sizes}
+    return {**sizes, "dtype": "bfloat16" if "bfloat16" in dtypes else dtypes[0]}
+
+
+def _example(values: dict[str, str]) -> str:
+    return f"'{' '.join(values.values())}' or '{' '.join(f'{name}={value}' for name, value in values.items())}'"
+
+
+def _place(op: Op, word: str, given: dict[str, str]) -> str:
+    """The name of what a bare word gives: the first size not given yet, the dtype, or "" where it fits nowhere."""
+    if word[:1].isdecimal():
+        return next((name for name in op.sizes if name not in given), "")
+    return "dtype" if word.isidentifier() and word not in op.sizes else ""
+
+
+def _spelled(op: Op, fp8: str | None) -> dict[str, str]:
+    """The dtypes of an op by every name that is understood."""
+    found = {name: name for name in op.example_dtypes}
+    found |= {short: name for short, name in SHORT.items() if name in found}
+    eight = [name for name in op.example_dtypes if name.startswith("float8")]
+    if eight:
+        found["fp8"] = next((name for name in eight if name == f"float8_{fp8}"), eight[0])
+    return found
+
+
+def _usage(op: Op) -> str:
+    example = [str(DEFAULTS.get(name, DEFAULTS["N"])) for name in op.sizes]
+    named = " ".join(f"{name}={value}" for name, value in zip(op.sizes, example, strict=True))
+    return f"give sizes and dtype as in '{' '.join(example)} bf16' or '{named} dtype=bfloat16'"
 
 
 def run(op: str, settings: list[str] | None = None, device: str | None = None) -> ExplainRecord:
@@ -54,24 +101,27 @@ def run(op: str, settings: list[str] | None = None, device: str | None = None) -
 
     Args:
         op: an op's name, see `wavecrest.registry.names()`.
-        settings: "M=16", "N=4096", "dtype=bfloat16" in any order; these are the defaults.
+        settings: the op's sizes (`Op.sizes`) and dtype by name in any order, "M=16", "N=4096", "K=4096",
+            "dtype=bfloat16" (these are the defaults), or bare: numbers give the sizes not named yet in their order,
+            a word the dtype, also as bf16, fp16, fp32, fp64, or fp8.
         device: as for `wavecrest.hardware.detect`.
 
     Raises:
         InvalidArgument: no such op, setting or device name.
         EnvironmentProblem: the device is not here.
     """
-    rows, columns, dtype = _settings(settings or [])
     import torch
 
     from wavecrest import hardware, registry
 
     found = registry.get(op)
     target = hardware.detect(device)
+    sizes, dtype = _settings(found, settings or [], target.known.fp8 if target.known is not None else None)
     try:
-        args = found.inputs(rows, columns, getattr(torch, dtype), target.torch_name)
+        args = found.inputs(*sizes, getattr(torch, dtype), target.torch_name)
     except RuntimeError as error:
-        raise InvalidArgument(f"M={rows} N={columns} does not fit on {target.torch_name}: {error}") from error
+        shown = " ".join(f"{name}={size}" for name, size in zip(found.sizes, sizes, strict=True))
+        raise InvalidArgument(f"{shown} does not fit on {target.torch_name}: {error}") from error
     with torch.no_grad():
         decision = found.decide(*args)
     cost = found.cost(*args)
@@ -117,7 +167,11 @@ def command(
     op: Annotated[str, typer.Argument(metavar="OP", help="The op's name, such as rms_norm.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[M=16] [N=4096] [dtype=bfloat16]", help="Rows, columns and dtype of the call."),
+        typer.Argument(
+            metavar="M N [K] DTYPE",
+            help="Sizes (K for ops that have one) and dtype of the call, such as 16 4096 bf16, in part or by name: "
+            "M=16 N=4096 K=4096 dtype=bfloat16, the defaults.",
+        ),
     ] = None,
     device: _shared.DeviceOption = None,
     as_json: _shared.JsonOption = False,

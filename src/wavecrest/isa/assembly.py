@@ -193,7 +193,7 @@ def _dominators(successors: Sequence[Sequence[int]]) -> list[set[int]]:
 
 
 def loops(lines: Sequence[Line]) -> list[list[Line]]:
-    """The innermost loops, in the order of the listing.
+    """The innermost loops, in the order of the listing; one that only waits for a barrier in memory is none.
 
     Natural loops of the control flow: the blocks that reach a jump back to a block which every way to them goes
     through. A compiler may place a loop's blocks in any order, so where they stand in the listing says nothing.
@@ -208,13 +208,18 @@ def loops(lines: Sequence[Line]) -> list[list[Line]]:
         for head in nexts:
             if head in dominators[block]:
                 bodies.setdefault(head, {head}).update(_reaching(block, head, successors))
-    inner = [
-        [line for block in sorted(body) for line in lines[slice(*blocks[block])]]
-        for head, body in sorted(bodies.items())
-        if not any(other != head and other in body for other in bodies)
+    code = {
+        head: [line for block in sorted(body) for line in lines[slice(*blocks[block])]] for head, body in bodies.items()
+    }
+    working = {head for head, loop in code.items() if not _only_waits(loop)}
+    return [
+        code[head] for head in sorted(working) if not any(other != head and other in bodies[head] for other in working)
     ]
-    # a jump to itself fills the end of NVIDIA's listings
-    return [loop for loop in inner if any(line.opcode and not line.target for line in loop)]
+
+
+def _only_waits(loop: Sequence[Line]) -> bool:
+    """True for a wait on sm_90's barriers in shared memory, and for the jump to itself that ends NVIDIA's listings."""
+    return all(line.opcode.startswith("SYNCS.PHASECHK") for line in loop if line.opcode and not line.target)
 
 
 def _reaching(block: int, head: int, successors: Sequence[Sequence[int]]) -> set[int]:

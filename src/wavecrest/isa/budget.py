@@ -1,11 +1,13 @@
 """A budget: what the machine code of an op's cases must keep to, as a TOML file beside the tests.
 
-    # for every case: most spills and scratch bytes, least share of bytes that accesses of 16 bytes move
+    # for every case: most spills and scratch bytes, least share of bytes that accesses of 16 bytes move, least share
+    # of matrix instructions in the hot loop
     [limits]
     spills = 0
     scratch = 0
     wide_loads = 0.75
     wide_stores = 0.75
+    matrix = 0.0
 
     # least waves per SIMD; of several patterns that match a case the last one counts
     [waves]
@@ -40,6 +42,8 @@ from wavecrest.records import Model
 class Limits(Model):
     """For one case: most spilled registers and scratch bytes, least share of bytes in 16-byte accesses.
 
+    `matrix`: the least share of matrix instructions in the hot loop; 0 asks for none.
+
     A quarter is left to what a row has one of, such as a scale, or shares with others, such as a weight.
     """
 
@@ -47,6 +51,7 @@ class Limits(Model):
     scratch: int = 0
     wide_loads: float = Field(0.75, ge=0, le=1)
     wide_stores: float = Field(0.75, ge=0, le=1)
+    matrix: float = Field(0.0, ge=0, le=1)
 
 
 class Exemption(Model):
@@ -58,6 +63,7 @@ class Exemption(Model):
     scratch: int | None = None
     wide_loads: float | None = Field(None, ge=0, le=1)
     wide_stores: float | None = Field(None, ge=0, le=1)
+    matrix: float | None = Field(None, ge=0, le=1)
     why: str = Field(min_length=10)
 
     @pydantic.model_validator(mode="after")
@@ -99,6 +105,13 @@ class Budget(Model):
         return floor
 
 
+def matrix_share(facts: KernelFacts) -> float:
+    """The share of matrix instructions in the hot loop; 0 where there is no loop."""
+    if facts.hot is None or facts.hot.instructions == 0:
+        return 0.0
+    return sum(facts.hot.matrix.values()) / facts.hot.instructions
+
+
 def load(path: Path) -> Budget:
     """Read a budget file.
 
@@ -127,6 +140,9 @@ def _over(facts: KernelFacts, limits: Limits, arch: hardware.Arch) -> list[str]:
         found.append(f"{facts.scratch} bytes of scratch, at most {limits.scratch}")
     if facts.lds > arch.lds_kib * 1024:
         found.append(f"{facts.lds} bytes of LDS, the architecture has {arch.lds_kib * 1024}")
+    share = matrix_share(facts)
+    if share < limits.matrix:
+        found.append(f"{share:.3f} of the hot loop are matrix instructions, at least {limits.matrix}")
     for what, accesses, least in (
         ("loads", facts.kernel.loads, limits.wide_loads),
         ("stores", facts.kernel.stores, limits.wide_stores),

@@ -31,7 +31,7 @@ class Operands(NamedTuple):
     how: Quantization | None = None
 
 
-def _launch(
+def launch(
     given: Operands,
     y: Tensor,
     h: Tensor,
@@ -41,6 +41,10 @@ def _launch(
     rounding: int,
     arch: Arch | None = None,
 ) -> _rows.Launch:
+    """The kernel's launch: y, h (the sum with the residual), scale and slots are memory for what it writes.
+
+    `rounding`: one of ROUNDINGS, 0 or PEAK; `arch`: None for the current one.
+    """
     x, residual, weight, bias, how = given.x, given.residual, given.weight, given.bias, given.how
     if rounding == ROUNDINGS["group", False] and config["BLOCK_N"] % _quantized.GROUP != 0:
         raise InvalidArgument(f"groups of {_quantized.GROUP} columns need a BLOCK_N that they fill, not {config!r}")
@@ -129,11 +133,11 @@ def bind(
 ) -> Callable[..., Any]:
     given = operands(*args, **kwargs)
     x, rounding = given.x, _rounding(given.how)
-    launch = _launch(given, x, x, x, x, config, rounding)
-    start, sizes = _rows.starter(launch, x.device), launch.args[8:]
+    made = launch(given, x, x, x, x, config, rounding)
+    start, sizes = _rows.starter(made, x.device), made.args[8:]
     look = None
     if rounding == WHOLE:
-        look = _rows.starter(_launch(given, x, x, x, x, config, PEAK), x.device)
+        look = _rows.starter(launch(given, x, x, x, x, config, PEAK), x.device)
     make_slots = _slots(x, config, rounding)
     some = x.numel() > 0
 
@@ -175,4 +179,4 @@ def compile_case(given: Operands, arch: Arch, config: Config | None, rows: int =
     shape = Shape(given.kind, dtype_name(x), given.residual is not None, *rounding)
     slots = torch.empty(1, dtype=torch.int64, device="meta")
     chosen = config or configured(rows, x.shape[-1], shape, arch)
-    return _launch(given, *_outputs(given), slots, chosen, _rounding(how), arch)
+    return launch(given, *_outputs(given), slots, chosen, _rounding(how), arch)

@@ -64,14 +64,16 @@ def empty(x: Tensor, *_args: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def starter(launch: Launch, device: torch.device) -> Callable[..., None]:
+def starter(launch: Launch, device: torch.device, described: int = 0) -> Callable[..., None]:
     """The function that takes the kernel's positional arguments, tensors first, and launches it.
+
+    The first `described` of them are tensor descriptors, whose addresses the caller knows to be multiples of 16.
 
     It is for one signature: sizes, strides, dtypes and device are those of `launch`. What Triton then still has to
     find out on each call is whether the addresses are multiples of 16; where all are, the compiled kernel is called
     without Triton's own look-up, which is most of the cost of a launch.
     """
-    tensors = sum(isinstance(value, Tensor) for value in launch.args)
+    tensors = described + sum(isinstance(value, Tensor) for value in launch.args)
     slow, options = launch.kernel[launch.grid], launch.options()
     if torch.compiler.is_compiling():
         return lambda *args: slow(*args, **options)
@@ -81,7 +83,7 @@ def starter(launch: Launch, device: torch.device) -> Callable[..., None]:
     def start(*args: Any) -> None:
         nonlocal fast, constants
         addresses = 0
-        for tensor in args[:tensors]:
+        for tensor in args[described:tensors]:
             addresses |= tensor.data_ptr()
         if addresses % 16 != 0:
             slow(*args, **options)
@@ -204,6 +206,11 @@ def slots_shape(x: Tensor, config: Config, exchanges: int) -> tuple[int, ...] | 
     """The shape of the zeros that split rows exchange through; None where rows are not split."""
     count = parts(x.shape[-1], config)
     return None if count == 1 else (row_count(x), exchanges, count)
+
+
+def ceil_div(total: int, size: int) -> int:
+    """How many pieces of `size` hold `total`."""
+    return (total + size - 1) // size
 
 
 def power_of_two(number: int) -> int:

@@ -79,4 +79,11 @@ else:
         return libdevice.fast_dividef(1.0, x)
 
 
-__all__ = ["emulated", "interpreted", "reciprocal", "tl", "triton", "unavailable"]
+def described(x: Any, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    """A tensor descriptor over the memory of x, which kernels load blocks of `block` elements from."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, shape, strides, block)
+
+
+__all__ = ["described", "emulated", "interpreted", "reciprocal", "tl", "triton", "unavailable"]

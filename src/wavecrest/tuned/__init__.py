@@ -1,5 +1,6 @@
 """Kernel configurations and where they come from."""
 
-from wavecrest.tuned.config import Config
+from wavecrest.tuned.config import LAUNCH_OPTIONS, Config
+from wavecrest.tuned.database import Cell, Database, Proposal, Row
 
-__all__ = ["Config"]
+__all__ = ["LAUNCH_OPTIONS", "Cell", "Config", "Database", "Proposal", "Row"]

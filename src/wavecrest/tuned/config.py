@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+# launch options that a configuration may set although the default one leaves them alone
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "waves_per_eu", "matrix_instr_nonkdim", "kpack", "maxnreg")
+
 
 class Config(Mapping[str, int]):
     """Keyword arguments of a Triton launch (`BLOCK_N`, `num_warps`, `num_stages`, …).

@@ -1,0 +1,582 @@
+"""The matrix product's kernels: tiles (with split-K, persistent), stream-K, the sum of parts, and multiply-and-add.
+
+All share how operands are read (`_accumulated`) and what is done to a finished tile (`_finish`). Operands are walked by
+their strides; sizes are run-time integers.
+"""
+
+from __future__ import annotations
+
+from wavecrest.ops._activation import activate
+from wavecrest.ops._lib import row_offsets
+from wavecrest.ops._quantized import rounded
+from wavecrest.ops._triton import tl, triton
+
+# how b is stored: [K, N] by its strides; the (16, 16) shuffle of [N, K]; 4-bit codes, two a byte (see `ops.packed`)
+PLAIN, SHUFFLED, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# what shares a scale: the tensor; a row of a or column of b; 1 × 128 of a or 128 × 128 of b; GROUP rows of a column
+NO_SCALE, TENSOR, VECTOR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BLOCK, GROUPED = tl.constexpr(3), tl.constexpr(4)
+# rows or columns of a block that shares a scale
+SCALE_BLOCK = tl.constexpr(128)
+NO_BIAS, BIAS_N, BIAS_M = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# which dimension of an operand is contiguous: neither; K; the other
+ANY, BY_K, ACROSS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def spread(program, programs, XCDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The place of a program in the order of tiles, so that neighbours share a chiplet's L2 cache.
+
+    Workgroups are dealt to the XCDs in turn (AMD CDNA 3 and 4): those that one XCD gets are made neighbours. A
+    bijection for any number of programs.
+    """
+    if XCDS > 1:
+        xcd = program % XCDS
+        program = xcd * (programs // XCDS) + tl.minimum(xcd, programs % XCDS) + program // XCDS
+    return program
+
+
+@triton.jit
+def tile_at(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Row and column of a tile in grouped order: GROUP_M rows of tiles are gone through together, column by column."""
+    group = index // (GROUP_M * tiles_n)
+    first = group * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    within = index % (GROUP_M * tiles_n)
+    return first + within % height, within // height
+
+
+@triton.jit
+def _shuffled_offsets(n, k, K, KV: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where column n, row k of b lies in the (16, 16) shuffle of [N, K], KV elements a 16-byte vector."""
+    block = (n // 16) * (K // 32) + k // 32
+    return ((block * (32 // KV) + (k % 32) // KV) * 16 + n % 16) * KV + k % KV
+
+
+@triton.jit
+def _widened(values, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whole numbers up to 8 bits, or 8-bit floats, in a wider type, which has all of them."""
+    wide = values.to(tl.float32)
+    if tl.bfloat16 == TYPE:
+        # the lower half is 0: cut off rather than rounded, which takes 5 instructions an element on gfx942
+        wide = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(TYPE, bitcast=True)
+    else:
+        wide = wide.to(TYPE)
+    return wide
+
+
+@triton.jit
+def _loop_scale(  # type: ignore[no-untyped-def]
+    scales, rows, n, k, M, N, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, GROUP: tl.constexpr
+):
+    """What the products of one step over K are multiplied by, [BLOCK_M or 1, BLOCK_N or 1]; the step begins at k."""
+    scale_a_ptr, scale_b_ptr, _, stride_sam, stride_sak, stride_sbn, stride_sbk = scales
+    scale = tl.full([1, 1], 1.0, tl.float32)
+    if SCALE_A == BLOCK:
+        found = tl.load(scale_a_ptr + rows * stride_sam + (k // SCALE_BLOCK) * stride_sak, mask=rows < M, other=0.0)
+        scale = scale * found[:, None]
+    if SCALE_B == BLOCK:
+        where = (n // SCALE_BLOCK) * stride_sbn + (k // SCALE_BLOCK) * stride_sbk
+        scale = scale * tl.load(scale_b_ptr + where, mask=n < N, other=0.0)[None, :]
+    elif SCALE_B == GROUPED:
+        found = tl.load(scale_b_ptr + n * stride_sbn + (k // GROUP) * stride_sbk, mask=n < N, other=0.0)
+        scale = scale * found[None, :]
+    return scale
+
+
+@triton.jit
+def _codes(  # type: ignore[no-untyped-def]
+    packed, scales, n, k, N, TYPE: tl.constexpr, HIGH: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr
+):
+    """The low or high 4-bit codes of bytes [rows, BLOCK_N] less their zero point, as whole numbers in TYPE."""
+    _, _, zero_ptr, _, _, stride_sbn, stride_sbk = scales
+    codes = (packed >> 4) if HIGH else (packed & 15)
+    if HAS_ZERO:
+        zero = tl.load(zero_ptr + n * stride_sbn + (k // GROUP) * stride_sbk, mask=n < N, other=8)
+        codes = codes.to(tl.int16) - zero.to(tl.int16)[None, :]
+    else:
+        codes = codes.to(tl.int16) - 8
+    return _widened(codes, TYPE)
+
+
+@triton.jit
+def _product(a, b, acc, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc + a · b; a b that is stored in fewer bits than a is made a's type."""
+    if a.dtype.primitive_bitwidth > b.dtype.primitive_bitwidth:
+        b = _widened(b, a.dtype)
+    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
+def _accumulated(  # type: ignore[no-untyped-def]
+    a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, up, first, last,
+    FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
+    LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sum of products [BLOCK_M, BLOCK_N] of one tile over the steps first to last of BLOCK_K each.
+
+    `up` columns are added to b's: the second half of a packed [gate | up].
+    """
+    M, N, K, size1, size2 = sizes
+    stride_az, stride_a0, stride_a1, stride_a2, stride_ak = a_strides
+    stride_bz, stride_bk, stride_bn = b_strides
+    SCALED_STEPS: tl.constexpr = SCALE_A == BLOCK or SCALE_B >= BLOCK
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    row = tile_m * BLOCK_M
+    col = tile_n * BLOCK_N
+    rows = row + offs_m
+    n = col + up + offs_n
+    acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    if TMA:
+        for step in range(first, last):
+            k = step * BLOCK_K
+            a_tile = a.load([row, k]) if A_ORDER == BY_K else a.load([k, row]).T
+            b_tile = b.load([col + up, k]).T if B_ORDER == BY_K else b.load([k, col + up])
+            if SCALED_STEPS:
+                scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
+                acc += _product(a_tile, b_tile, tl.zeros([BLOCK_M, BLOCK_N], ACC), PRECISION) * scale
+            else:
+                acc = _product(a_tile, b_tile, acc, PRECISION)
+    else:
+        mask_m = (rows < M)[:, None]
+        mask_n = (col + offs_n < N)[None, :]
+        # 64 bits up to the tile and its step, 32 inside them unless strides are huge: cheaper to add, and on AMD what
+        # loads through buffers need
+        if WIDE:
+            offs_m = offs_m.to(tl.int64)
+            offs_n = offs_n.to(tl.int64)
+            offs_k = offs_k.to(tl.int64)
+        a += batch.to(tl.int64) * stride_az
+        b += batch.to(tl.int64) * stride_bz
+        if LEADING == 1:
+            a += row.to(tl.int64) * stride_a0
+            a_rows = (offs_m * stride_a0)[:, None]
+        else:
+            a_rows = row_offsets(rows.to(tl.int64), stride_a0, stride_a1, stride_a2, size1, size2, LEADING)[:, None]
+        if FORMAT != SHUFFLED:
+            b += (col + up).to(tl.int64) * stride_bn
+        for step in range(first, last):
+            k = step * BLOCK_K
+            if FORMAT == INT4:
+                # units of 64 columns in 32 bytes: the low halves hold the first 32 of them, the high halves the others
+                offs_j = tl.arange(0, BLOCK_K // 2)
+                low = (offs_j // 32) * 64 + offs_j % 32
+                b_start = b + tl.cast(step, tl.int64) * (BLOCK_K // 2) * stride_bk
+                bytes_k = offs_j * stride_bk
+                packed = tl.load(b_start + bytes_k[:, None] + (offs_n * stride_bn)[None, :], mask=mask_n, other=0)
+                for half in tl.static_range(2):
+                    ks = low + 32 * half
+                    mask_a = mask_m & (k + ks < K)[None, :]
+                    a_start = a + tl.cast(k, tl.int64) * stride_ak
+                    a_tile = tl.load(a_start + (a_rows + (ks * stride_ak)[None, :]), mask=mask_a, other=0.0)
+                    # in groups of 32 the halves have scales of their own; there is none beyond K
+                    at = tl.minimum(k + 32 * half, K - 1)
+                    b_tile = _codes(packed, scales, n, at, N + up, a_tile.dtype, half == 1, HAS_ZERO, GROUP)
+                    scale = _loop_scale(scales, rows, n, at, M, N + up, SCALE_A, SCALE_B, GROUP)
+                    acc += _product(a_tile, b_tile, tl.zeros([BLOCK_M, BLOCK_N], ACC), PRECISION) * scale
+            else:
+                mask_a = mask_m
+                mask_b = mask_n
+                if not EVEN_K:
+                    inside = k + tl.arange(0, BLOCK_K) < K
+                    mask_a = mask_a & inside[None, :]
+                    mask_b = mask_b & inside[:, None]
+                start = tl.cast(k, tl.int64)
+                a_tile = tl.load(
+                    a + start * stride_ak + (a_rows + (offs_k * stride_ak)[None, :]), mask=mask_a, other=0.0
+                )
+                if FORMAT == SHUFFLED:
+                    KV: tl.constexpr = 16 // (b.dtype.element_ty.primitive_bitwidth // 8)
+                    where = _shuffled_offsets(n.to(tl.int64)[None, :], (start + offs_k)[:, None], K, KV)
+                else:
+                    where = start * stride_bk + ((offs_k * stride_bk)[:, None] + (offs_n * stride_bn)[None, :])
+                b_tile = tl.load(b + where, mask=mask_b, other=0.0)
+                if SCALED_STEPS:
+                    scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
+                    acc += _product(a_tile, b_tile, tl.zeros([BLOCK_M, BLOCK_N], ACC), PRECISION) * scale
+                else:
+                    acc = _product(a_tile, b_tile, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def _scaled(  # type: ignore[no-untyped-def]
+    acc, scales, ends, rows, cols, up, M, N, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BIAS: tl.constexpr
+):
+    """alpha · scales · acc + bias in float32."""
+    scale_a_ptr, scale_b_ptr, _, stride_sam, _, stride_sbn, _ = scales
+    bias_ptr, _, _, stride_bias, _, _, _, alpha, _ = ends
+    y = acc.to(tl.float32)
+    if SCALE_A == TENSOR:
+        y *= tl.load(scale_a_ptr)
+    elif SCALE_A == VECTOR:
+        y *= tl.load(scale_a_ptr + rows * stride_sam, mask=rows < M, other=0.0)[:, None]
+    if SCALE_B == TENSOR:
+        y *= tl.load(scale_b_ptr)
+    elif SCALE_B == VECTOR:
+        y *= tl.load(scale_b_ptr + (cols + up) * stride_sbn, mask=cols < N, other=0.0)[None, :]
+    y *= alpha
+    if BIAS == BIAS_N:
+        y += tl.load(bias_ptr + (cols + up) * stride_bias, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    elif BIAS == BIAS_M:
+        y += tl.load(bias_ptr + rows * stride_bias, mask=rows < M, other=0.0).to(tl.float32)[:, None]
+    return y
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    acc, acc_up, c_ptr, scales, ends, batch, rows, cols, M, N,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Store act(alpha · scales · acc + bias) [· up] + residual, rounded once; sums of integers as they are."""
+    _, residual_ptr, out_scale_ptr, _, stride_rz, stride_rm, stride_rn, _, slope = ends
+    # int64: rows · N passes 2³¹
+    wide_rows = rows.to(tl.int64)[:, None]
+    out = c_ptr + (tl.cast(batch, tl.int64) * M + wide_rows) * N + cols[None, :]
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    if c_ptr.dtype.element_ty == tl.int32:
+        tl.store(out, acc, mask=mask)
+    else:
+        y = activate(_scaled(acc, scales, ends, rows, cols, 0, M, N, SCALE_A, SCALE_B, BIAS), slope, ACTIVATION)
+        if GATED:
+            y *= _scaled(acc_up, scales, ends, rows, cols, N, M, N, SCALE_A, SCALE_B, BIAS)
+        if RESIDUAL:
+            r = residual_ptr + tl.cast(batch, tl.int64) * stride_rz
+            r += wide_rows * stride_rm + cols.to(tl.int64)[None, :] * stride_rn
+            y += tl.load(r, mask=mask, other=0.0).to(tl.float32)
+        if LARGEST > 0:
+            y = rounded(y, tl.load(out_scale_ptr), c_ptr.dtype.element_ty, LARGEST, True)
+        tl.store(out, y.to(c_ptr.dtype.element_ty), mask=mask)
+
+
+# values that do not make a kernel anew when they change
+SIZES = [
+    "M", "n_units", "k_units", "tiles_m", "tiles_n", "steps", "splits", "size1", "size2",
+    "stride_az", "stride_a0", "stride_a1", "stride_a2", "stride_ak", "stride_bz", "stride_bk", "stride_bn",
+    "stride_sam", "stride_sak", "stride_sbn", "stride_sbk", "stride_bias", "stride_rz", "stride_rm", "stride_rn",
+    "alpha", "slope",
+]  # fmt: skip
+
+
+@triton.jit
+def _walks(  # type: ignore[no-untyped-def]
+    stride_az, stride_a0, stride_a1, stride_a2, stride_ak, stride_bz, stride_bk, stride_bn,
+    ALIGN: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
+):  # fmt: skip
+    """The strides of a and b: 1 where an operand is contiguous, and multiples of ALIGN in its other dimensions."""
+    if A_ORDER == BY_K:
+        a_strides = (stride_az * ALIGN, stride_a0 * ALIGN, stride_a1 * ALIGN, stride_a2 * ALIGN, 1)
+    elif A_ORDER == ACROSS:
+        a_strides = (stride_az * ALIGN, 1, 0, 0, stride_ak * ALIGN)
+    else:
+        a_strides = (stride_az, stride_a0, stride_a1, stride_a2, stride_ak)
+    if B_ORDER == BY_K:
+        b_strides = (stride_bz * ALIGN, 1, stride_bn * ALIGN)
+    elif B_ORDER == ACROSS:
+        b_strides = (stride_bz * ALIGN, stride_bk * ALIGN, 1)
+    else:
+        b_strides = (stride_bz, stride_bk, stride_bn)
+    return a_strides, b_strides
+
+
+@triton.jit
+def _tile(  # type: ignore[no-untyped-def]
+    index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
+    FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
+    LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
+    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of one part of K: finished, or with SPLIT_K its sum to part_ptr [parts, batch, M, N]."""
+    a, b, c_ptr, part_ptr = operands
+    a_strides, b_strides = walks
+    M, N, K, _, _ = sizes
+    tiles = tiles_m * tiles_n
+    split = index // tiles if SPLIT_K > 1 else 0
+    tile_m, tile_n = tile_at(index - split * tiles, tiles_m, tiles_n, GROUP_M)
+    first = split * steps
+    last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K)) if SPLIT_K > 1 else steps
+    acc = _accumulated(
+        a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
+        FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, PRECISION, ACC,
+        BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    acc_up = acc
+    if GATED:
+        acc_up = _accumulated(
+            a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, N, first, last,
+            FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, PRECISION, ACC,
+            BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if SPLIT_K > 1:
+        width = 2 * N if GATED else N
+        place = (tl.cast(split, tl.int64) * tl.num_programs(1) + batch) * M + rows
+        part = part_ptr + place[:, None] * width + cols[None, :]
+        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        tl.store(part, acc, mask=mask)
+        if GATED:
+            tl.store(part + N, acc_up, mask=mask)
+    else:
+        _finish(
+            acc, acc_up, c_ptr, scales, ends, batch, rows, cols, M, N,
+            SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _tile_kernel(  # type: ignore[no-untyped-def]
+    a, b, c_ptr, part_ptr, bias_ptr, residual_ptr, scale_a_ptr, scale_b_ptr, zero_ptr, out_scale_ptr,
+    M, n_units, k_units, tiles_m, tiles_n, steps, size1, size2,
+    stride_az, stride_a0, stride_a1, stride_a2, stride_ak, stride_bz, stride_bk, stride_bn,
+    stride_sam, stride_sak, stride_sbn, stride_sbk, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
+    FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
+    LEADING: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
+    XCDS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Tiles [BLOCK_M, BLOCK_N], one a program or, PERSISTENT, every `programs`-th; `steps` of BLOCK_K a part of K."""
+    N = n_units * ALIGN_N
+    K = k_units * ALIGN
+    walks = _walks(
+        stride_az, stride_a0, stride_a1, stride_a2, stride_ak, stride_bz, stride_bk, stride_bn, ALIGN, A_ORDER, B_ORDER
+    )
+    operands = (a, b, c_ptr, part_ptr)
+    sizes = (M, N, K, size1, size2)
+    scales = (scale_a_ptr, scale_b_ptr, zero_ptr, stride_sam, stride_sak, stride_sbn, stride_sbk)
+    ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
+    begin = spread(tl.program_id(0), tl.num_programs(0), XCDS)
+    batch = tl.program_id(1)
+    if PERSISTENT:
+        for index in range(begin, tiles_m * tiles_n * SPLIT_K, tl.num_programs(0)):
+            _tile(
+                index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
+                FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
+                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    else:
+        _tile(
+            begin, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
+            FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
+            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    part_ptr, c_ptr, bias_ptr, residual_ptr, scale_a_ptr, scale_b_ptr, out_scale_ptr, M, n_units, tiles_n, splits,
+    stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr, LARGEST: tl.constexpr, ALIGN_N: tl.constexpr, SUM_M: tl.constexpr, SUM_N: tl.constexpr,
+):  # fmt: skip
+    """The parts [splits, batch, M, N] of a split product, added in their order, and finished."""
+    N = n_units * ALIGN_N
+    batch = tl.program_id(1)
+    rows = (tl.program_id(0) // tiles_n) * SUM_M + tl.arange(0, SUM_M)
+    cols = (tl.program_id(0) % tiles_n) * SUM_N + tl.arange(0, SUM_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    width = 2 * N if GATED else N
+    step = tl.num_programs(1).to(tl.int64) * M * width
+    part = part_ptr + (batch.to(tl.int64) * M + rows)[:, None] * width + cols[None, :]
+    acc = tl.zeros([SUM_M, SUM_N], part_ptr.dtype.element_ty)
+    acc_up = acc
+    for split in range(splits):
+        acc += tl.load(part + split * step, mask=mask, other=0)
+        if GATED:
+            acc_up += tl.load(part + split * step + N, mask=mask, other=0)
+    scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
+    ends = (
+        bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
+    )  # fmt: skip
+    _finish(
+        acc, acc_up, c_ptr, scales, ends, batch, rows, cols, M, N,
+        SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
+    )  # fmt: skip
+
+
+@triton.jit
+def share_of(program, programs, tiles, steps):  # type: ignore[no-untyped-def]
+    """The first step of a program's share of tiles · steps, and the first after it (int64)."""
+    work = tl.cast(tiles, tl.int64) * steps
+    each = work // programs
+    more = work % programs
+    begin = program * each + tl.minimum(program, more)
+    return begin, begin + each + (program < more).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _stream_k_kernel(  # type: ignore[no-untyped-def]
+    a, b, c_ptr, part_ptr, bias_ptr, residual_ptr, scale_a_ptr, scale_b_ptr, zero_ptr, out_scale_ptr,
+    M, n_units, k_units, tiles_m, tiles_n, steps, size1, size2,
+    stride_az, stride_a0, stride_a1, stride_a2, stride_ak, stride_bz, stride_bk, stride_bn,
+    stride_sam, stride_sak, stride_sbn, stride_sbk, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
+    FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
+    LEADING: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
+    XCDS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """An equal share of all steps of all tiles a program (stream-K: Osama et al., 2023), for any number of programs.
+
+    A tile that one program has all steps of is finished; of others each program stores its sum to part_ptr
+    [programs, 2, BLOCK_M, BLOCK_N] (first and last tile of a program), for `_join_kernel`. Nothing waits, and no state
+    is left between launches. `steps`: of BLOCK_K a tile.
+    """
+    N = n_units * ALIGN_N
+    K = k_units * ALIGN
+    a_strides, b_strides = _walks(
+        stride_az, stride_a0, stride_a1, stride_a2, stride_ak, stride_bz, stride_bk, stride_bn, ALIGN, A_ORDER, B_ORDER
+    )
+    sizes = (M, N, K, size1, size2)
+    scales = (scale_a_ptr, scale_b_ptr, zero_ptr, stride_sam, stride_sak, stride_sbn, stride_sbk)
+    ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
+    program = spread(tl.program_id(0), tl.num_programs(0), XCDS)
+    batch = tl.program_id(1)
+    begin, end = share_of(program, tl.num_programs(0), tiles_m * tiles_n, steps)
+    at = begin
+    while at < end:
+        index = (at // steps).to(tl.int32)
+        first = (at % steps).to(tl.int32)
+        last = tl.minimum(end - at + first, steps).to(tl.int32)
+        tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP_M)
+        acc = _accumulated(
+            a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
+            FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, PRECISION, ACC,
+            BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if last - first == steps:
+            rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            _finish(
+                acc, acc, c_ptr, scales, ends, batch, rows, cols, M, N,
+                SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
+            )  # fmt: skip
+        else:
+            place = (batch * tl.num_programs(0) + program).to(tl.int64) * 2 + (at != begin).to(tl.int64)
+            offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(part_ptr + place * (BLOCK_M * BLOCK_N) + offs, acc)
+        at += last - first
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _join_kernel(  # type: ignore[no-untyped-def]
+    part_ptr, c_ptr, bias_ptr, residual_ptr, scale_a_ptr, scale_b_ptr, out_scale_ptr,
+    M, n_units, tiles_m, tiles_n, steps, splits,
+    stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr, LARGEST: tl.constexpr, ALIGN_N: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The tiles that several of the `splits` programs of `_stream_k_kernel` had steps of, added in their order.
+
+    A program a boundary between shares; the first boundary inside a tile does the whole tile.
+    """
+    N = n_units * ALIGN_N
+    program = tl.program_id(0) + 1
+    batch = tl.program_id(1)
+    tiles = tiles_m * tiles_n
+    begin, _ = share_of(program, splits, tiles, steps)
+    before, _ = share_of(program - 1, splits, tiles, steps)
+    index = begin // steps
+    # a boundary between tiles splits none; a share inside one tile leaves that tile to the boundary before it
+    if (begin % steps != 0) & ((before // steps != index) | (before % steps == 0)):
+        offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], part_ptr.dtype.element_ty)
+        other = program - 1
+        start = before
+        while (other < splits) & (start < (index + 1) * steps):
+            # its first tile, unless it began in one before
+            slot = (start // steps != index).to(tl.int64)
+            place = (batch * splits + other).to(tl.int64) * 2 + slot
+            acc += tl.load(part_ptr + place * (BLOCK_M * BLOCK_N) + offs)
+            other += 1
+            start, _ = share_of(other, splits, tiles, steps)
+        tile_m, tile_n = tile_at(index.to(tl.int32), tiles_m, tiles_n, GROUP_M)
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
+        ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
+        _finish(
+            acc, acc, c_ptr, scales, ends, batch, rows, cols, M, N,
+            SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _multiply_kernel(  # type: ignore[no-untyped-def]
+    a, b, c_ptr, part_ptr, bias_ptr, residual_ptr, scale_a_ptr, scale_b_ptr, out_scale_ptr,
+    n_units, k_units, steps, stride_az, stride_a0, stride_bz, stride_bn,
+    stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
+    ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    LARGEST: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of a times BLOCK_N columns of b, both contiguous along K, without matrix instructions.
+
+    Products are kept apart for each of BLOCK_K columns and added across threads once, at the end. `steps` of BLOCK_K a
+    part of K; SPLIT_K: sums go to part_ptr [parts, batch, ROWS, N].
+    """
+    N = n_units * ALIGN_N
+    K = k_units * ALIGN
+    batch = tl.program_id(1)
+    split = tl.program_id(2)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = (cols < N)[:, None]
+    offs_k = tl.arange(0, BLOCK_K)
+    a += batch.to(tl.int64) * stride_az * ALIGN
+    b_rows = b + batch.to(tl.int64) * stride_bz * ALIGN + cols.to(tl.int64)[:, None] * (stride_bn * ALIGN)
+    b_up = b_rows + tl.cast(N, tl.int64) * (stride_bn * ALIGN)
+    nothing = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    sums = (nothing,)
+    sums_up = (nothing,)
+    for _ in tl.static_range(1, ROWS):
+        sums = sums + (nothing,)  # type: ignore[assignment]
+        sums_up = sums_up + (nothing,)  # type: ignore[assignment]
+    first = split * steps
+    last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
+    for step in range(first, last):
+        k = step * BLOCK_K + offs_k[None, :]
+        inside = tl.full([1, BLOCK_K], True, tl.int1) if EVEN_K else k < K
+        weights = tl.load(b_rows + k, mask=mask_n & inside, other=0.0).to(tl.float32)
+        more_up = sums_up
+        if GATED:
+            weights_up = tl.load(b_up + k, mask=mask_n & inside, other=0.0).to(tl.float32)
+        row = tl.load(a + k, mask=inside, other=0.0).to(tl.float32)
+        more = (sums[0] + weights * row,)
+        if GATED:
+            more_up = (sums_up[0] + weights_up * row,)
+        for m in tl.static_range(1, ROWS):
+            row = tl.load(a + m * (stride_a0 * ALIGN) + k, mask=inside, other=0.0).to(tl.float32)
+            more = more + (sums[m] + weights * row,)  # type: ignore[assignment]
+            if GATED:
+                more_up = more_up + (sums_up[m] + weights_up * row,)  # type: ignore[assignment]
+        sums = more
+        sums_up = more_up
+    scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
+    ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
+    for m in tl.static_range(ROWS):
+        total = tl.sum(sums[m], axis=1)
+        total_up = tl.sum(sums_up[m], axis=1) if GATED else total
+        if SPLIT_K > 1:
+            width = 2 * N if GATED else N
+            place = (tl.cast(split, tl.int64) * tl.num_programs(1) + batch) * ROWS + m
+            tl.store(part_ptr + place * width + cols, total, mask=cols < N)
+            if GATED:
+                tl.store(part_ptr + place * width + N + cols, total_up, mask=cols < N)
+        else:
+            rows = m + tl.arange(0, 1)
+            _finish(
+                total[None, :], total_up[None, :], c_ptr, scales, ends, batch, rows, cols, ROWS, N,
+                SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
+            )  # fmt: skip

@@ -1,0 +1,441 @@
+"""The product's launches: how operands are walked, what a kernel is compiled for, and what runs in which order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._quantized as _quantized
+import wavecrest.ops._rows as _rows
+import wavecrest.ops._triton as _triton
+from wavecrest.errors import InvalidArgument
+from wavecrest.hardware import Arch
+from wavecrest.ops._activation import ACTIVATIONS
+from wavecrest.ops._triton import tl
+from wavecrest.ops.gemm.config import MULTIPLY_ROWS
+from wavecrest.ops.gemm.kernel import (
+    _join_kernel,
+    _multiply_kernel,
+    _stream_k_kernel,
+    _sum_kernel,
+    _tile_kernel,
+)
+from wavecrest.ops.gemm.operands import GATED, Operands, kinds
+from wavecrest.tuned import Config
+
+FORMS = {"plain": 0, "shuffled": 1, "int4": 2}
+SCALES = {"none": 0, "tensor": 1, "vector": 2, "block": 3, "group": 4}
+# columns of a program of `_sum_kernel`
+SUM_COLUMNS = 512
+
+
+class Walk(NamedTuple):
+    """How the kernels go through a and b.
+
+    Orders: 0 by both strides, 1 contiguous along K, 2 contiguous across it. Strides of the other dimensions come in
+    units of `align`. `leading`: see `_rows.Layout`.
+    """
+
+    a_order: int
+    b_order: int
+    align: int
+    leading: int
+    size1: int
+    size2: int
+    a_strides: tuple[int, ...]
+    b_strides: tuple[int, int, int]
+
+
+def batch_stride(x: Tensor, batch: tuple[int, ...]) -> int | None:
+    """The one stride that walks the matrices of x [..., R, C] through a batch; None if there is none."""
+    view = x.expand(*batch, *x.shape[-2:]) if x.ndim - 2 != len(batch) or x.shape[:-2] != batch else x
+    stride, inner = 0, 1
+    for size, step in zip(reversed(view.shape[:-2]), reversed(view.stride()[:-2]), strict=True):
+        if size == 1:
+            continue
+        if inner == 1:
+            stride = step
+        elif step != stride * inner:
+            return None
+        inner *= size
+    return stride
+
+
+def leading(given: Operands) -> int:
+    """Dimensions of a's rows that have no common stride; more than 3 cannot be walked."""
+    return _rows.leading(given.a) if given.flat else 1
+
+
+def _order(along: int, across: int) -> int:
+    """0, 1 or 2 as in Walk, by an operand's stride along K and across it."""
+    return 1 if along == 1 else 2 if across == 1 else 0
+
+
+def orders(given: Operands) -> tuple[int, int]:
+    """The orders of a and b."""
+    a_order = _order(given.a.stride(-1), _a_rows(given)[1][0])
+    # rows that have several strides, or a shuffled weight's, are contiguous along K or nothing
+    if leading(given) > 1 and a_order == 2:
+        a_order = 0
+    return a_order, _order(given.b.stride(-2), given.b.stride(-1))
+
+
+def _a_rows(given: Operands) -> tuple[int, tuple[int, int, int], int, int]:
+    """(leading, strides of a's rows, size1, size2)."""
+    a = given.a
+    if not given.flat:
+        return 1, (a.stride(-2), 0, 0), 1, 1
+    layout = _rows.layout(a)
+    return layout.leading, layout.strides[0], layout.size1, layout.size2
+
+
+def walk(given: Operands) -> Walk:
+    """How a checked call's operands are walked, of which `declines` has found that they can be."""
+    a, b = given.a, given.b
+    lead, rows, size1, size2 = _a_rows(given)
+    a_order, b_order = orders(given)
+    a_batch = 0 if given.flat else batch_stride(a, given.batch) or 0
+    b_batch = 0 if given.flat else batch_stride(b, given.batch) or 0
+    a_along, b_along, b_across = a.stride(-1), b.stride(-2), b.stride(-1)
+    # what must be multiples of the unit: K where it is contiguous, and the strides of everything else
+    units = [a_batch, *rows] if a_order == 1 else [a_batch, a_along] if a_order == 2 else [1]
+    units += [b_batch, b_across] if b_order == 1 else [b_batch, b_along] if b_order == 2 else [1]
+    align = _rows.alignment(given.K, (*units, 0, 0))
+    a_unit, b_unit = (align if a_order else 1), (align if b_order else 1)
+    a_strides = (
+        a_batch // a_unit,
+        *(stride // a_unit if a_order != 2 else 0 for stride in rows),
+        a_along // a_unit if a_order == 2 else a_along,
+    )
+    b_along, b_across = (b_along // b_unit, b_across) if b_order == 2 else (b_along, b_across // b_unit)
+    return Walk(a_order, b_order, align, lead, size1, size2, a_strides, (b_batch // b_unit, b_along, b_across))
+
+
+def _residual_strides(given: Operands) -> tuple[int, int, int] | None:
+    """(batch, row, column) strides of the residual; None if its rows have no common stride."""
+    r = given.residual
+    if r is None:
+        return 0, 0, 0
+    if not given.flat:
+        stride = batch_stride(r, given.batch)
+        return None if stride is None else (stride, r.stride(-2), r.stride(-1))
+    return (0, _rows.layout(r).strides[0][0], r.stride(-1)) if _rows.leading(r) == 1 else None
+
+
+def _scale_strides(given: Operands) -> tuple[int, int, int, int]:
+    """scale_a by row and along K, scale_b (and zero) by column and along K."""
+    a_kind, b_kind = kinds(given)
+    a, b = given.scale_a, given.scale_b
+    sam = sak = sbn = sbk = 0
+    if a is not None and a_kind in ("vector", "block"):
+        sam = a.stride(0)
+        sak = a.stride(1) if a_kind == "block" else 0
+    if b is not None and b_kind in ("vector", "block", "group"):
+        sbn = b.stride(-1)
+        sbk = b.stride(0) if b_kind != "vector" else 0
+    return sam, sak, sbn, sbk
+
+
+def cannot_walk(given: Operands) -> str | None:
+    """Why strides keep the kernels from a call."""
+    if leading(given) > 3:
+        return f"takes up to 3 dimensions of rows without a common stride, not {leading(given)}"
+    if not given.flat:
+        for name, x in (("a", given.a), ("b", given.b)):
+            if batch_stride(x, given.batch) is None:
+                return f"takes one stride from matrix to matrix, which {name} {list(x.shape)} does not have"
+    if _residual_strides(given) is None:
+        return "takes one stride from row to row of the residual, which it does not have"
+    return None
+
+
+def access_bytes(given: Operands) -> int:
+    """Bytes that one access to a and to b may have, up to 16, as far as sizes and strides say."""
+    how = walk(given)
+    unit = min(how.align, _rows.alignment(given.M, (0, 0, 0)) if how.a_order == 2 else 16)
+    unit = min(unit, _rows.alignment(given.columns, (0, 0, 0)) if how.b_order == 2 else 16)
+    return min(16, unit * min(given.a.itemsize, given.b.itemsize))
+
+
+def described(given: Operands) -> bool:
+    """True if tensor descriptors can stand for a and b, but for their addresses, which is looked at on each call."""
+    return (
+        access_bytes(given) == 16
+        and given.form == "plain"
+        and not given.weight_only
+        and given.flat
+        and leading(given) == 1
+        and given.K > 0
+    )
+
+
+def _common(given: Operands) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The last arguments (strides of scales, bias and residual; alpha, slope), and the constants of the finish."""
+    a_kind, b_kind = kinds(given)
+    sam, sak, sbn, sbk = _scale_strides(given)
+    bias = 0 if given.bias is None else given.bias.stride(0)
+    residual = _residual_strides(given) or (0, 0, 0)
+    activation = GATED.get(given.activation or "", given.activation)
+    constants = {
+        "SCALE_A": SCALES[a_kind],
+        "SCALE_B": SCALES[b_kind],
+        "BIAS": 0 if given.bias is None else 1 if given.bias_along == "n" else 2,
+        "ACTIVATION": 0 if activation is None else ACTIVATIONS[activation],
+        "GATED": given.activation in GATED,
+        "RESIDUAL": given.residual is not None,
+        "LARGEST": 0.0 if given.out_scale is None else _quantized.LARGEST[given.dtype],
+    }
+    return (sam, sak, sbn, sbk, bias, *residual, float(given.alpha), float(given.slope)), constants
+
+
+def _tensors(given: Operands) -> tuple[Tensor, ...]:
+    """bias, residual, scale_a, scale_b, zero, out_scale; a where there is none."""
+    some = (given.bias, given.residual, given.scale_a, given.scale_b, given.zero, given.out_scale)
+    return tuple(given.a if tensor is None else tensor for tensor in some)
+
+
+def _partial_dtype(given: Operands) -> torch.dtype:
+    return torch.int32 if given.integers else torch.float32
+
+
+class Plan(NamedTuple):
+    """What runs for a call: the launch over a and b; where K is split its partial sums' shape and the launch after."""
+
+    first: _rows.Launch
+    parts: tuple[int, ...] | None
+    second: _rows.Launch | None
+
+
+def _align_n(given: Operands) -> int:
+    return _rows.alignment(given.N, (0, 0, 0))
+
+
+def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
+    """Sizes and constants that the kernels over tiles share; sizes without the steps, which come before size1."""
+    how, config_k = walk(given), config["BLOCK_K"]
+    if kinds(given)[1] == "group" and given.form == "plain" and given.group % config_k != 0:
+        raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} takes columns of more than one group of {given.group}")
+    if given.form == "int4" and (config_k % 64 != 0 or (config_k > given.group and config_k != 64)):
+        raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} does not fit 4-bit codes in groups of {given.group}")
+    if "block" in kinds(given) and 128 % config_k != 0:
+        raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} takes more than one block of scales")
+    widest = max(1, *(abs(stride) for stride in (*how.a_strides, *how.b_strides))) * how.align
+    blocks = max(config["BLOCK_M"], config["BLOCK_N"], config_k)
+    constants = {
+        "FORMAT": FORMS[given.form],
+        "HAS_ZERO": given.zero is not None,
+        "GROUP": max(1, given.group),
+        "LEADING": how.leading,
+        "ALIGN": how.align,
+        "ALIGN_N": _align_n(given),
+        "A_ORDER": how.a_order,
+        "B_ORDER": how.b_order,
+        "EVEN_K": given.K % config_k == 0,
+        "WIDE": widest * blocks >= 1 << 31,
+        "PRECISION": given.precision,
+        "ACC": tl.int32 if given.integers else tl.float32,
+        "XCDS": 1 if arch is None else arch.xcds,
+    }
+    return (how.size1, how.size2, *how.a_strides, *how.b_strides), constants, how
+
+
+def _described_operands(given: Operands, config: Config) -> tuple[Any, Any]:
+    """a and b as tensor descriptors."""
+
+    def made(x: Tensor, order: int, rows: int, stride: int, block: int) -> Any:
+        blocks = [block, config["BLOCK_K"]] if order == 1 else [config["BLOCK_K"], block]
+        shape = [rows, given.K] if order == 1 else [given.K, rows]
+        return _triton.described(x, shape, [stride, 1], blocks)
+
+    a_order, b_order = orders(given)
+    a_stride = _a_rows(given)[1][0] if a_order == 1 else given.a.stride(-1)
+    b_stride = given.b.stride(-1) if b_order == 1 else given.b.stride(-2)
+    a = made(given.a, a_order, given.M, a_stride, config["BLOCK_M"])
+    return a, made(given.b, b_order, given.columns, b_stride, config["BLOCK_N"])
+
+
+def _without(config: Config, *names: str) -> Config:
+    return Config(**{name: value for name, value in config.items() if name not in names})
+
+
+def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
+    """`_tile_kernel`, and `_sum_kernel` where SPLIT_K is above 1. `tma`: with tensor descriptors."""
+    sizes, constants, _ = _mainloop(given, config, arch)
+    ends, finish = _common(given)
+    tiles_m, tiles_n = _rows.ceil_div(given.M, config["BLOCK_M"]), _rows.ceil_div(given.N, config["BLOCK_N"])
+    split = config["SPLIT_K"]
+    steps = _rows.ceil_div(_rows.ceil_div(given.K, config["BLOCK_K"]), split)
+    work = tiles_m * tiles_n * split
+    units = 132 if arch is None else arch.compute_units
+    programs = min(work, units * config["PERSISTENT"]) if config["PERSISTENT"] else work
+    bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
+    a, b = _described_operands(given, config) if tma else (given.a, given.b)
+    align_n = constants["ALIGN_N"]
+    first = _rows.Launch(
+        _tile_kernel,
+        (programs, given.batches),
+        (
+            a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale,
+            given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
+        ),
+        {**constants, **finish},
+        Config(**(_without(config, "TMA").kwargs | {"TMA": int(tma)})),
+    )  # fmt: skip
+    if split == 1:
+        return Plan(first, None, None)
+    shape = (split, given.batches, given.M, given.columns)
+    return Plan(first, shape, _sum(given, y, parts, split, arch))
+
+
+def _sum(given: Operands, y: Tensor, parts: Tensor, split: int, arch: Arch | None) -> _rows.Launch:
+    (sam, _, sbn, _, *rest), finish = _common(given)
+    bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
+    align_n, across = _align_n(given), _rows.ceil_div(given.N, SUM_COLUMNS)
+    # scales of blocks and groups were made part of the sums
+    finish |= {
+        name: kind if kind <= SCALES["vector"] else 0 for name, kind in finish.items() if name in ("SCALE_A", "SCALE_B")
+    }
+    return _rows.Launch(
+        _sum_kernel,
+        (given.M * across, given.batches),
+        (
+            parts, y, bias, residual, scale_a, scale_b, out_scale, given.M, given.N // align_n, across, split,
+            sam, sbn, *rest,
+        ),
+        {**finish, "ALIGN_N": align_n, "SUM_M": 1, "SUM_N": SUM_COLUMNS},
+        # four float32 a thread: one access of 16 bytes
+        Config(num_warps=SUM_COLUMNS // 4 // (32 if arch is None else arch.wave_size)),
+    )  # fmt: skip
+
+
+def stream(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
+    """`_stream_k_kernel` and `_join_kernel`; `config["PROGRAMS"]` programs a compute unit."""
+    if given.activation in GATED:
+        raise InvalidArgument(f"gemm: stream-K does not make {given.activation}")
+    sizes, constants, _ = _mainloop(given, config, arch)
+    ends, finish = _common(given)
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    tiles_m, tiles_n = _rows.ceil_div(given.M, m), _rows.ceil_div(given.N, n)
+    steps = _rows.ceil_div(given.K, config["BLOCK_K"])
+    units = 132 if arch is None else arch.compute_units
+    programs = max(1, min(tiles_m * tiles_n * steps, units * config["PROGRAMS"]))
+    bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
+    a, b = _described_operands(given, config) if tma else (given.a, given.b)
+    align_n = constants["ALIGN_N"]
+    first = _rows.Launch(
+        _stream_k_kernel,
+        (programs, given.batches),
+        (
+            a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale,
+            given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
+        ),
+        {**constants, **finish},
+        Config(**(_without(config, "TMA", "PROGRAMS").kwargs | {"TMA": int(tma)})),
+    )  # fmt: skip
+    if programs == 1:
+        return Plan(first, (given.batches, 1, 2, m, n), None)
+    sam, _, sbn, _, *rest = ends
+    finish = {
+        name: 0 if name.startswith("SCALE") and kind > SCALES["vector"] else kind for name, kind in finish.items()
+    }
+    second = _rows.Launch(
+        _join_kernel,
+        (programs - 1, given.batches),
+        (
+            parts, y, bias, residual, scale_a, scale_b, out_scale, given.M, given.N // align_n, tiles_m, tiles_n, steps,
+            programs, sam, sbn, *rest,
+        ),
+        {**finish, "ALIGN_N": align_n, "GROUP_M": config["GROUP_M"], "BLOCK_M": m, "BLOCK_N": n},
+        Config(num_warps=config["num_warps"]),
+    )  # fmt: skip
+    return Plan(first, (given.batches, programs, 2, m, n), second)
+
+
+def multiplies(given: Operands) -> str | None:
+    """Why `_multiply_kernel` does not make a product."""
+    if given.M > MULTIPLY_ROWS:
+        return f"is for up to {MULTIPLY_ROWS} rows, not {given.M}"
+    if given.form != "plain" or given.integers or "block" in kinds(given) or "group" in kinds(given):
+        return "has no codes, sums of integers, blocks or groups of scales"
+    if orders(given) != (1, 1) or (leading(given) > 1 and given.M > 1):
+        return "reads a and b along K, which must be contiguous in both"
+    return None
+
+
+def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
+    """`_multiply_kernel`, and `_sum_kernel` where SPLIT_K is above 1."""
+    how, split = walk(given), config["SPLIT_K"]
+    (sam, _, sbn, _, *rest), finish = _common(given)
+    bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
+    align_n, steps = _align_n(given), _rows.ceil_div(_rows.ceil_div(given.K, config["BLOCK_K"]), split)
+    first = _rows.Launch(
+        _multiply_kernel,
+        (_rows.ceil_div(given.N, config["BLOCK_N"]), given.batches, split),
+        (
+            given.a, given.b, y, parts, bias, residual, scale_a, scale_b, out_scale,
+            given.N // align_n, given.K // how.align, steps,
+            how.a_strides[0], how.a_strides[1], how.b_strides[0], how.b_strides[2], sam, sbn, *rest,
+        ),
+        {
+            **finish, "ROWS": given.M, "ALIGN": how.align, "ALIGN_N": align_n,
+            "EVEN_K": given.K % config["BLOCK_K"] == 0,
+        },
+        config,
+    )  # fmt: skip
+    if split == 1:
+        return Plan(first, None, None)
+    return Plan(first, (split, given.batches, given.M, given.columns), _sum(given, y, parts, split, arch))
+
+
+Planner = Callable[[Operands, Tensor, Tensor, Config, Arch | None, bool], Plan]
+
+
+def bind(
+    planner: Planner, operands: Callable[..., Operands], args: tuple[Any, ...], config: Config
+) -> Callable[..., Tensor]:
+    """The function for all calls with arguments like these: allocate, launch, and add up what was split."""
+    given = operands(*args)
+    arch, dtype, device = _rows.arch(), given.dtype, given.a.device
+    shape, empty = given.shape, math.prod(given.shape) == 0
+    meta = given.a
+    if empty:
+        return lambda *_args: torch.empty(shape, dtype=dtype, device=device)
+    tma = bool(config.kwargs.get("TMA")) and described(given) and not _triton.interpreted
+    plain = planner(
+        given, meta.new_empty(0, dtype=dtype), meta.new_empty(0, dtype=_partial_dtype(given)), config, arch, False
+    )
+    start = _rows.starter(plain.first, device)
+    start_tma = _rows.starter(_with_dtype(planner, given, config, arch), device, described=2) if tma else None
+    second = None if plain.second is None else _rows.starter(plain.second, device)
+    values = plain.first.args[10:] if plain.first.kernel is not _multiply_kernel else plain.first.args[9:]
+    second_values = () if plain.second is None else plain.second.args[7:]
+    partial, multiplied = _partial_dtype(given), plain.first.kernel is _multiply_kernel
+
+    def call(*args: Any) -> Tensor:
+        given = operands(*args)
+        y = torch.empty(shape, dtype=dtype, device=device)
+        parts = y if plain.parts is None else torch.empty(plain.parts, dtype=partial, device=device)
+        bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
+        if multiplied:
+            start(given.a, given.b, y, parts, bias, residual, scale_a, scale_b, out_scale, *values)
+        else:
+            tensors = (y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
+            if start_tma is not None and (given.a.data_ptr() | given.b.data_ptr()) % 16 == 0:
+                start_tma(*_described_operands(given, config), *tensors, *values)
+            else:
+                start(given.a, given.b, *tensors, *values)
+        if second is not None:
+            second(parts, y, bias, residual, scale_a, scale_b, out_scale, *second_values)
+        return y
+
+    return call
+
+
+def _with_dtype(planner: Planner, given: Operands, config: Config, arch: Arch | None) -> _rows.Launch:
+    """The launch with tensor descriptors."""
+    y = given.a.new_empty(0, dtype=given.dtype)
+    return planner(given, y, given.a.new_empty(0, dtype=_partial_dtype(given)), config, arch, True).first

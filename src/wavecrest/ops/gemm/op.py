@@ -1,0 +1,239 @@
+"""The op gemm: its key, cost and backends, and its public functions gemm and linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._quantized as _quantized
+import wavecrest.ops._rows as _rows
+import wavecrest.ops.gemm.config as _config
+import wavecrest.ops.gemm.launch as _launch
+from wavecrest.errors import InvalidArgument
+from wavecrest.hardware import Arch
+from wavecrest.ops.gemm.cases import bench_cases, compile_cases, emulate_cases
+from wavecrest.ops.gemm.key import KEY_FIELDS, key_of, shape_of
+from wavecrest.ops.gemm.operands import GATED, Operands, check
+from wavecrest.ops.gemm.reference import reference
+from wavecrest.ops.packed import PackedWeight
+from wavecrest.registry import Cost, Key, Op, needs_grad
+from wavecrest.tuned import Config
+
+
+def _cost(*args: Any) -> Cost:
+    given = Operands(*args)
+    products = (
+        given.M * given.columns * given.K * given.batches if not given.flat else given.M * given.columns * given.K
+    )
+    some = (given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.zero)
+    read = sum(tensor.nbytes for tensor in some if tensor is not None)
+    written = given.dtype.itemsize
+    for size in given.shape:
+        written = written * size
+    return Cost(flops=2 * products, bytes=read + written)
+
+
+def _inputs(M: int, N: int, K: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """a [M, K], and b [K, N] as the transpose of a weight [N, K]."""
+    if dtype == torch.int8:
+        a, weight = (torch.randint(-127, 128, (rows, K), dtype=dtype, device=device) for rows in (M, N))
+    else:
+        a, weight = (torch.randn(rows, K, device=device).to(dtype) for rows in (M, N))
+    return a, weight.mT
+
+
+def _refusal(*args: Any) -> str | None:
+    given = Operands(*args)
+    for name, dtype in (("a", given.a.dtype), ("b", given.b.dtype), ("the result", given.dtype)):
+        if dtype in _quantized.LARGEST and dtype != torch.int8:
+            reason: str | None = _quantized.kernel_refusal(dtype)
+            if reason is not None:
+                return f"{name}: {reason}"
+    wide = "bfloat16" if given.a.dtype.itemsize == 1 else str(given.a.dtype).removeprefix("torch.")
+    grad = needs_grad(given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.out_scale)
+    reason = _rows.kernel_refusal(wide, given.a.device.type, 1, grad)
+    if reason is None and given.dtype == torch.float64:
+        reason = "makes no float64"
+    return reason or _launch.cannot_walk(given)
+
+
+def _stream_refusal(*args: Any) -> str | None:
+    given = Operands(*args)
+    reason = "does not make gated activations" if given.activation in GATED else None
+    return _refusal(*args) or reason or ("has no steps to share out: K is 0" if given.K == 0 else None)
+
+
+def _multiply_refusal(*args: Any) -> str | None:
+    return _refusal(*args) or _launch.multiplies(Operands(*args))
+
+
+def _default(make: Callable[[_config.Shape, Arch | None], Config], key: Key) -> Config:
+    return make(shape_of(key), _rows.arch())
+
+
+# name, what plans the launches, what refuses, configurations, what keeps it for calls that ask for it by name
+_BACKENDS = (
+    ("triton", _launch.tiles, _refusal, _config.tiled),
+    ("triton_stream_k", _launch.stream, _stream_refusal, _config.stream_k),
+    ("triton_multiply", _launch.multiply, _multiply_refusal, _config.multiplied),
+)
+
+
+def _reserved(name: str, *args: Any) -> str | None:
+    if args[0].device.type == "cpu":
+        return "Triton's interpreter and the emulator are for tests: they run when forced or named"
+    if name != "triton":
+        return "runs where a measured row names it"
+    return None
+
+
+def _attach(
+    op: Op,
+    name: str,
+    planner: _launch.Planner,
+    refusal: Callable[..., str | None],
+    make: Callable[[_config.Shape, Arch | None], Config],
+) -> None:
+    def bind(*args: Any, config: Config) -> Callable[..., Tensor]:
+        return _launch.bind(planner, Operands, args, config)
+
+    def run(*args: Any, config: Config) -> Tensor:
+        return bind(*args, config=config)(*args)
+
+    op.attach(
+        name,
+        run,
+        supports=refusal,
+        reserved=partial(_reserved, name),
+        # below PyTorch's: a library's product is the default until a measured row says otherwise
+        priority=5,
+        takes_config=True,
+        bind=bind,
+        default_config=partial(_default, make),
+    )
+
+
+_op = Op(
+    "gemm",
+    reference=lambda *args: reference(Operands(*args)),
+    check=lambda *args: check("gemm", Operands(*args)),
+    key=lambda *args: key_of(Operands(*args)),
+    key_fields=KEY_FIELDS,
+    inputs=_inputs,
+    sizes=("M", "N", "K"),
+    cost=_cost,
+    default_config=partial(_default, _config.tiled),
+    compile_cases=compile_cases,
+    bench_cases=bench_cases,
+    emulate_cases=emulate_cases,
+    example_dtypes=("float64", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"),
+    op_class="gemm",
+)
+for _backend in _BACKENDS:
+    _attach(_op, *_backend)
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
+    alpha: float = 1.0,
+    slope: float = 0.01,
+    bias_along: str = "n",
+    precision: str = "ieee",
+) -> Tensor:
+    """act(alpha · (scale_a · a) @ (scale_b · b) + bias) + residual: summed in float32, rounded once.
+
+    Args:
+        a: [..., M, K], any strides: float32, float16, bfloat16, float64, int8 or an 8-bit float.
+        b: [K, N], or [..., K, N] for a batch of products; a's dtype. An 8-bit a takes any 8-bit float; a wider a takes
+            an int8 or 8-bit b, which is then a weight stored in fewer bits.
+        bias: [N] of any floating dtype, [M] with `bias_along` "m"; for gated activations of both halves.
+        scale_a: float32 for 8-bit a: [] for the tensor, [M] or [M, 1] a row, or [M, ceil(K / 128)].
+        scale_b: float32 for 8-bit b: [] for the tensor, [N] or [1, N] a column, or [ceil(K / 128), ceil(N / 128)].
+        residual: of the result's shape, any floating dtype; added after the activation.
+        activation: relu, leaky_relu (`slope` below 0), silu, gelu, gelu_tanh; or silu_and_mul, gelu_and_mul,
+            gelu_tanh_and_mul: of the first N / 2 columns, times the others.
+        out_dtype: of the result. None: a's; bfloat16 for 8-bit a; int32 for int8 where nothing is done to the sums.
+        out_scale: float32 [], with an 8-bit `out_dtype`: the result is divided by it and saturates.
+        alpha: a factor of the product.
+        precision: of float32 products: "ieee", or "tf32": inputs of 10 mantissa bits or better, whatever the
+            device has.
+
+    Returns:
+        A contiguous tensor [..., M, N] (N / 2 columns where gated).
+
+    Raises:
+        InvalidArgument: a shape, dtype, device or option is outside this.
+    """
+    result: Tensor = _op(
+        a, b, bias, scale_a, scale_b, residual, activation, out_dtype, out_scale, alpha, slope, bias_along, precision,
+        "plain", 0, None,
+    )  # fmt: skip
+    return result
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
+    precision: str = "ieee",
+) -> Tensor:
+    """act(x @ weightᵀ + bias) + residual: `gemm` with the weight of `nn.Linear`, plain or packed.
+
+    Args:
+        x: [..., K], any strides.
+        weight: [N, K], any strides; or a `PackedWeight` (see `wavecrest.ops.packed`), which brings its scales.
+        bias: [N] of any floating dtype.
+        scale_x: float32 for 8-bit x, as `gemm`'s scale_a.
+        scale_weight: float32 for a plain 8-bit weight: [], [N], [N, 1] or [ceil(N / 128), ceil(K / 128)].
+        residual, activation, out_dtype, out_scale, precision: as for `gemm`.
+
+    Returns:
+        A contiguous tensor [..., N] (N / 2 columns where the activation is gated).
+
+    Raises:
+        InvalidArgument: a shape, dtype, device or option is outside this.
+    """
+    form, group, zero = "plain", 0, None
+    if isinstance(weight, PackedWeight):
+        if scale_weight is not None:
+            raise InvalidArgument("linear: a packed weight has its own scales; leave scale_weight out")
+        if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+            found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidArgument(f"linear: x {found} and weight {list(weight.shape)} do not fit")
+        form = weight.format if weight.format in ("shuffled", "int4") else "plain"
+        if weight.scale is not None:
+            scale_weight = weight.scale
+            group = weight.group if weight.format in ("int8", "int4") and weight.group < weight.shape[1] else 0
+            group = weight.group if weight.format == "int4" else group
+            zero = None if weight.zero is None else weight.zero.mT
+        weight = weight.stored
+    if isinstance(weight, Tensor) and weight.ndim != 2:
+        raise InvalidArgument(f"linear: weight must be [N, K], got {list(weight.shape)}")
+    scale_b = scale_weight
+    if isinstance(scale_b, Tensor) and scale_b.ndim == 2:
+        scale_b = scale_b.mT
+    result: Tensor = _op(
+        x, weight.mT, bias, scale_x, scale_b, residual, activation, out_dtype, out_scale, 1.0, 0.01, "n", precision,
+        form, group, zero,
+    )  # fmt: skip
+    return result
