@@ -151,6 +151,8 @@ class Op:
             `wavecrest bench`, where M×N tensors from `inputs` are not what there is to measure.
         emulate_cases: `emulate_cases(arch)` gives, by name, functions that make the arguments (on the CPU) of calls
             that `wavecrest isa run` adds to those from `inputs`: options that inputs leave at their defaults.
+        unpacked: `unpacked(*args)` gives the arguments of the same call with a packed weight unpacked, for peers that
+            have no such thing; None where nothing is packed.
     """
 
     name: str
@@ -166,6 +168,7 @@ class Op:
     compile_cases: Callable[..., dict[str, Any]] | None = None
     bench_cases: Callable[[str, str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
     emulate_cases: Callable[[str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
+    unpacked: Callable[..., tuple[Any, ...]] | None = None
     op_class: str = "row"
     backends: dict[str, Backend] = field(default_factory=dict)
     _cache: dict[Key, _Entry] = field(default_factory=dict)

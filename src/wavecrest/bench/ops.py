@@ -192,6 +192,7 @@ def _compare_with_best(
     row: records.OpCase, candidates: list[_Candidate]
 ) -> tuple[Sequence[float], Sequence[float]] | None:
     ours, *others = candidates
+    others = [other for other in others if other.timing.name in peers.PEERS]
     best = min((other for other in others if other.series), key=lambda other: other.timing.ms or 0.0, default=None)
     if best is None or not ours.series:
         return None
@@ -230,9 +231,30 @@ def _candidates(op: Op, args: tuple[Any, ...], wanted: tuple[str, ...]) -> list[
         numerics.Tolerance(PEER_SLACK * limits.values.relative, PEER_SLACK * limits.values.worst), PEER_CODE_SHARE
     )
     found = [_candidate(OURS, lambda: peers.Prepared(partial(op, *args)), oracle, limits)]
+    for backend in _own_backends(op):
+        found.append(_candidate(backend, partial(_forced, op, backend, args), oracle, limits))
     for peer in wanted:
         found.append(_candidate(peer, partial(peers.prepare, peer, op, args), oracle, loose))
     return found
+
+
+def _own_backends(op: Op) -> list[str]:
+    """The kernels to show beside the dispatched call, of an op that has several; where there is one, it is that."""
+    own = [name for name in op.backends if name.startswith("triton")]
+    return own if len(own) > 1 else []
+
+
+def _forced(op: Op, backend: str, args: tuple[Any, ...]) -> peers.Prepared:
+    """One backend's call with its default configuration, or with that of a measured row which names it."""
+    chosen = op.backends[backend]
+    reason = chosen.supports(*args)
+    if reason is not None:
+        raise Unsupported(reason)
+    decision = op.decide(*args)
+    config = decision.config if decision.backend == backend else None
+    config = config or op.config_of(backend, decision.key)
+    run = partial(chosen.run, config=config) if chosen.bind is None else chosen.bind(*args, config=config)
+    return peers.Prepared(lambda: run(*args))
 
 
 @dataclass(frozen=True, slots=True)

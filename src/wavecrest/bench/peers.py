@@ -96,6 +96,9 @@ def _torch(op: Op, args: tuple[Any, ...], *, compiled: bool) -> Call:
     backend = op.backends.get("torch")
     if backend is None:
         raise Unsupported("the op has no PyTorch backend")
+    if op.unpacked is not None:
+        # what PyTorch offers instead: the same product with the weight as it was, unpacked before the clock starts
+        args = op.unpacked(*args)
     reason = backend.supports(*args)
     if reason is not None:
         raise Unsupported(reason)

@@ -140,9 +140,9 @@ def _over(facts: KernelFacts, limits: Limits, arch: hardware.Arch) -> list[str]:
         found.append(f"{facts.scratch} bytes of scratch, at most {limits.scratch}")
     if facts.lds > arch.lds_kib * 1024:
         found.append(f"{facts.lds} bytes of LDS, the architecture has {arch.lds_kib * 1024}")
-    share = matrix_share(facts)
-    if share < limits.matrix:
-        found.append(f"{share:.3f} of the hot loop are matrix instructions, at least {limits.matrix}")
+    products = matrix_share(facts)
+    if products < limits.matrix:
+        found.append(f"{products:.3f} of the hot loop are matrix instructions, at least {limits.matrix}")
     for what, accesses, least in (
         ("loads", facts.kernel.loads, limits.wide_loads),
         ("stores", facts.kernel.stores, limits.wide_stores),

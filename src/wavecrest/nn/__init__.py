@@ -2,6 +2,7 @@
 
 from wavecrest.nn.activation import GeluAndMul, SiluAndMul, Softmax
 from wavecrest.nn.gated_mlp import GatedMLP
+from wavecrest.nn.linear import Linear
 from wavecrest.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, norm_from_module
 from wavecrest.nn.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, rope_tables
 
@@ -11,6 +12,7 @@ __all__ = [
     "GatedMLP",
     "GeluAndMul",
     "LayerNorm",
+    "Linear",
     "LinearScaling",
     "Llama3Scaling",
     "RMSNorm",

@@ -111,23 +111,26 @@ def emulate_cases(arch: str) -> Cases:
 
 
 def _made(M: int, N: int, K: int, kind: str, device: str) -> tuple[Any, ...]:
-    """The arguments of a benchmark's case."""
+    """The arguments of a benchmark's case; values such that results are about 1, as in a model."""
+    unit = K**-0.5
     if kind == "int8":
         a, w = _random(M, K, dtype=torch.int8, device=device), _random(N, K, dtype=torch.int8, device=device)
-        return tuple(Operands(a, w.mT, scale_a=torch.rand(M, device=device), scale_b=torch.rand(N, device=device)))
+        scale_a, scale_b = torch.rand(M, device=device) / 64, torch.rand(N, device=device) * unit / 64
+        return tuple(Operands(a, w.mT, scale_a=scale_a, scale_b=scale_b))
     if kind == "fp8":
         a, w = (_random(rows, K, dtype=torch.float8_e4m3fn, device=device) for rows in (M, N))
         one = torch.ones((), device=device)
-        return tuple(Operands(a, w.mT, scale_a=one, scale_b=one))
+        return tuple(Operands(a, w.mT, scale_a=one, scale_b=one * unit))
     a = _random(M, K, dtype=torch.float16 if kind == "fp16" else torch.bfloat16, device=device)
     if kind == "weight int8":
         w = _random(N, K, dtype=torch.int8, device=device)
-        return tuple(Operands(a, w.mT, scale_b=torch.rand(N, device=device)))
+        return tuple(Operands(a, w.mT, scale_b=torch.rand(N, device=device) * unit / 64))
     if kind == "weight int4":
         w = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=device)
-        scale = torch.rand(K // 128, N, device=device)
+        scale = torch.rand(K // 128, N, device=device) * unit / 4
         return tuple(Operands(a, w.mT, scale_b=scale, form="int4", group=128))
-    return tuple(Operands(a, _random(N, K, dtype=a.dtype, device=device).mT))
+    w = torch.randn(N, K, device=device) * unit
+    return tuple(Operands(a, w.to(a.dtype).mT))
 
 
 def bench_cases(suite: str, device: str) -> Cases:

@@ -130,7 +130,8 @@ def _accumulated(  # type: ignore[no-untyped-def]
     col = tile_n * BLOCK_N
     rows = row + offs_m
     n = col + up + offs_n
-    acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    # sums of integers too are float32 from the first scale on
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if SCALED_STEPS else ACC)
     if TMA:
         for step in range(first, last):
             k = step * BLOCK_K
@@ -167,7 +168,11 @@ def _accumulated(  # type: ignore[no-untyped-def]
                 low = (offs_j // 32) * 64 + offs_j % 32
                 b_start = b + tl.cast(step, tl.int64) * (BLOCK_K // 2) * stride_bk
                 bytes_k = offs_j * stride_bk
-                packed = tl.load(b_start + bytes_k[:, None] + (offs_n * stride_bn)[None, :], mask=mask_n, other=0)
+                mask_b = mask_n
+                if not EVEN_K:
+                    # a step may be wider than the units that are left
+                    mask_b = mask_b & (step * (BLOCK_K // 2) + offs_j < tl.cdiv(K, 64) * 32)[:, None]
+                packed = tl.load(b_start + bytes_k[:, None] + (offs_n * stride_bn)[None, :], mask=mask_b, other=0)
                 for half in tl.static_range(2):
                     ks = low + 32 * half
                     mask_a = mask_m & (k + ks < K)[None, :]
@@ -266,9 +271,15 @@ SIZES = [
 @triton.jit
 def _walks(  # type: ignore[no-untyped-def]
     stride_az, stride_a0, stride_a1, stride_a2, stride_ak, stride_bz, stride_bk, stride_bn,
-    ALIGN: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
+    ALIGN: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The strides of a and b: 1 where an operand is contiguous, and multiples of ALIGN in its other dimensions."""
+    if WIDE:
+        # in units of ALIGN they fit 32 bits, in elements they need not
+        stride_az, stride_bz = tl.cast(stride_az, tl.int64), tl.cast(stride_bz, tl.int64)
+        stride_a0, stride_a1 = tl.cast(stride_a0, tl.int64), tl.cast(stride_a1, tl.int64)
+        stride_a2, stride_ak = tl.cast(stride_a2, tl.int64), tl.cast(stride_ak, tl.int64)
+        stride_bk, stride_bn = tl.cast(stride_bk, tl.int64), tl.cast(stride_bn, tl.int64)
     if A_ORDER == BY_K:
         a_strides = (stride_az * ALIGN, stride_a0 * ALIGN, stride_a1 * ALIGN, stride_a2 * ALIGN, 1)
     elif A_ORDER == ACROSS:
@@ -349,8 +360,9 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     N = n_units * ALIGN_N
     K = k_units * ALIGN
     walks = _walks(
-        stride_az, stride_a0, stride_a1, stride_a2, stride_ak, stride_bz, stride_bk, stride_bn, ALIGN, A_ORDER, B_ORDER
-    )
+        stride_az, stride_a0, stride_a1, stride_a2, stride_ak, stride_bz, stride_bk, stride_bn,
+        ALIGN, A_ORDER, B_ORDER, WIDE,
+    )  # fmt: skip
     operands = (a, b, c_ptr, part_ptr)
     sizes = (M, N, K, size1, size2)
     scales = (scale_a_ptr, scale_b_ptr, zero_ptr, stride_sam, stride_sak, stride_sbn, stride_sbk)
@@ -436,8 +448,9 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
     N = n_units * ALIGN_N
     K = k_units * ALIGN
     a_strides, b_strides = _walks(
-        stride_az, stride_a0, stride_a1, stride_a2, stride_ak, stride_bz, stride_bk, stride_bn, ALIGN, A_ORDER, B_ORDER
-    )
+        stride_az, stride_a0, stride_a1, stride_a2, stride_ak, stride_bz, stride_bk, stride_bn,
+        ALIGN, A_ORDER, B_ORDER, WIDE,
+    )  # fmt: skip
     sizes = (M, N, K, size1, size2)
     scales = (scale_a_ptr, scale_b_ptr, zero_ptr, stride_sam, stride_sak, stride_sbn, stride_sbk)
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
@@ -535,8 +548,11 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     mask_n = (cols < N)[:, None]
     offs_k = tl.arange(0, BLOCK_K)
     a += batch.to(tl.int64) * stride_az * ALIGN
-    b_rows = b + batch.to(tl.int64) * stride_bz * ALIGN + cols.to(tl.int64)[:, None] * (stride_bn * ALIGN)
-    b_up = b_rows + tl.cast(N, tl.int64) * (stride_bn * ALIGN)
+    # 64 bits: in units of ALIGN strides fit 32, in elements they need not
+    row_stride = tl.cast(stride_a0, tl.int64) * ALIGN
+    column_stride = tl.cast(stride_bn, tl.int64) * ALIGN
+    b_rows = b + batch.to(tl.int64) * stride_bz * ALIGN + cols.to(tl.int64)[:, None] * column_stride
+    b_up = b_rows + tl.cast(N, tl.int64) * column_stride
     nothing = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sums = (nothing,)
     sums_up = (nothing,)
@@ -557,7 +573,7 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             more_up = (sums_up[0] + weights_up * row,)
         for m in tl.static_range(1, ROWS):
-            row = tl.load(a + m * (stride_a0 * ALIGN) + k, mask=inside, other=0.0).to(tl.float32)
+            row = tl.load(a + m * row_stride + k, mask=inside, other=0.0).to(tl.float32)
             more = more + (sums[m] + weights * row,)  # type: ignore[assignment]
             if GATED:
                 more_up = more_up + (sums_up[m] + weights_up * row,)  # type: ignore[assignment]

@@ -24,6 +24,10 @@ def key_of(given: Operands) -> Key:
     """The shape key of a call."""
     a_kind, b_kind = kinds(given)
     a_order, b_order = _launch.orders(given)
+    walked = _launch.leading(given)
+    if walked <= 3 and _launch.cannot_walk(given) is not None:
+        # strides of a batch or of the residual that the kernels decline, which the choice must know
+        walked = 0
     tensors = (given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.out_scale)
     return (
         row_bucket(given.M),
@@ -42,7 +46,7 @@ def key_of(given: Operands) -> Key:
         0 if given.flat else row_bucket(given.batches),
         f"{('any', 'k', 'm')[a_order]} {('any', 'k', 'n')[b_order]} {_launch.access_bytes(given)}",
         given.a.device.type,
-        _launch.leading(given),
+        walked,
         needs_grad(*tensors),
     )
 

@@ -199,7 +199,8 @@ def _tensors(given: Operands) -> tuple[Tensor, ...]:
 
 
 def _partial_dtype(given: Operands) -> torch.dtype:
-    return torch.int32 if given.integers else torch.float32
+    # scales of blocks are part of the sums
+    return torch.int32 if given.integers and "block" not in kinds(given) else torch.float32
 
 
 class Plan(NamedTuple):
@@ -217,7 +218,7 @@ def _align_n(given: Operands) -> int:
 def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
     """Sizes and constants that the kernels over tiles share; sizes without the steps, which come before size1."""
     how, config_k = walk(given), config["BLOCK_K"]
-    if kinds(given)[1] == "group" and given.form == "plain" and given.group % config_k != 0:
+    if kinds(given)[1] == "group" and given.form != "int4" and given.group % config_k != 0:
         raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} takes columns of more than one group of {given.group}")
     if given.form == "int4" and (config_k % 64 != 0 or (config_k > given.group and config_k != 64)):
         raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} does not fit 4-bit codes in groups of {given.group}")

@@ -18,7 +18,7 @@ from wavecrest.hardware import Arch
 from wavecrest.ops.gemm.cases import bench_cases, compile_cases, emulate_cases
 from wavecrest.ops.gemm.key import KEY_FIELDS, key_of, shape_of
 from wavecrest.ops.gemm.operands import GATED, Operands, check
-from wavecrest.ops.gemm.reference import reference
+from wavecrest.ops.gemm.reference import reference, unpacked
 from wavecrest.ops.packed import PackedWeight
 from wavecrest.registry import Cost, Key, Op, needs_grad
 from wavecrest.tuned import Config
@@ -131,6 +131,7 @@ _op = Op(
     bench_cases=bench_cases,
     emulate_cases=emulate_cases,
     example_dtypes=("float64", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"),
+    unpacked=lambda *args: tuple(unpacked(Operands(*args))),
     op_class="gemm",
 )
 for _backend in _BACKENDS:
@@ -223,8 +224,9 @@ def linear(
         form = weight.format if weight.format in ("shuffled", "int4") else "plain"
         if weight.scale is not None:
             scale_weight = weight.scale
-            group = weight.group if weight.format in ("int8", "int4") and weight.group < weight.shape[1] else 0
-            group = weight.group if weight.format == "int4" else group
+            # one scale a row of the weight is a vector, whatever the group is called
+            in_groups = weight.format == "int4" or (weight.format != "fp8_block" and weight.scale.shape[1] > 1)
+            group = weight.group if in_groups else 0
             zero = None if weight.zero is None else weight.zero.mT
         weight = weight.stored
     if isinstance(weight, Tensor) and weight.ndim != 2:

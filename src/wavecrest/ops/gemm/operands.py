@@ -161,6 +161,7 @@ def _describe(value: Any) -> str:
 
 def check(op: str, given: Operands) -> None:
     """Raise InvalidArgument unless the arguments are a product, naming what is wrong."""
+    _check_options(op, given)
     a, b = given.a, given.b
     for name, value in (("a", a), ("b", b)):
         least = 1 if name == "a" else 2
@@ -185,6 +186,16 @@ def check(op: str, given: Operands) -> None:
             raise InvalidArgument(f"{op}: the batches of a {list(a.shape)} and b {list(b.shape)} do not fit") from None
     _check_scales(op, given)
     _check_finish(op, given)
+
+
+def _check_options(op: str, given: Operands) -> None:
+    """Those that the properties of the operands ask for, whatever they are."""
+    activation, known = given.activation, (*ACTIVATIONS, *GATED)
+    if activation is not None and activation not in known:
+        raise InvalidArgument(f"{op}: activation takes {', '.join(known)}, not {activation!r}")
+    for name, value in (("alpha", given.alpha), ("slope", given.slope)):
+        if type(value) not in (float, int):
+            raise InvalidArgument(f"{op}: {name} must be a number, got {value!r}")
 
 
 def _check_forms(op: str, given: Operands) -> None:
@@ -252,13 +263,8 @@ def _check_scales(op: str, given: Operands) -> None:
 
 def _check_finish(op: str, given: Operands) -> None:
     activation, out = given.activation, given.dtype
-    if activation is not None and activation not in ACTIVATIONS and activation not in GATED:
-        raise InvalidArgument(f"{op}: activation takes {', '.join((*ACTIVATIONS, *GATED))}, not {activation!r}")
     if activation in GATED and given.columns % 2 != 0:
         raise InvalidArgument(f"{op}: {activation} needs an even number of columns, got {given.columns}")
-    for name, value in (("alpha", given.alpha), ("slope", given.slope)):
-        if type(value) not in (float, int):
-            raise InvalidArgument(f"{op}: {name} must be a number, got {value!r}")
     if given.bias_along not in ("n", "m"):
         raise InvalidArgument(f"{op}: bias_along takes n or m, not {given.bias_along!r}")
     if given.bias_along == "m" and activation in GATED:

@@ -63,7 +63,9 @@ def values_of_a(given: Operands) -> Tensor:
         return wide * scale.reshape(())
     if kind == "block":
         scale = scale.repeat_interleave(SCALE_BLOCK, 1)[:, : given.K]
-    return (wide.reshape(given.M, given.K) * scale.reshape(given.M, -1)).reshape(wide.shape)
+    else:
+        scale = scale.reshape(given.M, 1)
+    return (wide.reshape(given.M, given.K) * scale).reshape(wide.shape)
 
 
 def reference(given: Operands) -> Tensor:
@@ -89,3 +91,11 @@ def reference(given: Operands) -> Tensor:
         how = _quantized.Quantization(given.dtype, "tensor", given.out_scale.reshape(()))
         return _quantized.reference(y, how)[0]
     return y.to(given.dtype)
+
+
+def unpacked(given: Operands) -> Operands:
+    """The same product with a weight that is stored in fewer bits, or shuffled, as a plain one of a's dtype."""
+    if given.form == "plain" and not given.weight_only:
+        return given
+    weight = values_of_b(given).to(given.a.dtype).mT.contiguous()
+    return given._replace(b=weight.mT, scale_b=None, zero=None, form="plain", group=0)

@@ -1,0 +1,86 @@
+"""The linear layer over `wavecrest.ops.linear`: plain or packed weights, activation and residual in the same kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wavecrest.errors import InvalidArgument, StepRefused
+from wavecrest.ops import PackedWeight, linear, pack
+from wavecrest.ops._activation import ACTIVATIONS
+from wavecrest.ops.gemm.operands import GATED
+
+
+class Linear(nn.Module):
+    """y = act(x @ weightᵀ + bias) + residual, x [..., in_features] to [..., out_features].
+
+    A gated activation (silu_and_mul, …) halves the features: the weight is a packed [gate | up].
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
+        """Take a weight [N, K], plain or a `PackedWeight`, and a bias [N].
+
+        Raises:
+            InvalidArgument: the weight is no matrix, or there is no such activation.
+        """
+        super().__init__()
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            raise InvalidArgument(
+                f"Linear: weight must be [N, K], got {getattr(weight, 'shape', type(weight).__name__)}"
+            )
+        if activation is not None and activation not in (*ACTIVATIONS, *GATED):
+            raise InvalidArgument(f"Linear: activation takes {', '.join((*ACTIVATIONS, *GATED))}, not {activation!r}")
+        learns = weight.requires_grad and not isinstance(weight, PackedWeight)
+        self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=learns)
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias, requires_grad=bias.requires_grad)
+        self.register_parameter("bias", bias)
+        self.activation = activation
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """N, half of the weight's rows where the activation is gated."""
+        return self.weight.shape[0] // (2 if self.activation in GATED else 1)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [..., K] to [..., N]; `residual` [..., N] is added after the activation."""
+        return linear(x, self.weight, self.bias, residual=residual, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        stored = f", {self.weight.format}" if isinstance(self.weight, PackedWeight) else ""
+        act = f", {self.activation}" if self.activation else ""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{act}{stored}"
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Module, format: str = "plain", activation: str | None = None, **options: Any
+    ) -> Linear:
+        """Ours from an `nn.Linear`: shares its parameters, or with another format than "plain" packs its weight.
+
+        Args:
+            module: an `nn.Linear`, not of a class derived from it, without hooks.
+            format, options: as for `wavecrest.ops.pack`.
+            activation: applied after it.
+
+        Raises:
+            StepRefused: it is something else.
+            InvalidArgument: it cannot be packed so; the message says why.
+        """
+        if type(module) is not nn.Linear:
+            raise StepRefused(f"{type(module).__name__} is no nn.Linear")
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise StepRefused("it has hooks, which would not run any more")
+        weight: Tensor = module.weight
+        if format != "plain":
+            with torch.no_grad():
+                weight = pack(weight.detach(), format, **options)
+        return cls(weight, module.bias, activation)
