@@ -7,6 +7,7 @@ that calls them in another order, or with another input, is still right.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -45,6 +46,8 @@ class FusedWeights(nn.Module):
             )
         else:
             self.register_parameter("bias", None)
+        # what computes the wide product: (x, weight, bias) -> [..., N]
+        self.product_of: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         # the tensor the wide product was computed from, and the product; None between forwards
         self.source: Tensor | None = None
         self.product: Tensor | None = None
@@ -76,7 +79,7 @@ class FusedSlice(nn.Module):
         fused = self.fused
         if self.first:
             fused.source = x
-            fused.product = F.linear(x, fused.weight, fused.bias)
+            fused.product = fused.product_of(x, fused.weight, fused.bias)
         product = fused.product
         if product is None or fused.source is not x:
             return F.linear(x, self.weight, self.bias)

@@ -30,6 +30,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.passes.precision import precision_steps
     from wavecrest.passes.replace_activation import ReplaceActivation
     from wavecrest.passes.replace_norm import ReplaceNorm
+    from wavecrest.passes.route_linear import RouteLinear
 
     steps: list[Step] = [
         EnvironmentStep(),
@@ -41,6 +42,8 @@ def _steps() -> dict[str, Step]:
         *attention_steps(),
         FuseQKV(),
         FuseGateUp(),
+        # after the fusions, whose wide products have rows of their own in the table
+        RouteLinear(),
         ReplaceNorm(),
         ReplaceActivation(),
         # these search for minutes, so they search once, on the final shape of the model

@@ -1,0 +1,115 @@
+"""Linear layers go where the table says, layer by layer and bucket by bucket, and the report says which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from wavecrest import hardware, registry
+from wavecrest import nn as ours
+from wavecrest.passes import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.passes.fuse_linears import FusedSlice
+from wavecrest.passes.gate import Gate, failures
+from wavecrest.passes.route_linear import linear_arguments
+from wavecrest.workload import Buckets, Workload, from_example
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, n) for n in (16, 8, 8))
+        self.out = nn.Linear(32, 24, bias=False)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1))
+
+
+@pytest.fixture
+def op() -> Iterator[registry.Op]:
+    """gemm, with a backend that counts its calls in place of a kernel of ours."""
+    op = registry.get("gemm")
+    backends = dict(op.backends)
+    calls: list[tuple[int, ...]] = []
+
+    def run(*args: object) -> object:
+        calls.append(tuple(args[0].shape))  # type: ignore[attr-defined]
+        return op.reference(*args)
+
+    op.attach("planted", run, supports=lambda *_args: None, priority=1)
+    op.calls = calls  # type: ignore[attr-defined]
+    yield op
+    op.backends.clear()
+    op.backends.update(backends)
+    op.attach("reference", op.reference, supports=lambda *_args: None, priority=0)
+    op.unpin()
+    del op.calls  # type: ignore[attr-defined]
+
+
+def _pin(op: registry.Op, rows: int, layer: nn.Module) -> None:
+    x = torch.randn(rows, layer.weight.shape[1])  # type: ignore[union-attr, index]
+    with torch.no_grad():
+        key = op.key(*linear_arguments(x, layer.weight, layer.bias))  # type: ignore[arg-type]
+    op.pin(key, "planted", None, "exact", "measured 1.0 µs, native 2.0 µs")
+
+
+def _context(workload: Workload) -> StepContext:
+    return StepContext(workload, hardware.cpu(), model=structural_copy(workload.model))
+
+
+def test_only_what_the_table_names_is_routed(op: registry.Op) -> None:
+    torch.manual_seed(0)
+    model = Block().eval()
+    workload = from_example(model, Buckets(few=torch.randn(4, 16), many=torch.randn(40, 16)))
+    step = step_by_id("route_linear")
+    nothing = step.find(_context(workload))
+    assert not nothing.sites and "PyTorch's kernel is the choice for every layer" in nothing.note
+    assert "few: 4×16×16 float32 torch (default)" in nothing.note and "unused" not in nothing.note
+
+    _pin(op, 4, model.out)
+    found = step.find(_context(workload))
+    assert found.sites == ("out",)
+    assert "1 × few: 4×24×32 float32 planted (exact)" in found.note and "1 × many: 64×24×32 float32 torch" in found.note
+    (routed,) = [row for row in found.params["routes"] if row["backend"] == "planted"]
+    assert (routed["bucket"], routed["layer"], routed["rows"]) == ("few", "out", 4)
+    assert routed["reason"] == "measured 1.0 µs, native 2.0 µs" and routed["source"] == "exact"
+
+    made = build(model, Stack().plus(step, found.params))
+    assert isinstance(made.out, ours.Linear) and made.out.weight is model.out.weight
+    assert type(made.q_proj) is nn.Linear and type(model.out) is nn.Linear
+    assert not failures(Gate.prepare(workload).check(made))
+    op.calls.clear()  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for rows in (4, 40):
+            x = torch.randn(rows, 16)
+            assert torch.allclose(made(x), model(x), atol=1e-6)
+    # the bucket that the table names, and no other
+    assert op.calls == [(4, 32)]  # type: ignore[attr-defined]
+
+
+def test_the_wide_product_of_fused_projections_is_routed(op: registry.Op) -> None:
+    torch.manual_seed(0)
+    model = Block().eval()
+    workload = from_example(model, torch.randn(4, 16))
+    fuse = step_by_id("fuse_qkv")
+    stack = Stack().plus(fuse, fuse.find(_context(workload)).params)
+    fused = build(model, stack)
+    assert isinstance(fused.q_proj, FusedSlice)
+    _pin(op, 4, fused.q_proj.fused)
+    step = step_by_id("route_linear")
+    found = step.find(StepContext(workload, hardware.cpu(), model=fused))
+    assert found.sites == ("q_proj",)
+    made = build(model, stack.plus(step, found.params))
+    op.calls.clear()  # type: ignore[attr-defined]
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        assert torch.allclose(made(x), model(x), atol=1e-6)
+    assert op.calls == [(4, 16)]  # type: ignore[attr-defined]
+
+
+def test_no_linear_layer(op: registry.Op) -> None:
+    workload = from_example(nn.Sequential(nn.ReLU()), torch.randn(4, 16))
+    assert step_by_id("route_linear").find(_context(workload)).note == "no Linear layer is called"
