@@ -2,8 +2,9 @@
 # What a machine with a GPU should check before a release, from the source tree, nothing installed:
 # the kernels' tests, a memory check, host cost, and optimize on the example models. Result files go to OUT.
 #
-#   benchmarks/run_gpu.sh OUT [part …]     parts: tests rows host minilm prefill decode   (default: all)
-#   rows = sanitize bench. Peers of bench that are not installed can be on PYTHONPATH.
+#   benchmarks/run_gpu.sh OUT [part …]     parts: tests rows tune host minilm prefill decode   (default: all but tune)
+#   rows = sanitize bench. Peers of bench that are not installed can be on PYTHONPATH; WORKERS: processes of tests, with
+#   pytest-xdist.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/run_gpu.sh OUT [part …]}
@@ -33,7 +34,14 @@ for part in "${parts[@]}"; do
     begin=$SECONDS
     echo "== $part"
     case $part in
-    tests) "$python" -m pytest -q -p no:cacheprovider ${TESTS:-tests/ops tests/passes tests/unit} 2>&1 | tail -60 | tee "$out/tests.log" ;;
+    tests)
+        "$python" -m pytest -q -p no:cacheprovider ${WORKERS:+-n $WORKERS} ${TESTS:-tests/ops tests/passes tests/unit} 2>&1 |
+            tail -60 | tee "$out/tests.log"
+        ;;
+    tune)
+        "$python" -m wavecrest tune "${TUNE:-gemm}" --suite shared --device cuda --budget "${TUNE_BUDGET:-480}" \
+            --out "$out/tune.json" --table "$out/table.csv" 2>&1 | tee "$out/tune.log"
+        ;;
     sanitize) PYTHON=$python scripts/sanitize --out "$out/sanitize.json" 2>&1 | tee "$out/sanitize.log" ;;
     bench)
         # one file for all ops (or those in BENCH); `wavecrest bench --from FILE --split DIR` makes one an op, with a plot

@@ -81,7 +81,7 @@ from wavecrest import ops, registry
 assert ops.rms_norm(torch.ones(2, 8)).shape == (2, 8)
 for name in registry.names():
     op = registry.get(name)
-    decision = op.decide(*op.inputs(*(2, 8, 8)[: len(op.sizes)], torch.float32, "cpu"))
+    decision = op.decide(*op.inputs(*(2, 8, 8, 8)[: len(op.sizes)], torch.float32, "cpu"))
     assert decision.backend == "torch", decision
     assert any("triton is not importable" in refusal.reason for refusal in decision.refused), decision
 from wavecrest.ops import _lib

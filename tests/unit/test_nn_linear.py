@@ -89,6 +89,16 @@ def test_state_dict_through_safetensors(name: str, tmp_path: Path) -> None:
         assert torch.equal(other(x), made(x)) and made(x).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_of_another_format_are_refused(assign: bool) -> None:
+    _, int4 = _packed("int4")
+    _, int8 = _packed("int8")
+    before = int8(torch.ones(1, 96, dtype=torch.bfloat16))
+    with pytest.raises((InvalidArgument, RuntimeError), match="int4"):
+        int8.load_state_dict(int4.state_dict(), assign=assign)
+    assert torch.equal(int8(torch.ones(1, 96, dtype=torch.bfloat16)), before)
+
+
 def test_compiled_copied_and_shown() -> None:
     _, made = _packed("int4")
     x = torch.randn(4, 96, dtype=torch.bfloat16)

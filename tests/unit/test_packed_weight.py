@@ -48,7 +48,8 @@ def weight(n: int, k: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    # clone: without elements, contiguous() keeps strides that view refuses
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def assert_same(found: Any, expected: PackedWeight, shares: bool | None = None) -> None:
@@ -153,6 +154,11 @@ def test_int4_scale_and_zero() -> None:
     assert w.scale is not None and torch.allclose(w.scale, torch.tensor([[1.4], [2.0], [2.0], [1.0]]))
     assert w.zero is not None and w.zero.tolist() == [[5], [0], [15], [0]]
     assert w.dequantize_float32()[1].tolist() == [2.0, 30.0, 4.0, 8.0]
+    # also where a group has no padding that would bring it in
+    for source in (torch.linspace(20, 30, 32)[None], torch.linspace(-30, -20, 32)[None]):
+        w = pack(source, "int4", group=32, symmetric=False)
+        assert w.scale is not None and w.scale.item() == 2.0 and w.zero is not None
+        assert w.zero.item() == (0 if source[0, 0] > 0 else 15)
 
 
 def test_int4_span_beyond_float32() -> None:
@@ -255,6 +261,13 @@ def test_empty(format: str, n: int, k: int) -> None:
         return
     w = pack(source, format)
     assert w.unpack().shape == (n, k) and w.unpack().dtype == torch.float16
+    shapes = {
+        "int8": (n, 1),
+        "int4": (n, -(-k // 128)),
+        "fp8": (n, 1),
+        "fp8_block": (-(-n // 128), -(-k // 128)),
+    }
+    assert (None if w.scale is None else tuple(w.scale.shape)) == shapes.get(format)
     assert_same(pickle.loads(pickle.dumps(w)), w)
 
 
@@ -268,7 +281,15 @@ def test_bytes() -> None:
 
 def test_repr() -> None:
     text = repr(pack(weight(5, 70), "int4", group=32, symmetric=False))
-    for part in ("int4", "shape=[5, 70]", "bfloat16", "group=32", "asymmetric", "device=cpu"):
+    for part in (
+        "int4",
+        "shape=[5, 70]",
+        "dtype=torch.bfloat16",
+        "stored=uint8",
+        "group=32",
+        "asymmetric",
+        "device=cpu",
+    ):
         assert part in text
     assert "asymmetric" not in repr(pack(weight(5, 70), "int4"))
 
@@ -428,7 +449,13 @@ def test_from_parts_is_the_inverse_of_the_parts(make: Callable[[], PackedWeight]
     assert_same(PackedWeight.from_parts(w.format, w.stored, **options), w, shares=True)
     # views with gaps are copied
     wide = torch.cat([w.stored, w.stored], dim=1)[:, : w.stored.shape[1]]
-    assert PackedWeight.from_parts(w.format, wide, **options).stored.is_contiguous()
+    if w.scale is not None:
+        options["scale"] = torch.stack([w.scale, w.scale], dim=2)[..., 0]
+    if w.zero is not None:
+        options["zero"] = w.zero.t().contiguous().t()
+    found = PackedWeight.from_parts(w.format, wide, **options)
+    assert_same(found, w, shares=False)
+    assert all(part.is_contiguous() for part in found._parts().values())
 
 
 @pytest.fixture(params=["grad", "no_grad", "inference_mode"])
@@ -484,7 +511,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "requires_grad-set": lambda w: setattr(w, "requires_grad", True),
     "parameter": lambda w: nn.Parameter(w),
     "data_ptr": lambda w: w.data_ptr(),
-    "dlpack": lambda w: torch.from_dlpack(w),
+    "from_dlpack": lambda w: torch.from_dlpack(w),
+    "dlpack": lambda w: w.__dlpack__(),
     "storage": lambda w: w.storage(),
 }
 
@@ -657,6 +685,7 @@ def holder(w: PackedWeight) -> nn.Module:
     module = nn.Module()
     module.weight = nn.Parameter(w, requires_grad=False)
     module.register_buffer("spare", w.clone())
+    module.bias = nn.Parameter(torch.zeros(3))
     module.register_load_state_dict_pre_hook(refuse_other_formats)
     root = nn.Module()
     root.layer = module
@@ -674,7 +703,7 @@ def weights_of(root: nn.Module) -> tuple[PackedWeight, PackedWeight]:
 def test_state_dict(make: Callable[[], PackedWeight], assign: bool) -> None:
     w = make()
     state = holder(w).state_dict()
-    assert list(state) == ["layer.weight", "layer.spare"]
+    assert list(state) == ["layer.weight", "layer.bias", "layer.spare"]
     assert_same(state["layer.weight"], w, shares=True)
     other = holder(torch.empty_like(w))
     for part in weights_of(other)[0]._parts().values():
@@ -714,13 +743,16 @@ def test_state_dict_of_another_format_is_refused(
     source = weight(16, 160)
     root = holder(make(source))
     before = copy.deepcopy(weights_of(root)[0])
-    state = {"layer.weight": given(source), "layer.spare": make(source)}
-    with pytest.raises(RuntimeError, match=r"layer\.weight") as caught:
-        root.load_state_dict(state, assign=assign)
-    assert re.search("pack both alike|pack it first", str(caught.value)), caught.value
-    assert "layer.spare" not in str(caught.value)
-    if not assign:
+    names = ("layer.weight", "layer.spare")
+    for name, other in (names, names[::-1]):
+        state = {name: given(source), other: make(source), "layer.bias": torch.ones(3)}
+        with pytest.raises(InvalidArgument if assign else RuntimeError, match=re.escape(name)) as caught:
+            root.load_state_dict(state, assign=assign)
+        assert re.search("pack both alike|pack it first", str(caught.value)), caught.value
+        assert other not in str(caught.value) and "layer.bias" not in str(caught.value)
         assert_same(weights_of(root)[0], before)
+        assert_same(weights_of(root)[1], before)
+        root = holder(make(source))
 
 
 def test_packed_into_a_plain_module_is_refused() -> None:
@@ -765,6 +797,7 @@ def test_module_moves(make: Callable[[], PackedWeight]) -> None:
     assert_same(weights_of(clone)[0], w, shares=False)
     with pytest.raises(Unsupported, match="no gradient"):
         root.requires_grad_(True)
+    root.requires_grad_(False)
 
 
 def test_pack_on_meta() -> None:

@@ -11,6 +11,7 @@ from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.ops import PackedWeight, linear, pack
 from wavecrest.ops._activation import ACTIVATIONS
 from wavecrest.ops.gemm.operands import GATED
+from wavecrest.ops.packed import refuse_other_formats
 
 
 class Linear(nn.Module):
@@ -40,6 +41,8 @@ class Linear(nn.Module):
             bias = nn.Parameter(bias, requires_grad=bias.requires_grad)
         self.register_parameter("bias", bias)
         self.activation = activation
+        # with assign=True torch would put weights of another format in place without asking
+        self.register_load_state_dict_pre_hook(refuse_other_formats)  # type: ignore[no-untyped-call]
 
     @property
     def in_features(self) -> int:

@@ -152,7 +152,8 @@ def quantized(
         return _int4(wide, low, high, group, symmetric)
     largest = LARGEST[target]
     scale = _scale(torch.maximum(-low, high), largest)
-    codes = (wide / expanded(scale, shape, rows, group)).clamp(-largest, largest)
+    # beyond the largest by no more than the rounding of scale and quotient, which rounds to it
+    codes = wide / expanded(scale, shape, rows, group)
     return (codes.round() if target == torch.int8 else codes).to(target), scale, None
 
 

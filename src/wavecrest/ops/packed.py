@@ -164,11 +164,8 @@ class PackedWeight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """A copy with its own tensors; of a parameter, a parameter."""
-        if id(self) not in memo:
-            copied = self._map(lambda part: copy.deepcopy(part, memo))
-            memo[id(self)] = _as_parameter(copied) if isinstance(self, nn.Parameter) else copied
-        found: PackedWeight = memo[id(self)]
-        return found
+        copied = self._map(lambda part: copy.deepcopy(part, memo))
+        return _as_parameter(copied) if isinstance(self, nn.Parameter) else copied
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         """For pickle, copy and torch.save: the parts, which are checked again when they are loaded."""
@@ -377,11 +374,15 @@ def refuse_other_formats(
     _strict: bool,
     _missing: list[str],
     _unexpected: list[str],
-    errors: list[str],
+    _errors: list[str],
 ) -> None:
     """For `module.register_load_state_dict_pre_hook`: also assign=True may not change a packed weight's format.
 
     Without assign, torch copies into the parameter, which refuses another format by itself.
+
+    Raises:
+        InvalidArgument: another format; nothing of the module is loaded, where an error that torch collects would
+            come after the weights were put in place.
     """
     if not local_metadata.get("assign_to_params_buffers", False):
         return
@@ -389,7 +390,7 @@ def refuse_other_formats(
         if isinstance(weight, PackedWeight) and prefix + name in state_dict:
             reason = _mismatch(weight, state_dict[prefix + name])
             if reason is not None:
-                errors.append(f"{prefix}{name}: {reason}")
+                raise InvalidArgument(f"{prefix}{name}: {reason}")
 
 
 def _build(
@@ -407,8 +408,10 @@ def _build(
     return weight
 
 
-def _as_parameter(weight: PackedWeight) -> Any:
-    return nn.Parameter(weight, requires_grad=False)
+def _as_parameter(weight: PackedWeight) -> PackedWeight:
+    parameter: Any = nn.Parameter(weight, requires_grad=False)
+    found: PackedWeight = parameter
+    return found
 
 
 def _restored(
