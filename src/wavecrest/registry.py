@@ -34,7 +34,7 @@ EXAMPLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 UNLISTED = ("device", "grad")
 
 # modules that attach backends to ops by name; imported by load_backends, never by an op
-BACKEND_MODULES = ("wavecrest.backends.torch",)
+BACKEND_MODULES = ("wavecrest.backends.torch", "wavecrest.backends.aiter")
 
 
 class DispatchMiss(UserWarning):

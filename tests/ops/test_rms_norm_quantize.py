@@ -1,67 +1,7 @@
 from __future__ import annotations
 
-import pytest
-import torch
-
-from tests.ops.op_harness import BACKENDS, assert_refuses, assert_rounds_once, random
-from wavecrest import ops, registry
-from wavecrest.tuned import Config
-
-OP = "rms_norm_quantize"
-X = torch.ones(2, 4)
+from tests.ops.norm_quantize import NormQuantize
 
 
-@pytest.mark.parametrize(
-    "config",
-    [None, Config(BLOCK_M=2, BLOCK_N=256, PACKED=1, num_warps=1), Config(BLOCK_M=1, BLOCK_N=64, PACKED=1, num_warps=1)],
-    ids=["default", "packed", "split"],
-)
-def test_rounds_once(config: Config | None, device: str) -> None:
-    assert_rounds_once(OP, config, device)
-
-
-def test_public_function(device: str) -> None:
-    registry.get(OP).force("triton")
-    x = random((3, 140), torch.float32, device)
-    for got, want in zip(
-        ops.rms_norm_quantize(x, granularity="group"),
-        registry.get(OP).run("triton", x, granularity="group"),
-        strict=True,
-    ):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_given_scale_is_used_and_saturates(backend: str, device: str) -> None:
-    x = random((3, 140), torch.float32, device)
-    for granularity, shape in (("tensor", ()), ("token", (3, 1)), ("group", (3, 2))):
-        scale = torch.full(shape, 2.0**-8, device=device)
-        results = registry.get(OP).run(backend, x, None, 1e-5, torch.int8, granularity, scale)
-        q = results[0]
-        assert results[1] is scale or torch.equal(results[1], scale)
-        assert q.max() == 127 and q.min() == -127
-        y = registry.get("rms_norm").reference(x.double(), None, 1e-5) * 256
-        inside = y.abs() < 126
-        assert ((q.double() - y).abs()[inside] <= 0.5 + 1e-3).all() and inside.any()
-
-
-@pytest.mark.parametrize("backend", [None, *BACKENDS])
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        pytest.param((3.0,), "takes a tensor", id="number"),
-        pytest.param((X, torch.ones(3)), "weight must be", id="weight-short"),
-        pytest.param((X, None, -1.0), "eps", id="eps-negative"),
-        pytest.param((X, None, 1e-5, torch.int16), "dtype takes int8, float8_e4m3fn, .*int16", id="dtype"),
-        pytest.param((X, None, 1e-5, torch.int8, "row"), "granularity takes", id="granularity"),
-        pytest.param(
-            (X, None, 1e-5, torch.int8, "tensor"),
-            "cannot be worked out in one pass; give it, or use token",
-            id="tensor-dynamic",
-        ),
-        pytest.param((X, None, 1e-5, torch.int8, "tensor", torch.ones(1)), "tensor scale must be", id="scale-shape"),
-        pytest.param((X, None, 1e-5, torch.int8, "token", torch.ones(2, 1).half()), "torch.float32", id="scale-dtype"),
-    ],
-)
-def test_wrong_arguments(args: tuple[object, ...], message: str, backend: str | None) -> None:
-    assert_refuses(OP, backend, args, message)
+class TestRmsNormQuantize(NormQuantize):
+    op, norm, residual = "rms_norm_quantize", "rms_norm", False

@@ -1,0 +1,91 @@
+"""AMD's aiter as a backend: its tuned dispatcher for products, with the table rows that it would use.
+
+Called as its sources say (ROCm/aiter, aiter/tuned_gemm.py and aiter/ops/gemm_op_a8w8.py, read 2026-11-21); it was not
+run: this project has no AMD GPU. Imported inside functions only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavecrest import registry
+from wavecrest.backends.torch import finished
+from wavecrest.ops.gemm.operands import Operands, kinds
+
+# below PyTorch: it runs where a measured row names it
+PRIORITY = 4
+# what its 8-bit kernels make
+OUT_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@cache
+def _missing() -> str | None:
+    """Why aiter cannot run here at all."""
+    if torch.version.hip is None:
+        return "runs on AMD GPUs; this torch is no ROCm build"
+    if importlib.util.find_spec("aiter") is None:
+        return "is not installed (an AMD GPU and https://github.com/ROCm/aiter)"
+    return None
+
+
+# Dynamo would trace the search for the package
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unavailable() -> str | None:
+    return _missing()
+
+
+def _gemm_supports(*args: Any) -> str | None:
+    given = Operands(*args)
+    reason: str | None = _unavailable()
+    if reason is not None:
+        return reason
+    if not given.a.is_cuda or registry.needs_grad(given.a, given.b, given.bias, given.residual):
+        return "runs on a GPU, without gradients"
+    if given.form != "plain" or given.weight_only or not given.flat or given.b.stride(-2) != 1:
+        return "takes one plain weight [N, K] that is contiguous along K"
+    if given.a.dtype.itemsize == 2:
+        return None
+    if given.a.dtype.itemsize != 1:
+        return f"multiplies 16-bit and 8-bit types, not {registry.dtype_name(given.a)}"
+    if kinds(given) not in (("vector", "vector"), ("block", "block")):
+        return f"applies scales of rows and columns, or of blocks, not {' and '.join(kinds(given))}"
+    if kinds(given) == ("block", "block") and given.integers:
+        return "applies block scales to 8-bit floats"
+    return None if given.dtype in OUT_DTYPES else f"makes bfloat16 and float16 from 8 bits, not {given.dtype}"
+
+
+def _gemm(*args: Any) -> Tensor:
+    given = Operands(*args)
+    a, weight, bias = given.a.reshape(given.M, given.K), given.b.mT, given.bias
+    scales = kinds(given)
+    if given.a.dtype.itemsize == 2:
+        from aiter.tuned_gemm import gemm_a16w16
+
+        # added by it only where nothing comes between, and in its own dtype
+        inside = bias is not None and given.alpha == 1.0 and given.bias_along == "n" and bias.dtype == a.dtype
+        y = gemm_a16w16(a, weight, bias=bias if inside else None, otype=a.dtype)
+        bias = None if inside else bias
+    else:
+        assert given.scale_a is not None and given.scale_b is not None
+        if scales == ("block", "block"):
+            from aiter import gemm_a8w8_blockscale
+
+            y = gemm_a8w8_blockscale(a, weight, given.scale_a, given.scale_b.mT.contiguous(), dtype=given.dtype)
+        else:
+            from aiter import gemm_a8w8
+
+            rows, columns = given.scale_a.reshape(-1, 1), given.scale_b.reshape(1, -1)
+            y = gemm_a8w8(a, weight, rows, columns, dtype=given.dtype)
+    return finished(given, y.reshape(*given.a.shape[:-1], given.columns), bias)
+
+
+def _reserved(*_args: Any) -> str | None:
+    return "runs where a measured row names it"
+
+
+registry.get("gemm").attach("aiter", _gemm, supports=_gemm_supports, reserved=_reserved, priority=PRIORITY)

@@ -1,0 +1,134 @@
+"""aiter behind the op gemm, with a stand-in for the package: what it is given, and what is declined."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wavecrest import registry
+from wavecrest.backends import aiter
+from wavecrest.ops.gemm.operands import Operands
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """aiter's three functions as their sources describe them, in float64."""
+    seen: list[str] = []
+
+    def gemm_a16w16(A: Tensor, B: Tensor, bias: Tensor | None = None, otype: Any = None) -> Tensor:
+        assert A.ndim == 2 and B.shape == (B.shape[0], A.shape[1]) and B.is_contiguous()
+        seen.append("a16w16 bias" if bias is not None else "a16w16")
+        y = A.double() @ B.double().mT
+        return (y if bias is None else y + bias).to(otype)
+
+    def gemm_a8w8(
+        XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Any = None, dtype: Any = None
+    ) -> Tensor:
+        assert x_scale.shape == (XQ.shape[0], 1) and w_scale.shape == (1, WQ.shape[0]) and bias is None
+        seen.append("a8w8")
+        return ((XQ.double() * x_scale) @ (WQ.double() * w_scale.mT).mT).to(dtype)
+
+    def gemm_a8w8_blockscale(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: Any = None) -> Tensor:
+        (m, k), n = XQ.shape, WQ.shape[0]
+        assert x_scale.shape == (m, -(-k // 128)) and w_scale.shape == (-(-n // 128), -(-k // 128))
+        assert w_scale.is_contiguous()
+        seen.append("blockscale")
+        x = XQ.double() * x_scale.repeat_interleave(128, 1)[:, :k]
+        w = WQ.double() * w_scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+        return (x @ w.mT).to(dtype)
+
+    package, tuned = ModuleType("aiter"), ModuleType("aiter.tuned_gemm")
+    package.gemm_a8w8, package.gemm_a8w8_blockscale = gemm_a8w8, gemm_a8w8_blockscale  # type: ignore[attr-defined]
+    tuned.gemm_a16w16 = gemm_a16w16  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "aiter", package)
+    monkeypatch.setitem(sys.modules, "aiter.tuned_gemm", tuned)
+    yield seen
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ROCm build with aiter, whose tensors are on the CPU."""
+    monkeypatch.setattr(aiter, "_unavailable", lambda: None)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True), raising=False)
+
+
+def _int8(*shape: int) -> Tensor:
+    return torch.randint(-127, 128, shape, dtype=torch.int8)
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+CASES = {
+    "plain": ("a16w16", lambda: Operands(_random(2, 5, 64), _random(48, 64).mT)),
+    "bias": ("a16w16 bias", lambda: Operands(_random(5, 64), _random(48, 64).mT, bias=_random(48))),
+    "bias of another dtype": (
+        "a16w16",
+        lambda: Operands(_random(5, 64), _random(48, 64).mT, bias=torch.randn(48), activation="silu", alpha=0.5),
+    ),
+    "gated, residual": (
+        "a16w16",
+        lambda: Operands(_random(5, 64), _random(48, 64).mT, activation="silu_and_mul", residual=_random(5, 24)),
+    ),
+    "int8": ("a8w8", lambda: Operands(_int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48))),
+    "fp8 blocks": (
+        "blockscale",
+        lambda: Operands(
+            _random(5, 200, dtype=FP8), _random(140, 200, dtype=FP8).mT,
+            scale_a=torch.rand(5, 2), scale_b=torch.rand(2, 2),
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_gets_what_it_takes_and_the_rest_is_done_after(name: str, calls: list[str]) -> None:
+    torch.manual_seed(0)
+    called, make = CASES[name]
+    given = make()
+    got, want = aiter._gemm(*given), registry.get("gemm").reference(*given)
+    assert calls == [called] and got.shape == want.shape and got.dtype == want.dtype
+    assert (got.double() - want.double()).abs().max() <= 2e-2 * want.double().abs().max()
+
+
+def test_without_it_the_reason_is_in_the_decision() -> None:
+    decision = registry.get("gemm").decide(*Operands(_random(5, 64), _random(48, 64).mT))
+    (reason,) = [refusal.reason for refusal in decision.refused if refusal.backend == "aiter"]
+    assert "no ROCm build" in reason or "not installed" in reason
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (lambda: Operands(_random(5, 64), _random(48, 64).mT), "runs where a measured row names it"),
+        (lambda: Operands(_random(5, 64), _random(64, 48)), "contiguous along K"),
+        (lambda: Operands(_random(3, 5, 64), _random(3, 48, 64).mT), "one plain weight"),
+        (lambda: Operands(torch.randn(5, 64), torch.randn(48, 64).mT), "not float32"),
+        (lambda: Operands(_int8(5, 64), _int8(48, 64).mT), "not none and none"),
+        (lambda: Operands(_random(5, 64), _int8(48, 64).mT, scale_b=torch.rand(48)), "one plain weight"),
+        (
+            lambda: Operands(
+                _int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48), out_dtype=torch.float32
+            ),
+            "not torch.float32",
+        ),
+        (
+            lambda: Operands(_random(5, 64).requires_grad_(), _random(48, 64).mT),
+            "without gradients",
+        ),
+    ],
+    ids=["taken", "other-order", "batch", "float32", "no-scales", "weight-only", "out", "grad"],
+)
+def test_what_it_declines(gpu: None, given: Any, reason: str) -> None:
+    arguments = given()
+    declined = aiter._gemm_supports(*arguments) or aiter._reserved(*arguments)
+    assert declined is not None and reason in declined
