@@ -738,3 +738,32 @@ def test_plots_that_cannot_be_drawn(
     with pytest.raises(MissingDependency, match=r"pip install 'wavecrest\[plot\]'"):
         plot.check(tmp_path / "a.svg")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_peer_gets_a_packed_weight_unpacked() -> None:
+    op = registry.get("gemm")
+    args = op.bench_cases("quick", "cpu")["16x4096x4096 weight int4"]()  # type: ignore[misc]
+    small = (args[0][:, :128], args[1][:64, :32], *args[2:4], args[4][:1, :32], *args[5:])
+    eager = peers.prepare("eager", op, small)
+    want = op.reference(*small)
+    assert (eager.run().float() - want.float()).abs().max() <= 2e-2 * want.abs().max()
+    with pytest.raises(Unsupported, match="stored in fewer bits"):
+        op.run("torch", *small)
+
+
+def test_an_op_with_several_kernels_shows_each(device: str) -> None:
+    op = registry.get("gemm")
+    assert ops._own_backends(op) == ["triton", "triton_stream_k", "triton_multiply"]
+    assert ops._own_backends(registry.get("rms_norm")) == []
+    args = op.inputs(3, 32, 64, torch.float32, device)
+    names = [candidate.timing.name for candidate in ops._candidates(op, args, ("eager",))]
+    assert names == ["wavecrest", "triton", "triton_stream_k", "triton_multiply", "eager"]
+    prepared = ops._forced(op, "triton_multiply", args)
+    assert torch.allclose(prepared.run(), op.reference(*args), atol=1e-4)
+    # beside ours, not one of those it is compared with
+    row = records.OpCase(case="one")
+    made = [ops._Candidate(records.ImplTiming(name=name), None, (1.0, 1.0)) for name in names]
+    for candidate in made:
+        candidate.timing.ms = 0.5 if candidate.timing.name == "triton" else 1.0
+    ops._compare_with_best(row, made)
+    assert row.best_peer == "eager"
