@@ -209,6 +209,29 @@ def test_an_op_adds_its_own_cases(no_emulator: list[dict[str, Any]], monkeypatch
     assert found.header.evidence == "emulated"
 
 
+def test_every_kernel_of_an_op_runs_every_call(
+    no_emulator: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = registry.get("gemm")
+    asked: list[str] = []
+
+    def ran(backend: str, *args: Any) -> Any:
+        asked.append(backend)
+        return op.reference(*args)
+
+    monkeypatch.setattr(op, "run", ran)
+    found = run.run_ops(["gemm"], "gfx942")
+    assert op.emulate_cases is not None
+    names = list(op.emulate_cases("gfx942"))
+    kernels = ("triton", "triton_stream_k", "triton_multiply")
+    assert asked == [kernel for kernel in kernels for _ in names]
+    assert [case.case for case in found.cases] == [
+        *names, *(f"{name} · stream_k" for name in names), *(f"{name} · multiply" for name in names)
+    ]  # fmt: skip
+    with pytest.raises(InvalidArgument, match="gemm has the sizes M, N, K"):
+        run.run_ops(["gemm"], "gfx942", run.cases([(2, 8)], ["float16"]))
+
+
 def _app() -> typer.Typer:
     app = typer.Typer()
     app.command()(isa_run.command)

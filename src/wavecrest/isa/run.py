@@ -109,8 +109,11 @@ def run_ops(
     with emulate.emulated(arch, **options) as driver:
         for name in names:
             op = registry.get(name)
-            for label, dtype, make in _calls(op, arch, chosen):
-                results.append(_run_case(op, label, dtype, make, driver))
+            own = [backend for backend in op.backends if backend.startswith("triton")]
+            for backend, (label, dtype, make) in itertools.product(own, list(_calls(op, arch, chosen))):
+                # the first is the kernel that runs where nothing names another
+                label = label if backend == own[0] else f"{label} · {backend.removeprefix('triton_')}"
+                results.append(_run_case(op, label, dtype, make, driver, backend))
                 if on_case is not None:
                     on_case(results[-1])
     return EmulationRecord(header=_header(), arch=arch, tinygrad=emulate.commit(), cases=results)
@@ -164,6 +167,7 @@ def _run_case(
     dtype: str,
     make: Callable[[], tuple[Any, ...]],
     driver: emulate.EmulatedDriver,
+    backend: str = "triton",
 ) -> CaseResult:
     # the same numbers whatever ran before
     torch.manual_seed(0)
@@ -176,7 +180,7 @@ def _run_case(
         result.dtype = dtype or str(tensors[0].dtype).removeprefix("torch.")
         kept = [tensor.clone() for tensor in tensors]
         with _nan_in_uninitialised_memory():
-            got = op.run("triton", *args)
+            got = op.run(backend, *args)
     except (Unsupported, InvalidArgument) as error:
         # a standard case may be outside of what the kernel, or the op itself, takes
         return result.model_copy(update={"outcome": "refused", "reason": str(error)})
