@@ -228,7 +228,7 @@ def test_every_kernel_of_an_op_runs_every_call(
     assert [case.case for case in found.cases] == [
         *names, *(f"{name} · stream_k" for name in names), *(f"{name} · multiply" for name in names)
     ]  # fmt: skip
-    with pytest.raises(InvalidArgument, match="gemm has the sizes M, N, K"):
+    with pytest.raises(InvalidArgument, match="gemm has sizes M, N, K"):
         run.run_ops(["gemm"], "gfx942", run.cases([(2, 8)], ["float16"]))
 
 
