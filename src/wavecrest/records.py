@@ -383,13 +383,97 @@ class OpBenchRecord(Model):
     ops: list[OpBench]
 
 
-Record = BenchRecord | ProfileRecord | OptimizeRecord | VerifyRecord | OpBenchRecord
+TuneStatus = Literal["refused", "failed", "wrong", "impossible", "dropped", "timed", "won"]
+
+
+class TuneCandidate(Model):
+    """One way to run the calls of a key, and what became of it.
+
+    `status`: refused (the backend or the compiler declines it), failed (raised), wrong, impossible (a time below what
+    the hardware can do), dropped (correct, and slower than the best in the quick round), timed (in the final round),
+    won; all but the last two with the reason. `role`: native is PyTorch, default what runs where nothing is measured.
+    `quick_ms` is from the last quick round it was in; `ms`, `ci` and `samples` (every n-th round) from the final one.
+    """
+
+    backend: str
+    config: dict[str, int] = Field(default_factory=dict)
+    role: Literal["native", "default", "tried"] = "tried"
+    status: TuneStatus = "timed"
+    reason: str = ""
+    # the first call in this process: what was not compiled ahead is in it
+    first_ms: float | None = None
+    relative: float | None = None
+    worst: float | None = None
+    # the largest error as a share of what the op allows that element; None where the op says nothing
+    of_bound: float | None = None
+    quick_ms: float | None = None
+    ms: float | None = None
+    ci: Interval | None = None
+    samples: list[float] = Field(default_factory=list)
+
+
+class TunedKey(Model):
+    """One shape key: its candidates and the winner among them.
+
+    `us` and `native_us` are medians of the final round; `ratio` is native over winner with its paired interval. All are
+    None where there is no such time; `least_us` is the floor below which a time is refused.
+    """
+
+    case: str
+    key: dict[str, str | int | bool | None]
+    backend: str | None = None
+    config: dict[str, int] = Field(default_factory=dict)
+    reason: str = ""
+    us: float | None = None
+    native_us: float | None = None
+    ratio: float | None = None
+    ci: Interval | None = None
+    least_us: float | None = None
+    rounds: int = 0
+    clock: str = ""
+    seconds: float = 0.0
+    candidates: list[TuneCandidate] = Field(default_factory=list)
+    # why there is no winner
+    problem: str = ""
+
+
+class TuneCompilation(Model):
+    """What was compiled before anything was timed: distinct kernels, those that failed, and those not reached in time.
+
+    `note` says why nothing was, where that is so.
+    """
+
+    kernels: int = 0
+    failed: dict[str, str] = Field(default_factory=dict)
+    left: int = 0
+    workers: int = 0
+    seconds: float = 0.0
+    note: str = ""
+
+
+class TuneRecord(Model):
+    """`wavecrest tune OP`: `left` are the cases without a result and why; `problem` is why the run ended early."""
+
+    kind: Literal["tune"] = "tune"
+    format_version: int = FORMAT_VERSION
+    header: Header
+    op: str
+    suite: str
+    budget_seconds: float
+    seconds: float = 0.0
+    compilation: TuneCompilation = Field(default_factory=TuneCompilation)
+    keys: list[TunedKey] = Field(default_factory=list)
+    left: dict[str, str] = Field(default_factory=dict)
+    problem: str = ""
+
+
+Record = BenchRecord | ProfileRecord | OptimizeRecord | VerifyRecord | OpBenchRecord | TuneRecord
 _ADAPTER: pydantic.TypeAdapter[Record] = pydantic.TypeAdapter(Annotated[Record, Field(discriminator="kind")])
-_KINDS = ("bench", "profile", "optimize", "verify", "bench-ops")
+_KINDS = ("bench", "profile", "optimize", "verify", "bench-ops", "tune")
 # format version n -> function that turns a version-n document into n + 1
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
-R = TypeVar("R", BenchRecord, ProfileRecord, OptimizeRecord, VerifyRecord, OpBenchRecord)
+R = TypeVar("R", BenchRecord, ProfileRecord, OptimizeRecord, VerifyRecord, OpBenchRecord, TuneRecord)
 
 
 def _version(package: str) -> str | None:

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from wavecrest import env
 from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.hardware import Arch
 from wavecrest.tuned import LAUNCH_OPTIONS, Config, Database
 
 Source = Literal["exact", "near", "model", "default", "forced"]
@@ -85,6 +86,10 @@ class Backend:
     that does not decline is the default choice. `bind(*args)`, where there is one, does once what is the same for all
     calls of one signature (shapes, strides, dtypes, device) and returns the function for them. `default_config`: the
     backend's own, in place of the op's; like that, it names every parameter that the backend needs.
+
+    For `wavecrest tune`: `space(key, arch)` gives the configurations worth trying for a key, the default first, without
+    those that cannot work. `launches(*args, config, arch)` gives the kernel launches of a call, so that they can be
+    compiled before it, from tensors of the device "meta" too.
     """
 
     name: str
@@ -95,6 +100,8 @@ class Backend:
     priority: int
     takes_config: bool
     default_config: Callable[[Key], Config] | None
+    space: Callable[[Key, Arch], Iterable[Config]] | None
+    launches: Callable[..., list[Any]] | None
 
 
 @dataclass(slots=True)
@@ -153,6 +160,8 @@ class Op:
             that `wavecrest isa run` adds to those from `inputs`: options that inputs leave at their defaults.
         unpacked: `unpacked(*args)` gives the arguments of the same call with a packed weight unpacked, for peers that
             have no such thing; None where nothing is packed.
+        bound: `bound(*args)` gives how far elements of a kernel's result may be from the reference's, float64 of its
+            shape; or None where the tolerance of `op_class` is all there is to judge by.
     """
 
     name: str
@@ -169,6 +178,7 @@ class Op:
     bench_cases: Callable[[str, str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
     emulate_cases: Callable[[str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
     unpacked: Callable[..., tuple[Any, ...]] | None = None
+    bound: Callable[..., Tensor | None] | None = None
     op_class: str = "row"
     backends: dict[str, Backend] = field(default_factory=dict)
     _cache: dict[Key, _Entry] = field(default_factory=dict)
@@ -198,9 +208,13 @@ class Op:
         takes_config: bool = False,
         bind: Callable[..., Callable[..., Any]] | None = None,
         default_config: Callable[[Key], Config] | None = None,
+        space: Callable[[Key, Arch], Iterable[Config]] | None = None,
+        launches: Callable[..., list[Any]] | None = None,
     ) -> None:
         """Add a backend (see `Backend` for the arguments); decisions made before are forgotten."""
-        self.backends[name] = Backend(name, run, bind, supports, reserved, priority, takes_config, default_config)
+        self.backends[name] = Backend(
+            name, run, bind, supports, reserved, priority, takes_config, default_config, space, launches
+        )
         self._order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))
         self.forget()
 

@@ -25,7 +25,7 @@ LAYERS = {
     "ops": 2,
     "backends": 3,
     "nn": 4,
-    "passes": 5, "graphs": 5, "bench": 5, "profile": 5, "report": 5, "doctor": 5, "isa": 5,
+    "passes": 5, "graphs": 5, "bench": 5, "profile": 5, "report": 5, "doctor": 5, "isa": 5, "tune": 5,
     "plan": 6, "engine": 6, "optimizer": 6, "verify": 6,
     "cli": 7, "integrations": 7,
 }  # fmt: skip
@@ -33,7 +33,7 @@ LAYERS = {
 SIDEWAYS = {
     ("hardware", "errors"),
     ("registry", "tuned"), ("records", "timing"),
-    ("passes", "graphs"),
+    ("passes", "graphs"), ("tune", "bench"), ("tune", "isa"),
     ("engine", "plan"), ("optimizer", "engine"), ("optimizer", "plan"), ("verify", "plan"),
     ("cli", "integrations"),
 }  # fmt: skip

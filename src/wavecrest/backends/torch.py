@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from wavecrest import registry
 from wavecrest.errors import InvalidArgument
 from wavecrest.ops._quantized import Quantization
 from wavecrest.ops._quantized import reference as quantized
+from wavecrest.ops.conv2d.operands import Operands as Convolution
 from wavecrest.ops.gemm.operands import FLOATS, GATED, Operands, kinds
 
 PRIORITY = 10
@@ -194,6 +196,11 @@ def _gemm(*args: Any) -> Tensor:
         y, bias = F.linear(a, b.mT, bias), None
     else:
         y = torch.matmul(a, b)
+    return finished(given, y, bias)
+
+
+def finished(given: Operands, y: Tensor, bias: Tensor | None) -> Tensor:
+    """What a library leaves to do after a product y: alpha, bias (None: it is in y), activation, residual, rounding."""
     if given.alpha != 1.0:
         y = y * given.alpha
     if bias is not None:
@@ -241,7 +248,35 @@ def _activated(y: Tensor, name: str | None, slope: float) -> Tensor:
     return y
 
 
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] | str = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    activation: str | None = None,
+) -> Tensor:
+    return _activated(F.conv2d(x, weight, bias, stride, padding, dilation, groups), activation, 0.01)
+
+
+def _conv2d_bind(*args: Any, **kwargs: Any) -> Callable[..., Tensor]:
+    # the op's memory format, which is PyTorch's own, also where its library has no channels_last (MIOpen)
+    layout = Convolution(*args, **kwargs).memory_format
+    return lambda *args, **kwargs: _conv2d(*args, **kwargs).contiguous(memory_format=layout)
+
+
+def _conv2d_run(*args: Any, **kwargs: Any) -> Tensor:
+    return _conv2d_bind(*args, **kwargs)(*args, **kwargs)
+
+
+def _conv2d_supports(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_args: Any, **_kwargs: Any) -> str | None:
+    return _other_dtype(x, bias=bias)
+
+
 registry.get("gemm").attach("torch", _gemm, supports=_gemm_supports, priority=PRIORITY)
+registry.get("conv2d").attach("torch", _conv2d_run, supports=_conv2d_supports, priority=PRIORITY, bind=_conv2d_bind)
 registry.get("rms_norm").attach("torch", _rms_norm, supports=_rms_norm_supports, priority=PRIORITY)
 registry.get("add_rms_norm").attach("torch", _add_rms_norm, supports=_add_rms_norm_supports, priority=PRIORITY)
 registry.get("layer_norm").attach("torch", _layer_norm, supports=_layer_norm_supports, priority=PRIORITY)

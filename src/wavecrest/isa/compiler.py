@@ -93,8 +93,8 @@ def _source(launch: Launch, backend: Any) -> tuple[Any, Any]:
     return ASTSource(launch.kernel, signature, constants, attributes), options
 
 
-def compile_launch(launch: Launch, arch: str) -> Compiled:
-    """The machine code that `launch` runs on `arch`.
+def build(launch: Launch, arch: str) -> Any:
+    """What Triton makes of `launch` for `arch`, kept in Triton's cache: a launch on such a GPU finds it there.
 
     Args:
         launch: a kernel with its arguments (tensors of the device "meta" will do) and options.
@@ -111,17 +111,21 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     from triton.compiler import make_backend
 
     target = _target(target_arch)
-    name = launch.kernel.__name__
     try:
         source, options = _source(launch, make_backend(target))
-        compiled = triton.compile(source, target=target, options=options.__dict__)
+        return triton.compile(source, target=target, options=options.__dict__)
     except EnvironmentProblem:
         raise
     # anything may come out of a compiler; the reason is the caller's to show
     except Exception as error:
-        raise Unsupported(f"{name} does not compile for {arch}: {_reason(error)}") from error
+        raise Unsupported(f"{launch.kernel.__name__} does not compile for {arch}: {_reason(error)}") from error
+
+
+def compile_launch(launch: Launch, arch: str) -> Compiled:
+    """The machine code that `launch` runs on `arch`; arguments and errors are those of `build`."""
+    compiled, name = build(launch, arch), launch.kernel.__name__
     lds, warps = compiled.metadata.shared, compiled.metadata.num_warps
-    if target_arch.vendor == "amd":
+    if arch_of(arch).vendor == "amd":
         return Compiled(arch, name, compiled.asm["amdgcn"], "", lds, warps)
     listing, usage = _disassemble(compiled.asm["cubin"])
     return Compiled(arch, name, listing, usage, lds, warps)

@@ -7,11 +7,14 @@ from wavecrest.ops.add_layer_norm import add_layer_norm
 from wavecrest.ops.add_layer_norm_quantize import add_layer_norm_quantize
 from wavecrest.ops.add_rms_norm import add_rms_norm
 from wavecrest.ops.add_rms_norm_quantize import add_rms_norm_quantize
+from wavecrest.ops.conv2d import conv2d
 from wavecrest.ops.dequantize import dequantize
 from wavecrest.ops.gelu_and_mul import gelu_and_mul
+from wavecrest.ops.gemm import gemm, linear
 from wavecrest.ops.layer_norm import layer_norm
 from wavecrest.ops.layer_norm_quantize import layer_norm_quantize
 from wavecrest.ops.memcpy import memcpy
+from wavecrest.ops.packed import PackedWeight, pack
 from wavecrest.ops.quantize_fp8 import quantize_fp8
 from wavecrest.ops.quantize_int8 import quantize_int8
 from wavecrest.ops.rms_norm import rms_norm
@@ -22,15 +25,20 @@ from wavecrest.ops.softmax import softmax
 from wavecrest.registry import load_backends
 
 __all__ = [
+    "PackedWeight",
     "add_layer_norm",
     "add_layer_norm_quantize",
     "add_rms_norm",
     "add_rms_norm_quantize",
+    "conv2d",
     "dequantize",
     "gelu_and_mul",
+    "gemm",
     "layer_norm",
     "layer_norm_quantize",
+    "linear",
     "memcpy",
+    "pack",
     "quantize_fp8",
     "quantize_int8",
     "rms_norm",

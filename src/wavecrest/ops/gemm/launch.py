@@ -147,7 +147,7 @@ def cannot_walk(given: Operands) -> str | None:
     if not given.flat:
         for name, x in (("a", given.a), ("b", given.b)):
             if batch_stride(x, given.batch) is None:
-                return f"takes one stride from matrix to matrix, which {name} {list(x.shape)} does not have"
+                return f"takes one stride from matrix to matrix, which {name} does not have"
     if _residual_strides(given) is None:
         return "takes one stride from row to row of the residual, which it does not have"
     return None
@@ -359,7 +359,8 @@ def stream(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch
 def multiplies(given: Operands) -> str | None:
     """Why `_multiply_kernel` does not make a product."""
     if given.M > MULTIPLY_ROWS:
-        return f"is for up to {MULTIPLY_ROWS} rows, not {given.M}"
+        # without the number: inside torch.compile a symbolic one in a text would compile for it alone
+        return f"is for up to {MULTIPLY_ROWS} rows"
     if given.form != "plain" or given.integers or "block" in kinds(given) or "group" in kinds(given):
         return "has no codes, sums of integers, blocks or groups of scales"
     if orders(given) != (1, 1) or (leading(given) > 1 and given.M > 1):

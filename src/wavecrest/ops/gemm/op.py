@@ -13,8 +13,10 @@ import wavecrest.ops._quantized as _quantized
 import wavecrest.ops._rows as _rows
 import wavecrest.ops.gemm.config as _config
 import wavecrest.ops.gemm.launch as _launch
+import wavecrest.ops.gemm.space as _space
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
+from wavecrest.ops.gemm.bound import bound
 from wavecrest.ops.gemm.cases import bench_cases, compile_cases, emulate_cases
 from wavecrest.ops.gemm.key import KEY_FIELDS, key_of, shape_of
 from wavecrest.ops.gemm.operands import GATED, Operands, check
@@ -114,6 +116,8 @@ def _attach(
         takes_config=True,
         bind=bind,
         default_config=partial(_default, make),
+        space=partial(_space.space, name, make),
+        launches=partial(_space.launches, planner),
     )
 
 
@@ -132,6 +136,7 @@ _op = Op(
     emulate_cases=emulate_cases,
     example_dtypes=("float64", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"),
     unpacked=lambda *args: tuple(unpacked(Operands(*args))),
+    bound=lambda *args: bound(Operands(*args)),
     op_class="gemm",
 )
 for _backend in _BACKENDS:

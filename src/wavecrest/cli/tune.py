@@ -1,0 +1,215 @@
+"""`wavecrest tune OP`: the fastest correct backend and configuration for each shape, measured; what dispatch reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from wavecrest.cli import _shared
+from wavecrest.cli.optimize import parse_duration
+from wavecrest.errors import InvalidArgument, Regression
+
+if TYPE_CHECKING:
+    from wavecrest.records import TuneCandidate, TunedKey, TuneRecord
+    from wavecrest.tune.session import OnStep, Settings
+
+# reasons shown of each kind; the record has all
+SHOWN = 5
+
+
+def run(
+    op: str,
+    settings: Settings,
+    *,
+    device: str | None = None,
+    out: Path | None = None,
+    table: Path | None = None,
+    resume: bool = False,
+    on_step: OnStep | None = None,
+) -> TuneRecord:
+    """Tune an op; with `out` and `table` write the record and the measured rows, after each key.
+
+    Args:
+        op: its name.
+        settings: see `wavecrest.tune.session.Settings`.
+        device: as for `wavecrest.hardware.detect`.
+        out: the record's file.
+        table: a CSV of measured rows as in `wavecrest/tuned/data`: rows of the same keys are replaced.
+        resume: keep what the record at `out` has, if there is one.
+        on_step: called while the work goes on.
+
+    Raises:
+        InvalidArgument: an unknown op, suite or backend; a table without a GPU, or of another one.
+        OutputError, TableError, RecordError: a file cannot be written or is damaged; found before measuring.
+        EnvironmentProblem: the device is not here, or was lost.
+    """
+    for option, value in (("--seconds", settings.seconds), ("--budget", settings.budget)):
+        if not value > 0:
+            raise InvalidArgument(f"{option} must be above zero, not {value:g}")
+    if settings.workers is not None and settings.workers < 1:
+        raise InvalidArgument(f"--workers must be at least 1, not {settings.workers}")
+    from wavecrest import hardware
+    from wavecrest.tune import session
+
+    target = hardware.detect(device)
+    if table is not None and target.kind == "cpu":
+        raise InvalidArgument("--table is for a GPU: dispatch reads its rows for calls there alone")
+    return session.tune(op, target, settings, session.Targets(out, table), resume=resume, on_step=on_step)
+
+
+def show(record: TuneRecord) -> None:
+    """Print a record for people."""
+    out, header, compiled = _shared.out, record.header, record.compilation
+    out.print(
+        f"{record.op} · suite {record.suite} · {escape(header.device['name'])} ({header.device['arch']}) · torch "
+        f"{header.versions.torch} · triton {header.versions.triton}",
+        soft_wrap=True,
+    )
+    ahead = f"none, {compiled.note}" if compiled.note else f"{compiled.kernels} in {compiled.seconds:.0f} s"
+    late = f", {compiled.left} left for their first call" if compiled.left else ""
+    out.print(f"[dim]compiled before: {escape(ahead)}{late}; {record.seconds:.0f} s in all[/dim]", soft_wrap=True)
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("case", overflow="fold", min_width=12)
+    table.add_column("winner", overflow="fold", min_width=16)
+    for title in ("time", "native", "native / winner"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for key in record.keys:
+        table.add_row(*_row(key))
+    out.print(table)
+    for line in notes(record):
+        out.print(line, soft_wrap=True)
+
+
+def _row(key: TunedKey) -> list[str]:
+    if key.backend is None or key.us is None:
+        return [escape(key.case), "[red]none[/red]", "–", "–", "–"]
+    config = " ".join(f"{name}={value}" for name, value in key.config.items())
+    ratio = "–" if key.ratio is None or key.ci is None else f"{key.ratio:.2f}× {key.ci}"
+    return [
+        escape(key.case),
+        f"{key.backend}\n[dim]{config}[/dim]" if config else key.backend,
+        _shared.format_time(key.us / 1e3),
+        "–" if key.native_us is None else _shared.format_time(key.native_us / 1e3),
+        escape(ratio),
+    ]
+
+
+def notes(record: TuneRecord) -> list[str]:
+    """What the table cannot say: what became of the candidates, and what has no result."""
+    tried = [candidate for key in record.keys for candidate in key.candidates]
+    counts = Counter(candidate.status for candidate in tried)
+    words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    won = Counter(key.backend for key in record.keys if key.backend is not None)
+    lines = [
+        f"{len(tried)} candidates of {len(record.keys)} keys: {words or 'none'}",
+        "won by " + (", ".join(f"{name} {count}" for name, count in sorted(won.items())) or "none"),
+    ]
+    for status, style in (("wrong", "red"), ("impossible", "red"), ("failed", "yellow")):
+        found = [(key, one) for key in record.keys for one in key.candidates if one.status == status]
+        lines += [
+            f"[{style}]{status}[/{style}]: {escape(key.case)}, {escape(_named(one))}: {escape(one.reason)}"
+            for key, one in found[:SHOWN]
+        ]
+        if len(found) > SHOWN:
+            lines.append(f"[{style}]{status}[/{style}]: {len(found) - SHOWN} more, see the record")
+    lines += [f"[red]no winner[/red]: {escape(key.case)}: {escape(key.problem)}" for key in record.keys if key.problem]
+    reasons: dict[str, list[str]] = {}
+    for case, reason in record.left.items():
+        reasons.setdefault(reason, []).append(case)
+    for reason, cases in reasons.items():
+        few = ", ".join(cases[:3]) + (f" and {len(cases) - 3} more" if len(cases) > 3 else "")
+        lines.append(f"[yellow]not tuned[/yellow]: {escape(few)}: {escape(reason)}")
+    return lines
+
+
+def _named(candidate: TuneCandidate) -> str:
+    return " ".join([candidate.backend, *(f"{name}={value}" for name, value in candidate.config.items())])
+
+
+def judge(record: TuneRecord) -> None:
+    """Raise if a key has no winner, or what runs without a table is wrong.
+
+    Raises:
+        Regression: names the cases.
+    """
+    bad = [f"{key.case}: {key.problem}" for key in record.keys if key.backend is None]
+    bad += [
+        f"{key.case}: the default {_named(one)} is {one.status}: {one.reason}"
+        for key in record.keys
+        for one in key.candidates
+        if one.role == "default" and one.status in ("wrong", "failed")
+    ]
+    if bad:
+        raise Regression(f"{len(bad)} not as they must be: {'; '.join(bad[:3])}{' …' if len(bad) > 3 else ''}")
+
+
+def command(
+    op: Annotated[str, typer.Argument(metavar="OP", help="The op's name.")],
+    suite: Annotated[str, typer.Option(help="The cases, shared or quick.")] = "shared",
+    matching: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Only cases with this in their name. Default: all.")
+    ] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="Only these beside PyTorch, such as triton,triton_multiply. Default: all.")
+    ] = None,
+    device: _shared.DeviceOption = None,
+    budget: Annotated[str, typer.Option(help="Time after which no key is begun, such as 90s or 10m.")] = "10m",
+    seconds: Annotated[
+        float, typer.Option(help="Longest sampling time of a key's final; 60 rounds are the least.")
+    ] = 0.4,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that compile. Default: one less than there are cores.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write the record here, as JSON, after each key.")
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.csv", help="Write the rows that dispatch reads into this table; needs --out."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the keys that the record at --out has.")] = False,
+    json: _shared.JsonOption = False,
+) -> None:
+    """Find the fastest correct backend and configuration for each shape of an op, PyTorch among them.
+
+    Kernels are compiled first, in parallel; every candidate is held against the op's definition before it is timed; a
+    tie keeps the default, or else PyTorch.
+    """
+    from wavecrest.tune.session import Settings
+
+    settings = Settings(
+        suite=suite,
+        matching=matching or "",
+        backends=None if backends is None else tuple(part.strip() for part in backends.split(",") if part.strip()),
+        budget=parse_duration(budget),
+        seconds=seconds,
+        workers=workers,
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    try:
+        with Progress(*columns, console=_shared.err, transient=True) as progress:
+            task = progress.add_task("loading", total=None)
+
+            def on_step(what: str, done: int, planned: int) -> None:
+                progress.update(task, description=escape(what), completed=done, total=planned)
+
+            record = run(op, settings, device=device, out=out, table=table, resume=resume, on_step=on_step)
+    except KeyboardInterrupt:
+        if out is not None:
+            _shared.err.print(f"what was found is in {out}; --resume goes on", highlight=False, soft_wrap=True)
+        raise
+    if json:
+        _shared.print_json(record)
+    else:
+        show(record)
+    for path in (out, table):
+        if path is not None:
+            _shared.err.print(f"written to {path}", highlight=False, soft_wrap=True)
+    judge(record)

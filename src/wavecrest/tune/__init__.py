@@ -1,0 +1,6 @@
+"""`wavecrest tune OP`: the fastest correct backend and configuration for each shape key, by measurement.
+
+`candidates` says what takes part, `ahead` compiles it before anything is timed (`worker` is its child process), `trust`
+decides what may be timed and which times can be true, `contest` times and judges, `session` goes through the keys and
+writes what is found after each.
+"""

@@ -1,0 +1,91 @@
+"""Who takes part in the contest for a key: PyTorch, the default, and what the backends think worth trying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from wavecrest.errors import InvalidArgument
+from wavecrest.hardware import Arch
+from wavecrest.registry import Key, Op
+from wavecrest.tuned import Config
+
+# PyTorch as a backend: in every contest, and what a winner is compared with
+NATIVE = "torch"
+# the definition: dull, so no candidate
+REFERENCE = "reference"
+
+Role = Literal["native", "default", "tried"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run a call: a backend, with a configuration if it takes one."""
+
+    backend: str
+    config: Config | None = None
+    role: Role = "tried"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """The candidates of a key in the order of trial, and the backends that decline its calls, with the reasons."""
+
+    candidates: tuple[Candidate, ...]
+    refused: tuple[tuple[str, str], ...]
+
+
+def backends(op: Op, wanted: Iterable[str] | None) -> tuple[str, ...]:
+    """The backends of an op that take part beside `NATIVE`, by falling priority; `wanted`: only these.
+
+    Raises:
+        InvalidArgument: the op has no backend of a wanted name.
+    """
+    known = [name for name in op.backends if name != REFERENCE]
+    for name in wanted or ():
+        if name not in known:
+            raise InvalidArgument(f"{op.name} has no backend {name!r} to tune; it has {', '.join(known)}")
+    chosen = [name for name in known if name != NATIVE and (wanted is None or name in set(wanted))]
+    # sorting keeps the order of attaching where priorities are equal
+    return tuple(sorted(chosen, key=lambda name: -op.backends[name].priority))
+
+
+def configurations(op: Op, backend: str, key: Key, arch: Arch | None) -> tuple[Config, ...]:
+    """What is tried of a backend for a key, each once, its default first.
+
+    `arch`: None where the hardware is unknown, which leaves the default.
+    """
+    default = op.config_of(backend, key)
+    space = op.backends[backend].space
+    more = () if space is None or arch is None else space(key, arch)
+    return tuple(dict.fromkeys((default, *more)))
+
+
+def field(op: Op, args: tuple[Any, ...], key: Key, arch: Arch | None, names: tuple[str, ...]) -> Field:
+    """Who takes part for a checked call.
+
+    Args:
+        op, args, key: the call.
+        arch: as for `configurations`.
+        names: from `backends`.
+    """
+    found: list[Candidate] = []
+    refused: list[tuple[str, str]] = []
+    has_default = False
+    for name in (NATIVE, *names):
+        backend = op.backends.get(name)
+        reason = "the op has no such backend" if backend is None else backend.supports(*args)
+        if backend is None or reason is not None:
+            refused.append((name, reason or ""))
+        elif name == NATIVE:
+            found.append(Candidate(NATIVE, role="native"))
+        elif not backend.takes_config:
+            found.append(Candidate(name))
+        else:
+            # the default of the backend that comes first, and of no other, is what a tie goes to
+            first, *others = configurations(op, name, key, arch)
+            found.append(Candidate(name, first, "tried" if has_default else "default"))
+            found += [Candidate(name, config) for config in others]
+            has_default = True
+    return Field(tuple(found), tuple(refused))

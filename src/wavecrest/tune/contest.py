@@ -1,0 +1,154 @@
+"""The contest for a key: a quick round that halves the field, a long one among the best, and the judgement.
+
+Times are of interleaved calls with cold caches (`timing.measure_interleaved`), so that drift hits all candidates alike
+and a judgement can rest on pairs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from wavecrest import records, timing
+from wavecrest.timing import Interleaved, Interval
+
+# rounds of the quick round: after each those are dropped that take DROP times the best
+RUNGS = (4, 8, 16)
+DROP = 1.25
+# of the others than default and native, so many are in the final
+FINALISTS = 3
+FINAL_ROUNDS = 60
+# a lead that may be smaller than this is none
+TIE = 0.01
+# samples kept in a record, of each finalist
+KEPT_SAMPLES = 50
+
+
+class Timer(Protocol):
+    """Times calls in turn, for `rounds` rounds and `seconds` seconds at least."""
+
+    def __call__(self, works: Sequence[Callable[[], Any]], *, rounds: int, seconds: float) -> Interleaved:
+        """The samples of each work."""
+
+
+def timer_of(device: str) -> Timer:
+    """The timer of a torch device."""
+
+    def taken(works: Sequence[Callable[[], Any]], *, rounds: int, seconds: float) -> Interleaved:
+        return timing.measure_interleaved(works, device=device, seconds=seconds, min_rounds=rounds)
+
+    return taken
+
+
+@dataclass(slots=True)
+class Entrant:
+    """A candidate that was found right: its row in the record, its call, its times in the final in ms."""
+
+    row: records.TuneCandidate
+    call: Callable[[], Any]
+    series: tuple[float, ...] = field(default=())
+
+    @property
+    def seeded(self) -> bool:
+        """True if it is in the final whatever the quick round says."""
+        return self.row.role != "tried"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Who won and why; None if nobody is left."""
+
+    winner: Entrant | None
+    reason: str
+
+
+def quick(entrants: Sequence[Entrant], timer: Timer, least_ms: float | None) -> list[Entrant]:
+    """The finalists: native, default, and the best others; statuses and reasons of those left out are set."""
+    alive = list(entrants)
+    for rounds in RUNGS:
+        # the seeded ones alone need no selection
+        if all(entrant.seeded for entrant in alive):
+            break
+        taken = timer([entrant.call for entrant in alive], rounds=rounds, seconds=0.0)
+        for entrant, series in zip(alive, taken.samples, strict=True):
+            entrant.row.quick_ms = statistics.median(series)
+        alive = [entrant for entrant in alive if not _impossible(entrant, entrant.row.quick_ms, least_ms)]
+        best = min((entrant.row.quick_ms or math.inf for entrant in alive), default=math.inf)
+        alive = [entrant for entrant in alive if entrant.seeded or not _slow(entrant, best)]
+    # sorting keeps the order of trial where times are equal
+    others = sorted((entrant for entrant in alive if not entrant.seeded), key=_quick_ms)
+    for entrant in others[FINALISTS:]:
+        entrant.row.status = "dropped"
+        entrant.row.reason = f"{FINALISTS} others were faster in the quick round"
+    kept = others[:FINALISTS]
+    return [entrant for entrant in alive if entrant.seeded or entrant in kept]
+
+
+def _quick_ms(entrant: Entrant) -> float:
+    return entrant.row.quick_ms or math.inf
+
+
+def _slow(entrant: Entrant, best: float) -> bool:
+    times = _quick_ms(entrant) / best
+    if times <= DROP:
+        return False
+    entrant.row.status, entrant.row.reason = "dropped", f"{times:.2f} times the best in the quick round"
+    return True
+
+
+def _impossible(entrant: Entrant, ms: float | None, least_ms: float | None) -> bool:
+    if ms is None or least_ms is None or ms >= least_ms:
+        return False
+    entrant.row.status = "impossible"
+    entrant.row.reason = (
+        f"{ms * 1e3:.2f} µs is below the {least_ms * 1e3:.2f} µs that memory and arithmetic take at their peaks: "
+        "an error of measurement"
+    )
+    return True
+
+
+def final(
+    entrants: Sequence[Entrant], timer: Timer, least_ms: float | None, *, seconds: float
+) -> tuple[list[Entrant], Interleaved | None]:
+    """Time the finalists; those whose time can be true, and all samples (None where there is no finalist)."""
+    if not entrants:
+        return [], None
+    taken = timer([entrant.call for entrant in entrants], rounds=FINAL_ROUNDS, seconds=seconds)
+    step = math.ceil(taken.rounds / KEPT_SAMPLES)
+    for entrant, series in zip(entrants, taken.samples, strict=True):
+        entrant.series = series
+        entrant.row.status = "timed"
+        entrant.row.ms = statistics.median(series)
+        entrant.row.ci = timing.bootstrap_median(series)
+        entrant.row.samples = [round(sample, 6) for sample in series[::step]]
+    return [entrant for entrant in entrants if not _impossible(entrant, entrant.row.ms, least_ms)], taken
+
+
+def judge(entrants: Sequence[Entrant]) -> Judgement:
+    """The winner of a final: the fastest, unless its lead over the default, or else over native, may be nothing.
+
+    A lead is something if the lower end of the 95 % interval of the paired speed-up is above 1 + TIE.
+    """
+    if not entrants:
+        return Judgement(None, "no candidate was found right and could be timed")
+    best = min(entrants, key=lambda entrant: statistics.median(entrant.series))
+    for role in ("default", "native"):
+        incumbent = next((entrant for entrant in entrants if entrant.row.role == role), None)
+        if incumbent is None:
+            continue
+        if incumbent is best:
+            return Judgement(best, f"{role}, and the fastest of {len(entrants)} in the final")
+        speedup, ci = timing.bootstrap_speedup([(incumbent.series, best.series)])
+        if ci.low <= 1 + TIE:
+            return Judgement(incumbent, f"a tie with the fastest ({speedup:.3f}× {ci}) goes to the {role}")
+    return Judgement(best, f"the fastest of {len(entrants)} in the final")
+
+
+def against(native: Entrant | None, winner: Entrant) -> tuple[float | None, Interval | None]:
+    """native / winner with its paired interval."""
+    if native is None or not native.series:
+        return None, None
+    return timing.bootstrap_speedup([(native.series, winner.series)])

@@ -1,0 +1,198 @@
+"""What may be timed, and which times can be true.
+
+A candidate is run once over poisoned memory and held against the op's reference: within the limits that
+`wavecrest bench` has for our own kernels, and not one element beyond the op's own bound. PyTorch is held to the wider
+limits that bench has for peers, as it may round on the way. A time below what the hardware's peaks allow is an error
+of measurement, whatever its cause.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavecrest import numerics, records, registry
+from wavecrest.bench import ops as bench
+from wavecrest.errors import EnvironmentProblem
+from wavecrest.hardware import Arch
+from wavecrest.registry import Op
+from wavecrest.tune.candidates import Candidate
+
+# clocks may stand above those of the datasheet's peaks (an H200's: 1,980 MHz above 1,830), and events tick
+PEAK_SLACK = 0.85
+
+
+class DeviceLost(EnvironmentProblem):
+    """A kernel left the device in a state in which nothing runs any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """What the results of a call must be: the reference's, and how far an element may be from them (or None)."""
+
+    results: tuple[Tensor, ...]
+    bound: Tensor | None
+
+
+def oracle(op: Op, args: tuple[Any, ...]) -> Oracle:
+    """The oracle for a checked call."""
+    return Oracle(bench.results_of(op.reference(*args)), None if op.bound is None else op.bound(*args))
+
+
+def call_of(op: Op, candidate: Candidate, args: tuple[Any, ...]) -> Callable[[], Any]:
+    """The call of a candidate as dispatch makes it once its signature is known."""
+    backend = op.backends[candidate.backend]
+    options = {} if candidate.config is None else {"config": candidate.config}
+    if backend.bind is not None:
+        return partial(backend.bind(*args, **options), *args)
+    return partial(backend.run, *args, **options)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that is allocated inside holds NaN, or the largest integer.
+
+    Without it a result that is not written may be what the candidate before left in the same memory.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    # a module whose one attribute its class makes
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        # about operations that have no deterministic form
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        memory.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            memory.fill_uninitialized_memory = filled
+            torch.use_deterministic_algorithms(enabled, warn_only=only_warned)
+
+
+def admit(
+    op: Op, candidate: Candidate, args: tuple[Any, ...], right: Oracle, row: records.TuneCandidate
+) -> Callable[[], Any] | None:
+    """Run a candidate once; its call if it is right, else None with status and reason in `row`.
+
+    Raises:
+        DeviceLost: the device does not work any more after it.
+    """
+    begin = time.perf_counter()
+    device = right.results[0].device
+    try:
+        # PyTorch chooses other kernels where memory is filled for it, and writes its results whole
+        with nullcontext() if candidate.role == "native" else poisoned():
+            call = call_of(op, candidate, args)
+            results = bench.results_of(call())
+            _synchronize(device)
+        row.first_ms = row.first_ms or round((time.perf_counter() - begin) * 1e3, 3)
+        wrong = _wrong(op, candidate, args, results, right, row)
+    # whatever a kernel or its compiler raises is this candidate's fate alone, if the device survives it
+    except Exception as error:
+        row.status, row.reason = "failed", f"raised {type(error).__name__}: {first_line(error)}"
+        require(device, f"{candidate.backend} {candidate.config!r}")
+        return None
+    if wrong:
+        row.status, row.reason = "wrong", wrong
+        return None
+    return call
+
+
+def require(device: torch.device, what: str) -> None:
+    """Raise unless the device still works after `what`.
+
+    Raises:
+        DeviceLost: it does not.
+    """
+    try:
+        _synchronize(device)
+    except RuntimeError as error:
+        raise DeviceLost(f"{what} ended the device: {first_line(error)}") from error
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _wrong(
+    op: Op,
+    candidate: Candidate,
+    args: tuple[Any, ...],
+    results: tuple[Tensor, ...],
+    right: Oracle,
+    row: records.TuneCandidate,
+) -> str:
+    """What is wrong with results, or an empty string."""
+    first = next(value for value in args if isinstance(value, Tensor))
+    limits = bench.limits_of(op, registry.dtype_name(first))
+    native = candidate.role == "native"
+    if native:
+        values = limits.values
+        slack = numerics.Tolerance(bench.PEER_SLACK * values.relative, bench.PEER_SLACK * values.worst)
+        limits = bench.Limits(slack, bench.PEER_CODE_SHARE)
+    errors = records.ImplTiming(name=candidate.backend)
+    problem = bench.gate(errors, results, right.results, limits)
+    row.relative, row.worst = errors.relative, errors.worst
+    if problem or native or right.bound is None:
+        return problem.removeprefix("wrong: ")
+    return _beyond(results[0], right.results[0], right.bound, row)
+
+
+def _beyond(got: Tensor, want: Tensor, bound: Tensor, row: records.TuneCandidate) -> str:
+    """How many elements are farther from the reference than the op allows; empty if none is."""
+    finite = torch.isfinite(want)
+    share = (got.double() - want.double()).abs() / bound
+    # exact where nothing is allowed; what is not finite was compared before
+    share = torch.where(got == want, 0.0, share).masked_fill(~finite, 0.0)
+    # a NaN is no number below a limit
+    share = share.nan_to_num(math.inf, math.inf)
+    if share.numel() == 0:
+        return ""
+    row.of_bound = float(share.max())
+    if row.of_bound <= 1:
+        return ""
+    count, where = int((share > 1).sum()), int(share.argmax())
+    place = [int(index) for index in torch.unravel_index(torch.tensor(where), share.shape)]
+    return f"{count} of {share.numel()} elements are beyond the bound, {place} by {row.of_bound:.3g} times it"
+
+
+def least_ms(op: Op, args: tuple[Any, ...], right: Oracle, arch: Arch | None) -> float | None:
+    """The time in ms below which no measurement of a call can be true; None where the hardware is unknown.
+
+    Bytes that must be read over the peak of the memory, or operations over the peak of their type, whichever takes
+    longer. What is written may still be in a cache when the call ends.
+    """
+    if arch is None:
+        return None
+    cost = op.cost(*args)
+    read = max(0, cost.bytes - sum(result.nbytes for result in right.results))
+    first = next(value for value in args if isinstance(value, Tensor))
+    seconds = max(read / (arch.bandwidth * 1e9), cost.flops / (peak(arch, first.dtype) * 1e12))
+    return seconds * 1e3 * PEAK_SLACK
+
+
+def peak(arch: Arch, dtype: torch.dtype) -> float:
+    """The most TFLOP/s that products of a type can have: for 8 bits twice those of 16, for float32 half (tf32)."""
+    if dtype.itemsize == 1:
+        return max(arch.peak_fp8 or 0.0, 2 * arch.peak_16bit)
+    if dtype.itemsize == 2:
+        return arch.peak_16bit
+    return max(arch.peak_fp32, arch.peak_16bit / 2)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "(no message)"

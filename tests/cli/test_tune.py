@@ -1,0 +1,231 @@
+"""`wavecrest tune` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wavecrest import hardware, records, registry, timing
+from wavecrest.cli import main
+from wavecrest.cli import tune as cli
+from wavecrest.registry import Cost, Op
+from wavecrest.tune import session
+from wavecrest.tuned import Config, database
+
+TIMES = {"torch": 0.02, "kernel 1": 0.015, "kernel 2": 0.01}
+
+
+def _takes(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+@pytest.fixture
+def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
+    """y = 2x with a kernel of two configurations, and made-up times for what runs."""
+    ran: list[str] = []
+
+    def native(x: Tensor) -> Tensor:
+        ran.append("torch")
+        return x + x
+
+    def kernel(x: Tensor, *, config: Config) -> Tensor:
+        ran.append(f"kernel {config['BLOCK']}")
+        return 2 * x
+
+    made = Op(
+        "double",
+        reference=lambda x: 2 * x,
+        check=_takes,
+        key=lambda x: (x.shape[0], x.device.type),
+        key_fields=("rows", "device"),
+        inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
+        cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
+        default_config=lambda key: Config(BLOCK=1),
+        bench_cases=lambda suite, device: {f"{suite} {M}": lambda M=M: (torch.randn(M, 8),) for M in (4, 16)},
+    )
+    made.attach("torch", native, supports=_takes, priority=10)
+    made.attach(
+        "kernel", kernel, supports=_takes, priority=5, takes_config=True,
+        space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=2)],
+    )  # fmt: skip
+
+    def measured(works: Any, *, device: str, seconds: float, min_rounds: int) -> timing.Interleaved:
+        names = []
+        for work in works:
+            work()
+            names.append(ran[-1])
+        series = tuple(tuple(TIMES[name] * (1 + index / 1000) for index in range(min_rounds)) for name in names)
+        return timing.Interleaved(series, "made up")
+
+    monkeypatch.setattr(timing, "measure_interleaved", measured)
+    # an architecture is known, so that the space is asked
+    monkeypatch.setattr(hardware, "detect", lambda device=None: replace(hardware.cpu(), arch="sm_90"))
+    monkeypatch.setenv("COLUMNS", "80")
+    yield made
+    del registry._OPS["double"]
+
+
+def test_table(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["tune", "double"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "double · suite shared · ", "(sm_90)", "compiled before: none, the CPU runs no compiled kernels", "shared 4",
+        "shared 16", "kernel", "BLOCK=2", "10.29 µs", "20.59 µs", "2.00× [2.000, 2.000]",
+        "6 candidates of 2 keys: 4 timed, 2 won",
+        "won by kernel 2",
+    ):  # fmt: skip
+        assert part in text, f"{part!r} is not in\n{text}"
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_files_and_json(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "a.json"
+    assert main.main(["tune", "double", "--suite", "quick", "--matching", "16", "--out", str(out), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == json.loads(out.read_text()) and f"written to {out}" in captured.err
+    record = records.load_as(out, records.TuneRecord)
+    assert [key.case for key in record.keys] == ["quick 16"] and record.suite == "quick"
+    assert record.budget_seconds == 600.0
+
+
+def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+    record = cli.run("double", session.Settings())
+
+    def tuned(*args: Any, **options: Any) -> records.TuneRecord:
+        asked.update(options, args=args)
+        return record
+
+    monkeypatch.setattr(session, "tune", tuned)
+    options = ["--suite", "quick", "--matching", "4", "--backends", "torch, kernel", "--budget", "90s"]
+    options += ["--seconds", "0.5", "--workers", "3", "--out", str(tmp_path / "a.json"), "--resume"]
+    assert main.main(["tune", "double", *options]) == 0
+    name, device, settings, targets = asked["args"]
+    assert name == "double" and device.arch == "sm_90"
+    assert settings == session.Settings("quick", "4", ("torch", "kernel"), 90.0, 0.5, 3)
+    assert targets == session.Targets(tmp_path / "a.json", None) and asked["resume"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["nothing"], 1, "no op named 'nothing'; there are"),
+        (["double", "--suite", "large"], 1, "no suite 'large'; there are shared, quick"),
+        (["double", "--matching", "9"], 1, "no case of suite 'shared' has '9' in its name"),
+        (["double", "--backends", "triton"], 1, "double has no backend 'triton' to tune; it has torch, kernel"),
+        (["double", "--budget", "soon"], 1, "a duration is written like 90s, 15m or 1h"),
+        (["double", "--budget", "0"], 1, "--budget must be above zero"),
+        (["double", "--seconds", "-1"], 1, "--seconds must be above zero"),
+        (["double", "--workers", "0"], 1, "--workers must be at least 1"),
+        (["double", "--resume"], 1, "nothing to resume without a record"),
+        (["double", "--table", "double.csv", "--out", "a.json"], 1, "--table is for a GPU"),
+        ([], 1, "Missing argument"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input(
+    op: Op, options: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["tune", *options]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err.replace("\n", " ") and captured.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_a_gpu_a_table_is_written(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # as a GPU looks until something runs on it
+    device = replace(hardware.cpu(), arch="sm_90")
+    monkeypatch.setattr(hardware, "detect", lambda name=None: _Gpu(device))
+    out, table = tmp_path / "a.json", tmp_path / "sm_90" / "double.csv"
+    assert main.main(["tune", "double", "--out", str(out), "--table", str(table)]) == 0
+    rows = database.read(table, ("rows",))
+    assert {key: row.config for key, row in rows.items()} == {(4,): Config(BLOCK=2), (16,): Config(BLOCK=2)}
+
+
+class _Gpu:
+    """A device whose kind is asked once for the table, and that then is a CPU."""
+
+    def __init__(self, device: hardware.Device) -> None:
+        self._device, self._asked = device, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "kind" and self._asked == 0:
+            self._asked += 1
+            return "cuda"
+        return getattr(self._device, name)
+
+
+def liar(x: Tensor, *, config: Config) -> Tensor:
+    return 2.5 * x
+
+
+@pytest.mark.parametrize(
+    ("plant", "code", "parts"),
+    [
+        # what is tried and wrong is named; what runs without a table must be right
+        (lambda op: _attach(op, lambda x, *, config: (2 if config["BLOCK"] == 1 else 3) * x), 0,
+         ["wrong: shared 4, kernel BLOCK=2: result 0 has error"]),
+        (lambda op: _attach(op, liar), 2,
+         ["the default kernel BLOCK=1 is wrong", "wrong: shared 4, kernel BLOCK=1: result 0 has error"]),
+        (lambda op: (_attach(op, liar), op.attach("torch", lambda x: 3 * x, supports=_takes, priority=10)), 2,
+         ["no winner: shared 4: no candidate was found right", "won by none"]),
+    ],
+    ids=["tried", "default", "all"],
+)  # fmt: skip
+def test_what_is_wrong_is_said(
+    op: Op, plant: Callable[[Op], Any], code: int, parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(op)
+    assert main.main(["tune", "double"]) == code
+    captured = capsys.readouterr()
+    for part in parts:
+        assert part in captured.out or part in captured.err.replace("\n", " "), captured
+
+
+def _attach(op: Op, run: Callable[..., Tensor]) -> None:
+    ran = op.backends["kernel"].run
+
+    def recorded(x: Tensor, *, config: Config) -> Tensor:
+        ran(x, config=config)
+        return run(x, config=config)
+
+    op.attach("kernel", recorded, supports=_takes, priority=5, takes_config=True, space=op.backends["kernel"].space)
+
+
+def test_what_is_left_is_said(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
+    record = cli.run("double", session.Settings())
+    record.left = {"a": "no time left of the budget", "b": "no time left of the budget", "c": "has the key of a"}
+    cli.show(record)
+    text = capsys.readouterr().out
+    assert "not tuned: a, b: no time left of the budget" in text and "not tuned: c: has the key of a" in text
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
+    out = tmp_path / "a.json"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wavecrest", "tune", "rms_norm", "--device", "cpu", "--seconds", "2", "--out", str(out)],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    end = time.perf_counter() + 120
+    while not out.exists() and time.perf_counter() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "--resume goes on" in said
+    record = records.load_as(out, records.TuneRecord)
+    assert record.problem == "interrupted" and record.keys and record.left

@@ -1,0 +1,425 @@
+"""What the tests of gemm and linear share: a float64 oracle with its bound, a watch over memory, operands, layouts.
+
+Not a test file: see `tests/ops/test_gemm.py` and `tests/ops/test_linear.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.op_harness import LARGEST, nearest_distance
+from wavecrest import numerics, registry
+from wavecrest.hardware import ARCHS
+from wavecrest.ops.gemm.operands import Operands
+from wavecrest.tuned import Config
+
+OP = "gemm"
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+I8, I32, E4M3, E5M2 = torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2
+KERNELS = ("triton", "triton_stream_k", "triton_multiply")
+BACKENDS = (*KERNELS, "torch", "reference")
+SPLIT, PERSISTENT = {"SPLIT_K": 3}, {"PERSISTENT": 1}
+
+# significant bits and smallest normal exponent of the floating-point results
+_FLOATS = {F32: (24, -126), F16: (11, -14), BF16: (8, -126), F64: (53, -1022)}
+
+
+# --- configurations
+
+
+def tile(m: int = 16, n: int = 16, k: int = 32, **more: int) -> Config:
+    """Of the kernel over tiles, with small tiles that are not split."""
+    values = {"GROUP_M": 2, "SPLIT_K": 1, "PERSISTENT": 0, "TMA": 0, "num_warps": 4, "num_stages": 2}
+    return Config(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, **(values | more))
+
+
+def stream(m: int = 16, n: int = 16, k: int = 32, group: int = 2, programs: int = 1) -> Config:
+    """Of stream-K: `programs` a compute unit."""
+    return Config(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=group, PROGRAMS=programs, TMA=0, num_warps=4, num_stages=2)
+
+
+def multiply(n: int = 16, k: int = 64, split: int = 1) -> Config:
+    """Of the kernel without matrix instructions."""
+    return Config(BLOCK_N=n, BLOCK_K=k, SPLIT_K=split, num_warps=4, num_stages=2)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, units: int, xcds: int = 1) -> None:
+    """Launches as for a GPU of so many compute units and dies."""
+    arch = replace(ARCHS["gfx942"], compute_units=units, xcds=xcds)
+    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: arch)
+
+
+# --- memory
+
+
+class Watch:
+    """What kernels in Triton's interpreter touched: nothing but elements of their arguments; stores are counted.
+
+    On a GPU nothing is watched: there `scripts/sanitize` does it.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int, str]] = []
+        self.stored: Counter[str] = Counter()
+        self.active = False
+
+    def _enter(self, names: list[str], args: list[Any]) -> None:
+        self.spans = []
+        for name, arg in zip(names, args, strict=False):
+            tensor = getattr(arg, "base", arg)
+            if isinstance(tensor, Tensor) and tensor.numel():
+                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                start = tensor.data_ptr()
+                self.spans.append((start, start + (last + 1) * tensor.itemsize, name))
+
+    def _spans_of(self, pointers: Any, mask: Any, size: int) -> list[str]:
+        data = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))
+        touched = data[np.broadcast_to(mask.data, data.shape).astype(bool)]
+        if touched.size == 0:
+            return []
+        low, high = int(touched.min()), int(touched.max()) + size
+        names = [name for start, end, name in self.spans if start <= low and high <= end]
+        assert names, f"memory outside the arguments: {[(name, low - s, e - high) for s, e, name in self.spans]}"
+        return names
+
+    def attach(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From now on."""
+        interpreter = sys.modules.get("triton.runtime.interpreter")
+        if interpreter is None or torch.cuda.is_available():
+            return
+        self.active = True
+        executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+        arguments, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+
+        def entered(this: Any, args: Any, kwargs: Any) -> Any:
+            made = arguments(this, args, kwargs)
+            self._enter(this.arg_names, made[0])
+            return made
+
+        def loaded(this: Any, pointers: Any, mask: Any, other: Any, *more: Any, **options: Any) -> Any:
+            self._spans_of(pointers, mask, pointers.get_element_ty().primitive_bitwidth // 8)
+            return load(this, pointers, mask, other, *more, **options)
+
+        def kept(this: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+            names = self._spans_of(pointers, mask, pointers.get_element_ty().primitive_bitwidth // 8)
+            outputs = [name for name in names if name in ("c_ptr", "part_ptr", "out_ptr")]
+            assert outputs or not names, f"{names[0]} was written to"
+            if outputs:
+                self.stored[outputs[0]] += int(np.broadcast_to(mask.data, pointers.data.shape).sum())
+            return store(this, pointers, value, mask, *more)
+
+        monkeypatch.setattr(executor, "_init_args_hst", entered)
+        monkeypatch.setattr(builder, "create_masked_load", loaded)
+        monkeypatch.setattr(builder, "create_masked_store", kept)
+
+
+def quicken(monkeypatch: pytest.MonkeyPatch, *, overflows: bool = False) -> None:
+    """Let the interpreter (3.6) take less than half its time: it patches the language anew for each device function.
+
+    `overflows`: go on to check each sum and product of integers for them, the other half.
+    """
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or torch.cuda.is_available():
+        return
+    launch = interpreter.GridExecutor.__call__
+    # the modules whose functions a launch has called already
+    patched: set[int] = set()
+
+    def launched(this: Any, *args: Any, **options: Any) -> Any:
+        patched.clear()
+        return launch(this, *args, **options)
+
+    def called(this: Any, *args: Any, **options: Any) -> Any:
+        module = id(this.fn.__globals__)
+        if module not in patched:
+            patched.add(module)
+            interpreter._patch_lang(this.fn)
+        return this.rewrite()(*args, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", called)
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=overflows))
+
+
+def poison_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """conftest fills what is allocated with NaN; this fills int32 too, with a number that no sum here makes."""
+    allocate = torch.empty
+
+    def empty(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return allocate(*args, **kwargs)
+        out = allocate(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("wavecrest"):
+            out.fill_({I32: 0x5A5A5A5A, I8: -128}.get(out.dtype, float("nan")))
+        return out
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+# --- operands
+
+
+def random(*shape: int, dtype: torch.dtype = BF16, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Standard normal values, or integers of all sizes; the same for the same seed."""
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    if dtype == I8:
+        return torch.randint(-127, 128, shape, generator=generator, dtype=dtype).to(device)
+    return torch.randn(shape, generator=generator, dtype=F64).to(dtype).to(device)
+
+
+def whole(*shape: int, dtype: torch.dtype = BF16, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Small whole numbers, whose sums are exact whatever their order: for tests of where things are."""
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return torch.randint(-9, 10, shape, generator=generator).to(dtype).to(device)
+
+
+def scales(*shape: int, device: str = "cpu", seed: int = 0, size: float = 1.0) -> Tensor:
+    """Positive float32 scales, up to eight times apart."""
+    generator = torch.Generator().manual_seed(77 + seed)
+    return (size * torch.exp2(torch.rand(shape, generator=generator) * 3 - 1.5)).to(device)
+
+
+def wide(low: float, dtype: torch.dtype) -> float:
+    """A size of scales that keeps products of 8-bit values near 1."""
+    return low / 50 if dtype == I8 else low
+
+
+# --- the oracle
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+# from their papers' formulas, in float64
+ACTIVATIONS: dict[str | None, Callable[[Tensor, float], Tensor]] = {
+    None: lambda x, _slope: x,
+    "relu": lambda x, _slope: torch.where(x.isnan(), x, x.clamp(min=0)),
+    "leaky_relu": lambda x, slope: torch.where(x < 0, slope * x, x),
+    "silu": lambda x, _slope: x / (1 + torch.exp(-x)),
+    "gelu": lambda x, _slope: 0.5 * x * torch.special.erfc(-x / math.sqrt(2)),
+    "gelu_tanh": lambda x, _slope: _gelu_tanh(x),
+}
+GATED = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "gelu_tanh"}
+# no activation is steeper than this
+STEEPEST = 1.2
+
+
+def scaled_a(a: Tensor, scale: Tensor | None) -> Tensor:
+    """a in float64, times its scale: for the tensor, a row of a, or 128 columns of it."""
+    wide_a = a.double()
+    if scale is None:
+        return wide_a
+    K, scale = a.shape[-1], scale.double()
+    if scale.numel() == 1:
+        return wide_a * scale.reshape(())
+    rows = wide_a.reshape(math.prod(a.shape[:-1]), K)
+    if scale.ndim == 1 or scale.shape[1] == 1:
+        return (rows * scale.reshape(rows.shape[0], 1)).reshape(a.shape)
+    return (rows * scale[:, torch.arange(K) // 128]).reshape(a.shape)
+
+
+def scaled_b(b: Tensor, scale: Tensor | None, group: int = 0) -> Tensor:
+    """b in float64, times its scale: for the tensor, a column, a block of 128 × 128, or `group` rows of a column."""
+    if scale is None:
+        return b.double()
+    K, N = b.shape[-2:]
+    scale = scale.double()
+    if group:
+        return b.double() * scale[torch.arange(K) // group]
+    if scale.numel() == 1:
+        return b.double() * scale.reshape(())
+    if scale.ndim == 1 or scale.shape == (1, N):
+        return b.double() * scale.reshape(1, N)
+    return b.double() * scale[torch.arange(K) // 128][:, torch.arange(N) // 128]
+
+
+def _cpu(given: Operands) -> Operands:
+    return Operands(*(value.detach().cpu() if isinstance(value, Tensor) else value for value in given))
+
+
+def oracle(
+    given: Operands, b: Tensor | None = None, *, unit: float = 2.0**-24, sums: float = 2.0**-24, step: float = 2.0**-24
+) -> tuple[Tensor, Tensor]:
+    """What a call is defined as, and how far a result may be from it before it is rounded; float64, on the CPU.
+
+    `b` [..., K, N]: the values of a packed weight. `unit` and `sums`: see `numerics.product_bound`. `step`: half a
+    unit in the last place of what each step after the product is rounded to.
+    """
+    given = _cpu(given)
+    a = scaled_a(given.a, given.scale_a)
+    b = scaled_b(given.b, given.scale_b, given.group) if b is None else b.cpu()
+    a = a[None] if given.a.ndim == 1 else a
+    product = a @ b
+    # and what float64 itself loses where products cancel
+    slack = (numerics.product_bound(a, b, unit=unit, sums=sums) + 2.0**-50 * (a.abs() @ b.abs())) * abs(given.alpha)
+    y = product * given.alpha
+    size = y.abs()
+    if given.bias is not None:
+        bias = given.bias.double()
+        along = bias if given.bias_along == "n" else bias.reshape(*(y.shape[:-1] if b.ndim == 2 else (-1,)), 1)
+        y = y + along
+        size = size + along.abs() + y.abs()
+    slack = slack + 4 * step * size
+    if given.activation in GATED:
+        gate, up = y.chunk(2, -1)
+        gate_slack, up_slack = slack.chunk(2, -1)
+        gate = ACTIVATIONS[GATED[given.activation]](gate, given.slope)
+        gate_slack = STEEPEST * gate_slack + 8 * step * (1 + gate.abs())
+        y, slack = gate * up, gate_slack * (up.abs() + up_slack) + gate.abs() * up_slack
+        slack = slack + 2 * step * y.abs()
+    elif given.activation is not None:
+        y = ACTIVATIONS[given.activation](y, given.slope)
+        slack = STEEPEST * slack + 8 * step * (1 + y.abs())
+    if given.residual is not None:
+        residual = given.residual.double()
+        y = y + (residual[None] if given.a.ndim == 1 else residual)
+        slack = slack + 2 * step * y.abs()
+    return (y[0], slack[0]) if given.a.ndim == 1 else (y, slack)
+
+
+def half_unit(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half a unit in the last place of a type at values ≥ 0."""
+    bits, smallest = _FLOATS[dtype]
+    exponent = torch.frexp(value.nan_to_num(0.0, 0.0)).exponent.clamp(min=smallest + 1)
+    return torch.ldexp(torch.ones_like(value), exponent - bits - 1)
+
+
+def assert_near(got: Tensor, want: Tensor, slack: Tensor, out_scale: Tensor | None = None) -> None:
+    """Not one element farther from the oracle than rounding once, beside `slack`; NaN and infinities where it has them.
+
+    An 8-bit element is the nearest value, or one of the two nearest within `slack` of the middle between them.
+    """
+    got = got.detach().cpu()
+    assert got.shape == want.shape, f"{list(got.shape)} for {list(want.shape)}"
+    dtype = got.dtype
+    if out_scale is not None:
+        scale = out_scale.double().cpu().reshape(())
+        want, slack = want / scale, slack / scale
+        want = want.clamp(-LARGEST[dtype], LARGEST[dtype])
+    values = got.float().double() if dtype.itemsize == 1 else got.double()
+    if dtype == I8:
+        assert not values[want.isnan()].any(), "a NaN is 0 in int8"
+        values, want = values.masked_fill(want.isnan(), 0.0), want.masked_fill(want.isnan(), 0.0)
+    nan = want.isnan()
+    assert torch.equal(values.isnan(), nan), "NaN elsewhere"
+    infinite = want.isinf()
+    assert torch.equal(values[infinite], want[infinite]), "infinities elsewhere"
+    some = ~(nan | infinite)
+    values, want, slack = values[some], want[some], slack[some].nan_to_num(0.0)
+    if dtype.itemsize == 1:
+        limit = nearest_distance(want, dtype) + 2 * slack + 1e-6 * want.abs()
+    else:
+        limit = half_unit(want.abs() + slack, dtype) + slack
+    off = (values - want).abs()
+    worst = int((off / limit).argmax()) if off.numel() else 0
+    # a NaN is not below the limit
+    assert bool((off <= limit).all()), (
+        f"{int((~(off <= limit)).sum())} of {off.numel()} beyond the bound; {values[worst]} for {want[worst]}, "
+        f"{off[worst] / limit[worst]:.3g} of it"
+    )
+
+
+def steps_of(backend: str, given: Operands) -> float:
+    """What a backend rounds to between its steps: float32, but PyTorch the dtype of a."""
+    if F64 in (given.a.dtype, given.b.dtype):
+        return 2.0**-53
+    finished = given.alpha != 1.0 or out_dtype(given) != given.a.dtype
+    finished |= any(value is not None for value in (*given[2:7], given.out_scale))
+    if backend == "torch" and given.a.dtype in (F16, BF16) and (finished or given.a.is_cuda):
+        return float(2.0 ** -_FLOATS[given.a.dtype][0])
+    return 2.0**-24
+
+
+def bound_of(backend: str, given: Operands) -> dict[str, float]:
+    """How exact a backend is, for `oracle`."""
+    step = steps_of(backend, given)
+    if F64 in (given.a.dtype, given.b.dtype):
+        return {"unit": 2.0**-52, "sums": 2.0**-52, "step": step}
+    # sums of integers are exact, unless scales of blocks are part of them
+    blocks = given.scale_a is not None and given.scale_a.ndim == 2 and given.scale_a.shape[1] > 1
+    if given.scale_b is not None and given.scale_b.numel() > 1:
+        blocks |= given.scale_b.shape not in ((given.b.shape[-1],), (1, given.b.shape[-1]))
+    sums = unit = 0.0 if given.a.dtype == I8 and not blocks else 2.0**-24
+    if given.precision == "tf32" and given.a.dtype == F32:
+        unit = numerics.PRODUCT_UNITS["tf32"]
+    if given.a.is_cuda:
+        # sm_90 keeps 14 bits of sums of 8-bit floats; PyTorch may add parts of 16-bit products in their own type
+        sums = 2.0**-13 if given.a.dtype in (E4M3, E5M2) else max(sums, step)
+    return {"unit": unit, "sums": sums, "step": step}
+
+
+def copies(given: Operands) -> list[Any]:
+    """The arguments' values, to see later that they were not written to."""
+    return [value.detach().clone() if isinstance(value, Tensor) else value for value in given]
+
+
+def assert_unwritten(given: Operands, before: list[Any]) -> None:
+    for name, value, kept in zip(Operands._fields, given, before, strict=True):
+        if isinstance(value, Tensor):
+            size = (
+                torch.uint8 if value.itemsize == 1 else {2: torch.int16, 4: torch.int32, 8: torch.int64}[value.itemsize]
+            )
+            assert torch.equal(value.detach().contiguous().view(size), kept.contiguous().view(size)), f"{name} changed"
+
+
+def out_dtype(given: Operands) -> torch.dtype:
+    """The dtype that a call's result must have."""
+    if given.out_dtype is not None:
+        return given.out_dtype
+    if given.a.dtype in _FLOATS:
+        return given.a.dtype
+    plain = given.alpha == 1.0 and all(value is None for value in (*given[2:7], given.out_scale))
+    return I32 if given.a.dtype == I8 and plain else BF16
+
+
+def out_shape(given: Operands) -> tuple[int, ...]:
+    """The shape that a call's result must have."""
+    N = given.b.shape[-1] // (2 if given.activation in GATED else 1)
+    if given.b.ndim == 2:
+        return (*given.a.shape[:-1], N)
+    lead = torch.broadcast_shapes(given.a.shape[:-2], given.b.shape[:-2])  # type: ignore[no-untyped-call]
+    return (*lead, given.a.shape[-2], N)
+
+
+def assert_result(backend: str, got: Tensor, given: Operands, b: Tensor | None = None) -> None:
+    """A result of a call: dtype, shape, layout and values."""
+    assert got.dtype == out_dtype(given)
+    assert tuple(got.shape) == out_shape(given)
+    assert got.is_contiguous()
+    if got.dtype == I32:
+        flat = _cpu(given)
+        assert torch.equal(got.cpu().long(), flat.a.long() @ flat.b.long())
+        return
+    want, slack = oracle(given, b, **bound_of(backend, given))
+    assert_near(got, want, slack, given.out_scale)
+
+
+def assert_right(
+    backend: str, given: Operands, config: Config | None = None, watch: Watch | None = None, b: Tensor | None = None
+) -> Tensor:
+    """A backend's result for a call is right, each element written once, no argument written to."""
+    before = copies(given)
+    already = 0 if watch is None else watch.stored["c_ptr"]
+    got: Tensor = registry.get(OP).run(backend, *given, config=config)
+    if watch is not None and watch.active and backend in KERNELS:
+        assert watch.stored["c_ptr"] - already == got.numel(), "elements written twice, or not at all"
+    assert_result(backend, got, given, b)
+    assert_unwritten(given, before)
+    return got
+
+
+def declines(backend: str, given: Operands) -> str | None:
+    """The reason why a backend does not take a call."""
+    return registry.get(OP).backends[backend].supports(*given)

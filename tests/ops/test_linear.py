@@ -1,0 +1,552 @@
+"""`linear` with plain weights and every format of packed ones, against values unpacked in float64."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+from tests.ops.gemm_harness import (
+    BF16,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    I8,
+    KERNELS,
+    OP,
+    SPLIT,
+    Watch,
+    assert_near,
+    assert_result,
+    assert_right,
+    bound_of,
+    declines,
+    machine,
+    multiply,
+    oracle,
+    poison_integers,
+    quicken,
+    random,
+    scaled_b,
+    scales,
+    stream,
+    tile,
+)
+from tests.ops.op_harness import assert_never_copies, name, same_bits, shape_id
+from wavecrest import ops, registry
+from wavecrest.errors import InvalidArgument
+from wavecrest.ops.gemm.operands import Operands
+from wavecrest.ops.packed import PackedWeight, pack
+from wavecrest.tuned import Config
+
+
+@pytest.fixture(autouse=True)
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """Kernels in the interpreter touch their arguments alone; what is allocated holds no luck."""
+    made = Watch()
+    made.attach(monkeypatch)
+    poison_integers(monkeypatch)
+    quicken(monkeypatch)
+    return made
+
+
+def operands(x: Tensor, weight: Any, bias: Tensor | None = None, **options: Any) -> Operands:
+    """What `linear` hands to its backends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["wavecrest.ops.gemm.op"], "_op", lambda *args: args)
+        return Operands(*ops.linear(x, weight, bias, **options))
+
+
+# --- packed weights
+
+
+def weights(n: int, k: int, dtype: torch.dtype = BF16, device: str = "cpu") -> Tensor:
+    """Rows and columns of very different size, so that a scale of the wrong place is far off."""
+    w = random(n, k, dtype=torch.float64, seed=3) * torch.logspace(-1, 1, max(n, 1))[:n, None]
+    return (w * torch.logspace(0, 1, max(k, 1))[:k]).to(dtype).to(device)
+
+
+def values_of(weight: PackedWeight) -> Tensor:
+    """[N, K] in float64, element by element from where the formats say it lies."""
+    n, k = weight.shape
+    stored, group = weight.stored.cpu(), weight.group
+    row, column = torch.arange(n)[:, None], torch.arange(k)[None, :]
+    if weight.format == "int4":
+        byte = stored[row, column // 64 * 32 + column % 32].int()
+        code = torch.where(column % 64 < 32, byte % 16, byte // 16).double()
+        zero = 8.0 if weight.zero is None else weight.zero.cpu().double()[row, column // group]
+        return (code - zero) * weight.scale.cpu().double()[row, column // group]  # type: ignore[union-attr]
+    if weight.format == "shuffled":
+        run = 16 // stored.itemsize
+        tile_of = row // 16 * (k // 32) + column // 32
+        place = ((tile_of * (32 // run) + column % 32 // run) * 16 + row % 16) * run + column % run
+        values = stored.flatten().float().double()[place]
+    else:
+        values = stored.float().double() if stored.itemsize == 1 else stored.double()
+    if weight.scale is None:
+        return values
+    scale = weight.scale.cpu().double()
+    if weight.format == "fp8_block":
+        return values * scale[row // 128, column // 128]
+    return values * (scale if scale.shape[1] <= 1 else scale[row, column // group])
+
+
+def _packed(format: str, **options: Any) -> Callable[[int, int, torch.dtype, str], PackedWeight]:
+    return lambda n, k, dtype, device: pack(weights(n, k, dtype, device), format, **options)
+
+
+# id -> N, K, dtype, device -> a packed weight
+FORMATS: dict[str, Callable[[int, int, torch.dtype, str], PackedWeight]] = {
+    "plain": _packed("plain"),
+    "shuffled": _packed("shuffled"),
+    "shuffled-int8": _packed("shuffled", dtype=I8),
+    "shuffled-int8-64": _packed("shuffled", dtype=I8, group=64),
+    "shuffled-e4m3": _packed("shuffled", dtype=E4M3),
+    "int8": _packed("int8"),
+    "int8-32": _packed("int8", group=32),
+    "int8-64": _packed("int8", group=64),
+    "int8-128": _packed("int8", group=128),
+    "int4-32": _packed("int4", group=32),
+    "int4-64": _packed("int4", group=64),
+    "int4-128": _packed("int4", group=128),
+    "int4-32-zeros": _packed("int4", group=32, symmetric=False),
+    "int4-64-zeros": _packed("int4", group=64, symmetric=False),
+    "int4-128-zeros": _packed("int4", group=128, symmetric=False),
+    "e4m3": _packed("fp8"),
+    "e5m2": _packed("fp8", dtype=E5M2),
+    "e4m3-block": _packed("fp8_block"),
+}
+
+
+def made(format: str, n: int, k: int, dtype: torch.dtype = BF16, device: str = "cpu") -> PackedWeight:
+    """A weight of nearly that size, where the format has whole tiles only."""
+    if format.startswith("shuffled"):
+        n, k = -(-n // 16) * 16, -(-k // 32) * 32
+    return FORMATS[format](n, k, dtype, device)
+
+
+def runs(format: str) -> list[tuple[str, Config | None]]:
+    """The backends and configurations that a format has paths in."""
+    k = 32 if format.endswith("-32") or format == "int8-32" else 64
+    k = 64 if format.startswith("int4") else k
+    found: list[tuple[str, Config | None]] = [
+        ("triton", tile(16, 32, k)),
+        ("triton", tile(16, 64, 128 if format.startswith(("int4-128", "e4m3-block")) else k, **SPLIT)),
+        ("triton_stream_k", stream(16, 32, k)),
+        ("reference", None),
+    ]
+    if format in ("plain", "int8", "e4m3", "e5m2"):
+        found.append(("triton_multiply", multiply(32, 64, split=2)))
+    return [*found, ("torch", None)] if format == "plain" else found
+
+
+# K: whole groups and units; a tail of both; less than any of them; a unit of 64 but no group of 128
+@pytest.mark.parametrize("k", [256, 200, 31, 192])
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats(format: str, k: int, watch: Watch, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, units=3)
+    dtype = (BF16, F16, F32)[(k + list(FORMATS).index(format)) % 3]
+    dtype = BF16 if format == "shuffled" and dtype == F32 else dtype
+    weight = made(format, 40, k, dtype, device)
+    call = operands(random(5, weight.shape[1], dtype=dtype, device=device), weight, out_dtype=F32)
+    values = values_of(weight).mT
+    for backend, config in runs(format):
+        if backend == "torch":
+            call = call._replace(out_dtype=None)
+        assert_right(backend, call, config, watch, values)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_own_configurations_and_the_public_function(format: str, watch: Watch, device: str) -> None:
+    """Dispatch as it comes, and kernels by their own configurations, with all around; x of several dimensions."""
+    weight = made(format, 150, 300, BF16, device)
+    n, k = weight.shape
+    values = values_of(weight).mT
+    options = {"activation": "silu_and_mul", "residual": random(2, 3, n // 2, dtype=F32, device=device, seed=4)}
+    for backend in (None, *KERNELS, "reference"):
+        for x, more in (
+            (random(2, 3, k, device=device), {"bias": random(n, dtype=F32, device=device), **options}),
+            (random(k, device=device), {}),
+        ):
+            call = operands(x, weight, **more)
+            if backend is not None and declines(backend, call) is not None:
+                continue
+            registry.get(OP).force(backend)
+            assert_result(backend or "torch", ops.linear(x, weight, **more), call, values)
+    registry.get(OP).force("triton")
+    assert registry.get(OP).decide(*operands(random(6, k, device=device), weight)).backend == "triton"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "shape", [(3, 40, 0), (3, 0, 40), (0, 40, 64), (1, 1, 1), (2, 17, 65), (17, 3, 63)], ids=shape_id
+)
+def test_degenerate_sizes(shape: tuple[int, int, int], format: str, watch: Watch, device: str) -> None:
+    m, n, k = shape
+    weight = made(format, n, k, BF16, device)
+    call = operands(
+        random(m, weight.shape[1], device=device), weight, random(weight.shape[0], dtype=F32, device=device)
+    )
+    for backend in ("triton", "reference"):
+        assert_right(backend, call, None, watch, values_of(weight).mT)
+    assert_result("torch", ops.linear(call.a, weight, call.bias), call, values_of(weight).mT)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_each_4_bit_code_with_each_zero_point(group: int, device: str) -> None:
+    """Exact: scales are powers of two, and each row of x picks one column of K."""
+    k = 256
+    codes = torch.arange(16)[:, None, None].expand(16, 16, k)
+    # each code in each place, around each zero point
+    codes = (codes + torch.arange(k)) % 16
+    zero = torch.arange(16, dtype=torch.uint8)[None, :, None].expand(16, 16, k // group)
+    units = codes.reshape(256, k // 64, 2, 32).to(torch.uint8)
+    stored = (units[:, :, 0] | (units[:, :, 1] << 4)).reshape(256, k // 2)
+    scale = torch.exp2(torch.arange(256 * (k // group)).reshape(256, k // group) % 7 - 3.0)
+    parts = {"scale": scale.to(device), "zero": zero.reshape(256, k // group).to(device)}
+    weight = PackedWeight.from_parts("int4", stored.to(device), group=group, dtype=BF16, **parts)
+    column = torch.arange(k)
+    want = (codes.reshape(256, k) - zero.reshape(256, -1)[:, column // group].int()) * scale[:, column // group]
+    assert torch.equal(values_of(weight), want.double())
+    picks = torch.eye(k, dtype=BF16, device=device)[::3]
+    call = operands(picks, weight)
+    for backend, config in (("triton", tile(128, 256, 64)), ("triton", None), ("reference", None)):
+        if config is None and backend == "triton":
+            call = operands(picks[:16], weight)
+        got = registry.get(OP).run(backend, *call, config=config)
+        assert torch.equal(got.cpu().double(), want.double().mT[::3][: got.shape[0]])
+
+
+@pytest.mark.parametrize("format", [key for key in FORMATS if key.startswith("shuffled")])
+def test_shuffled_is_plain_bit_for_bit(format: str, watch: Watch, device: str) -> None:
+    weight = made(format, 48, 192, BF16, device)
+    unshuffled = operands(random(21, 192, device=device), weight)
+    plain = torch.empty_like(weight.stored)
+    # by the formula of the layout, with the values as they are stored
+    row, column = torch.arange(48)[:, None], torch.arange(192)[None, :]
+    run = 16 // plain.itemsize
+    place = (((row // 16 * 6 + column // 32) * (32 // run) + column % 32 // run) * 16 + row % 16) * run + column % run
+    flat = weight.stored.view(torch.int8 if run == 16 else torch.int16).flatten()
+    plain = flat[place.to(device)].view(weight.stored.dtype)
+    # an x of 8 bits too, where the weight has one scale a row
+    eight = random(21, 192, dtype=weight.stored.dtype, device=device)
+    for x in (unshuffled.a, eight) if weight.stored.itemsize == 1 and weight.group == 192 else (unshuffled.a,):
+        call = operands(x, weight, out_dtype=F32)
+        assert call.form == "shuffled"
+        same = call._replace(form="plain", b=plain.mT)
+        for backend, config in (
+            ("triton", tile(32, 16, 64)),
+            ("triton", tile(16, 32, 32, **SPLIT)),
+            ("triton_stream_k", stream(16, 32, 64)),
+        ):
+            got = assert_right(backend, call, config, watch, values_of(weight).mT)
+            assert same_bits(got, registry.get(OP).run(backend, *same, config=config))
+        assert same_bits(registry.get(OP).run("reference", *call), registry.get(OP).run("reference", *same))
+    assert "codes" in str(declines("triton_multiply", call)) and "shuffled" in str(declines("torch", call))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-64-zeros", "e4m3", "e4m3-block", "shuffled-int8-64"])
+def test_a_scale_that_is_not_a_number_stays_in_its_row(format: str, watch: Watch, device: str) -> None:
+    weight = made(format, 150, 200, BF16, device)
+    parts = {"scale": weight.scale.clone(), "zero": weight.zero}  # type: ignore[union-attr]
+    parts["scale"][1, -1] = float("nan")  # type: ignore[index]
+    poisoned = PackedWeight.from_parts(
+        weight.format, weight.stored, group=weight.group, shape=weight.shape, dtype=BF16, **parts
+    )
+    call = operands(random(3, weight.shape[1], device=device), poisoned)
+    rows = slice(128, 150) if format == "e4m3-block" else slice(1, 2)
+    for backend, config in runs(format)[:2]:
+        got = assert_right(backend, call, config, watch, values_of(poisoned).mT)
+        assert bool(got[:, rows].isnan().all())
+        assert int(got.isnan().sum()) == got[:, rows].numel()
+
+
+@pytest.mark.parametrize("format", ["plain", "shuffled", "int8", "int4-128", "e4m3"])
+def test_packed_weights_with_8_bit_results_and_gates(format: str, watch: Watch, device: str) -> None:
+    weight = made(format, 64, 96, F16, device)
+    n = weight.shape[0]
+    x = random(4, weight.shape[1], dtype=F16, device=device)
+    values = values_of(weight).mT
+    for options in (
+        {"out_dtype": E4M3, "out_scale": torch.tensor(0.5, device=device)},
+        {"out_dtype": I8, "out_scale": torch.tensor([4.0], device=device), "activation": "relu"},
+        {"activation": "gelu_tanh_and_mul", "bias": random(n, dtype=F16, device=device)},
+        {"activation": "gelu", "residual": random(4, n, dtype=BF16, device=device)},
+    ):
+        call = operands(x, weight, **options)
+        for backend, config in runs(format):
+            if declines(backend, call) is None:
+                assert_right(backend, call, config, watch, values)
+
+
+def test_a_weight_is_looked_at_in_each_call(device: str) -> None:
+    found = registry.get(OP)
+    for forced in ("triton", None):
+        found.force(forced)
+        for seed in range(3):
+            weight = pack(random(40, 128, device=device, seed=seed), "int4", group=32, symmetric=False)
+            call = operands(random(4, 128, device=device, seed=seed + 5), weight)
+            assert_result("reference", ops.linear(call.a, weight), call, values_of(weight).mT)
+        assert len(found._bound) == 1
+
+
+@pytest.mark.parametrize("format", [key for key in FORMATS if key != "plain"])
+def test_no_copy(format: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = made(format, 40, 200, BF16, device)
+    assert_never_copies(OP, monkeypatch, *operands(random(5, weight.shape[1], device=device), weight))
+
+
+def test_formats_that_are_not_pytorchs_say_so(device: str) -> None:
+    for format in FORMATS:
+        weight = made(format, 32, 64, BF16, device)
+        reason = declines("torch", operands(random(3, 64, device=device), weight))
+        assert (reason is None) == (format == "plain")
+        assert reason is None or "unpack it on every call" in reason
+
+
+# --- plain weights
+
+WEIGHTS: dict[str, Callable[[str], Tensor]] = {
+    "rows": lambda d: random(18, 40, device=d, seed=1),
+    "columns": lambda d: random(40, 18, device=d, seed=1).t(),
+    "sliced": lambda d: random(20, 43, device=d, seed=1)[1:19, 2:42],
+    "steps": lambda d: random(36, 80, device=d, seed=1)[::2, ::2],
+    "expanded": lambda d: random(1, 40, device=d, seed=1).expand(18, 40),
+}
+X_SHAPES = ((40,), (1, 40), (6, 40), (2, 3, 40), (2, 1, 2, 3, 40), (0, 40), (2, 0, 40))
+
+
+@pytest.mark.parametrize("layout", WEIGHTS)
+@pytest.mark.parametrize("shape", X_SHAPES, ids=shape_id)
+def test_plain(shape: tuple[int, ...], layout: str, watch: Watch, device: str) -> None:
+    weight, x = WEIGHTS[layout](device), random(*shape, device=device)
+    bias = random(18, device=device, seed=2)
+    for options in ({}, {"bias": bias, "activation": "gelu", "residual": random(*shape[:-1], 18, device=device)}):
+        call = operands(x, weight, **options)
+        assert same_bits(call.b, weight.mT) and call.form == "plain" and call.group == 0
+        for backend in ("triton", "reference", "torch"):
+            assert_right(backend, call, None, watch)
+        got = ops.linear(x, weight, **options)
+        assert tuple(got.shape) == (*shape[:-1], 18) and got.is_contiguous()
+        want = nn.functional.linear(x.double(), weight.double(), None if not options else bias.double())
+        if not options:
+            assert_near(got, want.cpu(), oracle(call, **bound_of("torch", call))[1])
+
+
+# id -> scale_weight for a weight [N, K]
+SCALES: dict[str, Callable[[int, int, str], Tensor]] = {
+    "tensor": lambda n, k, d: scales(device=d, size=0.1),
+    "one": lambda n, k, d: scales(1, device=d, size=0.1),
+    "rows": lambda n, k, d: scales(n, device=d, size=0.1),
+    "column": lambda n, k, d: scales(n, 1, device=d, size=0.1),
+    "block": lambda n, k, d: scales(-(-n // 128), -(-k // 128), device=d, size=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [I8, E4M3], ids=name)
+@pytest.mark.parametrize("kind", SCALES)
+def test_scales_of_a_plain_weight(kind: str, dtype: torch.dtype, watch: Watch, device: str) -> None:
+    n, k = 140, 150
+    weight = random(n, k, dtype=dtype, device=device, seed=1)
+    scale = SCALES[kind](n, k, device)
+    # what each element of the weight is multiplied by, laid out as the weight
+    spread = scale.cpu().double()
+    if kind == "rows":
+        spread = spread[:, None]
+    elif kind == "block":
+        spread = spread[torch.arange(n) // 128][:, torch.arange(k) // 128]
+    values = (weight.cpu().float().double() * spread).mT
+    for x, scale_x in (
+        (random(4, k, dtype=dtype, device=device), scales(4, device=device, size=0.02)),
+        (random(4, k, dtype=F16, device=device), None),
+    ):
+        call = operands(x, weight, scale_x=scale_x, scale_weight=scale, out_dtype=F32)
+        assert torch.allclose(scaled_b(call.b.cpu(), call.scale_b.cpu()), values)  # type: ignore[union-attr]
+        for backend, config in (("triton", tile(16, 64, 64)), ("reference", None), ("torch", None)):
+            if declines(backend, call) is None:
+                assert_right(backend, call, config, watch, values)
+        got = ops.linear(x, weight, scale_x=scale_x, scale_weight=scale, out_dtype=F32)
+        assert_result("reference", got, call, values)
+
+
+@pytest.mark.parametrize("shape", [(1, 20), (20, 2), (2, 20), (19,), (20, 1, 1), (0,)], ids=shape_id)
+def test_wrong_scales_of_a_plain_weight(shape: tuple[int, ...], device: str) -> None:
+    weight = random(20, 300, dtype=I8, device=device)
+    with pytest.raises(InvalidArgument, match=r"scale_b .* is not one for the tensor"):
+        ops.linear(random(3, 300, device=device), weight, scale_weight=torch.ones(shape, device=device))
+
+
+_X, _W = torch.ones(3, 64), torch.ones(16, 64)
+_INT4 = pack(_W, "int4")
+BAD: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "x-number": ("a must be a tensor", (3.0, _W), {}),
+    "x-number-packed": ("x float and weight", (3.0, _INT4), {}),
+    "x-scalar-packed": (r"x \[\] and weight \[16, 64\] do not fit", (torch.ones(()), _INT4), {}),
+    "x-packed": ("do not fit", (torch.ones(3, 32), _INT4), {}),
+    "weight-number": (r"weight must be \[N, K\], got float", (_X, 3.0), {}),
+    "weight-vector": (r"weight must be \[N, K\], got \[64\]", (_X, torch.ones(64)), {}),
+    "weight-batch": (r"weight must be \[N, K\], got \[2, 16, 64\]", (_X, torch.ones(2, 16, 64)), {}),
+    "K": ("do not fit: K is 64 and 32", (_X, torch.ones(16, 32)), {}),
+    "transposed": ("do not fit: K is 64 and 16", (_X, _W.t()), {}),
+    "dtypes": ("no product of torch.float32 and torch.float16", (_X, _W.half()), {}),
+    "shuffled-dtypes": ("no product of torch.float32", (_X, pack(_W.bfloat16(), "shuffled")), {}),
+    "int8-by-int4": ("no product of torch.int8", (_X.to(I8), _INT4), {}),
+    "bias": (r"bias must be floating-point \[16\]", (_X, _W, torch.ones(64)), {}),
+    "scale_x": ("scale_a is for an 8-bit a", (_X, _INT4), {"scale_x": torch.ones(3)}),
+    "scale_weight-packed": ("a packed weight has its own scales", (_X, _INT4), {"scale_weight": torch.ones(16)}),
+    "scale_weight-dtype": ("scale_b must be a float32", (_X, _W.to(I8)), {"scale_weight": torch.ones(16).double()}),
+    "activation": ("activation takes", (_X, _W), {"activation": "swish"}),
+    "residual": ("residual must be", (_X, _INT4), {"residual": torch.ones(16)}),
+    "out_dtype": ("out_dtype takes", (_X, _INT4), {"out_dtype": torch.int16}),
+    "groups-of-8-bit-x": (
+        "groups are for 8-bit and 4-bit weights", (_X.to(I8), pack(_W, "int8", group=32)), {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_arguments(case: str) -> None:
+    message, args, options = BAD[case]
+    for forced in (None, "triton", "reference"):
+        registry.get(OP).force(forced)
+        with pytest.raises(InvalidArgument, match=message):
+            ops.linear(*args, **options)
+
+
+# --- gradients
+
+
+def test_gradients_of_a_layer(device: str) -> None:
+    """What nn.Linear has, also where a kernel is forced."""
+    found = registry.get(OP)
+    layer = nn.Linear(40, 18, device=device)
+    x = random(2, 3, 40, dtype=F32, device=device).requires_grad_()
+    for forced in (None, *KERNELS):
+        found.force(forced)
+        call = operands(x, layer.weight, layer.bias)
+        decision = found.decide(*call)
+        assert decision.backend == "torch"
+        if forced is not None:
+            assert "gradients" in {one.backend: one.reason for one in decision.refused}[forced]
+        got = torch.autograd.grad(ops.linear(x, layer.weight, layer.bias).square().sum(), [x, *layer.parameters()])
+        want = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)
+    found.force("triton")
+    with torch.no_grad():
+        assert found.decide(*call).backend == "triton"
+        torch.testing.assert_close(ops.linear(x, layer.weight, layer.bias), layer(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_gradients_pass_through_a_packed_weight(format: str, device: str) -> None:
+    """x gets its own, from what the weight stands for; no kernel takes the call."""
+    found = registry.get(OP)
+    weight = made(format, 32, 96, F32 if format != "shuffled" else BF16, device)
+    x = random(3, weight.shape[1], dtype=weight.dtype, device=device).requires_grad_()
+    upstream = random(3, weight.shape[0], dtype=F32, device=device, seed=7)
+    for forced in ("triton", None):
+        found.force(forced)
+        decision = found.decide(*operands(x, weight))
+        assert decision.backend == ("torch" if format == "plain" else "reference")
+        assert "gradients" in {one.backend: one.reason for one in decision.refused}["triton"]
+        (got,) = torch.autograd.grad(ops.linear(x, weight, activation="relu", out_dtype=F32), x, upstream)
+        values = values_of(weight).to(device)
+        passed = (x.detach().double() @ values.mT > 0) * upstream.double()
+        want = passed @ values
+        torch.testing.assert_close(
+            got.double(), want, rtol=1e-2 if weight.dtype == BF16 else 1e-4, atol=1e-2 * float(want.abs().max())
+        )
+
+
+# --- compilation
+
+
+@pytest.mark.parametrize(
+    ("format", "dynamic"),
+    [
+        ("tensor", True),
+        ("tensor", False),
+        *((format, True) for format in ("plain", "shuffled", "int8-64", "int4-64-zeros", "e4m3-block")),
+    ],
+)
+def test_compile_fullgraph(format: str, dynamic: bool, device: str) -> None:
+    """A layer's weight as a parameter: one graph; with dynamic shapes rows of one bucket do not compile again."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager" if device == "cpu" else "inductor")
+    weight = random(32, 64, device=device) if format == "tensor" else made(format, 32, 64, BF16, device)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ops.linear(x, self.weight, activation="silu")
+
+    layer = Layer()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=counter)
+    with torch.no_grad():
+        for rows in (20, 31):
+            x = random(rows, 64, device=device)
+            torch.testing.assert_close(compiled(x), layer(x), rtol=2e-2, atol=1e-2)
+    assert counter.frame_count == (1 if dynamic else 2)
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 4096, 4096), (16, 4096, 14336), (100, 1008, 2016)], ids=shape_id)
+def test_layers(shape: tuple[int, int, int], format: str) -> None:
+    m, n, k = shape
+    weight = made(format, n, k, BF16, "cuda")
+    call = operands(random(m, weight.shape[1], device="cuda"), weight, out_dtype=F32)
+    for backend in (*KERNELS, "reference"):
+        if declines(backend, call) is None:
+            assert_right(backend, call, None, None, values_of(weight).mT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_replays_in_a_cuda_graph(format: str) -> None:
+    weight = made(format, 1024, 512, BF16, "cuda")
+    x = random(4, 512, device="cuda")
+    registry.get(OP).force("triton")
+    ops.linear(x, weight)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = ops.linear(x, weight)
+    for seed, other in itertools.product((5, 6), (1.0, 2.0)):
+        x.copy_(random(4, 512, device="cuda", seed=seed))
+        if weight.scale is not None:
+            weight.scale.mul_(other)
+        graph.replay()
+        assert_result("triton", result, operands(x, weight), values_of(weight).mT)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_weights_past_2_to_the_31_elements() -> None:
+    # int4 of 2^31 bytes and more: the last row's codes begin beyond
+    n, k = 65544, 65536
+    stored = torch.full((n, k // 2), 0x88, dtype=torch.uint8, device="cuda")
+    stored[-1] = torch.randint(0, 256, (k // 2,), dtype=torch.uint8, device="cuda")
+    scale = torch.ones(n, k // 128, device="cuda")
+    weight = PackedWeight.from_parts("int4", stored, scale=scale, group=128, dtype=BF16)
+    x = random(3, k, device="cuda")
+    registry.get(OP).force("triton")
+    got = ops.linear(x, weight, out_dtype=F32)
+    assert not bool(got[:, :-1].any())
+    last = PackedWeight.from_parts("int4", stored[-1:], scale=scale[-1:], group=128, dtype=BF16)
+    call = operands(x, last, out_dtype=F32)
+    assert_result("triton", got[:, -1:].contiguous(), call, values_of(last).mT)
