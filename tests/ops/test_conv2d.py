@@ -248,6 +248,16 @@ def test_format_is_pytorchs(shape: tuple[int, ...]) -> None:
             assert got.is_contiguous() == want.is_contiguous()
 
 
+def test_format_does_not_depend_on_the_library(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with MIOpen, which makes contiguous results alone unless it is told otherwise."""
+    native = F.conv2d
+    monkeypatch.setattr(F, "conv2d", lambda *args: native(*args).contiguous())
+    args = case("3x3", torch.float32, device, True)
+    assert_convolves("torch", *args)
+    registry.get(OP).force("torch")
+    assert ops.conv2d(*args).is_contiguous(memory_format=LAST)
+
+
 def _surrounded(shape: tuple[int, ...], device: str) -> Tensor:
     """The storage of a view, NaN where the view has nothing."""
     return torch.full(shape, float("nan"), dtype=torch.float16, device=device)

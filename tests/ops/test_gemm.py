@@ -666,6 +666,17 @@ def test_strides_that_do_not_merge_are_declined(case: str, device: str) -> None:
     assert_result("torch", found(*call), call)
 
 
+def test_more_products_in_a_batch_than_a_grid_has_programs(device: str) -> None:
+    one = random(1, 1, 2, dtype=F32, device=device)
+    for count in (65535, 65536):
+        call = Operands(one.expand(count, 1, 2), one.mT)
+        reasons = [declines(backend, call) for backend in KERNELS]
+        assert all(("65535 products" in str(reason)) == (count == 65536) for reason in reasons)
+    registry.get(OP).force("triton")
+    assert registry.get(OP).decide(*call).backend == "torch"
+    assert_result("torch", ops.gemm(call.a, call.b), call)
+
+
 # --- sizes
 
 SIZES = (0, 1, 2, 13, 15, 16, 17, 31, 32, 33, 61, 64, 65, 127)
@@ -1610,6 +1621,8 @@ def test_what_tensor_descriptors_stand_for() -> None:
         fine._replace(a=random(4, 5, 64).transpose(0, 1)),
         fine._replace(a=random(40, 128)[:, ::2]),
         product(40, 48, 0),
+        fine._replace(a=random(1, 64).expand(40, 64)),
+        fine._replace(b=random(1, 64).expand(48, 64).mT),
     ):
         assert not described(call)
 

@@ -29,6 +29,8 @@ from wavecrest.tuned import Config
 
 FORMS = {"plain": 0, "shuffled": 1, "int4": 2}
 SCALES = {"none": 0, "tensor": 1, "vector": 2, "block": 3, "group": 4}
+# products in a batch: CUDA has no more programs in the second dimension of a grid
+MOST_BATCHES = 65535
 # columns of a program of `_sum_kernel`
 SUM_COLUMNS = 512
 
@@ -142,6 +144,8 @@ def _scale_strides(given: Operands) -> tuple[int, int, int, int]:
 
 def cannot_walk(given: Operands) -> str | None:
     """Why strides keep the kernels from a call."""
+    if given.batches > MOST_BATCHES:
+        return f"takes up to {MOST_BATCHES} products in a batch"
     if leading(given) > 3:
         return f"takes up to 3 dimensions of rows without a common stride, not {leading(given)}"
     if not given.flat:
@@ -170,6 +174,8 @@ def described(given: Operands) -> bool:
         and given.flat
         and leading(given) == 1
         and given.K > 0
+        # expanded tensors have strides that descriptors are not known to take
+        and 0 not in (*given.a.stride(), *given.b.stride())
     )
 
 

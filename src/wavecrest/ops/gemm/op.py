@@ -230,12 +230,13 @@ def linear(
         if weight.scale is not None:
             scale_weight = weight.scale
             # one scale a row of the weight is a vector, whatever the group is called
-            in_groups = weight.format == "int4" or (weight.format != "fp8_block" and weight.scale.shape[1] > 1)
+            in_groups = weight.format == "int4" or (weight.format != "fp8_block" and weight.scale.shape[1] != 1)
             group = weight.group if in_groups else 0
             zero = None if weight.zero is None else weight.zero.mT
         weight = weight.stored
-    if isinstance(weight, Tensor) and weight.ndim != 2:
-        raise InvalidArgument(f"linear: weight must be [N, K], got {list(weight.shape)}")
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        found = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise InvalidArgument(f"linear: weight must be a tensor [N, K], got {found}")
     scale_b = scale_weight
     if isinstance(scale_b, Tensor) and scale_b.ndim == 2:
         scale_b = scale_b.mT
