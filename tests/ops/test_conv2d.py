@@ -607,6 +607,7 @@ def test_dispatch(device: str) -> None:
     found = registry.get(OP)
     decision = found.decide(*args)
     assert decision.backend == "torch"
+    assert 0 < found.backends["triton"].priority < found.backends["torch"].priority
     if device == "cpu":
         assert "are for tests" in {refusal.backend: refusal.reason for refusal in decision.refused}["triton"]
     config = config_of(*args, BLOCK_M=16)

@@ -317,7 +317,7 @@ def test_gemm_takes_no_packed_weight(format: str, device: str) -> None:
     weight = made(format, 64, 64, BF16, device)
     for backend in (None, "triton", "reference"):
         registry.get(OP).force(backend)
-        with pytest.raises(Unsupported, match="packed weight|shuffled does not store"):
+        with pytest.raises(Unsupported, match=r"packed weight|shuffled does not store"):
             ops.gemm(random(3, 64, device=device), weight)
 
 

@@ -302,6 +302,23 @@ def without_interpreter(folder: Path) -> dict[str, str]:
     return environment | {"TRITON_CACHE_DIR": str(folder)}
 
 
+def test_what_a_compiler_prints_is_no_answer() -> None:
+    noisy = """
+import os
+from wavecrest.tune import worker
+def answer(job):
+    print("note", flush=True)
+    os.write(1, b"another\\n")
+    return {"again": job}
+worker.answer = answer
+worker.main()
+"""
+    command = [sys.executable, "-c", noisy]
+    done = subprocess.run(command, input='{"a": 1}\n{"a": 2}\n', capture_output=True, text=True)
+    assert list(map(json.loads, done.stdout.splitlines())) == [{"again": {"a": 1}}, {"again": {"a": 2}}]
+    assert done.stderr.split() == ["note", "another"] * 2
+
+
 @pytest.mark.slow
 def test_the_child_answers_and_says_why_not(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="compiling needs triton")

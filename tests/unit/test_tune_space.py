@@ -130,7 +130,18 @@ def within_limits(where: str, config: Config, given: Operands, arch: Arch) -> No
 def test_there_is_something_to_try_in_every_regime(arch: Arch) -> None:
     few = 8 if arch.wave_size == 32 and arch.vendor == "amd" else 11
     rows = [f"bf16 {M}x4096x4096" for M in (1, 16, 64, 256, 4096)]
-    for name in (*rows, "int8 64", "fp8 4096", "weight int8 16", "int4 128 16", "int4 128 64"):
+    more = [f"int4 {group} {M}" for group in (32, 64, 128) for M in (16, 64)]
+    for name in (
+        *rows,
+        "gated 64",
+        "gated 4096",
+        "int8 64",
+        "fp8 4096",
+        "blocks 4096",
+        "weight int8 16",
+        "weight int8 groups 16",
+        *more,
+    ):
         for backend, _, others in spaces(arch, PRODUCTS[name]):
             least = {"triton": few, "triton_stream_k": 3, "triton_multiply": 8}[backend]
             assert least <= len(others) <= 60, f"{name}, {backend}: {len(others)}"

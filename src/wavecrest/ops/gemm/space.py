@@ -79,6 +79,13 @@ _NVIDIA_MORE = (
     Tile(64, 256, 128, 4, 2), Tile(256, 64, 64, 4, 4), Tile(64, 128, 64, 4, 5), Tile(64, 128, 128, 4, 3),
     Tile(128, 64, 64, 4, 5), Tile(64, 64, 128, 4, 4),
 )  # fmt: skip
+# twice the registers a value: both halves of a gate, or sums and a step's own that is scaled
+_NVIDIA_DOUBLE = (
+    Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4),
+    Tile(256, 64, 64, 8, 4), Tile(64, 256, 64, 8, 4), Tile(128, 128, 128, 8, 3), Tile(128, 64, 64, 8, 4),
+    Tile(128, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3), Tile(128, 64, 64, 4, 5), Tile(64, 128, 64, 4, 5),
+    Tile(64, 64, 128, 4, 4), Tile(64, 64, 64, 4, 5),
+)  # fmt: skip
 # without matrix instructions for true float32
 _IEEE = (
     Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 4, 3), Tile(64, 64, 64, 8, 3), Tile(64, 128, 32, 8, 3),
@@ -115,7 +122,7 @@ _RDNA_FEW = (
 _RDNA_MORE = (
     Tile(64, 64, 32, 4, 2), Tile(32, 64, 64, 4, 2), Tile(64, 64, 64, 4, 2), Tile(64, 128, 32, 4, 2),
     Tile(128, 64, 32, 4, 2), Tile(128, 128, 32, 8, 2), Tile(64, 128, 32, 8, 2), Tile(128, 128, 32, 4, 2),
-    Tile(32, 32, 64, 2, 2),
+    Tile(32, 32, 64, 2, 2), Tile(64, 32, 64, 4, 2),
 )  # fmt: skip
 
 # (columns, products along K of 16 bits, warps) of a program of `_multiply_kernel`
@@ -224,7 +231,11 @@ def _regime(shape: Shape, arch: Arch) -> tuple[tuple[Tile, ...], tuple[int, ...]
         return (_NVIDIA_FEW_INT4, (2, 4, 8)) if shape.b_bits == 4 else (_NVIDIA_FEW, programs)
     if 0 < rows <= 32:
         return _NVIDIA_32 + _NVIDIA_64[:6], programs
-    return (_NVIDIA_64 if some else _NVIDIA_256 if 0 < rows <= 256 else _NVIDIA_MORE), programs
+    if some:
+        return _NVIDIA_64, programs
+    if shape.gated or shape.step:
+        return _NVIDIA_DOUBLE, programs
+    return (_NVIDIA_256 if 0 < rows <= 256 else _NVIDIA_MORE), programs
 
 
 def _variants(index: int, few: bool, arch: Arch, described: bool) -> list[dict[str, int]]:
