@@ -197,8 +197,9 @@ def test_triton(key: str, last: bool, device: str) -> None:
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("key", CASES)
 def test_other_backends(key: str, backend: str, device: str) -> None:
-    for dtype, last in itertools.product((*DTYPES, torch.float64), (False, True)):
-        assert_convolves(backend, *case(key, dtype, device, last))
+    # each dtype in one of the formats, by turns
+    for turn, dtype in enumerate((*DTYPES, torch.float64), list(CASES).index(key)):
+        assert_convolves(backend, *case(key, dtype, device, turn % 2 == 1))
 
 
 def test_numbers_anybody_can_check(device: str) -> None:
@@ -416,7 +417,7 @@ def test_configurations(blocks: tuple[int, int, int], group_m: int, flat: int, d
     m, n, k = blocks
     options = {"FLAT": flat, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": group_m}
     for last in (False, True):
-        x = formatted(random((2, 21, 7, 6), torch.float16, device), last)
+        x = formatted(random((2, 21, 5, 6), torch.float16, device), last)
         weight = formatted(random_filters((37, 21, 3, 2), torch.float16, device), last)
         args = arguments(x, weight, None, 1, 1)
         assert_convolves("triton", *args, config=config_of(*args, **options))
@@ -427,19 +428,20 @@ def test_configurations(blocks: tuple[int, int, int], group_m: int, flat: int, d
 def test_any_architectures_order_and_configuration(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 XCDs deal tiles and groups in another order, which must have each of them once."""
     monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS[arch])
-    x, weight = random((2, 30, 9, 7), torch.float16, "cpu"), random_filters((60, 10, 3, 3), torch.float16, "cpu")
-    args = arguments(x, weight, None, 1, 1, 1, 3)
-    config = config_of(*args, BLOCK_M=16, BLOCK_N=16, GROUP_M=3)
-    made = launches.launch(Operands(*args), x, config, ARCHS[arch])
-    assert made.constants["XCDS"] == (8 if arch == "gfx942" else 1) and made.grid[0] == 8 * 2 * 3
-    assert_convolves("triton", *args, config=config)
     assert_convolves("triton", *case("3x3", torch.bfloat16, "cpu", True))
+    if ARCHS[arch].xcds > 1:
+        x, weight = random((2, 30, 9, 7), torch.float16, "cpu"), random_filters((60, 10, 3, 3), torch.float16, "cpu")
+        args = arguments(x, weight, None, 1, 1, 1, 3)
+        config = config_of(*args, BLOCK_M=16, BLOCK_N=16, GROUP_M=3)
+        made = launches.launch(Operands(*args), x, config, ARCHS[arch])
+        assert made.constants["XCDS"] == 8 and made.grid[0] == 8 * 2 * 3
+        assert_convolves("triton", *args, config=config)
 
 
 def test_many_groups(device: str) -> None:
-    x = random((1, 96, 3, 2), torch.float16, device)
-    weight = random_filters((96, 1, 2, 2), torch.float16, device)
-    assert_convolves("triton", x, weight, None, 1, 1, 1, 96)
+    x = random((1, 40, 3, 2), torch.float16, device)
+    weight = random_filters((40, 1, 2, 2), torch.float16, device)
+    assert_convolves("triton", x, weight, None, 1, 1, 1, 40)
 
 
 @pytest.mark.parametrize("flat", [0, 1])

@@ -438,7 +438,7 @@ def test_scales(a_kind: str, b_kind: str, dtype: torch.dtype, watch: Watch, devi
     )
     runs: list[tuple[str, Config | None]] = [
         ("triton", tile(16, 64, 64)),
-        ("triton", tile(16, 128, 64, **SPLIT)),
+        ("triton", tile(16, 128, 32, **SPLIT)),
         ("triton_stream_k", stream(16, 128, 64)),
         ("triton_multiply", multiply(64, 128, split=1 + turn % 2)),
     ]
@@ -815,6 +815,21 @@ def test_epilogues(kind: str, activation: str | None, bias: str, residual: str, 
     for other_backend in ("torch", "reference"):
         if declines(other_backend, call) is None:
             assert_right(other_backend, call)
+
+
+@pytest.mark.parametrize("shape", [(40,), (2, 3, 40), (2, 1, 3, 40)], ids=shape_id)
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_a_bias_along_the_rows_of_many_dimensions(kind: str, shape: tuple[int, ...], watch: Watch, device: str) -> None:
+    a, b = (
+        random(*shape, dtype=CLASSES[kind]["a"], device=device),
+        random(20, 40, dtype=CLASSES[kind]["a"], device=device),
+    )
+    rows = a.numel() // 40
+    call = Operands(a, b.mT, 100 * random(rows, dtype=F32, device=device), bias_along="m", out_dtype=BF16, alpha=0.5)
+    call = call._replace(residual=random(*shape[:-1], 20, dtype=F32, device=device))
+    for backend, config in (*SPECIAL_RUNS[:2], *FINISHERS[1:3], ("torch", None), ("reference", None)):
+        if declines(backend, call) is None:
+            assert_right(backend, call, config, watch)
 
 
 @pytest.mark.parametrize("kind", CLASSES)

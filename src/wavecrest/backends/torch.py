@@ -183,12 +183,14 @@ def _gemm(*args: Any) -> Tensor:
     a, b, bias = given.a, given.b, given.bias
     inner = given.dtype if given.dtype in FLOATS else torch.bfloat16
     if a.dtype == torch.int8:
-        y = torch._int_mm(a.reshape(given.M, given.K), b).reshape(*a.shape[:-1], given.columns)
+        y = _int8_mm(given).reshape(*a.shape[:-1], given.columns)
         if given.dtype == torch.int32:
             return y
         y = y.float()
-        for scale in (None if given.scale_a is None else _rows_of(given.scale_a, y), given.scale_b):
-            y = y if scale is None else y * scale
+        if given.scale_a is not None:
+            y = y * _rows_of(given.scale_a, y)
+        if given.scale_b is not None:
+            y = y * given.scale_b.reshape(() if given.scale_b.numel() == 1 else (-1,))
     elif a.dtype.itemsize == 1:
         y = _float8_mm(given, inner).reshape(*a.shape[:-1], given.columns)
     elif bias is not None and given.flat and given.bias_along == "n" and bias.dtype == a.dtype and given.alpha == 1.0:
@@ -216,6 +218,14 @@ def finished(given: Operands, y: Tensor, bias: Tensor | None) -> Tensor:
         how = Quantization(given.dtype, "tensor", given.out_scale.reshape(()))
         return quantized(y.float(), how)[0]
     return y.to(given.dtype)
+
+
+def _int8_mm(given: Operands) -> Tensor:
+    a, b = given.a.reshape(given.M, given.K), given.b
+    # PyTorch 2.13's product on the CPU is wrong where an operand is expanded, and for K = 1
+    if given.K == 1 or 0 in (*a.stride(), *b.stride()):
+        a, b = (x.clone(memory_format=torch.contiguous_format) for x in (a, b))
+    return torch._int_mm(a, b)
 
 
 def _rows_of(vector: Tensor, y: Tensor) -> Tensor:
@@ -248,23 +258,20 @@ def _activated(y: Tensor, name: str | None, slope: float) -> Tensor:
     return y
 
 
-def _conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] | str = 0,
-    dilation: int | tuple[int, int] = 1,
-    groups: int = 1,
-    activation: str | None = None,
-) -> Tensor:
-    return _activated(F.conv2d(x, weight, bias, stride, padding, dilation, groups), activation, 0.01)
-
-
 def _conv2d_bind(*args: Any, **kwargs: Any) -> Callable[..., Tensor]:
+    given = Convolution(*args, **kwargs)
+    # these alone, as what is bound is kept: not the tensors of one call
+    stride, padding, dilation, groups, activation = given[3:]
     # the op's memory format, which is PyTorch's own, also where its library has no channels_last (MIOpen)
-    layout = Convolution(*args, **kwargs).memory_format
-    return lambda *args, **kwargs: _conv2d(*args, **kwargs).contiguous(memory_format=layout)
+    layout = given.memory_format
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_args: Any, **_kwargs: Any) -> Tensor:
+        y = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+        if activation is not None:
+            y = _activated(y, activation, 0.01)
+        return y.contiguous(memory_format=layout)
+
+    return call
 
 
 def _conv2d_run(*args: Any, **kwargs: Any) -> Tensor:
