@@ -219,9 +219,11 @@ def test_what_is_left_is_said(op: Op, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
     out = tmp_path / "a.json"
+    # a shell that starts the tests in the background has SIGINT ignored, and children inherit that
     process = subprocess.Popen(
         [sys.executable, "-m", "wavecrest", "tune", "rms_norm", "--device", "cpu", "--seconds", "2", "--out", str(out)],
         env=os.environ | {"TRITON_INTERPRET": "0"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     end = time.perf_counter() + 120
     while not out.exists() and time.perf_counter() < end:
