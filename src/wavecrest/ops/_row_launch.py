@@ -120,12 +120,12 @@ def _outputs(given: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 def _slots(x: Tensor, config: Config, rounding: int) -> Callable[[], Tensor | None]:
     """What makes the zeros that programs exchange through, for a call; None where they do not."""
-    shape = _rows.slots_shape(x, config, exchanges=2)
+    shape, device = _rows.slots_shape(x, config, exchanges=2), x.device
     if rounding == WHOLE:
-        return lambda: torch.zeros(PEAKS, dtype=torch.int32, device=x.device)
+        return lambda: torch.zeros(PEAKS, dtype=torch.int32, device=device)
     if shape is None:
         return lambda: None
-    return lambda: torch.zeros(shape, dtype=torch.int64, device=x.device)
+    return lambda: torch.zeros(shape, dtype=torch.int64, device=device)
 
 
 def bind(

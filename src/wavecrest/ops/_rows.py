@@ -74,7 +74,9 @@ def starter(launch: Launch, device: torch.device, described: int = 0) -> Callabl
     without Triton's own look-up, which is most of the cost of a launch.
     """
     tensors = described + sum(isinstance(value, Tensor) for value in launch.args)
-    slow, options = launch.kernel[launch.grid], launch.options()
+    # not the launch itself: what is bound is kept, and would keep the tensors of the first call
+    kernel, grid = launch.kernel, launch.grid
+    slow, options = kernel[grid], launch.options()
     if torch.compiler.is_compiling():
         return lambda *args: slow(*args, **options)
     fast: Callable[..., None] | None = None
@@ -93,8 +95,8 @@ def starter(launch: Launch, device: torch.device, described: int = 0) -> Callabl
             compiled = slow(*args, **options)
             # None in Triton's interpreter
             if compiled is not None:
-                constants = [options[parameter.name] for parameter in launch.kernel.params[len(args) :]]
-                fast = compiled[(*launch.grid, 1, 1)]
+                constants = [options[parameter.name] for parameter in kernel.params[len(args) :]]
+                fast = compiled[(*grid, 1, 1)]
 
     if device.type != "cuda" or torch.cuda.device_count() == 1:
         return start

@@ -407,33 +407,34 @@ def bind(
 ) -> Callable[..., Tensor]:
     """The function for all calls with arguments like these: allocate, launch, and add up what was split."""
     given = operands(*args)
-    arch, dtype, device = _rows.arch(), given.dtype, given.a.device
-    shape, empty = given.shape, math.prod(given.shape) == 0
-    meta = given.a
-    if empty:
+    arch, dtype, device, partial = _rows.arch(), given.dtype, given.a.device, _partial_dtype(given)
+    shape = given.shape
+    if math.prod(shape) == 0:
         return lambda *_args: torch.empty(shape, dtype=dtype, device=device)
-    tma = bool(config.kwargs.get("TMA")) and described(given) and not _triton.interpreted
-    plain = planner(
-        given, meta.new_empty(0, dtype=dtype), meta.new_empty(0, dtype=_partial_dtype(given)), config, arch, False
-    )
-    start = _rows.starter(plain.first, device)
-    start_tma = _rows.starter(_with_dtype(planner, given, config, arch), device, described=2) if tma else None
-    second = None if plain.second is None else _rows.starter(plain.second, device)
-    values = plain.first.args[10:] if plain.first.kernel is not _multiply_kernel else plain.first.args[9:]
-    second_values = () if plain.second is None else plain.second.args[7:]
-    partial, multiplied = _partial_dtype(given), plain.first.kernel is _multiply_kernel
+    y, sums = given.a.new_empty(0, dtype=dtype), given.a.new_empty(0, dtype=partial)
+    plan = planner(given, y, sums, config, arch, False)
+    start_described = None
+    if config.kwargs.get("TMA") and described(given) and not _triton.interpreted:
+        start_described = _rows.starter(planner(given, y, sums, config, arch, True).first, device, described=2)
+    start = _rows.starter(plan.first, device)
+    second = None if plan.second is None else _rows.starter(plan.second, device)
+    multiplied = plan.first.kernel is _multiply_kernel
+    # what is bound is kept: sizes and constants, not the plan with the tensors of one call
+    values = plan.first.args[9 if multiplied else 10 :]
+    second_values = () if plan.second is None else plan.second.args[7:]
+    parts_shape = plan.parts
 
     def call(*args: Any) -> Tensor:
         given = operands(*args)
         y = torch.empty(shape, dtype=dtype, device=device)
-        parts = y if plain.parts is None else torch.empty(plain.parts, dtype=partial, device=device)
+        parts = y if parts_shape is None else torch.empty(parts_shape, dtype=partial, device=device)
         bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
         if multiplied:
             start(given.a, given.b, y, parts, bias, residual, scale_a, scale_b, out_scale, *values)
         else:
             tensors = (y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
-            if start_tma is not None and (given.a.data_ptr() | given.b.data_ptr()) % 16 == 0:
-                start_tma(*_described_operands(given, config), *tensors, *values)
+            if start_described is not None and (given.a.data_ptr() | given.b.data_ptr()) % 16 == 0:
+                start_described(*_described_operands(given, config), *tensors, *values)
             else:
                 start(given.a, given.b, *tensors, *values)
         if second is not None:
@@ -441,9 +442,3 @@ def bind(
         return y
 
     return call
-
-
-def _with_dtype(planner: Planner, given: Operands, config: Config, arch: Arch | None) -> _rows.Launch:
-    """The launch with tensor descriptors."""
-    y = given.a.new_empty(0, dtype=given.dtype)
-    return planner(given, y, given.a.new_empty(0, dtype=_partial_dtype(given)), config, arch, True).first
