@@ -123,22 +123,47 @@ def compare(out: Tensor, ref: Tensor) -> Comparison:
 PRODUCT_UNITS = {"ieee": 2.0**-24, "tf32": 2.0**-11}
 
 
-def product_bound(a: Tensor, b: Tensor, *, unit: float = 2.0**-24, sums: float = 2.0**-24) -> Tensor:
+def product_bound(
+    a: Tensor, b: Tensor, *, unit: float = 2.0**-24, sums: float = 2.0**-24, shrink: float = 0.0
+) -> Tensor:
     """How far a sum of products a @ b may be from the exact one, elementwise, before it is rounded to its dtype.
 
     Rounding errors are taken for independent: each of K products is off by `unit` of itself, so that the sum is off by
     unit · ‖aᵢ ∘ bⱼ‖, and each of K partial sums by `sums` of itself, together sums · ‖aᵢ‖ · ‖bⱼ‖ for terms of random
-    sign: for standard normal values K, √K of the sum (Higham and Mary, 2019). Four times both, as a limit.
+    sign: for standard normal values K, √K of the sum (Higham and Mary, 2019). Four times both, as a limit. Where
+    digits are cut off instead of rounded, errors are no longer independent: the sum becomes smaller by up to `shrink`
+    of itself.
 
     Args:
         a: float64 [..., M, K], the values that are multiplied, scaled.
         b: float64 [..., K, N].
         unit: of a product; 2^-11 for tf32.
         sums: of a sum; 2^-13 for 8-bit floats on sm_90, whose matrix unit keeps 14 bits.
+        shrink: see `matrix_unit_shrink`.
 
     Returns:
         float64 [..., M, N].
     """
     products = (a.square() @ b.square()).sqrt()
     lengths: Tensor = a.norm(dim=-1, keepdim=True) * b.norm(dim=-2, keepdim=True)
-    return 4 * (unit * products + sums * lengths)
+    off = 4 * (unit * products + sums * lengths)
+    return off + shrink * (a @ b).abs() if shrink else off
+
+
+def matrix_unit_shrink(K: int, a_bits: int, precision: str = "ieee") -> float:
+    """By what share of itself NVIDIA's matrix units make a sum of K products too small at most.
+
+    They cut off what does not fit where they add (Fasi et al., 2021, sections 4.2 and 4.3): once an instruction, which
+    takes 32 bytes of a row, half a unit of the running sum on average, and that sum is half of the last one on
+    average. Twice that is the limit. An operand of tf32 is cut to 10 bits of mantissa.
+
+    Args:
+        K: products a sum.
+        a_bits: of an element.
+        precision: of 32-bit elements: "ieee", whose products no matrix unit makes, or "tf32".
+    """
+    if a_bits == 32 and precision == "ieee":
+        return 0.0
+    # sums of 8-bit floats keep 14 bits
+    unit = 2.0**-14 if a_bits == 8 else 2.0**-24
+    return K / (256 // a_bits) * unit + (2.0**-9 if a_bits == 32 else 0.0)

@@ -484,18 +484,20 @@ def assert_compiles(op: str, dynamic: bool, columns: int, extra: tuple[Any, ...]
     found = registry.get(op)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager" if device == "cpu" else "inductor")
+    torch._dynamo.utils.counters.clear()
     public = getattr(ops, op)
 
     def call(*args: Any) -> Any:
         return public(*args, *extra)
 
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
+    backend = "eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=backend)
     with torch.no_grad():
         for rows in (4, 5, 17):
             args = found.inputs(rows, columns, torch.float32, device)
             for got, want in zip(_tuple(compiled(*args)), _tuple(call(*args)), strict=True):
                 torch.testing.assert_close(got.float(), want.float(), rtol=1e-5, atol=1e-5)
-    assert counter.frame_count == (1 if dynamic else 3)
+    # not calls of the backend: Inductor has a graph traced again where it must take Python floats for constants
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dynamic else 3)
     # the decision made while tracing is on record
     assert any(decision.key[0] == 0 and calls == 0 for decision, calls in found.decisions())

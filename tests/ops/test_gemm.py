@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
+import torch._dynamo.utils
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -41,7 +41,9 @@ from tests.ops.gemm_harness import (
     assert_right,
     bound_of,
     declines,
+    fitted,
     machine,
+    moved,
     multiply,
     oracle,
     poison_integers,
@@ -49,6 +51,7 @@ from tests.ops.gemm_harness import (
     random,
     scales,
     stream,
+    takes,
     tile,
     whole,
     wide,
@@ -111,31 +114,33 @@ def _quantized(device: str) -> dict[str, Any]:
     return {"out_scale": torch.tensor(0.02, device=device)}
 
 
-# id -> M, device -> a call
-TYPES: dict[str, Callable[[int, str], Operands]] = {
-    "fp32": lambda m, d: product(m, 37, 75, F32, device=d),
-    "tf32": lambda m, d: product(m, 37, 75, F32, device=d, precision="tf32"),
-    "fp16": lambda m, d: product(m, 37, 75, F16, device=d),
-    "bf16": lambda m, d: product(m, 37, 75, BF16, device=d),
-    "bf16-fp32": lambda m, d: product(m, 37, 75, BF16, device=d, out_dtype=F32),
-    "fp32-bf16": lambda m, d: product(m, 37, 75, F32, device=d, out_dtype=BF16),
-    "fp16-e4m3": lambda m, d: product(m, 37, 75, F16, device=d, out_dtype=E4M3, **_quantized(d)),
-    "bf16-int8": lambda m, d: product(m, 37, 75, BF16, device=d, out_dtype=I8, **_quantized(d)),
-    "fp64": lambda m, d: product(m, 37, 75, F64, device=d),
-    "int8-int32": lambda m, d: product(m, 37, 75, I8, device=d),
-    "int8-fp32-unscaled": lambda m, d: product(m, 37, 75, I8, device=d, out_dtype=F32),
-    "int8": lambda m, d: scaled(product(m, 37, 75, I8, device=d)),
-    "int8-fp16": lambda m, d: scaled(product(m, 37, 75, I8, device=d, out_dtype=F16)),
-    "int8-fp32": lambda m, d: scaled(product(m, 37, 75, I8, device=d, out_dtype=F32)),
-    "int8-int8": lambda m, d: scaled(product(m, 37, 75, I8, device=d, out_dtype=I8, **_quantized(d))),
-    "e4m3": lambda m, d: scaled(product(m, 37, 75, E4M3, device=d)),
-    "e4m3-unscaled": lambda m, d: product(m, 37, 75, E4M3, device=d, out_dtype=F32),
-    "e5m2": lambda m, d: scaled(product(m, 37, 75, E5M2, device=d, out_dtype=F32)),
-    "e4m3-e5m2": lambda m, d: scaled(product(m, 37, 75, E4M3, E5M2, device=d, out_dtype=F16)),
-    "e5m2-e4m3": lambda m, d: scaled(product(m, 37, 75, E5M2, E4M3, device=d, out_dtype=E5M2, **_quantized(d))),
-    "bf16-weight-int8": lambda m, d: product(m, 37, 75, BF16, I8, device=d),
-    "fp16-weight-e5m2": lambda m, d: product(m, 37, 75, F16, E5M2, device=d),
-    "fp32-weight-e4m3": lambda m, d: product(m, 37, 75, F32, E4M3, device=d),
+# id -> M, device, N, K -> a call
+TYPES: dict[str, Callable[..., Operands]] = {
+    "fp32": lambda m, d, n=37, k=75: product(m, n, k, F32, device=d),
+    "tf32": lambda m, d, n=37, k=75: product(m, n, k, F32, device=d, precision="tf32"),
+    "fp16": lambda m, d, n=37, k=75: product(m, n, k, F16, device=d),
+    "bf16": lambda m, d, n=37, k=75: product(m, n, k, BF16, device=d),
+    "bf16-fp32": lambda m, d, n=37, k=75: product(m, n, k, BF16, device=d, out_dtype=F32),
+    "fp32-bf16": lambda m, d, n=37, k=75: product(m, n, k, F32, device=d, out_dtype=BF16),
+    "fp16-e4m3": lambda m, d, n=37, k=75: product(m, n, k, F16, device=d, out_dtype=E4M3, **_quantized(d)),
+    "bf16-int8": lambda m, d, n=37, k=75: product(m, n, k, BF16, device=d, out_dtype=I8, **_quantized(d)),
+    "fp64": lambda m, d, n=37, k=75: product(m, n, k, F64, device=d),
+    "int8-int32": lambda m, d, n=37, k=75: product(m, n, k, I8, device=d),
+    "int8-fp32-unscaled": lambda m, d, n=37, k=75: product(m, n, k, I8, device=d, out_dtype=F32),
+    "int8": lambda m, d, n=37, k=75: scaled(product(m, n, k, I8, device=d)),
+    "int8-fp16": lambda m, d, n=37, k=75: scaled(product(m, n, k, I8, device=d, out_dtype=F16)),
+    "int8-fp32": lambda m, d, n=37, k=75: scaled(product(m, n, k, I8, device=d, out_dtype=F32)),
+    "int8-int8": lambda m, d, n=37, k=75: scaled(product(m, n, k, I8, device=d, out_dtype=I8, **_quantized(d))),
+    "e4m3": lambda m, d, n=37, k=75: scaled(product(m, n, k, E4M3, device=d)),
+    "e4m3-unscaled": lambda m, d, n=37, k=75: product(m, n, k, E4M3, device=d, out_dtype=F32),
+    "e5m2": lambda m, d, n=37, k=75: scaled(product(m, n, k, E5M2, device=d, out_dtype=F32)),
+    "e4m3-e5m2": lambda m, d, n=37, k=75: scaled(product(m, n, k, E4M3, E5M2, device=d, out_dtype=F16)),
+    "e5m2-e4m3": lambda m, d, n=37, k=75: scaled(
+        product(m, n, k, E5M2, E4M3, device=d, out_dtype=E5M2, **_quantized(d))
+    ),
+    "bf16-weight-int8": lambda m, d, n=37, k=75: product(m, n, k, BF16, I8, device=d),
+    "fp16-weight-e5m2": lambda m, d, n=37, k=75: product(m, n, k, F16, E5M2, device=d),
+    "fp32-weight-e4m3": lambda m, d, n=37, k=75: product(m, n, k, F32, E4M3, device=d),
 }
 # type -> backends that do not have it, with a word of their reason
 DECLINED = {
@@ -145,19 +150,31 @@ DECLINED = {
 }
 
 
+def _declined(kind: str, backend: str, device: str, odd: bool) -> str | None:
+    """A word of the reason why a backend does not take a type; None: it takes it. `odd`: sizes of no whole units."""
+    if backend == "torch" and kind.startswith("e"):
+        if device == "cpu":
+            return "on a GPU"
+        return "multiples of 16" if odd else {"e5m2": "float8_e5m2 by float8_e5m2"}.get(kind)
+    if backend == "torch" and kind.startswith("int8") and device == "cuda" and odd:
+        return "multiples of 8"
+    return DECLINED.get(kind, {}).get(backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", TYPES)
 def test_types(kind: str, backend: str, watch: Watch, device: str) -> None:
-    call = TYPES[kind](7 if backend == "triton_multiply" else 19, device)
-    reason = declines(backend, call)
-    if reason is not None:
-        on_gpu = backend == "torch" and kind.startswith("e") and device == "cpu"
-        assert ("on a GPU" if on_gpu else DECLINED[kind][backend]) in reason
-        with pytest.raises(Unsupported, match="declines"):
-            registry.get(OP).run(backend, *call)
-        return
-    for config in configs(backend):
-        assert_right(backend, call, config, watch)
+    # the second is for PyTorch's products of 8 bits on a GPU
+    for n, k in ((37, 75), (48, 80)) if backend == "torch" else ((37, 75),):
+        call = TYPES[kind](7 if backend == "triton_multiply" else 19, device, n, k)
+        word = _declined(kind, backend, device, n % 16 != 0)
+        if word is not None:
+            assert word in str(declines(backend, call))
+            with pytest.raises(Unsupported, match="declines"):
+                registry.get(OP).run(backend, *call)
+            continue
+        for config in configs(backend):
+            assert_right(backend, call, config, watch)
 
 
 @pytest.mark.parametrize("dtype", FNUZ, ids=name)
@@ -174,8 +191,8 @@ def test_types_that_the_interpreter_does_not_have(dtype: torch.dtype, device: st
 
 def test_integers_are_exact_where_floats_are_not(watch: Watch, device: str) -> None:
     # sums past 2^24, which float32 rounds, and a last product that it would lose
-    a = torch.full((3, 2050), 127, dtype=I8, device=device)
-    b = torch.full((2050, 17), 127, dtype=I8, device=device)
+    a = torch.full((17, 2056), 127, dtype=I8, device=device)
+    b = torch.full((24, 2056), 127, dtype=I8, device=device).mT
     a[1, -1], b[-1, 3] = 126, -127
     call = Operands(a, b)
     for backend, config in (
@@ -184,7 +201,7 @@ def test_integers_are_exact_where_floats_are_not(watch: Watch, device: str) -> N
         ("triton_stream_k", stream(k=512)),
     ):
         got = assert_right(backend, call, config, watch)
-        assert int(got[1, 0]) == 2050 * 127 * 127 - 127
+        assert int(got[1, 0]) == 2056 * 127 * 127 - 127
     assert_right("torch", call)
     assert_right("reference", call)
 
@@ -427,15 +444,18 @@ SCALE_KINDS = ("none", "tensor", "vector", "block")
 @pytest.mark.parametrize("b_kind", SCALE_KINDS)
 @pytest.mark.parametrize("a_kind", SCALE_KINDS)
 def test_scales(a_kind: str, b_kind: str, dtype: torch.dtype, watch: Watch, device: str) -> None:
-    M, N, K = 5, 130, 140
-    call = product(M, N, K, dtype, device=device, out_dtype=F32)
     turn = SCALE_KINDS.index(a_kind) + SCALE_KINDS.index(b_kind) + (dtype == I8)
     # shapes that mean the same, by turns
     a_shape = {"tensor": "one", "vector": "column"}.get(a_kind, a_kind) if turn % 2 else a_kind
     b_shape = {"tensor": "one", "vector": "row"}.get(b_kind, b_kind) if turn // 2 % 2 else b_kind
-    call = call._replace(
-        scale_a=_scale_of_a(a_shape, M, K, dtype, device), scale_b=_scale_of_b(b_shape, N, K, dtype, device)
-    )
+
+    def made(M: int, N: int, K: int) -> Operands:
+        return product(
+            M, N, K, dtype, device=device, out_dtype=F32, scale_a=_scale_of_a(a_shape, M, K, dtype, device),
+            scale_b=_scale_of_b(b_shape, N, K, dtype, device),
+        )  # fmt: skip
+
+    call = made(5, 130, 140)
     runs: list[tuple[str, Config | None]] = [
         ("triton", tile(16, 64, 64)),
         ("triton", tile(16, 128, 32, **SPLIT)),
@@ -445,11 +465,18 @@ def test_scales(a_kind: str, b_kind: str, dtype: torch.dtype, watch: Watch, devi
     for backend, config in runs:
         if declines(backend, call) is None:
             assert_right(backend, call, config, watch)
-    for other in ("torch", "reference"):
-        reason = declines(other, call)
-        assert reason is None or (other == "torch" and ("block" in (a_kind, b_kind) or dtype == E4M3))
-        if reason is None:
-            assert_right(other, call)
+    assert_right("reference", call)
+    # sizes that PyTorch's products of 8 bits have on a GPU too
+    larger = made(24, 144, 144)
+    if dtype == I8:
+        taken = "block" not in (a_kind, b_kind)
+    else:
+        taken = device == "cuda" and a_kind == b_kind != "block"
+    assert (declines("torch", larger) is None) == taken
+    if taken:
+        assert_right("torch", larger)
+    if taken and dtype == I8 and takes("torch", call):
+        assert_right("torch", call)
 
 
 def test_scales_have_strides_of_their_own(watch: Watch, device: str) -> None:
@@ -470,33 +497,37 @@ def test_scales_have_strides_of_their_own(watch: Watch, device: str) -> None:
 
 def test_scales_of_the_rows_of_many_dimensions(watch: Watch, device: str) -> None:
     a = random(2, 3, 4, 40, dtype=I8, device=device)
-    call = Operands(a, random(40, 20, dtype=I8, device=device), scale_a=scales(24, device=device, size=0.01))
+    call = Operands(a, random(40, 24, dtype=I8, device=device), scale_a=scales(24, device=device, size=0.01))
     for backend in ("triton", "torch", "reference"):
         assert_right(backend, call, None, watch)
-    one = Operands(a[0, 0, 0], call.b, scale_b=scales(20, device=device, size=0.01))
+    one = Operands(a[0, 0, 0], call.b, scale_b=scales(24, device=device, size=0.01))
     for backend in ("triton", "torch", "reference"):
-        assert_right(backend, one, None, watch)
+        if takes(backend, one):
+            assert_right(backend, one, None, watch)
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 20)], ids=shape_id)
 def test_scales_of_two_dimensions_add_none_to_a_vector(shape: tuple[int, int], backend: str, device: str) -> None:
     a, b = random(40, dtype=I8, device=device), random(40, 20, dtype=I8, device=device)
-    assert_right(backend, Operands(a, b, scale_b=scales(*shape, device=device, size=0.01)))
+    call = Operands(a, b, scale_b=scales(*shape, device=device, size=0.01))
+    if not takes(backend, call):
+        pytest.skip(str(declines(backend, call)))
+    assert_right(backend, call)
 
 
 # --- layouts
 
-# id -> dtype, device -> a with K = 40 columns
+# id -> dtype, device -> a with K = 40 columns; PyTorch multiplies int8 on a GPU for more than 16 rows
 A_LAYOUTS: dict[str, Callable[[torch.dtype, str], Tensor]] = {
-    "rows": lambda t, d: whole(13, 40, dtype=t, device=d),
-    "columns": lambda t, d: whole(40, 13, dtype=t, device=d).t(),
-    "columns-of-16": lambda t, d: whole(40, 16, dtype=t, device=d).t(),
-    "steps": lambda t, d: whole(26, 80, dtype=t, device=d)[::2, ::2],
-    "odd-slice": lambda t, d: whole(15, 47, dtype=t, device=d)[1:14, 3:43],
-    "odd-slice-of-columns": lambda t, d: whole(43, 17, dtype=t, device=d)[3:, 1:14].t(),
-    "expanded-rows": lambda t, d: whole(1, 40, dtype=t, device=d).expand(13, 40),
-    "expanded-columns": lambda t, d: whole(13, 1, dtype=t, device=d).expand(13, 40),
+    "rows": lambda t, d: whole(21, 40, dtype=t, device=d),
+    "columns": lambda t, d: whole(40, 21, dtype=t, device=d).t(),
+    "columns-of-32": lambda t, d: whole(40, 32, dtype=t, device=d).t(),
+    "steps": lambda t, d: whole(42, 80, dtype=t, device=d)[::2, ::2],
+    "odd-slice": lambda t, d: whole(23, 47, dtype=t, device=d)[1:22, 3:43],
+    "odd-slice-of-columns": lambda t, d: whole(43, 25, dtype=t, device=d)[3:, 1:22].t(),
+    "expanded-rows": lambda t, d: whole(1, 40, dtype=t, device=d).expand(21, 40),
+    "expanded-columns": lambda t, d: whole(21, 1, dtype=t, device=d).expand(21, 40),
     "vector": lambda t, d: whole(40, dtype=t, device=d),
     "vector-step": lambda t, d: whole(120, dtype=t, device=d)[1::3],
     "3d": lambda t, d: whole(2, 5, 40, dtype=t, device=d),
@@ -509,16 +540,16 @@ A_LAYOUTS: dict[str, Callable[[torch.dtype, str], Tensor]] = {
     "5d-merged": lambda t, d: whole(3, 2, 2, 2, 40, dtype=t, device=d).permute(1, 0, 2, 3, 4),
     "one-row-of-each": lambda t, d: whole(1, 3, 1, 90, dtype=t, device=d)[..., ::2][..., :40],
 }
-# b with K = 40 rows and N = 20 columns
+# b with K = 40 rows and N = 24 columns
 B_LAYOUTS: dict[str, Callable[[torch.dtype, str], Tensor]] = {
-    "rows": lambda t, d: whole(40, 20, dtype=t, device=d, seed=1),
-    "weight": lambda t, d: whole(20, 40, dtype=t, device=d, seed=1).mT,
-    "steps": lambda t, d: whole(80, 60, dtype=t, device=d, seed=1)[::2, ::3],
-    "odd-slice": lambda t, d: whole(43, 27, dtype=t, device=d, seed=1)[2:42, 5:25],
-    "odd-slice-of-a-weight": lambda t, d: whole(25, 41, dtype=t, device=d, seed=1)[3:23, 1:].mT,
-    "expanded-columns": lambda t, d: whole(40, 1, dtype=t, device=d, seed=1).expand(40, 20),
-    "expanded-rows": lambda t, d: whole(1, 20, dtype=t, device=d, seed=1).expand(40, 20),
-    "one-element": lambda t, d: whole(1, 1, dtype=t, device=d, seed=1).expand(40, 20),
+    "rows": lambda t, d: whole(40, 24, dtype=t, device=d, seed=1),
+    "weight": lambda t, d: whole(24, 40, dtype=t, device=d, seed=1).mT,
+    "steps": lambda t, d: whole(80, 72, dtype=t, device=d, seed=1)[::2, ::3],
+    "odd-slice": lambda t, d: whole(43, 31, dtype=t, device=d, seed=1)[2:42, 5:29],
+    "odd-slice-of-a-weight": lambda t, d: whole(29, 41, dtype=t, device=d, seed=1)[3:27, 1:].mT,
+    "expanded-columns": lambda t, d: whole(40, 1, dtype=t, device=d, seed=1).expand(40, 24),
+    "expanded-rows": lambda t, d: whole(1, 24, dtype=t, device=d, seed=1).expand(40, 24),
+    "one-element": lambda t, d: whole(1, 1, dtype=t, device=d, seed=1).expand(40, 24),
 }
 
 
@@ -527,13 +558,14 @@ def test_layouts(a_layout: str, watch: Watch, device: str) -> None:
     for turn, b_layout in enumerate(B_LAYOUTS):
         dtype = (BF16, F16, F32, I8)[(turn + len(a_layout)) % 4]
         a, b = A_LAYOUTS[a_layout](dtype, device), B_LAYOUTS[b_layout](dtype, device)
-        assert a.shape[-1] == 40 and b.shape == (40, 20)
+        assert a.shape[-1] == 40 and b.shape == (40, 24)
         call = Operands(a, b, out_dtype=I32 if dtype == I8 else F32)
         assert_right("triton", call, tile(16, 32, 32), watch)
         if turn % 2 == len(a_layout) % 2 or device == "cuda":
             assert_right("triton_stream_k", call, stream(16, 32, 32), watch)
         assert_right("reference", call)
-        assert_right("torch", call)
+        if takes("torch", call):
+            assert_right("torch", call)
 
 
 @pytest.mark.parametrize("a_layout", A_LAYOUTS)
@@ -689,7 +721,9 @@ def _some_sizes() -> list[tuple[int, int, int]]:
         (SIZES[i], SIZES[(5 * i + j) % count], SIZES[(3 * i + 7 * j) % count]) for i in range(count) for j in (1, 4)
     ]
     few = list(itertools.product((0, 1, 17), repeat=3))
-    return list(dict.fromkeys(spread_out + few))
+    # that PyTorch multiplies int8 of on a GPU: more than 16 rows, whole units of 8
+    units = [(17, 16, 32), (65, 32, 64), (127, 64, 16)]
+    return list(dict.fromkeys(spread_out + few + units))
 
 
 @pytest.mark.parametrize("shape", _some_sizes(), ids=shape_id)
@@ -708,7 +742,8 @@ def test_sizes(shape: tuple[int, int, int], watch: Watch, device: str) -> None:
         scale_a=scales(M, device=device), scale_b=scales(1, N, device=device)
     )
     assert_right("reference", integers)
-    assert_right("torch", integers)
+    if takes("torch", integers):
+        assert_right("torch", integers)
     if K == 0:
         assert "K is 0" in str(declines("triton_stream_k", call))
     else:
@@ -1006,7 +1041,8 @@ def test_what_lies_beside_the_operands_has_no_part(watch: Watch, device: str) ->
         for backend, config in SPECIAL_RUNS:
             if declines(backend, inner) is None:
                 got = assert_right(backend, inner, config, watch)
-                assert same_bits(got, registry.get(OP).run(backend, *given_too, config=config)) or backend == "torch"
+                around = registry.get(OP).run(backend, *given_too, config=fitted(config, given_too))
+                assert same_bits(got, around) or backend == "torch"
 
 
 # --- strides past 2^31
@@ -1167,8 +1203,9 @@ def test_gradients(which: str, device: str) -> None:
     """A call that needs gradients gets them, from no kernel, and the decision says why."""
     found = registry.get(OP)
     if which.startswith("scale"):
-        call = product(5, 18, 40, I8, device=device, out_dtype=F32)
-        call = call._replace(scale_a=scales(5, device=device), scale_b=scales(18, device=device))
+        # sizes that PyTorch takes on a GPU too
+        call = product(20, 24, 40, I8, device=device, out_dtype=F32)
+        call = call._replace(scale_a=scales(20, device=device), scale_b=scales(24, device=device))
     else:
         call = product(5, 18, 40, F32, device=device, bias=random(18, dtype=F32, device=device), activation="gelu")
         call = call._replace(residual=random(5, 18, dtype=F32, device=device))
@@ -1233,7 +1270,8 @@ def test_bench_and_emulate_cases_are_calls(device: str) -> None:
     for case in found.bench_cases("shared", "meta").values():  # type: ignore[misc]
         found.check(*case())
     for label, case in found.emulate_cases("gfx942").items():  # type: ignore[misc]
-        call = Operands(*case())
+        # they are made on the CPU
+        call = Operands(*(moved(value, device) if isinstance(value, Tensor) else value for value in case()))
         if call.a.dtype in FNUZ:
             assert device == "cuda" or "has no" in str(declines("triton", call)), label
         elif call.form == "plain":
@@ -1380,6 +1418,16 @@ def test_every_message_of_the_checks_is_asked_for() -> None:
 
 def test_configurations_that_do_not_fit(device: str) -> None:
     run = registry.get(OP).run
+    for dtype, config, what in (
+        (I8, {"k": 16}, "BLOCK_K of 16 .* take 32"),
+        (E4M3, {"k": 16}, "BLOCK_K of 16 .* take 32"),
+        (BF16, {"k": 8}, "BLOCK_K of 8 .* take 16"),
+        (BF16, {"m": 8}, "BLOCK_M of 8 .* take 16"),
+        (I8, {"n": 8}, "BLOCK_N of 8 .* take 16"),
+    ):
+        for backend, make in (("triton", tile), ("triton_stream_k", stream)):
+            with pytest.raises(InvalidArgument, match=what):
+                run(backend, *product(3, 20, 64, dtype, device=device), config=make(**config))
     blocks = product(3, 130, 256, E4M3, device=device, scale_b=scales(2, 2, device=device))
     with pytest.raises(InvalidArgument, match="more than one block of scales"):
         run("triton", *blocks, config=tile(k=256))
@@ -1494,7 +1542,7 @@ def test_new_sizes_do_not_compile(backend: str, monkeypatch: pytest.MonkeyPatch)
 def test_compile_fullgraph(kind: str, dynamic: bool, device: str) -> None:
     """One graph without breaks, equal to eager; with dynamic shapes rows of one bucket do not compile again."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager" if device == "cpu" else "inductor")
+    torch._dynamo.utils.counters.clear()
     dtype = {"int8": I8, "e4m3": E4M3}.get(kind, F32)
     b = random(32, 48, dtype=I8 if kind == "weight" else dtype, device=device).mT
     options: dict[str, Any] = {"out_dtype": F32}
@@ -1508,13 +1556,15 @@ def test_compile_fullgraph(kind: str, dynamic: bool, device: str) -> None:
     def call(a: Tensor) -> Tensor:
         return ops.gemm(a, b, options.get("bias"), **{k: v for k, v in options.items() if k != "bias"})
 
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
+    backend = "eager" if device == "cpu" else "inductor"
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=backend)
     with torch.no_grad():
         for rows in (20, 31):
             shape = (2, rows, 48) if kind == "batch" else (rows, 48)
             a = random(*shape, dtype=dtype, device=device)
             torch.testing.assert_close(compiled(a), call(a), rtol=1e-5, atol=1e-5)
-    assert counter.frame_count == (1 if dynamic else 2)
+    # not calls of the backend: Inductor has a graph traced again where it must take Python floats for constants
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dynamic else 2)
     # the decision made while tracing is on record
     assert any(calls == 0 and decision.key[2] == 48 for decision, calls in registry.get(OP).decisions())
 
@@ -1784,6 +1834,45 @@ def test_with_tensor_descriptors_and_without(shape: tuple[int, int, int], dtype:
                 assert_right(backend, call, config)
 
 
+SPECIALIZED = {"TMA": 1, "WARP_SPECIALIZE": 1, "num_warps": 4, "num_stages": 3}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and (torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9),
+    reason="warps are specialised on sm_90",
+)
+@pytest.mark.parametrize("persistent", [0, 1])
+@pytest.mark.parametrize("dtype", [BF16, F16, E4M3, I8], ids=name)
+@pytest.mark.parametrize("shape", [(256, 512, 1024), (200, 304, 208), (1000, 1040, 4096)], ids=shape_id)
+def test_specialized_warps(shape: tuple[int, int, int], dtype: torch.dtype, persistent: int) -> None:
+    call = product(*shape, dtype, device="cuda", out_dtype=I32 if dtype == I8 else F32)
+    config = tile(128, 128, 64 if dtype.itemsize == 2 else 128, PERSISTENT=persistent, **SPECIALIZED)
+    for _ in range(3):
+        assert_right("triton", call, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("orders", ["by k", "across"])
+def test_descriptors_inside_compile(orders: str, special: bool) -> None:
+    a, b = random(300, 512, device="cuda"), random(512, 640, device="cuda")
+    a, b = (a, b.mT.contiguous().mT) if orders == "by k" else (a.mT.contiguous().mT, b)
+    found = registry.get(OP)
+    call = Operands(a, b, bias=random(640, device="cuda"), activation="silu")
+    config = tile(128, 128, 64, **(SPECIALIZED if special else {"TMA": 1, "num_warps": 8, "num_stages": 3}))
+    # decided anew with rows that are unknown, and with those of the call
+    for rows in (0, call.M):
+        key = list(found.key(*call))
+        key[0] = rows if rows == 0 else key[0]
+        found.pin(tuple(key), "triton", config, "exact", "a test")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: ops.gemm(x, b, call.bias, activation="silu"), fullgraph=True)
+    with torch.no_grad():
+        assert_result("triton", compiled(a), call)
+        assert found.decide(*call).backend == "triton"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("backend", "config"),
@@ -1800,15 +1889,20 @@ def test_the_same_bits_whatever_memory_held(backend: str, config: Config) -> Non
     found.pin(found.key(*call), backend, config, "exact", "a test")
     first = found(*call)
     assert_result(backend, first, call)
+
+    def held() -> int:
+        # what was asked for: a block that is given may be up to 1 MiB larger
+        return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
     for turn in range(5):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
+        before = held()
         if turn % 2:
             torch.full((1 << 26,), NAN, device="cuda")
         again = found(*call)
         assert torch.equal(again, first)
-        assert torch.cuda.memory_allocated() - before == first.untyped_storage().nbytes()
+        assert held() - before == first.untyped_storage().nbytes()
         del again
 
 

@@ -110,6 +110,10 @@ def within_limits(where: str, config: Config, given: Operands, arch: Arch) -> No
         assert n * k >= lanes and n * k * (given.M + 1) * halves / lanes <= 200, f"{where}: registers"
         return
     m = config["BLOCK_M"]
+    if config.get("WARP_SPECIALIZE"):
+        # two groups of them share the sums
+        lanes *= 2
+        assert arch.name == "sm_90" and config["TMA"] and halves == 1 and m >= 128, f"{where}: specialised warps"
     assert m >= 16 and n >= 16 and k >= (32 if given.a.dtype.itemsize == 1 else 16), f"{where}: no matrix instruction"
     bits_b = 4 if given.form == "int4" else 8 * given.b.dtype.itemsize
     step = m * k * given.a.dtype.itemsize + n * k * bits_b // 8

@@ -159,7 +159,8 @@ def _int8_supports(given: Operands) -> str | None:
     if not given.flat:
         return "has no batch of int8 products"
     # torch._int_mm on CUDA: more than 16 rows, and multiples of 8
-    if given.a.is_cuda and (registry.row_bucket(given.M) <= 16 or given.K % 8 != 0 or given.columns % 8 != 0):
+    sides = (given.K, given.columns)
+    if given.a.is_cuda and (registry.row_bucket(given.M) <= 16 or any(side == 0 or side % 8 != 0 for side in sides)):
         return "multiplies int8 for more than 16 rows, and K and N that are multiples of 8"
     return "applies no block scales" if "block" in kinds(given) else None
 

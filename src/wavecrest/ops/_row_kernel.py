@@ -193,6 +193,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
 ):
     # columns and row strides come in units of ALIGN, which tells the compiler how wide accesses may be
     N = columns * ALIGN
+    # Inductor (torch 2.11) passes a Python float as float64, and all that it meets would become that
+    eps = tl.cast(eps, tl.float32)
     # kept as 16 bits between its uses; exponentials are kept as they are
     HELD: tl.constexpr = PACKED and KIND != SOFTMAX and x_ptr.dtype.element_ty.primitive_bitwidth == 16
     # where split: max |x · rstd · weight| is rstd times what is found with the sum of squares, in one exchange

@@ -112,12 +112,12 @@ def _accumulated(  # type: ignore[no-untyped-def]
     a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, up, first, last,
     FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    TMA: tl.constexpr, SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sum of products [BLOCK_M, BLOCK_N] of one tile over the steps first to last of BLOCK_K each.
 
-    `up` columns are added to b's: the second half of a packed [gate | up].
+    `up` columns are added to b's: the second half of a packed [gate | up]. SPECIALIZE: one warp loads, others multiply.
     """
     M, N, K, size1, size2 = sizes
     stride_az, stride_a0, stride_a1, stride_a2, stride_ak = a_strides
@@ -133,7 +133,7 @@ def _accumulated(  # type: ignore[no-untyped-def]
     # sums of integers too are float32 from the first scale on
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if SCALED_STEPS else ACC)
     if TMA:
-        for step in range(first, last):
+        for step in tl.range(first, last, warp_specialize=SPECIALIZE):
             k = step * BLOCK_K
             a_tile = a.load([row, k]) if A_ORDER == BY_K else a.load([k, row]).T
             b_tile = b.load([col + up, k]).T if B_ORDER == BY_K else b.load([k, col + up])
@@ -224,7 +224,8 @@ def _scaled(  # type: ignore[no-untyped-def]
         y *= tl.load(scale_b_ptr)
     elif SCALE_B == VECTOR:
         y *= tl.load(scale_b_ptr + (cols + up) * stride_sbn, mask=cols < N, other=0.0)[None, :]
-    y *= alpha
+    # Inductor (torch 2.11) passes a Python float as float64, and all that it meets would become that
+    y *= tl.cast(alpha, tl.float32)
     if BIAS == BIAS_N:
         y += tl.load(bias_ptr + (cols + up) * stride_bias, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     elif BIAS == BIAS_M:
@@ -247,7 +248,8 @@ def _finish(  # type: ignore[no-untyped-def]
     if c_ptr.dtype.element_ty == tl.int32:
         tl.store(out, acc, mask=mask)
     else:
-        y = activate(_scaled(acc, scales, ends, rows, cols, 0, M, N, SCALE_A, SCALE_B, BIAS), slope, ACTIVATION)
+        y = _scaled(acc, scales, ends, rows, cols, 0, M, N, SCALE_A, SCALE_B, BIAS)
+        y = activate(y, tl.cast(slope, tl.float32), ACTIVATION)
         if GATED:
             y *= _scaled(acc_up, scales, ends, rows, cols, N, M, N, SCALE_A, SCALE_B, BIAS)
         if RESIDUAL:
@@ -296,13 +298,38 @@ def _walks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _descriptors(  # type: ignore[no-untyped-def]
+    a, b, sizes, walks, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Tensor descriptors of a and b that the program makes itself.
+
+    Specialised warps need them: the compiler halves blocks of a between two groups of warps, which it cannot do to a
+    descriptor that comes from the host (the copy then brings twice what is waited for: a hang; triton 3.6, sm_90).
+    """
+    M, N, K, _, _ = sizes
+    a_strides, b_strides = walks
+    _, stride_a0, _, _, stride_ak = a_strides
+    _, stride_bk, stride_bn = b_strides
+    if A_ORDER == BY_K:
+        a = tl.make_tensor_descriptor(a, [M, K], [tl.cast(stride_a0, tl.int64), 1], [BLOCK_M, BLOCK_K])
+    else:
+        a = tl.make_tensor_descriptor(a, [K, M], [tl.cast(stride_ak, tl.int64), 1], [BLOCK_K, BLOCK_M])
+    if B_ORDER == BY_K:
+        b = tl.make_tensor_descriptor(b, [N, K], [tl.cast(stride_bn, tl.int64), 1], [BLOCK_N, BLOCK_K])
+    else:
+        b = tl.make_tensor_descriptor(b, [K, N], [tl.cast(stride_bk, tl.int64), 1], [BLOCK_K, BLOCK_N])
+    return a, b
+
+
+@triton.jit
 def _tile(  # type: ignore[no-untyped-def]
     index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
     FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
-    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr,
+    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of one part of K: finished, or with SPLIT_K its sum to part_ptr [parts, batch, M, N]."""
@@ -316,15 +343,15 @@ def _tile(  # type: ignore[no-untyped-def]
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K)) if SPLIT_K > 1 else steps
     acc = _accumulated(
         a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
-        FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, PRECISION, ACC,
-        BLOCK_M, BLOCK_N, BLOCK_K,
+        FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, SPECIALIZE,
+        PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     acc_up = acc
     if GATED:
         acc_up = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, N, first, last,
-            FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, PRECISION, ACC,
-            BLOCK_M, BLOCK_N, BLOCK_K,
+            FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, SPECIALIZE,
+            PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -354,7 +381,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     XCDS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Tiles [BLOCK_M, BLOCK_N], one a program or, PERSISTENT, every `programs`-th; `steps` of BLOCK_K a part of K."""
     N = n_units * ALIGN_N
@@ -363,24 +390,29 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
         stride_az, stride_a0, stride_a1, stride_a2, stride_ak, stride_bz, stride_bk, stride_bn,
         ALIGN, A_ORDER, B_ORDER, WIDE,
     )  # fmt: skip
-    operands = (a, b, c_ptr, part_ptr)
     sizes = (M, N, K, size1, size2)
+    if WARP_SPECIALIZE:
+        a, b = _descriptors(a, b, sizes, walks, A_ORDER, B_ORDER, BLOCK_M, BLOCK_N, BLOCK_K)
+    operands = (a, b, c_ptr, part_ptr)
     scales = (scale_a_ptr, scale_b_ptr, zero_ptr, stride_sam, stride_sak, stride_sbn, stride_sbk)
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     begin = spread(tl.program_id(0), tl.num_programs(0), XCDS)
     batch = tl.program_id(1)
     if PERSISTENT:
-        for index in range(begin, tiles_m * tiles_n * SPLIT_K, tl.num_programs(0)):
+        work = tiles_m * tiles_n * SPLIT_K
+        # one warp loads, for the next tile too while this one is stored
+        for index in tl.range(begin, work, tl.num_programs(0), warp_specialize=WARP_SPECIALIZE):
             _tile(
                 index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
                 FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, False, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
         _tile(
             begin, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, WARP_SPECIALIZE,
+            BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 
@@ -465,8 +497,8 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
         tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP_M)
         acc = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
-            FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, PRECISION, ACC,
-            BLOCK_M, BLOCK_N, BLOCK_K,
+            FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, False,
+            PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if last - first == steps:
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -224,6 +224,11 @@ def _align_n(given: Operands) -> int:
 def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
     """Sizes and constants that the kernels over tiles share; sizes without the steps, which come before size1."""
     how, config_k = walk(given), config["BLOCK_K"]
+    # what Triton's tl.dot takes
+    least = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32 if given.a.itemsize == 1 else 16}
+    for name, size in least.items():
+        if config[name] < size:
+            raise InvalidArgument(f"gemm: a {name} of {config[name]} is too small: matrix instructions take {size}")
     if kinds(given)[1] == "group" and given.form != "int4" and given.group % config_k != 0:
         raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} takes columns of more than one group of {given.group}")
     if given.form == "int4" and (config_k % 64 != 0 or (config_k > given.group and config_k != 64)):
@@ -265,6 +270,16 @@ def _described_operands(given: Operands, config: Config) -> tuple[Any, Any]:
     return a, made(given.b, b_order, given.columns, b_stride, config["BLOCK_N"])
 
 
+def with_descriptors(given: Operands, config: Config) -> bool:
+    """True if a configuration reads a and b through tensor descriptors, but for their addresses."""
+    return bool(config.kwargs.get("TMA")) and described(given) and not _triton.interpreted
+
+
+def specialized(config: Config) -> bool:
+    """True for a configuration with warps of their own for loads."""
+    return bool(config.kwargs.get("WARP_SPECIALIZE"))
+
+
 def _without(config: Config, *names: str) -> Config:
     return Config(**{name: value for name, value in config.items() if name not in names})
 
@@ -280,7 +295,8 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
     units = 132 if arch is None else arch.compute_units
     programs = min(work, units * config["PERSISTENT"]) if config["PERSISTENT"] else work
     bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
-    a, b = _described_operands(given, config) if tma else (given.a, given.b)
+    special = tma and specialized(config)
+    a, b = _described_operands(given, config) if tma and not special else (given.a, given.b)
     align_n = constants["ALIGN_N"]
     first = _rows.Launch(
         _tile_kernel,
@@ -290,7 +306,7 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
             given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
         ),
         {**constants, **finish},
-        Config(**(_without(config, "TMA").kwargs | {"TMA": int(tma)})),
+        Config(**(config.kwargs | {"TMA": int(tma), "WARP_SPECIALIZE": special})),
     )  # fmt: skip
     if split == 1:
         return Plan(first, None, None)
@@ -411,11 +427,15 @@ def bind(
     shape = given.shape
     if math.prod(shape) == 0:
         return lambda *_args: torch.empty(shape, dtype=dtype, device=device)
-    y, sums = given.a.new_empty(0, dtype=dtype), given.a.new_empty(0, dtype=partial)
+    y, sums = torch.empty(0, dtype=dtype, device=device), torch.empty(0, dtype=partial, device=device)
+    special, descriptors = specialized(config), with_descriptors(given, config)
+    # made by the first call whose addresses are multiples of 16, which descriptors take alone
+    start_described: Callable[..., None] | None = None
+    wanted = config
+    if special:
+        # where it is not described: the tile as two groups of warps hold it
+        config = Config(**(config.kwargs | {"WARP_SPECIALIZE": 0, "num_warps": 2 * config["num_warps"]}))
     plan = planner(given, y, sums, config, arch, False)
-    start_described = None
-    if config.kwargs.get("TMA") and described(given) and not _triton.interpreted:
-        start_described = _rows.starter(planner(given, y, sums, config, arch, True).first, device, described=2)
     start = _rows.starter(plan.first, device)
     second = None if plan.second is None else _rows.starter(plan.second, device)
     multiplied = plan.first.kernel is _multiply_kernel
@@ -424,7 +444,13 @@ def bind(
     second_values = () if plan.second is None else plan.second.args[7:]
     parts_shape = plan.parts
 
+    def describe(given: Operands) -> Callable[..., None]:
+        first = planner(given, y, sums, wanted, arch, True).first
+        start = _rows.starter(first, device, described=0 if special else 2)
+        return _triton.with_scratch(start) if special else start
+
     def call(*args: Any) -> Tensor:
+        nonlocal start_described
         given = operands(*args)
         y = torch.empty(shape, dtype=dtype, device=device)
         parts = y if parts_shape is None else torch.empty(parts_shape, dtype=partial, device=device)
@@ -433,8 +459,10 @@ def bind(
             start(given.a, given.b, y, parts, bias, residual, scale_a, scale_b, out_scale, *values)
         else:
             tensors = (y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
-            if start_described is not None and (given.a.data_ptr() | given.b.data_ptr()) % 16 == 0:
-                start_described(*_described_operands(given, config), *tensors, *values)
+            if descriptors and (given.a.data_ptr() | given.b.data_ptr()) % 16 == 0:
+                start_described = start_described or describe(given)
+                a, b = (given.a, given.b) if special else _described_operands(given, config)
+                start_described(a, b, *tensors, *values)
             else:
                 start(given.a, given.b, *tensors, *values)
         if second is not None:

@@ -104,6 +104,9 @@ def _attach(
         return _launch.bind(planner, Operands, args, config)
 
     def run(*args: Any, config: Config) -> Tensor:
+        if torch.compiler.is_compiling() and _launch.with_descriptors(Operands(*args), config):
+            result: Tensor = _untraced(*args)
+            return result
         return bind(*args, config=config)(*args)
 
     op.attach(
@@ -141,6 +144,39 @@ _op = Op(
 )
 for _backend in _BACKENDS:
     _attach(_op, *_backend)
+
+
+# descriptors hold addresses, which Dynamo does not trace: a compiled graph calls the op as it is
+@torch.library.custom_op("wavecrest::gemm", mutates_args=())
+def _untraced(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    out_scale: Tensor | None,
+    alpha: float,
+    slope: float,
+    bias_along: str,
+    precision: str,
+    form: str,
+    group: int,
+    zero: Tensor | None,
+) -> Tensor:
+    result: Tensor = _op(
+        a, b, bias, scale_a, scale_b, residual, activation, out_dtype, out_scale, alpha, slope, bias_along, precision,
+        form, group, zero,
+    )  # fmt: skip
+    return result
+
+
+@_untraced.register_fake
+def _(*args: Any) -> Tensor:
+    given = Operands(*args)
+    return torch.empty(given.shape, dtype=given.dtype, device=given.a.device)
 
 
 def gemm(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import wavecrest.ops._rows as _rows
-import wavecrest.ops._triton as _triton
 import wavecrest.ops.gemm.launch as _launch
 from wavecrest.hardware import Arch
 from wavecrest.ops.gemm.config import FEW_ROWS, Shape
@@ -85,6 +84,11 @@ _NVIDIA_DOUBLE = (
     Tile(256, 64, 64, 8, 4), Tile(64, 256, 64, 8, 4), Tile(128, 128, 128, 8, 3), Tile(128, 64, 64, 8, 4),
     Tile(128, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3), Tile(128, 64, 64, 4, 5), Tile(64, 128, 64, 4, 5),
     Tile(64, 64, 128, 4, 4), Tile(64, 64, 64, 4, 5),
+)  # fmt: skip
+# two groups of four warps multiply half of the rows each, and one warp loads; `warps` are those of a group
+_NVIDIA_SPECIALIZED = (
+    Tile(128, 256, 64, 4, 4), Tile(128, 128, 64, 4, 6), Tile(128, 256, 64, 4, 3), Tile(256, 128, 64, 4, 3),
+    Tile(128, 128, 128, 4, 3), Tile(128, 64, 64, 4, 6),
 )  # fmt: skip
 # without matrix instructions for true float32
 _IEEE = (
@@ -181,7 +185,7 @@ def shared_bytes(config: Config, shape: Shape, arch: Arch) -> int:
 
 def sums_a_lane(config: Config, shape: Shape, arch: Arch) -> float:
     """Registers a lane that the sums of a tile take: both halves where gated, and a step's own where it is scaled."""
-    lanes = config["num_warps"] * arch.wave_size
+    lanes = config["num_warps"] * arch.wave_size * (2 if config.get("WARP_SPECIALIZE", 0) else 1)
     return config["BLOCK_M"] * config["BLOCK_N"] * (1 + shape.gated) * (1 + (shape.step > 0)) / lanes
 
 
@@ -196,6 +200,8 @@ def problem(config: Config, shape: Shape, arch: Arch) -> str | None:
         return f"a BLOCK_N of {config['BLOCK_N']} is wider than {_products(shape)} columns"
     if config.get("TMA", 0) and not (shape.described and arch.name in WIDE_UNIT):
         return "has no tensor descriptors here"
+    if config.get("WARP_SPECIALIZE", 0) and shape.gated:
+        return "Triton does not compile two sums with specialised warps"
     if config.get("matrix_instr_nonkdim", 16) > min(config["BLOCK_M"], config["BLOCK_N"]):
         return "the matrix instruction is larger than the tile"
     needed = shared_bytes(config, shape, arch)
@@ -263,8 +269,21 @@ def _variants(index: int, few: bool, arch: Arch, described: bool) -> list[dict[s
     return found
 
 
+def _specialized(shape: Shape, arch: Arch) -> Iterator[Config]:
+    """For `_tile_kernel` with warps of their own for loads, which take tensor descriptors."""
+    if not shape.described or arch.name != "sm_90" or shape.ieee or 0 < shape.rows <= 64:
+        return
+    for index, tile in enumerate(_NVIDIA_SPECIALIZED):
+        for persistent, group in ((1, 8), (0, 8), (1, 4), (1, 16))[: 4 if index < 2 else 2]:
+            yield Config(
+                BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=_steps_k(tile, shape), SPLIT_K=1, GROUP_M=group,
+                PERSISTENT=persistent, TMA=1, WARP_SPECIALIZE=1, num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+
+
 def tiled(shape: Shape, arch: Arch) -> Iterator[Config]:
     """For `_tile_kernel`."""
+    yield from _specialized(shape, arch)
     tiles, programs = _regime(shape, arch)
     few = 0 < shape.rows <= FEW_ROWS
     described = shape.described and arch.name in WIDE_UNIT
@@ -349,7 +368,7 @@ def launches(planner: _launch.Planner, *args: Any, config: Config, arch: Arch) -
         return []
     y = given.a.new_empty(0, dtype=given.dtype)
     sums = given.a.new_empty(0, dtype=_launch._partial_dtype(given))
-    tma = bool(config.kwargs.get("TMA")) and _launch.described(given) and not _triton.interpreted
+    tma = _launch.with_descriptors(given, config)
     plan = planner(given, y, sums, config, arch, tma)
     if plan.parts is None:
         # a call without partial sums passes the result in their place
