@@ -231,7 +231,7 @@ class Stopwatch:
 
     Args:
         device: a torch device name, "cpu" or "cuda:N".
-        cold_cache: before each timed call overwrite a buffer larger than any last-level cache (GPU only).
+        cold_cache: before each timed call read a buffer larger than any last-level cache (GPU only).
     """
 
     device: str
@@ -244,12 +244,16 @@ class Stopwatch:
         return "host wall" if self.device == "cpu" else "device events"
 
     def flush(self) -> None:
-        """Enqueue a write of FLUSH_BYTES, which leaves nothing of what ran before in a GPU's caches."""
+        """Enqueue a read of FLUSH_BYTES, which leaves nothing of what ran before in a GPU's caches.
+
+        Not a write: it would leave them full of lines that go back to memory while the timed call runs. On one H200
+        (2026-11-21) that made 40 MB more to move, and reading 64 MiB look like 60 % of the bandwidth it has.
+        """
         import torch
 
         if self._flush is None:
-            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
-        self._flush.zero_()
+            self._flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device=self.device)
+        self._flush.sum()
 
     def time(self, work: Work) -> tuple[float, float]:
         """Run once; returns (sample, wall) in ms, both ended by a synchronize.
@@ -443,8 +447,8 @@ def measure_interleaved(
 ) -> Interleaved:
     """Time several pieces of work of microseconds in turn (ABCABC…), so that drift hits all alike.
 
-    On a GPU every sample is the device's span of one call behind a write of FLUSH_BYTES: caches are cold, and the host
-    enqueues the call while that write runs, so its cost is not in the span. On the CPU a sample is host wall time.
+    On a GPU every sample is the device's span of one call behind a read of FLUSH_BYTES: caches are cold and clean, and
+    the host enqueues the call while that read runs, so its cost is not in the span. On the CPU a sample is host wall time.
     Nothing is tuned by the result: rounds go on until `min_rounds` are done and `seconds` are over, to MAX_ROUNDS.
 
     Raises:
@@ -477,7 +481,8 @@ def _measure_interleaved(
         rounds += 1
         if on_progress is not None:
             on_progress(rounds, min_rounds)
-    return Interleaved(tuple(tuple(series) for series in samples), stopwatch.clock)
+    clock = stopwatch.clock if on_cpu else f"{stopwatch.clock}, caches cold and clean"
+    return Interleaved(tuple(tuple(series) for series in samples), clock)
 
 
 def _device_round(stopwatch: Stopwatch, works: Sequence[Work], flushes: int) -> list[float]:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,9 +30,10 @@ from wavecrest.hardware import ARCHS
 from wavecrest.ops.conv2d import config as configs
 from wavecrest.ops.conv2d import launch as launches
 from wavecrest.ops.conv2d.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.tuned import Config, Database, Row, database
 
 OP = "conv2d"
+BY_COPY = "torch_channels_last"
 LAST, CONTIGUOUS = torch.channels_last, torch.contiguous_format
 # half a unit in the last place
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
@@ -134,7 +136,7 @@ def assert_convolves(backend: str, *args: Any, config: Config | None = None) -> 
     got = found.run(backend, *args, config=config) if backend == "triton" else found.run(backend, *args)
     assert got.dtype == args[0].dtype and got.device == args[0].device
     # PyTorch rounds to its dtype before the bias and the activation too
-    early = 1.0 if backend == "torch" else 0.0
+    early = 1.0 if backend in ("torch", BY_COPY) else 0.0
     assert_within(got, *exact(*args, early), 1.001)
     last = channels_last_by_torch(args[0]) or channels_last_by_torch(args[1])
     assert got.is_contiguous(memory_format=LAST if last else CONTIGUOUS)
@@ -208,6 +210,177 @@ def test_other_backends(key: str, backend: str, device: str) -> None:
     # each dtype in one of the formats, by turns
     for turn, dtype in enumerate((*DTYPES, torch.float64), list(CASES).index(key)):
         assert_convolves(backend, *case(key, dtype, device, turn % 2 == 1))
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_torch_channels_last(key: str, device: str) -> None:
+    for dtype in (*DTYPES, torch.float64):
+        assert_convolves(BY_COPY, *case(key, dtype, device))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_torch_channels_last_bias_and_activation(activation: str | None, device: str) -> None:
+    for dtype in DTYPES:
+        for key, outputs in (("3x3", 20), ("groups", 40)):
+            x, weight, _, stride, padding, dilation, groups, _ = case(key, dtype, device)
+            bias = random((outputs,), dtype, device, 4)
+            got = assert_convolves(BY_COPY, x, weight, bias, stride, padding, dilation, groups, activation)
+            assert (got > 0.1).any() and (activation == "relu") == bool((got >= 0).all())
+
+
+def test_torch_channels_last_runs_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gets image and weight in that layout, as copies; its result is copied back where it is in it too."""
+    native, seen = F.conv2d, []
+
+    def convolve(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+        # also where the library makes contiguous results alone
+        y = formatted(native(x, weight, *options), True)
+        seen.append((x, weight, y))
+        return y
+
+    monkeypatch.setattr(F, "conv2d", convolve)
+    args = case("3x3", torch.float32, device)
+    strides = [value.stride() for value in args[:2]]
+    got = assert_convolves(BY_COPY, *args)
+    ((x, weight, y),) = seen
+    for given, copied in zip(args[:2], (x, weight), strict=True):
+        assert copied.is_contiguous(memory_format=LAST) and torch.equal(copied, given)
+        assert copied.data_ptr() != given.data_ptr()
+    assert [value.stride() for value in args[:2]] == strides
+    assert y.is_contiguous(memory_format=LAST) and not got.is_contiguous(memory_format=LAST)
+
+
+def test_torch_channels_last_where_the_library_is_contiguous(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MIOpen."""
+    native = F.conv2d
+    monkeypatch.setattr(F, "conv2d", lambda *args: native(*args).contiguous())
+    assert_convolves(BY_COPY, *case("3x3", torch.float32, device))
+
+
+def test_torch_channels_last_takes_any_strides(device: str) -> None:
+    """What is not channels_last as a whole is copied, however it lies; what is, is declined."""
+    weight = random_filters((12, 8, 3, 2), torch.float16, device)
+    taken = set()
+    for layout, make in X_LAYOUTS.items():
+        x = make(device)
+        if channels_last_by_torch(x):
+            with pytest.raises(Unsupported, match="in that layout already"):
+                registry.get(OP).run(BY_COPY, x, weight, None, (1, 2), (1, 2))
+            continue
+        taken.add(layout)
+        assert_convolves(BY_COPY, x, weight, None, (1, 2), (1, 2))
+    assert {"cropped", "every second pixel", "reversed dims", "one image for all", "one line for all"} <= taken
+    assert not {"cropped last", "channel slice last"} & taken
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "both"])
+def test_torch_channels_last_declines_what_is_there(which: str, device: str) -> None:
+    x, weight, *rest = case("3x3", torch.float16, device)
+    given = (formatted(x, which != "weight"), formatted(weight, which != "x"), *rest)
+    found = registry.get(OP)
+    with pytest.raises(Unsupported, match="torch_channels_last declines: has the image, or the weight, in that layout"):
+        found.run(BY_COPY, *given)
+    found.force(BY_COPY)
+    decision = found.decide(*given)
+    assert decision.backend == "torch" and "torch_channels_last, forced, declines it" in decision.reason
+    assert "in that layout already" in {refusal.backend: refusal.reason for refusal in decision.refused}[BY_COPY]
+    assert found.decide(x, weight, *rest).backend == BY_COPY
+
+
+def test_torch_channels_last_declines_what_pytorch_does(device: str) -> None:
+    x, weight, *_ = case("3x3 odd", torch.float16, device)
+    with pytest.raises(Unsupported, match="bias of x's dtype"):
+        registry.get(OP).run(BY_COPY, x, weight, random((19,), torch.float32, device, 5), 1, 1)
+
+
+def test_torch_channels_last_is_not_the_default(device: str) -> None:
+    found = registry.get(OP)
+    for dtype in (*DTYPES, torch.float64):
+        args = case("3x3", dtype, device)
+        decision = found.decide(*args)
+        assert decision.backend == "torch" and decision.source == "default"
+        assert "where a measured row names it" in {one.backend: one.reason for one in decision.refused}[BY_COPY]
+
+
+def test_torch_channels_last_runs_where_a_pin_names_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = case("3x3", torch.float32, device)
+    found = registry.get(OP)
+    found.pin(found.key(*args), BY_COPY, None, "exact", "measured")
+    native, layouts = F.conv2d, []
+
+    def convolve(x: Tensor, *others: Any) -> Tensor:
+        layouts.append(x.is_contiguous(memory_format=LAST))
+        return native(x, *others)
+
+    monkeypatch.setattr(F, "conv2d", convolve)
+    # the call that is bound, and one after it
+    for seed in (7, 8):
+        x = random(tuple(args[0].shape), torch.float32, device, seed)
+        got = ops.conv2d(x, *args[1:])
+        assert got.is_contiguous()
+        assert_within(got, *exact(x, *args[1:], 1.0), 1.001)
+    assert layouts == [True, True]
+
+
+def test_torch_channels_last_runs_where_a_measured_row_names_it(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of calls on a GPU, its own key alone; the other layout and calls with gradients stay with PyTorch."""
+    found = registry.get(OP)
+    args, last = (case("3x3", torch.float16, device, value) for value in (False, True))
+    # rows are for calls on a GPU: to the dispatcher these are
+    monkeypatch.setattr(Tensor, "device", property(lambda _self: torch.device("cuda")))
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True))
+    assert found.decide(*args).backend == "torch"
+    fields = tuple(field for field in found.key_fields if field not in registry.UNLISTED)
+    key = dict(zip(found.key_fields, found.key(*args), strict=True))
+    assert key["device"] == "cuda"
+    rows = Database(tmp_path, "sm_00")
+    row = Row(tuple(key[field] for field in fields), BY_COPY, None, 12.3, 15.0, "h200/tune.json")
+    database.write(rows.path(OP), fields, [row])
+    with registry.measured_in(rows):
+        decision = found.decide(*args)
+        assert (decision.backend, decision.config, decision.source) == (BY_COPY, None, "exact")
+        assert BY_COPY not in {refusal.backend for refusal in decision.refused}
+        assert found.decide(*last).backend == "torch"
+        assert found.decide(args[0].clone().requires_grad_(), *args[1:]).backend == "torch"
+    assert found.decide(*args).backend == "torch"
+
+
+@pytest.mark.parametrize("key", ["3x3", "groups", "by axis", "same"])
+def test_torch_channels_last_gradients(key: str, device: str) -> None:
+    """A copy has gradients as PyTorch's convolution has: forced, it keeps a call that needs them."""
+    x, weight, _, *rest = case(key, torch.float32, device)
+    args = (x, weight / 8, random((weight.shape[0],), torch.float32, device, 3), *rest[:-1], "silu")
+    found = registry.get(OP)
+    found.force(BY_COPY)
+    leaves = [value.clone().requires_grad_() if isinstance(value, Tensor) else value for value in args]
+    assert found.decide(*leaves).backend == BY_COPY
+    ops.conv2d(*leaves).square().sum().backward()
+    wide = [value.double().requires_grad_() if isinstance(value, Tensor) else value for value in args]
+    found.reference(*wide).square().sum().backward()
+    for leaf, want in zip(leaves[:3], wide[:3], strict=True):
+        assert leaf.grad is not None and leaf.grad.abs().max() > 0.1
+        torch.testing.assert_close(leaf.grad.double(), want.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_torch_channels_last_has_no_images(device: str) -> None:
+    x, weight = random((0, 8, 6, 5), torch.float16, device), random_filters((4, 8, 3, 3), torch.float16, device)
+    got = registry.get(OP).run(BY_COPY, x, weight, None, 2, 1)
+    assert got.shape == (0, 4, 3, 3) and got.dtype == torch.float16
+
+
+def test_torch_channels_last_compiles(device: str) -> None:
+    """One graph, which a measured row may put it into."""
+    torch._dynamo.reset()
+    args = case("groups", torch.float32, device)
+    registry.get(OP).force(BY_COPY)
+    compiled = torch.compile(ops.conv2d, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        got = compiled(*args)
+    assert_within(got, *exact(*args, 1.0), 1.001)
+    assert got.is_contiguous() and not got.is_contiguous(memory_format=LAST)
+    assert BY_COPY in {decision.backend for decision, _ in registry.get(OP).decisions()}
 
 
 def test_numbers_anybody_can_check(device: str) -> None:
@@ -444,6 +617,31 @@ def test_any_architectures_order_and_configuration(arch: str, monkeypatch: pytes
         made = launches.launch(Operands(*args), x, config, ARCHS[arch])
         assert made.constants["XCDS"] == 8 and made.grid[0] == 8 * 2 * 3
         assert_convolves("triton", *args, config=config)
+
+
+# of each architecture some configurations to tune with: the widest and the longest tile, the longest step, the smallest
+TUNED = {
+    "sm_90": ((128, 128, 64, 8, 1), (256, 128, 32, 8, 8), (256, 32, 32, 4, 8), (32, 64, 64, 4, 8)),
+    "gfx942": ((128, 128, 64, 8, 1), (128, 128, 32, 4, 8), (64, 128, 64, 4, 8), (32, 64, 64, 4, 8)),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the order of tiles is the GPU's own there")
+@pytest.mark.parametrize("last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("arch", TUNED)
+def test_configurations_to_tune_with(arch: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that neither pixels, outputs nor channels fill."""
+    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS[arch])
+    x = formatted(random((1, 40, 9, 9), torch.float16, "cpu"), last)
+    weight = formatted(random_filters((72, 40, 3, 3), torch.float16, "cpu"), last)
+    args = arguments(x, weight, None, 1, 1)
+    found = registry.get(OP)
+    space = found.backends["triton"].space
+    assert space is not None
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "GROUP_M")
+    tried = {tuple(config[name] for name in names): config for config in space(found.key(*args), ARCHS[arch])}
+    for sizes in TUNED[arch]:
+        assert_convolves("triton", *args, config=tried[sizes])
 
 
 def test_many_groups(device: str) -> None:

@@ -420,7 +420,7 @@ def test_on_a_gpu_every_call_is_cold_and_nothing_waits_inside_a_round(monkeypatc
     taken = timing.measure_interleaved(works, device="cuda:0", seconds=0.0, min_rounds=3)
     one = ["flush", "flush", "event", "a", "event", "flush", "flush", "event", "b", "event", "wait"]
     assert gpu.log[-33:] == one * 3
-    assert taken.samples == ((2.0,) * 3, (2.0,) * 3) and taken.clock == "device events"
+    assert taken.samples == ((2.0,) * 3, (2.0,) * 3) and taken.clock == "device events, caches cold and clean"
 
 
 @pytest.mark.parametrize(("host", "wanted"), [(0.0001, 1), (0.01, 4), (1.0, timing.MAX_FLUSHES)])

@@ -88,8 +88,8 @@ def test_every_configuration_is_within_the_limits_and_planned(arch: Arch) -> Non
             for config in others:
                 where = f"{name}, {backend}, {arch.name}: {config}"
                 within_limits(where, config, given, arch)
-                names = set(config) ^ set(first)
-                assert names <= set(LAUNCH_OPTIONS), f"{where} has other parameters than the default: {names}"
+                different = (set(config) ^ set(first)) - set(LAUNCH_OPTIONS)
+                assert not different, f"{where} has other parameters than the default: {different}"
                 plan = PLANNERS[backend](given, y, parts, config, arch, bool(config.get("TMA")))
                 assert all(size >= 1 for size in plan.first.grid), where
                 checked += 1
@@ -110,10 +110,6 @@ def within_limits(where: str, config: Config, given: Operands, arch: Arch) -> No
         assert n * k >= lanes and n * k * (given.M + 1) * halves / lanes <= 200, f"{where}: registers"
         return
     m = config["BLOCK_M"]
-    if config.get("WARP_SPECIALIZE"):
-        # two groups of them share the sums
-        lanes *= 2
-        assert arch.name == "sm_90" and config["TMA"] and halves == 1 and m >= 128, f"{where}: specialised warps"
     assert m >= 16 and n >= 16 and k >= (32 if given.a.dtype.itemsize == 1 else 16), f"{where}: no matrix instruction"
     bits_b = 4 if given.form == "int4" else 8 * given.b.dtype.itemsize
     step = m * k * given.a.dtype.itemsize + n * k * bits_b // 8
@@ -148,7 +144,7 @@ def test_there_is_something_to_try_in_every_regime(arch: Arch) -> None:
     ):
         for backend, _, others in spaces(arch, PRODUCTS[name]):
             least = {"triton": few, "triton_stream_k": 3, "triton_multiply": 8}[backend]
-            assert least <= len(others) <= 60, f"{name}, {backend}: {len(others)}"
+            assert least <= len(others) <= 80, f"{name}, {backend}: {len(others)}"
 
 
 def test_a_regime_has_what_matters_on_sm_90() -> None:

@@ -279,11 +279,35 @@ def _conv2d_run(*args: Any, **kwargs: Any) -> Tensor:
     return _conv2d_bind(*args, **kwargs)(*args, **kwargs)
 
 
+def _conv2d_last(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    given = Convolution(x, weight, *args, **kwargs)
+    last = torch.channels_last
+    y = _conv2d_run(*given._replace(x=x.contiguous(memory_format=last), weight=weight.contiguous(memory_format=last)))
+    return y.contiguous(memory_format=given.memory_format)
+
+
+def _conv2d_last_supports(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> str | None:
+    if Convolution(x, weight, *args, **kwargs).channels_last:
+        return "has the image, or the weight, in that layout already"
+    return _conv2d_supports(x, weight, *args, **kwargs)
+
+
+def _conv2d_last_reserved(*_args: Any, **_kwargs: Any) -> str:
+    return "copies image and weight: it runs where a measured row names it"
+
+
 def _conv2d_supports(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_args: Any, **_kwargs: Any) -> str | None:
     return _other_dtype(x, bias=bias)
 
 
 registry.get("gemm").attach("torch", _gemm, supports=_gemm_supports, priority=PRIORITY)
+registry.get("conv2d").attach(
+    "torch_channels_last",
+    _conv2d_last,
+    supports=_conv2d_last_supports,
+    reserved=_conv2d_last_reserved,
+    priority=PRIORITY - 6,
+)
 registry.get("conv2d").attach("torch", _conv2d_run, supports=_conv2d_supports, priority=PRIORITY, bind=_conv2d_bind)
 registry.get("rms_norm").attach("torch", _rms_norm, supports=_rms_norm_supports, priority=PRIORITY)
 registry.get("add_rms_norm").attach("torch", _add_rms_norm, supports=_add_rms_norm_supports, priority=PRIORITY)

@@ -5,11 +5,8 @@ With the stand-in a kernel can be defined but not launched; `unavailable` is the
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, overload
-
-import torch
 
 from wavecrest import env
 from wavecrest.errors import Unsupported
@@ -36,10 +33,6 @@ if TYPE_CHECKING:
         @staticmethod
         def jit(*_args: Any, **_options: Any) -> Any:
             """triton.jit"""
-
-        @staticmethod
-        def set_allocator(allocator: Callable[[int, int, int | None], Any]) -> None:
-            """triton.set_allocator"""
 else:
     try:
         import triton
@@ -93,21 +86,4 @@ def described(x: Any, shape: list[int], strides: list[int], block: list[int]) ->
     return TensorDescriptor(x, shape, strides, block)
 
 
-def with_scratch(start: Callable[..., None]) -> Callable[..., None]:
-    """A launch of a kernel that needs memory of its own, from an allocator that only this launch sees."""
-
-    def allocate(size: int, _alignment: int, _stream: int | None) -> Any:
-        # torch aligns to 512 bytes, and memory given back on a stream is taken by what comes later on it
-        return torch.empty(size, dtype=torch.int8, device="cuda")
-
-    def inside(args: tuple[Any, ...]) -> None:
-        triton.set_allocator(allocate)
-        start(*args)
-
-    def call(*args: Any) -> None:
-        contextvars.copy_context().run(inside, args)
-
-    return call
-
-
-__all__ = ["described", "emulated", "interpreted", "reciprocal", "tl", "triton", "unavailable", "with_scratch"]
+__all__ = ["described", "emulated", "interpreted", "reciprocal", "tl", "triton", "unavailable"]

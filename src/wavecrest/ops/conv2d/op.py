@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -77,13 +78,27 @@ def _shape(given: Operands, rows: int) -> _config.Shape:
     return _config.Shape(rows, given.N, given.channels, taps_r * taps_s, given.groups, bits)
 
 
-def _default_config(key: Key) -> Config:
+def _shape_of(key: Key) -> _config.Shape:
     part = dict(zip(KEY_FIELDS, key, strict=True))
     groups, bits = part["groups"], 32 if part["dtype"] in ("float32", "float64") else 16
-    shape = _config.Shape(
+    return _config.Shape(
         part["pixels"], part["outputs"] // groups, part["channels"] // groups, part["r"] * part["s"], groups, bits
     )
-    return _config.default(shape, _rows.arch())
+
+
+def _default_config(key: Key) -> Config:
+    return _config.default(_shape_of(key), _rows.arch())
+
+
+def _space(key: Key, arch: Arch) -> Iterator[Config]:
+    return _config.space(_shape_of(key), arch)
+
+
+def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
+    given = Operands(*args)
+    if math.prod(given.shape) == 0:
+        return []
+    return [_launch.launch(given, given.x, config, arch)]
 
 
 def _example(
@@ -215,7 +230,17 @@ _op = Op(
     emulate_cases=_emulate_cases,
     op_class="gemm",
 )
-_op.attach("triton", _run, supports=_declines, reserved=_reserved, priority=PRIORITY, takes_config=True, bind=_bind)
+_op.attach(
+    "triton",
+    _run,
+    supports=_declines,
+    reserved=_reserved,
+    priority=PRIORITY,
+    takes_config=True,
+    bind=_bind,
+    space=_space,
+    launches=_launches,
+)
 
 
 def _hashable(value: Any) -> Any:

@@ -49,8 +49,8 @@ def bound(given: Operands) -> Tensor | None:
         return None
     a, b = values_of_a(given).double(), values_of_b(given).double()
     unit, sums, shrink = _exactness(given)
-    # the reference sums in float32 too, but for integers
-    own = 0.0 if given.integers else 2.0**-24
+    # the reference sums in float32 too, integers times their scales in float64: where they cancel, not to 0
+    own = 2.0**-52 if given.integers else 2.0**-24
     off = numerics.product_bound(a, b, unit=unit + own, sums=sums + own, shrink=shrink) * abs(given.alpha)
     y = torch.matmul(a, b) * given.alpha
     del a, b

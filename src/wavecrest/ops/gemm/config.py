@@ -141,4 +141,6 @@ def multiplied(shape: Shape, arch: Arch | None) -> Config:
     block_n = 4 if shape.rows <= 2 else 2
     tiles = _rows.ceil_div(shape.columns, block_n) * shape.batch
     split = max(1, min(4 * _units(arch) // max(1, tiles), _rows.ceil_div(shape.K, block_k) // 4, 16))
-    return Config(BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps, num_stages=3)
+    # on AMD many waves hide the loads; stages would take LDS
+    stages = 1 if arch is not None and arch.vendor == "amd" else 3
+    return Config(BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps, num_stages=stages)

@@ -6,6 +6,8 @@ their strides; sizes are run-time integers.
 
 from __future__ import annotations
 
+from typing import Any
+
 from wavecrest.ops._activation import activate
 from wavecrest.ops._lib import row_offsets
 from wavecrest.ops._quantized import rounded
@@ -85,26 +87,103 @@ def _loop_scale(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _codes(  # type: ignore[no-untyped-def]
-    packed, scales, n, k, N, TYPE: tl.constexpr, HIGH: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr
-):
-    """The low or high 4-bit codes of bytes [rows, BLOCK_N] less their zero point, as whole numbers in TYPE."""
+def _zeros(scales, n, k, N, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The zero points [1, BLOCK_N] of the group of column k, as whole numbers."""
     _, _, zero_ptr, _, _, stride_sbn, stride_sbk = scales
-    codes = (packed >> 4) if HIGH else (packed & 15)
-    if HAS_ZERO:
-        zero = tl.load(zero_ptr + n * stride_sbn + (k // GROUP) * stride_sbk, mask=n < N, other=8)
-        codes = codes.to(tl.int16) - zero.to(tl.int16)[None, :]
-    else:
-        codes = codes.to(tl.int16) - 8
-    return _widened(codes, TYPE)
+    return tl.load(zero_ptr + n * stride_sbn + (k // GROUP) * stride_sbk, mask=n < N, other=8).to(tl.int16)[None, :]
+
+
+# whole numbers as 16-bit floats on NVIDIA, four bytes at a time: a number set into the mantissa of 128 (bfloat16) or
+# 1,024 (float16), whose unit is 1, less what it was set into, both exact. Conversions take 4 to 5 instructions each,
+# some of them at a quarter of the rate; this 1.5 for a 4-bit code and 2 for a byte
+_SPREAD = """{
+.reg .b32 x0, x1, y0, y1, one, off;
+mov.b32 one, ONE;
+mov.b32 off, OFF;
+prmt.b32 x0, $BYTES, 0, 0x4140;
+prmt.b32 x1, $BYTES, 0, 0x4342;
+"""
+_CODES = """shr.b32 y0, x0, 4;
+shr.b32 y1, x1, 4;
+lop3.b32 x0, x0, 0x000F000F, MAGIC, 0xEA;
+lop3.b32 x1, x1, 0x000F000F, MAGIC, 0xEA;
+lop3.b32 y0, y0, 0x000F000F, MAGIC, 0xEA;
+lop3.b32 y1, y1, 0x000F000F, MAGIC, 0xEA;
+fma.rn.TYPEx2 $0, x0, one, off;
+fma.rn.TYPEx2 $1, x1, one, off;
+fma.rn.TYPEx2 $2, y0, one, off;
+fma.rn.TYPEx2 $3, y1, one, off;
+}"""
+# 128 + the low 7 bits, less 128, or 256 where the sign is set
+_BYTES_BF16 = """lop3.b32 y0, x0, 0x00800080, 0xC300C300, 0xEA;
+lop3.b32 y1, x1, 0x00800080, 0xC300C300, 0xEA;
+lop3.b32 x0, x0, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 x1, x1, 0x007F007F, 0x43004300, 0xEA;
+fma.rn.bf16x2 $0, x0, one, y0;
+fma.rn.bf16x2 $1, x1, one, y1;
+}"""
+# 1,024 + 128 + the number
+_BYTES_FP16 = """lop3.b32 x0, x0, 0x00800080, 0x64006400, 0xBE;
+lop3.b32 x1, x1, 0x00800080, 0x64006400, 0xBE;
+fma.rn.f16x2 $0, x0, one, off;
+fma.rn.f16x2 $1, x1, one, off;
+}"""
+
+
+def _assembly(text: str, source: str, **names: str) -> Any:
+    for name, value in {"BYTES": source, **names}.items():
+        text = text.replace(name, value)
+    return tl.constexpr(text)
+
+
+CODES_BF16 = _assembly(_SPREAD + _CODES, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
+CODES_FP16 = _assembly(_SPREAD + _CODES, "4", MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
+BYTES_BF16 = _assembly(_SPREAD + _BYTES_BF16, "2", ONE="0x3F803F80", OFF="0")
+BYTES_FP16 = _assembly(_SPREAD + _BYTES_FP16, "2", ONE="0x3C003C00", OFF="0xE480E480")
 
 
 @triton.jit
-def _product(a, b, acc, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def _codes(packed, zero, TYPE: tl.constexpr, HAS_ZERO: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The low and the high 4-bit codes of bytes [rows, BLOCK_N] less their zero points [1, BLOCK_N] or 8, in TYPE."""
+    if PTX and not HAS_ZERO and tl.bfloat16 == TYPE:
+        types: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+        low, high = tl.inline_asm_elementwise(CODES_BF16, "=r,=r,=r,=r,r", [packed], types, is_pure=True, pack=4)
+    elif PTX and not HAS_ZERO and tl.float16 == TYPE:
+        halves: tl.constexpr = (tl.float16, tl.float16)
+        low, high = tl.inline_asm_elementwise(CODES_FP16, "=r,=r,=r,=r,r", [packed], halves, is_pure=True, pack=4)
+    else:
+        low = _widened((packed & 15).to(tl.int16) - zero, TYPE)
+        high = _widened((packed >> 4).to(tl.int16) - zero, TYPE)
+    return low, high
+
+
+@triton.jit
+def _as(b, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """b in a wider type, if it is stored in fewer bits."""
+    if TYPE.primitive_bitwidth > b.dtype.primitive_bitwidth:
+        if PTX and tl.int8 == b.dtype and tl.bfloat16 == TYPE:
+            b = tl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [b], tl.bfloat16, is_pure=True, pack=4)
+        elif PTX and tl.int8 == b.dtype and tl.float16 == TYPE:
+            b = tl.inline_asm_elementwise(BYTES_FP16, "=r,=r,r", [b], tl.float16, is_pure=True, pack=4)
+        else:
+            b = _widened(b, TYPE)
+    return b
+
+
+@triton.jit
+def _product(a, b, acc, PRECISION: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
     """acc + a · b; a b that is stored in fewer bits than a is made a's type."""
-    if a.dtype.primitive_bitwidth > b.dtype.primitive_bitwidth:
-        b = _widened(b, a.dtype)
+    b = _as(b, a.dtype, PTX)
     return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+
+
+@triton.jit
+def _step(  # type: ignore[no-untyped-def]
+    a, b, acc, scale, ACC: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr
+):
+    """acc + scale · (a · b), scale [BLOCK_M or 1, BLOCK_N or 1]; the product's own sums have the type ACC."""
+    product = _product(a, b, tl.zeros(acc.shape, ACC), PRECISION, PTX)
+    return acc + product * scale
 
 
 @triton.jit
@@ -112,12 +191,12 @@ def _accumulated(  # type: ignore[no-untyped-def]
     a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, up, first, last,
     FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
-    TMA: tl.constexpr, SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sum of products [BLOCK_M, BLOCK_N] of one tile over the steps first to last of BLOCK_K each.
 
-    `up` columns are added to b's: the second half of a packed [gate | up]. SPECIALIZE: one warp loads, others multiply.
+    `up` columns are added to b's: the second half of a packed [gate | up].
     """
     M, N, K, size1, size2 = sizes
     stride_az, stride_a0, stride_a1, stride_a2, stride_ak = a_strides
@@ -133,15 +212,15 @@ def _accumulated(  # type: ignore[no-untyped-def]
     # sums of integers too are float32 from the first scale on
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if SCALED_STEPS else ACC)
     if TMA:
-        for step in tl.range(first, last, warp_specialize=SPECIALIZE):
+        for step in range(first, last):
             k = step * BLOCK_K
             a_tile = a.load([row, k]) if A_ORDER == BY_K else a.load([k, row]).T
             b_tile = b.load([col + up, k]).T if B_ORDER == BY_K else b.load([k, col + up])
             if SCALED_STEPS:
                 scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
-                acc += _product(a_tile, b_tile, tl.zeros([BLOCK_M, BLOCK_N], ACC), PRECISION) * scale
+                acc = _step(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
             else:
-                acc = _product(a_tile, b_tile, acc, PRECISION)
+                acc = _product(a_tile, b_tile, acc, PRECISION, PTX)
     else:
         mask_m = (rows < M)[:, None]
         mask_n = (col + offs_n < N)[None, :]
@@ -173,16 +252,34 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     # a step may be wider than the units that are left
                     mask_b = mask_b & (step * (BLOCK_K // 2) + offs_j < tl.cdiv(K, 64) * 32)[:, None]
                 packed = tl.load(b_start + bytes_k[:, None] + (offs_n * stride_bn)[None, :], mask=mask_b, other=0)
-                for half in tl.static_range(2):
-                    ks = low + 32 * half
-                    mask_a = mask_m & (k + ks < K)[None, :]
-                    a_start = a + tl.cast(k, tl.int64) * stride_ak
-                    a_tile = tl.load(a_start + (a_rows + (ks * stride_ak)[None, :]), mask=mask_a, other=0.0)
-                    # in groups of 32 the halves have scales of their own; there is none beyond K
-                    at = tl.minimum(k + 32 * half, K - 1)
-                    b_tile = _codes(packed, scales, n, at, N + up, a_tile.dtype, half == 1, HAS_ZERO, GROUP)
+                a_start = a + tl.cast(k, tl.int64) * stride_ak
+                # beside each other: a of the low halves, and 32 columns on of the high ones
+                k_low, k_high = low, low + 32
+                a_low = tl.load(
+                    a_start + (a_rows + (k_low * stride_ak)[None, :]), mask=mask_m & (k + k_low < K)[None, :], other=0.0
+                )
+                a_high = tl.load(
+                    a_start + (a_rows + (k_high * stride_ak)[None, :]),
+                    mask=mask_m & (k + k_high < K)[None, :],
+                    other=0.0,
+                )
+                zero = tl.full([1, 1], 8, tl.int16)
+                if HAS_ZERO:
+                    zero = _zeros(scales, n, k, N + up, GROUP)
+                b_low, b_high = _codes(packed, zero, a_low.dtype, HAS_ZERO, PTX)
+                scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
+                if GROUP % 64 == 0:
+                    product = _product(a_low, b_low, tl.zeros(acc.shape, ACC), PRECISION, PTX)
+                    product = _product(a_high, b_high, product, PRECISION, PTX)
+                    acc += product * scale
+                else:
+                    # the halves are groups of their own; there is none beyond K
+                    at = tl.minimum(k + 32, K - 1)
+                    acc = _step(a_low, b_low, acc, scale, ACC, PRECISION, PTX)
+                    if HAS_ZERO:
+                        _, b_high = _codes(packed, _zeros(scales, n, at, N + up, GROUP), a_low.dtype, HAS_ZERO, PTX)
                     scale = _loop_scale(scales, rows, n, at, M, N + up, SCALE_A, SCALE_B, GROUP)
-                    acc += _product(a_tile, b_tile, tl.zeros([BLOCK_M, BLOCK_N], ACC), PRECISION) * scale
+                    acc = _step(a_high, b_high, acc, scale, ACC, PRECISION, PTX)
             else:
                 mask_a = mask_m
                 mask_b = mask_n
@@ -202,9 +299,9 @@ def _accumulated(  # type: ignore[no-untyped-def]
                 b_tile = tl.load(b + where, mask=mask_b, other=0.0)
                 if SCALED_STEPS:
                     scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
-                    acc += _product(a_tile, b_tile, tl.zeros([BLOCK_M, BLOCK_N], ACC), PRECISION) * scale
+                    acc = _step(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
                 else:
-                    acc = _product(a_tile, b_tile, acc, PRECISION)
+                    acc = _product(a_tile, b_tile, acc, PRECISION, PTX)
     return acc
 
 
@@ -298,38 +395,13 @@ def _walks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _descriptors(  # type: ignore[no-untyped-def]
-    a, b, sizes, walks, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Tensor descriptors of a and b that the program makes itself.
-
-    Specialised warps need them: the compiler halves blocks of a between two groups of warps, which it cannot do to a
-    descriptor that comes from the host (the copy then brings twice what is waited for: a hang; triton 3.6, sm_90).
-    """
-    M, N, K, _, _ = sizes
-    a_strides, b_strides = walks
-    _, stride_a0, _, _, stride_ak = a_strides
-    _, stride_bk, stride_bn = b_strides
-    if A_ORDER == BY_K:
-        a = tl.make_tensor_descriptor(a, [M, K], [tl.cast(stride_a0, tl.int64), 1], [BLOCK_M, BLOCK_K])
-    else:
-        a = tl.make_tensor_descriptor(a, [K, M], [tl.cast(stride_ak, tl.int64), 1], [BLOCK_K, BLOCK_M])
-    if B_ORDER == BY_K:
-        b = tl.make_tensor_descriptor(b, [N, K], [tl.cast(stride_bn, tl.int64), 1], [BLOCK_N, BLOCK_K])
-    else:
-        b = tl.make_tensor_descriptor(b, [K, N], [tl.cast(stride_bk, tl.int64), 1], [BLOCK_K, BLOCK_N])
-    return a, b
-
-
-@triton.jit
 def _tile(  # type: ignore[no-untyped-def]
     index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
     FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
-    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, SPECIALIZE: tl.constexpr,
+    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of one part of K: finished, or with SPLIT_K its sum to part_ptr [parts, batch, M, N]."""
@@ -343,15 +415,15 @@ def _tile(  # type: ignore[no-untyped-def]
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K)) if SPLIT_K > 1 else steps
     acc = _accumulated(
         a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
-        FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, SPECIALIZE,
-        PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_K,
+        FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
+        PRECISION, ACC, PTX, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     acc_up = acc
     if GATED:
         acc_up = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, N, first, last,
-            FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, SPECIALIZE,
-            PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_K,
+            FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
+            PRECISION, ACC, PTX, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -381,7 +453,8 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     XCDS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Tiles [BLOCK_M, BLOCK_N], one a program or, PERSISTENT, every `programs`-th; `steps` of BLOCK_K a part of K."""
     N = n_units * ALIGN_N
@@ -391,27 +464,24 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
         ALIGN, A_ORDER, B_ORDER, WIDE,
     )  # fmt: skip
     sizes = (M, N, K, size1, size2)
-    if WARP_SPECIALIZE:
-        a, b = _descriptors(a, b, sizes, walks, A_ORDER, B_ORDER, BLOCK_M, BLOCK_N, BLOCK_K)
     operands = (a, b, c_ptr, part_ptr)
     scales = (scale_a_ptr, scale_b_ptr, zero_ptr, stride_sam, stride_sak, stride_sbn, stride_sbk)
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     begin = spread(tl.program_id(0), tl.num_programs(0), XCDS)
     batch = tl.program_id(1)
     if PERSISTENT:
-        work = tiles_m * tiles_n * SPLIT_K
-        # one warp loads, for the next tile too while this one is stored
-        for index in tl.range(begin, work, tl.num_programs(0), warp_specialize=WARP_SPECIALIZE):
+        for index in range(begin, tiles_m * tiles_n * SPLIT_K, tl.num_programs(0)):
             _tile(
                 index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
                 FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, False, BLOCK_M, BLOCK_N, BLOCK_K,
+                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX,
+                BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
         _tile(
             begin, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, WARP_SPECIALIZE,
+            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
@@ -468,7 +538,7 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
     LEADING: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
-    XCDS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
+    XCDS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all steps of all tiles a program (stream-K: Osama et al., 2023), for any number of programs.
@@ -497,8 +567,8 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
         tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP_M)
         acc = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
-            FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA, False,
-            PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_K,
+            FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
+            PRECISION, ACC, PTX, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if last - first == steps:
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -565,7 +635,8 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
     ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr,
     EVEN_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-    LARGEST: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LARGEST: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a times BLOCK_N columns of b, both contiguous along K, without matrix instructions.
 
@@ -593,7 +664,8 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
         sums_up = sums_up + (nothing,)  # type: ignore[assignment]
     first = split * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
-    for step in range(first, last):
+    # told so, as without matrix instructions it would load nothing ahead
+    for step in tl.range(first, last, num_stages=STAGES):
         k = step * BLOCK_K + offs_k[None, :]
         inside = tl.full([1, BLOCK_K], True, tl.int1) if EVEN_K else k < K
         weights = tl.load(b_rows + k, mask=mask_n & inside, other=0.0).to(tl.float32)

@@ -251,6 +251,8 @@ def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple
         "PRECISION": given.precision,
         "ACC": tl.int32 if given.integers else tl.float32,
         "XCDS": 1 if arch is None else arch.xcds,
+        # NVIDIA's assembly for 4-bit codes
+        "PTX": arch is not None and arch.vendor == "nvidia" and not _triton.interpreted,
     }
     return (how.size1, how.size2, *how.a_strides, *how.b_strides), constants, how
 
@@ -275,11 +277,6 @@ def with_descriptors(given: Operands, config: Config) -> bool:
     return bool(config.kwargs.get("TMA")) and described(given) and not _triton.interpreted
 
 
-def specialized(config: Config) -> bool:
-    """True for a configuration with warps of their own for loads."""
-    return bool(config.kwargs.get("WARP_SPECIALIZE"))
-
-
 def _without(config: Config, *names: str) -> Config:
     return Config(**{name: value for name, value in config.items() if name not in names})
 
@@ -295,8 +292,7 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
     units = 132 if arch is None else arch.compute_units
     programs = min(work, units * config["PERSISTENT"]) if config["PERSISTENT"] else work
     bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
-    special = tma and specialized(config)
-    a, b = _described_operands(given, config) if tma and not special else (given.a, given.b)
+    a, b = _described_operands(given, config) if tma else (given.a, given.b)
     align_n = constants["ALIGN_N"]
     first = _rows.Launch(
         _tile_kernel,
@@ -306,7 +302,7 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
             given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
         ),
         {**constants, **finish},
-        Config(**(config.kwargs | {"TMA": int(tma), "WARP_SPECIALIZE": special})),
+        Config(**(config.kwargs | {"TMA": int(tma)})),
     )  # fmt: skip
     if split == 1:
         return Plan(first, None, None)
@@ -357,7 +353,7 @@ def stream(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch
             given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
         ),
         {**constants, **finish},
-        Config(**(_without(config, "TMA", "PROGRAMS").kwargs | {"TMA": int(tma)})),
+        Config(**(_without(config, "PROGRAMS").kwargs | {"TMA": int(tma)})),
     )  # fmt: skip
     if programs == 1:
         return Plan(first, (given.batches, 1, 2, m, n), None)
@@ -406,7 +402,7 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
         ),
         {
             **finish, "ROWS": given.M, "ALIGN": how.align, "ALIGN_N": align_n,
-            "EVEN_K": given.K % config["BLOCK_K"] == 0,
+            "EVEN_K": given.K % config["BLOCK_K"] == 0, "STAGES": config["num_stages"],
         },
         config,
     )  # fmt: skip
@@ -428,13 +424,9 @@ def bind(
     if math.prod(shape) == 0:
         return lambda *_args: torch.empty(shape, dtype=dtype, device=device)
     y, sums = torch.empty(0, dtype=dtype, device=device), torch.empty(0, dtype=partial, device=device)
-    special, descriptors = specialized(config), with_descriptors(given, config)
+    descriptors = with_descriptors(given, config)
     # made by the first call whose addresses are multiples of 16, which descriptors take alone
     start_described: Callable[..., None] | None = None
-    wanted = config
-    if special:
-        # where it is not described: the tile as two groups of warps hold it
-        config = Config(**(config.kwargs | {"WARP_SPECIALIZE": 0, "num_warps": 2 * config["num_warps"]}))
     plan = planner(given, y, sums, config, arch, False)
     start = _rows.starter(plan.first, device)
     second = None if plan.second is None else _rows.starter(plan.second, device)
@@ -445,9 +437,7 @@ def bind(
     parts_shape = plan.parts
 
     def describe(given: Operands) -> Callable[..., None]:
-        first = planner(given, y, sums, wanted, arch, True).first
-        start = _rows.starter(first, device, described=0 if special else 2)
-        return _triton.with_scratch(start) if special else start
+        return _rows.starter(planner(given, y, sums, config, arch, True).first, device, described=2)
 
     def call(*args: Any) -> Tensor:
         nonlocal start_described
@@ -461,8 +451,7 @@ def bind(
             tensors = (y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
             if descriptors and (given.a.data_ptr() | given.b.data_ptr()) % 16 == 0:
                 start_described = start_described or describe(given)
-                a, b = (given.a, given.b) if special else _described_operands(given, config)
-                start_described(a, b, *tensors, *values)
+                start_described(*_described_operands(given, config), *tensors, *values)
             else:
                 start(given.a, given.b, *tensors, *values)
         if second is not None:

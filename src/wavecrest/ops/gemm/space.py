@@ -51,12 +51,18 @@ _NVIDIA_FEW = (
     Tile(16, 64, 128, 2, 4), Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 5), Tile(16, 64, 256, 4, 3),
     Tile(16, 64, 256, 8, 3), Tile(16, 128, 64, 4, 6), Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 8, 4),
 )  # fmt: skip
+# weights of 8 bits: twice the columns for as many bytes
+_NVIDIA_FEW_INT8 = (
+    Tile(16, 32, 512, 4, 4), Tile(16, 64, 256, 4, 4), Tile(16, 64, 512, 4, 3), Tile(16, 128, 256, 4, 3),
+    Tile(16, 128, 256, 8, 3), Tile(16, 16, 1024, 4, 3), Tile(16, 32, 256, 2, 5),
+)  # fmt: skip
 # 4-bit codes: a step takes a group of 128 columns at most, so that bytes in flight come from stages and programs
 _NVIDIA_FEW_INT4 = (
     Tile(16, 16, 128, 1, 6), Tile(16, 32, 128, 1, 6), Tile(16, 32, 128, 2, 5), Tile(16, 32, 128, 4, 5),
     Tile(16, 32, 64, 2, 6), Tile(16, 64, 128, 2, 5), Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 6),
     Tile(16, 64, 64, 2, 5), Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 8, 4), Tile(16, 128, 64, 4, 5),
-    Tile(16, 256, 64, 8, 4),
+    Tile(16, 256, 64, 8, 4), Tile(16, 128, 128, 4, 3), Tile(16, 64, 128, 2, 4), Tile(16, 256, 128, 8, 3),
+    Tile(16, 128, 128, 2, 4), Tile(16, 256, 128, 4, 3),
 )  # fmt: skip
 _NVIDIA_32 = (
     Tile(32, 32, 128, 4, 5), Tile(32, 32, 256, 4, 4), Tile(32, 64, 128, 2, 4), Tile(32, 64, 128, 4, 4),
@@ -84,11 +90,6 @@ _NVIDIA_DOUBLE = (
     Tile(256, 64, 64, 8, 4), Tile(64, 256, 64, 8, 4), Tile(128, 128, 128, 8, 3), Tile(128, 64, 64, 8, 4),
     Tile(128, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3), Tile(128, 64, 64, 4, 5), Tile(64, 128, 64, 4, 5),
     Tile(64, 64, 128, 4, 4), Tile(64, 64, 64, 4, 5),
-)  # fmt: skip
-# two groups of four warps multiply half of the rows each, and one warp loads; `warps` are those of a group
-_NVIDIA_SPECIALIZED = (
-    Tile(128, 256, 64, 4, 4), Tile(128, 128, 64, 4, 6), Tile(128, 256, 64, 4, 3), Tile(256, 128, 64, 4, 3),
-    Tile(128, 128, 128, 4, 3), Tile(128, 64, 64, 4, 6),
 )  # fmt: skip
 # without matrix instructions for true float32
 _IEEE = (
@@ -134,7 +135,7 @@ _MULTIPLY = (
     (1, 512, 1), (1, 1024, 2), (1, 2048, 4), (1, 4096, 8), (2, 512, 1), (2, 1024, 2), (2, 1024, 4), (2, 2048, 4),
     (2, 2048, 8), (4, 256, 1), (4, 512, 2), (4, 512, 4), (4, 1024, 4), (4, 1024, 8), (8, 256, 2), (8, 512, 4),
 )  # fmt: skip
-MULTIPLY_PROGRAMS = (4, 16)
+MULTIPLY_PROGRAMS = (8,)
 
 
 def _least_k(shape: Shape) -> int:
@@ -185,7 +186,7 @@ def shared_bytes(config: Config, shape: Shape, arch: Arch) -> int:
 
 def sums_a_lane(config: Config, shape: Shape, arch: Arch) -> float:
     """Registers a lane that the sums of a tile take: both halves where gated, and a step's own where it is scaled."""
-    lanes = config["num_warps"] * arch.wave_size * (2 if config.get("WARP_SPECIALIZE", 0) else 1)
+    lanes = config["num_warps"] * arch.wave_size
     return config["BLOCK_M"] * config["BLOCK_N"] * (1 + shape.gated) * (1 + (shape.step > 0)) / lanes
 
 
@@ -200,8 +201,6 @@ def problem(config: Config, shape: Shape, arch: Arch) -> str | None:
         return f"a BLOCK_N of {config['BLOCK_N']} is wider than {_products(shape)} columns"
     if config.get("TMA", 0) and not (shape.described and arch.name in WIDE_UNIT):
         return "has no tensor descriptors here"
-    if config.get("WARP_SPECIALIZE", 0) and shape.gated:
-        return "Triton does not compile two sums with specialised warps"
     if config.get("matrix_instr_nonkdim", 16) > min(config["BLOCK_M"], config["BLOCK_N"]):
         return "the matrix instruction is larger than the tile"
     needed = shared_bytes(config, shape, arch)
@@ -234,7 +233,9 @@ def _regime(shape: Shape, arch: Arch) -> tuple[tuple[Tile, ...], tuple[int, ...]
     if arch.vendor == "amd":
         return (_AMD_FEW if few else _AMD_64 if some else _AMD_256 if 0 < rows <= 256 else _AMD_MORE), programs
     if few:
-        return (_NVIDIA_FEW_INT4, (2, 4, 8)) if shape.b_bits == 4 else (_NVIDIA_FEW, programs)
+        if shape.b_bits == 4:
+            return _NVIDIA_FEW_INT4, (1, 2, 4, 8)
+        return (_NVIDIA_FEW_INT8 + _NVIDIA_FEW if shape.b_bits == 8 < shape.a_bits else _NVIDIA_FEW), programs
     if 0 < rows <= 32:
         return _NVIDIA_32 + _NVIDIA_64[:6], programs
     if some:
@@ -269,21 +270,8 @@ def _variants(index: int, few: bool, arch: Arch, described: bool) -> list[dict[s
     return found
 
 
-def _specialized(shape: Shape, arch: Arch) -> Iterator[Config]:
-    """For `_tile_kernel` with warps of their own for loads, which take tensor descriptors."""
-    if not shape.described or arch.name != "sm_90" or shape.ieee or 0 < shape.rows <= 64:
-        return
-    for index, tile in enumerate(_NVIDIA_SPECIALIZED):
-        for persistent, group in ((1, 8), (0, 8), (1, 4), (1, 16))[: 4 if index < 2 else 2]:
-            yield Config(
-                BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=_steps_k(tile, shape), SPLIT_K=1, GROUP_M=group,
-                PERSISTENT=persistent, TMA=1, WARP_SPECIALIZE=1, num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-
-
 def tiled(shape: Shape, arch: Arch) -> Iterator[Config]:
     """For `_tile_kernel`."""
-    yield from _specialized(shape, arch)
     tiles, programs = _regime(shape, arch)
     few = 0 < shape.rows <= FEW_ROWS
     described = shape.described and arch.name in WIDE_UNIT
@@ -322,12 +310,13 @@ def stream_k(shape: Shape, arch: Arch) -> Iterator[Config]:
 
 
 def multiplied(shape: Shape, arch: Arch) -> Iterator[Config]:
-    """For `_multiply_kernel`; the loop over K has no matrix instruction, so that stages change nothing."""
+    """For `_multiply_kernel`: steps loaded ahead, or more programs a unit instead."""
     for n, k, warps in _MULTIPLY:
         block_k = min(k * 16 // max(shape.b_bits, 8), _rows.power_of_two(shape.K))
         count = _rows.ceil_div(_products(shape), n) * shape.batch
         for split in _splits(shape, count, block_k, arch, MULTIPLY_PROGRAMS):
-            yield Config(BLOCK_N=n, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps, num_stages=3)
+            for stages in (1, 3, 4) if arch.vendor == "nvidia" else (1, 2):
+                yield Config(BLOCK_N=n, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps, num_stages=stages)
 
 
 def _many_programs(config: Config, shape: Shape, arch: Arch) -> str | None:

@@ -1,0 +1,83 @@
+"""PyTorch's products by another library: what is asked for, for how long, and what is declined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wavecrest import registry
+from wavecrest.backends import blas
+from wavecrest.ops.gemm.operands import Operands
+
+ASKED = {"torch_blas": "cublas", "torch_blaslt": "cublaslt", "torch_ck": "ck"}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What PyTorch's preference is set to, in order; a CPU build keeps none."""
+    seen: list[Any] = ["default"]
+
+    def preferred(library: Any = None) -> Any:
+        if library is not None:
+            seen.append(library)
+        return seen[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+    return seen
+
+
+def product(dtype: torch.dtype = torch.float16, **more: Any) -> Operands:
+    return Operands(torch.randn(20, 24).to(dtype), torch.randn(24, 16).to(dtype), **more)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_preference_lasts_for_the_call(name: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = product(bias=torch.randn(16), activation="silu")
+    native = registry.get("gemm").backends["torch"]
+    during: list[Any] = []
+
+    def matmul(a: Tensor, b: Tensor) -> Tensor:
+        during.append(asked[-1])
+        return a @ b
+
+    monkeypatch.setattr(torch, "matmul", matmul)
+    got = blas._gemm(name, *call)
+    assert during == [ASKED[name]] and asked == ["default", ASKED[name], "default"]
+    assert torch.equal(got, native.run(*call))
+
+
+def test_the_preference_does_not_outlive_an_error(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def matmul(_a: Tensor, _b: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch, "matmul", matmul)
+    with pytest.raises(torch.OutOfMemoryError):
+        blas._gemm("torch_blaslt", *product())
+    assert asked == ["default", "cublaslt", "default"]
+
+
+@pytest.mark.parametrize("rocm", [False, True])
+def test_what_is_declined(rocm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def declined(name: str, call: Operands) -> str | None:
+        return registry.get("gemm").backends[name].supports(*call)
+
+    for name in ASKED:
+        assert "on a GPU" in str(declined(name, product()))
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True), raising=False)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
+    assert declined("torch_blaslt", product()) is None
+    assert (declined("torch_blas", product()) is None) == rocm
+    assert (declined("torch_ck", product()) is None) == rocm
+    weight = torch.zeros(24, 16, dtype=torch.int8)
+    assert "one library" in str(declined("torch_blaslt", Operands(weight.mT.contiguous(), weight)))
+    assert "one library" in str(declined("torch_blaslt", product(torch.float64)))
+    # and what PyTorch declines itself
+    assert "fewer bits" in str(declined("torch_blaslt", product()._replace(b=weight)))
+
+
+def test_it_runs_only_where_a_row_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True), raising=False)
+    assert "measured row" in str(registry.get("gemm").backends["torch_blaslt"].reserved(*product()))
