@@ -170,7 +170,9 @@ def speed_page() -> str:
     parts = [
         "# Speed of the ops",
         NOTE,
-        "Measured in one process with the peers, interleaved, with a cold L2 cache; every implementation is compared "
+        "Measured in one process with the peers, interleaved, with a cold L2 cache (until 2026-11-20 behind a write of "
+        "512 MiB, whose lines go back to memory while the timed call runs; since then behind a read, which leaves the "
+        "cache clean: a record's `clock` says so); every implementation is compared "
         "with the oracle before it is timed. *% of copy* is the case's least bytes over its time, as a share of the "
         "bandwidth of a large copy in the same run; *% of equal copy* compares with a copy of as many bytes, which is "
         "the fairer line for small tensors. A peer's figure is its time over ours: above 1, ours is faster. No AMD "

@@ -91,8 +91,9 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
     for m, n, k, warps, stages in _SMALL if shape.bits == 32 or rdna else _NVIDIA if arch.vendor == "nvidia" else _AMD:
         if n > widest or k > max(16, _rows.power_of_two(along)):
             continue
-        # two tiles' worth at least; sums take at most 128 registers a lane
-        if stages * k * (m + n) * shape.bits // 8 > arch.lds_kib << 10 or m * n > 128 * warps * arch.wave_size:
+        # on AMD the step that is multiplied is in registers; sums take at most 128 of them a lane
+        kept = stages - 1 if arch.vendor == "amd" else stages
+        if kept * k * (m + n) * shape.bits // 8 > arch.lds_kib << 10 or m * n > 128 * warps * arch.wave_size:
             continue
         for group in (8, 1) if m * n >= 128 * 128 else (8,):
             sizes = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": group}
