@@ -448,7 +448,8 @@ def measure_interleaved(
     """Time several pieces of work of microseconds in turn (ABCABC…), so that drift hits all alike.
 
     On a GPU every sample is the device's span of one call behind a read of FLUSH_BYTES: caches are cold and clean, and
-    the host enqueues the call while that read runs, so its cost is not in the span. On the CPU a sample is host wall time.
+    the host enqueues the call while that read runs, so its cost is not in the span. On the CPU a sample is host wall
+    time.
     Nothing is tuned by the result: rounds go on until `min_rounds` are done and `seconds` are over, to MAX_ROUNDS.
 
     Raises:

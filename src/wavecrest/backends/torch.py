@@ -226,7 +226,16 @@ def _int8_mm(given: Operands) -> Tensor:
     # PyTorch 2.13's product on the CPU is wrong where an operand is expanded, and for K = 1
     if given.K == 1 or 0 in (*a.stride(), *b.stride()):
         a, b = (x.clone(memory_format=torch.contiguous_format) for x in (a, b))
+    elif a.is_cuda:
+        a, b = (x if _whole_lines(x) else x.clone(memory_format=torch.contiguous_format) for x in (a, b))
     return torch._int_mm(a, b)
+
+
+def _whole_lines(x: Tensor) -> bool:
+    """True for an int8 matrix as cuBLASLt takes it: lines of multiples of 8 bytes (others it refuses)."""
+    inner, outer = sorted(x.stride())
+    # Dynamo does not trace addresses
+    return inner == 1 and outer % 8 == 0 and (torch.compiler.is_compiling() or x.data_ptr() % 8 == 0)
 
 
 def _rows_of(vector: Tensor, y: Tensor) -> Tensor:

@@ -55,6 +55,9 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.L
     add("rows=16 weight int4", Operands(a16, int4, scale_b=_scale(32, 6144), form="int4", group=128))
     add("odd sizes bf16", _operands(1000, 1001, 1003, bf16))
     add("rows=1 multiply bf16", _operands(1, 6144, 4096, bf16), _launch.multiply, _config.multiplied)
+    a1 = torch.empty(1, 4096, dtype=bf16, device="meta")
+    codes = Operands(a1, int4, scale_b=_scale(32, 6144), form="int4", group=128)
+    add("rows=1 multiply weight int4", codes, _launch.multiply, _config.multiplied)
     add("stream-K bf16", _operands(4096, 6144, 4096, bf16), _launch.stream, _config.stream_k)
     if arch.fp8 is not None:
         add("large fp8", _operands(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale()))
@@ -84,9 +87,9 @@ def emulate_cases(arch: str) -> Cases:
     def args(a: Tensor, b: Tensor, **more: Any) -> tuple[Any, ...]:
         return tuple(Operands(a, b, **more))
 
-    def int4() -> tuple[Any, ...]:
+    def int4(group: int) -> tuple[Any, ...]:
         stored = torch.randint(0, 256, (72, 64), dtype=torch.uint8).mT
-        return args(_random(5, 100), stored, scale_b=torch.rand(4, 72), form="int4", group=32)
+        return args(_random(5, 100), stored, scale_b=torch.rand(128 // group, 72), form="int4", group=group)
 
     def plain(dtype: torch.dtype) -> Callable[[], tuple[Any, ...]]:
         return lambda: args(_random(33, 100, dtype=dtype), _random(72, 100, dtype=dtype).mT)
@@ -105,7 +108,8 @@ def emulate_cases(arch: str) -> Cases:
             scale_a=torch.rand(33), scale_b=torch.rand(72),
         ),
         "weight int8": lambda: args(_random(5, 100), _random(72, 100, dtype=torch.int8).mT, scale_b=torch.rand(72)),
-        "weight int4": int4,
+        "weight int4": partial(int4, 32),
+        "weight int4, groups of 64": partial(int4, 64),
         "batch": lambda: args(_random(3, 20, 64), _random(3, 64, 40)),
     }  # fmt: skip
 

@@ -143,4 +143,9 @@ def multiplied(shape: Shape, arch: Arch | None) -> Config:
     split = max(1, min(4 * _units(arch) // max(1, tiles), _rows.ceil_div(shape.K, block_k) // 4, 16))
     # on AMD many waves hide the loads; stages would take LDS
     stages = 1 if arch is not None and arch.vendor == "amd" else 3
+    if shape.b_bits == 4:
+        # a word of 8 codes four times a thread, and whole groups
+        block_k = max(shape.step, min(2048, _rows.power_of_two(shape.K)))
+        warps = max(1, block_k // (32 * wave))
+        return Config(BLOCK_N=4, BLOCK_K=block_k, SPLIT_K=1, num_warps=warps, num_stages=stages)
     return Config(BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps, num_stages=stages)

@@ -700,3 +700,90 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
                 total[None, :], total_up[None, :], c_ptr, scales, ends, batch, rows, cols, ROWS, N,
                 SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
             )  # fmt: skip
+
+
+@triton.jit
+def _code(half, PLACE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The 4-bit codes at bit PLACE of words, less 8: set into the mantissa of a float whose unit is there."""
+    MASK: tl.constexpr = 15 << PLACE
+    MAGIC: tl.constexpr = (150 - PLACE) << 23
+    if PTX:
+        # one instruction, which the compiler makes two
+        number = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,n,n", [half, MASK, MAGIC], tl.int32, is_pure=True, pack=1
+        )
+    else:
+        number = (half & MASK) | MAGIC
+    return number.to(tl.float32, bitcast=True) - ((1 << (23 - PLACE)) + 8.0)
+
+
+@triton.jit
+def _shared(products, SHARES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums of SHARES neighbourhoods of columns."""
+    rows: tl.constexpr = products.shape[0]
+    each: tl.constexpr = products.shape[1] // SHARES
+    return tl.sum(tl.reshape(products, [rows, SHARES, each]), axis=2)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _words_kernel(  # type: ignore[no-untyped-def]
+    a, b, c_ptr, part_ptr, bias_ptr, residual_ptr, scale_a_ptr, scale_b_ptr, out_scale_ptr,
+    n_units, k_units, steps, stride_a0, stride_bn,
+    stride_sam, stride_sbn, stride_sbk, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr,
+    ALIGN_N: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    LARGEST: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of a times BLOCK_N columns of 4-bit codes, read as words of 32 bits, without matrix instructions.
+
+    BLOCK_K: columns of K a step, of whole groups that share a scale.
+    """
+    WORDS: tl.constexpr = BLOCK_K // 8
+    GROUPS: tl.constexpr = BLOCK_K // GROUP
+    N = n_units * ALIGN_N
+    K = k_units * ALIGN
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = (cols < N)[:, None]
+    offs_w = tl.arange(0, WORDS)
+    offs_g = tl.arange(0, GROUPS)
+    row_stride = tl.cast(stride_a0, tl.int64) * ALIGN
+    # from column to column in units of 16 bytes
+    b_rows = b.to(tl.pointer_type(tl.int32), bitcast=True) + cols.to(tl.int64)[:, None] * stride_bn * 4
+    # codes come in units of 64
+    words = tl.cdiv(K, 64) * 8
+    sums = (tl.zeros([BLOCK_N, GROUPS], tl.float32),)
+    for _ in tl.static_range(1, ROWS):
+        sums = sums + (tl.zeros([BLOCK_N, GROUPS], tl.float32),)  # type: ignore[assignment]
+    # told so, as without matrix instructions it would load nothing ahead
+    for step in tl.range(0, steps, num_stages=STAGES):
+        index = step * WORDS + offs_w
+        packed = tl.load(b_rows + index[None, :], mask=mask_n & (index < words)[None, :], other=0)
+        upper = packed >> 16
+        first = (index // 8) * 64 + (index % 8) * 4
+        products = (tl.zeros([BLOCK_N, WORDS], tl.float32),)
+        for _ in tl.static_range(1, ROWS):
+            products = products + (tl.zeros([BLOCK_N, WORDS], tl.float32),)  # type: ignore[assignment]
+        for i in tl.static_range(8):
+            code = _code(packed if i < 4 else upper, 4 * (i % 4), PTX)
+            # the low halves of 32 bytes are 32 columns, the high halves the next 32
+            k = first + i // 2 + 32 * (i % 2)
+            more = (products[0] + code * tl.load(a + k, mask=k < K, other=0.0).to(tl.float32)[None, :],)
+            for m in tl.static_range(1, ROWS):
+                row = tl.load(a + m * row_stride + k, mask=k < K, other=0.0).to(tl.float32)
+                more = more + (products[m] + code * row[None, :],)  # type: ignore[assignment]
+            products = more
+        group = step * GROUPS + offs_g
+        where = scale_b_ptr + cols[:, None] * stride_sbn + group[None, :] * stride_sbk
+        scale = tl.load(where, mask=mask_n & (group < tl.cdiv(K, GROUP))[None, :], other=0.0)
+        totals = (sums[0] + _shared(products[0], GROUPS) * scale,)
+        for m in tl.static_range(1, ROWS):
+            totals = totals + (sums[m] + _shared(products[m], GROUPS) * scale,)  # type: ignore[assignment]
+        sums = totals
+    scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
+    ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
+    for m in tl.static_range(ROWS):
+        total = tl.sum(sums[m], axis=1)[None, :]
+        _finish(
+            total, total, c_ptr, scales, ends, 0, m + tl.arange(0, 1), cols, ROWS, N,
+            SCALE_A, NO_SCALE, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
+        )  # fmt: skip

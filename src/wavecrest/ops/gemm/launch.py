@@ -23,6 +23,7 @@ from wavecrest.ops.gemm.kernel import (
     _stream_k_kernel,
     _sum_kernel,
     _tile_kernel,
+    _words_kernel,
 )
 from wavecrest.ops.gemm.operands import GATED, Operands, kinds
 from wavecrest.tuned import Config
@@ -215,10 +216,17 @@ class Plan(NamedTuple):
     first: _rows.Launch
     parts: tuple[int, ...] | None
     second: _rows.Launch | None
+    # of the first launch's arguments, the rest are numbers; without a zero point there is one less
+    tensors: int = 10
 
 
 def _align_n(given: Operands) -> int:
     return _rows.alignment(given.N, (0, 0, 0))
+
+
+def _assembles(arch: Arch | None) -> bool:
+    """True where weights of 4 and 8 bits are widened by NVIDIA's assembly."""
+    return arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
 
 
 def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
@@ -251,8 +259,7 @@ def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple
         "PRECISION": given.precision,
         "ACC": tl.int32 if given.integers else tl.float32,
         "XCDS": 1 if arch is None else arch.xcds,
-        # NVIDIA's assembly for 4-bit codes
-        "PTX": arch is not None and arch.vendor == "nvidia" and not _triton.interpreted,
+        "PTX": _assembles(arch),
     }
     return (how.size1, how.size2, *how.a_strides, *how.b_strides), constants, how
 
@@ -379,15 +386,53 @@ def multiplies(given: Operands) -> str | None:
     if given.M > MULTIPLY_ROWS:
         # without the number: inside torch.compile a symbolic one in a text would compile for it alone
         return f"is for up to {MULTIPLY_ROWS} rows"
-    if given.form != "plain" or given.integers or "block" in kinds(given) or "group" in kinds(given):
-        return "has no codes, sums of integers, blocks or groups of scales"
     if orders(given) != (1, 1) or (leading(given) > 1 and given.M > 1):
         return "reads a and b along K, which must be contiguous in both"
+    if given.form == "int4":
+        return _no_words(given)
+    if given.form != "plain" or given.integers or "block" in kinds(given) or "group" in kinds(given):
+        return "has no shuffled weights, sums of integers, blocks or groups of scales of bytes"
     return None
 
 
+def _no_words(given: Operands) -> str | None:
+    """Why `_words_kernel` does not make a product with 4-bit codes."""
+    if not given.flat or given.activation in GATED or given.zero is not None or given.K == 0:
+        return "reads codes as words without batches, gated activations and zero points"
+    if given.group % 64 != 0:
+        return "reads codes in groups of 64 or 128 columns"
+    return None if given.b.stride(-1) % 16 == 0 else "reads codes as words: columns start at multiples of 16 bytes"
+
+
+def _words(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None) -> Plan:
+    """`_words_kernel`."""
+    how = walk(given)
+    (sam, _, sbn, sbk, *rest), finish = _common(given)
+    if config["BLOCK_K"] % given.group != 0:
+        raise InvalidArgument(f"gemm: a BLOCK_K of {config['BLOCK_K']} is no multiple of a group of {given.group}")
+    bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
+    align_n, steps = _align_n(given), _rows.ceil_div(given.K, config["BLOCK_K"])
+    first = _rows.Launch(
+        _words_kernel,
+        (_rows.ceil_div(given.N, config["BLOCK_N"]),),
+        (
+            given.a, given.b, y, parts, bias, residual, scale_a, scale_b, out_scale,
+            given.N // align_n, given.K // how.align, steps, how.a_strides[1], given.b.stride(-1) // 16,
+            sam, sbn, sbk, *rest,
+        ),
+        {
+            **finish, "ROWS": given.M, "GROUP": given.group, "ALIGN": how.align, "ALIGN_N": align_n,
+            "STAGES": config["num_stages"], "PTX": _assembles(arch),
+        },
+        _without(config, "SPLIT_K"),
+    )  # fmt: skip
+    return Plan(first, None, None, tensors=9)
+
+
 def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
-    """`_multiply_kernel`, and `_sum_kernel` where SPLIT_K is above 1."""
+    """`_words_kernel`; or `_multiply_kernel`, and `_sum_kernel` where SPLIT_K is above 1."""
+    if given.form == "int4":
+        return _words(given, y, parts, config, arch)
     how, split = walk(given), config["SPLIT_K"]
     (sam, _, sbn, _, *rest), finish = _common(given)
     bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
@@ -407,8 +452,8 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
         config,
     )  # fmt: skip
     if split == 1:
-        return Plan(first, None, None)
-    return Plan(first, (split, given.batches, given.M, given.columns), _sum(given, y, parts, split, arch))
+        return Plan(first, None, None, tensors=9)
+    return Plan(first, (split, given.batches, given.M, given.columns), _sum(given, y, parts, split, arch), tensors=9)
 
 
 Planner = Callable[[Operands, Tensor, Tensor, Config, Arch | None, bool], Plan]
@@ -430,9 +475,9 @@ def bind(
     plan = planner(given, y, sums, config, arch, False)
     start = _rows.starter(plan.first, device)
     second = None if plan.second is None else _rows.starter(plan.second, device)
-    multiplied = plan.first.kernel is _multiply_kernel
     # what is bound is kept: sizes and constants, not the plan with the tensors of one call
-    values = plan.first.args[9 if multiplied else 10 :]
+    count, in_words = plan.tensors, planner is multiply and given.form == "int4"
+    values = plan.first.args[count:]
     second_values = () if plan.second is None else plan.second.args[7:]
     parts_shape = plan.parts
 
@@ -445,8 +490,10 @@ def bind(
         y = torch.empty(shape, dtype=dtype, device=device)
         parts = y if parts_shape is None else torch.empty(parts_shape, dtype=partial, device=device)
         bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
-        if multiplied:
-            start(given.a, given.b, y, parts, bias, residual, scale_a, scale_b, out_scale, *values)
+        if count == 9:
+            # a weight that starts inside a word: a slice of another, which no load of a word may touch
+            b = given.b.clone() if in_words and given.b.data_ptr() % 4 else given.b
+            start(given.a, b, y, parts, bias, residual, scale_a, scale_b, out_scale, *values)
         else:
             tensors = (y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
             if descriptors and (given.a.data_ptr() | given.b.data_ptr()) % 16 == 0:

@@ -136,6 +136,11 @@ _MULTIPLY = (
     (2, 2048, 8), (4, 256, 1), (4, 512, 2), (4, 512, 4), (4, 1024, 4), (4, 1024, 8), (8, 256, 2), (8, 512, 4),
 )  # fmt: skip
 MULTIPLY_PROGRAMS = (8,)
+# (columns, columns of K, warps) of a program of `_words_kernel`
+_WORDS = (
+    (1, 2048, 2), (2, 1024, 1), (2, 2048, 2), (2, 4096, 4), (4, 1024, 1), (4, 1024, 2), (4, 2048, 2), (4, 2048, 4),
+    (4, 4096, 4), (8, 1024, 2), (8, 1024, 4), (8, 2048, 4), (8, 512, 1), (16, 512, 2), (16, 1024, 4),
+)  # fmt: skip
 
 
 def _least_k(shape: Shape) -> int:
@@ -213,6 +218,9 @@ def problem(config: Config, shape: Shape, arch: Arch) -> str | None:
 def multiply_problem(config: Config, shape: Shape, arch: Arch) -> str | None:
     """Why a configuration of `_multiply_kernel` cannot work."""
     each = config["BLOCK_N"] * config["BLOCK_K"] / (config["num_warps"] * arch.wave_size)
+    if shape.b_bits == 4:
+        # the codes of a word are made one after another
+        each = each / 8
     if each < 1:
         return "has less than one product a lane"
     taken = each * (max(1, shape.rows) + 1) * (1 + shape.gated)
@@ -310,12 +318,19 @@ def stream_k(shape: Shape, arch: Arch) -> Iterator[Config]:
 
 
 def multiplied(shape: Shape, arch: Arch) -> Iterator[Config]:
-    """For `_multiply_kernel`: steps loaded ahead, or more programs a unit instead."""
+    """For `_multiply_kernel` and `_words_kernel`: steps loaded ahead, or more programs a unit instead."""
+    stages_tried = (1, 3, 4) if arch.vendor == "nvidia" else (1, 2)
+    if shape.b_bits == 4:
+        for n, k, warps in _WORDS:
+            block_k = max(shape.step, min(k, _rows.power_of_two(shape.K)))
+            for stages in stages_tried:
+                yield Config(BLOCK_N=n, BLOCK_K=block_k, SPLIT_K=1, num_warps=warps, num_stages=stages)
+        return
     for n, k, warps in _MULTIPLY:
         block_k = min(k * 16 // max(shape.b_bits, 8), _rows.power_of_two(shape.K))
         count = _rows.ceil_div(_products(shape), n) * shape.batch
         for split in _splits(shape, count, block_k, arch, MULTIPLY_PROGRAMS):
-            for stages in (1, 3, 4) if arch.vendor == "nvidia" else (1, 2):
+            for stages in stages_tried:
                 yield Config(BLOCK_N=n, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps, num_stages=stages)
 
 
