@@ -107,6 +107,10 @@ def within_limits(where: str, config: Config, given: Operands, arch: Arch) -> No
     steps = math.ceil(given.K / k)
     assert config.get("SPLIT_K", 1) <= max(1, steps // 2), f"{where}: parts of less than two steps"
     if "BLOCK_M" not in config:
+        if given.form == "int4":
+            # the codes of a word are made one after another
+            assert k % given.group == 0, f"{where}: part of a group"
+            k //= 8
         assert n * k >= lanes and n * k * (given.M + 1) * halves / lanes <= 200, f"{where}: registers"
         return
     m = config["BLOCK_M"]

@@ -133,7 +133,8 @@ fma.rn.f16x2 $1, x1, one, off;
 def _assembly(text: str, source: str, **names: str) -> Any:
     for name, value in {"BYTES": source, **names}.items():
         text = text.replace(name, value)
-    return tl.constexpr(text)
+    # Inductor (torch 2.11) writes the text into a file, where a line's end would end it
+    return tl.constexpr(text.replace("\n", " "))
 
 
 CODES_BF16 = _assembly(_SPREAD + _CODES, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
