@@ -1,8 +1,9 @@
-"""Write docs/env.md, cli.md, speed.md and the tables in emulation.md from their sources; --check only compares."""
+"""Write env.md, cli.md, speed.md, tuned.md and the tables in emulation.md from their sources; --check only compares."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,9 +156,8 @@ def _op_speed(path: Path) -> Iterator[str]:
         share = bench_ops.percent(bench, case, ours)
         same = 100 * case.copy_ms / ours.ms if case.copy_ms else None
         by_name = {impl.name: impl for impl in case.impls}
-        ratios = [
-            f"{by_name[peer].ms / ours.ms:.2f}×" if peer in by_name and by_name[peer].ms else "–" for peer in peers
-        ]
+        times = [by_name[peer].ms if peer in by_name else None for peer in peers]
+        ratios = [f"{time / ours.ms:.2f}×" if time else "–" for time in times]
         shown = [f"{value:.0f}" if value is not None else "–" for value in (share, same)]
         rows.append("| " + " | ".join([case.case, f"{ours.ms * 1e3:.2f}", *shown, *ratios]) + " |")
     yield "\n".join(rows)
@@ -192,7 +192,92 @@ def speed_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGES = {"env.md": env_page, "cli.md": cli_page, "emulation.md": emulation_page, "speed.md": speed_page}
+def _rate(key: records.TunedKey, us: float) -> str:
+    """Bandwidth of reading b for up to 64 rows, else arithmetic; from the case's name, M×N×K and kind."""
+    shape, _, kind = key.case.partition(" ")
+    rows, columns, steps = map(int, shape.split("x"))
+    if rows > 64:
+        return f"{2 * rows * columns * steps / us / 1e6:,.0f} TFLOP/s"
+    size = {"weight int8": 1.0, "weight int4": 0.5, "int8": 1.0, "fp8": 1.0}.get(kind, 2.0)
+    return f"{columns * steps * size / us / 1e3:,.0f} GB/s"
+
+
+def _geomean(values: list[float]) -> str:
+    return f"{math.exp(sum(map(math.log, values)) / len(values)):.2f}× ({min(values):.2f}–{max(values):.2f})"
+
+
+def _tuned(path: Path) -> Iterator[str]:
+    """One tuning record: what was faster than PyTorch, and by how much."""
+    found = records.load_as(path, records.TuneRecord)
+    product = found.op == "gemm"
+    header, clock = found.header, next((key.clock for key in found.keys if key.clock), "")
+    yield f"## [{found.op}](ops/{found.op}.md): `{path.parent.name}/{path.name}`"
+    yield (
+        f"**{header.device['name']}**, {header.created[:10]}, torch {header.versions.torch}, triton "
+        f"{header.versions.triton}; {clock}. Command: `{header.command}`. {found.compilation.kernels} kernels were "
+        f"compiled, {sum(len(key.candidates) for key in found.keys):,} candidates of {len(found.keys)} cases tried in "
+        f"{found.seconds:.0f} s."
+    )
+    # a weight of fewer bits is compared with the case in bfloat16, as PyTorch has no such product
+    wide = {key.case.removesuffix(" bf16"): key.native_us for key in found.keys if key.case.endswith(" bf16")}
+    rows = [
+        "| case | PyTorch, µs | runs | µs | times PyTorch | best own kernel, µs | times PyTorch |"
+        + (" b, or products |" if product else "")
+    ]
+    rows.append("|---" * (8 if product else 7) + "|")
+    ratios: dict[str, list[tuple[float, float]]] = {}
+    for key in found.keys:
+        shape, _, kind = key.case.partition(" ")
+        native = key.native_us or (wide.get(shape) if kind.startswith("weight ") else None)
+        mine = [
+            (one.ms or one.quick_ms or 0.0) * 1e3
+            for one in key.candidates
+            if one.backend.startswith("triton") and one.status in ("timed", "won", "dropped") and one.quick_ms
+        ]
+        if key.us is None:
+            continue
+        own = min(mine, default=None)
+        cells = [key.case, "–" if native is None else f"{native:.1f}", f"`{key.backend}`", f"{key.us:.1f}"]
+        cells.append("–" if native is None else f"{native / key.us:.2f}×")
+        cells += ["–", "–"] if own is None else [f"{own:.1f}", "–" if native is None else f"{native / own:.2f}×"]
+        rows.append("| " + " | ".join(cells + ([_rate(key, key.us)] if product else [])) + " |")
+        if product and native is not None and own is not None:
+            few = int(shape.partition("x")[0]) <= 64
+            group = f"{kind}, {'up to 64 rows' if few else '256 rows and more'}"
+            ratios.setdefault(group, []).append((native / key.us, native / own))
+    if ratios:
+        lines = ["| times PyTorch, geometric mean (least–most) | what runs | best own kernel |", "|---|---|---|"]
+        for group, pairs in ratios.items():
+            runs, own_ratios = ([pair[place] for pair in pairs] for place in (0, 1))
+            lines.append(f"| {group} ({len(pairs)}) | {_geomean(runs)} | {_geomean(own_ratios)} |")
+        yield "\n".join(lines)
+    yield "\n".join(rows)
+
+
+def tuned_page() -> str:
+    """docs/tuned.md: the tuning records under benchmarks/results."""
+    parts = [
+        "# Measured rows",
+        NOTE,
+        "What [`wavecrest tune`](tuning.md) found: PyTorch and every configuration in turn, behind caches that are "
+        "cold and clean. *Runs* is what the table of measured rows has dispatch run: PyTorch, unless the lead of "
+        "another is proven. The best own kernel is the fastest that was found right, also where it was dropped early "
+        "(its time is then that of the quick round). Weights in fewer bits are compared with PyTorch's bfloat16 "
+        "product of the same sizes in the same run; where that was not part of the run there is no ratio. Where two "
+        "records have a case, the later one is in the table. No AMD timing is claimed.",
+    ]
+    for path in sorted(RESULTS.glob("*/tune_*.json")):
+        parts += _tuned(path)
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES = {
+    "env.md": env_page,
+    "cli.md": cli_page,
+    "emulation.md": emulation_page,
+    "speed.md": speed_page,
+    "tuned.md": tuned_page,
+}
 
 
 def main() -> int:
