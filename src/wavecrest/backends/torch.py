@@ -144,6 +144,8 @@ def _gemm_supports(*args: Any) -> str | None:
         return _int8_supports(given)
     if given.a.dtype.itemsize == 1:
         return _float8_supports(given)
+    if given.a.dtype.itemsize == 2 and given.dtype in (torch.float32, torch.float64):
+        return f"rounds a product of {registry.dtype_name(given.a)} to that before it is made {given.dtype}"
     if given.a.dtype == torch.float32 and given.precision == "ieee" and given.a.is_cuda and _tf32_allowed():
         return "is set to multiply float32 as tf32, and ieee is asked for"
     return None
