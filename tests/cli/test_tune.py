@@ -183,10 +183,10 @@ def liar(x: Tensor, *, config: Config) -> Tensor:
          ["the default kernel BLOCK=1 is wrong", "wrong: shared 4, kernel BLOCK=1: result 0 has error"]),
         (lambda op: (_attach(op, liar), op.attach("torch", lambda x: 3 * x, supports=_takes, priority=10)), 2,
          ["no winner: shared 4: no candidate was found right", "won by none"]),
-        (lambda op: [op.attach(name, liar, supports=lambda x: "no", priority=5) for name in ("torch", "kernel")], 2,
-         ["no winner: shared 4: no candidate was found right", "2 not as they must be: shared 4: no candidate"]),
+        (lambda op: [op.attach(name, liar, supports=lambda x: "no", priority=5) for name in ("torch", "kernel")], 0,
+         ["not tuned: shared 4", "no backend takes it: torch no; kernel no"]),
     ],
-    ids=["tried", "default", "all", "nobody"],
+    ids=["tried", "default", "all", "declined"],
 )  # fmt: skip
 def test_what_is_wrong_is_said(
     op: Op, plant: Callable[[Op], Any], code: int, parts: list[str], capsys: pytest.CaptureFixture[str]

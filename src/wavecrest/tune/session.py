@@ -248,6 +248,10 @@ def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[
                 run.record.left[case.name] = f"has the key of {seen[key]}"
                 continue
             one = _Planned(case, key, candidates.field(op, args, key, arch, names))
+            if not one.field.candidates:
+                reasons = "; ".join(f"{name} {reason}" for name, reason in one.field.refused)
+                run.record.left[case.name] = f"no backend takes it: {reasons}"
+                continue
             if not kernels.note and arch is not None:
                 kernels.add(op, case.name, args, one.field.candidates, arch)
         except torch.OutOfMemoryError as error:
