@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ from tests.ops.gemm_harness import (
     scales,
     stream,
     tile,
+    whole,
 )
 from tests.ops.op_harness import assert_never_copies, name, same_bits, shape_id
 from wavecrest import ops, registry
@@ -125,6 +127,12 @@ FORMATS: dict[str, Callable[[int, int, torch.dtype, str], PackedWeight]] = {
 }
 
 
+def stored_codes(codes: Tensor) -> Tensor:
+    """Codes [N, K] two a byte: units of 64 columns in 32 bytes, the first 32 of them in the low halves."""
+    units = codes.reshape(codes.shape[0], codes.shape[1] // 64, 2, 32).to(torch.uint8)
+    return (units[:, :, 0] | (units[:, :, 1] << 4)).reshape(codes.shape[0], codes.shape[1] // 2)
+
+
 def made(format: str, n: int, k: int, dtype: torch.dtype = BF16, device: str = "cpu") -> PackedWeight:
     """A weight of nearly that size, where the format has whole tiles only."""
     if format.startswith("shuffled"):
@@ -210,8 +218,7 @@ def test_each_4_bit_code_with_each_zero_point(group: int, device: str) -> None:
     # each code in each place, around each zero point
     codes = (codes + torch.arange(k)) % 16
     zero = torch.arange(16, dtype=torch.uint8)[None, :, None].expand(16, 16, k // group)
-    units = codes.reshape(256, k // 64, 2, 32).to(torch.uint8)
-    stored = (units[:, :, 0] | (units[:, :, 1] << 4)).reshape(256, k // 2)
+    stored = stored_codes(codes.reshape(256, k))
     scale = torch.exp2(torch.arange(256 * (k // group)).reshape(256, k // group) % 7 - 3.0)
     parts = {"scale": scale.to(device), "zero": zero.reshape(256, k // group).to(device)}
     weight = PackedWeight.from_parts("int4", stored.to(device), group=group, dtype=BF16, **parts)
@@ -322,6 +329,319 @@ def test_gemm_takes_no_packed_weight(format: str, device: str) -> None:
         registry.get(OP).force(backend)
         with pytest.raises(Unsupported, match=r"packed weight|shuffled does not store"):
             ops.gemm(random(3, 64, device=device), weight)
+
+
+# --- 4-bit codes as words
+
+
+def few(
+    group: int, rows: int, n: int, k: int, dtype: torch.dtype = BF16, device: str = "cpu", **options: Any
+) -> tuple[Operands, Tensor]:
+    """A call of so many rows with 4-bit codes without zero points, and the weight's values [K, N]."""
+    weight = made(f"int4-{group}", n, k, dtype, device)
+    call = operands(random(rows, k, dtype=dtype, device=device, seed=8), weight, **({"out_dtype": F32} | options))
+    return call, values_of(weight).mT
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=name)
+@pytest.mark.parametrize("group", [64, 128])
+def test_each_4_bit_code_in_words(group: int, dtype: torch.dtype, watch: Watch, device: str) -> None:
+    """Exact: whole numbers, each code in each place."""
+    k = 256
+    codes = (torch.arange(16)[:, None] + torch.arange(k)) % 16
+    scale = torch.exp2(torch.arange(16 * (k // group)).reshape(16, k // group) % 7 - 3.0)
+    weight = PackedWeight.from_parts(
+        "int4", stored_codes(codes).to(device), group=group, dtype=BF16, scale=scale.to(device)
+    )
+    # odd, so that no code counts for nothing, and eight of them tell places apart
+    x = whole(8, k, dtype=dtype, device=device) * 2 + 1
+    call = operands(x, weight, out_dtype=F32)
+    want = x.cpu().double() @ ((codes - 8) * scale.repeat_interleave(group, 1)).double().mT
+    for config in (multiply(16, 256), multiply(4, 128), multiply(2, group)):
+        got = assert_right("triton_multiply", call, config, watch, values_of(weight).mT)
+        assert torch.equal(got.cpu().double(), want)
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_words_of_each_number_of_rows(rows: int, watch: Watch, device: str) -> None:
+    dtype = (BF16, F16, F32)[rows % 3]
+    for (group, n, k), config in (
+        # columns that are not full, three steps with a ragged last one; the same in one step that is wider than K
+        ((64, 37, 150), multiply(16, 64)),
+        ((64, 37, 150), multiply(16, 256)),
+        # steps of two groups, the last of one; of one group whose second unit is not there
+        ((64, 5, 320), multiply(2, 128)),
+        ((128, 5, 320), multiply(2, 128)),
+        # less than one word, and a last word of one code
+        ((64, 3, 5), multiply(4, 64)),
+        ((128, 1, 129), multiply(1, 256)),
+    ):
+        call, values = few(group, rows, n, k, dtype, device)
+        assert_right("triton_multiply", call, config, watch, values)
+
+
+def test_steps_of_words_are_whole_groups(device: str) -> None:
+    for group, k in ((128, 64), (64, 32)):
+        call, _ = few(group, 3, 16, 256, device=device)
+        with pytest.raises(InvalidArgument, match=f"a BLOCK_K of {k} is no multiple of a group of {group}"):
+            registry.get(OP).run("triton_multiply", *call, config=multiply(16, k))
+
+
+@pytest.mark.parametrize("k", [1, 63, 65, 130, 1000, 4096])
+@pytest.mark.parametrize("group", [64, 128])
+def test_own_configurations_of_words(k: int, group: int, watch: Watch, device: str) -> None:
+    for rows in (1, 2, 8):
+        call, values = few(group, rows, 3, k, device=device)
+        assert_right("triton_multiply", call, None, watch, values)
+
+
+def test_words_with_all_around(watch: Watch, device: str) -> None:
+    n, k = 19, 150
+    # scales of one column, which are not next to each other
+    bias = random(2 * n, dtype=F16, device=device, seed=2)[::2]
+    residual = random(7, n, dtype=BF16, device=device, seed=4)
+    for options in (
+        {"bias": bias},
+        {"bias": bias, "activation": "gelu", "residual": residual},
+        {"residual": random(n, 7, dtype=F32, device=device, seed=4).t(), "out_dtype": F16},
+        {"activation": "relu", "out_dtype": I8, "out_scale": torch.tensor([4.0], device=device)},
+        {"bias": bias, "out_dtype": E4M3, "out_scale": torch.tensor(0.5, device=device)},
+        {"activation": "silu", "out_dtype": None},
+    ):
+        call, values = few(64, 7, n, k, F16, device, **options)
+        assert_right("triton_multiply", call, multiply(4, 128), watch, values)
+    call, values = few(64, 7, n, k, F16, device)
+    more = call._replace(bias=random(7, dtype=F32, device=device), bias_along="m", alpha=-0.5)
+    assert_right("triton_multiply", more, multiply(8, 64), watch, values)
+    more = more._replace(activation="leaky_relu", slope=0.25)
+    assert_right("triton_multiply", more, multiply(8, 64), watch, values)
+    # scales of groups side by side, as a weight in a batch of others has them
+    assert call.scale_b is not None
+    for scale in (call.scale_b.contiguous(), torch.stack([call.scale_b, call.scale_b + 9], -1)[..., 0]):
+        assert scale.stride() != call.scale_b.stride()
+        assert_right("triton_multiply", call._replace(scale_b=scale), multiply(8, 128), watch, values)
+
+
+# x of up to 8 rows without a copy, K: 80
+X_OF_WORDS: dict[str, Callable[[torch.dtype, str], Tensor]] = {
+    "vector": lambda t, d: random(80, dtype=t, device=d),
+    "three-dimensions": lambda t, d: random(2, 3, 80, dtype=t, device=d),
+    "of-one-row": lambda t, d: random(1, 1, 1, 80, dtype=t, device=d),
+    "sliced": lambda t, d: random(7, 96, dtype=t, device=d)[1:6, :80],
+    # no unit but 1 divides where they begin, and the way from row to row
+    "odd-slice": lambda t, d: random(7, 91, dtype=t, device=d)[1:6, 3:83],
+    "row-step": lambda t, d: random(10, 80, dtype=t, device=d)[::2],
+    "half-of-each": lambda t, d: random(2, 3, 160, dtype=t, device=d)[..., 80:],
+    "expanded": lambda t, d: random(1, 80, dtype=t, device=d).expand(4, 80),
+    "one-row-of-several-strides": lambda t, d: random(1, 3, 1, 80, dtype=t, device=d).transpose(0, 1)[1:2],
+}
+
+
+@pytest.mark.parametrize("layout", X_OF_WORDS)
+def test_words_and_layouts_of_x(layout: str, watch: Watch, device: str) -> None:
+    weight = made("int4-64", 18, 80, device=device)
+    for dtype in (F32, F16):
+        x = X_OF_WORDS[layout](dtype, device)
+        residual = random(*x.shape[:-1], 18, dtype=F32, device=device, seed=6)
+        call = operands(x, weight, residual=residual, out_dtype=F32)
+        assert call.a.data_ptr() == x.data_ptr()
+        got = assert_right("triton_multiply", call, multiply(16, 128), watch, values_of(weight).mT)
+        assert tuple(got.shape) == (*x.shape[:-1], 18)
+
+
+def test_nothing_is_read_beyond_k(watch: Watch, device: str) -> None:
+    """Columns of x beyond K, and codes of a unit that are not there, are no part of a product."""
+    weight = made("int4-64", 6, 70, device=device)
+    around = torch.full((5, 256), float("nan"), dtype=BF16, device=device)
+    around[:, :70] = random(5, 70, device=device)
+    call = operands(around[:, :70], weight, out_dtype=F32)
+    want = assert_right("triton_multiply", call, multiply(4, 256), watch, values_of(weight).mT)
+    # `pack` leaves codes there that are 0
+    codes = weight.stored.clone()
+    codes[:, 38:] ^= 0x5F
+    codes[:, 32:38] ^= 0xF0
+    same = call._replace(b=codes.mT)
+    assert same_bits(registry.get(OP).run("triton_multiply", *same, config=multiply(4, 256)), want)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_words_and_values_that_are_not_finite(value: float, watch: Watch, device: str) -> None:
+    call, values = few(64, 5, 9, 150, F16, device)
+    usual = registry.get(OP).run("triton_multiply", *call, config=multiply(4, 128))
+    # of x: its row alone; the last column is the only one of its step's last word
+    for column in (0, 37, 149):
+        x = call.a.clone()
+        x[3, column] = value
+        got = assert_right("triton_multiply", call._replace(a=x), multiply(4, 128), watch, values)
+        assert not bool(got[3].isfinite().any())
+        assert same_bits(got[[0, 1, 2, 4]], usual[[0, 1, 2, 4]])
+    # of a group: its column alone
+    assert call.scale_b is not None
+    for group in range(3):
+        scale = call.scale_b.clone()
+        scale[group, 6] = value
+        column = torch.arange(150) // 64 == group
+        poisoned = values.clone()
+        # what the codes stand for, times the scale
+        codes = values[column, 6] / call.scale_b.cpu().double()[group, 6]
+        poisoned[column, 6] = codes.round() * value
+        one = call._replace(scale_b=scale)
+        got = registry.get(OP).run("triton_multiply", *one, config=multiply(4, 128))
+        # a sum of codes is scaled: where single codes are 0, no NaN comes of infinity
+        assert not bool(got[:, 6].isfinite().any())
+        others = [0, 1, 2, 3, 4, 5, 7, 8]
+        assert same_bits(got[:, others], usual[:, others])
+
+
+def test_words_of_one_row_are_those_of_many_bit_for_bit(watch: Watch, device: str) -> None:
+    call, values = few(128, 8, 21, 300, BF16, device, bias=random(21, device=device))
+    together = assert_right("triton_multiply", call, multiply(4, 256), watch, values)
+    for row in range(8):
+        alone = call._replace(a=call.a[row : row + 1])
+        assert same_bits(registry.get(OP).run("triton_multiply", *alone, config=multiply(4, 256))[0], together[row])
+    other = call._replace(a=torch.cat([random(4, 300, device=device, seed=9), call.a[4:]]))
+    assert same_bits(registry.get(OP).run("triton_multiply", *other, config=multiply(4, 256))[4:], together[4:])
+
+
+# id -> the bytes of a weight's codes [N, 64] elsewhere: of a wider tensor, or one that starts inside a word
+CODES: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns-of-a-wider-one": lambda codes: _placed(codes, 112, 0),
+    "in-the-middle-of-a-wider-one": lambda codes: _placed(codes, 128, 48),
+    "4-bytes-on": lambda codes: _placed(codes, 64, 4),
+    "1-byte-on": lambda codes: _placed(codes, 64, 1),
+    "2-bytes-on": lambda codes: _placed(codes, 64, 2),
+    "3-bytes-on": lambda codes: _placed(codes, 64, 3),
+}
+
+
+def _placed(codes: Tensor, stride: int, offset: int) -> Tensor:
+    """Codes among other bytes."""
+    storage = torch.full((codes.shape[0] * stride + offset,), 0xA5, dtype=torch.uint8, device=codes.device)
+    return storage.as_strided(codes.shape, (stride, 1), offset).copy_(codes)
+
+
+@pytest.mark.parametrize("placed", CODES)
+def test_words_of_slices(placed: str, watch: Watch, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, values = few(64, 3, 7, 128, BF16, device)
+    codes = CODES[placed](call.b.mT)
+    starter, addresses = sys.modules["wavecrest.ops._rows"].starter, []  # type: ignore[var-annotated]
+
+    def noted(*args: Any, **options: Any) -> Any:
+        start = starter(*args, **options)
+
+        def started(*given: Any) -> None:
+            addresses.append(given[1].data_ptr())
+            start(*given)
+
+        return started
+
+    monkeypatch.setattr("wavecrest.ops._rows.starter", noted)
+    storage = torch.empty(0, dtype=torch.uint8, device=device).set_(codes.untyped_storage())
+    before = storage.clone()
+    for config in (multiply(4, 128), multiply(16, 64)):
+        assert_right("triton_multiply", call._replace(b=codes.mT), config, watch, values)
+    assert torch.equal(storage, before)
+    # a copy where words cannot be read in place, and nowhere else
+    assert len(addresses) == 2 and all(address % 4 == 0 for address in addresses)
+    assert all((address == codes.data_ptr()) == (codes.data_ptr() % 4 == 0) for address in addresses)
+
+
+def test_a_bound_call_looks_where_its_words_start(watch: Watch, device: str) -> None:
+    found = registry.get(OP)
+    found.force("triton_multiply")
+    for turn, offset in enumerate((0, 1, 0, 3, 4, 2)):
+        call, _ = few(64, 3, 7, 128, BF16, device)
+        weight = pack(weights(7, 128, device=device) * (turn - 2.5), "int4", group=64)
+        call = operands(call.a, weight, random(7, device=device, seed=turn), out_dtype=F32)
+        call = call._replace(b=_placed(weight.stored, 64, offset).mT)
+        assert_result("triton_multiply", found(*call), call, values_of(weight).mT)
+    assert len(found._bound) == 1 and found.decide(*call).backend == "triton_multiply"
+
+
+def _words_of(weight: PackedWeight, rows: int = 4, **options: Any) -> Operands:
+    return operands(random(rows, weight.shape[1], device=weight.device.type), weight, **options)
+
+
+# why a call is not read as words, and such a call, which but for that would be
+NOT_WORDS: dict[str, tuple[str, Callable[[str], Operands]]] = {
+    "9-rows": ("is for up to 8 rows", lambda d: few(64, 9, 16, 128, device=d)[0]),
+    "9-rows-of-three-dimensions": (
+        "is for up to 8 rows",
+        lambda d: operands(random(3, 3, 128, device=d), made("int4-64", 16, 128, device=d)),
+    ),
+    "zero-points": ("without .* zero points", lambda d: _words_of(made("int4-64-zeros", 16, 128, device=d))),
+    "gated": ("without .* gated", lambda d: _words_of(made("int4-64", 16, 128, device=d), activation="silu_and_mul")),
+    "batch": ("without batches", lambda d: _batched(few(64, 3, 16, 128, device=d)[0])),
+    "no-k": ("without batches", lambda d: _words_of(made("int4-64", 16, 0, device=d))),
+    "groups-of-32": ("groups of 64 or 128", lambda d: _words_of(made("int4-32", 16, 128, device=d))),
+    "columns-at-24-bytes": ("multiples of 16 bytes", lambda d: _strided(few(64, 3, 16, 32, device=d)[0], 40)),
+    "columns-at-8-bytes": ("multiples of 16 bytes", lambda d: _strided(few(64, 3, 16, 32, device=d)[0], 72)),
+    "shuffled": ("no shuffled weights", lambda d: _words_of(made("shuffled-int8", 16, 128, device=d))),
+    "x-across": (
+        "along K, which must be contiguous",
+        lambda d: operands(random(128, 4, device=d).t(), made("int4-64", 16, 128, device=d)),
+    ),
+    "x-steps": (
+        "along K, which must be contiguous",
+        lambda d: operands(random(4, 256, device=d)[:, ::2], made("int4-64", 16, 128, device=d)),
+    ),
+    "rows-without-a-stride": (
+        "along K, which must be contiguous",
+        lambda d: operands(random(2, 3, 128, device=d).transpose(0, 1), made("int4-64", 16, 128, device=d)),
+    ),
+}
+
+
+def _batched(call: Operands) -> Operands:
+    return call._replace(a=torch.stack([call.a, call.a]), b=torch.stack([call.b.mT, call.b.mT]).mT)
+
+
+def _strided(call: Operands, stride: int) -> Operands:
+    return call._replace(b=_placed(call.b.mT, stride, 0).mT)
+
+
+@pytest.mark.parametrize("case", NOT_WORDS)
+def test_what_is_not_read_as_words_says_why(case: str, device: str) -> None:
+    reason, call = NOT_WORDS[case][0], NOT_WORDS[case][1](device)
+    assert re.search(reason, str(declines("triton_multiply", call)))
+    if case != "batch":
+        # a batch with 4-bit codes is no product at all
+        with pytest.raises(Unsupported, match=f"triton_multiply declines: .*{reason}"):
+            registry.get(OP).run("triton_multiply", *call)
+        for backend in (None, "triton_multiply"):
+            registry.get(OP).force(backend)
+            assert registry.get(OP).decide(*call).backend != "triton_multiply"
+
+
+def test_what_is_read_as_words(device: str) -> None:
+    found = registry.get(OP)
+    found.force("triton_multiply")
+    for group, rows, (n, k) in itertools.product((64, 128), (1, 8), ((16, 128), (1, 1), (3, 129))):
+        call, _ = few(group, rows, n, k, device=device)
+        assert declines("triton_multiply", call) is None
+        assert found.decide(*call).backend == "triton_multiply"
+
+
+def test_a_decision_knows_of_zero_points(device: str) -> None:
+    """Weights that differ in nothing but zero points, one after the other."""
+    found = registry.get(OP)
+    for order in (("int4-64", "int4-64-zeros"), ("int4-64-zeros", "int4-64")):
+        found.force("triton_multiply")
+        for format in order:
+            weight = made(format, 40, 128, BF16, device)
+            call = operands(random(4, 128, device=device), weight, out_dtype=F32)
+            assert found.decide(*call).backend == ("triton_multiply" if format == "int4-64" else "reference"), order
+            assert_result("reference", found(*call), call, values_of(weight).mT)
+
+
+def test_a_decision_knows_how_far_columns_are_apart(device: str) -> None:
+    found = registry.get(OP)
+    found.force("triton_multiply")
+    call, values = few(64, 3, 6, 31, device=device)
+    for stride in (32, 40, 48):
+        one = call._replace(b=_placed(call.b.mT, stride, 0).mT)
+        assert found.decide(*one).backend == ("reference" if stride == 40 else "triton_multiply")
+        assert_result("reference", found(*one), one, values)
 
 
 # --- plain weights

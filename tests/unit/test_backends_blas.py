@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,77 @@ def test_what_is_declined(rocm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one library" in str(declined("torch_blaslt", product(torch.float64)))
     # and what PyTorch declines itself
     assert "fewer bits" in str(declined("torch_blaslt", product()._replace(b=weight)))
+
+
+class _Tunable:
+    """torch.cuda.tunable, which a CPU build refuses to switch."""
+
+    def __init__(self, enabled: bool = False, tuning: bool = True) -> None:
+        self.state = [enabled, tuning]
+        self.file: tuple[str, bool] | None = None
+
+    def is_enabled(self) -> bool:
+        return self.state[0]
+
+    def tuning_is_enabled(self) -> bool:
+        return self.state[1]
+
+    def enable(self, value: bool) -> None:
+        self.state[0] = value
+
+    def tuning_enable(self, value: bool) -> None:
+        self.state[1] = value
+
+    def set_filename(self, name: str, insert_device_ordinal: bool) -> None:
+        self.file = name, insert_device_ordinal
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("tuning", [False, True])
+def test_tunable_op_lasts_for_the_call(
+    tuning: bool, capturing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in, during = _Tunable(tuning=tuning), []
+    monkeypatch.setattr(blas, "tunable", stand_in)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.delenv("PYTORCH_TUNABLEOP_FILENAME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    blas._keep_solutions.cache_clear()
+    product_of_torch = torch.matmul
+
+    def matmul(a: Tensor, b: Tensor) -> Tensor:
+        during.append(list(stand_in.state))
+        if len(during) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return product_of_torch(a, b)
+
+    monkeypatch.setattr(torch, "matmul", matmul)
+    call = product(activation="relu")
+    assert torch.equal(blas._tuned_gemm(*call), torch.relu(product_of_torch(call.a, call.b)))
+    with pytest.raises(torch.OutOfMemoryError):
+        blas._tuned_gemm(*call)
+    assert during == [[True, not capturing]] * 2 and stand_in.state == [False, tuning]
+    # not in the working directory, and one for each GPU
+    assert stand_in.file == (str(tmp_path / "wavecrest" / "tunableop.csv"), True)
+    monkeypatch.setenv("PYTORCH_TUNABLEOP_FILENAME", "mine.csv")
+    blas._keep_solutions.cache_clear()
+    stand_in.file = None
+    blas._keep_solutions()
+    assert stand_in.file is None
+    blas._keep_solutions.cache_clear()
+
+
+@pytest.mark.parametrize("rocm", [False, True])
+def test_what_tunable_op_declines(rocm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = registry.get("gemm").backends["torch_tunable"]
+    monkeypatch.setattr(blas, "tunable", _Tunable())
+    assert "on a GPU" in str(backend.supports(*product()))
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True), raising=False)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
+    assert ("on ROCm" in str(backend.supports(*product()))) != rocm
+    monkeypatch.setattr(blas, "tunable", _Tunable(enabled=True))
+    assert ("enabled for all" in str(backend.supports(*product()))) == rocm
+    assert "measured row" in str(backend.reserved(*product()))
 
 
 def test_it_runs_only_where_a_row_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

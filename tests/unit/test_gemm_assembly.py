@@ -1,69 +1,204 @@
-"""The assembly that makes 16-bit floats of 4-bit codes and of bytes, instruction by instruction, for every byte."""
+"""The assembly that makes floats of 4-bit codes and of bytes, instruction by instruction: alone, and in the kernels."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from wavecrest.ops.gemm import kernel
+from wavecrest import ops, registry
+from wavecrest.hardware import ARCHS
+from wavecrest.ops import _triton
+from wavecrest.ops.gemm import kernel, launch
+from wavecrest.ops.packed import pack
+from wavecrest.tuned import Config
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# 32-bit registers of many lanes
+Words = Any
 
 
-def _prmt(a: int, b: int, selector: int) -> int:
+def _prmt(a: Words, b: Words, selector: Words) -> Words:
     pool = [a >> 8 * place & 255 for place in range(4)] + [b >> 8 * place & 255 for place in range(4)]
-    return sum(pool[selector >> 4 * place & 7] << 8 * place for place in range(4))
+    chosen = [int(selector) >> 4 * place & 15 for place in range(4)]
+    # above 7 it is the sign of a byte
+    assert max(chosen) < 8
+    return sum((pool[byte] << 8 * place for place, byte in enumerate(chosen)), start=np.uint32(0))
 
 
-def _lop3(a: int, b: int, c: int, table: int) -> int:
-    return sum((table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i for i in range(32))
+def _lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
+    found = np.uint32(0)
+    for row in range(8):
+        if int(table) >> row & 1:
+            found = found | ((a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c))
+    return found
 
 
-def _float(bits: int, dtype: torch.dtype) -> float:
-    signed = bits - (1 << 16 if bits >= 1 << 15 else 0)
-    return float(torch.tensor([signed], dtype=torch.int16).view(dtype))
+def _fma(dtype: torch.dtype) -> Callable[[Words, Words, Words], Words]:
+    """Two at a time; the sums must be exact, so that rounding changes nothing."""
+
+    def half(word: Words, shift: int) -> torch.Tensor:
+        bits = np.asarray(word >> shift & 0xFFFF, dtype=np.uint16)
+        return torch.from_numpy(bits.view(np.int16)).view(dtype).double()
+
+    def made(x: Words, y: Words, z: Words) -> Words:
+        both = np.uint32(0)
+        for shift in (0, 16):
+            exact = half(x, shift) * half(y, shift) + half(z, shift)
+            assert torch.equal(exact.to(dtype).double(), exact)
+            both = both | exact.to(dtype).view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << shift
+        return both
+
+    return made
 
 
-def execute(text: str, word: int, dtype: torch.dtype) -> list[float]:
-    """The values of $0, $1, … for a word in the last operand."""
-    outputs = sum(f"x2 ${place}," in text for place in range(4))
-    registers = {f"${outputs}": word}
-    results: dict[str, list[float]] = {}
-    integers: dict[str, Callable[..., int]] = {
-        "mov.b32": lambda value: value,
-        "prmt.b32": _prmt,
-        "shr.b32": lambda value, by: value >> by,
-        "lop3.b32": _lop3,
-    }
+INSTRUCTIONS: dict[str, Callable[..., Words]] = {
+    "mov.b32": lambda value: value,
+    "prmt.b32": _prmt,
+    "shr.b32": lambda value, by: value >> by,
+    "lop3.b32": _lop3,
+    "fma.rn.bf16x2": _fma(BF16),
+    "fma.rn.f16x2": _fma(F16),
+}
+
+
+def execute(text: str, outputs: int, inputs: list[Words]) -> list[Words]:
+    """The registers $0, $1, … for those in the operands after them."""
+    registers = {f"${outputs + place}": value for place, value in enumerate(inputs)}
     for line in text.strip("{}").split(";"):
         name, _, rest = line.strip().partition(" ")
         if not name or name == ".reg":
             continue
         target, *sources = (part.strip() for part in rest.split(","))
-        values = [registers[source] if source in registers else int(source, 0) for source in sources]
-        if name in integers:
-            registers[target] = integers[name](*values)
-            continue
-        assert name == f"fma.rn.{'bf16' if dtype == torch.bfloat16 else 'f16'}x2"
-        halves = [[_float(value >> shift & 0xFFFF, dtype) for value in values] for shift in (0, 16)]
-        results[target] = [x * y + z for x, y, z in halves]
-        # exact, so that fma's rounding changes nothing
-        assert torch.tensor(results[target]).to(dtype).double().tolist() == results[target]
-    return [value for place in range(outputs) for value in results[f"${place}"]]
+        values = [registers[source] if source in registers else np.uint32(int(source, 0)) for source in sources]
+        registers[target] = INSTRUCTIONS[name](*values)
+    return [registers[f"${place}"] for place in range(outputs)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("what", ["CODES", "BYTES"])
 def test_every_byte_in_every_place(what: str, dtype: torch.dtype) -> None:
-    name = f"{what}_{'BF16' if dtype == torch.bfloat16 else 'FP16'}"
+    name = f"{what}_{'BF16' if dtype == BF16 else 'FP16'}"
     text: Any = getattr(kernel, name).value
     # Inductor writes it into a file as one line
     assert "\n" not in text and "'" not in text and "\\" not in text
-    for byte in range(256):
-        four = [byte, (7 * byte + 3) % 256, (13 * byte + 5) % 256, 255 - byte]
-        got = execute(text, sum(value << 8 * place for place, value in enumerate(four)), dtype)
-        if what == "BYTES":
-            assert got == [value - 256 * (value > 127) for value in four]
-        else:
-            assert got == [(value & 15) - 8 for value in four] + [(value >> 4) - 8 for value in four]
+    byte = np.arange(256)
+    four = np.stack([byte, (7 * byte + 3) % 256, (13 * byte + 5) % 256, 255 - byte], 1)
+    outputs = 4 if what == "CODES" else 2
+    registers = execute(text, outputs, [four.astype(np.uint8).view(np.uint32)[:, 0]])
+    halves = np.stack(registers, 1).astype(np.uint32).view(np.int16)
+    got = torch.from_numpy(halves.copy()).view(dtype).double().numpy()
+    want = four - 256 * (four > 127) if what == "BYTES" else np.concatenate([four & 15, four >> 4], 1) - 8
+    assert np.array_equal(got, want)
+
+
+# --- in the kernels
+
+
+class _Results:
+    """What the interpreter's builder gives for a call with several results."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self.handles = handles
+
+    def get_result(self, place: int) -> Any:
+        return self.handles[place]
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let Triton's interpreter execute assembly, and kernels have it; the texts that were executed."""
+    if not _triton.interpreted:
+        pytest.skip("needs Triton's interpreter")
+    interpreter: Any = sys.modules["triton.runtime.interpreter"]
+    texts: list[str] = []
+    types = {"bf16": np.uint16, "fp16": np.float16, "int32": np.int32}
+
+    def create(
+        _self: Any, text: str, constraints: str, values: list[Any], made: list[Any], pure: bool, pack: int
+    ) -> Any:
+        outputs = [part for part in constraints.split(",") if part.startswith("=")]
+        sources = constraints.split(",")[len(outputs) :]
+        assert pure and set(outputs) == {"=r"}
+        inputs: list[Words] = []
+        for value in values:
+            lanes = np.ascontiguousarray(value.data).reshape(-1, pack).view(np.uint32)
+            inputs += list(lanes.T)
+        assert len(inputs) == len(sources)
+        # numbers in the text, not registers
+        constant = {f"${len(outputs) + place}": inputs[place] for place, part in enumerate(sources) if part == "n"}
+        for name, value in constant.items():
+            assert len(set(value.tolist())) == 1
+            text = text.replace(name, str(value[0]))
+        texts.append(text)
+        registers = execute(text, len(outputs), inputs)
+        each = len(outputs) // len(made)
+        handles = []
+        for place, kind in enumerate(made):
+            lanes = np.stack(registers[each * place : each * (place + 1)], 1)
+            data = np.ascontiguousarray(lanes).astype(np.uint32).view(types[str(kind.scalar)])
+            handles.append(interpreter.TensorHandle(data.reshape(kind.shape), kind.scalar))
+        return _Results(handles)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", create)
+    monkeypatch.setattr(launch, "_assembles", lambda _arch: True)
+    return texts
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "int4-32": {"format": "int4", "group": 32},
+    "int4-64": {"format": "int4", "group": 64},
+    "int4-128": {"format": "int4", "group": 128},
+    "int4-64-zeros": {"format": "int4", "group": 64, "symmetric": False},
+    "int8": {"format": "int8"},
+    "int8-64": {"format": "int8", "group": 64},
+    "e4m3": {"format": "fp8"},
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("format", FORMATS)
+def test_kernels_with_assembly_are_those_without_bit_for_bit(
+    format: str, dtype: torch.dtype, executed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = pack(torch.randn(24, 150, generator=generator).to(dtype), **FORMATS[format])
+    x = torch.randn(3, 150, generator=generator).to(dtype)
+    args: Any = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["wavecrest.ops.gemm.op"], "_op", lambda *given: given)
+        args = ops.linear(x, weight, out_dtype=F32)
+    tile = Config(
+        BLOCK_M=16, BLOCK_N=16, BLOCK_K=64, GROUP_M=2, SPLIT_K=1, PERSISTENT=0, TMA=0, num_warps=4, num_stages=2
+    )
+    # codes without zero points, and bytes that are whole numbers, in floats of 16 bits; words for each x
+    tiles = dtype != F32 and format != "int4-64-zeros" and format != "e4m3"
+    for backend, config, has in (
+        ("triton", tile, tiles),
+        ("triton_multiply", Config(BLOCK_N=4, BLOCK_K=128, SPLIT_K=1, num_warps=1, num_stages=2), True),
+    ):
+        if backend == "triton_multiply" and format not in ("int4-64", "int4-128"):
+            continue
+        executed.clear()
+        got = registry.get("gemm").run(backend, *args, config=config)
+        assert bool(executed) == has
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "_assembles", lambda _arch: False)
+            executed.clear()
+            want = registry.get("gemm").run(backend, *args, config=config)
+            assert not executed
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+
+
+def test_assembly_is_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "interpreted", False)
+    assert {name for name, arch in ARCHS.items() if launch._assembles(arch)} == {
+        name for name in ARCHS if name.startswith("sm_")
+    }
+    assert not launch._assembles(None)
+    monkeypatch.setattr(_triton, "interpreted", True)
+    assert not launch._assembles(ARCHS["sm_90"])

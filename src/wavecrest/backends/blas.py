@@ -1,18 +1,21 @@
 """PyTorch's product through a library of its choosing: (hip)BLAS, (hip)BLASLt, Composable Kernel.
 
 PyTorch picks one of them for all products (`torch.backends.cuda.preferred_blas_library`); which is fastest depends on
-the shape, so each is a candidate of its own. The preference is set for the length of a call.
+the shape, so each is a candidate of its own. The preference is set for the length of a call. So is TunableOp, which on
+ROCm times every solution of both libraries when it sees a shape for the first time.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import platformdirs
 import torch
 from torch import Tensor
+from torch.cuda import tunable
 
-from wavecrest import registry
+from wavecrest import env, registry
 from wavecrest.ops.gemm.operands import Operands
 
 # below PyTorch's own choice: they run where a measured row names them
@@ -29,20 +32,26 @@ def _native() -> registry.Backend:
     return registry.get("gemm").backends["torch"]
 
 
-def _supports(name: str, *args: Any) -> str | None:
+def _declines(words: str, *args: Any) -> str | None:
+    """What keeps all of them from a call."""
     given = Operands(*args)
-    library, words = LIBRARIES[name]
     if not given.a.is_cuda:
         return f"asks for {words}, on a GPU"
     if given.a.dtype.itemsize == 1 or given.a.dtype == torch.float64:
         return f"asks for {words}, and PyTorch has one library for products of {registry.dtype_name(given.a)}"
-    if torch.version.hip is None and library == "ck":
-        return f"asks for {words}, which a ROCm build of PyTorch has"
-    if torch.version.hip is None and library == "cublas":
-        return "asks for cuBLAS, which PyTorch takes by itself"
     if torch.compiler.is_compiling():
         return "sets a preference around the call, which torch.compile does not record"
     return _native().supports(*args)
+
+
+def _supports(name: str, *args: Any) -> str | None:
+    library, words = LIBRARIES[name]
+    reason = _declines(words, *args)
+    if reason is None and torch.version.hip is None and library == "ck":
+        reason = f"asks for {words}, which a ROCm build of PyTorch has"
+    if reason is None and torch.version.hip is None and library == "cublas":
+        reason = "asks for cuBLAS, which PyTorch takes by itself"
+    return reason
 
 
 def _gemm(name: str, *args: Any) -> Tensor:
@@ -55,6 +64,37 @@ def _gemm(name: str, *args: Any) -> Tensor:
         torch.backends.cuda.preferred_blas_library(before)
 
 
+def _tunable_supports(*args: Any) -> str | None:
+    reason = _declines("TunableOp", *args)
+    if reason is None and torch.version.hip is None:
+        reason = "asks for TunableOp, which has solutions to choose from on ROCm"
+    if reason is None and tunable.is_enabled():
+        reason = "asks for TunableOp, which is enabled for all of PyTorch's products here"
+    return reason
+
+
+@cache
+def _keep_solutions() -> None:
+    """Have PyTorch keep what it finds beside other caches, not in the working directory, unless the user says where."""
+    if not env.get("PYTORCH_TUNABLEOP_FILENAME"):
+        folder = platformdirs.user_cache_path("wavecrest", ensure_exists=True)
+        tunable.set_filename(str(folder / "tunableop.csv"), insert_device_ordinal=True)
+
+
+def _tuned_gemm(*args: Any) -> Tensor:
+    _keep_solutions()
+    before = tunable.tuning_is_enabled()
+    tunable.enable(True)
+    # timing waits for the device, which a capture does not allow: what is not known by then runs untuned
+    tunable.tuning_enable(not torch.cuda.is_current_stream_capturing())
+    try:
+        result: Tensor = _native().run(*args)
+        return result
+    finally:
+        tunable.enable(False)
+        tunable.tuning_enable(before)
+
+
 def _reserved(*_args: Any) -> str:
     return "runs where a measured row names it"
 
@@ -63,3 +103,6 @@ for _name in LIBRARIES:
     registry.get("gemm").attach(
         _name, partial(_gemm, _name), supports=partial(_supports, _name), reserved=_reserved, priority=PRIORITY
     )
+registry.get("gemm").attach(
+    "torch_tunable", _tuned_gemm, supports=_tunable_supports, reserved=_reserved, priority=PRIORITY
+)
