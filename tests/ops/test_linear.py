@@ -44,6 +44,7 @@ from tests.ops.gemm_harness import (
 from tests.ops.op_harness import assert_never_copies, name, same_bits, shape_id
 from wavecrest import ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.hardware import ARCHS
 from wavecrest.ops.gemm.operands import Operands
 from wavecrest.ops.packed import PackedWeight, pack
 from wavecrest.tuned import Config
@@ -397,7 +398,7 @@ def test_own_configurations_of_words(k: int, group: int, watch: Watch, device: s
 
 def test_words_with_all_around(watch: Watch, device: str) -> None:
     n, k = 19, 150
-    # scales of one column, which are not next to each other
+    # whose values are not next to each other
     bias = random(2 * n, dtype=F16, device=device, seed=2)[::2]
     residual = random(7, n, dtype=BF16, device=device, seed=4)
     for options in (
@@ -415,7 +416,7 @@ def test_words_with_all_around(watch: Watch, device: str) -> None:
     assert_right("triton_multiply", more, multiply(8, 64), watch, values)
     more = more._replace(activation="leaky_relu", slope=0.25)
     assert_right("triton_multiply", more, multiply(8, 64), watch, values)
-    # scales of groups side by side, as a weight in a batch of others has them
+    # scales that are laid out the other way, and with gaps
     assert call.scale_b is not None
     for scale in (call.scale_b.contiguous(), torch.stack([call.scale_b, call.scale_b + 9], -1)[..., 0]):
         assert scale.stride() != call.scale_b.stride()
@@ -468,7 +469,7 @@ def test_nothing_is_read_beyond_k(watch: Watch, device: str) -> None:
 def test_words_and_values_that_are_not_finite(value: float, watch: Watch, device: str) -> None:
     call, values = few(64, 5, 9, 150, F16, device)
     usual = registry.get(OP).run("triton_multiply", *call, config=multiply(4, 128))
-    # of x: its row alone; the last column is the only one of its step's last word
+    # of x: its row alone
     for column in (0, 37, 149):
         x = call.a.clone()
         x[3, column] = value
@@ -480,14 +481,7 @@ def test_words_and_values_that_are_not_finite(value: float, watch: Watch, device
     for group in range(3):
         scale = call.scale_b.clone()
         scale[group, 6] = value
-        column = torch.arange(150) // 64 == group
-        poisoned = values.clone()
-        # what the codes stand for, times the scale
-        codes = values[column, 6] / call.scale_b.cpu().double()[group, 6]
-        poisoned[column, 6] = codes.round() * value
-        one = call._replace(scale_b=scale)
-        got = registry.get(OP).run("triton_multiply", *one, config=multiply(4, 128))
-        # a sum of codes is scaled: where single codes are 0, no NaN comes of infinity
+        got = registry.get(OP).run("triton_multiply", *call._replace(scale_b=scale), config=multiply(4, 128))
         assert not bool(got[:, 6].isfinite().any())
         others = [0, 1, 2, 3, 4, 5, 7, 8]
         assert same_bits(got[:, others], usual[:, others])
@@ -511,6 +505,7 @@ CODES: dict[str, Callable[[Tensor], Tensor]] = {
     "1-byte-on": lambda codes: _placed(codes, 64, 1),
     "2-bytes-on": lambda codes: _placed(codes, 64, 2),
     "3-bytes-on": lambda codes: _placed(codes, 64, 3),
+    "1-byte-on-in-a-wider-one": lambda codes: _placed(codes, 128, 1),
 }
 
 
@@ -558,6 +553,26 @@ def test_a_bound_call_looks_where_its_words_start(watch: Watch, device: str) -> 
     assert len(found._bound) == 1 and found.decide(*call).backend == "triton_multiply"
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_words_are_traced(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo goes through all up to the launch: one graph."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("wavecrest.ops._rows.kernel_refusal", lambda *_args: None)
+    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS["sm_90"])
+    launched: list[int] = []
+
+    def starter(_launch: Any, _device: Any, described: int = 0) -> Callable[..., None]:
+        return lambda *args: launched.append(len(args))
+
+    monkeypatch.setattr("wavecrest.ops._rows.starter", starter)
+    weight = made("int4-64", 16, 128)
+    registry.get(OP).force("triton_multiply")
+    compiled = torch.compile(lambda x: ops.linear(x, weight), fullgraph=True, dynamic=dynamic, backend="eager")
+    assert tuple(compiled(random(4, 128)).shape) == (4, 16)
+    assert [decision.backend for decision, _ in registry.get(OP).decisions()] == ["triton_multiply"]
+    assert len(launched) == 1
+
+
 def _words_of(weight: PackedWeight, rows: int = 4, **options: Any) -> Operands:
     return operands(random(rows, weight.shape[1], device=weight.device.type), weight, **options)
 
@@ -574,8 +589,8 @@ NOT_WORDS: dict[str, tuple[str, Callable[[str], Operands]]] = {
     "batch": ("without batches", lambda d: _batched(few(64, 3, 16, 128, device=d)[0])),
     "no-k": ("without batches", lambda d: _words_of(made("int4-64", 16, 0, device=d))),
     "groups-of-32": ("groups of 64 or 128", lambda d: _words_of(made("int4-32", 16, 128, device=d))),
-    "columns-at-24-bytes": ("multiples of 16 bytes", lambda d: _strided(few(64, 3, 16, 32, device=d)[0], 40)),
-    "columns-at-8-bytes": ("multiples of 16 bytes", lambda d: _strided(few(64, 3, 16, 32, device=d)[0], 72)),
+    "columns-40-bytes-apart": ("multiples of 16 bytes", lambda d: _strided(few(64, 3, 16, 32, device=d)[0], 40)),
+    "columns-72-bytes-apart": ("multiples of 16 bytes", lambda d: _strided(few(64, 3, 16, 32, device=d)[0], 72)),
     "shuffled": ("no shuffled weights", lambda d: _words_of(made("shuffled-int8", 16, 128, device=d))),
     "x-across": (
         "along K, which must be contiguous",
@@ -839,7 +854,9 @@ def test_compile_fullgraph(format: str, dynamic: bool, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shape", [(1, 4096, 4096), (16, 4096, 14336), (100, 1008, 2016)], ids=shape_id)
+@pytest.mark.parametrize(
+    "shape", [(1, 4096, 4096), (7, 1008, 2016), (16, 4096, 14336), (100, 1008, 2016)], ids=shape_id
+)
 def test_layers(shape: tuple[int, int, int], format: str) -> None:
     m, n, k = shape
     weight = made(format, n, k, BF16, "cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return seen[-1]
 
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+    # once in a process
+    blas._heard()
+    seen.clear()
+    seen.append("default")
     return seen
 
 
@@ -77,6 +82,25 @@ def test_what_is_declined(rocm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "one library" in str(declined("torch_blaslt", product(torch.float64)))
     # and what PyTorch declines itself
     assert "fewer bits" in str(declined("torch_blaslt", product()._replace(b=weight)))
+
+
+def test_the_warning_of_an_experiment_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = ["default"]
+
+    def preferred(library: Any = None) -> Any:
+        if library is not None:
+            asked.append(library)
+            if len(asked) == 2:
+                warnings.warn("preferred_blas_library is an experimental feature", stacklevel=1)
+        return asked[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+    blas._heard.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        blas._gemm("torch_blaslt", *product())
+        blas._gemm("torch_blaslt", *product())
+    assert asked == ["default", *["cublaslt", "default"] * 3]
 
 
 class _Tunable:

@@ -7,6 +7,7 @@ ROCm times every solution of both libraries when it sees a shape for the first t
 
 from __future__ import annotations
 
+import warnings
 from functools import cache, partial
 from typing import Any
 
@@ -54,7 +55,18 @@ def _supports(name: str, *args: Any) -> str | None:
     return reason
 
 
+@cache
+def _heard() -> None:
+    """Take PyTorch's one warning, that the preference is experimental: a user who never asked for it can do nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        torch.backends.cuda.preferred_blas_library(before)
+
+
 def _gemm(name: str, *args: Any) -> Tensor:
+    _heard()
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library(LIBRARIES[name][0])
     try:
