@@ -85,7 +85,8 @@ class Backend:
     reason why the backend runs a call it supports only when it is forced, pinned or named. `priority`: the highest
     that does not decline is the default choice. `bind(*args)`, where there is one, does once what is the same for all
     calls of one signature (shapes, strides, dtypes, device) and returns the function for them. `default_config`: the
-    backend's own, in place of the op's; like that, it names every parameter that the backend needs.
+    backend's own, in place of the op's; like that, it names every parameter that the backend needs. `optional`: those
+    that a configuration may have beside them, as rows measured before a parameter was there do not have it.
 
     For `wavecrest tune`: `space(key, arch)` gives the configurations worth trying for a key, the default first, without
     those that cannot work. `launches(*args, config, arch)` gives the kernel launches of a call, so that they can be
@@ -102,6 +103,7 @@ class Backend:
     default_config: Callable[[Key], Config] | None
     space: Callable[[Key, Arch], Iterable[Config]] | None
     launches: Callable[..., list[Any]] | None
+    optional: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -210,10 +212,11 @@ class Op:
         default_config: Callable[[Key], Config] | None = None,
         space: Callable[[Key, Arch], Iterable[Config]] | None = None,
         launches: Callable[..., list[Any]] | None = None,
+        optional: tuple[str, ...] = (),
     ) -> None:
         """Add a backend (see `Backend` for the arguments); decisions made before are forgotten."""
         self.backends[name] = Backend(
-            name, run, bind, supports, reserved, priority, takes_config, default_config, space, launches
+            name, run, bind, supports, reserved, priority, takes_config, default_config, space, launches, optional
         )
         self._order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))
         self.forget()
@@ -447,11 +450,11 @@ def _misfit(op: Op, key: Key, backend: str, config: Config | None) -> str:
     given = {} if config is None else config.kwargs
     if not op.backends[backend].takes_config:
         return f"which takes no configuration ({_words(given)})" if given else ""
-    known = op.config_of(backend, key).kwargs
-    unknown = {name: value for name, value in given.items() if name not in known and name not in LAUNCH_OPTIONS}
+    known, more = op.config_of(backend, key).kwargs, (*op.backends[backend].optional, *LAUNCH_OPTIONS)
+    unknown = {name: value for name, value in given.items() if name not in known and name not in more}
     if unknown:
         return f"which does not know {_words(unknown)}"
-    missing = [name for name in known if name not in given and name not in LAUNCH_OPTIONS]
+    missing = [name for name in known if name not in given and name not in more]
     return f"which needs {' '.join(missing)} too" if missing else ""
 
 

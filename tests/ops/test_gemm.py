@@ -235,6 +235,8 @@ TILED = ((32, 32, 64), (17, 33, 65), (1, 50, 31), (65, 20, 40), (50, 34, 97))
         pytest.param(tile(32, 32, 32, SPLIT_K=7), id="more parts than steps"),
         pytest.param(tile(**PERSISTENT), id="persistent"),
         pytest.param(tile(32, 16, 32, **PERSISTENT, **SPLIT), id="persistent split"),
+        pytest.param(tile(16, 32, 32, CHAINS=2), id="two sums"),
+        pytest.param(tile(16, 16, 64, CHAINS=4, **SPLIT), id="four sums, split"),
     ],
 )
 def test_tiles(
@@ -243,6 +245,20 @@ def test_tiles(
     # three programs and two dies where programs are persistent
     machine(monkeypatch, units=3, xcds=2 if config["PERSISTENT"] or config["GROUP_M"] == 3 else 1)
     assert_right("triton", product(*shape, device=device, out_dtype=F32), config, watch)
+
+
+# type of a and of b; codes, blocks and groups have scales a step, and one sum
+@pytest.mark.parametrize("kind", [(BF16, BF16), (F32, F32), (I8, I8), (BF16, I8), (E4M3, E4M3)], ids=str)
+@pytest.mark.parametrize("k", [256, 200, 31])
+def test_sums_of_their_own_are_added(kind: tuple[torch.dtype, torch.dtype], k: int, watch: Watch, device: str) -> None:
+    """The products of a step divided over two or four sums; K that ends in each of them; both halves of a gate."""
+    for chains in (2, 4):
+        call = product(5, 40, k, *kind, device=device)
+        assert_right("triton", call, tile(16, 32, 32 * chains, CHAINS=chains), watch)
+    if kind[0] == BF16:
+        gated = product(5, 40, k, *kind, device=device, activation="silu_and_mul")
+        assert_right("triton", gated, tile(16, 32, 64, CHAINS=2), watch)
+        assert_right("triton", gated, tile(16, 32, 64), watch)
 
 
 # tiles in M, tiles in N, steps a tile
@@ -1439,6 +1455,9 @@ def test_configurations_that_do_not_fit(device: str) -> None:
     groups = product(3, 20, 256, BF16, I8, device=device, scale_b=scales(4, 20, device=device), group=64)
     with pytest.raises(InvalidArgument, match="more than one group of 64"):
         run("triton", *groups, config=tile(k=128))
+    for chains, size in ((0, 64), (3, 64), (4, 32)):
+        with pytest.raises(InvalidArgument, match=f"cannot be divided into {chains} CHAINS"):
+            run("triton", *product(3, 20, 64, device=device), config=tile(k=size, CHAINS=chains))
     stored = torch.zeros(20, 128, dtype=torch.uint8, device=device).mT
     int4 = Operands(random(3, 256, device=device), stored, scale_b=scales(8, 20, device=device), form="int4", group=32)
     for k in (32, 128):

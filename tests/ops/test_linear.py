@@ -497,6 +497,21 @@ def test_words_of_one_row_are_those_of_many_bit_for_bit(watch: Watch, device: st
     assert same_bits(registry.get(OP).run("triton_multiply", *other, config=multiply(4, 256))[4:], together[4:])
 
 
+@pytest.mark.parametrize("far", ["columns", "rows"])
+def test_words_that_are_far_apart(far: str, watch: Watch, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch, overflows=True)
+    call, values = few(64, 8, 8, 80, F16, device)
+    # no stride past 2^31, but seven of them; memory that is not touched is not there
+    step = 1 << 29
+    if far == "columns":
+        storage = torch.empty(7 * step + 64, dtype=torch.uint8, device=device)
+        call = call._replace(b=storage.as_strided((8, 64), (step, 1)).copy_(call.b.mT).mT)
+    else:
+        rows = torch.empty(7 * step + 80, dtype=F16, device=device)
+        call = call._replace(a=rows.as_strided((8, 80), (step, 1)).copy_(call.a))
+    assert_right("triton_multiply", call, multiply(8, 128), watch, values)
+
+
 # id -> the bytes of a weight's codes [N, 64] elsewhere: of a wider tensor, or one that starts inside a word
 CODES: dict[str, Callable[[Tensor], Tensor]] = {
     "columns-of-a-wider-one": lambda codes: _placed(codes, 112, 0),

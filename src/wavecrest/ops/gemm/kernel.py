@@ -188,16 +188,42 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _loaded(  # type: ignore[no-untyped-def]
+    a, b, a_rows, n, offs_n, k, K, mask_m, mask_n, stride_ak, stride_bk, stride_bn,
+    FORMAT: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """WIDTH columns of a's rows and rows of b's columns, from k on."""
+    offs_k = tl.arange(0, WIDTH)
+    mask_a = mask_m
+    mask_b = mask_n
+    if not EVEN_K:
+        inside = k + offs_k < K
+        mask_a = mask_a & inside[None, :]
+        mask_b = mask_b & inside[:, None]
+    if WIDE:
+        offs_k = offs_k.to(tl.int64)
+    start = tl.cast(k, tl.int64)
+    a_tile = tl.load(a + start * stride_ak + (a_rows + (offs_k * stride_ak)[None, :]), mask=mask_a, other=0.0)
+    if FORMAT == SHUFFLED:
+        KV: tl.constexpr = 16 // (b.dtype.element_ty.primitive_bitwidth // 8)
+        where = _shuffled_offsets(n.to(tl.int64)[None, :], (start + offs_k)[:, None], K, KV)
+    else:
+        where = start * stride_bk + ((offs_k * stride_bk)[:, None] + (offs_n * stride_bn)[None, :])
+    return a_tile, tl.load(b + where, mask=mask_b, other=0.0)
+
+
+@triton.jit
 def _accumulated(  # type: ignore[no-untyped-def]
     a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, up, first, last,
     FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHAINS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sum of products [BLOCK_M, BLOCK_N] of one tile over the steps first to last of BLOCK_K each.
 
-    `up` columns are added to b's: the second half of a packed [gate | up].
+    `up` columns are added to b's: the second half of a packed [gate | up]. CHAINS: a step
+    is divided into, each added to a sum of its own.
     """
     M, N, K, size1, size2 = sizes
     stride_az, stride_a0, stride_a1, stride_a2, stride_ak = a_strides
@@ -205,7 +231,6 @@ def _accumulated(  # type: ignore[no-untyped-def]
     SCALED_STEPS: tl.constexpr = SCALE_A == BLOCK or SCALE_B >= BLOCK
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
     row = tile_m * BLOCK_M
     col = tile_n * BLOCK_N
     rows = row + offs_m
@@ -230,7 +255,6 @@ def _accumulated(  # type: ignore[no-untyped-def]
         if WIDE:
             offs_m = offs_m.to(tl.int64)
             offs_n = offs_n.to(tl.int64)
-            offs_k = offs_k.to(tl.int64)
         a += batch.to(tl.int64) * stride_az
         b += batch.to(tl.int64) * stride_bz
         if LEADING == 1:
@@ -240,6 +264,10 @@ def _accumulated(  # type: ignore[no-untyped-def]
             a_rows = row_offsets(rows.to(tl.int64), stride_a0, stride_a1, stride_a2, size1, size2, LEADING)[:, None]
         if FORMAT != SHUFFLED:
             b += (col + up).to(tl.int64) * stride_bn
+        # sums of their own, which do not wait for each other
+        chains = ()
+        for _ in tl.static_range(CHAINS - 1):
+            chains = chains + (tl.zeros([BLOCK_M, BLOCK_N], ACC),)  # type: ignore[assignment]
         for step in range(first, last):
             k = step * BLOCK_K
             if FORMAT == INT4:
@@ -271,7 +299,8 @@ def _accumulated(  # type: ignore[no-untyped-def]
                 scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
                 if GROUP % 64 == 0:
                     product = _product(a_low, b_low, tl.zeros(acc.shape, ACC), PRECISION, PTX)
-                    product = _product(a_high, b_high, product, PRECISION, PTX)
+                    # sums of their own, which do not wait for each other
+                    product += _product(a_high, b_high, tl.zeros(acc.shape, ACC), PRECISION, PTX)
                     acc += product * scale
                 else:
                     # the halves are groups of their own; there is none beyond K
@@ -281,28 +310,29 @@ def _accumulated(  # type: ignore[no-untyped-def]
                         _, b_high = _codes(packed, _zeros(scales, n, at, N + up, GROUP), a_low.dtype, HAS_ZERO, PTX)
                     scale = _loop_scale(scales, rows, n, at, M, N + up, SCALE_A, SCALE_B, GROUP)
                     acc = _step(a_high, b_high, acc, scale, ACC, PRECISION, PTX)
+            elif SCALED_STEPS:
+                a_tile, b_tile = _loaded(
+                    a, b, a_rows, n, offs_n, k, K, mask_m, mask_n, stride_ak, stride_bk, stride_bn,
+                    FORMAT, EVEN_K, WIDE, BLOCK_K,
+                )  # fmt: skip
+                scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
+                acc = _step(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
             else:
-                mask_a = mask_m
-                mask_b = mask_n
-                if not EVEN_K:
-                    inside = k + tl.arange(0, BLOCK_K) < K
-                    mask_a = mask_a & inside[None, :]
-                    mask_b = mask_b & inside[:, None]
-                start = tl.cast(k, tl.int64)
-                a_tile = tl.load(
-                    a + start * stride_ak + (a_rows + (offs_k * stride_ak)[None, :]), mask=mask_a, other=0.0
-                )
-                if FORMAT == SHUFFLED:
-                    KV: tl.constexpr = 16 // (b.dtype.element_ty.primitive_bitwidth // 8)
-                    where = _shuffled_offsets(n.to(tl.int64)[None, :], (start + offs_k)[:, None], K, KV)
-                else:
-                    where = start * stride_bk + ((offs_k * stride_bk)[:, None] + (offs_n * stride_bn)[None, :])
-                b_tile = tl.load(b + where, mask=mask_b, other=0.0)
-                if SCALED_STEPS:
-                    scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
-                    acc = _step(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
-                else:
-                    acc = _product(a_tile, b_tile, acc, PRECISION, PTX)
+                a_tile, b_tile = _loaded(
+                    a, b, a_rows, n, offs_n, k, K, mask_m, mask_n, stride_ak, stride_bk, stride_bn,
+                    FORMAT, EVEN_K, WIDE, BLOCK_K // CHAINS,
+                )  # fmt: skip
+                acc = _product(a_tile, b_tile, acc, PRECISION, PTX)
+                more = ()
+                for chain in tl.static_range(CHAINS - 1):
+                    a_tile, b_tile = _loaded(
+                        a, b, a_rows, n, offs_n, k + (chain + 1) * (BLOCK_K // CHAINS), K, mask_m, mask_n,
+                        stride_ak, stride_bk, stride_bn, FORMAT, EVEN_K, WIDE, BLOCK_K // CHAINS,
+                    )  # fmt: skip
+                    more = more + (_product(a_tile, b_tile, chains[chain], PRECISION, PTX),)  # type: ignore[assignment]
+                chains = more
+        for chain in tl.static_range(CHAINS - 1):
+            acc += chains[chain]
     return acc
 
 
@@ -402,7 +432,7 @@ def _tile(  # type: ignore[no-untyped-def]
     LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
-    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
+    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, CHAINS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of one part of K: finished, or with SPLIT_K its sum to part_ptr [parts, batch, M, N]."""
@@ -417,14 +447,14 @@ def _tile(  # type: ignore[no-untyped-def]
     acc = _accumulated(
         a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
         FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-        PRECISION, ACC, PTX, BLOCK_M, BLOCK_N, BLOCK_K,
+        PRECISION, ACC, PTX, CHAINS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     acc_up = acc
     if GATED:
         acc_up = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, N, first, last,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-            PRECISION, ACC, PTX, BLOCK_M, BLOCK_N, BLOCK_K,
+            PRECISION, ACC, PTX, CHAINS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -454,7 +484,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     XCDS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr,
-    PTX: tl.constexpr,
+    PTX: tl.constexpr, CHAINS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Tiles [BLOCK_M, BLOCK_N], one a program or, PERSISTENT, every `programs`-th; `steps` of BLOCK_K a part of K."""
@@ -475,14 +505,14 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
             _tile(
                 index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
                 FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX,
+                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS,
                 BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
         _tile(
             begin, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX,
+            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
@@ -569,7 +599,7 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
         acc = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-            PRECISION, ACC, PTX, BLOCK_M, BLOCK_N, BLOCK_K,
+            PRECISION, ACC, PTX, 1, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if last - first == steps:
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)

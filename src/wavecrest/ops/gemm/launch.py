@@ -237,6 +237,9 @@ def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple
     for name, size in least.items():
         if config[name] < size:
             raise InvalidArgument(f"gemm: a {name} of {config[name]} is too small: matrix instructions take {size}")
+    chains = config.kwargs.get("CHAINS", 1)
+    if chains < 1 or config_k % chains != 0 or config_k // chains < least["BLOCK_K"]:
+        raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} cannot be divided into {chains} CHAINS")
     if kinds(given)[1] == "group" and given.form != "int4" and given.group % config_k != 0:
         raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} takes columns of more than one group of {given.group}")
     if given.form == "int4" and (config_k % 64 != 0 or (config_k > given.group and config_k != 64)):
@@ -309,7 +312,7 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
             given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
         ),
         {**constants, **finish},
-        Config(**(config.kwargs | {"TMA": int(tma)})),
+        Config(**({"CHAINS": 1} | config.kwargs | {"TMA": int(tma)})),
     )  # fmt: skip
     if split == 1:
         return Plan(first, None, None)

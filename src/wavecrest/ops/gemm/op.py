@@ -121,6 +121,7 @@ def _attach(
         default_config=partial(_default, make),
         space=partial(_space.space, name, make),
         launches=partial(_space.launches, planner),
+        optional=("CHAINS",) if name == "triton" else (),
     )
 
 

@@ -206,6 +206,11 @@ def problem(config: Config, shape: Shape, arch: Arch) -> str | None:
         return f"a BLOCK_N of {config['BLOCK_N']} is wider than {_products(shape)} columns"
     if config.get("TMA", 0) and not (shape.described and arch.name in WIDE_UNIT):
         return "has no tensor descriptors here"
+    chains = config.get("CHAINS", 1)
+    if chains > 1 and (shape.step or config.get("TMA", 0) or k // chains < max(64, _least_k(shape))):
+        return f"divides no step of {k} columns into {chains}"
+    if chains > 1 and config["BLOCK_N"] > 16 * config["num_warps"]:
+        return "has independent sums enough"
     if config.get("matrix_instr_nonkdim", 16) > min(config["BLOCK_M"], config["BLOCK_N"]):
         return "the matrix instruction is larger than the tile"
     needed = shared_bytes(config, shape, arch)
@@ -268,7 +273,8 @@ def _variants(index: int, few: bool, arch: Arch, described: bool) -> list[dict[s
             found += [first | more for more in ({"waves_per_eu": 2}, {"GROUP_M": 4}, {"GROUP_M": 16})]
         return [*found, first | {"PERSISTENT": 1}] if index < 2 else found
     if few:
-        return [first]
+        # a warp with few columns waits for each of its sums: more of them, where there is K to divide
+        return [first, *(first | {"CHAINS": chains} for chains in (2, 4))]
     best = first | {"TMA": int(described)}
     found = [best]
     if described and index < 4:
