@@ -4,6 +4,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -436,6 +437,16 @@ UNUSABLE = [
     (4, "tiles", None, "for tiles, which needs BLOCK SPLIT too"),
     (4, "reference", Config(num_warps=1), "for reference, which takes no configuration (num_warps=1)"),
 ]
+
+
+@pytest.mark.parametrize("more", [{}, {"DEPTH": 3}])
+def test_a_row_may_lack_what_is_optional(tabled: Op, tmp_path: Path, more: dict[str, int]) -> None:
+    """A parameter that was added after rows had been measured: they stay, and new ones may have it."""
+    tabled.backends["tiles"] = replace(tabled.backends["tiles"], optional=("DEPTH",))
+    config = Config(**(TILED.kwargs | more))
+    with registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "tiles", config))):
+        decision = tabled.decide(torch.ones(2, 4))
+        assert (decision.backend, decision.config, decision.source) == ("tiles", config, "exact")
 
 
 @pytest.mark.parametrize(("columns", "backend", "config", "said"), UNUSABLE)
