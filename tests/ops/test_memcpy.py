@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.ops.op_harness import BACKENDS, assert_compiles, assert_never_copies, name
 from wavecrest import ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.hardware import ARCHS
 from wavecrest.tuned import Config
 
 OP = "memcpy"
@@ -77,6 +78,24 @@ def test_configurations(config: tuple[int, int], device: str) -> None:
     for programs in (None, 5):
         made = Config(BLOCK=config[0], num_warps=config[1])
         assert_moves(words(1500 * 4, device), "triton", programs, made)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_what_is_tried_by_tune(arch: str, mode: str, device: str) -> None:
+    found, known = registry.get("memcpy"), ARCHS[arch]
+    backend = found.backends["triton"]
+    assert backend.space is not None and backend.launches is not None
+    x = torch.arange(5 * 4096 + 12, dtype=torch.int32, device=device)
+    want = found.run("reference", x, mode)
+    configs = list(backend.space(found.key(x, mode), known))
+    assert len(configs) == len(set(configs)) > 8
+    for config in configs:
+        assert 4 * config["BLOCK"] >= 16 and config["num_warps"] * known.wave_size <= 1024
+        assert torch.equal(found.run("triton", x, mode, config=config), want)
+        (launch,) = backend.launches(x.to("meta"), mode, config=config, arch=known)
+        assert launch.grid == (-(-x.numel() // config["BLOCK"]),)
+    assert backend.launches(x[:0], mode, config=configs[0], arch=known) == []
 
 
 def test_read_reads_every_word(device: str) -> None:

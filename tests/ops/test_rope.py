@@ -25,6 +25,7 @@ from tests.ops.op_harness import (
 )
 from wavecrest import numerics, ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.hardware import ARCHS
 from wavecrest.tuned import Config
 
 OP = "rope"
@@ -286,6 +287,26 @@ def test_configurations(config: tuple[int, int], style: str, device: str) -> Non
     for positions in (None, torch.tensor([8, 1, 0, 3, 5, 2, 7], device=device)):
         got = assert_rotates("triton", x, cos, sin, positions, style, made)
         assert torch.equal(got, registry.get(OP).run("triton", x, cos, sin, positions, style))
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx1100"])
+def test_what_is_tried_by_tune(arch: str, device: str) -> None:
+    """The default first, each once; a few of them by what they compute, which is the same bits."""
+    found, known = registry.get("rope"), ARCHS[arch]
+    backend = found.backends["triton"]
+    assert backend.space is not None and backend.launches is not None
+    x = random((2, 7, 20, 24), torch.bfloat16, device)
+    cos, sin = tables(9, 20, torch.float32, device)
+    want = found.run("triton", x, cos, sin)
+    configs = list(backend.space(found.key(x, cos, sin), known))
+    assert len(configs) == len(set(configs)) > 8
+    threads = [config["num_warps"] * known.wave_size for config in configs]
+    assert max(threads) <= 1024 and len(set(threads)) > 2
+    for config in configs[:: max(1, len(configs) // 6)]:
+        assert torch.equal(found.run("triton", x, cos, sin, config=config), want)
+        (launch,) = backend.launches(x.to("meta"), cos.to("meta"), sin.to("meta"), config=config, arch=known)
+        assert launch.options()["BLOCK_H"] == config["BLOCK_H"] and launch.grid[0] >= 1
+    assert backend.launches(x[:0], cos, sin, config=configs[0], arch=known) == []
 
 
 def test_a_token_does_not_depend_on_the_batch_around_it(device: str) -> None:

@@ -6,7 +6,7 @@ are seen as one, up to three that do not are passed to the kernel with their str
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 import wavecrest.ops._triton as _triton
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument
-from wavecrest.registry import Op
+from wavecrest.registry import Key, Op
 from wavecrest.tuned import Config
 
 # above PyTorch (10) and the reference (0)
@@ -43,8 +43,10 @@ def attach_kernel(
     bind: Callable[..., Callable[..., Any]],
     declines: Callable[..., str | None],
     reserves: Callable[..., str | None] = lambda *_args, **_kwargs: None,
+    space: Callable[[Key, hardware.Arch], Iterable[Config]] | None = None,
+    launches: Callable[..., list[Any]] | None = None,
 ) -> None:
-    """Attach a Triton kernel to its op, by the function that binds it (see `registry.Backend` for all three)."""
+    """Attach a Triton kernel to its op, by the function that binds it (see `registry.Backend` for all of them)."""
 
     def run(*args: Any, config: Config, **kwargs: Any) -> Any:
         return bind(*args, **kwargs, config=config)(*args, **kwargs)
@@ -55,7 +57,15 @@ def attach_kernel(
         return reserves(x, *args, **kwargs)
 
     op.attach(
-        "triton", run, supports=declines, reserved=reserved, priority=KERNEL_PRIORITY, takes_config=True, bind=bind
+        "triton",
+        run,
+        supports=declines,
+        reserved=reserved,
+        priority=KERNEL_PRIORITY,
+        takes_config=True,
+        bind=bind,
+        space=space,
+        launches=launches,
     )
 
 

@@ -6,7 +6,7 @@ Each mode gives something that can be checked, so that no access can be left out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -137,6 +137,19 @@ def _config(wave: int) -> Config:
     return Config(BLOCK=4096, num_warps=256 // wave)
 
 
+# words of a tile and threads that `wavecrest tune memcpy` tries
+_SPACE = (
+    (512, 128), (1024, 64), (1024, 128), (1024, 256), (2048, 64), (2048, 128), (2048, 256), (4096, 128), (4096, 512),
+    (8192, 256), (8192, 512), (16384, 512), (16384, 1024),
+)  # fmt: skip
+
+
+def _space(key: Key, arch: Arch) -> Iterator[Config]:
+    yield _config(arch.wave_size)
+    for block, threads in _SPACE:
+        yield Config(BLOCK=block, num_warps=threads // arch.wave_size)
+
+
 @triton.jit
 def _move_tile(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, tile, N, value, READS: tl.constexpr, WRITES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr
@@ -197,6 +210,14 @@ def _launch(x: Tensor, y: Tensor, mode: str, programs: int | None, value: int, c
     )
 
 
+def _launches(
+    x: Tensor, mode: str = "copy", programs: int | None = None, value: int = 0, *, config: Config, arch: Arch
+) -> list[_rows.Launch]:
+    words = _words(x)
+    y = torch.empty((), dtype=torch.int64, device=x.device) if mode == "read" else words
+    return [_launch(words, y, mode, programs, value, config)] if x.numel() > 0 else []
+
+
 def _bind(
     x: Tensor, mode: str = "copy", programs: int | None = None, value: int = 0, *, config: Config
 ) -> Callable[..., Tensor]:
@@ -248,7 +269,7 @@ _op = Op(
     bench_cases=_bench_cases,
     emulate_cases=_emulate_cases,
 )
-_rows.attach_kernel(_op, _bind, _declines)
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
 
 
 def memcpy(x: Tensor, mode: str = "copy", programs: int | None = None, value: int = 0) -> Tensor:

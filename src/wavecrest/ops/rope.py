@@ -6,7 +6,8 @@ with column i + R/2 (GPT-NeoX, Llama), "gptj" column 2i with 2i + 1 (GPT-J, Meta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -273,6 +274,26 @@ def _config(tokens: int, heads: int, columns: int, rotated: int, dtype: str, wav
     return Config(BLOCK_T=rows // block_h, BLOCK_H=block_h, num_warps=max(1, threads // wave))
 
 
+# bytes of x a thread that `wavecrest tune rope` tries
+_THREAD_BYTES = (16, 32, 64, 128)
+# tokens and heads of a program
+_TOKENS, _HEADS = (1, 2, 4), (4, 8, 16, 32, 64)
+
+
+def _space(key: Key, arch: Arch) -> Iterator[Config]:
+    first = _config(key[0], key[1], key[2], key[3], key[4], arch.wave_size)
+    yield first
+    row = _rows.power_of_two(key[2]) * (4 if key[4] == "float32" else 2)
+    # the rotated columns, or the others, of two rows a thread at least, and no more than registers hold
+    for tokens, heads, each in itertools.product(_TOKENS, _HEADS, _THREAD_BYTES):
+        warps = tokens * heads * row // (each * arch.wave_size)
+        if heads > _rows.power_of_two(key[1]) or not 1 <= warps <= 16 or not 1024 <= tokens * heads * row <= 32768:
+            continue
+        made = Config(BLOCK_T=tokens, BLOCK_H=heads, num_warps=warps)
+        if made != first:
+            yield made
+
+
 @triton.jit(
     do_not_specialize=[
         "inner", "size1", "blocks_t", "blocks_h", "heads", "positions", "half", "rest",
@@ -447,6 +468,19 @@ def _units(unit: int, *strides: int) -> tuple[int, ...]:
     return tuple(stride // unit for stride in strides)
 
 
+def _launches(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    style: str = "neox",
+    *,
+    config: Config,
+    arch: Arch,
+) -> list[_rows.Launch]:
+    return [_launch(x, _result(x), cos, sin, positions, style, config)] if x.numel() > 0 else []
+
+
 def _bind(
     x: Tensor,
     cos: Tensor,
@@ -507,7 +541,7 @@ _op = Op(
     bench_cases=_bench_cases,
     emulate_cases=_emulate_cases,
 )
-_rows.attach_kernel(_op, _bind, _declines)
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, style: str = "neox") -> Tensor:
