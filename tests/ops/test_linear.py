@@ -500,12 +500,12 @@ def test_words_of_one_row_are_those_of_many_bit_for_bit(watch: Watch, device: st
 @pytest.mark.parametrize("far", ["columns", "rows"])
 def test_words_that_are_far_apart(far: str, watch: Watch, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quicken(monkeypatch, overflows=True)
-    call, values = few(64, 8, 8, 80, F16, device)
-    # no stride past 2^31, but seven of them; memory that is not touched is not there
+    call, values = few(64, 8, 17, 80, F16, device)
+    # no stride past 2^31, but several of them, in words and in elements; memory that is not touched is not there
     step = 1 << 29
     if far == "columns":
-        storage = torch.empty(7 * step + 64, dtype=torch.uint8, device=device)
-        call = call._replace(b=storage.as_strided((8, 64), (step, 1)).copy_(call.b.mT).mT)
+        storage = torch.empty(16 * step + 64, dtype=torch.uint8, device=device)
+        call = call._replace(b=storage.as_strided((17, 64), (step, 1)).copy_(call.b.mT).mT)
     else:
         rows = torch.empty(7 * step + 80, dtype=F16, device=device)
         call = call._replace(a=rows.as_strided((8, 80), (step, 1)).copy_(call.a))

@@ -20,6 +20,16 @@ def dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _form(given: Operands) -> str:
+    """How b is stored, with what keeps backends from 4-bit codes."""
+    text = given.form
+    if given.zero is not None:
+        text += " zeros"
+    if given.form == "int4" and given.b.stride(-1) % 16 != 0:
+        text += " apart"
+    return text
+
+
 def key_of(given: Operands) -> Key:
     """The shape key of a call."""
     a_kind, b_kind = kinds(given)
@@ -35,7 +45,7 @@ def key_of(given: Operands) -> Key:
         given.K,
         dtype_text(given.a.dtype),
         dtype_text(given.b.dtype),
-        given.form,
+        _form(given),
         given.group,
         f"{a_kind} {b_kind}",
         None if given.bias is None else given.bias_along,
@@ -56,7 +66,7 @@ def shape_of(key: Key) -> _config.Shape:
     part = dict(zip(KEY_FIELDS, key, strict=True))
     bits = {"float32": 32, "float16": 16, "bfloat16": 16}
     a_bits = bits.get(part["a"], 8)
-    b_bits = 4 if part["form"] == "int4" else bits.get(part["b"], 8)
+    b_bits = 4 if part["form"].startswith("int4") else bits.get(part["b"], 8)
     step = 128 if "block" in part["scales"] else part["group"]
     access = int(part["order"].split()[-1])
     described = access == 16 and part["form"] == "plain" and part["a"][:4] == part["b"][:4] and part["leading"] == 1

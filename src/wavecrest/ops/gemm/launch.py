@@ -479,7 +479,9 @@ def bind(
     start = _rows.starter(plan.first, device)
     second = None if plan.second is None else _rows.starter(plan.second, device)
     # what is bound is kept: sizes and constants, not the plan with the tensors of one call
-    count, in_words = plan.tensors, planner is multiply and given.form == "int4"
+    # Dynamo does not trace addresses
+    in_words = planner is multiply and given.form == "int4" and not torch.compiler.is_compiling()
+    count = plan.tensors
     values = plan.first.args[count:]
     second_values = () if plan.second is None else plan.second.args[7:]
     parts_shape = plan.parts
@@ -495,7 +497,9 @@ def bind(
         bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
         if count == 9:
             # a weight that starts inside a word: a slice of another, which no load of a word may touch
-            b = given.b.clone() if in_words and given.b.data_ptr() % 4 else given.b
+            b = given.b
+            if in_words and b.data_ptr() % 4 != 0:
+                b = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=device).copy_(b)
             start(given.a, b, y, parts, bias, residual, scale_a, scale_b, out_scale, *values)
         else:
             tensors = (y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
