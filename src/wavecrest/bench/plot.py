@@ -72,6 +72,12 @@ def draw(record: records.OpBenchRecord, path: Path, *, source: str = "") -> None
         for (bench, cases), panel in zip(panels, axes, strict=True):
             _panel(panel, bench, cases)
         figure.text(0.008, 0.06 / height, caption, ha="left", va="bottom", fontsize=7.5, color="#404040")
+        # the solver of the layout differs in the last digits from time to time, and the file would with it
+        figure.draw_without_rendering()
+        places = [[round(float(side), 6) for side in panel.get_position().bounds] for panel in axes]
+        figure.set_layout_engine("none")
+        for panel, (left, bottom, width, tall) in zip(axes, places, strict=True):
+            panel.set_position((left, bottom, width, tall))
         metadata: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {}
         _save(figure, path, metadata)
 
