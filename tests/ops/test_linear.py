@@ -44,7 +44,10 @@ from tests.ops.gemm_harness import (
 from tests.ops.op_harness import assert_never_copies, name, same_bits, shape_id
 from wavecrest import ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.hardware import ARCHS
+from wavecrest.hardware import ARCHS, Arch
+from wavecrest.ops.gemm import space
+from wavecrest.ops.gemm.config import multiplied
+from wavecrest.ops.gemm.key import key_of, shape_of
 from wavecrest.ops.gemm.operands import Operands
 from wavecrest.ops.packed import PackedWeight, pack
 from wavecrest.tuned import Config
@@ -396,6 +399,36 @@ def test_own_configurations_of_words(k: int, group: int, watch: Watch, device: s
         assert_right("triton_multiply", call, None, watch, values)
 
 
+@pytest.mark.parametrize("arch", [None, *ARCHS.values()], ids=lambda arch: "none" if arch is None else arch.name)
+def test_configurations_of_words(arch: Arch | None) -> None:
+    """The interpreter has no warps: those that a backend starts with, and that are tried, can be launched."""
+    for rows, (n, k), group in itertools.product((1, 2, 8), ((24, 40), (4096, 1000), (28672, 16384)), (64, 128)):
+        given = Operands(
+            torch.empty(rows, k, dtype=BF16, device="meta"),
+            torch.empty(n, -(-k // 64) * 32, dtype=torch.uint8, device="meta").mT,
+            scale_b=torch.empty(-(-k // group), n, device="meta"),
+            form="int4",
+            group=group,
+        )
+        key = key_of(given)
+        found = [multiplied(shape_of(key), arch)]
+        if arch is not None:
+            found = list(space.space("triton_multiply", multiplied, key, arch))
+            assert found[0] == multiplied(shape_of(key), arch)
+        for one in found:
+            for size in (one["BLOCK_N"], one["BLOCK_K"], one["num_warps"]):
+                assert size >= 1 and size & (size - 1) == 0, one
+            assert one["BLOCK_K"] % group == 0 and one["num_warps"] <= 16, one
+            # K is not divided: another number would be the same launch again
+            assert one["SPLIT_K"] == 1, one
+        tried = {(one["BLOCK_N"], one["BLOCK_K"], one["num_warps"]) for one in found[1:]}
+        for columns, wide, warps in space._WORDS if arch is not None else ():
+            # up to 8 rows all of them fit; what is left out has lanes without a word
+            one_step = max(group, min(wide, 1 << (k - 1).bit_length()))
+            fits = columns * one_step // 8 >= warps * arch.wave_size  # type: ignore[union-attr]
+            assert ((columns, one_step, warps) in tried) == fits, (rows, n, k, columns, one_step, warps)
+
+
 def test_words_with_all_around(watch: Watch, device: str) -> None:
     n, k = 19, 150
     # whose values are not next to each other
@@ -530,22 +563,28 @@ def _placed(codes: Tensor, stride: int, offset: int) -> Tensor:
     return storage.as_strided(codes.shape, (stride, 1), offset).copy_(codes)
 
 
-@pytest.mark.parametrize("placed", CODES)
-def test_words_of_slices(placed: str, watch: Watch, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, values = few(64, 3, 7, 128, BF16, device)
-    codes = CODES[placed](call.b.mT)
-    starter, addresses = sys.modules["wavecrest.ops._rows"].starter, []  # type: ignore[var-annotated]
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where the weights of launches lie."""
+    starter, found = sys.modules["wavecrest.ops._rows"].starter, []  # type: ignore[var-annotated]
 
     def noted(*args: Any, **options: Any) -> Any:
         start = starter(*args, **options)
 
         def started(*given: Any) -> None:
-            addresses.append(given[1].data_ptr())
+            found.append(given[1].data_ptr())
             start(*given)
 
         return started
 
     monkeypatch.setattr("wavecrest.ops._rows.starter", noted)
+    return found
+
+
+@pytest.mark.parametrize("placed", CODES)
+def test_words_of_slices(placed: str, watch: Watch, addresses: list[int], device: str) -> None:
+    call, values = few(64, 3, 7, 128, BF16, device)
+    codes = CODES[placed](call.b.mT)
     storage = torch.empty(0, dtype=torch.uint8, device=device).set_(codes.untyped_storage())
     before = storage.clone()
     for config in (multiply(4, 128), multiply(16, 64)):
@@ -554,6 +593,13 @@ def test_words_of_slices(placed: str, watch: Watch, device: str, monkeypatch: py
     # a copy where words cannot be read in place, and nowhere else
     assert len(addresses) == 2 and all(address % 4 == 0 for address in addresses)
     assert all((address == codes.data_ptr()) == (codes.data_ptr() % 4 == 0) for address in addresses)
+
+
+def test_bytes_are_read_where_they_lie(watch: Watch, addresses: list[int], device: str) -> None:
+    weight = random(7, 65, dtype=I8, device=device).flatten()[3 : 3 + 7 * 64].view(7, 64)
+    call = operands(random(3, 64, dtype=F16, device=device), weight, out_dtype=F32)
+    assert_right("triton_multiply", call, multiply(4, 64), watch)
+    assert addresses == [weight.data_ptr()] and weight.data_ptr() % 4 == 3
 
 
 def test_a_bound_call_looks_where_its_words_start(watch: Watch, device: str) -> None:
