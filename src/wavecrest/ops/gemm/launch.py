@@ -462,6 +462,11 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
 Planner = Callable[[Operands, Tensor, Tensor, Config, Arch | None, bool], Plan]
 
 
+def looks_at_addresses(planner: Planner, given: Operands, config: Config) -> bool:
+    """True if each call has to: for descriptors, and for words that a weight may start inside of."""
+    return with_descriptors(given, config) or (planner is multiply and given.form == "int4")
+
+
 def bind(
     planner: Planner, operands: Callable[..., Operands], args: tuple[Any, ...], config: Config
 ) -> Callable[..., Tensor]:
@@ -479,9 +484,7 @@ def bind(
     start = _rows.starter(plan.first, device)
     second = None if plan.second is None else _rows.starter(plan.second, device)
     # what is bound is kept: sizes and constants, not the plan with the tensors of one call
-    # Dynamo does not trace addresses
-    in_words = planner is multiply and given.form == "int4" and not torch.compiler.is_compiling()
-    count = plan.tensors
+    count, in_words = plan.tensors, planner is multiply and given.form == "int4"
     values = plan.first.args[count:]
     second_values = () if plan.second is None else plan.second.args[7:]
     parts_shape = plan.parts

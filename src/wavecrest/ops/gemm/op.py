@@ -104,7 +104,7 @@ def _attach(
         return _launch.bind(planner, Operands, args, config)
 
     def run(*args: Any, config: Config) -> Tensor:
-        if torch.compiler.is_compiling() and _launch.with_descriptors(Operands(*args), config):
+        if torch.compiler.is_compiling() and _launch.looks_at_addresses(planner, Operands(*args), config):
             result: Tensor = _untraced(*args)
             return result
         return bind(*args, config=config)(*args)
@@ -147,7 +147,7 @@ for _backend in _BACKENDS:
     _attach(_op, *_backend)
 
 
-# descriptors hold addresses, which Dynamo does not trace: a compiled graph calls the op as it is
+# calls that look at addresses, which Dynamo does not trace: a compiled graph calls the op as it is
 @torch.library.custom_op("wavecrest::gemm", mutates_args=())
 def _untraced(
     a: Tensor,
