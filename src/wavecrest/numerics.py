@@ -153,9 +153,10 @@ def product_bound(
 def matrix_unit_shrink(K: int, a_bits: int, precision: str = "ieee") -> float:
     """By what share of itself NVIDIA's matrix units make a sum of K products too small at most.
 
-    They cut off what does not fit where they add (Fasi et al., 2021, sections 4.2 and 4.3): once an instruction, which
-    takes 32 bytes of a row, half a unit of the running sum on average, and that sum is half of the last one on
-    average. Twice that is the limit. An operand of tf32 is cut to 10 bits of mantissa.
+    They cut off what does not fit where they add (Fasi et al., Numerical behavior of NVIDIA tensor cores, PeerJ CS
+    7:e330, 2021, for V100, T4 and A100). Reasoned from that, for an instruction that takes 32 bytes of a row: half a
+    unit of the running sum on average each, which is half of the last sum on average. Twice that is the limit. An
+    operand of tf32 is cut to 10 bits of mantissa.
 
     Args:
         K: products a sum.

@@ -246,8 +246,8 @@ class Stopwatch:
     def flush(self) -> None:
         """Enqueue a read of FLUSH_BYTES, which leaves nothing of what ran before in a GPU's caches.
 
-        Not a write: it would leave them full of lines that go back to memory while the timed call runs. On one H200
-        (2026-11-21) that made 40 MB more to move, and reading 64 MiB look like 60 % of the bandwidth it has.
+        Not a write: it would leave them full of lines that go back to memory while the timed call runs. Behind one,
+        reading 64 MiB reached 61 % of the bandwidth of reading 1 GiB (H200, 2026-11-20, bench_memcpy.json).
         """
         import torch
 
@@ -449,8 +449,8 @@ def measure_interleaved(
 
     On a GPU every sample is the device's span of one call behind a read of FLUSH_BYTES: caches are cold and clean, and
     the host enqueues the call while that read runs, so its cost is not in the span. On the CPU a sample is host wall
-    time.
-    Nothing is tuned by the result: rounds go on until `min_rounds` are done and `seconds` are over, to MAX_ROUNDS.
+    time. Nothing is tuned by the result: rounds go on until `min_rounds` are done and `seconds` are over, to
+    MAX_ROUNDS.
 
     Raises:
         InvalidArgument: there is no work.

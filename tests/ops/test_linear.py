@@ -651,7 +651,7 @@ NOT_WORDS: dict[str, tuple[str, Callable[[str], Operands]]] = {
     "zero-points": ("without .* zero points", lambda d: _words_of(made("int4-64-zeros", 16, 128, device=d))),
     "gated": ("without .* gated", lambda d: _words_of(made("int4-64", 16, 128, device=d), activation="silu_and_mul")),
     "batch": ("without batches", lambda d: _batched(few(64, 3, 16, 128, device=d)[0])),
-    "no-k": ("without batches", lambda d: _words_of(made("int4-64", 16, 0, device=d))),
+    "no-k": ("K is 0", lambda d: _words_of(made("int4-64", 16, 0, device=d))),
     "groups-of-32": ("groups of 64 or 128", lambda d: _words_of(made("int4-32", 16, 128, device=d))),
     "columns-40-bytes-apart": ("multiples of 16 bytes", lambda d: _strided(few(64, 3, 16, 32, device=d)[0], 40)),
     "columns-72-bytes-apart": ("multiples of 16 bytes", lambda d: _strided(few(64, 3, 16, 32, device=d)[0], 72)),

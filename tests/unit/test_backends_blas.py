@@ -29,7 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
     # once in a process
-    blas._heard()
+    blas._take_warning()
     seen.clear()
     seen.append("default")
     return seen
@@ -95,7 +95,7 @@ def test_the_warning_of_an_experiment_is_not_the_users(monkeypatch: pytest.Monke
         return asked[-1]
 
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
-    blas._heard.cache_clear()
+    blas._take_warning.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         blas._gemm("torch_blaslt", *product())
@@ -127,11 +127,11 @@ class _Tunable:
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-@pytest.mark.parametrize("tuning", [False, True])
+@pytest.mark.parametrize(("enabled", "tuning"), [(False, False), (False, True), (True, False), (True, True)])
 def test_tunable_op_lasts_for_the_call(
-    tuning: bool, capturing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    enabled: bool, tuning: bool, capturing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in, during = _Tunable(tuning=tuning), []
+    stand_in, during = _Tunable(enabled, tuning), []
     monkeypatch.setattr(blas, "tunable", stand_in)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.delenv("PYTORCH_TUNABLEOP_FILENAME", raising=False)
@@ -150,7 +150,7 @@ def test_tunable_op_lasts_for_the_call(
     assert torch.equal(blas._tuned_gemm(*call), torch.relu(product_of_torch(call.a, call.b)))
     with pytest.raises(torch.OutOfMemoryError):
         blas._tuned_gemm(*call)
-    assert during == [[True, not capturing]] * 2 and stand_in.state == [False, tuning]
+    assert during == [[True, not capturing]] * 2 and stand_in.state == [enabled, tuning]
     # not in the working directory, and one for each GPU
     assert stand_in.file == (str(tmp_path / "wavecrest" / "tunableop.csv"), True)
     monkeypatch.setenv("PYTORCH_TUNABLEOP_FILENAME", "mine.csv")

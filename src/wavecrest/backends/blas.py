@@ -56,7 +56,7 @@ def _supports(name: str, *args: Any) -> str | None:
 
 
 @cache
-def _heard() -> None:
+def _take_warning() -> None:
     """Take PyTorch's one warning, that the preference is experimental: a user who never asked for it can do nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,7 +66,7 @@ def _heard() -> None:
 
 
 def _gemm(name: str, *args: Any) -> Tensor:
-    _heard()
+    _take_warning()
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library(LIBRARIES[name][0])
     try:
@@ -95,16 +95,17 @@ def _keep_solutions() -> None:
 
 def _tuned_gemm(*args: Any) -> Tensor:
     _keep_solutions()
-    before = tunable.tuning_is_enabled()
-    tunable.enable(True)
-    # timing waits for the device, which a capture does not allow: what is not known by then runs untuned
-    tunable.tuning_enable(not torch.cuda.is_current_stream_capturing())
+    # also enabled: a user may have done so after this call was decided
+    enabled, tuning = tunable.is_enabled(), tunable.tuning_is_enabled()
     try:
+        tunable.enable(True)
+        # timing waits for the device, which a capture does not allow: what is not known by then runs untuned
+        tunable.tuning_enable(not torch.cuda.is_current_stream_capturing())
         result: Tensor = _native().run(*args)
         return result
     finally:
-        tunable.enable(False)
-        tunable.tuning_enable(before)
+        tunable.enable(enabled)
+        tunable.tuning_enable(tuning)
 
 
 def _reserved(*_args: Any) -> str:

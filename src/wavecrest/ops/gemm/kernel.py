@@ -1,7 +1,8 @@
 """The matrix product's kernels: tiles (with split-K, persistent), stream-K, the sum of parts, and multiply-and-add.
 
-All share how operands are read (`_accumulated`) and what is done to a finished tile (`_finish`). Operands are walked by
-their strides; sizes are run-time integers.
+Tiles and stream-K share how operands are read (`_accumulated`), multiply-and-add reads floats and bytes, or 4-bit codes
+as words; all share what is done to a finished tile (`_finish`). Operands are walked by their strides; sizes are
+run-time integers.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _loop_scale(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _zeros(scales, n, k, N, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _zero_points(scales, n, k, N, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """The zero points [1, BLOCK_N] of the group of column k, as whole numbers."""
     _, _, zero_ptr, _, _, stride_sbn, stride_sbk = scales
     return tl.load(zero_ptr + n * stride_sbn + (k // GROUP) * stride_sbk, mask=n < N, other=8).to(tl.int16)[None, :]
@@ -222,8 +223,8 @@ def _accumulated(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The sum of products [BLOCK_M, BLOCK_N] of one tile over the steps first to last of BLOCK_K each.
 
-    `up` columns are added to b's: the second half of a packed [gate | up]. CHAINS: a step
-    is divided into, each added to a sum of its own.
+    `up` columns are added to b's: the second half of a packed [gate | up]. A step is divided into
+    CHAINS, each added to a sum of its own.
     """
     M, N, K, size1, size2 = sizes
     stride_az, stride_a0, stride_a1, stride_a2, stride_ak = a_strides
@@ -294,7 +295,7 @@ def _accumulated(  # type: ignore[no-untyped-def]
                 )
                 zero = tl.full([1, 1], 8, tl.int16)
                 if HAS_ZERO:
-                    zero = _zeros(scales, n, k, N + up, GROUP)
+                    zero = _zero_points(scales, n, k, N + up, GROUP)
                 b_low, b_high = _codes(packed, zero, a_low.dtype, HAS_ZERO, PTX)
                 scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
                 if GROUP % 64 == 0:
@@ -307,7 +308,9 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     at = tl.minimum(k + 32, K - 1)
                     acc = _step(a_low, b_low, acc, scale, ACC, PRECISION, PTX)
                     if HAS_ZERO:
-                        _, b_high = _codes(packed, _zeros(scales, n, at, N + up, GROUP), a_low.dtype, HAS_ZERO, PTX)
+                        _, b_high = _codes(
+                            packed, _zero_points(scales, n, at, N + up, GROUP), a_low.dtype, HAS_ZERO, PTX
+                        )
                     scale = _loop_scale(scales, rows, n, at, M, N + up, SCALE_A, SCALE_B, GROUP)
                     acc = _step(a_high, b_high, acc, scale, ACC, PRECISION, PTX)
             elif SCALED_STEPS:

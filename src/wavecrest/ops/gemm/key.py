@@ -26,7 +26,7 @@ def _form(given: Operands) -> str:
     if given.zero is not None:
         text += " zeros"
     if given.form == "int4" and given.b.stride(-1) % 16 != 0:
-        text += " apart"
+        text += " unaligned"
     return text
 
 

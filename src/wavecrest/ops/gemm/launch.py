@@ -400,7 +400,9 @@ def multiplies(given: Operands) -> str | None:
 
 def _no_words(given: Operands) -> str | None:
     """Why `_words_kernel` does not make a product with 4-bit codes."""
-    if not given.flat or given.activation in GATED or given.zero is not None or given.K == 0:
+    if given.K == 0:
+        return "has no codes to read: K is 0"
+    if not given.flat or given.activation in GATED or given.zero is not None:
         return "reads codes as words without batches, gated activations and zero points"
     if given.group % 64 != 0:
         return "reads codes in groups of 64 or 128 columns"
