@@ -85,6 +85,28 @@ def magnitude(x):  # type: ignore[no-untyped-def]
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
+# programmatic dependent launch (sm_90 and later): a kernel may start while the one before it runs, and waits for it
+# where it reads what that has written. What must not be done before is then left to the kernels
+
+
+@triton.jit
+def allow_next(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel of the stream start once every program of this one has come here."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def await_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until the kernel before this one has ended and what it has written can be read."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
 # rows that are split over several programs: each publishes what it found in its columns and collects the others'.
 # A slot is one 64-bit word, so that values and readiness arrive together; 0 means not there yet.
 

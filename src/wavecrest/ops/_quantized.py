@@ -167,6 +167,13 @@ def scale_of(peak, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def whole_numbers(y, inverse):  # type: ignore[no-untyped-def]
+    """y · inverse as int8, where it is within int8 and finite."""
+    # 1.5 · 2²³ leaves no fraction bits: the sum is rounded to nearest even, and its low byte is the integer
+    return (y * inverse + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
 def rounded(y, scale, out_type: tl.constexpr, LARGEST: tl.constexpr, SATURATE: tl.constexpr):  # type: ignore[no-untyped-def]
     """y / scale in an 8-bit type; a NaN stays one, and is 0 in int8.
 
@@ -181,15 +188,11 @@ def rounded(y, scale, out_type: tl.constexpr, LARGEST: tl.constexpr, SATURATE: t
     elif out_type != tl.int8:
         y *= inverse
     if out_type == tl.int8:
-        # 1.5 · 2²³ leaves no fraction bits: the sum is rounded to nearest even, and its low byte is the integer
         if SATURATE:
-            number = y == y
-            bits = (y + 12582912.0).to(tl.int32, bitcast=True)
+            q = tl.where(y == y, whole_numbers(y, 1.0), 0)
         else:
             # an infinity has an infinite scale, and a NaN makes all others 0
-            number = tl.abs(y) < float("inf")
-            bits = (y * tl.where(scale == scale, inverse, 0.0) + 12582912.0).to(tl.int32, bitcast=True)
-        q = tl.where(number, bits, 0).to(tl.int8)
+            q = tl.where(tl.abs(y) < float("inf"), whole_numbers(y, tl.where(scale == scale, inverse, 0.0)), 0)
     else:
         q = y.to(out_type)
     return q

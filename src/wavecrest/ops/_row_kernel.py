@@ -21,7 +21,7 @@ from wavecrest.ops._lib import (
     unpack,
     with_part,
 )
-from wavecrest.ops._quantized import rounded, scale_of
+from wavecrest.ops._quantized import rounded, scale_of, whole_numbers
 from wavecrest.ops._triton import tl, triton
 
 # what is done to a row: nothing, y = x · scale, y = x · rstd, y = (x − mean) · rstd, y = exp(x − max) / sum
@@ -185,6 +185,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     ALIGN: tl.constexpr,
     EVEN: tl.constexpr,
     PARTS: tl.constexpr,
+    FINITE: tl.constexpr,
     PATIENCE: tl.constexpr,
     ATOMIC: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -319,6 +320,12 @@ def _row_kernel(  # type: ignore[no-untyped-def]
                 x, zero, own, first, second, N, eps, weight_ptr, bias_ptr, cols, stride_wn, stride_bn, mask_n,
                 KIND, HAS_WEIGHT, HAS_BIAS, 1,
             )  # fmt: skip
-        y = rounded(y, scale[:, None], y_ptr.dtype.element_ty, LARGEST, False)
-        tl.store(y_ptr + out_rows + cols[None, :], y, mask=mask)
+        if FINITE and BLOCK_M == 1 and y_ptr.dtype.element_ty == tl.int8:
+            if tl.max(scale, axis=0) < float("inf"):
+                q = whole_numbers(y, 1.0 / scale[:, None])
+            else:
+                q = rounded(y, scale[:, None], tl.int8, LARGEST, False)
+        else:
+            q = rounded(y, scale[:, None], y_ptr.dtype.element_ty, LARGEST, False)
+        tl.store(y_ptr + out_rows + cols[None, :], q, mask=mask)
         tl.store(scale_ptr + rows, scale, mask=(rows < M) & (part == 0))

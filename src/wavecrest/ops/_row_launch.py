@@ -48,6 +48,7 @@ def launch(
     x, residual, weight, bias, how = given.x, given.residual, given.weight, given.bias, given.how
     if rounding == ROUNDINGS["group", False] and config["BLOCK_N"] % _quantized.GROUP != 0:
         raise InvalidArgument(f"groups of {_quantized.GROUP} columns need a BLOCK_N that they fill, not {config!r}")
+    arch = arch or _rows.arch()
     operands = (x,) if residual is None else (x, residual)
     rows, leading, size1, size2, strides = _rows.layout(*operands)
     columns = x.shape[-1]
@@ -91,8 +92,9 @@ def launch(
             "ALIGN": align,
             "EVEN": columns % config["BLOCK_N"] == 0,
             "PARTS": _rows.power_of_two(parts),
+            "FINITE": given.kind in ("rms", "layer") and (arch is None or arch.vendor == "nvidia"),
             "PATIENCE": _rows.patience(),
-            "ATOMIC": parts > 1 and (arch or _rows.arch()) in LOADS_ARE_CACHED,
+            "ATOMIC": parts > 1 and arch in LOADS_ARE_CACHED,
         },
         config,
     )

@@ -368,9 +368,24 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     x_rows = x_ptr + ALIGN * (x0 + (tokens * stride_x2 + head * stride_xh)[:, None])
     y_rows = y_ptr + ALIGN * (y0 + (tokens * stride_y2 + head * stride_yh)[:, None])
 
-    # every row reads its token's angles: the same lines for all heads, from the nearest cache
     offs_r = tl.arange(0, BLOCK_R)
     mask_r = mask_m & column_mask(offs_r, R2, BLOCK_R, EVEN_R)[None, :]
+    # x before the angles, which positions have to arrive for
+    if BLOCK_REST > 0:
+        offs_rest = tl.arange(0, BLOCK_REST)
+        mask_rest = mask_m & (offs_rest < rest * ALIGN)[None, :]
+        passed = tl.load(x_rows + column_offsets(2 * R2 + offs_rest, stride_xd)[None, :], mask=mask_rest)
+    if INTERLEAVED:
+        offs_x = tl.arange(0, 2 * BLOCK_R)
+        mask_x = mask_m & column_mask(offs_x, 2 * R2, 2 * BLOCK_R, EVEN_R)[None, :]
+        # a pair is in neighbouring columns: loaded together, as wide as rows allow, and taken apart in registers
+        first = tl.load(x_rows + column_offsets(offs_x, stride_xd)[None, :], mask=mask_x, other=0.0)
+        second = first
+    else:
+        first = tl.load(x_rows + column_offsets(offs_r, stride_xd)[None, :], mask=mask_r, other=0.0)
+        second = tl.load(x_rows + column_offsets(R2 + offs_r, stride_xd)[None, :], mask=mask_r, other=0.0)
+
+    # every row reads its token's angles: the same lines for all heads, from the nearest cache
     table = c0 + (tokens * stride_c2)[:, None]
     inside = mask_r
     if POSITIONS:
@@ -382,22 +397,12 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     cos = tl.load(cos_ptr + table, mask=inside, other=float("nan")).to(tl.float32)
     sin = tl.load(sin_ptr + table, mask=inside, other=0.0).to(tl.float32)
 
-    if BLOCK_REST > 0:
-        offs_rest = tl.arange(0, BLOCK_REST)
-        mask_rest = mask_m & (offs_rest < rest * ALIGN)[None, :]
-        passed = tl.load(x_rows + column_offsets(2 * R2 + offs_rest, stride_xd)[None, :], mask=mask_rest)
     if INTERLEAVED:
-        offs_x = tl.arange(0, 2 * BLOCK_R)
-        mask_x = mask_m & column_mask(offs_x, 2 * R2, 2 * BLOCK_R, EVEN_R)[None, :]
-        # a pair is in neighbouring columns: loaded together, as wide as rows allow, and taken apart in registers
-        x = tl.load(x_rows + column_offsets(offs_x, stride_xd)[None, :], mask=mask_x, other=0.0)
-        first, second = tl.split(tl.reshape(x.to(tl.float32), [BLOCK_T * BLOCK_H, BLOCK_R, 2]))
+        first, second = tl.split(tl.reshape(first.to(tl.float32), [BLOCK_T * BLOCK_H, BLOCK_R, 2]))
         y = tl.join(first * cos - second * sin, second * cos + first * sin)
         y = tl.reshape(y, [BLOCK_T * BLOCK_H, 2 * BLOCK_R])
         tl.store(y_rows + column_offsets(offs_x, stride_yd)[None, :], y, mask=mask_x)
     else:
-        first = tl.load(x_rows + column_offsets(offs_r, stride_xd)[None, :], mask=mask_r, other=0.0)
-        second = tl.load(x_rows + column_offsets(R2 + offs_r, stride_xd)[None, :], mask=mask_r, other=0.0)
         first, second = first.to(tl.float32), second.to(tl.float32)
         tl.store(y_rows + column_offsets(offs_r, stride_yd)[None, :], first * cos - second * sin, mask=mask_r)
         tl.store(y_rows + column_offsets(R2 + offs_r, stride_yd)[None, :], second * cos + first * sin, mask=mask_r)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from wavecrest.ops._activation import activate
-from wavecrest.ops._lib import row_offsets
+from wavecrest.ops._lib import allow_next, await_previous, row_offsets
 from wavecrest.ops._quantized import rounded
 from wavecrest.ops._triton import tl, triton
 
@@ -70,28 +70,37 @@ def _widened(values, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _loop_scale(  # type: ignore[no-untyped-def]
-    scales, rows, n, k, M, N, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, GROUP: tl.constexpr
+    scales, rows, n, k, M, N, K, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, GROUP: tl.constexpr
 ):
-    """What the products of one step over K are multiplied by, [BLOCK_M or 1, BLOCK_N or 1]; the step begins at k."""
+    """What the products of one step over K are multiplied by, [BLOCK_M or 1, BLOCK_N or 1]; the step begins at k.
+
+    Nothing is read for a step beyond K.
+    """
     scale_a_ptr, scale_b_ptr, _, stride_sam, stride_sak, stride_sbn, stride_sbk = scales
     scale = tl.full([1, 1], 1.0, tl.float32)
+    # loaded as a column and a row, not as vectors that are made them: to change how they lie over threads, a kernel
+    # would wait for them at once
     if SCALE_A == BLOCK:
-        found = tl.load(scale_a_ptr + rows * stride_sam + (k // SCALE_BLOCK) * stride_sak, mask=rows < M, other=0.0)
-        scale = scale * found[:, None]
+        where = rows * stride_sam + (k // SCALE_BLOCK) * stride_sak
+        scale = scale * tl.load(scale_a_ptr + where[:, None], mask=(rows < M)[:, None] & (k < K), other=0.0)
     if SCALE_B == BLOCK:
         where = (n // SCALE_BLOCK) * stride_sbn + (k // SCALE_BLOCK) * stride_sbk
-        scale = scale * tl.load(scale_b_ptr + where, mask=n < N, other=0.0)[None, :]
+        scale = scale * tl.load(scale_b_ptr + where[None, :], mask=(n < N)[None, :] & (k < K), other=0.0)
     elif SCALE_B == GROUPED:
-        found = tl.load(scale_b_ptr + n * stride_sbn + (k // GROUP) * stride_sbk, mask=n < N, other=0.0)
-        scale = scale * found[None, :]
+        where = n * stride_sbn + (k // GROUP) * stride_sbk
+        scale = scale * tl.load(scale_b_ptr + where[None, :], mask=(n < N)[None, :] & (k < K), other=0.0)
     return scale
 
 
 @triton.jit
-def _zero_points(scales, n, k, N, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The zero points [1, BLOCK_N] of the group of column k, as whole numbers."""
-    _, _, zero_ptr, _, _, stride_sbn, stride_sbk = scales
-    return tl.load(zero_ptr + n * stride_sbn + (k // GROUP) * stride_sbk, mask=n < N, other=8).to(tl.int16)[None, :]
+def _zero_points(scales, n, k, N, K, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The zero points [1, BLOCK_N] of the group of column k, as whole numbers; 8 without them and beyond K."""
+    zero = tl.full([1, 1], 8, tl.int16)
+    if HAS_ZERO:
+        _, _, zero_ptr, _, _, stride_sbn, stride_sbk = scales
+        where = n * stride_sbn + (k // GROUP) * stride_sbk
+        zero = tl.load(zero_ptr + where[None, :], mask=(n < N)[None, :] & (k < K), other=8).to(tl.int16)
+    return zero
 
 
 # whole numbers as 16-bit floats on NVIDIA, four bytes at a time: a number set into the mantissa of 128 (bfloat16) or
@@ -238,13 +247,18 @@ def _accumulated(  # type: ignore[no-untyped-def]
     n = col + up + offs_n
     # sums of integers too are float32 from the first scale on
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if SCALED_STEPS else ACC)
+    # scales are loaded a step ahead, where registers allow: a step is short beside the wait for them
+    ahead = tl.full([1, 1], 1.0, tl.float32)
+    if SCALED_STEPS and (TMA or FORMAT == INT4):
+        ahead = _loop_scale(scales, rows, n, first * BLOCK_K, M, N + up, K, SCALE_A, SCALE_B, GROUP)
     if TMA:
         for step in range(first, last):
             k = step * BLOCK_K
             a_tile = a.load([row, k]) if A_ORDER == BY_K else a.load([k, row]).T
             b_tile = b.load([col + up, k]).T if B_ORDER == BY_K else b.load([k, col + up])
             if SCALED_STEPS:
-                scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
+                scale = ahead
+                ahead = _loop_scale(scales, rows, n, k + BLOCK_K, M, N + up, K, SCALE_A, SCALE_B, GROUP)
                 acc = _step(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
             else:
                 acc = _product(a_tile, b_tile, acc, PRECISION, PTX)
@@ -265,6 +279,7 @@ def _accumulated(  # type: ignore[no-untyped-def]
             a_rows = row_offsets(rows.to(tl.int64), stride_a0, stride_a1, stride_a2, size1, size2, LEADING)[:, None]
         if FORMAT != SHUFFLED:
             b += (col + up).to(tl.int64) * stride_bn
+        zero = _zero_points(scales, n, first * BLOCK_K, N + up, K, HAS_ZERO, GROUP)
         # sums of their own, which do not wait for each other
         chains = ()
         for _ in tl.static_range(CHAINS - 1):
@@ -293,11 +308,10 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     mask=mask_m & (k + k_high < K)[None, :],
                     other=0.0,
                 )
-                zero = tl.full([1, 1], 8, tl.int16)
-                if HAS_ZERO:
-                    zero = _zero_points(scales, n, k, N + up, GROUP)
                 b_low, b_high = _codes(packed, zero, a_low.dtype, HAS_ZERO, PTX)
-                scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
+                zero = _zero_points(scales, n, k + BLOCK_K, N + up, K, HAS_ZERO, GROUP)
+                scale = ahead
+                ahead = _loop_scale(scales, rows, n, k + BLOCK_K, M, N + up, K, SCALE_A, SCALE_B, GROUP)
                 if GROUP % 64 == 0:
                     product = _product(a_low, b_low, tl.zeros(acc.shape, ACC), PRECISION, PTX)
                     # sums of their own, which do not wait for each other
@@ -308,17 +322,16 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     at = tl.minimum(k + 32, K - 1)
                     acc = _step(a_low, b_low, acc, scale, ACC, PRECISION, PTX)
                     if HAS_ZERO:
-                        _, b_high = _codes(
-                            packed, _zero_points(scales, n, at, N + up, GROUP), a_low.dtype, HAS_ZERO, PTX
-                        )
-                    scale = _loop_scale(scales, rows, n, at, M, N + up, SCALE_A, SCALE_B, GROUP)
+                        zero_high = _zero_points(scales, n, at, N + up, K, HAS_ZERO, GROUP)
+                        _, b_high = _codes(packed, zero_high, a_low.dtype, HAS_ZERO, PTX)
+                    scale = _loop_scale(scales, rows, n, at, M, N + up, K, SCALE_A, SCALE_B, GROUP)
                     acc = _step(a_high, b_high, acc, scale, ACC, PRECISION, PTX)
             elif SCALED_STEPS:
                 a_tile, b_tile = _loaded(
                     a, b, a_rows, n, offs_n, k, K, mask_m, mask_n, stride_ak, stride_bk, stride_bn,
                     FORMAT, EVEN_K, WIDE, BLOCK_K,
                 )  # fmt: skip
-                scale = _loop_scale(scales, rows, n, k, M, N + up, SCALE_A, SCALE_B, GROUP)
+                scale = _loop_scale(scales, rows, n, k, M, N + up, K, SCALE_A, SCALE_B, GROUP)
                 acc = _step(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
             else:
                 a_tile, b_tile = _loaded(
@@ -487,7 +500,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     XCDS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr,
-    PTX: tl.constexpr, CHAINS: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr, CHAINS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Tiles [BLOCK_M, BLOCK_N], one a program or, PERSISTENT, every `programs`-th; `steps` of BLOCK_K a part of K."""
@@ -503,6 +516,8 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     begin = spread(tl.program_id(0), tl.num_programs(0), XCDS)
     batch = tl.program_id(1)
+    # `_sum_kernel`
+    allow_next(PDL and SPLIT_K > 1)
     if PERSISTENT:
         for index in range(begin, tiles_m * tiles_n * SPLIT_K, tl.num_programs(0)):
             _tile(
@@ -525,9 +540,11 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     part_ptr, c_ptr, bias_ptr, residual_ptr, scale_a_ptr, scale_b_ptr, out_scale_ptr, M, n_units, tiles_n, splits,
     stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr, LARGEST: tl.constexpr, ALIGN_N: tl.constexpr, SUM_M: tl.constexpr, SUM_N: tl.constexpr,
+    RESIDUAL: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr, ALIGN_N: tl.constexpr,
+    SUM_M: tl.constexpr, SUM_N: tl.constexpr,
 ):  # fmt: skip
     """The parts [splits, batch, M, N] of a split product, added in their order, and finished."""
+    await_previous(PDL)
     N = n_units * ALIGN_N
     batch = tl.program_id(1)
     rows = (tl.program_id(0) // tiles_n) * SUM_M + tl.arange(0, SUM_M)
@@ -572,7 +589,7 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
     LEADING: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
-    XCDS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
+    XCDS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all steps of all tiles a program (stream-K: Osama et al., 2023), for any number of programs.
@@ -593,6 +610,8 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
     program = spread(tl.program_id(0), tl.num_programs(0), XCDS)
     batch = tl.program_id(1)
     begin, end = share_of(program, tl.num_programs(0), tiles_m * tiles_n, steps)
+    # `_join_kernel`
+    allow_next(PDL)
     at = begin
     while at < end:
         index = (at // steps).to(tl.int32)
@@ -624,13 +643,14 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     M, n_units, tiles_m, tiles_n, steps, splits,
     stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr, LARGEST: tl.constexpr, ALIGN_N: tl.constexpr, GROUP_M: tl.constexpr,
+    RESIDUAL: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr, ALIGN_N: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The tiles that several of the `splits` programs of `_stream_k_kernel` had steps of, added in their order.
 
     A program a boundary between shares; the first boundary inside a tile does the whole tile.
     """
+    await_previous(PDL)
     N = n_units * ALIGN_N
     program = tl.program_id(0) + 1
     batch = tl.program_id(1)
@@ -669,7 +689,7 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
     ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr,
     EVEN_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-    LARGEST: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+    LARGEST: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a times BLOCK_N columns of b, both contiguous along K, without matrix instructions.
@@ -698,6 +718,8 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
         sums_up = sums_up + (nothing,)  # type: ignore[assignment]
     first = split * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
+    # `_sum_kernel`
+    allow_next(PDL and SPLIT_K > 1)
     # told so, as without matrix instructions it would load nothing ahead
     for step in tl.range(first, last, num_stages=STAGES):
         k = step * BLOCK_K + offs_k[None, :]

@@ -229,6 +229,13 @@ def _assembles(arch: Arch | None) -> bool:
     return arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
 
 
+def _overlaps(arch: Arch | None) -> bool:
+    """True where a kernel may start before the one in front of it has ended."""
+    nvidia = arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
+    # Inductor (torch 2.11) does not know the option
+    return nvidia and not torch.compiler.is_compiling()
+
+
 def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
     """Sizes and constants that the kernels over tiles share; sizes without the steps, which come before size1."""
     how, config_k = walk(given), config["BLOCK_K"]
@@ -263,6 +270,7 @@ def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple
         "ACC": tl.int32 if given.integers else tl.float32,
         "XCDS": 1 if arch is None else arch.xcds,
         "PTX": _assembles(arch),
+        "PDL": _overlaps(arch),
     }
     return (how.size1, how.size2, *how.a_strides, *how.b_strides), constants, how
 
@@ -320,6 +328,11 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
     return Plan(first, shape, _sum(given, y, parts, split, arch))
 
 
+def _after(warps: int, overlaps: bool) -> Config:
+    """The options of a second launch, which with programmatic dependent launch starts while the first runs."""
+    return Config(num_warps=warps, **({"launch_pdl": 1} if overlaps else {}))
+
+
 def _sum(given: Operands, y: Tensor, parts: Tensor, split: int, arch: Arch | None) -> _rows.Launch:
     (sam, _, sbn, _, *rest), finish = _common(given)
     bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
@@ -328,6 +341,7 @@ def _sum(given: Operands, y: Tensor, parts: Tensor, split: int, arch: Arch | Non
     finish |= {
         name: kind if kind <= SCALES["vector"] else 0 for name, kind in finish.items() if name in ("SCALE_A", "SCALE_B")
     }
+    overlaps = _overlaps(arch)
     return _rows.Launch(
         _sum_kernel,
         (given.M * across, given.batches),
@@ -335,9 +349,9 @@ def _sum(given: Operands, y: Tensor, parts: Tensor, split: int, arch: Arch | Non
             parts, y, bias, residual, scale_a, scale_b, out_scale, given.M, given.N // align_n, across, split,
             sam, sbn, *rest,
         ),
-        {**finish, "ALIGN_N": align_n, "SUM_M": 1, "SUM_N": SUM_COLUMNS},
+        {**finish, "PDL": overlaps, "ALIGN_N": align_n, "SUM_M": 1, "SUM_N": SUM_COLUMNS},
         # four float32 a thread: one access of 16 bytes
-        Config(num_warps=SUM_COLUMNS // 4 // (32 if arch is None else arch.wave_size)),
+        _after(SUM_COLUMNS // 4 // (32 if arch is None else arch.wave_size), overlaps),
     )  # fmt: skip
 
 
@@ -378,8 +392,11 @@ def stream(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch
             parts, y, bias, residual, scale_a, scale_b, out_scale, given.M, given.N // align_n, tiles_m, tiles_n, steps,
             programs, sam, sbn, *rest,
         ),
-        {**finish, "ALIGN_N": align_n, "GROUP_M": config["GROUP_M"], "BLOCK_M": m, "BLOCK_N": n},
-        Config(num_warps=config["num_warps"]),
+        {
+            **finish, "PDL": constants["PDL"], "ALIGN_N": align_n, "GROUP_M": config["GROUP_M"],
+            "BLOCK_M": m, "BLOCK_N": n,
+        },
+        _after(config["num_warps"], constants["PDL"]),
     )  # fmt: skip
     return Plan(first, (given.batches, programs, 2, m, n), second)
 
@@ -452,7 +469,7 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
         ),
         {
             **finish, "ROWS": given.M, "ALIGN": how.align, "ALIGN_N": align_n,
-            "EVEN_K": given.K % config["BLOCK_K"] == 0, "STAGES": config["num_stages"],
+            "EVEN_K": given.K % config["BLOCK_K"] == 0, "STAGES": config["num_stages"], "PDL": _overlaps(arch),
         },
         config,
     )  # fmt: skip

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 
 # programs a unit that K is split for, by regime
-FEW_PROGRAMS, SOME_PROGRAMS, MORE_PROGRAMS = (1, 2, 4), (1, 2), (1,)
+FEW_PROGRAMS, SOME_PROGRAMS, MORE_PROGRAMS = (1, 2, 4), (1, 2, 4), (1,)
 
 _NVIDIA_FEW = (
     Tile(16, 16, 256, 2, 4), Tile(16, 16, 512, 4, 3), Tile(16, 32, 128, 2, 5), Tile(16, 32, 128, 4, 6),
@@ -77,6 +77,7 @@ _NVIDIA_256 = (
     Tile(128, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4), Tile(64, 128, 128, 4, 3), Tile(64, 256, 64, 4, 4),
     Tile(128, 64, 128, 4, 3), Tile(64, 128, 64, 4, 4), Tile(64, 64, 128, 4, 4), Tile(128, 64, 64, 4, 4),
     Tile(128, 128, 128, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(256, 128, 64, 8, 3),
+    Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 6), Tile(256, 64, 64, 8, 4), Tile(64, 128, 128, 4, 4),
 )  # fmt: skip
 _NVIDIA_MORE = (
     Tile(128, 256, 64, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4),
