@@ -181,6 +181,18 @@ def test_split_rows(case: str, variant: str, device: str) -> None:
     assert_variant(variant, "triton", make, dtype, narrow(variant, block, dtype, packed=case == "odd-four"))
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_threads_of_a_split_row_hold_different_words(arch: str) -> None:
+    # what two of them hold of one word need not be the same when the last look ends
+    split = 0
+    for op in ROW_OPS:
+        for launch in (registry.get(op).compile_cases or (lambda _: {}))(ARCHS[arch]).values():
+            if launch.constants["PARTS"] > 1:
+                split += 1
+                assert launch.constants["PARTS"] >= launch.config["num_warps"] * ARCHS[arch].wave_size, op
+    assert split > 10
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("block_m", [1, 4])
 def test_packed_rows_and_several_rows_a_program(block_m: int, variant: str, device: str) -> None:

@@ -91,13 +91,24 @@ def launch(
             "LEADING": leading,
             "ALIGN": align,
             "EVEN": columns % config["BLOCK_N"] == 0,
-            "PARTS": _rows.power_of_two(parts),
+            "PARTS": _words(parts, config, arch),
             "FINITE": given.kind in ("rms", "layer") and (arch is None or arch.vendor == "nvidia"),
             "PATIENCE": _rows.patience(),
             "ATOMIC": parts > 1 and arch in LOADS_ARE_CACHED,
         },
         config,
     )
+
+
+def _words(parts: int, config: Config, arch: Arch | None) -> int:
+    """Words that a program of a split row looks at: no fewer than it has threads.
+
+    Triton keeps fewer elements than threads several times over. Copies that were loaded when the last part was just
+    about to be published would differ, and with them what the program's warps do next.
+    """
+    if parts == 1:
+        return 1
+    return max(_rows.power_of_two(parts), config["num_warps"] * (32 if arch is None else arch.wave_size))
 
 
 def _rounding(how: Quantization | None) -> int:
