@@ -118,14 +118,17 @@ def test_the_final_times_long_and_keeps_samples() -> None:
     ("times", "winner", "reason"),
     [
         ({"native": 2.0, "default": 1.5, "a": 1.0}, "a", "the fastest of 3"),
-        # within one percent: the incumbent
+        # within one percent: an incumbent
         ({"native": 2.0, "default": 1.008, "a": 1.0}, "default", "a tie with the fastest (1.008× [1.008, 1.008])"),
         ({"native": 1.008, "default": 1.5, "a": 1.0}, "native", "goes to the native"),
-        ({"native": 1.003, "default": 1.008, "a": 1.0}, "default", "goes to the default"),
+        # both: the faster of them
+        ({"native": 1.003, "default": 1.008, "a": 1.0}, "native", "goes to the native"),
+        ({"native": 1.008, "default": 1.003, "a": 1.0}, "default", "goes to the default"),
+        ({"native": 1.003, "default": 1.003, "a": 1.0}, "default", "goes to the default"),
         # a tie of default and native, far behind
         ({"native": 2.0, "default": 2.0, "a": 1.0}, "a", "the fastest"),
         ({"native": 1.0, "default": 1.2, "a": 1.1}, "native", "native, and the fastest of 3"),
-        ({"native": 1.0, "default": 1.005, "a": 1.1}, "default", "goes to the default"),
+        ({"native": 1.0, "default": 1.005, "a": 1.1}, "native", "native, and the fastest of 3"),
         ({"native": 1.2, "default": 1.0, "a": 1.1}, "default", "default, and the fastest of 3"),
         ({"native": 1.02, "default": 1.02, "a": 1.0}, "a", "the fastest"),
         ({"native": 1.0}, "native", "the fastest of 1"),

@@ -128,23 +128,32 @@ def final(
 
 
 def judge(entrants: Sequence[Entrant]) -> Judgement:
-    """The winner of a final: the fastest, unless its lead over the default, or else over native, may be nothing.
+    """The winner of a final: the fastest, unless its lead over the default, or over native, may be nothing.
 
-    A lead is something if the lower end of the 95 % interval of the paired speed-up is above 1 + TIE.
+    A lead is something if the lower end of the 95 % interval of the paired speed-up is above 1 + TIE. Where neither is
+    behind by more, the faster of both wins, so that a default that native beats by less is not shipped as measured.
     """
     if not entrants:
         return Judgement(None, "no candidate was found right and could be timed")
-    best = min(entrants, key=lambda entrant: statistics.median(entrant.series))
+    best = min(entrants, key=_median)
+    tied = []
     for role in ("default", "native"):
         incumbent = next((entrant for entrant in entrants if entrant.row.role == role), None)
         if incumbent is None:
             continue
         if incumbent is best:
-            return Judgement(best, f"{role}, and the fastest of {len(entrants)} in the final")
+            tied.append(Judgement(best, f"{role}, and the fastest of {len(entrants)} in the final"))
+            continue
         speedup, ci = timing.bootstrap_speedup([(incumbent.series, best.series)])
         if ci.low <= 1 + TIE:
-            return Judgement(incumbent, f"a tie with the fastest ({speedup:.3f}× {ci}) goes to the {role}")
+            tied.append(Judgement(incumbent, f"a tie with the fastest ({speedup:.3f}× {ci}) goes to the {role}"))
+    if tied:
+        return min(tied, key=lambda judgement: _median(judgement.winner))
     return Judgement(best, f"the fastest of {len(entrants)} in the final")
+
+
+def _median(entrant: Entrant | None) -> float:
+    return math.inf if entrant is None else statistics.median(entrant.series)
 
 
 def against(native: Entrant | None, winner: Entrant) -> tuple[float | None, Interval | None]:
