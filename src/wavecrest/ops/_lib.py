@@ -110,6 +110,10 @@ def await_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
 # rows that are split over several programs: each publishes what it found in its columns and collects the others'.
 # A slot is one 64-bit word, so that values and readiness arrive together; 0 means not there yet.
 
+# how a program looks at them: NVIDIA's compiler has loads go past its caches where they are volatile (and triton 3.9
+# refuses to be told twice), AMD's where they say so; or by atomic instructions
+VOLATILE, UNCACHED, ATOMIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 
 @triton.jit
 def publish(slots_ptr, part, first, second):  # type: ignore[no-untyped-def]
@@ -123,31 +127,32 @@ def publish(slots_ptr, part, first, second):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def collect(  # type: ignore[no-untyped-def]
-    slots_ptr, parts, zero, PARTS: tl.constexpr, PATIENCE: tl.constexpr, ATOMIC: tl.constexpr
+    slots_ptr, parts, zero, PARTS: tl.constexpr, PATIENCE: tl.constexpr, LOOK: tl.constexpr
 ):
     """The words [PARTS] of all parts; after PATIENCE looks those that are missing are 0, for the caller to work out.
 
-    ATOMIC: look by atomic instructions, where loads cannot be told to go past the caches of a compute unit.
+    LOOK: how words are loaded past caches that the writer does not share.
     """
     index = tl.arange(0, PARTS)
-    words = _look(slots_ptr, index, parts, ATOMIC)
+    words = _look(slots_ptr, index, parts, LOOK)
     looks = 0
     while (tl.min((words != 0).to(tl.int32), axis=0) == 0) & (looks < PATIENCE):
         # the address changes with every look as far as the compiler knows: on gfx942 it takes a load that nothing in
         # the loop writes to out of it, volatile or not (triton 3.6), and waits for nothing
-        words = _look(slots_ptr + (looks & zero), index, parts, ATOMIC)
+        words = _look(slots_ptr + (looks & zero), index, parts, LOOK)
         looks += 1
     return words
 
 
 @triton.jit
-def _look(slots_ptr, index, parts, ATOMIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    if ATOMIC:
+def _look(slots_ptr, index, parts, LOOK: tl.constexpr):  # type: ignore[no-untyped-def]
+    if LOOK == ATOMIC:
         found = tl.atomic_or(slots_ptr + index, tl.zeros(index.shape, tl.int64), mask=index < parts, sem="relaxed")
         words = tl.where(index < parts, found, -1)
-    else:
-        # past caches that the writer does not share: volatile says so to NVIDIA's compiler, .cv to AMD's
+    elif LOOK == UNCACHED:
         words = tl.load(slots_ptr + index, mask=index < parts, other=-1, cache_modifier=".cv", volatile=True)
+    else:
+        words = tl.load(slots_ptr + index, mask=index < parts, other=-1, volatile=True)
     return words
 
 

@@ -187,7 +187,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     FINITE: tl.constexpr,
     PATIENCE: tl.constexpr,
-    ATOMIC: tl.constexpr,
+    LOOK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr,
@@ -228,7 +228,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     own = first
     if KIND >= RMS and PARTS > 1:
         publish(slots, part, tl.sum(first, axis=0), tl.sum(second, axis=0))
-        words = collect(slots, parts, zero, PARTS, PATIENCE, ATOMIC)
+        words = collect(slots, parts, zero, PARTS, PATIENCE, LOOK)
         if tl.min((words != 0).to(tl.int32), axis=0) == 0:
             # waited too long for parts that may not have started: work out their share, and wait no more
             for other in range(parts):
@@ -292,7 +292,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         if PARTS > 1 and not PEAKED:
             found = tl.max(peak, axis=0).to(tl.float32, bitcast=True)
             publish(slots + parts, part, found, found)
-            words = collect(slots + parts, parts, zero, PARTS, PATIENCE, ATOMIC)
+            words = collect(slots + parts, parts, zero, PARTS, PATIENCE, LOOK)
             if tl.min((words != 0).to(tl.int32), axis=0) == 0:
                 for other in range(parts):
                     other_cols = other * BLOCK_N + offs_n

@@ -94,7 +94,7 @@ def launch(
             "PARTS": _words(parts, config, arch),
             "FINITE": given.kind in ("rms", "layer") and (arch is None or arch.vendor == "nvidia"),
             "PATIENCE": _rows.patience(),
-            "ATOMIC": parts > 1 and arch in LOADS_ARE_CACHED,
+            "LOOK": _look(arch) if parts > 1 else 0,
         },
         config,
     )
@@ -109,6 +109,13 @@ def _words(parts: int, config: Config, arch: Arch | None) -> int:
     if parts == 1:
         return 1
     return max(_rows.power_of_two(parts), config["num_warps"] * (32 if arch is None else arch.wave_size))
+
+
+def _look(arch: Arch | None) -> int:
+    """How split rows look at slots: `_lib.VOLATILE`, UNCACHED or ATOMIC."""
+    if arch is None or arch.vendor == "nvidia":
+        return 0
+    return 2 if arch in LOADS_ARE_CACHED else 1
 
 
 def _rounding(how: Quantization | None) -> int:

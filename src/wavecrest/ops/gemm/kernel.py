@@ -157,11 +157,13 @@ BYTES_FP16 = _assembly(_SPREAD + _BYTES_FP16, "2", ONE="0x3C003C00", OFF="0xE480
 def _codes(packed, zero, TYPE: tl.constexpr, HAS_ZERO: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
     """The low and the high 4-bit codes of bytes [rows, BLOCK_N] less their zero points [1, BLOCK_N] or 8, in TYPE."""
     if PTX and not HAS_ZERO and tl.bfloat16 == TYPE:
-        types: tl.constexpr = (tl.bfloat16, tl.bfloat16)
-        low, high = tl.inline_asm_elementwise(CODES_BF16, "=r,=r,=r,=r,r", [packed], types, is_pure=True, pack=4)
+        low, high = tl.inline_asm_elementwise(
+            CODES_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
     elif PTX and not HAS_ZERO and tl.float16 == TYPE:
-        halves: tl.constexpr = (tl.float16, tl.float16)
-        low, high = tl.inline_asm_elementwise(CODES_FP16, "=r,=r,=r,=r,r", [packed], halves, is_pure=True, pack=4)
+        low, high = tl.inline_asm_elementwise(
+            CODES_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), is_pure=True, pack=4
+        )
     else:
         low = _widened((packed & 15).to(tl.int16) - zero, TYPE)
         high = _widened((packed >> 4).to(tl.int16) - zero, TYPE)
