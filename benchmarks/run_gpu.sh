@@ -42,7 +42,7 @@ for part in "${parts[@]}"; do
         "$python" -m wavecrest tune "${TUNE:-gemm}" --suite shared --device cuda --budget "${TUNE_BUDGET:-480}" \
             --out "$out/tune.json" --table "$out/table.csv" 2>&1 | tee "$out/tune.log"
         ;;
-    sanitize) PYTHON=$python scripts/sanitize --out "$out/sanitize.json" 2>&1 | tee "$out/sanitize.log" ;;
+    sanitize) PYTHON=$python scripts/sanitize --budget "${SANITIZE_BUDGET:-480}" --out "$out/sanitize.json" 2>&1 | tee "$out/sanitize.log" ;;
     bench)
         # one file for all ops (or those in BENCH); `wavecrest bench --from FILE --split DIR` makes one an op, with a plot
         "$python" -m wavecrest bench ${BENCH:---all-ops} --suite shared --device cuda --budget "${BENCH_BUDGET:-480}" \

@@ -1,19 +1,20 @@
 """compute-sanitizer over every op with a Triton kernel: memcheck, racecheck and initcheck, each with a planted bug.
 
-    scripts/sanitize [--out FILE] [--ops rms_norm,softmax] [--tools memcheck] [--jobs 4]
+    scripts/sanitize [--out FILE] [--ops rms_norm,softmax] [--tools memcheck] [--jobs 4] [--budget 300]
 
 Every op runs a few odd shapes, dtypes and strides, its results are compared with its reference, and nothing else runs
 on the GPU: inputs are made on the CPU and copied, so that all that a tool reports is about our kernels (a filter by
 kernel name would hide from initcheck what other kernels have written). torch's caching allocator is off, as it would
 put tensors beside each other inside one allocation. Each tool must also find a bug that is planted for it; one that
-does not is not trusted. The ops are shared out over several processes a tool, and the tools run side by side:
-racecheck alone would take minutes.
+does not is not trusted. An op is a process of its own, several run side by side, and the tools too: racecheck alone
+would take minutes. What did not end in time is named.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -214,8 +215,8 @@ def verdict(code: int, text: str) -> dict[str, Any]:
     return {**result, "verdict": "clean"}
 
 
-def check(run: Callable[[list[str]], tuple[int, str]], tool: str, shares: list[list[str]]) -> dict[str, Any]:
-    """One tool: the bug planted for it, and the ops, a process for each share of their names.
+def check(run: Callable[[list[str]], tuple[int, str]], tool: str, ops: list[str], jobs: int) -> dict[str, Any]:
+    """One tool: the bug planted for it, and the ops, `jobs` processes at a time.
 
     `run` takes the command line after the tool's path.
     """
@@ -224,32 +225,36 @@ def check(run: Callable[[list[str]], tuple[int, str]], tool: str, shares: list[l
     # of this project alone, by the end of their names: with PyTorch's too racecheck does not come to an end
     options += ["--kernel-regex", "kns=_kernel"] if tool == "racecheck" else []
     begin = time.perf_counter()
-    commands = [["--plant", tool], *(child(share) for share in shares)]
-    with ThreadPoolExecutor(len(commands)) as pool:
+    commands = [["--plant", tool], *(child(name) for name in ops)]
+    with ThreadPoolExecutor(jobs) as pool:
         (_, text), *said = pool.map(lambda command: run([*options, sys.executable, __file__, *command]), commands)
     found = (_found(text) or 0) > 0
-    result = merged([verdict(*words) for words in said])
+    result = merged({name: verdict(*words) for name, words in zip(ops, said, strict=True)})
     if not found:
         last = (text.strip().splitlines() or ["no output"])[-1]
         result["verdict"] = f"not trusted: it did not find the planted bug ({last}); otherwise {result['verdict']}"
     return {**result, "planted_bug": "found" if found else "missed", "seconds": round(time.perf_counter() - begin, 1)}
 
 
-def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The verdicts of a tool's processes as one: clean only if all are."""
-    counted = [part["errors"] for part in parts if part["errors"] is not None]
+def merged(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The verdicts of a tool on ops as one: clean only if all are."""
+    counted = [part["errors"] for part in parts.values() if part["errors"] is not None]
     result: dict[str, Any] = {"errors": sum(counted) if counted else None}
-    result["cases"] = sum(part.get("cases", 0) for part in parts)
-    said = dict.fromkeys(part["verdict"] for part in parts if part["verdict"] != "clean")
-    lines = [line for part in parts for line in part.get("lines", [])]
+    result["cases"] = sum(part.get("cases", 0) for part in parts.values())
+    said: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        if part["verdict"] != "clean":
+            said.setdefault(part["verdict"], []).append(name)
+    lines = [line for part in parts.values() for line in part.get("lines", [])]
     if lines:
         result["lines"] = lines[:80]
-    return {**result, "verdict": "; ".join(said) or "clean"}
+    words = "; ".join(f"{what} ({', '.join(names)})" for what, names in said.items())
+    return {**result, "verdict": words or "clean"}
 
 
-def child(ops: list[str]) -> list[str]:
-    """The arguments with which this script runs ops in a process of its own."""
-    return ["--child", "--ops", ",".join(ops)]
+def child(op: str) -> list[str]:
+    """The arguments with which this script runs an op in a process of its own."""
+    return ["--child", "--ops", op]
 
 
 def main() -> int:
@@ -258,7 +263,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the verdicts to this JSON file")
     parser.add_argument("--ops", default="", help="names of ops, separated by commas; default: all with a kernel")
     parser.add_argument("--tools", default=",".join(TOOLS), help="some of memcheck, racecheck, initcheck")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one process of a tool")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one op under a tool")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for everything")
     parser.add_argument("--jobs", type=int, default=4, help="processes a tool")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--plant", choices=TOOLS, help=argparse.SUPPRESS)
@@ -281,23 +287,26 @@ def main() -> int:
     except WavecrestError as error:
         sys.stderr.write(f"sanitize: {error}\n")
         return error.exit_code
-    shares = [share for share in (ops[start :: arguments.jobs] for start in range(arguments.jobs)) if share]
-    # without a tool first: it compiles every kernel into Triton's cache, and shows wrong results for what they are
-    plain: dict[str, Any] = {}
-    with ThreadPoolExecutor(len(shares)) as pool:
-        commands = [[sys.executable, __file__, *child(share)] for share in shares]
-        for share, (code, text) in zip(
-            shares, pool.map(lambda command: _child(command, arguments.timeout), commands), strict=True
-        ):
-            did_not = {name: [f"did not finish: exit code {code}", *text.splitlines()[-20:]] for name in share}
-            plain |= _ran(text) or did_not
+    deadline = time.perf_counter() + arguments.budget
 
-    def run(options: list[str]) -> tuple[int, str]:
-        return _child([sanitizer, *options], arguments.timeout)
+    def within(command: list[str]) -> tuple[int, str]:
+        left = deadline - time.perf_counter()
+        return _child(command, min(arguments.timeout, left)) if left > 0 else (-1, "no time left of the budget")
 
     names = arguments.tools.split(",")
+    # without a tool first: it compiles every kernel into Triton's cache, and shows wrong results for what they are
+    plain: dict[str, Any] = {}
+    with ThreadPoolExecutor(arguments.jobs * len(names)) as pool:
+        alone = pool.map(lambda name: within([sys.executable, __file__, *child(name)]), ops)
+        for name, (code, text) in zip(ops, alone, strict=True):
+            did_not = [f"did not finish: exit code {code}", *text.splitlines()[-20:]]
+            plain |= _ran(text) or {name: did_not}
+
+    def one(tool: str) -> dict[str, Any]:
+        return check(lambda options: within([sanitizer, *options]), tool, ops, arguments.jobs)
+
     with ThreadPoolExecutor(len(names)) as pool:
-        tools = dict(zip(names, pool.map(lambda tool: check(run, tool, shares), names), strict=True))
+        tools = dict(zip(names, pool.map(one, names), strict=True))
     for tool, row in tools.items():
         sys.stdout.write(f"{tool}: {row['verdict']} ({row['cases']} cases, {row['seconds']} s)\n")
     result = {

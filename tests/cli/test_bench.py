@@ -242,6 +242,26 @@ def test_ops_files(rounds: dict[str, float], tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_is_interrupted_leaves_the_ops_that_are_done(
+    rounds: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wavecrest.bench import ops
+
+    real, done = ops._bench_op, []
+
+    def until_the_second(op: registry.Op, *args: Any) -> records.OpBench:
+        done.append(op.name)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        return real(op, *args)
+
+    monkeypatch.setattr(ops, "_bench_op", until_the_second)
+    target = tmp_path / "a.json"
+    arguments = ["rms_norm", "layer_norm", "--suite", "quick", "--peers", "none", "--device", "cpu", "-o", str(target)]
+    assert main.main(["bench", *arguments]) == 130
+    assert [bench.op for bench in records.load_as(target, records.OpBenchRecord).ops] == ["rms_norm"]
+
+
 def test_all_ops_are_all(rounds: dict[str, float], tmp_path: Path) -> None:
     arguments = ["--all-ops", "--suite", "quick", "--peers", "none", "--device", "cpu", "--case", "16x"]
     assert main.main(["bench", *arguments, "-o", str(tmp_path / "a.json")]) == 0

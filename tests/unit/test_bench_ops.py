@@ -334,6 +334,14 @@ def test_progress(double: Op, timer: Timer) -> None:
     ]  # fmt: skip
 
 
+def test_the_record_so_far_after_each_op(double: Op, timer: Timer) -> None:
+    seen: list[records.OpBenchRecord] = []
+    settings = ops.Settings(suite="quick", peers=(), matching="bf16")
+    whole = ops.bench_ops(["double", "rms_norm"], hardware.cpu(), settings, on_op=seen.append)
+    assert [[op.op for op in record.ops] for record in seen] == [["double"], ["double", "rms_norm"]]
+    assert seen[1].ops == whole.ops and seen[0].ops == whole.ops[:1]
+
+
 # --- records
 
 

@@ -75,12 +75,12 @@ def test_a_tool_must_find_a_planted_bug(sanitize: ModuleType, planted: int, verd
         commands.append(command)
         return (99, f"========= ERROR SUMMARY: {planted} errors") if "--plant" in command else (0, text())
 
-    result = sanitize.check(run, "memcheck", [["rms_norm"], ["softmax", "rope"]])
+    result = sanitize.check(run, "memcheck", ["rms_norm", "rope"], 2)
     assert result["verdict"].startswith(verdict) and result["cases"] == 14
     assert result["planted_bug"] == ("found" if planted else "missed")
     assert [command[:2] for command in commands] == [["--tool", "memcheck"]] * 3
     ends = sorted(command[-2:] for command in commands)
-    assert ends == [["--ops", "rms_norm"], ["--ops", "softmax,rope"], ["--plant", "memcheck"]]
+    assert ends == [["--ops", "rms_norm"], ["--ops", "rope"], ["--plant", "memcheck"]]
     assert sum("--child" in command for command in commands) == 2
 
 
@@ -88,11 +88,41 @@ def test_one_bad_process_is_the_verdict_of_its_tool(sanitize: ModuleType) -> Non
     clean = sanitize.verdict(0, text())
     bad = sanitize.verdict(99, text(summary="ERROR SUMMARY: 3 errors"))
     lost = sanitize.verdict(-1, "did not end within 300 s")
-    assert sanitize.merged([clean, clean]) == {"errors": 0, "cases": 14, "verdict": "clean"}
-    both = sanitize.merged([clean, bad, bad, lost])
-    assert both["verdict"] == "3 errors; did not finish: did not end within 300 s"
+    assert sanitize.merged({"a": clean, "b": clean}) == {"errors": 0, "cases": 14, "verdict": "clean"}
+    both = sanitize.merged({"a": clean, "b": bad, "c": bad, "d": lost})
+    assert both["verdict"] == "3 errors (b, c); did not finish: did not end within 300 s (d)"
     assert (both["errors"], both["cases"]) == (6, 21) and len(both["lines"]) > 2
-    assert sanitize.merged([lost])["errors"] is None
+    assert sanitize.merged({"a": lost})["errors"] is None
+
+
+def test_the_budget_ends_it_with_what_is_known(
+    sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = [0.0]
+
+    def child(command: list[str], timeout: float) -> tuple[int, str]:
+        assert 0 < timeout <= 60
+        if "--version" in command:
+            return 0, "version 2025.3"
+        # rope alone takes all there is
+        clock[0] += timeout if "rope" in command else 1.0
+        if "--plant" in command:
+            return 99, "========= ERROR SUMMARY: 1 errors"
+        return 0, text({command[-1]: FINE["rms_norm"]})
+
+    monkeypatch.setattr(sanitize, "find_tool", lambda: "/cs")
+    monkeypatch.setattr(sanitize, "_child", child)
+    monkeypatch.setattr(sanitize.time, "perf_counter", lambda: clock[0])
+    target = tmp_path / "sanitize.json"
+    options = ["--ops", "rms_norm,rope,softmax", "--tools", "memcheck", "--jobs", "1", "--budget", "64"]
+    monkeypatch.setattr(sys, "argv", ["sanitize_ops.py", *options, "--timeout", "60", "--out", str(target)])
+    assert sanitize.main() == 2
+    written = json.loads(target.read_text())
+    # an op was checked before the time was over
+    verdict = "did not finish: no time left of the budget (rope, softmax)"
+    assert written["tools"]["memcheck"] | {"lines": []} == {
+        "errors": 0, "cases": 7, "verdict": verdict, "planted_bug": "found", "seconds": 2.0, "lines": [],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "sliced", "permuted"])
@@ -199,7 +229,7 @@ def test_one_file_with_a_verdict_a_tool(
     assert sanitize.main() == code
     written = json.loads(target.read_text())
     assert list(written["tools"]) == ["memcheck", "racecheck", "initcheck"]
-    assert written["tools"]["racecheck"]["verdict"] == ("1 errors" if code else "clean")
+    assert written["tools"]["racecheck"]["verdict"] == ("1 errors (rms_norm)" if code else "clean")
     assert written["tools"]["initcheck"]["verdict"] == "clean"
     assert written["ops"] == FINE and written["sanitizer"] == ["version 2025.3"]
     assert written["header"]["versions"]["torch"] == torch.__version__

@@ -38,6 +38,8 @@ CODE_STEPS, CODE_SHARE, PEER_CODE_SHARE = 1, 0.01, 1.0
 
 # (op, case, index of the case, number of cases), before each case
 OnCase = Callable[[str, str, int, int], None]
+# the record so far, after each op
+OnOp = Callable[[records.OpBenchRecord], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ def bench_ops(
     *,
     command: str | None = None,
     on_case: OnCase | None = None,
+    on_op: OnOp | None = None,
 ) -> records.OpBenchRecord:
     """Measure ops over a suite of cases.
 
@@ -79,6 +82,7 @@ def bench_ops(
             after which no case is started: those left out are in the record with that reason.
         command: for the record's header; None takes this process's.
         on_case: called before each case.
+        on_op: called after each op with the record so far.
 
     Raises:
         InvalidArgument: an unknown op, suite, dtype or peer, or no case has `matching` in its name.
@@ -95,6 +99,16 @@ def bench_ops(
     deadline = time.perf_counter() + settings.budget
     done = 0
     benches: list[records.OpBench] = []
+
+    def record() -> records.OpBenchRecord:
+        return records.OpBenchRecord(
+            header=records.header(device, command=command),
+            suite=settings.suite,
+            peers=versions,
+            missing=missing,
+            ops=list(benches),
+        )
+
     with torch.no_grad():
         for op, found in work:
             if not found:
@@ -106,13 +120,9 @@ def bench_ops(
 
             benches.append(_bench_op(op, found, target, tuple(versions), settings.seconds, deadline, before))
             done += len(found)
-    return records.OpBenchRecord(
-        header=records.header(device, command=command),
-        suite=settings.suite,
-        peers=versions,
-        missing=missing,
-        ops=benches,
-    )
+            if on_op is not None:
+                on_op(record())
+    return record()
 
 
 def _bench_op(

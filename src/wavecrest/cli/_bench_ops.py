@@ -15,7 +15,7 @@ from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument, OutputError, Regression
 
 if TYPE_CHECKING:
-    from wavecrest.bench.ops import OnCase, Settings
+    from wavecrest.bench.ops import OnCase, OnOp, Settings
     from wavecrest.records import ImplTiming, OpBench, OpBenchRecord, OpCase
 
 # what "a large tensor" and "a wide row" are in the summary
@@ -47,6 +47,13 @@ class Targets:
             plot.check(Path("plot.svg"))
             records.prepare_folder(self.split)
 
+    def keep(self, record: OpBenchRecord) -> None:
+        """Write the record of the ops so far, where a record goes."""
+        from wavecrest import records
+
+        if self.output is not None:
+            records.save(record, self.output)
+
     def write(self, record: OpBenchRecord, source: Path | None = None) -> list[Path]:
         """Write everything; returns what was written. `source` is where the record was read from."""
         from wavecrest import records
@@ -77,7 +84,12 @@ def _named(path: Path | None) -> str:
 
 
 def run_ops(
-    names: list[str], settings: Settings, *, device: str | None = None, on_case: OnCase | None = None
+    names: list[str],
+    settings: Settings,
+    *,
+    device: str | None = None,
+    on_case: OnCase | None = None,
+    on_op: OnOp | None = None,
 ) -> OpBenchRecord:
     """Measure ops beside their peers.
 
@@ -85,6 +97,8 @@ def run_ops(
         names: ops by name; empty takes all.
         settings: see `wavecrest.bench.ops.Settings`.
         device: as for `wavecrest.hardware.detect`.
+        on_case: called before each case.
+        on_op: called after each op with the record so far.
 
     Raises:
         InvalidArgument: an unknown op, suite, peer or dtype, or times that are not above zero.
@@ -96,11 +110,11 @@ def run_ops(
     from wavecrest import hardware, registry
     from wavecrest.bench import ops
 
-    return ops.bench_ops(names or registry.names(), hardware.detect(device), settings, on_case=on_case)
+    return ops.bench_ops(names or registry.names(), hardware.detect(device), settings, on_case=on_case, on_op=on_op)
 
 
-def measure(names: list[str], settings: Settings, device: str | None) -> OpBenchRecord:
-    """`run_ops` with a progress bar on stderr."""
+def measure(names: list[str], settings: Settings, device: str | None, places: Targets) -> OpBenchRecord:
+    """`run_ops` with a progress bar on stderr; what is killed leaves the ops that are done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("cases"))
     with Progress(*columns, console=_shared.err, transient=True) as progress:
         task = progress.add_task("loading", total=None)
@@ -108,7 +122,7 @@ def measure(names: list[str], settings: Settings, device: str | None) -> OpBench
         def on_case(op: str, case: str, index: int, total: int) -> None:
             progress.update(task, description=f"{op} {escape(case)}", completed=index, total=total)
 
-        return run_ops(names, settings, device=device, on_case=on_case)
+        return run_ops(names, settings, device=device, on_case=on_case, on_op=places.keep)
 
 
 def load(path: Path) -> OpBenchRecord:

@@ -231,7 +231,7 @@ def _measure_ops(
         budget=plain.budget if budget is None else budget,
     )
     places.prepare()
-    _finish(_bench_ops.measure(names, settings, device), places, json, None)
+    _finish(_bench_ops.measure(names, settings, device, places), places, json, None)
 
 
 def _peers_of(text: str) -> tuple[str, ...]:
