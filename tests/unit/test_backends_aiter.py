@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from wavecrest import registry
+from wavecrest import hardware, registry
 from wavecrest.backends import aiter
 from wavecrest.ops.gemm.operands import Operands
 
@@ -132,3 +135,55 @@ def test_what_it_declines(gpu: None, given: Any, reason: str) -> None:
     arguments = given()
     declined = aiter._gemm_supports(*arguments) or aiter._reserved(*arguments)
     assert declined is not None and reason in declined
+
+
+HEADER = "gfx,cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,splitK,us,kernelName"
+
+
+@pytest.fixture
+def tables(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An MI300X, and a folder that is an installed aiter."""
+    device = replace(hardware.cpu(), name="MI300X", arch="gfx942", compute_units=304)
+    monkeypatch.setattr(hardware, "detect", lambda: device)
+    monkeypatch.delenv("AITER_CONFIG_GEMM_BF16", raising=False)
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "aiter" else None)
+    (tmp_path / "configs" / "model_configs").mkdir(parents=True)
+    aiter._tables.cache_clear()
+    yield tmp_path
+    aiter._tables.cache_clear()
+
+
+def _row(M: int, us: float, library: str) -> str:
+    return f"gfx942,304,{M},48,64,False,torch.bfloat16,torch.bfloat16,False,False,{library},1,0,{us},k\n"
+
+
+def _said(M: int = 30, **given: Any) -> str | None:
+    return aiter._reserved(*Operands(_random(M, 64), _random(48, 64).mT, **given))
+
+
+def test_a_decision_says_what_its_own_tables_have(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tables / "configs" / "bf16_tuned_gemm.csv").write_text(HEADER + "\n" + _row(32, 6.25, "asm"))
+    (tables / "configs" / "model_configs" / "x_bf16_tuned_gemm.csv").write_text(HEADER + "\n" + _row(64, 0, "skinny"))
+    plain = "runs where a measured row names it"
+    # 30 rows are of the bucket of 32
+    said = "its table bf16_tuned_gemm.csv has 6.2 µs by asm for 32 rows: `wavecrest tune gemm` compares"
+    assert _said() == f"{plain}; {said}"
+    assert "x_bf16_tuned_gemm.csv has a placeholder by skinny for 64 rows" in (_said(50) or "")
+    assert _said(100) == plain
+    # the list of the environment takes the place of all that
+    mine = tables / "mine.csv"
+    mine.write_text(HEADER + "\n" + _row(128, 9.0, "hipblaslt"))
+    monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", str(mine))
+    aiter._tables.cache_clear()
+    assert _said() == plain and "mine.csv has 9.0 µs by hipblaslt for 128 rows" in (_said(100) or "")
+
+
+def test_a_table_that_cannot_be_read_is_named(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, good = tables / "broken.csv", tables / "good.csv"
+    broken.write_text("a,b\n1,2\n")
+    good.write_text(HEADER + "\n" + _row(32, 6.25, "asm"))
+    monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", f"{broken}:{good}")
+    assert "good.csv has 6.2 µs by asm" in (_said() or "")
+    problem = "broken.csv is no table of 16-bit matrix products: no column cu_num, M, N, K, dtype"
+    assert (_said(100) or "").endswith(f"; {problem}")

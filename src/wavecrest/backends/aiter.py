@@ -7,15 +7,19 @@ run: this project has no AMD GPU. Imported inside functions only.
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wavecrest import registry
+from wavecrest import env, hardware, registry
 from wavecrest.backends.torch import finished
+from wavecrest.errors import TableError
 from wavecrest.ops.gemm.operands import Operands, kinds
+from wavecrest.tuned import aiter_csv
 
 # below PyTorch: it runs where a measured row names it
 PRIORITY = 4
@@ -84,8 +88,46 @@ def _gemm(*args: Any) -> Tensor:
     return finished(given, y.reshape(*given.a.shape[:-1], given.columns), bias)
 
 
-def _reserved(*_args: Any) -> str | None:
-    return "runs where a measured row names it"
+@cache
+def _tables() -> tuple[tuple[aiter_csv.Row, ...], str]:
+    """The rows of the tables that aiter reads here, and what is wrong with one of them."""
+    listed = env.get("AITER_CONFIG_GEMM_BF16")
+    paths = [Path(path) for path in listed.split(os.pathsep) if path]
+    if not listed:
+        spec = importlib.util.find_spec("aiter")
+        folders = [] if spec is None else spec.submodule_search_locations or []
+        paths = [path for folder in folders for name in aiter_csv.SHIPPED for path in sorted(Path(folder).glob(name))]
+    rows: list[aiter_csv.Row] = []
+    problem = ""
+    for path in paths:
+        try:
+            rows += aiter_csv.read([path])
+        except TableError as error:
+            problem = problem or str(error)
+    return tuple(rows), problem
+
+
+# Dynamo would trace the search through the rows
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tabled(M: int, N: int, K: int, dtype: str) -> str:
+    """What aiter's own tables say of a product; "" where they say nothing."""
+    device = hardware.detect()
+    rows, problem = _tables()
+    row = aiter_csv.find(rows, device.arch, device.compute_units, M, N, K, dtype)
+    if row is None:
+        return f"; {problem}" if problem else ""
+    took = "a placeholder" if row.us is None else f"{row.us:.1f} µs"
+    return f"; its table {row.file} has {took} by {row.library} for {row.M} rows: `wavecrest tune gemm` compares"
+
+
+def _reserved(*args: Any) -> str | None:
+    """Where it runs, and what its own tables have for the rows of the key's bucket."""
+    reason = "runs where a measured row names it"
+    given = Operands(*args)
+    if _unavailable() is not None or given.a.dtype.itemsize != 2:
+        return reason
+    said: str = _tabled(registry.row_bucket(given.M), given.columns, given.K, registry.dtype_name(given.a))
+    return reason + said
 
 
 registry.get("gemm").attach("aiter", _gemm, supports=_gemm_supports, reserved=_reserved, priority=PRIORITY)

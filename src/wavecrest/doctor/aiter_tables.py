@@ -1,20 +1,17 @@
 """aiter's tuned tables for 16-bit matrix products: can a row match this GPU, and would aiter rewrite the files?
 
-A row is found by its exact key, of which the architecture and the number of CUs are a part. Two forms exist: 18
-columns that begin with `gfx`, and the older 17 without it, which today's aiter cannot read alone (KeyError: 'gfx').
+Today's aiter cannot read the older of their two forms alone (KeyError: 'gfx').
 """
 
 from __future__ import annotations
 
-import csv
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 from wavecrest.doctor.report import Finding, Level
+from wavecrest.tuned import aiter_csv
 
-_KEY = ("gfx", "cu_num", "M", "N", "K", "bias", "dtype", "outdtype", "scaleAB", "bpreshuffle")
-_NEEDED = ("cu_num", "M", "N", "K", "dtype")
 _SOURCE = "aiter/jit/core.py and aiter/tuned_gemm.py in ROCm/aiter"
 
 
@@ -34,9 +31,8 @@ def check_tables(value: str, arch: str, compute_units: int, read: Callable[[str]
         if text is None:
             yield _finding("warn", f"the table {path} cannot be read", "aiter runs without it", "correct the path")
             continue
-        rows = list(csv.DictReader(text.splitlines()))
-        columns = tuple(rows[0]) if rows else tuple(text.strip().split(","))
-        absent = [name for name in _NEEDED if name not in columns]
+        columns, rows = aiter_csv.cells(text)
+        absent = [name for name in aiter_csv.NEEDED if name not in columns]
         if absent:
             yield _finding(
                 "warn",
@@ -49,7 +45,7 @@ def check_tables(value: str, arch: str, compute_units: int, read: Callable[[str]
         yield from _form(path, columns, rows)
         for row in rows:
             total += 1
-            keys[tuple((row.get(name) or "").strip() for name in _KEY)] += 1
+            keys[tuple((row.get(name) or "").strip() for name in aiter_csv.KEY)] += 1
             if row.get("cu_num") == str(compute_units) and row.get("gfx", arch) == arch:
                 matching += 1
     if tables and matching == 0:
