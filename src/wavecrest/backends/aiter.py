@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import wavecrest.backends.torch as _native
 from wavecrest import env, hardware, registry
-from wavecrest.backends.torch import finished
 from wavecrest.errors import TableError
 from wavecrest.ops.gemm.operands import Operands, kinds
 from wavecrest.tuned import aiter_csv
@@ -85,7 +85,7 @@ def _gemm(*args: Any) -> Tensor:
 
             rows, columns = given.scale_a.reshape(-1, 1), given.scale_b.reshape(1, -1)
             y = gemm_a8w8(a, weight, rows, columns, dtype=given.dtype)
-    return finished(given, y.reshape(*given.a.shape[:-1], given.columns), bias)
+    return _native.finished(given, y.reshape(*given.a.shape[:-1], given.columns), bias)
 
 
 @cache

@@ -146,15 +146,25 @@ def _gemm_supports(*args: Any) -> str | None:
         return _float8_supports(given)
     if given.a.dtype.itemsize == 2 and given.dtype in (torch.float32, torch.float64):
         return f"rounds a product of {registry.dtype_name(given.a)} to that before it is made {given.dtype}"
-    if given.a.dtype == torch.float32 and given.precision == "ieee" and given.a.is_cuda and _tf32_allowed():
-        return "is set to multiply float32 as tf32, and ieee is asked for"
+    if torch.compiler.is_compiling() and _is_ieee(given) and _rounds(given.a.device.type):
+        return "is set to round float32 before it multiplies, and ieee is asked for"
     return None
+
+
+def _is_ieee(given: Operands) -> bool:
+    return given.precision == "ieee" and given.a.dtype == torch.float32
+
+
+def _settings(device: str) -> Any:
+    """PyTorch's of products on a device."""
+    return torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 # Dynamo would trace a setting it knows as a guard on global state, which only repeats its own
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _tf32_allowed() -> bool:
-    return torch.get_float32_matmul_precision() != "highest"
+def _rounds(device: str) -> bool:
+    """True if float32 is rounded (to tf32, to bfloat16) before it is multiplied; "none" is PyTorch's own default."""
+    return _settings(device).fp32_precision not in ("ieee", "none")
 
 
 def _int8_supports(given: Operands) -> str | None:
@@ -183,6 +193,19 @@ def _float8_supports(given: Operands) -> str | None:
 
 def _gemm(*args: Any) -> Tensor:
     given = Operands(*args)
+    # looked at on every call: what a user has set may change between two, and decisions are kept
+    if torch.compiler.is_compiling() or not (_is_ieee(given) and _rounds(given.a.device.type)):
+        return _product(given)
+    settings = _settings(given.a.device.type)
+    before = settings.fp32_precision
+    settings.fp32_precision = "ieee"
+    try:
+        return _product(given)
+    finally:
+        settings.fp32_precision = before
+
+
+def _product(given: Operands) -> Tensor:
     a, b, bias = given.a, given.b, given.bias
     inner = given.dtype if given.dtype in FLOATS else torch.bfloat16
     if a.dtype == torch.int8:
