@@ -14,6 +14,7 @@ from wavecrest.errors import InvalidArgument
 from wavecrest.ops._quantized import Quantization
 from wavecrest.ops._quantized import reference as quantized
 from wavecrest.ops.conv2d.operands import Operands as Convolution
+from wavecrest.ops.flash_attention.operands import Operands as Attention
 from wavecrest.ops.gemm.operands import FLOATS, GATED, Operands, kinds
 
 PRIORITY = 10
@@ -311,6 +312,52 @@ def _conv2d_supports(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_ar
     return _other_dtype(x, bias=bias)
 
 
+def _flash_attention_supports(*args: Any, **kwargs: Any) -> str | None:
+    given = Attention(*args, **kwargs)
+    if given.packed:
+        return "has no packed sequences"
+    if given.return_lse:
+        return "returns no logarithms"
+    for name, asked in (
+        ("softcap", given.softcap > 0),
+        ("sinks", given.sinks is not None),
+        ("ALiBi slopes in float32", given.alibi_slopes is not None),
+    ):
+        if asked:
+            return f"has no {name}"
+    if given.blind:
+        return "leaves to its kernels what a query without keys gives"
+    if given.q.dtype == torch.float32 and given.q.is_cuda and _tf32_allowed():
+        return "is set to multiply float32 as tf32, and ieee is asked for"
+    return _other_dtype(given.q, bias=given.bias)
+
+
+def _flash_attention_mask(given: Attention) -> Tensor | None:
+    """What is added to the scores, or which pairs are visible, with the diagonal at the bottom right."""
+    bias = given.broadcast_bias()
+    # the first query's last key, and the last one's first: where those are in sight all are
+    if not (0 <= given.right < given.queries - 1 or 0 <= given.left < given.keys - 1):
+        return bias
+    i = torch.arange(given.queries, device=given.q.device)[:, None] + (given.keys - given.queries)
+    j = torch.arange(given.keys, device=given.q.device)[None, :]
+    visible = torch.ones_like(i == j) if given.right < 0 else j <= i + given.right
+    if given.left >= 0:
+        visible = visible & (j >= i - given.left)
+    return visible if bias is None else torch.where(visible, bias, float("-inf"))
+
+
+def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
+    given = Attention(*args, **kwargs)
+    q, k, v = (given.bhsd(one) for one in (given.q, given.k, given.v))
+    # PyTorch's causal mask is aligned at the upper left
+    causal = given.square and given.right == 0 and given.left < 0 and given.bias is None
+    mask = None if causal else _flash_attention_mask(given)
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=given.scale, enable_gqa=given.group > 1
+    )
+    return (y.transpose(1, 2) if given.layout == "bshd" else y).contiguous()
+
+
 registry.get("gemm").attach("torch", _gemm, supports=_gemm_supports, priority=PRIORITY)
 registry.get("conv2d").attach(
     "torch_channels_last",
@@ -328,6 +375,9 @@ registry.get("gelu_and_mul").attach("torch", _gelu_and_mul, supports=_any, prior
 registry.get("memcpy").attach("torch", _memcpy, supports=_memcpy_supports, priority=PRIORITY)
 registry.get("rope").attach("torch", _rope, supports=_rope_supports, priority=PRIORITY)
 registry.get("add_layer_norm").attach("torch", _add_layer_norm, supports=_add_layer_norm_supports, priority=PRIORITY)
+registry.get("flash_attention").attach(
+    "torch", _flash_attention, supports=_flash_attention_supports, priority=PRIORITY
+)
 registry.get("softmax").attach("torch", _softmax, supports=_any, priority=PRIORITY)
 # PyTorch has no op for these: its form is the definition, written in its operations
 for _name in (

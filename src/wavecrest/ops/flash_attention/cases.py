@@ -74,10 +74,12 @@ def _compiled() -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]]]:
         "D=80": (square[80], bf16, {}),
         "GQA packed": (_Sizes(8, heads, 8, 2048, 2048, 128, 128), bf16, {"layout": "thd", "causal": True}),
         "window": (square[128], bf16, {"causal": True, "window": (1023, 0)}),
-        "every option": (square[64], bf16, {**every, "return_lse": True}),
+        "every option D=64": (square[64], bf16, {**every, "return_lse": True}),
+        "every option D=128": (square[128], bf16, {**every, "return_lse": True}),
         "one query": (_Sizes(16, heads, 8, 1, 8192, 128, 128), bf16, {}),
         "D=192 Dv=128 causal": (_Sizes(4, heads, heads, 4096, 4096, 192, 128), bf16, {"causal": True}),
         "float32": (square[64], torch.float32, {}),
+        "float32 D=128 causal": (square[128], torch.float32, {"causal": True}),
     }
 
 

@@ -13,63 +13,82 @@ from wavecrest.tuned import Config
 class Shape(NamedTuple):
     """What a configuration is chosen by: never the batch or the heads, so that they do not change a result's bits.
 
-    `queries`: a bucket; `columns`: of q and k, or of v, whichever has more; `bits`: of an element.
+    `queries`: a bucket; `columns`: of q and k, or of v, whichever has more; `bits`: of an element; `more`: scores have
+    something done to them (bias, slopes, softcap) or a window's left edge, which takes registers.
     """
 
     queries: int
     columns: int
     bits: int
     causal: bool
+    more: bool
 
 
 # BLOCK_M, BLOCK_N, num_warps, num_stages
 _Tile = tuple[int, int, int, int]
 
 
-def _nvidia(shape: Shape, arch: Arch | None) -> _Tile:
-    """Sums and scores of a row have 1 to 2 registers a column and thread at 128 rows of 4 warps."""
+def _nvidia(shape: Shape) -> _Tile:
+    """Of D = 128, 128 rows of 8 warps, or 64 of 4, have 128 registers a thread for sums and scores."""
     if shape.bits == 32:
         # without matrix units: each thread multiplies its part from registers
-        return (32, 32, 4, 2) if shape.columns <= 128 else (16, 32, 4, 2)
+        return (32, 32, 4, 2) if shape.columns <= 64 else (32, 16, 8, 2)
     if shape.columns <= 64:
         return 64, 64, 4, 3
     if shape.columns <= 128:
-        return (64, 64, 4, 3) if shape.causal else (128, 64, 8, 2)
-    # two stages of k and v are 128 KiB of 64 keys: too much for sm_80 beside q
-    return 64, 64 if arch is None or arch.lds_kib > 200 else 32, 4, 2
+        if shape.more:
+            return 64, 32, 4, 2
+        # fewer rows leave less of the diagonal's tiles hidden; a third stage takes registers too
+        return (64, 64, 4, 2) if shape.causal else (128, 64, 8, 2)
+    # two stages of k and v are 64 KiB, which sm_80 has room for beside q
+    return 128, 32, 8, 2
 
 
-def _cdna(shape: Shape, arch: Arch) -> _Tile:
-    """LDS holds one step of k and v (the next one waits in registers), 64 KiB on gfx90a and gfx942."""
+def _cdna(shape: Shape) -> _Tile:
+    """32 rows a wave, as then k and v go from LDS to registers no slower than MFMA multiplies them.
+
+    A step of k and v of 64 keys takes as long through LDS (128 bytes a cycle) with 32 rows a wave as half of its
+    products, and with 16 rows as long as all of them. Two waves a SIMD hide each other's softmax: 256 registers each,
+    which a next step of k and v in registers (num_stages=2) is too much for beside D = 128.
+    """
     if shape.bits == 32:
         return (64, 32, 4, 1) if shape.columns <= 128 else (32, 32, 4, 1)
     if shape.columns <= 128:
-        return 128, 64, 4, 2
-    return 64, 32, 4, 2
+        if shape.more:
+            return 128, 32, 4, 1
+        return 128, 64, 4, 2 if shape.columns <= 64 else 1
+    # sums alone would be 128 registers of 32 rows a wave
+    return 64, 32, 4, 1
 
 
 def _rdna(shape: Shape) -> _Tile:
-    """256 registers a thread of a wave of 32; q as an operand is in each half of a wave on gfx11."""
+    """256 registers a thread of a wave of 32; on gfx11 each half of a wave holds the operands of all of it."""
     if shape.bits == 32:
-        return (32, 32, 4, 1) if shape.columns <= 64 else (16, 16, 4, 1)
-    if shape.columns <= 64:
-        return 64, 32, 4, 1
-    return (64, 32, 4, 1) if shape.columns <= 128 else (32, 32, 4, 1)
+        # without matrix instructions for it
+        return (32, 16, 8, 1) if shape.columns <= 64 else (16, 16, 16, 1)
+    if shape.columns > 128:
+        return 32, 32, 8, 1
+    return 64, 16 if shape.more and shape.columns > 64 else 32, 4, 1
 
 
 def _made(shape: Shape, arch: Arch | None, tile: _Tile) -> Config:
     rows, keys, warps, stages = tile
     # no more rows than there are queries
-    rows = max(16, min(rows, _rows.power_of_two(shape.queries)))
-    more = {"waves_per_eu": 0, "matrix_instr_nonkdim": 16} if arch is not None and arch.wave_size == 64 else {}
-    return Config(BLOCK_M=rows, BLOCK_N=keys, num_warps=warps, num_stages=stages, **more)
+    fewer = max(16, min(rows, _rows.power_of_two(shape.queries)))
+    if rows > 32 >= fewer:
+        warps = 4
+    more = {}
+    if arch is not None and arch.wave_size == 64:
+        # without waves_per_eu the compiler takes accumulation registers too, and moves sums there and back
+        more = {"waves_per_eu": 2 if shape.bits == 16 else 0, "matrix_instr_nonkdim": 16}
+    return Config(BLOCK_M=fewer, BLOCK_N=keys, num_warps=warps, num_stages=stages, **more)
 
 
 def default(shape: Shape, arch: Arch | None) -> Config:
     """The tile that registers and LDS have room for, for as many rows as there are."""
     if arch is None or arch.vendor == "nvidia":
-        return _made(shape, arch, _nvidia(shape, arch))
-    return _made(shape, arch, _cdna(shape, arch) if arch.wave_size == 64 else _rdna(shape))
+        return _made(shape, arch, _nvidia(shape))
+    return _made(shape, arch, _cdna(shape) if arch.wave_size == 64 else _rdna(shape))
 
 
 # tiles that `wavecrest tune flash_attention` tries of 16-bit types
@@ -80,7 +99,7 @@ _ON_NVIDIA = (
 _ON_AMD = (
     (128, 64, 4, 2), (128, 64, 4, 1), (128, 32, 4, 2), (128, 128, 4, 1), (128, 128, 8, 2), (256, 64, 8, 2),
     (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 2), (32, 32, 4, 1), (16, 64, 4, 2),
-    (16, 128, 4, 2),
+    (16, 128, 4, 2), (16, 32, 4, 1),
 )  # fmt: skip
 # and of float32
 _SINGLE = ((32, 32, 4, 2), (64, 32, 4, 1), (64, 32, 8, 1), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
@@ -102,10 +121,8 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
         # sums and scores, at most 160 registers a lane
         if rows * (width + keys) > 160 * warps * arch.wave_size:
             continue
-        for waves in (0, 2) if arch.wave_size == 64 else (None,):
-            made = _made(shape, arch, tile)
-            if waves is not None:
-                made = Config(**(made.kwargs | {"waves_per_eu": waves}))
+        one = _made(shape, arch, tile)
+        for made in [Config(**(one.kwargs | {"waves_per_eu": n})) for n in (0, 2)] if "waves_per_eu" in one else [one]:
             if made not in seen:
                 seen.add(made)
                 yield made
