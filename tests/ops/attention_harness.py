@@ -139,7 +139,9 @@ def exact(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
     mass, lse = torch.zeros_like(out), torch.zeros(q.shape[:-1], dtype=torch.float64)
     for b in range(given.batch):
         for h in range(given.heads):
-            out[b, h], lse[b, h], mass[b, h] = loops(q[b, h], k[b, h // given.group], v[b, h // given.group], given, b, h)
+            out[b, h], lse[b, h], mass[b, h] = loops(
+                q[b, h], k[b, h // given.group], v[b, h // given.group], given, b, h
+            )
     if given.layout == "bshd":
         out, mass = out.transpose(1, 2), mass.transpose(1, 2)
     return out, lse, mass

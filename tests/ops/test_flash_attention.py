@@ -50,7 +50,7 @@ def option(key: str, queries: int, keys: int, device: str, batch: int = 2, heads
         return random(shape, dtype, device, seed)
 
     return {
-        "plain": lambda: {},
+        "plain": dict,
         "causal": lambda: {"causal": True},
         "left": lambda: {"window": (5, -1)},
         "right": lambda: {"window": (-1, 4)},
@@ -243,7 +243,8 @@ def test_elements_past_two_to_the_31(which: str, far: str, device: str) -> None:
     # of the storage only the pages that are used are ever made
     storage = torch.empty((1 << 31) + (1 << 13), dtype=torch.float16, device=device)
     sizes = {"q": (3, 3, 3, 3), "k": (3, 3, 3, 3), "v": (3, 3, 3, 3)}
-    dense = {"batch": (step, 27, 9, 1), "tokens": (27, step, 9, 1), "heads": (27, 9, step, 1), "columns": (27, 9, 3, step)}
+    dense = {"batch": (step, 27, 9, 1), "tokens": (27, step, 9, 1), "heads": (27, 9, step, 1)}
+    dense["columns"] = (27, 9, 3, step)
     made = {}
     for seed, (one, size) in enumerate(sizes.items()):
         strides = dense[far] if one == which else (27, 9, 3, 1)
@@ -317,8 +318,8 @@ def test_nothing_beyond_the_ends_is_used(key: str, backend: str, device: str) ->
     want = run(backend, *arguments(q, k, v, **options), **config)
     for bad in (float("nan"), float("inf"), -float("inf")):
         long = [torch.full((1, keys + 27, 2, 16), bad, device=device) for _ in range(2)]
-        for one, given in zip(long, (k, v), strict=True):
-            one[:, 11 : 11 + keys] = given
+        for one, inside in zip(long, (k, v), strict=True):
+            one[:, 11 : 11 + keys] = inside
         parts = [one[:, 11 : 11 + keys] for one in long]
         assert torch.equal(run(backend, *arguments(q, *parts, **options), **config), want)
         # the same as one of three packed sequences
@@ -672,7 +673,7 @@ def test_pytorchs_causal_mask_is_aligned_elsewhere(device: str, monkeypatch: pyt
     native, seen = torch.nn.functional.scaled_dot_product_attention, []
 
     def attend(*args: Any, **options: Any) -> Tensor:
-        seen.append((options["is_causal"], options["attn_mask"] is not None))
+        seen.append((options.get("is_causal", False), options.get("attn_mask") is not None))
         return native(*args, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
@@ -814,7 +815,14 @@ def test_key_has_all_the_choice_depends_on() -> None:
 
 
 def test_cost() -> None:
-    for queries, keys, left, right in ((5, 7, -1, -1), (5, 7, -1, 0), (7, 5, 2, 1), (6, 6, 3, -1), (4, 0, 1, 1), (0, 3, 1, 0)):
+    for queries, keys, left, right in (
+        (5, 7, -1, -1),
+        (5, 7, -1, 0),
+        (7, 5, 2, 1),
+        (6, 6, 3, -1),
+        (4, 0, 1, 1),
+        (0, 3, 1, 0),
+    ):
         pairs = sum(
             (right < 0 or j <= i + keys - queries + right) and (left < 0 or j >= i + keys - queries - left)
             for i in range(queries)

@@ -349,12 +349,13 @@ def _flash_attention_mask(given: Attention) -> Tensor | None:
 def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
     given = Attention(*args, **kwargs)
     q, k, v = (given.bhsd(one) for one in (given.q, given.k, given.v))
+    # branches: torch.compile may not know sizes, and what they make of flags is no constant
+    options: dict[str, Any] = {"scale": given.scale} | ({"enable_gqa": True} if given.group > 1 else {})
     # PyTorch's causal mask is aligned at the upper left
-    causal = given.square and given.right == 0 and given.left < 0 and given.bias is None
-    mask = None if causal else _flash_attention_mask(given)
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=given.scale, enable_gqa=given.group > 1
-    )
+    if given.right == 0 and given.left < 0 and given.bias is None and given.square:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=_flash_attention_mask(given), **options)
     return (y.transpose(1, 2) if given.layout == "bshd" else y).contiguous()
 
 
@@ -375,9 +376,7 @@ registry.get("gelu_and_mul").attach("torch", _gelu_and_mul, supports=_any, prior
 registry.get("memcpy").attach("torch", _memcpy, supports=_memcpy_supports, priority=PRIORITY)
 registry.get("rope").attach("torch", _rope, supports=_rope_supports, priority=PRIORITY)
 registry.get("add_layer_norm").attach("torch", _add_layer_norm, supports=_add_layer_norm_supports, priority=PRIORITY)
-registry.get("flash_attention").attach(
-    "torch", _flash_attention, supports=_flash_attention_supports, priority=PRIORITY
-)
+registry.get("flash_attention").attach("torch", _flash_attention, supports=_flash_attention_supports, priority=PRIORITY)
 registry.get("softmax").attach("torch", _softmax, supports=_any, priority=PRIORITY)
 # PyTorch has no op for these: its form is the definition, written in its operations
 for _name in (

@@ -107,7 +107,7 @@ _QUICK = ((2, 4, 4, 128, 64, False), (1, 8, 2, 200, 64, True))
 
 def bench(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     """Prefill of layout "bhsd" by size: 32 sequences of 8 heads of 64 columns in float16, the others in bfloat16."""
-    found = {}
+    found: dict[str, Callable[[], tuple[Any, ...]]] = {}
     for b, h, kv, s, d, causal in _QUICK if suite == "quick" else _SHARED:
         sizes = _Sizes(b, h, kv, s, s, d, d)
         dtype = torch.float16 if b == 32 else torch.bfloat16
@@ -121,7 +121,7 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     generator = torch.Generator().manual_seed(0)
     slopes, sinks = torch.rand(4, generator=generator), torch.randn(4, generator=generator)
     dense = torch.randn(2, 1, 40, 70, generator=generator).to(brain)
-    packed = {"layout": "thd", "starts_q": [0, 20, 20, 50], "starts_k": [0, 70, 90, 130]}
+    packed: dict[str, Any] = {"layout": "thd", "starts_q": [0, 20, 20, 50], "starts_k": [0, 70, 90, 130]}
     return {
         "plain": partial(_call, _Sizes(1, 2, 2, 70, 150, 64, 64), half, "cpu"),
         "causal shared heads": partial(_call, _Sizes(1, 4, 2, 150, 150, 64, 64), brain, "cpu", causal=True),

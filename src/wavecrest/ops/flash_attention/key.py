@@ -8,7 +8,7 @@ from wavecrest.ops.flash_attention.operands import Operands
 from wavecrest.registry import Key, dtype_name, needs_grad, row_bucket
 
 KEY_FIELDS = (
-    "batch", "queries", "keys", "heads", "kv_heads", "d", "dv", "dtype", "packed", "left", "right", "square", "blind",
+    "batch", "queries", "keys", "heads", "kv_heads", "d", "dv", "dtype", "packed", "left", "right", "diagonal",
     "bias", "alibi", "softcap", "sinks", "lse", "access", "device", "grad",
 )  # fmt: skip
 
@@ -27,11 +27,11 @@ def key_of(given: Operands) -> Key:
         given.packed,
         row_bucket(given.left),
         row_bucket(given.right),
-        given.square,
-        given.blind,
+        # words: inside torch.compile a comparison of lengths is no constant
+        "blind" if given.blind else "square" if given.square else "other",
         None if given.bias is None else dtype_name(given.bias),
         given.alibi_slopes is not None,
-        given.softcap > 0,
+        given.capped,
         given.sinks is not None,
         given.return_lse,
         _launch.access(given),

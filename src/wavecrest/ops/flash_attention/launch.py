@@ -97,7 +97,7 @@ def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch:
             "PACKED": given.packed,
             "LEFT": given.left >= 0,
             "RIGHT": given.right >= 0,
-            "SOFTCAP": given.softcap > 0,
+            "SOFTCAP": given.capped,
             "BIAS": bias is not None,
             "ALIBI": given.alibi_slopes is not None,
             "SINKS": given.sinks is not None,

@@ -32,7 +32,7 @@ def _lengths(starts: Tensor, longest: int) -> list[int]:
     """The lengths of packed sequences; of the device "meta", which has no numbers, the longest for all."""
     if starts.device.type == "meta":
         return [longest] * (starts.shape[0] - 1)
-    return starts.diff().tolist()  # type: ignore[no-any-return]
+    return starts.diff().tolist()
 
 
 def _cost(*args: Any, **kwargs: Any) -> Cost:
@@ -134,7 +134,7 @@ def flash_attention(
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(s) · v, where sᵢⱼ = softcap(scale · qᵢ · kⱼ) + biasᵢⱼ − slope · |i + Sk − Sq − j| for the keys j that i sees.
+    """softmax(s) · v over the keys that a query sees, sᵢⱼ = softcap(scale · qᵢ · kⱼ) + biasᵢⱼ − slope · |i + Sk − Sq − j|.
 
     Query i is aligned with key i + Sk − Sq: the last query with the last key (bottom right), in each sequence.
 

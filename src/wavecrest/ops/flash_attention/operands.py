@@ -104,6 +104,11 @@ class Operands(NamedTuple):
         return 0 if self.causal else self.window[1]
 
     @property
+    def capped(self) -> int:
+        """1 where scores are capped, else 0; made by a branch, as torch.compile may not know the number."""
+        return 1 if self.softcap > 0 else 0
+
+    @property
     def square(self) -> bool:
         """True if there are as many queries as keys, so that PyTorch's causal mask is ours."""
         return not self.packed and self.queries == self.keys
@@ -141,7 +146,7 @@ def _describe(value: Any) -> str:
 
 
 def _is_length(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def check(given: Operands) -> None:
@@ -159,7 +164,9 @@ def check(given: Operands) -> None:
                 f"flash_attention: {name} must be {q.dtype} on {q.device} as q is, got {_describe(value)}"
             )
         if not 1 <= value.shape[-1] <= MAX_COLUMNS:
-            raise InvalidArgument(f"flash_attention: {name} must have 1 to {MAX_COLUMNS} columns, got {_describe(value)}")
+            raise InvalidArgument(
+                f"flash_attention: {name} must have 1 to {MAX_COLUMNS} columns, got {_describe(value)}"
+            )
     _check_sizes(given)
     _check_options(given)
     _check_sequences(given)

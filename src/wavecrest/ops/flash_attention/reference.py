@@ -63,7 +63,9 @@ def _added(given: Operands, pairs: _Pairs, head: int, dtype: torch.dtype) -> Ten
         if given.packed:
             # pairs of two sequences are hidden: any element of the bias will do for them
             last_i, last_j = max(given.queries, 1) - 1, max(given.keys, 1) - 1
-            added = added[pairs.sequence.clamp(max=given.batch - 1), pairs.i.clamp(max=last_i), pairs.j.clamp(0, last_j)]
+            added = added[
+                pairs.sequence.clamp(max=given.batch - 1), pairs.i.clamp(max=last_i), pairs.j.clamp(0, last_j)
+            ]
     if given.alibi_slopes is not None:
         slopes = given.alibi_slopes.to(dtype).expand(given.batch, given.heads)[:, head]
         slopes = slopes[pairs.sequence.clamp(max=given.batch - 1)] if given.packed else slopes[:, None, None]
