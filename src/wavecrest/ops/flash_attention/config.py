@@ -13,15 +13,15 @@ from wavecrest.tuned import Config
 class Shape(NamedTuple):
     """What a configuration is chosen by: never the batch or the heads, so that they do not change a result's bits.
 
-    `queries`: a bucket; `columns`: of q and k, or of v, whichever has more; `bits`: of an element; `more`: scores have
-    something done to them (bias, slopes, softcap) or a window's left edge, which takes registers.
+    `queries`: a bucket; `columns`: of q and k, or of v, whichever has more; `bits`: of an element; `more`: how many
+    things are done to scores (bias, slopes, softcap, a window's left edge), which take registers.
     """
 
     queries: int
     columns: int
     bits: int
     causal: bool
-    more: bool
+    more: int
 
 
 # BLOCK_M, BLOCK_N, num_warps, num_stages
@@ -54,11 +54,14 @@ def _cdna(shape: Shape) -> _Tile:
     if shape.bits == 32:
         return (64, 32, 4, 1) if shape.columns <= 128 else (32, 32, 4, 1)
     if shape.columns <= 128:
+        if shape.more >= 3 and shape.columns > 64:
+            # a mask takes two scalar registers an element of a lane, of which there are about 100
+            return 64, 32, 8, 1
         if shape.more:
             return 128, 32, 4, 1
         return 128, 64, 4, 2 if shape.columns <= 64 else 1
     # sums alone would be 128 registers of 32 rows a wave
-    return 64, 32, 4, 1
+    return 64, 32, 8, 2
 
 
 def _rdna(shape: Shape) -> _Tile:

@@ -42,14 +42,14 @@ def _strides(stride_s, stride_d, ORDER: tl.constexpr, ALIGN: tl.constexpr, WIDE:
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
-    begin, end, first, last, lower, upper, rows, mask_m, mask_d, mask_dv, scale, softcap, slope,
+    begin, end, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
     MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Let tiles of keys from `begin` to `end` pass: (sums, their weights' total, the largest score so far) of each row.
 
     `first`, `last`: the keys that any row sees lie between them; MASKED: tiles may have others, which are not read, and
-    a row i sees lower[i] to upper[i] alone. `rows`: each row's place on the diagonal, i + keys − queries.
+    a row i sees those up to upper[i] alone, or with LEFT those from lower[i] to upper[i] further on. `rows`: each row's place on the diagonal, i + keys − queries.
     """
     offs_n = tl.arange(0, BLOCK_N)
     for tile in range(begin, end):
@@ -80,19 +80,20 @@ def _attend(  # type: ignore[no-untyped-def]
             else:
                 s = s * scale
             if BIAS:
-                mask_b = mask_m[:, None]
                 if MASKED:
-                    mask_b = mask_b & seen[None, :]
-                bias = tl.load(bias_ptr + at * stride_bn + bias_tile, mask=mask_b, other=0.0)
+                    bias = tl.load(bias_ptr + at * stride_bn + bias_tile, mask=seen[None, :], other=0.0)
+                else:
+                    bias = tl.load(bias_ptr + at * stride_bn + bias_tile)
                 s += bias.to(tl.float32) * LOG2_E
             if ALIBI:
                 s -= slope * tl.abs((rows[:, None] - cols[None, :]).to(tl.float32))
             if MASKED:
                 visible = seen[None, :]
-                if RIGHT:
-                    visible = cols[None, :] <= upper[:, None]
                 if LEFT:
-                    visible = visible & (cols[None, :] >= lower[:, None])
+                    # one comparison for both ends, unsigned: each that waits takes scalar registers
+                    visible = (cols[None, :] - lower[:, None]).to(tl.uint32, bitcast=True) <= upper[:, None]
+                elif RIGHT:
+                    visible = cols[None, :] <= upper[:, None]
                 s = tl.where(visible, s, float("-inf"))
             top_now = tl.maximum(top, tl.max(s, 1))
             # a row that has seen nothing yet: −inf − −inf would be NaN
@@ -200,7 +201,9 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     )
     k_tile = offs_d[:, None] * stride_kd + offs_n[None, :] * stride_ks
     v_tile = offs_n[:, None] * stride_vs + offs_dv[None, :] * stride_vd
-    bias_tile = offs_m[:, None] * stride_bm + offs_n[None, :] * stride_bn
+    # rows that are no queries take the last one's bias: without a mask, which would be kept in scalar registers
+    bias_rows = tl.minimum(offs_m, queries - 1 - start_m)
+    bias_tile = bias_rows[:, None] * stride_bm + offs_n[None, :] * stride_bn
 
     # keys that any row of this tile sees are [first, last); tiles of them, [begin, end); tiles that every row sees in
     # full, [whole, rest)
@@ -212,16 +215,17 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     last = keys
     rest = keys
     lower = rows
-    upper = rows
-    if LEFT:
-        first = tl.maximum(top_row - left, 0)
-        begin = first // BLOCK_N
-        lower = rows - left
+    upper = tl.zeros([BLOCK_M], tl.int32) + (keys - 1)
     if RIGHT:
         last = tl.minimum(tl.maximum(bottom_row + right + 1, 0), keys)
         rest = tl.minimum(tl.maximum(top_row + right + 1, 0), keys)
-        # the end of the keys is one of the hidden ones' beginnings
-        upper = tl.minimum(rows + right, keys - 1)
+        upper = tl.minimum(rows + right, upper)
+    if LEFT:
+        first = tl.maximum(top_row - left, 0)
+        begin = first // BLOCK_N
+        # not above `upper`, as a query's own key is among the keys or before them
+        lower = rows - left
+        upper = (upper - lower).to(tl.uint32, bitcast=True)
     end = tl.cdiv(last, BLOCK_N)
     whole = begin
     if LEFT:
@@ -244,20 +248,22 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     if LEFT:
         acc, total, top = _attend(
             acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
-            begin, whole, first, last, lower, upper, rows, mask_m, mask_d, mask_dv, scale, softcap, slope,
+            begin, whole, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
             True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV, BLOCK_N,
         )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
-        whole, rest, first, last, lower, upper, rows, mask_m, mask_d, mask_dv, scale, softcap, slope,
+        whole, rest, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
         False, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV, BLOCK_N,
     )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
-        rest, end, first, last, lower, upper, rows, mask_m, mask_d, mask_dv, scale, softcap, slope,
+        rest, end, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
         True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV, BLOCK_N,
     )  # fmt: skip
 
+    # compared in another way than above: the compiler would keep those masks in scalar registers all along
+    mask_m = offs_m < queries - start_m
     if LSE:
         # −inf for a row that has seen nothing
         tl.store(lse_ptr + offs_m, (top + tl.log2(total)) * LN_2, mask=mask_m)

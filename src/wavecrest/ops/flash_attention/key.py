@@ -44,5 +44,5 @@ def shape_of(key: Key) -> _config.Shape:
     """What a configuration is chosen by."""
     part = dict(zip(KEY_FIELDS, key, strict=True))
     bits = 32 if part["dtype"] in ("float32", "float64") else 16
-    more = part["bias"] is not None or part["alibi"] or part["softcap"] or part["left"] >= 0
+    more = [part["bias"] is not None, part["alibi"], part["softcap"] == 1, part["left"] >= 0].count(True)
     return _config.Shape(part["queries"], max(part["d"], part["dv"]), bits, part["right"] >= 0, more)
