@@ -692,6 +692,32 @@ def test_pytorchs_causal_mask_is_aligned_elsewhere(device: str, monkeypatch: pyt
         assert seen.pop() == how and not seen
 
 
+def test_a_mask_of_all_pairs_is_not_the_default_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PyTorch needs a mask for is the kernel's there, without gradients; the rest is PyTorch's until measured."""
+    found, seen = registry.get(OP), {}
+    q, k, v = tensors(1, 7, 7, device=device)
+    bias = torch.zeros(7, 7, device=device)
+    cases = {
+        "plain": arguments(q, k, v),
+        "causal": arguments(q, k, v, causal=True),
+        "bias": arguments(q, k, v, bias=bias),
+        "one query": arguments(q[:, :1], k, v, causal=True),
+        "more keys": arguments(q[:, :5], k, v, causal=True),
+        "left": arguments(q, k, v, window=(3, -1)),
+        "right": arguments(q, k, v, window=(-1, 1)),
+        "causal bias": arguments(q, k, v, causal=True, bias=bias),
+    }
+    # to the dispatcher these are on a GPU
+    monkeypatch.setattr(Tensor, "device", property(lambda _self: torch.device("cuda")))
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True))
+    for key, args in cases.items():
+        seen[key] = found.decide(*args).backend
+        leaf = args[0].clone().requires_grad_()
+        assert found.decide(leaf, *args[1:]).backend == "torch"
+    by_pytorch = {"plain", "causal", "bias", "one query"}
+    assert seen == {key: "torch" if key in by_pytorch else "triton" for key in cases}
+
+
 def test_dispatch_and_keywords(device: str) -> None:
     q, k, v = tensors(1, 20, 20, device=device)
     found = registry.get(OP)

@@ -332,6 +332,16 @@ def _flash_attention_supports(*args: Any, **kwargs: Any) -> str | None:
     return _other_dtype(given.q, bias=given.bias)
 
 
+def _flash_attention_reserved(*args: Any, **kwargs: Any) -> str | None:
+    given = Attention(*args, **kwargs)
+    if not given.q.is_cuda or registry.needs_grad(given.q, given.k, given.v, given.bias):
+        return None
+    diagonal = given.right > 0 or (given.right == 0 and not given.square and given.queries != 1)
+    if given.left >= 0 or diagonal or (given.right == 0 and given.bias is not None):
+        return "makes a mask of all queries and keys: it runs where it is named, and for gradients"
+    return None
+
+
 def _flash_attention_mask(given: Attention) -> Tensor | None:
     """What is added to the scores, or which pairs are visible, with the diagonal at the bottom right."""
     bias = given.broadcast_bias()
@@ -376,7 +386,13 @@ registry.get("gelu_and_mul").attach("torch", _gelu_and_mul, supports=_any, prior
 registry.get("memcpy").attach("torch", _memcpy, supports=_memcpy_supports, priority=PRIORITY)
 registry.get("rope").attach("torch", _rope, supports=_rope_supports, priority=PRIORITY)
 registry.get("add_layer_norm").attach("torch", _add_layer_norm, supports=_add_layer_norm_supports, priority=PRIORITY)
-registry.get("flash_attention").attach("torch", _flash_attention, supports=_flash_attention_supports, priority=PRIORITY)
+registry.get("flash_attention").attach(
+    "torch",
+    _flash_attention,
+    supports=_flash_attention_supports,
+    reserved=_flash_attention_reserved,
+    priority=PRIORITY,
+)
 registry.get("softmax").attach("torch", _softmax, supports=_any, priority=PRIORITY)
 # PyTorch has no op for these: its form is the definition, written in its operations
 for _name in (

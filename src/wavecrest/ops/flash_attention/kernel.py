@@ -49,7 +49,8 @@ def _attend(  # type: ignore[no-untyped-def]
     """Let tiles of keys from `begin` to `end` pass: (sums, their weights' total, the largest score so far) of each row.
 
     `first`, `last`: the keys that any row sees lie between them; MASKED: tiles may have others, which are not read, and
-    a row i sees those up to upper[i] alone, or with LEFT those from lower[i] to upper[i] further on. `rows`: each row's place on the diagonal, i + keys − queries.
+    a row i sees keys up to upper[i] alone, or with LEFT those from lower[i] to upper[i] further on. `rows`: each row's
+    place on the diagonal, i + keys − queries.
     """
     offs_n = tl.arange(0, BLOCK_N)
     for tile in range(begin, end):

@@ -19,6 +19,9 @@ from wavecrest.ops.flash_attention.reference import reference
 from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad
 from wavecrest.tuned import Config
 
+# below PyTorch's: its kernels are the default for what they take until a measured row says otherwise
+PRIORITY = 5
+
 
 def visible_pairs(queries: int, keys: int, left: int, right: int) -> int:
     """Pairs of a query and a key that it sees; −1: no limit on that side."""
@@ -55,6 +58,12 @@ def _declines(*args: Any, **kwargs: Any) -> str | None:
     given = Operands(*args, **kwargs)
     grad = needs_grad(given.q, given.k, given.v, given.bias, given.alibi_slopes, given.sinks)
     return _rows.kernel_refusal(dtype_name(given.q), given.q.device.type, 1, grad)
+
+
+def _reserved(*args: Any, **kwargs: Any) -> str | None:
+    if args[0].device.type == "cpu":
+        return "Triton's interpreter and the emulator are for tests: they run when forced or named"
+    return None
 
 
 def _key(*args: Any, **kwargs: Any) -> Key:
@@ -97,6 +106,10 @@ def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
     return _launch.bind(Operands(*args, **kwargs), config)
 
 
+def _run(*args: Any, config: Config, **kwargs: Any) -> Any:
+    return _bind(*args, config=config, **kwargs)(*args, **kwargs)
+
+
 _op = Op(
     "flash_attention",
     reference=_reference,
@@ -112,7 +125,17 @@ _op = Op(
     emulate_cases=_cases.emulated,
     op_class="gemm",
 )
-_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
+_op.attach(
+    "triton",
+    _run,
+    supports=_declines,
+    reserved=_reserved,
+    priority=PRIORITY,
+    takes_config=True,
+    bind=_bind,
+    space=_space,
+    launches=_launches,
+)
 
 
 def flash_attention(
