@@ -82,8 +82,10 @@ def _made(shape: Shape, arch: Arch | None, tile: _Tile) -> Config:
         warps = 4
     more = {}
     if arch is not None and arch.wave_size == 64:
-        # without waves_per_eu the compiler takes accumulation registers too, and moves sums there and back
-        more = {"waves_per_eu": 2 if shape.bits == 16 else 0, "matrix_instr_nonkdim": 16}
+        # without waves_per_eu the compiler takes accumulation registers too, and moves sums there and back; it is a
+        # limit as well, and 8 waves have two a SIMD without it
+        waves = 2 if shape.bits == 16 and fewer == 128 and warps == 4 else 0
+        more = {"waves_per_eu": waves, "matrix_instr_nonkdim": 16}
     return Config(BLOCK_M=fewer, BLOCK_N=keys, num_warps=warps, num_stages=stages, **more)
 
 
