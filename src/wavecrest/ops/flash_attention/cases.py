@@ -53,6 +53,9 @@ def _call(sizes: _Sizes, dtype: torch.dtype, device: str, *, layout: str = "bhsd
             starts = options.pop(f"starts_{name}", [i * tokens for i in range(sizes.batch + 1)])
             options[f"cu_seqlens_{name}"] = torch.tensor(starts, dtype=torch.int32, device=device)
             options[f"max_seqlen_{name}"] = tokens
+            options[f"tokens_{name}"] = starts[-1]
+        queries, keys = options.pop("tokens_q"), options.pop("tokens_k")
+        q, k, v = q[:queries], k[:keys], v[:keys]
     return tuple(Operands(q, k, v, layout, **options))
 
 
