@@ -875,6 +875,8 @@ def test_the_cases_of_tools_are_calls(device: str) -> None:
     for make in (*quick.values(), *found.emulate_cases("gfx942").values()):  # type: ignore[misc]
         args = make()
         found.check(*args)
+        for starts, tokens in ((Operands(*args).cu_seqlens_q, args[0]), (Operands(*args).cu_seqlens_k, args[1])):
+            assert starts is None or (starts[0] == 0 and starts[-1] == tokens.shape[0])
         want = by_reference(args)
         got = found(*args)
         got, lse = got if isinstance(got, tuple) else (got, None)
