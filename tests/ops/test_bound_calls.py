@@ -17,7 +17,7 @@ KERNELS = [
     for backend in registry.get(name).backends
     if backend.startswith("triton") or backend == "torch"
 ]
-SIZES = {"M": 4, "N": 32, "K": 32, "B": 1, "C": 3, "H": 6, "O": 4}
+SIZES = {"M": 4, "N": 32, "K": 32, "B": 1, "C": 3, "H": 6, "O": 4, "S": 5, "D": 16}
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from wavecrest.errors import InvalidArgument
 from wavecrest.ops._quantized import Quantization
 from wavecrest.ops._quantized import reference as quantized
 from wavecrest.ops.conv2d.operands import Operands as Convolution
+from wavecrest.ops.flash_attention.operands import Operands as Attention
 from wavecrest.ops.gemm.operands import FLOATS, GATED, Operands, kinds
 
 PRIORITY = 10
+ROUNDED = "is set to round float32 before it multiplies, and ieee is asked for"
 
 
 def _other_dtype(x: Tensor, **vectors: Tensor | None) -> str | None:
@@ -147,7 +150,7 @@ def _gemm_supports(*args: Any) -> str | None:
     if given.a.dtype.itemsize == 2 and given.dtype in (torch.float32, torch.float64):
         return f"rounds a product of {registry.dtype_name(given.a)} to that before it is made {given.dtype}"
     if torch.compiler.is_compiling() and _is_ieee(given) and _rounds(given.a.device.type):
-        return "is set to round float32 before it multiplies, and ieee is asked for"
+        return ROUNDED
     return None
 
 
@@ -165,6 +168,22 @@ def _settings(device: str) -> Any:
 def _rounds(device: str) -> bool:
     """True if float32 is rounded (to tf32, to bfloat16) before it is multiplied; "none" is PyTorch's own default."""
     return _settings(device).fp32_precision not in ("ieee", "none")
+
+
+def _unrounded(device: str, wanted: bool, make: Callable[[], Tensor]) -> Tensor:
+    """What `make` returns, its float32 products as they are where that is wanted.
+
+    Looked at on every call: what a user has set may change between two, and decisions are kept.
+    """
+    if torch.compiler.is_compiling() or not (wanted and _rounds(device)):
+        return make()
+    settings = _settings(device)
+    before = settings.fp32_precision
+    settings.fp32_precision = "ieee"
+    try:
+        return make()
+    finally:
+        settings.fp32_precision = before
 
 
 def _int8_supports(given: Operands) -> str | None:
@@ -193,16 +212,7 @@ def _float8_supports(given: Operands) -> str | None:
 
 def _gemm(*args: Any) -> Tensor:
     given = Operands(*args)
-    # looked at on every call: what a user has set may change between two, and decisions are kept
-    if torch.compiler.is_compiling() or not (_is_ieee(given) and _rounds(given.a.device.type)):
-        return _product(given)
-    settings = _settings(given.a.device.type)
-    before = settings.fp32_precision
-    settings.fp32_precision = "ieee"
-    try:
-        return _product(given)
-    finally:
-        settings.fp32_precision = before
+    return _unrounded(given.a.device.type, _is_ieee(given), partial(_product, given))
 
 
 def _product(given: Operands) -> Tensor:
@@ -334,6 +344,65 @@ def _conv2d_supports(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_ar
     return _other_dtype(x, bias=bias)
 
 
+def _flash_attention_supports(*args: Any, **kwargs: Any) -> str | None:
+    given = Attention(*args, **kwargs)
+    if given.packed:
+        return "has no packed sequences"
+    if given.return_lse:
+        return "returns no logarithms"
+    for name, asked in (
+        ("softcap", given.softcap > 0),
+        ("sinks", given.sinks is not None),
+        ("ALiBi slopes in float32", given.alibi_slopes is not None),
+    ):
+        if asked:
+            return f"has no {name}"
+    if given.blind:
+        return "leaves to its kernels what a query without keys gives"
+    if torch.compiler.is_compiling() and given.q.dtype == torch.float32 and _rounds(given.q.device.type):
+        return ROUNDED
+    return _other_dtype(given.q, bias=given.bias)
+
+
+def _flash_attention_reserved(*args: Any, **kwargs: Any) -> str | None:
+    given = Attention(*args, **kwargs)
+    if not given.q.is_cuda or registry.needs_grad(given.q, given.k, given.v, given.bias):
+        return None
+    diagonal = given.right > 0 or (given.right == 0 and not given.square and given.queries != 1)
+    if given.left >= 0 or diagonal or (given.right == 0 and given.bias is not None):
+        return "makes a mask of all queries and keys: it runs where it is named, and for gradients"
+    return None
+
+
+def _flash_attention_mask(given: Attention) -> Tensor | None:
+    """What is added to the scores, or which pairs are visible, with the diagonal at the bottom right."""
+    bias = given.broadcast_bias()
+    # the first query's last key, and the last one's first: where those are in sight all are
+    if not (0 <= given.right < given.queries - 1 or 0 <= given.left < given.keys - 1):
+        return bias
+    i = torch.arange(given.queries, device=given.q.device)[:, None] + (given.keys - given.queries)
+    j = torch.arange(given.keys, device=given.q.device)[None, :]
+    visible = torch.ones_like(i == j) if given.right < 0 else j <= i + given.right
+    if given.left >= 0:
+        visible = visible & (j >= i - given.left)
+    return visible if bias is None else torch.where(visible, bias, float("-inf"))
+
+
+def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
+    given = Attention(*args, **kwargs)
+    q, k, v = (given.bhsd(one) for one in (given.q, given.k, given.v))
+    # branches: torch.compile may not know sizes, and what they make of flags is no constant
+    options: dict[str, Any] = {"scale": given.scale} | ({"enable_gqa": True} if given.group > 1 else {})
+    # PyTorch's causal mask is aligned at the upper left
+    if given.right == 0 and given.left < 0 and given.bias is None and given.square:
+        options["is_causal"] = True
+    else:
+        options["attn_mask"] = _flash_attention_mask(given)
+    attend = partial(F.scaled_dot_product_attention, q, k, v, **options)
+    y = _unrounded(q.device.type, q.dtype == torch.float32, attend)
+    return (y.transpose(1, 2) if given.layout == "bshd" else y).contiguous()
+
+
 registry.get("gemm").attach("torch", _gemm, supports=_gemm_supports, priority=PRIORITY)
 registry.get("conv2d").attach(
     "torch_channels_last",
@@ -351,6 +420,13 @@ registry.get("gelu_and_mul").attach("torch", _gelu_and_mul, supports=_any, prior
 registry.get("memcpy").attach("torch", _memcpy, supports=_memcpy_supports, priority=PRIORITY)
 registry.get("rope").attach("torch", _rope, supports=_rope_supports, priority=PRIORITY)
 registry.get("add_layer_norm").attach("torch", _add_layer_norm, supports=_add_layer_norm_supports, priority=PRIORITY)
+registry.get("flash_attention").attach(
+    "torch",
+    _flash_attention,
+    supports=_flash_attention_supports,
+    reserved=_flash_attention_reserved,
+    priority=PRIORITY,
+)
 registry.get("softmax").attach("torch", _softmax, supports=_any, priority=PRIORITY)
 # PyTorch has no op for these: its form is the definition, written in its operations
 for _name in (

@@ -1,0 +1,139 @@
+"""The calls that tools make: examples, what is compiled, measured and emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wavecrest.ops.flash_attention.operands import Operands
+
+
+class _Sizes(NamedTuple):
+    """Batch, query heads, heads of k and v, queries, keys, columns, columns of v."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    d: int
+    dv: int
+
+
+def _tensors(sizes: _Sizes, layout: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    def made(tokens: int, heads: int, columns: int) -> Tensor:
+        shape = {
+            "bshd": (sizes.batch, tokens, heads, columns),
+            "bhsd": (sizes.batch, heads, tokens, columns),
+            "thd": (sizes.batch * tokens, heads, columns),
+        }[layout]
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    return (
+        made(sizes.queries, sizes.heads, sizes.d),
+        made(sizes.keys, sizes.kv_heads, sizes.d),
+        made(sizes.keys, sizes.kv_heads, sizes.dv),
+    )
+
+
+def inputs(B: int, H: int, S: int, D: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """S queries and keys of H heads, [B, S, H, D], nothing hidden."""
+    return tuple(Operands(*_tensors(_Sizes(B, H, H, S, S, D, D), "bshd", dtype, device)))
+
+
+def _call(sizes: _Sizes, dtype: torch.dtype, device: str, *, layout: str = "bhsd", **options: Any) -> tuple[Any, ...]:
+    """The arguments of a call; of packed sequences, all as long as the sizes say but where `starts` is given."""
+    q, k, v = _tensors(sizes, layout, dtype, device)
+    if layout == "thd":
+        for name, tokens in (("q", sizes.queries), ("k", sizes.keys)):
+            starts = options.pop(f"starts_{name}", [i * tokens for i in range(sizes.batch + 1)])
+            options[f"cu_seqlens_{name}"] = torch.tensor(starts, dtype=torch.int32, device=device)
+            options[f"max_seqlen_{name}"] = tokens
+            options[f"tokens_{name}"] = starts[-1]
+        queries, keys = options.pop("tokens_q"), options.pop("tokens_k")
+        q, k, v = q[:queries], k[:keys], v[:keys]
+    return tuple(Operands(q, k, v, layout, **options))
+
+
+# name -> sizes, dtype, options: each width of the tiles with and without causality; heads that share keys, packed;
+# every option at once; columns that are no power of two; one query (decoding); float32
+def _compiled() -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]]]:
+    bf16, heads = torch.bfloat16, 32
+    square = {d: _Sizes(4, heads, heads, 4096, 4096, d, d) for d in (64, 80, 128, 256)}
+    slopes = torch.empty(heads, device="meta")
+    dense = torch.empty(1, heads, 4096, 4096, dtype=bf16, device="meta")
+    sinks = torch.empty(heads, dtype=bf16, device="meta")
+    every = {"window": (1023, 0), "softcap": 30.0, "alibi_slopes": slopes, "bias": dense, "sinks": sinks}
+    return {
+        "D=64": (square[64], torch.float16, {}),
+        "D=64 causal": (square[64], bf16, {"causal": True}),
+        "D=128": (square[128], bf16, {}),
+        "D=128 causal": (square[128], bf16, {"causal": True}),
+        "D=256 causal": (square[256], bf16, {"causal": True}),
+        "D=80": (square[80], bf16, {}),
+        "GQA packed": (_Sizes(8, heads, 8, 2048, 2048, 128, 128), bf16, {"layout": "thd", "causal": True}),
+        "window": (square[128], bf16, {"causal": True, "window": (1023, 0)}),
+        "every option D=64": (square[64], bf16, {**every, "return_lse": True}),
+        "every option D=128": (square[128], bf16, {**every, "return_lse": True}),
+        "one query": (_Sizes(16, heads, 8, 1, 8192, 128, 128), bf16, {}),
+        "D=192 Dv=128 causal": (_Sizes(4, heads, heads, 4096, 4096, 192, 128), bf16, {"causal": True}),
+        "float32": (square[64], torch.float32, {}),
+        "float32 D=128 causal": (square[128], torch.float32, {"causal": True}),
+    }
+
+
+def compiled() -> dict[str, Operands]:
+    """The calls that must compile for every architecture, of meta tensors."""
+    return {
+        name: Operands(*_call(sizes, dtype, "meta", **options)) for name, (sizes, dtype, options) in _compiled().items()
+    }
+
+
+def _label(sizes: _Sizes, causal: bool) -> str:
+    b, h, kv, s, _, d, _ = sizes
+    return f"b{b}h{h}kv{kv}s{s}d{d}{'c' if causal else ''}"
+
+
+# batch, heads, heads of k and v, length, columns, causal
+_SHARED = (
+    *((32, 8, 8, s, 64, False) for s in (128, 256, 512, 1024, 2048)),
+    (4, 32, 32, 4096, 128, False), (4, 32, 32, 4096, 128, True),
+    (1, 32, 32, 16384, 128, False), (1, 32, 32, 16384, 128, True),
+    (4, 32, 8, 4096, 128, True), (16, 16, 16, 1024, 64, True), (2, 16, 16, 4096, 256, True),
+)  # fmt: skip
+_QUICK = ((2, 4, 4, 128, 64, False), (1, 8, 2, 200, 64, True))
+
+
+def bench(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """Prefill of layout "bhsd" by size: 32 sequences of 8 heads of 64 columns in float16, the others in bfloat16."""
+    found: dict[str, Callable[[], tuple[Any, ...]]] = {}
+    for b, h, kv, s, d, causal in _QUICK if suite == "quick" else _SHARED:
+        sizes = _Sizes(b, h, kv, s, s, d, d)
+        dtype = torch.float16 if b == 32 else torch.bfloat16
+        found[_label(sizes, causal)] = partial(_call, sizes, dtype, device, causal=causal)
+    return found
+
+
+def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """Several tiles with ragged ends, each mask and addition, packed sequences, and the dtypes."""
+    half, brain, single = torch.float16, torch.bfloat16, torch.float32
+    generator = torch.Generator().manual_seed(0)
+    slopes, sinks = torch.rand(4, generator=generator), torch.randn(4, generator=generator)
+    dense = torch.randn(2, 1, 40, 70, generator=generator).to(brain)
+    packed: dict[str, Any] = {"layout": "thd", "starts_q": [0, 20, 20, 90], "starts_k": [0, 70, 90, 210]}
+    return {
+        "plain": partial(_call, _Sizes(1, 2, 2, 70, 150, 64, 64), half, "cpu"),
+        "causal shared heads": partial(_call, _Sizes(1, 4, 2, 150, 150, 64, 64), brain, "cpu", causal=True),
+        "D=128 causal": partial(_call, _Sizes(1, 1, 1, 70, 130, 128, 128), brain, "cpu", causal=True),
+        "window softcap": partial(_call, _Sizes(1, 2, 2, 70, 150, 40, 24), half, "cpu", window=(30, 9), softcap=5.0),
+        "bias alibi sinks": partial(
+            _call, _Sizes(2, 4, 4, 40, 70, 32, 32), brain, "cpu",
+            bias=dense, alibi_slopes=slopes, sinks=sinks, return_lse=True,
+        ),
+        "packed": partial(_call, _Sizes(3, 4, 1, 30, 70, 64, 64), brain, "cpu", causal=True, **packed),
+        "float32": partial(_call, _Sizes(1, 1, 1, 33, 70, 32, 32), single, "cpu", causal=True),
+    }  # fmt: skip

@@ -1,0 +1,48 @@
+"""Attention's shape key, and what a configuration sees of it."""
+
+from __future__ import annotations
+
+import wavecrest.ops.flash_attention.config as _config
+import wavecrest.ops.flash_attention.launch as _launch
+from wavecrest.ops.flash_attention.operands import Operands
+from wavecrest.registry import Key, dtype_name, needs_grad, row_bucket
+
+KEY_FIELDS = (
+    "batch", "queries", "keys", "heads", "kv_heads", "d", "dv", "dtype", "packed", "left", "right", "diagonal",
+    "bias", "alibi", "softcap", "sinks", "lse", "access", "device", "grad",
+)  # fmt: skip
+
+
+def key_of(given: Operands) -> Key:
+    """The shape key of a call; `left` and `right` −1 where nothing is hidden on that side."""
+    return (
+        row_bucket(given.batch),
+        row_bucket(given.queries),
+        row_bucket(given.keys),
+        given.heads,
+        given.kv_heads,
+        given.columns,
+        given.v_columns,
+        dtype_name(given.q),
+        given.packed,
+        row_bucket(given.left),
+        row_bucket(given.right),
+        # words: inside torch.compile a comparison of lengths is no constant
+        "blind" if given.blind else "square" if given.square else "other",
+        None if given.bias is None else dtype_name(given.bias),
+        given.alibi_slopes is not None,
+        given.capped,
+        given.sinks is not None,
+        given.return_lse,
+        _launch.access(given),
+        given.q.device.type,
+        needs_grad(given.q, given.k, given.v, given.bias, given.alibi_slopes, given.sinks),
+    )
+
+
+def shape_of(key: Key) -> _config.Shape:
+    """What a configuration is chosen by."""
+    part = dict(zip(KEY_FIELDS, key, strict=True))
+    bits = 32 if part["dtype"] in ("float32", "float64") else 16
+    more = [part["bias"] is not None, part["alibi"], part["softcap"] == 1, part["left"] >= 0].count(True)
+    return _config.Shape(part["queries"], max(part["d"], part["dv"]), bits, part["right"] >= 0, more)

@@ -1,0 +1,166 @@
+"""The kernel's launch: how tensors are walked, and what the kernel is compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._rows as _rows
+from wavecrest.hardware import Arch
+from wavecrest.ops.flash_attention.kernel import _flash_attention_kernel
+from wavecrest.ops.flash_attention.operands import Operands
+from wavecrest.tuned import Config
+
+# what is contiguous, as the kernel numbers it
+ANY, COLUMNS, TOKENS = 0, 1, 2
+ORDERS = ("any", "columns", "tokens")
+TENSORS = 10
+# matrix units take no fewer
+LEAST_BLOCK = 16
+# offsets in a tile from which on 32 bits are too few
+FAR = 1 << 31
+
+
+class Walk(NamedTuple):
+    """How a tensor [B, H, S, D] is walked: what is contiguous, strides in units of `align`."""
+
+    order: int
+    align: int
+    strides: tuple[int, int, int, int]
+
+
+def walk(tensor: Tensor) -> Walk:
+    """The walk of q, k, v or bias as [B, H, S, D]; packed sequences are one, at a stride of 0."""
+    # a stride says nothing where there is one element
+    b, h, s, d = (stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if d == 1 or tensor.shape[3] == 1:
+        align = _rows.alignment(0, (b, h, s))
+        return Walk(COLUMNS, align, (b // align, h // align, s // align, 1))
+    if s == 1:
+        align = _rows.alignment(0, (b, h, d))
+        return Walk(TOKENS, align, (b // align, h // align, 1, d // align))
+    align = _rows.alignment(0, (b, h, s, d))
+    return Walk(ANY, align, (b // align, h // align, s // align, d // align))
+
+
+def access(given: Operands) -> str:
+    """What is contiguous in q, k and v, and the bytes that accesses of all of them may have, up to 16."""
+    walks = [walk(given.bhsd(one)) for one in (given.q, given.k, given.v)]
+    names = [ORDERS[one.order] for one in walks]
+    together = names[0] if len(set(names)) == 1 else " ".join(names)
+    return f"{together} {min(16, min(one.align for one in walks) * given.q.element_size())}"
+
+
+def _slot(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
+    """The strides of a small tensor, the first of them 0 where it has fewer dimensions."""
+    strides = () if tensor is None else tensor.stride()
+    return (0,) * (dims - len(strides)) + tuple(strides)
+
+
+def _wide(walks: tuple[Walk, ...], config: Config, columns: int) -> bool:
+    """True if an offset inside a tile may need more than 31 bits."""
+    rows = max(config["BLOCK_M"], config["BLOCK_N"], columns)
+    return any(2 * rows * walked.align * max(walked.strides[2:]) >= FAR for walked in walks)
+
+
+def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch: Arch | None) -> _rows.Launch:
+    """The kernel for a checked call that has queries; `o` and `lse` contiguous."""
+    q, k, v = (given.bhsd(one) for one in (given.q, given.k, given.v))
+    if given.packed:
+        # sequences begin where cu_seqlens says
+        q, k, v = (one.expand(given.batch, *one.shape[1:]) for one in (q, k, v))
+    bias = given.broadcast_bias()
+    walks = tuple(walk(one) for one in (q, k, v, q if bias is None else bias))
+    block_d, block_dv = (max(LEAST_BLOCK, _rows.power_of_two(one.shape[-1])) for one in (q, v))
+    d_align, dv_align = (_rows.alignment(one.shape[-1]) for one in (q, v))
+    o_strides = given.bhsd(o).stride()
+    tiles = _rows.ceil_div(given.queries, config["BLOCK_M"])
+    # left and right of all there is
+    most = given.queries + given.keys
+    return _rows.Launch(
+        _flash_attention_kernel,
+        (tiles * given.heads * given.batch,),
+        (
+            *_tensors(given, o, lse),
+            given.scale, float(given.softcap), given.queries, given.keys, given.heads, given.group, tiles,
+            given.columns // d_align, given.v_columns // dv_align, min(given.left, most), min(given.right, most),
+            *walks[0].strides, *walks[1].strides, *walks[2].strides,
+            0 if given.packed else o_strides[0] // dv_align, o_strides[1] // dv_align, o_strides[2] // dv_align,
+            *_lse_strides(given), *((0, 0, 0, 0) if bias is None else walks[3].strides),
+            *_slot(given.alibi_slopes, 2), *_slot(given.sinks, 1),
+            *_slot(given.cu_seqlens_q, 1), *_slot(given.cu_seqlens_k, 1),
+        ),
+        {
+            "PACKED": given.packed,
+            "LEFT": given.left >= 0,
+            "RIGHT": given.right >= 0,
+            "SOFTCAP": given.capped,
+            "BIAS": bias is not None,
+            "ALIBI": given.alibi_slopes is not None,
+            "SINKS": given.sinks is not None,
+            "LSE": given.return_lse,
+            "Q_ORDER": walks[0].order,
+            "K_ORDER": walks[1].order,
+            "V_ORDER": walks[2].order,
+            "BIAS_ORDER": COLUMNS if bias is None else walks[3].order,
+            "Q_ALIGN": walks[0].align,
+            "K_ALIGN": walks[1].align,
+            "V_ALIGN": walks[2].align,
+            "BIAS_ALIGN": 1 if bias is None else walks[3].align,
+            "D_ALIGN": d_align,
+            "DV_ALIGN": dv_align,
+            "EVEN_D": given.columns == block_d,
+            "EVEN_DV": given.v_columns == block_dv,
+            "WIDE": _wide(walks, config, max(block_d, block_dv)),
+            "XCDS": 1 if arch is None else arch.xcds,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+        },
+        config,
+    )  # fmt: skip
+
+
+def _tensors(given: Operands, o: Tensor, lse: Tensor | None) -> tuple[Tensor, ...]:
+    """The kernel's tensors; q, which is not read through them, where there is none."""
+    q = given.q
+    optional = (given.bias, given.alibi_slopes, given.sinks, given.cu_seqlens_q, given.cu_seqlens_k)
+    return (q, given.k, given.v, *(q if one is None else one for one in optional), o, q if lse is None else lse)
+
+
+def _lse_strides(given: Operands) -> tuple[int, int]:
+    if given.packed:
+        return 0, given.q.shape[0]
+    return given.heads * given.queries, given.queries
+
+
+def empty_results(given: Operands) -> tuple[Tensor, Tensor | None]:
+    """The result and its logarithms, not yet written."""
+    device = given.q.device
+    o = torch.empty(given.shape, dtype=given.q.dtype, device=device)
+    if not given.return_lse:
+        return o, None
+    return o, torch.empty(given.lse_shape, dtype=torch.float32, device=device)
+
+
+def bind(given: Operands, config: Config) -> Callable[..., Any]:
+    """The function for all calls with arguments like these."""
+    # what is kept must not keep the tensors of one call
+    meta = given._replace(q=given.q.to("meta")) if not torch.compiler.is_compiling() else given
+    some = given.batch * given.queries * given.q.numel() > 0
+    start: Callable[..., None] | None = None
+    sizes: tuple[Any, ...] = ()
+    if some:
+        made = launch(given, *empty_results(meta), config, _rows.arch())
+        start, sizes = _rows.starter(made, given.q.device), made.args[TENSORS:]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        now = Operands(*args, **kwargs)
+        o, lse = empty_results(now)
+        if start is not None:
+            start(*_tensors(now, o, lse), *sizes)
+        return (o, lse) if now.return_lse else o
+
+    return call

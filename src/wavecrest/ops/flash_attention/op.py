@@ -1,0 +1,204 @@
+"""The op flash_attention: its cost and backends, and its public function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._rows as _rows
+import wavecrest.ops.flash_attention.cases as _cases
+import wavecrest.ops.flash_attention.config as _config
+import wavecrest.ops.flash_attention.launch as _launch
+from wavecrest.hardware import Arch
+from wavecrest.ops.flash_attention.key import KEY_FIELDS, key_of, shape_of
+from wavecrest.ops.flash_attention.operands import Operands, Window, check
+from wavecrest.ops.flash_attention.reference import reference
+from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad
+from wavecrest.tuned import Config
+
+# below PyTorch's: its kernels are the default for what they take until a measured row says otherwise
+PRIORITY = 5
+
+
+def visible_pairs(queries: int, keys: int, left: int, right: int) -> int:
+    """Pairs of a query and a key that it sees; −1: no limit on that side."""
+    diagonal = torch.arange(queries) + keys - queries
+    last = torch.full_like(diagonal, keys - 1) if right < 0 else (diagonal + right).clamp(max=keys - 1)
+    first = torch.zeros_like(diagonal) if left < 0 else (diagonal - left).clamp(min=0)
+    return int((last - first + 1).clamp(min=0).sum())
+
+
+def _lengths(starts: Tensor, longest: int) -> list[int]:
+    """The lengths of packed sequences; of the device "meta", which has no numbers, the longest for all."""
+    if starts.device.type == "meta":
+        return [longest] * (starts.shape[0] - 1)
+    return starts.diff().tolist()
+
+
+def _cost(*args: Any, **kwargs: Any) -> Cost:
+    given = Operands(*args, **kwargs)
+    if given.cu_seqlens_q is not None and given.cu_seqlens_k is not None:
+        queries = _lengths(given.cu_seqlens_q, given.queries)
+        keys = _lengths(given.cu_seqlens_k, given.keys)
+        pairs = sum(visible_pairs(m, n, given.left, given.right) for m, n in zip(queries, keys, strict=True))
+    else:
+        pairs = given.batch * visible_pairs(given.queries, given.keys, given.left, given.right)
+    moved = sum(one.nbytes for one in (given.q, given.k, given.v))
+    moved += given.q.numel() // given.columns * given.v_columns * given.q.element_size()
+    for small in (given.bias, given.alibi_slopes, given.sinks, given.cu_seqlens_q, given.cu_seqlens_k):
+        moved += 0 if small is None else small.nbytes
+    moved += 4 * given.q.numel() // given.columns if given.return_lse else 0
+    return Cost(flops=2 * pairs * given.heads * (given.columns + given.v_columns), bytes=moved)
+
+
+def _declines(*args: Any, **kwargs: Any) -> str | None:
+    given = Operands(*args, **kwargs)
+    grad = needs_grad(given.q, given.k, given.v, given.bias, given.alibi_slopes, given.sinks)
+    return _rows.kernel_refusal(dtype_name(given.q), given.q.device.type, 1, grad)
+
+
+def _reserved(*args: Any, **kwargs: Any) -> str | None:
+    if args[0].device.type == "cpu":
+        return "Triton's interpreter and the emulator are for tests: they run when forced or named"
+    return None
+
+
+def _key(*args: Any, **kwargs: Any) -> Key:
+    return key_of(Operands(*args, **kwargs))
+
+
+def _check(*args: Any, **kwargs: Any) -> None:
+    check(Operands(*args, **kwargs))
+
+
+def _reference(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    return reference(Operands(*args, **kwargs))
+
+
+def _default_config(key: Key) -> Config:
+    return _config.default(shape_of(key), _rows.arch())
+
+
+def _space(key: Key, arch: Arch) -> Iterator[Config]:
+    return _config.space(shape_of(key), arch)
+
+
+def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
+    given = Operands(*args)
+    if given.batch * given.queries * given.q.numel() == 0:
+        return []
+    meta = given._replace(q=given.q.to("meta"))
+    return [_launch.launch(given, *_launch.empty_results(meta), config, arch)]
+
+
+def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.Launch]:
+    cases = {}
+    for name, given in _cases.compiled().items():
+        made = config or _config.default(shape_of(key_of(given)), arch)
+        cases[name] = _launch.launch(given, *_launch.empty_results(given), made, arch)
+    return cases
+
+
+def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
+    return _launch.bind(Operands(*args, **kwargs), config)
+
+
+def _run(*args: Any, config: Config, **kwargs: Any) -> Any:
+    return _bind(*args, config=config, **kwargs)(*args, **kwargs)
+
+
+_op = Op(
+    "flash_attention",
+    reference=_reference,
+    check=_check,
+    key=_key,
+    key_fields=KEY_FIELDS,
+    inputs=_cases.inputs,
+    sizes=("B", "H", "S", "D"),
+    cost=_cost,
+    default_config=_default_config,
+    compile_cases=_compile_cases,
+    bench_cases=_cases.bench,
+    emulate_cases=_cases.emulated,
+    op_class="gemm",
+)
+_op.attach(
+    "triton",
+    _run,
+    supports=_declines,
+    reserved=_reserved,
+    priority=PRIORITY,
+    takes_config=True,
+    bind=_bind,
+    space=_space,
+    launches=_launches,
+)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = "bshd",
+    causal: bool = False,
+    window: Window = (-1, -1),
+    softmax_scale: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(s) · v over the keys a query sees, sᵢⱼ = softcap(scale · qᵢ · kⱼ) + biasᵢⱼ − slope · |i + Sk − Sq − j|.
+
+    Query i is aligned with key i + Sk − Sq: the last query with the last key (bottom right), in each sequence.
+
+    Args:
+        q: [B, Sq, Hq, D] of layout "bshd", [B, Hq, Sq, D] of "bhsd", [Tq, Hq, D] of "thd"; any strides, which are read
+            in place; float32 (IEEE products), float16, bfloat16 or float64. D from 1 to 256. Sq may be 0.
+        k: the same with Sk and Hk, of which Hq is a multiple: query head h reads head h // (Hq / Hk).
+        v: the same as k with Dv columns, from 1 to 256. Stored transposed ([B, H, Dv, S]) it is passed as a view.
+        layout: "bshd", "bhsd", or "thd": sequences of several lengths behind one another.
+        causal: a query sees no key after its own: j ≤ i + Sk − Sq.
+        window: (left, right), keys that a query sees before and after its own, which it sees too; −1: all. With
+            `causal` right is 0.
+        softmax_scale: the factor of q · kᵀ, at least 0; None: 1 / √D.
+        bias: any floating dtype and strides, [B, Hq, Sq, Sk] or broadcast to it ("thd": the two maxima for Sq and Sk).
+            Added to the scaled and capped scores. −inf hides a key.
+        alibi_slopes: float32 [Hq] or [B, Hq] (Press et al., 2022).
+        softcap: c > 0: scaled scores become c · tanh(s / c), before bias and slopes (Gemma 2); 0: they do not.
+        sinks: floating [Hq], a further score of each query that has no value: it takes part in the sum that weights are
+            divided by (as in gpt-oss).
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1] with "thd": where sequences begin, from 0 up to Tq or Tk, not falling.
+            Not looked at before the launch; results of tokens after the last sequence are not written.
+        max_seqlen_q, max_seqlen_k: with "thd": at least the length of the longest sequence. Queries beyond
+            max_seqlen_q are not computed.
+        return_lse: also return log(Σⱼ exp(sᵢⱼ)), with the sink in it.
+
+    Returns:
+        The result in q's layout and dtype with Dv columns, contiguous; with `return_lse` also the natural logarithms,
+        float32 (float64 for float64) [B, Hq, Sq], or [Hq, Tq] of "thd". A query that sees nothing has a result of 0
+        and −inf; with a sink, 0 and the sink.
+
+        What lies beyond a sequence's keys never takes part. Of keys that causality or the window hide, a NaN or an
+        infinity in v may make queries near them NaN (0 · NaN), by what computes them; the reference has none of it.
+
+    Raises:
+        InvalidArgument: a shape, dtype, device or option is outside this.
+    """
+    if isinstance(window, list):
+        # calls are looked up by their arguments
+        window = tuple(window)
+    result: Tensor | tuple[Tensor, Tensor] = _op(
+        q, k, v, layout, causal, window, softmax_scale, bias, alibi_slopes, softcap, sinks, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, return_lse,
+    )  # fmt: skip
+    return result

@@ -1,0 +1,264 @@
+"""The arguments of attention: what they may be, and what follows from their shapes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wavecrest.errors import InvalidArgument
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+LAYOUTS = ("bshd", "bhsd", "thd")
+MAX_COLUMNS = 256
+# positions, and what a window adds to them, are counted in 32 bits
+MAX_LENGTH = 1 << 29
+
+Window = tuple[int, int]
+
+
+class Operands(NamedTuple):
+    """softmax(q · kᵀ …) · v, in the order that the op's backends get them; properties are of checked arguments.
+
+    H query heads share the heads of k and v in groups of `group`. Sizes S are those of the longest sequence where
+    sequences are packed.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: str = "bshd"
+    causal: bool = False
+    window: Window = (-1, -1)
+    softmax_scale: float | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    return_lse: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """True if sequences of several lengths lie behind one another."""
+        return self.layout == "thd"
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.cu_seqlens_q.shape[0] - 1 if self.cu_seqlens_q is not None else self.q.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Heads of q."""
+        return self.q.shape[1 if self.layout != "bshd" else 2]
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of k and v."""
+        return self.k.shape[1 if self.layout != "bshd" else 2]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of k and v."""
+        return self.heads // self.kv_heads
+
+    @property
+    def queries(self) -> int:
+        """Queries of a sequence, or of the longest."""
+        return self.q.shape[2 if self.layout == "bhsd" else 1] if self.max_seqlen_q is None else self.max_seqlen_q
+
+    @property
+    def keys(self) -> int:
+        """Keys of a sequence, or of the longest."""
+        return self.k.shape[2 if self.layout == "bhsd" else 1] if self.max_seqlen_k is None else self.max_seqlen_k
+
+    @property
+    def columns(self) -> int:
+        """Columns of q and k."""
+        return self.q.shape[-1]
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of v and of the result."""
+        return self.v.shape[-1]
+
+    @property
+    def scale(self) -> float:
+        """The factor of q · kᵀ."""
+        return float(self.columns**-0.5) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def left(self) -> int:
+        """Keys before a query's own that it sees; −1: all."""
+        return self.window[0]
+
+    @property
+    def right(self) -> int:
+        """Keys after a query's own that it sees; −1: all."""
+        return 0 if self.causal else self.window[1]
+
+    @property
+    def capped(self) -> int:
+        """1 where scores are capped, else 0; made by a branch, as torch.compile may not know the number."""
+        return 1 if self.softcap > 0 else 0
+
+    @property
+    def square(self) -> bool:
+        """True if there are as many queries as keys, so that PyTorch's causal mask is ours."""
+        return not self.packed and self.queries == self.keys
+
+    @property
+    def blind(self) -> bool:
+        """True if lengths and window leave a query without a key (packed: not known)."""
+        return self.keys == 0 or (self.right >= 0 and self.keys - self.queries + self.right < 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return (*self.q.shape[:-1], self.v_columns)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """The shape of the logarithms."""
+        return (self.heads, self.q.shape[0]) if self.packed else (self.batch, self.heads, self.queries)
+
+    def bhsd(self, tensor: Tensor) -> Tensor:
+        """q, k or v as [B, H, S, D], packed sequences as one."""
+        if self.layout == "bhsd":
+            return tensor
+        return (tensor.unsqueeze(0) if self.packed else tensor).transpose(1, 2)
+
+    def broadcast_bias(self) -> Tensor | None:
+        """The bias as [B, H, Sq, Sk], with strides of 0 where it is broadcast."""
+        if self.bias is None:
+            return None
+        return self.bias.expand(self.batch, self.heads, self.queries, self.keys)
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else repr(value)
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def check(given: Operands) -> None:
+    """Raise InvalidArgument unless the arguments are those of attention, naming what is wrong."""
+    if given.layout not in LAYOUTS:
+        raise InvalidArgument(f"flash_attention: layout takes {', '.join(LAYOUTS)}, not {given.layout!r}")
+    q, form = given.q, f"[{', '.join(given.layout.upper())}]"
+    for name, value in (("q", q), ("k", given.k), ("v", given.v)):
+        if not isinstance(value, Tensor) or value.ndim != len(given.layout) or value.dtype not in FLOATS:
+            raise InvalidArgument(
+                f"flash_attention: {name} must be float32, float16, bfloat16 or float64 {form}, got {_describe(value)}"
+            )
+        if value.dtype != q.dtype or value.device != q.device:
+            raise InvalidArgument(
+                f"flash_attention: {name} must be {q.dtype} on {q.device} as q is, got {_describe(value)}"
+            )
+        if not 1 <= value.shape[-1] <= MAX_COLUMNS:
+            raise InvalidArgument(
+                f"flash_attention: {name} must have 1 to {MAX_COLUMNS} columns, got {_describe(value)}"
+            )
+    _check_sizes(given)
+    _check_options(given)
+    _check_sequences(given)
+    _check_additions(given)
+
+
+def _check_sizes(given: Operands) -> None:
+    q, k, v = given.q, given.k, given.v
+    if k.shape[:-1] != v.shape[:-1]:
+        raise InvalidArgument(
+            f"flash_attention: k {list(k.shape)} and v {list(v.shape)} must agree in all but their columns"
+        )
+    if k.shape[-1] != q.shape[-1] or (not given.packed and k.shape[0] != q.shape[0]):
+        raise InvalidArgument(
+            f"flash_attention: q {list(q.shape)} and k {list(k.shape)} must have as many columns and sequences"
+        )
+    if given.kv_heads == 0 or given.heads == 0 or given.heads % given.kv_heads != 0:
+        raise InvalidArgument(
+            f"flash_attention: {given.heads} heads of q are no multiple of the {given.kv_heads} of k and v"
+        )
+
+
+def _check_options(given: Operands) -> None:
+    for name, flag in (("causal", given.causal), ("return_lse", given.return_lse)):
+        if not isinstance(flag, bool):
+            raise InvalidArgument(f"flash_attention: {name} must be True or False, got {flag!r}")
+    window = given.window
+    if (
+        not isinstance(window, tuple)
+        or len(window) != 2
+        or not all(isinstance(side, int) and not isinstance(side, bool) and side >= -1 for side in window)
+    ):
+        raise InvalidArgument(
+            f"flash_attention: window must be two whole numbers (left, right) of at least -1, got {window!r}"
+        )
+    for name, number in (("softmax_scale", given.softmax_scale), ("softcap", given.softcap)):
+        if number is None and name == "softmax_scale":
+            continue
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 <= number < math.inf:
+            raise InvalidArgument(f"flash_attention: {name} must be a finite number of at least 0, got {number!r}")
+
+
+def _check_sequences(given: Operands) -> None:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    values = (given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
+    for name, value in zip(names, values, strict=True):
+        if not given.packed and value is not None:
+            raise InvalidArgument(f"flash_attention: {name} goes with layout thd, not {given.layout}")
+    if given.packed:
+        for name, starts in zip(names[:2], values[:2], strict=True):
+            fits = isinstance(starts, Tensor) and starts.dtype == torch.int32 and starts.ndim == 1
+            if not fits or starts.shape[0] == 0 or starts.device != given.q.device:  # type: ignore[union-attr]
+                raise InvalidArgument(
+                    f"flash_attention: {name} must be int32 [B + 1] on {given.q.device}, got {_describe(starts)}"
+                )
+        if values[0].shape != values[1].shape:  # type: ignore[union-attr]
+            raise InvalidArgument(
+                f"flash_attention: cu_seqlens_q and cu_seqlens_k must be of one size, got {_describe(values[0])} and "
+                f"{_describe(values[1])}"
+            )
+        for name, length in zip(names[2:], values[2:], strict=True):
+            if not _is_length(length):
+                raise InvalidArgument(f"flash_attention: {name} must be a whole number of at least 0, got {length!r}")
+    if given.queries > MAX_LENGTH or given.keys > MAX_LENGTH:
+        raise InvalidArgument(
+            f"flash_attention: sequences have up to {MAX_LENGTH} tokens, not {given.queries} and {given.keys}"
+        )
+
+
+def _check_additions(given: Operands) -> None:
+    device, heads, batch = given.q.device, given.heads, given.batch
+    slopes, sinks, bias = given.alibi_slopes, given.sinks, given.bias
+    if slopes is not None:
+        fits = isinstance(slopes, Tensor) and slopes.dtype == torch.float32 and slopes.device == device
+        if not fits or tuple(slopes.shape) not in ((heads,), (batch, heads)):
+            raise InvalidArgument(
+                f"flash_attention: alibi_slopes must be float32 [{heads}] or [{batch}, {heads}] on {device}, got "
+                f"{_describe(slopes)}"
+            )
+    if sinks is not None:
+        fits = isinstance(sinks, Tensor) and sinks.dtype in FLOATS and sinks.device == device
+        if not fits or tuple(sinks.shape) != (heads,):
+            raise InvalidArgument(
+                f"flash_attention: sinks must be floating-point [{heads}] on {device}, got {_describe(sinks)}"
+            )
+    if bias is not None:
+        whole = (batch, heads, given.queries, given.keys)
+        fits = isinstance(bias, Tensor) and bias.dtype in FLOATS and bias.device == device and 1 <= bias.ndim <= 4
+        if not fits or not all(
+            size in (1, wanted) for size, wanted in zip(bias.shape, whole[4 - bias.ndim :], strict=True)
+        ):
+            raise InvalidArgument(
+                f"flash_attention: bias must be floating-point, of {list(whole)} or broadcast to it, on {device}, got "
+                f"{_describe(bias)}"
+            )

@@ -1,0 +1,205 @@
+"""What the attention tests share: an oracle of plain loops, bounds, calls of every layout and comparison.
+
+Not a test file: `tests/ops/test_flash_attention.py` has the cases.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.ops.op_harness import random
+from wavecrest import registry
+from wavecrest.ops.flash_attention.operands import Operands
+from wavecrest.tuned import Config
+
+OP = "flash_attention"
+# half a unit in the last place
+ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
+# several tiles of small calls, which neither queries nor keys fill
+SMALL = Config(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)
+LONG = Config(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
+TALL = Config(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1)
+
+
+def arguments(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Any, ...]:
+    return tuple(Operands(q, k, v, **options))
+
+
+def tensors(
+    batch: int,
+    queries: int,
+    keys: int,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    d: int = 16,
+    dv: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    layout: str = "bshd",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with scores that differ enough for a wrong one to show."""
+    kv_heads, dv = kv_heads or heads, dv or d
+
+    def made(tokens: int, count: int, columns: int, at: int) -> Tensor:
+        x = random((batch, tokens, count, columns), dtype, device, seed + at)
+        return x.transpose(1, 2).contiguous() if layout == "bhsd" else x
+
+    return made(queries, heads, d, 0), made(keys, kv_heads, d, 1), made(keys, kv_heads, dv, 2)
+
+
+def packed(
+    lengths_q: list[int], lengths_k: list[int], heads: int, kv_heads: int, d: int, dtype: torch.dtype, device: str
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """q, k and v of sequences behind one another, and the options that say so."""
+    q = random((sum(lengths_q), heads, d), dtype, device, 0)
+    k, v = (random((sum(lengths_k), kv_heads, d), dtype, device, seed) for seed in (1, 2))
+
+    def starts(lengths: list[int]) -> Tensor:
+        return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+
+    options = {
+        "layout": "thd",
+        "cu_seqlens_q": starts(lengths_q),
+        "cu_seqlens_k": starts(lengths_k),
+        "max_seqlen_q": max(lengths_q),
+        "max_seqlen_k": max(lengths_k),
+    }
+    return (q, k, v), options
+
+
+def loops(q: Tensor, k: Tensor, v: Tensor, given: Operands, sequence: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One head of one sequence, query by query and key by key, in Python's floats: result, its logarithms, Σ p |v|.
+
+    q [Sq, D], k [Sk, D], v [Sk, Dv]; no code in common with the reference.
+    """
+    Sq, Sk, Dv = q.shape[0], k.shape[0], v.shape[1]
+    queries, keys, values = q.double().tolist(), k.double().tolist(), v.double().cpu()
+    scale = q.shape[1] ** -0.5 if given.softmax_scale is None else given.softmax_scale
+    bias, slopes = given.bias, given.alibi_slopes
+    if bias is not None:
+        bias = bias.double().broadcast_to(given.batch, given.heads, given.queries, given.keys)[sequence, head].cpu()
+    if slopes is not None:
+        slope = float((slopes if slopes.ndim == 1 else slopes[sequence])[head])
+    out, lse = torch.zeros(Sq, Dv, dtype=torch.float64), torch.full((Sq,), -math.inf, dtype=torch.float64)
+    mass = torch.zeros(Sq, Dv, dtype=torch.float64)
+    for i in range(Sq):
+        own = i + Sk - Sq
+        scores, seen = [], []
+        for j in range(Sk):
+            if given.causal and j > own:
+                continue
+            if given.window[0] != -1 and j < own - given.window[0]:
+                continue
+            if given.window[1] != -1 and j > own + given.window[1]:
+                continue
+            s = scale * math.fsum(a * b for a, b in zip(queries[i], keys[j], strict=True))
+            if given.softcap > 0:
+                s = given.softcap * math.tanh(s / given.softcap)
+            if bias is not None:
+                s += float(bias[i, j])
+            if slopes is not None:
+                s -= slope * abs(own - j)
+            scores.append(s)
+            seen.append(j)
+        every = [*scores, float(given.sinks[head])] if given.sinks is not None else scores
+        top = max(every, default=-math.inf)
+        if top == -math.inf:
+            continue
+        total = math.fsum(math.exp(s - top) for s in every)
+        lse[i] = top + math.log(total)
+        for s, j in zip(scores, seen, strict=True):
+            if s > -math.inf:
+                out[i] += math.exp(s - top) / total * values[j]
+                mass[i] += math.exp(s - top) / total * values[j].abs()
+    return out, lse, mass
+
+
+def exact(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """(the result, its logarithms, Σ p |v|) in float64, by the loops; for few tokens."""
+    given = Operands(*args)
+    if given.packed:
+        assert given.cu_seqlens_q is not None and given.cu_seqlens_k is not None
+        q_at, k_at = given.cu_seqlens_q.tolist(), given.cu_seqlens_k.tolist()
+        out = torch.zeros(given.shape, dtype=torch.float64)
+        mass, lse = torch.zeros_like(out), torch.full(given.lse_shape, -math.inf, dtype=torch.float64)
+        for b in range(given.batch):
+            rows, cols = slice(q_at[b], q_at[b + 1]), slice(k_at[b], k_at[b + 1])
+            for h in range(given.heads):
+                kv = h // given.group
+                parts = loops(given.q[rows, h], given.k[cols, kv], given.v[cols, kv], given, b, h)
+                out[rows, h], lse[h, rows], mass[rows, h] = parts
+        return out, lse, mass
+    q, k, v = (one.transpose(1, 2) if given.layout == "bshd" else one for one in (given.q, given.k, given.v))
+    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.float64)
+    mass, lse = torch.zeros_like(out), torch.zeros(q.shape[:-1], dtype=torch.float64)
+    for b in range(given.batch):
+        for h in range(given.heads):
+            out[b, h], lse[b, h], mass[b, h] = loops(
+                q[b, h], k[b, h // given.group], v[b, h // given.group], given, b, h
+            )
+    if given.layout == "bshd":
+        out, mass = out.transpose(1, 2), mass.transpose(1, 2)
+    return out, lse, mass
+
+
+def wide(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same call in float64, with its logarithms."""
+    given = Operands(*args)
+    doubled = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in given]
+    return tuple(Operands(*doubled)._replace(return_lse=True))
+
+
+def by_reference(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """As `exact`, by the op's reference in float64."""
+    given, found = Operands(*wide(args)), registry.get(OP)
+    out, lse = found.reference(*given)
+    mass = found.reference(*given._replace(v=given.v.abs(), return_lse=False))
+    return out, lse, mass
+
+
+def assert_within(got: Tensor, want: Tensor, mass: Tensor, inner: float) -> None:
+    """Each element: rounded once, and its weights to `inner`, against Σ p |v|."""
+    assert got.shape == want.shape
+    want, mass = want.to(got.device), mass.to(got.device)
+    allowed = 1.001 * ROUNDING[got.dtype] * want.abs() + inner * mass + 1e-7
+    worse = (got.double() - want).abs() - allowed
+    assert not worse.isnan().any(), "an element was not written, or what is hidden was read"
+    assert (worse <= 0).all(), f"{int((worse > 0).sum())} of {worse.numel()} elements are off, by up to {worse.max()}"
+
+
+def assert_lse(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and got.shape == want.shape
+    want = want.to(got.device)
+    assert torch.equal(got == float("-inf"), want == float("-inf"))
+    known = want.isfinite()
+    torch.testing.assert_close(got[known].double(), want[known], rtol=2e-6, atol=6e-6)
+
+
+def assert_attends(
+    backend: str, args: tuple[Any, ...], config: Config | None = None, want: tuple[Tensor, Tensor, Tensor] | None = None
+) -> Tensor:
+    """A backend's result and logarithms against float64; contiguous; arguments as they were."""
+    given, found = Operands(*args), registry.get(OP)
+    given = given._replace(return_lse=backend != "torch")
+    before = [one.clone() if isinstance(one, Tensor) else one for one in given]
+    got = found.run(backend, *given, config=config) if backend == "triton" else found.run(backend, *given)
+    want = want or by_reference(tuple(given))
+    if backend != "torch":
+        got, lse = got
+        assert_lse(lse, want[1], given.q.dtype)
+        assert lse.is_contiguous()
+    assert got.dtype == given.q.dtype and got.is_contiguous() and got.shape == given.shape
+    # weights are rounded to v's dtype before they are multiplied, PyTorch's scores too
+    inner = 1.01 * ROUNDING[given.q.dtype] + 1.5e-5
+    if backend == "torch":
+        inner = 8 * ROUNDING[given.q.dtype] + 1.5e-5
+    assert_within(got, want[0], want[2], inner)
+    for one, kept in zip(given, before, strict=True):
+        if isinstance(one, Tensor):
+            assert torch.equal(one.nan_to_num(7.0), kept.nan_to_num(7.0)), "an argument was written to"
+    return got  # type: ignore[no-any-return]

@@ -1,0 +1,1012 @@
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.ops.attention_harness import (
+    LONG,
+    OP,
+    SMALL,
+    TALL,
+    arguments,
+    assert_attends,
+    assert_lse,
+    assert_within,
+    by_reference,
+    exact,
+    packed,
+    tensors,
+    wide,
+)
+from tests.ops.op_harness import BACKENDS, DTYPES, assert_never_copies, assert_refuses, name, random
+from wavecrest import ops, registry
+from wavecrest.errors import Unsupported
+from wavecrest.hardware import ARCHS
+from wavecrest.ops.flash_attention import config as configs
+from wavecrest.ops.flash_attention import launch as launches
+from wavecrest.ops.flash_attention.op import visible_pairs
+from wavecrest.ops.flash_attention.operands import Operands
+from wavecrest.tuned import Config
+
+OURS = ("triton", "reference")
+HEADS = 4
+
+
+def option(key: str, queries: int, keys: int, device: str, batch: int = 2, heads: int = HEADS) -> dict[str, Any]:
+    """Options by the name of a case."""
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 9) -> Tensor:
+        return random(shape, dtype, device, seed)
+
+    return {
+        "plain": dict,
+        "causal": lambda: {"causal": True},
+        "left": lambda: {"window": (5, -1)},
+        "right": lambda: {"window": (-1, 4)},
+        "window": lambda: {"window": (11, 6)},
+        "own key alone": lambda: {"window": (0, 0)},
+        "wide window": lambda: {"window": (1 << 40, 1 << 40)},
+        "causal window": lambda: {"causal": True, "window": (19, 7)},
+        "scale": lambda: {"softmax_scale": 0.7},
+        "no scale": lambda: {"softmax_scale": 0.0},
+        "softcap": lambda: {"softcap": 1.5},
+        "alibi": lambda: {"alibi_slopes": made(heads).abs() / 4},
+        "alibi a sequence": lambda: {"alibi_slopes": made(batch, heads).abs() / 4},
+        "bias": lambda: {"bias": made(batch, heads, queries, keys)},
+        "bias a head": lambda: {"bias": made(heads, queries, keys, dtype=torch.float16)},
+        "bias a key": lambda: {"bias": made(batch, 1, 1, keys, dtype=torch.bfloat16)},
+        "bias a query": lambda: {"bias": made(queries, 1)},
+        "bias transposed": lambda: {"bias": made(batch, 1, keys, queries).mT},
+        "sinks": lambda: {"sinks": 2 * made(heads)},
+        "sinks softcap bias": lambda: {"sinks": made(heads), "softcap": 2.0, "bias": 2 * made(queries, keys)},
+        "everything": lambda: {
+            "causal": True, "window": (21, -1), "softmax_scale": 0.4, "softcap": 3.0, "sinks": made(heads),
+            "alibi_slopes": made(heads).abs() / 4, "bias": made(1, heads, queries, keys),
+        },
+    }[key]()  # fmt: skip
+
+
+CASES = (
+    "plain", "causal", "left", "right", "window", "own key alone", "wide window", "causal window", "scale", "no scale",
+    "softcap", "alibi", "alibi a sequence", "bias", "bias a head", "bias a key", "bias a query", "bias transposed",
+    "sinks", "sinks softcap bias", "everything",
+)  # fmt: skip
+# queries and keys: none and one of either, a tile and one more or less, several tiles, more of the one or the other
+LENGTHS = (
+    (0, 5), (5, 0), (1, 1), (1, 17), (17, 1), (3, 64), (16, 16), (17, 33), (33, 17), (64, 64), (1, 129), (64, 129),
+    (129, 64), (15, 49),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+def test_lengths(queries: int, keys: int, causal: bool, device: str) -> None:
+    args = arguments(*tensors(2, queries, keys, device=device), causal=causal)
+    want = by_reference(args)
+    for config in (SMALL, LONG):
+        assert_attends("triton", args, config, want)
+    assert_attends("reference", args, None, want)
+    if not Operands(*args).blind:
+        assert_attends("torch", args, None, want)
+    found = registry.get(OP)
+    found.force("triton")
+    # the bound call with the default configuration, which on a GPU skips Triton's look-up from the second time on
+    for _ in range(3 if device == "cuda" else 1):
+        assert torch.equal(found(*args), found.run("triton", *args))
+    found.force(None)
+
+
+@pytest.mark.parametrize("lengths", [(7, 11), (11, 7), (6, 6)], ids=["more keys", "more queries", "square"])
+@pytest.mark.parametrize("key", CASES)
+def test_definition(key: str, lengths: tuple[int, int], device: str) -> None:
+    """Each option against plain loops: the reference to the last digits, the kernel to those of float32."""
+    options = option(key, *lengths, device)
+    q, k, v = tensors(2, *lengths, HEADS, 2, 5, 3, device=device)
+    args = arguments(q, k, v, **options)
+    want = exact(args)
+    out, lse = registry.get(OP).reference(*wide(args))
+    torch.testing.assert_close(out, want[0].to(device), rtol=1e-12, atol=1e-12)
+    assert torch.equal(lse.isfinite().cpu(), want[1].isfinite())
+    torch.testing.assert_close(lse.nan_to_num(), want[1].nan_to_num().to(device), rtol=1e-12, atol=1e-12)
+    assert_attends("triton", args, SMALL, want)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(70, 70), (37, 90), (90, 37)])
+@pytest.mark.parametrize("key", CASES)
+def test_options(key: str, queries: int, keys: int, device: str) -> None:
+    """Several tiles of each, for heads that share keys."""
+    args = arguments(*tensors(2, queries, keys, HEADS, 2, device=device), **option(key, queries, keys, device))
+    want = by_reference(args)
+    for config in (SMALL, TALL) if device == "cuda" else ((SMALL, TALL)[len(key) % 2],):
+        assert_attends("triton", args, config, want)
+    if registry.get(OP).backends["torch"].supports(*args) is None:
+        assert_attends("torch", args, None, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=name)
+def test_dtypes(dtype: torch.dtype, layout: str, backend: str, device: str) -> None:
+    if dtype == torch.float64 and backend == "triton":
+        pytest.skip("declined")
+    args = arguments(*tensors(2, 40, 50, 4, 2, 32, 24, dtype, device, layout), layout=layout, causal=True)
+    got = assert_attends(backend, args, SMALL if backend == "triton" else None)
+    assert got.shape == ((2, 40, 4, 24) if layout == "bshd" else (2, 4, 40, 24))
+
+
+# columns of q and k, of v
+@pytest.mark.parametrize(
+    ("d", "dv"), [(1, 1), (1, 40), (40, 1), (16, 16), (17, 15), (64, 128), (80, 80), (96, 64), (192, 128), (256, 256)]
+)
+def test_columns(d: int, dv: int, device: str) -> None:
+    dtype = DTYPES[(d + dv) % 3]
+    bias = random((4, 19, 37), dtype, device, 5)
+    args = arguments(*tensors(1, 19, 37, 4, 1, d, dv, dtype, device), causal=True, bias=bias)
+    want = by_reference(args)
+    for backend in BACKENDS:
+        assert_attends(backend, args, SMALL if backend == "triton" else None, want)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_heads_that_share_keys(layout: str, kv_heads: int, device: str) -> None:
+    args = arguments(*tensors(2, 20, 33, 6, kv_heads, device=device, layout=layout), layout=layout)
+    want = by_reference(args)
+    for backend in BACKENDS:
+        assert_attends(backend, args, SMALL if backend == "triton" else None, want)
+    given = Operands(*args)
+    axis = 2 if layout == "bshd" else 1
+    # the same with each head of k and v as often as it is read
+    k, v = (one.repeat_interleave(given.group, axis) for one in (given.k, given.v))
+    torch.testing.assert_close(exact(tuple(given._replace(k=k, v=v)))[0], exact(args)[0])
+
+
+def _surrounded(*shape: int, device: str) -> Tensor:
+    """The storage of a view, NaN where the view has nothing."""
+    return torch.full(shape, float("nan"), dtype=torch.float16, device=device)
+
+
+def _filled(view: Tensor, seed: int) -> Tensor:
+    return view.copy_(random(tuple(view.shape), view.dtype, view.device.type, seed))
+
+
+# name -> a tensor [2, S, H, D] of that layout; what lies between its elements is NaN
+STRIDES: dict[str, Callable[[int, int, int, str, int], Tensor]] = {
+    "dense": lambda s, h, d, device, seed: _filled(_surrounded(2, s, h, d, device=device), seed),
+    "heads first": lambda s, h, d, device, seed: _filled(
+        _surrounded(2, h, s, d, device=device).transpose(1, 2), seed
+    ),
+    "a part of qkv": lambda s, h, d, device, seed: _filled(
+        _surrounded(2, s, 3 * h, d, device=device)[:, :, h : 2 * h], seed
+    ),
+    "columns apart": lambda s, h, d, device, seed: _filled(
+        _surrounded(2, s, h, 2 * d, device=device)[..., 1::2], seed
+    ),
+    "transposed": lambda s, h, d, device, seed: _filled(
+        _surrounded(2, h, d, s, device=device).permute(0, 3, 1, 2), seed
+    ),
+    "transposed longer": lambda s, h, d, device, seed: _filled(
+        _surrounded(2, h, d, s + 16, device=device).permute(0, 3, 1, 2)[:, 3 : s + 3], seed
+    ),
+    "sequence first": lambda s, h, d, device, seed: _filled(
+        _surrounded(s, 2, h, d, device=device).transpose(0, 1), seed
+    ),
+    "reversed": lambda s, h, d, device, seed: _filled(
+        _surrounded(d, h, s, 2, device=device).permute(3, 2, 1, 0), seed
+    ),
+    "one head for all": lambda s, h, d, device, seed: _filled(
+        _surrounded(2, s, 1, d, device=device), seed
+    ).expand(2, s, h, d),
+    "one token for all": lambda s, h, d, device, seed: _filled(
+        _surrounded(2, 1, h, d, device=device), seed
+    ).expand(2, s, h, d),
+    "odd rows": lambda s, h, d, device, seed: _filled(_surrounded(2, s, h, d + 3, device=device)[..., 2 : d + 2], seed),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "all"])
+@pytest.mark.parametrize("strides", STRIDES)
+def test_strides(strides: str, which: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"q": (17, 2, 16), "k": (33, 1, 16), "v": (33, 1, 32)}
+    made = {
+        one: STRIDES[strides if which in (one, "all") else "dense"](*size, device, seed)
+        for seed, (one, size) in enumerate(sizes.items())
+    }
+    args = arguments(made["q"], made["k"], made["v"], causal=True)
+    want = by_reference(args)
+    for backend in BACKENDS if which == "all" else ("triton",):
+        assert_attends(backend, args, SMALL if backend == "triton" else None, want)
+    if which != "all":
+        return
+    # the same views with heads before tokens
+    across = arguments(*(one.transpose(1, 2) for one in made.values()), layout="bhsd", causal=True)
+    got = registry.get(OP).run("triton", *across, config=SMALL)
+    assert torch.equal(got.transpose(1, 2), registry.get(OP).run("triton", *args, config=SMALL))
+    assert_never_copies(OP, monkeypatch, *args)
+
+
+@pytest.mark.parametrize("far", ["tokens", "heads", "columns", "batch"])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_elements_past_two_to_the_31(which: str, far: str, device: str) -> None:
+    step = (1 << 30) + (0 if which == "k" else 1)
+    # of the storage only the pages that are used are ever made
+    storage = torch.empty((1 << 31) + (1 << 13), dtype=torch.float16, device=device)
+    sizes = {"q": (3, 3, 3, 3), "k": (3, 3, 3, 3), "v": (3, 3, 3, 3)}
+    dense = {"batch": (step, 27, 9, 1), "tokens": (27, step, 9, 1), "heads": (27, 9, step, 1)}
+    dense["columns"] = (27, 9, 3, step)
+    made = {}
+    for seed, (one, size) in enumerate(sizes.items()):
+        strides = dense[far] if one == which else (27, 9, 3, 1)
+        made[one] = _filled(storage[1024 * seed :].as_strided(size, strides), seed)
+    assert_attends("triton", arguments(**made), SMALL)
+
+
+def test_bias_past_two_to_the_31(device: str) -> None:
+    storage = torch.empty((1 << 31) + (1 << 13), dtype=torch.float16, device=device)
+    for strides in ((1 << 30, 9, 3, 1), (9, 1 << 30, 3, 1), (27, 9, 1 << 30, 1), (27, 9, 1, 1 << 30)):
+        bias = _filled(storage.as_strided((3, 3, 3, 3), strides), 5)
+        assert_attends("triton", arguments(*tensors(3, 3, 3, 3, device=device), bias=bias), SMALL)
+
+
+PACKED = {
+    "several": ([5, 17, 33], [20, 17, 9]),
+    "empty ones": ([0, 20, 0, 7, 3, 0], [4, 0, 0, 40, 1, 0]),
+    "one": ([19], [37]),
+    "single tokens": ([1, 1, 1, 1], [1, 50, 16, 17]),
+    "nothing": ([0, 0], [3, 0]),
+}
+
+
+@pytest.mark.parametrize("key", ["plain", "causal", "window", "alibi a sequence", "bias", "sinks", "everything"])
+@pytest.mark.parametrize("lengths", PACKED)
+def test_packed(lengths: str, key: str, device: str) -> None:
+    """Sequences of several lengths: as each of them alone."""
+    queries, keys = PACKED[lengths]
+    (q, k, v), starts = packed(queries, keys, HEADS, 2, 16, torch.float32, device)
+    options = option(key, max(queries), max(keys), device, len(queries))
+    if lengths == "several":
+        # at least the longest, not exactly it
+        starts["max_seqlen_q"] += 20
+        options = option(key, max(queries) + 20, max(keys), device, len(queries))
+    args = arguments(q, k, v, **starts, **options)
+    want = exact(args)
+    for backend in OURS:
+        assert_attends(backend, args, SMALL if backend == "triton" else None, want)
+
+
+def test_packed_by_itself(device: str) -> None:
+    """Every sequence has the bits that it has alone, whatever lies around it."""
+    queries, keys = [5, 40, 17], [20, 33, 17]
+    (q, k, v), starts = packed(queries, keys, HEADS, 2, 16, torch.bfloat16, device)
+    run = registry.get(OP).run
+    got, lse = run("triton", *arguments(q, k, v, causal=True, return_lse=True, **starts), config=SMALL)
+    at_q, at_k = starts["cu_seqlens_q"].tolist(), starts["cu_seqlens_k"].tolist()
+    for b in range(3):
+        rows, cols = slice(at_q[b], at_q[b + 1]), slice(at_k[b], at_k[b + 1])
+        one = arguments(q[rows][None], k[cols][None], v[cols][None], causal=True, return_lse=True)
+        alone, alone_lse = run("triton", *one, config=SMALL)
+        assert torch.equal(alone[0], got[rows]) and torch.equal(alone_lse[0], lse[:, rows])
+
+
+def test_starts_of_sequences_may_have_gaps(device: str) -> None:
+    (q, k, v), starts = packed([5, 17], [20, 9], 2, 2, 16, torch.float32, device)
+    want = registry.get(OP).run("triton", *arguments(q, k, v, **starts), config=SMALL)
+    for which in ("cu_seqlens_q", "cu_seqlens_k"):
+        starts[which] = torch.stack((starts[which], starts[which] + 99), -1)[:, 0]
+    assert torch.equal(registry.get(OP).run("triton", *arguments(q, k, v, **starts), config=SMALL), want)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("key", ["plain", "causal", "window", "left", "everything"])
+def test_nothing_beyond_the_ends_is_used(key: str, backend: str, device: str) -> None:
+    """NaN and infinities behind the last key, before the first, and in other sequences."""
+    queries, keys = 19, 37
+    q, k, v = tensors(1, queries, keys, HEADS, 2, device=device)
+    options = option(key, queries, keys, device, 1)
+    run, config = registry.get(OP).run, {"config": SMALL} if backend == "triton" else {}
+    want = run(backend, *arguments(q, k, v, **options), **config)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        long = [torch.full((1, keys + 27, 2, 16), bad, device=device) for _ in range(2)]
+        for one, inside in zip(long, (k, v), strict=True):
+            one[:, 11 : 11 + keys] = inside
+        parts = [one[:, 11 : 11 + keys] for one in long]
+        assert torch.equal(run(backend, *arguments(q, *parts, **options), **config), want)
+        # the same as one of three packed sequences
+        starts = {
+            "layout": "thd",
+            "cu_seqlens_q": torch.tensor([0, 0, queries, queries], dtype=torch.int32, device=device),
+            "cu_seqlens_k": torch.tensor([0, 11, 11 + keys, keys + 27], dtype=torch.int32, device=device),
+            "max_seqlen_q": queries,
+            "max_seqlen_k": keys,
+        }
+        got = run(backend, *arguments(q[0], long[0][0], long[1][0], **starts, **options), **config)
+        torch.testing.assert_close(got, want[0], rtol=1e-6, atol=1e-6)
+
+
+def test_hidden_keys_hold_anything(device: str) -> None:
+    """k may hold NaN wherever a mask hides it; v wherever no query of a tile sees it; the reference ignores both."""
+    q, k, v = tensors(1, 64, 64, device=device)
+    found = registry.get(OP)
+    args = arguments(q, k, v, causal=True, window=(20, 0))
+    want = found.run("triton", *args, config=SMALL)
+    for at in (0, 17, 40, 63):
+        bad_k, bad_v = k.clone(), v.clone()
+        bad_k[:, at], bad_v[:, at] = float("nan"), float("nan")
+        # queries at to at + 20 see the key
+        seen = torch.arange(64).ge(at) & torch.arange(64).le(at + 20)
+        got = found.run("triton", *arguments(q, bad_k, v, causal=True, window=(20, 0)), config=SMALL)
+        assert torch.equal(got[:, ~seen], want[:, ~seen]) and got[:, seen].isnan().all()
+        got = found.run("triton", *arguments(q, k, bad_v, causal=True, window=(20, 0)), config=SMALL)
+        tile = torch.arange(64) // 16
+        near = (tile >= at // 16) & (tile <= (at + 20) // 16)
+        assert torch.equal(got[:, ~near], want[:, ~near]) and got[:, seen].isnan().all()
+        for which in ((bad_k, v), (k, bad_v)):
+            got = found.run("reference", *arguments(q, *which, causal=True, window=(20, 0)))
+            assert got[:, seen].isnan().all()
+            torch.testing.assert_close(got[:, ~seen], want[:, ~seen], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_queries_that_see_nothing(backend: str, device: str) -> None:
+    q, k, v = tensors(2, 40, 23, device=device)
+    run, config = registry.get(OP).run, {"config": SMALL} if backend == "triton" else {}
+    sinks = torch.tensor([0.5, -3.0], device=device)
+    for options, blind in (
+        ({"causal": True}, 17),
+        ({"window": (-1, 4)}, 13),
+        ({"causal": True, "window": (5, -1), "softcap": 2.0}, 17),
+    ):
+        out, lse = run(backend, *arguments(q, k, v, return_lse=True, **options), **config)
+        assert not out[:, :blind].any() and (lse[:, :, :blind] == -math.inf).all()
+        assert out[:, blind:].abs().sum(-1).min() > 0 and lse[:, :, blind:].isfinite().all()
+        out, lse = run(backend, *arguments(q, k, v, return_lse=True, sinks=sinks, **options), **config)
+        assert not out[:, :blind].any()
+        torch.testing.assert_close(lse[:, :, :blind], sinks[:, None].expand(2, 2, blind), rtol=1e-6, atol=1e-6)
+    # without keys at all, and with a bias that hides all of them
+    out, lse = run(backend, *arguments(q, k[:, :0], v[:, :0], return_lse=True), **config)
+    assert not out.any() and (lse == -math.inf).all()
+    bias = torch.zeros(40, 23, device=device)
+    bias[7] = -math.inf
+    out, lse = run(backend, *arguments(q, k, v, return_lse=True, bias=bias), **config)
+    assert not out[:, 7].any() and (lse[:, :, 7] == -math.inf).all() and lse[:, :, 8].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_a_bias_of_minus_infinity_hides(backend: str, device: str) -> None:
+    q, k, v = tensors(2, 20, 50, device=device)
+    # the first tiles of keys for some queries, so that their first scores are all −inf
+    hidden = (torch.arange(50) < 35)[None, :] & (torch.arange(20) % 3 == 0)[:, None]
+    bias = torch.zeros(20, 50).masked_fill(hidden, -math.inf).to(device)
+    want = exact(arguments(q, k, v, bias=bias))
+    assert_attends(backend, arguments(q, k, v, bias=bias), SMALL if backend == "triton" else None, want)
+    torch.testing.assert_close(want[0][:, 0], exact(arguments(q[:, :1], k[:, 35:], v[:, 35:]))[0][:, 0])
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_sinks_take_part_in_the_sum_alone(backend: str, device: str) -> None:
+    q, k, v = tensors(1, 18, 20, HEADS, device=device)
+    run, config = registry.get(OP).run, {"config": SMALL} if backend == "triton" else {}
+    plain, lse = run(backend, *arguments(q, k, v, return_lse=True), **config)
+    sinks = torch.tensor([-math.inf, -1.0, 3.0, 300.0], device=device)
+    out, with_sink = run(backend, *arguments(q, k, v, sinks=sinks, return_lse=True), **config)
+    share = torch.sigmoid(lse - sinks[:, None])
+    torch.testing.assert_close(out, plain * share.transpose(1, 2)[..., None], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(with_sink, torch.logaddexp(lse, sinks[:, None].expand_as(lse)), rtol=1e-6, atol=1e-6)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        assert_attends(backend, arguments(q, k, v, sinks=sinks[1:3].to(dtype).repeat(2)), config.get("config"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_scores_do_not_overflow(backend: str, device: str) -> None:
+    q, k, v = tensors(1, 20, 40, device=device)
+    # rising along the keys, so that every tile moves the maximum
+    k = k + torch.arange(40, device=device)[None, :, None, None] / 4
+    args = arguments(40 * q.abs(), k, v)
+    assert by_reference(args)[1].min() > 500
+    want = by_reference(args)
+    got = registry.get(OP).run(backend, *args, **({"config": SMALL} if backend == "triton" else {}))
+    torch.testing.assert_close(got.double(), want[0], rtol=2e-3, atol=2e-3)
+
+
+def test_the_bound_can_fail(device: str) -> None:
+    """What the tests allow is less than one key left out, or one head for another, makes."""
+    for dtype in (torch.float32, torch.float16):
+        args = arguments(*tensors(1, 20, 40, 4, 2, dtype=dtype, device=device))
+        given = Operands(*args)
+        want = by_reference(args)
+        inner = 1.01 * 2.0**-11 + 1.5e-5
+        for wrong in (given._replace(k=given.k[:, 1:], v=given.v[:, 1:]), given._replace(k=given.k.flip(2))):
+            with pytest.raises(AssertionError, match="are off"):
+                assert_within(by_reference(tuple(wrong))[0].to(dtype), want[0], want[2], inner)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_same_bits_every_time_and_in_any_batch(dtype: torch.dtype, device: str) -> None:
+    q, k, v = tensors(3, 40, 50, HEADS, 2, dtype=dtype, device=device)
+    found = registry.get(OP)
+    run = found.backends["triton"].run
+    whole = found.run("triton", *arguments(q, k, v, causal=True))
+    assert torch.equal(found.run("triton", *arguments(q, k, v, causal=True)), whole)
+    for b in range(3):
+        one = arguments(*(x[b : b + 1] for x in (q, k, v)), causal=True)
+        assert torch.equal(found.run("triton", *one), whole[b : b + 1])
+        # the default configuration does not know the batch, nor the heads
+        assert found.config_of("triton", found.key(*one)) == found.config_of(
+            "triton", found.key(*arguments(q, k, v, causal=True))
+        )
+    pair = arguments(q[:, :, :2], k[:, :, :1], v[:, :, :1], causal=True)
+    assert torch.equal(run(*pair, config=SMALL), run(*arguments(q, k, v, causal=True), config=SMALL)[:, :, :2])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the order of programs is the GPU's own there")
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "sm_90"])
+def test_any_architectures_order_and_configuration(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 XCDs deal the programs in another order, which must have each of them once."""
+    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS[arch])
+    for causal in (False, True):
+        args = arguments(*tensors(3, 45, 60, HEADS, 2, dtype=torch.bfloat16), causal=causal)
+        assert_attends("triton", args)
+        assert_attends("triton", args, SMALL)
+
+
+@pytest.mark.parametrize("arch", list(ARCHS))
+def test_default_configurations(arch: str) -> None:
+    """Tiles that matrix units take, no more rows than queries need, and k and v in LDS."""
+    known = ARCHS[arch]
+    for queries in (1, 8, 16, 64, 512, 131072):
+        for columns in (1, 40, 64, 80, 128, 192, 256):
+            for bits in (16, 32):
+                for causal, more in ((False, 0), (True, 0), (True, 1), (True, 4)):
+                    shape = configs.Shape(queries, columns, bits, causal, more)
+                    made = configs.default(shape, known)
+                    assert min(made["BLOCK_M"], made["BLOCK_N"]) >= 16 and made["BLOCK_M"] < 2 * max(queries, 9)
+                    block = 1 << max(4, (columns - 1).bit_length())
+                    kept = made["num_stages"] - (known.vendor == "amd")
+                    assert 2 * max(1, kept) * block * made["BLOCK_N"] * bits // 8 <= known.lds_kib << 10
+                    tried = list(configs.space(shape, known))
+                    assert tried[0] == made and len(tried) == len(set(tried)) > 1
+                    assert all(one["num_warps"] * known.wave_size <= 1024 for one in tried)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx1100"])
+def test_configurations_to_tune_with(arch: str, device: str) -> None:
+    args = arguments(*tensors(1, 70, 90, 2, 1, 40, dtype=torch.float16, device=device), causal=True)
+    found, want = registry.get(OP), by_reference(args)
+    backend = found.backends["triton"]
+    assert backend.space is not None and backend.launches is not None
+    tried = list(backend.space(found.key(*args), ARCHS[arch]))
+    for config in tried if device == "cuda" else tried[1::5]:
+        assert_attends("triton", args, config, want)
+        meta = (one.to("meta") if isinstance(one, Tensor) else one for one in args)
+        (launch,) = backend.launches(*meta, config=config, arch=ARCHS[arch])
+        assert launch.options()["BLOCK_M"] == config["BLOCK_M"]
+    assert backend.launches(*arguments(*tensors(1, 0, 9)), config=SMALL, arch=ARCHS[arch]) == []
+
+
+# gradients, torch.compile, dispatch
+
+
+@pytest.mark.parametrize("key", ["plain", "causal", "window", "bias", "softcap", "sinks", "alibi", "everything"])
+def test_gradients(key: str, device: str) -> None:
+    """By PyTorch where it has the call, else through the definition; never by the kernel."""
+    lengths = (12, 12)
+    tensors_ = tensors(2, *lengths, HEADS, 2, device=device)
+    options = option(key, *lengths, device)
+    found = registry.get(OP)
+    found.force("triton")
+    leaves = [one.clone().requires_grad_() for one in tensors_]
+    decision = found.decide(*arguments(*leaves, **options))
+    assert decision.backend == ("torch" if key in ("plain", "causal", "window", "bias") else "reference")
+    assert "no backward" in {one.backend: one.reason for one in decision.refused}["triton"]
+    with torch.no_grad():
+        assert found.decide(*arguments(*leaves, **options)).backend == "triton"
+    for which in ("bias", "sinks"):
+        if which in options:
+            one = options[which].clone().requires_grad_()
+            assert found.decide(*arguments(*tensors_, **(options | {which: one}))).backend != "triton"
+    ops.flash_attention(*leaves, **options).square().sum().backward()
+    doubled = [one.double().requires_grad_() for one in tensors_]
+    more = {one: x.double() if isinstance(x, Tensor) else x for one, x in options.items()}
+    found.reference(*arguments(*doubled, **more)).square().sum().backward()
+    for leaf, want in zip(leaves, doubled, strict=True):
+        assert leaf.grad is not None and want.grad is not None and leaf.grad.abs().max() > 1e-3
+        torch.testing.assert_close(leaf.grad.double(), want.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_the_definition(device: str) -> None:
+    """Those of all arguments, against differences, with queries that see nothing."""
+    q, k, v = (one.double().requires_grad_() for one in tensors(1, 5, 4, 2, 1, 3, 2, device=device))
+    bias, sinks = (random(shape, torch.float64, device, 5).requires_grad_() for shape in ((2, 5, 4), (2,)))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+        out, lse = registry.get(OP).reference(
+            *arguments(q, k, v, causal=True, softcap=2.0, bias=bias, sinks=sinks, return_lse=True)
+        )
+        return out.sum() + (out * out).sum() + lse.square().sum()
+
+    assert torch.autograd.gradcheck(call, (q, k, v, bias, sinks))
+    leaf = q.detach().clone().requires_grad_()
+    registry.get(OP).reference(*arguments(leaf, k.detach(), v.detach(), causal=True)).sum().backward()
+    assert leaf.grad is not None and leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("key", ["plain", "causal", "window", "softcap", "sinks"])
+def test_compile_fullgraph(key: str, dynamic: bool, device: str) -> None:
+    """One graph without breaks, equal to eager; with dynamic lengths one for all of a bucket."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager" if device == "cpu" else "inductor")
+    options = option(key, 20, 20, device, 1)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.flash_attention(q, k, v, **options)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
+    with torch.no_grad():
+        for length in (20, 21, 25):
+            args = tensors(3, length, length + 4, HEADS, 2, device=device)
+            torch.testing.assert_close(compiled(*args), call(*args), rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == (1 if dynamic else 3)
+    assert any(calls == 0 for _, calls in registry.get(OP).decisions()), "the decision made while tracing is not kept"
+
+
+def test_compile_packed(device: str) -> None:
+    torch._dynamo.reset()
+    (q, k, v), starts = packed([5, 17], [20, 9], 2, 1, 16, torch.float32, device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.flash_attention(q, k, v, causal=True, return_lse=True, **starts)  # type: ignore[return-value]
+
+    with torch.no_grad():
+        compiled = torch.compile(call, fullgraph=True, backend="eager" if device == "cpu" else "inductor")
+        for got, want in zip(compiled(q, k, v), call(q, k, v), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def _child(code: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_kernel_is_traced_for_any_length() -> None:
+    """With a kernel that Dynamo takes for one of a GPU: one graph that launches it, and no other for other lengths."""
+    pytest.importorskip("triton", reason="traces a kernel")
+    code = """
+import torch, torch.utils._triton
+# Dynamo asks for a driver before it wraps a kernel; nothing is launched here
+torch.utils._triton.has_triton = lambda: True
+import wavecrest.ops._triton as _triton
+_triton.emulated = "gfx942"
+from wavecrest import ops, registry
+registry.get("flash_attention").force("triton")
+graphs = []
+
+def capture(module, _inputs):
+    graphs.append([str(node.target) for node in module.graph.nodes])
+    return lambda *_args: (torch.zeros(1), torch.zeros(1))
+
+sinks = torch.randn(4)
+call = lambda q, k, v: ops.flash_attention(q, k, v, causal=True, softcap=20.0, sinks=sinks, return_lse=True)
+compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=capture)
+with torch.no_grad():
+    for length in (300, 301, 400):
+        q, (k, v) = torch.randn(3, length, 4, 64), torch.randn(2, 3, length + 50, 2, 64)
+        compiled(q, k, v)
+print(len(graphs), sum("triton_kernel" in target for target in graphs[0]))
+"""
+    assert _child(code).split() == ["1", "1"]
+
+
+def test_specialised_arguments() -> None:
+    """Triton compiles anew for types and alignments of tensors alone; asked of a process without the interpreter."""
+    pytest.importorskip("triton", reason="asks Triton about a kernel's arguments")
+    code = """
+from wavecrest.ops.flash_attention.kernel import _flash_attention_kernel
+print(*(p.name for p in _flash_attention_kernel.params if not (p.is_constexpr or p.do_not_specialize)))
+"""
+    assert all(word.endswith("_ptr") for word in _child(code).split()) and len(_child(code).split()) == 10
+
+
+def _made(queries: int, keys: int, batch: int = 2, heads: int = 8, **options: Any) -> Any:
+    shapes = ((batch, queries, heads, 64), (batch, keys, 2, 64), (batch, keys, 2, 64))
+    q, k, v = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes)
+    operands = Operands(q, k, v, **options)
+    config = Config(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
+    return launches.launch(operands, *launches.empty_results(operands), config, None)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 3)}], ids=str)
+def test_another_length_does_not_compile_anew(options: dict[str, Any]) -> None:
+    base = _made(100, 200, **options)
+    for queries, keys, batch, heads in ((101, 200, 2, 8), (100, 1, 2, 8), (1, 77, 5, 2), (4097, 4097, 1, 32)):
+        other = _made(queries, keys, batch, heads, **options)
+        assert other.constants == base.constants
+        assert [type(value) for value in other.args] == [type(value) for value in base.args]
+        assert other.grid != base.grid or batch * heads == 16
+    if "window" in options:
+        assert _made(100, 200, window=(7, 30)).constants == base.constants
+
+
+def test_what_the_kernel_declines(device: str) -> None:
+    args = arguments(*tensors(1, 5, 6, dtype=torch.float64, device=device))
+    with pytest.raises(Unsupported, match="not float64"):
+        registry.get(OP).run("triton", *args)
+    assert registry.get(OP).decide(*args).backend == "torch"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"return_lse": True}, "no logarithms"),
+        ({"softcap": 1.0}, "no softcap"),
+        ({"sinks": torch.ones(2)}, "no sinks"),
+        ({"alibi_slopes": torch.ones(2)}, "no ALiBi"),
+        ({"bias": torch.ones(9, 5).half()}, "a bias of x's dtype"),
+        ({"causal": True}, "a query without keys"),
+        ({"window": (3, 2)}, "a query without keys"),
+    ],
+)
+def test_what_pytorch_declines(options: dict[str, Any], reason: str, device: str) -> None:
+    options = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
+    args = arguments(*tensors(1, 9, 5, device=device), **options)
+    with pytest.raises(Unsupported, match=reason):
+        registry.get(OP).run("torch", *args)
+    if device == "cpu":
+        assert registry.get(OP).decide(*args).backend == "reference"
+
+
+def test_pytorchs_causal_mask_is_aligned_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for where there are as many queries as keys; elsewhere a mask is given, or none is needed."""
+    native, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def attend(*args: Any, **options: Any) -> Tensor:
+        seen.append((options.get("is_causal", False), options.get("attn_mask") is not None))
+        return native(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    for lengths, options, how in (
+        ((7, 7), {}, (False, False)),
+        ((7, 7), {"causal": True}, (True, False)),
+        ((7, 9), {"causal": True}, (False, True)),
+        ((1, 9), {"causal": True}, (False, False)),
+        ((7, 7), {"causal": True, "window": (3, -1)}, (False, True)),
+        ((7, 7), {"causal": True, "bias": torch.zeros(7, 7, device=device)}, (False, True)),
+        ((7, 9), {"window": (8, 6)}, (False, False)),
+        ((7, 9), {"window": (7, 6)}, (False, True)),
+        ((7, 9), {"window": (8, 5)}, (False, True)),
+    ):
+        assert_attends("torch", arguments(*tensors(1, *lengths, device=device), **options))
+        assert seen.pop() == how and not seen
+
+
+def test_a_mask_of_all_pairs_is_not_the_default_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PyTorch needs a mask for is the kernel's there, without gradients; the rest is PyTorch's until measured."""
+    found, seen = registry.get(OP), {}
+    q, k, v = tensors(1, 7, 7, device=device)
+    bias = torch.zeros(7, 7, device=device)
+    cases = {
+        "plain": arguments(q, k, v),
+        "causal": arguments(q, k, v, causal=True),
+        "bias": arguments(q, k, v, bias=bias),
+        "one query": arguments(q[:, :1], k, v, causal=True),
+        "more keys": arguments(q[:, :5], k, v, causal=True),
+        "left": arguments(q, k, v, window=(3, -1)),
+        "right": arguments(q, k, v, window=(-1, 1)),
+        "causal bias": arguments(q, k, v, causal=True, bias=bias),
+    }
+    # to the dispatcher these are on a GPU
+    monkeypatch.setattr(Tensor, "device", property(lambda _self: torch.device("cuda")))
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True))
+    for key, args in cases.items():
+        seen[key] = found.decide(*args).backend
+        leaf = args[0].clone().requires_grad_()
+        assert found.decide(leaf, *args[1:]).backend == "torch"
+    by_pytorch = {"plain", "causal", "bias", "one query"}
+    assert seen == {key: "torch" if key in by_pytorch else "triton" for key in cases}
+
+
+def test_dispatch_and_keywords(device: str) -> None:
+    q, k, v = tensors(1, 20, 20, device=device)
+    found = registry.get(OP)
+    if device == "cpu":
+        decision = found.decide(*arguments(q, k, v))
+        assert decision.backend == "torch"
+        assert "are for tests" in {one.backend: one.reason for one in decision.refused}["triton"]
+    found.pin(found.key(*arguments(q, k, v)), "triton", SMALL, "exact", "measured")
+    assert found.decide(*arguments(q, k, v)).config == SMALL
+    assert torch.equal(ops.flash_attention(q, k, v), found.run("triton", *arguments(q, k, v), config=SMALL))
+    windowed = ops.flash_attention(q, k, v, window=[3, 0])  # type: ignore[arg-type]
+    assert torch.equal(windowed, ops.flash_attention(q, k, v, window=(3, 5), causal=True))
+    out, lse = ops.flash_attention(q, k, v, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (1, 2, 20) and lse.dtype == torch.float32
+    with pytest.raises(TypeError):
+        ops.flash_attention(q, k, v, "bhsd")  # type: ignore[misc]
+
+
+_Q, _K = torch.ones(2, 5, 4, 8), torch.ones(2, 7, 2, 8)
+_STARTS = torch.tensor([0, 2, 5], dtype=torch.int32)
+_PACKED = {"layout": "thd", "cu_seqlens_q": _STARTS, "cu_seqlens_k": _STARTS, "max_seqlen_q": 3, "max_seqlen_k": 3}
+_T = torch.ones(5, 2, 8)
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        pytest.param((3.0, _K, _K), {}, r"q must be .* \[B, S, H, D\], got 3.0", id="number"),
+        pytest.param((_Q[0], _K, _K), {}, "q must be", id="dims"),
+        pytest.param((_Q.int(), _K, _K), {}, "q must be float32", id="integers"),
+        pytest.param((_Q, _K.half(), _K), {}, "k must be torch.float32 on cpu as q is", id="dtype"),
+        pytest.param((_Q, _K, _K.to("meta")), {}, "v must be torch.float32 on cpu", id="device"),
+        pytest.param((_Q[..., :0], _K[..., :0], _K), {}, "q must have 1 to 256 columns", id="no-columns"),
+        pytest.param((_Q, _K, torch.ones(2, 7, 2, 257)), {}, "v must have 1 to 256", id="columns"),
+        pytest.param((_Q, _K, _K[:, :6]), {}, "must agree in all but their columns", id="keys"),
+        pytest.param((_Q, _K[..., :7], _K), {}, "as many columns and sequences", id="d"),
+        pytest.param((_Q, _K[:1], _K[:1]), {}, "as many columns and sequences", id="batch"),
+        pytest.param((_Q[:, :, :3], _K, _K), {}, "3 heads of q are no multiple of the 2", id="heads"),
+        pytest.param((_Q, _K[:, :, :0], _K[:, :, :0]), {}, "no multiple of the 0", id="no-heads"),
+        pytest.param((_Q, _K, _K), {"layout": "sbhd"}, "layout takes bshd, bhsd, thd, not 'sbhd'", id="layout"),
+        pytest.param((_Q, _K, _K), {"causal": 1}, "causal must be True or False", id="causal"),
+        pytest.param((_Q, _K, _K), {"return_lse": None}, "return_lse must be", id="lse"),
+        pytest.param((_Q, _K, _K), {"window": 3}, "window must be two whole numbers", id="window"),
+        pytest.param((_Q, _K, _K), {"window": (3, -2)}, "window must be", id="window-negative"),
+        pytest.param((_Q, _K, _K), {"window": (1, 2, 3)}, "window must be", id="window-three"),
+        pytest.param((_Q, _K, _K), {"window": (True, 2)}, "window must be", id="window-bool"),
+        pytest.param((_Q, _K, _K), {"softmax_scale": -1.0}, "softmax_scale must be a finite", id="scale"),
+        pytest.param((_Q, _K, _K), {"softmax_scale": math.inf}, "softmax_scale must be", id="scale-inf"),
+        pytest.param((_Q, _K, _K), {"softcap": math.nan}, "softcap must be a finite", id="softcap"),
+        pytest.param((_Q, _K, _K), {"softcap": None}, "softcap must be", id="softcap-none"),
+        pytest.param((_Q, _K, _K), {"bias": torch.ones(2, 4, 5, 8)}, "bias must be .* broadcast", id="bias"),
+        pytest.param((_Q, _K, _K), {"bias": torch.ones(5, 7).bool()}, "bias must be floating", id="bias-bool"),
+        pytest.param((_Q, _K, _K), {"bias": torch.ones(1, 2, 4, 5, 7)}, "bias must be", id="bias-dims"),
+        pytest.param((_Q, _K, _K), {"bias": torch.ones(5, 7, device="meta")}, "bias must be", id="bias-device"),
+        pytest.param((_Q, _K, _K), {"alibi_slopes": torch.ones(3)}, r"float32 \[4\] or \[2, 4\]", id="alibi"),
+        pytest.param((_Q, _K, _K), {"alibi_slopes": torch.ones(4).half()}, "alibi_slopes must", id="alibi-dtype"),
+        pytest.param((_Q, _K, _K), {"sinks": torch.ones(2, 4)}, r"sinks must be floating-point \[4\]", id="sinks"),
+        pytest.param((_Q, _K, _K), {"sinks": [1.0] * 4}, "sinks must be", id="sinks-list"),
+        pytest.param((_Q, _K, _K), {"max_seqlen_q": 5}, "max_seqlen_q goes with layout thd", id="max-unpacked"),
+        pytest.param((_Q, _K, _K), {"cu_seqlens_k": _STARTS}, "cu_seqlens_k goes with layout thd", id="unpacked"),
+        pytest.param((_T, _T, _T), _PACKED | {"cu_seqlens_q": None}, "cu_seqlens_q must be int32", id="no-starts"),
+        pytest.param((_T, _T, _T), _PACKED | {"cu_seqlens_k": _STARTS.long()}, "cu_seqlens_k must", id="int64"),
+        pytest.param((_T, _T, _T), _PACKED | {"cu_seqlens_k": _STARTS[:0]}, "cu_seqlens_k must", id="no-start"),
+        pytest.param((_T, _T, _T), _PACKED | {"cu_seqlens_k": _STARTS[:2]}, "of one size", id="starts"),
+        pytest.param((_T, _T, _T), _PACKED | {"max_seqlen_k": None}, "max_seqlen_k must be a whole", id="no-max"),
+        pytest.param((_T, _T, _T), _PACKED | {"max_seqlen_q": -1}, "max_seqlen_q must be a whole", id="max"),
+        pytest.param((_T, _T, _T), _PACKED | {"max_seqlen_q": 1 << 30}, "sequences have up to", id="long"),
+    ],
+)
+def test_wrong_arguments(args: tuple[Any, ...], options: dict[str, Any], message: str, backend: str | None) -> None:
+    if backend is not None:
+        assert_refuses(OP, backend, arguments(*args, **options), message)
+        return
+    with pytest.raises(registry.InvalidArgument, match=message):
+        ops.flash_attention(*args, **options)
+
+
+def test_key_has_all_the_choice_depends_on() -> None:
+    found = registry.get(OP)
+
+    def key(q: Tensor = _Q, k: Tensor = _K, v: Tensor = _K, **options: Any) -> tuple[Any, ...]:
+        return found.key(*arguments(q, k, v, **options))
+
+    variants = [
+        key(),
+        key(_Q[:1], _K[:1], _K[:1]),
+        key(_Q[:, :3]),
+        key(_Q, _K[:, :6], _K[:, :6]),
+        key(_Q, _K[:, :5], _K[:, :5]),
+        key(_Q[:, :, :2]),
+        key(_Q, _K[:, :, :1], _K[:, :, :1]),
+        key(_Q[..., :4], _K[..., :4]),
+        key(v=_K[..., :4]),
+        key(_Q.half(), _K.half(), _K.half()),
+        key(v=torch.ones(2, 2, 8, 7).permute(0, 3, 1, 2)),
+        key(v=torch.ones(2, 7, 2, 9)[..., :8]),
+        key(causal=True),
+        key(window=(3, -1)),
+        key(window=(4, -1)),
+        key(window=(-1, 3)),
+        key(bias=torch.ones(5, 7)),
+        key(bias=torch.ones(5, 7).half()),
+        key(alibi_slopes=torch.ones(4)),
+        key(softcap=1.0),
+        key(sinks=torch.ones(4)),
+        key(return_lse=True),
+        key(_Q.clone().requires_grad_()),
+        key(sinks=torch.ones(4).requires_grad_()),
+        found.key(*arguments(_T, _T, _T, **_PACKED)),
+    ]
+    assert len(set(variants)) == len(variants)
+    assert all(len(one) == len(found.key_fields) for one in variants)
+    # made of what a table of measured rows can hold, and the same for lengths of one bucket and either layout
+    assert all(part is None or type(part) in (int, str, bool) for one in variants for part in one)
+    assert key(*tensors(2, 20, 40)) == key(*tensors(2, 30, 50))
+    across = [one.transpose(1, 2) for one in (_Q, _K, _K)]
+    assert key(*across, layout="bhsd") == key()
+    # no query without a key here, and one there: PyTorch takes the one alone
+    assert key(*tensors(2, 33, 32), causal=True) != key(*tensors(2, 32, 32), causal=True)
+
+
+def test_cost() -> None:
+    for queries, keys, left, right in (
+        (5, 7, -1, -1),
+        (5, 7, -1, 0),
+        (7, 5, 2, 1),
+        (6, 6, 3, -1),
+        (4, 0, 1, 1),
+        (0, 3, 1, 0),
+    ):
+        pairs = sum(
+            (right < 0 or j <= i + keys - queries + right) and (left < 0 or j >= i + keys - queries - left)
+            for i in range(queries)
+            for j in range(keys)
+        )
+        assert visible_pairs(queries, keys, left, right) == pairs
+    cost = registry.get(OP).cost
+    q, k, v = tensors(2, 5, 7, 4, 2, 8, 3, torch.float16)
+    counted = cost(*arguments(q, k, v, causal=True, return_lse=True, sinks=torch.ones(4)))
+    assert counted.flops == 2 * 2 * 4 * visible_pairs(5, 7, -1, 0) * (8 + 3)
+    assert counted.bytes == q.nbytes + k.nbytes + v.nbytes + 2 * 5 * 4 * 3 * 2 + 4 * 4 + 4 * 2 * 5 * 4
+    (q, k, v), starts = packed([5, 0, 3], [4, 2, 9], 2, 2, 8, torch.float32, "cpu")
+    pairs = visible_pairs(5, 4, -1, 0) + visible_pairs(3, 9, -1, 0)
+    assert cost(*arguments(q, k, v, causal=True, **starts)).flops == 2 * 2 * pairs * 16
+
+
+def test_the_cases_of_tools_are_calls(device: str) -> None:
+    found = registry.get(OP)
+    quick = found.bench_cases("quick", device)  # type: ignore[misc]
+    assert len(quick) == 2 and len(found.bench_cases("shared", "meta")) == 12  # type: ignore[misc]
+    for label, make in found.bench_cases("shared", "meta").items():  # type: ignore[misc]
+        found.check(*make())
+        assert Operands(*make()).causal == label.endswith("c")
+    for make in (*quick.values(), *found.emulate_cases("gfx942").values()):  # type: ignore[misc]
+        args = make()
+        found.check(*args)
+        for starts, tokens in ((Operands(*args).cu_seqlens_q, args[0]), (Operands(*args).cu_seqlens_k, args[1])):
+            assert starts is None or (starts[0] == 0 and starts[-1] == tokens.shape[0])
+        want = by_reference(args)
+        got = found(*args)
+        got, lse = got if isinstance(got, tuple) else (got, None)
+        assert_within(got, want[0], want[2], 8 * 2.0**-8 + 1e-5)
+        if lse is not None:
+            assert_lse(lse, want[1], got.dtype)
+
+
+# what any call may be
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, Any]:
+    length = st.sampled_from((0, 1, 2, 7, 15, 16, 17, 31, 33, 50))
+    kv_heads = draw(st.integers(1, 2))
+    side = st.sampled_from((-1, -1, 0, 1, 5, 16, 40))
+    return {
+        "lengths": [(draw(length), draw(length)) for _ in range(draw(st.integers(1, 3)))],
+        "packed": draw(st.booleans()),
+        "heads": (kv_heads * draw(st.integers(1, 3)), kv_heads),
+        "columns": (draw(st.sampled_from((1, 5, 16, 20))), draw(st.sampled_from((1, 8, 16, 33)))),
+        "dtype": draw(st.sampled_from((torch.float32, torch.float32, torch.float16, torch.bfloat16))),
+        "order": [draw(st.permutations(range(4))) for _ in range(3)],
+        "steps": [tuple(draw(st.sampled_from((1, 1, 2))) for _ in range(4)) for _ in range(3)],
+        "options": {
+            "causal": draw(st.booleans()),
+            "window": (draw(side), draw(side)),
+            "softmax_scale": draw(st.sampled_from((None, 0.3, 1.0))),
+            "softcap": draw(st.sampled_from((0.0, 0.0, 2.0))),
+        },
+        "bias": draw(st.sampled_from((None, None, torch.float32, torch.bfloat16))),
+        "broadcast": tuple(draw(st.booleans()) for _ in range(4)),
+        "alibi": draw(st.sampled_from((0, 0, 1, 2))),
+        "sinks": draw(st.booleans()),
+        "config": draw(st.sampled_from((SMALL, LONG, TALL))),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+def _view(call: dict[str, Any], which: int, shape: tuple[int, ...], device: str) -> Tensor:
+    """A tensor with its dimensions in any order of memory, and every n-th element of a larger one."""
+    order, steps = [i for i in call["order"][which] if i < len(shape)], call["steps"][which][: len(shape)]
+    stored = random(tuple(shape[i] * steps[i] for i in order), call["dtype"], device, call["seed"] + which)
+    x = stored.permute([order.index(i) for i in range(len(shape))])
+    return x[tuple(slice(None, None, step) for step in steps)]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(calls())
+def test_any_call(call: dict[str, Any]) -> None:
+    """Any lengths, layout, strides, dtype, masks, additions and configuration."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    (heads, kv_heads), (d, dv), options = call["heads"], call["columns"], dict(call["options"])
+    lengths = call["lengths"] if call["packed"] else [call["lengths"][0]] * len(call["lengths"])
+    queries, keys = [m for m, _ in lengths], [n for _, n in lengths]
+    batch, longest = len(lengths), (max(queries), max(keys))
+    if call["packed"]:
+        shapes = ((sum(queries), heads, d), (sum(keys), kv_heads, d), (sum(keys), kv_heads, dv))
+        options |= packed(queries, keys, 1, 1, 1, torch.float32, device)[1]
+    else:
+        shapes = ((batch, queries[0], heads, d), (batch, keys[0], kv_heads, d), (batch, keys[0], kv_heads, dv))
+    if call["bias"] is not None:
+        whole = (batch, heads, *longest)
+        shape = tuple(1 if shared else size for size, shared in zip(whole, call["broadcast"], strict=True))
+        options["bias"] = random(shape, call["bias"], device, call["seed"] + 5)
+    if call["alibi"]:
+        shape = (heads,) if call["alibi"] == 1 else (batch, heads)
+        options["alibi_slopes"] = random(shape, torch.float32, device, call["seed"] + 6).abs() / 8
+    if call["sinks"]:
+        options["sinks"] = random((heads,), torch.float32, device, call["seed"] + 7)
+    args = arguments(*(_view(call, i, shape, device) for i, shape in enumerate(shapes)), **options)
+    assert_attends("triton", args, call["config"])
+
+
+# on a GPU alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_large_on_a_gpu(dtype: torch.dtype, key: str) -> None:
+    """The default configuration, lengths that fill no tile."""
+    for queries, keys, d in ((1000, 1500, 64), (1500, 1000, 128), (700, 700, 80), (1, 3000, 128), (300, 300, 256)):
+        q, k, v = tensors(2, queries, keys, HEADS, 2, d, dtype=dtype, device="cuda")
+        assert_attends("triton", arguments(q, k, v, **option(key, queries, keys, "cuda")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", ["plain", "causal", "everything"])
+def test_replays_in_a_cuda_graph(key: str) -> None:
+    found = registry.get(OP)
+    found.force("triton")
+    args = arguments(*tensors(2, 100, 130, HEADS, 2, 64, device="cuda"), **option(key, 100, 130, "cuda"))
+    found(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = found(*args)
+    for seed in (5, 6):
+        for one, other in zip(args[:3], tensors(2, 100, 130, HEADS, 2, 64, device="cuda", seed=seed), strict=True):
+            one.copy_(other)
+        result.fill_(0)
+        graph.replay()
+        want = by_reference(args)
+        assert_within(result, want[0], want[2], 1.01 * 2.0**-24 + 1.5e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 7)}], ids=str)
+def test_new_lengths_do_not_compile(options: dict[str, Any]) -> None:
+    from wavecrest.ops.flash_attention.kernel import _flash_attention_kernel
+
+    def compiled_for(queries: int, keys: int, batch: int = 2) -> int:
+        args = arguments(*tensors(batch, queries, keys, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), **options)
+        assert_attends("triton", args)
+        return len(_flash_attention_kernel.device_caches[torch.cuda.current_device()][0])
+
+    before = compiled_for(1000, 1000)
+    for sizes in ((1001, 1000), (1000, 1017), (4096, 4096), (333, 1, 7), (200, 5000, 1)):
+        assert compiled_for(*sizes) == before, f"{sizes} compiled anew"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_scores_past_two_to_the_31() -> None:
+    """Queries times keys pass 2³¹, as does the bias; the last queries and keys count."""
+    queries, keys = 40000, 60000
+    q, k, v = tensors(1, queries, keys, 1, 1, 64, dtype=torch.bfloat16, device="cuda")
+    bias = torch.zeros(queries, keys, dtype=torch.bfloat16, device="cuda")
+    bias[-1, :-3] = -math.inf
+    got = registry.get(OP).run("triton", *arguments(q, k, v, bias=bias, causal=True))
+    want = by_reference(arguments(q[:, -1:], k[:, -3:], v[:, -3:]))
+    assert_within(got[:, -1:], want[0], want[2], 1.01 * 2.0**-8 + 1.5e-5)
