@@ -4,7 +4,7 @@
 #
 #   benchmarks/run_gpu.sh OUT [part …]     parts: tests rows tune host minilm prefill decode   (default: all but tune)
 #   rows = sanitize bench. Peers of bench that are not installed can be on PYTHONPATH; WORKERS: processes of tests, with
-#   pytest-xdist.
+#   pytest-xdist; TUNE_BUDGET, BENCH_BUDGET, SANITIZE_BUDGET: seconds.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/run_gpu.sh OUT [part …]}

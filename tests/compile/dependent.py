@@ -26,7 +26,7 @@ CONFIGS = {
 def main() -> None:
     op, found = registry.get("gemm"), {}
     args = op.inputs(4, 4096, 4096, torch.bfloat16, "meta")
-    for arch in ("sm_90", "gfx942"):
+    for arch in ("sm_90", "sm_80", "gfx942"):
         for backend, config in CONFIGS.items():
             launches = op.backends[backend].launches
             assert launches is not None

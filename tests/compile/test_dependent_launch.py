@@ -44,6 +44,9 @@ def test_the_second_reads_nothing_before_it_has_waited(kernels: dict[str, Any], 
 
 
 @pytest.mark.parametrize("kernel", FIRST + SECOND)
-def test_amd_has_no_such_launches(kernels: dict[str, Any], kernel: str) -> None:
-    found = kernels[f"gfx942 {kernel}"]
-    assert not found["option"] and "s_endpgm" in found["code"]
+@pytest.mark.parametrize("arch", ["sm_80", "gfx942"])
+def test_others_have_no_such_launches(kernels: dict[str, Any], arch: str, kernel: str) -> None:
+    # which their assembler would not take
+    found = kernels[f"{arch} {kernel}"]
+    assert not found["option"] and not ALLOWS.search(found["code"]) and not WAITS.search(found["code"])
+    assert len(found["code"].splitlines()) > 100

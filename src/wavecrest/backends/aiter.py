@@ -110,14 +110,17 @@ def _tables() -> tuple[tuple[aiter_csv.Row, ...], str]:
 # Dynamo would trace the search through the rows
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tabled(M: int, N: int, K: int, dtype: str) -> str:
-    """What aiter's own tables say of a product; "" where they say nothing."""
+    """What aiter's own tables say of a product, and which cannot be read; "" where there is nothing to say."""
     device = hardware.detect()
     rows, problem = _tables()
     row = aiter_csv.find(rows, device.arch, device.compute_units, M, N, K, dtype)
+    unread = f"; {problem}" if problem else ""
     if row is None:
-        return f"; {problem}" if problem else ""
+        return unread
     took = "a placeholder" if row.us is None else f"{row.us:.1f} µs"
-    return f"; its table {row.file} has {took} by {row.library} for {row.M} rows: `wavecrest tune gemm` compares"
+    return (
+        f"; its table {row.file} has {took} by {row.library} for {row.M} rows: `wavecrest tune gemm` compares{unread}"
+    )
 
 
 def _reserved(*args: Any) -> str | None:

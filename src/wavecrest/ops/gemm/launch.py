@@ -32,6 +32,8 @@ FORMS = {"plain": 0, "shuffled": 1, "int4": 2}
 SCALES = {"none": 0, "tensor": 1, "vector": 2, "block": 3, "group": 4}
 # products in a batch: CUDA has no more programs in the second dimension of a grid
 MOST_BATCHES = 65535
+# NVIDIA's architectures without programmatic dependent launch
+BEFORE_OVERLAP = ("sm_80",)
 # columns of a program of `_sum_kernel`
 SUM_COLUMNS = 512
 
@@ -230,10 +232,11 @@ def _assembles(arch: Arch | None) -> bool:
 
 
 def _overlaps(arch: Arch | None) -> bool:
-    """True where a kernel may start before the one in front of it has ended."""
-    nvidia = arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
+    """True where a kernel may start before the one in front of it has ended (sm_90 and later)."""
+    if arch is None or arch.name in BEFORE_OVERLAP:
+        return False
     # Inductor (torch 2.11) does not know the option
-    return nvidia and not torch.compiler.is_compiling()
+    return _assembles(arch) and not torch.compiler.is_compiling()
 
 
 def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
