@@ -211,18 +211,19 @@ def _check_options(given: Operands) -> None:
 
 def _check_sequences(given: Operands) -> None:
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    values = (given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
+    # anything, as callers may pass anything
+    values: tuple[Any, ...] = (given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
     for name, value in zip(names, values, strict=True):
         if not given.packed and value is not None:
             raise InvalidArgument(f"flash_attention: {name} goes with layout thd, not {given.layout}")
     if given.packed:
         for name, starts in zip(names[:2], values[:2], strict=True):
             fits = isinstance(starts, Tensor) and starts.dtype == torch.int32 and starts.ndim == 1
-            if not fits or starts.shape[0] == 0 or starts.device != given.q.device:  # type: ignore[union-attr]
+            if not fits or starts.shape[0] == 0 or starts.device != given.q.device:
                 raise InvalidArgument(
                     f"flash_attention: {name} must be int32 [B + 1] on {given.q.device}, got {_describe(starts)}"
                 )
-        if values[0].shape != values[1].shape:  # type: ignore[union-attr]
+        if values[0].shape != values[1].shape:
             raise InvalidArgument(
                 f"flash_attention: cu_seqlens_q and cu_seqlens_k must be of one size, got {_describe(values[0])} and "
                 f"{_describe(values[1])}"
