@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,28 +107,46 @@ def place(tensor: torch.Tensor, rows: int, layout: str, device: str) -> tuple[to
     return wide[..., window], wide.to(device)[..., window]
 
 
-def _arguments(op: registry.Op, case: tuple[int, int, torch.dtype, str], device: str) -> tuple[list[Any], list[Any]]:
+def _row_call(op: registry.Op, case: tuple[int, int, torch.dtype, str], device: str) -> tuple[list[Any], list[Any]]:
     rows, columns, dtype, layout = case
-    here: list[Any] = []
-    there: list[Any] = []
     # an op with a third size has as many products as fit the time
-    for value in op.inputs(*(rows, columns, min(columns, 1000))[: len(op.sizes)], dtype, "cpu"):
-        pair = place(value, rows, layout, device) if isinstance(value, torch.Tensor) else (value, value)
-        here.append(pair[0])
-        there.append(pair[1])
-    return here, there
+    sizes = (rows, columns, min(columns, 1000))[: len(op.sizes)]
+    pairs = [
+        place(value, rows, layout, device) if isinstance(value, torch.Tensor) else (value, value)
+        for value in op.inputs(*sizes, dtype, "cpu")
+    ]
+    return [here for here, _ in pairs], [there for _, there in pairs]
+
+
+def _made_call(make: Callable[[], tuple[Any, ...]], device: str) -> tuple[list[Any], list[Any]]:
+    here = list(make())
+    return here, [value.to(device) if isinstance(value, torch.Tensor) else value for value in here]
+
+
+def calls(op: registry.Op, device: str) -> dict[str, Callable[[], tuple[list[Any], list[Any]]]]:
+    """The cases of an op by name, each making the arguments on the CPU and the same on `device`.
+
+    CASES, where an op is described by rows and columns; what the emulator runs, where it is not.
+    """
+    if len(op.sizes) > 3:
+        made = op.emulate_cases(hardware.detect().arch) if op.emulate_cases is not None else {}
+        return {name: partial(_made_call, make, device) for name, make in made.items()}
+    return {
+        f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {layout}": partial(
+            _row_call, op, (rows, columns, dtype, layout), device
+        )
+        for rows, columns, dtype, layout in CASES
+    }
 
 
 def run_op(op: registry.Op, device: str) -> dict[str, Any]:
     """Run an op's kernel on all cases; {"ran": n, "declined": {case: reason}, "wrong": {case: what}}."""
     ran, declined, wrong = 0, {}, {}
     own = [name for name in op.backends if name.startswith("triton")]
-    for backend, case in ((backend, case) for backend in own for case in CASES):
-        rows, columns, dtype, layout = case
-        name = f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {layout}"
-        name += "" if len(own) == 1 else f" {backend}"
+    for backend, (case, make) in ((backend, case) for backend in own for case in calls(op, device).items()):
+        name = case if len(own) == 1 else f"{case} {backend}"
         try:
-            here, there = _arguments(op, case, device)
+            here, there = make()
             results = bench_ops.results_of(op.run(backend, *there))
         except (Unsupported, InvalidArgument) as error:
             declined[name] = str(error)
@@ -138,6 +157,7 @@ def run_op(op: registry.Op, device: str) -> dict[str, Any]:
             continue
         ran += 1
         oracle = bench_ops.results_of(op.reference(*here))
+        dtype = next(value.dtype for value in here if isinstance(value, torch.Tensor))
         limits = bench_ops.limits_of(op, str(dtype).removeprefix("torch."))
         row = records.ImplTiming(name=name)
         problem = bench_ops.gate(row, tuple(result.cpu() for result in results), oracle, limits)

@@ -159,6 +159,15 @@ def test_every_case_runs_the_kernel_and_is_right(
     assert layouts == {(2, True), (2, False), (3, False)}
 
 
+@pytest.mark.parametrize("name", ["conv2d", "flash_attention"])
+def test_an_op_without_rows_runs_what_the_emulator_runs(sanitize: ModuleType, name: str, device: str) -> None:
+    op = registry.get(name)
+    assert op.emulate_cases is not None
+    count = len(op.emulate_cases("sm_90"))
+    assert count > 5
+    assert sanitize.run_op(op, device) == {"ran": count, "declined": {}, "wrong": {}}
+
+
 def test_what_is_wrong_or_declined_is_named(sanitize: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op = registry.get("rms_norm")
     found: list[Callable[..., Any]] = [lambda backend, x, w: 2 * op.reference(x, w)]

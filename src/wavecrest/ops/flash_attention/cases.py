@@ -134,6 +134,6 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
             _call, _Sizes(2, 4, 4, 40, 70, 32, 32), brain, "cpu",
             bias=dense, alibi_slopes=slopes, sinks=sinks, return_lse=True,
         ),
-        "packed": partial(_call, _Sizes(3, 4, 1, 30, 70, 64, 64), brain, "cpu", causal=True, **packed),
+        "packed": partial(_call, _Sizes(3, 4, 1, 70, 120, 64, 64), brain, "cpu", causal=True, **packed),
         "float32": partial(_call, _Sizes(1, 1, 1, 33, 70, 32, 32), single, "cpu", causal=True),
     }  # fmt: skip
