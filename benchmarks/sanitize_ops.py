@@ -13,6 +13,7 @@ would take minutes. What did not end in time is named.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -39,6 +40,9 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.MULTILINE)
 # exit code of compute-sanitizer if it has found something
 FOUND = 99
+# ports by which a tool and what it runs speak to each other: each pair has its own, as with the default (the same ten
+# for all) some of 15 side by side never ended (compute-sanitizer 2025.3, H200, 2026-11-22)
+FIRST_PORT, PORTS = 50000, 16
 MARK = "sanitize result: "
 # (M, N, dtype, layout): one program with a ragged row, several rows a program, exact blocks, rows walked in blocks
 CASES = (
@@ -322,8 +326,14 @@ def main() -> int:
             did_not = [f"did not finish: exit code {code}", *text.splitlines()[-20:]]
             plain |= _ran(text) or {name: did_not}
 
+    pairs = itertools.count()
+
+    def run(options: list[str]) -> tuple[int, str]:
+        port = FIRST_PORT + PORTS * next(pairs)
+        return within([sanitizer, "--port", str(port), "--max-connections", str(PORTS), *options])
+
     def one(tool: str) -> dict[str, Any]:
-        return check(lambda options: within([sanitizer, *options]), tool, ops, arguments.jobs)
+        return check(run, tool, ops, arguments.jobs)
 
     with ThreadPoolExecutor(len(names)) as pool:
         tools = dict(zip(names, pool.map(one, names), strict=True))
