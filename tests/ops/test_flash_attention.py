@@ -30,7 +30,7 @@ from tests.ops.attention_harness import (
     wide,
 )
 from tests.ops.op_harness import BACKENDS, DTYPES, assert_never_copies, assert_refuses, name, random
-from wavecrest import ops, registry
+from wavecrest import hardware, ops, registry
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops.flash_attention import config as configs
@@ -486,8 +486,11 @@ def test_configurations_to_tune_with(arch: str, device: str) -> None:
     backend = found.backends["triton"]
     assert backend.space is not None and backend.launches is not None
     tried = list(backend.space(found.key(*args), ARCHS[arch]))
+    mine = device == "cpu" or hardware.detect().vendor == ARCHS[arch].vendor
     for config in tried if device == "cuda" else tried[1::5]:
-        assert_attends("triton", args, config, want)
+        # another vendor's options are unknown to the compiler
+        if mine:
+            assert_attends("triton", args, config, want)
         meta = (one.to("meta") if isinstance(one, Tensor) else one for one in args)
         (launch,) = backend.launches(*meta, config=config, arch=ARCHS[arch])
         assert launch.options()["BLOCK_M"] == config["BLOCK_M"]

@@ -388,9 +388,26 @@ def _flash_attention_mask(given: Attention) -> Tensor | None:
     return visible if bias is None else torch.where(visible, bias, float("-inf"))
 
 
+def _sixteen_bytes(x: Tensor) -> Tensor:
+    """On a GPU a copy of what does not begin and go on in steps of 16 bytes, or has steps of 0.
+
+    PyTorch 2.11 hands such views to cuDNN, which read past the end of rows of odd strides, and raised for a q that was
+    expanded, as the result would have had its strides (H200, 2026-11-22).
+    """
+    if not x.is_cuda:
+        return x
+    unit = 16 // x.element_size()
+    steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    # Dynamo does not trace where a view begins
+    fits = x.stride(-1) == 1 and (torch.compiler.is_compiling() or x.storage_offset() % unit == 0)
+    if fits and all(step > 0 and step % unit == 0 for step in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
     given = Attention(*args, **kwargs)
-    q, k, v = (given.bhsd(one) for one in (given.q, given.k, given.v))
+    q, k, v = (given.bhsd(_sixteen_bytes(one)) for one in (given.q, given.k, given.v))
     # branches: torch.compile may not know sizes, and what they make of flags is no constant
     options: dict[str, Any] = {"scale": given.scale} | ({"enable_gqa": True} if given.group > 1 else {})
     # PyTorch's causal mask is aligned at the upper left
