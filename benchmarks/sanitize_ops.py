@@ -235,7 +235,8 @@ def verdict(code: int, text: str) -> dict[str, Any]:
     if code != 0 or wrong or idle or not ran:
         reason = f"wrong results: {', '.join(wrong)}" if wrong else f"exit code {code}"
         reason = f"no case ran: {', '.join(idle) or 'no op'}" if idle or not ran else reason
-        return {**result, "verdict": reason}
+        lines = [f"{name} {case}: {what}" for name in wrong for case, what in ran[name]["wrong"].items()]
+        return {**result, "verdict": reason, **({"lines": lines} if lines else {})}
     return {**result, "verdict": "clean"}
 
 
