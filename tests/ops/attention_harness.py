@@ -193,7 +193,8 @@ def assert_attends(
     given, found = Operands(*args), registry.get(OP)
     given = given._replace(return_lse=backend != "torch")
     before = [one.clone() if isinstance(one, Tensor) else one for one in given]
-    got = found.run(backend, *given, config=config) if backend == "triton" else found.run(backend, *given)
+    chosen = {"config": config} if found.backends[backend].takes_config else {}
+    got = found.run(backend, *given, **chosen)
     want = want or by_reference(tuple(given))
     if backend != "torch":
         got, lse = got

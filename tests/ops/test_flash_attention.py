@@ -34,6 +34,7 @@ from wavecrest import hardware, ops, registry
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops.flash_attention import config as configs
+from wavecrest.ops.flash_attention import hopper as hopper_launch
 from wavecrest.ops.flash_attention import launch as launches
 from wavecrest.ops.flash_attention.op import visible_pairs
 from wavecrest.ops.flash_attention.operands import Operands
@@ -1013,3 +1014,132 @@ def test_scores_past_two_to_the_31() -> None:
     got = registry.get(OP).run("triton", *arguments(q, k, v, bias=bias, causal=True))
     want = by_reference(arguments(q[:, -1:], k[:, -3:], v[:, -3:]))
     assert_within(got[:, -1:], want[0], want[2], 1.01 * 2.0**-8 + 1.5e-5)
+
+
+# sm_90's own kernel, which has no interpreter
+
+HOPPER = "triton_hopper"
+
+
+@pytest.fixture
+def hopper() -> registry.Op:
+    if hardware.detect().arch != "sm_90":
+        pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
+    return registry.get(OP)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [16, 40, 64, 80, 128, 256])
+@pytest.mark.parametrize("key", ["plain", "causal", "right", "scale", "no scale", "sinks"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
+def test_hopper(dtype: torch.dtype, key: str, d: int, hopper: registry.Op) -> None:
+    """Lengths that fill no tile, fill it, and are of one row; more tiles than programs; heads that share keys."""
+    for batch, queries, keys in (
+        (2, 300, 533),
+        (2, 533, 300),
+        (2, 1, 200),
+        (1, 256, 256),
+        (3, 1000, 1),
+        (20, 1000, 1000),
+    ):
+        q, k, v = tensors(batch, queries, keys, HEADS, 2, d, dtype=dtype, device="cuda")
+        assert_attends(HOPPER, arguments(q, k, v, **option(key, queries, keys, "cuda", batch)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_hopper_configurations(d: int, causal: bool, hopper: registry.Op) -> None:
+    args = arguments(*tensors(4, 700, 900, 8, 2, d, dtype=torch.bfloat16, device="cuda"), causal=causal)
+    want, backend = by_reference(args), hopper.backends[HOPPER]
+    assert backend.space is not None
+    for config in backend.space(hopper.key(*args), ARCHS["sm_90"]):
+        assert_attends(HOPPER, args, config, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", CASES)
+def test_hopper_says_what_it_does_not_take(key: str, hopper: registry.Op) -> None:
+    args = arguments(
+        *tensors(2, 100, 130, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), **option(key, 100, 130, "cuda")
+    )
+    taken = key in ("plain", "causal", "right", "scale", "no scale", "sinks")
+    assert (hopper.backends[HOPPER].supports(*args) is None) == taken
+    if taken:
+        assert_attends(HOPPER, args)
+    else:
+        with pytest.raises(Unsupported, match="does not know"):
+            hopper.run(HOPPER, *args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_hopper_strides(layout: str, hopper: registry.Op) -> None:
+    """Views into one projection, in a sea of NaN; an odd address, which the portable kernel takes."""
+    sea = torch.full((2, 350, 3, HEADS, 72), math.nan, dtype=torch.float16, device="cuda")
+    views = [sea[:, 20:320, i, :, :64] for i in range(3)]
+    for seed, one in enumerate(views):
+        one.copy_(random(tuple(one.shape), torch.float16, "cuda", seed))
+    given = [one.transpose(1, 2) for one in views] if layout == "bhsd" else views
+    assert_attends(HOPPER, arguments(*given, layout=layout, causal=True))
+    odd = torch.empty(2 * 300 * HEADS * 64 + 1, dtype=torch.float16, device="cuda")[1:].view(2, 300, HEADS, 64)
+    odd.copy_(views[0])
+    assert_attends(HOPPER, arguments(odd, *views[1:], causal=True))
+    expanded = views[1][:, :, :1].expand(2, 300, HEADS, 64)
+    with pytest.raises(Unsupported, match="not 0"):
+        hopper.run(HOPPER, *arguments(views[0], expanded, views[2]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_hopper_has_the_same_bits_alone_and_together(causal: bool, hopper: registry.Op) -> None:
+    q, k, v = tensors(9, 700, 700, HEADS, 2, 128, dtype=torch.bfloat16, device="cuda")
+    together = hopper.run(HOPPER, *arguments(q, k, v, causal=causal))
+    for _ in range(3):
+        assert torch.equal(hopper.run(HOPPER, *arguments(q, k, v, causal=causal)), together)
+    for one in (0, 4, 8):
+        alone = hopper.run(HOPPER, *arguments(q[one : one + 1], k[one : one + 1], v[one : one + 1], causal=causal))
+        assert torch.equal(alone, together[one : one + 1])
+
+
+@pytest.mark.gpu
+def test_hopper_replays_in_a_cuda_graph_and_does_not_compile_for_a_length(hopper: registry.Op) -> None:
+    from wavecrest.ops.flash_attention.hopper_kernel import _hopper_attention_kernel
+
+    hopper.force(HOPPER)
+    args = arguments(*tensors(2, 500, 600, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), causal=True)
+    hopper(*args)
+    torch.cuda.synchronize()
+    before = len(_hopper_attention_kernel.device_caches[torch.cuda.current_device()][0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = hopper(*args)
+    for seed in (5, 6):
+        fresh = tensors(2, 500, 600, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda", seed=seed)
+        for one, other in zip(args[:3], fresh, strict=True):
+            one.copy_(other)
+        result.fill_(math.nan)
+        graph.replay()
+        want = by_reference(args)
+        assert_within(result, want[0], want[2], 1.01 * 2.0**-8 + 1.5e-5)
+    for queries, keys, batch in ((501, 600, 2), (16, 4096, 3), (1024, 1, 1), (333, 777, 7)):
+        other = tensors(batch, queries, keys, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda")
+        hopper(*arguments(*other, causal=True))
+    assert len(_hopper_attention_kernel.device_caches[torch.cuda.current_device()][0]) == before
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_hopper_configurations_fit(d: int) -> None:
+    shape = configs.Shape(4096, d, 16, True, 0)
+    tried = list(hopper_launch.space(shape, ARCHS["sm_90"]))
+    assert tried[0] == hopper_launch.default(shape) and len(tried) == len(set(tried)) > 1
+    for one in tried:
+        assert 2 * d * (one["BLOCK_M"] + 2 * one["STAGES"] * one["BLOCK_N"]) < 227 << 10
+
+
+def test_hopper_is_for_sm_90(device: str) -> None:
+    if device == "cuda":
+        pytest.skip("without a GPU")
+    args = arguments(*tensors(1, 4, 4, d=64, dtype=torch.float16, device=device))
+    reason = registry.get(OP).backends[HOPPER].supports(*args)
+    assert reason is not None and "sm_90" in reason

@@ -90,6 +90,10 @@ def _source(launch: Launch, backend: Any) -> tuple[Any, Any]:
     bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
     bound, specialization, extra = bind(*launch.args, **keywords)
     options, signature, constants, attributes = pack(backend, keywords, bound, specialization, extra)
+    if launch.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(launch.kernel, signature, constants, attributes), options
     return ASTSource(launch.kernel, signature, constants, attributes), options
 
 

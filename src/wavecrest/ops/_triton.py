@@ -18,8 +18,13 @@ interpreted = env.get("TRITON_INTERPRET") == "1"
 # the architecture whose machine code CPU tensors run as (set and unset by wavecrest.isa.emulate), or None
 emulated: str | None = None
 
+# why no kernel in Gluon can be launched, or None
+no_gluon: str | None = None
+
 if TYPE_CHECKING:
     import triton.language as tl
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
 
     class triton:
         """What the ops use of the module triton, with types."""
@@ -33,33 +38,44 @@ if TYPE_CHECKING:
         @staticmethod
         def jit(*_args: Any, **_options: Any) -> Any:
             """triton.jit"""
+
+    # functions of it are decorated in the same way
+    gluon = triton
 else:
+
+    class _Kernel:
+        """What `@triton.jit` gives without Triton: it can be named, not launched."""
+
+        def __getitem__(self, _grid: Any) -> NoReturn:
+            raise Unsupported(str(unavailable or no_gluon))
+
+    class _Module:
+        """Stands for the modules triton and triton.language, and for those of Gluon."""
+
+        @staticmethod
+        def constexpr(value: Any) -> Any:
+            """A compile-time constant."""
+            return value
+
+        @staticmethod
+        def jit(function: Any = None, **_options: Any) -> Any:
+            """The decorator, with and without arguments."""
+            return _Kernel() if function is not None else lambda _function: _Kernel()
+
     try:
         import triton
         import triton.language as tl
     except ImportError as error:
         unavailable = f"triton is not importable ({error})"
-
-        class _Kernel:
-            """What `@triton.jit` gives without Triton: it can be named, not launched."""
-
-            def __getitem__(self, _grid: Any) -> NoReturn:
-                raise Unsupported(str(unavailable))
-
-        class _Module:
-            """Stands for the modules triton and triton.language."""
-
-            @staticmethod
-            def constexpr(value: Any) -> Any:
-                """A compile-time constant."""
-                return value
-
-            @staticmethod
-            def jit(function: Any = None, **_options: Any) -> Any:
-                """The decorator, with and without arguments."""
-                return _Kernel() if function is not None else lambda _function: _Kernel()
-
         triton = tl = _Module()
+
+    try:
+        from triton.experimental import gluon
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.language.nvidia import hopper
+    except ImportError as error:
+        no_gluon = unavailable or f"this Triton has no Gluon ({error})"
+        gluon = gl = hopper = _Module()
 
 if interpreted or unavailable is not None:
 
@@ -79,6 +95,27 @@ else:
         return libdevice.fast_dividef(1.0, x)
 
 
+# copies of tiles by descriptors: triton 3.6's names, or those of 3.9
+load_tile: Any = None
+store_tile: Any = None
+if no_gluon is None:
+    load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
+    store_tile = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
+
+
+def described_tiles(x: Any, block: list[int]) -> Any:
+    """A tensor descriptor over x, which kernels in Gluon load blocks of `block` elements from, last one contiguous.
+
+    The stride of a dimension of one element is nothing that is walked, and any multiple of 16 bytes will do.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    element = getattr(gl, {"torch.float16": "float16", "torch.bfloat16": "bfloat16"}[str(x.dtype)])
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
 def described(x: Any, shape: list[int], strides: list[int], block: list[int]) -> Any:
     """A tensor descriptor over the memory of x, which kernels load blocks of `block` elements from."""
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -86,4 +123,19 @@ def described(x: Any, shape: list[int], strides: list[int], block: list[int]) ->
     return TensorDescriptor(x, shape, strides, block)
 
 
-__all__ = ["described", "emulated", "interpreted", "reciprocal", "tl", "triton", "unavailable"]
+__all__ = [
+    "described",
+    "described_tiles",
+    "emulated",
+    "gl",
+    "gluon",
+    "hopper",
+    "interpreted",
+    "load_tile",
+    "no_gluon",
+    "reciprocal",
+    "store_tile",
+    "tl",
+    "triton",
+    "unavailable",
+]

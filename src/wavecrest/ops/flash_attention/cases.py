@@ -93,6 +93,16 @@ def compiled() -> dict[str, Operands]:
     }
 
 
+def compiled_for_hopper() -> dict[str, Operands]:
+    """Those that sm_90's own kernel must compile for: each width of the tiles, and what it knows beside causality."""
+    sinks = torch.empty(32, dtype=torch.bfloat16, device="meta")
+    given = {
+        name: compiled()[name] for name in ("D=64", "D=64 causal", "D=80", "D=128", "D=128 causal", "D=256 causal")
+    }
+    given["sinks logarithms"] = given["D=128 causal"]._replace(sinks=sinks, return_lse=True)
+    return given
+
+
 def _label(sizes: _Sizes, causal: bool) -> str:
     b, h, kv, s, _, d, _ = sizes
     return f"b{b}h{h}kv{kv}s{s}d{d}{'c' if causal else ''}"

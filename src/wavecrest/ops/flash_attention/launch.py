@@ -47,11 +47,14 @@ def walk(tensor: Tensor) -> Walk:
 
 
 def access(given: Operands) -> str:
-    """What is contiguous in q, k and v, and the bytes that accesses of all of them may have, up to 16."""
-    walks = [walk(given.bhsd(one)) for one in (given.q, given.k, given.v)]
+    """What is contiguous in q, k and v, the bytes that their accesses may have, up to 16, and whether one repeats."""
+    views = [given.bhsd(one) for one in (given.q, given.k, given.v)]
+    walks = [walk(one) for one in views]
+    again = any(size > 1 and step == 0 for one in views for size, step in zip(one.shape, one.stride(), strict=True))
     names = [ORDERS[one.order] for one in walks]
     together = names[0] if len(set(names)) == 1 else " ".join(names)
-    return f"{together} {min(16, min(one.align for one in walks) * given.q.element_size())}"
+    width = min(16, min(one.align for one in walks) * given.q.element_size())
+    return f"{together} {width}{' expanded' if again else ''}"
 
 
 def _slot(tensor: Tensor | None, dims: int) -> tuple[int, ...]:

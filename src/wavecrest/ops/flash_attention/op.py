@@ -11,6 +11,7 @@ from torch import Tensor
 import wavecrest.ops._rows as _rows
 import wavecrest.ops.flash_attention.cases as _cases
 import wavecrest.ops.flash_attention.config as _config
+import wavecrest.ops.flash_attention.hopper as _hopper
 import wavecrest.ops.flash_attention.launch as _launch
 from wavecrest.hardware import Arch
 from wavecrest.ops.flash_attention.key import KEY_FIELDS, key_of, shape_of
@@ -99,7 +100,38 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.
     for name, given in _cases.compiled().items():
         made = config or _config.default(shape_of(key_of(given)), arch)
         cases[name] = _launch.launch(given, *_launch.empty_results(given), made, arch)
+    if arch.name == "sm_90" and config is None:
+        for name, given in _cases.compiled_for_hopper().items():
+            made = _hopper.default(shape_of(key_of(given)))
+            cases[f"hopper {name}"] = _hopper.launch(given, *_launch.empty_results(given), made, arch)
     return cases
+
+
+def _hopper_declines(*args: Any, **kwargs: Any) -> str | None:
+    given = Operands(*args, **kwargs)
+    return _declines(*args, **kwargs) or _hopper.refusal(given, _launch.access(given))
+
+
+def _hopper_reserved(*args: Any, **kwargs: Any) -> str | None:
+    return "runs where a measured row names it"
+
+
+def _hopper_launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
+    given = Operands(*args)
+    if given.batch * given.queries * given.q.numel() == 0:
+        return []
+    meta = given._replace(q=given.q.to("meta"))
+    return [_hopper.launch(given, *_launch.empty_results(meta), config, arch)]
+
+
+def _hopper_bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
+    given = Operands(*args, **kwargs)
+    portable = _launch.bind(given, _config.default(shape_of(key_of(given)), _rows.arch()))
+    return _hopper.bind(given, config, portable)
+
+
+def _hopper_run(*args: Any, config: Config, **kwargs: Any) -> Any:
+    return _hopper_bind(*args, config=config, **kwargs)(*args, **kwargs)
 
 
 def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
@@ -135,6 +167,18 @@ _op.attach(
     bind=_bind,
     space=_space,
     launches=_launches,
+)
+_op.attach(
+    "triton_hopper",
+    _hopper_run,
+    supports=_hopper_declines,
+    reserved=_hopper_reserved,
+    priority=PRIORITY,
+    takes_config=True,
+    bind=_hopper_bind,
+    default_config=lambda key: _hopper.default(shape_of(key)),
+    space=lambda key, arch: _hopper.space(shape_of(key), arch),
+    launches=_hopper_launches,
 )
 
 
