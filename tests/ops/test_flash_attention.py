@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.testing
+import torch._dynamo.utils
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -33,8 +34,10 @@ from tests.ops.op_harness import BACKENDS, DTYPES, assert_never_copies, assert_r
 from wavecrest import hardware, ops, registry
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
+from wavecrest.ops import _triton
 from wavecrest.ops.flash_attention import config as configs
 from wavecrest.ops.flash_attention import hopper as hopper_launch
+from wavecrest.ops.flash_attention import hopper_kernel
 from wavecrest.ops.flash_attention import launch as launches
 from wavecrest.ops.flash_attention.op import visible_pairs
 from wavecrest.ops.flash_attention.operands import Operands
@@ -550,18 +553,18 @@ def test_gradients_of_the_definition(device: str) -> None:
 def test_compile_fullgraph(key: str, dynamic: bool, device: str) -> None:
     """One graph without breaks, equal to eager; with dynamic lengths one for all of a bucket."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager" if device == "cpu" else "inductor")
+    torch._dynamo.utils.counters.clear()
     options = option(key, 20, 20, device, 1)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ops.flash_attention(q, k, v, **options)
 
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="eager" if device == "cpu" else "inductor")
     with torch.no_grad():
         for length in (20, 21, 25):
             args = tensors(3, length, length + 4, HEADS, 2, device=device)
             torch.testing.assert_close(compiled(*args), call(*args), rtol=1e-5, atol=1e-5)
-    assert counter.frame_count == (1 if dynamic else 3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dynamic else 3)
     assert any(calls == 0 for _, calls in registry.get(OP).decisions()), "the decision made while tracing is not kept"
 
 
@@ -1126,6 +1129,43 @@ def test_hopper_replays_in_a_cuda_graph_and_does_not_compile_for_a_length(hopper
         other = tensors(batch, queries, keys, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda")
         hopper(*arguments(*other, causal=True))
     assert len(_hopper_attention_kernel.device_caches[torch.cuda.current_device()][0]) == before
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["all", "diagonal"])
+@pytest.mark.parametrize(
+    ("tiles", "section", "total", "programs"),
+    [
+        (32, 8, 128, 132),
+        (32, 1, 3, 96),
+        (1, 5, 7, 7),
+        (8, 64, 256, 132),
+        (128, 2, 32, 132),
+        (3, 4, 18, 54),
+        (5, 9, 9, 1),
+    ],
+)
+def test_hopper_work_is_shared_out(
+    tiles: int, section: int, total: int, programs: int, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tile of every head once; with a diagonal no program has much more to do than another."""
+    if _triton.no_gluon is not None:
+        pytest.skip(_triton.no_gluon)
+    program = [0]
+    monkeypatch.setattr(hopper_kernel, "gl", SimpleNamespace(
+        num_programs=lambda _axis: programs, program_id=lambda _axis: program[0], cdiv=lambda a, b: -(-a // b),
+        where=lambda a, b, c: b if a else c, minimum=min,
+    ))  # fmt: skip
+    seen: list[tuple[int, int]] = []
+    loads = []
+    for program[0] in range(programs):
+        turns, all_turns = hopper_kernel._turns.fn(tiles, section, total)
+        work = [hopper_kernel._work.fn(turn, turns, tiles, section, total, right) for turn in range(all_turns)]
+        mine = [(tile, head) for tile, head in work if tile >= 0]
+        seen += mine
+        loads.append(sum(tile + 1 for tile, _ in mine))
+    assert sorted(seen) == [(tile, head) for tile in range(tiles) for head in range(total)]
+    if right and tiles * total > 8 * programs:
+        assert max(loads) <= 1.06 * sum(loads) / programs
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

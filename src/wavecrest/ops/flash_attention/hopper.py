@@ -89,13 +89,15 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
 def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch: Arch | None) -> _rows.Launch:
     """The kernel for a checked call that `refusal` says nothing against and that has queries."""
     tiles = _rows.ceil_div(given.queries, config["BLOCK_M"])
-    total = tiles * given.heads * given.batch
-    kept = 2 * given.keys * given.columns * given.k.element_size()
-    section = given.group * max(1, SECTION_BYTES // kept)
+    total = given.heads * given.batch
+    section = total
+    if given.right >= 0:
+        kept = 2 * given.keys * given.columns * given.k.element_size()
+        section = min(total, given.group * max(1, SECTION_BYTES // kept))
     units = 132 if arch is None else arch.compute_units
     return _rows.Launch(
         _hopper_attention_kernel,
-        (min(total, units),),
+        (min(tiles * total, units),),
         (
             *_descriptors(given, o, config), *_tensors(given, lse),
             given.scale, given.queries, given.keys, given.heads, given.group, section, tiles, total,

@@ -31,19 +31,32 @@ def _barriers(number: gl.constexpr, count: gl.constexpr):  # type: ignore[no-unt
 
 
 @gluon.jit
-def _work(turn, tiles, section, total):  # type: ignore[no-untyped-def]
-    """The number of this program's work in a turn, and its tile of queries and its head of all sequences' heads.
+def _turns(tiles, section, total):  # type: ignore[no-untyped-def]
+    """How many pieces of work, or gaps, a program has in a section, and in all."""
+    one = gl.cdiv(section * tiles, gl.num_programs(0))
+    return one, one * gl.cdiv(total, section)
 
-    Every other turn goes backwards through the programs. The heads of a section, whose k and v stay in the L2 cache,
-    take turns, the last queries first: those see the most keys.
+
+@gluon.jit
+def _work(turn, turns, tiles, section, total, RIGHT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A turn's tile of queries and its head, of the heads of all sequences; tile −1: a gap, where a section ends.
+
+    With a diagonal the heads of a section, whose k and v stay in the L2 cache, go together, the last queries first:
+    those see the most keys. Every other turn goes backwards through the programs, so that all get as much.
     """
     programs = gl.num_programs(0)
     program = gl.program_id(0)
-    index = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
-    part = index // (section * tiles)
-    heads = gl.minimum(total // tiles - part * section, section)
-    inside = index - part * section * tiles
-    return index, tiles - 1 - inside // heads, part * section + inside % heads
+    part = turn // turns
+    heads = gl.minimum(total - part * section, section)
+    place = gl.where((turn + part) % 2 == 0, program, programs - 1 - program)
+    inside = (turn - part * turns) * programs + place
+    if RIGHT:
+        tile = tiles - 1 - inside // heads
+        head = part * section + inside % heads
+    else:
+        tile = inside % tiles
+        head = part * section + inside // tiles
+    return gl.where(inside < heads * tiles, tile, -1), head
 
 
 @gluon.jit
@@ -66,32 +79,33 @@ def _copy(  # type: ignore[no-untyped-def]
     """Copy the tiles that the groups multiply, from the last keys to the first."""
     ROWS: gl.constexpr = BLOCK_M // GROUPS
     step = 0
-    turn = 0
-    index, tile, head = _work(0, tiles, section, total)
-    while index < total:
-        sequence = head // heads
-        kv_head = (head % heads) // group
-        count, _ = _ends(tile, queries, keys, right, BLOCK_M, BLOCK_N, RIGHT)
-        for one in gl.static_range(GROUPS):
-            hopper.mbarrier.wait(bars[Q_EMPTY].index(one), (turn & 1) ^ 1)
-            hopper.mbarrier.expect(bars[Q_FULL].index(one), q_desc.block_type.nbytes)
-            load_tile(
-                q_desc, [sequence, head % heads, tile * BLOCK_M + one * ROWS, 0], bars[Q_FULL].index(one),
-                q_tiles.index(one),
-            )  # fmt: skip
-        for i in range(count):
-            start = (count - 1 - i) * BLOCK_N
-            slot = step % STAGES
-            phase = ((step // STAGES) & 1) ^ 1
-            hopper.mbarrier.wait(bars[K_EMPTY].index(slot), phase)
-            hopper.mbarrier.expect(bars[K_FULL].index(slot), k_desc.block_type.nbytes)
-            load_tile(k_desc, [sequence, kv_head, start, 0], bars[K_FULL].index(slot), k_tiles.index(slot))
-            hopper.mbarrier.wait(bars[V_EMPTY].index(slot), phase)
-            hopper.mbarrier.expect(bars[V_FULL].index(slot), v_desc.block_type.nbytes)
-            load_tile(v_desc, [sequence, kv_head, start, 0], bars[V_FULL].index(slot), v_tiles.index(slot))
-            step += 1
-        turn += 1
-        index, tile, head = _work(turn, tiles, section, total)
+    done = 0
+    turns, all_turns = _turns(tiles, section, total)
+    for turn in range(all_turns):
+        tile, head = _work(turn, turns, tiles, section, total, RIGHT)
+        if tile >= 0:
+            sequence = head // heads
+            kv_head = (head % heads) // group
+            count, _ = _ends(tile, queries, keys, right, BLOCK_M, BLOCK_N, RIGHT)
+            for one in gl.static_range(GROUPS):
+                hopper.mbarrier.wait(bars[Q_EMPTY].index(one), (done & 1) ^ 1)
+                hopper.mbarrier.expect(bars[Q_FULL].index(one), q_desc.block_type.nbytes)
+                load_tile(
+                    q_desc, [sequence, head % heads, tile * BLOCK_M + one * ROWS, 0], bars[Q_FULL].index(one),
+                    q_tiles.index(one),
+                )  # fmt: skip
+            for i in range(count):
+                start = (count - 1 - i) * BLOCK_N
+                slot = step % STAGES
+                phase = ((step // STAGES) & 1) ^ 1
+                hopper.mbarrier.wait(bars[K_EMPTY].index(slot), phase)
+                hopper.mbarrier.expect(bars[K_FULL].index(slot), k_desc.block_type.nbytes)
+                load_tile(k_desc, [sequence, kv_head, start, 0], bars[K_FULL].index(slot), k_tiles.index(slot))
+                hopper.mbarrier.wait(bars[V_EMPTY].index(slot), phase)
+                hopper.mbarrier.expect(bars[V_FULL].index(slot), v_desc.block_type.nbytes)
+                load_tile(v_desc, [sequence, kv_head, start, 0], bars[V_FULL].index(slot), v_tiles.index(slot))
+                step += 1
+            done += 1
 
 
 @gluon.jit
@@ -111,16 +125,21 @@ def _weighed(  # type: ignore[no-untyped-def]
     """Scores as weights; the largest score so far, the weights' total, and what earlier sums shrink by, of each row."""
     if MASKED:
         cols = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+        # after the scale, which may be 0
+        s = s * scale
         if RIGHT:
             s = gl.where(cols[None, :] <= upper[:, None], s, float("-inf"))
         else:
             s = gl.where((cols < keys)[None, :], s, float("-inf"))
-    top_now = gl.maximum(top, gl.max(s, 1) * scale)
-    base = top_now
-    if MASKED:
+        top_now = gl.maximum(top, gl.max(s, 1))
         # a row that has seen nothing yet: −inf − −inf would be NaN
         base = gl.where(top_now == float("-inf"), 0.0, top_now)
-    p = gl.exp2(s * scale - base[:, None])
+        p = gl.exp2(s - base[:, None])
+    else:
+        # multiplied in with the subtraction
+        top_now = gl.maximum(top, gl.max(s, 1) * scale)
+        base = top_now
+        p = gl.exp2(s * scale - base[:, None])
     shrink = gl.exp2(top - base)
     return p, top_now, total * shrink + gl.sum(p, 1), shrink
 
@@ -183,66 +202,67 @@ def _multiply(  # type: ignore[no-untyped-def]
     q = q_tiles.index(me).reshape([ROWS, BLOCK_D])
     offs_m = gl.arange(0, ROWS, layout=ROW)
     step = 0
-    turn = 0
-    index, tile, head = _work(0, tiles, section, total)
-    while index < total:
-        count, whole = _ends(tile, queries, keys, right, BLOCK_M, BLOCK_N, RIGHT)
-        start_m = tile * BLOCK_M + me * ROWS
-        upper = gl.minimum(start_m + offs_m + keys - queries + right, keys - 1)
-        top = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
-        sums = gl.full([ROWS], 0.0, gl.float32, layout=ROW)
-        if SINKS:
-            # a key without a value, seen first
-            sink = gl.load(sinks_ptr + (head % heads) * stride_sink).to(gl.float32) * LOG2_E
-            top = gl.full([ROWS], 0.0, gl.float32, layout=ROW) + sink
-            sums = gl.where(top == float("-inf"), 0.0, 1.0)
-        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=SUMS)
-        hopper.mbarrier.wait(bars[Q_FULL].index(me), turn & 1)
-        if count > 0:
-            s = _scores(me, q, k_tiles, bars, step, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES)
-            if TURNS:
-                hopper.mbarrier.arrive(bars[TURN].index(1 - me), count=1)
-            s = hopper.warpgroup_mma_wait(0, deps=[s])
-            hopper.mbarrier.arrive(bars[K_EMPTY].index(step % STAGES), count=1)
-            # the last tile may be ragged, with or without a diagonal
-            p, top, sums, _ = _weighed(
-                s, top, sums, (count - 1) * BLOCK_N, upper, keys, scale, True, RIGHT, BLOCK_N, SCORES
-            )
-            p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
-            if RIGHT:
-                for i in range(1, count - whole):
+    done = 0
+    turns, all_turns = _turns(tiles, section, total)
+    for turn in range(all_turns):
+        tile, head = _work(turn, turns, tiles, section, total, RIGHT)
+        if tile >= 0:
+            count, whole = _ends(tile, queries, keys, right, BLOCK_M, BLOCK_N, RIGHT)
+            start_m = tile * BLOCK_M + me * ROWS
+            upper = gl.minimum(start_m + offs_m + keys - queries + right, keys - 1)
+            top = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
+            sums = gl.full([ROWS], 0.0, gl.float32, layout=ROW)
+            if SINKS:
+                # a key without a value, seen first
+                sink = gl.load(sinks_ptr + (head % heads) * stride_sink).to(gl.float32) * LOG2_E
+                top = gl.full([ROWS], 0.0, gl.float32, layout=ROW) + sink
+                sums = gl.where(top == float("-inf"), 0.0, 1.0)
+            acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=SUMS)
+            hopper.mbarrier.wait(bars[Q_FULL].index(me), done & 1)
+            if count > 0:
+                s = _scores(me, q, k_tiles, bars, step, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES)
+                if TURNS:
+                    hopper.mbarrier.arrive(bars[TURN].index(1 - me), count=1)
+                s = hopper.warpgroup_mma_wait(0, deps=[s])
+                hopper.mbarrier.arrive(bars[K_EMPTY].index(step % STAGES), count=1)
+                # the last tile may be ragged, with or without a diagonal
+                p, top, sums, _ = _weighed(
+                    s, top, sums, (count - 1) * BLOCK_N, upper, keys, scale, True, RIGHT, BLOCK_N, SCORES
+                )
+                p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
+                if RIGHT:
+                    for i in range(1, count - whole):
+                        p, top, sums, acc = _step(
+                            me, p, top, sums, acc, step, (count - 1 - i) * BLOCK_N, q, k_tiles, v_tiles, bars, upper,
+                            keys, scale, True, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
+                        )  # fmt: skip
+                        step += 1
+                for _ in range(gl.maximum(count - whole, 1), count):
                     p, top, sums, acc = _step(
-                        me, p, top, sums, acc, step, (count - 1 - i) * BLOCK_N, q, k_tiles, v_tiles, bars, upper,
-                        keys, scale, True, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
+                        me, p, top, sums, acc, step, 0, q, k_tiles, v_tiles, bars, upper, keys, scale,
+                        False, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
                     )  # fmt: skip
                     step += 1
-            for _ in range(gl.maximum(count - whole, 1), count):
-                p, top, sums, acc = _step(
-                    me, p, top, sums, acc, step, 0, q, k_tiles, v_tiles, bars, upper, keys, scale,
-                    False, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
-                )  # fmt: skip
+                slot = step % STAGES
+                hopper.mbarrier.wait(bars[V_FULL].index(slot), (step // STAGES) & 1)
+                acc = hopper.warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+                acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+                hopper.mbarrier.arrive(bars[V_EMPTY].index(slot), count=1)
                 step += 1
-            slot = step % STAGES
-            hopper.mbarrier.wait(bars[V_FULL].index(slot), (step // STAGES) & 1)
-            acc = hopper.warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
-            acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-            hopper.mbarrier.arrive(bars[V_EMPTY].index(slot), count=1)
-            step += 1
-        if LSE:
-            # −inf for a row that has seen nothing
-            logarithm = (top + gl.log2(sums)) * LN_2
-            gl.store(
-                lse_ptr + head.to(gl.int64) * queries + start_m + offs_m, logarithm, mask=start_m + offs_m < queries
-            )
-        share = gl.convert_layout(1.0 / gl.where(sums == 0.0, 1.0, sums), gl.SliceLayout(1, SUMS))
-        # the result takes the place of q
-        q.store((acc * share[:, None]).to(q_tiles.dtype))
-        hopper.fence_async_shared()
-        store_tile(o_desc, [head // heads, head % heads, start_m, 0], q_tiles.index(me))
-        hopper.tma.store_wait(0)
-        hopper.mbarrier.arrive(bars[Q_EMPTY].index(me), count=1)
-        turn += 1
-        index, tile, head = _work(turn, tiles, section, total)
+            if LSE:
+                # −inf for a row that has seen nothing
+                logarithm = (top + gl.log2(sums)) * LN_2
+                gl.store(
+                    lse_ptr + head.to(gl.int64) * queries + start_m + offs_m, logarithm, mask=start_m + offs_m < queries
+                )
+            share = gl.convert_layout(1.0 / gl.where(sums == 0.0, 1.0, sums), gl.SliceLayout(1, SUMS))
+            # the result takes the place of q
+            q.store((acc * share[:, None]).to(q_tiles.dtype))
+            hopper.fence_async_shared()
+            store_tile(o_desc, [head // heads, head % heads, start_m, 0], q_tiles.index(me))
+            hopper.tma.store_wait(0)
+            hopper.mbarrier.arrive(bars[Q_EMPTY].index(me), count=1)
+            done += 1
 
 
 @gluon.jit(
@@ -256,7 +276,7 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
     RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of BLOCK_M queries of the heads of all sequences, `total`, shared out among as many programs as there are.
+    """Tiles of BLOCK_M queries of `total` heads, those of all sequences, shared out among the programs.
 
     Descriptors are over [B, H, S, D] with blocks of BLOCK_M / 2 rows (q, o) or BLOCK_N (k, v); `section`: heads whose
     tiles go together; `right`: of the window, where there is one (RIGHT).
