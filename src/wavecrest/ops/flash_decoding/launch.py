@@ -103,7 +103,7 @@ def plan(
             given.seq_lens.stride(0), *_strides(given.sinks, 1),
         ),
         {**constants, "CHUNK": chunk, "BLOCK_N": keys},
-        Config(num_warps=max(1, block_dv // 64), **({"launch_pdl": 1} if overlaps else {})),
+        Config(num_warps=1, **({"launch_pdl": 1} if overlaps else {})),
     )  # fmt: skip
     return Plan(first, (given.batch, given.kv_heads, splits, rows), second)
 
