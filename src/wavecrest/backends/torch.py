@@ -459,7 +459,6 @@ registry.get("flash_attention").attach(
     reserved=_flash_attention_reserved,
     priority=PRIORITY,
 )
-registry.get("flash_attention").attach("torch", _flash_attention, supports=_flash_attention_supports, priority=PRIORITY)
 registry.get("flash_decoding").attach("torch", _flash_decoding, supports=_flash_decoding_supports, priority=PRIORITY)
 registry.get("softmax").attach("torch", _softmax, supports=_any, priority=PRIORITY)
 # PyTorch has no op for these: its form is the definition, written in its operations
