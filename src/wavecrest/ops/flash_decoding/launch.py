@@ -31,7 +31,7 @@ class Plan(NamedTuple):
 
 def _overlaps(arch: Arch | None) -> bool:
     """True where a kernel may start before the one in front of it has ended."""
-    nvidia = arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
+    nvidia = arch is not None and arch.vendor == "nvidia" and arch.name != "sm_80" and not _triton.interpreted
     return nvidia and not torch.compiler.is_compiling()
 
 
