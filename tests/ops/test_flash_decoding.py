@@ -240,6 +240,40 @@ def test_any_call(data: st.DataObject, device: str) -> None:
     assert_right(call, run(call, draw(st.sampled_from(list(CONFIGS.values())))))
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("cache", [I8, E4M3, torch.float8_e5m2])
+def test_every_number_of_8_bits(cache: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    # one key a sequence has all the weight: the result is its value, exactly, whatever is nearby
+    codes = torch.arange(-128, 128, device=device).to(I8).view(cache).view(256, 1, 1, 1)
+    one = torch.ones(1, device=device)
+    q = torch.zeros(256, 1, 1, 16, dtype=dtype, device=device)
+    lens = torch.ones(256, dtype=torch.int32, device=device)
+    v = codes.expand(256, 1, 1, 16).contiguous()
+    got = run(Operands(q, torch.zeros_like(v, dtype=I8).view(cache), v, lens, k_scale=one, v_scale=one))
+    assert torch.equal(got.nan_to_num(999.0), v.view(got.shape).to(dtype).nan_to_num(999.0))
+    # and as keys: a query of ones has the logarithm 16 · value
+    call = Operands(q + 1, v, v, lens, softmax_scale=1.0, k_scale=one, v_scale=one, return_lse=True)
+    _, lse = run(call)
+    wanted = 16 * codes.float().flatten()
+    finite = wanted.isfinite()
+    torch.testing.assert_close(lse.flatten()[finite], wanted[finite], rtol=1e-6, atol=0)
+
+
+def test_a_window_hides_what_is_not_a_number(device: str) -> None:
+    # keys before the window may be anything, as may their pages
+    call = case([100, 128], tokens=2, page=16, window=20, beyond=0.0, device=device)
+    wanted = run(call)
+    assert call.block_table is not None
+    for b, length in enumerate((100, 128)):
+        first = length - 2 - 20
+        for j in range(first):
+            page = int(call.block_table[b, j // 16])
+            call.k_cache[page, j % 16] = math.nan
+            call.v_cache[page, j % 16] = math.inf
+        call.block_table[b, : first // 16] = -(2**31)
+    assert same_bits(run(call), wanted)
+
+
 def test_same_bits_again_and_in_any_batch(device: str) -> None:
     call = case([90, 33, 128, 1], tokens=2, page=16, batch_invariant=True, device=device)
     op = registry.get(OP)
@@ -252,6 +286,18 @@ def test_same_bits_again_and_in_any_batch(device: str) -> None:
             q=call.q[b : b + 1], seq_lens=call.seq_lens[b : b + 1], block_table=call.block_table[b : b + 1]
         )
         assert same_bits(op(*alone), whole[b : b + 1])
+
+
+@pytest.mark.parametrize("window", [-1, 50])
+def test_same_bits_however_much_room_the_cache_has(window: int, device: str) -> None:
+    # 4 splits, of which the last are empty, and 40: more than are put together at a time
+    call = case([600, 33], keys=640, window=window, beyond=0.0, return_lse=True, device=device)
+    config = Config(BLOCK_M=16, BLOCK_N=16, CHUNK=16, num_warps=4, num_stages=1)
+    wanted = run(call, config)
+    assert_right(call, wanted)
+    wide = [torch.cat((x, torch.full_like(x, math.nan)), dim=1) for x in (call.k_cache, call.v_cache)]
+    got = run(call._replace(k_cache=wide[0], v_cache=wide[1]), config)
+    assert all(same_bits(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops.flash_decoding.operands import Operands
 
 
@@ -47,7 +48,9 @@ def _call(
         order = torch.randperm(count, generator=generator).view(sizes.batch, -1)
         options["block_table"] = order.to(torch.int32).to(device)
     if cache is not None:
-        options |= {"k_scale": torch.full((1,), 0.01, device=device), "v_scale": torch.full((1,), 0.01, device=device)}
+        # about the size of keys and values in 16 bits
+        scale = torch.full((1,), 0.01 if cache == torch.int8 else 0.75, device=device)
+        options |= {"k_scale": scale, "v_scale": 1.5 * scale}
     return tuple(Operands(q, stored(sizes.d), stored(sizes.dv), lengths, **options))
 
 
@@ -58,8 +61,9 @@ def inputs(B: int, H: int, S: int, D: int, dtype: torch.dtype, device: str) -> t
 
 # name -> sizes, dtype, options: shared heads in one split and in many, pages that tiles fit into and others, 8 bits,
 # several queries, every option, other widths
-def _compiled() -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]]]:
+def _compiled(arch: Arch) -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]]]:
     bf16, meta = torch.bfloat16, "meta"
+    float8 = torch.float8_e4m3fnuz if arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
     llama = _Sizes(16, 1, 32, 8, 8192, 128, 128)
     paged = llama._replace(page=64)
     every = {
@@ -75,16 +79,20 @@ def _compiled() -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]]]:
         "pages of 64": (paged, bf16, {}),
         "pages of 1": (llama._replace(page=1), bf16, {}),
         "int8": (paged, bf16, {"cache": torch.int8}),
+        "fp8": (paged, bf16, {"cache": float8}),
+        "fp8 of another flavour": (paged, bf16, {"cache": torch.float8_e4m3fn}),
+        "int8 8 queries": (llama._replace(tokens=8), bf16, {"cache": torch.int8}),
         "8 queries": (llama._replace(tokens=8), bf16, {}),
         "every option": (paged, bf16, every),
         "float32": (llama, torch.float32, {}),
     }
 
 
-def compiled() -> dict[str, Operands]:
-    """The calls that must compile for every architecture, of meta tensors."""
+def compiled(arch: Arch) -> dict[str, Operands]:
+    """The calls that must compile for every architecture, of meta tensors; 8-bit floats of the flavour it has."""
     return {
-        name: Operands(*_call(sizes, dtype, "meta", **options)) for name, (sizes, dtype, options) in _compiled().items()
+        name: Operands(*_call(sizes, dtype, "meta", **options))
+        for name, (sizes, dtype, options) in _compiled(arch).items()
     }
 
 
@@ -109,15 +117,25 @@ def bench(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
 
 
 def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
-    """Ragged lengths, pages, 8 bits and several queries with every option."""
+    """Ragged lengths in one split and in many, pages that tiles fit into and others, 8 bits, and several queries."""
+    half, brain = torch.float16, torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     slopes, sinks = torch.rand(6, generator=generator), torch.randn(6, generator=generator)
+    known = ARCHS.get(arch)
+    fnuz = known is not None and known.fp8 == "e4m3fnuz"
+    float8 = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
     return {
-        "ragged": partial(_call, _Sizes(2, 1, 4, 2, 300, 64, 64), torch.bfloat16, "cpu", fill=0.1),
-        "pages of 16": partial(_call, _Sizes(2, 1, 4, 2, 256, 40, 24, 16), torch.float16, "cpu", fill=0.5),
-        "int8": partial(_call, _Sizes(1, 1, 4, 1, 128, 64, 64, 32), torch.bfloat16, "cpu", cache=torch.int8),
+        "ragged": partial(_call, _Sizes(2, 1, 4, 2, 300, 64, 64), brain, "cpu", fill=0.1),
+        "one split": partial(_call, _Sizes(2, 2, 4, 2, 100, 128, 128), brain, "cpu", fill=0.5, return_lse=True),
+        "pages of 16": partial(_call, _Sizes(2, 1, 4, 2, 256, 40, 24, 16), half, "cpu", fill=0.5),
+        "pages of 5": partial(_call, _Sizes(1, 1, 4, 1, 150, 32, 32, 5), brain, "cpu"),
+        "int8": partial(_call, _Sizes(1, 1, 4, 1, 256, 64, 64, 32), brain, "cpu", cache=torch.int8),
+        "fp8": partial(_call, _Sizes(2, 1, 4, 2, 160, 64, 64, 32), half, "cpu", cache=float8, fill=0.3),
+        "e4m3fn": partial(_call, _Sizes(1, 1, 4, 2, 160, 64, 64), brain, "cpu", cache=torch.float8_e4m3fn),
+        "window sinks": partial(_call, _Sizes(2, 3, 4, 2, 320, 64, 64, 64), brain, "cpu", window=90, sinks=sinks[:4]),
         "every option": partial(
-            _call, _Sizes(1, 3, 6, 3, 200, 32, 32), torch.bfloat16, "cpu",
+            _call, _Sizes(1, 3, 6, 3, 200, 32, 32), brain, "cpu",
             window=70, softcap=5.0, alibi_slopes=slopes, sinks=sinks, return_lse=True,
         ),
+        "float32": partial(_call, _Sizes(1, 2, 2, 1, 140, 32, 32), torch.float32, "cpu"),
     }  # fmt: skip

@@ -48,4 +48,5 @@ def shape_of(key: Key) -> _config.Shape:
     pairs = 0 if part["invariant"] else part["batch"] * part["kv_heads"]
     rows = part["tokens"] * (part["heads"] // part["kv_heads"])
     columns = max(part["d"], part["dv"])
-    return _config.Shape(pairs, rows, part["capacity"], columns, bits[part["dtype"]], bits.get(part["cache"], 8))
+    more = part["alibi"] + part["softcap"] + part["window"]
+    return _config.Shape(pairs, rows, part["capacity"], part["page"], columns, bits[part["dtype"]], part["cache"], more)

@@ -19,6 +19,8 @@ from wavecrest.tuned import Config
 # matrix units take no fewer
 LEAST_BLOCK = 16
 TENSORS = 13
+# splits that are put together at a time
+JOINED = 16
 
 
 class Plan(NamedTuple):
@@ -33,6 +35,17 @@ def _overlaps(arch: Arch | None) -> bool:
     """True where a kernel may start before the one in front of it has ended."""
     nvidia = arch is not None and arch.vendor == "nvidia" and arch.name != "sm_80" and not _triton.interpreted
     return nvidia and not torch.compiler.is_compiling()
+
+
+def _assembles(arch: Arch | None) -> bool:
+    """True where the kernel's NVIDIA assembly is what runs it."""
+    return arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
+
+
+def _foreign(given: Operands, arch: Arch | None) -> bool:
+    """True where the cache holds e4m3fn and no instruction that triton 3.6 makes takes it."""
+    native = arch is not None and (arch.vendor == "nvidia" or arch.name == "gfx950")
+    return given.k_cache.dtype == torch.float8_e4m3fn and not native
 
 
 def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
@@ -67,7 +80,11 @@ def plan(
     block_d = max(LEAST_BLOCK, _rows.power_of_two(width))
     block_dv = max(LEAST_BLOCK, _rows.power_of_two(out))
     paged = given.block_table is not None
+    # all keys are seen by a window as large as the cache; differences with it then fit into 32 bits
+    left = min(given.window, given.capacity)
     overlaps = _overlaps(arch)
+    # how far a tile reaches, in elements
+    reach = max(k_strides[1], v_strides[1]) * keys + max(block_d, block_dv)
     constants = {
         "LEFT": given.window >= 0, "SINKS": given.sinks is not None, "LSE": given.return_lse, "DV_ALIGN": dv_align,
         "PDL": overlaps, "BLOCK_DV": block_dv,
@@ -76,7 +93,7 @@ def plan(
         _decoding_kernel,
         (splits * _rows.ceil_div(rows, config["BLOCK_M"]), given.kv_heads, given.batch),
         (
-            *_tensors(given, o, lse, parts, meta), float(given.scale), float(given.softcap), given.window, given.tokens,
+            *_tensors(given, o, lse, parts, meta), float(given.scale), float(given.softcap), left, given.tokens,
             given.kv_heads, given.group, given.page, splits, width // d_align, out // dv_align,
             *(stride // q_align for stride in q_strides), *(stride // kv_align for stride in (*k_strides, *v_strides)),
             0 if given.block_table is None else given.block_table.stride(0), given.seq_lens.stride(0),
@@ -87,7 +104,8 @@ def plan(
             **constants, "PAGED": paged, "WHOLE": paged and given.page % keys == 0, "SOFTCAP": given.softcap > 0,
             "ALIBI": given.alibi_slopes is not None, "SCALED": given.k_scale is not None, "SPLIT": splits > 1,
             "Q_ALIGN": q_align, "KV_ALIGN": kv_align, "D_ALIGN": d_align, "EVEN_D": width == block_d,
-            "EVEN_DV": out == block_dv, "BLOCK_D": block_d,
+            "EVEN_DV": out == block_dv, "WIDE": reach >= 2**31, "PTX": _assembles(arch),
+            "FOREIGN": _foreign(given, arch), "BLOCK_D": block_d,
         },
         config,
     )  # fmt: skip
@@ -99,11 +117,11 @@ def plan(
         (rows, given.kv_heads, given.batch),
         (
             parts, meta, given.seq_lens, q if given.sinks is None else given.sinks, o, q if lse is None else lse,
-            given.window, given.tokens, given.kv_heads, given.group, splits, out // dv_align,
+            left, given.tokens, given.kv_heads, given.group, splits, out // dv_align,
             given.seq_lens.stride(0), *_strides(given.sinks, 1),
         ),
-        {**constants, "CHUNK": chunk, "BLOCK_N": keys},
-        Config(num_warps=1, **({"launch_pdl": 1} if overlaps else {})),
+        {**constants, "CHUNK": chunk, "BLOCK_N": keys, "BLOCK_S": JOINED},
+        Config(num_warps=4, **({"launch_pdl": 1} if overlaps else {})),
     )  # fmt: skip
     return Plan(first, (given.batch, given.kv_heads, splits, rows), second)
 

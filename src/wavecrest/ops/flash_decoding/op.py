@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import wavecrest.ops._rows as _rows
@@ -13,7 +14,7 @@ import wavecrest.ops.flash_decoding.config as _config
 import wavecrest.ops.flash_decoding.launch as _launch
 from wavecrest.hardware import Arch
 from wavecrest.ops.flash_decoding.key import KEY_FIELDS, key_of, shape_of
-from wavecrest.ops.flash_decoding.operands import Operands, check
+from wavecrest.ops.flash_decoding.operands import EIGHT_BIT_FLOATS, Operands, check
 from wavecrest.ops.flash_decoding.reference import reference
 from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad
 from wavecrest.tuned import Config
@@ -29,6 +30,17 @@ def _cost(*args: Any, **kwargs: Any) -> Cost:
     return Cost(flops=2 * keys * given.tokens * given.group * each, bytes=moved)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unwidened(dtype: str) -> str | None:
+    """Why an 8-bit float is not widened on this architecture; for AMD's the compiler writes it out if need be."""
+    arch = _rows.arch()
+    if arch is None:
+        return f"Triton's interpreter has no {dtype}" if dtype.endswith("fnuz") else None
+    if arch.vendor == "nvidia" and (arch.fp8 is None or dtype.endswith("fnuz")):
+        return f"cannot widen {dtype} on {arch.name}"
+    return None
+
+
 def _declines(*args: Any, **kwargs: Any) -> str | None:
     given = Operands(*args, **kwargs)
     grad = needs_grad(given.q, given.k_cache, given.v_cache, given.sinks, given.alibi_slopes)
@@ -37,7 +49,9 @@ def _declines(*args: Any, **kwargs: Any) -> str | None:
         return reason
     if any(one.stride(-1) != 1 for one in (given.q, given.k_cache, given.v_cache)):
         return "reads columns that lie next to each other"
-    return None
+    return (
+        _unwidened(str(given.k_cache.dtype).removeprefix("torch.")) if given.k_cache.dtype in EIGHT_BIT_FLOATS else None
+    )
 
 
 def _key(*args: Any, **kwargs: Any) -> Key:
@@ -66,7 +80,7 @@ def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
 
 def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.Launch]:
     cases = {}
-    for name, given in _cases.compiled().items():
+    for name, given in _cases.compiled(arch).items():
         made = config or _config.default(shape_of(key_of(given)), arch)
         first, *others = _launch.described(given, made, arch)
         cases[name] = first

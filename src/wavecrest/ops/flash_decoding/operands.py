@@ -11,7 +11,8 @@ from wavecrest.errors import InvalidArgument
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # what a cache may hold in 8 bits, with scales
-EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+EIGHT_BITS = (torch.int8, *EIGHT_BIT_FLOATS)
 MAX_COLUMNS = 256
 # queries of a sequence in one call
 MAX_TOKENS = 16
