@@ -209,6 +209,17 @@ def test_strides(layout: str, device: str) -> None:
     assert_right(call, run(call))
 
 
+def test_tiles_that_reach_beyond_32_bits(device: str) -> None:
+    # 17 tokens 2²⁷ bytes apart, of memory that is never touched but for their columns
+    step, call = 2**27 + 16, case([17], heads=2, kv_heads=1, d=16, keys=17, cache=I8, dtype=F16, device=device)
+    memory = torch.zeros(18 * step, dtype=I8, device=device)
+    places = [memory[start:].as_strided(call.k_cache.shape, (17 * step, step, 16, 1)) for start in (0, 32)]
+    for place, cache in zip(places, (call.k_cache, call.v_cache), strict=True):
+        place.copy_(cache)
+    call = call._replace(k_cache=places[0], v_cache=places[1])
+    assert_right(call, run(call))
+
+
 def test_columns_that_do_not_lie_together_are_declined(device: str) -> None:
     call = case([40], device=device)
     call = call._replace(k_cache=call.k_cache.mT.contiguous().mT)
@@ -243,34 +254,34 @@ def test_any_call(data: st.DataObject, device: str) -> None:
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("cache", [I8, E4M3, torch.float8_e5m2])
 def test_every_number_of_8_bits(cache: torch.dtype, dtype: torch.dtype, device: str) -> None:
-    # one key a sequence has all the weight: the result is its value, exactly, whatever is nearby
-    codes = torch.arange(-128, 128, device=device).to(I8).view(cache).view(256, 1, 1, 1)
-    one = torch.ones(1, device=device)
-    q = torch.zeros(256, 1, 1, 16, dtype=dtype, device=device)
-    lens = torch.ones(256, dtype=torch.int32, device=device)
-    v = codes.expand(256, 1, 1, 16).contiguous()
-    got = run(Operands(q, torch.zeros_like(v, dtype=I8).view(cache), v, lens, k_scale=one, v_scale=one))
-    assert torch.equal(got.nan_to_num(999.0), v.view(got.shape).to(dtype).nan_to_num(999.0))
-    # and as keys: a query of ones has the logarithm 16 · value
-    call = Operands(q + 1, v, v, lens, softmax_scale=1.0, k_scale=one, v_scale=one, return_lse=True)
-    _, lse = run(call)
-    wanted = 16 * codes.float().flatten()
-    finite = wanted.isfinite()
-    torch.testing.assert_close(lse.flatten()[finite], wanted[finite], rtol=1e-6, atol=0)
+    # one key has all the weight: the result is its value, exactly
+    codes = torch.arange(-128, 128, device=device).to(I8).view(cache).view(1, 1, 1, 256)
+    numbers = codes.float().flatten()
+    one, lens = torch.ones(1, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    finite = codes.view(I8).where(numbers.isfinite(), 0).view(cache)
+    keys = finite.float().flatten().view(16, 16)
+    # 16 heads, each of which picks one column of the key
+    columns = torch.eye(256, dtype=dtype, device=device).view(16, 1, 1, 16, 256)
+    for q, wanted in zip(columns, keys, strict=True):
+        call = Operands(q, finite, codes, lens, softmax_scale=1.0, k_scale=one, v_scale=one, return_lse=True)
+        got, lse = run(call)
+        assert torch.equal(got.float().nan_to_num(999.0), numbers.nan_to_num(999.0).expand(1, 1, 16, 256))
+        torch.testing.assert_close(lse[0, :, 0], wanted, rtol=1e-6, atol=0)
 
 
-def test_a_window_hides_what_is_not_a_number(device: str) -> None:
+@pytest.mark.parametrize("page", [16, 5])
+def test_a_window_hides_what_is_not_a_number(page: int, device: str) -> None:
     # keys before the window may be anything, as may their pages
-    call = case([100, 128], tokens=2, page=16, window=20, beyond=0.0, device=device)
+    call = case([100, 128], tokens=2, keys=160, page=page, window=20, beyond=0.0, device=device)
     wanted = run(call)
     assert call.block_table is not None
     for b, length in enumerate((100, 128)):
         first = length - 2 - 20
         for j in range(first):
-            page = int(call.block_table[b, j // 16])
-            call.k_cache[page, j % 16] = math.nan
-            call.v_cache[page, j % 16] = math.inf
-        call.block_table[b, : first // 16] = -(2**31)
+            number = int(call.block_table[b, j // page])
+            call.k_cache[number, j % page] = math.nan
+            call.v_cache[number, j % page] = math.inf
+        call.block_table[b, : first // page] = -(2**31)
     assert same_bits(run(call), wanted)
 
 
@@ -306,14 +317,18 @@ def test_an_invariant_call_is_split_the_same_in_any_batch(arch: str) -> None:
     from wavecrest.ops.flash_decoding.key import key_of, shape_of
 
     chunks: dict[bool, set[int]] = {False: set(), True: set()}
+    keys: dict[bool, set[Any]] = {False: set(), True: set()}
     for batch in (1, 8, 64):
         for invariant in chunks:
             q = torch.empty(batch, 1, 32, 128, dtype=BF16, device="meta")
             k = torch.empty(batch, 8192, 8, 128, dtype=BF16, device="meta")
             lens = torch.empty(batch, dtype=torch.int32, device="meta")
             given_ = Operands(q, k, k, lens, batch_invariant=invariant)
+            # one key, so that measured rows say the same for all too
+            keys[invariant].add(key_of(given_))
             chunks[invariant].add(default(shape_of(key_of(given_)), ARCHS[arch])["CHUNK"])
     assert len(chunks[True]) == 1 and len(chunks[False]) == 3
+    assert len(keys[True]) == 1 and len(keys[False]) == 3
 
 
 BAD: dict[str, tuple[str, dict[str, Any]]] = {

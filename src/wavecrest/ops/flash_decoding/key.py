@@ -17,9 +17,9 @@ def _name(given: Operands) -> str:
 
 
 def key_of(given: Operands) -> Key:
-    """The shape key of a call; `page` 0 where the cache has none."""
+    """The shape key of a call; `page` 0 where the cache has none, `batch` 0 where it must not choose anything."""
     return (
-        row_bucket(given.batch),
+        0 if given.batch_invariant else row_bucket(given.batch),
         given.tokens,
         given.heads,
         given.kv_heads,
