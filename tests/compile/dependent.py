@@ -1,4 +1,4 @@
-"""Where kernels of split products let the next one start and wait for the one before, as JSON: `python dependent.py`.
+"""Where kernels of split sums let the next one start and wait for the one before, as JSON: `python dependent.py`.
 
 A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
 """
@@ -21,13 +21,16 @@ CONFIGS = {
     "triton_stream_k": TILE | {"PROGRAMS": 1, "TMA": 0},
     "triton_multiply": {"BLOCK_N": 8, "BLOCK_K": 256, "SPLIT_K": 2, "num_warps": 2, "num_stages": 3},
 }
+DECODING = {"BLOCK_M": 16, "BLOCK_N": 64, "CHUNK": 512, "num_warps": 4, "num_stages": 3}
 
 
 def main() -> None:
-    op, found = registry.get("gemm"), {}
-    args = op.inputs(4, 4096, 4096, torch.bfloat16, "meta")
+    gemm, decoding, found = registry.get("gemm"), registry.get("flash_decoding"), {}
+    product = gemm.inputs(4, 4096, 4096, torch.bfloat16, "meta")
+    calls = [(gemm, backend, config, product) for backend, config in CONFIGS.items()]
+    calls.append((decoding, "triton", DECODING, decoding.inputs(1, 8, 4096, 128, torch.bfloat16, "meta")))
     for arch in ("sm_90", "sm_80", "gfx942"):
-        for backend, config in CONFIGS.items():
+        for op, backend, config, args in calls:
             launches = op.backends[backend].launches
             assert launches is not None
             for launch in launches(*args, config=Config(**config), arch=hardware.ARCHS[arch]):

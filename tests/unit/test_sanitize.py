@@ -189,7 +189,7 @@ def test_every_case_runs_the_kernel_and_is_right(
     assert layouts == {(2, True), (2, False), (3, False)}
 
 
-@pytest.mark.parametrize("name", ["conv2d", "flash_attention"])
+@pytest.mark.parametrize("name", ["conv2d", "flash_attention", "flash_decoding"])
 def test_an_op_without_rows_runs_what_the_emulator_runs(sanitize: ModuleType, name: str, device: str) -> None:
     op = registry.get(name)
     assert op.emulate_cases is not None

@@ -16,6 +16,7 @@ from wavecrest.ops._quantized import Quantization
 from wavecrest.ops._quantized import reference as quantized
 from wavecrest.ops.conv2d.operands import Operands as Convolution
 from wavecrest.ops.flash_attention.operands import Operands as Attention
+from wavecrest.ops.flash_decoding.operands import Operands as Decoding
 from wavecrest.ops.gemm.operands import FLOATS, GATED, Operands, kinds
 
 PRIORITY = 10
@@ -420,6 +421,37 @@ def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
     return (y.transpose(1, 2) if given.layout == "bshd" else y).contiguous()
 
 
+def _flash_decoding_supports(*args: Any, **kwargs: Any) -> str | None:
+    given = Decoding(*args, **kwargs)
+    if given.block_table is not None or given.k_scale is not None:
+        return "would copy a cache of pages or of 8 bits on every call"
+    for name, asked in (
+        ("softcap", given.softcap > 0),
+        ("sinks", given.sinks is not None),
+        ("ALiBi slopes in float32", given.alibi_slopes is not None),
+        ("logarithms to return", given.return_lse),
+    ):
+        if asked:
+            return f"has no {name}"
+    return None
+
+
+def _flash_decoding(*args: Any, **kwargs: Any) -> Tensor:
+    given = Decoding(*args, **kwargs)
+    q, k, v = (one.transpose(1, 2) for one in (given.q, given.k_cache, given.v_cache))
+    token = torch.arange(given.tokens, device=q.device)
+    own = (given.seq_lens[:, None] - given.tokens + token)[:, None, :, None]
+    j = torch.arange(given.page, device=q.device)
+    visible = j <= own
+    if given.window >= 0:
+        visible = visible & (j >= own - given.window)
+    options: dict[str, Any] = {"scale": given.scale} | ({"enable_gqa": True} if given.group > 1 else {})
+    # what the cache holds beyond a sequence may be anything: 0 · NaN would be NaN
+    v = v.where((j < given.seq_lens[:, None])[:, None, :, None], 0.0)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
+    return y.where(own >= 0, 0.0).transpose(1, 2).contiguous()
+
+
 registry.get("gemm").attach("torch", _gemm, supports=_gemm_supports, priority=PRIORITY)
 registry.get("conv2d").attach(
     "torch_channels_last",
@@ -444,6 +476,7 @@ registry.get("flash_attention").attach(
     reserved=_flash_attention_reserved,
     priority=PRIORITY,
 )
+registry.get("flash_decoding").attach("torch", _flash_decoding, supports=_flash_decoding_supports, priority=PRIORITY)
 registry.get("softmax").attach("torch", _softmax, supports=_any, priority=PRIORITY)
 # PyTorch has no op for these: its form is the definition, written in its operations
 for _name in (

@@ -10,6 +10,7 @@ from wavecrest.ops.add_rms_norm_quantize import add_rms_norm_quantize
 from wavecrest.ops.conv2d import conv2d
 from wavecrest.ops.dequantize import dequantize
 from wavecrest.ops.flash_attention import flash_attention
+from wavecrest.ops.flash_decoding import flash_decoding
 from wavecrest.ops.gelu_and_mul import gelu_and_mul
 from wavecrest.ops.gemm import gemm, linear
 from wavecrest.ops.layer_norm import layer_norm
@@ -34,6 +35,7 @@ __all__ = [
     "conv2d",
     "dequantize",
     "flash_attention",
+    "flash_decoding",
     "gelu_and_mul",
     "gemm",
     "layer_norm",

@@ -1,0 +1,52 @@
+"""Decoding's shape key, and what a configuration sees of it."""
+
+from __future__ import annotations
+
+import wavecrest.ops.flash_decoding.config as _config
+from wavecrest.ops.flash_decoding.operands import Operands
+from wavecrest.registry import Key, dtype_name, needs_grad, row_bucket
+
+KEY_FIELDS = (
+    "batch", "tokens", "heads", "kv_heads", "d", "dv", "capacity", "page", "dtype", "cache", "window", "alibi",
+    "softcap", "sinks", "lse", "invariant", "access", "device", "grad",
+)  # fmt: skip
+
+
+def _name(given: Operands) -> str:
+    return str(given.k_cache.dtype).removeprefix("torch.")
+
+
+def key_of(given: Operands) -> Key:
+    """The shape key of a call; `page` 0 where the cache has none, `batch` 0 where it must not choose anything."""
+    return (
+        0 if given.batch_invariant else row_bucket(given.batch),
+        given.tokens,
+        given.heads,
+        given.kv_heads,
+        given.columns,
+        given.v_columns,
+        row_bucket(given.capacity),
+        0 if given.block_table is None else given.page,
+        dtype_name(given.q),
+        _name(given),
+        given.window >= 0,
+        given.alibi_slopes is not None,
+        given.softcap > 0,
+        given.sinks is not None,
+        given.return_lse,
+        given.batch_invariant,
+        "columns" if all(one.stride(-1) == 1 for one in (given.q, given.k_cache, given.v_cache)) else "any",
+        given.q.device.type,
+        needs_grad(given.q, given.k_cache, given.v_cache, given.sinks, given.alibi_slopes),
+    )
+
+
+def shape_of(key: Key) -> _config.Shape:
+    """What a configuration is chosen by."""
+    part = dict(zip(KEY_FIELDS, key, strict=True))
+    bits = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
+    pairs = 0 if part["invariant"] else part["batch"] * part["kv_heads"]
+    rows = part["tokens"] * (part["heads"] // part["kv_heads"])
+    columns = max(part["d"], part["dv"])
+    more = part["alibi"] + part["softcap"] + part["window"]
+    return _config.Shape(pairs, rows, part["capacity"], part["page"], columns, bits[part["dtype"]], part["cache"], more)

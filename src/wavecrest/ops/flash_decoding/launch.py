@@ -1,0 +1,166 @@
+"""Decoding's launches: the splits of the keys, and what puts them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._rows as _rows
+import wavecrest.ops._triton as _triton
+from wavecrest.errors import InvalidArgument
+from wavecrest.hardware import Arch
+from wavecrest.ops.flash_decoding.kernel import _decoding_kernel, _joining_kernel
+from wavecrest.ops.flash_decoding.operands import Operands
+from wavecrest.tuned import Config
+
+# matrix units take no fewer
+LEAST_BLOCK = 16
+TENSORS = 13
+# splits that are put together at a time
+JOINED = 16
+
+
+class Plan(NamedTuple):
+    """What runs: the launch over keys; where they are split the shape of its sums, and the launch after."""
+
+    first: _rows.Launch
+    parts: tuple[int, ...] | None
+    second: _rows.Launch | None
+
+
+def _overlaps(arch: Arch | None) -> bool:
+    """True where a kernel may start before the one in front of it has ended."""
+    nvidia = arch is not None and arch.vendor == "nvidia" and arch.name != "sm_80" and not _triton.interpreted
+    return nvidia and not torch.compiler.is_compiling()
+
+
+def _assembles(arch: Arch | None) -> bool:
+    """True where the kernel's NVIDIA assembly is what runs it."""
+    return arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
+
+
+def _foreign(given: Operands, arch: Arch | None) -> bool:
+    """True where the cache holds e4m3fn and no instruction that triton 3.6 makes takes it."""
+    native = arch is not None and (arch.vendor == "nvidia" or arch.name == "gfx950")
+    return given.k_cache.dtype == torch.float8_e4m3fn and not native
+
+
+def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
+    """The first strides of a tensor, 0 where there is one element, and before those where it has fewer dimensions."""
+    if tensor is None:
+        return (0,) * dims
+    found = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return (*(0 for _ in range(dims - len(found))), *found[:dims])
+
+
+def _tensors(given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor) -> tuple[Tensor, ...]:
+    q = given.q
+    some = (given.block_table, given.alibi_slopes, given.sinks, given.k_scale, given.v_scale)
+    return (
+        q, given.k_cache, given.v_cache, given.seq_lens, *(q if one is None else one for one in some),
+        o, q if lse is None else lse, parts, meta,
+    )  # fmt: skip
+
+
+def plan(
+    given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor, config: Config, arch: Arch | None
+) -> Plan:
+    """The launches of a call; parts and meta are memory for the sums of splits."""
+    chunk, keys = config["CHUNK"], config["BLOCK_N"]
+    if chunk % keys != 0:
+        raise InvalidArgument(f"flash_decoding: a CHUNK of {chunk} keys is no multiple of a BLOCK_N of {keys}")
+    splits = max(1, _rows.ceil_div(given.capacity, chunk))
+    rows, width, out = given.tokens * given.group, given.columns, given.v_columns
+    q_strides, k_strides, v_strides = (_strides(one, 3) for one in (given.q, given.k_cache, given.v_cache))
+    q_align, kv_align = _rows.alignment(0, q_strides), _rows.alignment(0, k_strides, v_strides)
+    d_align, dv_align = _rows.alignment(width), _rows.alignment(out)
+    block_d = max(LEAST_BLOCK, _rows.power_of_two(width))
+    block_dv = max(LEAST_BLOCK, _rows.power_of_two(out))
+    paged = given.block_table is not None
+    # all keys are seen by a window as large as the cache; differences with it then fit into 32 bits
+    left = min(given.window, given.capacity)
+    overlaps = _overlaps(arch)
+    # how far a tile reaches, in elements
+    reach = max(k_strides[1], v_strides[1]) * keys + max(block_d, block_dv)
+    constants = {
+        "LEFT": given.window >= 0, "SINKS": given.sinks is not None, "LSE": given.return_lse, "DV_ALIGN": dv_align,
+        "PDL": overlaps, "BLOCK_DV": block_dv,
+    }  # fmt: skip
+    first = _rows.Launch(
+        _decoding_kernel,
+        (splits * _rows.ceil_div(rows, config["BLOCK_M"]), given.kv_heads, given.batch),
+        (
+            *_tensors(given, o, lse, parts, meta), float(given.scale), float(given.softcap), left, given.tokens,
+            given.kv_heads, given.group, given.page, splits, width // d_align, out // dv_align,
+            *(stride // q_align for stride in q_strides), *(stride // kv_align for stride in (*k_strides, *v_strides)),
+            0 if given.block_table is None else given.block_table.stride(0), given.seq_lens.stride(0),
+            *_strides(given.alibi_slopes, 2), *_strides(given.sinks, 1), *_strides(given.k_scale, 1),
+            *_strides(given.v_scale, 1),
+        ),
+        {
+            **constants, "PAGED": paged, "WHOLE": paged and given.page % keys == 0, "SOFTCAP": given.softcap > 0,
+            "ALIBI": given.alibi_slopes is not None, "SCALED": given.k_scale is not None, "SPLIT": splits > 1,
+            "Q_ALIGN": q_align, "KV_ALIGN": kv_align, "D_ALIGN": d_align, "EVEN_D": width == block_d,
+            "EVEN_DV": out == block_dv, "WIDE": reach >= 2**31, "PTX": _assembles(arch),
+            "FOREIGN": _foreign(given, arch), "BLOCK_D": block_d,
+        },
+        config,
+    )  # fmt: skip
+    if splits == 1:
+        return Plan(first, None, None)
+    q = given.q
+    second = _rows.Launch(
+        _joining_kernel,
+        (rows, given.kv_heads, given.batch),
+        (
+            parts, meta, given.seq_lens, q if given.sinks is None else given.sinks, o, q if lse is None else lse,
+            left, given.tokens, given.kv_heads, given.group, splits, out // dv_align,
+            given.seq_lens.stride(0), *_strides(given.sinks, 1),
+        ),
+        {**constants, "CHUNK": chunk, "BLOCK_N": keys, "BLOCK_S": JOINED},
+        Config(num_warps=4, **({"launch_pdl": 1} if overlaps else {})),
+    )  # fmt: skip
+    return Plan(first, (given.batch, given.kv_heads, splits, rows), second)
+
+
+def bind(given: Operands, config: Config) -> Callable[..., Any]:
+    """The function for all calls with arguments like these."""
+    device, shape, dtype = given.q.device, given.shape, given.q.dtype
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    sums = torch.empty(0, dtype=torch.float32, device=device)
+    made = plan(given, nothing, sums if given.return_lse else None, sums, sums, config, _rows.arch())
+    start, numbers = _rows.starter(made.first, device), made.first.args[TENSORS:]
+    join = None if made.second is None else _rows.starter(made.second, device)
+    join_numbers = () if made.second is None else made.second.args[6:]
+    parts_shape, out = made.parts, given.v_columns
+    lse_shape = (given.batch, given.heads, given.tokens)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        now = Operands(*args, **kwargs)
+        o = torch.empty(shape, dtype=dtype, device=device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device) if now.return_lse else None
+        parts = meta = o
+        if parts_shape is not None:
+            parts = torch.empty((*parts_shape, out), dtype=torch.float32, device=device)
+            meta = torch.empty((*parts_shape, 2), dtype=torch.float32, device=device)
+        if o.numel() > 0:
+            start(*_tensors(now, o, lse, parts, meta), *numbers)
+            if join is not None:
+                sinks = now.q if now.sinks is None else now.sinks
+                join(parts, meta, now.seq_lens, sinks, o, now.q if lse is None else lse, *join_numbers)
+        return (o, lse) if now.return_lse else o
+
+    return call
+
+
+def described(given: Operands, config: Config, arch: Arch | None) -> list[_rows.Launch]:
+    """The launches of a call, without memory for what they write."""
+    if given.batch == 0:
+        return []
+    o = torch.empty(0, dtype=given.q.dtype, device="meta")
+    sums = torch.empty(0, dtype=torch.float32, device="meta")
+    made = plan(given, o, sums if given.return_lse else None, sums, sums, config, arch)
+    return [made.first] if made.second is None else [made.first, made.second]

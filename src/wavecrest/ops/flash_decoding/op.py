@@ -1,0 +1,165 @@
+"""The op flash_decoding: its cost and backends, and its public function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._rows as _rows
+import wavecrest.ops.flash_decoding.cases as _cases
+import wavecrest.ops.flash_decoding.config as _config
+import wavecrest.ops.flash_decoding.launch as _launch
+from wavecrest.hardware import Arch
+from wavecrest.ops.flash_decoding.key import KEY_FIELDS, key_of, shape_of
+from wavecrest.ops.flash_decoding.operands import EIGHT_BIT_FLOATS, Operands, check
+from wavecrest.ops.flash_decoding.reference import reference
+from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad
+from wavecrest.tuned import Config
+
+
+def _cost(*args: Any, **kwargs: Any) -> Cost:
+    given = Operands(*args, **kwargs)
+    lengths = given.seq_lens
+    keys = given.capacity * given.batch if lengths.device.type == "meta" else int(lengths.sum())
+    each = given.kv_heads * (given.columns + given.v_columns)
+    moved = keys * each * given.k_cache.element_size() + given.q.nbytes
+    moved += given.q.element_size() * given.batch * given.tokens * given.heads * given.v_columns
+    return Cost(flops=2 * keys * given.tokens * given.group * each, bytes=moved)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unwidened(dtype: str) -> str | None:
+    """Why an 8-bit float is not widened on this architecture; for AMD's the compiler writes it out if need be."""
+    arch = _rows.arch()
+    if arch is None:
+        return f"Triton's interpreter has no {dtype}" if dtype.endswith("fnuz") else None
+    if arch.vendor == "nvidia" and (arch.fp8 is None or dtype.endswith("fnuz")):
+        return f"cannot widen {dtype} on {arch.name}"
+    return None
+
+
+def _declines(*args: Any, **kwargs: Any) -> str | None:
+    given = Operands(*args, **kwargs)
+    grad = needs_grad(given.q, given.k_cache, given.v_cache, given.sinks, given.alibi_slopes)
+    reason = _rows.kernel_refusal(dtype_name(given.q), given.q.device.type, 1, grad)
+    if reason is not None:
+        return reason
+    if any(one.stride(-1) != 1 for one in (given.q, given.k_cache, given.v_cache)):
+        return "reads columns that lie next to each other"
+    return (
+        _unwidened(str(given.k_cache.dtype).removeprefix("torch.")) if given.k_cache.dtype in EIGHT_BIT_FLOATS else None
+    )
+
+
+def _key(*args: Any, **kwargs: Any) -> Key:
+    return key_of(Operands(*args, **kwargs))
+
+
+def _check(*args: Any, **kwargs: Any) -> None:
+    check(Operands(*args, **kwargs))
+
+
+def _reference(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    return reference(Operands(*args, **kwargs))
+
+
+def _default_config(key: Key) -> Config:
+    return _config.default(shape_of(key), _rows.arch())
+
+
+def _space(key: Key, arch: Arch) -> Iterator[Config]:
+    return _config.space(shape_of(key), arch)
+
+
+def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
+    return _launch.described(Operands(*args), config, arch)
+
+
+def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.Launch]:
+    cases = {}
+    for name, given in _cases.compiled(arch).items():
+        made = config or _config.default(shape_of(key_of(given)), arch)
+        first, *others = _launch.described(given, made, arch)
+        cases[name] = first
+        for launch in others:
+            cases[f"{name} join"] = launch
+    return cases
+
+
+def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
+    return _launch.bind(Operands(*args, **kwargs), config)
+
+
+_op = Op(
+    "flash_decoding",
+    reference=_reference,
+    check=_check,
+    key=_key,
+    key_fields=KEY_FIELDS,
+    inputs=_cases.inputs,
+    sizes=("B", "H", "S", "D"),
+    cost=_cost,
+    default_config=_default_config,
+    compile_cases=_compile_cases,
+    bench_cases=_cases.bench,
+    emulate_cases=_cases.emulated,
+    op_class="gemm",
+)
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
+
+
+def flash_decoding(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    seq_lens: Tensor,
+    block_table: Tensor | None = None,
+    window: int = -1,
+    softmax_scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of the last tokens of sequences over their cached keys, those tokens' own among them.
+
+    Query t of T is the token at place seq_len − T + t of its sequence and sees the keys up to that place, as
+    `flash_attention` with `causal`; the cache is read once for all queries and heads that share a head of it.
+
+    Args:
+        q: [B, T, Hq, D], T from 1 to 16 (more with speculative decoding); float32, float16, bfloat16 or float64; D from
+            1 to 256; any strides.
+        k_cache: [B, S, Hk, D], or pages [P, page, Hk, D] of any size; Hq is a multiple of Hk. In q's dtype, or int8 or
+            an 8-bit float with scales. Any strides, columns next to each other for the kernel.
+        v_cache: the same with Dv columns, from 1 to 256.
+        seq_lens: int32 [B], the keys of each sequence, at most S or page · pages. Not looked at before the launch.
+        block_table: int32 [B, pages]: which page of the cache holds each page of a sequence.
+        window: keys before its own that a query sees; −1: all.
+        softmax_scale: the factor of q · kᵀ, at least 0; None: 1 / √D.
+        alibi_slopes: float32 [Hq] or [B, Hq]: −slope · distance is added to the scaled scores.
+        softcap: c > 0: scaled scores become c · tanh(s / c); 0: they do not.
+        sinks: floating [Hq], a further score of each query that has no value.
+        k_scale, v_scale: float32, one number or [Hk]: what the numbers of an 8-bit cache are multiplied by.
+        return_lse: also return the natural logarithms of the sums of exponentials, with the sink in them.
+        batch_invariant: split the keys of a sequence without a look at how many sequences there are, so that a
+            sequence has the same bits in any batch.
+
+    Returns:
+        [B, T, Hq, Dv] in q's dtype, contiguous; with `return_lse` also float32 (float64 for float64) [B, Hq, T]. A
+        query that sees nothing has 0 and −inf; with a sink, 0 and the sink.
+
+    Raises:
+        InvalidArgument: a shape, dtype, device or option is outside this.
+    """
+    result: Tensor | tuple[Tensor, Tensor] = _op(
+        q, k_cache, v_cache, seq_lens, block_table, window, softmax_scale, alibi_slopes, softcap, sinks, k_scale,
+        v_scale, return_lse, batch_invariant,
+    )  # fmt: skip
+    return result

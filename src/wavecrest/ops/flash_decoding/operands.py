@@ -1,0 +1,186 @@
+"""The arguments of decoding: what they may be, and what follows from their shapes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wavecrest.errors import InvalidArgument
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# what a cache may hold in 8 bits, with scales
+EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+EIGHT_BITS = (torch.int8, *EIGHT_BIT_FLOATS)
+MAX_COLUMNS = 256
+# queries of a sequence in one call
+MAX_TOKENS = 16
+
+
+class Operands(NamedTuple):
+    """The arguments in the order that the op's backends get them; properties are of checked arguments.
+
+    T queries of each sequence are its last tokens, whose keys are in the cache.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    seq_lens: Tensor
+    block_table: Tensor | None = None
+    window: int = -1
+    softmax_scale: float | None = None
+    alibi_slopes: Tensor | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    return_lse: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.q.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Queries of a sequence."""
+        return self.q.shape[1]
+
+    @property
+    def heads(self) -> int:
+        """Heads of q."""
+        return self.q.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of the cache."""
+        return self.k_cache.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of the cache."""
+        return self.heads // self.kv_heads
+
+    @property
+    def columns(self) -> int:
+        """Columns of q and k."""
+        return self.q.shape[-1]
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of v and of the result."""
+        return self.v_cache.shape[-1]
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page; of a cache without pages, of a sequence."""
+        return self.k_cache.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence may have."""
+        return self.page if self.block_table is None else self.page * self.block_table.shape[1]
+
+    @property
+    def scale(self) -> float:
+        """The factor of q · kᵀ."""
+        return float(self.columns**-0.5) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return (self.batch, self.tokens, self.heads, self.v_columns)
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else repr(value)
+
+
+def _fail(text: str) -> InvalidArgument:
+    return InvalidArgument(f"flash_decoding: {text}")
+
+
+def check(given: Operands) -> None:
+    """Raise InvalidArgument unless the arguments are those of decoding, naming what is wrong."""
+    q = given.q
+    if not isinstance(q, Tensor) or q.ndim != 4 or q.dtype not in FLOATS:
+        raise _fail(f"q must be float32, float16, bfloat16 or float64 [B, T, H, D], got {_describe(q)}")
+    if not 1 <= q.shape[1] <= MAX_TOKENS:
+        raise _fail(f"takes 1 to {MAX_TOKENS} queries of a sequence, got {_describe(q)}; more are flash_attention's")
+    for name, cache in (("k_cache", given.k_cache), ("v_cache", given.v_cache)):
+        if not isinstance(cache, Tensor) or cache.ndim != 4 or cache.dtype not in (q.dtype, *EIGHT_BITS):
+            raise _fail(
+                f"{name} must be [B, S, H, D] or [pages, page, H, D] of {q.dtype} or 8 bits, got {_describe(cache)}"
+            )
+        if cache.device != q.device:
+            raise _fail(f"{name} is on {cache.device}, q on {q.device}")
+    k, v = given.k_cache, given.v_cache
+    if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype:
+        raise _fail(f"k_cache {_describe(k)} and v_cache {_describe(v)} must agree in all but their columns")
+    if k.shape[3] != q.shape[3] or not 1 <= q.shape[3] <= MAX_COLUMNS or not 1 <= v.shape[3] <= MAX_COLUMNS:
+        raise _fail(
+            f"q {list(q.shape)}, k_cache {list(k.shape)} and v_cache {list(v.shape)} must have 1 to {MAX_COLUMNS} "
+            "columns, q and k as many"
+        )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0 or q.shape[2] == 0:
+        raise _fail(f"{q.shape[2]} heads of q are no multiple of the {k.shape[2]} of the cache")
+    _check_places(given)
+    _check_options(given)
+
+
+def _integers(given: Operands, name: str, value: Any, shape: tuple[int | None, ...]) -> None:
+    wanted = ", ".join("…" if size is None else str(size) for size in shape)
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype != torch.int32
+        or value.ndim != len(shape)
+        or any(size not in (None, found) for size, found in zip(shape, value.shape, strict=True))
+        or value.device != given.q.device
+    ):
+        raise _fail(f"{name} must be int32 [{wanted}] on {given.q.device}, got {_describe(value)}")
+
+
+def _check_places(given: Operands) -> None:
+    _integers(given, "seq_lens", given.seq_lens, (given.q.shape[0],))
+    if given.block_table is not None:
+        _integers(given, "block_table", given.block_table, (given.q.shape[0], None))
+    elif given.k_cache.shape[0] != given.q.shape[0]:
+        raise _fail(
+            f"q {list(given.q.shape)} and k_cache {list(given.k_cache.shape)} must have as many sequences; "
+            "pages need a block_table"
+        )
+
+
+def _is(value: Any, given: Operands, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...]) -> bool:
+    """True for a tensor beside q of one of these dtypes and shapes."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.dtype in dtypes and tuple(value.shape) in shapes and value.device == given.q.device
+
+
+def _check_options(given: Operands) -> None:
+    for name, flag in (("return_lse", given.return_lse), ("batch_invariant", given.batch_invariant)):
+        if not isinstance(flag, bool):
+            raise _fail(f"{name} must be True or False, got {flag!r}")
+    if not isinstance(given.window, int) or isinstance(given.window, bool) or given.window < -1:
+        raise _fail(f"window must be the keys before its own that a query sees, or -1 for all, got {given.window!r}")
+    for name, value in (("softmax_scale", given.scale), ("softcap", given.softcap)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise _fail(f"{name} must be a number of at least 0, got {value!r}")
+    heads, kv = given.heads, given.kv_heads
+    slopes, sinks = given.alibi_slopes, given.sinks
+    if slopes is not None and not _is(slopes, given, (torch.float32,), ((heads,), (given.batch, heads))):
+        raise _fail(f"alibi_slopes must be float32 [{heads}] or [{given.batch}, {heads}], got {_describe(slopes)}")
+    if sinks is not None and not _is(sinks, given, FLOATS, ((heads,),)):
+        raise _fail(f"sinks must be floating-point [{heads}], got {_describe(sinks)}")
+    eight = given.k_cache.dtype in EIGHT_BITS
+    for name, scale in (("k_scale", given.k_scale), ("v_scale", given.v_scale)):
+        if (scale is not None) != eight:
+            raise _fail(
+                f"{name} belongs to a cache of 8 bits, and one of 8 bits needs it; this is {given.k_cache.dtype}"
+            )
+        if scale is not None and not _is(scale, given, (torch.float32,), ((), (1,), (kv,))):
+            raise _fail(f"{name} must be float32, one number or [{kv}], got {_describe(scale)}")
