@@ -388,9 +388,8 @@ def _flash_attention_mask(given: Attention) -> Tensor | None:
     return visible if bias is None else torch.where(visible, bias, float("-inf"))
 
 
-def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
-    given = Attention(*args, **kwargs)
-    q, k, v = (given.bhsd(one) for one in (given.q, given.k, given.v))
+def attention_call(given: Attention) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """q, k and v [B, H, S, D] and the options that scaled_dot_product_attention is called with."""
     # branches: torch.compile may not know sizes, and what they make of flags is no constant
     options: dict[str, Any] = {"scale": given.scale} | ({"enable_gqa": True} if given.group > 1 else {})
     # PyTorch's causal mask is aligned at the upper left
@@ -398,8 +397,14 @@ def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
         options["is_causal"] = True
     else:
         options["attn_mask"] = _flash_attention_mask(given)
-    attend = partial(F.scaled_dot_product_attention, q, k, v, **options)
-    y = _unrounded(q.device.type, q.dtype == torch.float32, attend)
+    return (given.bhsd(given.q), given.bhsd(given.k), given.bhsd(given.v)), options
+
+
+def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
+    given = Attention(*args, **kwargs)
+    tensors, options = attention_call(given)
+    attend = partial(F.scaled_dot_product_attention, *tensors, **options)
+    y = _unrounded(given.q.device.type, given.q.dtype == torch.float32, attend)
     return (y.transpose(1, 2) if given.layout == "bshd" else y).contiguous()
 
 
