@@ -149,6 +149,8 @@ def test_a_gpu_is_asked_about_the_call_itself(backend: str, monkeypatch: pytest.
     q, k, v = tensors(2, 6, 6, 4, 2)
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "is_cuda", property(lambda _self: True), raising=False)
+        assert "built for CPUs" in str(sdpa._unwilling(backend, Operands(q, k, v))) or torch.backends.cuda.is_built()
+        patch.setattr(torch.backends.cuda, "is_built", lambda: True)
         patch.setattr(torch.backends.cuda, "SDPAParams", params)
         patch.setattr(torch.backends.cuda, f"can_use_{ASK[backend]}_attention", can_use)
         assert sdpa._unwilling(backend, Operands(q, k, v, causal=True)) is None
@@ -208,6 +210,7 @@ def test_they_run_only_where_they_are_named(device: str) -> None:
     assert decision.backend == "torch"
     refused = {one.backend: one.reason for one in decision.refused}
     assert "measured row" in refused["torch_math"] and set(NAMES) <= set(refused)
+    assert all(found.backends[one].priority < found.backends["torch"].priority for one in (*NAMES, "aiter"))
     found.pin(decision.key, "torch_math", None, "exact", "a row")
     pinned = found.decide(*args)
     assert (pinned.backend, pinned.reason) == ("torch_math", "a row")

@@ -66,6 +66,8 @@ def _unwilling(name: str, given: Operands) -> str | None:
         return None
     if not given.q.is_cuda and kernel != SDPBackend.FLASH_ATTENTION:
         return f"asks for {words}, on a GPU"
+    if given.q.is_cuda and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return f"asks for {words} on a GPU, of a PyTorch that is built for CPUs"
     tensors, options = _torch.attention_call(given)
     mask = options.pop("attn_mask", None)
     ask = _asked_on_a_gpu if given.q.is_cuda else _asked_on_the_cpu
