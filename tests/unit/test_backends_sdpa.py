@@ -15,6 +15,7 @@ from tests.ops.attention_harness import OP, ROUNDING, arguments, assert_within, 
 from tests.ops.op_harness import DTYPES, name, random
 from wavecrest import ops, registry
 from wavecrest.backends import sdpa
+from wavecrest.backends import torch as torch_backend
 from wavecrest.cli import explain
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
@@ -109,6 +110,27 @@ def test_pytorchs_own_words(device: str) -> None:
         assert _declined("torch_math", *arguments(q, k, v)) is None
     # and the settings of the user are as they were
     assert torch.backends.cuda.math_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_asking_makes_no_mask_of_all_pairs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decision may be for a kernel that needs none; and what is asked about has the form of what is made."""
+    seen: list[tuple[Tensor | None, ...]] = []
+    for ask in ("_asked_on_the_cpu", "_asked_on_a_gpu"):
+        monkeypatch.setattr(sdpa, ask, lambda _kernel, _tensors, mask, **_options: not seen.append(mask))
+    q, k, v = tensors(2, 40, 50, 4, 2, device=device)
+    for options in (
+        {"window": (9, 0)},
+        {"causal": True},
+        {"causal": True, "bias": torch.zeros(2, 1, 1, 50, device=device)},
+        {"causal": True, "bias": torch.zeros(4, 40, 50, device=device)},
+        {"bias": torch.zeros(40, 1, device=device)},
+    ):
+        seen.clear()
+        assert _declined("torch_flash", *arguments(q, k, v, **options)) is None
+        (mask,) = seen
+        made = torch_backend.attention_call(Operands(q, k, v, **options))[1]["attn_mask"]
+        assert isinstance(mask, Tensor) and (mask.shape, mask.dtype) == (made.shape, made.dtype)
+        assert mask.untyped_storage().nbytes() <= 4 * 50
 
 
 def test_a_kernel_that_does_not_say_why(monkeypatch: pytest.MonkeyPatch) -> None:

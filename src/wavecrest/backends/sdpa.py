@@ -68,7 +68,8 @@ def _unwilling(name: str, given: Operands) -> str | None:
         return f"asks for {words}, on a GPU"
     if given.q.is_cuda and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"asks for {words} on a GPU, of a PyTorch that is built for CPUs"
-    tensors, options = _torch.attention_call(given)
+    # the mask of all pairs may be larger than all else, and the call may go to a kernel that needs none
+    tensors, options = _torch.attention_call(given, asked=True)
     mask = options.pop("attn_mask", None)
     ask = _asked_on_a_gpu if given.q.is_cuda else _asked_on_the_cpu
     with warnings.catch_warnings(record=True) as said:
