@@ -300,6 +300,27 @@ def test_every_mask(shape: tuple[Any, ...], padding: str, offset: str, allowed: 
     torch.testing.assert_close(got[sees], want[sees], rtol=1e-5, atol=1e-5)
 
 
+def test_values_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While compiling or capturing: padding may be anything, and a position in a tensor is not known."""
+
+    class Unread(Tensor):
+        def __bool__(self) -> bool:
+            raise AssertionError("a value was looked at")
+
+        __int__ = __bool__  # type: ignore[assignment]
+
+    given: dict[str, Any] = {"batch_size": 2, "q_length": 4, "kv_length": 11, "dtype": torch.float32, "device": DEVICE}
+    given |= {"attention_mask": torch.ones(2, 7, dtype=torch.bool).as_subclass(Unread), "q_offset": 3}
+    monkeypatch.setattr(step_module, "_is_tracing", lambda _tensor: True)
+    mask = step_module.attention_mask(**given)
+    assert mask is not None and mask.dtype == ours.KEYS and mask.shape == (2, 1, 7, 7)
+    written = step_module.attention_mask(**given | {"q_offset": torch.tensor(3).as_subclass(Unread)})
+    assert written is not None and torch.equal(written[:, 0] == 0, visible_pairs(given))
+    row = given | {"mask_function": masking.bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+    encoder = step_module.attention_mask(**row | {"kv_length": 7})
+    assert encoder is not None and encoder.shape == (2, 1, 1, 7)
+
+
 def test_other_masks_are_written_out() -> None:
     """Chunks, packed sequences and overlays are no window: what looks like one is not taken for one."""
     config = CONFIGS["llama"]()
