@@ -47,6 +47,7 @@ def options(key: str, queries: int, keys: int, dtype: torch.dtype, device: str) 
         "window": lambda: {"causal": True, "window": (9, 0)},
         "scale": lambda: {"softmax_scale": 0.4},
         "bias": lambda: {"bias": random((2, 1, queries, keys), dtype, device, 7)},
+        "bias a head causal": lambda: {"bias": random((4, queries, keys), dtype, device, 7), "causal": True},
         "bias causal": lambda: {"bias": random((2, 1, 1, keys), dtype, device, 7), "causal": True},
     }[key]()
 
@@ -56,7 +57,7 @@ def _declined(backend: str, *args: Any) -> str | None:
 
 
 @pytest.mark.parametrize("lengths", [(24, 24), (5, 33), (1, 40)], ids=str)
-@pytest.mark.parametrize("key", ["plain", "causal", "window", "scale", "bias", "bias causal"])
+@pytest.mark.parametrize("key", ["plain", "causal", "window", "scale", "bias", "bias causal", "bias a head causal"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("backend", NAMES)
 def test_values(backend: str, dtype: torch.dtype, key: str, lengths: tuple[int, int], device: str) -> None:
