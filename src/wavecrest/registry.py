@@ -35,7 +35,12 @@ EXAMPLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 UNLISTED = ("device", "grad")
 
 # modules that attach backends to ops by name; imported by load_backends, never by an op
-BACKEND_MODULES = ("wavecrest.backends.torch", "wavecrest.backends.blas", "wavecrest.backends.aiter")
+BACKEND_MODULES = (
+    "wavecrest.backends.torch",
+    "wavecrest.backends.blas",
+    "wavecrest.backends.sdpa",
+    "wavecrest.backends.aiter",
+)
 
 
 class DispatchMiss(UserWarning):

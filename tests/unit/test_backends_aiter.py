@@ -1,4 +1,4 @@
-"""aiter behind the op gemm, with a stand-in for the package: what it is given, and what is declined."""
+"""aiter behind gemm and flash_attention, with a stand-in for it: what it is given, and what is declined."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.attention_harness import packed, tensors
 from wavecrest import hardware, registry
 from wavecrest.backends import aiter
+from wavecrest.ops.flash_attention.operands import Operands as Attention
 from wavecrest.ops.gemm.operands import Operands
 
 FP8 = torch.float8_e4m3fn
@@ -188,3 +190,126 @@ def test_a_table_that_cannot_be_read_is_named(tables: Path, monkeypatch: pytest.
     assert "good.csv has 6.2 µs by asm" in (_said() or "") and "broken.csv is no table" in (_said() or "")
     problem = "broken.csv is no table of 16-bit matrix products: no column cu_num, M, N, K, dtype"
     assert (_said(100) or "").endswith(f"; {problem}")
+
+
+# attention
+
+
+@pytest.fixture
+def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """aiter's two functions as their documentation describes them, in float64; what they were given."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    def attend(given: Attention, window: tuple[int, int, int], causal: bool, dtype: torch.dtype) -> Any:
+        # a newer version reads three numbers, an older one two
+        left, right, always_seen = window
+        assert always_seen == 0 and dtype in (torch.float16, torch.bfloat16)
+        wide = {one: x.double() for one, x in given._asdict().items() if isinstance(x, Tensor) and x.dtype == dtype}
+        given = given._replace(**wide, causal=causal, window=(left, right), return_lse=True)
+        out, lse = registry.get("flash_attention").reference(*given)
+        return out.to(dtype), lse.float()
+
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False, window_size: tuple[int, int, int] = (-1, -1, 0), bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None, deterministic: bool = True, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        assert q.ndim == 4 and dropout_p == 0.0 and (bias is None or bias.shape == (q.shape[1], k.shape[1]))
+        seen.append(("dense", {"causal": causal, "window_size": window_size}))
+        given = Attention(q, k, v, softmax_scale=softmax_scale, bias=bias, alibi_slopes=alibi_slopes)
+        out, lse = attend(given, window_size, causal, q.dtype)
+        return (out, lse) if return_lse else out
+
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, logits_soft_cap: float = 0.0,
+        causal: bool = False, window_size: tuple[int, int, int] = (-1, -1, 0), bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        assert q.ndim == 3 and bias is None and not return_lse
+        seen.append(("packed", {"causal": causal, "window_size": window_size}))
+        given = Attention(
+            q, k, v, "thd", softmax_scale=softmax_scale, softcap=logits_soft_cap, alibi_slopes=alibi_slopes,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        )  # fmt: skip
+        # an older version's result
+        return (attend(given, window_size, causal, q.dtype)[0],)
+
+    package = ModuleType("aiter")
+    package.flash_attn_func, package.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "aiter", package)
+    yield seen
+
+
+def _attention(layout: str = "bshd", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Attention:
+    return Attention(*tensors(2, 12, 20, 4, 2, dtype=dtype, layout=layout), layout, **options)
+
+
+def _packed_attention(**options: Any) -> Attention:
+    (q, k, v), starts = packed([5, 12], [20, 12], 4, 2, 16, torch.float16, "cpu")
+    return Attention(q, k, v, **starts, **options)
+
+
+# name -> the function, what its mask is said by, the call
+ATTENTION = {
+    "plain": ("dense", False, (-1, -1, 0), _attention),
+    "heads before tokens": ("dense", True, (-1, -1, 0), lambda: _attention("bhsd", causal=True)),
+    "window": ("dense", False, (3, 2, 0), lambda: _attention(window=(3, 2))),
+    "causal window": ("dense", True, (3, 0, 0), lambda: _attention(causal=True, window=(3, -1))),
+    "wide window": ("dense", False, (-1, -1, 0), lambda: _attention(window=(1 << 40, 19))),
+    "wide on the left": ("dense", False, (-1, 4, 0), lambda: _attention(window=(19, 4))),
+    "scale": ("dense", False, (-1, -1, 0), lambda: _attention(dtype=torch.float16, softmax_scale=0.7)),
+    "bias": ("dense", False, (-1, -1, 0), lambda: _attention(bias=_random(1, 12, 20))),
+    "slopes": ("dense", True, (-1, -1, 0), lambda: _attention(alibi_slopes=torch.rand(4), causal=True)),
+    "logarithms": ("dense", True, (-1, -1, 0), lambda: _attention("bhsd", causal=True, return_lse=True)),
+    "packed": ("packed", True, (-1, -1, 0), lambda: _packed_attention(causal=True)),
+    "packed window cap": ("packed", False, (4, 3, 0), lambda: _packed_attention(window=(4, 3), softcap=2.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_gets_what_it_takes(name: str, gpu: None, attention: list[Any]) -> None:
+    function, causal, window, make = ATTENTION[name]
+    given = make()
+    assert aiter._attention_supports(*given) is None
+    assert aiter._attention_reserved(*given) == "runs where a measured row names it"
+    got, want = aiter._attention(*given), registry.get("flash_attention").reference(*given)
+    assert attention == [(function, {"causal": causal, "window_size": window})]
+    if given.return_lse:
+        torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+        assert got[1].is_contiguous()
+        got, want = got[0], want[0]
+    assert got.dtype == want.dtype and got.is_contiguous()
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+
+
+def test_attention_without_it_says_so() -> None:
+    decision = registry.get("flash_attention").decide(*_attention())
+    (reason,) = [refusal.reason for refusal in decision.refused if refusal.backend == "aiter"]
+    assert "no ROCm build" in reason or "not installed" in reason
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (lambda: _attention(dtype=torch.float32), "not float32"),
+        (lambda: _attention(sinks=torch.zeros(4)), "sinks"),
+        (lambda: _attention(softcap=3.0), "packed sequences alone"),
+        (lambda: _attention(window=(-1, 0))._replace(k=_random(2, 5, 2, 16), v=_random(2, 5, 2, 16)), "without keys"),
+        (lambda: _attention()._replace(q=_random(2, 0, 4, 16)), "without queries"),
+        (lambda: _packed_attention(return_lse=True), "logarithms"),
+        (lambda: _attention(bias=torch.zeros(12, 20)), "bias of q's dtype"),
+        (lambda: _attention(bias=_random(12, 20), alibi_slopes=torch.rand(4)), "without slopes"),
+        (lambda: _packed_attention(bias=_random(12, 20, dtype=torch.float16)), "not packed"),
+        (lambda: _attention(bias=_random(4, 12, 20)), "one bias"),
+        (lambda: _attention(bias=_random(2, 1, 1, 20)), "one bias"),
+        (lambda: _attention()._replace(q=_random(2, 12, 4, 16).requires_grad_()), "without gradients"),
+    ],
+    ids=[
+        "float32", "sinks", "softcap", "blind", "no-queries", "packed-lse", "bias-dtype", "bias-slopes", "packed-bias",
+        "bias-heads", "bias-keys", "grad",
+    ],
+)  # fmt: skip
+def test_what_attention_declines(gpu: None, given: Any, reason: str) -> None:
+    declined = aiter._attention_supports(*given())
+    assert declined is not None and reason in declined

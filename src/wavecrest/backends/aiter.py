@@ -1,7 +1,7 @@
-"""AMD's aiter as a backend: its tuned dispatcher for products, with the table rows that it would use.
+"""AMD's aiter as a backend: its tuned dispatcher for products, with the table rows that it would use; its attention.
 
-Called as its sources say (ROCm/aiter, aiter/tuned_gemm.py and aiter/ops/gemm_op_a8w8.py, read 2026-11-21); it was not
-run: this project has no AMD GPU. Imported inside functions only.
+Called as its sources say (ROCm/aiter, aiter/tuned_gemm.py and aiter/ops/gemm_op_a8w8.py, read 2026-11-21, and
+aiter/ops/mha.py, 2026-11-22); it was not run: this project has no AMD GPU. Imported inside functions only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 import wavecrest.backends.torch as _native
 from wavecrest import env, hardware, registry
 from wavecrest.errors import TableError
+from wavecrest.ops.flash_attention.operands import Operands as Attention
 from wavecrest.ops.gemm.operands import Operands, kinds
 from wavecrest.tuned import aiter_csv
 
@@ -133,4 +134,78 @@ def _reserved(*args: Any) -> str | None:
     return reason + said
 
 
+def _attention_supports(*args: Any, **kwargs: Any) -> str | None:
+    given = Attention(*args, **kwargs)
+    reason: str | None = _unavailable()
+    if reason is not None:
+        return reason
+    if not given.q.is_cuda or registry.needs_grad(given.q, given.k, given.v, given.bias, given.alibi_slopes):
+        return "runs on a GPU, without gradients"
+    if given.q.dtype.itemsize != 2:
+        return f"attends in float16 and bfloat16, not {registry.dtype_name(given.q)}"
+    if given.sinks is not None:
+        return "has sinks of another form in each version"
+    if given.softcap > 0 and not given.packed:
+        return "caps scores of packed sequences alone"
+    if given.blind or given.batch * given.queries * given.q.shape[0] == 0:
+        return "is not asked for queries without keys, nor without queries"
+    if given.packed and given.return_lse:
+        return "leaves open what the logarithms of packed queries without keys are"
+    return _bias_declined(given)
+
+
+def _bias_declined(given: Attention) -> str | None:
+    if given.bias is None:
+        return None
+    if given.packed or given.bias.dtype != given.q.dtype or given.alibi_slopes is not None:
+        return "adds a bias of q's dtype, without slopes, to sequences that are not packed"
+    whole = (given.queries, given.keys)
+    if given.bias.numel() != given.queries * given.keys or tuple(given.bias.shape[-2:]) != whole:
+        return "adds one bias [Sq, Sk] to all heads and sequences"
+    return None
+
+
+def _window(given: Attention) -> tuple[int, int, int]:
+    """Its window: −1 where a side hides nothing; the third number, of tokens always seen, is of newer versions."""
+    left = -1 if given.left >= given.keys - 1 else given.left
+    right = -1 if given.right >= given.queries - 1 else given.right
+    # where causality is all there is it says so by its flag alone, as its kernels written by hand ask for
+    return left, -1 if given.causal and left < 0 else right, 0
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    import aiter
+
+    given = Attention(*args, **kwargs)
+    options: dict[str, Any] = {
+        "softmax_scale": given.scale,
+        "causal": given.causal,
+        "window_size": _window(given),
+        "alibi_slopes": given.alibi_slopes,
+        "return_lse": given.return_lse,
+    }
+    if given.packed:
+        if given.softcap > 0:
+            options["logits_soft_cap"] = float(given.softcap)
+        lengths = (given.cu_seqlens_q, given.cu_seqlens_k, given.queries, given.keys)
+        found = aiter.flash_attn_varlen_func(given.q, given.k, given.v, *lengths, **options)
+    else:
+        if given.bias is not None:
+            options["bias"] = given.bias.reshape(given.queries, given.keys)
+        # tokens before heads
+        q, k, v = (given.bhsd(one).transpose(1, 2) for one in (given.q, given.k, given.v))
+        found = aiter.flash_attn_func(q, k, v, **options)
+    # a tensor alone, or a tuple with it, by version
+    out, *more = found if isinstance(found, (tuple, list)) else (found,)
+    out = (out.transpose(1, 2) if given.layout == "bhsd" else out).contiguous()
+    return (out, more[0].contiguous()) if given.return_lse else out
+
+
+def _attention_reserved(*_args: Any, **_kwargs: Any) -> str:
+    return "runs where a measured row names it"
+
+
+registry.get("flash_attention").attach(
+    "aiter", _attention, supports=_attention_supports, reserved=_attention_reserved, priority=PRIORITY
+)
 registry.get("gemm").attach("aiter", _gemm, supports=_gemm_supports, reserved=_reserved, priority=PRIORITY)

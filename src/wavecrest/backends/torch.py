@@ -375,18 +375,26 @@ def _flash_attention_reserved(*args: Any, **kwargs: Any) -> str | None:
     return None
 
 
-def _flash_attention_mask(given: Attention) -> Tensor | None:
-    """What is added to the scores, or which pairs are visible, with the diagonal at the bottom right."""
-    bias = given.broadcast_bias()
+def _flash_attention_mask(given: Attention, asked: bool) -> Tensor | None:
+    """What is added to the scores, or which pairs are visible, with the diagonal at the bottom right.
+
+    `asked`: of the same shape and dtype with a row for all, for who asks what PyTorch takes and calls nothing.
+    """
     # the first query's last key, and the last one's first: where those are in sight all are
     if not (0 <= given.right < given.queries - 1 or 0 <= given.left < given.keys - 1):
-        return bias
-    i = torch.arange(given.queries, device=given.q.device)[:, None] + (given.keys - given.queries)
-    j = torch.arange(given.keys, device=given.q.device)[None, :]
+        return given.broadcast_bias()
+    bias, device = given.bias, given.q.device
+    # PyTorch takes masks of two dimensions and of four
+    shape = () if bias is None else (1,) * (4 - bias.ndim) + tuple(bias.shape)
+    if asked:
+        row = torch.empty(given.keys, dtype=torch.bool if bias is None else bias.dtype, device=device)
+        return row.expand(*shape[:2], given.queries, given.keys)
+    i = torch.arange(given.queries, device=device)[:, None] + (given.keys - given.queries)
+    j = torch.arange(given.keys, device=device)[None, :]
     visible = torch.ones_like(i == j) if given.right < 0 else j <= i + given.right
     if given.left >= 0:
         visible = visible & (j >= i - given.left)
-    return visible if bias is None else torch.where(visible, bias, float("-inf"))
+    return visible if bias is None else torch.where(visible, bias.reshape(shape), float("-inf"))
 
 
 def _sixteen_bytes(x: Tensor) -> Tensor:
@@ -406,18 +414,28 @@ def _sixteen_bytes(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
-    given = Attention(*args, **kwargs)
-    q, k, v = (given.bhsd(_sixteen_bytes(one)) for one in (given.q, given.k, given.v))
+def attention_call(given: Attention, asked: bool = False) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """q, k and v [B, H, S, D] and the options that scaled_dot_product_attention is called with.
+
+    `asked`: with a mask that has not been worked out, for who asks what PyTorch takes.
+    """
     # branches: torch.compile may not know sizes, and what they make of flags is no constant
     options: dict[str, Any] = {"scale": given.scale} | ({"enable_gqa": True} if given.group > 1 else {})
     # PyTorch's causal mask is aligned at the upper left
     if given.right == 0 and given.left < 0 and given.bias is None and given.square:
         options["is_causal"] = True
     else:
-        options["attn_mask"] = _flash_attention_mask(given)
-    attend = partial(F.scaled_dot_product_attention, q, k, v, **options)
-    y = _unrounded(q.device.type, q.dtype == torch.float32, attend)
+        options["attn_mask"] = _flash_attention_mask(given, asked)
+    tensors = (given.q, given.k, given.v)
+    q, k, v = (given.bhsd(one if asked else _sixteen_bytes(one)) for one in tensors)
+    return (q, k, v), options
+
+
+def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
+    given = Attention(*args, **kwargs)
+    tensors, options = attention_call(given)
+    attend = partial(F.scaled_dot_product_attention, *tensors, **options)
+    y = _unrounded(given.q.device.type, given.q.dtype == torch.float32, attend)
     return (y.transpose(1, 2) if given.layout == "bshd" else y).contiguous()
 
 

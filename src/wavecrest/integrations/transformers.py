@@ -1,4 +1,4 @@
-"""Workloads from local Hugging Face model folders."""
+"""Workloads from local Hugging Face model folders, and our attention for their models."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from wavecrest import hardware
 from wavecrest.errors import MissingDependency, WorkloadError
+from wavecrest.passes.replace_attention import register_attention, use_attention
 from wavecrest.workload import Inputs, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+__all__ = ["load_folder", "register_attention", "use_attention"]
 
 # sequence lengths and batch sizes tried unless the folder's spec says otherwise
 DEFAULT_SHAPES = ((1, 32), (8, 128))

@@ -29,6 +29,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.passes.fuse_linears import FuseGateUp, FuseQKV
     from wavecrest.passes.precision import precision_steps
     from wavecrest.passes.replace_activation import ReplaceActivation
+    from wavecrest.passes.replace_attention import ReplaceAttention, ReplaceSDPA
     from wavecrest.passes.replace_norm import ReplaceNorm
     from wavecrest.passes.route_linear import RouteLinear
 
@@ -44,6 +45,8 @@ def _steps() -> dict[str, Step]:
         FuseGateUp(),
         # after the fusions, whose wide products have rows of their own in the table
         RouteLinear(),
+        ReplaceAttention(),
+        ReplaceSDPA(),
         ReplaceNorm(),
         ReplaceActivation(),
         # these search for minutes, so they search once, on the final shape of the model

@@ -1,0 +1,115 @@
+"""PyTorch's attention through a kernel of its choosing: flash, cuDNN, memory-efficient, or written out.
+
+`scaled_dot_product_attention` picks one of them by rules of its own; which is fastest depends on the shape, so each is
+a candidate of its own. The choice (`torch.nn.attention.sdpa_kernel`) is set for the length of a call. Whether a kernel
+takes a call PyTorch itself is asked, as that differs between builds: on ROCm flash is AOTriton or Composable Kernel.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import wavecrest.backends.torch as _torch
+from wavecrest import registry
+from wavecrest.ops.flash_attention.operands import Operands
+
+# below PyTorch's own choice and the kernel: they run where a measured row or a pin names them
+PRIORITY = 3
+# backend: PyTorch's kernel, and what it is called
+KERNELS = {
+    "torch_flash": (SDPBackend.FLASH_ATTENTION, "flash attention"),
+    "torch_cudnn": (SDPBackend.CUDNN_ATTENTION, "cuDNN's attention"),
+    "torch_efficient": (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient attention"),
+    "torch_math": (SDPBackend.MATH, "attention written out"),
+}
+# what PyTorch adds to a warning's text, and how it begins the first of them
+_WHERE, _HEADLINE = " (Triggered internally", "used because:"
+
+
+def _native() -> registry.Backend:
+    return registry.get("flash_attention").backends["torch"]
+
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+def _asked_on_a_gpu(kernel: SDPBackend, tensors: Tensors, mask: Tensor | None, **options: Any) -> bool:
+    ask: Callable[..., bool] = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.can_use_flash_attention,
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.can_use_efficient_attention,
+    }[kernel]
+    given = (*tensors, mask, 0.0, options.get("is_causal", False), options.get("enable_gqa", False))
+    return ask(torch.backends.cuda.SDPAParams(*given), True)
+
+
+def _asked_on_the_cpu(kernel: SDPBackend, tensors: Tensors, mask: Tensor | None, **options: Any) -> bool:
+    q, k, v = tensors
+    try:
+        # with one kernel allowed its choice is that kernel, or an error after warnings that say why
+        return torch._fused_sdp_choice(q, k, v, mask, **options) == kernel.value
+    except RuntimeError:
+        return False
+
+
+def _unwilling(name: str, given: Operands) -> str | None:
+    """Why PyTorch's kernel does not take a call that PyTorch takes, in PyTorch's words."""
+    kernel, words = KERNELS[name]
+    if kernel == SDPBackend.MATH:
+        return None
+    if not given.q.is_cuda and kernel != SDPBackend.FLASH_ATTENTION:
+        return f"asks for {words}, on a GPU"
+    if given.q.is_cuda and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return f"asks for {words} on a GPU, of a PyTorch that is built for CPUs"
+    # the mask of all pairs may be larger than all else, and the call may go to a kernel that needs none
+    tensors, options = _torch.attention_call(given, asked=True)
+    mask = options.pop("attn_mask", None)
+    ask = _asked_on_a_gpu if given.q.is_cuda else _asked_on_the_cpu
+    with warnings.catch_warnings(record=True) as said:
+        # all of them, also those that were shown before
+        warnings.simplefilter("always")
+        with sdpa_kernel(kernel):
+            if ask(kernel, tensors, mask, **options):
+                return None
+    reasons = [str(one.message).partition(_WHERE)[0].strip() for one in said]
+    reasons = [reason for reason in dict.fromkeys(reasons) if not reason.endswith(_HEADLINE)]
+    return f"asks for {words}, which PyTorch declines: {'; '.join(reasons) or 'it does not say why'}"
+
+
+def _supports(name: str, *args: Any, **kwargs: Any) -> str | None:
+    if torch.compiler.is_compiling():
+        return "is asked of PyTorch with a call's own tensors, which torch.compile does not have"
+    return _native().supports(*args, **kwargs) or _unwilling(name, Operands(*args, **kwargs))
+
+
+def _run(name: str, *args: Any, **kwargs: Any) -> Tensor:
+    kernel = KERNELS[name][0]
+    try:
+        with sdpa_kernel(kernel):
+            result: Tensor = _native().run(*args, **kwargs)
+            return result
+    except RuntimeError:
+        # a decision is for a bucket of lengths, and PyTorch's answer may differ inside one
+        reason = _unwilling(name, Operands(*args, **kwargs))
+        if reason is None:
+            raise
+    warnings.warn(f"flash_attention: {name} {reason}; PyTorch's own choice runs in its place", stacklevel=2)
+    result = _native().run(*args, **kwargs)
+    return result
+
+
+def _reserved(*_args: Any, **_kwargs: Any) -> str:
+    return "runs where a measured row names it"
+
+
+for _name in KERNELS:
+    registry.get("flash_attention").attach(
+        _name, partial(_run, _name), supports=partial(_supports, _name), reserved=_reserved, priority=PRIORITY
+    )

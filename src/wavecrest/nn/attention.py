@@ -1,0 +1,310 @@
+"""Attention as models call it, over `wavecrest.ops.flash_attention`: by transformers' interface, or as PyTorch's.
+
+Under transformers' interface a dense mask [B, 1, Sq, Sk] would be read by every layer, and hides from a kernel what it
+need not compute. So where queries see the keys up to their own, or a window of them, a mask is *compact*: one flag a
+key, the rest in its shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from wavecrest import registry
+from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.ops import flash_attention
+from wavecrest.ops.flash_attention.operands import FLOATS, MAX_COLUMNS, Operands
+from wavecrest.registry import Decision
+
+# dtypes that mark a compact mask [B, 1, W, Sk]: the last query is aligned with key Sk − 1, keys after that are not
+# used, and a query sees the W keys up to its own. Of KEYS the bytes are flags, 1 for a key that is hidden; of WINDOW
+# they are not read, nothing more is hidden. PyTorch computes with neither type, so that a model that works on its
+# masks gets an error, not wrong answers
+KEYS, WINDOW = torch.float8_e5m2, torch.float8_e4m3fn
+
+
+class AttentionFallback(UserWarning):
+    """A call of attention in a model that the op does not take runs in PyTorch; the message has the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of attention that a model made, and what it ran on: a decision, or PyTorch for the reason given."""
+
+    module: str
+    queries: int
+    keys: int
+    decision: Decision | None
+    reason: str
+
+
+class _Seen(NamedTuple):
+    """What queries see: the first `keys` keys, of these what `causal`, `window` and `bias` leave."""
+
+    keys: int
+    causal: bool
+    window: tuple[int, int]
+    bias: Tensor | None
+
+
+_watchers: list[list[Call]] = []
+_warned: set[str] = set()
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[Call]]:
+    """The calls of `attend` made inside, outside of compiled code."""
+    calls: list[Call] = []
+    _watchers.append(calls)
+    try:
+        yield calls
+    finally:
+        # by identity: two lists without calls are equal
+        _watchers[:] = [one for one in _watchers if one is not calls]
+
+
+def compact_mask(hidden: Tensor | None, window: int, keys: int, device: torch.device | str) -> Tensor:
+    """A compact mask: each query sees the `window` keys up to its own, of `keys`, but those that are `hidden`.
+
+    Args:
+        hidden: bool [B, keys], or None for none.
+        window: at least 1; `keys` where nothing is cut off.
+        keys: the last query's own key is the last of them.
+        device: of the mask, where nothing is hidden.
+
+    Raises:
+        InvalidArgument: the sizes do not fit.
+    """
+    if not 1 <= window <= keys or (hidden is not None and hidden.shape[-1] != keys):
+        raise InvalidArgument(
+            f"compact_mask: a window of {window} in {keys} keys, hidden {getattr(hidden, 'shape', 0)}"
+        )
+    if hidden is None:
+        return torch.zeros(1, 1, 1, 1, dtype=WINDOW, device=device).expand(1, 1, window, keys)
+    # by way of bytes: Inductor (torch 2.13) writes C++ that does not compile for a view of bool as another type
+    return hidden.to(torch.uint8).view(KEYS)[:, None, None, :].expand(-1, 1, window, keys)
+
+
+def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a bool mask is True, −inf elsewhere, in a floating dtype."""
+    return torch.zeros((), dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))
+
+
+def _seen(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None) -> _Seen:
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        causal = queries > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        # what comes after is the room that a static cache has left
+        return _Seen(queries if causal and keys > queries else keys, causal, (-1, -1), None)
+    if mask.dtype in (KEYS, WINDOW):
+        width, keys = mask.shape[2], mask.shape[3]
+        bias = as_bias(mask[:, :, :1].view(torch.uint8) == 0, query.dtype) if mask.dtype == KEYS else None
+        return _Seen(keys, True, (width - 1, 0) if width < keys else (-1, -1), bias)
+    return _Seen(keys, False, (-1, -1), as_bias(mask, query.dtype) if mask.dtype == torch.bool else mask)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    **_more: Any,
+) -> tuple[Tensor, None]:
+    """Attention under transformers' interface (`AttentionInterface`), without the weights that "eager" returns.
+
+    What a model passes beside this is not looked at: a `sliding_window` is in the mask too, where it hides anything.
+
+    Args:
+        module: asked for `is_causal` where neither mask nor argument say.
+        query: [B, H, Sq, D] of a floating dtype.
+        key, value: [B, Hkv, Sk, D or Dv], their heads not repeated.
+        attention_mask: None (causal at the upper left, or nothing hidden), compact, bool, or added to the scores.
+        dropout: of the weights.
+        scaling: of q · kᵀ, None: 1 / √D.
+        is_causal: of a call without a mask.
+        position_bias: added to the scores, broadcast to [B, H, Sq, Sk].
+        softcap: as for the op, None: none.
+        s_aux: sinks [H].
+        cache: of continuous batching, which is refused.
+
+    Returns:
+        [B, Sq, H, Dv] contiguous, and None.
+
+    Raises:
+        InvalidArgument: shapes or dtypes are not those of attention.
+        Unsupported: a paged cache; dropout, or columns beyond 256, together with softcap or sinks.
+    """
+    if cache is not None:
+        raise Unsupported("attention of transformers' continuous batching keeps its keys in pages: use sdpa for it")
+    seen = _seen(module, query, key, attention_mask, is_causal)
+    if seen.keys != key.shape[2]:
+        key, value = key[:, :, : seen.keys], value[:, :, : seen.keys]
+    bias = seen.bias
+    if position_bias is not None:
+        added = position_bias[..., : seen.keys]
+        bias = added if bias is None else added + bias
+    # of the scores' dtype: PyTorch takes no other
+    bias = None if bias is None else bias.to(query.dtype)
+    given = Operands(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), "bshd", seen.causal, seen.window, scaling,
+        bias, None, float(softcap or 0.0), s_aux,
+    )  # fmt: skip
+    reason = _declined(given, dropout, attention_mask)
+    _note(type(module).__name__, given, reason)
+    if reason:
+        return _by_torch(given, dropout, reason), None
+    result = flash_attention(
+        given.q, given.k, given.v, causal=seen.causal, window=seen.window, softmax_scale=scaling, bias=bias,
+        softcap=given.softcap, sinks=s_aux,
+    )  # fmt: skip
+    assert isinstance(result, Tensor)
+    return result, None
+
+
+def _declined(given: Operands, dropout: float, mask: Tensor | None) -> str:
+    """Why the op does not take a call, or ""."""
+    if dropout > 0:
+        return "dropout, which the op does not have"
+    if max(given.columns, given.v_columns) > MAX_COLUMNS:
+        return f"{max(given.columns, given.v_columns)} columns, of which the op takes {MAX_COLUMNS}"
+    if mask is None and given.causal and given.queries > given.keys:
+        return "a causal mask aligned at the upper left of fewer keys than queries"
+    return ""
+
+
+def _note(name: str, given: Operands, reason: str) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for calls in _watchers:
+        decision = None if reason else registry.get("flash_attention").decide(*given)
+        why = reason if decision is None else decision.reason
+        calls.append(Call(name, given.queries, given.keys, decision, why))
+
+
+# Dynamo runs this while it traces, so that a warning is no break of the graph
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"attention runs in PyTorch for {reason}", AttentionFallback, stacklevel=4)
+
+
+def _by_torch(given: Operands, dropout: float, reason: str) -> Tensor:
+    """PyTorch's attention of a call that the op does not take."""
+    if given.softcap > 0 or given.sinks is not None:
+        raise Unsupported(f"attention with softcap or sinks and {reason}: set the model's attention to eager for it")
+    _warn(reason)
+    q, k, v = (given.bhsd(one) for one in (given.q, given.k, given.v))
+    options: dict[str, Any] = {"scale": given.softmax_scale, "dropout_p": dropout, "enable_gqa": given.group > 1}
+    if given.causal and given.left < 0 and given.bias is None and given.queries >= given.keys:
+        options["is_causal"] = True
+    elif given.causal:
+        i = torch.arange(given.queries, device=q.device)[:, None] + (given.keys - given.queries)
+        j = torch.arange(given.keys, device=q.device)[None, :]
+        visible = (j <= i) if given.left < 0 else (j <= i) & (j >= i - given.left)
+        options["attn_mask"] = visible if given.bias is None else given.bias + as_bias(visible, q.dtype)
+    else:
+        options["attn_mask"] = given.bias
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).contiguous()
+
+
+class RouteSDPA(TorchFunctionMode):
+    """Calls of `torch.nn.functional.scaled_dot_product_attention` made inside run `sdpa`.
+
+    Those that other functions of PyTorch make (`multi_head_attention_forward`) do not.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return sdpa(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, its arguments and meaning, over the op.
+
+    What the op does not take PyTorch runs, with an `AttentionFallback` for the reason. A query that sees nothing has 0.
+
+    Returns:
+        [B, H, Sq, Dv] with the strides of a contiguous [B, Sq, H, Dv].
+    """
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    reason = _left_to_pytorch(*given, scale, enable_gqa)
+    if reason:
+        for calls in () if torch.compiler.is_compiling() else _watchers:
+            calls.append(Call("scaled_dot_product_attention", query.shape[-2], key.shape[-2], None, reason))
+        _warn(reason)
+        return F.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
+    keys = query.shape[2] if is_causal and key.shape[2] > query.shape[2] else key.shape[2]
+    if keys != key.shape[2]:
+        # PyTorch's causal mask is aligned at the upper left: no query sees these
+        key, value = key[:, :, :keys], value[:, :, :keys]
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        bias = as_bias(attn_mask, query.dtype)
+    q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+    causal = is_causal and query.shape[2] > 1
+    _note("scaled_dot_product_attention", Operands(q, k, v, causal=causal, softmax_scale=scale, bias=bias), "")
+    result = flash_attention(q, k, v, causal=causal, softmax_scale=scale, bias=bias)
+    assert isinstance(result, Tensor)
+    return result.transpose(1, 2)
+
+
+def _left_to_pytorch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> str:
+    """Why the op does not take a call of PyTorch's attention, or ""; also where PyTorch will raise."""
+    if any(one.ndim != 4 or one.is_nested for one in (query, key, value)):
+        return "tensors that are not [B, H, S, D]"
+    if query.dtype not in FLOATS or key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"{registry.dtype_name(query)}, {registry.dtype_name(key)} and {registry.dtype_name(value)}"
+    if dropout > 0:
+        return "dropout, which the op does not have"
+    widest = max(query.shape[3], value.shape[3])
+    if widest > MAX_COLUMNS:
+        return f"{widest} columns, of which the op takes {MAX_COLUMNS}"
+    heads = key.shape[1] == query.shape[1] or (enable_gqa and query.shape[1] % max(key.shape[1], 1) == 0)
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != query.shape[0] or not heads:
+        return "batches or heads that are broadcast"
+    if is_causal and (mask is not None or query.shape[2] > key.shape[2]):
+        return "a causal mask aligned at the upper left of fewer keys than queries, or beside another mask"
+    if mask is not None and (mask.dtype not in (torch.bool, query.dtype) or not 1 <= mask.ndim <= 4):
+        return f"a mask {registry.dtype_name(mask)} {list(mask.shape)}"
+    if scale is not None and not 0 <= scale < math.inf:
+        return f"a scale of {scale}"
+    return ""

@@ -1,0 +1,290 @@
+"""PyTorch's attention by a named kernel: values, which kernel ran, and what is declined in which words."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ops.attention_harness import OP, ROUNDING, arguments, assert_within, by_reference, tensors
+from tests.ops.op_harness import DTYPES, name, random
+from wavecrest import ops, registry
+from wavecrest.backends import sdpa
+from wavecrest.backends import torch as torch_backend
+from wavecrest.cli import explain
+from wavecrest.errors import Unsupported
+from wavecrest.hardware import ARCHS
+from wavecrest.ops.flash_attention.operands import Operands
+from wavecrest.tune import candidates
+
+NAMES = ("torch_flash", "torch_cudnn", "torch_efficient", "torch_math")
+# what a CPU has
+ON_CPU = ("torch_flash", "torch_math")
+FLASH = {"cpu": "_scaled_dot_product_flash_attention_for_cpu", "cuda": "_scaled_dot_product_flash_attention"}
+
+
+class _Seen(TorchDispatchMode):
+    """The names of the operations below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def options(key: str, queries: int, keys: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    return {
+        "plain": dict,
+        "causal": lambda: {"causal": True},
+        "window": lambda: {"causal": True, "window": (9, 0)},
+        "scale": lambda: {"softmax_scale": 0.4},
+        "bias": lambda: {"bias": random((2, 1, queries, keys), dtype, device, 7)},
+        "bias a head causal": lambda: {"bias": random((4, queries, keys), dtype, device, 7), "causal": True},
+        "bias causal": lambda: {"bias": random((2, 1, 1, keys), dtype, device, 7), "causal": True},
+    }[key]()
+
+
+def _declined(backend: str, *args: Any) -> str | None:
+    return registry.get(OP).backends[backend].supports(*args)
+
+
+@pytest.mark.parametrize("lengths", [(24, 24), (5, 33), (1, 40)], ids=str)
+@pytest.mark.parametrize("key", ["plain", "causal", "window", "scale", "bias", "bias causal", "bias a head causal"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("backend", NAMES)
+def test_values(backend: str, dtype: torch.dtype, key: str, lengths: tuple[int, int], device: str) -> None:
+    layout = "bhsd" if sum(lengths) % 2 else "bshd"
+    q, k, v = tensors(2, *lengths, 4, 2, 32, dtype=dtype, device=device, layout=layout)
+    args = arguments(q, k, v, layout=layout, **options(key, *lengths, dtype, device))
+    reason = _declined(backend, *args)
+    if reason is not None:
+        # a CPU has both kernels for all of these
+        assert device == "cuda" or backend not in ON_CPU
+        with pytest.raises(Unsupported, match=backend):
+            registry.get(OP).run(backend, *args)
+        return
+    with _Seen() as seen:
+        got = registry.get(OP).run(backend, *args)
+    want = by_reference(args)
+    assert got.dtype == dtype and got.is_contiguous()
+    # as of PyTorch's own choice: its scores are rounded to the dtype too where they are written out
+    assert_within(got, want[0], want[2], 8 * ROUNDING[dtype] + 1.5e-5)
+    fused = [one for one in seen.ops if one.startswith("_scaled_dot_product")]
+    assert (FLASH[device] in fused) == (backend == "torch_flash")
+    assert bool(fused) == (backend != "torch_math")
+
+
+def test_the_bound_can_fail(device: str) -> None:
+    q, k, v = tensors(1, 9, 24, 4, 2, 32, device=device)
+    want = by_reference(arguments(q, k, v))
+    got = registry.get(OP).run("torch_math", *arguments(q, k[:, 1:], v[:, 1:]))
+    with pytest.raises(AssertionError, match="are off"):
+        assert_within(got, want[0], want[2], 8 * ROUNDING[torch.float32] + 1.5e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has all of them")
+@pytest.mark.parametrize(("backend", "words"), [("torch_cudnn", "cuDNN"), ("torch_efficient", "memory-efficient")])
+def test_kernels_of_gpus_say_so(backend: str, words: str) -> None:
+    reason = _declined(backend, *arguments(*tensors(1, 4, 4)))
+    assert words in str(reason) and "on a GPU" in str(reason)
+
+
+def test_pytorchs_own_words(device: str) -> None:
+    """What PyTorch's kernel does not take it says in a warning, which is the reason and reaches nobody else."""
+    q, k, v = tensors(2, 6, 9, 2, 2, 16, 8, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            reason = _declined("torch_flash", *arguments(q, k, v))
+            assert "PyTorch declines" in str(reason) and "same last dimension" in str(reason)
+            assert "Triggered internally" not in str(reason) and "not used because" not in str(reason)
+        assert "stride 1" in str(_declined("torch_flash", *arguments(q.mT.contiguous().mT, k, k)))
+        # attention written out takes both
+        assert _declined("torch_math", *arguments(q, k, v)) is None
+    # and the settings of the user are as they were
+    assert torch.backends.cuda.math_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_asking_makes_no_mask_of_all_pairs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decision may be for a kernel that needs none; and what is asked about has the form of what is made."""
+    seen: list[tuple[Tensor | None, ...]] = []
+    for ask in ("_asked_on_the_cpu", "_asked_on_a_gpu"):
+        monkeypatch.setattr(sdpa, ask, lambda _kernel, _tensors, mask, **_options: not seen.append(mask))
+    q, k, v = tensors(2, 40, 50, 4, 2, device=device)
+    for options in (
+        {"window": (9, 0)},
+        {"causal": True},
+        {"causal": True, "bias": torch.zeros(2, 1, 1, 50, device=device)},
+        {"causal": True, "bias": torch.zeros(4, 40, 50, device=device)},
+        {"bias": torch.zeros(40, 1, device=device)},
+    ):
+        seen.clear()
+        assert _declined("torch_flash", *arguments(q, k, v, **options)) is None
+        (mask,) = seen
+        made = torch_backend.attention_call(Operands(q, k, v, **options))[1]["attn_mask"]
+        assert isinstance(mask, Tensor) and (mask.shape, mask.dtype) == (made.shape, made.dtype)
+        assert mask.untyped_storage().nbytes() <= 4 * 50
+
+
+def test_a_kernel_that_does_not_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_args, **_options: -1)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: False), raising=False)
+    assert "does not say why" in str(_declined("torch_flash", *arguments(*tensors(1, 4, 4))))
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_what_pytorch_has_not_at_all(backend: str, device: str) -> None:
+    q, k, v = tensors(1, 8, 8, device=device)
+    assert "no softcap" in str(_declined(backend, *arguments(q, k, v, softcap=2.0)))
+    assert "no sinks" in str(_declined(backend, *arguments(q, k, v, sinks=torch.zeros(2, device=device))))
+    assert "no logarithms" in str(_declined(backend, *arguments(q, k, v, return_lse=True)))
+    assert "without keys" in str(_declined(backend, *arguments(q, k[:, :3], v[:, :3], causal=True)))
+
+
+ASK = {"torch_flash": "flash", "torch_cudnn": "cudnn", "torch_efficient": "efficient"}
+
+
+@pytest.mark.parametrize("backend", ASK)
+def test_a_gpu_is_asked_about_the_call_itself(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function of that kernel, with it alone allowed, gets what scaled_dot_product_attention will get."""
+    asked: list[tuple[Any, ...]] = []
+    flags = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled
+
+    def params(*given: Any) -> Any:
+        return given
+
+    def can_use(given: Any, debug: bool) -> bool:
+        asked.append((given, debug, [flag() for flag in flags]))
+        if given[3] is None:
+            return True
+        warnings.warn("Kernel not used because: (Triggered internally at here)", stacklevel=1)
+        warnings.warn("it takes no mask. (Triggered internally at here)", stacklevel=1)
+        return False
+
+    q, k, v = tensors(2, 6, 6, 4, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "is_cuda", property(lambda _self: True), raising=False)
+        assert "built for CPUs" in str(sdpa._unwilling(backend, Operands(q, k, v))) or torch.backends.cuda.is_built()
+        patch.setattr(torch.backends.cuda, "is_built", lambda: True)
+        patch.setattr(torch.backends.cuda, "SDPAParams", params)
+        patch.setattr(torch.backends.cuda, f"can_use_{ASK[backend]}_attention", can_use)
+        assert sdpa._unwilling(backend, Operands(q, k, v, causal=True)) is None
+        reason = sdpa._unwilling(backend, Operands(q, k, v, bias=torch.zeros(6, 6)))
+    (given, debug, allowed), (masked, *_) = asked
+    assert given[0].shape == (2, 4, 6, 16) and given[1].shape == (2, 2, 6, 16) and given[3:] == (None, 0.0, True, True)
+    assert debug and allowed == [backend == "torch_flash", backend == "torch_efficient"]
+    assert masked[3].shape == (2, 4, 6, 6) and masked[5] is False
+    assert reason is not None and reason.endswith("which PyTorch declines: it takes no mask.")
+
+
+def test_a_length_of_the_bucket_that_it_does_not_take(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decision is for a bucket; what PyTorch declines inside one runs, and a warning carries the reason."""
+    found, real = registry.get(OP), sdpa._native().run
+    args = arguments(*tensors(1, 20, 20, device=device))
+    failing = [True]
+
+    def run(*given: Any, **more: Any) -> Tensor:
+        if failing and failing.pop():
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return real(*given, **more)
+
+    monkeypatch.setitem(found.backends, "torch", found.backends["torch"])
+    object.__setattr__(found.backends["torch"], "run", run)
+    try:
+        monkeypatch.setattr(sdpa, "_unwilling", lambda *_args: "asks for what it has not")
+        with pytest.warns(UserWarning, match="torch_flash asks for what it has not; PyTorch's own choice"):
+            got = sdpa._run("torch_flash", *args)
+        assert torch.equal(got, real(*args))
+        # an error of another kind is the caller's
+        failing.append(True)
+        monkeypatch.setattr(sdpa, "_unwilling", lambda *_args: None)
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            sdpa._run("torch_flash", *args)
+    finally:
+        object.__setattr__(found.backends["torch"], "run", real)
+    assert torch.backends.cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_gradients(backend: str, device: str) -> None:
+    leaves = [one.requires_grad_() for one in tensors(1, 12, 12, 4, 2, device=device)]
+    args = arguments(*leaves, causal=True)
+    assert _declined(backend, *args) is None
+    registry.get(OP).run(backend, *args).square().sum().backward()
+    wide = [one.detach().double().requires_grad_() for one in leaves]
+    registry.get(OP).reference(*arguments(*wide, causal=True)).square().sum().backward()
+    for leaf, want in zip(leaves, wide, strict=True):
+        assert leaf.grad is not None and want.grad is not None and leaf.grad.abs().max() > 1e-3
+        torch.testing.assert_close(leaf.grad.double(), want.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_they_run_only_where_they_are_named(device: str) -> None:
+    found = registry.get(OP)
+    args = arguments(*tensors(1, 16, 16, device=device))
+    decision = found.decide(*args)
+    assert decision.backend == "torch"
+    refused = {one.backend: one.reason for one in decision.refused}
+    assert "measured row" in refused["torch_math"] and set(NAMES) <= set(refused)
+    assert all(found.backends[one].priority < found.backends["torch"].priority for one in (*NAMES, "aiter"))
+    found.pin(decision.key, "torch_math", None, "exact", "a row")
+    pinned = found.decide(*args)
+    assert (pinned.backend, pinned.reason) == ("torch_math", "a row")
+    with _Seen() as seen:
+        found(*args)
+    assert not any(one.startswith("_scaled_dot_product") for one in seen.ops)
+    found.unpin()
+    with _Seen() as seen:
+        found(*args)
+    assert any(one.startswith("_scaled_dot_product") for one in seen.ops)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_compiled_calls_decline_in_one_graph(backend: str, device: str) -> None:
+    torch._dynamo.reset()
+    found = registry.get(OP)
+    found.force(backend)
+    q, k, v = tensors(1, 12, 12, device=device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.flash_attention(q, k, v, causal=True)  # type: ignore[return-value]
+
+    with torch.no_grad():
+        got = torch.compile(call, fullgraph=True, backend="eager")(q, k, v)
+        torch.testing.assert_close(got, found.run("torch", *arguments(q, k, v, causal=True)))
+    traced = [decision for decision, calls in found.decisions() if calls == 0]
+    assert traced and traced[0].backend == "torch" and f"{backend}, forced, declines it" in traced[0].reason
+    assert "torch.compile" in {one.backend: one.reason for one in traced[0].refused}[backend]
+
+
+def test_explain_has_all_of_them() -> None:
+    record = explain.run(OP, ["B=1", "H=2", "S=9", "D=16", "dtype=float32"], "cpu")
+    assert record.backend == "torch"
+    assert "on a GPU" in record.refused["torch_cudnn"] and "on a GPU" in record.refused["torch_efficient"]
+    assert "measured row" in record.refused["torch_flash"] and "measured row" in record.refused["torch_math"]
+    assert "aiter" in record.refused
+
+
+def test_tune_tries_them(device: str) -> None:
+    found = registry.get(OP)
+    args = arguments(*tensors(1, 16, 16, device=device))
+    made = candidates.field(found, args, found.key(*args), ARCHS["sm_90"], candidates.backends(found, None))
+    tried = [one.backend for one in made.candidates]
+    assert tried[0] == "torch" and {"torch_flash", "torch_math"} <= set(tried)
+    if device == "cpu":
+        assert {"torch_cudnn", "torch_efficient", "aiter", "triton"} <= {backend for backend, _ in made.refused} | {
+            "triton"
+        }
+
+
+def test_the_names_are_pytorchs() -> None:
+    assert {kernel for kernel, _ in sdpa.KERNELS.values()} == {
+        SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+    }  # fmt: skip
