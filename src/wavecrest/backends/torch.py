@@ -17,6 +17,8 @@ from wavecrest.ops._quantized import reference as quantized
 from wavecrest.ops.conv2d.operands import Operands as Convolution
 from wavecrest.ops.flash_attention.operands import Operands as Attention
 from wavecrest.ops.gemm.operands import FLOATS, GATED, Operands, kinds
+from wavecrest.ops.mla_decode.operands import Operands as Latent
+from wavecrest.ops.mla_decode.reference import absorbed
 
 PRIORITY = 10
 ROUNDED = "is set to round float32 before it multiplies, and ieee is asked for"
@@ -403,6 +405,10 @@ def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
     return (y.transpose(1, 2) if given.layout == "bshd" else y).contiguous()
 
 
+def _mla(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    return absorbed(Latent(*args, **kwargs))
+
+
 registry.get("gemm").attach("torch", _gemm, supports=_gemm_supports, priority=PRIORITY)
 registry.get("conv2d").attach(
     "torch_channels_last",
@@ -427,6 +433,8 @@ registry.get("flash_attention").attach(
     reserved=_flash_attention_reserved,
     priority=PRIORITY,
 )
+for _name in ("mla_decode",):
+    registry.get(_name).attach("torch", _mla, supports=_any, priority=PRIORITY)
 registry.get("softmax").attach("torch", _softmax, supports=_any, priority=PRIORITY)
 # PyTorch has no op for these: its form is the definition, written in its operations
 for _name in (
