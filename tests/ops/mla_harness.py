@@ -109,11 +109,11 @@ def _row(call: Operands, b: int, length: int) -> Tensor:
     return torch.stack(found).cpu().double() if found else call.latent_cache[0, :0].cpu().double()
 
 
-def exact(call: Operands) -> Exact:
+def exact(call: Operands, rounded: bool = False) -> Exact:
     """Keys and values of each head made from the latents, and one softmax a query and head; nothing of the ops in it.
 
     The bound counts what the kernels round: the turned part and the absorbed query (scores), weights, the latents of
-    the result, the result; and sums in float32.
+    the result, the result; and sums in float32. `rounded`: keys and values of the heads too.
     """
     y = torch.zeros(call.shape, dtype=torch.float64)
     bound = torch.zeros_like(y)
@@ -147,6 +147,8 @@ def exact(call: Operands) -> Exact:
                 off = sums * (by_latent + by_rope) + (0 if call.cos is None else 1.5 * (unit + 4 * single)) * by_rope
                 if uk is not None:
                     off = off + unit * c.abs() @ (q @ uk[h]).abs()
+                if rounded:
+                    off = off + 1.01 * unit * k.abs() @ q.abs() + sums * by_latent
                 off = off * call.scale
                 if call.logit_cap > 0:
                     s = call.logit_cap * torch.tanh(s / call.logit_cap)
@@ -164,6 +166,8 @@ def exact(call: Operands) -> Exact:
                 bound[b, t, h] = inner * mass + 1.001 * unit * y[b, t, h].abs() + 1e-30
                 if uv is not None:
                     bound[b, t, h] += (unit * (weights @ c).abs() + sums * (weights @ c.abs())) @ uv[h].abs().T
+                if rounded:
+                    bound[b, t, h] += 1.01 * unit * (weights @ v.abs()) * math.exp(2 * worst)
     # subnormal results of 16 bits
     return Exact(y, lse, bound + (2.0**-25 if call.q_nope.dtype == F16 else 0.0), lse_bound)
 

@@ -288,7 +288,7 @@ def test_any_call(values: dict[str, Any], how: str) -> None:
     assert_right(call, run(OP, call, CONFIGS[how]))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(values=calls(), data=st.data())
 def test_sequences_do_not_see_each_other(values: dict[str, Any], data: st.DataObject) -> None:
     """The order of sequences is the order of results, bit for bit."""
@@ -403,10 +403,10 @@ def _meta(batch: int, capacity: int, heads: int = 128, tokens: int = 1, page: in
 def test_default_configurations(arch: str) -> None:
     """Tiles that matrix units take, no more rows than there are, and LDS and registers that are enough."""
     known = ARCHS[arch]
-    for batch, rows, capacity, width, bits, page in itertools.product(
-        (0, 64), (1, 16, 128, 4096), (16, 131072), (16, 512), (16, 32), (0, 1)
+    for batch, rows, capacity, width, bits, page, more in itertools.product(
+        (0, 64), (1, 16, 128, 4096), (16, 131072), (16, 512), (16, 32), (0, 1), (0, 2)
     ):
-        shape = configs.Shape(batch, rows, capacity, width, bits, page)
+        shape = configs.Shape(batch, rows, capacity, width, bits, page, more)
         tried = list(configs.space(shape, known))
         made = tried[0]
         assert made == configs.default(shape, known) and len(tried) == len(set(tried)) > 1

@@ -433,7 +433,7 @@ registry.get("flash_attention").attach(
     reserved=_flash_attention_reserved,
     priority=PRIORITY,
 )
-for _name in ("mla_decode",):
+for _name in ("mla_decode", "mla_prefill"):
     registry.get(_name).attach("torch", _mla, supports=_any, priority=PRIORITY)
 registry.get("softmax").attach("torch", _softmax, supports=_any, priority=PRIORITY)
 # PyTorch has no op for these: its form is the definition, written in its operations

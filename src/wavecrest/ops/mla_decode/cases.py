@@ -129,7 +129,7 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "pages of 32 neox": partial(call, small._replace(keys=192, page=32), brain, "cpu", fill=0.4, tables="neox"),
         "weights": partial(call, small._replace(nope=24, values=40), half, "cpu"),
         "every option": partial(
-            call, Sizes(1, 3, 6, 140, 48, 16, nope=32, values=32), brain, "cpu",
+            call, Sizes(1, 3, 6, 140, 48, 16, nope=32, values=32), single, "cpu",
             tables="gptj", positions=positions, logit_cap=5.0, return_lse=True, batch_invariant=True,
         ),
         "float32": partial(call, Sizes(1, 2, 4, 150, 32, 16), single, "cpu"),

@@ -23,7 +23,8 @@ PROGRAM_KEYS = 256
 class Shape(NamedTuple):
     """What a configuration is chosen by: `batch` 0 for any number of sequences, whose bits must not depend on it.
 
-    `width`: the power of two that holds a latent; `bits`: of an element; `page`: tokens of a page, 0 without pages.
+    `width`: the power of two that holds a latent; `bits`: of an element; `page`: tokens of a page, 0 without pages;
+    `more`: how many of cap and rotation there are, which take registers.
     """
 
     batch: int
@@ -32,6 +33,7 @@ class Shape(NamedTuple):
     width: int
     bits: int
     page: int = 0
+    more: int = 0
 
 
 # BLOCK_M, BLOCK_N, PART, num_warps, num_stages
@@ -50,7 +52,8 @@ def _nvidia(rows: int, shape: Shape, arch: Arch | None) -> _Tile:
         # queries are held in registers, beside the sums of 32 rows
         return min(rows, 32), 32, shape.width, 8, 2
     # where rows of a tile lie in several pages their addresses take registers too
-    return rows, 32 if rows == 64 and shape.page % 64 != 0 else 64, shape.width, 8, 2
+    fewer = rows == 64 and (shape.page % 64 != 0 or shape.more == 2)
+    return rows, 32 if fewer else 64, shape.width, 8, 2
 
 
 def _cdna(rows: int, shape: Shape, arch: Arch) -> _Tile:
@@ -69,7 +72,7 @@ def _rdna(rows: int, shape: Shape) -> _Tile:
     if shape.bits == 32:
         # without matrix instructions for it
         return 16, 16, 32, 16, 1
-    return min(rows, 32), 32, 64, 8, 1
+    return min(rows, 16 if shape.more else 32), 32, 64, 8, 1
 
 
 def _tile(shape: Shape, arch: Arch | None) -> _Tile:

@@ -55,4 +55,5 @@ def shape_of(key: Key) -> _config.Shape:
     bits = 32 if part["dtype"] in ("float32", "float64") else 16
     batch = 0 if part["invariant"] else part["batch"]
     width = max(16, _rows.power_of_two(part["latent"]))
-    return _config.Shape(batch, part["tokens"] * part["heads"], part["capacity"], width, bits, part["page"])
+    more = (part["capped"] == 1) + (part["style"] != "none")
+    return _config.Shape(batch, part["tokens"] * part["heads"], part["capacity"], width, bits, part["page"], more)
