@@ -1,4 +1,4 @@
-"""Where kernels of split products let the next one start and wait for the one before, as JSON: `python dependent.py`.
+"""Where kernels of split products and attention let the next one start and wait for the one before, as JSON: `python dependent.py`.
 
 A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
 """
@@ -36,6 +36,20 @@ def main() -> None:
                     "option": bool(getattr(compiled.metadata, "launch_pdl", False)),
                     "code": compiler.compile_launch(launch, arch).listing,
                 }
+        decode = registry.get("mla_decode")
+        launches = decode.backends["triton"].launches
+        assert launches is not None
+        config = decode.config_of("triton", decode.key(*decode.inputs(1, 128, 8192, torch.bfloat16, "meta")))
+        for launch in launches(
+            *decode.inputs(1, 128, 8192, torch.bfloat16, "meta"),
+            config=Config(**(config.kwargs | {"SPLITS": 8, "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4})),
+            arch=hardware.ARCHS[arch],
+        ):
+            compiled = compiler.build(launch, arch)
+            found[f"{arch} mla_decode {launch.kernel.__name__}"] = {
+                "option": bool(getattr(compiled.metadata, "launch_pdl", False)),
+                "code": compiler.compile_launch(launch, arch).listing,
+            }
     json.dump(found, sys.stdout)
 
 

@@ -1,4 +1,7 @@
-"""A product that is split over K is two launches; on sm_90 the second starts while the first runs, and waits."""
+"""A product split over K, or attention split over keys, is two launches; the second starts while the first runs.
+
+On sm_90, where it waits before it reads.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from typing import Any
 
 import pytest
 
-FIRST = ("triton _tile_kernel", "triton_stream_k _stream_k_kernel", "triton_multiply _multiply_kernel")
-SECOND = ("triton _sum_kernel", "triton_stream_k _join_kernel", "triton_multiply _sum_kernel")
+FIRST = ("triton _tile_kernel", "triton_stream_k _stream_k_kernel", "triton_multiply _multiply_kernel",
+         "mla_decode _mla_kernel")  # fmt: skip
+SECOND = ("triton _sum_kernel", "triton_stream_k _join_kernel", "triton_multiply _sum_kernel",
+          "mla_decode _join_kernel")  # fmt: skip
 # of sm_90: programs of the next kernel may start; wait for the kernel before
 ALLOWS, WAITS = re.compile(r"\bPREEXIT\b"), re.compile(r"\bACQBULK\b")
 LOADS = re.compile(r"\bLDG")
