@@ -1,4 +1,4 @@
-"""Where kernels of split products and attention let the next one start and wait for the one before, as JSON: `python dependent.py`.
+"""Where split kernels let the next one start and wait for the one before, as JSON: `python dependent.py`.
 
 A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
 """

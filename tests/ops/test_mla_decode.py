@@ -239,6 +239,30 @@ def test_arguments_are_not_written_to(device: str) -> None:
         assert not isinstance(one, Tensor) or same_bits(one, kept)
 
 
+@pytest.mark.parametrize("how", ["default", "three splits", "queries in parts"])
+@pytest.mark.parametrize("name", ["many heads", "several queries", "weights", "everything", "odd columns", "empty"])
+def test_nothing_is_written_around_results(name: str, how: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and columns of tiles that are none stay away from memory: what lies before and after it is kept."""
+    around, real, kept = 1 << 14, launches.allocate, []
+
+    def allocate(given: Operands, where: Any, parts: Any) -> launches.Memory:
+        memory = real(given, where, parts)
+        if torch.device(where).type == "meta":
+            return memory
+        views: dict[int, Tensor] = {}
+        for one in memory:
+            if id(one) not in views:
+                whole = torch.full((one.numel() + 2 * around,), 7.0, dtype=one.dtype, device=device)
+                kept.append(whole)
+                views[id(one)] = whole[around:-around].view(one.shape)
+        return launches.Memory(*(views[id(one)] for one in memory))
+
+    monkeypatch.setattr(launches, "allocate", allocate)
+    call = named(CASES[name], device)
+    assert_right(call, run(OP, call, CONFIGS[how]))
+    assert kept and all(bool((one[:around] == 7).all() and (one[-around:] == 7).all()) for one in kept)
+
+
 @pytest.mark.gpu
 def test_pages_past_two_to_the_31() -> None:
     call = case([60], page=4, latent=512, rotary=64, dtype=BF16, device="cuda", beyond=0.0)
@@ -345,23 +369,20 @@ def test_invariant_calls_have_the_same_bits_in_any_batch_and_cache(
             some = some._replace(block_table=call.block_table[pick])
         for got, want in zip(found(*some), whole, strict=True):
             assert same_bits(got, want[pick])
-    # another room for keys: 192 of them are 3 splits, 400 are 7, and of 64 there is one
-    pick = torch.tensor([1, 3, 4], device=device)
-    some = call._replace(q_nope=call.q_nope[pick], q_rope=call.q_rope[pick], seq_lens=call.seq_lens[pick])
-    rooms = {}
-    for room in (64, 192, 400):
+    # another room for keys: of 192 of them there are 3 splits, of 400 are 7, of 64 there is one
+    for room, chosen in ((192, [0, 1, 2, 4]), (400, [0, 1, 2, 4]), (64, [1, 3, 4])):
+        pick = torch.tensor(chosen, device=device)
+        some = call._replace(q_nope=call.q_nope[pick], q_rope=call.q_rope[pick], seq_lens=call.seq_lens[pick])
         if call.block_table is None:
-            cache = torch.full((3, room, call.latent + call.rotary), NAN, dtype=dtype, device=device)
+            cache = torch.full((len(chosen), room, call.latent + call.rotary), NAN, dtype=dtype, device=device)
             kept = min(room, 192)
             cache[:, :kept] = call.latent_cache[pick][:, :kept]
-            rooms[room] = found(*some._replace(latent_cache=cache))
+            some = some._replace(latent_cache=cache)
         else:
-            table = call.block_table[pick]
-            more = torch.zeros(3, max(0, room // 16 - 12), dtype=torch.int32, device=device)
-            table = torch.cat((table, more), 1)[:, : room // 16].contiguous()
-            rooms[room] = found(*some._replace(block_table=table))
-    for results in rooms.values():
-        for got, want in zip(results, whole, strict=True):
+            more = torch.zeros(len(chosen), max(0, room // 16 - 12), dtype=torch.int32, device=device)
+            table = torch.cat((call.block_table[pick], more), 1)[:, : room // 16].contiguous()
+            some = some._replace(block_table=table)
+        for got, want in zip(found(*some), whole, strict=True):
             assert same_bits(got, want[pick])
 
 
