@@ -18,7 +18,7 @@ import pytest
 FIRST = ("triton _tile_kernel", "triton_stream_k _stream_k_kernel", "triton_multiply _multiply_kernel",
          "mla_decode _mla_kernel")  # fmt: skip
 SECOND = ("triton _sum_kernel", "triton_stream_k _join_kernel", "triton_multiply _sum_kernel",
-          "mla_decode _join_kernel")  # fmt: skip
+          "mla_decode _mla_join_kernel")  # fmt: skip
 # of sm_90: programs of the next kernel may start; wait for the kernel before
 ALLOWS, WAITS = re.compile(r"\bPREEXIT\b"), re.compile(r"\bACQBULK\b")
 LOADS = re.compile(r"\bLDG")

@@ -484,7 +484,7 @@ def test_configurations_to_tune_with(arch: str, device: str) -> None:
         meta = (value.to("meta") if isinstance(value, Tensor) else value for value in call)
         made = backend.launches(*meta, config=one, arch=ARCHS[arch])
         kernels = [launch.kernel.__name__ for launch in made]
-        assert kernels[0] == kernels[-1] == "_product_kernel" and kernels[1] == "_mla_kernel"
+        assert kernels[0] == kernels[-1] == "_mla_product_kernel" and kernels[1] == "_mla_kernel"
         assert made[1].options()["BLOCK_N"] == one["BLOCK_N"] and "SPLITS" not in made[1].options()
 
 
@@ -516,7 +516,7 @@ def test_specialised_arguments() -> None:
 
     code = """
 from wavecrest.ops.mla_decode import kernel
-for one in (kernel._mla_kernel, kernel._join_kernel, kernel._product_kernel):
+for one in (kernel._mla_kernel, kernel._mla_join_kernel, kernel._mla_product_kernel):
     print(*(p.name for p in one.params if not (p.is_constexpr or p.do_not_specialize)))
 """
     lines = [line.split() for line in _child(code).splitlines()]

@@ -141,7 +141,7 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
     block = blocks - 1 - index % blocks
     split = (index // blocks) % splits
     sequence = (index // blocks // splits).to(tl.int64)
-    # `_join_kernel`
+    # `_mla_join_kernel`
     allow_next(PDL and SPLIT)
     keys = tl.load(lens_ptr + sequence * stride_len)
     rows = tokens * heads
@@ -225,7 +225,7 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _join_kernel(  # type: ignore[no-untyped-def]
+def _mla_join_kernel(  # type: ignore[no-untyped-def]
     part_ptr, meta_ptr, lens_ptr, o_ptr, lse_ptr,
     tokens, heads, splits, least, stride_len,
     LSE: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -265,7 +265,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
         "rows", "tokens", "heads", "stride_xb", "stride_xt", "stride_xh", "stride_wh", "stride_wk", "stride_wn"
     ]
 )  # fmt: skip
-def _product_kernel(  # type: ignore[no-untyped-def]
+def _mla_product_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, y_ptr, rows, tokens, heads,
     stride_xb, stride_xt, stride_xh, stride_wh, stride_wk, stride_wn,
     K: tl.constexpr, N: tl.constexpr, X_ALIGN: tl.constexpr, W_ALIGN: tl.constexpr, ACROSS: tl.constexpr,

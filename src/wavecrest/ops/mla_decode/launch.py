@@ -13,7 +13,7 @@ import wavecrest.ops._triton as _triton
 import wavecrest.ops.mla_decode.config as _config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
-from wavecrest.ops.mla_decode.kernel import _join_kernel, _mla_kernel, _product_kernel
+from wavecrest.ops.mla_decode.kernel import _mla_join_kernel, _mla_kernel, _mla_product_kernel
 from wavecrest.ops.mla_decode.operands import Operands
 from wavecrest.registry import row_bucket
 from wavecrest.tuned import Config
@@ -73,7 +73,7 @@ def _product(x: Tensor, w: Tensor, y: Tensor, across: bool, config: Config) -> _
     x_align, w_align = _rows.alignment(0, x_strides), _rows.alignment(0, tuple(w_strides))
     programs = _rows.ceil_div(rows, config["BLOCK_M"]) * _rows.ceil_div(w.shape[2], config["BLOCK_N"]) * heads
     return _rows.Launch(
-        _product_kernel,
+        _mla_product_kernel,
         (programs,),
         (
             x, w, y, rows, x.shape[1], heads, *(one // x_align for one in x_strides),
@@ -143,7 +143,7 @@ def plan(given: Operands, memory: Memory, config: Config, arch: Arch | None) -> 
     if splits > 1:
         parts = (given.batch, splits, given.tokens * given.heads)
         join = _rows.Launch(
-            _join_kernel,
+            _mla_join_kernel,
             (given.batch * given.tokens * given.heads,),
             (
                 memory.parts, memory.meta, given.seq_lens, latents, memory.lse, given.tokens, given.heads, splits,

@@ -84,7 +84,7 @@ def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
 
 
 def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.Launch]:
-    names = {"_product_kernel": "product", "_join_kernel": "join"}
+    names = {"_mla_product_kernel": "product", "_mla_join_kernel": "join"}
     cases: dict[str, _rows.Launch] = {}
     for name, given in _cases.compiled().items():
         made = config or _config.default(shape_of(key_of(given)), arch)
