@@ -50,6 +50,8 @@ def product() -> Iterator[Op]:
 # of ops whose calls have other sizes: (settings, what they are in the key)
 OTHER_SIZES = {
     "conv2d": (["B=2", "C=3", "H=9", "O=4"], {"pixels": 256, "outputs": 4, "channels": 3}),
+    "mla_decode": (["B=2", "H=3", "S=9"], {"batch": 2, "heads": 3, "capacity": 16, "tokens": 1, "latent": 512}),
+    "mla_prefill": (["B=2", "H=3", "T=5", "S=9"], {"batch": 2, "heads": 3, "capacity": 16, "tokens": 5, "nope": 128}),
     "flash_attention": (["B=2", "H=3", "S=9", "D=16"], {"batch": 2, "heads": 3, "queries": 16, "keys": 16, "d": 16}),
     "flash_decoding": (["B=2", "H=8", "S=9", "D=16"], {"batch": 2, "heads": 8, "kv_heads": 2, "capacity": 16, "d": 16}),
 }

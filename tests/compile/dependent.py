@@ -1,4 +1,4 @@
-"""Where kernels of split sums let the next one start and wait for the one before, as JSON: `python dependent.py`.
+"""Where split kernels let the next one start and wait for the one before, as JSON: `python dependent.py`.
 
 A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
 """
@@ -22,6 +22,7 @@ CONFIGS = {
     "triton_multiply": {"BLOCK_N": 8, "BLOCK_K": 256, "SPLIT_K": 2, "num_warps": 2, "num_stages": 3},
 }
 DECODING = {"BLOCK_M": 16, "BLOCK_N": 64, "CHUNK": 512, "num_warps": 4, "num_stages": 3}
+SPLIT = {"SPLITS": 8, "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4}
 
 
 def main() -> None:
@@ -29,6 +30,9 @@ def main() -> None:
     product = gemm.inputs(4, 4096, 4096, torch.bfloat16, "meta")
     calls = [(gemm, backend, config, product) for backend, config in CONFIGS.items()]
     calls.append((decoding, "triton", DECODING, decoding.inputs(1, 8, 4096, 128, torch.bfloat16, "meta")))
+    latent = registry.get("mla_decode")
+    cached = latent.inputs(1, 128, 8192, torch.bfloat16, "meta")
+    calls.append((latent, "triton", latent.config_of("triton", latent.key(*cached)).kwargs | SPLIT, cached))
     for arch in ("sm_90", "sm_80", "gfx942"):
         for op, backend, config, args in calls:
             launches = op.backends[backend].launches

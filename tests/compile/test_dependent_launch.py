@@ -1,4 +1,7 @@
-"""A product split over K, or decoding over keys, is two launches; on sm_90 the second starts early, and waits."""
+"""A product split over K, or attention split over keys, is two launches; the second starts while the first runs.
+
+On sm_90, where it waits before it reads.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ import pytest
 
 FIRST = (
     "triton _tile_kernel", "triton_stream_k _stream_k_kernel", "triton_multiply _multiply_kernel",
-    "triton _decoding_kernel",
+    "triton _decoding_kernel", "triton _mla_kernel",
 )  # fmt: skip
 SECOND = (
     "triton _sum_kernel", "triton_stream_k _join_kernel", "triton_multiply _sum_kernel", "triton _joining_kernel",
+    "triton _mla_join_kernel",
 )  # fmt: skip
 # of sm_90: programs of the next kernel may start; wait for the kernel before
 ALLOWS, WAITS = re.compile(r"\bPREEXIT\b"), re.compile(r"\bACQBULK\b")

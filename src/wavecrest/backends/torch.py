@@ -18,6 +18,8 @@ from wavecrest.ops.conv2d.operands import Operands as Convolution
 from wavecrest.ops.flash_attention.operands import Operands as Attention
 from wavecrest.ops.flash_decoding.operands import Operands as Decoding
 from wavecrest.ops.gemm.operands import FLOATS, GATED, Operands, kinds
+from wavecrest.ops.mla_decode.operands import Operands as Latent
+from wavecrest.ops.mla_decode.reference import absorbed
 
 PRIORITY = 10
 ROUNDED = "is set to round float32 before it multiplies, and ieee is asked for"
@@ -470,6 +472,10 @@ def _flash_decoding(*args: Any, **kwargs: Any) -> Tensor:
     return y.where(own >= 0, 0.0).transpose(1, 2).contiguous()
 
 
+def _mla(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    return absorbed(Latent(*args, **kwargs))
+
+
 registry.get("gemm").attach("torch", _gemm, supports=_gemm_supports, priority=PRIORITY)
 registry.get("conv2d").attach(
     "torch_channels_last",
@@ -495,6 +501,8 @@ registry.get("flash_attention").attach(
     priority=PRIORITY,
 )
 registry.get("flash_decoding").attach("torch", _flash_decoding, supports=_flash_decoding_supports, priority=PRIORITY)
+for _name in ("mla_decode", "mla_prefill"):
+    registry.get(_name).attach("torch", _mla, supports=_any, priority=PRIORITY)
 registry.get("softmax").attach("torch", _softmax, supports=_any, priority=PRIORITY)
 # PyTorch has no op for these: its form is the definition, written in its operations
 for _name in (

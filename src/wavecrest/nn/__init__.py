@@ -2,6 +2,7 @@
 
 from wavecrest.nn.activation import GeluAndMul, SiluAndMul, Softmax
 from wavecrest.nn.gated_mlp import GatedMLP
+from wavecrest.nn.latent_attention import MultiHeadLatentAttention
 from wavecrest.nn.linear import Linear
 from wavecrest.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, norm_from_module
 from wavecrest.nn.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, rope_tables
@@ -15,6 +16,7 @@ __all__ = [
     "Linear",
     "LinearScaling",
     "Llama3Scaling",
+    "MultiHeadLatentAttention",
     "RMSNorm",
     "RotaryEmbedding",
     "SiluAndMul",

@@ -16,6 +16,8 @@ from wavecrest.ops.gemm import gemm, linear
 from wavecrest.ops.layer_norm import layer_norm
 from wavecrest.ops.layer_norm_quantize import layer_norm_quantize
 from wavecrest.ops.memcpy import memcpy
+from wavecrest.ops.mla_decode import mla_decode
+from wavecrest.ops.mla_prefill import mla_prefill
 from wavecrest.ops.packed import PackedWeight, pack
 from wavecrest.ops.quantize_fp8 import quantize_fp8
 from wavecrest.ops.quantize_int8 import quantize_int8
@@ -42,6 +44,8 @@ __all__ = [
     "layer_norm_quantize",
     "linear",
     "memcpy",
+    "mla_decode",
+    "mla_prefill",
     "pack",
     "quantize_fp8",
     "quantize_int8",
