@@ -17,7 +17,7 @@ KERNELS = [
     for backend in registry.get(name).backends
     if backend.startswith("triton") or backend == "torch"
 ]
-SIZES = {"M": 4, "N": 32, "K": 32, "B": 1, "C": 3, "H": 6, "O": 4, "S": 5, "D": 16}
+SIZES = {"M": 4, "N": 32, "K": 32, "B": 1, "C": 3, "H": 6, "O": 4, "S": 5, "D": 16, "T": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,12 @@ def _as_before() -> Iterator[None]:
 def test_tensors_of_the_first_call_are_let_go(name: str, backend: str, device: str) -> None:
     op = registry.get(name)
     op.force(backend)
-    args = op.inputs(*(SIZES[size] for size in op.sizes), torch.float32, device)
+    # a kernel for one architecture, of 16 bits
+    special = backend == "triton_hopper"
+    args = op.inputs(*(SIZES[size] for size in op.sizes), torch.bfloat16 if special else torch.float32, device)
+    reason = op.backends[backend].supports(*args)
+    if special and reason is not None:
+        pytest.skip(reason)
     decision = op.decide(*args)
     assert decision.backend == backend, decision
     kept = [weakref.ref(value) for value in args if isinstance(value, torch.Tensor)]
