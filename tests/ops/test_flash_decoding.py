@@ -15,11 +15,13 @@ from tests.ops.op_harness import same_bits
 from wavecrest import ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
+from wavecrest.ops.flash_decoding import quantize_cache
 from wavecrest.ops.flash_decoding.operands import Operands
 from wavecrest.tuned import Config
 
 OP = "flash_decoding"
 F32, F16, BF16, I8, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
+I4 = torch.uint8
 # half a unit in the last place
 ROUNDING = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8, torch.float64: 2.0**-53}
 CONFIGS = {
@@ -34,9 +36,12 @@ SMALL = CONFIGS["chunks of 32"]
 def case(
     lens: list[int], heads: int = 4, kv_heads: int = 2, tokens: int = 1, d: int = 32, dv: int | None = None,
     keys: int = 128, page: int = 0, dtype: torch.dtype = F32, device: str = "cpu", cache: torch.dtype | None = None,
-    beyond: float = float("nan"), **options: Any,
+    beyond: float = float("nan"), groups: int = 0, scales: torch.dtype = F16, **options: Any,
 ) -> Operands:  # fmt: skip
-    """A call whose caches hold `beyond` where no sequence has a key (an 8-bit one a large number)."""
+    """A call whose caches hold `beyond` where no sequence has a key (an 8-bit one a large number).
+
+    `groups`: of a cache of 4 bits; of one of 8 bits 1 for scales of tokens. Scales and shifts are `beyond` there too.
+    """
     generator = torch.Generator().manual_seed(len(lens) + heads + keys)
     batch, pages = len(lens), keys // page if page else 0
     table = torch.randperm(batch * pages + 3, generator=generator)[: batch * pages].view(batch, -1) if page else None
@@ -52,9 +57,36 @@ def case(
         paged[table.flatten()] = dense.view(batch * pages, page, kv_heads, columns)
         return paged.to(device)
 
+    def placed(dense: Tensor, filler: float) -> Tensor:
+        """What is of tokens, with something else where no sequence has one and in pages of nobody."""
+        for sequence, length in enumerate(lens):
+            dense[sequence, length:] = filler
+        if table is None:
+            return dense.to(device)
+        paged = torch.full((batch * pages + 3, page, *dense.shape[2:]), filler).to(dense.dtype)
+        paged[table.flatten()] = dense.view(batch * pages, page, *dense.shape[2:])
+        return paged.to(device)
+
     q = torch.randn(batch, tokens, heads, d, generator=generator).to(dtype).to(device)
-    k, v = stored(d), stored(dv or d)
-    if cache is not None:
+    if groups > 0:
+        caches = []
+        for name, columns in (("k", d), ("v", dv or d)):
+            if cache == I4:
+                # keys of very different size and middle, so that a neighbour's scale or shift would be seen
+                size = torch.rand(batch, keys, kv_heads, groups, 1, generator=generator) * 1.5 + 0.1
+                middle = torch.randn(batch, keys, kv_heads, groups, 1, generator=generator)
+                dense = torch.randn(batch, keys, kv_heads, groups, columns // groups, generator=generator)
+                codes, scale, shift = quantize_cache((dense * size + middle).flatten(-2), groups, dtype=scales)
+                options[f"{name}_shift"] = placed(shift, beyond)
+                caches.append(placed(codes, 0xF7))
+            else:
+                scale = (torch.rand(batch, keys, kv_heads, 1, generator=generator) / 30 + 0.001).to(scales)
+                caches.append(stored(columns))
+            options[f"{name}_scale"] = placed(scale, beyond)
+        k, v = caches
+    else:
+        k, v = stored(d), stored(dv or d)
+    if cache is not None and groups == 0:
         options["k_scale"] = torch.rand(kv_heads, generator=generator).to(device) / 30
         options["v_scale"] = torch.tensor(0.03, device=device)
     for name in ("alibi_slopes", "sinks"):
@@ -64,23 +96,51 @@ def case(
     return Operands(q, k, v, torch.tensor(lens, dtype=torch.int32, device=device), place, **options)
 
 
+def in_order(call: Operands, stored: Tensor, b: int, length: int) -> Tensor:
+    """What a sequence's tokens have in a cache, in their order."""
+    if call.block_table is None:
+        return stored[b, :length].cpu()
+    table = call.block_table[b].tolist()
+    found = [stored[table[j // call.page], j % call.page] for j in range(length)]
+    return (torch.stack(found) if found else stored[:0, 0]).cpu()
+
+
+def values(call: Operands, which: str, b: int, length: int) -> tuple[Tensor, Tensor]:
+    """(what a sequence's tokens hold in float64, how large what is added up to that is), one column at a time."""
+    cache = call.k_cache if which == "k" else call.v_cache
+    scale, shift = (call.k_scale, call.k_shift) if which == "k" else (call.v_scale, call.v_shift)
+    one = in_order(call, cache, b, length)
+    if scale is None:
+        return one.double(), one.double().abs()
+    if scale.ndim < 4:
+        one = one.double() * scale.cpu().double().reshape(-1, 1)
+        return one, one.abs()
+    factors = in_order(call, scale, b, length).double()
+    if shift is None:
+        return one.double() * factors, (one.double() * factors).abs()
+    shifts, groups = in_order(call, shift, b, length).double(), scale.shape[3]
+    columns = 2 * one.shape[-1]
+    rows = torch.empty(*one.shape[:-1], columns, dtype=torch.float64)
+    size = torch.empty_like(rows)
+    half = columns // groups // 2
+    for c in range(columns):
+        group, place = divmod(c, 2 * half)
+        byte = one[..., group * half + place % half].int()
+        code = (byte % 16 if place < half else byte // 16).double()
+        rows[..., c] = code * factors[..., group] + shifts[..., group]
+        # sums of codes less 8, and of the rest, are apart
+        size[..., c] = (code - 8).abs() * factors[..., group] + (shifts + 8 * factors)[..., group].abs()
+    return rows, size
+
+
 def definition(call: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """(result, logarithms, how large its terms are) in float64, one query and head at a time."""
     y = torch.zeros(call.shape, dtype=torch.float64)
     lse = torch.full((call.batch, call.heads, call.tokens), -math.inf, dtype=torch.float64)
     size = torch.zeros_like(y)
     for b, length in enumerate(call.seq_lens.tolist()):
-        rows = []
-        for cache, scale in ((call.k_cache, call.k_scale), (call.v_cache, call.v_scale)):
-            if call.block_table is None:
-                one = cache[b, :length]
-            else:
-                table = call.block_table[b].tolist()
-                found = [cache[table[j // call.page], j % call.page] for j in range(length)]
-                one = torch.stack(found) if found else cache[:0, 0]
-            one = one.cpu().double()
-            rows.append(one if scale is None else one * scale.cpu().double().reshape(-1, 1))
-        k, v = rows
+        k, _ = values(call, "k", b, length)
+        v, v_size = values(call, "v", b, length)
         for t in range(call.tokens):
             own = length - call.tokens + t
             first = 0 if call.window < 0 else max(0, own - call.window)
@@ -101,26 +161,40 @@ def definition(call: Operands) -> tuple[Tensor, Tensor, Tensor]:
                 lse[b, h, t] = top + math.log(total)
                 for s, j in zip(scores, seen, strict=True):
                     y[b, t, h] += math.exp(s - top) / total * v[j, head]
-                    size[b, t, h] += math.exp(s - top) / total * v[j, head].abs()
+                    size[b, t, h] += math.exp(s - top) / total * v_size[j, head]
     return y, lse, size
 
 
+def keys_rounded(call: Operands) -> float:
+    """How far scores may be off because keys of several groups are rounded to q's type before they are multiplied."""
+    if call.groups < 2:
+        return 0.0
+    off = 0.0
+    for b, length in enumerate(call.seq_lens.tolist()):
+        k, _ = values(call, "k", b, length)
+        if length > 0:
+            largest = k.abs().amax(0).repeat_interleave(call.group, dim=0)
+            off = max(off, float((call.q[b].cpu().double().abs() * largest).sum(-1).max()))
+    return off * call.scale * ROUNDING[call.q.dtype]
+
+
 def assert_right(call: Operands, got: Any) -> None:
-    """Within what rounds off scores, weights and sums of the kernel's types."""
+    """Within what rounds off scores, weights and sums of the kernel's types, and values of several groups."""
     y, lse, size = definition(call)
     result, logarithms = got if call.return_lse else (got, None)
     assert result.dtype == call.q.dtype and result.shape == call.shape and result.is_contiguous()
     unit = ROUNDING[call.q.dtype]
     # weights are rounded to q's type, the result once more; scores are sums of D products in float32
     scores = 2.0**-24 * 4 * call.columns**0.5 * 8
-    bound = size * (3 * unit + scores) + y.abs() * unit + 1e-12
+    keys = keys_rounded(call)
+    bound = size * (3 * unit + scores + math.expm1(2 * keys)) + y.abs() * unit + 1e-12
     off = (result.cpu().double() - y).abs()
     assert bool((off <= bound).all()), f"{float((off - bound).max()):.2e} beyond the bound"
     if logarithms is not None:
         assert logarithms.dtype == (torch.float64 if call.q.dtype == torch.float64 else F32)
         assert torch.equal(logarithms.cpu().isneginf(), lse.isneginf())
         seen = ~lse.isneginf()
-        torch.testing.assert_close(logarithms.cpu().double()[seen], lse[seen], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(logarithms.cpu().double()[seen], lse[seen], rtol=1e-5, atol=1e-4 + keys)
 
 
 def run(call: Operands, config: Config | None = SMALL, backend: str = "triton") -> Any:
@@ -151,6 +225,28 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"lens": [128, 77], "heads": 8, "page": 32, "dtype": BF16, "cache": I8},
     "int8 dense": {"lens": [128, 77], "dtype": F16, "cache": I8},
     "fp8": {"lens": [100, 7], "dtype": F16, "cache": E4M3},
+    "int8 by token": {"lens": [128, 77], "heads": 8, "page": 32, "dtype": BF16, "cache": I8, "groups": 1},
+    "fp8 by token": {"lens": [100, 7], "tokens": 2, "dtype": F16, "cache": E4M3, "groups": 1, "page": 7, "keys": 105},
+    "int8 by token float32": {"lens": [100, 7], "cache": I8, "groups": 1, "scales": F32, "window": 40},
+    "int4": {"lens": [128, 77, 0], "heads": 8, "page": 32, "dtype": BF16, "cache": I4, "groups": 1},
+    "int4 dense": {"lens": [128, 77], "dtype": F16, "cache": I4, "groups": 1, "return_lse": True},
+    "int4 float32": {"lens": [100, 33], "tokens": 2, "cache": I4, "groups": 1, "scales": F32, "return_lse": True},
+    "int4 2 groups": {
+        "lens": [90, 5], "dtype": BF16, "cache": I4, "groups": 2, "d": 36, "dv": 20, "page": 9, "keys": 99,
+        "scales": BF16, "return_lse": True,
+    },
+    "int4 4 groups": {"lens": [90, 5], "tokens": 3, "dtype": F16, "cache": I4, "groups": 4, "d": 24, "dv": 72},
+    "int4 8 groups": {"lens": [90], "dtype": BF16, "cache": I4, "groups": 8, "d": 64, "dv": 16, "page": 64},
+    "int4 pages of 1": {"lens": [33, 2], "keys": 40, "page": 1, "cache": I4, "groups": 4},
+    "int4 few columns": {"lens": [40, 50], "dtype": BF16, "cache": I4, "groups": 1, "d": 2, "dv": 6},
+    "int4 window": {
+        "lens": [120, 90], "tokens": 4, "heads": 6, "kv_heads": 3, "page": 64, "window": 33, "dtype": BF16, "cache": I4,
+        "groups": 1,
+    },
+    "int4 everything": {
+        "lens": [127, 2], "tokens": 3, "heads": 6, "kv_heads": 3, "d": 24, "dv": 40, "page": 32, "window": 70,
+        "softcap": 5.0, "alibi_slopes": True, "sinks": True, "return_lse": True, "cache": I4, "groups": 2,
+    },
     "many rows": {"lens": [100], "tokens": 16, "heads": 8, "kv_heads": 1, "return_lse": True},
     "one head": {"lens": [40, 50], "heads": 1, "kv_heads": 1},
     "every head its own": {"lens": [40, 50], "heads": 3, "kv_heads": 3, "d": 1, "dv": 5},
@@ -223,7 +319,7 @@ def test_tiles_that_reach_beyond_32_bits(device: str) -> None:
 def test_columns_that_do_not_lie_together_are_declined(device: str) -> None:
     call = case([40], device=device)
     call = call._replace(k_cache=call.k_cache.mT.contiguous().mT)
-    with pytest.raises(Unsupported, match="next to each other"):
+    with pytest.raises(Unsupported, match="that lie next to each other"):
         run(call)
     assert_right(call._replace(k_cache=call.k_cache.nan_to_num(0.0)), registry.get(OP)(*call._replace(
         k_cache=call.k_cache.nan_to_num(0.0), v_cache=call.v_cache.nan_to_num(0.0)
@@ -243,10 +339,17 @@ def test_any_call(data: st.DataObject, device: str) -> None:
     if draw(st.booleans()):
         options["softcap"] = draw(st.sampled_from([0.5, 10.0]))
     dtype = draw(st.sampled_from([F32, F16, BF16]))
+    cache = draw(st.sampled_from([None, I8, I4])) if dtype != F32 else draw(st.sampled_from([None, I4]))
+    d, dv = draw(st.sampled_from([1, 8, 24, 33])), draw(st.sampled_from([1, 16, 20]))
+    if cache == I8:
+        options["groups"] = draw(st.sampled_from([0, 1]))
+    elif cache == I4:
+        options["groups"] = groups = draw(st.sampled_from([1, 2, 4, 8]))
+        options["scales"] = draw(st.sampled_from([F16, BF16, F32]))
+        d, dv = (2 * groups * draw(st.integers(1, 48 // groups)) for _ in range(2))
     call = case(
         draw(st.lists(st.integers(0, keys), min_size=1, max_size=3)), kv_heads * draw(st.integers(1, 5)), kv_heads,
-        draw(st.integers(1, 5)), draw(st.sampled_from([1, 8, 24, 33])), draw(st.sampled_from([1, 16, 20])), keys, page,
-        dtype, device, draw(st.sampled_from([None, I8])) if dtype != F32 else None, **options,
+        draw(st.integers(1, 5)), d, dv, keys, page, dtype, device, cache, **options,
     )  # fmt: skip
     assert_right(call, run(call, draw(st.sampled_from(list(CONFIGS.values())))))
 
@@ -269,6 +372,160 @@ def test_every_number_of_8_bits(cache: torch.dtype, dtype: torch.dtype, device: 
         torch.testing.assert_close(lse[0, :, 0], wanted, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_every_code_and_its_place(dtype: torch.dtype, device: str) -> None:
+    # one key has all the weight: the result is its value, exactly; each byte's two codes differ by more than one place
+    codes = torch.arange(256, device=device).to(I4).view(2, 1, 1, 128)
+    lens = torch.ones(2, dtype=torch.int32, device=device)
+    for groups in (1, 2, 4, 8):
+        # whole numbers that 16 bits hold, of each group its own
+        scale = torch.arange(1, groups + 1, device=device).to(F16).expand(2, 1, 1, groups)
+        shift = -8.0 * scale + torch.arange(groups, device=device).to(F16)
+        q = torch.zeros(2, 1, 1, 256, dtype=dtype, device=device)
+        call = Operands(q, codes, codes, lens, k_scale=scale, v_scale=scale, k_shift=shift, v_shift=shift)
+        wanted = torch.empty(2, 256)
+        half = 128 // groups
+        for sequence in range(2):
+            for byte in range(128):
+                group, place = divmod(byte, half)
+                for code, column in ((128 * sequence + byte) % 16, 0), ((128 * sequence + byte) // 16, half):
+                    wanted[sequence, 2 * half * group + place + column] = code * (group + 1) - 8 * (group + 1) + group
+        assert torch.equal(run(call).cpu().float().view(2, 256), wanted)
+
+
+@pytest.mark.parametrize(
+    ("cache", "groups", "shift"), [(I8, 1, 0.0), (I4, 1, 0.0), (I4, 1, 5.0), (I4, 4, 0.0), (I4, 4, 5.0)]
+)
+def test_scales_that_float16_has_no_room_for(cache: torch.dtype, groups: int, shift: float, device: str) -> None:
+    # beside the largest weight of 1, a product with such a scale would be less than float16 holds: 2⁻²⁴
+    call = case([20, 16], dtype=F16, cache=cache, groups=groups, scales=F32, keys=32, device=device)
+    assert call.v_scale is not None
+    call = call._replace(v_scale=torch.full_like(call.v_scale, 2.0**-22))
+    if call.v_shift is not None:
+        call = call._replace(v_shift=torch.full_like(call.v_shift, shift * 2.0**-18))
+    y, _, size = definition(call)
+    # what float16 itself rounds values and results of this size to
+    bound = size * 3 * ROUNDING[F16] + 2.0**-24
+    assert bool(((run(call).cpu().double() - y).abs() <= bound).all()) and float(y.abs().max()) > 8 * 2.0**-24
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_values_of_groups_are_rounded_to_nearest(dtype: torch.dtype, device: str) -> None:
+    # one key has all the weight; scales and shifts of 10 bits, so that values before they are rounded are exact
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (32, 1, 1, 64), generator=generator).to(I4)
+    scale = (torch.randint(1, 1024, (32, 1, 1, 4), generator=generator) / 1024).to(F16)
+    shift = (torch.randint(-1023, 1024, (32, 1, 1, 4), generator=generator) / 1024).to(F16)
+    lens = torch.ones(32, dtype=torch.int32)
+    q = torch.zeros(32, 1, 1, 128, dtype=dtype)
+    tensors = [one.to(device) for one in (q, codes, lens, scale, shift)]
+    call = Operands(
+        tensors[0], tensors[1], tensors[1], tensors[2], k_scale=tensors[3], v_scale=tensors[3], k_shift=tensors[4],
+        v_shift=tensors[4],
+    )  # fmt: skip
+    wanted = torch.stack([values(call, "v", b, 1)[0][0, 0] for b in range(32)])
+    assert torch.equal(run(call).cpu().view(32, 128), wanted.to(dtype))
+
+
+@pytest.mark.parametrize("which", ["k_scale", "v_scale", "k_shift", "v_shift"])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_scale_that_is_not_a_number_is_seen(groups: int, dtype: torch.dtype, which: str, device: str) -> None:
+    call = case([20, 16], keys=32, dtype=dtype, cache=I4, groups=groups, device=device)
+    numbers = getattr(call, which)
+    # each bit of a NaN set, which rounding by integers could carry over
+    numbers[0, 7, 1, groups - 1] = torch.tensor(0x7FFF, dtype=torch.int16).view(F16)
+    got = run(call)
+    reached = torch.zeros_like(got, dtype=torch.bool)
+    # the heads that share this one; all columns if scores are reached, else those of the group
+    reached[0, :, 2:, 0 if which.startswith("k") else 32 - 32 // groups :] = True
+    assert torch.equal(got.isnan(), reached)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_any_strides_of_scales(groups: int, device: str) -> None:
+    call = case([90, 33], tokens=2, page=16, heads=6, kv_heads=3, groups=groups, cache=I4, dtype=BF16, device=device)
+    wanted = run(call)
+
+    def apart(one: Tensor | None, order: tuple[int, ...]) -> Tensor:
+        assert one is not None
+        lies = one.permute(order).contiguous()
+        back = [order.index(dim) for dim in range(4)]
+        wide = torch.full((*lies.shape[:2], 2 * lies.shape[2], lies.shape[3]), 7.0, dtype=one.dtype, device=device)
+        wide[:, :, ::2] = lies
+        return wide[:, :, ::2].permute(back)
+
+    call = call._replace(
+        k_scale=apart(call.k_scale, (0, 2, 1, 3)), k_shift=apart(call.k_shift, (1, 2, 0, 3)),
+        v_scale=apart(call.v_scale, (2, 1, 0, 3)), v_shift=apart(call.v_shift, (1, 0, 2, 3)),
+    )  # fmt: skip
+    assert same_bits(run(call), wanted)
+    # tokens next to each other
+    call = call._replace(k_scale=apart(call.k_scale, (0, 2, 3, 1)))
+    if groups == 1:
+        assert same_bits(run(call), wanted)
+    else:
+        with pytest.raises(Unsupported, match="groups of them, that lie next to each other"):
+            run(call)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, torch.float64])
+@pytest.mark.parametrize("scales", [F16, BF16, F32])
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_quantize_cache(groups: int, scales: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    x = (torch.randn(3, 5, 2, 48, device=device) * 3 + 1).to(dtype)
+    x[0, 0, 0] = 2.5
+    codes, scale, shift = quantize_cache(x, groups, dtype=scales)
+    assert codes.dtype == I4 and codes.shape == (3, 5, 2, 24) and codes.is_contiguous()
+    for one in (scale, shift):
+        assert one.dtype == scales and one.shape == (3, 5, 2, groups)
+    lens = torch.full((3,), 5, dtype=torch.int32, device=device)
+    call = Operands(x, codes, codes, lens, k_scale=scale, v_scale=scale, k_shift=shift, v_shift=shift)
+    wide, unit = x.cpu().double(), ROUNDING[scales]
+    for b in range(3):
+        back, _ = values(call, "k", b, 5)
+        step = in_order(call, scale, b, 5).double().repeat_interleave(48 // groups, dim=-1)
+        least = in_order(call, shift, b, 5).double().repeat_interleave(48 // groups, dim=-1).abs()
+        off = (back - wide[b]).abs()
+        # half a scale, and what the ends lose as scale and shift are rounded
+        assert bool((off <= step * (0.5 + 15 * unit + 1e-5) + least * unit + 1e-12).all())
+        # which is nothing where a code can say it
+        shifts = in_order(call, shift, b, 5).double().repeat_interleave(48 // groups, dim=-1)
+        inside = (wide[b] >= shifts) & (wide[b] <= shifts + 15 * step)
+        assert bool((off <= step * 0.5 + 1e-5)[inside].all())
+        # no code is spared: the smallest of a group has 0, the largest 15, where it is not of one value
+        grouped = torch.stack((codes[b] & 15, codes[b] >> 4)).reshape(2, 5, 2, groups, -1).cpu()
+        spread = in_order(call, scale, b, 5) > 0
+        assert bool((grouped.amax((0, -1)) == 15)[spread].all()) and bool((grouped.amin((0, -1)) == 0).all())
+    assert bool((scale[0, 0, 0] == 0).all()) and bool((codes[0, 0, 0] == 0).all())
+    assert bool((shift[0, 0, 0] == 2.5).all())
+
+
+def test_quantize_cache_of_what_is_not_a_number(device: str) -> None:
+    x = torch.randn(4, 16, device=device)
+    x[1, 3], x[2, 9] = math.nan, math.inf
+    codes, scale, shift = quantize_cache(x, 2)
+    finite = (scale.isfinite() & shift.isfinite()).tolist()
+    assert finite == [[True, True], [False, True], [True, False], [True, True]]
+    clean, kept, moved = quantize_cache(x[3:], 2)
+    assert torch.equal(codes[3:], clean) and torch.equal(scale[3:], kept) and torch.equal(shift[3:], moved)
+
+
+@pytest.mark.parametrize(
+    ("x", "groups", "dtype", "message"),
+    [
+        (torch.zeros(3, 12), 4, F16, "columns must be a multiple of 2"),
+        (torch.zeros(3, 12), 3, F16, "groups one of"),
+        (torch.zeros(3, 0), 1, F16, "columns must be a multiple"),
+        (torch.zeros(3, 12, dtype=I8), 1, F16, "x must be a floating-point tensor"),
+        (torch.zeros(3, 12), 1, torch.float64, "dtype must be one of"),
+    ],
+)
+def test_quantize_cache_refuses(x: Tensor, groups: int, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        quantize_cache(x, groups, dtype=dtype)
+
+
 @pytest.mark.parametrize("page", [16, 5])
 def test_a_window_hides_what_is_not_a_number(page: int, device: str) -> None:
     # keys before the window may be anything, as may their pages
@@ -285,8 +542,28 @@ def test_a_window_hides_what_is_not_a_number(page: int, device: str) -> None:
     assert same_bits(run(call), wanted)
 
 
-def test_same_bits_again_and_in_any_batch(device: str) -> None:
-    call = case([90, 33, 128, 1], tokens=2, page=16, batch_invariant=True, device=device)
+@pytest.mark.parametrize(("cache", "groups"), [(I8, 1), (I4, 1), (I4, 4)])
+def test_a_window_hides_scales_that_are_not_numbers(cache: torch.dtype, groups: int, device: str) -> None:
+    call = case(
+        [100, 128], tokens=2, keys=160, page=5, window=20, dtype=BF16, cache=cache, groups=groups, device=device
+    )
+    wanted = run(call)
+    assert call.block_table is not None
+    for b, length in enumerate((100, 128)):
+        for j in range(length - 2 - 20):
+            number = int(call.block_table[b, j // 5])
+            for one in (call.k_scale, call.v_scale, call.k_shift, call.v_shift):
+                if one is not None:
+                    one[number, j % 5] = math.nan
+    assert same_bits(run(call), wanted)
+
+
+@pytest.mark.parametrize(("cache", "groups"), [(None, 0), (I8, 1), (I4, 1), (I4, 4)])
+def test_same_bits_again_and_in_any_batch(cache: torch.dtype | None, groups: int, device: str) -> None:
+    call = case(
+        [90, 33, 128, 1], tokens=2, page=16, dtype=F32 if cache is None else BF16, cache=cache, groups=groups,
+        batch_invariant=True, device=device,
+    )  # fmt: skip
     op = registry.get(OP)
     op.force("triton")
     whole = op(*call)
@@ -363,6 +640,41 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def _quantized(cache: torch.dtype, groups: int, **change: Any) -> dict[str, Any]:
+    call = case([40, 50], cache=cache, groups=groups)
+    names = ("k_cache", "v_cache", "k_scale", "v_scale", "k_shift", "v_shift")
+    return {name: getattr(call, name) for name in names} | change
+
+
+BAD |= {
+    "int4 without shifts": ("k_shift belongs to a cache of 4 bits", _quantized(I4, 2, k_shift=None)),
+    "int4 without scales": ("v_scale belongs to a cache of 8 bits or 4", _quantized(I4, 2, v_scale=None)),
+    "int4 scale of all": ("k_scale must be floating-point of up to 32", _quantized(I4, 1, k_scale=torch.ones(2))),
+    "int4 3 groups": (
+        r"k_scale must be floating-point of up to 32 bits \[2, 128, 2\] and one of \[1, 2, 4, 8\]",
+        _quantized(I4, 2, k_scale=torch.ones(2, 128, 2, 3)),
+    ),
+    "int4 other groups": ("must both be of tokens, and alike", _quantized(I4, 2, v_scale=torch.ones(2, 128, 2, 4))),
+    "int4 scale in float64": (
+        "v_scale must be floating-point", _quantized(I4, 2, v_scale=torch.ones(2, 128, 2, 2, dtype=torch.float64)),
+    ),
+    "int4 shift dtype": ("v_shift must be torch.float16", _quantized(I4, 2, v_shift=torch.ones(2, 128, 2, 2))),
+    "int4 shift shape": (
+        "k_shift must be torch.float16", _quantized(I4, 2, k_shift=torch.ones(2, 128, 2, 4, dtype=F16)),
+    ),
+    "int4 columns": (
+        "q and k as many; a byte of uint8 is two", _quantized(I4, 1, k_cache=torch.zeros(2, 128, 2, 32, dtype=I4)),
+    ),
+    "int4 columns and groups": (
+        "4 groups of columns need 8 or a multiple of it, got 32 and 12",
+        _quantized(I4, 4, v_cache=torch.zeros(2, 128, 2, 6, dtype=I4)),
+    ),
+    "int8 shift": ("k_shift belongs to a cache of 4 bits", _quantized(I8, 1, k_shift=torch.ones(2, 128, 2, 1))),
+    "int8 groups": ("k_scale must be float32, one number", _quantized(I8, 1, k_scale=torch.ones(2, 128, 2, 2))),
+    "int8 one by token": ("must both be of tokens, and alike", _quantized(I8, 1, v_scale=torch.ones(()))),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments(name: str) -> None:
     message, change = BAD[name]
@@ -392,18 +704,26 @@ def test_no_sequences(device: str) -> None:
     assert run(none).shape == (0, 1, 4, 32)
 
 
+@pytest.mark.parametrize("groups", [0, 1, 4])
 @pytest.mark.parametrize("page", [0, 16])
-def test_compile_fullgraph(page: int, device: str) -> None:
-    def decode(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor | None) -> Any:
-        return ops.flash_decoding(q, k, v, seq_lens=lens, block_table=table, return_lse=True)
+def test_compile_fullgraph(page: int, groups: int, device: str) -> None:
+    def decode(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, table: Tensor | None, scales: tuple[Any, ...]) -> Any:
+        return ops.flash_decoding(
+            q, k, v, seq_lens=lens, block_table=table, return_lse=True, k_scale=scales[0], v_scale=scales[1],
+            k_shift=scales[2], v_shift=scales[3],
+        )  # fmt: skip
 
     torch._dynamo.reset()
     compiled = torch.compile(decode, fullgraph=True, backend="eager" if device == "cpu" else "inductor")
     for lengths in ([90, 33], [128, 5]):
         lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        again = case(lengths, tokens=2, page=page, dtype=BF16, beyond=0.0, device=device)
+        again = case(
+            lengths, tokens=2, page=page, dtype=BF16, beyond=0.0, cache=I4 if groups else None, groups=groups,
+            device=device,
+        )  # fmt: skip
+        scales = (again.k_scale, again.v_scale, again.k_shift, again.v_shift)
         with torch.no_grad():
-            got = compiled(again.q, again.k_cache, again.v_cache, lens, again.block_table)
+            got = compiled(again.q, again.k_cache, again.v_cache, lens, again.block_table, scales)
         assert_right(again._replace(return_lse=True), got)
 
 

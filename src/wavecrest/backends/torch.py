@@ -444,7 +444,7 @@ def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
 def _flash_decoding_supports(*args: Any, **kwargs: Any) -> str | None:
     given = Decoding(*args, **kwargs)
     if given.block_table is not None or given.k_scale is not None:
-        return "would copy a cache of pages or of 8 bits on every call"
+        return "would copy a cache of pages, 8 or 4 bits on every call"
     for name, asked in (
         ("softcap", given.softcap > 0),
         ("sinks", given.sinks is not None),

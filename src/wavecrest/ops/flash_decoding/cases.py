@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.hardware import ARCHS, Arch
-from wavecrest.ops.flash_decoding.operands import Operands
+from wavecrest.ops.flash_decoding.operands import FOUR_BITS, Operands
 
 
 class _Sizes(NamedTuple):
@@ -27,13 +27,20 @@ class _Sizes(NamedTuple):
 
 
 def _call(
-    sizes: _Sizes, dtype: torch.dtype, device: str, cache: torch.dtype | None = None, fill: float = 1.0, **options: Any
-) -> tuple[Any, ...]:
-    """The arguments of a call whose sequences fill this share of their caches, the first of them all of it."""
+    sizes: _Sizes, dtype: torch.dtype, device: str, cache: torch.dtype | None = None, fill: float = 1.0,
+    groups: int = 0, **options: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of a call whose sequences fill this share of their caches, the first of them all of it.
+
+    `groups`: of a cache of 4 bits; of one of 8, 1 for scales of tokens, 0 for one of all.
+    """
+    pages = sizes.batch * (sizes.keys // sizes.page) if sizes.page else sizes.batch
+    leading = (pages, sizes.page or sizes.keys, sizes.kv_heads)
 
     def stored(columns: int) -> Tensor:
-        pages = sizes.batch * (sizes.keys // sizes.page) if sizes.page else sizes.batch
-        shape = (pages, sizes.page or sizes.keys, sizes.kv_heads, columns)
+        shape = (*leading, columns)
+        if cache == FOUR_BITS:
+            return torch.randint(0, 256, (*leading, columns // 2), dtype=cache, device=device)
         if cache is None:
             return torch.randn(shape, dtype=dtype, device=device)
         if cache == torch.int8:
@@ -47,7 +54,15 @@ def _call(
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(count, generator=generator).view(sizes.batch, -1)
         options["block_table"] = order.to(torch.int32).to(device)
-    if cache is not None:
+    if groups > 0:
+        # about the size of keys and values in 16 bits
+        step = 0.3 if cache == FOUR_BITS else 0.01
+        for name in ("k", "v"):
+            scale = torch.rand((*leading, groups), device=device).add(0.5).mul(step).to(torch.float16)
+            options[f"{name}_scale"] = scale
+            if cache == FOUR_BITS:
+                options[f"{name}_shift"] = scale * -7.0
+    elif cache is not None:
         # about the size of keys and values in 16 bits
         scale = torch.full((1,), 0.01 if cache == torch.int8 else 0.75, device=device)
         options |= {"k_scale": scale, "v_scale": 1.5 * scale}
@@ -82,6 +97,12 @@ def _compiled(arch: Arch) -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]
         "fp8": (paged, bf16, {"cache": float8}),
         "fp8 of another flavour": (paged, bf16, {"cache": torch.float8_e4m3fn}),
         "int8 8 queries": (llama._replace(tokens=8), bf16, {"cache": torch.int8}),
+        "int8 by token": (paged, bf16, {"cache": torch.int8, "groups": 1}),
+        "int4": (paged, bf16, {"cache": FOUR_BITS, "groups": 1}),
+        "int4 float16": (paged, torch.float16, {"cache": FOUR_BITS, "groups": 1}),
+        "int4 4 groups": (paged, bf16, {"cache": FOUR_BITS, "groups": 4}),
+        "int4 pages of 1": (llama._replace(page=1), bf16, {"cache": FOUR_BITS, "groups": 1}),
+        "int4 8 queries": (llama._replace(tokens=8), bf16, {"cache": FOUR_BITS, "groups": 1}),
         "8 queries": (llama._replace(tokens=8), bf16, {}),
         "every option": (paged, bf16, every),
         "float32": (llama, torch.float32, {}),
@@ -113,6 +134,7 @@ def bench(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         if t >= 8192 or suite == "quick":
             found[f"{name} pages=64"] = partial(_call, sizes._replace(page=64), torch.bfloat16, device)
             found[f"{name} int8"] = partial(_call, sizes, torch.bfloat16, device, cache=torch.int8)
+            found[f"{name} int4"] = partial(_call, sizes, torch.bfloat16, device, cache=FOUR_BITS, groups=1)
     return found
 
 
@@ -131,6 +153,11 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "pages of 5": partial(_call, _Sizes(1, 1, 4, 1, 150, 32, 32, 5), brain, "cpu"),
         "int8": partial(_call, _Sizes(1, 1, 4, 1, 256, 64, 64, 32), brain, "cpu", cache=torch.int8),
         "fp8": partial(_call, _Sizes(2, 1, 4, 2, 160, 64, 64, 32), half, "cpu", cache=float8, fill=0.3),
+        "int8 by token": partial(
+            _call, _Sizes(2, 1, 4, 2, 160, 64, 64, 32), half, "cpu", cache=torch.int8, groups=1, fill=0.3
+        ),
+        "int4": partial(_call, _Sizes(2, 1, 4, 2, 160, 64, 64, 32), brain, "cpu", cache=FOUR_BITS, groups=1, fill=0.5),
+        "int4 4 groups": partial(_call, _Sizes(1, 2, 4, 2, 140, 64, 40), half, "cpu", cache=FOUR_BITS, groups=4),
         "e4m3fn": partial(_call, _Sizes(1, 1, 4, 2, 160, 64, 64), brain, "cpu", cache=torch.float8_e4m3fn),
         "window sinks": partial(_call, _Sizes(2, 3, 4, 2, 320, 64, 64, 64), brain, "cpu", window=90, sinks=sinks[:4]),
         "every option": partial(

@@ -21,7 +21,7 @@ class Shape(NamedTuple):
     """What a configuration is chosen by: `pairs`, sequences times heads of the cache; 0 for any number of them.
 
     `page`: tokens of a page, 0 without pages; `cache`: its dtype's name; `more`: how many things are done to scores
-    (slopes, softcap, a window's left edge), which take registers.
+    (slopes, softcap, a window's left edge), which take registers; `groups`: of columns, of a cache of 4 bits.
     """
 
     pairs: int
@@ -32,11 +32,12 @@ class Shape(NamedTuple):
     q_bits: int
     cache: str
     more: int
+    groups: int = 0
 
     @property
     def kv_bits(self) -> int:
         """Bits of an element of the cache."""
-        return {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}.get(self.cache, 8)
+        return {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "uint8": 4}.get(self.cache, 8)
 
 
 # BLOCK_N, num_warps, num_stages
@@ -50,7 +51,7 @@ def _nvidia(shape: Shape, rows: int, width: int) -> _Tile:
         return (16, 8, 2) if rows <= 16 else (16, 16, 2)
     keys = 16384 * 8 // (width * shape.kv_bits)
     # 8 bits are widened in registers, 16 KiB of them into 32
-    return min(keys, 64 if shape.kv_bits == 8 or width == 256 else 128), 4, 3
+    return min(keys, 64 if shape.kv_bits <= 8 or width == 256 else 128), 4, 3
 
 
 def _cdna(shape: Shape, rows: int, width: int) -> _Tile:
@@ -66,8 +67,13 @@ def _cdna(shape: Shape, rows: int, width: int) -> _Tile:
         # sums alone are 64 registers of one wave
         return 32, 2 * waves, 1
     keys = 32 if width == 128 else 64
+    if shape.groups > 1:
+        # a scale and a shift for each byte: one wave has no scalar registers for what it keeps (gfx942: 12 too few)
+        return keys // 2, 2 * waves, 1
+    # scales and shifts of keys in small pages have an address each
+    crowded = shape.kv_bits == 4 and shape.page % 16 != 0
     # a mask takes two scalar registers an element of a lane, of which there are about 100
-    return keys // 2 if shape.more else keys, waves, 1
+    return keys // 2 if shape.more or crowded else keys, waves, 1
 
 
 def _rdna(shape: Shape, rows: int, width: int) -> _Tile:
@@ -81,8 +87,8 @@ def _rdna(shape: Shape, rows: int, width: int) -> _Tile:
         return 16, 16, 1
     if width == 256:
         return 16, 4 * waves, 1
-    # what is widened takes registers beside what was loaded
-    return 32, (4 if shape.kv_bits == 8 and rows > 16 else 2) * waves, 1
+    # what is widened takes registers beside what was loaded, of 4 bits four times as many
+    return 16 if shape.kv_bits == 4 else 32, (4 if shape.kv_bits <= 8 and rows > 16 else 2) * waves, 1
 
 
 def default(shape: Shape, arch: Arch | None) -> Config:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from wavecrest.ops._lib import LOG2_E, allow_next, await_previous
 from wavecrest.ops._triton import reciprocal, tl, triton
-from wavecrest.ops.gemm.kernel import BYTES_BF16, BYTES_FP16
+from wavecrest.ops.gemm.kernel import BYTES_BF16, BYTES_FP16, CODES_BF16, CODES_FP16
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -16,8 +16,22 @@ LN_2 = tl.constexpr(0.6931471805599453)
 SIZES = [
     "scale", "softcap", "left", "tokens", "kv_heads", "group", "page", "splits", "d_units", "dv_units",
     "stride_qb", "stride_qt", "stride_qh", "stride_kp", "stride_kt", "stride_kh", "stride_vp", "stride_vt", "stride_vh",
-    "stride_tb", "stride_len", "stride_ab", "stride_ah", "stride_sink", "stride_ks", "stride_vs",
+    "stride_tb", "stride_len", "stride_ab", "stride_ah", "stride_sink",
+    "stride_ksp", "stride_kst", "stride_ksh", "stride_vsp", "stride_vst", "stride_vsh",
+    "stride_kzp", "stride_kzt", "stride_kzh", "stride_vzp", "stride_vzt", "stride_vzh",
 ]  # fmt: skip
+
+
+@triton.jit
+def _narrowed(wide, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers in float32 that TYPE holds exactly, in TYPE."""
+    if tl.bfloat16 == TYPE:
+        # the lower half is 0: cut off rather than rounded, which takes 5 instructions an element on gfx942
+        wide = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+        wide = wide.to(TYPE, bitcast=True)
+    else:
+        wide = wide.to(TYPE)
+    return wide
 
 
 @triton.jit
@@ -41,12 +55,27 @@ def _widened(values, TYPE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexp
                 wide = (half * 256.0 + nan).to(tl.float32)
             else:
                 wide = values.to(tl.float32)
-            if tl.bfloat16 == TYPE:
-                # the lower half is 0: cut off rather than rounded, which takes 5 instructions an element on gfx942
-                values = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(TYPE, bitcast=True)
-            else:
-                values = wide.to(TYPE)
+            values = _narrowed(wide, TYPE)
     return values
+
+
+@triton.jit
+def _halves(packed, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The low and the high codes of bytes, less 8: about as large as what they stand for, and exact in any TYPE."""
+    if PTX and tl.float16 == TYPE:
+        low, high = tl.inline_asm_elementwise(
+            CODES_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    elif PTX:
+        low, high = tl.inline_asm_elementwise(
+            CODES_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        if tl.float32 == TYPE:
+            low, high = low.to(tl.float32), high.to(tl.float32)
+    else:
+        low = _narrowed((packed & 15).to(tl.float32) - 8.0, TYPE)
+        high = _narrowed((packed >> 4).to(tl.float32) - 8.0, TYPE)
+    return low, high
 
 
 @triton.jit
@@ -60,30 +89,193 @@ def _loaded(ptr, at, tile, mask, MASKED: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
+def _numbers(  # type: ignore[no-untyped-def]
+    of, number, place, seen, MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scales or shifts of a tile's keys in float32, 0 for keys that are masked: [GROUPS, BLOCK_N], or [BLOCK_N]."""
+    ptr, stride_p, stride_t = of
+    at = place * stride_t
+    if PAGED:
+        at += number * stride_p
+    if not PAGED or WHOLE:
+        at += tl.arange(0, BLOCK_N).to(tl.int64) * stride_t
+    if GROUPS > 1:
+        at = tl.arange(0, GROUPS)[:, None] + at[None, :]
+        seen = seen[None, :]
+    return _loaded(ptr, at, 0, seen, MASKED).to(tl.float32)
+
+
+@triton.jit
+def _plain_nan(x):  # type: ignore[no-untyped-def]
+    """x, with one NaN for all: one whose bits are all set would be rounded to -0 by `_by_groups`."""
+    return tl.where(x == x, x, float("nan"))
+
+
+@triton.jit
+def _by_groups(half, scale, shift, TYPE: tl.constexpr, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes times scales and shifts, rounded to TYPE. ROUNDS: by an instruction, to bfloat16 too."""
+    wide = half * scale + shift
+    if tl.bfloat16 == TYPE and not ROUNDS:
+        # to nearest even; the compiler's own way asks each for NaN, which takes 2 instructions and scalar registers
+        bits = wide.to(tl.int32, bitcast=True)
+        values = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(TYPE, bitcast=True)
+    else:
+        values = wide.to(TYPE)
+    return values
+
+
+@triton.jit
+def _scores(  # type: ignore[no-untyped-def]
+    q, k, scale, k_scale, k_shift, number, place, seen,
+    MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """scale · q · keys of a tile. Where a key has one scale it multiplies sums of codes, which are exact."""
+    TYPE: tl.constexpr = q[0].dtype
+    if TOKENS:
+        factor = _numbers(k_scale, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N)
+    if GROUPS > 0:
+        shift = _numbers(k_shift, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N) + 8.0 * factor
+        if GROUPS > 1:
+            low, high = _halves(k, tl.float32, PTX)
+            if tl.bfloat16 == TYPE and not ROUNDS:
+                factor, shift = _plain_nan(factor), _plain_nan(shift)
+            low = _by_groups(low, factor[:, None, :], shift[:, None, :], TYPE, ROUNDS)
+            high = _by_groups(high, factor[:, None, :], shift[:, None, :], TYPE, ROUNDS)
+            BYTES: tl.constexpr = q[0].shape[1]
+            low = tl.reshape(low, [BYTES, BLOCK_N])
+            high = tl.reshape(high, [BYTES, BLOCK_N])
+        else:
+            low, high = _halves(k, TYPE, PTX)
+        s = tl.dot(q[0], low, input_precision="ieee", out_dtype=tl.float32)
+        s = tl.dot(q[1], high, s, input_precision="ieee", out_dtype=tl.float32)
+        if GROUPS > 1:
+            s = s * scale
+        else:
+            s = s * (factor * scale)[None, :] + q[2][:, None] * (shift * scale)[None, :]
+    else:
+        s = tl.dot(q[0], _widened(k, TYPE, PTX, FOREIGN), input_precision="ieee", out_dtype=tl.float32)
+        if TOKENS:
+            s = s * (factor * scale)[None, :]
+        else:
+            s = s * scale
+    return s
+
+
+@triton.jit
+def _summed(  # type: ignore[no-untyped-def]
+    acc, p, shrink, v, v_scale, v_shift, number, place, seen, TYPE: tl.constexpr,
+    MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """acc · shrink + weights p · values of a tile.
+
+    Where a value has one scale it multiplies the weight, in float32 and before that is rounded, but not in float16:
+    that has no room for a weight times a scale.
+    """
+    if TOKENS:
+        factor = _numbers(v_scale, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N)
+    if GROUPS > 0:
+        shift = _numbers(v_shift, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N) + 8.0 * factor
+        if GROUPS > 1 or tl.float16 == TYPE:
+            low, high = _halves(v, tl.float32, PTX)
+            if tl.bfloat16 == TYPE and not ROUNDS:
+                factor, shift = _plain_nan(factor), _plain_nan(shift)
+            if GROUPS > 1:
+                factor, shift = tl.trans(factor)[:, :, None], tl.trans(shift)[:, :, None]
+            else:
+                factor, shift = factor[:, None], shift[:, None]
+            BYTES: tl.constexpr = acc[0].shape[1]
+            low = tl.reshape(_by_groups(low, factor, shift, TYPE, ROUNDS), [BLOCK_N, BYTES])
+            high = tl.reshape(_by_groups(high, factor, shift, TYPE, ROUNDS), [BLOCK_N, BYTES])
+            weight = p.to(TYPE)
+        else:
+            low, high = _halves(v, TYPE, PTX)
+            weight = (p * factor[None, :]).to(TYPE)
+        first = tl.dot(weight, low, acc[0] * shrink[:, None], input_precision="ieee", out_dtype=tl.float32)
+        second = tl.dot(weight, high, acc[1] * shrink[:, None], input_precision="ieee", out_dtype=tl.float32)
+        if GROUPS > 1 or tl.float16 == TYPE:
+            acc = (first, second)
+        else:
+            acc = (first, second, acc[2] * shrink + tl.sum(p * shift[None, :], 1))
+    else:
+        v = _widened(v, TYPE, PTX, FOREIGN)
+        weight = p
+        if TOKENS:
+            if tl.float16 == TYPE:
+                v = (v.to(tl.float32) * factor[:, None]).to(TYPE)
+            else:
+                weight = p * factor[None, :]
+        sums = tl.dot(weight.to(TYPE), v, acc[0] * shrink[:, None], input_precision="ieee", out_dtype=tl.float32)
+        acc = (sums,)
+    return acc
+
+
+@triton.jit
+def _columns(units, ALIGN: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns, which of them there are, and how many of them there are or, of 4 bits, bytes of a group.
+
+    Of 4 bits the columns are those of low codes, a group's bytes beside the next's.
+    """
+    offs = tl.arange(0, BLOCK)
+    size = units * ALIGN
+    if GROUPS > 0:
+        EACH: tl.constexpr = BLOCK // GROUPS
+        if EVEN:
+            size = EACH
+        cols = (offs // EACH) * (2 * size) + offs % EACH
+        offs = offs % EACH
+    else:
+        if EVEN:
+            size = BLOCK
+        cols = offs
+    mask = tl.full([BLOCK], True, tl.int1) if EVEN else offs < size
+    return cols, mask, size
+
+
+@triton.jit
+def _q_tile(ptr, rows, cols, mask_m, mask):  # type: ignore[no-untyped-def]
+    """Columns of queries; what is masked is 0."""
+    return tl.load(ptr + rows[:, None] + cols[None, :], mask=mask_m[:, None] & mask[None, :], other=0.0)
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
+    k_scale, k_shift, v_scale, v_shift,
     begin, end, first, last, lower, upper, mask_d, mask_dv, scale, softcap, slope,
     MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Let tiles of keys from `begin` to `end` pass: (sums, their weights' total, the largest score so far) of each row.
 
     `first`, `last`: the keys that any row sees lie between them; MASKED: tiles may have others, which are not read, and
-    a row i sees those from lower[i] to upper[i]. WHOLE: a tile lies within one page.
+    a row i sees those from lower[i] to upper[i]. WHOLE: a tile lies within one page. TOKENS: each key and value has a
+    scale. GROUPS: of 4 bits, in so many groups of columns; q is then (columns of low codes, of high ones, its sum), and
+    the sums are (columns of low codes, of high ones, those of shifts where they are apart).
     """
     offs_n = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         cols = start + offs_n
         mask_k = mask_d[:, None]
         mask_v = mask_dv[None, :]
+        seen = cols < last
+        if GROUPS > 1:
+            mask_k = mask_d[None, :, None]
+            mask_v = mask_dv[None, None, :]
         if MASKED:
-            seen = cols < last
             if LEFT:
                 seen = seen & (cols >= first)
-            mask_k = mask_k & seen[None, :]
             # zeros for what no row sees: 0 · NaN would be NaN
-            mask_v = mask_v & seen[:, None]
+            if GROUPS > 1:
+                mask_k = mask_k & seen[None, None, :]
+                mask_v = mask_v & seen[:, None, None]
+            else:
+                mask_k = mask_k & seen[None, :]
+                mask_v = mask_v & seen[:, None]
+        number = tl.cast(0, tl.int64)
         # what moves with the tile is added to the pointer, in 64 bits
         if PAGED and not WHOLE:
             if MASKED:
@@ -91,8 +283,14 @@ def _attend(  # type: ignore[no-untyped-def]
             else:
                 number = tl.load(table_ptr + cols // page).to(tl.int64)
             place = (cols % page).to(tl.int64)
-            k_at = (number * stride_kp + place * stride_kt)[None, :]
-            v_at = (number * stride_vp + place * stride_vt)[:, None]
+            k_at = number * stride_kp + place * stride_kt
+            v_at = number * stride_vp + place * stride_vt
+            if GROUPS > 1:
+                k_at = k_at[None, None, :]
+                v_at = v_at[:, None, None]
+            else:
+                k_at = k_at[None, :]
+                v_at = v_at[:, None]
         elif PAGED:
             number = tl.load(table_ptr + start // page).to(tl.int64)
             place = tl.cast(start % page, tl.int64)
@@ -103,12 +301,13 @@ def _attend(  # type: ignore[no-untyped-def]
             k_at = place * stride_kt
             v_at = place * stride_vt
         k = _loaded(k_ptr, k_at, k_tile, mask_k, MASKED or not EVEN_D)
-        s = tl.dot(q, _widened(k, q.dtype, PTX, FOREIGN), input_precision="ieee", out_dtype=tl.float32)
+        s = _scores(
+            q, k, scale, k_scale, k_shift, number, place, seen,
+            MASKED, PAGED, WHOLE, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, BLOCK_N,
+        )  # fmt: skip
         if SOFTCAP:
             # c · tanh(s / c) = c − 2c / (1 + e^(2s / c))
-            s = softcap - 2.0 * softcap * reciprocal(1.0 + tl.exp2(s * scale))
-        else:
-            s = s * scale
+            s = softcap - 2.0 * softcap * reciprocal(1.0 + tl.exp2(s))
         if ALIBI:
             s -= slope[:, None] * tl.abs((upper[:, None] - cols[None, :]).to(tl.float32))
         if MASKED:
@@ -126,31 +325,34 @@ def _attend(  # type: ignore[no-untyped-def]
         top = top_now
         total = total * shrink + tl.sum(p, 1)
         v = _loaded(v_ptr, v_at, v_tile, mask_v, MASKED or not EVEN_DV)
-        acc = tl.dot(
-            p.to(q.dtype), _widened(v, q.dtype, PTX, FOREIGN), acc * shrink[:, None], input_precision="ieee",
-            out_dtype=tl.float32,
+        acc = _summed(
+            acc, p, shrink, v, v_scale, v_shift, number, place, seen, q[0].dtype,
+            MASKED, PAGED, WHOLE, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, BLOCK_N,
         )  # fmt: skip
     return acc, total, top
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _decoding_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, k_shift_ptr, v_shift_ptr,
     o_ptr, lse_ptr, part_ptr, meta_ptr,
     scale, softcap, left, tokens, kv_heads, group, page, splits, d_units, dv_units,
     stride_qb, stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
-    stride_tb, stride_len, stride_ab, stride_ah, stride_sink, stride_ks, stride_vs,
+    stride_tb, stride_len, stride_ab, stride_ah, stride_sink,
+    stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
+    stride_kzp, stride_kzt, stride_kzh, stride_vzp, stride_vzt, stride_vzh,
     PAGED: tl.constexpr, WHOLE: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, SCALED: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
     Q_ALIGN: tl.constexpr, KV_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
+    PDL: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """CHUNK keys of one head of one sequence, for all queries that read them: rows t · group + g of query t, head g.
 
     Not SPLIT: the result. SPLIT: sums to part_ptr [B, Hk, splits, rows, Dv], their largest score and total to meta_ptr
-    [B, Hk, splits, rows, 2]; a split beyond a sequence's keys writes nothing.
+    [B, Hk, splits, rows, 2]; a split beyond a sequence's keys writes nothing. GROUPS: a cache of 4 bits, where D and Dv
+    (`d_units`, `dv_units`) are the bytes of one group's columns, and BLOCK_D and BLOCK_DV hold those of all groups.
     """
     split = tl.program_id(0) % splits
     block_m = tl.program_id(0) // splits
@@ -171,18 +373,19 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
 
     offs_m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
+    offs_d, mask_d, size_d = _columns(d_units, D_ALIGN, EVEN_D, GROUPS, BLOCK_D)
+    offs_dv, mask_dv, size_dv = _columns(dv_units, DV_ALIGN, EVEN_DV, GROUPS, BLOCK_DV)
     rows = tokens * group
     mask_m = offs_m < rows
     token = offs_m // group
     head = kv_head * group + offs_m % group
-    mask_d = tl.full([BLOCK_D], True, tl.int1) if EVEN_D else offs_d < d_units * D_ALIGN
-    mask_dv = tl.full([BLOCK_DV], True, tl.int1) if EVEN_DV else offs_dv < dv_units * DV_ALIGN
-    q_rows = sequence * stride_qb + token.to(tl.int64) * stride_qt + head * stride_qh
-    q = tl.load(
-        q_ptr + (q_rows * Q_ALIGN)[:, None] + offs_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0
-    )
+    q_rows = (sequence * stride_qb + token.to(tl.int64) * stride_qt + head * stride_qh) * Q_ALIGN
+    low = _q_tile(q_ptr, q_rows, offs_d, mask_m, mask_d)
+    if GROUPS > 0:
+        high = _q_tile(q_ptr, q_rows, offs_d + size_d, mask_m, mask_d)
+        q = (low, high, tl.sum(low.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1))
+    else:
+        q = (low,)  # type: ignore[assignment]
     # the last key that a query sees: the last query sees the last
     upper = keys - tokens + token
     lower = upper
@@ -195,22 +398,54 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     stride_vt = stride_vt.to(tl.int64) * KV_ALIGN
     k_ptr += kv_head * stride_kh * KV_ALIGN
     v_ptr += kv_head * stride_vh * KV_ALIGN
+    k_scale_ptr += kv_head * stride_ksh
+    v_scale_ptr += kv_head * stride_vsh
+    k_shift_ptr += kv_head * stride_kzh
+    v_shift_ptr += kv_head * stride_vzh
     if PAGED:
         table_ptr += sequence * stride_tb
     else:
         k_ptr += sequence * stride_kp
         v_ptr += sequence * stride_vp
+        k_scale_ptr += sequence * stride_ksp
+        v_scale_ptr += sequence * stride_vsp
+        k_shift_ptr += sequence * stride_kzp
+        v_shift_ptr += sequence * stride_vzp
+    k_scale = (k_scale_ptr, stride_ksp, stride_kst)
+    v_scale = (v_scale_ptr, stride_vsp, stride_vst)
+    k_shift = (k_shift_ptr, stride_kzp, stride_kzt)
+    v_shift = (v_shift_ptr, stride_vzp, stride_vzt)
     # offsets in a tile: in 32 bits where they fit
     offs_k = offs_n.to(tl.int64) if WIDE else offs_n
-    k_tile = offs_d[:, None]
-    v_tile = offs_dv[None, :]
+    if GROUPS > 1:
+        # [groups, bytes of one], so that a group's scale is spread over its bytes without a move between lanes
+        group_d = tl.arange(0, BLOCK_D // GROUPS)
+        group_dv = tl.arange(0, BLOCK_DV // GROUPS)
+        k_tile = (tl.arange(0, GROUPS) * size_d)[:, None, None] + group_d[None, :, None]
+        v_tile = (tl.arange(0, GROUPS) * size_dv)[None, :, None] + group_dv[None, None, :]
+        bytes_d = tl.full([BLOCK_D // GROUPS], True, tl.int1) if EVEN_D else group_d < size_d
+        bytes_dv = tl.full([BLOCK_DV // GROUPS], True, tl.int1) if EVEN_DV else group_dv < size_dv
+    elif GROUPS == 1:
+        bytes_d, bytes_dv = mask_d, mask_dv
+        k_tile = tl.arange(0, BLOCK_D)[:, None]
+        v_tile = tl.arange(0, BLOCK_DV)[None, :]
+    else:
+        bytes_d, bytes_dv = mask_d, mask_dv
+        k_tile = offs_d[:, None]
+        v_tile = offs_dv[None, :]
     if not PAGED or WHOLE:
-        k_tile = k_tile + (offs_k * (stride_kt if WIDE else stride_kt.to(tl.int32)))[None, :]
-        v_tile = v_tile + (offs_k * (stride_vt if WIDE else stride_vt.to(tl.int32)))[:, None]
+        k_rows = offs_k * (stride_kt if WIDE else stride_kt.to(tl.int32))
+        v_rows = offs_k * (stride_vt if WIDE else stride_vt.to(tl.int32))
+        if GROUPS > 1:
+            k_tile = k_tile + k_rows[None, None, :]
+            v_tile = v_tile + v_rows[:, None, None]
+        else:
+            k_tile = k_tile + k_rows[None, :]
+            v_tile = v_tile + v_rows[:, None]
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     if SCALED:
-        scale *= tl.load(k_scale_ptr + kv_head * stride_ks)
+        scale *= tl.load(k_scale_ptr)
     if SOFTCAP:
         scale = 2.0 * LOG2_E * scale / softcap
         softcap = softcap * LOG2_E
@@ -227,33 +462,54 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
         if not SPLIT:
             top = sink
             total = tl.where(sink == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if GROUPS == 0:
+        acc = (zeros,)
+    elif GROUPS > 1 or tl.float16 == q_ptr.dtype.element_ty:
+        acc = (zeros, zeros)  # type: ignore[assignment]
+    else:
+        acc = (zeros, zeros, tl.zeros([BLOCK_M], tl.float32))  # type: ignore[assignment]
     # tiles that every query sees in full are [whole, rest)
     whole = begin
     if LEFT:
         whole = tl.minimum(tl.maximum(tl.cdiv(keys - 1 - left, BLOCK_N) * BLOCK_N, begin), end)
         acc, total, top = _attend(
             acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp,
-            stride_vt, begin, whole, first, end, lower, upper, mask_d, mask_dv, scale, softcap, slope,
-            True, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, BLOCK_N,
+            stride_vt, k_scale, k_shift, v_scale, v_shift, begin, whole, first, end, lower, upper, bytes_d, bytes_dv,
+            scale, softcap, slope, True, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS,
+            GROUPS, ROUNDS, BLOCK_N,
         )  # fmt: skip
     rest = whole + tl.maximum(tl.minimum(end, keys - tokens + 1) - whole, 0) // BLOCK_N * BLOCK_N
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
-        whole, rest, first, end, lower, upper, mask_d, mask_dv, scale, softcap, slope,
-        False, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, BLOCK_N,
+        k_scale, k_shift, v_scale, v_shift, whole, rest, first, end, lower, upper, bytes_d, bytes_dv,
+        scale, softcap, slope, False, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS, GROUPS,
+        ROUNDS, BLOCK_N,
     )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
-        rest, end, first, end, lower, upper, mask_d, mask_dv, scale, softcap, slope,
-        True, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, BLOCK_N,
+        k_scale, k_shift, v_scale, v_shift, rest, end, first, end, lower, upper, bytes_d, bytes_dv,
+        scale, softcap, slope, True, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS, GROUPS,
+        ROUNDS, BLOCK_N,
     )  # fmt: skip
-    if SCALED:
-        acc *= tl.load(v_scale_ptr + kv_head * stride_vs)
+    low = acc[0]
+    high = acc[0]
     Dv = dv_units * DV_ALIGN
+    if SCALED:
+        low *= tl.load(v_scale_ptr)
+    if GROUPS > 0:
+        high = acc[1]
+        Dv = 2 * GROUPS * size_dv
+        if GROUPS == 1 and tl.float16 != q_ptr.dtype.element_ty:
+            low += acc[2][:, None]
+            high += acc[2][:, None]
+    mask = mask_m[:, None] & mask_dv[None, :]
     if SPLIT:
         at = ((sequence * kv_heads + kv_head) * splits + split) * rows + offs_m
-        tl.store(part_ptr + at[:, None] * Dv + offs_dv[None, :], acc, mask=mask_m[:, None] & mask_dv[None, :])
+        part = part_ptr + at[:, None] * Dv + offs_dv[None, :]
+        tl.store(part, low, mask=mask)
+        if GROUPS > 0:
+            tl.store(part + size_dv, high, mask=mask)
         tl.store(meta_ptr + at * 2, top, mask=mask_m)
         tl.store(meta_ptr + at * 2 + 1, total, mask=mask_m)
     else:
@@ -261,9 +517,11 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
         if LSE:
             lse_at = (sequence * (kv_heads * group) + head) * tokens + token
             tl.store(lse_ptr + lse_at, (top + tl.log2(total)) * LN_2, mask=mask_m)
-        acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        share = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
         out = o_ptr + at[:, None] * Dv + offs_dv[None, :]
-        tl.store(out, acc.to(o_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_dv[None, :])
+        tl.store(out, (low * share).to(o_ptr.dtype.element_ty), mask=mask)
+        if GROUPS > 0:
+            tl.store(out + size_dv, (high * share).to(o_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)

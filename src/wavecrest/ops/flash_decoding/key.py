@@ -8,12 +8,21 @@ from wavecrest.registry import Key, dtype_name, needs_grad, row_bucket
 
 KEY_FIELDS = (
     "batch", "tokens", "heads", "kv_heads", "d", "dv", "capacity", "page", "dtype", "cache", "window", "alibi",
-    "softcap", "sinks", "lse", "invariant", "access", "device", "grad",
+    "softcap", "sinks", "lse", "invariant", "access", "device", "grad", "scales",
 )  # fmt: skip
 
 
 def _name(given: Operands) -> str:
     return str(given.k_cache.dtype).removeprefix("torch.")
+
+
+def _scales(given: Operands) -> str:
+    """What has a scale of its own."""
+    if given.k_scale is None:
+        return "none"
+    if not given.by_token:
+        return "heads"
+    return f"{given.groups} groups" if given.four_bits else "tokens"
 
 
 def key_of(given: Operands) -> Key:
@@ -35,9 +44,10 @@ def key_of(given: Operands) -> Key:
         given.sinks is not None,
         given.return_lse,
         given.batch_invariant,
-        "columns" if all(one.stride(-1) == 1 for one in (given.q, given.k_cache, given.v_cache)) else "any",
+        "columns" if given.dense else "any",
         given.q.device.type,
         needs_grad(given.q, given.k_cache, given.v_cache, given.sinks, given.alibi_slopes),
+        _scales(given),
     )
 
 
@@ -49,4 +59,7 @@ def shape_of(key: Key) -> _config.Shape:
     rows = part["tokens"] * (part["heads"] // part["kv_heads"])
     columns = max(part["d"], part["dv"])
     more = part["alibi"] + part["softcap"] + part["window"]
-    return _config.Shape(pairs, rows, part["capacity"], part["page"], columns, bits[part["dtype"]], part["cache"], more)
+    groups = int(part["scales"].split()[0]) if part["scales"].endswith("groups") else 0
+    return _config.Shape(
+        pairs, rows, part["capacity"], part["page"], columns, bits[part["dtype"]], part["cache"], more, groups
+    )

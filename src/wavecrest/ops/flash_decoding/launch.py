@@ -18,7 +18,7 @@ from wavecrest.tuned import Config
 
 # matrix units take no fewer
 LEAST_BLOCK = 16
-TENSORS = 13
+TENSORS = 15
 # splits that are put together at a time
 JOINED = 16
 
@@ -48,6 +48,11 @@ def _foreign(given: Operands, arch: Arch | None) -> bool:
     return given.k_cache.dtype == torch.float8_e4m3fn and not native
 
 
+def _rounds(arch: Arch | None) -> bool:
+    """True where an instruction rounds float32 to bfloat16."""
+    return arch is not None and (arch.vendor == "nvidia" or arch.name == "gfx950")
+
+
 def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
     """The first strides of a tensor, 0 where there is one element, and before those where it has fewer dimensions."""
     if tensor is None:
@@ -56,9 +61,18 @@ def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
     return (*(0 for _ in range(dims - len(found))), *found[:dims])
 
 
+def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
+    """The strides of scales or shifts from page to page (or sequence), token and head."""
+    if scale is not None and scale.ndim == 4:
+        return _strides(scale, 3)
+    return (0, 0, *_strides(scale, 1))
+
+
 def _tensors(given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor) -> tuple[Tensor, ...]:
     q = given.q
-    some = (given.block_table, given.alibi_slopes, given.sinks, given.k_scale, given.v_scale)
+    some = (
+        given.block_table, given.alibi_slopes, given.sinks, given.k_scale, given.v_scale, given.k_shift, given.v_shift,
+    )  # fmt: skip
     return (
         q, given.k_cache, given.v_cache, given.seq_lens, *(q if one is None else one for one in some),
         o, q if lse is None else lse, parts, meta,
@@ -76,9 +90,12 @@ def plan(
     rows, width, out = given.tokens * given.group, given.columns, given.v_columns
     q_strides, k_strides, v_strides = (_strides(one, 3) for one in (given.q, given.k_cache, given.v_cache))
     q_align, kv_align = _rows.alignment(0, q_strides), _rows.alignment(0, k_strides, v_strides)
-    d_align, dv_align = _rows.alignment(width), _rows.alignment(out)
-    block_d = max(LEAST_BLOCK, _rows.power_of_two(width))
-    block_dv = max(LEAST_BLOCK, _rows.power_of_two(out))
+    # of 4 bits, the bytes of a group, and a power of two of them for each group
+    groups = max(1, given.groups)
+    size_d, size_dv = (width // (2 * groups), out // (2 * groups)) if given.four_bits else (width, out)
+    d_align, dv_align = _rows.alignment(size_d), _rows.alignment(size_dv)
+    block_d = max(LEAST_BLOCK, _rows.power_of_two(size_d) * groups)
+    block_dv = max(LEAST_BLOCK, _rows.power_of_two(size_dv) * groups)
     paged = given.block_table is not None
     # all keys are seen by a window as large as the cache; differences with it then fit into 32 bits
     left = min(given.window, given.capacity)
@@ -86,41 +103,47 @@ def plan(
     # how far a tile reaches, in elements
     reach = max(k_strides[1], v_strides[1]) * keys + max(block_d, block_dv)
     constants = {
-        "LEFT": given.window >= 0, "SINKS": given.sinks is not None, "LSE": given.return_lse, "DV_ALIGN": dv_align,
-        "PDL": overlaps, "BLOCK_DV": block_dv,
+        "LEFT": given.window >= 0, "SINKS": given.sinks is not None, "LSE": given.return_lse, "PDL": overlaps,
     }  # fmt: skip
     first = _rows.Launch(
         _decoding_kernel,
         (splits * _rows.ceil_div(rows, config["BLOCK_M"]), given.kv_heads, given.batch),
         (
             *_tensors(given, o, lse, parts, meta), float(given.scale), float(given.softcap), left, given.tokens,
-            given.kv_heads, given.group, given.page, splits, width // d_align, out // dv_align,
+            given.kv_heads, given.group, given.page, splits, size_d // d_align, size_dv // dv_align,
             *(stride // q_align for stride in q_strides), *(stride // kv_align for stride in (*k_strides, *v_strides)),
             0 if given.block_table is None else given.block_table.stride(0), given.seq_lens.stride(0),
-            *_strides(given.alibi_slopes, 2), *_strides(given.sinks, 1), *_strides(given.k_scale, 1),
-            *_strides(given.v_scale, 1),
+            *_strides(given.alibi_slopes, 2), *_strides(given.sinks, 1), *_scale_strides(given.k_scale),
+            *_scale_strides(given.v_scale), *_scale_strides(given.k_shift), *_scale_strides(given.v_shift),
         ),
         {
             **constants, "PAGED": paged, "WHOLE": paged and given.page % keys == 0, "SOFTCAP": given.softcap > 0,
-            "ALIBI": given.alibi_slopes is not None, "SCALED": given.k_scale is not None, "SPLIT": splits > 1,
-            "Q_ALIGN": q_align, "KV_ALIGN": kv_align, "D_ALIGN": d_align, "EVEN_D": width == block_d,
-            "EVEN_DV": out == block_dv, "WIDE": reach >= 2**31, "PTX": _assembles(arch),
-            "FOREIGN": _foreign(given, arch), "BLOCK_D": block_d,
+            "ALIBI": given.alibi_slopes is not None, "SPLIT": splits > 1,
+            "SCALED": given.k_scale is not None and not given.by_token, "TOKENS": given.by_token,
+            "GROUPS": given.groups, "Q_ALIGN": q_align, "KV_ALIGN": kv_align, "D_ALIGN": d_align, "DV_ALIGN": dv_align,
+            
+            "EVEN_D": size_d * groups == block_d, "EVEN_DV": size_dv * groups == block_dv,
+            "WIDE": reach >= 2**31, "PTX": _assembles(arch),
+            "FOREIGN": _foreign(given, arch), "ROUNDS": _rounds(arch), "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
         },
         config,
     )  # fmt: skip
     if splits == 1:
         return Plan(first, None, None)
-    q = given.q
+    q, out_align = given.q, _rows.alignment(out)
     second = _rows.Launch(
         _joining_kernel,
         (rows, given.kv_heads, given.batch),
         (
             parts, meta, given.seq_lens, q if given.sinks is None else given.sinks, o, q if lse is None else lse,
-            left, given.tokens, given.kv_heads, given.group, splits, out // dv_align,
+            left, given.tokens, given.kv_heads, given.group, splits, out // out_align,
             given.seq_lens.stride(0), *_strides(given.sinks, 1),
         ),
-        {**constants, "CHUNK": chunk, "BLOCK_N": keys, "BLOCK_S": JOINED},
+        {
+            **constants, "CHUNK": chunk, "BLOCK_N": keys, "BLOCK_S": JOINED, "DV_ALIGN": out_align,
+            "BLOCK_DV": max(LEAST_BLOCK, _rows.power_of_two(out)),
+        },
         Config(num_warps=4, **({"launch_pdl": 1} if overlaps else {})),
     )  # fmt: skip
     return Plan(first, (given.batch, given.kv_heads, splits, rows), second)

@@ -25,7 +25,11 @@ def _cost(*args: Any, **kwargs: Any) -> Cost:
     lengths = given.seq_lens
     keys = given.capacity * given.batch if lengths.device.type == "meta" else int(lengths.sum())
     each = given.kv_heads * (given.columns + given.v_columns)
-    moved = keys * each * given.k_cache.element_size() + given.q.nbytes
+    stored = given.k_cache.shape[-1] + given.v_cache.shape[-1]
+    moved = keys * given.kv_heads * stored * given.k_cache.element_size() + given.q.nbytes
+    for scale in (given.k_scale, given.v_scale, given.k_shift, given.v_shift):
+        if scale is not None and given.by_token:
+            moved += keys * given.kv_heads * scale.shape[-1] * scale.element_size()
     moved += given.q.element_size() * given.batch * given.tokens * given.heads * given.v_columns
     return Cost(flops=2 * keys * given.tokens * given.group * each, bytes=moved)
 
@@ -47,8 +51,8 @@ def _declines(*args: Any, **kwargs: Any) -> str | None:
     reason = _rows.kernel_refusal(dtype_name(given.q), given.q.device.type, 1, grad)
     if reason is not None:
         return reason
-    if any(one.stride(-1) != 1 for one in (given.q, given.k_cache, given.v_cache)):
-        return "reads columns that lie next to each other"
+    if not given.dense:
+        return "reads columns, and groups of them, that lie next to each other"
     return (
         _unwidened(str(given.k_cache.dtype).removeprefix("torch.")) if given.k_cache.dtype in EIGHT_BIT_FLOATS else None
     )
@@ -127,6 +131,8 @@ def flash_decoding(
     v_scale: Tensor | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
+    k_shift: Tensor | None = None,
+    v_shift: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of the last tokens of sequences over their cached keys, those tokens' own among them.
 
@@ -136,8 +142,10 @@ def flash_decoding(
     Args:
         q: [B, T, Hq, D], T from 1 to 16 (more with speculative decoding); float32, float16, bfloat16 or float64; D from
             1 to 256; any strides.
-        k_cache: [B, S, Hk, D], or pages [P, page, Hk, D] of any size; Hq is a multiple of Hk. In q's dtype, or int8 or
-            an 8-bit float with scales. Any strides, columns next to each other for the kernel.
+        k_cache: [B, S, Hk, D], or pages [P, page, Hk, D] of any size; Hq is a multiple of Hk. In q's dtype; or int8 or
+            an 8-bit float with scales; or uint8 with D / 2 bytes of two codes, from 0 to 15, with scales and shifts of
+            1, 2, 4 or 8 groups of columns, D a multiple of 2 · groups (`quantize_cache` makes them). Any strides,
+            columns next to each other for the kernel.
         v_cache: the same with Dv columns, from 1 to 256.
         seq_lens: int32 [B], the keys of each sequence, at most S or page · pages. Not looked at before the launch.
         block_table: int32 [B, pages]: which page of the cache holds each page of a sequence.
@@ -146,10 +154,14 @@ def flash_decoding(
         alibi_slopes: float32 [Hq] or [B, Hq]: −slope · distance is added to the scaled scores.
         softcap: c > 0: scaled scores become c · tanh(s / c); 0: they do not.
         sinks: floating [Hq], a further score of each query that has no value.
-        k_scale, v_scale: float32, one number or [Hk]: what the numbers of an 8-bit cache are multiplied by.
+        k_scale, v_scale: what the numbers of a cache of 8 or 4 bits are multiplied by. 8 bits: float32, one number or
+            [Hk], or one for each token and head, [B, S, Hk, 1] or [P, page, Hk, 1] in float32, float16 or bfloat16. 4
+            bits: [B, S, Hk, groups] or [P, page, Hk, groups] of these. Any strides; more groups than one next to each
+            other for the kernel.
         return_lse: also return the natural logarithms of the sums of exponentials, with the sink in them.
         batch_invariant: split the keys of a sequence without a look at how many sequences there are, so that a
             sequence has the same bits in any batch.
+        k_shift, v_shift: of a cache of 4 bits, what is added after that, in the shape and dtype of the scales.
 
     Returns:
         [B, T, Hq, Dv] in q's dtype, contiguous; with `return_lse` also float32 (float64 for float64) [B, Hq, T]. A
@@ -160,6 +172,6 @@ def flash_decoding(
     """
     result: Tensor | tuple[Tensor, Tensor] = _op(
         q, k_cache, v_cache, seq_lens, block_table, window, softmax_scale, alibi_slopes, softcap, sinks, k_scale,
-        v_scale, return_lse, batch_invariant,
+        v_scale, return_lse, batch_invariant, k_shift, v_shift,
     )  # fmt: skip
     return result

@@ -13,6 +13,11 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # what a cache may hold in 8 bits, with scales
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 EIGHT_BITS = (torch.int8, *EIGHT_BIT_FLOATS)
+# two codes of 4 bits a byte, with scales and shifts; groups of columns that have their own
+FOUR_BITS = torch.uint8
+GROUPS = (1, 2, 4, 8)
+# of scales and shifts that tokens have
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_COLUMNS = 256
 # queries of a sequence in one call
 MAX_TOKENS = 16
@@ -38,6 +43,8 @@ class Operands(NamedTuple):
     v_scale: Tensor | None = None
     return_lse: bool = False
     batch_invariant: bool = False
+    k_shift: Tensor | None = None
+    v_shift: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -72,7 +79,29 @@ class Operands(NamedTuple):
     @property
     def v_columns(self) -> int:
         """Columns of v and of the result."""
-        return self.v_cache.shape[-1]
+        return self.v_cache.shape[-1] * (2 if self.four_bits else 1)
+
+    @property
+    def four_bits(self) -> bool:
+        """True for a cache of two codes a byte."""
+        return self.k_cache.dtype == FOUR_BITS
+
+    @property
+    def by_token(self) -> bool:
+        """True where each token and head has scales of its own."""
+        return self.k_scale is not None and self.k_scale.ndim == 4
+
+    @property
+    def dense(self) -> bool:
+        """True where columns, and groups of them, lie next to each other."""
+        columns = all(one.stride(-1) == 1 for one in (self.q, self.k_cache, self.v_cache))
+        scales = (self.k_scale, self.v_scale, self.k_shift, self.v_shift)
+        return columns and (self.groups < 2 or all(one is None or one.stride(-1) == 1 for one in scales))
+
+    @property
+    def groups(self) -> int:
+        """Groups of columns that have their own scale and shift, of a cache of 4 bits; 0 for others."""
+        return self.k_scale.shape[-1] if self.four_bits and self.k_scale is not None else 0
 
     @property
     def page(self) -> int:
@@ -111,19 +140,22 @@ def check(given: Operands) -> None:
     if not 1 <= q.shape[1] <= MAX_TOKENS:
         raise _fail(f"takes 1 to {MAX_TOKENS} queries of a sequence, got {_describe(q)}; more are flash_attention's")
     for name, cache in (("k_cache", given.k_cache), ("v_cache", given.v_cache)):
-        if not isinstance(cache, Tensor) or cache.ndim != 4 or cache.dtype not in (q.dtype, *EIGHT_BITS):
+        if not isinstance(cache, Tensor) or cache.ndim != 4 or cache.dtype not in (q.dtype, *EIGHT_BITS, FOUR_BITS):
             raise _fail(
-                f"{name} must be [B, S, H, D] or [pages, page, H, D] of {q.dtype} or 8 bits, got {_describe(cache)}"
+                f"{name} must be [B, S, H, D] or [pages, page, H, D] of {q.dtype} or 8 bits, or [..., D / 2] of uint8, "
+                f"got {_describe(cache)}"
             )
         if cache.device != q.device:
             raise _fail(f"{name} is on {cache.device}, q on {q.device}")
     k, v = given.k_cache, given.v_cache
     if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype:
         raise _fail(f"k_cache {_describe(k)} and v_cache {_describe(v)} must agree in all but their columns")
-    if k.shape[3] != q.shape[3] or not 1 <= q.shape[3] <= MAX_COLUMNS or not 1 <= v.shape[3] <= MAX_COLUMNS:
+    codes = 2 if given.four_bits else 1
+    d, dv = q.shape[3], given.v_columns
+    if k.shape[3] * codes != d or not 1 <= d <= MAX_COLUMNS or not 1 <= dv <= MAX_COLUMNS:
         raise _fail(
             f"q {list(q.shape)}, k_cache {list(k.shape)} and v_cache {list(v.shape)} must have 1 to {MAX_COLUMNS} "
-            "columns, q and k as many"
+            f"columns, q and k as many{'; a byte of uint8 is two' if codes == 2 else ''}"
         )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0 or q.shape[2] == 0:
         raise _fail(f"{q.shape[2]} heads of q are no multiple of the {k.shape[2]} of the cache")
@@ -170,17 +202,47 @@ def _check_options(given: Operands) -> None:
     for name, value in (("softmax_scale", given.scale), ("softcap", given.softcap)):
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
             raise _fail(f"{name} must be a number of at least 0, got {value!r}")
-    heads, kv = given.heads, given.kv_heads
+    heads = given.heads
     slopes, sinks = given.alibi_slopes, given.sinks
     if slopes is not None and not _is(slopes, given, (torch.float32,), ((heads,), (given.batch, heads))):
         raise _fail(f"alibi_slopes must be float32 [{heads}] or [{given.batch}, {heads}], got {_describe(slopes)}")
     if sinks is not None and not _is(sinks, given, FLOATS, ((heads,),)):
         raise _fail(f"sinks must be floating-point [{heads}], got {_describe(sinks)}")
-    eight = given.k_cache.dtype in EIGHT_BITS
-    for name, scale in (("k_scale", given.k_scale), ("v_scale", given.v_scale)):
-        if (scale is not None) != eight:
+    _check_scales(given)
+
+
+def _check_scales(given: Operands) -> None:
+    """8 bits: one number, one a head or one a token and head; 4 bits: some a token and head, and shifts like them."""
+    kv, dtype, eight = given.kv_heads, given.k_cache.dtype, given.k_cache.dtype in EIGHT_BITS
+    scales = {"k_scale": given.k_scale, "v_scale": given.v_scale}
+    shifts = {"k_shift": given.k_shift, "v_shift": given.v_shift}
+    for name, scale in scales.items():
+        if (scale is not None) != (eight or given.four_bits):
+            raise _fail(f"{name} belongs to a cache of 8 bits or 4, and one of these needs it; this is {dtype}")
+    for name, shift in shifts.items():
+        if (shift is not None) != given.four_bits:
+            raise _fail(f"{name} belongs to a cache of 4 bits, uint8, and one of 4 bits needs it; this is {dtype}")
+    leading = tuple(given.k_cache.shape[:3])
+    for name, scale in scales.items():
+        whole = eight and _is(scale, given, (torch.float32,), ((), (1,), (kv,)))
+        shapes = tuple((*leading, groups) for groups in (GROUPS if given.four_bits else (1,)))
+        if scale is not None and not whole and not _is(scale, given, SCALE_DTYPES, shapes):
+            least = f"float32, one number or [{kv}], or " if eight else ""
+            counts = f"one of {list(GROUPS)}" if given.four_bits else "1"
             raise _fail(
-                f"{name} belongs to a cache of 8 bits, and one of 8 bits needs it; this is {given.k_cache.dtype}"
+                f"{name} must be {least}floating-point of up to 32 bits {list(leading)} and {counts}, "
+                f"got {_describe(scale)}"
             )
-        if scale is not None and not _is(scale, given, (torch.float32,), ((), (1,), (kv,))):
-            raise _fail(f"{name} must be float32, one number or [{kv}], got {_describe(scale)}")
+    k_scale, v_scale = given.k_scale, given.v_scale
+    if k_scale is None or v_scale is None:
+        return
+    if (k_scale.ndim == 4) != (v_scale.ndim == 4) or (k_scale.ndim == 4 and k_scale.shape != v_scale.shape):
+        raise _fail(f"k_scale {_describe(k_scale)} and v_scale {_describe(v_scale)} must both be of tokens, and alike")
+    for (name, shift), scale in zip(shifts.items(), (k_scale, v_scale), strict=True):
+        if shift is not None and not _is(shift, given, (scale.dtype,), (tuple(scale.shape),)):
+            raise _fail(f"{name} must be {scale.dtype} {list(scale.shape)} as its scale is, got {_describe(shift)}")
+    if given.four_bits and (given.columns % (2 * given.groups) or given.v_columns % (2 * given.groups)):
+        raise _fail(
+            f"{given.groups} groups of columns need {2 * given.groups} or a multiple of it, "
+            f"got {given.columns} and {given.v_columns}"
+        )

@@ -5,16 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecrest.ops.flash_decoding.operands import Operands
+from wavecrest.ops.flash_decoding.operands import FOUR_BITS, Operands
+from wavecrest.ops.flash_decoding.quantized import dequantize
 
 
-def _cached(given: Operands, cache: Tensor, scale: Tensor | None, wide: torch.dtype) -> Tensor:
+def _cached(given: Operands, cache: Tensor, scale: Tensor | None, shift: Tensor | None, wide: torch.dtype) -> Tensor:
     """What a cache holds for each query head, [B, Hq, S, D], zeros beyond a sequence's keys."""
-    if given.block_table is not None:
-        cache = cache[given.block_table.long()].flatten(1, 2)
-    rows = cache.to(wide)
-    if scale is not None:
-        rows = rows * scale.reshape(-1, 1).to(wide)
+
+    def in_order(stored: Tensor) -> Tensor:
+        return stored if given.block_table is None else stored[given.block_table.long()].flatten(1, 2)
+
+    if cache.dtype == FOUR_BITS and scale is not None and shift is not None:
+        rows = dequantize(in_order(cache), in_order(scale), in_order(shift), wide)
+    else:
+        rows = in_order(cache).to(wide)
+        if scale is not None:
+            rows = rows * (in_order(scale) if scale.ndim == 4 else scale.reshape(-1, 1)).to(wide)
     place = torch.arange(given.capacity, device=rows.device)
     rows = rows.where((place < given.seq_lens[:, None])[..., None, None], 0.0)
     return rows.transpose(1, 2).repeat_interleave(given.group, dim=1)
@@ -23,8 +29,8 @@ def _cached(given: Operands, cache: Tensor, scale: Tensor | None, wide: torch.dt
 def reference(given: Operands) -> Tensor | tuple[Tensor, Tensor]:
     """Σⱼ pᵢⱼ vⱼ of the queries i over the cached keys j that they see, as in `flash_attention` with `causal`."""
     wide = torch.float64 if given.q.dtype == torch.float64 else torch.float32
-    k = _cached(given, given.k_cache, given.k_scale, wide)
-    v = _cached(given, given.v_cache, given.v_scale, wide)
+    k = _cached(given, given.k_cache, given.k_scale, given.k_shift, wide)
+    v = _cached(given, given.v_cache, given.v_scale, given.v_shift, wide)
     scores = given.q.transpose(1, 2).to(wide) @ k.mT * given.scale
     if given.softcap > 0:
         scores = given.softcap * torch.tanh(scores / given.softcap)
