@@ -219,15 +219,20 @@ def assert_attends(
     want = want or by_reference(tuple(given))
     if backend != "torch":
         got, lse = got
-        assert_lse(lse, want[1], given.q.dtype, 2 * score_error(given, torch.zeros_like(want[1])).max().item())
+        more = 2 * score_error(given, torch.zeros_like(want[1])).max().item() if got.is_cuda else 0.0
+        assert_lse(lse, want[1], given.q.dtype, more)
         assert lse.is_contiguous()
     assert got.dtype == given.q.dtype and got.is_contiguous() and got.shape == given.shape
     # weights are rounded to v's dtype before they are multiplied, PyTorch's scores too
     inner = 1.01 * ROUNDING[given.q.dtype] + 1.5e-5
     if backend == "torch":
         inner = 8 * ROUNDING[given.q.dtype] + 1.5e-5
-    off = inner + score_error(given, want[1]).to(got.device)
-    assert_within(got, want[0], want[2], off, lost_to_subnormals(given).to(got.device))
+    if not got.is_cuda:
+        assert_within(got, want[0], want[2], inner)
+    else:
+        # sums of products by matrix units and chains of fused multiply-adds, longer calls
+        off = inner + score_error(given, want[1]).to(got.device)
+        assert_within(got, want[0], want[2], off, lost_to_subnormals(given).to(got.device))
     for one, kept in zip(given, before, strict=True):
         if isinstance(one, Tensor):
             assert torch.equal(one.nan_to_num(7.0), kept.nan_to_num(7.0)), "an argument was written to"

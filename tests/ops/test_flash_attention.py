@@ -1140,6 +1140,7 @@ def test_hopper_replays_in_a_cuda_graph_and_does_not_compile_for_a_length(hopper
         (1, 5, 7, 7),
         (8, 64, 256, 132),
         (128, 2, 32, 132),
+        (32, 4, 32, 132),
         (3, 4, 18, 54),
         (5, 9, 9, 1),
     ],

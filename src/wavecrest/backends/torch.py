@@ -402,7 +402,7 @@ def _flash_attention_mask(given: Attention, asked: bool) -> Tensor | None:
 def _sixteen_bytes(x: Tensor) -> Tensor:
     """On a GPU a copy of what does not begin and go on in steps of 16 bytes, or has steps of 0.
 
-    PyTorch 2.11 hands such views to cuDNN, which read past the end of rows of odd strides, and raised for a q that was
+    PyTorch 2.11 takes such views: a result had NaN from beside rows of odd strides, and cuDNN raised for a q that was
     expanded, as the result would have had its strides (H200, 2026-11-22).
     """
     if not x.is_cuda:

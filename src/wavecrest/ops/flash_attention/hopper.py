@@ -42,7 +42,7 @@ def refusal(given: Operands, access: str) -> str | None:
         ("ALiBi slopes", given.alibi_slopes is not None),
         ("softcap", given.capped > 0),
         ("columns of v that are not as many as of q", given.v_columns != given.columns),
-        ("no keys", given.keys == 0),
+        ("calls without keys", given.keys == 0),
     ):
         if asked:
             return f"does not know {name}"
@@ -52,7 +52,7 @@ def refusal(given: Operands, access: str) -> str | None:
 
 
 def default(shape: Shape) -> Config:
-    """128 queries, 64 of a group: sums and scores of 128 keys are 128 registers of 240; as many stages as fit."""
+    """128 queries, 64 of a group: sums and scores of 128 keys are 128 registers of 240. Two stages."""
     if shape.columns > 128:
         return _made(128, 64, 2, 1)
     return _made(128, 128, 2, 1)
