@@ -136,7 +136,7 @@ def calls(op: registry.Op, device: str) -> dict[str, Callable[[], tuple[list[Any
 
     CASES, where an op is described by rows and columns; what the emulator runs, where it is not.
     """
-    if len(op.sizes) > 3:
+    if op.sizes[:2] != ("M", "N"):
         made = op.emulate_cases(hardware.detect().arch) if op.emulate_cases is not None else {}
         return {name: partial(_made_call, make, device) for name, make in made.items()}
     return {
