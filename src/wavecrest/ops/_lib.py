@@ -73,9 +73,9 @@ def unpack(x, zero, AGAIN: tl.constexpr):  # type: ignore[no-untyped-def]
     a copy, 0.41 without.
     """
     if AGAIN == 1:
-        x = (x.to(tl.int16, bitcast=True) ^ zero.to(tl.int16)).to(x.dtype, bitcast=True)
+        x = (x.to(tl.int16, bitcast=True) ^ tl.cast(zero, tl.int16)).to(x.dtype, bitcast=True)
     elif AGAIN == 2:
-        x = (x.to(tl.int16, bitcast=True) | zero.to(tl.int16)).to(x.dtype, bitcast=True)
+        x = (x.to(tl.int16, bitcast=True) | tl.cast(zero, tl.int16)).to(x.dtype, bitcast=True)
     return x.to(tl.float32)
 
 

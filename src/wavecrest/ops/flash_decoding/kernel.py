@@ -392,10 +392,10 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     if LEFT:
         lower = upper - left
 
-    stride_kp = stride_kp.to(tl.int64) * KV_ALIGN
-    stride_vp = stride_vp.to(tl.int64) * KV_ALIGN
-    stride_kt = stride_kt.to(tl.int64) * KV_ALIGN
-    stride_vt = stride_vt.to(tl.int64) * KV_ALIGN
+    stride_kp = tl.cast(stride_kp, tl.int64) * KV_ALIGN
+    stride_vp = tl.cast(stride_vp, tl.int64) * KV_ALIGN
+    stride_kt = tl.cast(stride_kt, tl.int64) * KV_ALIGN
+    stride_vt = tl.cast(stride_vt, tl.int64) * KV_ALIGN
     k_ptr += kv_head * stride_kh * KV_ALIGN
     v_ptr += kv_head * stride_vh * KV_ALIGN
     k_scale_ptr += kv_head * stride_ksh
@@ -434,8 +434,8 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
         k_tile = offs_d[:, None]
         v_tile = offs_dv[None, :]
     if not PAGED or WHOLE:
-        k_rows = offs_k * (stride_kt if WIDE else stride_kt.to(tl.int32))
-        v_rows = offs_k * (stride_vt if WIDE else stride_vt.to(tl.int32))
+        k_rows = offs_k * (stride_kt if WIDE else tl.cast(stride_kt, tl.int32))
+        v_rows = offs_k * (stride_vt if WIDE else tl.cast(stride_vt, tl.int32))
         if GROUPS > 1:
             k_tile = k_tile + k_rows[None, None, :]
             v_tile = v_tile + v_rows[:, None, None]

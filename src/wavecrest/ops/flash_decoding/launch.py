@@ -165,7 +165,8 @@ def bind(given: Operands, config: Config) -> Callable[..., Any]:
         now = Operands(*args, **kwargs)
         o = torch.empty(shape, dtype=dtype, device=device)
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device) if now.return_lse else None
-        parts = meta = o
+        # not the result: a torch.compile that takes every tensor for written would lose it
+        parts = meta = now.q
         if parts_shape is not None:
             parts = torch.empty((*parts_shape, out), dtype=torch.float32, device=device)
             meta = torch.empty((*parts_shape, 2), dtype=torch.float32, device=device)

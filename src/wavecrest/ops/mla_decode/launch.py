@@ -180,14 +180,18 @@ def _expand(given: Operands, memory: Memory) -> _rows.Launch | None:
 
 
 def allocate(given: Operands, device: torch.device | str, parts: tuple[int, ...] | None) -> Memory:
-    """Memory for a call, not yet written; the result stands for what is not needed."""
+    """Memory for a call, not yet written.
+
+    For what is not needed stands an input: a result would be lost in a torch.compile that takes every tensor for
+    written, and the last one for the result.
+    """
     dtype, single = given.q_nope.dtype, torch.float32
     o = torch.empty(given.shape, dtype=dtype, device=device)
-    q = o if given.w_uk is None else torch.empty(given.latent_shape, dtype=dtype, device=device)
+    q = given.q_nope if given.w_uk is None else torch.empty(given.latent_shape, dtype=dtype, device=device)
     latents = o if given.w_uv is None else torch.empty(given.latent_shape, dtype=dtype, device=device)
-    lse = torch.empty(given.lse_shape, dtype=single, device=device) if given.return_lse else o
+    lse = torch.empty(given.lse_shape, dtype=single, device=device) if given.return_lse else given.q_nope
     if parts is None:
-        return Memory(q, latents, o, lse, o, o)
+        return Memory(q, latents, o, lse, given.q_nope, given.q_nope)
     sums = torch.empty((*parts, given.latent), dtype=single, device=device)
     return Memory(q, latents, o, lse, sums, torch.empty((*parts, 2), dtype=single, device=device))
 

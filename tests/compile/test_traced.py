@@ -1,0 +1,57 @@
+"""torch.compile sees which tensors our kernels write: no others are copied, nor do they keep CUDA graphs away."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# kernel: what it writes in any of its forms
+WRITTEN = {
+    "_row_kernel": {"y_ptr", "h_ptr", "scale_ptr", "slots_ptr"},
+    "_silu_and_mul_kernel": {"y_ptr"},
+    "_gelu_and_mul_kernel": {"y_ptr"},
+    "_rope_kernel": {"y_ptr"},
+    "_memcpy_kernel": {"y_ptr"},
+    "_conv2d_kernel": {"y_ptr"},
+    "_tile_kernel": {"c_ptr", "part_ptr"},
+    "_sum_kernel": {"c_ptr"},
+    "_multiply_kernel": {"c_ptr", "part_ptr"},
+    "_words_kernel": {"c_ptr", "part_ptr"},
+    "_join_kernel": {"c_ptr"},
+    "_flash_attention_kernel": {"o_ptr", "lse_ptr"},
+    "_decoding_kernel": {"o_ptr", "lse_ptr", "part_ptr", "meta_ptr"},
+    "_joining_kernel": {"o_ptr", "lse_ptr"},
+    "_mla_product_kernel": {"y_ptr"},
+    "_mla_kernel": {"o_ptr", "lse_ptr", "part_ptr", "meta_ptr"},
+    "_mla_join_kernel": {"o_ptr", "lse_ptr"},
+}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("traced.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_every_kernel_is_looked_at(kernels: dict[str, Any]) -> None:
+    assert set(kernels) == set(WRITTEN)
+
+
+@pytest.mark.parametrize("kernel", WRITTEN)
+def test_what_it_writes_and_nothing_else(kernels: dict[str, Any], kernel: str) -> None:
+    found = kernels[kernel]
+    assert found["cases"] > 0 and found["written"] and set(found["written"]) <= WRITTEN[kernel]
+
+
+@pytest.mark.parametrize("kernel", WRITTEN)
+def test_it_compiles_with_its_numbers_as_constants(kernels: dict[str, Any], kernel: str) -> None:
+    assert kernels[kernel]["problems"] == {}

@@ -1,0 +1,97 @@
+"""What torch.compile makes of our kernels, as JSON: `python traced.py`.
+
+It works out which tensors a kernel writes from the kernel's intermediate code; where that cannot be made it takes all
+of them for written, copies them, and keeps CUDA graphs from being used. Torch up to 2.11 makes it with all sizes,
+strides and scales as constants, later ones as they come.
+
+A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch._higher_order_ops.triton_kernel_wrap as wrap
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+
+from wavecrest import hardware, registry
+from wavecrest.isa import compiler
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+class _Driver:
+    """What stands for a GPU: its architecture."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def problem_with_constants(launch: Any) -> str:
+    """Why the kernel's code cannot be made with its numbers as constants; empty where it can."""
+    backend = make_backend(TARGET)
+    source, options = compiler._source(launch, backend)
+    for index, (name, value) in enumerate(zip(launch.kernel.arg_names, launch.args, strict=False)):
+        if isinstance(value, (int, float)):
+            source.signature[name] = "constexpr"
+            source.constants[(index,)] = value
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    try:
+        source.make_ir(TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+    except Exception as error:
+        deepest: BaseException = error
+        while deepest.__cause__ is not None:
+            deepest = deepest.__cause__
+        return str(deepest)
+    return ""
+
+
+def written(launch: Any) -> list[str]:
+    """The tensors that torch takes for written."""
+    named = {**dict(zip(launch.kernel.arg_names, launch.args, strict=False)), **launch.options()}
+    named = {
+        name: torch.empty(2, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+        for name, value in named.items()
+    }
+    later = getattr(wrap, "identify_accessed_tensors", None)
+    if later is None:
+        found = wrap.identify_mutated_tensors(launch.kernel, named, {})
+    else:
+        found = [one.name for one in later(launch.kernel, named, {}).read_writes.writes]
+    return [name for name in found if isinstance(named.get(name), torch.Tensor)]
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(_Driver())
+    # while it compiles, launches do not overlap
+    torch.compiler.is_compiling = lambda: True  # type: ignore[assignment]
+    found: dict[str, dict[str, Any]] = {}
+    for name in registry.names():
+        cases = registry.get(name).compile_cases
+        for case, launch in cases(hardware.ARCHS["sm_90"]).items() if cases is not None else ():
+            described = any(type(value).__name__ == "TensorDescriptor" for value in launch.args)
+            # neither runs while torch.compile traces
+            if launch.kernel.is_gluon() or described:
+                continue
+            row = found.setdefault(launch.kernel.__name__, {"cases": 0, "written": [], "problems": {}})
+            row["cases"] += 1
+            row["written"] = sorted({*row["written"], *written(launch)})
+            problem = problem_with_constants(launch)
+            if problem:
+                row["problems"][f"{name} {case}"] = problem
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
