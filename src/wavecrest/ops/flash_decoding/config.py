@@ -45,13 +45,21 @@ _Tile = tuple[int, int, int]
 
 
 def _nvidia(shape: Shape, rows: int, width: int) -> _Tile:
-    """16 KiB of k a step, three steps under way: what hides the way to memory. Warps share the keys of a step."""
+    """4 KiB of k a warp and step, three steps under way: what hides the way to memory. Warps share a step's keys.
+
+    Two warps where their registers hold the sums; in pages a step more, as the numbers of pages take one.
+    """
     if shape.q_bits == 32:
         # without matrix units: each thread multiplies its part from registers
         return (16, 8, 2) if rows <= 16 else (16, 16, 2)
-    keys = 16384 * 8 // (width * shape.kv_bits)
+    warps = 2 if rows == 16 and width <= 128 and shape.groups < 2 else 4
+    keys = 4096 * warps * 8 // (width * shape.kv_bits)
     # 8 bits are widened in registers, 16 KiB of them into 32
-    return min(keys, 64 if shape.kv_bits <= 8 or width == 256 else 128), 4, 3
+    keys = min(keys, 64 if shape.kv_bits <= 8 or width == 256 else 128)
+    if shape.kv_bits == 4 and rows > 16:
+        # and 4 bits into four tiles, beside scores of more rows
+        keys = min(keys, 16)
+    return keys, warps, 4 if shape.page > 0 else 3
 
 
 def _cdna(shape: Shape, rows: int, width: int) -> _Tile:
@@ -118,9 +126,10 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
     first = default(shape, arch)
     yield first
     seen = {first}
-    stages = (2, 3, 4) if arch.vendor == "nvidia" else (1, 2)
-    waves = (2, 4, 8) if arch.vendor == "nvidia" else (1, 2, 4)
-    for keys, warps, deep, finer in itertools.product((16, 32, 64, 128), waves, stages, (0, 1, 2)):
+    nvidia = arch.vendor == "nvidia"
+    stages = ((3, 4, 5) if shape.page > 0 else (2, 3, 4)) if nvidia else (1, 2)
+    waves = (2, 4) if nvidia else (1, 2, 4)
+    for keys, warps, deep, finer in itertools.product((16, 32, 64, 128), waves, stages, (0, 1)):
         # the batch must not change how keys are split
         chunk = first["CHUNK"] if shape.pairs == 0 else max(keys, first["CHUNK"] >> finer)
         taken = keys * max(16, _rows.power_of_two(shape.columns)) * shape.kv_bits // 8 * 2 * deep

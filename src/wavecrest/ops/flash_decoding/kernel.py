@@ -8,9 +8,34 @@ from __future__ import annotations
 
 from wavecrest.ops._lib import LOG2_E, allow_next, await_previous
 from wavecrest.ops._triton import reciprocal, tl, triton
-from wavecrest.ops.gemm.kernel import BYTES_BF16, BYTES_FP16, CODES_BF16, CODES_FP16
+from wavecrest.ops.gemm.kernel import (
+    BYTE_PAIRS_BF16,
+    BYTE_PAIRS_FP16,
+    BYTES_BF16,
+    BYTES_FP16,
+    CODE_PAIRS_BF16,
+    CODE_PAIRS_FP16,
+    CODES_BF16,
+    CODES_FP16,
+)
 
 LN_2 = tl.constexpr(0.6931471805599453)
+# weights of float16 are 2¹⁵ times as large: none that counts beside 1, over any number of keys, is below its range
+LIFT = tl.constexpr(15.0)
+
+# e4m3 of two columns and two keys as 16-bit floats, an instruction for two of them
+_E4M3_PAIRS = """{ .reg .b32 x0, x1; .reg .b16 h0, h1, l0, l1; .reg .f32 f0, f1;
+prmt.b32 x0, $2, 0, 0x4420; prmt.b32 x1, $2, 0, 0x4431; cvt.u16.u32 h0, x0; cvt.u16.u32 h1, x1;
+"""
+_AS_FP16 = "cvt.rn.f16x2.e4m3x2 $0, h0; cvt.rn.f16x2.e4m3x2 $1, h1; }"
+_AS_BF16 = "".join(
+    f"cvt.rn.f16x2.e4m3x2 x{i}, h{i}; mov.b32 {{l0, l1}}, x{i}; cvt.f32.f16 f0, l0; cvt.f32.f16 f1, l1; "
+    f"cvt.rn.bf16x2.f32 ${i}, f1, f0; "
+    for i in range(2)
+)
+# in one line, as inductor (torch 2.11) writes the text into a file
+E4M3_PAIRS_FP16 = tl.constexpr((_E4M3_PAIRS + _AS_FP16).replace("\n", " "))
+E4M3_PAIRS_BF16 = tl.constexpr((_E4M3_PAIRS + _AS_BF16 + "}").replace("\n", " "))
 
 # values that do not make a kernel anew when they change
 SIZES = [
@@ -45,6 +70,9 @@ def _widened(values, TYPE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexp
             values = tl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [values], tl.bfloat16, is_pure=True, pack=4)
         elif PTX and tl.int8 == values.dtype and tl.float16 == TYPE:
             values = tl.inline_asm_elementwise(BYTES_FP16, "=r,=r,r", [values], tl.float16, is_pure=True, pack=4)
+        elif PTX and tl.float16 == TYPE:
+            # an instruction for two of them
+            values = values.to(TYPE)
         else:
             if FOREIGN:
                 # as float16 of 2⁻⁸ times the value, subnormal ones too, and NaN added where it is one: without a mask,
@@ -76,6 +104,86 @@ def _halves(packed, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-u
         low = _narrowed((packed & 15).to(tl.float32) - 8.0, TYPE)
         high = _narrowed((packed >> 4).to(tl.float32) - 8.0, TYPE)
     return low, high
+
+
+@triton.jit
+def _byte(pairs, SECOND: tl.constexpr, CODE: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first or the second bytes of pairs [rows, columns] of int16, numbers of CODE, in TYPE."""
+    if tl.int8 == CODE:
+        wide = pairs if SECOND else pairs << 8
+        values = (wide >> 8).to(tl.float32)
+    else:
+        wide = pairs >> 8 if SECOND else pairs
+        values = (wide & 0xFF).to(tl.uint8).to(CODE, bitcast=True).to(tl.float32)
+    return values.to(TYPE)
+
+
+@triton.jit
+def _of_pairs(pairs, CODE: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values of two columns in 16 bits, each in TYPE: those of even columns, of odd ones.
+
+    Of 4 bits the low codes of both, then the high ones, all less 8.
+
+    Matrix units take a column's values of two keys side by side. There is an instruction that turns 16 bits that way on
+    the way from shared memory (`ldmatrix`), and none for 8: int8 values of 64 keys of 128 columns took 128 loads of a
+    byte a thread and as many to put them together (sm_90, triton 3.6).
+    """
+    if tl.uint8 == CODE:
+        if PTX and tl.bfloat16 == TYPE:
+            values = tl.inline_asm_elementwise(
+                CODE_PAIRS_BF16,
+                "=r,=r,=r,=r,r",
+                [pairs],
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+        elif PTX:
+            values = tl.inline_asm_elementwise(
+                CODE_PAIRS_FP16,
+                "=r,=r,=r,=r,r",
+                [pairs],
+                (tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            values = (
+                ((pairs & 15).to(tl.float32) - 8.0).to(TYPE), (((pairs >> 8) & 15).to(tl.float32) - 8.0).to(TYPE),
+                (((pairs >> 4) & 15).to(tl.float32) - 8.0).to(TYPE),
+                (((pairs >> 12) & 15).to(tl.float32) - 8.0).to(TYPE),
+            )  # fmt: skip
+    elif PTX and tl.int8 == CODE and tl.bfloat16 == TYPE:
+        values = tl.inline_asm_elementwise(
+            BYTE_PAIRS_BF16, "=r,=r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    elif PTX and tl.int8 == CODE:
+        values = tl.inline_asm_elementwise(
+            BYTE_PAIRS_FP16, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif PTX and tl.float8e4nv == CODE and tl.float16 == TYPE:
+        values = tl.inline_asm_elementwise(
+            E4M3_PAIRS_FP16, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif PTX and tl.float8e4nv == CODE:
+        values = tl.inline_asm_elementwise(
+            E4M3_PAIRS_BF16, "=r,=r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        values = (_byte(pairs, False, CODE, TYPE), _byte(pairs, True, CODE, TYPE))
+    return values
+
+
+@triton.jit
+def _exponents(q):  # type: ignore[no-untyped-def]
+    """The exponent of the largest number of each row, as float32 has it."""
+    return (tl.max(tl.abs(q.to(tl.float32)), 1).to(tl.int32, bitcast=True) >> 23) & 0xFF
+
+
+@triton.jit
+def _in_float16(q, exponents):  # type: ignore[no-untyped-def]
+    """Rows over a power of two, which float16 holds in full down to 2⁻²⁴ of the row's largest."""
+    return (q.to(tl.float32) * ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
 
 
 @triton.jit
@@ -129,7 +237,7 @@ def _by_groups(half, scale, shift, TYPE: tl.constexpr, ROUNDS: tl.constexpr):  #
 def _scores(  # type: ignore[no-untyped-def]
     q, k, scale, k_scale, k_shift, number, place, seen,
     MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
-    TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """scale · q · keys of a tile. Where a key has one scale it multiplies sums of codes, which are exact."""
     TYPE: tl.constexpr = q[0].dtype
@@ -160,56 +268,61 @@ def _scores(  # type: ignore[no-untyped-def]
             s = s * (factor * scale)[None, :]
         else:
             s = s * scale
+    if HALF:
+        s = s * q[1 if GROUPS == 0 else 3][:, None]
     return s
 
 
 @triton.jit
 def _summed(  # type: ignore[no-untyped-def]
-    acc, p, shrink, v, v_scale, v_shift, number, place, seen, TYPE: tl.constexpr,
+    acc, p, shrink, v, v_scale, v_shift, number, place, seen, TYPE: tl.constexpr, CODE: tl.constexpr,
     MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
-    TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """acc · shrink + weights p · values of a tile.
 
     Where a value has one scale it multiplies the weight, in float32 and before that is rounded, but not in float16:
     that has no room for a weight times a scale.
     """
+    # values are multiplied before they are rounded
+    BEFORE: tl.constexpr = TOKENS and (GROUPS > 1 or tl.float16 == TYPE)
+    # of 4 bits those in float32 are exact in any type
+    WIDE: tl.constexpr = tl.float32 if BEFORE and GROUPS > 0 and not PAIRS else TYPE
+    if PAIRS:
+        parts = _of_pairs(v, CODE, WIDE, PTX)
+    elif GROUPS > 0:
+        parts = _halves(v, WIDE, PTX)
+    else:
+        parts = (_widened(v, WIDE, PTX, FOREIGN),)
+    weight = p
     if TOKENS:
         factor = _numbers(v_scale, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N)
-    if GROUPS > 0:
-        shift = _numbers(v_shift, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N) + 8.0 * factor
-        if GROUPS > 1 or tl.float16 == TYPE:
-            low, high = _halves(v, tl.float32, PTX)
+        shift = tl.zeros_like(factor)
+        if GROUPS > 0:
+            shift = _numbers(v_shift, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N) + 8.0 * factor
+        if BEFORE:
             if tl.bfloat16 == TYPE and not ROUNDS:
                 factor, shift = _plain_nan(factor), _plain_nan(shift)
             if GROUPS > 1:
                 factor, shift = tl.trans(factor)[:, :, None], tl.trans(shift)[:, :, None]
             else:
                 factor, shift = factor[:, None], shift[:, None]
-            BYTES: tl.constexpr = acc[0].shape[1]
-            low = tl.reshape(_by_groups(low, factor, shift, TYPE, ROUNDS), [BLOCK_N, BYTES])
-            high = tl.reshape(_by_groups(high, factor, shift, TYPE, ROUNDS), [BLOCK_N, BYTES])
-            weight = p.to(TYPE)
+            COLUMNS: tl.constexpr = acc[0].shape[1]
+            scaled = ()
+            for i in tl.static_range(len(parts)):
+                one = _by_groups(parts[i].to(tl.float32), factor, shift, TYPE, ROUNDS)
+                scaled = scaled + (tl.reshape(one, [BLOCK_N, COLUMNS]),)  # type: ignore[assignment]
+            parts = scaled
         else:
-            low, high = _halves(v, TYPE, PTX)
-            weight = (p * factor[None, :]).to(TYPE)
-        first = tl.dot(weight, low, acc[0] * shrink[:, None], input_precision="ieee", out_dtype=tl.float32)
-        second = tl.dot(weight, high, acc[1] * shrink[:, None], input_precision="ieee", out_dtype=tl.float32)
-        if GROUPS > 1 or tl.float16 == TYPE:
-            acc = (first, second)
-        else:
-            acc = (first, second, acc[2] * shrink + tl.sum(p * shift[None, :], 1))
-    else:
-        v = _widened(v, TYPE, PTX, FOREIGN)
-        weight = p
-        if TOKENS:
-            if tl.float16 == TYPE:
-                v = (v.to(tl.float32) * factor[:, None]).to(TYPE)
-            else:
-                weight = p * factor[None, :]
-        sums = tl.dot(weight.to(TYPE), v, acc[0] * shrink[:, None], input_precision="ieee", out_dtype=tl.float32)
-        acc = (sums,)
-    return acc
+            weight = p * factor[None, :]
+    weight = weight.to(TYPE)
+    sums = ()
+    for i in tl.static_range(len(parts)):
+        one = tl.dot(weight, parts[i], acc[i] * shrink[:, None], input_precision="ieee", out_dtype=tl.float32)
+        sums = sums + (one,)  # type: ignore[assignment]
+    if GROUPS > 0 and not BEFORE:
+        sums = sums + (acc[len(parts)] * shrink + tl.sum(p * shift[None, :], 1),)  # type: ignore[assignment]
+    return sums
 
 
 @triton.jit
@@ -247,15 +360,20 @@ def _attend(  # type: ignore[no-untyped-def]
     begin, end, first, last, lower, upper, mask_d, mask_dv, scale, softcap, slope,
     MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
-    TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
+    CODE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Let tiles of keys from `begin` to `end` pass: (sums, their weights' total, the largest score so far) of each row.
 
     `first`, `last`: the keys that any row sees lie between them; MASKED: tiles may have others, which are not read, and
     a row i sees those from lower[i] to upper[i]. WHOLE: a tile lies within one page. TOKENS: each key and value has a
     scale. GROUPS: of 4 bits, in so many groups of columns; q is then (columns of low codes, of high ones, its sum), and
-    the sums are (columns of low codes, of high ones, those of shifts where they are apart).
+    the sums are (columns of low codes, of high ones, those of shifts where they are apart). PAIRS: values are read two
+    columns at a time, and sums are apart for even and odd ones. HALF: q is in float16, over powers of two that are its
+    last part. CODE: the dtype of values.
     """
+    # float16 has no room for a weight times a scale
+    TYPE: tl.constexpr = tl.bfloat16 if HALF and TOKENS else q[0].dtype
     offs_n = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         cols = start + offs_n
@@ -303,7 +421,7 @@ def _attend(  # type: ignore[no-untyped-def]
         k = _loaded(k_ptr, k_at, k_tile, mask_k, MASKED or not EVEN_D)
         s = _scores(
             q, k, scale, k_scale, k_shift, number, place, seen,
-            MASKED, PAGED, WHOLE, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, BLOCK_N,
+            MASKED, PAGED, WHOLE, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, HALF, BLOCK_N,
         )  # fmt: skip
         if SOFTCAP:
             # c · tanh(s / c) = c − 2c / (1 + e^(2s / c))
@@ -320,14 +438,16 @@ def _attend(  # type: ignore[no-untyped-def]
         top_now = tl.maximum(top, tl.max(s, 1))
         # a row that has seen nothing yet: −inf − −inf would be NaN
         base = tl.where(top_now == float("-inf"), 0.0, top_now)
-        p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
+        if HALF and not TOKENS:
+            base -= LIFT
+        p = tl.exp2(s - base[:, None])
         top = top_now
         total = total * shrink + tl.sum(p, 1)
         v = _loaded(v_ptr, v_at, v_tile, mask_v, MASKED or not EVEN_DV)
         acc = _summed(
-            acc, p, shrink, v, v_scale, v_shift, number, place, seen, q[0].dtype,
-            MASKED, PAGED, WHOLE, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, BLOCK_N,
+            acc, p, shrink, v, v_scale, v_shift, number, place, seen, TYPE, CODE,
+            MASKED, PAGED, WHOLE, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, PAIRS, BLOCK_N,
         )  # fmt: skip
     return acc, total, top
 
@@ -345,15 +465,21 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     SINKS: tl.constexpr, SCALED: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
     Q_ALIGN: tl.constexpr, KV_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
-    PDL: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """CHUNK keys of one head of one sequence, for all queries that read them: rows t · group + g of query t, head g.
 
     Not SPLIT: the result. SPLIT: sums to part_ptr [B, Hk, splits, rows, Dv], their largest score and total to meta_ptr
     [B, Hk, splits, rows, 2]; a split beyond a sequence's keys writes nothing. GROUPS: a cache of 4 bits, where D and Dv
     (`d_units`, `dv_units`) are the bytes of one group's columns, and BLOCK_D and BLOCK_DV hold those of all groups.
+    PAIRS: values are read as 16 bits. HALF: products are of float16, where q is bfloat16 and codes are exact in both.
     """
+    CODE: tl.constexpr = v_ptr.dtype.element_ty
+    V_ALIGN: tl.constexpr = KV_ALIGN // 2 if PAIRS else KV_ALIGN
+    if PAIRS:
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     split = tl.program_id(0) % splits
     block_m = tl.program_id(0) // splits
     kv_head = tl.program_id(1).to(tl.int64)
@@ -383,9 +509,21 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     low = _q_tile(q_ptr, q_rows, offs_d, mask_m, mask_d)
     if GROUPS > 0:
         high = _q_tile(q_ptr, q_rows, offs_d + size_d, mask_m, mask_d)
+    if HALF:
+        exponents = _exponents(low)
+        if GROUPS > 0:
+            exponents = tl.maximum(exponents, _exponents(high))
+        # 0 and 2¹²⁷ have no inverse
+        exponents = tl.minimum(tl.maximum(exponents, 1), 253)
+        low = _in_float16(low, exponents)
+        if GROUPS > 0:
+            high = _in_float16(high, exponents)
+    if GROUPS > 0:
         q = (low, high, tl.sum(low.to(tl.float32), 1) + tl.sum(high.to(tl.float32), 1))
     else:
         q = (low,)  # type: ignore[assignment]
+    if HALF:
+        q = q + ((exponents << 23).to(tl.float32, bitcast=True),)
     # the last key that a query sees: the last query sees the last
     upper = keys - tokens + token
     lower = upper
@@ -393,11 +531,11 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
         lower = upper - left
 
     stride_kp = tl.cast(stride_kp, tl.int64) * KV_ALIGN
-    stride_vp = tl.cast(stride_vp, tl.int64) * KV_ALIGN
+    stride_vp = tl.cast(stride_vp, tl.int64) * V_ALIGN
     stride_kt = tl.cast(stride_kt, tl.int64) * KV_ALIGN
-    stride_vt = tl.cast(stride_vt, tl.int64) * KV_ALIGN
+    stride_vt = tl.cast(stride_vt, tl.int64) * V_ALIGN
     k_ptr += kv_head * stride_kh * KV_ALIGN
-    v_ptr += kv_head * stride_vh * KV_ALIGN
+    v_ptr += kv_head * stride_vh * V_ALIGN
     k_scale_ptr += kv_head * stride_ksh
     v_scale_ptr += kv_head * stride_vsh
     k_shift_ptr += kv_head * stride_kzh
@@ -433,6 +571,10 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
         bytes_d, bytes_dv = mask_d, mask_dv
         k_tile = offs_d[:, None]
         v_tile = offs_dv[None, :]
+    if PAIRS:
+        pairs = tl.arange(0, BLOCK_DV // 2)
+        bytes_dv = tl.full([BLOCK_DV // 2], True, tl.int1) if EVEN_DV else 2 * pairs < size_dv
+        v_tile = pairs[None, :]
     if not PAGED or WHOLE:
         k_rows = offs_k * (stride_kt if WIDE else tl.cast(stride_kt, tl.int32))
         v_rows = offs_k * (stride_vt if WIDE else tl.cast(stride_vt, tl.int32))
@@ -461,14 +603,17 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
         sink = tl.load(sinks_ptr + head * stride_sink, mask=mask_m, other=float("-inf")).to(tl.float32) * LOG2_E
         if not SPLIT:
             top = sink
-            total = tl.where(sink == float("-inf"), 0.0, 1.0)
-    zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if GROUPS == 0:
-        acc = (zeros,)
-    elif GROUPS > 1 or tl.float16 == q_ptr.dtype.element_ty:
+            total = tl.where(sink == float("-inf"), 0.0, 2.0**LIFT if HALF and not TOKENS else 1.0)
+    zeros = tl.zeros([BLOCK_M, BLOCK_DV // 2 if PAIRS else BLOCK_DV], tl.float32)
+    acc = (zeros,)
+    if GROUPS > 0:
         acc = (zeros, zeros)  # type: ignore[assignment]
-    else:
-        acc = (zeros, zeros, tl.zeros([BLOCK_M], tl.float32))  # type: ignore[assignment]
+    if PAIRS:
+        acc = acc + acc  # type: ignore[assignment]
+    # of one group shifts are summed apart, but where weights have no room for scales
+    APART: tl.constexpr = GROUPS == 1 and (HALF or tl.float16 != q_ptr.dtype.element_ty)
+    if APART:
+        acc = acc + (tl.zeros([BLOCK_M], tl.float32),)  # type: ignore[assignment]
     # tiles that every query sees in full are [whole, rest)
     whole = begin
     if LEFT:
@@ -477,32 +622,41 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
             acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp,
             stride_vt, k_scale, k_shift, v_scale, v_shift, begin, whole, first, end, lower, upper, bytes_d, bytes_dv,
             scale, softcap, slope, True, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS,
-            GROUPS, ROUNDS, BLOCK_N,
+            GROUPS, ROUNDS, PAIRS, HALF, CODE, BLOCK_N,
         )  # fmt: skip
     rest = whole + tl.maximum(tl.minimum(end, keys - tokens + 1) - whole, 0) // BLOCK_N * BLOCK_N
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
         k_scale, k_shift, v_scale, v_shift, whole, rest, first, end, lower, upper, bytes_d, bytes_dv,
         scale, softcap, slope, False, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS, GROUPS,
-        ROUNDS, BLOCK_N,
+        ROUNDS, PAIRS, HALF, CODE, BLOCK_N,
     )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
         k_scale, k_shift, v_scale, v_shift, rest, end, first, end, lower, upper, bytes_d, bytes_dv,
         scale, softcap, slope, True, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS, GROUPS,
-        ROUNDS, BLOCK_N,
+        ROUNDS, PAIRS, HALF, CODE, BLOCK_N,
     )  # fmt: skip
     low = acc[0]
     high = acc[0]
     Dv = dv_units * DV_ALIGN
+    if PAIRS:
+        low = tl.interleave(acc[0], acc[1])
+        if GROUPS > 0:
+            high = tl.interleave(acc[2], acc[3])
+    elif GROUPS > 0:
+        high = acc[1]
+    if HALF and not TOKENS:
+        low *= 2.0**-LIFT
+        total *= 2.0**-LIFT
     if SCALED:
         low *= tl.load(v_scale_ptr)
     if GROUPS > 0:
-        high = acc[1]
         Dv = 2 * GROUPS * size_dv
-        if GROUPS == 1 and tl.float16 != q_ptr.dtype.element_ty:
-            low += acc[2][:, None]
-            high += acc[2][:, None]
+        if APART:
+            shifts = acc[4 if PAIRS else 2]
+            low += shifts[:, None]
+            high += shifts[:, None]
     mask = mask_m[:, None] & mask_dv[None, :]
     if SPLIT:
         at = ((sequence * kv_heads + kv_head) * splits + split) * rows + offs_m

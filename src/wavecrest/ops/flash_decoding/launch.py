@@ -53,6 +53,12 @@ def _rounds(arch: Arch | None) -> bool:
     return arch is not None and (arch.vendor == "nvidia" or arch.name == "gfx950")
 
 
+def _narrow(given: Operands, arch: Arch | None) -> bool:
+    """True where codes of 8 bits, or of 4 with a scale a token, meet NVIDIA's matrix units, or the interpreter's."""
+    nvidia = arch is None or arch.vendor == "nvidia"
+    return nvidia and given.k_cache.element_size() == 1 and given.q.element_size() == 2 and given.groups < 2
+
+
 def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
     """The first strides of a tensor, 0 where there is one element, and before those where it has fewer dimensions."""
     if tensor is None:
@@ -80,9 +86,10 @@ def _tensors(given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta
 
 
 def plan(
-    given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor, config: Config, arch: Arch | None
-) -> Plan:
-    """The launches of a call; parts and meta are memory for the sums of splits."""
+    given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor, config: Config, arch: Arch | None,
+    even: bool = True,
+) -> Plan:  # fmt: skip
+    """The launches of a call; parts and meta are memory for the sums of splits, `even`: v begins at an even byte."""
     chunk, keys = config["CHUNK"], config["BLOCK_N"]
     if chunk % keys != 0:
         raise InvalidArgument(f"flash_decoding: a CHUNK of {chunk} keys is no multiple of a BLOCK_N of {keys}")
@@ -99,7 +106,7 @@ def plan(
     paged = given.block_table is not None
     # all keys are seen by a window as large as the cache; differences with it then fit into 32 bits
     left = min(given.window, given.capacity)
-    overlaps = _overlaps(arch)
+    overlaps, narrow = _overlaps(arch), _narrow(given, arch)
     # how far a tile reaches, in elements
     reach = max(k_strides[1], v_strides[1]) * keys + max(block_d, block_dv)
     constants = {
@@ -124,8 +131,9 @@ def plan(
             
             "EVEN_D": size_d * groups == block_d, "EVEN_DV": size_dv * groups == block_dv,
             "WIDE": reach >= 2**31, "PTX": _assembles(arch),
-            "FOREIGN": _foreign(given, arch), "ROUNDS": _rounds(arch), "BLOCK_D": block_d,
-            "BLOCK_DV": block_dv,
+            "FOREIGN": _foreign(given, arch), "ROUNDS": _rounds(arch),
+            "PAIRS": narrow and even and block_dv >= 2 * LEAST_BLOCK and kv_align % 2 == 0 and size_dv % 2 == 0,
+            "HALF": narrow and given.q.dtype == torch.bfloat16, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
         },
         config,
     )  # fmt: skip
@@ -149,20 +157,27 @@ def plan(
     return Plan(first, (given.batch, given.kv_heads, splits, rows), second)
 
 
-def bind(given: Operands, config: Config) -> Callable[..., Any]:
-    """The function for all calls with arguments like these."""
+def bind(given: Operands, config: Config, even: bool | None = None) -> Callable[..., Any]:
+    """The function for all calls with arguments like these; `even` as in `plan`, None: as it is here."""
     device, shape, dtype = given.q.device, given.shape, given.q.dtype
+    even = given.v_cache.storage_offset() % 2 == 0 if even is None else even
     nothing = torch.empty(0, dtype=dtype, device=device)
     sums = torch.empty(0, dtype=torch.float32, device=device)
-    made = plan(given, nothing, sums if given.return_lse else None, sums, sums, config, _rows.arch())
+    made = plan(given, nothing, sums if given.return_lse else None, sums, sums, config, _rows.arch(), even)
     start, numbers = _rows.starter(made.first, device), made.first.args[TENSORS:]
     join = None if made.second is None else _rows.starter(made.second, device)
     join_numbers = () if made.second is None else made.second.args[6:]
     parts_shape, out = made.parts, given.v_columns
     lse_shape = (given.batch, given.heads, given.tokens)
+    paired = made.first.constants["PAIRS"] and not torch.compiler.is_compiling()
+    single: Callable[..., Any] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal single
         now = Operands(*args, **kwargs)
+        if paired and now.v_cache.data_ptr() % 2 != 0:
+            single = bind(now, config, False) if single is None else single
+            return single(*args, **kwargs)
         o = torch.empty(shape, dtype=dtype, device=device)
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device) if now.return_lse else None
         # not the result: a torch.compile that takes every tensor for written would lose it

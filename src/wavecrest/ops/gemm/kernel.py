@@ -105,13 +105,21 @@ def _zero_points(scales, n, k, N, K, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr
 
 # whole numbers as 16-bit floats on NVIDIA, four bytes at a time: a number set into the mantissa of 128 (bfloat16) or
 # 1,024 (float16), whose unit is 1, less what it was set into, both exact. Conversions take 4 to 5 instructions each,
-# some of them at a quarter of the rate; this 1.5 for a 4-bit code and 2 for a byte
+# some of them at a quarter of the rate; this 1.5 for a 4-bit code and 2 for a byte (1.25 in float16)
 _SPREAD = """{
 .reg .b32 x0, x1, y0, y1, one, off;
 mov.b32 one, ONE;
 mov.b32 off, OFF;
-prmt.b32 x0, $BYTES, 0, 0x4140;
-prmt.b32 x1, $BYTES, 0, 0x4342;
+prmt.b32 x0, $BYTES, 0, FIRST;
+prmt.b32 x1, $BYTES, 0, SECOND;
+"""
+# pairs of bytes, which need no spreading: two bytes of 16 bits are of two columns
+_SHIFT = """{
+.reg .b32 x0, x1, y0, y1, one, off;
+mov.b32 one, ONE;
+mov.b32 off, OFF;
+mov.b32 x0, $BYTES;
+shr.b32 x1, $BYTES, 8;
 """
 _CODES = """shr.b32 y0, x0, 4;
 shr.b32 y1, x1, 4;
@@ -133,15 +141,21 @@ fma.rn.bf16x2 $0, x0, one, y0;
 fma.rn.bf16x2 $1, x1, one, y1;
 }"""
 # 1,024 + 128 + the number
-_BYTES_FP16 = """lop3.b32 x0, x0, 0x00800080, 0x64006400, 0xBE;
-lop3.b32 x1, x1, 0x00800080, 0x64006400, 0xBE;
+_BYTES_FP16 = """{
+.reg .b32 x0, x1, one, off;
+mov.b32 one, 0x3C003C00;
+mov.b32 off, 0xE480E480;
+xor.b32 x1, $BYTES, 0x80808080;
+prmt.b32 x0, x1, 0x64646464, FIRST;
+prmt.b32 x1, x1, 0x64646464, SECOND;
 fma.rn.f16x2 $0, x0, one, off;
 fma.rn.f16x2 $1, x1, one, off;
 }"""
 
 
 def _assembly(text: str, source: str, **names: str) -> Any:
-    for name, value in {"BYTES": source, **names}.items():
+    # bytes 0 and 1, and 2 and 3, each as the lower half of 16 bits
+    for name, value in {"BYTES": source, "FIRST": "0x4140", "SECOND": "0x4342", **names}.items():
         text = text.replace(name, value)
     # Inductor (torch 2.11) writes the text into a file, where a line's end would end it
     return tl.constexpr(text.replace("\n", " "))
@@ -150,7 +164,13 @@ def _assembly(text: str, source: str, **names: str) -> Any:
 CODES_BF16 = _assembly(_SPREAD + _CODES, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
 CODES_FP16 = _assembly(_SPREAD + _CODES, "4", MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
 BYTES_BF16 = _assembly(_SPREAD + _BYTES_BF16, "2", ONE="0x3F803F80", OFF="0")
-BYTES_FP16 = _assembly(_SPREAD + _BYTES_FP16, "2", ONE="0x3C003C00", OFF="0xE480E480")
+BYTES_FP16 = _assembly(_BYTES_FP16, "2")
+# the same of two pairs of bytes: the first bytes of both, and the second ones
+_OF_PAIRS = {"FIRST": "0x4240", "SECOND": "0x4341"}
+CODE_PAIRS_BF16 = _assembly(_SHIFT + _CODES, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
+CODE_PAIRS_FP16 = _assembly(_SHIFT + _CODES, "4", MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
+BYTE_PAIRS_BF16 = _assembly(_SPREAD + _BYTES_BF16, "2", ONE="0x3F803F80", OFF="0", **_OF_PAIRS)
+BYTE_PAIRS_FP16 = _assembly(_BYTES_FP16, "2", **_OF_PAIRS)
 
 
 @triton.jit
