@@ -523,7 +523,7 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     else:
         q = (low,)  # type: ignore[assignment]
     if HALF:
-        q = q + ((exponents << 23).to(tl.float32, bitcast=True),)
+        q = q + ((exponents << 23).to(tl.float32, bitcast=True),)  # type: ignore[assignment]
     # the last key that a query sees: the last query sees the last
     upper = keys - tokens + token
     lower = upper
