@@ -36,12 +36,14 @@ SMALL = CONFIGS["chunks of 32"]
 def case(
     lens: list[int], heads: int = 4, kv_heads: int = 2, tokens: int = 1, d: int = 32, dv: int | None = None,
     keys: int = 128, page: int = 0, dtype: torch.dtype = F32, device: str = "cpu", cache: torch.dtype | None = None,
-    beyond: float = float("nan"), groups: int = 0, scales: torch.dtype = F16, **options: Any,
+    beyond: float = float("nan"), groups: int = 0, scales: torch.dtype = F16, starts: list[int] | None = None,
+    **options: Any,
 ) -> Operands:  # fmt: skip
     """A call whose caches hold `beyond` where no sequence has a key (an 8-bit one a large number).
 
     `groups`: of a cache of 4 bits; of one of 8 bits 1 for scales of tokens. Scales and shifts are `beyond` there too.
     """
+    firsts = [0] * len(lens) if starts is None else [max(0, start) for start in starts]
     generator = torch.Generator().manual_seed(len(lens) + heads + keys)
     batch, pages = len(lens), keys // page if page else 0
     table = torch.randperm(batch * pages + 3, generator=generator)[: batch * pages].view(batch, -1) if page else None
@@ -51,6 +53,7 @@ def case(
         dense = dense.to(dtype) if cache is None else (dense * 30).clamp(-100, 100).to(cache)
         for sequence, length in enumerate(lens):
             dense[sequence, length:] = beyond if cache is None else 127
+            dense[sequence, : firsts[sequence]] = beyond if cache is None else 127
         if table is None:
             return dense.to(device)
         paged = torch.full((batch * pages + 3, page, kv_heads, columns), 127.0).to(dense.dtype)
@@ -61,6 +64,7 @@ def case(
         """What is of tokens, with something else where no sequence has one and in pages of nobody."""
         for sequence, length in enumerate(lens):
             dense[sequence, length:] = filler
+            dense[sequence, : firsts[sequence]] = filler
         if table is None:
             return dense.to(device)
         paged = torch.full((batch * pages + 3, page, *dense.shape[2:]), filler).to(dense.dtype)
@@ -92,6 +96,8 @@ def case(
     for name in ("alibi_slopes", "sinks"):
         if options.get(name) is True:
             options[name] = torch.randn(heads, generator=generator).abs().to(device)
+    if starts is not None:
+        options["seq_starts"] = torch.tensor(starts, dtype=torch.int32, device=device)
     place = None if table is None else table.to(torch.int32).to(device)
     return Operands(q, k, v, torch.tensor(lens, dtype=torch.int32, device=device), place, **options)
 
@@ -144,6 +150,7 @@ def definition(call: Operands) -> tuple[Tensor, Tensor, Tensor]:
         for t in range(call.tokens):
             own = length - call.tokens + t
             first = 0 if call.window < 0 else max(0, own - call.window)
+            first = first if call.seq_starts is None else max(first, int(call.seq_starts[b]))
             seen = list(range(first, own + 1))
             for h in range(call.heads):
                 head = h // call.group
@@ -172,7 +179,8 @@ def keys_rounded(call: Operands) -> float:
     off = 0.0
     for b, length in enumerate(call.seq_lens.tolist()):
         k, _ = values(call, "k", b, length)
-        if length > 0:
+        k = k if call.seq_starts is None else k[max(0, int(call.seq_starts[b])) :]
+        if k.shape[0] > 0:
             largest = k.abs().amax(0).repeat_interleave(call.group, dim=0)
             off = max(off, float((call.q[b].cpu().double().abs() * largest).sum(-1).max()))
     return off * call.scale * ROUNDING[call.q.dtype]
@@ -251,6 +259,26 @@ CASES: dict[str, dict[str, Any]] = {
     "one head": {"lens": [40, 50], "heads": 1, "kv_heads": 1},
     "every head its own": {"lens": [40, 50], "heads": 3, "kv_heads": 3, "d": 1, "dv": 5},
     "scale of its own": {"lens": [40], "softmax_scale": 0.7},
+    "starts": {"lens": [128, 100, 50, 7], "starts": [0, 37, 48, -3], "return_lse": True},
+    "starts at the end and beyond": {
+        "lens": [64, 60, 40, 33, 0], "starts": [64, 60, 2**31 - 1, 32, 5], "tokens": 2, "return_lse": True,
+    },
+    "starts between queries": {"lens": [90, 34, 16], "starts": [88, 32, 13], "tokens": 4, "return_lse": True},
+    "starts and window": {
+        "lens": [120, 90, 70], "starts": [110, 10, 68], "tokens": 4, "heads": 6, "kv_heads": 3, "page": 16,
+        "window": 33, "return_lse": True,
+    },
+    "starts and sinks": {
+        "lens": [70, 40], "starts": [70, 20], "sinks": True, "return_lse": True, "page": 7, "keys": 70,
+    },
+    "starts of int4": {
+        "lens": [128, 77], "starts": [50, 77], "page": 32, "dtype": BF16, "cache": I4, "groups": 4, "return_lse": True,
+    },
+    "starts and everything": {
+        "lens": [127, 60], "starts": [33, 58], "tokens": 3, "heads": 6, "kv_heads": 3, "d": 24, "dv": 40, "page": 32,
+        "window": 70, "softcap": 5.0, "alibi_slopes": True, "sinks": True, "return_lse": True, "cache": I8, "groups": 1,
+        "dtype": BF16,
+    },
 }  # fmt: skip
 
 
@@ -333,6 +361,9 @@ def test_any_call(data: st.DataObject, device: str) -> None:
     page, kv_heads = draw(st.sampled_from([0, 1, 5, 16, 32])), draw(st.integers(1, 3))
     keys = draw(st.integers(1, 4)) * (page or draw(st.integers(1, 40)))
     options: dict[str, Any] = {"window": draw(st.sampled_from([-1, 0, 3, 40])), "return_lse": draw(st.booleans())}
+    lens = draw(st.lists(st.integers(0, keys), min_size=1, max_size=3))
+    if draw(st.booleans()):
+        options["starts"] = [draw(st.integers(0, keys)) for _ in lens]
     for name in ("alibi_slopes", "sinks"):
         if draw(st.booleans()):
             options[name] = True
@@ -348,7 +379,7 @@ def test_any_call(data: st.DataObject, device: str) -> None:
         options["scales"] = draw(st.sampled_from([F16, BF16, F32]))
         d, dv = (2 * groups * draw(st.integers(1, 48 // groups)) for _ in range(2))
     call = case(
-        draw(st.lists(st.integers(0, keys), min_size=1, max_size=3)), kv_heads * draw(st.integers(1, 5)), kv_heads,
+        lens, kv_heads * draw(st.integers(1, 5)), kv_heads,
         draw(st.integers(1, 5)), d, dv, keys, page, dtype, device, cache, **options,
     )  # fmt: skip
     assert_right(call, run(call, draw(st.sampled_from(list(CONFIGS.values())))))
@@ -588,6 +619,31 @@ def test_same_bits_however_much_room_the_cache_has(window: int, device: str) -> 
     assert all(same_bits(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+def test_pages_before_the_first_key_are_not_looked_up(device: str) -> None:
+    call = case([100, 128], tokens=2, keys=160, page=16, starts=[60, 95], device=device)
+    wanted = run(call)
+    assert_right(call, wanted)
+    assert call.block_table is not None
+    for b, start in enumerate((60, 95)):
+        call.block_table[b, : start // 16] = -(2**31)
+    assert same_bits(run(call), wanted)
+
+
+def test_keys_of_calls_without_starts_are_as_they_were(device: str) -> None:
+    from wavecrest.ops.flash_decoding.key import KEY_FIELDS, key_of, shape_of
+
+    plain, begun = case([40, 50]), case([40, 50], starts=[3, 0])
+    assert key_of(plain) == (
+        2, 1, 4, 2, 32, 32, 128, 0, "float32", "float32", False, False, False, False, False, False, "columns", "cpu",
+        False, "none",
+    )  # fmt: skip
+    differ = [name for name, a, b in zip(KEY_FIELDS, key_of(plain), key_of(begun), strict=True) if a != b]
+    assert differ == ["access"] and key_of(begun)[16] == "columns starts"
+    # masks take registers, as a window's do
+    assert (shape_of(key_of(plain)).more, shape_of(key_of(begun)).more) == (0, 1)
+    assert shape_of(key_of(begun._replace(window=3))).more == 1
+
+
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
 def test_an_invariant_call_is_split_the_same_in_any_batch(arch: str) -> None:
     from wavecrest.ops.flash_decoding.config import default
@@ -617,6 +673,8 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "columns": ("q and k as many", {"k_cache": torch.zeros(2, 128, 2, 16)}),
     "heads": ("4 heads of q are no multiple of the 3", dict.fromkeys(("k_cache", "v_cache"), torch.zeros(2, 9, 3, 32))),
     "lens dtype": (r"seq_lens must be int32 \[2\]", {"seq_lens": torch.zeros(2, dtype=torch.int64)}),
+    "starts dtype": (r"seq_starts must be int32 \[2\]", {"seq_starts": torch.zeros(2, dtype=torch.int64)}),
+    "starts shape": (r"seq_starts must be int32 \[2\]", {"seq_starts": torch.zeros(1, dtype=torch.int32)}),
     "lens shape": (r"seq_lens must be int32 \[2\]", {"seq_lens": torch.zeros(3, dtype=torch.int32)}),
     "table": (r"block_table must be int32 \[2, …\]", {"block_table": torch.zeros(3, 4, dtype=torch.int32)}),
     "sequences": (

@@ -19,7 +19,7 @@ from wavecrest.passes import Stack, StepContext, build, step_by_id, structural_c
 from wavecrest.passes import replace_attention as step_module
 from wavecrest.passes.attention import check_causal
 from wavecrest.passes.gate import Gate, failures
-from wavecrest.workload import Workload, from_example
+from wavecrest.workload import Inputs, Workload, from_example
 
 transformers = pytest.importorskip("transformers")
 masking = pytest.importorskip("transformers.masking_utils")
@@ -93,6 +93,11 @@ def ids(batch: int, length: int, seed: int = 0) -> Tensor:
 def logits(model: nn.Module, **inputs: Any) -> Tensor:
     with torch.no_grad():
         return model(**inputs).logits  # type: ignore[no-any-return]
+
+
+def ops_of(calls: list[ours.Call], queries: int) -> list[str]:
+    """What the calls of so many queries ran on."""
+    return [call.decision.op if call.decision else "PyTorch" for call in calls if call.queries == queries]
 
 
 def assert_same(got: Tensor, want: Tensor, shown: Tensor | None = None) -> None:
@@ -185,7 +190,13 @@ def test_generate(name: str, cache: str, padded: bool) -> None:
     if cache == "static":
         options["cache_implementation"] = "static"
     with torch.no_grad():
-        want, got = (one.generate(tokens, **options) for one in (model, other))
+        want = model.generate(tokens, **options)
+        with ours.watching() as calls:
+            got = other.generate(tokens, **options)
+    prefill, steps = [ops_of(calls, queries) for queries in (7, 1)]
+    assert prefill == ["flash_attention"] * 2
+    if cache == "static":
+        assert steps == ["flash_decoding"] * 22
     assert got.sequences.shape == (2, 19) and torch.equal(got.sequences, want.sequences)
     assert len(set(want.sequences[0, 7:].tolist())) > 1
     assert_same(torch.stack(got.logits), torch.stack(want.logits))
@@ -203,11 +214,123 @@ def test_generate_with_the_kernel() -> None:
             options["cache_implementation"] = "static"
         with torch.no_grad():
             want = model.generate(tokens, **options)
-            registry.get(OP).force("triton")
+            for op in (OP, "flash_decoding"):
+                registry.get(op).force("triton")
             with ours.watching() as calls:
                 assert torch.equal(other.generate(tokens, **options), want)
-            registry.get(OP).force(None)
+            for op in (OP, "flash_decoding"):
+                registry.get(op).force(None)
         assert {one.decision.backend for one in calls if one.decision is not None} == {"triton"}
+        if cache == "static":
+            assert ops_of(calls, 1) == ["flash_decoding"] * 4
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_steps_of_a_static_cache(name: str, count: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One query or several at every position, without a copy of the cache and without a look at a value."""
+    if backend == "triton":
+        registry.get("flash_decoding").force("triton")
+    model, given = made(name), []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        given.append((args, options))
+        return decoding(*args, **options)
+
+    decoding = ours.flash_decoding
+    monkeypatch.setattr(ours, "flash_decoding", watched)
+    other, tokens = switched(model), ids(2, 10)
+    want = logits(model, input_ids=tokens)
+    past = transformers.StaticCache(config=model.config, max_cache_len=24)
+    got = [logits(other, input_ids=tokens[:, :4], past_key_values=past)]
+    for at in range(4, 10, count):
+        given.clear()
+        with ours.watching() as calls:
+            got.append(logits(other, input_ids=tokens[:, at : at + count], past_key_values=past))
+        ops = ops_of(calls, count)
+        assert ops == ["flash_decoding"] * 2 and len(given) == 2
+        for layer, (args, options) in zip(past.layers, given, strict=True):
+            if layer.is_sliding and count > 1 and at + count > WINDOW:
+                # the keys of a full window and the new ones are put together by transformers
+                continue
+            for cache, ours_ in zip((layer.keys, layer.values), args[1:], strict=True):
+                assert ours_.data_ptr() == cache.data_ptr() and ours_.stride() == cache.transpose(1, 2).stride()
+            assert options["seq_lens"].tolist() == [min(at + count, args[1].shape[1])] * 2
+            assert options["seq_starts"] is None
+    assert_same(torch.cat(got, 1), want)
+
+
+def test_left_padding_is_where_keys_begin() -> None:
+    tokens, shown = ids(3, 9), torch.ones(3, 9, dtype=torch.long)
+    shown[1, :3], shown[2, :8] = 0, 0
+    model = made("llama")
+    other = switched(model)
+    past, outs = transformers.StaticCache(config=model.config, max_cache_len=24), []
+    positions = (shown.cumsum(-1) - 1).clamp(min=0)
+    for part in (slice(0, 7), slice(7, 8), slice(8, 9)):
+        inputs = {"input_ids": tokens[:, part], "attention_mask": shown[:, : part.stop]}
+        with ours.watching() as calls:
+            outs.append(logits(other, **inputs, position_ids=positions[:, part], past_key_values=past))
+        if part.start:
+            assert ops_of(calls, 1) == ["flash_decoding"] * 2
+            assert all(one.decision is not None and one.decision.key[16].endswith("starts") for one in calls)
+    want = logits(model, input_ids=tokens, attention_mask=shown, position_ids=positions)
+    # the logits of padding are nobody's
+    seen = torch.cat(outs, 1)
+    assert_same(seen, want, shown)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_padding_elsewhere_is_written_out_and_says_so(cache: str, unwarned: None) -> None:
+    """A prompt that is padded at the right, and then goes on: keys are hidden between others."""
+    tokens, shown = ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    shown[1, 5:7] = 0
+    model = made("llama")
+    other = switched(model)
+    past, outs = CACHES[cache](model), []
+    positions = (shown.cumsum(-1) - 1).clamp(min=0)
+    for part in (slice(0, 8), slice(8, 9)):
+        inputs = {"input_ids": tokens[:, part], "attention_mask": shown[:, : part.stop]}
+        told = pytest.warns(ours.AttentionFallback, match="written-out mask .* padding that is not at the left")
+        with told if part.start else contextlib.nullcontext(), ours.watching() as calls:
+            outs.append(logits(other, **inputs, position_ids=positions[:, part], past_key_values=past))
+    assert ops_of(calls, 1) == ["flash_attention"] * 2
+    want = logits(model, input_ids=tokens, attention_mask=shown, position_ids=positions)
+    assert_same(torch.cat(outs, 1), want, shown)
+
+
+def test_what_flash_decoding_does_not_take(unwarned: None) -> None:
+    """Under a mask of lengths, which is then written out."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 2, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    ends, starts = (torch.tensor(one, dtype=torch.int32) for one in ([7, 4], [0, 2]))
+    for window in (-1, 2):
+        mask = ours.lengths_mask(ends, starts, window)
+        with ours.watching() as calls:
+            want, _ = ours.attend(nn.Module(), query, key, value, mask)
+            added, _ = ours.attend(nn.Module(), query, key, value, mask, position_bias=torch.zeros(1, 4, 2, 9))
+        assert ops_of(calls, 2) == ["flash_decoding", "flash_attention"]
+        assert "written out for a bias of positions" in calls[1].reason
+        torch.testing.assert_close(added, want, rtol=1e-5, atol=1e-5)
+        bias = torch.randn(1, 4, 2, 9)
+        biased, _ = ours.attend(nn.Module(), query, key, value, mask, position_bias=bias)
+        scores = query @ key.repeat_interleave(2, 1).mT * 8**-0.5 + bias
+        for b, (end, start) in enumerate(((7, 0), (4, 2))):
+            for t in range(2):
+                own = end - 2 + t
+                seen = [j for j in range(9) if start <= j <= own and (window < 0 or j >= own - window)]
+                share = scores[b, :, t, seen].softmax(-1)
+                rows = torch.einsum("hj,hjd->hd", share, value[b].repeat_interleave(2, 0)[:, seen])
+                torch.testing.assert_close(biased[b, t], rows, rtol=1e-5, atol=1e-5)
+    with pytest.warns(ours.AttentionFallback, match="runs in PyTorch for dropout"):
+        dropped, _ = ours.attend(nn.Module(), query, key, value, mask, dropout=1e-9)
+    torch.testing.assert_close(dropped, want, rtol=1e-5, atol=1e-5)
+    wide = [torch.randn(2, heads, 9, 300)[:, :, :size] for heads, size in ((4, 2), (2, 9), (2, 9))]
+    with pytest.warns(ours.AttentionFallback, match="300 columns"):
+        ours.attend(nn.Module(), *wide, mask)
+    for bad in ({"ends": ends.long()}, {"ends": ends[:1], "starts": starts}, {"ends": ends, "window": -2}):
+        with pytest.raises(InvalidArgument, match="lengths_mask"):
+            ours.lengths_mask(**bad)
 
 
 def test_encoders(backend: str) -> None:
@@ -249,13 +372,13 @@ SHAPES = [
 
 @pytest.mark.parametrize("allowed", [True, False], ids=["skip", "no-skip"])
 @pytest.mark.parametrize("offset", ["int", "tensor"])
-@pytest.mark.parametrize("padding", ["none", "all", "left", "right", "longer"])
+@pytest.mark.parametrize("padding", ["none", "all", "left", "right", "longer", "shorter"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_mask(shape: tuple[Any, ...], padding: str, offset: str, allowed: bool) -> None:
     """Whatever form a mask has, attention under it is attention under transformers' dense one."""
     queries, kv_length, first, kv_first, window = shape
     end = first + queries
-    shown = None if padding == "none" else torch.ones(2, end + (3 if padding == "longer" else 0))
+    shown = None if padding == "none" else torch.ones(2, end + {"longer": 3, "shorter": -1}.get(padding, 0))
     if shown is not None and padding in ("left", "longer"):
         shown[1, : end - 2] = 0
     if shown is not None and padding == "right":
@@ -280,13 +403,13 @@ def test_every_mask(shape: tuple[Any, ...], padding: str, offset: str, allowed: 
     mask = step_module.attention_mask(**given)
     if allowed and queries > 1:
         # written out it would be a number for each pair
-        assert mask is None or mask.dtype in (ours.KEYS, ours.WINDOW)
+        assert mask is None or mask.dtype in (ours.KEYS, ours.WINDOW, ours.LENGTHS)
         assert mask is None or mask.untyped_storage().nbytes() <= 2 * 2 * kv_length
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, queries, 8), torch.randn(2, 2, kv_length, 8), torch.randn(2, 2, kv_length, 8)
     visible = visible_pairs(given)
-    if not allowed or (mask is not None and mask.dtype == torch.float32):
-        assert mask is not None
+    assert allowed or mask is not None
+    if mask is not None and mask.dtype == torch.float32:
         assert torch.equal((mask == 0).expand(2, 1, queries, kv_length)[:, 0], visible)
     used = min(kv_length, first + queries - kv_first)
     # what is behind the last query must not be read: a static cache may hold anything there
@@ -340,6 +463,35 @@ def test_other_masks_are_written_out() -> None:
     assert_same(got[:, 4:], logits(model, input_ids=inputs["input_ids"][:, 4:]))
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_overlays_of_a_step_are_written_out(window: int | None) -> None:
+    """A static cache may not skip its mask either: that alone does not say that keys are hidden by nothing else."""
+    config = CONFIGS["llama"]()
+    config._attn_implementation, config.sliding_window = "wavecrest", window
+    step_module.register_attention()
+    past = transformers.StaticCache(config=config, max_cache_len=9)
+    for layer in past.layers:
+        layer.lazy_initialization(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8))
+        if window is not None:
+            layer.cumulative_length_int = 3
+        layer.cumulative_length.fill_(3)
+    make = masking.create_causal_mask if window is None else masking.create_sliding_window_causal_mask
+    given: dict[str, Any] = {"inputs_embeds": torch.empty(2, 1, 0), "attention_mask": None, "past_key_values": past}
+    assert make(config, **given).dtype == ours.LENGTHS
+    blocks = torch.full((2, 9), -1)
+    for extra in (
+        {"and_mask_function": lambda b, h, q, k: k != 1},
+        {"or_mask_function": lambda b, h, q, k: k == q + 1},
+        {"block_sequence_ids": blocks},
+    ):
+        mask = make(config, **given, **extra)
+        assert mask.dtype == torch.float32
+        config._attn_implementation = "eager"
+        want = make(config, **given, **extra) == 0
+        config._attn_implementation = "wavecrest"
+        assert torch.equal(mask == 0, want)
+
+
 def test_a_users_own_mask_is_taken_as_it_is() -> None:
     """Also one row for all queries, which is no compact mask: it is not causal."""
     model = made("llama")
@@ -360,7 +512,8 @@ def test_a_users_own_mask_is_taken_as_it_is() -> None:
 def test_a_model_that_works_on_its_mask_gets_an_error() -> None:
     """A compact mask is not an additive one, and must not pass for one."""
     flags = torch.ones(2, 6, dtype=torch.bool)
-    for mask in (ours.compact_mask(flags, 3, 6, DEVICE), ours.compact_mask(None, 3, 6, DEVICE)):
+    lengths = ours.lengths_mask(torch.ones(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    for mask in (ours.compact_mask(flags, 3, 6, DEVICE), ours.compact_mask(None, 3, 6, DEVICE), lengths):
         for work in (
             lambda m: m + torch.zeros(2, 1, 3, 6),
             lambda m: 1.0 - m,
@@ -488,6 +641,80 @@ def test_compile_fullgraph(name: str) -> None:
     assert_same(torch.cat(pieces, 1), whole)
 
 
+@pytest.mark.parametrize(
+    ("name", "backend"), [("llama", "inductor"), ("gemma2", "eager"), ("mistral", "eager"), ("gpt_oss", "eager")]
+)
+def test_a_compiled_step_is_one_graph_at_every_position(name: str, backend: str) -> None:
+    """The mask made inside, from the position that the cache has on the device."""
+    tokens, graphs, model = ids(2, 12), {}, made(name)
+    want = logits(model, input_ids=tokens)
+    for kind, one in (("stock", model), ("ours", switched(model))):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        past = transformers.StaticCache(config=model.config, max_cache_len=24)
+        logits(one, input_ids=tokens[:, :3], past_key_values=past)
+        step, got = torch.compile(one, fullgraph=True, backend=backend if kind == "ours" else "eager"), []
+        for at in range(3, 12):
+            got.append(logits(step, input_ids=tokens[:, at : at + 1], past_key_values=past))
+        graphs[kind] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        traced = {decision.op for decision, calls in registry.coverage() if calls == 0}
+        assert_same(torch.cat(got, 1), want[:, 3:])
+    assert "flash_decoding" in traced
+    # sliding layers count positions in Python, and have other code before and after they are full
+    assert graphs["ours"] == graphs["stock"] and (graphs["ours"] == 1 or name != "llama")
+
+
+@pytest.mark.parametrize(("name", "backend"), [("llama", "inductor"), ("gemma2", "eager"), ("gpt_oss", "eager")])
+def test_a_compiled_step_of_a_padded_batch(name: str, backend: str) -> None:
+    """The mask made before the compiled call, as generate() does it."""
+    model = made(name)
+    other, tokens = switched(model), ids(2, 14)
+    shown = torch.ones_like(tokens)
+    shown[1, :3] = 0
+    positions = (shown.cumsum(-1) - 1).clamp(min=0)
+    want = logits(model, input_ids=tokens, attention_mask=shown, position_ids=positions)
+    past = transformers.StaticCache(config=model.config, max_cache_len=24)
+    # a window is full, and what padding it had has left it
+    got = [logits(other, input_ids=tokens[:, :9], attention_mask=shown[:, :9], position_ids=positions[:, :9],
+                  past_key_values=past)]  # fmt: skip
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(other, fullgraph=True, backend=backend)
+    for at in range(9, 14):
+        mask = masking.create_masks_for_generate(
+            config=other.config, inputs_embeds=torch.empty(2, 1, 0), attention_mask=shown[:, : at + 1],
+            past_key_values=past,
+        )  # fmt: skip
+        masks = mask if isinstance(mask, dict) else {"": mask}
+        assert all(one.dtype == ours.LENGTHS for one in masks.values())
+        now = slice(at, at + 1)
+        got.append(logits(step, input_ids=tokens[:, now], attention_mask=mask, position_ids=positions[:, now],
+                          past_key_values=past))  # fmt: skip
+    assert_same(torch.cat(got, 1), want, shown)
+    if name == "llama":
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_padded_batch_whose_mask_is_made_while_compiling(unwarned: None) -> None:
+    """Its padding cannot be looked at, and may be anywhere."""
+    torch._dynamo.reset()
+    model = made("llama")
+    other, tokens = switched(model), ids(2, 10)
+    shown = torch.ones_like(tokens)
+    shown[1, 2:4] = 0
+    positions = (shown.cumsum(-1) - 1).clamp(min=0)
+    past = transformers.StaticCache(config=model.config, max_cache_len=24)
+    step, got = torch.compile(other, fullgraph=True, backend="eager"), []
+    for part in (slice(0, 8), slice(8, 9), slice(9, 10)):
+        one = step if part.start else other
+        told = pytest.warns(ours.AttentionFallback, match="not known while compiling") if part.start == 8 else None
+        with told or contextlib.nullcontext():
+            got.append(logits(one, input_ids=tokens[:, part], attention_mask=shown[:, : part.stop],
+                              position_ids=positions[:, part], past_key_values=past))  # fmt: skip
+    want = logits(model, input_ids=tokens, attention_mask=shown, position_ids=positions)
+    assert_same(torch.cat(got, 1), want, shown)
+
+
 def test_a_compact_mask_compiles() -> None:
     """By Inductor: what marks a mask is a type that it has to write code for."""
     torch._dynamo.reset()
@@ -516,7 +743,7 @@ def context(workload: Workload) -> StepContext:
 def test_the_step_where_pytorch_is_the_choice() -> None:
     found = step_by_id("replace_attention").find(context(from_example(made("llama"), {"input_ids": ids(2, 9)})))
     assert not found.sites and found.note.startswith("dispatch chooses no other kernel than PyTorch's: 2 × ")
-    assert "9 queries, 9 keys torch" in found.note
+    assert "9 queries, 9 keys flash_attention torch" in found.note
 
 
 def test_the_step_replaces_what_dispatch_gives_to_a_kernel() -> None:
@@ -538,6 +765,31 @@ def test_the_step_replaces_what_dispatch_gives_to_a_kernel() -> None:
     made_by_it.set_attn_implementation("eager")  # type: ignore[operator]
     inputs = workload.buckets[next(iter(workload.buckets))].kwargs
     assert torch.equal(logits(made_by_it, **inputs), logits(workload.model, **inputs))
+
+
+def test_the_step_takes_decoding_to_a_kernel() -> None:
+    pytest.importorskip("triton", reason="runs the kernel")
+    model, tokens = made("llama"), ids(2, 9)
+    past = transformers.StaticCache(config=model.config, max_cache_len=24)
+    logits(model, input_ids=tokens[:, :8], past_key_values=past)
+
+    def rewind(_bucket: str) -> None:
+        for layer in past.layers:
+            layer.cumulative_length.fill_(8)
+
+    inputs = Inputs((), {"input_ids": tokens[:, 8:], "past_key_values": past})
+    workload = Workload(model, {"step": inputs}, name="step", reset=rewind)
+    step = step_by_id("replace_attention")
+    found = step.find(context(workload))
+    assert not found.sites and "1 queries, 24 keys flash_decoding torch" in found.note
+    registry.get("flash_decoding").force("triton")
+    found = step.find(context(workload))
+    assert found.sites == ("",)
+    assert [(row["op"], row["backend"]) for row in found.params["routes"]] == [("flash_decoding", "triton")] * 2
+    rewind("step")
+    gate = Gate.prepare(workload)
+    made_by_it = build(workload.model, Stack().plus(step, found.params))
+    assert not failures(gate.check(made_by_it))
 
 
 def test_the_gate_sees_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:

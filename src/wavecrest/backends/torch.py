@@ -465,11 +465,16 @@ def _flash_decoding(*args: Any, **kwargs: Any) -> Tensor:
     visible = j <= own
     if given.window >= 0:
         visible = visible & (j >= own - given.window)
+    taking_part = j < given.seq_lens[:, None]
+    if given.seq_starts is not None:
+        taking_part = taking_part & (j >= given.seq_starts[:, None])
+        visible = visible & taking_part[:, None, None, :]
     options: dict[str, Any] = {"scale": given.scale} | ({"enable_gqa": True} if given.group > 1 else {})
-    # what the cache holds beyond a sequence may be anything: 0 · NaN would be NaN
-    v = v.where((j < given.seq_lens[:, None])[:, None, :, None], 0.0)
+    # what the cache holds where a sequence has no keys may be anything: 0 · NaN would be NaN
+    v = v.where(taking_part[:, None, :, None], 0.0)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
-    return y.where(own >= 0, 0.0).transpose(1, 2).contiguous()
+    sees = own >= (0 if given.seq_starts is None else given.seq_starts.clamp(min=0)[:, None, None, None])
+    return y.where(sees, 0.0).transpose(1, 2).contiguous()
 
 
 def _mla(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:

@@ -1,8 +1,10 @@
-"""Attention as models call it, over `wavecrest.ops.flash_attention`: by transformers' interface, or as PyTorch's.
+"""Attention as models call it, over the ops `flash_attention` and `flash_decoding`: by transformers' interface, or as
+PyTorch's.
 
 Under transformers' interface a dense mask [B, 1, Sq, Sk] would be read by every layer, and hides from a kernel what it
 need not compute. So where queries see the keys up to their own, or a window of them, a mask is *compact*: one flag a
-key, the rest in its shape.
+key, the rest in its shape. Of a few queries behind many keys it is *lengths*: where the keys of each sequence end, and
+where they begin, as numbers on the device, so that a compiled or captured step serves every position.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from wavecrest import registry
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.ops import flash_attention
+from wavecrest.ops import flash_attention, flash_decoding
 from wavecrest.ops.flash_attention.operands import FLOATS, MAX_COLUMNS, Operands
+from wavecrest.ops.flash_decoding.operands import Operands as Decoding
 from wavecrest.registry import Decision
 
 # dtypes that mark a compact mask [B, 1, W, Sk]: the last query is aligned with key Sk − 1, keys after that are not
@@ -30,10 +33,16 @@ from wavecrest.registry import Decision
 # they are not read, nothing more is hidden. PyTorch computes with neither type, so that a model that works on its
 # masks gets an error, not wrong answers
 KEYS, WINDOW = torch.float8_e5m2, torch.float8_e4m3fn
+# marks a mask of lengths [B, 1, 2 + window, 4 or 8], a window of −1 for none: its bytes are int32, the place behind the
+# last key of each sequence, which is the last query's own, and of 8 bytes also the place of the first that is seen
+LENGTHS = torch.float8_e4m3fnuz
 
 
 class AttentionFallback(UserWarning):
-    """A call of attention in a model that the op does not take runs in PyTorch; the message has the reason."""
+    """A call of attention in a model that the op does not take runs in PyTorch, or reads a mask that is written out.
+
+    The message has the reason.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +103,46 @@ def compact_mask(hidden: Tensor | None, window: int, keys: int, device: torch.de
     return hidden.to(torch.uint8).view(KEYS)[:, None, None, :].expand(-1, 1, window, keys)
 
 
+def lengths_mask(ends: Tensor, starts: Tensor | None = None, window: int = -1) -> Tensor:
+    """A mask of lengths: each query sees the keys up to its own, the last query the last of a sequence's.
+
+    Args:
+        ends: int32 [B], how many keys of a cache are used, the queries' own among them; on the device, not looked at.
+        starts: int32 [B], the place of the first key that is not hidden; None: none is hidden.
+        window: keys before its own that a query sees; −1: all.
+
+    Raises:
+        InvalidArgument: the tensors are not int32 [B], or the window is less than −1.
+    """
+    for one in (ends,) if starts is None else (ends, starts):
+        if one.dtype != torch.int32 or one.ndim != 1 or one.shape != ends.shape:
+            raise InvalidArgument(f"lengths_mask: takes int32 [B], got {one.dtype} {list(one.shape)}")
+    if window < -1:
+        raise InvalidArgument(f"lengths_mask: a window of {window}; −1 is none")
+    numbers = torch.stack((ends,) if starts is None else (ends, starts), dim=-1)
+    return numbers.view(LENGTHS)[:, None, None, :].expand(-1, 1, 2 + window, -1)
+
+
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where a bool mask is True, −inf elsewhere, in a floating dtype."""
     return torch.zeros((), dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))
+
+
+def _lengths(mask: Tensor) -> tuple[Tensor, Tensor | None, int]:
+    """(ends, starts, window) of `lengths_mask`."""
+    numbers = mask[:, 0, 0].view(torch.int32)
+    return numbers[:, 0], numbers[:, 1] if numbers.shape[1] > 1 else None, mask.shape[2] - 2
+
+
+def _visible(mask: Tensor, queries: int, keys: int) -> Tensor:
+    """A mask of lengths written out, bool [B, 1, queries, keys]."""
+    ends, starts, window = _lengths(mask)
+    own = ends[:, None, None, None] - queries + torch.arange(queries, device=mask.device)[:, None]
+    j = torch.arange(keys, device=mask.device)
+    visible = j <= own
+    if window >= 0:
+        visible = visible & (j >= own - window)
+    return visible if starts is None else visible & (j >= starts[:, None, None, None])
 
 
 def _seen(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None) -> _Seen:
@@ -109,6 +155,8 @@ def _seen(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is
         width, keys = mask.shape[2], mask.shape[3]
         bias = as_bias(mask[:, :, :1].view(torch.uint8) == 0, query.dtype) if mask.dtype == KEYS else None
         return _Seen(keys, True, (width - 1, 0) if width < keys else (-1, -1), bias)
+    if mask.dtype == LENGTHS:
+        mask = _visible(mask, queries, keys)
     return _Seen(keys, False, (-1, -1), as_bias(mask, query.dtype) if mask.dtype == torch.bool else mask)
 
 
@@ -135,7 +183,8 @@ def attend(
         module: asked for `is_causal` where neither mask nor argument say.
         query: [B, H, Sq, D] of a floating dtype.
         key, value: [B, Hkv, Sk, D or Dv], their heads not repeated.
-        attention_mask: None (causal at the upper left, or nothing hidden), compact, bool, or added to the scores.
+        attention_mask: None (causal at the upper left, or nothing hidden), compact, of lengths (which runs
+            `flash_decoding`), bool, or added to the scores.
         dropout: of the weights.
         scaling: of q · kᵀ, None: 1 / √D.
         is_causal: of a call without a mask.
@@ -153,6 +202,11 @@ def attend(
     """
     if cache is not None:
         raise Unsupported("attention of transformers' continuous batching keeps its keys in pages: use sdpa for it")
+    undecoded = ""
+    if attention_mask is not None and attention_mask.dtype == LENGTHS:
+        undecoded = _undecoded(query, value, dropout, position_bias)
+        if not undecoded:
+            return _decode(module, query, key, value, attention_mask, scaling, float(softcap or 0.0), s_aux), None
     seen = _seen(module, query, key, attention_mask, is_causal)
     if seen.keys != key.shape[2]:
         key, value = key[:, :, : seen.keys], value[:, :, : seen.keys]
@@ -167,7 +221,7 @@ def attend(
         bias, None, float(softcap or 0.0), s_aux,
     )  # fmt: skip
     reason = _declined(given, dropout, attention_mask)
-    _note(type(module).__name__, given, reason)
+    _note(type(module).__name__, given, reason, undecoded)
     if reason:
         return _by_torch(given, dropout, reason), None
     result = flash_attention(
@@ -176,6 +230,43 @@ def attend(
     )  # fmt: skip
     assert isinstance(result, Tensor)
     return result, None
+
+
+def _decode(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention under a mask of lengths, over the cache as it lies."""
+    ends, starts, window = _lengths(mask)
+    q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+    if _watchers and not torch.compiler.is_compiling():
+        given = Decoding(q, k, v, ends, None, window, scaling, None, softcap, sinks, seq_starts=starts)
+        decision = registry.get("flash_decoding").decide(*given)
+        for calls in _watchers:
+            calls.append(Call(type(module).__name__, given.tokens, given.capacity, decision, decision.reason))
+    result = flash_decoding(
+        q, k, v, seq_lens=ends, window=window, softmax_scale=scaling, softcap=softcap, sinks=sinks, seq_starts=starts
+    )
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _undecoded(query: Tensor, value: Tensor, dropout: float, position_bias: Tensor | None) -> str:
+    """Why flash_decoding does not take a call under a mask of lengths, or ""."""
+    if dropout > 0:
+        return "dropout, which the op does not have"
+    if position_bias is not None:
+        return "a bias of positions, which flash_decoding does not have"
+    columns = max(query.shape[3], value.shape[3])
+    if columns > MAX_COLUMNS:
+        return f"{columns} columns, of which the op takes {MAX_COLUMNS}"
+    return ""
 
 
 def _declined(given: Operands, dropout: float, mask: Tensor | None) -> str:
@@ -189,21 +280,28 @@ def _declined(given: Operands, dropout: float, mask: Tensor | None) -> str:
     return ""
 
 
-def _note(name: str, given: Operands, reason: str) -> None:
+def _note(name: str, given: Operands, reason: str, undecoded: str = "") -> None:
     if torch.compiler.is_compiling():
         return
     for calls in _watchers:
         decision = None if reason else registry.get("flash_attention").decide(*given)
         why = reason if decision is None else decision.reason
+        if undecoded and decision is not None:
+            why = f"{why}; its mask is written out for {undecoded}"
         calls.append(Call(name, given.queries, given.keys, decision, why))
 
 
 # Dynamo runs this while it traces, so that a warning is no break of the graph
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _warn(reason: str) -> None:
+def _warn(reason: str, done: str = "runs in PyTorch") -> None:
     if reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"attention runs in PyTorch for {reason}", AttentionFallback, stacklevel=4)
+        warnings.warn(f"attention {done} for {reason}", AttentionFallback, stacklevel=4)
+
+
+def warn_written_out(reason: str) -> None:
+    """Say, once for a reason, that a mask of a few queries behind many keys is written out."""
+    _warn(reason, "reads a written-out mask and the whole cache")
 
 
 def _by_torch(given: Operands, dropout: float, reason: str) -> Tensor:

@@ -1,5 +1,5 @@
-"""Attention over to `wavecrest.ops.flash_attention`: of transformers models with masks that are not written out, and
-calls of PyTorch's scaled_dot_product_attention in other modules.
+"""Attention over to `wavecrest.ops`: of transformers models with masks that are not written out, and calls of PyTorch's
+scaled_dot_product_attention in other modules.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def sdpa_calls(model: nn.Module, inputs: Inputs) -> list[tuple[str, Call]]:
 def _note(routes: list[dict[str, Any]]) -> str:
     """What runs for which calls, in one line."""
     lines = Counter(
-        f"{row['bucket']}: {row['queries']} queries, {row['keys']} keys {row['backend']} ({row['reason']})"
+        f"{row['bucket']}: {row['queries']} queries, {row['keys']} keys {row['op']} {row['backend']} ({row['reason']})"
         for row in routes
     )
     return "; ".join(f"{count} × {line}" for line, count in lines.items())
@@ -171,6 +171,7 @@ def _row(call: Call) -> dict[str, Any]:
         "module": call.module,
         "queries": call.queries,
         "keys": call.keys,
+        "op": "scaled_dot_product_attention" if decision is None else decision.op,
         "backend": "torch" if decision is None else decision.backend,
         "config": {} if decision is None or decision.config is None else dict(decision.config.kwargs),
         "source": "fallback" if decision is None else decision.source,
@@ -231,9 +232,9 @@ def register_attention() -> None:
 def attention_mask(**given: Any) -> Tensor | None:
     """The mask of one forward under transformers' interface (`AttentionMaskInterface`), in the shortest form there is.
 
-    None where the calls themselves say what is hidden, compact (`wavecrest.nn.attention`) where queries see the keys
-    up to their own or a window of them, one row where all queries see the same, else written out [B, 1, Sq, Sk]; the
-    last two are added to the scores, in the model's dtype.
+    None where the calls themselves say what is hidden, compact or of lengths (`wavecrest.nn.attention`) where queries
+    see the keys up to their own or a window of them, one row where all queries see the same, else written out
+    [B, 1, Sq, Sk]; the last two are added to the scores, in the model's dtype.
     """
     # versions before 5 describe queries by a tensor of positions: written out
     if "q_length" not in given:
@@ -290,26 +291,77 @@ def _is_causal(given: dict[str, Any]) -> bool:
     from transformers.masking_utils import causal_mask_function
 
     # transformers does not allow the skip for overlays, packed sequences, and static caches in decoding
-    if not given.get("allow_is_causal_skip", True):
+    skips, local = given.get("allow_is_causal_skip", True), given.get("local_size")
+    if not skips and given["q_length"] > 1:
         return False
-    local = given.get("local_size")
     if local is None:
         return given.get("mask_function", causal_mask_function) is causal_mask_function
+    if not skips and not _is_window_alone(given):
+        return False
     config = given.get("config")
     # the other masks with a size are those of chunks
     chunks = getattr(config, "attention_chunk_size", None)
     return chunks is None and local == getattr(config, "sliding_window", None)
 
 
+def _is_window_alone(given: dict[str, Any]) -> bool:
+    """True if a mask of a window is that alone, where transformers does not allow to skip it for one query."""
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    # a union with something else has another name, and a cut with something of the model's own is mapped by vmap
+    name = sliding_window_causal_mask_function(1).__name__
+    return not given.get("use_vmap", False) and getattr(given.get("mask_function"), "__name__", "") == name
+
+
+def _lengths(given: dict[str, Any], end: Tensor) -> tuple[Tensor | None, str]:
+    """The mask of lengths of queries whose last key is at the place end − 1 of [1], or why there is none."""
+    import torch
+
+    from wavecrest.nn.attention import lengths_mask
+
+    first, batch, local = given.get("kv_offset", 0), given["batch_size"], given.get("local_size")
+    ends = end.to(torch.int32).expand(batch)
+    window = -1 if local is None or local >= given["kv_length"] else local - 1
+    starts, shown = None, given.get("attention_mask")
+    if shown is not None:
+        if _is_tracing(shown):
+            return None, "an attention_mask whose values are not known while compiling"
+        shown = shown[:, first : first + given["kv_length"]].bool()
+        hidden = shown.logical_not().sum(-1)
+        place = torch.arange(shown.shape[1], device=shown.device)
+        # at the left of a sequence, and nowhere else
+        left = (shown == (place >= hidden[:, None])).all() & (end <= shown.shape[1]).all()
+        is_left, is_none = torch.stack((left, (hidden == 0).all())).tolist()
+        if not is_left:
+            return None, "padding that is not at the left"
+        starts = None if is_none else hidden.to(torch.int32)
+    if window >= 0 and given["q_length"] == 1:
+        # of one query a window is where its keys begin
+        begin = (ends - (window + 1)).clamp(min=0)
+        starts, window = begin if starts is None else torch.maximum(begin, starts), -1
+    return lengths_mask(ends, starts, window), ""
+
+
 def _compact(given: dict[str, Any]) -> Tensor | None:
     import torch
 
-    from wavecrest.nn.attention import compact_mask
+    from wavecrest.nn.attention import compact_mask, warn_written_out
+    from wavecrest.ops.flash_decoding.operands import MAX_TOKENS
 
     first, queries, kv_length = given.get("q_offset", 0), given["q_length"], given["kv_length"]
-    # the position of a static cache is a tensor
-    if not _is_causal(given) or (isinstance(first, torch.Tensor) and _is_tracing(first)):
+    if not _is_causal(given):
         return _written_out(given)
+    reason = ""
+    # the position of a static cache is a tensor
+    if isinstance(first, torch.Tensor):
+        if queries <= MAX_TOKENS:
+            made, reason = _lengths(given, (first + (queries - given.get("kv_offset", 0))).reshape(1))
+            if made is not None:
+                return made
+        if queries == 1 or _is_tracing(first):
+            if reason:
+                warn_written_out(reason)
+            return _written_out(given)
     # the last query's own key is the last that is used; a static cache has room behind it
     keys = int(first) + queries - given.get("kv_offset", 0)
     if not queries <= keys <= kv_length:
@@ -317,8 +369,19 @@ def _compact(given: dict[str, Any]) -> Tensor | None:
     padding = _padding(given, keys)
     padded = padding is not None and (_is_tracing(padding) or not bool(padding.all()))
     window = keys if given.get("local_size") is None else min(keys, given["local_size"])
+    # where it may not be skipped a step's mask has one form at all positions
+    skips = given.get("allow_is_causal_skip", True)
+    if queries == 1 and skips and not padded and window == keys == kv_length:
+        return None
+    if (queries < keys or not skips) and queries <= MAX_TOKENS:
+        end = torch.full((1,), keys, device=given.get("device", "cpu"))
+        made, reason = _lengths(given if padded else {**given, "attention_mask": None}, end)
+        if made is not None:
+            return made
     if queries == 1:
-        return None if not padded and window == keys == kv_length else _written_out(given)
+        if reason:
+            warn_written_out(reason)
+        return _written_out(given)
     if not padded and window == keys == queries:
         return None
     return compact_mask(~padding if padded and padding is not None else None, window, keys, given.get("device", "cpu"))

@@ -28,11 +28,12 @@ class _Sizes(NamedTuple):
 
 def _call(
     sizes: _Sizes, dtype: torch.dtype, device: str, cache: torch.dtype | None = None, fill: float = 1.0,
-    groups: int = 0, **options: Any,
+    groups: int = 0, padded: int = 0, **options: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of a call whose sequences fill this share of their caches, the first of them all of it.
 
-    `groups`: of a cache of 4 bits; of one of 8, 1 for scales of tokens, 0 for one of all.
+    `groups`: of a cache of 4 bits; of one of 8, 1 for scales of tokens, 0 for one of all. `padded`: hidden keys at the
+    left of the last sequence.
     """
     pages = sizes.batch * (sizes.keys // sizes.page) if sizes.page else sizes.batch
     leading = (pages, sizes.page or sizes.keys, sizes.kv_heads)
@@ -54,6 +55,8 @@ def _call(
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(count, generator=generator).view(sizes.batch, -1)
         options["block_table"] = order.to(torch.int32).to(device)
+    if padded > 0:
+        options["seq_starts"] = torch.linspace(0.0, padded, sizes.batch).to(torch.int32).to(device)
     if groups > 0:
         # about the size of keys and values in 16 bits
         step = 0.3 if cache == FOUR_BITS else 0.01
@@ -106,6 +109,9 @@ def _compiled(arch: Arch) -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]
         "8 queries": (llama._replace(tokens=8), bf16, {}),
         "every option": (paged, bf16, every),
         "float32": (llama, torch.float32, {}),
+        "starts": (llama, bf16, {"padded": 100}),
+        "starts 8 queries": (llama._replace(tokens=8), bf16, {"padded": 100}),
+        "starts every option": (paged, bf16, {**every, "padded": 100}),
     }
 
 
@@ -165,4 +171,8 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
             window=70, softcap=5.0, alibi_slopes=slopes, sinks=sinks, return_lse=True,
         ),
         "float32": partial(_call, _Sizes(1, 2, 2, 1, 140, 32, 32), torch.float32, "cpu"),
+        "starts": partial(_call, _Sizes(2, 1, 4, 2, 300, 64, 64), brain, "cpu", fill=0.5, padded=100),
+        "starts window": partial(
+            _call, _Sizes(2, 3, 4, 2, 160, 32, 32, 32), half, "cpu", padded=90, window=70, return_lse=True
+        ),
     }  # fmt: skip

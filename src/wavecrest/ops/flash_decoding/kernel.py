@@ -41,7 +41,7 @@ E4M3_PAIRS_BF16 = tl.constexpr((_E4M3_PAIRS + _AS_BF16 + "}").replace("\n", " ")
 SIZES = [
     "scale", "softcap", "left", "tokens", "kv_heads", "group", "page", "splits", "d_units", "dv_units",
     "stride_qb", "stride_qt", "stride_qh", "stride_kp", "stride_kt", "stride_kh", "stride_vp", "stride_vt", "stride_vh",
-    "stride_tb", "stride_len", "stride_ab", "stride_ah", "stride_sink",
+    "stride_tb", "stride_len", "stride_start", "stride_ab", "stride_ah", "stride_sink",
     "stride_ksp", "stride_kst", "stride_ksh", "stride_vsp", "stride_vst", "stride_vsh",
     "stride_kzp", "stride_kzt", "stride_kzh", "stride_vzp", "stride_vzt", "stride_vzh",
 ]  # fmt: skip
@@ -366,11 +366,11 @@ def _attend(  # type: ignore[no-untyped-def]
     """Let tiles of keys from `begin` to `end` pass: (sums, their weights' total, the largest score so far) of each row.
 
     `first`, `last`: the keys that any row sees lie between them; MASKED: tiles may have others, which are not read, and
-    a row i sees those from lower[i] to upper[i]. WHOLE: a tile lies within one page. TOKENS: each key and value has a
-    scale. GROUPS: of 4 bits, in so many groups of columns; q is then (columns of low codes, of high ones, its sum), and
-    the sums are (columns of low codes, of high ones, those of shifts where they are apart). PAIRS: values are read two
-    columns at a time, and sums are apart for even and odd ones. HALF: q is in float16, over powers of two that are its
-    last part. CODE: the dtype of values.
+    a row i sees those from lower[i] to upper[i], none where lower[i] is upper[i] + 1. WHOLE: a tile lies within one
+    page. TOKENS: each key and value has a scale. GROUPS: of 4 bits, in so many groups of columns; q is then (columns of
+    low codes, of high ones, its sum), and the sums are (columns of low codes, of high ones, those of shifts where they
+    are apart). PAIRS: values are read two columns at a time, and sums are apart for even and odd ones. HALF: q is in
+    float16, over powers of two that are its last part. CODE: the dtype of values.
     """
     # float16 has no room for a weight times a scale
     TYPE: tl.constexpr = tl.bfloat16 if HALF and TOKENS else q[0].dtype
@@ -431,7 +431,7 @@ def _attend(  # type: ignore[no-untyped-def]
         if MASKED:
             if LEFT:
                 # one comparison for both ends, unsigned: each that waits takes scalar registers
-                visible = (cols[None, :] - lower[:, None]).to(tl.uint32, bitcast=True) <= (upper - lower)[:, None]
+                visible = (cols[None, :] - lower[:, None]).to(tl.uint32, bitcast=True) < (upper + 1 - lower)[:, None]
             else:
                 visible = cols[None, :] <= upper[:, None]
             s = tl.where(visible, s, float("-inf"))
@@ -452,17 +452,26 @@ def _attend(  # type: ignore[no-untyped-def]
     return acc, total, top
 
 
+@triton.jit
+def _hidden(starts_ptr, at, keys, STARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many of a sequence's keys are hidden before the first that is not."""
+    hidden = 0
+    if STARTS:
+        hidden = tl.minimum(tl.maximum(tl.load(starts_ptr + at), 0), keys)
+    return hidden
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _decoding_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, lens_ptr, table_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, k_shift_ptr, v_shift_ptr,
-    o_ptr, lse_ptr, part_ptr, meta_ptr,
+    q_ptr, k_ptr, v_ptr, lens_ptr, starts_ptr, table_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, k_shift_ptr,
+    v_shift_ptr, o_ptr, lse_ptr, part_ptr, meta_ptr,
     scale, softcap, left, tokens, kv_heads, group, page, splits, d_units, dv_units,
     stride_qb, stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
-    stride_tb, stride_len, stride_ab, stride_ah, stride_sink,
+    stride_tb, stride_len, stride_start, stride_ab, stride_ah, stride_sink,
     stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
     stride_kzp, stride_kzt, stride_kzh, stride_vzp, stride_vzt, stride_vzh,
-    PAGED: tl.constexpr, WHOLE: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    SINKS: tl.constexpr, SCALED: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
+    PAGED: tl.constexpr, WHOLE: tl.constexpr, LEFT: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALED: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
     Q_ALIGN: tl.constexpr, KV_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
     PDL: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr,
@@ -491,8 +500,9 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum(begin + CHUNK, keys)
     # the keys that any query sees
     first = 0
+    hidden = _hidden(starts_ptr, sequence * stride_start, keys, STARTS)
     if LEFT:
-        first = tl.maximum(keys - tokens - left, 0)
+        first = tl.maximum(keys - tokens - left, hidden)
         begin = tl.maximum(begin, (first // BLOCK_N) * BLOCK_N)
     if SPLIT and begin >= end:
         return
@@ -529,6 +539,9 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     lower = upper
     if LEFT:
         lower = upper - left
+    if STARTS:
+        # a query whose own key is hidden sees none
+        lower = tl.minimum(tl.maximum(lower, hidden), upper + 1)
 
     stride_kp = tl.cast(stride_kp, tl.int64) * KV_ALIGN
     stride_vp = tl.cast(stride_vp, tl.int64) * V_ALIGN
@@ -617,7 +630,7 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     # tiles that every query sees in full are [whole, rest)
     whole = begin
     if LEFT:
-        whole = tl.minimum(tl.maximum(tl.cdiv(keys - 1 - left, BLOCK_N) * BLOCK_N, begin), end)
+        whole = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(keys - 1 - left, hidden), BLOCK_N) * BLOCK_N, begin), end)
         acc, total, top = _attend(
             acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp,
             stride_vt, k_scale, k_shift, v_scale, v_shift, begin, whole, first, end, lower, upper, bytes_d, bytes_dv,
@@ -680,10 +693,10 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=SIZES)
 def _joining_kernel(  # type: ignore[no-untyped-def]
-    part_ptr, meta_ptr, lens_ptr, sinks_ptr, o_ptr, lse_ptr,
-    left, tokens, kv_heads, group, splits, dv_units, stride_len, stride_sink,
-    LEFT: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, DV_ALIGN: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    part_ptr, meta_ptr, lens_ptr, starts_ptr, sinks_ptr, o_ptr, lse_ptr,
+    left, tokens, kv_heads, group, splits, dv_units, stride_len, stride_start, stride_sink,
+    LEFT: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, DV_ALIGN: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One row of the result from those of its splits, BLOCK_S of them at a time, in their order."""
     await_previous(PDL)
@@ -696,7 +709,8 @@ def _joining_kernel(  # type: ignore[no-untyped-def]
     keys = tl.load(lens_ptr + sequence * stride_len)
     first = 0
     if LEFT:
-        first = tl.maximum(((keys - tokens - left) // BLOCK_N) * BLOCK_N, 0) // CHUNK
+        hidden = _hidden(starts_ptr, sequence * stride_start, keys, STARTS)
+        first = tl.maximum(keys - tokens - left, hidden) // BLOCK_N * BLOCK_N // CHUNK
     Dv = dv_units * DV_ALIGN
     offs_dv = tl.arange(0, BLOCK_DV)
     mask_dv = offs_dv < Dv

@@ -25,6 +25,11 @@ def _scales(given: Operands) -> str:
     return f"{given.groups} groups" if given.four_bits else "tokens"
 
 
+def _access(given: Operands) -> str:
+    """How columns lie, and whether sequences begin behind hidden keys."""
+    return f"{'columns' if given.dense else 'any'}{'' if given.seq_starts is None else ' starts'}"
+
+
 def key_of(given: Operands) -> Key:
     """The shape key of a call; `page` 0 where the cache has none, `batch` 0 where it must not choose anything."""
     return (
@@ -44,7 +49,7 @@ def key_of(given: Operands) -> Key:
         given.sinks is not None,
         given.return_lse,
         given.batch_invariant,
-        "columns" if given.dense else "any",
+        _access(given),
         given.q.device.type,
         needs_grad(given.q, given.k_cache, given.v_cache, given.sinks, given.alibi_slopes),
         _scales(given),
@@ -58,7 +63,8 @@ def shape_of(key: Key) -> _config.Shape:
     pairs = 0 if part["invariant"] else part["batch"] * part["kv_heads"]
     rows = part["tokens"] * (part["heads"] // part["kv_heads"])
     columns = max(part["d"], part["dv"])
-    more = part["alibi"] + part["softcap"] + part["window"]
+    left = part["window"] or part["access"].endswith("starts")
+    more = part["alibi"] + part["softcap"] + left
     groups = int(part["scales"].split()[0]) if part["scales"].endswith("groups") else 0
     return _config.Shape(
         pairs, rows, part["capacity"], part["page"], columns, bits[part["dtype"]], part["cache"], more, groups

@@ -18,7 +18,8 @@ from wavecrest.tuned import Config
 
 # matrix units take no fewer
 LEAST_BLOCK = 16
-TENSORS = 15
+TENSORS = 16
+JOINED_TENSORS = 7
 # splits that are put together at a time
 JOINED = 16
 
@@ -77,12 +78,19 @@ def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
 def _tensors(given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor) -> tuple[Tensor, ...]:
     q = given.q
     some = (
-        given.block_table, given.alibi_slopes, given.sinks, given.k_scale, given.v_scale, given.k_shift, given.v_shift,
+        given.seq_starts, given.block_table, given.alibi_slopes, given.sinks, given.k_scale, given.v_scale,
+        given.k_shift, given.v_shift,
     )  # fmt: skip
     return (
         q, given.k_cache, given.v_cache, given.seq_lens, *(q if one is None else one for one in some),
         o, q if lse is None else lse, parts, meta,
     )  # fmt: skip
+
+
+def _joined_tensors(given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor) -> tuple[Tensor, ...]:
+    q = given.q
+    starts, sinks = (q if one is None else one for one in (given.seq_starts, given.sinks))
+    return parts, meta, given.seq_lens, starts, sinks, o, q if lse is None else lse
 
 
 def plan(
@@ -105,12 +113,13 @@ def plan(
     block_dv = max(LEAST_BLOCK, _rows.power_of_two(size_dv) * groups)
     paged = given.block_table is not None
     # all keys are seen by a window as large as the cache; differences with it then fit into 32 bits
-    left = min(given.window, given.capacity)
+    left = given.capacity if given.window < 0 else min(given.window, given.capacity)
     overlaps, narrow = _overlaps(arch), _narrow(given, arch)
     # how far a tile reaches, in elements
     reach = max(k_strides[1], v_strides[1]) * keys + max(block_d, block_dv)
     constants = {
-        "LEFT": given.window >= 0, "SINKS": given.sinks is not None, "LSE": given.return_lse, "PDL": overlaps,
+        "LEFT": given.window >= 0 or given.seq_starts is not None, "STARTS": given.seq_starts is not None,
+        "SINKS": given.sinks is not None, "LSE": given.return_lse, "PDL": overlaps,
     }  # fmt: skip
     first = _rows.Launch(
         _decoding_kernel,
@@ -120,8 +129,9 @@ def plan(
             given.kv_heads, given.group, given.page, splits, size_d // d_align, size_dv // dv_align,
             *(stride // q_align for stride in q_strides), *(stride // kv_align for stride in (*k_strides, *v_strides)),
             0 if given.block_table is None else given.block_table.stride(0), given.seq_lens.stride(0),
-            *_strides(given.alibi_slopes, 2), *_strides(given.sinks, 1), *_scale_strides(given.k_scale),
-            *_scale_strides(given.v_scale), *_scale_strides(given.k_shift), *_scale_strides(given.v_shift),
+            *_strides(given.seq_starts, 1), *_strides(given.alibi_slopes, 2), *_strides(given.sinks, 1),
+            *_scale_strides(given.k_scale), *_scale_strides(given.v_scale), *_scale_strides(given.k_shift),
+            *_scale_strides(given.v_shift),
         ),
         {
             **constants, "PAGED": paged, "WHOLE": paged and given.page % keys == 0, "SOFTCAP": given.softcap > 0,
@@ -139,14 +149,13 @@ def plan(
     )  # fmt: skip
     if splits == 1:
         return Plan(first, None, None)
-    q, out_align = given.q, _rows.alignment(out)
+    out_align = _rows.alignment(out)
     second = _rows.Launch(
         _joining_kernel,
         (rows, given.kv_heads, given.batch),
         (
-            parts, meta, given.seq_lens, q if given.sinks is None else given.sinks, o, q if lse is None else lse,
-            left, given.tokens, given.kv_heads, given.group, splits, out // out_align,
-            given.seq_lens.stride(0), *_strides(given.sinks, 1),
+            *_joined_tensors(given, o, lse, parts, meta), left, given.tokens, given.kv_heads, given.group, splits,
+            out // out_align, given.seq_lens.stride(0), *_strides(given.seq_starts, 1), *_strides(given.sinks, 1),
         ),
         {
             **constants, "CHUNK": chunk, "BLOCK_N": keys, "BLOCK_S": JOINED, "DV_ALIGN": out_align,
@@ -166,7 +175,7 @@ def bind(given: Operands, config: Config, even: bool | None = None) -> Callable[
     made = plan(given, nothing, sums if given.return_lse else None, sums, sums, config, _rows.arch(), even)
     start, numbers = _rows.starter(made.first, device), made.first.args[TENSORS:]
     join = None if made.second is None else _rows.starter(made.second, device)
-    join_numbers = () if made.second is None else made.second.args[6:]
+    join_numbers = () if made.second is None else made.second.args[JOINED_TENSORS:]
     parts_shape, out = made.parts, given.v_columns
     lse_shape = (given.batch, given.heads, given.tokens)
     paired = made.first.constants["PAIRS"] and not torch.compiler.is_compiling()
@@ -188,8 +197,7 @@ def bind(given: Operands, config: Config, even: bool | None = None) -> Callable[
         if o.numel() > 0:
             start(*_tensors(now, o, lse, parts, meta), *numbers)
             if join is not None:
-                sinks = now.q if now.sinks is None else now.sinks
-                join(parts, meta, now.seq_lens, sinks, o, now.q if lse is None else lse, *join_numbers)
+                join(*_joined_tensors(now, o, lse, parts, meta), *join_numbers)
         return (o, lse) if now.return_lse else o
 
     return call

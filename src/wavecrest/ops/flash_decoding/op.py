@@ -23,6 +23,8 @@ from wavecrest.tuned import Config
 def _cost(*args: Any, **kwargs: Any) -> Cost:
     given = Operands(*args, **kwargs)
     lengths = given.seq_lens
+    if given.seq_starts is not None:
+        lengths = (lengths - given.seq_starts.clamp(min=0)).clamp(min=0)
     keys = given.capacity * given.batch if lengths.device.type == "meta" else int(lengths.sum())
     each = given.kv_heads * (given.columns + given.v_columns)
     stored = given.k_cache.shape[-1] + given.v_cache.shape[-1]
@@ -133,6 +135,7 @@ def flash_decoding(
     batch_invariant: bool = False,
     k_shift: Tensor | None = None,
     v_shift: Tensor | None = None,
+    seq_starts: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of the last tokens of sequences over their cached keys, those tokens' own among them.
 
@@ -162,6 +165,8 @@ def flash_decoding(
         batch_invariant: split the keys of a sequence without a look at how many sequences there are, so that a
             sequence has the same bits in any batch.
         k_shift, v_shift: of a cache of 4 bits, what is added after that, in the shape and dtype of the scales.
+        seq_starts: int32 [B], the place of each sequence's first key that is not hidden, as of a batch that is padded
+            at the left; 0 and less: none is hidden. Not looked at before the launch.
 
     Returns:
         [B, T, Hq, Dv] in q's dtype, contiguous; with `return_lse` also float32 (float64 for float64) [B, Hq, T]. A
@@ -172,6 +177,6 @@ def flash_decoding(
     """
     result: Tensor | tuple[Tensor, Tensor] = _op(
         q, k_cache, v_cache, seq_lens, block_table, window, softmax_scale, alibi_slopes, softcap, sinks, k_scale,
-        v_scale, return_lse, batch_invariant, k_shift, v_shift,
+        v_scale, return_lse, batch_invariant, k_shift, v_shift, seq_starts,
     )  # fmt: skip
     return result

@@ -45,6 +45,7 @@ class Operands(NamedTuple):
     batch_invariant: bool = False
     k_shift: Tensor | None = None
     v_shift: Tensor | None = None
+    seq_starts: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -177,6 +178,8 @@ def _integers(given: Operands, name: str, value: Any, shape: tuple[int | None, .
 
 def _check_places(given: Operands) -> None:
     _integers(given, "seq_lens", given.seq_lens, (given.q.shape[0],))
+    if given.seq_starts is not None:
+        _integers(given, "seq_starts", given.seq_starts, (given.q.shape[0],))
     if given.block_table is not None:
         _integers(given, "block_table", given.block_table, (given.q.shape[0], None))
     elif given.k_cache.shape[0] != given.q.shape[0]:

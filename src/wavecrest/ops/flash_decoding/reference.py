@@ -10,7 +10,7 @@ from wavecrest.ops.flash_decoding.quantized import dequantize
 
 
 def _cached(given: Operands, cache: Tensor, scale: Tensor | None, shift: Tensor | None, wide: torch.dtype) -> Tensor:
-    """What a cache holds for each query head, [B, Hq, S, D], zeros beyond a sequence's keys."""
+    """What a cache holds for each query head, [B, Hq, S, D], zeros for keys that are no query's."""
 
     def in_order(stored: Tensor) -> Tensor:
         return stored if given.block_table is None else stored[given.block_table.long()].flatten(1, 2)
@@ -22,7 +22,10 @@ def _cached(given: Operands, cache: Tensor, scale: Tensor | None, shift: Tensor 
         if scale is not None:
             rows = rows * (in_order(scale) if scale.ndim == 4 else scale.reshape(-1, 1)).to(wide)
     place = torch.arange(given.capacity, device=rows.device)
-    rows = rows.where((place < given.seq_lens[:, None])[..., None, None], 0.0)
+    taking_part = place < given.seq_lens[:, None]
+    if given.seq_starts is not None:
+        taking_part = taking_part & (place >= given.seq_starts[:, None])
+    rows = rows.where(taking_part[..., None, None], 0.0)
     return rows.transpose(1, 2).repeat_interleave(given.group, dim=1)
 
 
@@ -41,6 +44,8 @@ def reference(given: Operands) -> Tensor | tuple[Tensor, Tensor]:
     hidden = j > own
     if given.window >= 0:
         hidden = hidden | (j < own - given.window)
+    if given.seq_starts is not None:
+        hidden = hidden | (j < given.seq_starts[:, None, None, None])
     if given.alibi_slopes is not None:
         slopes = given.alibi_slopes.to(wide).expand(given.batch, given.heads)
         scores = scores - slopes[..., None, None] * (own - j).abs()
