@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.ops.mla_harness import BF16, CONFIGS, F16, F32, NAN, assert_right, case, config, exact, run
 from tests.ops.op_harness import same_bits
-from wavecrest import ops, registry
+from wavecrest import hardware, ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._rows import Launch
@@ -479,8 +479,11 @@ def test_configurations_to_tune_with(arch: str, device: str) -> None:
     backend = registry.get(OP).backends["triton"]
     assert backend.space is not None and backend.launches is not None
     tried = list(backend.space(registry.get(OP).key(*call), ARCHS[arch]))
+    mine = device == "cpu" or hardware.detect().vendor == ARCHS[arch].vendor
     for one in tried if device == "cuda" else tried[1::9]:
-        assert_right(call, run(OP, call, one))
+        # another vendor's options are unknown to the compiler
+        if mine:
+            assert_right(call, run(OP, call, one))
         meta = (value.to("meta") if isinstance(value, Tensor) else value for value in call)
         made = backend.launches(*meta, config=one, arch=ARCHS[arch])
         kernels = [launch.kernel.__name__ for launch in made]
@@ -744,7 +747,7 @@ import torch, torch.utils._triton
 torch.utils._triton.has_triton = lambda: True
 import wavecrest.ops._triton as _triton
 _triton.emulated = "gfx942"
-from wavecrest import ops, registry
+from wavecrest import hardware, ops, registry
 registry.get("mla_decode").force("triton")
 graphs = []
 

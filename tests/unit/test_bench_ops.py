@@ -124,7 +124,10 @@ def test_an_op_can_bring_its_own_cases(double: Op) -> None:
         ({"dtype": "int8"}, "--dtype takes bfloat16, float16, float32, float64, not 'int8'"),
         ({"dtype": "nn"}, "not 'nn'"),
         ({"matching": "9x9"}, "no case of suite 'quick' has '9x9' in its name"),
-        ({"peers": ("eager", "ligr")}, "no peer 'ligr'; there are eager, compile, liger, aiter, or none"),
+        (
+            {"peers": ("eager", "ligr")},
+            "no peer 'ligr'; there are eager, compile, liger, aiter, sdpa_flash, sdpa_cudnn, or none",
+        ),
     ],
     ids=["suite", "int8", "module", "case", "peer"],
 )
@@ -775,3 +778,23 @@ def test_an_op_with_several_kernels_shows_each(device: str) -> None:
         candidate.timing.ms = 0.5 if candidate.timing.name == "triton" else 1.0
     ops._compare_with_best(row, made)
     assert row.best_peer == "eager"
+
+
+@pytest.mark.parametrize(
+    "case", ["b2h8kv2t256d64", "b2h8kv2t256d64 pages=64", "b2h8kv2t256d64 int8", "b2h8kv2t256d64 int4"]
+)
+def test_pytorch_on_full_caches_in_16_bits(case: str) -> None:
+    op = registry.get("flash_decoding")
+    assert op.bench_cases is not None
+    args = op.bench_cases("quick", "cpu")[case]()
+    made = peers.prepare("sdpa_flash", op, args)
+    want = op.reference(*args)
+    assert (
+        ops.gate(records.ImplTiming(name="x"), (made.finish(made.run()),), (want,), ops.limits_of(op, "bfloat16")) == ""
+    )
+    with pytest.raises(Unsupported, match="over full caches"):
+        peers.prepare("sdpa_flash", op, (*args[:3], args[3] - 1, *args[4:]))
+    with pytest.raises(Unsupported, match="no window"):
+        peers.prepare("sdpa_flash", op, (*args[:5], 9, *args[6:]))
+    with pytest.raises(Unsupported, match="is for flash_decoding"):
+        peers.prepare("sdpa_flash", registry.get("rms_norm"), (torch.ones(2, 4),))

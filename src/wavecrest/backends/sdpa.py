@@ -47,13 +47,14 @@ def _asked_on_a_gpu(kernel: SDPBackend, tensors: Tensors, mask: Tensor | None, *
         SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.can_use_efficient_attention,
     }[kernel]
     given = (*tensors, mask, 0.0, options.get("is_causal", False), options.get("enable_gqa", False))
-    return ask(torch.backends.cuda.SDPAParams(*given), True)
+    # without its reasons, which it writes to standard error
+    return ask(torch.backends.cuda.SDPAParams(*given), False)
 
 
-def _asked_on_the_cpu(kernel: SDPBackend, tensors: Tensors, mask: Tensor | None, **options: Any) -> bool:
+def _chosen(kernel: SDPBackend, tensors: Tensors, mask: Tensor | None, **options: Any) -> bool:
     q, k, v = tensors
     try:
-        # with one kernel allowed its choice is that kernel, or an error after warnings that say why
+        # with one kernel allowed PyTorch's choice is that kernel, or an error after warnings that say why
         return torch._fused_sdp_choice(q, k, v, mask, **options) == kernel.value
     except RuntimeError:
         return False
@@ -71,13 +72,15 @@ def _unwilling(name: str, given: Operands) -> str | None:
     # the mask of all pairs may be larger than all else, and the call may go to a kernel that needs none
     tensors, options = _torch.attention_call(given, asked=True)
     mask = options.pop("attn_mask", None)
-    ask = _asked_on_a_gpu if given.q.is_cuda else _asked_on_the_cpu
+    ask = _asked_on_a_gpu if given.q.is_cuda else _chosen
     with warnings.catch_warnings(record=True) as said:
         # all of them, also those that were shown before
         warnings.simplefilter("always")
         with sdpa_kernel(kernel):
             if ask(kernel, tensors, mask, **options):
                 return None
+            if given.q.is_cuda:
+                _chosen(kernel, tensors, mask, **options)
     reasons = [str(one.message).partition(_WHERE)[0].strip() for one in said]
     reasons = [reason for reason in dict.fromkeys(reasons) if not reason.endswith(_HEADLINE)]
     return f"asks for {words}, which PyTorch declines: {'; '.join(reasons) or 'it does not say why'}"

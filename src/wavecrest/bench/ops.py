@@ -202,7 +202,7 @@ def _compare_with_best(
     row: records.OpCase, candidates: list[_Candidate]
 ) -> tuple[Sequence[float], Sequence[float]] | None:
     ours, *others = candidates
-    others = [other for other in others if other.timing.name in peers.PEERS]
+    others = [other for other in others if other.timing.name in peers.ALL]
     best = min((other for other in others if other.series), key=lambda other: other.timing.ms or 0.0, default=None)
     if best is None or not ours.series:
         return None

@@ -14,10 +14,14 @@ from importlib import metadata
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wavecrest import env
 from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.ops.flash_decoding.operands import Operands as Decoding
+from wavecrest.ops.flash_decoding.reference import stored
 from wavecrest.registry import Op
 
 # a call without arguments, ready to be timed
@@ -40,6 +44,9 @@ class Prepared:
 Maker = Callable[..., Call | Prepared]
 
 PEERS = ("eager", "compile", "liger", "aiter")
+# those that are asked for by name: what PyTorch's own kernels do with a cache that is full and in 16 bits
+SDPA = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
+ALL = (*PEERS, *SDPA)
 # peer -> (module, distribution, how to get it)
 _PACKAGES = {
     "liger": ("liger_kernel", "liger-kernel", "pip install --no-deps liger-kernel"),
@@ -53,9 +60,9 @@ def available(names: tuple[str, ...] = PEERS) -> tuple[dict[str, str], dict[str,
     Raises:
         InvalidArgument: a name is no peer.
     """
-    unknown = [name for name in names if name not in PEERS]
+    unknown = [name for name in names if name not in ALL]
     if unknown:
-        raise InvalidArgument(f"no peer {unknown[0]!r}; there are {', '.join(PEERS)}, or none")
+        raise InvalidArgument(f"no peer {unknown[0]!r}; there are {', '.join(ALL)}, or none")
     versions: dict[str, str] = {}
     missing: dict[str, str] = {}
     for name in names:
@@ -81,6 +88,10 @@ def prepare(peer: str, op: Op, args: tuple[Any, ...]) -> Prepared:
     """
     if peer in ("eager", "compile"):
         return Prepared(_torch(op, args, compiled=peer == "compile"))
+    if peer in SDPA:
+        if op.name != "flash_decoding":
+            raise Unsupported("is for flash_decoding")
+        return _sdpa(peer, Decoding(*args))
     makers = {"liger": LIGER, "aiter": AITER}[peer]
     maker = makers.get(op.name)
     if maker is None:
@@ -108,6 +119,32 @@ def _torch(op: Op, args: tuple[Any, ...], *, compiled: bool) -> Call:
         torch._dynamo.reset()
         run = torch.compile(run, dynamic=False, fullgraph=True)
     return lambda: run(*args)
+
+
+def _sdpa(peer: str, given: Decoding) -> Prepared:
+    """PyTorch's attention of one query over whole caches in the query's dtype, made so before the clock starts.
+
+    It takes no lengths: with a mask of them it would read everything, and the mask.
+    """
+    if given.tokens > 1 or not bool((given.seq_lens == given.capacity).all()):
+        raise Unsupported("is asked for one query over full caches")
+    plain = Decoding(given.q, given.k_cache, given.v_cache, given.seq_lens, softmax_scale=given.softmax_scale)
+    places = ("k_cache", "v_cache", "block_table", "k_scale", "v_scale", "k_shift", "v_shift", "batch_invariant")
+    if given != plain._replace(**{name: getattr(given, name) for name in places}):
+        raise Unsupported("has no window, slopes, cap, sinks or logarithms")
+    q, dtype = given.q.transpose(1, 2), given.q.dtype
+    k = stored(given, given.k_cache, given.k_scale, given.k_shift, torch.float32).to(dtype).transpose(1, 2)
+    v = stored(given, given.v_cache, given.v_scale, given.v_shift, torch.float32).to(dtype).transpose(1, 2)
+
+    def call() -> Tensor:
+        with sdpa_kernel(SDPA[peer]):
+            return F.scaled_dot_product_attention(q, k, v, scale=given.scale, enable_gqa=given.group > 1)
+
+    try:
+        call()
+    except RuntimeError as error:
+        raise Unsupported(f"PyTorch declines: {str(error).splitlines()[0]}") from error
+    return Prepared(call, lambda y: y.transpose(1, 2).contiguous())
 
 
 def _no_vector(name: str) -> Unsupported:

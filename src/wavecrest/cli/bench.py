@@ -120,7 +120,10 @@ def command(
     suite: Annotated[str | None, typer.Option(help="Ops: the cases, shared or quick. Default: shared.")] = None,
     peers: Annotated[
         str | None,
-        typer.Option(help="Ops: some of eager,compile,liger,aiter, or none. Default: all that are installed."),
+        typer.Option(
+            help="Ops: some of eager,compile,liger,aiter, or none; of flash_decoding sdpa_flash,sdpa_cudnn too. "
+            "Default: all that are installed, but the last two."
+        ),
     ] = None,
     case: Annotated[str | None, typer.Option(help="Ops: only cases with this in their name.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Ops: every shape in this dtype.")] = None,

@@ -9,18 +9,23 @@ from wavecrest.ops.flash_decoding.operands import FOUR_BITS, Operands
 from wavecrest.ops.flash_decoding.quantized import dequantize
 
 
-def _cached(given: Operands, cache: Tensor, scale: Tensor | None, shift: Tensor | None, wide: torch.dtype) -> Tensor:
-    """What a cache holds for each query head, [B, Hq, S, D], zeros for keys that are no query's."""
+def stored(given: Operands, cache: Tensor, scale: Tensor | None, shift: Tensor | None, wide: torch.dtype) -> Tensor:
+    """What a cache holds, [B, S, Hk, D], its pages in order, its codes times their scales."""
 
     def in_order(stored: Tensor) -> Tensor:
         return stored if given.block_table is None else stored[given.block_table.long()].flatten(1, 2)
 
     if cache.dtype == FOUR_BITS and scale is not None and shift is not None:
-        rows = dequantize(in_order(cache), in_order(scale), in_order(shift), wide)
-    else:
-        rows = in_order(cache).to(wide)
-        if scale is not None:
-            rows = rows * (in_order(scale) if scale.ndim == 4 else scale.reshape(-1, 1)).to(wide)
+        return dequantize(in_order(cache), in_order(scale), in_order(shift), wide)
+    rows = in_order(cache).to(wide)
+    if scale is None:
+        return rows
+    return rows * (in_order(scale) if scale.ndim == 4 else scale.reshape(-1, 1)).to(wide)
+
+
+def _cached(given: Operands, cache: Tensor, scale: Tensor | None, shift: Tensor | None, wide: torch.dtype) -> Tensor:
+    """What a cache holds for each query head, [B, Hq, S, D], zeros for keys that are no query's."""
+    rows = stored(given, cache, scale, shift, wide)
     place = torch.arange(given.capacity, device=rows.device)
     taking_part = place < given.seq_lens[:, None]
     if given.seq_starts is not None:
