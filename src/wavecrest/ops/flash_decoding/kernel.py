@@ -43,7 +43,7 @@ SIZES = [
     "stride_qb", "stride_qt", "stride_qh", "stride_kp", "stride_kt", "stride_kh", "stride_vp", "stride_vt", "stride_vh",
     "stride_tb", "stride_len", "stride_start", "stride_ab", "stride_ah", "stride_sink",
     "stride_ksp", "stride_kst", "stride_ksh", "stride_vsp", "stride_vst", "stride_vsh",
-    "stride_kzp", "stride_kzt", "stride_kzh", "stride_vzp", "stride_vzt", "stride_vzh",
+    "stride_kzp", "stride_kzt", "stride_kzh", "stride_vzp", "stride_vzt", "stride_vzh", "CHUNK",
 ]  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def _numbers(  # type: ignore[no-untyped-def]
     of, number, place, seen, MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Scales or shifts of a tile's keys in float32, 0 for keys that are masked: [GROUPS, BLOCK_N], or [BLOCK_N]."""
+    """Scales or shifts of a tile's keys as stored, 0 for keys that are masked: [GROUPS, BLOCK_N], or [BLOCK_N]."""
     ptr, stride_p, stride_t = of
     at = place * stride_t
     if PAGED:
@@ -211,7 +211,43 @@ def _numbers(  # type: ignore[no-untyped-def]
     if GROUPS > 1:
         at = tl.arange(0, GROUPS)[:, None] + at[None, :]
         seen = seen[None, :]
-    return _loaded(ptr, at, 0, seen, MASKED).to(tl.float32)
+    return _loaded(ptr, at, 0, seen, MASKED)
+
+
+@triton.jit
+def _pair(  # type: ignore[no-untyped-def]
+    scale, shift, number, place, seen, MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(scales, shifts) of a tile's keys; of 8 bits, which have none, twice the scales."""
+    scales = _numbers(scale, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N)
+    shifts = scales
+    if GROUPS > 0:
+        shifts = _numbers(shift, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N)
+    return scales, shifts
+
+
+@triton.jit
+def _next_pairs(  # type: ignore[no-untyped-def]
+    k_scale, k_shift, v_scale, v_shift, table_ptr, page, start, first, last,
+    PAGED: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scales and shifts of keys, and of values, of the tile that begins at `start`, if there is one."""
+    cols = start + tl.arange(0, BLOCK_N)
+    seen = (cols >= first) & (cols < last)
+    number = tl.cast(0, tl.int64)
+    if PAGED and not WHOLE:
+        number = tl.load(table_ptr + cols // page, mask=seen, other=0).to(tl.int64)
+        place = (cols % page).to(tl.int64)
+    elif PAGED:
+        number = tl.load(table_ptr + start // page, mask=start < last, other=0).to(tl.int64)
+        place = tl.cast(start % page, tl.int64)
+    else:
+        place = tl.cast(start, tl.int64)
+    return (
+        _pair(k_scale, k_shift, number, place, seen, True, PAGED, WHOLE, GROUPS, BLOCK_N),
+        _pair(v_scale, v_shift, number, place, seen, True, PAGED, WHOLE, GROUPS, BLOCK_N),
+    )
 
 
 @triton.jit
@@ -235,16 +271,15 @@ def _by_groups(half, scale, shift, TYPE: tl.constexpr, ROUNDS: tl.constexpr):  #
 
 @triton.jit
 def _scores(  # type: ignore[no-untyped-def]
-    q, k, scale, k_scale, k_shift, number, place, seen,
-    MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
-    TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k, scale, scales, PTX: tl.constexpr, FOREIGN: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
+    ROUNDS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """scale · q · keys of a tile. Where a key has one scale it multiplies sums of codes, which are exact."""
     TYPE: tl.constexpr = q[0].dtype
     if TOKENS:
-        factor = _numbers(k_scale, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N)
+        factor = scales[0].to(tl.float32)
     if GROUPS > 0:
-        shift = _numbers(k_shift, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N) + 8.0 * factor
+        shift = scales[1].to(tl.float32) + 8.0 * factor
         if GROUPS > 1:
             low, high = _halves(k, tl.float32, PTX)
             if tl.bfloat16 == TYPE and not ROUNDS:
@@ -275,8 +310,7 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _summed(  # type: ignore[no-untyped-def]
-    acc, p, shrink, v, v_scale, v_shift, number, place, seen, TYPE: tl.constexpr, CODE: tl.constexpr,
-    MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
+    acc, p, shrink, v, scales, TYPE: tl.constexpr, CODE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """acc · shrink + weights p · values of a tile.
@@ -296,10 +330,10 @@ def _summed(  # type: ignore[no-untyped-def]
         parts = (_widened(v, WIDE, PTX, FOREIGN),)
     weight = p
     if TOKENS:
-        factor = _numbers(v_scale, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N)
+        factor = scales[0].to(tl.float32)
         shift = tl.zeros_like(factor)
         if GROUPS > 0:
-            shift = _numbers(v_shift, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N) + 8.0 * factor
+            shift = scales[1].to(tl.float32) + 8.0 * factor
         if BEFORE:
             if tl.bfloat16 == TYPE and not ROUNDS:
                 factor, shift = _plain_nan(factor), _plain_nan(shift)
@@ -361,7 +395,7 @@ def _attend(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Let tiles of keys from `begin` to `end` pass: (sums, their weights' total, the largest score so far) of each row.
 
@@ -370,11 +404,17 @@ def _attend(  # type: ignore[no-untyped-def]
     page. TOKENS: each key and value has a scale. GROUPS: of 4 bits, in so many groups of columns; q is then (columns of
     low codes, of high ones, its sum), and the sums are (columns of low codes, of high ones, those of shifts where they
     are apart). PAIRS: values are read two columns at a time, and sums are apart for even and odd ones. HALF: q is in
-    float16, over powers of two that are its last part. CODE: the dtype of values.
+    float16, over powers of two that are its last part. AHEAD: scales are loaded a step ahead. CODE: the dtype of
+    values.
     """
     # float16 has no room for a weight times a scale
     TYPE: tl.constexpr = tl.bfloat16 if HALF and TOKENS else q[0].dtype
     offs_n = tl.arange(0, BLOCK_N)
+    if AHEAD:
+        # the compiler loads ahead what products take alone (triton 3.6), and each step would wait for these
+        ahead = _next_pairs(
+            k_scale, k_shift, v_scale, v_shift, table_ptr, page, begin, first, last, PAGED, WHOLE, GROUPS, BLOCK_N
+        )
     for start in range(begin, end, BLOCK_N):
         cols = start + offs_n
         mask_k = mask_d[:, None]
@@ -419,10 +459,16 @@ def _attend(  # type: ignore[no-untyped-def]
             k_at = place * stride_kt
             v_at = place * stride_vt
         k = _loaded(k_ptr, k_at, k_tile, mask_k, MASKED or not EVEN_D)
-        s = _scores(
-            q, k, scale, k_scale, k_shift, number, place, seen,
-            MASKED, PAGED, WHOLE, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, HALF, BLOCK_N,
-        )  # fmt: skip
+        scales = ()
+        if AHEAD:
+            scales, v_scales = ahead
+            ahead = _next_pairs(
+                k_scale, k_shift, v_scale, v_shift, table_ptr, page, start + BLOCK_N, first, last,
+                PAGED, WHOLE, GROUPS, BLOCK_N,
+            )  # fmt: skip
+        elif TOKENS:
+            scales = _pair(k_scale, k_shift, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N)
+        s = _scores(q, k, scale, scales, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, HALF, BLOCK_N)
         if SOFTCAP:
             # c · tanh(s / c) = c − 2c / (1 + e^(2s / c))
             s = softcap - 2.0 * softcap * reciprocal(1.0 + tl.exp2(s))
@@ -445,10 +491,11 @@ def _attend(  # type: ignore[no-untyped-def]
         top = top_now
         total = total * shrink + tl.sum(p, 1)
         v = _loaded(v_ptr, v_at, v_tile, mask_v, MASKED or not EVEN_DV)
-        acc = _summed(
-            acc, p, shrink, v, v_scale, v_shift, number, place, seen, TYPE, CODE,
-            MASKED, PAGED, WHOLE, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, PAIRS, BLOCK_N,
-        )  # fmt: skip
+        if AHEAD:
+            scales = v_scales
+        elif TOKENS:
+            scales = _pair(v_scale, v_shift, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N)
+        acc = _summed(acc, p, shrink, v, scales, TYPE, CODE, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, PAIRS, BLOCK_N)
     return acc, total, top
 
 
@@ -475,8 +522,8 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     Q_ALIGN: tl.constexpr, KV_ALIGN: tl.constexpr, D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
     PDL: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
+    HALF: tl.constexpr, AHEAD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK,
 ):  # fmt: skip
     """CHUNK keys of one head of one sequence, for all queries that read them: rows t · group + g of query t, head g.
 
@@ -635,20 +682,20 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
             acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp,
             stride_vt, k_scale, k_shift, v_scale, v_shift, begin, whole, first, end, lower, upper, bytes_d, bytes_dv,
             scale, softcap, slope, True, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS,
-            GROUPS, ROUNDS, PAIRS, HALF, CODE, BLOCK_N,
+            GROUPS, ROUNDS, PAIRS, HALF, AHEAD, CODE, BLOCK_N,
         )  # fmt: skip
     rest = whole + tl.maximum(tl.minimum(end, keys - tokens + 1) - whole, 0) // BLOCK_N * BLOCK_N
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
         k_scale, k_shift, v_scale, v_shift, whole, rest, first, end, lower, upper, bytes_d, bytes_dv,
         scale, softcap, slope, False, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS, GROUPS,
-        ROUNDS, PAIRS, HALF, CODE, BLOCK_N,
+        ROUNDS, PAIRS, HALF, AHEAD, CODE, BLOCK_N,
     )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
         k_scale, k_shift, v_scale, v_shift, rest, end, first, end, lower, upper, bytes_d, bytes_dv,
         scale, softcap, slope, True, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS, GROUPS,
-        ROUNDS, PAIRS, HALF, CODE, BLOCK_N,
+        ROUNDS, PAIRS, HALF, AHEAD, CODE, BLOCK_N,
     )  # fmt: skip
     low = acc[0]
     high = acc[0]
@@ -696,7 +743,7 @@ def _joining_kernel(  # type: ignore[no-untyped-def]
     part_ptr, meta_ptr, lens_ptr, starts_ptr, sinks_ptr, o_ptr, lse_ptr,
     left, tokens, kv_heads, group, splits, dv_units, stride_len, stride_start, stride_sink,
     LEFT: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, DV_ALIGN: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One row of the result from those of its splits, BLOCK_S of them at a time, in their order."""
     await_previous(PDL)

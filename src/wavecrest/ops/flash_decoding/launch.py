@@ -54,10 +54,14 @@ def _rounds(arch: Arch | None) -> bool:
     return arch is not None and (arch.vendor == "nvidia" or arch.name == "gfx950")
 
 
+def _is_nvidia(arch: Arch | None) -> bool:
+    """True for the interpreter too, which runs what is written for NVIDIA."""
+    return arch is None or arch.vendor == "nvidia"
+
+
 def _narrow(given: Operands, arch: Arch | None) -> bool:
     """True where codes of 8 bits, or of 4 with a scale a token, meet NVIDIA's matrix units, or the interpreter's."""
-    nvidia = arch is None or arch.vendor == "nvidia"
-    return nvidia and given.k_cache.element_size() == 1 and given.q.element_size() == 2 and given.groups < 2
+    return _is_nvidia(arch) and given.k_cache.element_size() == 1 and given.q.element_size() == 2 and given.groups < 2
 
 
 def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
@@ -143,7 +147,8 @@ def plan(
             "WIDE": reach >= 2**31, "PTX": _assembles(arch),
             "FOREIGN": _foreign(given, arch), "ROUNDS": _rounds(arch),
             "PAIRS": narrow and even and block_dv >= 2 * LEAST_BLOCK and kv_align % 2 == 0 and size_dv % 2 == 0,
-            "HALF": narrow and given.q.dtype == torch.bfloat16, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+            "HALF": narrow and given.q.dtype == torch.bfloat16, "AHEAD": given.by_token and given.groups < 2 and _is_nvidia(arch),
+            "BLOCK_D": block_d, "BLOCK_DV": block_dv,
         },
         config,
     )  # fmt: skip
@@ -169,7 +174,8 @@ def plan(
 def bind(given: Operands, config: Config, even: bool | None = None) -> Callable[..., Any]:
     """The function for all calls with arguments like these; `even` as in `plan`, None: as it is here."""
     device, shape, dtype = given.q.device, given.shape, given.q.dtype
-    even = given.v_cache.storage_offset() % 2 == 0 if even is None else even
+    # inductor copies what does not begin as it did when it compiled, and Dynamo has no begin of a view
+    even = (torch.compiler.is_compiling() or given.v_cache.data_ptr() % 2 == 0) if even is None else even
     nothing = torch.empty(0, dtype=dtype, device=device)
     sums = torch.empty(0, dtype=torch.float32, device=device)
     made = plan(given, nothing, sums if given.return_lse else None, sums, sums, config, _rows.arch(), even)
