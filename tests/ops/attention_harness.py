@@ -23,6 +23,7 @@ ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.
 SMALL = Config(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)
 LONG = Config(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
 TALL = Config(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1)
+HEADS = 4
 
 
 def arguments(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Any, ...]:
@@ -50,6 +51,47 @@ def tensors(
         return x.transpose(1, 2).contiguous() if layout == "bhsd" else x
 
     return made(queries, heads, d, 0), made(keys, kv_heads, d, 1), made(keys, kv_heads, dv, 2)
+
+
+def option(key: str, queries: int, keys: int, device: str, batch: int = 2, heads: int = HEADS) -> dict[str, Any]:
+    """Options by the name of a case."""
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 9) -> Tensor:
+        return random(shape, dtype, device, seed)
+
+    return {
+        "plain": dict,
+        "causal": lambda: {"causal": True},
+        "left": lambda: {"window": (5, -1)},
+        "right": lambda: {"window": (-1, 4)},
+        "window": lambda: {"window": (11, 6)},
+        "own key alone": lambda: {"window": (0, 0)},
+        "wide window": lambda: {"window": (1 << 40, 1 << 40)},
+        "causal window": lambda: {"causal": True, "window": (19, 7)},
+        "scale": lambda: {"softmax_scale": 0.7},
+        "no scale": lambda: {"softmax_scale": 0.0},
+        "softcap": lambda: {"softcap": 1.5},
+        "alibi": lambda: {"alibi_slopes": made(heads).abs() / 4},
+        "alibi a sequence": lambda: {"alibi_slopes": made(batch, heads).abs() / 4},
+        "bias": lambda: {"bias": made(batch, heads, queries, keys)},
+        "bias a head": lambda: {"bias": made(heads, queries, keys, dtype=torch.float16)},
+        "bias a key": lambda: {"bias": made(batch, 1, 1, keys, dtype=torch.bfloat16)},
+        "bias a query": lambda: {"bias": made(queries, 1)},
+        "bias transposed": lambda: {"bias": made(batch, 1, keys, queries).mT},
+        "sinks": lambda: {"sinks": 2 * made(heads)},
+        "sinks softcap bias": lambda: {"sinks": made(heads), "softcap": 2.0, "bias": 2 * made(queries, keys)},
+        "everything": lambda: {
+            "causal": True, "window": (21, -1), "softmax_scale": 0.4, "softcap": 3.0, "sinks": made(heads),
+            "alibi_slopes": made(heads).abs() / 4, "bias": made(1, heads, queries, keys),
+        },
+    }[key]()  # fmt: skip
+
+
+CASES = (
+    "plain", "causal", "left", "right", "window", "own key alone", "wide window", "causal window", "scale", "no scale",
+    "softcap", "alibi", "alibi a sequence", "bias", "bias a head", "bias a key", "bias a query", "bias transposed",
+    "sinks", "sinks softcap bias", "everything",
+)  # fmt: skip
 
 
 def packed(

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.attention_harness import (
+    CASES,
+    HEADS,
     LONG,
     OP,
     SMALL,
@@ -26,6 +28,7 @@ from tests.ops.attention_harness import (
     assert_within,
     by_reference,
     exact,
+    option,
     packed,
     tensors,
     wide,
@@ -44,48 +47,6 @@ from wavecrest.ops.flash_attention.operands import Operands
 from wavecrest.tuned import Config
 
 OURS = ("triton", "reference")
-HEADS = 4
-
-
-def option(key: str, queries: int, keys: int, device: str, batch: int = 2, heads: int = HEADS) -> dict[str, Any]:
-    """Options by the name of a case."""
-
-    def made(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 9) -> Tensor:
-        return random(shape, dtype, device, seed)
-
-    return {
-        "plain": dict,
-        "causal": lambda: {"causal": True},
-        "left": lambda: {"window": (5, -1)},
-        "right": lambda: {"window": (-1, 4)},
-        "window": lambda: {"window": (11, 6)},
-        "own key alone": lambda: {"window": (0, 0)},
-        "wide window": lambda: {"window": (1 << 40, 1 << 40)},
-        "causal window": lambda: {"causal": True, "window": (19, 7)},
-        "scale": lambda: {"softmax_scale": 0.7},
-        "no scale": lambda: {"softmax_scale": 0.0},
-        "softcap": lambda: {"softcap": 1.5},
-        "alibi": lambda: {"alibi_slopes": made(heads).abs() / 4},
-        "alibi a sequence": lambda: {"alibi_slopes": made(batch, heads).abs() / 4},
-        "bias": lambda: {"bias": made(batch, heads, queries, keys)},
-        "bias a head": lambda: {"bias": made(heads, queries, keys, dtype=torch.float16)},
-        "bias a key": lambda: {"bias": made(batch, 1, 1, keys, dtype=torch.bfloat16)},
-        "bias a query": lambda: {"bias": made(queries, 1)},
-        "bias transposed": lambda: {"bias": made(batch, 1, keys, queries).mT},
-        "sinks": lambda: {"sinks": 2 * made(heads)},
-        "sinks softcap bias": lambda: {"sinks": made(heads), "softcap": 2.0, "bias": 2 * made(queries, keys)},
-        "everything": lambda: {
-            "causal": True, "window": (21, -1), "softmax_scale": 0.4, "softcap": 3.0, "sinks": made(heads),
-            "alibi_slopes": made(heads).abs() / 4, "bias": made(1, heads, queries, keys),
-        },
-    }[key]()  # fmt: skip
-
-
-CASES = (
-    "plain", "causal", "left", "right", "window", "own key alone", "wide window", "causal window", "scale", "no scale",
-    "softcap", "alibi", "alibi a sequence", "bias", "bias a head", "bias a key", "bias a query", "bias transposed",
-    "sinks", "sinks softcap bias", "everything",
-)  # fmt: skip
 # queries and keys: none and one of either, a tile and one more or less, several tiles, more of the one or the other
 LENGTHS = (
     (0, 5), (5, 0), (1, 1), (1, 17), (17, 1), (3, 64), (16, 16), (17, 33), (33, 17), (64, 64), (1, 129), (64, 129),
@@ -624,7 +585,7 @@ def test_specialised_arguments() -> None:
 from wavecrest.ops.flash_attention.kernel import _flash_attention_kernel
 print(*(p.name for p in _flash_attention_kernel.params if not (p.is_constexpr or p.do_not_specialize)))
 """
-    assert all(word.endswith("_ptr") for word in _child(code).split()) and len(_child(code).split()) == 10
+    assert all(word.endswith("_ptr") for word in _child(code).split()) and len(_child(code).split()) == 13
 
 
 def _made(queries: int, keys: int, batch: int = 2, heads: int = 8, **options: Any) -> Any:

@@ -141,8 +141,8 @@ def _attention_supports(*args: Any, **kwargs: Any) -> str | None:
         return reason
     if not given.q.is_cuda or registry.needs_grad(given.q, given.k, given.v, given.bias, given.alibi_slopes):
         return "runs on a GPU, without gradients"
-    if given.q.dtype.itemsize != 2:
-        return f"attends in float16 and bfloat16, not {registry.dtype_name(given.q)}"
+    if given.q.dtype.itemsize != 2 or given.quantized:
+        return f"attends in float16 and bfloat16, not {registry.dtype_name(given.k)}"
     if given.sinks is not None:
         return "has sinks of another form in each version"
     if given.softcap > 0 and not given.packed:

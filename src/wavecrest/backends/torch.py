@@ -349,6 +349,8 @@ def _conv2d_supports(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_ar
 
 def _flash_attention_supports(*args: Any, **kwargs: Any) -> str | None:
     given = Attention(*args, **kwargs)
+    if given.quantized:
+        return "multiplies no 8-bit q, k and v"
     if given.packed:
         return "has no packed sequences"
     if given.return_lse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wavecrest.hardware import ARCHS
 from wavecrest.ops.flash_attention.operands import Operands
 
 
@@ -59,15 +61,21 @@ def _call(sizes: _Sizes, dtype: torch.dtype, device: str, *, layout: str = "bhsd
     return tuple(Operands(q, k, v, layout, **options))
 
 
+def _every(heads: int = 32) -> dict[str, Any]:
+    """Every option at once."""
+    slopes = torch.empty(heads, device="meta")
+    dense = torch.empty(1, heads, 4096, 4096, dtype=torch.bfloat16, device="meta")
+    sinks = torch.empty(heads, dtype=torch.bfloat16, device="meta")
+    return {
+        "window": (1023, 0), "softcap": 30.0, "alibi_slopes": slopes, "bias": dense, "sinks": sinks, "return_lse": True,
+    }  # fmt: skip
+
+
 # name -> sizes, dtype, options: each width of the tiles with and without causality; heads that share keys, packed;
 # every option at once; columns that are no power of two; one query (decoding); float32
 def _compiled() -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]]]:
     bf16, heads = torch.bfloat16, 32
     square = {d: _Sizes(4, heads, heads, 4096, 4096, d, d) for d in (64, 80, 128, 256)}
-    slopes = torch.empty(heads, device="meta")
-    dense = torch.empty(1, heads, 4096, 4096, dtype=bf16, device="meta")
-    sinks = torch.empty(heads, dtype=bf16, device="meta")
-    every = {"window": (1023, 0), "softcap": 30.0, "alibi_slopes": slopes, "bias": dense, "sinks": sinks}
     return {
         "D=64": (square[64], torch.float16, {}),
         "D=64 causal": (square[64], bf16, {"causal": True}),
@@ -77,8 +85,8 @@ def _compiled() -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]]]:
         "D=80": (square[80], bf16, {}),
         "GQA packed": (_Sizes(8, heads, 8, 2048, 2048, 128, 128), bf16, {"layout": "thd", "causal": True}),
         "window": (square[128], bf16, {"causal": True, "window": (1023, 0)}),
-        "every option D=64": (square[64], bf16, {**every, "return_lse": True}),
-        "every option D=128": (square[128], bf16, {**every, "return_lse": True}),
+        "every option D=64": (square[64], bf16, _every()),
+        "every option D=128": (square[128], bf16, _every()),
         "one query": (_Sizes(16, heads, 8, 1, 8192, 128, 128), bf16, {}),
         "D=192 Dv=128 causal": (_Sizes(4, heads, heads, 4096, 4096, 192, 128), bf16, {"causal": True}),
         "float32": (square[64], torch.float32, {}),
@@ -91,6 +99,35 @@ def compiled() -> dict[str, Operands]:
     return {
         name: Operands(*_call(sizes, dtype, "meta", **options)) for name, (sizes, dtype, options) in _compiled().items()
     }
+
+
+def compiled_of_codes(fp8: torch.dtype) -> dict[str, Operands]:
+    """Those of 8-bit tensors: products of each kind, with every option, columns that are no power of two."""
+    heads, bf16 = 32, torch.bfloat16
+    square = {d: _Sizes(4, heads, heads, 4096, 4096, d, d) for d in (64, 80, 128, 256)}
+    found = {}
+    for label, sizes, q, kv, options in (
+        ("int8", square[128], torch.int8, torch.int8, {}),
+        ("int8 D=64 causal", square[64], torch.int8, torch.int8, {"causal": True}),
+        ("int8 p", square[128], torch.int8, torch.int8, {"p_descale": 1 / 127}),
+        ("int8 p causal", square[128], torch.int8, torch.int8, {"p_descale": 1 / 127, "causal": True}),
+        ("int8 p D=64", square[64], torch.int8, torch.int8, {"p_descale": 1 / 127}),
+        ("int8 p D=80", square[80], torch.int8, torch.int8, {"p_descale": 1 / 127}),
+        ("int8 p D=256 causal", square[256], torch.int8, torch.int8, {"p_descale": 1 / 127, "causal": True}),
+        ("fp8 causal", square[128], fp8, fp8, {"causal": True}),
+        ("fp8 p", square[128], fp8, fp8, {"p_descale": 1 / 448}),
+        ("fp8 p D=64 causal", square[64], fp8, fp8, {"p_descale": 1 / 448, "causal": True}),
+        ("kv int8 causal", square[128], bf16, torch.int8, {"causal": True}),
+        ("kv fp8", square[128], bf16, fp8, {}),
+        ("every option int8 p", square[128], torch.int8, torch.int8, {**_every(), "p_descale": 1 / 127}),
+    ):
+        given = Operands(*_call(sizes, bf16, "meta", **options))
+        found[label] = given._replace(
+            q=given.q.to(q), k=given.k.to(kv), v=given.v.to(kv),
+            q_descale=None if q == bf16 else torch.empty(heads, device="meta"),
+            k_descale=torch.empty(heads, device="meta"), v_descale=torch.empty(heads, device="meta"),
+        )  # fmt: skip
+    return found
 
 
 def compiled_for_hopper() -> dict[str, Operands]:
@@ -128,8 +165,37 @@ def bench(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     return found
 
 
+def _codes(sizes: _Sizes, q: torch.dtype, kv: torch.dtype, **options: Any) -> tuple[Any, ...]:
+    """The arguments of a call of 8-bit tensors, or of 8-bit k and v: values of deviation 1 with descales of heads."""
+    given = Operands(*_call(sizes, torch.float32, "cpu", **options))
+    made: dict[str, Any] = {}
+    for name, dtype, heads in (("q", q, sizes.heads), ("k", kv, sizes.kv_heads), ("v", kv, sizes.kv_heads)):
+        x = getattr(given, name)
+        if dtype.itemsize == 1:
+            made[f"{name}_descale"] = (1.0 + torch.rand(heads)) / 32
+            x = (32 * x).clamp(-127, 127)
+        made[name] = x.round().to(dtype) if dtype == torch.int8 else x.to(dtype)
+    return tuple(given._replace(**made))
+
+
+def _codes_of_weights(sizes: _Sizes, dtype: torch.dtype) -> tuple[Any, ...]:
+    """8-bit weights: powers of two, which codes have, so that results are as exact as those without."""
+    given = Operands(*_codes(sizes, dtype, dtype, causal=True))
+    one = torch.ones(())
+    q, k = torch.zeros(given.q.shape), torch.randint(0, 4, given.k.shape)
+    # each query is one column of the keys
+    q[..., 3] = 1.0
+    return tuple(
+        given._replace(
+            q=q.to(dtype), k=k.to(dtype), q_descale=one, k_descale=one, softmax_scale=math.log(2.0), p_descale=2.0**-6
+        )
+    )
+
+
 def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
-    """Several tiles with ragged ends, each mask and addition, packed sequences, and the dtypes."""
+    """Several tiles with ragged ends, each mask and addition, packed sequences, and the dtypes, those of 8 bits too."""
+    known = ARCHS.get(arch)
+    float8 = torch.float8_e4m3fnuz if known is not None and known.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
     half, brain, single = torch.float16, torch.bfloat16, torch.float32
     generator = torch.Generator().manual_seed(0)
     slopes, sinks = torch.rand(4, generator=generator), torch.randn(4, generator=generator)
@@ -146,4 +212,9 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         ),
         "packed": partial(_call, _Sizes(3, 4, 1, 70, 120, 64, 64), brain, "cpu", causal=True, **packed),
         "float32": partial(_call, _Sizes(1, 1, 1, 33, 70, 32, 32), single, "cpu", causal=True),
+        "int8": partial(_codes, _Sizes(1, 4, 2, 70, 90, 64, 64), torch.int8, torch.int8, causal=True),
+        "int8 weights": partial(_codes_of_weights, _Sizes(1, 2, 1, 40, 90, 64, 40), torch.int8),
+        "fp8": partial(_codes, _Sizes(1, 2, 2, 40, 70, 64, 64), float8, float8),
+        "fp8 weights": partial(_codes_of_weights, _Sizes(1, 2, 1, 40, 70, 64, 64), float8),
+        "kv int8": partial(_codes, _Sizes(1, 2, 1, 40, 70, 40, 64), half, torch.int8, layout="bshd", causal=True),
     }  # fmt: skip

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
 import wavecrest.ops._rows as _rows
 from wavecrest.hardware import Arch
+from wavecrest.ops.flash_attention.launch import multiplies
 from wavecrest.tuned import Config
 
 
 class Shape(NamedTuple):
     """What a configuration is chosen by: never the batch or the heads, so that they do not change a result's bits.
 
-    `queries`: a bucket; `columns`: of q and k, or of v, whichever has more; `bits`: of an element; `more`: how many
-    things are done to scores (bias, slopes, softcap, a window's left edge), which take registers.
+    `queries`: a bucket; `columns`: of q and k, or of v, whichever has more; `bits`: of q's elements; `more`: how many
+    things are done to scores (bias, slopes, softcap, a window's left edge), which take registers; `codes`: k's
+    and v's dtype where it is an 8-bit one.
     """
 
     queries: int
@@ -22,6 +26,7 @@ class Shape(NamedTuple):
     bits: int
     causal: bool
     more: int
+    codes: str | None = None
 
 
 # BLOCK_M, BLOCK_N, num_warps, num_stages
@@ -32,8 +37,11 @@ def _nvidia(shape: Shape) -> _Tile:
     """Of D = 128, 128 rows of 8 warps, or 64 of 4, have 128 registers a thread for sums and scores."""
     if shape.bits == 32:
         # without matrix units: each thread multiplies its part from registers
-        return (32, 32, 4, 2) if shape.columns <= 64 else (32, 16, 8, 2)
-    if shape.columns <= 64:
+        return (32, 32, 4, 2) if shape.columns <= 64 and shape.codes is None else (32, 16, 8, 2)
+    if shape.bits == 8 and not 64 < shape.columns <= 128:
+        # sums of integers are of one tile: as many registers again
+        return (64, 64, 4, 2) if shape.columns <= 64 else (64, 32, 8, 2)
+    if shape.columns <= 64 and not (shape.codes is not None and shape.more):
         return 64, 64, 4, 3
     if shape.columns <= 128:
         if shape.more:
@@ -44,7 +52,12 @@ def _nvidia(shape: Shape) -> _Tile:
     return 128, 32, 8, 2
 
 
-def _cdna(shape: Shape) -> _Tile:
+def _as_codes(shape: Shape, arch: Arch | None) -> bool:
+    """True where 8-bit q and k are multiplied as they are."""
+    return shape.bits == 8 and shape.codes is not None and multiplies(getattr(torch, shape.codes), arch)
+
+
+def _cdna(shape: Shape, arch: Arch) -> _Tile:
     """32 rows a wave, as then k and v go from LDS to registers no slower than MFMA multiplies them.
 
     A step of k and v of 64 keys takes as long through LDS (128 bytes a cycle) with 32 rows a wave as half of its
@@ -57,20 +70,28 @@ def _cdna(shape: Shape) -> _Tile:
         if shape.more >= 3 and shape.columns > 64:
             # a mask takes two scalar registers an element of a lane, of which there are about 100
             return 64, 32, 8, 1
-        if shape.more:
+        # 8-bit values as they are loaded, and widened, or sums of a tile's integers, take registers too; masks take
+        # scalar registers
+        crowded = shape.codes is not None and (shape.columns > 64 or shape.causal or not _as_codes(shape, arch))
+        if shape.more or crowded:
             return 128, 32, 4, 1
         return 128, 64, 4, 2 if shape.columns <= 64 else 1
     # sums alone would be 128 registers of 32 rows a wave
     return 64, 32, 8, 2
 
 
-def _rdna(shape: Shape) -> _Tile:
+def _rdna(shape: Shape, arch: Arch) -> _Tile:
     """256 registers a thread of a wave of 32; on gfx11 each half of a wave holds the operands of all of it."""
     if shape.bits == 32:
         # without matrix instructions for it
         return (32, 16, 8, 1) if shape.columns <= 64 else (16, 16, 16, 1)
     if shape.columns > 128:
         return 32, 32, 8, 1
+    if shape.codes is not None and shape.more:
+        return 32, 16, 4, 1
+    if _as_codes(shape, arch) and shape.columns > 64:
+        # scores may be integers before they are floats, weights floats before they are codes
+        return 64, 16, 4, 1
     return 64, 16 if shape.more and shape.columns > 64 else 32, 4, 1
 
 
@@ -84,7 +105,7 @@ def _made(shape: Shape, arch: Arch | None, tile: _Tile) -> Config:
     if arch is not None and arch.wave_size == 64:
         # without waves_per_eu the compiler takes accumulation registers too, and moves sums there and back; it is a
         # limit as well, and 8 waves have two a SIMD without it
-        waves = 2 if shape.bits == 16 and fewer == 128 and warps == 4 else 0
+        waves = 2 if shape.bits != 32 and fewer == 128 and warps == 4 else 0
         more = {"waves_per_eu": waves, "matrix_instr_nonkdim": 16}
     return Config(BLOCK_M=fewer, BLOCK_N=keys, num_warps=warps, num_stages=stages, **more)
 
@@ -93,7 +114,7 @@ def default(shape: Shape, arch: Arch | None) -> Config:
     """The tile that registers and LDS have room for, for as many rows as there are."""
     if arch is None or arch.vendor == "nvidia":
         return _made(shape, arch, _nvidia(shape))
-    return _made(shape, arch, _cdna(shape) if arch.wave_size == 64 else _rdna(shape))
+    return _made(shape, arch, _cdna(shape, arch) if arch.wave_size == 64 else _rdna(shape, arch))
 
 
 # tiles that `wavecrest tune flash_attention` tries of 16-bit types

@@ -33,7 +33,7 @@ def refusal(given: Operands, access: str) -> str | None:
     arch = _rows.arch()
     if arch is None or arch.name != "sm_90" or _triton.interpreted:
         return "is for sm_90: it multiplies with Hopper's instructions"
-    if given.q.dtype not in (torch.float16, torch.bfloat16):
+    if given.q.dtype not in (torch.float16, torch.bfloat16) or given.quantized:
         return "takes float16 and bfloat16"
     for name, asked in (
         ("packed sequences", given.packed),

@@ -7,12 +7,16 @@ powers of two: the scale takes log2 e with it.
 from __future__ import annotations
 
 from wavecrest.ops._lib import LOG2_E
+from wavecrest.ops._quantized import whole_numbers
 from wavecrest.ops._triton import reciprocal, tl, triton
+from wavecrest.ops.flash_decoding.kernel import _widened
 from wavecrest.ops.gemm.kernel import spread
 
 # what lies side by side in memory: nothing, the columns of a token, or the tokens of a column
 ANY, COLUMNS, TOKENS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LN_2 = tl.constexpr(0.6931471805599453)
+# weights of 8-bit values: as wide as the sums of products allow; those, but not above the largest code; codes
+WEIGHTS, CAPPED, CODES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # values that do not make the kernel anew when they change
 SIZES = [
@@ -20,7 +24,7 @@ SIZES = [
     "stride_qb", "stride_qh", "stride_qs", "stride_qd", "stride_kb", "stride_kh", "stride_ks", "stride_kd",
     "stride_vb", "stride_vh", "stride_vs", "stride_vd", "stride_ob", "stride_oh", "stride_os", "stride_lb", "stride_lh",
     "stride_bb", "stride_bh", "stride_bm", "stride_bn", "stride_ab", "stride_ah", "stride_sink", "stride_cq",
-    "stride_ck",
+    "stride_ck", "p_descale", "stride_qdb", "stride_qdh", "stride_kdb", "stride_kdh", "stride_vdb", "stride_vdh",
 ]  # fmt: skip
 
 
@@ -40,11 +44,54 @@ def _strides(stride_s, stride_d, ORDER: tl.constexpr, ALIGN: tl.constexpr, WIDE:
 
 
 @triton.jit
+def _products_of_codes(q, k, TYPE: tl.constexpr, WIDEN: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """q · k in float32, of 8-bit q and k as they are, or with WIDEN both in TYPE, which q is then."""
+    if WIDEN:
+        s = tl.dot(q, _widened(k, TYPE, PTX, FOREIGN), input_precision="ieee", out_dtype=tl.float32)
+    elif tl.int8 == k.dtype:
+        # up to 256 products of 2¹⁴ each: float32 has all such sums
+        s = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32)
+    else:
+        s = tl.dot(q, k, out_dtype=tl.float32)
+    return s
+
+
+@triton.jit
+def _sums_of_codes(  # type: ignore[no-untyped-def]
+    acc, p, shrink, v, p_descale, TYPE: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr, PTX: tl.constexpr,
+    FOREIGN: tl.constexpr,
+):  # fmt: skip
+    """acc · shrink + p · v for 8-bit v: p in TYPE, or with ROUNDED as CODES of v's type, in units of p_descale."""
+    if ROUNDED == CODES:
+        inverse = 1.0 / p_descale
+        # a weight of NaN, which this may lose, is in the sum that results are divided by
+        p = tl.minimum(p, LARGEST * p_descale)
+        if tl.int8 == v.dtype:
+            product = tl.dot(whole_numbers(p, inverse), v, out_dtype=tl.int32)
+            acc = acc * shrink[:, None] + product.to(tl.float32)
+        else:
+            # on sm_90 sums of 8-bit floats keep 14 bits: one tile's at a time are added in float32
+            TILE: tl.constexpr = v.shape[0]
+            acc = acc * shrink[:, None]
+            p = (p * inverse).to(v.dtype)
+            acc = tl.dot(p, v, acc, out_dtype=tl.float32, max_num_imprecise_acc=TILE)
+    else:
+        if ROUNDED == CAPPED:
+            p = tl.minimum(p, LARGEST * p_descale)
+        acc = acc * shrink[:, None]
+        v = _widened(v, TYPE, PTX, FOREIGN)
+        acc = tl.dot(p.to(TYPE), v, acc, input_precision="ieee", out_dtype=tl.float32)
+    return acc
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
-    begin, end, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
+    begin, end, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope, p_descale,
     MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    ALIBI: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIBI: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, QUANTIZED: tl.constexpr, TYPE: tl.constexpr,
+    WIDEN: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Let tiles of keys from `begin` to `end` pass: (sums, their weights' total, the largest score so far) of each row.
 
@@ -73,7 +120,10 @@ def _attend(  # type: ignore[no-untyped-def]
             k = tl.load(k_at + k_tile, mask=mask_k, other=0.0)
         else:
             k = tl.load(k_at + k_tile)
-        s = tl.dot(q, k, input_precision="ieee", out_dtype=tl.float32)
+        if QUANTIZED:
+            s = _products_of_codes(q, k, TYPE, WIDEN, PTX, FOREIGN)
+        else:
+            s = tl.dot(q, k, input_precision="ieee", out_dtype=tl.float32)
         if SOFTCAP or BIAS or ALIBI or MASKED:
             if SOFTCAP:
                 # c · tanh(s / c) = c − 2c / (1 + e^(2s / c))
@@ -108,33 +158,42 @@ def _attend(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(top - base)
         top = top_now
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
+        if not QUANTIZED:
+            acc = acc * shrink[:, None]
         if MASKED or not EVEN_DV:
             v = tl.load(v_at + v_tile, mask=mask_v, other=0.0)
         else:
             v = tl.load(v_at + v_tile)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee", out_dtype=tl.float32)
+        if QUANTIZED:
+            acc = _sums_of_codes(acc, p, shrink, v, p_descale, TYPE, ROUNDED, LARGEST, PTX, FOREIGN)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee", out_dtype=tl.float32)
     return acc, total, top
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, o_ptr, lse_ptr,
+    q_descale_ptr, k_descale_ptr, v_descale_ptr,
     scale, softcap, queries, keys, heads, group, tiles, d_units, dv_units, left, right,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_lb, stride_lh,
     stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink, stride_cq, stride_ck,
+    p_descale, stride_qdb, stride_qdh, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
     PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     Q_ORDER: tl.constexpr, K_ORDER: tl.constexpr, V_ORDER: tl.constexpr, BIAS_ORDER: tl.constexpr,
     Q_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, V_ALIGN: tl.constexpr, BIAS_ALIGN: tl.constexpr,
     D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
+    QUANTIZED: tl.constexpr, TYPE: tl.constexpr, WIDEN: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr,
+    PTX: tl.constexpr, FOREIGN: tl.constexpr, Q_DESCALE: tl.constexpr, K_DESCALE: tl.constexpr, V_DESCALE: tl.constexpr,
     XCDS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one head of one sequence.
 
     Strides of q, k, v and bias come in units of their ALIGN, columns in units of D_ALIGN and DV_ALIGN, those of o in
-    DV_ALIGN. `left`, `right`: of the window, where there is one (LEFT, RIGHT).
+    DV_ALIGN. `left`, `right`: of the window, where there is one (LEFT, RIGHT). QUANTIZED: k and v are 8-bit; what is
+    multiplied in more bits has TYPE, q and k with WIDEN, weights but those that are ROUNDED to codes.
     """
     # a head's tiles side by side, and so on one XCD: they read the same keys
     index = spread(tl.program_id(0), tl.num_programs(0), XCDS)
@@ -157,6 +216,11 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
 
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
+    p_descale = tl.cast(p_descale, tl.float32)
+    if Q_DESCALE:
+        scale *= tl.load(q_descale_ptr + sequence * stride_qdb + head * stride_qdh)
+    if K_DESCALE:
+        scale *= tl.load(k_descale_ptr + sequence * stride_kdb + kv_head * stride_kdh)
     if SOFTCAP:
         scale = 2.0 * LOG2_E * scale / softcap
         softcap = softcap * LOG2_E
@@ -200,6 +264,8 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
         mask=mask_m[:, None] & mask_d[None, :],
         other=0.0,
     )
+    if WIDEN:
+        q = _widened(q, TYPE, PTX, FOREIGN)
     k_tile = offs_d[:, None] * stride_kd + offs_n[None, :] * stride_ks
     v_tile = offs_n[:, None] * stride_vs + offs_dv[None, :] * stride_vd
     # rows that are no queries take the last one's bias: without a mask, which would be kept in scalar registers
@@ -250,17 +316,20 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
         acc, total, top = _attend(
             acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
             begin, whole, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
-            True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV, BLOCK_N,
+            p_descale, True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV,
+            QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
         )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
         whole, rest, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
-        False, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV, BLOCK_N,
+        p_descale, False, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV,
+        QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
     )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
         rest, end, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
-        True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV, BLOCK_N,
+        p_descale, True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV,
+        QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
     )  # fmt: skip
 
     # compared in another way than above: the compiler would keep those masks in scalar registers all along
@@ -268,6 +337,11 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     if LSE:
         # −inf for a row that has seen nothing
         tl.store(lse_ptr + offs_m, (top + tl.log2(total)) * LN_2, mask=mask_m)
-    acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    if V_DESCALE:
+        share *= tl.load(v_descale_ptr + sequence * stride_vdb + kv_head * stride_vdh)
+    if ROUNDED == CODES:
+        share *= p_descale
+    acc = acc * share[:, None]
     o_tile = offs_m[:, None] * (stride_os * DV_ALIGN) + offs_dv[None, :]
     tl.store(o_ptr + o_tile, acc.to(o_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_dv[None, :])

@@ -13,6 +13,19 @@ KEY_FIELDS = (
 )  # fmt: skip
 
 
+def _dtypes(given: Operands) -> str:
+    """q's dtype; where k and v are 8-bit also theirs, whether weights are too, and the result's if it is chosen."""
+    words = [dtype_name(given.q)]
+    if given.quantized:
+        if given.q.dtype != given.k.dtype:
+            words.append(f"kv {dtype_name(given.k)}")
+        if given.p_descale is not None:
+            words.append("p")
+        if given.dtype != given._replace(out_dtype=None).dtype:
+            words.append(f"to {str(given.dtype).removeprefix('torch.')}")
+    return " ".join(words)
+
+
 def key_of(given: Operands) -> Key:
     """The shape key of a call; `left` and `right` −1 where nothing is hidden on that side."""
     return (
@@ -23,7 +36,7 @@ def key_of(given: Operands) -> Key:
         given.kv_heads,
         given.columns,
         given.v_columns,
-        dtype_name(given.q),
+        _dtypes(given),
         given.packed,
         row_bucket(given.left),
         row_bucket(given.right),
@@ -36,13 +49,15 @@ def key_of(given: Operands) -> Key:
         given.return_lse,
         _launch.access(given),
         given.q.device.type,
-        needs_grad(given.q, given.k, given.v, given.bias, given.alibi_slopes, given.sinks),
+        needs_grad(*given.differentiable),
     )
 
 
 def shape_of(key: Key) -> _config.Shape:
     """What a configuration is chosen by."""
     part = dict(zip(KEY_FIELDS, key, strict=True))
-    bits = 32 if part["dtype"] in ("float32", "float64") else 16
+    words = part["dtype"].split()
+    bits = 32 if words[0] in ("float32", "float64") else 16 if words[0] in ("float16", "bfloat16") else 8
     more = [part["bias"] is not None, part["alibi"], part["softcap"] == 1, part["left"] >= 0].count(True)
-    return _config.Shape(part["queries"], max(part["d"], part["dv"]), bits, part["right"] >= 0, more)
+    codes = words[0] if bits == 8 else words[2] if "kv" in words else None
+    return _config.Shape(part["queries"], max(part["d"], part["dv"]), bits, part["right"] >= 0, more, codes)

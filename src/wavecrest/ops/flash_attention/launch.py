@@ -8,18 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import wavecrest.ops._quantized as _quantized
 import wavecrest.ops._rows as _rows
+import wavecrest.ops._triton as _triton
 from wavecrest.hardware import Arch
+from wavecrest.ops._triton import tl
 from wavecrest.ops.flash_attention.kernel import _flash_attention_kernel
-from wavecrest.ops.flash_attention.operands import Operands
+from wavecrest.ops.flash_attention.operands import EIGHT_BITS, Operands
 from wavecrest.tuned import Config
 
 # what is contiguous, as the kernel numbers it
 ANY, COLUMNS, TOKENS = 0, 1, 2
 ORDERS = ("any", "columns", "tokens")
-TENSORS = 10
-# matrix units take no fewer
-LEAST_BLOCK = 16
+TENSORS = 13
+# matrix units take no fewer, of 8-bit values no fewer than the second
+LEAST_BLOCK, LEAST_BLOCK_OF_CODES = 16, 32
 # offsets in a tile from which on 32 bits are too few
 FAR = 1 << 31
 
@@ -53,13 +56,13 @@ def access(given: Operands) -> str:
     again = any(size > 1 and step == 0 for one in views for size, step in zip(one.shape, one.stride(), strict=True))
     names = [ORDERS[one.order] for one in walks]
     together = names[0] if len(set(names)) == 1 else " ".join(names)
-    width = min(16, min(one.align for one in walks) * given.q.element_size())
+    width = min(16, min(one.align for one in walks) * given.k.element_size())
     return f"{together} {width}{' expanded' if again else ''}"
 
 
 def _slot(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
-    """The strides of a small tensor, the first of them 0 where it has fewer dimensions."""
-    strides = () if tensor is None else tensor.stride()
+    """The strides of a small tensor: 0 where it is one number, the first of them 0 where it has fewer dimensions."""
+    strides = () if tensor is None or tensor.numel() == 1 else tensor.stride()
     return (0,) * (dims - len(strides)) + tuple(strides)
 
 
@@ -67,6 +70,52 @@ def _wide(walks: tuple[Walk, ...], config: Config, columns: int) -> bool:
     """True if an offset inside a tile may need more than 31 bits."""
     rows = max(config["BLOCK_M"], config["BLOCK_N"], columns)
     return any(2 * rows * walked.align * max(walked.strides[2:]) >= FAR for walked in walks)
+
+
+def multiplies(dtype: torch.dtype, arch: Arch | None) -> bool:
+    """True if matrix instructions take an 8-bit type as it is; in Triton's interpreter, if it knows the type."""
+    if dtype == torch.int8:
+        return True
+    fnuz = dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    if arch is None:
+        return not fnuz
+    return arch.fp8 is not None and fnuz == arch.fp8.endswith("fnuz")
+
+
+def unreadable(dtype: torch.dtype, arch: Arch | None) -> str | None:
+    """Why the kernel does not take 8-bit tensors; on AMD's GPUs the compiler writes out what has no instruction."""
+    if multiplies(dtype, arch) or (arch is not None and arch.vendor == "amd"):
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"Triton's interpreter has no {name}" if arch is None else f"{arch.name} has no {name}"
+
+
+def _arithmetic(given: Operands, arch: Arch | None) -> dict[str, Any]:
+    """What is multiplied as it is and what is widened; of tensors that are not 8-bit always the same."""
+    found = {
+        "QUANTIZED": given.quantized, "TYPE": tl.float32, "WIDEN": False, "ROUNDED": 0, "LARGEST": 0.0, "PTX": False,
+        "FOREIGN": False, "Q_DESCALE": given.q_descale is not None, "K_DESCALE": given.k_descale is not None,
+        "V_DESCALE": given.v_descale is not None,
+    }  # fmt: skip
+    if given.quantized:
+        kept = multiplies(given.k.dtype, arch)
+        native = arch is not None and (arch.vendor == "nvidia" or arch.name == "gfx950")
+        found |= {
+            "TYPE": getattr(tl, str(given.wide).removeprefix("torch.")),
+            "WIDEN": given.q.dtype not in EIGHT_BITS or not kept,
+            # weights are as little below 8 bits as values where nothing multiplies them as they are
+            "ROUNDED": 0 if given.p_descale is None else 2 if kept else 1,
+            "LARGEST": _quantized.LARGEST[given.k.dtype],
+            "PTX": arch is not None and arch.vendor == "nvidia" and not _triton.interpreted,
+            "FOREIGN": given.k.dtype == torch.float8_e4m3fn and not native,
+        }
+    return found
+
+
+def _columns(tensor: Tensor) -> int:
+    """The power of two that holds a tensor's columns, and that matrix units take."""
+    least = LEAST_BLOCK_OF_CODES if tensor.dtype in EIGHT_BITS else LEAST_BLOCK
+    return max(least, _rows.power_of_two(tensor.shape[-1]))
 
 
 def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch: Arch | None) -> _rows.Launch:
@@ -77,7 +126,7 @@ def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch:
         q, k, v = (one.expand(given.batch, *one.shape[1:]) for one in (q, k, v))
     bias = given.broadcast_bias()
     walks = tuple(walk(one) for one in (q, k, v, q if bias is None else bias))
-    block_d, block_dv = (max(LEAST_BLOCK, _rows.power_of_two(one.shape[-1])) for one in (q, v))
+    block_d, block_dv = _columns(q), max(LEAST_BLOCK, _rows.power_of_two(v.shape[-1]))
     d_align, dv_align = (_rows.alignment(one.shape[-1]) for one in (q, v))
     o_strides = given.bhsd(o).stride()
     tiles = _rows.ceil_div(given.queries, config["BLOCK_M"])
@@ -95,6 +144,8 @@ def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch:
             *_lse_strides(given), *((0, 0, 0, 0) if bias is None else walks[3].strides),
             *_slot(given.alibi_slopes, 2), *_slot(given.sinks, 1),
             *_slot(given.cu_seqlens_q, 1), *_slot(given.cu_seqlens_k, 1),
+            1.0 if given.p_descale is None else float(given.p_descale),
+            *_slot(given.q_descale, 2), *_slot(given.k_descale, 2), *_slot(given.v_descale, 2),
         ),
         {
             "PACKED": given.packed,
@@ -118,6 +169,7 @@ def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch:
             "EVEN_D": given.columns == block_d,
             "EVEN_DV": given.v_columns == block_dv,
             "WIDE": _wide(walks, config, max(block_d, block_dv)),
+            **_arithmetic(given, arch),
             "XCDS": 1 if arch is None else arch.xcds,
             "BLOCK_D": block_d,
             "BLOCK_DV": block_dv,
@@ -130,7 +182,11 @@ def _tensors(given: Operands, o: Tensor, lse: Tensor | None) -> tuple[Tensor, ..
     """The kernel's tensors; q, which is not read through them, where there is none."""
     q = given.q
     optional = (given.bias, given.alibi_slopes, given.sinks, given.cu_seqlens_q, given.cu_seqlens_k)
-    return (q, given.k, given.v, *(q if one is None else one for one in optional), o, q if lse is None else lse)
+    descales = (given.q_descale, given.k_descale, given.v_descale)
+    return (
+        q, given.k, given.v, *(q if one is None else one for one in optional), o, q if lse is None else lse,
+        *(q if one is None else one for one in descales),
+    )  # fmt: skip
 
 
 def _lse_strides(given: Operands) -> tuple[int, int]:
@@ -142,7 +198,7 @@ def _lse_strides(given: Operands) -> tuple[int, int]:
 def empty_results(given: Operands) -> tuple[Tensor, Tensor | None]:
     """The result and its logarithms, not yet written."""
     device = given.q.device
-    o = torch.empty(given.shape, dtype=given.q.dtype, device=device)
+    o = torch.empty(given.shape, dtype=given.dtype, device=device)
     if not given.return_lse:
         return o, None
     return o, torch.empty(given.lse_shape, dtype=torch.float32, device=device)

@@ -17,7 +17,7 @@ from wavecrest.hardware import Arch
 from wavecrest.ops.flash_attention.key import KEY_FIELDS, key_of, shape_of
 from wavecrest.ops.flash_attention.operands import Operands, Window, check
 from wavecrest.ops.flash_attention.reference import reference
-from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad
+from wavecrest.registry import Cost, Key, Op, needs_grad
 from wavecrest.tuned import Config
 
 # below PyTorch's: its kernels are the default for what they take until a measured row says otherwise
@@ -48,8 +48,9 @@ def _cost(*args: Any, **kwargs: Any) -> Cost:
     else:
         pairs = given.batch * visible_pairs(given.queries, given.keys, given.left, given.right)
     moved = sum(one.nbytes for one in (given.q, given.k, given.v))
-    moved += given.q.numel() // given.columns * given.v_columns * given.q.element_size()
-    for small in (given.bias, given.alibi_slopes, given.sinks, given.cu_seqlens_q, given.cu_seqlens_k):
+    moved += given.q.numel() // given.columns * given.v_columns * given.dtype.itemsize
+    descales = (given.q_descale, given.k_descale, given.v_descale)
+    for small in (given.bias, given.alibi_slopes, given.sinks, given.cu_seqlens_q, given.cu_seqlens_k, *descales):
         moved += 0 if small is None else small.nbytes
     moved += 4 * given.q.numel() // given.columns if given.return_lse else 0
     return Cost(flops=2 * pairs * given.heads * (given.columns + given.v_columns), bytes=moved)
@@ -57,8 +58,18 @@ def _cost(*args: Any, **kwargs: Any) -> Cost:
 
 def _declines(*args: Any, **kwargs: Any) -> str | None:
     given = Operands(*args, **kwargs)
-    grad = needs_grad(given.q, given.k, given.v, given.bias, given.alibi_slopes, given.sinks)
-    return _rows.kernel_refusal(dtype_name(given.q), given.q.device.type, 1, grad)
+    grad = needs_grad(*given.differentiable)
+    # 8-bit q is multiplied as it is, or in these 16 bits
+    reason = _rows.kernel_refusal(str(given.wide).removeprefix("torch."), given.q.device.type, 1, grad)
+    if reason is None and given.quantized:
+        reason = _unreadable(given.k.dtype)
+    return reason
+
+
+# Dynamo would trace the detection of the GPU, which it cannot
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unreadable(dtype: torch.dtype) -> str | None:
+    return _launch.unreadable(dtype, _rows.arch())
 
 
 def _reserved(*args: Any, **kwargs: Any) -> str | None:
@@ -97,7 +108,8 @@ def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
 
 def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.Launch]:
     cases = {}
-    for name, given in _cases.compiled().items():
+    fp8 = torch.float8_e4m3fnuz if arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
+    for name, given in (_cases.compiled() | _cases.compiled_of_codes(fp8)).items():
         made = config or _config.default(shape_of(key_of(given)), arch)
         cases[name] = _launch.launch(given, *_launch.empty_results(given), made, arch)
     if arch.name == "sm_90" and config is None:
@@ -200,15 +212,26 @@ def flash_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    p_descale: float | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(s) · v over the keys a query sees, sᵢⱼ = softcap(scale · qᵢ · kⱼ) + biasᵢⱼ − slope · |i + Sk − Sq − j|.
+
+    8-bit q, k and v stand for the values times their descales: q and k are multiplied as they are (int8 with sums in
+    int32), q_descale · k_descale is a part of the scale, v_descale a factor of the result. Where q is a float, k and v
+    are widened to its dtype, which has all of their values.
 
     Query i is aligned with key i + Sk − Sq: the last query with the last key (bottom right), in each sequence.
 
     Args:
         q: [B, Sq, Hq, D] of layout "bshd", [B, Hq, Sq, D] of "bhsd", [Tq, Hq, D] of "thd"; any strides, which are read
-            in place; float32 (IEEE products), float16, bfloat16 or float64. D from 1 to 256. Sq may be 0.
-        k: the same with Sk and Hk, of which Hq is a multiple: query head h reads head h // (Hq / Hk).
+            in place; float32 (IEEE products), float16, bfloat16, float64, int8 or an 8-bit float (float8_e4m3fn,
+            float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz). D from 1 to 256. Sq may be 0.
+        k: the same with Sk and Hk, of which Hq is a multiple: query head h reads head h // (Hq / Hk). q's dtype, or an
+            8-bit one with a q that is a float.
         v: the same as k with Dv columns, from 1 to 256. Stored transposed ([B, H, Dv, S]) it is passed as a view.
         layout: "bshd", "bhsd", or "thd": sequences of several lengths behind one another.
         causal: a query sees no key after its own: j ≤ i + Sk − Sq.
@@ -226,11 +249,20 @@ def flash_attention(
         max_seqlen_q, max_seqlen_k: with "thd": at least the length of the longest sequence. Queries beyond
             max_seqlen_q are not computed.
         return_lse: also return log(Σⱼ exp(sᵢⱼ)), with the sink in it.
+        q_descale, k_descale, v_descale: float32 with 8-bit q, k and v: one number ([] or [1]), [H], or [B, H] ("thd":
+            of sequences), with Hq for q and Hk for k and v; those of q and k at least 0, which is not looked at. int8
+            needs them, 8-bit floats have 1 without.
+        p_descale: with 8-bit q, k and v: weights are 8-bit codes of v's dtype too, p / p_descale rounded to nearest
+            even and cut off at the largest code. p is counted from the largest score so far and at most 1, so that
+            1 / 127 is natural for int8, 1 / 448 for float8_e4m3fn, 1 / 240 for float8_e4m3fnuz and 1 / 57344 for the
+            others. The sum that results are divided by, and the logarithms, have weights as they are before. None:
+            weights, and v for them, have q's dtype or that of a 16-bit result (float16 for a float32 one).
+        out_dtype: of the result with 8-bit k and v: float32, float16 or bfloat16. None: q's, or bfloat16 for 8-bit q.
 
     Returns:
-        The result in q's layout and dtype with Dv columns, contiguous; with `return_lse` also the natural logarithms,
-        float32 (float64 for float64) [B, Hq, Sq], or [Hq, Tq] of "thd". A query that sees nothing has a result of 0
-        and −inf; with a sink, 0 and the sink.
+        The result in q's layout and dtype (or `out_dtype`) with Dv columns, contiguous; with `return_lse` also the
+        natural logarithms, float32 (float64 for float64) [B, Hq, Sq], or [Hq, Tq] of "thd". A query that sees nothing
+        has a result of 0 and −inf; with a sink, 0 and the sink.
 
         What lies beyond a sequence's keys never takes part. Of keys that causality or the window hide, a NaN or an
         infinity in v may make queries near them NaN (0 · NaN), by what computes them; the reference has none of it.
@@ -243,6 +275,6 @@ def flash_attention(
         window = tuple(window)
     result: Tensor | tuple[Tensor, Tensor] = _op(
         q, k, v, layout, causal, window, softmax_scale, bias, alibi_slopes, softcap, sinks, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, return_lse,
+        max_seqlen_q, max_seqlen_k, return_lse, q_descale, k_descale, v_descale, p_descale, out_dtype,
     )  # fmt: skip
     return result

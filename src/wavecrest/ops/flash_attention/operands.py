@@ -11,6 +11,10 @@ from torch import Tensor
 from wavecrest.errors import InvalidArgument
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+EIGHT_BITS = (torch.int8, *EIGHT_BIT_FLOATS)
+# of the result, where k and v are 8-bit
+OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("bshd", "bhsd", "thd")
 MAX_COLUMNS = 256
 # positions, and what a window adds to them, are counted in 32 bits
@@ -42,6 +46,37 @@ class Operands(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     return_lse: bool = False
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    p_descale: float | None = None
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """True if k and v, and perhaps q, are 8-bit."""
+        return self.k.dtype in EIGHT_BITS
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the result."""
+        if self.out_dtype is not None:
+            return self.out_dtype
+        return torch.bfloat16 if self.q.dtype in EIGHT_BITS else self.q.dtype
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What 8-bit values are multiplied in with values that are not: q's dtype, or of 8-bit q 16 bits."""
+        if self.q.dtype not in EIGHT_BITS:
+            return self.q.dtype
+        # a result of 32 bits keeps more of weights in float16
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float16
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The tensors that a gradient may be asked of."""
+        descales = (self.q_descale, self.k_descale, self.v_descale)
+        return (self.q, self.k, self.v, self.bias, self.alibi_slopes, self.sinks, *descales)
 
     @property
     def packed(self) -> bool:
@@ -155,22 +190,29 @@ def check(given: Operands) -> None:
         raise InvalidArgument(f"flash_attention: layout takes {', '.join(LAYOUTS)}, not {given.layout!r}")
     q, form = given.q, f"[{', '.join(given.layout.upper())}]"
     for name, value in (("q", q), ("k", given.k), ("v", given.v)):
-        if not isinstance(value, Tensor) or value.ndim != len(given.layout) or value.dtype not in FLOATS:
+        known = isinstance(value, Tensor) and value.dtype in (*FLOATS, *EIGHT_BITS)
+        if not known or value.ndim != len(given.layout):
             raise InvalidArgument(
-                f"flash_attention: {name} must be float32, float16, bfloat16 or float64 {form}, got {_describe(value)}"
+                f"flash_attention: {name} must be float32, float16, bfloat16, float64, int8 or an 8-bit float {form}, "
+                f"got {_describe(value)}"
             )
-        if value.dtype != q.dtype or value.device != q.device:
+        fits = value.dtype == q.dtype or (q.dtype in FLOATS and value.dtype in EIGHT_BITS)
+        if not fits or value.device != q.device:
+            other = ", or 8-bit" if q.dtype in FLOATS else ""
             raise InvalidArgument(
-                f"flash_attention: {name} must be {q.dtype} on {q.device} as q is, got {_describe(value)}"
+                f"flash_attention: {name} must be {q.dtype} on {q.device} as q is{other}, got {_describe(value)}"
             )
         if not 1 <= value.shape[-1] <= MAX_COLUMNS:
             raise InvalidArgument(
                 f"flash_attention: {name} must have 1 to {MAX_COLUMNS} columns, got {_describe(value)}"
             )
+    if given.k.dtype != given.v.dtype:
+        raise InvalidArgument(f"flash_attention: v must be {given.k.dtype} as k is, got {_describe(given.v)}")
     _check_sizes(given)
     _check_options(given)
     _check_sequences(given)
     _check_additions(given)
+    _check_descales(given)
 
 
 def _check_sizes(given: Operands) -> None:
@@ -262,4 +304,44 @@ def _check_additions(given: Operands) -> None:
             raise InvalidArgument(
                 f"flash_attention: bias must be floating-point, of {list(whole)} or broadcast to it, on {device}, got "
                 f"{_describe(bias)}"
+            )
+
+
+def _check_descales(given: Operands) -> None:
+    for name, tensor, descale, heads in (
+        ("q", given.q, given.q_descale, given.heads),
+        ("k", given.k, given.k_descale, given.kv_heads),
+        ("v", given.v, given.v_descale, given.kv_heads),
+    ):
+        if tensor.dtype not in EIGHT_BITS:
+            if descale is not None:
+                raise InvalidArgument(
+                    f"flash_attention: {name}_descale goes with 8-bit {name}; leave it out for {tensor.dtype}"
+                )
+            continue
+        if descale is None and tensor.dtype != torch.int8:
+            continue
+        fits = isinstance(descale, Tensor) and descale.dtype == torch.float32 and descale.device == tensor.device
+        if not fits or tuple(descale.shape) not in ((), (1,), (heads,), (given.batch, heads)):  # type: ignore[union-attr]
+            raise InvalidArgument(
+                f"flash_attention: {name}_descale of {tensor.dtype} must be float32, one number, [{heads}] or "
+                f"[{given.batch}, {heads}], on {tensor.device}, got {_describe(descale)}"
+            )
+    number = given.p_descale
+    if number is not None:
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < math.inf:
+            raise InvalidArgument(f"flash_attention: p_descale must be a finite number above 0, got {number!r}")
+        if given.q.dtype not in EIGHT_BITS:
+            raise InvalidArgument(
+                f"flash_attention: p_descale goes with 8-bit q, k and v; leave it out for q of {given.q.dtype}"
+            )
+    if given.out_dtype is not None:
+        if given.quantized and given.out_dtype not in OUT_DTYPES:
+            raise InvalidArgument(
+                f"flash_attention: out_dtype takes float32, float16 or bfloat16, not {given.out_dtype!r}"
+            )
+        if not given.quantized and given.out_dtype != given.q.dtype:
+            raise InvalidArgument(
+                f"flash_attention: out_dtype goes with 8-bit k and v; leave it out for {given.q.dtype}, not "
+                f"{given.out_dtype!r}"
             )

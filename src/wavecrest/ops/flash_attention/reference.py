@@ -54,6 +54,18 @@ def _pairs(given: Operands) -> _Pairs:
     return _Pairs(visible[None], (diagonal - j).abs()[None], sequence, i, j)
 
 
+def _descaled(given: Operands, values: Tensor, descale: Tensor | None, starts: Tensor | None) -> Tensor:
+    """q, k or v as [B, H, S, D], widened, times its descale: of the tensor, a head, or a sequence and head."""
+    x = given.bhsd(_rows.widen(values))
+    if descale is None:
+        return x
+    by_head = descale.expand(given.batch, x.shape[1])
+    if starts is None:
+        return x * by_head[:, :, None, None]
+    sequence = _places(starts, x.shape[2])[0].clamp(max=given.batch - 1)
+    return x * by_head[sequence].T[None, :, :, None]
+
+
 def _added(given: Operands, pairs: _Pairs, head: int, dtype: torch.dtype) -> Tensor | None:
     """Bias and ALiBi of one head, of all pairs."""
     added = None
@@ -109,9 +121,12 @@ def reference(given: Operands) -> Tensor | tuple[Tensor, Tensor]:
     """Σⱼ pᵢⱼ vⱼ with pᵢⱼ = exp(sᵢⱼ) / (exp(sink) + Σⱼ exp(sᵢⱼ)) over the keys j that query i sees.
 
     sᵢⱼ = cap(scale · qᵢ · kⱼ) + biasᵢⱼ − slope · |i + Sk − Sq − j|. A key that is hidden takes no part, whatever it
-    holds; a value that is seen and not finite makes its column NaN. In float32, in float64 for float64.
+    holds; a value that is seen and not finite makes its column NaN. In float32, in float64 for float64. 8-bit q, k and
+    v are taken times their descales; weights are not rounded to 8 bits.
     """
-    q, k, v = (given.bhsd(_rows.widen(one)) for one in (given.q, given.k, given.v))
+    q = _descaled(given, given.q, given.q_descale, given.cu_seqlens_q)
+    k = _descaled(given, given.k, given.k_descale, given.cu_seqlens_k)
+    v = _descaled(given, given.v, given.v_descale, given.cu_seqlens_k)
     pairs = _pairs(given)
     heads = [
         _head(given, pairs, head, q[:, head], k[:, head // given.group], v[:, head // given.group])
@@ -121,5 +136,5 @@ def reference(given: Operands) -> Tensor | tuple[Tensor, Tensor]:
     lse = torch.stack([one for _, one in heads], dim=1)
     if given.packed:
         result, lse = result.squeeze(0), lse.squeeze(0)
-    result = result.to(given.q.dtype).contiguous()
+    result = result.to(given.dtype).contiguous()
     return (result, lse.contiguous()) if given.return_lse else result
