@@ -9,7 +9,7 @@ from __future__ import annotations
 from wavecrest.ops._lib import LOG2_E
 from wavecrest.ops._quantized import whole_numbers
 from wavecrest.ops._triton import reciprocal, tl, triton
-from wavecrest.ops.flash_decoding.kernel import _widened
+from wavecrest.ops.flash_decoding.kernel import widened
 from wavecrest.ops.gemm.kernel import spread
 
 # what lies side by side in memory: nothing, the columns of a token, or the tokens of a column
@@ -47,7 +47,7 @@ def _strides(stride_s, stride_d, ORDER: tl.constexpr, ALIGN: tl.constexpr, WIDE:
 def _products_of_codes(q, k, TYPE: tl.constexpr, WIDEN: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr):  # type: ignore[no-untyped-def]
     """q · k in float32, of 8-bit q and k as they are, or with WIDEN both in TYPE, which q is then."""
     if WIDEN:
-        s = tl.dot(q, _widened(k, TYPE, PTX, FOREIGN), input_precision="ieee", out_dtype=tl.float32)
+        s = tl.dot(q, widened(k, TYPE, PTX, FOREIGN), input_precision="ieee", out_dtype=tl.float32)
     elif tl.int8 == k.dtype:
         # up to 256 products of 2¹⁴ each: float32 has all such sums
         s = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32)
@@ -79,7 +79,7 @@ def _sums_of_codes(  # type: ignore[no-untyped-def]
         if ROUNDED == CAPPED:
             p = tl.minimum(p, LARGEST * p_descale)
         acc = acc * shrink[:, None]
-        v = _widened(v, TYPE, PTX, FOREIGN)
+        v = widened(v, TYPE, PTX, FOREIGN)
         acc = tl.dot(p.to(TYPE), v, acc, input_precision="ieee", out_dtype=tl.float32)
     return acc
 
@@ -265,7 +265,7 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
         other=0.0,
     )
     if WIDEN:
-        q = _widened(q, TYPE, PTX, FOREIGN)
+        q = widened(q, TYPE, PTX, FOREIGN)
     k_tile = offs_d[:, None] * stride_kd + offs_n[None, :] * stride_ks
     v_tile = offs_n[:, None] * stride_vs + offs_dv[None, :] * stride_vd
     # rows that are no queries take the last one's bias: without a mask, which would be kept in scalar registers

@@ -60,7 +60,7 @@ def _narrowed(wide, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _widened(values, TYPE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr):  # type: ignore[no-untyped-def]
+def widened(values, TYPE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Keys or values in the queries' type, which has all that 8 bits hold.
 
     FOREIGN: e4m3fn where no instruction takes it; the compiler's own way is 60 instructions an element.
@@ -298,7 +298,7 @@ def _scores(  # type: ignore[no-untyped-def]
         else:
             s = s * (factor * scale)[None, :] + q[2][:, None] * (shift * scale)[None, :]
     else:
-        s = tl.dot(q[0], _widened(k, TYPE, PTX, FOREIGN), input_precision="ieee", out_dtype=tl.float32)
+        s = tl.dot(q[0], widened(k, TYPE, PTX, FOREIGN), input_precision="ieee", out_dtype=tl.float32)
         if TOKENS:
             s = s * (factor * scale)[None, :]
         else:
@@ -327,7 +327,7 @@ def _summed(  # type: ignore[no-untyped-def]
     elif GROUPS > 0:
         parts = _halves(v, WIDE, PTX)
     else:
-        parts = (_widened(v, WIDE, PTX, FOREIGN),)
+        parts = (widened(v, WIDE, PTX, FOREIGN),)
     weight = p
     if TOKENS:
         factor = scales[0].to(tl.float32)

@@ -118,7 +118,7 @@ def plan(
     paged = given.block_table is not None
     # all keys are seen by a window as large as the cache; differences with it then fit into 32 bits
     left = given.capacity if given.window < 0 else min(given.window, given.capacity)
-    overlaps, narrow = _overlaps(arch), _narrow(given, arch)
+    overlaps, narrow, nvidia = _overlaps(arch), _narrow(given, arch), _is_nvidia(arch)
     # how far a tile reaches, in elements
     reach = max(k_strides[1], v_strides[1]) * keys + max(block_d, block_dv)
     constants = {
@@ -147,7 +147,7 @@ def plan(
             "WIDE": reach >= 2**31, "PTX": _assembles(arch),
             "FOREIGN": _foreign(given, arch), "ROUNDS": _rounds(arch),
             "PAIRS": narrow and even and block_dv >= 2 * LEAST_BLOCK and kv_align % 2 == 0 and size_dv % 2 == 0,
-            "HALF": narrow and given.q.dtype == torch.bfloat16, "AHEAD": given.by_token and given.groups < 2 and _is_nvidia(arch),
+            "HALF": narrow and given.q.dtype == torch.bfloat16, "AHEAD": nvidia and given.by_token and given.groups < 2,
             "BLOCK_D": block_d, "BLOCK_DV": block_dv,
         },
         config,
