@@ -199,6 +199,20 @@ def test_shares_and_seeds(share: float, seed: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", OURS)
+def test_a_word_that_is_the_least_is_kept(backend: str, device: str) -> None:
+    """A share whose bound is the very word of a pair: kept, and with the next bound dropped."""
+    config = {"config": SMALL} if backend == "triton" else {}
+    eye = torch.eye(6, device=device)[None, :, None].expand(1, 6, HEADS, 6)
+    q, k = torch.zeros(1, 3, HEADS, 16, device=device), torch.zeros(1, 6, HEADS, 16, device=device)
+    for j in range(6):
+        own = word(SEED, 2, j, 1, 0)
+        for bound, kept in ((own, True), (own + 1, False)):
+            args = arguments(q, k, eye, dropout_p=bound / 2**32, seed=SEED)
+            got = registry.get(OP).run(backend, *args, **config)
+            assert bool(got[0, 2, 1, j] > 0) == kept
+
+
+@pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("key", ["plain", "causal", "everything"])
 def test_packed(key: str, backend: str, device: str) -> None:
     """Queries and keys are counted inside their sequence: the first has the kernel's bits that it has alone."""
