@@ -143,6 +143,8 @@ def _attention_supports(*args: Any, **kwargs: Any) -> str | None:
         return "runs on a GPU, without gradients"
     if given.q.dtype.itemsize != 2 or given.quantized:
         return f"attends in float16 and bfloat16, not {registry.dtype_name(given.k)}"
+    if given.dropout:
+        return "has no dropout whose mask a seed gives"
     if given.sinks is not None:
         return "has sinks of another form in each version"
     if given.softcap > 0 and not given.packed:

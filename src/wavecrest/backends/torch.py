@@ -359,6 +359,7 @@ def _flash_attention_supports(*args: Any, **kwargs: Any) -> str | None:
         ("softcap", given.softcap > 0),
         ("sinks", given.sinks is not None),
         ("ALiBi slopes in float32", given.alibi_slopes is not None),
+        ("dropout whose mask a seed gives", given.dropout),
     ):
         if asked:
             return f"has no {name}"

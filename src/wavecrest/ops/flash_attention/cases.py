@@ -89,6 +89,9 @@ def _compiled() -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]]]:
         "every option D=128": (square[128], bf16, _every()),
         "one query": (_Sizes(16, heads, 8, 1, 8192, 128, 128), bf16, {}),
         "D=192 Dv=128 causal": (_Sizes(4, heads, heads, 4096, 4096, 192, 128), bf16, {"causal": True}),
+        "dropout": (square[128], bf16, {"dropout_p": 0.1, "seed": 1}),
+        "dropout D=64 causal": (square[64], torch.float16, {"causal": True, "dropout_p": 0.1, "seed": 1}),
+        "dropout every option": (square[128], bf16, {**_every(), "dropout_p": 0.1, "seed": 1}),
         "float32": (square[64], torch.float32, {}),
         "float32 D=128 causal": (square[128], torch.float32, {"causal": True}),
     }
@@ -119,6 +122,7 @@ def compiled_of_codes(fp8: torch.dtype) -> dict[str, Operands]:
         ("fp8 p D=64 causal", square[64], fp8, fp8, {"p_descale": 1 / 448, "causal": True}),
         ("kv int8 causal", square[128], bf16, torch.int8, {"causal": True}),
         ("kv fp8", square[128], bf16, fp8, {}),
+        ("int8 p dropout", square[128], torch.int8, torch.int8, {"p_descale": 1 / 127, "dropout_p": 0.1, "seed": 1}),
         ("every option int8 p", square[128], torch.int8, torch.int8, {**_every(), "p_descale": 1 / 127}),
     ):
         given = Operands(*_call(sizes, bf16, "meta", **options))
@@ -211,6 +215,7 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
             bias=dense, alibi_slopes=slopes, sinks=sinks, return_lse=True,
         ),
         "packed": partial(_call, _Sizes(3, 4, 1, 70, 120, 64, 64), brain, "cpu", causal=True, **packed),
+        "dropout": partial(_call, _Sizes(2, 2, 1, 40, 90, 64, 64), half, "cpu", dropout_p=0.3, seed=(7 << 32) + 5),
         "float32": partial(_call, _Sizes(1, 1, 1, 33, 70, 32, 32), single, "cpu", causal=True),
         "int8": partial(_codes, _Sizes(1, 4, 2, 70, 90, 64, 64), torch.int8, torch.int8, causal=True),
         "int8 weights": partial(_codes_of_weights, _Sizes(1, 2, 1, 40, 90, 64, 40), torch.int8),

@@ -17,7 +17,7 @@ class Shape(NamedTuple):
     """What a configuration is chosen by: never the batch or the heads, so that they do not change a result's bits.
 
     `queries`: a bucket; `columns`: of q and k, or of v, whichever has more; `bits`: of q's elements; `more`: how many
-    things are done to scores (bias, slopes, softcap, a window's left edge), which take registers; `codes`: k's
+    things are done to scores (bias, slopes, softcap, a window's left edge, dropout), which take registers; `codes`: k's
     and v's dtype where it is an 8-bit one.
     """
 
@@ -27,6 +27,7 @@ class Shape(NamedTuple):
     causal: bool
     more: int
     codes: str | None = None
+    dropout: bool = False
 
 
 # BLOCK_M, BLOCK_N, num_warps, num_stages
@@ -67,6 +68,9 @@ def _cdna(shape: Shape, arch: Arch) -> _Tile:
     if shape.bits == 32:
         return (64, 32, 4, 1) if shape.columns <= 128 else (32, 32, 4, 1)
     if shape.columns <= 128:
+        if shape.more >= 3 and shape.dropout:
+            # the keys of Philox's rounds are scalars too
+            return 64, 16, 8, 1
         if shape.more >= 3 and shape.columns > 64:
             # a mask takes two scalar registers an element of a lane, of which there are about 100
             return 64, 32, 8, 1
@@ -87,7 +91,7 @@ def _rdna(shape: Shape, arch: Arch) -> _Tile:
         return (32, 16, 8, 1) if shape.columns <= 64 else (16, 16, 16, 1)
     if shape.columns > 128:
         return 32, 32, 8, 1
-    if shape.codes is not None and shape.more:
+    if shape.more and (shape.codes is not None or (shape.dropout and shape.columns > 64)):
         return 32, 16, 4, 1
     if _as_codes(shape, arch) and shape.columns > 64:
         # scores may be integers before they are floats, weights floats before they are codes

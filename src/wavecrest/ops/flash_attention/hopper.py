@@ -41,6 +41,7 @@ def refusal(given: Operands, access: str) -> str | None:
         ("bias", given.bias is not None),
         ("ALiBi slopes", given.alibi_slopes is not None),
         ("softcap", given.capped > 0),
+        ("dropout", given.dropout),
         ("columns of v that are not as many as of q", given.v_columns != given.columns),
         ("calls without keys", given.keys == 0),
     ):

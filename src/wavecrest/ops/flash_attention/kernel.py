@@ -25,6 +25,7 @@ SIZES = [
     "stride_vb", "stride_vh", "stride_vs", "stride_vd", "stride_ob", "stride_oh", "stride_os", "stride_lb", "stride_lh",
     "stride_bb", "stride_bh", "stride_bm", "stride_bn", "stride_ab", "stride_ah", "stride_sink", "stride_cq",
     "stride_ck", "p_descale", "stride_qdb", "stride_qdh", "stride_kdb", "stride_kdh", "stride_vdb", "stride_vdh",
+    "seed_low", "seed_high", "least_kept", "kept_share",
 ]  # fmt: skip
 
 
@@ -85,13 +86,33 @@ def _sums_of_codes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _word(number):  # type: ignore[no-untyped-def]
+    """A signed number of 32 bits as an unsigned one; Inductor passes it in 64."""
+    return tl.cast(number, tl.int32).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _kept(dropout, start, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which weights of keys from `start` on dropout keeps: a word of Philox-4x32-10 a pair, four keys a counter."""
+    seed_low, seed_high, least, queries, head, sequence = dropout
+    seed = _word(seed_high).to(tl.uint64) << 32 | _word(seed_low).to(tl.uint64)
+    least = _word(least)
+    fours = (start // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+    a, b, c, d = tl.philox(seed, fours, queries[:, None], head.to(tl.int32), sequence.to(tl.int32))
+    # bytes, as these change hands between lanes
+    first = tl.join((a >= least).to(tl.int8), (c >= least).to(tl.int8))
+    second = tl.join((b >= least).to(tl.int8), (d >= least).to(tl.int8))
+    return tl.reshape(tl.join(first, second), [ROWS, BLOCK_N]) != 0
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
     begin, end, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope, p_descale,
-    MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    ALIBI: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, QUANTIZED: tl.constexpr, TYPE: tl.constexpr,
-    WIDEN: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    dropout, MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, QUANTIZED: tl.constexpr,
+    TYPE: tl.constexpr, WIDEN: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr, PTX: tl.constexpr,
+    FOREIGN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Let tiles of keys from `begin` to `end` pass: (sums, their weights' total, the largest score so far) of each row.
 
@@ -158,6 +179,8 @@ def _attend(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(top - base)
         top = top_now
         total = total * shrink + tl.sum(p, 1)
+        if DROPOUT:
+            p = tl.where(_kept(dropout, start, p.shape[0], BLOCK_N), p, 0.0)
         if not QUANTIZED:
             acc = acc * shrink[:, None]
         if MASKED or not EVEN_DV:
@@ -180,8 +203,9 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_lb, stride_lh,
     stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink, stride_cq, stride_ck,
     p_descale, stride_qdb, stride_qdh, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
+    seed_low, seed_high, least_kept, kept_share,
     PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, DROPOUT: tl.constexpr,
     Q_ORDER: tl.constexpr, K_ORDER: tl.constexpr, V_ORDER: tl.constexpr, BIAS_ORDER: tl.constexpr,
     Q_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, V_ALIGN: tl.constexpr, BIAS_ALIGN: tl.constexpr,
     D_ALIGN: tl.constexpr, DV_ALIGN: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, WIDE: tl.constexpr,
@@ -193,7 +217,8 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
 
     Strides of q, k, v and bias come in units of their ALIGN, columns in units of D_ALIGN and DV_ALIGN, those of o in
     DV_ALIGN. `left`, `right`: of the window, where there is one (LEFT, RIGHT). QUANTIZED: k and v are 8-bit; what is
-    multiplied in more bits has TYPE, q and k with WIDEN, weights but those that are ROUNDED to codes.
+    multiplied in more bits has TYPE, q and k with WIDEN, weights but those that are ROUNDED to codes. DROPOUT keeps
+    a weight whose word is `least_kept` or more.
     """
     # a head's tiles side by side, and so on one XCD: they read the same keys
     index = spread(tl.program_id(0), tl.num_programs(0), XCDS)
@@ -311,24 +336,25 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
         top = tl.zeros([BLOCK_M], tl.float32) + sink
         total = tl.where(top == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    dropout = (seed_low, seed_high, least_kept, start_m + offs_m, head, sequence)
 
     if LEFT:
         acc, total, top = _attend(
             acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
             begin, whole, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
-            p_descale, True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV,
+            p_descale, dropout, True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, EVEN_D, EVEN_DV,
             QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
         )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
         whole, rest, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
-        p_descale, False, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV,
+        p_descale, dropout, False, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, EVEN_D, EVEN_DV,
         QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
     )  # fmt: skip
     acc, total, top = _attend(
         acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
         rest, end, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
-        p_descale, True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, EVEN_D, EVEN_DV,
+        p_descale, dropout, True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, EVEN_D, EVEN_DV,
         QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
     )  # fmt: skip
 
@@ -342,6 +368,8 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
         share *= tl.load(v_descale_ptr + sequence * stride_vdb + kv_head * stride_vdh)
     if ROUNDED == CODES:
         share *= p_descale
+    if DROPOUT:
+        share *= tl.cast(kept_share, tl.float32)
     acc = acc * share[:, None]
     o_tile = offs_m[:, None] * (stride_os * DV_ALIGN) + offs_dv[None, :]
     tl.store(o_ptr + o_tile, acc.to(o_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_dv[None, :])

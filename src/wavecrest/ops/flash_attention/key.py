@@ -14,7 +14,7 @@ KEY_FIELDS = (
 
 
 def _dtypes(given: Operands) -> str:
-    """q's dtype; where k and v are 8-bit also theirs, whether weights are too, and the result's if it is chosen."""
+    """q's dtype; with 8-bit k and v also theirs, whether weights are too, the result's if it is chosen; dropout."""
     words = [dtype_name(given.q)]
     if given.quantized:
         if given.q.dtype != given.k.dtype:
@@ -23,6 +23,8 @@ def _dtypes(given: Operands) -> str:
             words.append("p")
         if given.dtype != given._replace(out_dtype=None).dtype:
             words.append(f"to {str(given.dtype).removeprefix('torch.')}")
+    if given.dropout:
+        words.append("dropout")
     return " ".join(words)
 
 
@@ -58,6 +60,7 @@ def shape_of(key: Key) -> _config.Shape:
     part = dict(zip(KEY_FIELDS, key, strict=True))
     words = part["dtype"].split()
     bits = 32 if words[0] in ("float32", "float64") else 16 if words[0] in ("float16", "bfloat16") else 8
-    more = [part["bias"] is not None, part["alibi"], part["softcap"] == 1, part["left"] >= 0].count(True)
+    dropout = "dropout" in words
+    more = [part["bias"] is not None, part["alibi"], part["softcap"] == 1, part["left"] >= 0, dropout].count(True)
     codes = words[0] if bits == 8 else words[2] if "kv" in words else None
-    return _config.Shape(part["queries"], max(part["d"], part["dv"]), bits, part["right"] >= 0, more, codes)
+    return _config.Shape(part["queries"], max(part["d"], part["dv"]), bits, part["right"] >= 0, more, codes, dropout)

@@ -118,6 +118,15 @@ def _columns(tensor: Tensor) -> int:
     return max(least, _rows.power_of_two(tensor.shape[-1]))
 
 
+def _words(given: Operands) -> tuple[int, int, int]:
+    """The seed's halves and the least word that is kept, as signed numbers of 32 bits: their type is always one."""
+    seed = 0 if given.seed is None else given.seed
+    numbers = (seed % 2**32, seed // 2**32, given.least_kept)
+    # without a branch, of which torch.compile would make a graph each
+    low, high, least = ((number + 2**31) % 2**32 - 2**31 for number in numbers)
+    return low, high, least
+
+
 def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch: Arch | None) -> _rows.Launch:
     """The kernel for a checked call that has queries; `o` and `lse` contiguous."""
     q, k, v = (given.bhsd(one) for one in (given.q, given.k, given.v))
@@ -146,6 +155,7 @@ def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch:
             *_slot(given.cu_seqlens_q, 1), *_slot(given.cu_seqlens_k, 1),
             1.0 if given.p_descale is None else float(given.p_descale),
             *_slot(given.q_descale, 2), *_slot(given.k_descale, 2), *_slot(given.v_descale, 2),
+            *_words(given), 1.0 / (1.0 - given.dropout_p),
         ),
         {
             "PACKED": given.packed,
@@ -156,6 +166,7 @@ def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch:
             "ALIBI": given.alibi_slopes is not None,
             "SINKS": given.sinks is not None,
             "LSE": given.return_lse,
+            "DROPOUT": given.dropout,
             "Q_ORDER": walks[0].order,
             "K_ORDER": walks[1].order,
             "V_ORDER": walks[2].order,

@@ -217,6 +217,8 @@ def flash_attention(
     v_descale: Tensor | None = None,
     p_descale: float | None = None,
     out_dtype: torch.dtype | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(s) · v over the keys a query sees, sᵢⱼ = softcap(scale · qᵢ · kⱼ) + biasᵢⱼ − slope · |i + Sk − Sq − j|.
 
@@ -258,6 +260,14 @@ def flash_attention(
             others. The sum that results are divided by, and the logarithms, have weights as they are before. None:
             weights, and v for them, have q's dtype or that of a 16-bit result (float16 for a float32 one).
         out_dtype: of the result with 8-bit k and v: float32, float16 or bfloat16. None: q's, or bfloat16 for 8-bit q.
+        dropout_p: from 0 up to, not with, 1: the share of weights that is dropped, after the softmax; the others are
+            multiplied by 1 / (1 − dropout_p). The weights' sum and the logarithms are those without. The mask is the
+            same for any backend, layout and size of tiles: of query i and key j of sequence b, counted in it from 0,
+            and query head h, the weight is kept if a word of 32 bits is at least ⌊dropout_p · 2³²⌋. The word is
+            number j mod 4 of those that Philox-4x32-10 (Salmon et al., 2011; as in `triton.language.philox`) has for
+            the counter (⌊j / 4⌋, i, h, b) and the key `seed`, low word first.
+        seed: a whole number from 0 below 2⁶⁴, needed with `dropout_p` above 0. A CUDA graph replays with the seed that
+            it was captured with.
 
     Returns:
         The result in q's layout and dtype (or `out_dtype`) with Dv columns, contiguous; with `return_lse` also the
@@ -276,5 +286,6 @@ def flash_attention(
     result: Tensor | tuple[Tensor, Tensor] = _op(
         q, k, v, layout, causal, window, softmax_scale, bias, alibi_slopes, softcap, sinks, cu_seqlens_q, cu_seqlens_k,
         max_seqlen_q, max_seqlen_k, return_lse, q_descale, k_descale, v_descale, p_descale, out_dtype,
+        dropout_p, seed,
     )  # fmt: skip
     return result

@@ -51,6 +51,8 @@ class Operands(NamedTuple):
     v_descale: Tensor | None = None
     p_descale: float | None = None
     out_dtype: torch.dtype | None = None
+    dropout_p: float = 0.0
+    seed: int | None = None
 
     @property
     def quantized(self) -> bool:
@@ -144,6 +146,16 @@ class Operands(NamedTuple):
         return 1 if self.softcap > 0 else 0
 
     @property
+    def dropout(self) -> bool:
+        """True if weights are dropped."""
+        return self.dropout_p > 0
+
+    @property
+    def least_kept(self) -> int:
+        """The least word of 32 bits whose weight is kept."""
+        return min(int(self.dropout_p * 2**32), 2**32 - 1)
+
+    @property
     def square(self) -> bool:
         """True if there are as many queries as keys, so that PyTorch's causal mask is ours."""
         return not self.packed and self.queries == self.keys
@@ -213,6 +225,7 @@ def check(given: Operands) -> None:
     _check_sequences(given)
     _check_additions(given)
     _check_descales(given)
+    _check_dropout(given)
 
 
 def _check_sizes(given: Operands) -> None:
@@ -345,3 +358,14 @@ def _check_descales(given: Operands) -> None:
                 f"flash_attention: out_dtype goes with 8-bit k and v; leave it out for {given.q.dtype}, not "
                 f"{given.out_dtype!r}"
             )
+
+
+def _check_dropout(given: Operands) -> None:
+    share, seed = given.dropout_p, given.seed
+    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
+        raise InvalidArgument(f"flash_attention: dropout_p must be a number from 0 up to, not with, 1, got {share!r}")
+    if seed is None:
+        if share > 0:
+            raise InvalidArgument("flash_attention: dropout_p above 0 needs a seed, a whole number from 0 below 2**64")
+    elif not _is_length(seed) or seed >= 2**64:
+        raise InvalidArgument(f"flash_attention: seed must be a whole number from 0 below 2**64, got {seed!r}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import wavecrest.ops._rows as _rows
+from wavecrest.ops._philox import philox
 from wavecrest.ops.flash_attention.operands import Operands
 
 
@@ -86,6 +87,21 @@ def _added(given: Operands, pairs: _Pairs, head: int, dtype: torch.dtype) -> Ten
     return added
 
 
+def _kept(given: Operands, pairs: _Pairs, head: int) -> Tensor:
+    """Which weights of one head dropout keeps, [B, Sq, Sk] (packed: [1, Tq, Tk]): one word of 32 bits a pair."""
+    assert given.seed is not None
+    if given.packed:
+        sequence = pairs.sequence.clamp(min=0)[None]
+    else:
+        sequence = torch.arange(given.batch, device=given.q.device)[:, None, None]
+    head_of = torch.full_like(sequence, head)
+    words = philox(given.seed, (pairs.j[None] // 4, pairs.i[None], head_of, sequence))
+    # each word depends on all four numbers of its counter
+    which = (pairs.j % 4).expand(words[0].shape)
+    word = torch.stack(words, -1).gather(-1, which[..., None]).squeeze(-1)
+    return word >= given.least_kept
+
+
 def _head(given: Operands, pairs: _Pairs, head: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The result [B, Sq, Dv] and its logarithms [B, Sq] of one head, from q [B, Sq, D], k and v [B, Sk, …]."""
     scores = q @ k.mT * given.scale
@@ -109,6 +125,8 @@ def _head(given: Operands, pairs: _Pairs, head: int, q: Tensor, k: Tensor, v: Te
         total = total + torch.exp(sink - top)
     nothing = total == 0
     share = weights / total.masked_fill(nothing, 1.0)
+    if given.dropout:
+        share = share * _kept(given, pairs, head) / (1.0 - given.dropout_p)
     # 0 · NaN is NaN: a product alone would let values through that are hidden
     finite = v.isfinite()
     result = share @ v.masked_fill(~finite, 0.0)
@@ -122,7 +140,8 @@ def reference(given: Operands) -> Tensor | tuple[Tensor, Tensor]:
 
     sᵢⱼ = cap(scale · qᵢ · kⱼ) + biasᵢⱼ − slope · |i + Sk − Sq − j|. A key that is hidden takes no part, whatever it
     holds; a value that is seen and not finite makes its column NaN. In float32, in float64 for float64. 8-bit q, k and
-    v are taken times their descales; weights are not rounded to 8 bits.
+    v are taken times their descales; weights are not rounded to 8 bits. With dropout each pᵢⱼ is 0 or 1 / (1 − p) of
+    itself; the logarithms do not know it.
     """
     q = _descaled(given, given.q, given.q_descale, given.cu_seqlens_q)
     k = _descaled(given, given.k, given.k_descale, given.cu_seqlens_k)
