@@ -27,6 +27,15 @@ WRITTEN = {
     "_flash_attention_kernel": {"o_ptr", "lse_ptr"},
     "_decoding_kernel": {"o_ptr", "lse_ptr", "part_ptr", "meta_ptr"},
     "_joining_kernel": {"o_ptr", "lse_ptr"},
+    "_append_kernel": {
+        "k_cache_ptr",
+        "v_cache_ptr",
+        "k_scale_ptr",
+        "v_scale_ptr",
+        "k_shift_ptr",
+        "v_shift_ptr",
+        "turned_ptr",
+    },
     "_mla_product_kernel": {"y_ptr"},
     "_mla_kernel": {"o_ptr", "lse_ptr", "part_ptr", "meta_ptr"},
     "_mla_join_kernel": {"o_ptr", "lse_ptr"},
@@ -48,8 +57,21 @@ def test_every_kernel_is_looked_at(kernels: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kernel", WRITTEN)
 def test_what_it_writes_and_nothing_else(kernels: dict[str, Any], kernel: str) -> None:
-    found = kernels[kernel]
-    assert found["cases"] > 0 and found["written"] and set(found["written"]) <= WRITTEN[kernel]
+    found = kernels[kernel]["written"]
+    assert found and all(names and set(names) <= WRITTEN[kernel] for names in found.values())
+
+
+def test_new_keys_and_values_are_written_to_caches(kernels: dict[str, Any]) -> None:
+    caches, scales, shifts = ([f"{which}_{kind}_ptr" for which in ("k", "v")] for kind in ("cache", "scale", "shift"))
+    wanted = {
+        "append": [*caches, "turned_ptr"],
+        "append int8": caches,
+        "append fp8": caches,
+        "append int8 by token": [*caches, *scales, "turned_ptr"],
+        "append int4 4 groups": [*caches, *scales, *shifts, "turned_ptr"],
+    }
+    found = {case.removesuffix(" before"): names for case, names in kernels["_append_kernel"]["written"].items()}
+    assert found == {f"flash_decoding {case}": sorted(names) for case, names in wanted.items()}
 
 
 @pytest.mark.parametrize("kernel", WRITTEN)

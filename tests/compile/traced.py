@@ -84,9 +84,8 @@ def main() -> None:
             # neither runs while torch.compile traces
             if launch.kernel.is_gluon() or described:
                 continue
-            row = found.setdefault(launch.kernel.__name__, {"cases": 0, "written": [], "problems": {}})
-            row["cases"] += 1
-            row["written"] = sorted({*row["written"], *written(launch)})
+            row = found.setdefault(launch.kernel.__name__, {"written": {}, "problems": {}})
+            row["written"][f"{name} {case}"] = sorted(written(launch))
             problem = problem_with_constants(launch)
             if problem:
                 row["problems"][f"{name} {case}"] = problem

@@ -186,15 +186,18 @@ def keys_rounded(call: Operands) -> float:
     return off * call.scale * ROUNDING[call.q.dtype]
 
 
-def assert_right(call: Operands, got: Any) -> None:
-    """Within what rounds off scores, weights and sums of the kernel's types, and values of several groups."""
+def assert_right(call: Operands, got: Any, more: float = 0.0) -> None:
+    """Within what rounds off scores, weights and sums of the kernel's types, and values of several groups.
+
+    `more`: how far scores may be off besides.
+    """
     y, lse, size = definition(call)
     result, logarithms = got if call.return_lse else (got, None)
     assert result.dtype == call.q.dtype and result.shape == call.shape and result.is_contiguous()
     unit = ROUNDING[call.q.dtype]
     # weights are rounded to q's type, the result once more; scores are sums of D products in float32
     scores = 2.0**-24 * 4 * call.columns**0.5 * 8
-    keys = keys_rounded(call)
+    keys = keys_rounded(call) + more
     bound = size * (3 * unit + scores + math.expm1(2 * keys)) + y.abs() * unit + 1e-12
     off = (result.cpu().double() - y).abs()
     assert bool((off <= bound).all()), f"{float((off - bound).max()):.2e} beyond the bound"
@@ -664,6 +667,328 @@ def test_an_invariant_call_is_split_the_same_in_any_batch(arch: str) -> None:
     assert len(keys[True]) == 1 and len(keys[False]) == 3
 
 
+# new keys and values, and columns that are turned
+
+
+def appending(
+    rotary: str = "", rotated: int = 0, table: torch.dtype = F32, new: bool = True, **options: Any
+) -> Operands:
+    """A call with new keys and values, whose caches hold `beyond` at their places too."""
+    call = case(**options)
+    generator = torch.Generator().manual_seed(7)
+    device = str(call.q.device)
+    if new:
+        for name, columns in (("k", call.columns), ("v", call.v_columns)):
+            # a middle of its own, so that a shift that is left out shows
+            one = torch.randn(call.batch, call.tokens, call.kv_heads, columns, generator=generator) * 1.5 + 0.5
+            call = call._replace(**{name: one.to(call.q.dtype).to(device)})
+        for _, _, page, at in places(call):
+            for cache in (call.k_cache, call.v_cache):
+                cache[page, at] = math.nan if cache.dtype.is_floating_point else 0x77
+            for one in (call.k_scale, call.v_scale, call.k_shift, call.v_shift):
+                if one is not None and one.ndim == 4:
+                    one[page, at] = math.nan
+    if rotary:
+        angles = torch.rand(call.capacity, (rotated or call.columns) // 2, generator=generator).to(device) * 6
+        cos, sin = angles.cos().to(table), angles.sin().to(table)
+        call = call._replace(cos=cos, sin=sin, rotary_style=rotary)
+    return call
+
+
+def places(call: Operands) -> list[tuple[int, int, int, int]]:
+    """(sequence, token, page, place in it) of each new token that has one."""
+    found = []
+    for b, length in enumerate(call.seq_lens.tolist()):
+        for t in range(call.tokens):
+            place = length - call.tokens + t
+            if place >= 0:
+                page = b if call.block_table is None else int(call.block_table[b, place // call.page])
+                found.append((b, t, page, place % call.page))
+    return found
+
+
+def turned(call: Operands, x: Tensor) -> Tensor:
+    """x [B, T, H, D] in float64 with its columns turned, one pair at a time."""
+    y = x.cpu().double().clone()
+    if call.cos is None or call.sin is None:
+        return y
+    half = call.cos.shape[1]
+    for b, length in enumerate(call.seq_lens.tolist()):
+        for t in range(call.tokens):
+            place = length - call.tokens + t
+            for i in range(half):
+                one, two = (i, i + half) if call.rotary_style == "neox" else (2 * i, 2 * i + 1)
+                known = 0 <= place < call.cos.shape[0]
+                cos, sin = (float(table[place, i]) if known else math.nan for table in (call.cos, call.sin))
+                first, second = x[b, t, :, one].cpu().double(), x[b, t, :, two].cpu().double()
+                y[b, t, :, one], y[b, t, :, two] = first * cos - second * sin, second * cos + first * sin
+    return y
+
+
+WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "k_shift", "v_shift")
+
+
+def assert_appended(call: Operands, run_it: Any) -> Any:
+    """Run the call; its caches changed at the new places alone, and there as they should; and its result is right."""
+    before = {name: one.clone() for name in WRITTEN if (one := getattr(call, name)) is not None}
+    got = run_it(call)
+    new = torch.zeros(call.k_cache.shape[:2], dtype=torch.bool)
+    owned = {(b, t): (page, at) for b, t, page, at in places(call)} if call.k is not None else {}
+    for page, at in owned.values():
+        new[page, at] = True
+    for name, old in before.items():
+        now = getattr(call, name)
+        kept = ~new.to(now.device) if now.ndim == 4 else ...
+        assert same_bits(now[kept], old[kept]), f"{name} is changed elsewhere"
+    unit, off = ROUNDING[call.q.dtype], 0.0
+    for which, x in (("k", call.k), ("v", call.v)):
+        if x is None:
+            continue
+        exact = turned(call, x) if which == "k" else x.cpu().double()
+        turns = which == "k" and call.cos is not None
+        cache, scale, shift = (getattr(call, f"{which}_{kind}") for kind in ("cache", "scale", "shift"))
+        codes = steps = shifts = None
+        if shift is not None:
+            codes, steps, shifts = quantize_cache(x.cpu(), call.groups, dtype=scale.dtype)
+        for (b, t), (page, at) in owned.items():
+            one = call._replace(block_table=None, k_cache=call.k_cache[page : page + 1, at : at + 1],
+                                v_cache=call.v_cache[page : page + 1, at : at + 1],
+                                **{name: getattr(call, name)[page : page + 1, at : at + 1] for name in WRITTEN[2:]
+                                   if getattr(call, name) is not None and getattr(call, name).ndim == 4})  # fmt: skip
+            back = values(one, which, 0, 1)[0][0]
+            wanted = exact[b, t]
+            # a product of float32 and its rounding to the type, where columns are turned
+            bound = wanted.abs() * unit * 2 + 1e-6 if turns else torch.zeros_like(wanted)
+            if scale is not None and shift is None:
+                if scale.ndim == 4:
+                    peak = x[b, t].cpu().float().abs().amax(-1, keepdim=True)
+                    if turns:
+                        peak = wanted.abs().amax(-1, keepdim=True).float()
+                    number = (peak / (127 if cache.dtype == I8 else 448)).to(scale.dtype).double()
+                    found = scale[page, at].cpu().double()
+                    torch.testing.assert_close(found, number, rtol=4 * unit if turns else 0, atol=0)
+                else:
+                    found = scale.cpu().double().reshape(-1, 1)
+                ratio = wanted / found
+                wanted = ratio.clamp(-127, 127) * found if cache.dtype == I8 else ratio.clamp(-448, 448) * found
+                # half a step of whole numbers, or half a unit of three bits behind the first and of the least
+                step = found * 0.5 if cache.dtype == I8 else wanted.abs() / 16 + found * 2.0**-10
+                bound = bound + step * (1 + 1e-5)
+            elif shift is not None:
+                if not turns:
+                    for now, want in ((cache, codes), (scale, steps), (shift, shifts)):
+                        assert same_bits(now[page, at].cpu(), want[b, t]), f"{which}: not what quantize_cache gives"
+                each = scale[page, at].cpu().double().repeat_interleave(wanted.shape[-1] // call.groups, -1)
+                least = shift[page, at].cpu().double().abs().repeat_interleave(wanted.shape[-1] // call.groups, -1)
+                # what the ends lose as scale and shift are rounded
+                bound = bound + each * (0.5 + 15 * ROUNDING[scale.dtype] + 1e-5) + least * ROUNDING[scale.dtype]
+                most = exact[b, t].unflatten(-1, (call.groups, -1))
+                span = (most.amax(-1) - most.amin(-1)) / 15
+                torch.testing.assert_close(
+                    scale[page, at].cpu().double(),
+                    span,
+                    rtol=2 * ROUNDING[scale.dtype],
+                    atol=(4 * unit if turns else 0),
+                )
+            else:
+                bound = bound + (0 if turns else 1e-30)
+            assert back.isnan().equal(wanted.isnan())
+            assert bool(((back - wanted).abs() <= bound).logical_or(wanted.isnan()).all()), f"{which} {b} {t}"
+    q = turned(call, call.q)
+    if call.cos is not None:
+        # rounding of q, twice where float32 meets a tie otherwise
+        largest = call.q.cpu().double().abs().amax() * max(
+            float(values(call, "k", b, n)[0].nan_to_num().abs().amax()) if n else 0.0
+            for b, n in enumerate(call.seq_lens.tolist())
+        )
+        off = float(2 * unit * largest * call.columns**0.5 * call.scale)
+    assert_right(call._replace(q=q.to(call.q.dtype).to(call.q.device)), got, off)
+    return got
+
+
+APPENDS: dict[str, dict[str, Any]] = {
+    "plain": {"lens": [128, 100]},
+    "turned": {"lens": [90, 17, 0], "tokens": 2, "heads": 6, "kv_heads": 3, "rotary": "neox", "return_lse": True},
+    "gptj in part": {"lens": [90, 3], "tokens": 4, "d": 40, "dv": 24, "rotary": "gptj", "rotated": 26, "dtype": F16},
+    "pages": {"lens": [100, 17, 0], "tokens": 3, "page": 7, "keys": 105, "rotary": "neox", "rotated": 8, "dtype": BF16},
+    "tables of 16 bits": {"lens": [40, 9], "rotary": "neox", "table": BF16, "dtype": BF16, "page": 16},
+    "q alone": {"lens": [70, 40], "tokens": 2, "rotary": "gptj", "new": False},
+    "fewer keys than tokens": {"lens": [2, 0, 3], "tokens": 4, "page": 16, "rotary": "neox", "return_lse": True},
+    "int8": {"lens": [100, 33], "tokens": 2, "page": 32, "cache": I8, "dtype": BF16},
+    "int8 turned": {"lens": [100, 33], "cache": I8, "dtype": F16, "rotary": "neox"},
+    "int8 by token": {"lens": [100, 33], "tokens": 2, "page": 32, "cache": I8, "groups": 1, "dtype": BF16},
+    "int8 by token turned": {"lens": [100, 2], "tokens": 3, "cache": I8, "groups": 1, "rotary": "gptj", "scales": F32},
+    "fp8": {"lens": [90, 7], "cache": E4M3, "dtype": F16, "page": 16},
+    "fp8 by token": {"lens": [90, 7], "tokens": 2, "cache": E4M3, "groups": 1, "dtype": BF16, "rotary": "neox"},
+    "int4": {"lens": [128, 77, 0], "page": 32, "cache": I4, "groups": 1, "dtype": BF16},
+    "int4 4 groups": {"lens": [90, 5], "tokens": 3, "cache": I4, "groups": 4, "d": 24, "dv": 72, "dtype": F16},
+    "int4 turned": {
+        "lens": [90, 5], "page": 9, "keys": 99, "cache": I4, "groups": 2, "d": 36, "dv": 20, "scales": BF16,
+        "rotary": "neox", "rotated": 20, "dtype": BF16,
+    },
+    "int4 few columns": {"lens": [40, 50], "cache": I4, "groups": 1, "d": 2, "dv": 6, "rotary": "gptj"},
+    "everything": {
+        "lens": [127, 60], "starts": [33, 58], "tokens": 3, "heads": 6, "kv_heads": 3, "d": 24, "dv": 40, "page": 32,
+        "window": 70, "softcap": 5.0, "alibi_slopes": True, "sinks": True, "return_lse": True, "rotary": "neox",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ["default", "chunks of 32", "one chunk"])
+@pytest.mark.parametrize("name", APPENDS)
+def test_append(name: str, config: str, device: str) -> None:
+    assert_appended(appending(**APPENDS[name], device=device), lambda call: run(call, CONFIGS[config]))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", APPENDS)
+def test_append_of_other_backends(name: str, backend: str, device: str) -> None:
+    call = appending(**APPENDS[name], beyond=0.0, device=device)
+    try:
+        assert_appended(call, lambda call: run(call, backend=backend))
+    except Unsupported as error:
+        assert backend == "torch" and any(word in str(error) for word in ("has no", "would copy"))
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_kernel_and_definition_write_the_same(name: str, device: str) -> None:
+    """Bit for bit where nothing is turned, which float32 may round otherwise."""
+    one = appending(**APPENDS[name], beyond=0.0, device=device)
+    two = Operands(*(part.clone() if isinstance(part, Tensor) else part for part in one))
+    run(one)
+    run(two, backend="reference")
+    for field in WRITTEN if one.cos is None else ("v_cache", "v_scale", "v_shift"):
+        if getattr(one, field) is not None:
+            assert same_bits(getattr(one, field), getattr(two, field)), field
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize(("cache", "groups"), [(None, 0), (I8, 0), (I8, 1), (I4, 2)])
+def test_what_is_not_a_number_is_written_as_such(
+    cache: torch.dtype | None, groups: int, backend: str, device: str
+) -> None:
+    call = appending(lens=[20, 16], keys=32, cache=cache, groups=groups, beyond=0.0, device=device)
+    assert call.k is not None
+    call.k[0, 0, 1, 3], call.k[1, 0, 0, 5] = math.nan, math.inf
+    run(call, backend=backend)
+    rows = torch.stack([values(call, "k", b, n)[0][n - 1] for b, n in ((0, 20), (1, 16))])
+    finite = rows.isfinite()
+    if groups == 0 and cache == I8:
+        # a given scale has no place for it
+        assert bool(finite.all()) and float(rows[0, 1, 3]) == 0.0
+        assert call.k_scale is not None
+        assert float(rows[1, 0, 5]) == pytest.approx(127 * float(call.k_scale[0]))
+    else:
+        assert not finite[0, 1, 3] and not finite[1, 0, 5]
+    assert bool(finite[0, 0].all()) and bool(finite[1, 1].all())
+    if cache is None:
+        assert int((~finite).sum()) == 2
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize(("cache", "groups"), [(I8, 1), (E4M3, 1), (I4, 1), (I4, 4)])
+def test_rows_of_one_value(cache: torch.dtype, groups: int, backend: str, device: str) -> None:
+    """Their scales are 0: nothing is divided by that."""
+    call = appending(lens=[20, 16], keys=32, dtype=F16 if cache != I4 else F32, cache=cache, groups=groups,
+                     device=device)  # fmt: skip
+    value = 0.1 if cache == I4 else 0.0
+    call = call._replace(k=torch.full_like(call.q[:, :, :2], value), v=torch.zeros_like(call.q[:, :, :2]))
+    run(call, backend=backend)
+    for b, length in ((0, 20), (1, 16)):
+        for one in (call.k_cache, call.k_scale, call.v_cache, call.v_scale):
+            assert one is not None and not bool(one[b, length - 1].float().any())
+        if call.k_shift is not None:
+            assert bool((call.k_shift[b, length - 1] == torch.tensor(value).to(F16).to(device)).all())
+
+
+def test_a_place_without_angles_is_not_a_number(device: str) -> None:
+    call = appending(rotary="neox", lens=[40, 16], device=device)
+    assert call.cos is not None and call.sin is not None
+    call = call._replace(cos=call.cos[:30], sin=call.sin[:30])
+    for backend in ("triton", "reference"):
+        got = run(call, backend=backend)
+        assert bool(got[0].isnan().all()) and bool(got[1].isfinite().all())
+
+
+def test_a_place_beyond_the_cache_is_not_written(device: str) -> None:
+    # lengths that a cache has no room for are the caller's mistake, and must not reach what lies behind it
+    call = appending(lens=[16, 16], keys=16, beyond=0.0, device=device)
+    wide = torch.zeros(2, 20, 2, 32, device=device)
+    call = call._replace(k_cache=wide[:, :16], v_cache=wide[:, :16].clone(), seq_lens=call.seq_lens + 2)
+    run(call)
+    assert not bool(wide.any())
+
+
+@pytest.mark.parametrize("layout", ["permuted", "sliced"])
+def test_strides_of_what_is_appended(layout: str, device: str) -> None:
+    call = appending(lens=[90, 33], tokens=2, heads=6, kv_heads=3, rotary="neox", device=device)
+
+    def placed(x: Tensor | None) -> Tensor:
+        assert x is not None
+        if layout == "permuted":
+            order = (2, 0, 1, 3) if x.ndim == 4 else (0, 1)
+            back = (1, 2, 0, 3) if x.ndim == 4 else (0, 1)
+            return x.permute(order).contiguous().permute(back)
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), 7.0, dtype=x.dtype, device=device)
+        wide[..., 3:-2] = x
+        return wide[..., 3:-2]
+
+    names = ("q", "k_cache", "v_cache", "k", "v", "cos", "sin")
+    call = call._replace(**{name: placed(getattr(call, name)) for name in names})
+    assert_appended(call, run)
+    apart = call._replace(k=call.k.mT.contiguous().mT if call.k is not None else None)
+    with pytest.raises(Unsupported, match="that lie next to each other"):
+        run(apart)
+
+
+def test_appending_again_changes_nothing(device: str) -> None:
+    # steps are repeated to be timed, and captured graphs replayed
+    call = appending(**APPENDS["int4 turned"], device=device)
+    first = run(call)
+    kept = [getattr(call, name).clone() for name in WRITTEN]
+    assert same_bits(run(call), first)
+    assert all(same_bits(getattr(call, name), one) for name, one in zip(WRITTEN, kept, strict=True))
+
+
+def test_keys_of_calls_that_append(device: str) -> None:
+    from wavecrest.ops.flash_decoding.key import key_of, shape_of
+
+    call = appending(rotary="gptj", lens=[40, 50], starts=[3, 0], table=F16)
+    plain = call._replace(k=None, v=None, cos=None, sin=None, seq_starts=None)
+    assert key_of(call)[16] == "columns starts append gptj:float16"
+    assert key_of(call._replace(seq_starts=None))[16] == "columns append gptj:float16"
+    assert key_of(plain)[16] == "columns"
+    assert shape_of(key_of(call._replace(seq_starts=None))) == shape_of(key_of(plain))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["turned", "pages", "int8 by token turned", "int4 turned"])
+def test_append_compiles_fullgraph(name: str, backend: str, device: str) -> None:
+    """What is written is seen by what comes after in a graph, and by the caller."""
+
+    def decode(call: dict[str, Any]) -> Any:
+        got = ops.flash_decoding(**call)
+        return got, call["k_cache"].float().nan_to_num(0.0).sum((0, 2, 3))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(decode, fullgraph=True, backend=backend)
+    options = APPENDS[name]
+    for shrunk in (0, 1):
+        lens = [max(0, length - shrunk) for length in options["lens"]]
+        call = appending(**options | {"lens": lens}, beyond=0.0, device=device)
+        torch._dynamo.utils.counters.clear()
+
+        def both(call: Operands) -> Any:
+            with torch.no_grad():
+                got, total = compiled(call._asdict())
+            want = call.k_cache.float().nan_to_num(0.0).sum((0, 2, 3))
+            torch.testing.assert_close(total, want, rtol=1e-3, atol=1e-3)
+            return got
+
+        assert_appended(call, both)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if shrunk == 0 else 0)
+
+
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "q dims": (r"q must be float32, float16, bfloat16 or float64 \[B, T, H, D\]", {"q": torch.zeros(2, 4, 32)}),
     "q dtype": ("q must be float32", {"q": torch.zeros(2, 1, 4, 32, dtype=I8)}),
@@ -730,6 +1055,29 @@ BAD |= {
     "int8 shift": ("k_shift belongs to a cache of 4 bits", _quantized(I8, 1, k_shift=torch.ones(2, 128, 2, 1))),
     "int8 groups": ("k_scale must be float32, one number", _quantized(I8, 1, k_scale=torch.ones(2, 128, 2, 2))),
     "int8 one by token": ("must both be of tokens, and alike", _quantized(I8, 1, v_scale=torch.ones(()))),
+}  # fmt: skip
+
+
+def _new(**change: Any) -> dict[str, Any]:
+    call = appending(rotary="neox", lens=[40, 50])
+    return {name: getattr(call, name) for name in ("k", "v", "cos", "sin")} | change
+
+
+BAD |= {
+    "k alone": ("k and v are written together", _new(v=None)),
+    "k shape": (r"k must be torch.float32 \[2, 1, 2, 32\]", _new(k=torch.zeros(2, 2, 2, 32))),
+    "v dtype": (r"v must be torch.float32 \[2, 1, 2, 32\]", _new(v=torch.zeros(2, 1, 2, 32, dtype=F16))),
+    "cos alone": ("cos and sin go together", _new(sin=None)),
+    "cos of too many columns": (r"cos must be floating-point \[positions", _new(cos=torch.zeros(128, 17))),
+    "cos of every token": ("cos must be floating-point", _new(cos=torch.zeros(2, 1, 16))),
+    "sin of fewer rows": ("must be as cos", _new(sin=torch.zeros(100, 16))),
+    "style": ("rotary_style is neox or gptj, not 'llama'", _new(rotary_style="llama")),
+    "expanded cache": (
+        "v_cache is written to, and must not be expanded", _new(v_cache=torch.zeros(2, 1, 2, 32).expand(2, 128, 2, 32)),
+    ),
+    "k that needs gradients": (
+        "written into caches without gradients", _new(k=torch.zeros(2, 1, 2, 32).requires_grad_()),
+    ),
 }  # fmt: skip
 
 

@@ -356,6 +356,29 @@ def test_encoders(backend: str) -> None:
     assert_same(logits(switched(model), **inputs), logits(model, **inputs))
 
 
+def test_a_decoder_with_a_bias_of_positions_generates() -> None:
+    """Over a static cache: its masks of lengths are written out, and the calls say for what."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0,
+        eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.3)
+    tokens, shown = ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    shown[1, 6:] = 0
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    with torch.no_grad():
+        want = model.generate(tokens, attention_mask=shown, **options)
+        with ours.watching() as calls:
+            got = switched(model).generate(tokens, attention_mask=shown, **options)  # type: ignore[operator]
+    assert torch.equal(got, want) and len(set(want[0].tolist())) > 1
+    assert sum("written out for a bias of positions" in call.reason for call in calls) == 12
+
+
 def visible_pairs(given: dict[str, Any]) -> Tensor:
     """What transformers' own dense mask says, [B, Sq, kv_length]."""
     mask = masking.sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})

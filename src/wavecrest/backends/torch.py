@@ -16,6 +16,7 @@ from wavecrest.ops._quantized import Quantization
 from wavecrest.ops._quantized import reference as quantized
 from wavecrest.ops.conv2d.operands import Operands as Convolution
 from wavecrest.ops.flash_attention.operands import Operands as Attention
+from wavecrest.ops.flash_decoding.append import appended
 from wavecrest.ops.flash_decoding.operands import Operands as Decoding
 from wavecrest.ops.gemm.operands import FLOATS, GATED, Operands, kinds
 from wavecrest.ops.mla_decode.operands import Operands as Latent
@@ -461,6 +462,8 @@ def _flash_decoding_supports(*args: Any, **kwargs: Any) -> str | None:
 
 def _flash_decoding(*args: Any, **kwargs: Any) -> Tensor:
     given = Decoding(*args, **kwargs)
+    if given.prepares:
+        given = appended(given)
     q, k, v = (one.transpose(1, 2) for one in (given.q, given.k_cache, given.v_cache))
     token = torch.arange(given.tokens, device=q.device)
     own = (given.seq_lens[:, None] - given.tokens + token)[:, None, :, None]

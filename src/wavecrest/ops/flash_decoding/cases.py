@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.hardware import ARCHS, Arch
+from wavecrest.ops._quantized import KERNEL_ARCHS
 from wavecrest.ops.flash_decoding.operands import FOUR_BITS, Operands
 
 
@@ -28,12 +29,12 @@ class _Sizes(NamedTuple):
 
 def _call(
     sizes: _Sizes, dtype: torch.dtype, device: str, cache: torch.dtype | None = None, fill: float = 1.0,
-    groups: int = 0, padded: int = 0, **options: Any,
+    groups: int = 0, padded: int = 0, append: bool = False, rotary: str = "", **options: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of a call whose sequences fill this share of their caches, the first of them all of it.
 
     `groups`: of a cache of 4 bits; of one of 8, 1 for scales of tokens, 0 for one of all. `padded`: hidden keys at the
-    left of the last sequence.
+    left of the last sequence. `append`: with new keys and values; `rotary`: turned, all columns in this style.
     """
     pages = sizes.batch * (sizes.keys // sizes.page) if sizes.page else sizes.batch
     leading = (pages, sizes.page or sizes.keys, sizes.kv_heads)
@@ -57,6 +58,12 @@ def _call(
         options["block_table"] = order.to(torch.int32).to(device)
     if padded > 0:
         options["seq_starts"] = torch.linspace(0.0, padded, sizes.batch).to(torch.int32).to(device)
+    if append:
+        for name, columns in (("k", sizes.d), ("v", sizes.dv)):
+            options[name] = torch.randn(sizes.batch, sizes.tokens, sizes.kv_heads, columns, dtype=dtype, device=device)
+    if rotary:
+        angles = torch.randn(sizes.keys, sizes.d // 2, device=device)
+        options |= {"cos": angles.cos(), "sin": angles.sin(), "rotary_style": rotary}
     if groups > 0:
         # about the size of keys and values in 16 bits
         step = 0.3 if cache == FOUR_BITS else 0.01
@@ -112,6 +119,15 @@ def _compiled(arch: Arch) -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]
         "starts": (llama, bf16, {"padded": 100}),
         "starts 8 queries": (llama._replace(tokens=8), bf16, {"padded": 100}),
         "starts every option": (paged, bf16, {**every, "padded": 100}),
+        "append": (paged, bf16, {"append": True, "rotary": "neox"}),
+        "append int8": (llama, bf16, {"append": True, "cache": torch.int8}),
+        "append int8 by token": (paged, bf16, {"append": True, "rotary": "gptj", "cache": torch.int8, "groups": 1}),
+        "append int4 4 groups": (paged, bf16, {"append": True, "rotary": "neox", "cache": FOUR_BITS, "groups": 4}),
+        **(
+            {"append fp8": (paged, bf16, {"append": True, "cache": float8})}
+            if arch.name in KERNEL_ARCHS[str(float8).removeprefix("torch.")]
+            else {}
+        ),
     }
 
 
@@ -174,5 +190,13 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "starts": partial(_call, _Sizes(2, 1, 4, 2, 300, 64, 64), brain, "cpu", fill=0.5, padded=100),
         "starts window": partial(
             _call, _Sizes(2, 3, 4, 2, 160, 32, 32, 32), half, "cpu", padded=90, window=70, return_lse=True
+        ),
+        "append": partial(_call, _Sizes(2, 2, 4, 2, 160, 64, 40, 32), brain, "cpu", append=True, rotary="neox"),
+        "append int8 by token": partial(
+            _call, _Sizes(1, 2, 4, 2, 160, 64, 64), half, "cpu", append=True, cache=torch.int8, groups=1
+        ),
+        "append int4": partial(
+            _call, _Sizes(2, 1, 4, 2, 160, 64, 64, 32), brain, "cpu", append=True, rotary="gptj", cache=FOUR_BITS,
+            groups=2, fill=0.5,
         ),
     }  # fmt: skip

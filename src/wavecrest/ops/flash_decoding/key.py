@@ -26,8 +26,15 @@ def _scales(given: Operands) -> str:
 
 
 def _access(given: Operands) -> str:
-    """How columns lie, and whether sequences begin behind hidden keys."""
-    return f"{'columns' if given.dense else 'any'}{'' if given.seq_starts is None else ' starts'}"
+    """How columns lie, whether sequences begin behind hidden keys, and what is done before attention."""
+    words = ["columns" if given.dense else "any"]
+    if given.seq_starts is not None:
+        words.append("starts")
+    if given.k is not None:
+        words.append("append")
+    if given.cos is not None:
+        words.append(f"{given.rotary_style}:{dtype_name(given.cos)}")
+    return " ".join(words)
 
 
 def key_of(given: Operands) -> Key:
@@ -51,7 +58,7 @@ def key_of(given: Operands) -> Key:
         given.batch_invariant,
         _access(given),
         given.q.device.type,
-        needs_grad(given.q, given.k_cache, given.v_cache, given.sinks, given.alibi_slopes),
+        needs_grad(given.q, given.k_cache, given.v_cache, given.sinks, given.alibi_slopes, given.cos, given.sin),
         _scales(given),
     )
 
@@ -63,7 +70,7 @@ def shape_of(key: Key) -> _config.Shape:
     pairs = 0 if part["invariant"] else part["batch"] * part["kv_heads"]
     rows = part["tokens"] * (part["heads"] // part["kv_heads"])
     columns = max(part["d"], part["dv"])
-    left = part["window"] or part["access"].endswith("starts")
+    left = part["window"] or "starts" in part["access"].split()
     more = part["alibi"] + part["softcap"] + left
     groups = int(part["scales"].split()[0]) if part["scales"].endswith("groups") else 0
     return _config.Shape(

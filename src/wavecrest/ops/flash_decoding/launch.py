@@ -12,6 +12,8 @@ import wavecrest.ops._rows as _rows
 import wavecrest.ops._triton as _triton
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
+from wavecrest.ops._quantized import LARGEST
+from wavecrest.ops.flash_decoding.append_kernel import STYLES, _append_kernel
 from wavecrest.ops.flash_decoding.kernel import _decoding_kernel, _joining_kernel
 from wavecrest.ops.flash_decoding.operands import Operands
 from wavecrest.tuned import Config
@@ -20,13 +22,17 @@ from wavecrest.tuned import Config
 LEAST_BLOCK = 16
 TENSORS = 16
 JOINED_TENSORS = 7
+PREPARED_TENSORS = 14
 # splits that are put together at a time
 JOINED = 16
 
 
 class Plan(NamedTuple):
-    """What runs: the launch over keys; where they are split the shape of its sums, and the launch after."""
+    """What runs: what is turned and written before; the launch over keys; where they are split the shape of its sums,
+    and the launch after.
+    """
 
+    before: _rows.Launch | None
     first: _rows.Launch
     parts: tuple[int, ...] | None
     second: _rows.Launch | None
@@ -97,11 +103,58 @@ def _joined_tensors(given: Operands, o: Tensor, lse: Tensor | None, parts: Tenso
     return parts, meta, given.seq_lens, starts, sinks, o, q if lse is None else lse
 
 
+def _prepared_tensors(given: Operands, turned: Tensor) -> tuple[Tensor, ...]:
+    q = given.q
+    some = (given.k, given.v)
+    more = (
+        given.block_table, given.cos, given.sin, given.k_scale, given.v_scale, given.k_shift, given.v_shift,
+    )  # fmt: skip
+    return (
+        q, *(q if one is None else one for one in some), given.k_cache, given.v_cache, given.seq_lens,
+        *(q if one is None else one for one in more), turned,
+    )  # fmt: skip
+
+
+def preparation(given: Operands, turned: Tensor) -> _rows.Launch:
+    """The launch that turns queries and writes new keys and values: a program a token and head."""
+    writers = 0 if given.k is None else given.kv_heads
+    groups = max(1, given.groups)
+    size_k, size_v = given.k_cache.shape[3] // groups, given.v_cache.shape[3] // groups
+    tables = (given.cos, given.sin)
+    return _rows.Launch(
+        _append_kernel,
+        (given.batch * given.tokens, writers + (0 if given.cos is None else given.heads)),
+        (
+            *_prepared_tensors(given, turned), given.tokens, writers, given.heads, given.page, given.capacity,
+            0 if given.cos is None else given.cos.shape[0], 0 if given.cos is None else given.cos.shape[1],
+            given.columns, size_k, size_v, *_strides(given.q, 3), *_strides(given.k, 3), *_strides(given.v, 3),
+            *_strides(given.k_cache, 3), *_strides(given.v_cache, 3),
+            0 if given.block_table is None else given.block_table.stride(0), given.seq_lens.stride(0),
+            *(0 if table is None else table.stride(0) for table in tables), *_scale_strides(given.k_scale),
+            *_scale_strides(given.v_scale), *_scale_strides(given.k_shift), *_scale_strides(given.v_shift),
+        ),
+        {
+            "APPEND": given.k is not None, "STYLE": STYLES[given.style], "PAGED": given.block_table is not None,
+            "SCALED": given.k_scale is not None and not given.by_token, "TOKENS": given.by_token,
+            "GROUPS": given.groups, "LARGEST": LARGEST.get(given.k_cache.dtype, 0.0),
+            "BLOCK_Q": _rows.power_of_two(given.columns), "BLOCK_K": _rows.power_of_two(size_k) * groups,
+            "BLOCK_V": _rows.power_of_two(size_v) * groups,
+        },
+        Config(num_warps=1),
+    )  # fmt: skip
+
+
 def plan(
     given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor, config: Config, arch: Arch | None,
     even: bool = True,
 ) -> Plan:  # fmt: skip
-    """The launches of a call; parts and meta are memory for the sums of splits, `even`: v begins at an even byte."""
+    """The launches of a call; parts and meta are memory for the sums of splits, `even`: v begins at an even byte.
+
+    Where queries are turned they are read from memory [B, T, Hq, D] without gaps.
+    """
+    before = preparation(given, given.q) if given.prepares else None
+    if given.cos is not None:
+        given = given._replace(q=torch.empty(given.q.shape, dtype=given.q.dtype, device="meta"))
     chunk, keys = config["CHUNK"], config["BLOCK_N"]
     if chunk % keys != 0:
         raise InvalidArgument(f"flash_decoding: a CHUNK of {chunk} keys is no multiple of a BLOCK_N of {keys}")
@@ -153,7 +206,7 @@ def plan(
         config,
     )  # fmt: skip
     if splits == 1:
-        return Plan(first, None, None)
+        return Plan(before, first, None, None)
     out_align = _rows.alignment(out)
     second = _rows.Launch(
         _joining_kernel,
@@ -168,7 +221,7 @@ def plan(
         },
         Config(num_warps=4, **({"launch_pdl": 1} if overlaps else {})),
     )  # fmt: skip
-    return Plan(first, (given.batch, given.kv_heads, splits, rows), second)
+    return Plan(before, first, (given.batch, given.kv_heads, splits, rows), second)
 
 
 def bind(given: Operands, config: Config, even: bool | None = None) -> Callable[..., Any]:
@@ -180,9 +233,11 @@ def bind(given: Operands, config: Config, even: bool | None = None) -> Callable[
     sums = torch.empty(0, dtype=torch.float32, device=device)
     made = plan(given, nothing, sums if given.return_lse else None, sums, sums, config, _rows.arch(), even)
     start, numbers = _rows.starter(made.first, device), made.first.args[TENSORS:]
+    prepare = None if made.before is None else _rows.starter(made.before, device)
+    prepare_numbers = () if made.before is None else made.before.args[PREPARED_TENSORS:]
     join = None if made.second is None else _rows.starter(made.second, device)
     join_numbers = () if made.second is None else made.second.args[JOINED_TENSORS:]
-    parts_shape, out = made.parts, given.v_columns
+    parts_shape, out, q_shape = made.parts, given.v_columns, given.q.shape
     lse_shape = (given.batch, given.heads, given.tokens)
     paired = made.first.constants["PAIRS"] and not torch.compiler.is_compiling()
     single: Callable[..., Any] | None = None
@@ -201,6 +256,10 @@ def bind(given: Operands, config: Config, even: bool | None = None) -> Callable[
             parts = torch.empty((*parts_shape, out), dtype=torch.float32, device=device)
             meta = torch.empty((*parts_shape, 2), dtype=torch.float32, device=device)
         if o.numel() > 0:
+            if prepare is not None:
+                turned = now.q if now.cos is None else torch.empty(q_shape, dtype=dtype, device=device)
+                prepare(*_prepared_tensors(now, turned), *prepare_numbers)
+                now = now._replace(q=turned)
             start(*_tensors(now, o, lse, parts, meta), *numbers)
             if join is not None:
                 join(*_joined_tensors(now, o, lse, parts, meta), *join_numbers)
@@ -216,4 +275,4 @@ def described(given: Operands, config: Config, arch: Arch | None) -> list[_rows.
     o = torch.empty(0, dtype=given.q.dtype, device="meta")
     sums = torch.empty(0, dtype=torch.float32, device="meta")
     made = plan(given, o, sums if given.return_lse else None, sums, sums, config, arch)
-    return [made.first] if made.second is None else [made.first, made.second]
+    return [launch for launch in (made.before, made.first, made.second) if launch is not None]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import wavecrest.ops._quantized as _quantized
 import wavecrest.ops._rows as _rows
 import wavecrest.ops.flash_decoding.cases as _cases
 import wavecrest.ops.flash_decoding.config as _config
@@ -33,6 +34,8 @@ def _cost(*args: Any, **kwargs: Any) -> Cost:
         if scale is not None and given.by_token:
             moved += keys * given.kv_heads * scale.shape[-1] * scale.element_size()
     moved += given.q.element_size() * given.batch * given.tokens * given.heads * given.v_columns
+    if given.k is not None and given.v is not None:
+        moved += 2 * (given.k.nbytes + given.v.nbytes)
     return Cost(flops=2 * keys * given.tokens * given.group * each, bytes=moved)
 
 
@@ -49,15 +52,19 @@ def _unwidened(dtype: str) -> str | None:
 
 def _declines(*args: Any, **kwargs: Any) -> str | None:
     given = Operands(*args, **kwargs)
-    grad = needs_grad(given.q, given.k_cache, given.v_cache, given.sinks, given.alibi_slopes)
+    tensors = (given.q, given.k_cache, given.v_cache, given.sinks, given.alibi_slopes, given.cos, given.sin)
+    grad = needs_grad(*tensors)
     reason = _rows.kernel_refusal(dtype_name(given.q), given.q.device.type, 1, grad)
     if reason is not None:
         return reason
     if not given.dense:
         return "reads columns, and groups of them, that lie next to each other"
-    return (
-        _unwidened(str(given.k_cache.dtype).removeprefix("torch.")) if given.k_cache.dtype in EIGHT_BIT_FLOATS else None
-    )
+    if given.cos is not None and dtype_name(given.cos) not in _rows.KERNEL_DTYPES:
+        return f"takes tables of {', '.join(_rows.KERNEL_DTYPES)}, not {dtype_name(given.cos)}"
+    if given.k_cache.dtype not in EIGHT_BIT_FLOATS:
+        return None
+    unread: str | None = _unwidened(str(given.k_cache.dtype).removeprefix("torch."))
+    return _quantized.kernel_refusal(given.k_cache.dtype) if unread is None and given.k is not None else unread
 
 
 def _key(*args: Any, **kwargs: Any) -> Key:
@@ -90,6 +97,9 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.
         made = config or _config.default(shape_of(key_of(given)), arch)
         first, *others = _launch.described(given, made, arch)
         cases[name] = first
+        if given.prepares:
+            # what comes after it is as in calls whose keys are in the cache
+            continue
         for launch in others:
             cases[f"{name} join"] = launch
     return cases
@@ -136,6 +146,11 @@ def flash_decoding(
     k_shift: Tensor | None = None,
     v_shift: Tensor | None = None,
     seq_starts: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rotary_style: str = "neox",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of the last tokens of sequences over their cached keys, those tokens' own among them.
 
@@ -167,16 +182,24 @@ def flash_decoding(
         k_shift, v_shift: of a cache of 4 bits, what is added after that, in the shape and dtype of the scales.
         seq_starts: int32 [B], the place of each sequence's first key that is not hidden, as of a batch that is padded
             at the left; 0 and less: none is hidden. Not looked at before the launch.
+        k, v: [B, T, Hk, D] and [B, T, Hk, Dv] in q's dtype, keys and values of the tokens of q: they are written to the
+            caches, which are changed, at places seq_len − T + t from 0 on, before attention. Rounded as the cache asks
+            for: with the scales given, or with scales and shifts of tokens that are written too. None: they are there.
+        cos, sin: floating [positions, R / 2], R up to D: the first R columns of q and k are turned by the angles of
+            their places, as by `rope`. A place that the tables do not have makes NaN.
+        rotary_style: which columns are a pair, "neox" (i, i + R/2) or "gptj" (2i, 2i + 1).
 
     Returns:
         [B, T, Hq, Dv] in q's dtype, contiguous; with `return_lse` also float32 (float64 for float64) [B, Hq, T]. A
         query that sees nothing has 0 and −inf; with a sink, 0 and the sink.
 
     Raises:
-        InvalidArgument: a shape, dtype, device or option is outside this.
+        InvalidArgument: a shape, dtype, device or option is outside this, or k, v or what they are written to needs
+            gradients.
     """
     result: Tensor | tuple[Tensor, Tensor] = _op(
         q, k_cache, v_cache, seq_lens, block_table, window, softmax_scale, alibi_slopes, softcap, sinks, k_scale,
-        v_scale, return_lse, batch_invariant, k_shift, v_shift, seq_starts,
+        v_scale, return_lse, batch_invariant, k_shift, v_shift, seq_starts, k,
+        v, cos, sin, rotary_style,
     )  # fmt: skip
     return result

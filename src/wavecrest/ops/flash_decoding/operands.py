@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.errors import InvalidArgument
+from wavecrest.registry import needs_grad
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # what a cache may hold in 8 bits, with scales
@@ -19,6 +20,7 @@ GROUPS = (1, 2, 4, 8)
 # of scales and shifts that tokens have
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_COLUMNS = 256
+STYLES = ("neox", "gptj")
 # queries of a sequence in one call
 MAX_TOKENS = 16
 
@@ -46,6 +48,11 @@ class Operands(NamedTuple):
     k_shift: Tensor | None = None
     v_shift: Tensor | None = None
     seq_starts: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    rotary_style: str = "neox"
 
     @property
     def batch(self) -> int:
@@ -95,7 +102,8 @@ class Operands(NamedTuple):
     @property
     def dense(self) -> bool:
         """True where columns, and groups of them, lie next to each other."""
-        columns = all(one.stride(-1) == 1 for one in (self.q, self.k_cache, self.v_cache))
+        rows = (self.q, self.k_cache, self.v_cache, self.k, self.v, self.cos, self.sin)
+        columns = all(one is None or one.stride(-1) == 1 for one in rows)
         scales = (self.k_scale, self.v_scale, self.k_shift, self.v_shift)
         return columns and (self.groups < 2 or all(one is None or one.stride(-1) == 1 for one in scales))
 
@@ -103,6 +111,16 @@ class Operands(NamedTuple):
     def groups(self) -> int:
         """Groups of columns that have their own scale and shift, of a cache of 4 bits; 0 for others."""
         return self.k_scale.shape[-1] if self.four_bits and self.k_scale is not None else 0
+
+    @property
+    def prepares(self) -> bool:
+        """True where something is turned or written before attention."""
+        return self.k is not None or self.cos is not None
+
+    @property
+    def style(self) -> str:
+        """How columns are turned; "none": they are not."""
+        return "none" if self.cos is None else self.rotary_style
 
     @property
     def page(self) -> int:
@@ -162,6 +180,46 @@ def check(given: Operands) -> None:
         raise _fail(f"{q.shape[2]} heads of q are no multiple of the {k.shape[2]} of the cache")
     _check_places(given)
     _check_options(given)
+    _check_appended(given)
+
+
+def _check_appended(given: Operands) -> None:
+    """New keys and values like q's tokens, which no gradient follows into a cache; tables as `rope` takes them."""
+    q, cos, sin = given.q, given.cos, given.sin
+    if (given.k is None) != (given.v is None):
+        raise _fail("k and v are written together: pass both or neither")
+    for name, new, columns in (("k", given.k, given.columns), ("v", given.v, given.v_columns)):
+        shape = (given.batch, given.tokens, given.kv_heads, columns)
+        if new is not None and not _is(new, given, (q.dtype,), (shape,)):
+            raise _fail(f"{name} must be {q.dtype} {list(shape)} on {q.device}, got {_describe(new)}")
+    if given.k is not None:
+        written = {
+            "k_cache": given.k_cache, "v_cache": given.v_cache,
+            **({"k_scale": given.k_scale, "v_scale": given.v_scale} if given.by_token else {}),
+            "k_shift": given.k_shift, "v_shift": given.v_shift,
+        }  # fmt: skip
+        for name, one in written.items():
+            if one is not None and any(
+                size > 1 and stride == 0 for size, stride in zip(one.shape, one.stride(), strict=True)
+            ):
+                raise _fail(f"{name} is written to, and must not be expanded: strides {list(one.stride())}")
+        if needs_grad(given.k, given.v, *written.values()):
+            raise _fail("k and v are written into caches without gradients: detach them, or call under torch.no_grad")
+    if given.rotary_style not in STYLES:
+        raise _fail(f"rotary_style is neox or gptj, not {given.rotary_style!r}")
+    if (cos is None) != (sin is None):
+        raise _fail("cos and sin go together: pass both or neither")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is None or cos is None:
+            continue
+        fits = isinstance(table, Tensor) and table.ndim == 2 and table.shape[0] > 0 and table.dtype in FLOATS
+        if not fits or not 1 <= table.shape[1] <= given.columns // 2 or table.device != q.device:
+            raise _fail(
+                f"{name} must be floating-point [positions, R / 2] on {q.device}, of up to {given.columns} columns R, "
+                f"got {_describe(table)}"
+            )
+        if table.shape != cos.shape or table.dtype != cos.dtype:
+            raise _fail(f"sin {_describe(table)} must be as cos, {_describe(cos)}")
 
 
 def _integers(given: Operands, name: str, value: Any, shape: tuple[int | None, ...]) -> None:

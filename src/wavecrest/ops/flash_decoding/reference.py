@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wavecrest.ops.flash_decoding.append import appended
 from wavecrest.ops.flash_decoding.operands import FOUR_BITS, Operands
 from wavecrest.ops.flash_decoding.quantized import dequantize
 
@@ -36,6 +37,8 @@ def _cached(given: Operands, cache: Tensor, scale: Tensor | None, shift: Tensor 
 
 def reference(given: Operands) -> Tensor | tuple[Tensor, Tensor]:
     """Σⱼ pᵢⱼ vⱼ of the queries i over the cached keys j that they see, as in `flash_attention` with `causal`."""
+    if given.prepares:
+        given = appended(given)
     wide = torch.float64 if given.q.dtype == torch.float64 else torch.float32
     k = _cached(given, given.k_cache, given.k_scale, given.k_shift, wide)
     v = _cached(given, given.v_cache, given.v_scale, given.v_shift, wide)
