@@ -29,8 +29,8 @@ KERNELS = {
     "torch_efficient": (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient attention"),
     "torch_math": (SDPBackend.MATH, "attention written out"),
 }
-# what PyTorch adds to a warning's text, and how it begins the first of them
-_WHERE, _HEADLINE = " (Triggered internally", "used because:"
+# what PyTorch adds to a warning's text, how it begins the first of them, and what it says of the kernels not asked for
+_WHERE, _BESIDE = " (Triggered internally", ("used because:", "has been runtime disabled.")
 
 
 def _native() -> registry.Backend:
@@ -82,7 +82,7 @@ def _unwilling(name: str, given: Operands) -> str | None:
             if given.q.is_cuda:
                 _chosen(kernel, tensors, mask, **options)
     reasons = [str(one.message).partition(_WHERE)[0].strip() for one in said]
-    reasons = [reason for reason in dict.fromkeys(reasons) if not reason.endswith(_HEADLINE)]
+    reasons = [reason for reason in dict.fromkeys(reasons) if not reason.endswith(_BESIDE)]
     return f"asks for {words}, which PyTorch declines: {'; '.join(reasons) or 'it does not say why'}"
 
 
