@@ -169,6 +169,8 @@ class Op:
             have no such thing; None where nothing is packed.
         bound: `bound(*args)` gives how far elements of a kernel's result may be from the reference's, float64 of its
             shape; or None where the tolerance of `op_class` is all there is to judge by.
+        stores: positions of the arguments that a call may write to: what is written is rounded to their dtypes, which
+            an oracle in float64 leaves as they are.
     """
 
     name: str
@@ -186,6 +188,7 @@ class Op:
     emulate_cases: Callable[[str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
     unpacked: Callable[..., tuple[Any, ...]] | None = None
     bound: Callable[..., Tensor | None] | None = None
+    stores: tuple[int, ...] = ()
     op_class: str = "row"
     backends: dict[str, Backend] = field(default_factory=dict)
     _cache: dict[Key, _Entry] = field(default_factory=dict)

@@ -178,7 +178,7 @@ def _run_case(
         tensors = [value for value in args if isinstance(value, Tensor)]
         result.shapes = ["x".join(map(str, tensor.shape)) for tensor in tensors]
         result.dtype = dtype or str(tensors[0].dtype).removeprefix("torch.")
-        kept = [tensor.clone() for tensor in tensors]
+        kept = _copies(args)
         with _nan_in_uninitialised_memory():
             got = op.run(backend, *args)
     except (Unsupported, InvalidArgument) as error:
@@ -190,12 +190,20 @@ def _run_case(
         # one kernel that does not compile is a row of the result, not the end of it
         reason = f"{type(error).__name__}: {str(error)[:500]}"
         return result.model_copy(update={"outcome": "failed", "reason": reason, "work": _work(driver, before)})
-    compared = _compare(op, args, got)
-    if not all(_same_bits(tensor, old) for tensor, old in zip(tensors, kept, strict=True)):
-        compared |= {"outcome": "wrong", "reason": "an argument was written to"}
+    compared = _compare(op, _copies(kept), got)
+    if op.stores:
+        # what the reference writes, in the arguments' own dtypes
+        op.reference(*kept)
+    if not all(_same_bits(now, wanted) for now, wanted in zip(args, kept, strict=True) if isinstance(now, Tensor)):
+        reason = "what is stored differs from the reference's" if op.stores else "an argument was written to"
+        compared |= {"outcome": "wrong", "reason": reason}
     if len(driver.runs) == before:
         compared |= {"outcome": "failed", "reason": "no kernel was launched"}
     return result.model_copy(update=compared | {"work": _work(driver, before)})
+
+
+def _copies(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.clone() if isinstance(value, Tensor) else value for value in args)
 
 
 @contextlib.contextmanager
@@ -222,7 +230,10 @@ def _oracle(op: registry.Op, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The reference in float64; where results are 8-bit codes, in float32 as the op defines its own rounding steps."""
     if op.op_class == "quantized":
         return _tuple(op.reference(*args))
-    wide = [value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for value in args]
+    wide = [
+        value.double() if isinstance(value, Tensor) and value.is_floating_point() and index not in op.stores else value
+        for index, value in enumerate(args)
+    ]
     return _tuple(op.reference(*wide))
 
 

@@ -48,7 +48,7 @@ def _write(
     given: Operands, owners: Tensor, x: Tensor, cache: Tensor, scale: Tensor | None, shift: Tensor | None
 ) -> None:
     if scale is None:
-        _place(cache, x, owners)
+        _place(cache, x.to(cache.dtype), owners)
     elif shift is not None:
         codes, scales, shifts = quantize_cache(x, given.groups, dtype=scale.dtype)
         _place(cache, codes, owners)

@@ -12,10 +12,11 @@ from wavecrest.tuned import Config
 
 # keys of a split where the batch must not change a result's bits
 INVARIANT_CHUNK = 1024
-# programs a compute unit that the keys are split for: what run at once. One H200, 2026-11-22, 64 sequences of 8,192
-# keys: 471 µs in one go, 485 µs in two
+# programs a compute unit that the keys are split for: what run at once
 PROGRAMS = {"nvidia": 4, "amd": 8}
-LEAST_CHUNK = 128
+# of one split, however many sequences there are: the longest of them would be waited for. One H200, 2026-11-22, 64
+# sequences of 8,192 keys: whole ones 497 µs, splits of 2,048 503 µs; of 256 to 8,192 keys 340 µs and 301 µs
+LEAST_CHUNK, MOST_CHUNK = 128, 2048
 
 
 class Shape(NamedTuple):
@@ -118,7 +119,7 @@ def default(shape: Shape, arch: Arch | None) -> Config:
     if shape.pairs > 0:
         units = 132 if arch is None else arch.compute_units
         splits = max(1, PROGRAMS["nvidia" if arch is None else arch.vendor] * units // shape.pairs)
-        chunk = _rows.power_of_two(max(LEAST_CHUNK, _rows.ceil_div(shape.capacity, splits)))
+        chunk = _rows.power_of_two(min(MOST_CHUNK, max(LEAST_CHUNK, _rows.ceil_div(shape.capacity, splits))))
     return Config(BLOCK_M=rows, BLOCK_N=keys, CHUNK=max(chunk, keys), num_warps=warps, num_stages=stages)
 
 

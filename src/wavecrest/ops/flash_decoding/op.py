@@ -122,6 +122,7 @@ _op = Op(
     compile_cases=_compile_cases,
     bench_cases=_cases.bench,
     emulate_cases=_cases.emulated,
+    stores=tuple(map(Operands._fields.index, ("k_cache", "v_cache", "k_scale", "v_scale", "k_shift", "v_shift"))),
     op_class="gemm",
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
