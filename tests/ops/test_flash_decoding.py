@@ -1147,3 +1147,30 @@ def test_replays_in_a_cuda_graph_as_sequences_grow() -> None:
         call.seq_lens.copy_(torch.tensor(lengths))
         graph.replay()
         assert_right(call, result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [None, I8, I4])
+def test_appends_in_a_cuda_graph_at_the_lengths_of_each_replay(cache: torch.dtype | None) -> None:
+    call = appending(
+        "neox", lens=[90, 33], page=16, dtype=BF16, cache=cache, groups=0 if cache is None else 1, device="cuda",
+        beyond=0.0,
+    )  # fmt: skip
+    op = registry.get(OP)
+    op.force("triton")
+    kept = {name: one.clone() for name in WRITTEN if (one := getattr(call, name)) is not None}
+    op(*call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = op(*call)
+
+    def replay(_call: Operands) -> Any:
+        graph.replay()
+        return result
+
+    for lengths in ([90, 33], [128, 2]):
+        for name, one in kept.items():
+            getattr(call, name).copy_(one)
+        call.seq_lens.copy_(torch.tensor(lengths))
+        assert_appended(call, replay)

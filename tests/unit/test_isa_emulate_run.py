@@ -36,6 +36,7 @@ class FakeOp:
     """What run looks at of an op; `result` is what its kernel returns."""
 
     name, op_class, emulate_cases = "fake", "row", None
+    stores: tuple[int, ...] = ()
 
     def __init__(self, kernel: Any, reference: Any = None) -> None:
         self.kernel, self.reference = kernel, reference or (lambda x: x * 2)
@@ -94,6 +95,23 @@ def test_what_a_kernel_forgets_to_write_is_found() -> None:
 
 def test_an_argument_written_to_is_wrong() -> None:
     assert "argument" in FakeOp(lambda x: x.mul_(2), lambda x: x).case().reason
+
+
+def test_what_an_op_stores_is_held_to_what_the_reference_stores() -> None:
+    def stores(x: Tensor) -> Tensor:
+        x[2, 5] += 1.0
+        return x * 2
+
+    def stores_more(x: Tensor) -> Tensor:
+        y = stores(x)
+        x[2, 6] += 1.0
+        return y
+
+    for kernel, outcome in ((stores, "ok"), (stores_more, "wrong")):
+        op = FakeOp(kernel, stores)
+        op.stores = (0,)
+        found = op.case()
+        assert found.outcome == outcome and ("what is stored differs" in found.reason) == (outcome == "wrong")
 
 
 def test_a_refusal_a_fault_and_a_kernel_that_never_ran() -> None:
