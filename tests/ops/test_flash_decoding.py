@@ -1158,7 +1158,6 @@ def test_appends_in_a_cuda_graph_at_the_lengths_of_each_replay(cache: torch.dtyp
     )  # fmt: skip
     op = registry.get(OP)
     op.force("triton")
-    kept = {name: one.clone() for name in WRITTEN if (one := getattr(call, name)) is not None}
     op(*call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -1170,7 +1169,6 @@ def test_appends_in_a_cuda_graph_at_the_lengths_of_each_replay(cache: torch.dtyp
         return result
 
     for lengths in ([90, 33], [128, 2]):
-        for name, one in kept.items():
-            getattr(call, name).copy_(one)
+        # what was appended before is a key as any other
         call.seq_lens.copy_(torch.tensor(lengths))
         assert_appended(call, replay)

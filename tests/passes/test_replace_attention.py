@@ -71,7 +71,8 @@ def made(name: str) -> nn.Module:
     torch.manual_seed(0)
     config = CONFIGS[name]()
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # transformers makes it on the CPU whatever the default is
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().to(DEVICE)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.ndim == 2 and "embed" not in path:
