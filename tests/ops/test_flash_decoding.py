@@ -15,6 +15,7 @@ from tests.ops.op_harness import same_bits
 from wavecrest import ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
+from wavecrest.ops.flash_decoding import launch as launches
 from wavecrest.ops.flash_decoding import quantize_cache
 from wavecrest.ops.flash_decoding.operands import Operands
 from wavecrest.tuned import Config
@@ -425,6 +426,67 @@ def test_every_code_and_its_place(dtype: torch.dtype, device: str) -> None:
                 for code, column in ((128 * sequence + byte) % 16, 0), ((128 * sequence + byte) // 16, half):
                     wanted[sequence, 2 * half * group + place + column] = code * (group + 1) - 8 * (group + 1) + group
         assert torch.equal(run(call).cpu().float().view(2, 256), wanted)
+
+
+# what NVIDIA's kernel does with codes: values in pairs of columns, products of float16, scales a step ahead
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize(("cache", "groups"), [(I8, 0), (I8, 1), (E4M3, 0), (E4M3, 1), (I4, 1), (I4, 4)])
+@pytest.mark.parametrize("nvidia", [False, True])
+def test_codes_as_each_vendor_reads_them(
+    nvidia: bool, cache: torch.dtype, groups: int, dtype: torch.dtype, page: int, device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(launches, "_is_nvidia", lambda _arch: nvidia)
+    call = case([90, 33, 0], tokens=2, d=64, dv=40, page=page, dtype=dtype, cache=cache, groups=groups, device=device)
+    made = launches.described(call, SMALL, None)[0].constants
+    narrow = nvidia and groups < 2
+    wanted = (narrow, narrow and dtype == BF16, nvidia and groups == 1)
+    assert (made["PAIRS"], made["HALF"], made["AHEAD"]) == wanted
+    assert_right(call, run(call))
+
+
+@pytest.mark.parametrize("odd_first", [True, False])
+@pytest.mark.parametrize(("cache", "groups"), [(I8, 0), (I4, 1)])
+def test_values_that_begin_at_an_odd_byte(cache: torch.dtype, groups: int, odd_first: bool, device: str) -> None:
+    """They cannot be read as pairs; what was bound for other addresses notices."""
+    even = case([70, 33], d=64, dtype=BF16, cache=cache, groups=groups, device=device, beyond=0.0)
+    memory = torch.zeros(even.v_cache.numel() + 1, dtype=even.v_cache.dtype, device=device)
+    odd = even._replace(v_cache=memory[1:].view_as(even.v_cache).copy_(even.v_cache))
+    assert odd.v_cache.data_ptr() % 2 == 1
+    bound = launches.bind(odd if odd_first else even, SMALL)
+    for call in (odd, even, odd) if odd_first else (even, odd, even):
+        assert_right(call, bound(*call))
+
+
+@pytest.mark.parametrize("cache", [I8, E4M3])
+def test_many_weights_that_float16_has_not(cache: torch.dtype, device: str) -> None:
+    """Beside a weight of 1 each is about 2⁻²⁷, and together they are the result."""
+    call = case([1024], heads=1, kv_heads=1, d=16, keys=1024, dtype=BF16, cache=cache, device=device)
+    one = torch.ones(1, device=device)
+    q = torch.zeros_like(call.q)
+    q[..., 0] = 27 * math.log(2) * 4
+    k, v = torch.zeros_like(call.k_cache.float()), torch.full_like(call.v_cache.float(), 64.0)
+    k[0, 5, 0, 0], v[0, 5] = 1.0, 0.0
+    call = call._replace(q=q, k_cache=k.to(cache), v_cache=v.to(cache), k_scale=one, v_scale=one)
+    weight = math.exp(-float(call.q[0, 0, 0, 0]) * call.scale)
+    wanted = 64 * 1023 * weight / (1 + 1023 * weight)
+    assert float(run(call).float().mean()) == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize("cache", [I8, E4M3, I4])
+@pytest.mark.parametrize("size", [2.0**40, 2.0**-40, 0.0])
+def test_queries_that_float16_has_not(size: float, cache: torch.dtype, device: str) -> None:
+    """Rows of very different size, each beyond float16 or below it."""
+    groups = 1 if cache == I4 else 0
+    call = case([50, 30], tokens=2, d=64, dtype=BF16, cache=cache, groups=groups, scales=F32, device=device)
+    rows = torch.tensor([size, 1.0], device=device)[None, :, None, None]
+    call = call._replace(q=(call.q.float() * rows).to(BF16), softmax_scale=0.1 / max(size, 1.0))
+    if size < 1.0:
+        call = call._replace(softmax_scale=0.1 / (size or 1.0), q=call.q[:, :1])
+    assert_right(call, run(call))
 
 
 @pytest.mark.parametrize(
