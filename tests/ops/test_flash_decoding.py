@@ -440,7 +440,10 @@ def test_codes_as_each_vendor_reads_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(launches, "_is_nvidia", lambda _arch: nvidia)
-    call = case([90, 33, 0], tokens=2, d=64, dv=40, page=page, dtype=dtype, cache=cache, groups=groups, device=device)
+    # with a sink in one split, and pages in several
+    options: dict[str, Any] = {"lens": [90, 33, 0], "page": page} if page else {"lens": [30, 9, 0], "keys": 32}
+    options |= {"sinks": None if page else True, "dtype": dtype, "cache": cache, "groups": groups}
+    call = case(tokens=2, d=64, dv=40, device=device, **options)
     made = launches.described(call, SMALL, None)[0].constants
     narrow = nvidia and groups < 2
     wanted = (narrow, narrow and dtype == BF16, nvidia and groups == 1)
@@ -450,15 +453,21 @@ def test_codes_as_each_vendor_reads_them(
 
 @pytest.mark.parametrize("odd_first", [True, False])
 @pytest.mark.parametrize(("cache", "groups"), [(I8, 0), (I4, 1)])
-def test_values_that_begin_at_an_odd_byte(cache: torch.dtype, groups: int, odd_first: bool, device: str) -> None:
+def test_values_that_begin_at_an_odd_byte(
+    cache: torch.dtype, groups: int, odd_first: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They cannot be read as pairs; what was bound for other addresses notices."""
     even = case([70, 33], d=64, dtype=BF16, cache=cache, groups=groups, device=device, beyond=0.0)
     memory = torch.zeros(even.v_cache.numel() + 1, dtype=even.v_cache.dtype, device=device)
     odd = even._replace(v_cache=memory[1:].view_as(even.v_cache).copy_(even.v_cache))
     assert odd.v_cache.data_ptr() % 2 == 1
-    bound = launches.bind(odd if odd_first else even, SMALL)
+    bind, again = launches.bind, []
+    monkeypatch.setattr(launches, "bind", lambda *given: again.append(given[2]) or bind(*given))
+    bound = bind(odd if odd_first else even, SMALL)
     for call in (odd, even, odd) if odd_first else (even, odd, even):
         assert_right(call, bound(*call))
+    # in the interpreter an odd address is no fault
+    assert again == ([] if odd_first else [False])
 
 
 @pytest.mark.parametrize("cache", [I8, E4M3])
@@ -486,6 +495,11 @@ def test_queries_that_float16_has_not(size: float, cache: torch.dtype, device: s
     call = call._replace(q=(call.q.float() * rows).to(BF16), softmax_scale=0.1 / max(size, 1.0))
     if size < 1.0:
         call = call._replace(softmax_scale=0.1 / (size or 1.0), q=call.q[:, :1])
+    assert_right(call, run(call))
+    # the second half of the columns, whose codes are the high ones of 4 bits, beyond what the first half is over
+    q = call.q.clone()
+    q[..., 32:] *= 2.0**20
+    call = call._replace(q=q, softmax_scale=call.scale * 2.0**-20)
     assert_right(call, run(call))
 
 
