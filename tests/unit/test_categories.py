@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+import wavecrest
 from wavecrest.profile.categories import CATEGORIES, RULES, category, classify
 
 NAMES: dict[str, list[str]] = {
@@ -43,6 +45,8 @@ NAMES: dict[str, list[str]] = {
         "triton_red_fused__to_copy_add_mean_mm_mul_pow_rsqrt_t_view_16",
         "triton_red_fused__unsafe_view_mm_mul_silu_slice_t_view_10",
         "_gemm_kernel",
+        "_tile_kernel",
+        "_join_kernel",
         "cpp_CppMicroGemmFP32Vec_micro_gemm_0",
         "aten::addmm",
         "aten::bmm",
@@ -52,6 +56,7 @@ NAMES: dict[str, list[str]] = {
         "onednn::qlinear_pointwise",
     ],
     "convolution": [
+        "_conv2d_kernel",
         "miopenSp3AsmConv_v21_1_3_gfx9_fp32_f2x3_stride1",
         "Im2d2Col",
         "naive_conv_ab_nonpacked_fwd_nchw_half_double_half",
@@ -80,7 +85,8 @@ NAMES: dict[str, list[str]] = {
         "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>)",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1",
         "triton_tem_fused_flex_attention_0",
-        "_flash_attention_fwd_kernel",
+        "_flash_attention_kernel",
+        "_decoding_kernel",
         "BatchPrefillWithRaggedKVCacheKernel",
         "_fwd_grouped_kernel_stage1_rope",
         "void extend_attention_kernel<128>",
@@ -103,8 +109,7 @@ NAMES: dict[str, list[str]] = {
         "triton_per_fused__softmax_1",
         "triton_red_fused_amax_exp_sub_sum_0",
         "cpp_fused_add_native_layer_norm_4",
-        "_rms_norm_kernel",
-        "_add_rms_norm_kernel",
+        "_row_kernel",
         "aten::native_layer_norm",
         "aten::_softmax",
         "aten::_fused_rms_norm",
@@ -121,7 +126,7 @@ NAMES: dict[str, list[str]] = {
         "triton_poi_fused_mul_silu_4",
         "triton_red_fused_sum_7",
         "cpp_fused_add_gelu_0",
-        "_silu_mul_kernel",
+        "_silu_and_mul_kernel",
         "void scaled_add_kernel<float>",
         "aten::gelu",
         "aten::add_",
@@ -146,7 +151,7 @@ NAMES: dict[str, list[str]] = {
         "triton_poi_fused_clone_0",
         "triton_poi_fused_copy__1",
         "triton_poi_fused_embedding_0",
-        "_read_write_kernel",
+        "_memcpy_kernel",
         "void hbm_copy<float4>",
         "aten::copy_",
         "aten::cat",
@@ -212,3 +217,15 @@ def test_every_rule_decides_some_name() -> None:
     reached = {_decides(name) for name in [*(name for name, _ in CASES), *(case[1] for case in ODD)]}
     assert [rule for index, rule in enumerate(RULES) if index not in reached] == []
     assert all(rule.category != "other" and rule.origin for rule in RULES)
+
+
+def test_every_kernel_of_ours_is_known() -> None:
+    sources = sorted(Path(wavecrest.__file__).parent.glob("ops/**/*.py"))
+    names = {name for path in sources for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.MULTILINE)}
+    found = {name: classify(name) for name in names}
+    assert {name for name, match in found.items() if match.origin != "wavecrest"} == set()
+    assert {found[name].category for name in ("_decoding_kernel", "_joining_kernel", "_mla_product_kernel")} == {
+        "attention"
+    }
+    assert {found[name].category for name in ("_tile_kernel", "_sum_kernel", "_stream_k_kernel")} == {"gemm"}
+    assert len(names) >= 20

@@ -71,10 +71,13 @@ _ATEN_POINTWISE = (
 
 RULES: tuple[Rule, ...] = (
     # wavecrest's own Triton kernels
-    Rule(r"^_(?:add_)?(?:rms|layer)_norm\w*_kernel$|^_softmax\w*_kernel$", "normalisation", "wavecrest"),
-    Rule(r"^_(?:flash_attention|flash_decoding|mla)\w*_kernel$", "attention", "wavecrest"),
-    Rule(r"^_(?:copy|memcpy|read_write)\w*_kernel$", "memory", "wavecrest"),
-    Rule(r"^_(?:silu|gelu|activation|quantize|dequantize)\w*_kernel$", "elementwise", "wavecrest"),
+    # norms and softmax; what it rounds to 8 bits without one has the same name
+    Rule(r"^_row_kernel$", "normalisation", "wavecrest"),
+    Rule(r"^_(?:tile|sum|stream_k|join|multiply|words)_kernel$", "gemm", "wavecrest"),
+    Rule(r"^_conv2d_kernel$", "convolution", "wavecrest"),
+    Rule(r"^_(?:flash_attention|hopper_attention|decoding|joining|append|mla\w*)_kernel$", "attention", "wavecrest"),
+    Rule(r"^_memcpy_kernel$", "memory", "wavecrest"),
+    Rule(r"^_(?:silu|gelu)_and_mul_kernel$|^_rope_kernel$", "elementwise", "wavecrest"),
     # Inductor: templates by what they compute, generated kernels by the ops fused into them
     Rule(r"^triton_tem_fused\w*flex_(?:attention|decoding)", "attention", "inductor template"),
     Rule(r"^triton_tem_fused\w*conv", "convolution", "inductor template"),
