@@ -108,7 +108,7 @@ def test_run_is_callable_from_python(workload: Path, samples: dict[str, float]) 
         (["rms_norm", "{file}:make"], 1, "either ops or one workload"),
         (["rms_norm", "--all-ops"], 1, "give names of ops, or --all-ops"),
         (["--peers", "eager"], 1, "--peers is for ops; give their names, or --all-ops"),
-        (["rms_norm", "--peers", "egaer"], 1, "no peer 'egaer'; there are eager, compile, liger, aiter, or none"),
+        (["rms_norm", "--peers", "egaer"], 1, "no peer 'egaer'; there are eager, compile, liger, aiter, sdpa_flash"),
         (["rms_norm", "--suite", "all"], 1, "no suite 'all'; there are shared, quick"),
         (["rms_norm", "--case", "9x9"], 1, "has '9x9' in its name"),
         (["rms_norm", "--dtype", "int4"], 1, "--dtype takes"),

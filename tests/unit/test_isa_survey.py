@@ -174,3 +174,18 @@ def test_no_triton_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "interpreted", False)
     assert survey.survey([]) == []
+
+
+def test_a_process_compiles_for_one_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "interpreted", False)
+    work = survey.jobs(_op(), ["gfx942", "gfx950"])[:6]
+    pools: list[list[str]] = []
+
+    def pooled(indices: Any, *_args: Any) -> Any:
+        pools.append([work[index].arch for index in indices])
+        return [(index, survey._row(work[index], reason="not compiled")) for index in indices]
+
+    monkeypatch.setattr(survey, "_pooled", pooled)
+    rows = survey.survey(work)
+    assert [row.arch for row in rows] == [job.arch for job in work]
+    assert pools == [["gfx942"] * 3, ["gfx950"] * 3]

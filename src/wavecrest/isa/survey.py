@@ -172,7 +172,7 @@ def survey(
     mca_tool: mca.Tool | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Row]:
-    """Compile everything, in processes of their own, and read the facts; in the order of `work`.
+    """Compile everything, in processes of each architecture's own, and read the facts; in the order of `work`.
 
     A kernel that does not compile, or that takes its compiler down, is a row with a reason.
 
@@ -202,8 +202,12 @@ def survey(
     waiting = list(range(len(work)))
     try:
         while waiting:
-            for index, row in _pooled(waiting, count, code, mca_tool):
-                note(index, row)
+            # a process compiles for one architecture: triton 3.6 makes its table of 8-bit conversions for the first, and
+            # uses it for all (a kernel compiled for gfx942, but not behind gfx950)
+            for arch in dict.fromkeys(work[index].arch for index in waiting):
+                alike = [index for index in waiting if work[index].arch == arch]
+                for index, row in _pooled(alike, count, code, mca_tool):
+                    note(index, row)
             waiting = [index for index in waiting if index not in rows]
             # a compiler that dies takes the whole pool along: those it may have been are compiled one by one. A pool
             # hands out its work in order, and each worker has at most one kernel and the pool a few more in its queue
