@@ -202,7 +202,7 @@ def survey(
     waiting = list(range(len(work)))
     try:
         while waiting:
-            # a process compiles for one architecture: triton 3.6 makes its table of 8-bit conversions for the first, and
+            # a process compiles for one architecture: triton 3.6 has one table of 8-bit conversions, of the first, and
             # uses it for all (a kernel compiled for gfx942, but not behind gfx950)
             for arch in dict.fromkeys(work[index].arch for index in waiting):
                 alike = [index for index in waiting if work[index].arch == arch]
