@@ -2,8 +2,10 @@
 
     wavecrest optimize examples/llama.py:prefill --device cuda
     wavecrest optimize examples/llama.py:decode --device cuda
+    wavecrest optimize examples/llama.py:decode_8b --device cuda
 
-Random weights cost the same time as trained ones; nothing is downloaded. `small` versions run on a CPU.
+`decode_8b` has the shapes of Llama 3.1 8B and 16 sequences. Random weights cost the same time as trained ones; nothing
+is downloaded. `small` versions run on a CPU.
 """
 
 from __future__ import annotations
@@ -34,12 +36,20 @@ def config(*, small: bool = False) -> LlamaConfig:
     )  # fmt: skip
 
 
-def build(device: str, *, small: bool = False) -> LlamaForCausalLM:
+def config_8b() -> LlamaConfig:
+    """Llama 3.1 8B's shapes."""
+    return LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=128256, max_position_embeddings=8192,
+    )  # fmt: skip
+
+
+def build(device: str, shapes: LlamaConfig) -> LlamaForCausalLM:
     """The model with random weights, bfloat16 on a GPU and float32 on the CPU."""
     torch.manual_seed(0)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
-        model = LlamaForCausalLM(config(small=small))
+        model = LlamaForCausalLM(shapes)
     return model.to(dtype).eval()
 
 
@@ -63,32 +73,43 @@ class LastLogits(nn.Module):
 
 def _tokens(batch: int, length: int, vocabulary: int, device: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, vocabulary, (batch, length), generator=generator).to(device)
+    return torch.randint(0, vocabulary, (batch, length), generator=generator, device="cpu").to(device)
 
 
 def prefill(device: str, *, small: bool = False) -> Workload:
     """One prompt of 2,048 tokens, no cache."""
-    model = build(device, small=small)
+    model = build(device, config(small=small))
     length = 64 if small else PROMPT
     inputs = Inputs((), {"input_ids": _tokens(1, length, model.config.vocab_size, device)})
     return Workload(LastLogits(model), {f"b1s{length}": inputs}, name="llama-1b prefill")
 
 
-def decode(device: str, *, small: bool = False) -> Workload:
-    """One token after a prompt of 2,048, with a static key-value cache."""
-    model = build(device, small=small)
-    length, room = (64, 80) if small else (PROMPT, MAX_LENGTH)
+def _decode(model: LlamaForCausalLM, device: str, batch: int, length: int, room: int, name: str) -> Workload:
     cache = StaticCache(config=model.config, max_cache_len=room)
     with torch.no_grad():
-        model(input_ids=_tokens(1, length, model.config.vocab_size, device), past_key_values=cache, logits_to_keep=1)
+        model(
+            input_ids=_tokens(batch, length, model.config.vocab_size, device), past_key_values=cache, logits_to_keep=1
+        )
 
     def rewind(_bucket: str) -> None:
         # every call writes its key and value at the next position and moves it on
         for layer in cache.layers:
             layer.cumulative_length.fill_(length)
 
-    inputs = Inputs((), {"input_ids": _tokens(1, 1, model.config.vocab_size, device), "past_key_values": cache})
-    return Workload(LastLogits(model), {f"b1t{length}": inputs}, name="llama-1b decode", reset=rewind)
+    inputs = Inputs((), {"input_ids": _tokens(batch, 1, model.config.vocab_size, device), "past_key_values": cache})
+    return Workload(LastLogits(model), {f"b{batch}t{length}": inputs}, name=name, reset=rewind)
+
+
+def decode(device: str, *, small: bool = False) -> Workload:
+    """One token after a prompt of 2,048, with a static key-value cache."""
+    model = build(device, config(small=small))
+    length, room = (64, 80) if small else (PROMPT, MAX_LENGTH)
+    return _decode(model, device, 1, length, room, "llama-1b decode")
+
+
+def decode_8b(device: str) -> Workload:
+    """One token of 16 sequences, each after a prompt of 2,048, with a static key-value cache."""
+    return _decode(build(device, config_8b()), device, 16, PROMPT, MAX_LENGTH, "llama-8b decode")
 
 
 def prefill_small(device: str) -> Workload:

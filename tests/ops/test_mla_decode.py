@@ -18,7 +18,9 @@ from wavecrest import hardware, ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._rows import Launch
+from wavecrest.ops.mla_decode import cases as cases_of_tools
 from wavecrest.ops.mla_decode import config as configs
+from wavecrest.ops.mla_decode import hopper as hopper_launch
 from wavecrest.ops.mla_decode import launch as launches
 from wavecrest.ops.mla_decode.key import key_of, shape_of
 from wavecrest.ops.mla_decode.operands import Operands
@@ -798,3 +800,153 @@ def test_large_on_a_gpu(heads: int, dtype: torch.dtype) -> None:
         device="cuda", tables="gptj", return_lse=True,
     )  # fmt: skip
     assert_right(call, run(OP, call, None))
+
+
+# sm_90's own kernel, which has no interpreter
+
+HOPPER = "triton_hopper"
+WHOLE: dict[str, Any] = {"latent": 512, "rotary": 64, "dtype": BF16}
+TILES = [500, 64, 63, 65, 0, 1, 128, 129, 192, 33]
+HOPPER_CASES: dict[str, dict[str, Any]] = {
+    "tiles": {"lens": TILES, "capacity": 512, "return_lse": True},
+    "one head": {"lens": [70, 200], "heads": 1, "capacity": 200},
+    "rows beyond a tile": {"lens": [300, 5], "heads": 70, "capacity": 300, "return_lse": True},
+    "several queries": {"lens": [130, 64, 2, 67], "tokens": 3, "heads": 3, "capacity": 192, "return_lse": True},
+    "sixteen queries": {"lens": [133, 70], "tokens": 16, "heads": 5, "capacity": 136},
+    "pages of 64": {"lens": TILES, "capacity": 512, "page": 64, "return_lse": True},
+    "pages of 128": {"lens": [300, 0, 129], "capacity": 384, "page": 128, "tokens": 2},
+    "weights": {"lens": [300, 7], "capacity": 320, "nope": 40, "values": 24, "heads": 9},
+    "scale": {"lens": [190], "capacity": 192, "softmax_scale": 0.7},
+    "no scale": {"lens": [190], "capacity": 192, "softmax_scale": 0.0, "return_lse": True},
+    "no batch": {"lens": [1500, 1024, 1023, 40], "capacity": 1536, "batch_invariant": True, "heads": 2},
+}  # fmt: skip
+SPLITS = {"default": None, "one": (1, 128), "three": (3, 128), "as many as there are": (0, 64)}
+
+
+@pytest.fixture
+def hopper() -> registry.Op:
+    if hardware.detect().arch != "sm_90":
+        pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
+    return registry.get(OP)
+
+
+def run_hopper(call: Operands, how: str = "default") -> Any:
+    found, splits = registry.get(OP), SPLITS[how]
+    if splits is None:
+        return found.run(HOPPER, *call)
+    config = Config(BLOCK_M=64, BLOCK_N=64, SPLITS=splits[0], KEYS=splits[1], num_warps=4, num_stages=1)
+    return found.run(HOPPER, *call, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize("name", HOPPER_CASES)
+def test_hopper(name: str, how: str, hopper: registry.Op) -> None:
+    """Keys that end anywhere in a tile, in any number of tiles and splits, with NaN behind them."""
+    call = named(WHOLE | HOPPER_CASES[name], "cuda")
+    assert_right(call, run_hopper(call, how))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiles", "several queries", "pages of 64"])
+def test_hopper_in_float16(name: str, hopper: registry.Op) -> None:
+    call = named(WHOLE | HOPPER_CASES[name] | {"dtype": F16}, "cuda")
+    assert_right(call, run_hopper(call))
+
+
+@pytest.mark.gpu
+def test_hopper_on_large_caches(hopper: registry.Op) -> None:
+    """As many rows as a unit of several has, and more programs than run at a time."""
+    call = case([5000, 1, 2517], 128, capacity=5056, page=64, device="cuda", return_lse=True, **WHOLE)
+    assert_right(call, run_hopper(call))
+    many = case([700] * 9, 128, tokens=2, capacity=704, device="cuda", **WHOLE)
+    for batch in (1, 9):
+        whole = many._replace(
+            q_nope=many.q_nope.repeat(40, 1, 1, 1), q_rope=many.q_rope.repeat(40, 1, 1, 1),
+            latent_cache=many.latent_cache.repeat(40, 1, 1), seq_lens=many.seq_lens.repeat(40),
+        )  # fmt: skip
+        got = run_hopper(whole, "one")
+        assert all(same_bits(got[i], got[i % 9]) for i in range(0, 360, 37)), batch
+    assert_right(many, run_hopper(many, "one"))
+
+
+@pytest.mark.gpu
+def test_hopper_strides(hopper: registry.Op) -> None:
+    """Views with room around them; an odd address, which the portable kernel takes; a stride that nothing copies."""
+    call = named(WHOLE | HOPPER_CASES["tiles"], "cuda")
+    wide = torch.full((10, 512, 640), NAN, dtype=BF16, device="cuda")
+    wide[:, :, 8:584] = call.latent_cache
+    q = torch.full((10, 1, 4, 600), NAN, dtype=BF16, device="cuda")
+    q[..., 3:515] = call.q_nope
+    moved = call._replace(latent_cache=wide[:, :, 8:584], q_nope=q[..., 3:515])
+    for got, want in zip(run_hopper(moved), run_hopper(call), strict=True):
+        assert same_bits(got, want)
+    odd = torch.empty(call.latent_cache.numel() + 1, dtype=BF16, device="cuda")[1:].view_as(call.latent_cache)
+    odd.copy_(call.latent_cache)
+    assert_right(call, run_hopper(call._replace(latent_cache=odd)))
+    uneven = torch.empty(10, 512, 580, dtype=BF16, device="cuda")[:, :, :576]
+    with pytest.raises(Unsupported, match="16 bytes"):
+        run_hopper(call._replace(latent_cache=uneven))
+
+
+@pytest.mark.gpu
+def test_hopper_bits_and_graphs(hopper: registry.Op) -> None:
+    """The same in every run, alone, and replayed as sequences grow; nothing is compiled for another length."""
+    from wavecrest.ops.mla_decode.hopper_kernel import _hopper_mla_kernel
+
+    call = named(WHOLE | HOPPER_CASES["tiles"] | {"batch_invariant": True, "beyond": 0.0}, "cuda")
+    hopper.force(HOPPER)
+    first = hopper(*call)
+    for _ in range(5):
+        assert all(same_bits(a, b) for a, b in zip(hopper(*call), first, strict=True))
+    for one in (0, 4, 8):
+        alone = call._replace(
+            q_nope=call.q_nope[one : one + 1], q_rope=call.q_rope[one : one + 1],
+            latent_cache=call.latent_cache[one : one + 1], seq_lens=call.seq_lens[one : one + 1],
+        )  # fmt: skip
+        assert all(same_bits(a, b[one : one + 1]) for a, b in zip(hopper(*alone), first, strict=True))
+    torch.cuda.synchronize()
+    before = len(_hopper_mla_kernel.device_caches[torch.cuda.current_device()][0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = hopper(*call)
+    for less in (0, 1, 70):
+        call.seq_lens.copy_((call.seq_lens - less).clamp(min=0))
+        graph.replay()
+        assert_right(call, result)
+    hopper(*case([777, 3], 70, capacity=800, device="cuda", batch_invariant=True, **WHOLE))
+    assert len(_hopper_mla_kernel.device_caches[torch.cuda.current_device()][0]) <= before + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"latent": 256}, "512 columns"), ({"rotary": 32}, "64 rotary"), ({"dtype": F32}, "float16"),
+        ({"logit_cap": 5.0}, "logit_cap"), ({"tables": "neox"}, "turned"), ({"page": 16}, "one page"),
+    ],
+)  # fmt: skip
+def test_hopper_says_what_it_does_not_take(change: dict[str, Any], reason: str, hopper: registry.Op) -> None:
+    call = case([40, 9], 4, device="cuda", **(WHOLE | change))
+    with pytest.raises(Unsupported, match=reason):
+        run_hopper(call)
+
+
+def test_hopper_is_for_sm_90(device: str) -> None:
+    if device == "cuda":
+        pytest.skip("without a GPU")
+    reason = registry.get(OP).backends[HOPPER].supports(*case([40], 4, **WHOLE))
+    assert reason is not None and "sm_90" in reason
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_hopper_configurations(heads: int) -> None:
+    """A program a unit, of which each takes 64 rows; an invariant call has one."""
+    arch = ARCHS["sm_90"]
+    call = Operands(*(cases_of_tools.call(cases_of_tools.Sizes(8, 1, heads, 8192), BF16, "meta")))
+    tried = list(hopper_launch.space(shape_of(key_of(call)), arch))
+    assert len(tried) == len(set(tried)) == 2 and tried[0] == hopper_launch.default(shape_of(key_of(call)), arch)
+    programs = 8 * max(1, heads // 64) * tried[0]["SPLITS"]
+    assert arch.compute_units // 2 < programs <= arch.compute_units
+    same = call._replace(batch_invariant=True)
+    assert len(list(hopper_launch.space(shape_of(key_of(same)), arch))) == 1

@@ -86,4 +86,4 @@ def _tokens(transformers: Any, path: Path, config: Any, batch: int, length: int)
     if vocabulary is None:
         raise WorkloadError(f"{path} has no tokenizer and no vocabulary; write a workload function instead of --hf")
     generator = torch.Generator().manual_seed(0)
-    return {"input_ids": torch.randint(0, vocabulary, (batch, length), generator=generator)}
+    return {"input_ids": torch.randint(0, vocabulary, (batch, length), generator=generator, device="cpu")}

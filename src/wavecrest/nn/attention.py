@@ -33,9 +33,10 @@ from wavecrest.registry import Decision
 # they are not read, nothing more is hidden. PyTorch computes with neither type, so that a model that works on its
 # masks gets an error, not wrong answers
 KEYS, WINDOW = torch.float8_e5m2, torch.float8_e4m3fn
-# marks a mask of lengths [B, 1, 2 + window, 4 or 8], a window of −1 for none: its bytes are int32, the place behind the
-# last key of each sequence, which is the last query's own, and of 8 bytes also the place of the first that is seen
-LENGTHS = torch.float8_e4m3fnuz
+# a mask of lengths [B, 1, ROWS + window, 4 or 8], a window of −1 for none, is a WINDOW with more rows than columns, as
+# no other has (for Inductor there are these two types on every GPU, and no third). Its bytes are int32, the place
+# behind the last key of each sequence, which is the last query's own, and of 8 bytes also that of the first one seen
+ROWS = 10
 
 
 class AttentionFallback(UserWarning):
@@ -120,7 +121,30 @@ def lengths_mask(ends: Tensor, starts: Tensor | None = None, window: int = -1) -
     if window < -1:
         raise InvalidArgument(f"lengths_mask: a window of {window}; −1 is none")
     numbers = torch.stack((ends,) if starts is None else (ends, starts), dim=-1)
-    return numbers.view(LENGTHS)[:, None, None, :].expand(-1, 1, 2 + window, -1)
+    return _bytes(numbers).view(WINDOW)[:, None, None, :].expand(-1, 1, ROWS + window, -1)
+
+
+def is_lengths(mask: Tensor) -> bool:
+    """True for a mask that `lengths_mask` has made."""
+    return mask.dtype == WINDOW and mask.shape[2] > mask.shape[3]
+
+
+def _bytes(numbers: Tensor) -> Tensor:
+    """int32 [B, n] as uint8 [B, 4 · n], the lowest byte first."""
+    if not torch.compiler.is_compiling():
+        return numbers.view(torch.uint8)
+    # Inductor lays out what it makes as it likes, and no view of another size may follow (torch 2.11)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=numbers.device)
+    return ((numbers[:, :, None] >> shifts) & 255).to(torch.uint8).flatten(1)
+
+
+def _numbers(found: Tensor) -> Tensor:
+    """What `_bytes` has made of int32 [B, n]."""
+    if not torch.compiler.is_compiling():
+        return found.view(torch.int32)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=found.device)
+    # the bytes have no bits in common
+    return (found.reshape(found.shape[0], -1, 4).to(torch.int32) << shifts).sum(-1, dtype=torch.int32)
 
 
 def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,8 +154,8 @@ def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _lengths(mask: Tensor) -> tuple[Tensor, Tensor | None, int]:
     """(ends, starts, window) of `lengths_mask`."""
-    numbers = mask[:, 0, 0].view(torch.int32)
-    return numbers[:, 0], numbers[:, 1] if numbers.shape[1] > 1 else None, mask.shape[2] - 2
+    numbers = _numbers(mask[:, 0, 0].view(torch.uint8))
+    return numbers[:, 0], numbers[:, 1] if numbers.shape[1] > 1 else None, mask.shape[2] - ROWS
 
 
 def _visible(mask: Tensor, queries: int, keys: int) -> Tensor:
@@ -151,12 +175,12 @@ def _seen(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is
         causal = queries > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         # what comes after is the room that a static cache has left
         return _Seen(queries if causal and keys > queries else keys, causal, (-1, -1), None)
+    if is_lengths(mask):
+        mask = _visible(mask, queries, keys)
     if mask.dtype in (KEYS, WINDOW):
         width, keys = mask.shape[2], mask.shape[3]
         bias = as_bias(mask[:, :, :1].view(torch.uint8) == 0, query.dtype) if mask.dtype == KEYS else None
         return _Seen(keys, True, (width - 1, 0) if width < keys else (-1, -1), bias)
-    if mask.dtype == LENGTHS:
-        mask = _visible(mask, queries, keys)
     return _Seen(keys, False, (-1, -1), as_bias(mask, query.dtype) if mask.dtype == torch.bool else mask)
 
 
@@ -203,7 +227,7 @@ def attend(
     if cache is not None:
         raise Unsupported("attention of transformers' continuous batching keeps its keys in pages: use sdpa for it")
     undecoded = ""
-    if attention_mask is not None and attention_mask.dtype == LENGTHS:
+    if attention_mask is not None and is_lengths(attention_mask):
         undecoded = _undecoded(query, value, dropout, position_bias)
         if not undecoded:
             return _decode(module, query, key, value, attention_mask, scaling, float(softcap or 0.0), s_aux), None

@@ -52,7 +52,7 @@ class GatedMLP(nn.Module):
         weight = gate.weight
         assert isinstance(weight, Tensor)
         generator = torch.Generator().manual_seed(0)
-        probe = torch.randn(4, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+        probe = torch.randn(4, weight.shape[1], generator=generator, device="cpu").to(weight.device, weight.dtype)
         act_fn = module.act_fn
         with torch.no_grad():
             sample = torch.linspace(-6, 6, 97)

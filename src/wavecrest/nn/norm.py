@@ -226,10 +226,10 @@ def _prove(module: nn.Module, made: nn.Module, size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for path, parameter in theirs.named_parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu"))
             ours.get_parameter(path).copy_(parameter)
         for scale in PROBE_SCALES:
-            probe = scale * (torch.randn(3, 5, size, generator=generator) + 0.5)
+            probe = scale * (torch.randn(3, 5, size, generator=generator, device="cpu") + 0.5)
             expected, got = _call(theirs, probe, name), ours(probe)
             if not isinstance(expected, Tensor) or expected.shape != got.shape:
                 raise StepRefused(f"{name} does not return one tensor of its input's shape")

@@ -219,13 +219,13 @@ def variation(inputs: Inputs, number: int) -> list[Tensor]:
             if not bool(torch.isfinite(value).all()) or not bool((value != 0).any()):
                 # additive masks carry infinities; an empty cache stays empty
                 continue
-            noise = torch.randn(value.shape, generator=generator).to(value.device, value.dtype)
+            noise = torch.randn(value.shape, generator=generator, device="cpu").to(value.device, value.dtype)
             value += noise * value.float().std().to(value.dtype)
             if number % 2:
                 flat = value.view(-1) if value.is_contiguous() else value.reshape(-1)
                 flat[:: max(1, flat.numel() // 4)] *= 10
         elif value.ndim == 2 and value.dtype in (torch.int64, torch.int32) and int(value.max()) > 1:
-            order = torch.randperm(value.numel(), generator=generator).to(value.device)
+            order = torch.randperm(value.numel(), generator=generator, device="cpu").to(value.device)
             value.copy_(value.reshape(-1)[order].reshape(value.shape))
     return values
 

@@ -202,8 +202,8 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     float8 = torch.float8_e4m3fnuz if known is not None and known.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
     half, brain, single = torch.float16, torch.bfloat16, torch.float32
     generator = torch.Generator().manual_seed(0)
-    slopes, sinks = torch.rand(4, generator=generator), torch.randn(4, generator=generator)
-    dense = torch.randn(2, 1, 40, 70, generator=generator).to(brain)
+    slopes, sinks = torch.rand(4, generator=generator, device="cpu"), torch.randn(4, generator=generator, device="cpu")
+    dense = torch.randn(2, 1, 40, 70, generator=generator, device="cpu").to(brain)
     packed: dict[str, Any] = {"layout": "thd", "starts_q": [0, 20, 20, 90], "starts_k": [0, 70, 90, 210]}
     return {
         "plain": partial(_call, _Sizes(1, 2, 2, 70, 150, 64, 64), half, "cpu"),

@@ -54,7 +54,7 @@ def _call(
     if sizes.page:
         count = sizes.batch * (sizes.keys // sizes.page)
         generator = torch.Generator().manual_seed(0)
-        order = torch.randperm(count, generator=generator).view(sizes.batch, -1)
+        order = torch.randperm(count, generator=generator, device="cpu").view(sizes.batch, -1)
         options["block_table"] = order.to(torch.int32).to(device)
     if padded > 0:
         options["seq_starts"] = torch.linspace(0.0, padded, sizes.batch).to(torch.int32).to(device)
@@ -164,7 +164,7 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     """Ragged lengths in one split and in many, pages that tiles fit into and others, 8 bits, and several queries."""
     half, brain = torch.float16, torch.bfloat16
     generator = torch.Generator().manual_seed(0)
-    slopes, sinks = torch.rand(6, generator=generator), torch.randn(6, generator=generator)
+    slopes, sinks = torch.rand(6, generator=generator, device="cpu"), torch.randn(6, generator=generator, device="cpu")
     known = ARCHS.get(arch)
     fnuz = known is not None and known.fp8 == "e4m3fnuz"
     float8 = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn

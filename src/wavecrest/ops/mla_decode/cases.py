@@ -47,7 +47,7 @@ def call(sizes: Sizes, dtype: torch.dtype, device: str, fill: float = 1.0, **opt
     lengths = torch.linspace(1.0, fill, b).mul(sizes.keys).to(torch.int32).to(device)
     options = {"softmax_scale": (NOPE + ROTARY) ** -0.5} | options
     if sizes.page:
-        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).view(b, -1)
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0), device="cpu").view(b, -1)
         options["block_table"] = order.to(torch.int32).to(device)
     if sizes.nope:
         options["w_uk"] = made(h, sizes.nope, sizes.latent, size=sizes.nope**-0.5)
@@ -98,6 +98,18 @@ def compiled() -> dict[str, Operands]:
     return {
         name: Operands(*call(sizes, dtype, "meta", **options)) for name, (sizes, dtype, options) in _compiled().items()
     }
+
+
+def compiled_for_hopper() -> dict[str, Operands]:
+    """The calls that sm_90's kernel must compile for, of meta tensors."""
+    whole, half, brain = Sizes(64, 1, 128, 8192), torch.float16, torch.bfloat16
+    made: dict[str, tuple[Sizes, torch.dtype, dict[str, Any]]] = {
+        "H=128": (whole, brain, {}),
+        "H=128 split float16": (whole._replace(batch=1), half, {}),
+        "H=16 pages of 64": (whole._replace(heads=16, page=64), brain, {}),
+        "logarithms of 2 queries": (whole._replace(tokens=2, page=64), brain, {"return_lse": True}),
+    }
+    return {name: Operands(*call(sizes, dtype, "meta", **options)) for name, (sizes, dtype, options) in made.items()}
 
 
 # batch, heads, keys

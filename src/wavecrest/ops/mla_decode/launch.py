@@ -39,6 +39,26 @@ class Plan(NamedTuple):
         return [one for one in (self.absorb, self.attend, self.join, self.expand) if one is not None]
 
 
+class Split(NamedTuple):
+    """How keys are shared out: over so many programs, in pieces of `least`; and tiles of a sequence's rows."""
+
+    splits: int
+    least: int
+    blocks: int
+
+
+class Kernel(NamedTuple):
+    """One that attends: of so many tensors the first are descriptors, what makes them, and what makes its launch.
+
+    Both take the call, absorbed queries and memory whose `o` is for latents.
+    """
+
+    number: int
+    described: int
+    tensors: Callable[[Operands, Tensor, Memory], tuple[Any, ...]]
+    launch: Callable[[Operands, Tensor, Memory, Config, Split, Arch | None], _rows.Launch]
+
+
 class Memory(NamedTuple):
     """What kernels write: absorbed queries, the latents of the result, the result, logarithms, sums of splits."""
 
@@ -56,7 +76,7 @@ def _overlaps(arch: Arch | None) -> bool:
     return nvidia and not torch.compiler.is_compiling()
 
 
-def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
+def strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
     """The first strides of a tensor, 0 where there is one element."""
     if tensor is None:
         return (0,) * dims
@@ -66,7 +86,7 @@ def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
 def _product(x: Tensor, w: Tensor, y: Tensor, across: bool, config: Config) -> _rows.Launch:
     """y[b, t, h] = x[b, t, h] · w[h]; of w [H, K, N] columns lie side by side (`across`), or rows do."""
     rows, heads = x.shape[0] * x.shape[1], x.shape[2]
-    x_strides = _strides(x, 3)
+    x_strides = strides(x, 3)
     w_strides = [stride if size > 1 else 0 for size, stride in zip(w.shape, w.stride(), strict=True)]
     # the one that is 1 is known, and not of a multiple
     w_strides[2 if across else 1] = 0
@@ -89,16 +109,56 @@ def _across(w: Tensor, dim: int) -> bool:
     return w.stride(dim) == 1 or w.shape[dim] == 1
 
 
-def _tensors(given: Operands, q: Tensor, o: Tensor, lse: Tensor, parts: Tensor, meta: Tensor) -> tuple[Tensor, ...]:
+def _tensors(given: Operands, q: Tensor, memory: Memory) -> tuple[Tensor, ...]:
     rope = given.q_rope
     some = (given.block_table, given.cos, given.sin, given.positions)
     return (
         q, rope, given.latent_cache, given.seq_lens, *(rope if one is None else one for one in some),
-        o, lse, parts, meta,
+        memory.o, memory.lse, memory.parts, memory.meta,
     )  # fmt: skip
 
 
-def plan(given: Operands, memory: Memory, config: Config, arch: Arch | None) -> Plan:
+def _attend(
+    given: Operands, q: Tensor, memory: Memory, config: Config, split: Split, arch: Arch | None
+) -> _rows.Launch:
+    """The portable kernel's launch."""
+    q_strides, rope_strides = strides(q, 3), strides(given.q_rope, 3)
+    q_align = _rows.alignment(0, q_strides, rope_strides)
+    stride_cp, token = strides(given.latent_cache, 2)
+    # what divides a token's stride, where it divides a page's too: of a whole cache, whatever its length
+    c_align = _rows.alignment(0, (stride_cp, token))
+    paged = given.block_table is not None
+    table_strides = (0, 0) if given.cos is None or given.sin is None else (given.cos.stride(0), given.sin.stride(0))
+    return _rows.Launch(
+        _mla_kernel,
+        (split.blocks * split.splits * given.batch,),
+        (
+            *_tensors(given, q, memory),
+            float(given.scale), float(given.logit_cap), given.tokens, given.heads, given.page, *split,
+            0 if given.cos is None else given.cos.shape[0],
+            *(one // q_align for one in (*q_strides, *rope_strides)), stride_cp // c_align,
+            *strides(given.block_table, 1), given.seq_lens.stride(0), *table_strides, *strides(given.positions, 2),
+        ),
+        {
+            "LSE": given.return_lse, "R": given.latent, "PDL": _overlaps(arch),
+            "PAGED": paged, "WHOLE": paged and given.page % config["BLOCK_N"] == 0, "CAP": given.capped,
+            "STYLE": STYLES[given.style], "PLACES": given.positions is not None, "SPLIT": split.splits > 1,
+            "Q_ALIGN": q_align, "C_ALIGN": c_align, "TOKEN": token, "DR": given.rotary,
+            "XCDS": 1 if arch is None else arch.xcds, "BLOCK_R": _block_r(given),
+            "BLOCK_DR": max(LEAST_BLOCK, _rows.power_of_two(given.rotary)),
+        },
+        Config(**{name: value for name, value in config.kwargs.items() if name not in ("SPLITS", "KEYS")}),
+    )  # fmt: skip
+
+
+PORTABLE = Kernel(TENSORS, 0, _tensors, _attend)
+
+
+def _block_r(given: Operands) -> int:
+    return max(LEAST_BLOCK, _rows.power_of_two(given.latent))
+
+
+def plan(given: Operands, memory: Memory, config: Config, arch: Arch | None, kernel: Kernel = PORTABLE) -> Plan:
     """The launches of a call."""
     least, keys = config["KEYS"], config["BLOCK_N"]
     if least % keys != 0:
@@ -108,40 +168,14 @@ def plan(given: Operands, memory: Memory, config: Config, arch: Arch | None) -> 
         splits = min(splits, config["SPLITS"])
     if splits == 1:
         memory = memory._replace(parts=memory.o, meta=memory.o)
-    blocks = _rows.ceil_div(given.tokens * given.heads, config["BLOCK_M"])
+    split = Split(splits, least, _rows.ceil_div(given.tokens * given.heads, config["BLOCK_M"]))
     q = given.q_nope if given.w_uk is None else memory.q
     latents = memory.o if given.w_uv is None else memory.latents
-    q_strides, rope_strides = _strides(q, 3), _strides(given.q_rope, 3)
-    q_align = _rows.alignment(0, q_strides, rope_strides)
-    stride_cp, token = _strides(given.latent_cache, 2)
-    # what divides a token's stride, where it divides a page's too: of a whole cache, whatever its length
-    c_align = _rows.alignment(0, (stride_cp, token))
-    paged, overlaps = given.block_table is not None, _overlaps(arch)
-    table_strides = (0, 0) if given.cos is None or given.sin is None else (given.cos.stride(0), given.sin.stride(0))
-    constants = {"LSE": given.return_lse, "R": given.latent, "PDL": overlaps}
-    block_r = max(LEAST_BLOCK, _rows.power_of_two(given.latent))
-    attend = _rows.Launch(
-        _mla_kernel,
-        (blocks * splits * given.batch,),
-        (
-            *_tensors(given, q, latents, memory.lse, memory.parts, memory.meta),
-            float(given.scale), float(given.logit_cap), given.tokens, given.heads, given.page, splits, least, blocks,
-            0 if given.cos is None else given.cos.shape[0],
-            *(one // q_align for one in (*q_strides, *rope_strides)), stride_cp // c_align,
-            *_strides(given.block_table, 1), given.seq_lens.stride(0), *table_strides, *_strides(given.positions, 2),
-        ),
-        {
-            **constants, "PAGED": paged, "WHOLE": paged and given.page % keys == 0, "CAP": given.capped,
-            "STYLE": STYLES[given.style], "PLACES": given.positions is not None, "SPLIT": splits > 1,
-            "Q_ALIGN": q_align, "C_ALIGN": c_align, "TOKEN": token, "DR": given.rotary,
-            "XCDS": 1 if arch is None else arch.xcds, "BLOCK_R": block_r,
-            "BLOCK_DR": max(LEAST_BLOCK, _rows.power_of_two(given.rotary)),
-        },
-        Config(**{name: value for name, value in config.kwargs.items() if name not in ("SPLITS", "KEYS")}),
-    )  # fmt: skip
+    attend = kernel.launch(given, q, memory._replace(o=latents), config, split, arch)
     parts, join = None, None
     if splits > 1:
         parts = (given.batch, splits, given.tokens * given.heads)
+        overlaps = _overlaps(arch)
         join = _rows.Launch(
             _mla_join_kernel,
             (given.batch * given.tokens * given.heads,),
@@ -149,8 +183,8 @@ def plan(given: Operands, memory: Memory, config: Config, arch: Arch | None) -> 
                 memory.parts, memory.meta, given.seq_lens, latents, memory.lse, given.tokens, given.heads, splits,
                 least, given.seq_lens.stride(0),
             ),
-            {**constants, "BLOCK_R": block_r},
-            Config(num_warps=_join_warps(block_r, arch), **({"launch_pdl": 1} if overlaps else {})),
+            {"LSE": given.return_lse, "R": given.latent, "PDL": overlaps, "BLOCK_R": _block_r(given)},
+            Config(num_warps=_join_warps(_block_r(given), arch), **({"launch_pdl": 1} if overlaps else {})),
         )  # fmt: skip
     return Plan(_absorb(given, memory), attend, parts, join, _expand(given, memory))
 
@@ -196,15 +230,15 @@ def allocate(given: Operands, device: torch.device | str, parts: tuple[int, ...]
     return Memory(q, latents, o, lse, sums, torch.empty((*parts, 2), dtype=single, device=device))
 
 
-def bind(given: Operands, config: Config) -> Callable[..., Any]:
+def bind(given: Operands, config: Config, kernel: Kernel = PORTABLE) -> Callable[..., Any]:
     """The function for all calls with arguments like these."""
     device = given.q_nope.device
-    made = _planned(given, config, _rows.arch())
+    made = _planned(given, config, _rows.arch(), kernel)
     starts = [
-        None if one is None else (_rows.starter(one, device), one.args[tensors:])
-        for one, tensors in (
-            (made.absorb, PRODUCT_TENSORS), (made.attend, TENSORS), (made.join, JOIN_TENSORS),
-            (made.expand, PRODUCT_TENSORS),
+        None if one is None else (_rows.starter(one, device, described), one.args[tensors:])
+        for one, described, tensors in (
+            (made.absorb, 0, PRODUCT_TENSORS), (made.attend, kernel.described, kernel.number),
+            (made.join, 0, JOIN_TENSORS), (made.expand, 0, PRODUCT_TENSORS),
         )
     ]  # fmt: skip
     absorb, attend, join, expand = starts
@@ -219,7 +253,8 @@ def bind(given: Operands, config: Config) -> Callable[..., Any]:
             if absorb is not None:
                 q = memory.q
                 absorb[0](now.q_nope, now.w_uk, q, *absorb[1])
-            attend[0](*_tensors(now, q, memory.latents, memory.lse, memory.parts, memory.meta), *attend[1])
+            latents = memory.o if now.w_uv is None else memory.latents
+            attend[0](*kernel.tensors(now, q, memory._replace(o=latents)), *attend[1])
             if join is not None:
                 join[0](memory.parts, memory.meta, now.seq_lens, memory.latents, memory.lse, *join[1])
             if expand is not None and now.w_uv is not None:
@@ -229,13 +264,13 @@ def bind(given: Operands, config: Config) -> Callable[..., Any]:
     return call
 
 
-def _planned(given: Operands, config: Config, arch: Arch | None) -> Plan:
+def _planned(given: Operands, config: Config, arch: Arch | None, kernel: Kernel) -> Plan:
     """The launches, made of tensors without memory."""
     device = given.q_nope.device if torch.compiler.is_compiling() else torch.device("meta")
     sums = torch.empty(0, dtype=torch.float32, device=device)
-    return plan(given, allocate(given, device, None)._replace(parts=sums, meta=sums), config, arch)
+    return plan(given, allocate(given, device, None)._replace(parts=sums, meta=sums), config, arch, kernel)
 
 
-def described(given: Operands, config: Config, arch: Arch | None) -> list[_rows.Launch]:
+def described(given: Operands, config: Config, arch: Arch | None, kernel: Kernel = PORTABLE) -> list[_rows.Launch]:
     """The launches of a call, without memory for what they write."""
-    return _planned(given, config, arch).launches if given.batch > 0 else []
+    return _planned(given, config, arch, kernel).launches if given.batch > 0 else []

@@ -10,6 +10,7 @@ from torch import Tensor
 import wavecrest.ops._rows as _rows
 import wavecrest.ops.mla_decode.cases as _cases
 import wavecrest.ops.mla_decode.config as _config
+import wavecrest.ops.mla_decode.hopper as _hopper
 import wavecrest.ops.mla_decode.launch as _launch
 from wavecrest.hardware import Arch
 from wavecrest.ops.mla_decode.key import KEY_FIELDS, columns_apart, key_of, shape_of, weights_apart
@@ -86,6 +87,10 @@ def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
 def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.Launch]:
     names = {"_mla_product_kernel": "product", "_mla_join_kernel": "join"}
     cases: dict[str, _rows.Launch] = {}
+    if arch.name == "sm_90" and config is None:
+        for name, given in _cases.compiled_for_hopper().items():
+            made = _hopper.default(shape_of(key_of(given)), arch)
+            cases[f"hopper {name}"] = _launch.described(given, made, arch, _hopper.KERNEL)[0]
     for name, given in _cases.compiled().items():
         made = config or _config.default(shape_of(key_of(given)), arch)
         for launch in _launch.described(given, made, arch):
@@ -97,6 +102,43 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.
 
 def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
     return _launch.bind(Operands(*args, **kwargs), config)
+
+
+def hopper_declines(given: Operands) -> str | None:
+    """Why sm_90's kernel does not take a call."""
+    return declines(given) or _hopper.refusal(given)
+
+
+def _hopper_reserved(*args: Any, **kwargs: Any) -> str | None:
+    return "runs where a measured row names it"
+
+
+def attach_hopper(op: Op) -> None:
+    """The kernel for sm_90 as a backend of an op with these operands."""
+
+    def supports(*args: Any, **kwargs: Any) -> str | None:
+        return hopper_declines(Operands(*args, **kwargs))
+
+    def bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
+        given = Operands(*args, **kwargs)
+        key = op.key(*args, **kwargs)
+        return _hopper.bind(given, config, _launch.bind(given, op.default_config(key)))
+
+    def run(*args: Any, config: Config, **kwargs: Any) -> Any:
+        return bind(*args, config=config, **kwargs)(*args, **kwargs)
+
+    op.attach(
+        "triton_hopper",
+        run,
+        supports=supports,
+        reserved=_hopper_reserved,
+        priority=_rows.KERNEL_PRIORITY,
+        takes_config=True,
+        bind=bind,
+        default_config=lambda key: _hopper.default(shape_of(key), _rows.arch()),
+        space=lambda key, arch: _hopper.space(shape_of(key), arch),
+        launches=lambda *args, config, arch: _launch.described(Operands(*args), config, arch, _hopper.KERNEL),
+    )
 
 
 _op = Op(
@@ -115,6 +157,7 @@ _op = Op(
     op_class="gemm",
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
+attach_hopper(_op)
 
 
 def mla_decode(

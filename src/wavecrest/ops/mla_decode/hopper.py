@@ -1,0 +1,122 @@
+"""The launch of the kernel for sm_90 (`hopper_kernel.py`), and the calls and configurations that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._rows as _rows
+import wavecrest.ops._triton as _triton
+from wavecrest.hardware import Arch
+from wavecrest.ops.mla_decode import config as _config
+from wavecrest.ops.mla_decode import launch as _launch
+from wavecrest.ops.mla_decode.hopper_kernel import _hopper_mla_kernel
+from wavecrest.ops.mla_decode.operands import Operands
+from wavecrest.tuned import Config
+
+# columns of a latent, half of which a group of warps sums, and of the rotary part; keys of a tile, rows of a program
+LATENT, HALF, ROTARY, KEYS, ROWS = 512, 256, 64, 64, 64
+
+
+def refusal(given: Operands) -> str | None:
+    """Why a call that the portable kernel takes is none for this one."""
+    if _triton.no_gluon is not None:
+        return _triton.no_gluon
+    if torch.compiler.is_compiling():
+        return "its descriptors are made by a launch, which torch.compile does not trace"
+    arch = _rows.arch()
+    if arch is None or arch.name != "sm_90" or _triton.interpreted:
+        return "is for sm_90: it multiplies with Hopper's instructions"
+    if given.q_nope.dtype not in (torch.float16, torch.bfloat16):
+        return "takes float16 and bfloat16"
+    if given.latent != LATENT or given.rotary != ROTARY:
+        return f"takes latents of {LATENT} columns and {ROTARY} rotary ones"
+    if given.capped:
+        return "does not know a logit_cap"
+    if given.cos is not None:
+        return "takes rotary parts that are turned"
+    if given.capacity == 0 or 0 in given.latent_cache.shape:
+        return "does not know calls without keys"
+    if given.block_table is not None and given.page % KEYS != 0:
+        return f"copies tiles of {KEYS} keys, which must lie in one page"
+    if any(stride % 8 != 0 for stride in _launch.strides(given.latent_cache, 2)):
+        return "copies tiles whose strides are multiples of 16 bytes"
+    return None
+
+
+def _made(shape: _config.Shape, arch: Arch | None, finer: int) -> Config:
+    splits, least = 0, _config.INVARIANT_KEYS
+    if shape.batch > 0:
+        units = 132 if arch is None else arch.compute_units
+        programs = shape.batch * _rows.ceil_div(shape.rows, ROWS)
+        splits, least = finer * _config.splits_for(programs, shape.capacity, units), _config.LEAST_KEYS
+    # of the group that the launch counts; the kernel adds the others
+    return Config(BLOCK_M=ROWS, BLOCK_N=KEYS, SPLITS=splits, KEYS=least, num_warps=4, num_stages=1)
+
+
+def default(shape: _config.Shape, arch: Arch | None) -> Config:
+    """As many splits as fill all compute units, of which a program takes one."""
+    return _made(shape, arch, 1)
+
+
+def space(shape: _config.Shape, arch: Arch) -> Iterator[Config]:
+    """The configurations worth trying, each once, the default first: more splits."""
+    yield _made(shape, arch, 1)
+    if shape.batch > 0:
+        yield _made(shape, arch, 2)
+
+
+def _descriptors(given: Operands) -> tuple[Any, ...]:
+    cache = given.latent_cache
+    return (
+        _triton.described_tiles(cache, [1, KEYS, HALF]),
+        _triton.described_tiles(cache, [1, KEYS, ROTARY]),
+    )
+
+
+def _tensors(given: Operands, q: Tensor, memory: _launch.Memory) -> tuple[Any, ...]:
+    table = given.seq_lens if given.block_table is None else given.block_table
+    return (
+        *_descriptors(given), q, given.q_rope, given.seq_lens, table, memory.o, memory.lse, memory.parts, memory.meta,
+    )  # fmt: skip
+
+
+def _attend(
+    given: Operands, q: Tensor, memory: _launch.Memory, config: Config, split: _launch.Split, _arch: Arch | None
+) -> _rows.Launch:
+    q_strides, rope_strides = _launch.strides(q, 3), _launch.strides(given.q_rope, 3)
+    q_align = _rows.alignment(0, q_strides, rope_strides)
+    return _rows.Launch(
+        _hopper_mla_kernel,
+        (split.blocks * split.splits * given.batch,),
+        (
+            *_tensors(given, q, memory), float(given.scale), given.tokens, given.heads, given.page, *split,
+            *(one // q_align for one in (*q_strides, *rope_strides)), *_launch.strides(given.block_table, 1),
+            given.seq_lens.stride(0),
+        ),
+        {
+            "PAGED": given.block_table is not None, "LSE": given.return_lse, "SPLIT": split.splits > 1,
+            "Q_ALIGN": q_align,
+        },
+        Config(num_warps=config["num_warps"], num_stages=config["num_stages"]),
+    )  # fmt: skip
+
+
+KERNEL = _launch.Kernel(10, 2, _tensors, _attend)
+
+
+def bind(given: Operands, config: Config, portable: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for all calls with arguments like these.
+
+    `portable`: the other kernel's, for a call whose cache does not begin at a multiple of 16 bytes, as descriptors do.
+    """
+    made = _launch.bind(given, config, KERNEL)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        now = Operands(*args, **kwargs)
+        return (made if now.latent_cache.data_ptr() % 16 == 0 else portable)(*args, **kwargs)
+
+    return call
