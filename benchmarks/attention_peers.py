@@ -60,12 +60,17 @@ def main() -> None:
         gate = Gate.prepare(loaded)
         calls = {bucket: attention_calls(ours, inputs) for bucket, inputs in loaded.buckets.items()}
         peer, ours = captured(structural_copy(loaded.model)), captured(ours)
-        answers = {"own": failures(gate.check(peer)) or "pass", "wavecrest": failures(gate.check(ours)) or "pass"}
+        errors = {"own": gate.check(peer), "wavecrest": gate.check(ours)}
+        answers = {name: failures(rows) or "pass" for name, rows in errors.items()}
         for bucket in loaded.buckets:
             backends = sorted({f"{c.decision.op} {c.decision.backend}" for c in calls[bucket] if c.decision})
             row: dict[str, Any] = {
-                "bucket": bucket, "answers": answers, "runs": backends, "bytes": state_bytes(loaded, bucket)
-            }  # fmt: skip
+                "bucket": bucket,
+                "answers": answers,
+                "errors": {name: [one.model_dump() for one in rows] for name, rows in errors.items()},
+                "runs": backends,
+                "bytes": state_bytes(loaded, bucket),
+            }
             if set(answers.values()) == {"pass"}:
                 pair = timing.measure_pair(
                     Call(loaded, bucket, peer), Call(loaded, bucket, ours), device=loaded.device, seconds=args.seconds

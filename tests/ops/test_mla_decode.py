@@ -820,7 +820,11 @@ HOPPER_CASES: dict[str, dict[str, Any]] = {
     "no scale": {"lens": [190], "capacity": 192, "softmax_scale": 0.0, "return_lse": True},
     "no batch": {"lens": [1500, 1024, 1023, 40], "capacity": 1536, "batch_invariant": True, "heads": 2},
 }  # fmt: skip
-SPLITS = {"default": None, "one": (1, 128), "three": (3, 128), "as many as there are": (0, 64)}
+# splits, keys of one, keys of a tile, stages
+SPLITS = {
+    "default": None, "one": (1, 128, 32, 4), "three": (3, 128, 64, 2), "as many as there are": (0, 64, 64, 2),
+    "three of tiles of 32": (3, 128, 32, 4), "two stages": (0, 256, 32, 2),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -834,7 +838,8 @@ def run_hopper(call: Operands, how: str = "default") -> Any:
     found, splits = registry.get(OP), SPLITS[how]
     if splits is None:
         return found.run(HOPPER, *call)
-    config = Config(BLOCK_M=64, BLOCK_N=64, SPLITS=splits[0], KEYS=splits[1], num_warps=4, num_stages=1)
+    parts, least, keys, stages = splits
+    config = Config(BLOCK_M=64, BLOCK_N=keys, STAGES=stages, SPLITS=parts, KEYS=least, num_warps=4, num_stages=1)
     return found.run(HOPPER, *call, config=config)
 
 
@@ -945,8 +950,8 @@ def test_hopper_configurations(heads: int) -> None:
     arch = ARCHS["sm_90"]
     call = Operands(*(cases_of_tools.call(cases_of_tools.Sizes(8, 1, heads, 8192), BF16, "meta")))
     tried = list(hopper_launch.space(shape_of(key_of(call)), arch))
-    assert len(tried) == len(set(tried)) == 2 and tried[0] == hopper_launch.default(shape_of(key_of(call)), arch)
+    assert len(tried) == len(set(tried)) == 4 and tried[0] == hopper_launch.default(shape_of(key_of(call)), arch)
     programs = 8 * max(1, heads // 64) * tried[0]["SPLITS"]
     assert arch.compute_units // 2 < programs <= arch.compute_units
     same = call._replace(batch_invariant=True)
-    assert len(list(hopper_launch.space(shape_of(key_of(same)), arch))) == 1
+    assert {one["SPLITS"] for one in hopper_launch.space(shape_of(key_of(same)), arch)} == {0}

@@ -5,6 +5,7 @@ With the stand-in a kernel can be defined but not launched; `unavailable` is the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -110,10 +111,15 @@ def described_tiles(x: Any, block: list[int]) -> Any:
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    element = getattr(gl, {"torch.float16": "float16", "torch.bfloat16": "bfloat16"}[str(x.dtype)])
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    layout = gl.NVMMASharedLayout.get_default_for(block, element)
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _layout(tuple(block), x.dtype))
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: Any) -> Any:
+    """How a tile lies in shared memory; to find it out is more than half of what a descriptor costs."""
+    element = getattr(gl, {"torch.float16": "float16", "torch.bfloat16": "bfloat16"}[str(dtype)])
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
 def described(x: Any, shape: list[int], strides: list[int], block: list[int]) -> Any:

@@ -17,8 +17,11 @@ from wavecrest.ops.mla_decode.hopper_kernel import _hopper_mla_kernel
 from wavecrest.ops.mla_decode.operands import Operands
 from wavecrest.tuned import Config
 
-# columns of a latent, half of which a group of warps sums, and of the rotary part; keys of a tile, rows of a program
-LATENT, HALF, ROTARY, KEYS, ROWS = 512, 256, 64, 64, 64
+# columns of a latent, half of which a group of warps sums, and of the rotary part; rows of a program
+LATENT, HALF, ROTARY, ROWS = 512, 256, 64, 64
+# keys of a tile and how many tiles there are in shared memory, beside the queries: 147 of 227 KiB
+TILES = ((32, 4), (64, 2))
+KEYS = max(keys for keys, _ in TILES)
 
 
 def refusal(given: Operands) -> str | None:
@@ -47,65 +50,69 @@ def refusal(given: Operands) -> str | None:
     return None
 
 
-def _made(shape: _config.Shape, arch: Arch | None, finer: int) -> Config:
+def _made(shape: _config.Shape, arch: Arch | None, tile: tuple[int, int], finer: int) -> Config:
     splits, least = 0, _config.INVARIANT_KEYS
     if shape.batch > 0:
         units = 132 if arch is None else arch.compute_units
         programs = shape.batch * _rows.ceil_div(shape.rows, ROWS)
         splits, least = finer * _config.splits_for(programs, shape.capacity, units), _config.LEAST_KEYS
-    # of the group that the launch counts; the kernel adds the others
-    return Config(BLOCK_M=ROWS, BLOCK_N=KEYS, SPLITS=splits, KEYS=least, num_warps=4, num_stages=1)
+    # warps of the group that the launch counts; the kernel adds the others, and its stages are its own
+    return Config(BLOCK_M=ROWS, BLOCK_N=tile[0], STAGES=tile[1], SPLITS=splits, KEYS=least, num_warps=4, num_stages=1)
 
 
 def default(shape: _config.Shape, arch: Arch | None) -> Config:
-    """As many splits as fill all compute units, of which a program takes one."""
-    return _made(shape, arch, 1)
+    """As many splits as fill all compute units, of which a program takes one; tiles that are there sooner."""
+    return _made(shape, arch, TILES[0], 1)
 
 
 def space(shape: _config.Shape, arch: Arch) -> Iterator[Config]:
-    """The configurations worth trying, each once, the default first: more splits."""
-    yield _made(shape, arch, 1)
-    if shape.batch > 0:
-        yield _made(shape, arch, 2)
+    """The configurations worth trying, each once, the default first: both tiles, and more splits."""
+    for finer in (1, 2) if shape.batch > 0 else (1,):
+        for tile in TILES:
+            yield _made(shape, arch, tile, finer)
 
 
-def _descriptors(given: Operands) -> tuple[Any, ...]:
+def _descriptors(given: Operands, keys: int) -> tuple[Any, ...]:
     cache = given.latent_cache
-    return (
-        _triton.described_tiles(cache, [1, KEYS, HALF]),
-        _triton.described_tiles(cache, [1, KEYS, ROTARY]),
-    )
+    return (_triton.described_tiles(cache, [1, keys, HALF]), _triton.described_tiles(cache, [1, keys, ROTARY]))
 
 
-def _tensors(given: Operands, q: Tensor, memory: _launch.Memory) -> tuple[Any, ...]:
-    table = given.seq_lens if given.block_table is None else given.block_table
-    return (
-        *_descriptors(given), q, given.q_rope, given.seq_lens, table, memory.o, memory.lse, memory.parts, memory.meta,
-    )  # fmt: skip
+def _kernel(keys: int) -> _launch.Kernel:
+    """The kernel for tiles of so many keys."""
+
+    def tensors(given: Operands, q: Tensor, memory: _launch.Memory) -> tuple[Any, ...]:
+        table = given.seq_lens if given.block_table is None else given.block_table
+        return (
+            *_descriptors(given, keys), q, given.q_rope, given.seq_lens, table, memory.o, memory.lse, memory.parts,
+            memory.meta,
+        )  # fmt: skip
+
+    def launch(
+        given: Operands, q: Tensor, memory: _launch.Memory, config: Config, split: _launch.Split, _arch: Arch | None
+    ) -> _rows.Launch:
+        q_strides, rope_strides = _launch.strides(q, 3), _launch.strides(given.q_rope, 3)
+        q_align = _rows.alignment(0, q_strides, rope_strides)
+        return _rows.Launch(
+            _hopper_mla_kernel,
+            (split.blocks * split.splits * given.batch,),
+            (
+                *tensors(given, q, memory), float(given.scale), given.tokens, given.heads, given.page, *split,
+                *(one // q_align for one in (*q_strides, *rope_strides)), *_launch.strides(given.block_table, 1),
+                given.seq_lens.stride(0),
+            ),
+            {
+                "PAGED": given.block_table is not None, "LSE": given.return_lse, "SPLIT": split.splits > 1,
+                "Q_ALIGN": q_align,
+            },
+            Config(**{name: config[name] for name in ("BLOCK_N", "STAGES", "num_warps", "num_stages")}),
+        )  # fmt: skip
+
+    return _launch.Kernel(10, 2, tensors, launch)
 
 
-def _attend(
-    given: Operands, q: Tensor, memory: _launch.Memory, config: Config, split: _launch.Split, _arch: Arch | None
-) -> _rows.Launch:
-    q_strides, rope_strides = _launch.strides(q, 3), _launch.strides(given.q_rope, 3)
-    q_align = _rows.alignment(0, q_strides, rope_strides)
-    return _rows.Launch(
-        _hopper_mla_kernel,
-        (split.blocks * split.splits * given.batch,),
-        (
-            *_tensors(given, q, memory), float(given.scale), given.tokens, given.heads, given.page, *split,
-            *(one // q_align for one in (*q_strides, *rope_strides)), *_launch.strides(given.block_table, 1),
-            given.seq_lens.stride(0),
-        ),
-        {
-            "PAGED": given.block_table is not None, "LSE": given.return_lse, "SPLIT": split.splits > 1,
-            "Q_ALIGN": q_align,
-        },
-        Config(num_warps=config["num_warps"], num_stages=config["num_stages"]),
-    )  # fmt: skip
-
-
-KERNEL = _launch.Kernel(10, 2, _tensors, _attend)
+def described(given: Operands, config: Config, arch: Arch | None) -> list[_rows.Launch]:
+    """The launches of a call, without memory for what they write."""
+    return _launch.described(given, config, arch, _kernel(config["BLOCK_N"]))
 
 
 def bind(given: Operands, config: Config, portable: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,10 +120,15 @@ def bind(given: Operands, config: Config, portable: Callable[..., Any]) -> Calla
 
     `portable`: the other kernel's, for a call whose cache does not begin at a multiple of 16 bytes, as descriptors do.
     """
-    made = _launch.bind(given, config, KERNEL)
+    made: Callable[..., Any] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal made
         now = Operands(*args, **kwargs)
-        return (made if now.latent_cache.data_ptr() % 16 == 0 else portable)(*args, **kwargs)
+        if now.latent_cache.data_ptr() % 16 != 0:
+            return portable(*args, **kwargs)
+        if made is None:
+            made = _launch.bind(now, config, _kernel(config["BLOCK_N"]))
+        return made(*args, **kwargs)
 
     return call

@@ -13,61 +13,73 @@ from wavecrest.ops._triton import gl, gluon, hopper, load_tile
 from wavecrest.ops.flash_attention.hopper_kernel import _barriers
 from wavecrest.ops.mla_decode.kernel import LN_2, SIZES
 
-# keys of a tile, rows of a program, columns of a latent that a group sums, of the rotary part
-KEYS, ROWS, HALF, ROTARY = gl.constexpr(64), gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
-# barriers, by what they say of a stage: each half of a tile's latents and its rotary part are there, and the weights of
-# its keys; each half, and what is in the rotary part's place, is not needed any more; and the queries are there
-FULL, ROPE_FULL, WEIGHED = gl.constexpr(0), gl.constexpr(2), gl.constexpr(3)
-EMPTY, ROPE_EMPTY, ROWS_FULL = gl.constexpr(4), gl.constexpr(6), gl.constexpr(7)
+# rows of a program, columns of a latent that a group sums, of the rotary part
+ROWS, HALF, ROTARY = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
+# barriers, by what they say of a stage: the left half of a tile's latents is there, the right one and the rotary part,
+# and the weights of its keys; each half, and what is in the rotary part's place, is not needed any more by one group
+FULL, WEIGHED, EMPTY = gl.constexpr(0), gl.constexpr(2), gl.constexpr(3)
+# and the queries are there
+ROWS_FULL = gl.constexpr(5)
 # registers a thread, as in attention: 2 · 240 + 24 are the 504 that 3 groups have
-MULTIPLIES, COPIES = gl.constexpr(240), gl.constexpr(24)
+MULTIPLIES = gl.constexpr(240)
 
 
 @gluon.jit
 def _copy(  # type: ignore[no-untyped-def]
-    c_desc, rope_desc, table_ptr, c_tiles, rope_tiles, bars, sequence, begin, count, page, PAGED: gl.constexpr
-):
+    c_desc, rope_desc, table_ptr, c_tiles, rope_tiles, bars, sequence, begin, count, page,
+    PAGED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Copy a program's tiles of latents, from the last keys to the first."""
     for i in range(count):
-        slot = i % 2
-        phase = ((i // 2) & 1) ^ 1
+        slot = i % STAGES
+        phase = ((i // STAGES) & 1) ^ 1
         start = begin + (count - 1 - i) * KEYS
         number = sequence
         if PAGED:
             number = gl.load(table_ptr + start // page)
             start = start % page
-        for half in gl.static_range(2):
-            hopper.mbarrier.wait(bars[EMPTY + half].index(slot), phase)
-            hopper.mbarrier.expect(bars[FULL + half].index(slot), c_desc.block_type.nbytes)
-            load_tile(c_desc, [number, start, half * HALF], bars[FULL + half].index(slot), c_tiles[half].index(slot))
-        hopper.mbarrier.wait(bars[ROPE_EMPTY].index(slot), phase)
-        hopper.mbarrier.expect(bars[ROPE_FULL].index(slot), rope_desc.block_type.nbytes)
-        load_tile(rope_desc, [number, start, 2 * HALF], bars[ROPE_FULL].index(slot), rope_tiles.index(slot))
+        hopper.mbarrier.wait(bars[EMPTY].index(slot), phase)
+        hopper.mbarrier.expect(bars[FULL].index(slot), c_desc.block_type.nbytes)
+        load_tile(c_desc, [number, start, 0], bars[FULL].index(slot), c_tiles[0].index(slot))
+        hopper.mbarrier.wait(bars[EMPTY + 1].index(slot), phase)
+        hopper.mbarrier.expect(bars[FULL + 1].index(slot), c_desc.block_type.nbytes + rope_desc.block_type.nbytes)
+        load_tile(c_desc, [number, start, HALF], bars[FULL + 1].index(slot), c_tiles[1].index(slot))
+        load_tile(rope_desc, [number, start, 2 * HALF], bars[FULL + 1].index(slot), rope_tiles.index(slot))
 
 
 @gluon.jit
-def _latents(tiles, slot):  # type: ignore[no-untyped-def]
+def _latents(tiles, slot, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Half of a tile's latents, [keys, columns]."""
     return tiles.index(slot).reshape([KEYS, HALF])
 
 
 @gluon.jit
-def _scores(q_tiles, q_rope_tile, c_tiles, rope_tiles, bars, slot, phase, SCORES: gl.constexpr):  # type: ignore[no-untyped-def]
+def _weights(rope_tiles, slot, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The place of a tile's rotary part as that of its weights, [rows, keys]."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], rope_tiles.dtype)
+    return rope_tiles.index(slot)._reinterpret(rope_tiles.dtype, [ROWS, KEYS], LAYOUT)
+
+
+@gluon.jit
+def _scores(  # type: ignore[no-untyped-def]
+    q_tiles, q_rope_tile, c_tiles, rope_tiles, bars, slot, phase, KEYS: gl.constexpr, SCORES: gl.constexpr
+):
     """Begin to multiply the queries with a tile, when it is there."""
     s = gl.zeros([ROWS, KEYS], gl.float32, layout=SCORES)
     hopper.mbarrier.wait(bars[FULL].index(slot), phase)
-    s = hopper.warpgroup_mma(
-        q_tiles.index(0), _latents(c_tiles[0], slot).permute((1, 0)), s, use_acc=False, is_async=True
-    )
+    left = _latents(c_tiles[0], slot, KEYS).permute((1, 0))
+    s = hopper.warpgroup_mma(q_tiles.index(0), left, s, use_acc=False, is_async=True)
     hopper.mbarrier.wait(bars[FULL + 1].index(slot), phase)
-    s = hopper.warpgroup_mma(q_tiles.index(1), _latents(c_tiles[1], slot).permute((1, 0)), s, is_async=True)
-    hopper.mbarrier.wait(bars[ROPE_FULL].index(slot), phase)
+    right = _latents(c_tiles[1], slot, KEYS).permute((1, 0))
+    s = hopper.warpgroup_mma(q_tiles.index(1), right, s, is_async=True)
     rope = rope_tiles.index(slot).reshape([KEYS, ROTARY]).permute((1, 0))
     return hopper.warpgroup_mma(q_rope_tile, rope, s, is_async=True)
 
 
 @gluon.jit
-def _weighed(s, start, upper, lowest, top, total, scale, SCORES: gl.constexpr):  # type: ignore[no-untyped-def]
+def _weighed(  # type: ignore[no-untyped-def]
+    s, start, upper, lowest, top, total, scale, KEYS: gl.constexpr, SCORES: gl.constexpr
+):
     """Scores as weights; the largest score so far, the weights' total, and what earlier sums shrink by, of each row."""
     s = s * scale
     if start + KEYS - 1 > lowest:
@@ -82,11 +94,9 @@ def _weighed(s, start, upper, lowest, top, total, scale, SCORES: gl.constexpr): 
 
 
 @gluon.jit
-def _pass_on(  # type: ignore[no-untyped-def]
-    p, top, total, shrink, rope_tiles, tops, totals, shrinks, bars, slot: gl.constexpr
-):
+def _pass_on(p, top, total, shrink, rope_tiles, tops, totals, shrinks, bars, slot, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
     """What the other group needs of a tile, in shared memory."""
-    rope_tiles.index(slot).reshape([KEYS, ROTARY]).store(p)
+    _weights(rope_tiles, slot, KEYS).store(p)
     tops.index(slot).store(top)
     totals.index(slot).store(total)
     shrinks.index(slot).store(shrink)
@@ -95,7 +105,7 @@ def _pass_on(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _zero_from(tile, last):  # type: ignore[no-untyped-def]
+def _zero_from(tile, last, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Latents of keys from `last` of a tile on are 0: 0 · NaN would be NaN."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LOADED))
@@ -108,7 +118,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     me: gl.constexpr, q_ptr, rope_ptr, o_ptr, lse_ptr, part_ptr, meta_ptr, q_tiles, q_rope_tile, c_tiles, rope_tiles,
     tops, totals, shrinks, bars, sequence, split, splits, start_m, rows, tokens, heads, keys, begin, end, count, scale,
     stride_qb, stride_qt, stride_qh, stride_rb, stride_rt, stride_rh,
-    LSE: gl.constexpr, SPLIT: gl.constexpr, Q_ALIGN: gl.constexpr,
+    LSE: gl.constexpr, SPLIT: gl.constexpr, Q_ALIGN: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A group's half of the columns of the results of a program's rows, and the weights of every other tile."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -118,7 +128,6 @@ def _multiply(  # type: ignore[no-untyped-def]
     OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     LOADED_ROPE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    other: gl.constexpr = 1 - me
 
     # the queries: half of the columns each, and one group the rotary part
     at = start_m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOADED))
@@ -146,57 +155,60 @@ def _multiply(  # type: ignore[no-untyped-def]
         # the last tile, which may be ragged
         if count > 0:
             start = begin + (count - 1) * KEYS
-            s = _scores(q_tiles, q_rope_tile, c_tiles, rope_tiles, bars, 0, 0, SCORES)
+            s = _scores(q_tiles, q_rope_tile, c_tiles, rope_tiles, bars, 0, 0, KEYS, SCORES)
             s = hopper.warpgroup_mma_wait(0, deps=[s])
-            p, top, total, shrink = _weighed(s, start, upper, lowest, top, total, scale, SCORES)
+            p, top, total, shrink = _weighed(s, start, upper, lowest, top, total, scale, KEYS, SCORES)
             p = p.to(rope_tiles.dtype)
             if start + KEYS > end:
-                _zero_from(_latents(c_tiles[0], 0), end - start)
-                _zero_from(_latents(c_tiles[1], 0), end - start)
-            _pass_on(p, top, total, shrink, rope_tiles, tops, totals, shrinks, bars, 0)
+                _zero_from(_latents(c_tiles[0], 0, KEYS), end - start, KEYS)
+                _zero_from(_latents(c_tiles[1], 0, KEYS), end - start, KEYS)
+            _pass_on(p, top, total, shrink, rope_tiles, tops, totals, shrinks, bars, 0, KEYS)
             acc = hopper.warpgroup_mma(
-                gl.convert_layout(p, WEIGHTS), _latents(c_tiles[0], 0), acc, use_acc=False, is_async=True
+                gl.convert_layout(p, WEIGHTS), _latents(c_tiles[0], 0, KEYS), acc, use_acc=False, is_async=True
             )
             acc = hopper.warpgroup_mma_wait(0, deps=[acc])
             hopper.mbarrier.arrive(bars[EMPTY].index(0), count=1)
     for i in range(2 - me, count, 2):
         # tile i is this group's, and i − 1, whose weights are there sooner, the other's
-        phase = (i // 2) & 1
-        before = ((i - 1) // 2) & 1
-        s = _scores(q_tiles, q_rope_tile, c_tiles, rope_tiles, bars, me, phase, SCORES)
-        hopper.mbarrier.wait(bars[WEIGHED].index(other), before)
-        hopper.mbarrier.wait(bars[FULL + me].index(other), before)
-        shrink = shrinks.index(other).load(OF_SUMS)
-        acc = acc * shrink[:, None]
-        weights = rope_tiles.index(other).reshape([KEYS, ROTARY])
-        acc = hopper.warpgroup_mma(weights, _latents(c_tiles[me], other), acc, is_async=True)
-        top = tops.index(other).load(ROW)
-        total = totals.index(other).load(ROW)
+        slot = i % STAGES
+        theirs = (i - 1) % STAGES
+        before = ((i - 1) // STAGES) & 1
+        s = _scores(q_tiles, q_rope_tile, c_tiles, rope_tiles, bars, slot, (i // STAGES) & 1, KEYS, SCORES)
+        hopper.mbarrier.wait(bars[WEIGHED].index(theirs), before)
+        hopper.mbarrier.wait(bars[FULL + me].index(theirs), before)
+        acc = acc * shrinks.index(theirs).load(OF_SUMS)[:, None]
+        acc = hopper.warpgroup_mma(
+            _weights(rope_tiles, theirs, KEYS), _latents(c_tiles[me], theirs, KEYS), acc, is_async=True
+        )
+        top = tops.index(theirs).load(ROW)
+        total = totals.index(theirs).load(ROW)
         s = hopper.warpgroup_mma_wait(1, deps=[s])
-        p, top, total, shrink = _weighed(s, begin + (count - 1 - i) * KEYS, upper, lowest, top, total, scale, SCORES)
+        start = begin + (count - 1 - i) * KEYS
+        p, top, total, shrink = _weighed(s, start, upper, lowest, top, total, scale, KEYS, SCORES)
         p = p.to(rope_tiles.dtype)
-        _pass_on(p, top, total, shrink, rope_tiles, tops, totals, shrinks, bars, me)
+        _pass_on(p, top, total, shrink, rope_tiles, tops, totals, shrinks, bars, slot, KEYS)
         own = gl.convert_layout(p, WEIGHTS)
         shrink = gl.convert_layout(shrink, OF_SUMS)
         # there for long; without a branch here ptxas puts the wait below in front of the softmax (triton 3.6)
-        hopper.mbarrier.wait(bars[FULL + me].index(other), before)
+        hopper.mbarrier.wait(bars[FULL + me].index(theirs), before)
         acc, own, shrink = hopper.warpgroup_mma_wait(0, deps=[acc, own, shrink])
-        hopper.mbarrier.arrive(bars[EMPTY + me].index(other), count=1)
-        hopper.mbarrier.arrive(bars[ROPE_EMPTY].index(other), count=1)
+        hopper.mbarrier.arrive(bars[EMPTY + me].index(theirs), count=1)
         acc = acc * shrink[:, None]
-        acc = hopper.warpgroup_mma(own, _latents(c_tiles[me], me), acc, is_async=True)
+        acc = hopper.warpgroup_mma(own, _latents(c_tiles[me], slot, KEYS), acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-        hopper.mbarrier.arrive(bars[EMPTY + me].index(me), count=1)
+        hopper.mbarrier.arrive(bars[EMPTY + me].index(slot), count=1)
     # the last one, where it is the other group's
     if (count > 0) & (count % 2 == me):
-        last = ((count - 1) // 2) & 1
-        hopper.mbarrier.wait(bars[WEIGHED].index(other), last)
-        hopper.mbarrier.wait(bars[FULL + me].index(other), last)
-        acc = acc * shrinks.index(other).load(OF_SUMS)[:, None]
-        weights = rope_tiles.index(other).reshape([KEYS, ROTARY])
-        acc = hopper.warpgroup_mma(weights, _latents(c_tiles[me], other), acc, is_async=True)
-        top = tops.index(other).load(ROW)
-        total = totals.index(other).load(ROW)
+        theirs = (count - 1) % STAGES
+        before = ((count - 1) // STAGES) & 1
+        hopper.mbarrier.wait(bars[WEIGHED].index(theirs), before)
+        hopper.mbarrier.wait(bars[FULL + me].index(theirs), before)
+        acc = acc * shrinks.index(theirs).load(OF_SUMS)[:, None]
+        acc = hopper.warpgroup_mma(
+            _weights(rope_tiles, theirs, KEYS), _latents(c_tiles[me], theirs, KEYS), acc, is_async=True
+        )
+        top = tops.index(theirs).load(ROW)
+        total = totals.index(theirs).load(ROW)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
 
     below = gl.arange(0, ROWS, layout=ROW)
@@ -230,10 +242,12 @@ def _hopper_mla_kernel(  # type: ignore[no-untyped-def]
     scale, tokens, heads, page, splits, least, blocks, stride_qb, stride_qt, stride_qh, stride_rb, stride_rt, stride_rh,
     stride_tb, stride_len,
     PAGED: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, Q_ALIGN: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`_mla_kernel` for 512 columns of a latent and 64 rotary ones, 64 rows of one sequence a program.
 
-    Descriptors are over [B or pages, S or page, 576], with blocks of 64 keys and 256 columns or 64.
+    Descriptors are over [B or pages, S or page, 576], with blocks of BLOCK_N keys and 256 columns or 64. STAGES: tiles
+    of keys in shared memory, an even number, as a stage is always one group's.
     """
     index = gl.program_id(0)
     # the last queries see the most keys: longest first
@@ -250,7 +264,7 @@ def _hopper_mla_kernel(  # type: ignore[no-untyped-def]
         share = gl.maximum(gl.cdiv(gl.cdiv(keys, least), splits), 1) * least
         begin = split * share
         end = gl.minimum(begin + share, end)
-    count = gl.cdiv(gl.maximum(end - begin, 0), KEYS)
+    count = gl.cdiv(gl.maximum(end - begin, 0), BLOCK_N)
     if PAGED:
         table_ptr += sequence.to(gl.int64) * stride_tb
 
@@ -262,16 +276,16 @@ def _hopper_mla_kernel(  # type: ignore[no-untyped-def]
     q_rope_tile = gl.allocate_shared_memory(dtype, [ROWS, ROTARY], NARROW)
     # one of each half: what a group of warps reads and gives back alone
     c_tiles = (
-        gl.allocate_shared_memory(dtype, [2] + c_desc.block_type.shape, c_desc.layout),
-        gl.allocate_shared_memory(dtype, [2] + c_desc.block_type.shape, c_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES] + c_desc.block_type.shape, c_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES] + c_desc.block_type.shape, c_desc.layout),
     )
-    rope_tiles = gl.allocate_shared_memory(dtype, [2] + rope_desc.block_type.shape, rope_desc.layout)
-    tops = gl.allocate_shared_memory(gl.float32, [2, ROWS], NUMBERS)
-    totals = gl.allocate_shared_memory(gl.float32, [2, ROWS], NUMBERS)
-    shrinks = gl.allocate_shared_memory(gl.float32, [2, ROWS], NUMBERS)
+    rope_tiles = gl.allocate_shared_memory(dtype, [STAGES] + rope_desc.block_type.shape, rope_desc.layout)
+    tops = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], NUMBERS)
+    totals = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], NUMBERS)
+    shrinks = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], NUMBERS)
     bars = (
-        _barriers(2, 1), _barriers(2, 1), _barriers(2, 1), _barriers(2, 1), _barriers(2, 1), _barriers(2, 1),
-        _barriers(2, 1), _barriers(1, 2),
+        _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, 1),
+        _barriers(1, 2),
     )  # fmt: skip
     hopper.fence_async_shared()
     scale = gl.cast(scale, gl.float32) * LOG2_E
@@ -280,18 +294,19 @@ def _hopper_mla_kernel(  # type: ignore[no-untyped-def]
         [
             (_copy, (
                 c_desc, rope_desc, table_ptr, c_tiles, rope_tiles, bars, sequence, begin, count, page, PAGED,
+                BLOCK_N, STAGES,
             )),
             (_multiply, (
                 gl.constexpr(0), q_ptr, rope_ptr, o_ptr, lse_ptr, part_ptr, meta_ptr, q_tiles, q_rope_tile, c_tiles,
                 rope_tiles, tops, totals, shrinks, bars, wide, split, splits, start_m, rows, tokens, heads, keys,
                 begin, end, count, scale, stride_qb, stride_qt, stride_qh, stride_rb, stride_rt, stride_rh,
-                LSE, SPLIT, Q_ALIGN,
+                LSE, SPLIT, Q_ALIGN, BLOCK_N, STAGES,
             )),
             (_multiply, (
                 gl.constexpr(1), q_ptr, rope_ptr, o_ptr, lse_ptr, part_ptr, meta_ptr, q_tiles, q_rope_tile, c_tiles,
                 rope_tiles, tops, totals, shrinks, bars, wide, split, splits, start_m, rows, tokens, heads, keys,
                 begin, end, count, scale, stride_qb, stride_qt, stride_qh, stride_rb, stride_rt, stride_rh,
-                LSE, SPLIT, Q_ALIGN,
+                LSE, SPLIT, Q_ALIGN, BLOCK_N, STAGES,
             )),
         ],
         [4, 4],

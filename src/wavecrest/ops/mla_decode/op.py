@@ -89,8 +89,8 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.
     cases: dict[str, _rows.Launch] = {}
     if arch.name == "sm_90" and config is None:
         for name, given in _cases.compiled_for_hopper().items():
-            made = _hopper.default(shape_of(key_of(given)), arch)
-            cases[f"hopper {name}"] = _launch.described(given, made, arch, _hopper.KERNEL)[0]
+            for made in list(_hopper.space(shape_of(key_of(given)), arch))[: len(_hopper.TILES)]:
+                cases[f"hopper {name} {made['BLOCK_N']} keys"] = _hopper.described(given, made, arch)[0]
     for name, given in _cases.compiled().items():
         made = config or _config.default(shape_of(key_of(given)), arch)
         for launch in _launch.described(given, made, arch):
@@ -137,7 +137,7 @@ def attach_hopper(op: Op) -> None:
         bind=bind,
         default_config=lambda key: _hopper.default(shape_of(key), _rows.arch()),
         space=lambda key, arch: _hopper.space(shape_of(key), arch),
-        launches=lambda *args, config, arch: _launch.described(Operands(*args), config, arch, _hopper.KERNEL),
+        launches=lambda *args, config, arch: _hopper.described(Operands(*args), config, arch),
     )
 
 
