@@ -3,7 +3,9 @@
     python benchmarks/attention_peers.py examples/llama.py:decode_8b --out peers.json
 
 Nothing else differs between the two: `torch.compile` with its defaults, then one graph for the whole call. Answers are
-compared with those of the eager model first, and no time is written for a model that gives wrong ones.
+compared with those of the model in float32 first, and no time is written for a model that gives wrong ones. Which token
+is the most likely is written down and not judged: of a few logits of random weights the largest two may lie closer than
+what rounding moves them.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def main() -> None:
         calls = {bucket: attention_calls(ours, inputs) for bucket, inputs in loaded.buckets.items()}
         peer, ours = captured(structural_copy(loaded.model)), captured(ours)
         errors = {"own": gate.check(peer), "wavecrest": gate.check(ours)}
-        answers = {name: failures(rows) or "pass" for name, rows in errors.items()}
+        judged = {name: [row for row in rows if not row.output.endswith("top-1")] for name, rows in errors.items()}
+        answers = {name: failures(rows) or "pass" for name, rows in judged.items()}
         for bucket in loaded.buckets:
             backends = sorted({f"{c.decision.op} {c.decision.backend}" for c in calls[bucket] if c.decision})
             row: dict[str, Any] = {

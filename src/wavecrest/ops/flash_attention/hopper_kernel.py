@@ -17,8 +17,8 @@ GROUPS = gl.constexpr(2)
 # wait between two accesses to one array
 Q_FULL, Q_EMPTY, TURN = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 K_FULL, K_EMPTY, V_FULL, V_EMPTY = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5), gl.constexpr(6)
-# registers a thread of what multiplies and of what copies: 2 · 240 + 24 are the 504 that 3 groups have
-MULTIPLIES, COPIES = gl.constexpr(240), gl.constexpr(24)
+# registers a thread of what multiplies: of the 504 that 3 groups have the first, which copies, has 24 left
+MULTIPLIES = gl.constexpr(240)
 
 
 @gluon.jit
@@ -295,6 +295,10 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
     scale = scale * LOG2_E
     gl.warp_specialize(
         [
+            (_copy, (
+                q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, bars, queries, keys, heads, group, section, tiles,
+                total, right, RIGHT, BLOCK_M, BLOCK_N, STAGES,
+            )),
             (_multiply, (
                 gl.constexpr(0), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, bars,
                 queries, keys, heads, section, tiles, total, right, stride_sink, scale,
@@ -305,11 +309,7 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
                 queries, keys, heads, section, tiles, total, right, stride_sink, scale,
                 RIGHT, SINKS, LSE, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, TURNS,
             )),
-            (_copy, (
-                q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, bars, queries, keys, heads, group, section, tiles,
-                total, right, RIGHT, BLOCK_M, BLOCK_N, STAGES,
-            )),
         ],
-        [4, 1],
-        [MULTIPLIES, COPIES],
+        [4, 4],
+        [MULTIPLIES, MULTIPLIES],
     )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from wavecrest.ops._lib import LOG2_E
 from wavecrest.ops._triton import gl, gluon, hopper, load_tile
-from wavecrest.ops.flash_attention.hopper_kernel import _barriers
+from wavecrest.ops.flash_attention.hopper_kernel import MULTIPLIES, _barriers
 from wavecrest.ops.mla_decode.kernel import LN_2, SIZES
 
 # rows of a program, columns of a latent that a group sums, of the rotary part
@@ -20,8 +20,6 @@ ROWS, HALF, ROTARY = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
 FULL, WEIGHED, EMPTY = gl.constexpr(0), gl.constexpr(2), gl.constexpr(3)
 # and the queries are there
 ROWS_FULL = gl.constexpr(5)
-# registers a thread, as in attention: 2 · 240 + 24 are the 504 that 3 groups have
-MULTIPLIES = gl.constexpr(240)
 
 
 @gluon.jit
