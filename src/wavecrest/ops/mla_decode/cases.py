@@ -106,7 +106,7 @@ def compiled_for_hopper() -> dict[str, Operands]:
     made: dict[str, tuple[Sizes, torch.dtype, dict[str, Any]]] = {
         "H=128": (whole, brain, {}),
         "H=128 split float16": (whole._replace(batch=1), half, {}),
-        "H=16 pages of 64": (whole._replace(heads=16, page=64), brain, {}),
+        "H=16 pages of 32": (whole._replace(heads=16, page=32), brain, {}),
         "logarithms of 2 queries": (whole._replace(tokens=2, page=64), brain, {"return_lse": True}),
     }
     return {name: Operands(*call(sizes, dtype, "meta", **options)) for name, (sizes, dtype, options) in made.items()}
