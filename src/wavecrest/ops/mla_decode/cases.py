@@ -134,7 +134,14 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     half, brain, single = torch.float16, torch.bfloat16, torch.float32
     small = Sizes(2, 1, 16, 200, 64, 32)
     positions = torch.tensor([[7, 8, 9]])
+    # what the kernel for it takes
+    whole = Sizes(2, 1, 70, 200)
+    for_hopper = {
+        "latents of 512": partial(call, whole, brain, "cpu", fill=0.3),
+        "latents of 512 in pages": partial(call, whole._replace(keys=1216, tokens=2, page=32), half, "cpu", fill=0.3),
+    }
     return {
+        **(for_hopper if arch == "sm_90" else {}),
         "ragged": partial(call, small, brain, "cpu", fill=0.1),
         "many heads": partial(call, Sizes(1, 1, 70, 100, 64, 32), brain, "cpu"),
         "pages of 16": partial(call, Sizes(2, 1, 5, 192, 40, 8, 16), half, "cpu", fill=0.5),
