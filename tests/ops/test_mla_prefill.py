@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.ops.mla_harness import BF16, CONFIGS, F16, F32, NAN, Exact, assert_right, case, config, exact, run
 from tests.ops.op_harness import same_bits
-from wavecrest import ops, registry
+from wavecrest import hardware, ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops.mla_decode.operands import Operands
@@ -274,3 +274,23 @@ def test_large_on_a_gpu(backend: str) -> None:
         [700, 130], 16, 130, 512, 64, 128, 128, 768, 64, BF16, "cuda", tables="neox", return_lse=True
     )  # fmt: skip
     assert_right(call, run(OP, call, None, backend), wanted(call, backend))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lens": [300], "tokens": 300, "capacity": 300},
+        {"lens": [400, 129], "tokens": 100, "capacity": 400, "return_lse": True},
+        {"lens": [5, 0, 90], "tokens": 40, "capacity": 96, "return_lse": True},
+        {"lens": [200, 64], "tokens": 33, "capacity": 256, "page": 64, "heads": 20},
+        {"lens": [1500], "tokens": 20, "capacity": 1536, "batch_invariant": True},
+    ],
+    ids=["prompt", "chunk", "longer than the sequence", "pages of 64", "no batch"],
+)
+def test_hopper(values: dict[str, Any]) -> None:
+    """sm_90's kernel, of any number of queries."""
+    if hardware.detect().arch != "sm_90":
+        pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
+    call = named(values, "cuda", dtype=BF16, latent=512, rotary=64)
+    assert_right(call, registry.get(OP).run("triton_hopper", *call))

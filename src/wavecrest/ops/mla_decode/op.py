@@ -113,8 +113,8 @@ def _hopper_reserved(*args: Any, **kwargs: Any) -> str | None:
     return "runs where a measured row names it"
 
 
-def attach_hopper(op: Op) -> None:
-    """The kernel for sm_90 as a backend of an op with these operands."""
+def attach_hopper(op: Op, change: Callable[[Config], Config] = lambda config: config) -> None:
+    """The kernel for sm_90 as a backend of an op with these operands; `change`: what its configurations become."""
 
     def supports(*args: Any, **kwargs: Any) -> str | None:
         return hopper_declines(Operands(*args, **kwargs))
@@ -135,8 +135,9 @@ def attach_hopper(op: Op) -> None:
         priority=_rows.KERNEL_PRIORITY,
         takes_config=True,
         bind=bind,
-        default_config=lambda key: _hopper.default(shape_of(key), _rows.arch()),
-        space=lambda key, arch: _hopper.space(shape_of(key), arch),
+        default_config=lambda key: change(_hopper.default(shape_of(key), _rows.arch())),
+        # each once: what is changed may be the same
+        space=lambda key, arch: dict.fromkeys(map(change, _hopper.space(shape_of(key), arch))),
         launches=lambda *args, config, arch: _hopper.described(Operands(*args), config, arch),
     )
 

@@ -19,7 +19,7 @@ from wavecrest.hardware import Arch
 from wavecrest.ops.mla_decode import config as _config
 from wavecrest.ops.mla_decode import launch as _launch
 from wavecrest.ops.mla_decode.key import KEY_FIELDS, key_of, shape_of
-from wavecrest.ops.mla_decode.op import cost_of, declines
+from wavecrest.ops.mla_decode.op import attach_hopper, cost_of, declines
 from wavecrest.ops.mla_decode.operands import MAX_LENGTH, Checks, Operands
 from wavecrest.ops.mla_decode.reference import reference
 from wavecrest.registry import Cost, Key, Op, row_bucket
@@ -140,6 +140,7 @@ _op = Op(
     op_class="gemm",
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
+attach_hopper(_op, _unsplit)
 _op.attach(
     "decompressed",
     _run_decompressed,
