@@ -131,6 +131,7 @@ _op = Op(
     check=lambda *args: check("gemm", Operands(*args)),
     key=lambda *args: key_of(Operands(*args)),
     key_fields=KEY_FIELDS,
+    key_sizes=("rows", "columns", "k"),
     inputs=_inputs,
     sizes=("M", "N", "K"),
     cost=_cost,
