@@ -40,7 +40,7 @@ def find(op: Op, key: Key, taking: tuple[str, ...], fallback: str, database: Dat
     exact = database.look_up(op.name, fields, cells)
     note = ""
     if exact is not None:
-        problem = _unusable(op, key, taking, exact.backend, exact.config)
+        problem = unusable(op, key, taking, exact.backend, exact.config)
         if not problem:
             return exact.backend, pairs(exact.config), exact.source, exact.reason
         note = f"; {exact.reason} for {exact.backend}, {problem}"
@@ -73,7 +73,7 @@ def fields_of(op: Op) -> tuple[str, ...]:
     return tuple([name for name in op.key_fields if name not in UNLISTED])
 
 
-def _unusable(op: Op, key: Key, taking: tuple[str, ...], backend: str, config: Config | None) -> str:
+def unusable(op: Op, key: Key, taking: tuple[str, ...], backend: str, config: Config | None) -> str:
     """Why a call cannot run as measured; "" where it can."""
     if backend not in op.backends:
         return f"which {op.name} does not have"
@@ -98,7 +98,7 @@ def _near(
     spaces: dict[str, frozenset[Config]] = {}
 
     def misfit(row: Row) -> str:
-        problem = _unusable(op, key, taking, row.backend, row.config)
+        problem = unusable(op, key, taking, row.backend, row.config)
         if problem or row.config is None:
             return problem
         if row.backend not in spaces:
@@ -139,7 +139,7 @@ def _modelled(op: Op, key: Key, taking: tuple[str, ...], arch: Arch | None) -> t
     proposal = op.model(key, arch, taking)
     if proposal is None:
         return None, ""
-    problem = _unusable(op, key, taking, proposal.backend, proposal.config)
+    problem = unusable(op, key, taking, proposal.backend, proposal.config)
     return (None, f"; modelled {proposal.backend}, {problem}") if problem else (proposal, "")
 
 

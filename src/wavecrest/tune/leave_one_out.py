@@ -65,9 +65,7 @@ def decide(record: records.TuneRecord) -> list[Left]:
         chosen = _chosen(op, rows[place], [*rows[:place], *rows[place + 1 :]], times, fallback, fields)
         choice: Choice = fallback if chosen.row is None else (chosen.row.backend, chosen.row.config)
         best = min(times.values())
-        found.append(
-            Left(key.case, choice != fallback, times[choice] / best, times[fallback] / best, chosen.reason)
-        )
+        found.append(Left(key.case, choice != fallback, times[choice] / best, times[fallback] / best, chosen.reason))
     return found
 
 
