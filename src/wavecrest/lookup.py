@@ -54,6 +54,18 @@ def find(op: Op, key: Key, taking: tuple[str, ...], fallback: str, database: Dat
     return "", (), "default", note + problem
 
 
+def along(op: Op, key: Key, database: Database) -> list[tuple[int, Row]]:
+    """The measured rows that differ from a key in the first of its sizes alone, and its own, by that size."""
+    found = columns(op, key)
+    if found is None or not op.key_sizes:
+        return []
+    fields, cells = found
+    place = fields.index(op.key_sizes[0])
+    rows = [row for row in database.rows(op.name, fields).values() if isinstance(row.key[place], int)]
+    same = [row for row in rows if row.key[:place] + row.key[place + 1 :] == cells[:place] + cells[place + 1 :]]
+    return sorted(((int(row.key[place] or 0), row) for row in same), key=lambda pair: pair[0])
+
+
 def pairs(config: Config | None) -> tuple[tuple[str, int], ...]:
     """A configuration's parameters."""
     return () if config is None else tuple(config.kwargs.items())
@@ -115,7 +127,7 @@ def _baseline(op: Op, taking: tuple[str, ...], fallback: str, row: Row) -> float
     """What the fallback took in a row's run, in µs: PyTorch is timed in each, and one backend's default."""
     if fallback == "torch":
         return row.native_us
-    first = next((one.name for one in op.order if one.name in taking and one.takes_config), None)
+    first = next((one.name for one in op.by_priority() if one.name in taking and one.takes_config), None)
     return row.evidence.default_us if fallback == first else None
 
 

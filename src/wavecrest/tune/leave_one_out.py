@@ -94,7 +94,7 @@ def _times(key: records.TunedKey) -> dict[Choice, float]:
 def _fallback(op: Op, key: records.TunedKey) -> Choice:
     """What runs where nothing is measured: the backend of the highest priority that took the call."""
     taking = [one.backend for one in key.candidates if one.status != "refused"]
-    first = next((backend.name for backend in op.order if backend.name in taking), NATIVE)
+    first = next((backend.name for backend in op.by_priority() if backend.name in taking), NATIVE)
     role = "native" if first == NATIVE else "default"
     found = next((one for one in key.candidates if one.role == role and one.backend == first), None)
     return first, Config(**found.config) if found is not None and found.config else None

@@ -148,9 +148,10 @@ class Overlay:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        # a message of SQLite's may hold bytes of a damaged file, which are no text
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise TableError(
-                f"cannot read the user database {self.path}: {error}; move it away, or set WAVECREST_DATABASE"
+                f"cannot read the user database {self.path}: {_line(error)}; move it away, or set WAVECREST_DATABASE"
             ) from error
 
     @contextmanager
@@ -171,10 +172,11 @@ class Overlay:
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
         except sqlite3.OperationalError as error:
             raise OutputError(
-                f"cannot write the user database {self.path}: {error}; set WAVECREST_DATABASE to a file on a local disk"
+                f"cannot write the user database {self.path}: {_line(error)}; set WAVECREST_DATABASE to a file on a "
+                "local disk"
             ) from error
-        except sqlite3.DatabaseError as error:
-            raise TableError(f"the user database {self.path} is damaged: {error}; move it away") from error
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            raise TableError(f"the user database {self.path} is damaged: {_line(error)}; move it away") from error
 
     def _open(self, *, writing: bool) -> sqlite3.Connection:
         mode = "rwc" if writing else "ro"
@@ -272,6 +274,10 @@ class Overlay:
 
 def _crc(texts: Iterable[str]) -> int:
     return zlib.crc32(json.dumps(list(texts)).encode())
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _json(parts: RowKey) -> str:
