@@ -335,12 +335,18 @@ class Op:
         return backend.run(*args, **kwargs)
 
 
+# arguments that are their own signature: most of a call's are, and asking whether they are tensors takes longer
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
+
+
 def _signature(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """All that check, key and bind may look at."""
     grad = torch.is_grad_enabled()
     parts: list[Any] = [grad]
     for value in args:
-        if isinstance(value, Tensor):
+        if type(value) in _PLAIN:
+            parts.append(value)
+        elif isinstance(value, Tensor):
             parts += (value.shape, value.stride(), value.dtype, value.device, grad and value.requires_grad)
         else:
             parts.append(value)

@@ -104,6 +104,9 @@ def parse(text: str, file: str) -> list[Row]:
             raise TableError(f"{file} is a table of preshuffled weights, which the op gemm has no kernels for")
         for row in reader:
             try:
+                # a cell too few or too many: the line is cut, or another's
+                if None in row or None in row.values():
+                    raise ValueError(f"has not {len(columns)} cells")
                 found.append(make(row, file, reader.line_num))
             except (TypeError, ValueError) as error:
                 bad.append(f"line {reader.line_num}: {error}")
