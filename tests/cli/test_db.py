@@ -159,7 +159,7 @@ def test_other_programs_files(user: Overlay, tmp_path: Path, capsys: pytest.Capt
     path = tmp_path / "bf16_tuned_gemm.csv"
     path.write_text(f"{header}\n{good}\n{good.replace('50.5', '0')}\n")
     text = said(capsys, "import", str(path))
-    assert "1 rows added" in text and "left out: bf16_tuned_gemm.csv, line 3: has a placeholder" in text
+    assert "1 rows added" in text and "left out: has a placeholder for a time: bf16_tuned_gemm.csv, line 3" in text
     before = user.entries()
     # a bad line anywhere, and nothing of any of the files is taken
     bad = tmp_path / "bad.csv"

@@ -69,7 +69,7 @@ def test_a_table_of_16_bits_in_both_layouts(tmp_path: Path) -> None:
     assert (asm.row.backend, asm.row.config, asm.row.us, asm.row.native_us) == ("aiter", None, 50.5, None)
     assert native.row.backend == "torch"
     evidence = asm.row.evidence
-    assert (evidence.units, evidence.origin, asm.row.record) == (304, "aiter (asm)", "a.csv")
+    assert (evidence.units, evidence.origin, asm.row.record) == (304, "aiter", "a.csv")
     # nothing is made up
     assert (evidence.date, evidence.versions, evidence.device, evidence.error) == ("", "", "", None)
     with pytest.raises(InvalidArgument, match="without the column gfx: give --arch"):

@@ -285,10 +285,14 @@ def import_(
 
 
 def _list(left: list[str]) -> None:
-    for line in left[:SHOWN]:
-        _shared.err.print(f"[yellow]left out[/yellow]: {escape(line)}", soft_wrap=True)
-    if len(left) > SHOWN:
-        _shared.err.print(f"[yellow]left out[/yellow]: {len(left) - SHOWN} more")
+    """What is left out, by reason: how many lines, and the first of them."""
+    reasons: dict[str, list[str]] = {}
+    for line in left:
+        where, _, reason = line.partition(": ")
+        reasons.setdefault(reason or where, []).append(where)
+    for reason, places in reasons.items():
+        few = "; ".join(places[:SHOWN]) + (f"; and {len(places) - SHOWN} more" if len(places) > SHOWN else "")
+        _shared.err.print(f"[yellow]left out[/yellow]: {escape(reason)}: {escape(few)}", soft_wrap=True)
 
 
 def run_merge(paths: Iterable[Path]) -> tuple[int, int]:

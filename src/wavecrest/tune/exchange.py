@@ -162,7 +162,7 @@ def _aiter_row(row: aiter_csv.Row, dtype: torch.dtype) -> Row:
     assert row.us is not None
     return Row(
         key_of(given), "torch" if row.library == "torch" else "aiter", None, row.us, None, row.file,
-        Evidence(units=row.compute_units, origin=f"{AITER} ({row.library})", detail=json.dumps(detail)),
+        Evidence(units=row.compute_units, origin=AITER, detail=json.dumps(detail)),
     )  # fmt: skip
 
 

@@ -88,7 +88,8 @@ class Overlay:
         Raises:
             TableError: the file is damaged, foreign, or newer than this version.
         """
-        if not self.path.exists():
+        # False, too, where a folder above may not be looked into
+        if not os.path.exists(self.path):
             return []
         given = {"arch": arch, "op": op}
         wanted = {name: value for name, value in given.items() if value is not None}
@@ -136,7 +137,7 @@ class Overlay:
         Raises:
             TableError: it cannot be read at all.
         """
-        if not self.path.exists():
+        if not os.path.exists(self.path):
             return []
         with self._reading(), closing(self._open(writing=False)) as connection:
             if self._schema(connection) == 0:
@@ -188,7 +189,7 @@ class Overlay:
         return sqlite3.connect(name, uri=True, timeout=PATIENCE, isolation_level=None)
 
     def _has_log(self) -> bool:
-        return self.path.with_name(f"{self.path.name}-wal").exists()
+        return os.path.exists(f"{self.path}-wal")
 
     def _schema(self, connection: sqlite3.Connection) -> int:
         """The file's schema; 0 where it holds nothing yet."""
