@@ -138,7 +138,7 @@ def _of_no_use(row: aiter_csv.Row, gfx: str, dtype: torch.dtype) -> str:
     if not row.plain:
         return "is of scaled or preshuffled operands, which the op's key does not have"
     if row.error is not None and row.error > MOST_OFF:
-        return f"{row.error:.1%} of the elements were off, of {MOST_OFF:.0%} that aiter's tuner allows"
+        return f"more than the {MOST_OFF:.0%} of the elements that aiter's tuner allows were off"
     least = 2 * row.M * row.N * row.K / (trust.peak(arch, dtype) * 1e6) * trust.PEAK_SLACK
     if row.us < least:
         return f"{row.us:g} µs is below the {least:.3g} µs that arithmetic takes at its peak: an error of measurement"
@@ -280,7 +280,9 @@ def _plain(part: dict[str, Cell], eight: bool) -> str:
     )
     if not types:
         return f"multiplies {part['a']} and {part['b']}"
-    wanted: dict[str, Cell] = {"form": "plain", "scales": "vector vector" if eight else "none none"}
+    # the scale of one row is that of the tensor, too
+    scales = ("tensor vector" if part["rows"] == 1 else "vector vector") if eight else "none none"
+    wanted: dict[str, Cell] = {"form": "plain", "scales": scales}
     wanted |= {"activation": None, "residual": False, "batch": 0, **({"bias": None} if eight else {})}
     other = [f"{name} {part[name]}" for name, value in wanted.items() if part[name] != value]
     if part["bias"] == "m" or not str(part["order"]).startswith("k k ") or part["rows"] == 0:
