@@ -17,7 +17,7 @@ import pytest
 
 from wavecrest import errors, registry
 from wavecrest.errors import InvalidArgument, OutputError, TableError
-from wavecrest.tuned import Config, Database, Entry, Evidence, Overlay, Row, database, overlay
+from wavecrest.tuned import Config, Database, Entry, Evidence, Overlay, Row, database, misses, overlay
 from wavecrest.tuned.row import here
 
 FIELDS = ("rows", "dtype", "bias", "packed")
@@ -415,3 +415,50 @@ def test_a_damaged_database_is_named_at_the_decision(user: Overlay, tmp_path: Pa
     user.path.write_bytes(b"no database" * 100)
     with pytest.raises(errors.TableError, match=r"tuned\.sqlite.*WAVECREST_DATABASE"):
         Database(tmp_path, "sm_00", user).look_up("some_op", FIELDS, (1, "a", None, True))
+
+
+TABLE_WRITER = """
+import sys
+from pathlib import Path
+from wavecrest.tuned import Config, Row, database
+path = Path({path!r})
+print("go", flush=True)
+for round_ in range(100_000):
+    rows = [Row((place, round_), "triton", Config(BLOCK=64), 1.0, 15.0, "a.json") for place in range(round_ % 50 + 1)]
+    database.write(path, ("rows", "round"), rows)
+"""
+
+
+def test_a_kill_while_a_table_is_written_leaves_a_whole_one(tmp_path: Path) -> None:
+    pick, path = random.Random(3), tmp_path / "a.csv"
+    for _ in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", TABLE_WRITER.format(path=str(path))], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stdout.readline() == "go\n"
+        time.sleep(0.01 + pick.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        rounds = {key[1] for key in database.read(path, ("rows", "round"))}
+        # all rows are of one round, and all of its rows are there
+        for round_ in rounds:
+            assert len(rounds) == 1 and len(database.read(path, ("rows", "round"))) == int(str(round_)) % 50 + 1
+
+
+MISSES = """
+import sys
+from pathlib import Path
+from wavecrest.tuned.misses import Miss, Recorder
+recorder = Recorder(Path({path!r}))
+for place in range(300):
+    recorder.add(Miss("op", "sm_00", {{"rows": place, "text": "x" * place, "name": sys.argv[1]}}, "torch", "default"))
+"""
+
+
+def test_processes_that_record_misses_at_once_lose_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "misses.jsonl"
+    code = MISSES.format(path=str(path))
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(name)]) for name in range(6)]
+    assert [process.wait(timeout=120) for process in processes] == [0] * 6
+    found = {(one.key["name"], one.key["rows"]) for one in misses.read(path)}
+    assert found == {(str(name), place) for name in range(6) for place in range(300)}
