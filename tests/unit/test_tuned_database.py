@@ -166,6 +166,8 @@ def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
         (HEADER + LINE.replace("BLOCK_M=64", "BLOCK_M"), 2, "'BLOCK_M' in config is not NAME=NUMBER: write it as in"),
         (HEADER + LINE.replace("BLOCK_M=64", "BLOCK_M=1.5"), 2, "'BLOCK_M=1.5' in config"),
         (HEADER + LINE.replace("BLOCK_M=64", "num_warps=8"), 2, "'num_warps=4' in config is given twice"),
+        (HEADER + LINE.replace("4096", "9" * 5000), 2, "99999999999999999999… is no number that a key"),
+        (HEADER + LINE.replace("=64", "=" + "9" * 5000), 2, "is no number that a key or a configuration has"),
         (HEADER + LINE.replace("12.3", "fast"), 2, "us is 'fast': it must be a time in µs above 0"),
         (HEADER + LINE.replace("12.3", ""), 2, "us is ''"),
         (HEADER + LINE.replace("12.3", "0"), 2, "us is '0'"),

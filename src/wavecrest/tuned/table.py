@@ -29,8 +29,8 @@ EVIDENCE = tuple(field.name for field in fields_of(Evidence))
 # written in one way only, so that a cell that is read is written as it was; anything else is text
 _WHOLE = re.compile(r"0|-?[1-9][0-9]*", re.ASCII)
 _SETTING = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(0|-?[1-9][0-9]*)", re.ASCII)
-# beyond what a size or an option can be; Python converts thousands of digits slowly, or not at all
-_MOST_DIGITS = 30
+# far beyond what a size or an option can be; Python does not convert numbers of some thousand digits
+_MOST_DIGITS = 1000
 
 
 def read(path: Path, fields: tuple[str, ...]) -> dict[RowKey, Row]:
@@ -156,7 +156,7 @@ def _cell(text: str) -> Cell:
 
 def _whole(text: str) -> int:
     if len(text) > _MOST_DIGITS:
-        raise Malformed(f"{text[:_MOST_DIGITS]}… is no number that a key or a configuration has: correct the cell")
+        raise Malformed(f"{text[:20]}… is no number that a key or a configuration has: correct the cell")
     return int(text)
 
 
