@@ -362,22 +362,43 @@ def test_a_key_that_an_op_makes_otherwise_is_no_case(op: Op) -> None:
     assert "has no such key: KeyError" in next(iter(misses.cases(op, [miss], "sm_90", "cpu")[1].values()))
 
 
-@pytest.mark.parametrize("name", ["gemm", "rms_norm", "silu_and_mul", "quantize_int8"])
+SMALL = {"flash_attention": (2, 4, 9, 16), "flash_decoding": (2, 4, 9, 16), "gemm": (3, 24, 40), "rope": (5, 256)}
+
+
+@pytest.mark.parametrize("name", [*SMALL, "rms_norm", "silu_and_mul", "quantize_int8"])
 def test_calls_are_made_from_keys(name: str) -> None:
-    """Every shipped key of gemm, and keys of ops over rows: the call has that key, and runs."""
+    """Of every shipped key, and of an example: the call has that key, and the example's runs."""
     found = registry.get(name)
     fields = lookup.fields_of(found)
-    if name == "gemm":
-        keys = [dict(zip(fields, key, strict=True)) for key in Database(arch="sm_90").rows("gemm", fields)]
-    else:
-        made = dict(zip(found.key_fields, found.key(*found.inputs(4, 64, torch.bfloat16, "cpu")), strict=True))
-        keys = [{field: made[field] for field in fields}]
+    keys = [dict(zip(fields, key, strict=True)) for key in Database(arch="sm_90").rows(name, fields)]
+    example = found.inputs(*SMALL.get(name, (4, 64)), torch.bfloat16, "cpu")
+    made = dict(zip(found.key_fields, found.key(*example), strict=True))
+    keys.append({field: made[field] for field in fields})
     cases, left = misses.cases(found, [files.Miss(name, "sm_90", key, "", "") for key in keys], "sm_90", "cpu")
     assert not left and len(cases) == len(keys)
-    small = min(cases, key=lambda case: [int(part.split("=")[1]) for part in case.name.split()[:2]])
-    args = small.make()
+    args = cases[-1].make()
     found.check(*args)
+    assert dict(zip(found.key_fields, found.key(*args), strict=True)) == made
     assert found.reference(*args) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gemm", {"batch": 4}), ("gemm", {"form": "shuffled"}), ("gemm", {"a": "words"}), ("gemm", {"rows": 0}),
+        ("flash_attention", {"bias": "float32"}), ("flash_attention", {"dtype": "int8 p"}),
+        ("flash_attention", {"packed": True}), ("flash_decoding", {"page": 64}), ("flash_decoding", {"alibi": True}),
+        ("flash_decoding", {"access": "columns append"}), ("rope", {"tokens": 0}), ("rope", {"leading": 3}),
+    ],
+)  # fmt: skip
+def test_keys_that_no_call_is_made_from_are_said(name: str, change: dict[str, Any]) -> None:
+    found = registry.get(name)
+    fields = lookup.fields_of(found)
+    example = found.inputs(*SMALL[name], torch.bfloat16, "cpu")
+    made = dict(zip(found.key_fields, found.key(*example), strict=True))
+    key = {field: made[field] for field in fields} | change
+    cases, left = misses.cases(found, [files.Miss(name, "sm_90", key, "", "")], "sm_90", "cpu")
+    assert not cases and next(iter(left.values())).startswith(f"{name} ")
 
 
 def test_where_tune_keeps_rows(

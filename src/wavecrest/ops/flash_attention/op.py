@@ -168,6 +168,7 @@ _op = Op(
     compile_cases=_compile_cases,
     bench_cases=_cases.bench,
     emulate_cases=_cases.emulated,
+    call_of_key=_cases.call_of_key,
     op_class="gemm",
 )
 _op.attach(
