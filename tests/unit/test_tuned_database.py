@@ -19,6 +19,8 @@ FIELDS = ("rows", "columns", "dtype", "bias", "packed")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TILES = Config(num_warps=4, BLOCK_M=64)
 HEADER = "rows,columns,dtype,bias,packed,backend,config,us,native_us,record\n"
+EVIDENCE = ",default_us,error,device,units,versions,date,commit,origin,detail"
+# a file from before rows had evidence
 LINE = "16,4096,bfloat16,,true,triton,BLOCK_M=64 num_warps=4,12.3,15.0,h200/a.json\n"
 
 
@@ -33,8 +35,18 @@ def written(path: Path, *rows: Row) -> str:
 
 
 def test_the_format(tmp_path: Path) -> None:
-    assert written(tmp_path / "a.csv", row()) == HEADER + LINE
+    text = HEADER.replace("\n", f"{EVIDENCE}\n") + LINE.replace("\n", ",,,,,,,,,\n")
+    assert written(tmp_path / "a.csv", row()) == text
     assert database.read(tmp_path / "a.csv", FIELDS) == {(16, 4096, "bfloat16", None, True): row()}
+
+
+def test_files_from_before_rows_had_evidence_are_read_and_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(HEADER + LINE)
+    rows = database.read(path, FIELDS)
+    assert rows == {(16, 4096, "bfloat16", None, True): row()}
+    assert written(path, *rows.values()).splitlines()[0].endswith(EVIDENCE)
+    assert database.read(path, FIELDS) == rows
 
 
 def test_what_is_written_is_read_with_its_types(tmp_path: Path) -> None:
@@ -118,7 +130,7 @@ def test_one_row_a_key(tmp_path: Path) -> None:
 
 
 def test_no_rows_are_a_table(tmp_path: Path) -> None:
-    assert written(tmp_path / "a.csv") == HEADER
+    assert written(tmp_path / "a.csv") == HEADER.replace("\n", f"{EVIDENCE}\n")
     assert database.read(tmp_path / "a.csv", FIELDS) == {}
 
 
@@ -154,6 +166,8 @@ def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
         (HEADER + LINE.replace("BLOCK_M=64", "BLOCK_M"), 2, "'BLOCK_M' in config is not NAME=NUMBER: write it as in"),
         (HEADER + LINE.replace("BLOCK_M=64", "BLOCK_M=1.5"), 2, "'BLOCK_M=1.5' in config"),
         (HEADER + LINE.replace("BLOCK_M=64", "num_warps=8"), 2, "'num_warps=4' in config is given twice"),
+        (HEADER + LINE.replace("4096", "9" * 5000), 2, "99999999999999999999… is no number that a key"),
+        (HEADER + LINE.replace("=64", "=" + "9" * 5000), 2, "is no number that a key or a configuration has"),
         (HEADER + LINE.replace("12.3", "fast"), 2, "us is 'fast': it must be a time in µs above 0"),
         (HEADER + LINE.replace("12.3", ""), 2, "us is ''"),
         (HEADER + LINE.replace("12.3", "0"), 2, "us is '0'"),

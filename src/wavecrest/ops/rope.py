@@ -7,7 +7,7 @@ with column i + R/2 (GPT-NeoX, Llama), "gptj" column 2i with 2i + 1 (GPT-J, Meta
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from wavecrest.hardware import Arch
 from wavecrest.ops._lib import column_mask, column_offsets
 from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op, dtype_name, m_bucket, needs_grad
-from wavecrest.tuned import Config
+from wavecrest.tuned import Cell, Config
 
 STYLES = ("neox", "gptj")
 POSITION_DTYPES = (torch.int32, torch.int64)
@@ -230,6 +230,19 @@ def _bench_cases(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, .
         "prefill 16384 columns=80 rotated=32": partial(prefill, 16384, 32, 80, 32, "neox", bf16),
         "prefill 16384 heads=64 columns=64": partial(prefill, 16384, 64, 64, 64, "neox", bf16),
     }
+
+
+def _call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
+    """A call with this key, of one dimension of tokens; see `registry.Op`."""
+    tokens, heads, columns, rotated = (int(parts[name] or 0) for name in ("tokens", "heads", "columns", "rotated"))
+    dtype, table, positions = (getattr(torch, str(parts[name]), None) for name in ("dtype", "table", "positions"))
+    if not isinstance(dtype, torch.dtype) or not isinstance(table, torch.dtype) or min(tokens, heads, columns) < 1:
+        return None
+    x, cos, sin = _example(tokens, heads, columns, rotated, dtype, device)
+    cos, sin = cos.to(table), sin.to(table)
+    if positions is None:
+        return x, cos, sin, None, str(parts["style"])
+    return x, cos, sin, torch.zeros(tokens, dtype=positions, device=device), str(parts["style"])
 
 
 def _emulate_cases(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
@@ -539,12 +552,14 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=KEY_FIELDS,
+    key_sizes=("tokens", "heads"),
     inputs=_inputs,
     cost=_cost,
     default_config=_default_config,
     compile_cases=_compile_cases,
     bench_cases=_bench_cases,
     emulate_cases=_emulate_cases,
+    call_of_key=_call_of_key,
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wavecrest.hardware import ARCHS
 from wavecrest.ops.flash_attention.operands import Operands
+from wavecrest.tuned import Cell
 
 
 class _Sizes(NamedTuple):
@@ -223,3 +224,16 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "fp8 weights": partial(_codes_of_weights, _Sizes(1, 2, 1, 40, 70, 64, 64), float8),
         "kv int8": partial(_codes, _Sizes(1, 2, 1, 40, 70, 40, 64), half, torch.int8, layout="bshd", causal=True),
     }  # fmt: skip
+
+
+def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
+    """A call with this key, if nothing but causality and a window is asked for; see `registry.Op`."""
+    dtype = getattr(torch, str(parts["dtype"]), None)
+    more = (parts[name] for name in ("packed", "bias", "alibi", "softcap", "sinks"))
+    sizes = _Sizes(*(int(parts[name] or 0) for name in ("batch", "heads", "kv_heads", "queries", "keys", "d", "dv")))
+    if not isinstance(dtype, torch.dtype) or any(more) or min(sizes) < 1:
+        return None
+    left, right = (int(parts[name] or 0) for name in ("left", "right"))
+    causal = (left, right) == (-1, 0)
+    window = (-1, -1) if causal else (left, right)
+    return _call(sizes, dtype, device, causal=causal, window=window, return_lse=bool(parts["lse"]))

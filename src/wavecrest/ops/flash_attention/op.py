@@ -160,6 +160,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=KEY_FIELDS,
+    key_sizes=("batch", "queries", "keys"),
     inputs=_cases.inputs,
     sizes=("B", "H", "S", "D"),
     cost=_cost,
@@ -167,6 +168,7 @@ _op = Op(
     compile_cases=_compile_cases,
     bench_cases=_cases.bench,
     emulate_cases=_cases.emulated,
+    call_of_key=_cases.call_of_key,
     op_class="gemm",
 )
 _op.attach(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops._quantized import KERNEL_ARCHS
 from wavecrest.ops.flash_decoding.operands import FOUR_BITS, Operands
+from wavecrest.tuned import Cell
 
 
 class _Sizes(NamedTuple):
@@ -200,3 +201,17 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
             groups=2, fill=0.5,
         ),
     }  # fmt: skip
+
+
+def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
+    """A call with this key, if nothing is appended and no option is asked for; see `registry.Op`."""
+    names = ("batch", "tokens", "heads", "kv_heads", "capacity", "d", "dv", "page")
+    sizes = _Sizes(*(int(parts[name] or 0) for name in names))
+    dtype, cache = (getattr(torch, str(parts[name]), None) for name in ("dtype", "cache"))
+    more = (parts[name] for name in ("window", "alibi", "softcap", "sinks", "invariant"))
+    if not isinstance(dtype, torch.dtype) or not isinstance(cache, torch.dtype) or any(more) or min(sizes[:7]) < 1:
+        return None
+    scales = str(parts["scales"])
+    groups = int(scales.split()[0]) if scales.endswith("groups") else int(scales == "tokens")
+    stored = None if cache == dtype else cache
+    return _call(sizes, dtype, device, stored, groups=groups, return_lse=bool(parts["lse"]))

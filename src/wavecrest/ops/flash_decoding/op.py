@@ -115,6 +115,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=KEY_FIELDS,
+    key_sizes=("batch", "capacity"),
     inputs=_cases.inputs,
     sizes=("B", "H", "S", "D"),
     cost=_cost,
@@ -122,6 +123,7 @@ _op = Op(
     compile_cases=_compile_cases,
     bench_cases=_cases.bench,
     emulate_cases=_cases.emulated,
+    call_of_key=_cases.call_of_key,
     stores=tuple(map(Operands._fields.index, ("k_cache", "v_cache", "k_scale", "v_scale", "k_shift", "v_shift"))),
     op_class="gemm",
 )
