@@ -200,7 +200,7 @@ def test_check_names_what_dispatch_cannot_use(user: Overlay, capsys: pytest.Capt
     good = gemm_row()
     user.write([good, replace(good, op="gone_op"), replace(good, fields=tuple(reversed(good.fields)))])
     text = said(capsys, "check")
-    assert "170 rows are well" in text and "there is no such op here" in text and "have other parts now" in text
+    assert f"{ROWS + 3} rows are well" in text and "there is no such op here" in text and "have other parts now" in text
     user.write([replace(good, row=replace(good.row, backend="gone", evidence=replace(good.row.evidence, units=1)))])
     assert "gone, which gemm does not have" in said(capsys, "check", code=1)
     user.path.unlink()
