@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -105,7 +106,10 @@ def _near(
     sizes = tuple(place for place, name in enumerate(fields) if name in op.key_sizes)
     if not sizes or not fallback:
         return None, ""
-    neighbours = near.neighbours(database.rows(op.name, fields).values(), cells, sizes)
+    rows = database.rows(op.name, fields).values()
+    neighbours = [
+        near.Neighbour(one.distance, carried(op, key, one.row, fields)) for one in near.neighbours(rows, cells, sizes)
+    ]
     arch = hardware.ARCHS.get(database.arch)
     spaces: dict[str, frozenset[Config]] = {}
 
@@ -121,6 +125,18 @@ def _near(
     if found.row is None:
         return None, found.reason
     return found.row, f"{database.said(op.name, found.row)} for {_others(fields, found.row, cells)}: {found.reason}"
+
+
+def carried(op: Op, key: Key, row: Row, fields: tuple[str, ...]) -> Row:
+    """A row as it is for another key: where it ran its backend's default configuration, with that of the key.
+
+    What a default makes of sizes (splits that fill all compute units) goes with the sizes.
+    """
+    if row.config is None or row.backend not in op.backends or not op.backends[row.backend].takes_config:
+        return row
+    parts = dict(zip(op.key_fields, key, strict=False)) | dict(zip(fields, row.key, strict=True))
+    there = op.config_of(row.backend, tuple(parts.values()))
+    return replace(row, config=op.config_of(row.backend, key)) if there == row.config else row
 
 
 def _baseline(op: Op, taking: tuple[str, ...], fallback: str, row: Row) -> float | None:

@@ -456,3 +456,24 @@ def test_the_argument_of_strict() -> None:
     with pytest.raises(InvalidArgument):
         registry.strict("maybe")  # type: ignore[arg-type]
     assert math.isclose(near.LEAD, 1.05) and near.LIMIT == 3.0 and near.WITNESSES == 2
+
+
+def test_a_default_configuration_goes_with_the_sizes() -> None:
+    """A row that ran its backend's default runs that of the call: as many splits as fill the units there."""
+    op, shipped = registry.get("mla_decode"), Database(arch="sm_90", overlay=None)
+    fields = lookup.fields_of(op)
+    row = next(
+        row for row in shipped.rows("mla_decode", fields).values()
+        if row.backend == "triton_hopper" and row.key[:3] == (64, 1, 128) and row.key[fields.index("nope")] == 0
+    )  # fmt: skip
+    assert row.config is not None and row.config["SPLITS"] == 1
+    for batch, splits in ((32, 2), (16, 4)):
+        parts = dict(zip(fields, row.key, strict=True)) | {"batch": batch, "device": "cuda", "grad": False}
+        key = tuple(parts[name] for name in op.key_fields)
+        other = lookup.carried(op, key, row, fields)
+        assert other.config is not None and other.config["SPLITS"] == splits and other.us == row.us
+        # one that was found by measuring stays as it was
+        tuned = replace(row, config=Config(**(row.config.kwargs | {"SPLITS": 3})))
+        assert lookup.carried(op, key, tuned, fields) == tuned
+        answer = lookup.find(op, key, ("triton", "triton_hopper", "torch", "reference"), "triton", shipped)
+        assert (answer[0], dict(answer[1])["SPLITS"], answer[2]) == ("triton_hopper", splits, "near")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from wavecrest import lookup, records, registry
 from wavecrest.registry import Op
@@ -113,4 +114,12 @@ def _chosen(
     def baseline(other: Row) -> float | None:
         return other.native_us if fallback[0] == NATIVE else other.evidence.default_us
 
-    return near.choose(near.neighbours(rows, row.key, sizes), fallback[0], baseline, misfit)
+    # a call on a GPU that needs no gradients
+    parts: dict[str, Any] = dict.fromkeys(op.key_fields) | {"device": "cuda", "grad": False}
+    parts |= dict(zip(fields, row.key, strict=True))
+    key = tuple(parts[name] for name in op.key_fields)
+    found = [
+        near.Neighbour(one.distance, lookup.carried(op, key, one.row, fields))
+        for one in near.neighbours(rows, row.key, sizes)
+    ]
+    return near.choose(found, fallback[0], baseline, misfit)
