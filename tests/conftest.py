@@ -16,6 +16,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# nor may rows that somebody measured on this machine decide what tests run
+os.environ["WAVECREST_DATABASE"] = "off"
+
 # tests that share the cores (pytest -n) take one each
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

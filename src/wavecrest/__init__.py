@@ -15,6 +15,7 @@ _LAZY = {
     "Buckets": "wavecrest.workload",
     "Plan": "wavecrest.plan",
     "Workload": "wavecrest.workload",
+    "coverage": "wavecrest.registry",
     "env": "wavecrest.env",
     "errors": "wavecrest.errors",
     "hardware": "wavecrest.hardware",
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "Workload",
     "__version__",
+    "coverage",
     "env",
     "errors",
     "hardware",
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from wavecrest import env, errors, hardware, nn, ops, registry
     from wavecrest.optimizer import optimize
     from wavecrest.plan import Plan
+    from wavecrest.registry import coverage
     from wavecrest.workload import Buckets, Workload
 
 

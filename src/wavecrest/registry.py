@@ -14,25 +14,30 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from wavecrest import env
-from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest import env, lookup
+from wavecrest.decision import Backend as Backend
+from wavecrest.decision import Cost as Cost
+from wavecrest.decision import Coverage as Coverage
+from wavecrest.decision import Decision as Decision
+from wavecrest.decision import DispatchMiss as DispatchMiss
+from wavecrest.decision import Key as Key
+from wavecrest.decision import Refusal as Refusal
+from wavecrest.decision import Source as Source
+from wavecrest.errors import InvalidArgument, OutputError, Unsupported
 from wavecrest.hardware import Arch
-from wavecrest.tuned import LAUNCH_OPTIONS, Config, Database
+from wavecrest.lookup import UNLISTED as UNLISTED
+from wavecrest.tuned import Cell, Config, Database, Overlay, Proposal, misses
 
-Source = Literal["exact", "near", "model", "default", "forced"]
 Strict = Literal["off", "warn", "error"]
-Key = tuple[Any, ...]
 
 # what the example calls of most ops can be made in
 EXAMPLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
-
-# parts of a key that measured rows have no column for: they are those of calls on a GPU without gradients
-UNLISTED = ("device", "grad")
 
 # modules that attach backends to ops by name; imported by load_backends, never by an op
 BACKEND_MODULES = (
@@ -41,74 +46,6 @@ BACKEND_MODULES = (
     "wavecrest.backends.sdpa",
     "wavecrest.backends.aiter",
 )
-
-
-class DispatchMiss(UserWarning):
-    """A call found no measured or modelled row and runs on the default choice (strict mode reports it)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The least work a call can take: floating-point operations and bytes moved (each operand once)."""
-
-    flops: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A backend that does not run a call, and why."""
-
-    backend: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Which backend runs the calls of one shape key, where that comes from, and who was declined."""
-
-    op: str
-    key: Key
-    backend: str
-    config: Config | None
-    source: Source
-    reason: str
-    refused: tuple[Refusal, ...]
-
-    def describe(self) -> str:
-        """One line for people."""
-        config = f" {self.config!r}" if self.config is not None else ""
-        return f"{self.op}{self.key}: {self.backend}{config} ({self.source}: {self.reason})"
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """One implementation of an op.
-
-    `supports(*args)` returns None, or the reason why this call is declined. It must look only at what the op's key
-    contains (dtype, device, sizes), since its answer is cached by that key. `reserved(*args)` likewise gives the
-    reason why the backend runs a call it supports only when it is forced, pinned or named. `priority`: the highest
-    that does not decline is the default choice. `bind(*args)`, where there is one, does once what is the same for all
-    calls of one signature (shapes, strides, dtypes, device) and returns the function for them. `default_config`: the
-    backend's own, in place of the op's; like that, it names every parameter that the backend needs. `optional`: those
-    that a configuration may have beside them, as rows measured before a parameter was there do not have it.
-
-    For `wavecrest tune`: `space(key, arch)` gives the configurations worth trying for a key, the default first, without
-    those that cannot work. `launches(*args, config, arch)` gives the kernel launches of a call, so that they can be
-    compiled before it, from tensors of the device "meta" too.
-    """
-
-    name: str
-    run: Callable[..., Any]
-    bind: Callable[..., Callable[..., Any]] | None
-    supports: Callable[..., str | None]
-    reserved: Callable[..., str | None]
-    priority: int
-    takes_config: bool
-    default_config: Callable[[Key], Config] | None
-    space: Callable[[Key, Arch], Iterable[Config]] | None
-    launches: Callable[..., list[Any]] | None
-    optional: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -133,8 +70,9 @@ MAX_SIGNATURES = 4096
 _Choice = tuple[Backend, Config | None, Source, str, tuple[tuple[str, str], ...]]
 
 _OPS: dict[str, Op] = {}
-_database = Database()
+_database = Database(overlay=Overlay.of_user())
 _strict: Strict = "off"
+_misses: misses.Recorder | None = None
 _loaded = False
 
 
@@ -153,6 +91,7 @@ class Op:
         key: the shape key of a call: hashable, made of strings, numbers and None, and all that the choice of a backend
             may depend on (whether gradients are needed is part of it).
         key_fields: the names of the key's parts, for people; but for `UNLISTED` also the columns of measured rows.
+        key_sizes: those of them that are sizes: a measured row that differs in them alone is a near one.
         inputs: `inputs(M, N, dtype, device)` gives the arguments of an example call; as many sizes as `sizes` names.
         cost: the least work of a call.
         default_config: the kernel configuration for a key where nothing measured is known, of every backend that
@@ -169,6 +108,10 @@ class Op:
             have no such thing; None where nothing is packed.
         bound: `bound(*args)` gives how far elements of a kernel's result may be from the reference's, float64 of its
             shape; or None where the tolerance of `op_class` is all there is to judge by.
+        call_of_key: `call_of_key(parts, device)` gives the arguments of a call with the key whose parts it is given by
+            name (None where there is no such call that it can make), so that recorded misses can be tuned.
+        model: `model(key, arch, taking)` gives what a cost model proposes for a key that has neither a row of its own
+            nor a near one, among the backends `taking` the call; or None.
         stores: positions of the arguments that a call may write to: what is written is rounded to their dtypes, which
             an oracle in float64 leaves as they are.
     """
@@ -181,6 +124,7 @@ class Op:
     cost: Callable[..., Cost]
     default_config: Callable[[Key], Config]
     key_fields: tuple[str, ...] = ()
+    key_sizes: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ("M", "N")
     example_dtypes: tuple[str, ...] = EXAMPLE_DTYPES
     compile_cases: Callable[..., dict[str, Any]] | None = None
@@ -188,6 +132,8 @@ class Op:
     emulate_cases: Callable[[str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
     unpacked: Callable[..., tuple[Any, ...]] | None = None
     bound: Callable[..., Tensor | None] | None = None
+    call_of_key: Callable[[Mapping[str, Cell], str], tuple[Any, ...] | None] | None = None
+    model: Callable[[Key, Arch, tuple[str, ...]], Proposal | None] | None = None
     stores: tuple[int, ...] = ()
     op_class: str = "row"
     backends: dict[str, Backend] = field(default_factory=dict)
@@ -197,7 +143,7 @@ class Op:
     # decisions made while Dynamo traced a call; their compiled calls are not counted
     _traced: dict[Key, Decision] = field(default_factory=dict)
     # the backends by falling priority
-    _order: tuple[Backend, ...] = ()
+    order: tuple[Backend, ...] = ()
     # backend that every key uses, set by `force`; None: decide per key
     _forced: str | None = None
 
@@ -226,7 +172,7 @@ class Op:
         self.backends[name] = Backend(
             name, run, bind, supports, reserved, priority, takes_config, default_config, space, launches, optional
         )
-        self._order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))
+        self.order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))
         self.forget()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -342,7 +288,7 @@ class Op:
         taking: tuple[str, ...] = ()
         refused: tuple[tuple[str, str], ...] = ()
         fallback: Backend | None = None
-        for backend in self._order:
+        for backend in self.order:
             reason = backend.supports(*args, **kwargs)
             if reason is None:
                 taking = (*taking, backend.name)
@@ -359,7 +305,7 @@ class Op:
         note = ""
         if wanted is not None:
             note = f"; {wanted}, {'forced' if self._forced is not None else 'pinned'}, declines it"
-        measured, config, source, reason = _measured(self.name, key, taking)
+        measured, config, source, reason = _measured(self.name, key, taking, "" if fallback is None else fallback.name)
         if measured:
             # a measurement stands above what a backend reserves itself for
             refused = tuple([pair for pair in refused if pair[0] != measured])
@@ -379,7 +325,7 @@ class Op:
         # sizes in the key (columns; rows are 0) may be symbolic: the configuration is made for their values
         key = tuple(operator.index(part) if type(part) is int else part for part in key)
         backend, config, source, reason, refused = self._choose(key, args, kwargs)
-        pairs = _note_traced(self.name, key, backend.name, _pairs(config), source, reason, refused)
+        pairs = _note_traced(self.name, key, backend.name, lookup.pairs(config), source, reason, refused)
         if backend.takes_config:
             return backend.run(*args, **kwargs, config=Config(**dict(pairs)))
         return backend.run(*args, **kwargs)
@@ -406,10 +352,6 @@ def _bind(entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], *, once:
     return partial(backend.run, **options) if options else backend.run
 
 
-def _pairs(config: Config | None) -> tuple[tuple[str, int], ...]:
-    return () if config is None else tuple(config.kwargs.items())
-
-
 def _decision(
     op: Op,
     key: Key,
@@ -422,52 +364,22 @@ def _decision(
     if config is None and op.backends[backend].takes_config:
         config = op.config_of(backend, key)
     decision = Decision(op.name, key, backend, config, source, reason, tuple(Refusal(*pair) for pair in refused))
-    if source == "default" and _strict != "off":
-        _report_miss(decision)
+    if source not in ("exact", "forced"):
+        _report_miss(op, decision)
     return decision
 
 
 # Dynamo runs this while it traces and keeps the result as a constant, so that it does not trace the reading of a file
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _measured(name: str, key: Key, taking: tuple[str, ...]) -> tuple[str, tuple[tuple[str, int], ...], Source, str]:
+def _measured(
+    name: str, key: Key, taking: tuple[str, ...], fallback: str
+) -> tuple[str, tuple[tuple[str, int], ...], Source, str]:
     """Backend, configuration, source and reason for a key by what was measured, among the backends `taking` the call.
 
-    Where there is no row that can be used the backend is "", and the reason says why a row that there is cannot.
+    Where there is nothing that can be used the backend is "", and the reason says why what there is cannot. `fallback`
+    is the backend that runs then.
     """
-    op = _OPS[name]
-    parts = dict(zip(op.key_fields, key, strict=False))
-    if parts.get("device") != "cuda" or parts.get("grad", False):
-        return "", (), "default", ""
-    fields = tuple(field for field in op.key_fields if field not in UNLISTED)
-    found = _database.look_up(name, fields, tuple(parts[field] for field in fields))
-    if found is None:
-        return "", (), "default", ""
-    if found.backend not in op.backends:
-        problem = f"which {name} does not have"
-    elif found.backend not in taking:
-        problem = "which declines it"
-    else:
-        problem = _misfit(op, key, found.backend, found.config)
-    if problem:
-        return "", (), "default", f"; {found.reason} for {found.backend}, {problem}"
-    return found.backend, _pairs(found.config), found.source, found.reason
-
-
-def _misfit(op: Op, key: Key, backend: str, config: Config | None) -> str:
-    """What is wrong with a measured configuration: it lacks a parameter of the default one, or has others; or ""."""
-    given = {} if config is None else config.kwargs
-    if not op.backends[backend].takes_config:
-        return f"which takes no configuration ({_words(given)})" if given else ""
-    known, more = op.config_of(backend, key).kwargs, (*op.backends[backend].optional, *LAUNCH_OPTIONS)
-    unknown = {name: value for name, value in given.items() if name not in known and name not in more}
-    if unknown:
-        return f"which does not know {_words(unknown)}"
-    missing = [name for name in known if name not in given and name not in more]
-    return f"which needs {' '.join(missing)} too" if missing else ""
-
-
-def _words(config: Mapping[str, int]) -> str:
-    return " ".join(f"{name}={value}" for name, value in config.items())
+    return lookup.find(_OPS[name], key, taking, fallback, _database)
 
 
 # Dynamo runs this while it traces and keeps the result as a constant, so that recording leaves no trace in the graph
@@ -484,10 +396,23 @@ def _note_traced(
     op = _OPS[name]
     decision = _decision(op, key, backend, Config(**dict(config)) if config else None, source, reason, refused)
     op._traced[key] = decision
-    return _pairs(decision.config)
+    return lookup.pairs(decision.config)
 
 
-def _report_miss(decision: Decision) -> None:
+def _report_miss(op: Op, decision: Decision) -> None:
+    """Record and report a decision that no measured row of the key's own stands behind."""
+    global _misses
+    columns = lookup.columns(op, decision.key)
+    if _misses is not None and columns is not None:
+        key = dict(zip(*columns, strict=True))
+        try:
+            _misses.add(misses.Miss(op.name, _database.arch, key, decision.backend, decision.source))
+        except OutputError as error:
+            # the call itself is well
+            warnings.warn(f"{error}; no more misses are recorded", DispatchMiss, stacklevel=6)
+            _misses = None
+    if _strict == "off":
+        return
     message = f"no measured row: {decision.describe()}"
     if _strict == "error":
         raise Unsupported(message)
@@ -524,7 +449,14 @@ def names() -> list[str]:
 
 
 def strict(mode: Strict) -> None:
-    """What a call without a measured row does: "off" nothing, "warn" a DispatchMiss warning, "error" Unsupported."""
+    """What a call without a measured row of its own does, whether it runs by a near row, a model or the default.
+
+    Args:
+        mode: "off" nothing, "warn" a DispatchMiss warning, "error" Unsupported.
+
+    Raises:
+        InvalidArgument: it is none of these.
+    """
     global _strict
     if mode not in ("off", "warn", "error"):
         raise InvalidArgument(f"strict takes off, warn or error, not {mode!r}")
@@ -557,9 +489,33 @@ def measured_in(database: Database) -> Iterator[None]:
         forget()
 
 
-def coverage() -> list[tuple[Decision, int]]:
-    """Every decision of every op with its number of eager calls: the table to print at the end of a run."""
-    return [row for name in sorted(_OPS) for row in _OPS[name].decisions()]
+def reread() -> None:
+    """Read the measured rows anew, after they have changed, and forget every op's decisions (pins stay)."""
+    _database.forget()
+    forget()
+
+
+def record_misses(path: Path | None) -> None:
+    """Append the key of every call on a GPU without a measured row of its own to a file, for `wavecrest tune FILE`.
+
+    Args:
+        path: the file, JSON lines; None: none from now on. Decisions made before are recorded when they are made anew.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    global _misses
+    _misses = None if path is None else misses.Recorder(path)
+    if path is not None:
+        forget()
+
+
+def coverage() -> Coverage:
+    """Every decision of every op with its number of eager calls: the table to print at the end of a run.
+
+    As a context manager it holds those of the block: see `wavecrest.decision.Coverage`.
+    """
+    return Coverage(lambda: [row for name in sorted(_OPS) for row in _OPS[name].decisions()])
 
 
 def m_bucket(rows: int) -> int:
@@ -609,3 +565,6 @@ if _mode in ("off", "warn", "error"):
     strict(_mode)  # type: ignore[arg-type]
 else:
     raise InvalidArgument(f"WAVECREST_STRICT takes off, warn or error, not {_mode!r}")
+
+if env.get("WAVECREST_MISSES"):
+    record_misses(Path(env.get("WAVECREST_MISSES")))

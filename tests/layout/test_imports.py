@@ -21,7 +21,7 @@ MODULES = {
 # layer of each first component below wavecrest; docs/architecture.md explains the walls
 LAYERS = {
     "errors": 0, "hardware": 0, "env": 0,
-    "tuned": 1, "registry": 1, "numerics": 1, "timing": 1, "records": 1, "workload": 1,
+    "tuned": 1, "decision": 1, "lookup": 1, "registry": 1, "numerics": 1, "timing": 1, "records": 1, "workload": 1,
     "ops": 2,
     "backends": 3,
     "nn": 4,
@@ -32,7 +32,8 @@ LAYERS = {
 # imports inside a layer that are allowed: (from, to)
 SIDEWAYS = {
     ("hardware", "errors"),
-    ("registry", "tuned"), ("records", "timing"),
+    ("decision", "tuned"), ("lookup", "tuned"), ("lookup", "decision"),
+    ("registry", "tuned"), ("registry", "decision"), ("registry", "lookup"), ("records", "timing"),
     ("passes", "graphs"), ("tune", "bench"), ("tune", "isa"),
     ("engine", "plan"), ("optimizer", "engine"), ("optimizer", "plan"), ("verify", "plan"),
     ("cli", "integrations"),

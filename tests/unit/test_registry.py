@@ -563,3 +563,9 @@ def test_compiled_calls_use_the_backends_own_default_configuration(tabled: Op) -
     )
     torch._dynamo.reset()
     assert float(torch.compile(lambda x: tabled(x), fullgraph=True, backend="eager")(torch.ones(2, 4))[0, 0]) == 9
+
+
+def test_sizes_of_keys_are_parts_that_rows_have() -> None:
+    for name in registry.names():
+        found = registry.get(name)
+        assert set(found.key_sizes) <= set(found.key_fields) - set(registry.UNLISTED)

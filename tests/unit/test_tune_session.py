@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecrest import hardware, records, registry
+from wavecrest import hardware, lookup, records, registry
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
 from wavecrest.registry import Cost, Op
 from wavecrest.timing import Interleaved
@@ -172,7 +172,7 @@ def test_native_wins_what_it_is_fastest_in(op: Op, clock: Clock, tmp_path: Path)
     targets = session.Targets(tmp_path / "a.json", tmp_path / "double.csv")
     (key,) = tune(clock, targets, matching="rows 64").keys
     assert (key.backend, key.config, key.ratio) == ("torch", {}, 1.0) and key.us == key.native_us
-    (row,) = database.read(tmp_path / "double.csv", session.columns(op)).values()
+    (row,) = database.read(tmp_path / "double.csv", lookup.fields_of(op)).values()
     assert row.backend == "torch" and row.config is None and row.us == row.native_us == pytest.approx(515, rel=0.05)
 
 
@@ -182,7 +182,7 @@ def test_where_native_declines_there_is_no_time_of_it(op: Op, clock: Clock, tmp_
     (key,) = tune(clock, targets, matching="rows 64").keys
     assert key.native_us is None and key.ratio is None and key.backend == "kernel"
     assert rows_of(key)["torch"].status == "refused" and rows_of(key)["torch"].reason == "has no such product"
-    (row,) = database.read(tmp_path / "double.csv", session.columns(op)).values()
+    (row,) = database.read(tmp_path / "double.csv", lookup.fields_of(op)).values()
     assert row.native_us is None
 
 
@@ -345,7 +345,7 @@ def test_rows_of_other_keys_stay_and_the_same_are_replaced(op: Op, clock: Clock,
     tune(clock, targets)
     clock.times |= {"b2": 0.3}
     tune(clock, session.Targets(tmp_path / "b.json", tmp_path / "double.csv"), matching="rows 16")
-    rows = database.read(tmp_path / "double.csv", session.columns(op))
+    rows = database.read(tmp_path / "double.csv", lookup.fields_of(op))
     assert [(row.config, row.record) for row in rows.values()] == [
         (Config(BLOCK=4), "a.json"), (Config(BLOCK=2), "b.json"), (Config(BLOCK=4), "a.json"),
     ]  # fmt: skip
@@ -422,7 +422,7 @@ def test_what_was_found_before_the_end_is_kept(
     record = records.load_as(tmp_path / "a.json", records.TuneRecord)
     assert [key.case for key in record.keys] == ["rows 4"] and record.problem == problem
     assert record.left == {"rows 16": "the run ended before it", "rows 64": "the run ended before it"}
-    assert len(database.read(tmp_path / "double.csv", session.columns(op))) == 1
+    assert len(database.read(tmp_path / "double.csv", lookup.fields_of(op))) == 1
 
 
 def test_each_key_is_written_when_it_is_found(op: Op, clock: Clock, tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_each_key_is_written_when_it_is_found(op: Op, clock: Clock, tmp_path: Pa
     def look(what: str, done: int, planned: int) -> None:
         if what.startswith("rows"):
             kept = records.load_as(tmp_path / "a.json", records.TuneRecord) if done else None
-            rows = database.read(tmp_path / "double.csv", session.columns(op))
+            rows = database.read(tmp_path / "double.csv", lookup.fields_of(op))
             seen.append((0 if kept is None else len(kept.keys), len(rows)))
 
     targets = session.Targets(tmp_path / "a.json", tmp_path / "double.csv")
@@ -468,7 +468,7 @@ def test_resuming_tunes_the_rest(op: Op, clock: Clock, tmp_path: Path) -> None:
     record = tune(clock, targets, resume=True)
     assert [key.case for key in record.keys] == ["rows 4", "rows 16", "rows 64"] and not record.left
     assert record.keys[0] == first and record.keys[1].config == {"BLOCK": 2}
-    assert len(database.read(tmp_path / "double.csv", session.columns(op))) == 3
+    assert len(database.read(tmp_path / "double.csv", lookup.fields_of(op))) == 3
     clock.calls = 0
     assert tune(clock, targets, resume=True).keys == record.keys and clock.calls == 0
 

@@ -19,6 +19,8 @@ FIELDS = ("rows", "columns", "dtype", "bias", "packed")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TILES = Config(num_warps=4, BLOCK_M=64)
 HEADER = "rows,columns,dtype,bias,packed,backend,config,us,native_us,record\n"
+EVIDENCE = ",default_us,error,device,units,versions,date,commit,origin,detail"
+# a file from before rows had evidence
 LINE = "16,4096,bfloat16,,true,triton,BLOCK_M=64 num_warps=4,12.3,15.0,h200/a.json\n"
 
 
@@ -33,8 +35,18 @@ def written(path: Path, *rows: Row) -> str:
 
 
 def test_the_format(tmp_path: Path) -> None:
-    assert written(tmp_path / "a.csv", row()) == HEADER + LINE
+    text = HEADER.replace("\n", f"{EVIDENCE}\n") + LINE.replace("\n", ",,,,,,,,,\n")
+    assert written(tmp_path / "a.csv", row()) == text
     assert database.read(tmp_path / "a.csv", FIELDS) == {(16, 4096, "bfloat16", None, True): row()}
+
+
+def test_files_from_before_rows_had_evidence_are_read_and_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(HEADER + LINE)
+    rows = database.read(path, FIELDS)
+    assert rows == {(16, 4096, "bfloat16", None, True): row()}
+    assert written(path, *rows.values()).splitlines()[0].endswith(EVIDENCE)
+    assert database.read(path, FIELDS) == rows
 
 
 def test_what_is_written_is_read_with_its_types(tmp_path: Path) -> None:
@@ -118,7 +130,7 @@ def test_one_row_a_key(tmp_path: Path) -> None:
 
 
 def test_no_rows_are_a_table(tmp_path: Path) -> None:
-    assert written(tmp_path / "a.csv") == HEADER
+    assert written(tmp_path / "a.csv") == HEADER.replace("\n", f"{EVIDENCE}\n")
     assert database.read(tmp_path / "a.csv", FIELDS) == {}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,8 +19,10 @@ from wavecrest.cli.optimize import parse_duration
 from wavecrest.errors import InvalidArgument, Regression
 
 if TYPE_CHECKING:
+    from wavecrest.hardware import Device
     from wavecrest.records import TuneCandidate, TunedKey, TuneRecord
     from wavecrest.tune.session import OnStep, Settings
+    from wavecrest.tuned import Overlay
 
 # reasons shown of each kind; the record has all
 SHOWN = 5
@@ -31,6 +35,7 @@ def run(
     device: str | None = None,
     out: Path | None = None,
     table: Path | None = None,
+    keep: bool | None = None,
     resume: bool = False,
     on_step: OnStep | None = None,
 ) -> TuneRecord:
@@ -42,6 +47,7 @@ def run(
         device: as for `wavecrest.hardware.detect`.
         out: the record's file.
         table: a CSV of measured rows as in `wavecrest/tuned/data`: rows of the same keys are replaced.
+        keep: write the rows into the user's database too; None: on a GPU, where no `table` is given.
         resume: keep what the record at `out` has, if there is one.
         on_step: called while the work goes on.
 
@@ -50,18 +56,84 @@ def run(
         OutputError, TableError, RecordError: a file cannot be written or is damaged; found before measuring.
         EnvironmentProblem: the device is not here, or was lost.
     """
+    _check(settings)
+    from wavecrest.tune import session
+
+    target, overlay = _target(device, table, keep)
+    targets = session.Targets(out, table, overlay)
+    return session.tune(op, target, settings, targets, resume=resume, on_step=on_step)
+
+
+def run_misses(
+    path: Path,
+    settings: Settings,
+    *,
+    device: str | None = None,
+    out: Path | None = None,
+    keep: bool | None = None,
+    on_step: OnStep | None = None,
+) -> list[TuneRecord]:
+    """Tune the calls that ran without a measured row of their own, as a file of them says; a record an op.
+
+    Args:
+        path: written by `registry.record_misses` or where WAVECREST_MISSES says.
+        settings: see `wavecrest.tune.session.Settings`; the budget is that of all ops together.
+        device, keep, on_step: as for `run`.
+        out: the record's file; with several ops each has its own, "<stem>_<op>.json" beside it.
+
+    Raises:
+        TableError: the file is damaged; the message names the lines.
+        InvalidArgument: nothing in it can be tuned here; the message says why.
+        OutputError, EnvironmentProblem: as for `run`.
+    """
+    _check(settings)
+    from wavecrest import registry
+    from wavecrest.tune import misses, session
+    from wavecrest.tuned import misses as files
+
+    target, overlay = _target(device, None, keep)
+    begin = time.perf_counter()
+    planned, left = {}, {}
+    for name, missed in misses.by_op(files.read(path)).items():
+        cases, left[name] = misses.cases(registry.get(name), missed, target.arch, target.torch_name)
+        if cases:
+            planned[name] = cases
+    if not planned:
+        reasons = dict.fromkeys(reason for cannot in left.values() for reason in cannot.values())
+        raise InvalidArgument(f"{path} has nothing to tune here: {'; '.join(reasons) or 'it has no line'}")
+    found = []
+    for name, cases in planned.items():
+        file = out if out is None or len(planned) == 1 else out.with_name(f"{out.stem}_{name}{out.suffix}")
+        rest = max(1e-3, settings.budget - (time.perf_counter() - begin))
+        mine = replace(settings, suite="misses", budget=rest)
+        targets = session.Targets(file, None, overlay)
+        found.append(session.tune(name, target, mine, targets, cases=cases, left=left[name], on_step=on_step))
+    return found
+
+
+def _check(settings: Settings) -> None:
     for option, value in (("--seconds", settings.seconds), ("--budget", settings.budget)):
         if not value > 0:
             raise InvalidArgument(f"{option} must be above zero, not {value:g}")
     if settings.workers is not None and settings.workers < 1:
         raise InvalidArgument(f"--workers must be at least 1, not {settings.workers}")
+
+
+def _target(device: str | None, table: Path | None, keep: bool | None) -> tuple[Device, Overlay | None]:
+    """The device, and the user's database where rows are to be kept in it."""
     from wavecrest import hardware
-    from wavecrest.tune import session
+    from wavecrest.tuned import Overlay
 
     target = hardware.detect(device)
-    if table is not None and target.kind == "cpu":
-        raise InvalidArgument("--table is for a GPU: dispatch reads its rows for calls there alone")
-    return session.tune(op, target, settings, session.Targets(out, table), resume=resume, on_step=on_step)
+    on_gpu = target.kind != "cpu"
+    if not on_gpu and (table is not None or keep):
+        option = "--keep" if table is None else "--table"
+        raise InvalidArgument(f"{option} is for a GPU: dispatch reads its rows for calls there alone")
+    overlay = Overlay.of_user()
+    if keep and overlay is None:
+        raise InvalidArgument("--keep has no file to write: WAVECREST_DATABASE is off")
+    wanted = (on_gpu and table is None) if keep is None else keep
+    return target, overlay if wanted else None
 
 
 def show(record: TuneRecord) -> None:
@@ -153,7 +225,12 @@ def judge(record: TuneRecord) -> None:
 
 
 def command(
-    op: Annotated[str, typer.Argument(metavar="OP", help="The op's name.")],
+    op: Annotated[
+        str,
+        typer.Argument(
+            metavar="OP", help="The op's name; or a file of recorded misses, NAME.jsonl (WAVECREST_MISSES)."
+        ),
+    ],
     suite: Annotated[str, typer.Option(help="The cases, shared or quick.")] = "shared",
     matching: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Only cases with this in their name. Default: all.")
@@ -175,6 +252,14 @@ def command(
     table: Annotated[
         Path | None,
         typer.Option(metavar="FILE.csv", help="Write the rows that dispatch reads into this table; needs --out."),
+    ] = None,
+    keep: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep/--no-keep",
+            help="Whether to write the rows into the user's database, which dispatch reads before the package's. "
+            "Default: on a GPU, where there is no --table.",
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the keys that the record at --out has.")] = False,
     json: _shared.JsonOption = False,
@@ -202,16 +287,25 @@ def command(
             def on_step(what: str, done: int, planned: int) -> None:
                 progress.update(task, description=escape(what), completed=done, total=planned)
 
-            record = run(op, settings, device=device, out=out, table=table, resume=resume, on_step=on_step)
+            if op.endswith(".jsonl"):
+                if table is not None or resume:
+                    raise InvalidArgument("--table and --resume are for an op, not for a file of misses")
+                found = run_misses(Path(op), settings, device=device, out=out, keep=keep, on_step=on_step)
+            else:
+                found = [
+                    run(op, settings, device=device, out=out, table=table, keep=keep, resume=resume, on_step=on_step)
+                ]
     except KeyboardInterrupt:
         if out is not None:
             _shared.err.print(f"what was found is in {out}; --resume goes on", highlight=False, soft_wrap=True)
         raise
-    if json:
-        _shared.print_json(record)
-    else:
-        show(record)
+    for record in found:
+        if json:
+            _shared.print_json(record)
+        else:
+            show(record)
     for path in (out, table):
         if path is not None:
             _shared.err.print(f"written to {path}", highlight=False, soft_wrap=True)
-    judge(record)
+    for record in found:
+        judge(record)

@@ -262,6 +262,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=KEY_FIELDS,
+    key_sizes=("blocks_4k",),
     inputs=_inputs,
     cost=_cost,
     default_config=_default_config,

@@ -539,6 +539,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=KEY_FIELDS,
+    key_sizes=("tokens", "heads"),
     inputs=_inputs,
     cost=_cost,
     default_config=_default_config,

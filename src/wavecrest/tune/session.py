@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from wavecrest import hardware, records, registry
+from wavecrest import hardware, lookup, records, registry
 from wavecrest.bench import suites
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
-from wavecrest.registry import UNLISTED, Key, Op
+from wavecrest.registry import Key, Op
 from wavecrest.tune import ahead, candidates, contest, trust
-from wavecrest.tuned import Config, Row, database
+from wavecrest.tuned import Config, Entry, Evidence, Overlay, Row, database
+from wavecrest.tuned.row import versions_text
+
+# what a row names as its record where none is kept
+NO_RECORD = "no record kept"
 
 # what is going on, how many of it are done, and how many there are
 OnStep = Callable[[str, int, int], None]
@@ -47,6 +51,7 @@ class Targets:
 
     record: Path | None = None
     table: Path | None = None
+    overlay: Overlay | None = None
 
     def prepare(self, op: Op, arch: str) -> None:
         """Find out, before anything is measured, whether both can be written.
@@ -54,8 +59,10 @@ class Targets:
         Raises:
             InvalidArgument: the table is one of another op or architecture, or has no record.
             OutputError: a file cannot be written.
-            TableError: the table is damaged.
+            TableError: the table, or the user's database, is damaged.
         """
+        if self.overlay is not None:
+            self.overlay.prepare()
         for path in (self.record, self.table):
             if path is not None:
                 if path.is_dir():
@@ -69,24 +76,21 @@ class Targets:
             raise InvalidArgument(f"{self.table} is for {self.table.parent.name}, and this is {arch}")
         if self.table.stem in registry.names() and self.table.stem != op.name:
             raise InvalidArgument(f"{self.table} is for {self.table.stem}, and this is {op.name}")
-        database.read(self.table, columns(op))
+        database.read(self.table, lookup.fields_of(op))
 
     def write(self, op: Op, record: records.TuneRecord) -> None:
-        """Write the record, and the rows of its keys into the table, each file whole or not at all."""
+        """Write the record, and the rows of its keys into the tables, each file whole or not at all."""
         if self.record is not None:
             records.save(record, self.record)
-        if self.table is not None and self.record is not None:
-            fields = columns(op)
+        fields = lookup.fields_of(op)
+        name = NO_RECORD if self.record is None else named(self.record)
+        found = [row_of(key, fields, name, record.header) for key in record.keys if key.backend is not None]
+        if self.table is not None and found:
             rows = dict(database.read(self.table, fields))
-            found = [row_of(key, fields, named(self.record)) for key in record.keys if key.backend is not None]
             rows |= {row.key: row for row in found}
-            if found:
-                database.write(self.table, fields, rows.values())
-
-
-def columns(op: Op) -> tuple[str, ...]:
-    """The parts of an op's key that tables have columns for."""
-    return tuple(name for name in op.key_fields if name not in UNLISTED)
+            database.write(self.table, fields, rows.values())
+        if self.overlay is not None and found:
+            self.overlay.write([Entry(record.header.device["arch"], op.name, fields, row) for row in found])
 
 
 def named(path: Path) -> str:
@@ -98,11 +102,28 @@ def named(path: Path) -> str:
     return path.name
 
 
-def row_of(found: records.TunedKey, fields: tuple[str, ...], record: str) -> Row:
-    """The table row of a key that has a winner."""
+def row_of(found: records.TunedKey, fields: tuple[str, ...], record: str, header: records.Header) -> Row:
+    """The table row of a key that has a winner, with the evidence of its record."""
     assert found.backend is not None and found.us is not None
     config = Config(**found.config) if found.config else None
-    return Row(tuple(found.key[name] for name in fields), found.backend, config, found.us, found.native_us, record)
+    key = tuple(found.key[name] for name in fields)
+    return Row(key, found.backend, config, found.us, found.native_us, record, evidence_of(found, header))
+
+
+def evidence_of(found: records.TunedKey, header: records.Header) -> Evidence:
+    """What a record says of a key's winner beside its time."""
+    won = next((one for one in found.candidates if one.status == "won"), None)
+    default = next((one.ms for one in found.candidates if one.role == "default" and one.ms is not None), None)
+    versions = versions_text(header.versions.torch, header.versions.triton, header.device["driver"])
+    return Evidence(
+        default_us=None if default is None else default * 1e3,
+        error=None if won is None else won.relative,
+        device=header.device["name"],
+        units=header.device["compute_units"],
+        versions=versions,
+        date=header.created,
+        commit=header.commit or "",
+    )
 
 
 @dataclass(slots=True)
@@ -145,6 +166,8 @@ def tune(
     targets: Targets | None = None,
     *,
     resume: bool = False,
+    cases: Sequence[suites.Case] | None = None,
+    left: Mapping[str, str] | None = None,
     command: str | None = None,
     timer: contest.Timer | None = None,
     on_step: OnStep | None = None,
@@ -157,6 +180,8 @@ def tune(
         settings: see `Settings`.
         targets: where results go; they are written after each key, so that an interrupted run keeps what it found.
         resume: keep the keys that the record at its target has, if there is one.
+        cases: what to tune, in place of the suite's.
+        left: cases that are none here, with the reasons, for the record.
         command: for the record's header; None takes this process's.
         timer: what times the calls; None: device events, or the host's clock on the CPU.
         on_step: called before each key, and while kernels are compiled.
@@ -169,7 +194,10 @@ def tune(
     """
     op = registry.get(name)
     names = candidates.backends(op, settings.backends)
-    found = suites.cases(op, settings.suite, device.torch_name, matching=settings.matching)
+    if cases is None:
+        found = suites.cases(op, settings.suite, device.torch_name, matching=settings.matching)
+    else:
+        found = [case for case in cases if settings.matching in case.name]
     if not found:
         raise InvalidArgument(f"no case of suite {settings.suite!r} has {settings.matching!r} in its name")
     targets = targets or Targets()
@@ -190,7 +218,7 @@ def tune(
         record.keys = _finished(targets, record)
         done = {tuned.case for tuned in record.keys}
         found = [case for case in found if case.name not in done]
-    record.left = {case.name: "the run ended before it" for case in found}
+    record.left = {**(left or {}), **{case.name: "the run ended before it" for case in found}}
     with torch.no_grad():
         try:
             planned, kernels = _plan(run, found, names)
@@ -210,6 +238,8 @@ def tune(
             raise
         finally:
             run.save()
+            if targets.overlay is not None:
+                registry.reread()
     return record
 
 

@@ -221,6 +221,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=KEY_FIELDS,
+    key_sizes=("pixels", "outputs", "channels"),
     inputs=_inputs,
     sizes=("B", "C", "H", "O"),
     cost=_cost,

@@ -160,6 +160,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=KEY_FIELDS,
+    key_sizes=("batch", "queries", "keys"),
     inputs=_cases.inputs,
     sizes=("B", "H", "S", "D"),
     cost=_cost,

@@ -115,6 +115,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=KEY_FIELDS,
+    key_sizes=("batch", "capacity"),
     inputs=_cases.inputs,
     sizes=("B", "H", "S", "D"),
     cost=_cost,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ import wavecrest.ops.gemm.config as _config
 import wavecrest.ops.gemm.launch as _launch
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops.gemm.key import key_of, shape_of
-from wavecrest.ops.gemm.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.ops.gemm.operands import GATED, SCALE_BLOCK, Operands
+from wavecrest.tuned import Cell, Config
 
 Cases = dict[str, Callable[[], tuple[Any, ...]]]
 
@@ -169,3 +169,44 @@ def bench_cases(suite: str, device: str) -> Cases:
             add(M, N, K, "int8")
             add(M, N, K, "fp8")
     return cases
+
+
+def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
+    """A call with this key, if it is a plain or a 4-bit product of two matrices; see `registry.Op`."""
+    rows, results, k, group = (int(parts[name] or 0) for name in ("rows", "columns", "k", "group"))
+    if parts["batch"] != 0 or parts["form"] not in ("plain", "int4") or min(rows, results, k) < 1:
+        return None
+    activation = None if parts["activation"] is None else str(parts["activation"])
+    columns = 2 * results if activation in GATED else results
+    a_dtype, b_dtype, out = (_dtype(parts[name]) for name in ("a", "b", "out"))
+    a = _random(rows, k, dtype=a_dtype, device=device)
+    if parts["form"] == "int4":
+        b = torch.randint(0, 256, (columns, k // 2), dtype=torch.uint8, device=device).mT
+    elif str(parts["order"]).split()[1] == "n":
+        b = _random(k, columns, dtype=b_dtype, device=device)
+    else:
+        b = _random(columns, k, dtype=b_dtype, device=device).mT
+    # a scale for each of these many rows of a, or columns of b
+    blocks = -(-k // SCALE_BLOCK)
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {
+        ("a", "tensor"): (), ("b", "tensor"): (), ("a", "vector"): (rows,), ("b", "vector"): (columns,),
+        ("a", "block"): (rows, blocks), ("b", "block"): (blocks, -(-columns // SCALE_BLOCK)),
+        ("b", "group"): (-(-k // group) if group else 0, columns),
+    }  # fmt: skip
+    kinds = zip("ab", str(parts["scales"]).split(), strict=True)
+    scales = [shapes.get(kind) for kind in kinds]
+    scale_a, scale_b = (None if shape is None else torch.rand(shape, device=device) for shape in scales)
+    wide = a_dtype if a_dtype.itemsize > 1 else torch.bfloat16
+    along = None if parts["bias"] is None else str(parts["bias"])
+    bias = None if along is None else _random(rows if along == "m" else columns, dtype=wide, device=device)
+    residual = _random(rows, results, dtype=wide, device=device) if parts["residual"] else None
+    given = Operands(
+        a, b, bias, scale_a, scale_b, residual, activation, out, bias_along=along or "n",
+        precision=str(parts["precision"]), form=str(parts["form"]), group=group,
+    )  # fmt: skip
+    return tuple(given)
+
+
+def _dtype(name: Cell) -> torch.dtype:
+    found: torch.dtype = getattr(torch, str(name))
+    return found

@@ -17,7 +17,7 @@ import wavecrest.ops.gemm.space as _space
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops.gemm.bound import bound
-from wavecrest.ops.gemm.cases import bench_cases, compile_cases, emulate_cases
+from wavecrest.ops.gemm.cases import bench_cases, call_of_key, compile_cases, emulate_cases
 from wavecrest.ops.gemm.key import KEY_FIELDS, key_of, shape_of
 from wavecrest.ops.gemm.operands import GATED, Operands, check
 from wavecrest.ops.gemm.reference import reference, unpacked
@@ -131,6 +131,7 @@ _op = Op(
     check=lambda *args: check("gemm", Operands(*args)),
     key=lambda *args: key_of(Operands(*args)),
     key_fields=KEY_FIELDS,
+    key_sizes=("rows", "columns", "k"),
     inputs=_inputs,
     sizes=("M", "N", "K"),
     cost=_cost,
@@ -138,6 +139,7 @@ _op = Op(
     compile_cases=compile_cases,
     bench_cases=bench_cases,
     emulate_cases=emulate_cases,
+    call_of_key=call_of_key,
     example_dtypes=("float64", "float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"),
     unpacked=lambda *args: tuple(unpacked(Operands(*args))),
     bound=lambda *args: bound(Operands(*args)),

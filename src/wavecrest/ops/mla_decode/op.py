@@ -147,6 +147,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=KEY_FIELDS,
+    key_sizes=("batch", "capacity"),
     inputs=_cases.inputs,
     sizes=("B", "H", "S"),
     cost=_cost,

@@ -130,6 +130,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=KEY_FIELDS,
+    key_sizes=("batch", "tokens", "capacity"),
     inputs=_cases.inputs,
     sizes=("B", "H", "T", "S"),
     cost=_cost,

@@ -1,0 +1,81 @@
+"""Tables from before rows had evidence: filled in from the records that their rows name, and from nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from wavecrest import lookup, records, registry
+from wavecrest.errors import InvalidArgument, RecordError
+from wavecrest.tune import session
+from wavecrest.tuned import Config, Evidence, Row, database
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What became of a table's rows: how many have evidence now that had none, and why others have none."""
+
+    filled: int
+    left: tuple[str, ...]
+
+
+def fill(table: Path, results: Path) -> Filled:
+    """Write the evidence of a table's rows into it, from their records.
+
+    Args:
+        table: `<arch>/<op>.csv`.
+        results: the folder that the rows name their records in, benchmarks/results.
+
+    Returns:
+        What was filled; rows whose record is not there, or says something else, are left as they are.
+
+    Raises:
+        InvalidArgument: the table is not named after an op.
+        TableError, RecordError: a file is damaged.
+        OutputError: the table cannot be written.
+    """
+    op = registry.get(table.stem)
+    fields = lookup.fields_of(op)
+    if not table.is_file():
+        raise InvalidArgument(f"no table at {table}")
+    rows = database.read(table, fields)
+    loaded: dict[str, records.TuneRecord | None] = {}
+    left: list[str] = []
+    filled = 0
+    for key, row in rows.items():
+        if row.evidence != Evidence():
+            continue
+        if row.record not in loaded:
+            loaded[row.record] = _load(results / row.record)
+        found = _evidence(row, loaded[row.record], fields)
+        if isinstance(found, str):
+            left.append(f"{' '.join(map(str, key))}: {found}")
+        else:
+            rows[key] = replace(row, evidence=found)
+            filled += 1
+    if filled:
+        database.write(table, fields, rows.values())
+    return Filled(filled, tuple(left))
+
+
+def _load(path: Path) -> records.TuneRecord | None:
+    if not path.is_file():
+        return None
+    found = records.load(path)
+    if not isinstance(found, records.TuneRecord):
+        raise RecordError(f"{path} is a {found.kind} result, not tune")
+    return found
+
+
+def _evidence(row: Row, record: records.TuneRecord | None, fields: tuple[str, ...]) -> Evidence | str:
+    """The evidence of a row, or why there is none."""
+    if record is None:
+        return f"its record {row.record} is not there"
+    keys = [key for key in record.keys if tuple(key.key.get(name) for name in fields) == row.key]
+    if len(keys) != 1:
+        return f"{row.record} has {len(keys)} keys like it"
+    (key,) = keys
+    config = Config(**key.config) if key.config else None
+    if key.us is None or (key.backend, config) != (row.backend, row.config) or round(key.us, 3) != row.us:
+        return f"{row.record} has another winner, or another time"
+    return session.evidence_of(key, record.header)

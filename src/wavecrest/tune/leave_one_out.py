@@ -1,0 +1,117 @@
+"""What a near row is worth: each key of a tuning record in turn, decided by the rows of all others.
+
+A record has a time for every candidate of every key, so what would have been chosen has one too: that of the final
+round where it was in it, else that of the quick round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wavecrest import lookup, records, registry
+from wavecrest.registry import Op
+from wavecrest.tune import session
+from wavecrest.tune.candidates import NATIVE
+from wavecrest.tuned import Config, Row, near
+
+Choice = tuple[str, Config | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A key decided without its own row: times over that of the measured best (1 is the best)."""
+
+    case: str
+    taken: bool
+    chosen: float
+    default: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of the keys of one op.
+
+    Args:
+        keys: how many there are; `taken`: how many a near row decided otherwise than the default.
+        chosen, default: geometric means of the times over the measured best.
+        slower: keys where what was taken is slower than the default by more than a percent.
+        worst: the largest of those ratios.
+    """
+
+    op: str
+    keys: int
+    taken: int
+    chosen: float
+    default: float
+    slower: int
+    worst: float
+
+
+def decide(record: records.TuneRecord) -> list[Left]:
+    """Every key of a record that has a winner, and a default that was timed."""
+    op = registry.get(record.op)
+    fields = lookup.fields_of(op)
+    keys = [key for key in record.keys if key.backend is not None and key.us is not None]
+    rows = [session.row_of(key, fields, record.suite, record.header) for key in keys]
+    found = []
+    for place, key in enumerate(keys):
+        times = _times(key)
+        fallback = _fallback(op, key)
+        if fallback not in times:
+            continue
+        chosen = _chosen(op, rows[place], [*rows[:place], *rows[place + 1 :]], times, fallback, fields)
+        choice: Choice = fallback if chosen.row is None else (chosen.row.backend, chosen.row.config)
+        best = min(times.values())
+        found.append(
+            Left(key.case, choice != fallback, times[choice] / best, times[fallback] / best, chosen.reason)
+        )
+    return found
+
+
+def summary(op: str, found: Sequence[Left]) -> Summary:
+    """What the keys of an op come to."""
+    lost = [one.chosen / one.default for one in found if one.taken]
+    return Summary(
+        op, len(found), len(lost), _geomean([one.chosen for one in found]), _geomean([one.default for one in found]),
+        sum(ratio > 1.01 for ratio in lost), max(lost, default=1.0),
+    )  # fmt: skip
+
+
+def _geomean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else 1.0
+
+
+def _times(key: records.TunedKey) -> dict[Choice, float]:
+    """The time of each candidate that was found right, in ms."""
+    return {
+        (one.backend, Config(**one.config) if one.config else None): time
+        for one in key.candidates
+        if one.status in ("timed", "won", "dropped") and (time := one.ms or one.quick_ms)
+    }
+
+
+def _fallback(op: Op, key: records.TunedKey) -> Choice:
+    """What runs where nothing is measured: the backend of the highest priority that took the call."""
+    taking = [one.backend for one in key.candidates if one.status != "refused"]
+    first = next((backend.name for backend in op.order if backend.name in taking), NATIVE)
+    role = "native" if first == NATIVE else "default"
+    found = next((one for one in key.candidates if one.role == role and one.backend == first), None)
+    return first, Config(**found.config) if found is not None and found.config else None
+
+
+def _chosen(
+    op: Op, row: Row, others: Sequence[Row], times: dict[Choice, float], fallback: Choice, fields: tuple[str, ...]
+) -> near.Found:
+    sizes = tuple(place for place, name in enumerate(fields) if name in op.key_sizes)
+
+    def misfit(other: Row) -> str:
+        # the candidates are what the spaces had for this key
+        return "" if (other.backend, other.config) in times else "no candidate of this key"
+
+    def baseline(other: Row) -> float | None:
+        return other.native_us if fallback[0] == NATIVE else other.evidence.default_us
+
+    return near.choose(near.neighbours(others, row.key, sizes), fallback[0], baseline, misfit)

@@ -1,0 +1,104 @@
+"""Recorded misses as cases of a tuning run: a call is made from a key, and its key must be that one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from wavecrest import lookup, registry
+from wavecrest.bench import suites
+from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.registry import Op
+from wavecrest.tuned import Cell
+from wavecrest.tuned.misses import Miss
+
+# the parts of a key that `inputs` of ops over rows have sizes and a dtype for
+ROW_PARTS = ("rows", "columns", "dtype")
+
+
+def cases(op: Op, misses: Sequence[Miss], arch: str, device: str) -> tuple[list[suites.Case], dict[str, str]]:
+    """The cases of an op's misses, and those that cannot be tuned here, with the reasons.
+
+    Args:
+        op: the op of all of them.
+        misses: from `wavecrest.tuned.misses.read`.
+        arch: of the device; what was missed on another is not tuned.
+        device: where the cases' tensors are to be.
+    """
+    found: list[suites.Case] = []
+    left: dict[str, str] = {}
+    for miss in misses:
+        name = " ".join(f"{part}={_text(value)}" for part, value in miss.key.items())
+        reason = _reason(op, miss, arch)
+        if reason:
+            left[name] = reason
+        else:
+            found.append(suites.Case(name, partial(_call, op, miss.key, device)))
+    return found, left
+
+
+def _reason(op: Op, miss: Miss, arch: str) -> str:
+    """Why a miss is no case; "" where it is one."""
+    if miss.arch != arch:
+        return f"was missed on {miss.arch}, and this is {arch}"
+    fields = lookup.fields_of(op)
+    if tuple(miss.key) != fields:
+        return f"its key has the parts {', '.join(miss.key)}, not {', '.join(fields)}: record it anew"
+    try:
+        # made without memory: the key says whether the op can make it
+        _call(op, miss.key, "meta")
+    except (InvalidArgument, Unsupported) as error:
+        return str(error)
+    return ""
+
+
+def _call(op: Op, parts: Mapping[str, Cell], device: str) -> tuple[Any, ...]:
+    """The arguments of a call with a key.
+
+    Raises:
+        InvalidArgument: the op cannot make one.
+    """
+    try:
+        args = _arguments(op, parts, device)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"{op.name} has no such key: {type(error).__name__}: {error}") from error
+    if args is not None:
+        op.check(*args)
+        made = dict(zip(op.key_fields, op.key(*args), strict=True))
+        other = [name for name in parts if made.get(name) != parts[name]]
+        if not other:
+            return args
+        raise InvalidArgument(f"{op.name} makes no call from this key: {', '.join(other)} would be other")
+    unknown = " (of a call inside torch.compile, whose rows are not known)" if parts.get("rows") == 0 else ""
+    raise InvalidArgument(f"{op.name} makes no call from this key{unknown}: tune its suite, or pin a backend")
+
+
+def _arguments(op: Op, parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
+    if op.call_of_key is not None:
+        return op.call_of_key(parts, device)
+    if op.sizes != ("M", "N") or not all(name in parts for name in ROW_PARTS):
+        return None
+    rows, columns, dtype = (parts[name] for name in ROW_PARTS)
+    if not isinstance(rows, int) or not isinstance(columns, int) or min(rows, columns) < 1:
+        return None
+    return op.inputs(rows, columns, suites.dtype_of(str(dtype)), device)
+
+
+def _text(value: Cell) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def by_op(misses: Sequence[Miss]) -> dict[str, list[Miss]]:
+    """Misses by op, in the order of the first of each.
+
+    Raises:
+        InvalidArgument: there is no op of a name.
+    """
+    found: dict[str, list[Miss]] = {}
+    for miss in misses:
+        registry.get(miss.op)
+        found.setdefault(miss.op, []).append(miss)
+    return found
