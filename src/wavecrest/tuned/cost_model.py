@@ -33,8 +33,8 @@ class Constants:
     l2_cycles: float = 300
     matrix: float = 0.8
     bandwidth: float = 0.9
-    l2: float = 0.7
-    lds: float = 0.8
+    l2: float = 0.78
+    lds: float = 1.0
     vector: float = 0.7
     step_cycles: float = 60
     program_cycles: float = 600
@@ -44,7 +44,7 @@ class Constants:
 CONSTANTS = Constants()
 L2_BYTES = 64
 LDS_BYTES = 128
-TERMS = ("matrix", "vector", "lds", "l2", "memory", "latency", "launch")
+TERMS = ("matrix", "vector", "lds", "l2", "memory", "latency", "ends", "store", "launch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,25 +104,28 @@ def launch_us(work: Work, arch: Arch, c: Constants = CONSTANTS) -> Prediction | 
     vector = work.vector / (lanes * c.vector)
     spill = max(0.0, work.registers + c.registers - (255 if arch.vendor == "nvidia" else 512))
     lds = work.lds / (LDS_BYTES * c.lds)
-    l2 = work.loaded / (L2_BYTES * c.l2)
     total = busiest * work.steps
     asked = work.programs * work.steps * work.loaded
     miss = min(1.0, work.fresh / asked) if asked else 0
     way = c.l2_cycles + (c.memory_cycles - c.l2_cycles) * math.sqrt(miss)
     chain = matrix + work.vector / (own_lanes * c.vector) + work.chain + c.step_cycles
     step = max(chain, way / work.depth) if work.depth > 0 else chain + way
-    latency = rounds * (work.steps * step + way + c.program_cycles + work.ends)
+    ends = way + c.program_cycles + work.ends
+    latency = rounds * work.steps * step + (rounds - 1) * ends / fit
     written = work.programs * work.stored
     terms = {
         "matrix": total * matrix / clock,
         "vector": total * vector / clock,
         "lds": total * lds / clock,
-        "l2": total * l2 / clock,
-        "memory": (work.fresh + written) / (arch.bandwidth * c.bandwidth * 1e3),
+        "l2": max(asked / (number * L2_BYTES * c.l2), total * work.loaded / L2_BYTES) / clock,
+        "memory": work.fresh / (arch.bandwidth * c.bandwidth * 1e3),
         "latency": latency / clock,
     }
-    most = max(terms.values())
-    shares = {n: v if v == most else v * c.overlap for n, v in terms.items()}
+    most = max(terms, key=lambda name: terms[name])
+    shares = {n: v if n == most else v * c.overlap for n, v in terms.items()}
+    # what all programs write at their ends
+    shares["store"] = written / (arch.bandwidth * c.bandwidth * 1e3) / (fit if rounds > 1 else 1)
+    shares["ends"] = ends / clock
     shares["launch"] = c.launch
     return Prediction(sum(shares.values()), shares)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import wavecrest.ops._rows as _rows
 from wavecrest.hardware import Arch
@@ -53,7 +54,10 @@ def _tile(shape, dtype, out, config, arch, steps, programs, splits, tiles_each=1
         vector += n * k * (2.0 if shape.b_bits == 8 else 2.5) * double
     if shape.step:
         vector += 2 * m * n
-    chain = product.chain / config.get("CHAINS", 1)
+    chains = config.get("CHAINS", 1)
+    chain = product.chain / chains + 30 * (chains - 1)
+    if wide and m == 128 and n == 256 and warps == 8 and (shape.a_bits == 16 or splits > 1) and dtype != "int8" and not config.get("PERSISTENT", 1):
+        chain += k / 16 * 90
     copies = 0 if config.get("TMA") else (m * k * shape.a_bits + n * double * k * shape.b_bits) / 128
     vector += copies * 4
     kept = stages - 1
@@ -63,7 +67,7 @@ def _tile(shape, dtype, out, config, arch, steps, programs, splits, tiles_each=1
         registers=_space.sums_a_lane(config, shape, arch) + product.registers,
         stored=min(m, rows) * n * (4 if splits > 1 else out),
         matrix=product.flops, dtype=dtype, rate=product.rate, vector=vector,
-        lds=product.lds + a + b, chain=chain,
+        lds=product.lds + (a + b) * (1 if config.get("TMA") else 2), chain=chain,
         ends=min(m, rows) * n * out / 64,
     )
 
@@ -99,6 +103,11 @@ def stream(shape, dtype, out, config, arch):
     steps = tiles * _rows.ceil_div(max(1, shape.K), k)
     programs = max(1, min(steps, arch.compute_units * config["PROGRAMS"]))
     work = _tile(shape, dtype, out, config, arch, steps / programs, programs * shape.batch, 2)
+    a = shape.rows * shape.K * shape.a_bits / 8
+    b = shape.columns * shape.K * shape.b_bits / 8
+    asked = steps * work.loaded
+    kept = min(1.0, arch.l2_mib * 2**20 * 0.7 / (a + b))
+    work = replace(work, fresh=max(a + b, asked * (1 - kept)))
     second = Work(programs=max(1, programs - 1), warps=config["num_warps"], steps=1, loaded=2 * m * n * 4, fresh=0,
                   depth=0, shared=0, registers=m * n / (config["num_warps"] * arch.wave_size), stored=m * n * out)
     return [work, second]
