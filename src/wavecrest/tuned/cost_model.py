@@ -65,6 +65,7 @@ class Work:
     lds: float = 0.0
     chain: float = 0.0
     ends: float = 0.0
+    groups: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def launch_us(work: Work, arch: Arch, c: Constants = CONSTANTS) -> Prediction | 
     asked = work.programs * work.steps * work.loaded
     miss = min(1.0, work.fresh / asked) if asked else 0
     way = c.l2_cycles + (c.memory_cycles - c.l2_cycles) * math.sqrt(miss)
-    chain = matrix + work.vector / (own_lanes * c.vector) + work.chain + c.step_cycles
+    chain = (matrix + work.vector / (own_lanes * c.vector)) / work.groups + work.chain + c.step_cycles
     step = max(chain, way / work.depth) if work.depth > 0 else chain + way
     ends = way + c.program_cycles + work.ends
     latency = rounds * work.steps * step + (rounds - 1) * ends / fit
