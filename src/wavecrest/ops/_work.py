@@ -53,3 +53,10 @@ def product(m, n, k, bits, warps, arch, wide, dtype, a_registers=False):
     chain = max(0.0, kk * latency * (1 - min(1.0, per_warp / 6)))
     regs = (m / high * 16 + n / used * 16) * bits / 8 / 4 / 32 * 2
     return Product(flops, rate, reads, chain, regs)
+
+
+def depth(stages, wide, arch):
+    """steps whose loads are under way while one is worked on"""
+    if arch.vendor == "nvidia" and not wide:
+        return max(0, stages - 2)
+    return max(0, stages - 1)

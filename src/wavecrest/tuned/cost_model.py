@@ -79,7 +79,7 @@ def resident(work: Work, arch: Arch, c=CONSTANTS) -> int:
     cap = 255 if arch.vendor == "nvidia" else 512 if arch.wave_size == 64 else 256
     # no more than the file has for its waves
     one = unit(arch)
-    cap = min(cap, one.registers // math.ceil(work.warps / one.simds))
+    cap = min(cap, one.registers // math.ceil(work.warps / one.simds) // one.granule * one.granule)
     found = occupancy(arch, vgpr=min(regs, cap), sgpr=0, lds=work.shared, warps=work.warps)
     return int(found.waves * one.simds / work.warps + 1e-6)
 
@@ -103,14 +103,16 @@ def launch_us(work: Work, arch: Arch, c: Constants = CONSTANTS) -> Prediction | 
     matrix = work.matrix / (peak * work.rate * c.matrix)
     own_lanes = min(lanes, work.warps * lanes / 4)
     vector = work.vector / (lanes * c.vector)
-    spill = max(0.0, work.registers + c.registers - (255 if arch.vendor == "nvidia" else 512))
-    lds = work.lds / (LDS_BYTES * c.lds)
+    spilled = max(0.0, work.registers + c.registers - (255 if arch.vendor == "nvidia" else 512 if arch.wave_size == 64 else 256))
+    spills = spilled * work.warps * arch.wave_size * 8
+    lds = (work.lds + spills) / (LDS_BYTES * c.lds)
     total = busiest * work.steps
     asked = work.programs * work.steps * work.loaded
     miss = min(1.0, work.fresh / asked) if asked else 0
     way = c.l2_cycles + (c.memory_cycles - c.l2_cycles) * math.sqrt(miss)
-    chain = (matrix + work.vector / (own_lanes * c.vector)) / work.groups + work.chain + c.step_cycles
-    step = max(chain, way / work.depth) if work.depth > 0 else chain + way
+    chain = (matrix + work.vector / (own_lanes * c.vector)) / work.groups + work.chain + c.step_cycles + spills / LDS_BYTES
+    transfer = way + work.loaded / L2_BYTES
+    step = max(chain, transfer / work.depth) if work.depth >= 1 else chain + transfer
     ends = way + c.program_cycles + work.ends
     latency = rounds * work.steps * step + (rounds - 1) * ends / fit
     written = work.programs * work.stored

@@ -27,11 +27,11 @@ def of_key(backend, key, config, arch):
     vector = m * k / x_wide * 12 + n * k / w_wide * 12
     lanes = warps * arch.wave_size
     alone = x_wide == 1 or w_wide == 1
-    held = ((m * k if x_wide == 1 else 0) + (n * k if w_wide == 1 else 0)) * size / 4 / lanes
+    held = ((m * k if x_wide == 1 else 0) + (n * k if w_wide == 1 else 0)) * 2 / lanes
     return [Work(
         programs=programs, warps=warps, steps=steps, loaded=a + b,
         fresh=(rows * shape.channels + shape.outputs * shape.channels * shape.taps) * shape.groups * size,
-        depth=stages - 1, shared=int((stages if wide else stages - 1) * (a + b)),
+        depth=_work.depth(stages, wide, arch), shared=int((stages if wide else stages - 1) * (a + b)),
         registers=m * n / lanes + product.registers + held, stored=min(m, rows) * min(n, shape.outputs) * size,
         matrix=product.flops, dtype=dtype, rate=product.rate, vector=vector, lds=product.lds + 2 * (a + b),
         chain=product.chain,

@@ -32,6 +32,8 @@ def of_key(backend, key, config, arch):
     many = 8 if hopper else warps
     wide = hopper or (arch.name in _work.WIDE_UNIT and m >= 64 and warps % 4 == 0 and size <= 2)
     scores = _work.product(m, n, d, shape.bits, many, arch, wide, dtype)
+    if wide and not hopper and warps >= 8:
+        groups = 1.5
     values = _work.product(m, dv, n, shape.bits, many, arch, wide, dtype, True)
     vector = m * n * (_work.softmax(arch) + 4 * shape.more + (1 if part["right"] >= 0 else 0)) + m * dv
     if shape.codes is not None:
@@ -46,7 +48,7 @@ def of_key(backend, key, config, arch):
         if part["right"] < 0:
             steps = seen / n * math.ceil(programs / at_once)
         programs = at_once
-    depth = stages - 1
+    depth = _work.depth(stages, wide, arch)
     return [Work(
         programs=programs, warps=12 if hopper else warps, steps=steps, loaded=loaded, fresh=fresh, depth=depth,
         shared=int(m * d * size + (stages if arch.vendor == "nvidia" else max(1, stages - 1)) * n * (d + dv) * kv),

@@ -26,25 +26,26 @@ def of_key(backend, key, config, arch):
     if shape.kv_bits < shape.q_bits:
         vector += n * (d + dv) * (2 if shape.kv_bits == 8 else 2.5)
     lanes = warps * arch.wave_size
+    staged = loaded / 4 / lanes if stages == 1 else 0
     size = shape.q_bits / 8
     rows = min(m, shape.rows)
-    depth = stages - 1
+    depth = _work.depth(stages, False, arch)
     wait = 0
     if part["page"] > 0:
         # the number of a page is read before its keys are
-        depth, wait = max(0, stages - 2) or depth * 0.5, 0
+        depth = max(0, depth - 1)
     works = [Work(
         programs=pairs * splits * blocks, warps=warps, steps=steps, loaded=loaded,
         fresh=pairs * shape.capacity * (d + dv) * bytes_, depth=depth,
         shared=int(stages * loaded) if arch.vendor == "nvidia" else int(max(0, stages - 1) * loaded),
-        registers=m * (dv + n) / lanes + m * d * size / 4 / lanes + n * (d + dv) / 2 * bytes_ / 4 / lanes,
+        registers=m * (dv + n) / lanes + m * d * size / 4 / lanes + n * (d + dv) / 2 * bytes_ / 4 / lanes + staged,
         stored=rows * dv * (4 if splits > 1 else size), matrix=scores.flops + values.flops, dtype=dtype,
         rate=scores.rate, vector=vector, lds=scores.lds + values.lds + 2 * loaded,
         chain=scores.chain + values.chain + _work.REDUCE + (_work.EXCHANGE if warps > 1 else 0) + wait,
     )]
     if splits > 1:
         works.append(Work(
-            programs=pairs * shape.rows, warps=4, steps=max(1, splits / 16), loaded=min(16, splits) * dv * 4, fresh=0, depth=0, shared=0,
+            programs=pairs * shape.rows, warps=4, steps=max(1, splits / 16), loaded=min(16, splits) * dv * 4, ends=1000, fresh=0, depth=0, shared=0,
             registers=20, stored=dv * size, vector=splits * dv * 2,
         ))
     return works

@@ -60,7 +60,7 @@ def _tile(shape, dtype, out, config, arch, steps, programs, splits, tiles_each=1
         chain += k / 16 * 90
     copies = 0 if config.get("TMA") else (m * k * shape.a_bits + n * double * k * shape.b_bits) / 128
     vector += copies * 4
-    kept = stages - 1
+    kept = _work.depth(stages, wide, arch)
     return Work(
         programs=programs, warps=warps, steps=steps, loaded=a + b, fresh=_fresh(shape, config, arch),
         depth=kept, shared=_space.shared_bytes(config, shape, arch),

@@ -26,13 +26,14 @@ def of_key(backend, key, config, arch):
     values = _work.product(m, shape.width, n, shape.bits, warps, arch, wide, dtype, not wide)
     vector = m * n * (_work.softmax(arch) + 4 * shape.more) + m * shape.width
     lanes = warps * arch.wave_size
+    staged = loaded / 4 / lanes if stages == 1 else 0
     rows = min(m, shape.rows)
     hopper = backend == "triton_hopper"
     works = [Work(
         programs=batch * splits * blocks, warps=12 if hopper else warps, steps=steps, loaded=loaded,
-        fresh=batch * capacity * (part["latent"] + part["rotary"]) * size, depth=(2 if hopper else stages - 1),
+        fresh=batch * capacity * (part["latent"] + part["rotary"]) * size, depth=2 if hopper else _work.depth(stages, wide, arch),
         shared=int(((stages if arch.vendor == "nvidia" else max(0, stages - 1)) * n + (m if wide else 0)) * d * size),
-        registers=m * (shape.width + n) / lanes + (0 if wide else m * d * size / 4 / lanes),
+        registers=m * (shape.width + n) / lanes + (0 if wide else m * d * size / 4 / lanes) + staged,
         stored=rows * shape.width * (4 if splits > 1 else size), matrix=scores.flops + values.flops, dtype=dtype,
         rate=scores.rate, vector=vector, lds=scores.lds + values.lds + 2 * loaded,
         chain=scores.chain + values.chain + _work.REDUCE + (_work.EXCHANGE if warps > 1 else 0),
