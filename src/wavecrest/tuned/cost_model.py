@@ -105,12 +105,13 @@ def launch_us(work: Work, arch: Arch, c: Constants = CONSTANTS) -> Prediction | 
     vector = work.vector / (lanes * c.vector)
     spilled = max(0.0, work.registers + c.registers - (255 if arch.vendor == "nvidia" else 512 if arch.wave_size == 64 else 256))
     spills = spilled * work.warps * arch.wave_size * 8
-    lds = (work.lds + spills) / (LDS_BYTES * c.lds)
+    lds = work.lds / (LDS_BYTES * c.lds)
     total = busiest * work.steps
     asked = work.programs * work.steps * work.loaded
+    through = work.loaded + spills
     miss = min(1.0, work.fresh / asked) if asked else 0
     way = c.l2_cycles + (c.memory_cycles - c.l2_cycles) * math.sqrt(miss)
-    chain = (matrix + work.vector / (own_lanes * c.vector)) / work.groups + work.chain + c.step_cycles + spills / LDS_BYTES
+    chain = (matrix + work.vector / (own_lanes * c.vector)) / work.groups + work.chain + c.step_cycles + spills / L2_BYTES
     transfer = way + work.loaded / L2_BYTES
     step = max(chain, transfer / work.depth) if work.depth >= 1 else chain + transfer
     ends = way + c.program_cycles + work.ends
@@ -120,7 +121,7 @@ def launch_us(work: Work, arch: Arch, c: Constants = CONSTANTS) -> Prediction | 
         "matrix": total * matrix / clock,
         "vector": total * vector / clock,
         "lds": total * lds / clock,
-        "l2": max(asked / (number * L2_BYTES * c.l2), total * work.loaded / L2_BYTES) / clock,
+        "l2": max(work.programs * work.steps * through / (number * L2_BYTES * c.l2), total * through / L2_BYTES) / clock,
         "memory": work.fresh / (arch.bandwidth * c.bandwidth * 1e3),
         "latency": latency / clock,
     }

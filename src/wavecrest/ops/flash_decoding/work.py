@@ -46,6 +46,6 @@ def of_key(backend, key, config, arch):
     if splits > 1:
         works.append(Work(
             programs=pairs * shape.rows, warps=4, steps=max(1, splits / 16), loaded=min(16, splits) * dv * 4, ends=1000, fresh=0, depth=0, shared=0,
-            registers=20, stored=dv * size, vector=splits * dv * 2,
+            registers=20, stored=dv * size, vector=min(16, splits) * dv * 2,
         ))
     return works

@@ -17,8 +17,10 @@ def of_key(backend, key, config, arch):
     splits = max(1, _rows.ceil_div(capacity, config["KEYS"]))
     if config["SPLITS"] > 0:
         splits = min(splits, config["SPLITS"])
+    share = _rows.ceil_div(_rows.ceil_div(capacity, splits), config["KEYS"]) * config["KEYS"] if splits > 1 else capacity
+    splits = _rows.ceil_div(capacity, share)
     blocks = _rows.ceil_div(shape.rows, m)
-    steps = _rows.ceil_div(_rows.ceil_div(capacity, splits), n)
+    steps = _rows.ceil_div(share, n)
     loaded = n * d * size
     wide = arch.name in _work.WIDE_UNIT and m >= 64 and warps % 4 == 0 and size <= 2
     dtype = part["dtype"]
@@ -40,7 +42,7 @@ def of_key(backend, key, config, arch):
     )]
     if splits > 1:
         works.append(Work(
-            programs=batch * shape.rows, warps=4, steps=max(1, splits / 16), loaded=min(16, splits) * shape.width * 4, fresh=0, depth=0,
-            shared=0, registers=20, stored=shape.width * size, vector=splits * shape.width * 2,
+            programs=batch * shape.rows, warps=4, steps=splits, loaded=shape.width * 4, ends=1000, fresh=0, depth=0,
+            shared=0, registers=20, stored=shape.width * size, vector=shape.width * 2,
         ))
     return works
