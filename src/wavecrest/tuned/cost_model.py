@@ -1,62 +1,113 @@
 """How long a kernel takes on an architecture, from what it does: an analytic model, for ranking configurations.
 
-An op describes the launches of a call as `Work`: equal programs, each of so many equal steps. The time of a launch is
-that of its slowest resource, with a part of the others' (`Constants.overlap`) as nothing overlaps wholly:
+An op describes the launches of a call as `Work`: equal programs of equal steps. The time of a launch is that of its
+slowest resource, and of each other one a part (`Constants.overlap`), as nothing overlaps wholly:
 
-- *matrix*, *vector*, *lds*, *l2*: what the programs of the busiest compute unit take of it. Programs come in rounds of
-  as many as registers and LDS let be resident (`occupancy`), so that a last round that is not full costs a whole one
-  (wave quantisation);
-- *memory*: the bytes read and written, over the bandwidth (the roofline's other side);
-- *latency*: the steps of one program one after another, each no shorter than its own chain of dependent instructions,
-  nor than the way to memory over the steps whose loads are under way; and what a program does before and after them;
-- *launch*: fixed, of each launch.
+- *matrix*, *vector*, *lds*: what the programs of the busiest compute unit take of it. Programs run in rounds of as many
+  as registers and LDS let be resident (`occupancy`): a last round that is not full costs a whole one (wave
+  quantisation);
+- *l2*: what all programs load, at the rate of the whole L2, or the busiest unit's, at that of its port;
+- *memory*: the bytes that must come from memory, over its bandwidth;
+- *latency*: the steps of a program one after another, each no shorter than its chain of dependent instructions, nor than
+  the way of a load over the steps whose loads are under way.
 
-Peaks, bandwidth, clock, L2 size and compute units come from `hardware.Arch`, registers and LDS from `occupancy`.
-`Constants` is what a datasheet does not say. What the model is worth is in docs/cost_model.md.
+Nothing hides the *ends* (the first load, and what a program does before and after its steps), the *store* of results
+where programs end together, and the *launch*.
+
+Peaks, bandwidth, clock, L2 size and compute units are those of `hardware.Arch`, registers and LDS of `occupancy`;
+`Constants` is what no datasheet says. docs/cost_model.md has what the model is worth.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from wavecrest.hardware import Arch
 from wavecrest.occupancy import occupancy, unit
+from wavecrest.tuned.config import Config
+from wavecrest.tuned.row import Proposal
+
+if TYPE_CHECKING:
+    from wavecrest.registry import Op
+
+# bytes a cycle and compute unit: its port to the L2 (NVIDIA: 64, AMD CDNA 2 white paper: 64), and LDS
+L2_BYTES, LDS_BYTES = 64, 128
+# of the L2, what holds operands from one use to the next
+L2_KEPT = 0.7
+# registers that a lane can address
+MOST_REGISTERS = {("nvidia", 32): 255, ("amd", 64): 512, ("amd", 32): 256}
+# bytes of a register that is spilled and loaded again, in each step
+SPILLED_BYTES = 8
+# the parts of a prediction
+TERMS = ("matrix", "vector", "lds", "l2", "memory", "latency", "ends", "store", "launch")
+# times faster than the default, by the model, that a configuration must be to run instead of it
+LEAD = 1.05
+
 
 @dataclass(frozen=True, slots=True)
 class Constants:
+    """What no datasheet says; docs/cost_model.md says how each was obtained.
+
+    Args:
+        overlap: of what is not the slowest resource, the part that is not hidden behind it.
+        launch, following: µs of the first launch of a call, and of each other one.
+        memory_cycles, l2_cycles: until a load is there.
+        matrix, bandwidth, l2, vector: of the peaks, what is reached.
+        step_cycles: of a step beside its products: waiting for its loads, and for the other warps.
+        program_cycles: of a program beside its steps.
+        registers: a lane, beside operands and sums.
+    """
+
     overlap: float = 0.2
-    launch: float = 2.0        # µs
-    following: float = 1.0      # µs of a second launch
-    memory_cycles: float = 1000   # latency of memory
-    l2_cycles: float = 300
-    matrix: float = 0.8
-    bandwidth: float = 0.9
-    l2: float = 0.78
-    lds: float = 1.0
-    vector: float = 0.7
-    step_cycles: float = 60
-    program_cycles: float = 600
-    registers: float = 40
+    launch: float = 2.5
+    following: float = 1.5
+    memory_cycles: float = 1000.0
+    l2_cycles: float = 250.0
+    matrix: float = 0.7
+    bandwidth: float = 0.92
+    l2: float = 0.8
+    vector: float = 0.75
+    step_cycles: float = 70.0
+    program_cycles: float = 1000.0
+    registers: float = 40.0
 
 
 CONSTANTS = Constants()
-L2_BYTES = 64
-LDS_BYTES = 128
-TERMS = ("matrix", "vector", "lds", "l2", "memory", "latency", "ends", "store", "launch")
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
+    """One launch: equal programs, each of equal steps.
+
+    Args:
+        programs, warps, steps: of the launch, of a program, of a program.
+        loaded: bytes that a program loads in a step.
+        fresh: bytes that the launch reads from memory: each of its operands once, or oftener where the L2 is too small.
+        depth: steps whose loads are under way while one is worked on; 0: a step waits for its own.
+        shared: bytes of LDS a program.
+        registers: a lane, of operands and sums.
+        stored: bytes that a program writes at its end.
+        matrix: operations of matrix instructions in a step, with those of padding, in the type `dtype`.
+        rate: of the peak of `dtype`, what these instructions reach.
+        vector: other operations in a step, of 32 bits.
+        lds: bytes through LDS in a step.
+        chain: cycles that a step waits for its own results, beside its products and vector operations.
+        ends: cycles before and after the steps that are not every program's.
+        groups: of warps, that work at different places of a step.
+        atomics: of a program, to one address of all programs.
+    """
+
     programs: int
     warps: int
     steps: float
     loaded: float
     fresh: float
-    depth: float
-    shared: int
-    registers: float
+    depth: int = 0
+    shared: int = 0
+    registers: float = 0.0
     stored: float = 0.0
     matrix: float = 0.0
     dtype: str = "float32"
@@ -66,80 +117,156 @@ class Work:
     chain: float = 0.0
     ends: float = 0.0
     groups: float = 1.0
+    atomics: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
+    """A time in µs, and what each of `TERMS` has of it."""
+
     us: float
-    terms: dict[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the time, the part of each term."""
+        return {name: us / self.us for name, us in self.terms.items()}
 
 
-def resident(work: Work, arch: Arch, c=CONSTANTS) -> int:
-    regs = math.ceil(work.registers + c.registers)
-    cap = 255 if arch.vendor == "nvidia" else 512 if arch.wave_size == 64 else 256
-    # no more than the file has for its waves
-    one = unit(arch)
-    cap = min(cap, one.registers // math.ceil(work.warps / one.simds) // one.granule * one.granule)
-    found = occupancy(arch, vgpr=min(regs, cap), sgpr=0, lds=work.shared, warps=work.warps)
-    return int(found.waves * one.simds / work.warps + 1e-6)
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A configuration of a backend, with what is predicted of it."""
+
+    backend: str
+    config: Config
+    prediction: Prediction = field(hash=False)
 
 
-def units(arch: Arch) -> int:
-    """compute units, or pairs"""
-    return arch.compute_units * 4 // unit(arch).simds // (2 if arch.wave_size == 32 and arch.vendor == "amd" else 1)
+def peak(arch: Arch, dtype: str) -> float:
+    """Operations a cycle and compute unit: of matrix instructions, or of float32 as they are."""
+    # tf32 at half the rate of 16 bits
+    rate = max(arch.peak_fp32, arch.peak_16bit / 2) if dtype == "tf32" else arch.peak(dtype)
+    return rate * 1e3 / (arch.compute_units * arch.clock)
 
 
-def launch_us(work: Work, arch: Arch, c: Constants = CONSTANTS) -> Prediction | None:
-    fit = resident(work, arch, c)
+def _registers(work: Work, arch: Arch, constants: Constants) -> tuple[int, float]:
+    """Registers a lane that the compiler can take, and how many more are spilled."""
+    one = unit(arch, wgp=False)
+    most = one.registers // math.ceil(work.warps / one.simds) // one.granule * one.granule
+    most = min(most, MOST_REGISTERS[arch.vendor, arch.wave_size])
+    wanted = work.registers + constants.registers
+    return min(math.ceil(wanted), most), max(0.0, wanted - most)
+
+
+def resident(work: Work, arch: Arch, constants: Constants = CONSTANTS) -> int:
+    """Programs that a compute unit holds at a time; 0 where not one fits."""
+    one = unit(arch, wgp=False)
+    vgpr, _ = _registers(work, arch, constants)
+    found = occupancy(arch, vgpr=vgpr, sgpr=0, lds=work.shared, warps=work.warps, wgp=False)
+    return round(found.waves * one.simds / work.warps)
+
+
+def l2_bytes(arch: Arch) -> float:
+    """Bytes of operands that the L2 of all dies holds from one use to the next."""
+    return L2_KEPT * arch.l2_mib * arch.xcds * 2**20
+
+
+def predict_launch(
+    work: Work, arch: Arch, constants: Constants = CONSTANTS, *, following: bool = False
+) -> Prediction | None:
+    """The time of one launch; None where not one program fits. `following`: another one is in front of it."""
+    fit = resident(work, arch, constants)
     if fit == 0:
         return None
-    number = arch.compute_units
-    clock = arch.clock * 1e3   # cycles a µs
-    rounds, rest = divmod(work.programs, number * fit)
-    busiest = rounds * fit + math.ceil(rest / number)
-    rounds += rest > 0
-    peak = arch.peak(work.dtype) * 1e12 / (number * arch.clock * 1e9)   # flop a cycle a unit
-    lanes = arch.peak_fp32 * 1e12 / (2 * number * arch.clock * 1e9)
-    matrix = work.matrix / (peak * work.rate * c.matrix)
-    own_lanes = min(lanes, work.warps * lanes / 4)
-    vector = work.vector / (lanes * c.vector)
-    spilled = max(0.0, work.registers + c.registers - (255 if arch.vendor == "nvidia" else 512 if arch.wave_size == 64 else 256))
-    spills = spilled * work.warps * arch.wave_size * 8
-    lds = work.lds / (LDS_BYTES * c.lds)
-    total = busiest * work.steps
-    asked = work.programs * work.steps * work.loaded
-    through = work.loaded + spills
-    miss = min(1.0, work.fresh / asked) if asked else 0
-    way = c.l2_cycles + (c.memory_cycles - c.l2_cycles) * math.sqrt(miss)
-    chain = (matrix + work.vector / (own_lanes * c.vector)) / work.groups + work.chain + c.step_cycles + spills / L2_BYTES
-    transfer = way + work.loaded / L2_BYTES
-    step = max(chain, transfer / work.depth) if work.depth >= 1 else chain + transfer
-    ends = way + c.program_cycles + work.ends
-    latency = rounds * work.steps * step + (rounds - 1) * ends / fit
-    written = work.programs * work.stored
-    terms = {
-        "matrix": total * matrix / clock,
-        "vector": total * vector / clock,
-        "lds": total * lds / clock,
-        "l2": max(work.programs * work.steps * through / (number * L2_BYTES * c.l2), total * through / L2_BYTES) / clock,
-        "memory": work.fresh / (arch.bandwidth * c.bandwidth * 1e3),
-        "latency": latency / clock,
+    units, clock = arch.compute_units, arch.clock * 1e3
+    full, rest = divmod(work.programs, units * fit)
+    rounds, busiest = full + (rest > 0), full * fit + math.ceil(rest / units)
+    _, spilled = _registers(work, arch, constants)
+    spills = spilled * work.warps * arch.wave_size * SPILLED_BYTES
+    matrix = work.matrix / (peak(arch, work.dtype) * work.rate * constants.matrix)
+    # a multiplication and an addition are two operations of the peak; a SIMD has a quarter of the lanes
+    lanes = peak(arch, "float32") / 2 * constants.vector
+    vector, own = work.vector / lanes, work.vector / (lanes * min(1.0, work.warps / 4))
+    through, all_steps = work.loaded + spills, work.programs * work.steps
+    miss = min(1.0, work.fresh / (all_steps * work.loaded)) if work.loaded else 0.0
+    way = constants.l2_cycles + (constants.memory_cycles - constants.l2_cycles) * math.sqrt(miss)
+    chain = (matrix + own) / work.groups + work.chain + constants.step_cycles + spills / L2_BYTES
+    arrival = way + work.loaded / L2_BYTES
+    step = max(chain, arrival / work.depth) if work.depth else chain + arrival
+    ends = way + constants.program_cycles + work.ends
+    cycles = {
+        "matrix": busiest * work.steps * matrix,
+        "vector": busiest * work.steps * vector,
+        "lds": busiest * work.steps * work.lds / LDS_BYTES,
+        "l2": max(all_steps * through / (units * constants.l2), busiest * work.steps * through) / L2_BYTES
+        + work.programs * work.atomics,
+        "memory": work.fresh / _memory_bytes(arch, constants),
+        # other programs of a unit go on while one begins or ends
+        "latency": rounds * work.steps * step + (rounds - 1) * ends / fit,
     }
-    most = max(terms, key=lambda name: terms[name])
-    shares = {n: v if n == most else v * c.overlap for n, v in terms.items()}
-    # what all programs write at their ends
-    shares["store"] = written / (arch.bandwidth * c.bandwidth * 1e3) / (fit if rounds > 1 else 1)
-    shares["ends"] = ends / clock
-    shares["launch"] = c.launch
-    return Prediction(sum(shares.values()), shares)
+    slowest = max(cycles, key=lambda name: cycles[name])
+    terms = {name: value if name == slowest else value * constants.overlap for name, value in cycles.items()}
+    terms["ends"] = ends
+    terms["store"] = work.programs * work.stored / _memory_bytes(arch, constants) / (fit if rounds > 1 else 1)
+    terms = {name: value / clock for name, value in terms.items()}
+    terms["launch"] = constants.following if following else constants.launch
+    return Prediction(sum(terms.values()), terms)
 
 
-def predict(works: Sequence[Work], arch: Arch, c: Constants = CONSTANTS) -> Prediction | None:
+def _memory_bytes(arch: Arch, constants: Constants) -> float:
+    """Bytes a cycle that memory gives."""
+    return arch.bandwidth * constants.bandwidth / arch.clock
+
+
+def predict(works: Sequence[Work], arch: Arch, constants: Constants = CONSTANTS) -> Prediction | None:
+    """The time of launches one after another; None where a program does not fit, or nothing is launched."""
     terms = dict.fromkeys(TERMS, 0.0)
-    for i, w in enumerate(works):
-        one = launch_us(w, arch, c)
+    for place, work in enumerate(works):
+        one = predict_launch(work, arch, constants, following=place > 0)
         if one is None:
             return None
-        for n, v in one.terms.items():
-            terms[n] += v if n != "launch" or i == 0 else c.following
-    return Prediction(sum(terms.values()), terms)
+        for name, us in one.terms.items():
+            terms[name] += us
+    return Prediction(sum(terms.values()), terms) if works else None
+
+
+def rank(
+    op: Op, key: tuple[object, ...], arch: Arch, backends: Iterable[str] | None = None, constants: Constants = CONSTANTS
+) -> list[Choice]:
+    """The configurations of an op's backends for a key, the fastest by the model first, in order of trial where equal.
+
+    Args:
+        op, key: the call's; a key that does not say how much there is to do has none.
+        arch: where it would run, here or not.
+        backends: only these; None: all that describe their work.
+        constants: see `Constants`.
+    """
+    found = []
+    for backend in op.order:
+        if backend.work is None or backend.space is None or (backends is not None and backend.name not in backends):
+            continue
+        for config in backend.space(key, arch):
+            prediction = predict(backend.work(key, config, arch), arch, constants)
+            if prediction is not None:
+                found.append(Choice(backend.name, config, prediction))
+    return sorted(found, key=lambda choice: choice.prediction.us)
+
+
+def propose(op: Op, key: tuple[object, ...], arch: Arch, taking: Sequence[str], fallback: str) -> Proposal | None:
+    """What to run in place of the fallback's default configuration, or None to keep it; see `registry.Op.model`.
+
+    A library's time is not modelled: where the fallback is one, it stays.
+    """
+    if fallback not in op.backends or op.backends[fallback].work is None:
+        return None
+    found = rank(op, key, arch, taking)
+    default = next((one for one in found if (one.backend, one.config) == (fallback, op.config_of(fallback, key))), None)
+    if default is None or default.prediction.us < LEAD * found[0].prediction.us:
+        return None
+    best = found[0]
+    lead = default.prediction.us / best.prediction.us
+    return Proposal(
+        best.backend, best.config, "model",
+        f"no measured row; the cost model gives {best.prediction.us:.1f} µs on {arch.name}, the default {lead:.2f} times "
+        f"that (a model, not measured)",
+    )  # fmt: skip

@@ -1,59 +1,84 @@
+"""What attention's kernels do, for the cost model: bytes, operations and steps by configuration."""
+
 from __future__ import annotations
 
 import math
 
 import wavecrest.ops._rows as _rows
-from wavecrest.ops import _work
+import wavecrest.ops._work as _work
+from wavecrest.hardware import Arch
+from wavecrest.ops.flash_attention.config import Shape
+from wavecrest.ops.flash_attention.hopper import GROUPS
 from wavecrest.ops.flash_attention.key import KEY_FIELDS, shape_of
+from wavecrest.ops.flash_attention.launch import LEAST_BLOCK
+from wavecrest.registry import Key
+from wavecrest.tuned import Config
 from wavecrest.tuned.cost_model import Work
 
+# groups of four warps of the portable kernel go on together from each load: half of one's softmax is beside products
+_LOOSE = 1.5
+# warps of a group of sm_90's kernel, and with those that copy
+_GROUP_WARPS, _WARPS = 4, 12
 
-def of_key(backend, key, config, arch):
-    part = dict(zip(KEY_FIELDS, key, strict=True))
-    shape = shape_of(key)
-    m, n, warps = config["BLOCK_M"], config["BLOCK_N"], config["num_warps"]
-    d, dv = (max(16, _rows.power_of_two(part[x])) for x in ("d", "dv"))
-    queries, keys = max(1, part["queries"]), max(1, part["keys"])
-    tiles = _rows.ceil_div(queries, m)
-    heads = max(1, part["batch"]) * part["heads"]
-    # keys that a tile of queries sees: half of them beside the diagonal's tiles
-    seen = keys
+
+def _seen(part: dict[str, int], rows: int, keys: int) -> float:
+    """Keys that a tile of queries looks at, on average: under the diagonal half of them, and what tiles cross it."""
+    seen: float = part["keys"]
     if part["right"] >= 0:
-        seen = min(keys, keys / 2 + m / 2 + n / 2)
-    if part["left"] >= 0:
-        seen = min(seen, part["left"] + m + n)
-    steps = seen / n
-    size = shape.bits / 8
-    kv = 1 if shape.codes is not None else size
-    dtype = part["dtype"].split()[0]
-    fresh = heads * queries * d * size + max(1, part["batch"]) * part["kv_heads"] * keys * (d + dv) * kv
+        seen = min(seen, seen / 2 + (rows + keys) / 2)
+    return min(seen, part["left"] + rows + keys) if part["left"] >= 0 else seen
+
+
+def _shared_out(part: dict[str, int], programs: int, steps: float, arch: Arch) -> tuple[int, float]:
+    """Programs that take one tile after another, and their steps: of unequal tiles about equal shares."""
+    at_once = min(programs, arch.compute_units)
+    tiles = programs / at_once
+    return at_once, steps * (tiles if part["right"] >= 0 else math.ceil(tiles))
+
+
+def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
+    """The launch of a call; none where its sequences are not known."""
+    part, shape = dict(zip(KEY_FIELDS, key, strict=True)), shape_of(key)
+    if 0 in (part["batch"], part["queries"], part["keys"]):
+        return ()
     hopper = backend == "triton_hopper"
-    groups = 2 if hopper else 1
-    many = 8 if hopper else warps
-    wide = hopper or (arch.name in _work.WIDE_UNIT and m >= 64 and warps % 4 == 0 and size <= 2)
-    scores = _work.product(m, n, d, shape.bits, many, arch, wide, dtype)
-    if wide and not hopper and warps >= 8:
-        groups = 1.5
-    values = _work.product(m, dv, n, shape.bits, many, arch, wide, dtype, True)
-    vector = m * n * (_work.softmax(arch) + 4 * shape.more + (1 if part["right"] >= 0 else 0)) + m * dv
-    if shape.codes is not None:
-        vector += n * (d + dv) * 2
-    loaded = n * (d + dv) * kv
-    lanes = many * arch.wave_size
-    programs = tiles * heads
-    stages = config.get("STAGES", config["num_stages"])
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    warps = GROUPS * _GROUP_WARPS if hopper else config["num_warps"]
+    stages = config["STAGES"] if hopper else config["num_stages"]
+    d, dv = (max(LEAST_BLOCK, _rows.power_of_two(part[name])) for name in ("d", "dv"))
+    heads = part["batch"] * part["heads"]
+    programs, steps = _rows.ceil_div(part["queries"], m) * heads, _seen(part, m, n) / n
     if hopper:
-        at_once = min(programs, arch.compute_units)
-        steps = steps * max(programs / at_once, 1)
-        if part["right"] < 0:
-            steps = seen / n * math.ceil(programs / at_once)
-        programs = at_once
-    depth = _work.depth(stages, wide, arch)
-    return [Work(
-        programs=programs, warps=12 if hopper else warps, steps=steps, loaded=loaded, fresh=fresh, depth=depth,
-        shared=int(m * d * size + (stages if arch.vendor == "nvidia" else max(1, stages - 1)) * n * (d + dv) * kv),
-        registers=m * (dv + n * 1.5) / lanes + (0 if wide else m * d * size / 4 / lanes) + values.registers,
-        stored=m * dv * size, matrix=scores.flops + values.flops, dtype=dtype, rate=scores.rate, vector=vector,
-        lds=scores.lds + values.lds + loaded * (1 if hopper else 2),
-        chain=scores.chain + values.chain + _work.REDUCE, groups=groups,
-    )]
+        programs, steps = _shared_out(part, programs, steps, arch)
+    wide = _work.wide(arch, m, warps, shape.bits)
+    groups = float(GROUPS) if hopper else _LOOSE if wide and warps >= 2 * _GROUP_WARPS else 1.0
+    scores = _work.product(m, n, d, shape.bits, warps, arch)
+    values = _work.product(m, dv, n, shape.bits, warps, arch, held=True)
+    size, kv = shape.bits / 8, 1 if shape.codes is not None else shape.bits / 8
+    loaded, lanes = n * (d + dv) * kv, warps * arch.wave_size
+    queries = heads * part["queries"] * part["d"] * size
+    return (
+        Work(
+            programs=programs, warps=_WARPS if hopper else warps, steps=steps, loaded=loaded,
+            fresh=queries + part["batch"] * part["kv_heads"] * part["keys"] * (part["d"] + part["dv"]) * kv,
+            depth=_work.depth(stages, wide, arch), shared=int(m * d * size) + _work.kept(loaded, stages, wide, arch),
+            # sums, scores and weights; queries where the matrix unit does not read them from LDS. Warps of sm_90's
+            # kernel hand theirs to each other
+            registers=0.0
+            if hopper
+            else m * (dv + 1.5 * n) / lanes
+            + (0.0 if wide else m * d * size / 4 / lanes)
+            + values.registers
+            + _work.staged(loaded, lanes, stages, arch),
+            stored=m * part["dv"] * size, matrix=scores.flops + values.flops, dtype=str(part["dtype"]).split()[0],
+            rate=scores.rate, vector=_vector(shape, part, m, n, d, dv, arch),
+            lds=scores.lds + values.lds + loaded * (1 if hopper else 2),
+            chain=scores.chain + values.chain + _work.REDUCED_CYCLES, groups=groups,
+        ),
+    )  # fmt: skip
+
+
+def _vector(shape: Shape, part: dict[str, int], m: int, n: int, d: int, dv: int, arch: Arch) -> float:
+    """Operations of a step: of scores, with those that are done to them, of sums that shrink, of codes."""
+    each = _work.SCORE_OPERATIONS[arch.vendor] + 4 * shape.more + (part["right"] >= 0)
+    return m * n * each + m * dv + (0.0 if shape.codes is None else n * (d + dv) * _work.widened(8, 16))

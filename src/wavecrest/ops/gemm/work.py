@@ -1,141 +1,168 @@
+"""What the product's kernels do, for the cost model: bytes, operations and steps by configuration."""
+
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import wavecrest.ops._rows as _rows
+import wavecrest.ops._work as _work
+import wavecrest.ops.gemm.launch as _launch
 from wavecrest.hardware import Arch
 from wavecrest.ops.gemm import space as _space
 from wavecrest.ops.gemm.config import Shape
 from wavecrest.ops.gemm.key import KEY_FIELDS, shape_of
+from wavecrest.registry import Key
 from wavecrest.tuned import Config
-from wavecrest.tuned.cost_model import Work
-from wavecrest.ops import _work
+from wavecrest.tuned.cost_model import Work, l2_bytes
+
+# bytes of an element of the result, by its dtype; else one
+_SIZES = {"float64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
+# columns of 16 bytes that a step of matrix instructions of sm_90 multiplies at a time, and cycles until the last one's
+# sums are there: what each waits where ptxas has them wait for each other
+_HOPPER_K_BYTES, _DRAINED_CYCLES = 32, 90.0
 
 
-def of_key(backend, key, config, arch):
-    part = dict(zip(KEY_FIELDS, key, strict=True))
-    shape = shape_of(key)
-    out = 4 if part["out"] in ("float32", "int32") else 1 if part["out"].startswith(("float8", "int8")) else 2
-    dtype = part["a"]
-    if dtype == "float32" and not shape.ieee:
-        dtype = "tf32"
-    return MADE[backend](shape, dtype, out, config, arch)
+def _waits(shape: Shape, config: Config, arch: Arch) -> bool:
+    """True where ptxas has each matrix instruction of sm_90 wait for the one before.
+
+    Read in the machine code (compiled for sm_90, triton 3.6): two groups of warps with 64 × 256 sums of floats each, in
+    the kernel of a tile a program, of 16 bits always and of 8 bits where K is split.
+    """
+    if arch.name != "sm_90" or (config["BLOCK_M"], config["BLOCK_N"], config["num_warps"]) != (128, 256, 8):
+        return False
+    return not config.get("PERSISTENT", 1) and (shape.a_bits == 16 or (shape.a_bits == 8 and config["SPLIT_K"] > 1))
 
 
-def _fresh(shape, config, arch, splits=1):
-    a = shape.rows * shape.K * shape.a_bits / 8
-    b = shape.columns * shape.K * shape.b_bits / 8
-    kept = arch.l2_mib * 2**20 * 0.7
-    if a + b <= kept or config.get("GROUP_M") is None:
-        return (a + b) * shape.batch
-    # tiles that run at a time: groups of GROUP_M rows of tiles by as many columns
-    m, n = config["BLOCK_M"], config["BLOCK_N"]
-    tiles_m, tiles_n = _rows.ceil_div(shape.rows, m), _rows.ceil_div(shape.columns, n)
-    at_once = arch.compute_units
+def _columns(shape: Shape) -> int:
+    """Columns of the result."""
+    return shape.columns // 2 if shape.gated else shape.columns
+
+
+def _operands(shape: Shape) -> tuple[float, float]:
+    """Bytes of a and of b."""
+    a, b = shape.rows * shape.K * shape.a_bits / 8, shape.columns * shape.K * shape.b_bits / 8
+    return a * shape.batch, b * shape.batch
+
+
+def _in_groups(shape: Shape, config: Config, arch: Arch) -> float:
+    """Bytes from memory where tiles run in groups of GROUP_M rows: those that run at a time share rows and columns."""
+    a, b = _operands(shape)
+    if a + b <= l2_bytes(arch):
+        return a + b
+    tiles_m = _rows.ceil_div(shape.rows, config["BLOCK_M"])
+    tiles_n = _rows.ceil_div(_columns(shape), config["BLOCK_N"])
     high = min(config["GROUP_M"], tiles_m)
-    wide = min(tiles_n, max(1, at_once / high))
-    rounds = tiles_m * tiles_n / (high * wide)
-    per = (high * m * shape.K * shape.a_bits + wide * n * shape.K * shape.b_bits) / 8
-    return max(a + b, rounds * per) * shape.batch
+    across = min(tiles_n, max(1.0, arch.compute_units / high))
+    rounds = tiles_m * tiles_n / (high * across)
+    return max(a + b, rounds * (a * high / tiles_m + b * across / tiles_n))
 
 
-def _tile(shape, dtype, out, config, arch, steps, programs, splits, tiles_each=1):
+def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, programs: int, steps: float) -> Work:
+    """Programs that go through `steps` of a tile each."""
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    warps, stages = config["num_warps"], config["num_stages"]
-    rows = max(1, shape.rows)
-    double = 1 + shape.gated
-    wide = arch.name in _space.WIDE_UNIT and m >= 64 and warps % 4 == 0 and not shape.ieee
-    a = min(m, rows) * k * shape.a_bits / 8
-    b = n * double * k * shape.b_bits / 8
-    product = _work.product(m, n * double, k, shape.a_bits, warps, arch, wide, dtype)
-    vector = 0.0
-    if shape.b_bits < shape.a_bits:
-        vector += n * k * (2.0 if shape.b_bits == 8 else 2.5) * double
-    if shape.step:
-        vector += 2 * m * n
+    warps, stages, tma = config["num_warps"], config["num_stages"], config.get("TMA", 0)
+    both, rows = 1 + shape.gated, min(m, shape.rows)
+    wide = _work.wide(arch, m, warps, shape.a_bits)
+    product = _work.product(m, n * both, k, shape.a_bits, warps, arch)
+    a, b = rows * k * shape.a_bits / 8, n * both * k * shape.b_bits / 8
+    whole = m * k * shape.a_bits / 8 + b
+    vector = n * both * k * _work.widened(shape.b_bits, shape.a_bits) + (2.0 * m * n if shape.step else 0.0)
+    if not tma:
+        vector += whole / _work.COPIED_BYTES * _work.COPIED_OPERATIONS
     chains = config.get("CHAINS", 1)
-    chain = product.chain / chains + 30 * (chains - 1)
-    if wide and m == 128 and n == 256 and warps == 8 and (shape.a_bits == 16 or splits > 1) and dtype != "int8" and not config.get("PERSISTENT", 1):
-        chain += k / 16 * 90
-    copies = 0 if config.get("TMA") else (m * k * shape.a_bits + n * double * k * shape.b_bits) / 128
-    vector += copies * 4
-    kept = _work.depth(stages, wide, arch)
+    # sums apart do not wait for each other, and are waited for one after another
+    chain = product.chain / chains + 30.0 * (chains - 1)
+    if _waits(shape, config, arch):
+        chain += k * shape.a_bits / 8 / _HOPPER_K_BYTES * _DRAINED_CYCLES
+    split = config.get("SPLIT_K", 2) > 1
+    size = 4 if split else _SIZES.get(str(part["out"]), 1)
+    dtype = "tf32" if shape.a_bits == 32 and not shape.ieee else str(part["a"])
+    lanes = warps * arch.wave_size
     return Work(
-        programs=programs, warps=warps, steps=steps, loaded=a + b, fresh=_fresh(shape, config, arch),
-        depth=kept, shared=_space.shared_bytes(config, shape, arch),
-        registers=_space.sums_a_lane(config, shape, arch) + product.registers,
-        stored=min(m, rows) * n * (4 if splits > 1 else out),
-        matrix=product.flops, dtype=dtype, rate=product.rate, vector=vector,
-        lds=product.lds + (a + b) * (1 if config.get("TMA") else 2), chain=chain,
-        ends=min(m, rows) * n * out / 64,
-    )
+        programs=programs * shape.batch, warps=warps, steps=steps, loaded=a + b, fresh=_in_groups(shape, config, arch),
+        depth=_work.depth(stages, wide, arch), shared=_space.shared_bytes(config, shape, arch),
+        registers=_space.sums_a_lane(config, shape, arch) + product.registers + _work.staged(a + b, lanes, stages, arch),
+        stored=rows * n * size, matrix=product.flops, dtype=dtype, rate=product.rate, vector=vector,
+        lds=product.lds + (a + b) * (1 if tma else 2), chain=chain, ends=rows * n * size / 64,
+    )  # fmt: skip
 
 
-def tiled(shape, dtype, out, config, arch):
-    m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+def tiled(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
+    """`_tile_kernel`, and `_sum_kernel` where K is split."""
     split = config["SPLIT_K"]
-    columns = shape.columns // 2 if shape.gated else shape.columns
-    tiles = _rows.ceil_div(max(1, shape.rows), m) * _rows.ceil_div(columns, n) * shape.batch
-    steps = _rows.ceil_div(_rows.ceil_div(max(1, shape.K), k), split)
+    tiles = _rows.ceil_div(shape.rows, config["BLOCK_M"]) * _rows.ceil_div(_columns(shape), config["BLOCK_N"])
+    steps = _rows.ceil_div(_rows.ceil_div(shape.K, config["BLOCK_K"]), split)
     programs = tiles * split
     if config["PERSISTENT"]:
-        at_once = min(arch.compute_units, tiles)
-        steps = steps * math.ceil(tiles / at_once)
-        programs = at_once
-    works = [_tile(shape, dtype, out, config, arch, steps, programs, split)]
-    if split > 1:
-        works.append(_sum(shape, columns, split, out, arch))
-    return works
+        programs = min(arch.compute_units, tiles)
+        steps *= math.ceil(tiles / programs)
+    first = _tile(shape, part, config, arch, programs, steps)
+    return (first,) if split == 1 else (first, _sum(shape, part, split))
 
 
-def _sum(shape, columns, split, out, arch):
-    each = 512
-    loaded = each * split * 4
-    programs = max(1, shape.rows) * _rows.ceil_div(columns, each) * shape.batch
-    return Work(programs=programs, warps=4, steps=1, loaded=loaded, fresh=0, depth=0, shared=0, registers=20,
-                stored=each * out, vector=each * split)
+def _sum(shape: Shape, part: dict[str, object], split: int) -> Work:
+    programs = shape.rows * _rows.ceil_div(_columns(shape), _launch.SUM_COLUMNS) * shape.batch
+    return _work.summed(programs, split, split, _launch.SUM_COLUMNS, _SIZES.get(str(part["out"]), 1))
 
 
-def stream(shape, dtype, out, config, arch):
-    m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    tiles = _rows.ceil_div(max(1, shape.rows), m) * _rows.ceil_div(shape.columns, n)
-    steps = tiles * _rows.ceil_div(max(1, shape.K), k)
-    programs = max(1, min(steps, arch.compute_units * config["PROGRAMS"]))
-    work = _tile(shape, dtype, out, config, arch, steps / programs, programs * shape.batch, 2)
-    a = shape.rows * shape.K * shape.a_bits / 8
-    b = shape.columns * shape.K * shape.b_bits / 8
-    asked = steps * work.loaded
-    kept = min(1.0, arch.l2_mib * 2**20 * 0.7 / (a + b))
-    work = replace(work, fresh=max(a + b, asked * (1 - kept)))
-    second = Work(programs=max(1, programs - 1), warps=config["num_warps"], steps=1, loaded=2 * m * n * 4, fresh=0,
-                  depth=0, shared=0, registers=m * n / (config["num_warps"] * arch.wave_size), stored=m * n * out)
-    return [work, second]
+def streamed(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
+    """`_stream_k_kernel` and `_join_kernel`.
+
+    Shares begin anywhere in K, so that programs that run at a time do not read the same: the L2 serves what it happens
+    to hold.
+    """
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    tiles = _rows.ceil_div(shape.rows, m) * _rows.ceil_div(shape.columns, n)
+    steps = tiles * _rows.ceil_div(shape.K, config["BLOCK_K"])
+    programs = min(steps, arch.compute_units * config["PROGRAMS"])
+    first = _tile(shape, part, config, arch, programs, steps / programs)
+    once = sum(_operands(shape))
+    missed = 1.0 - min(1.0, l2_bytes(arch) / once)
+    first = replace(first, fresh=max(once, steps * shape.batch * first.loaded * missed))
+    size = _SIZES.get(str(part["out"]), 1)
+    # two parts of a tile, a lane's share of which it adds in registers
+    second = Work(
+        programs=max(1, programs - 1) * shape.batch, warps=config["num_warps"], steps=1, loaded=2.0 * m * n * 4,
+        fresh=0.0, registers=m * n / (config["num_warps"] * arch.wave_size), stored=m * n * size,
+    )  # fmt: skip
+    return first, second
 
 
-def multiplied(shape, dtype, out, config, arch):
+def multiplied(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
+    """`_multiply_kernel` or `_words_kernel`, and `_sum_kernel` where K is split."""
     n, k, split = config["BLOCK_N"], config["BLOCK_K"], config["SPLIT_K"]
-    rows, warps, stages = max(1, shape.rows), config["num_warps"], config["num_stages"]
-    columns = shape.columns // 2 if shape.gated else shape.columns
-    programs = _rows.ceil_div(columns, n) * split * shape.batch
-    steps = _rows.ceil_div(_rows.ceil_div(shape.K, k), split)
-    double = 1 + shape.gated
-    b = n * k * shape.b_bits / 8 * double
-    a = rows * k * shape.a_bits / 8
-    lanes = warps * arch.wave_size
-    taken = n * k / lanes
-    if shape.b_bits == 4: taken /= 8
-    vector = n * k * double * (rows + (1 if shape.b_bits == 16 else 2)) + rows * k
-    work = Work(
-        programs=programs, warps=warps, steps=steps, loaded=b + a, fresh=_fresh(shape, config, arch),
+    warps, stages, both = config["num_warps"], config["num_stages"], 1 + shape.gated
+    lanes, size = warps * arch.wave_size, _SIZES.get(str(part["out"]), 1)
+    a, b = shape.rows * k * shape.a_bits / 8, n * k * both * shape.b_bits / 8
+    # products that a lane keeps apart: the codes of a word are made one after another
+    kept = n * k / lanes / (8 if shape.b_bits == 4 else 1)
+    unpacked = 1.0 if shape.b_bits == 16 else 2.0
+    copied = stages > 1
+    first = Work(
+        programs=_rows.ceil_div(_columns(shape), n) * split * shape.batch, warps=warps,
+        steps=_rows.ceil_div(_rows.ceil_div(shape.K, k), split), loaded=a + b, fresh=sum(_operands(shape)),
         depth=max(0, stages - 1), shared=int((stages - 1) * (a + b)) if arch.vendor == "nvidia" else 0,
-        registers=taken * (rows + 1) * double + (b / lanes / 4 if stages == 1 else 0),
-        stored=rows * n * (4 if split > 1 else out), vector=vector, lds=(a + b) * 2 if stages > 1 else 0, ends=taken * rows * 4 + 200,
-    )
-    works = [work]
-    if split > 1:
-        works.append(_sum(shape, columns, split, out, arch))
-    return works
+        registers=kept * (shape.rows + 1) * both + (0.0 if copied else b / lanes / 4),
+        stored=shape.rows * n * (4 if split > 1 else size),
+        vector=n * k * both * (shape.rows + unpacked) + shape.rows * k, lds=2 * (a + b) if copied else 0.0,
+        # the sums of a lane's products, and over lanes
+        ends=kept * shape.rows * 4 + _work.REDUCED_CYCLES,
+    )  # fmt: skip
+    return (first,) if split == 1 else (first, _sum(shape, part, split))
 
 
-MADE = {"triton": tiled, "triton_stream_k": stream, "triton_multiply": multiplied}
+_BY_BACKEND: dict[str, Callable[[Shape, dict[str, object], Config, Arch], tuple[Work, ...]]] = {
+    "triton": tiled,
+    "triton_stream_k": streamed,
+    "triton_multiply": multiplied,
+}
+
+
+def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
+    """The launches of a call; none where its rows are not known, or nothing is to be multiplied."""
+    shape = shape_of(key)
+    if shape.rows == 0 or shape.K == 0 or shape.columns == 0:
+        return ()
+    return _BY_BACKEND[backend](shape, dict(zip(KEY_FIELDS, key, strict=True)), config, arch)

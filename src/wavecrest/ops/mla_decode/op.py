@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ import wavecrest.ops.mla_decode.cases as _cases
 import wavecrest.ops.mla_decode.config as _config
 import wavecrest.ops.mla_decode.hopper as _hopper
 import wavecrest.ops.mla_decode.launch as _launch
+import wavecrest.ops.mla_decode.work as _work
 from wavecrest.hardware import Arch
 from wavecrest.ops.mla_decode.key import KEY_FIELDS, columns_apart, key_of, shape_of, weights_apart
 from wavecrest.ops.mla_decode.operands import Operands, check
@@ -138,6 +140,7 @@ def attach_hopper(op: Op) -> None:
         default_config=lambda key: _hopper.default(shape_of(key), _rows.arch()),
         space=lambda key, arch: _hopper.space(shape_of(key), arch),
         launches=lambda *args, config, arch: _launch.described(Operands(*args), config, arch, _hopper.KERNEL),
+        work=partial(_work.work, "triton_hopper"),
     )
 
 
@@ -157,7 +160,7 @@ _op = Op(
     emulate_cases=_cases.emulated,
     op_class="gemm",
 )
-_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=partial(_work.work, "triton"))
 attach_hopper(_op)
 
 

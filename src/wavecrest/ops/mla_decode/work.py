@@ -1,48 +1,65 @@
+"""What the kernels of attention over a latent cache do, for the cost model; not those of weights beside them."""
+
 from __future__ import annotations
 
 import wavecrest.ops._rows as _rows
-from wavecrest.ops import _work
+import wavecrest.ops._work as _work
+from wavecrest.hardware import Arch
+from wavecrest.ops.mla_decode.config import Shape
 from wavecrest.ops.mla_decode.key import KEY_FIELDS, shape_of
+from wavecrest.ops.mla_decode.launch import LEAST_BLOCK
+from wavecrest.registry import Key
+from wavecrest.tuned import Config
 from wavecrest.tuned.cost_model import Work
 
+# cycles until a program knows how many keys its sequence has
+_LENGTH_CYCLES = 1000.0
+# warps of a program of sm_90's kernel, of those that multiply, and tiles of keys that it has under way
+_HOPPER_WARPS, _HOPPER_GROUPS, _HOPPER_DEPTH = 12, 8, 1
 
-def of_key(backend, key, config, arch):
-    part = dict(zip(KEY_FIELDS, key, strict=True))
-    shape = shape_of(key)
-    m, n, warps, stages = (config[x] for x in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
-    d = shape.width + max(16, _rows.power_of_two(part["rotary"]))
-    size = shape.bits / 8
-    batch = max(1, shape.batch)
-    capacity = max(1, shape.capacity)
-    splits = max(1, _rows.ceil_div(capacity, config["KEYS"]))
-    if config["SPLITS"] > 0:
-        splits = min(splits, config["SPLITS"])
-    share = _rows.ceil_div(_rows.ceil_div(capacity, splits), config["KEYS"]) * config["KEYS"] if splits > 1 else capacity
-    splits = _rows.ceil_div(capacity, share)
-    blocks = _rows.ceil_div(shape.rows, m)
-    steps = _rows.ceil_div(share, n)
-    loaded = n * d * size
-    wide = arch.name in _work.WIDE_UNIT and m >= 64 and warps % 4 == 0 and size <= 2
-    dtype = part["dtype"]
-    scores = _work.product(m, n, d, shape.bits, warps, arch, wide, dtype)
-    values = _work.product(m, shape.width, n, shape.bits, warps, arch, wide, dtype, not wide)
-    vector = m * n * (_work.softmax(arch) + 4 * shape.more) + m * shape.width
-    lanes = warps * arch.wave_size
-    staged = loaded / 4 / lanes if stages == 1 else 0
-    rows = min(m, shape.rows)
+
+def _share(shape: Shape, config: Config) -> int:
+    """Keys of a split: as many pieces of KEYS as spread them over all splits."""
+    pieces = _rows.ceil_div(shape.capacity, config["KEYS"])
+    splits = min(pieces, config["SPLITS"]) if config["SPLITS"] > 0 else pieces
+    return _rows.ceil_div(pieces, splits) * config["KEYS"] if splits > 1 else shape.capacity
+
+
+def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
+    """The launches of a call, sequences as long as the cache; none where their number must not choose anything."""
+    part, shape = dict(zip(KEY_FIELDS, key, strict=True)), shape_of(key)
+    if 0 in (shape.batch, shape.capacity, shape.rows):
+        return ()
     hopper = backend == "triton_hopper"
-    works = [Work(
-        programs=batch * splits * blocks, warps=12 if hopper else warps, steps=steps, loaded=loaded,
-        fresh=batch * capacity * (part["latent"] + part["rotary"]) * size, depth=2 if hopper else _work.depth(stages, wide, arch),
-        shared=int(((stages if arch.vendor == "nvidia" else max(0, stages - 1)) * n + (m if wide else 0)) * d * size),
-        registers=m * (shape.width + n) / lanes + (0 if wide else m * d * size / 4 / lanes) + staged,
-        stored=rows * shape.width * (4 if splits > 1 else size), matrix=scores.flops + values.flops, dtype=dtype,
-        rate=scores.rate, vector=vector, lds=scores.lds + values.lds + 2 * loaded,
-        chain=scores.chain + values.chain + _work.REDUCE + (_work.EXCHANGE if warps > 1 else 0),
-    )]
-    if splits > 1:
-        works.append(Work(
-            programs=batch * shape.rows, warps=4, steps=splits, loaded=shape.width * 4, ends=1000, fresh=0, depth=0,
-            shared=0, registers=20, stored=shape.width * size, vector=shape.width * 2,
-        ))
-    return works
+    m, n, stages = config["BLOCK_M"], config["BLOCK_N"], config["num_stages"]
+    warps = _HOPPER_GROUPS if hopper else config["num_warps"]
+    d, size = shape.width + max(LEAST_BLOCK, _rows.power_of_two(part["rotary"])), shape.bits / 8
+    lanes = warps * arch.wave_size
+    share = _share(shape, config)
+    splits, loaded = _rows.ceil_div(shape.capacity, share), n * d * size
+    wide = _work.wide(arch, m, warps, shape.bits)
+    scores = _work.product(m, n, d, shape.bits, warps, arch)
+    values = _work.product(m, shape.width, n, shape.bits, warps, arch, held=not wide)
+    queries = m * d * size
+    first = Work(
+        programs=shape.batch * splits * _rows.ceil_div(shape.rows, m), warps=_HOPPER_WARPS if hopper else warps,
+        steps=_rows.ceil_div(share, n), loaded=loaded,
+        fresh=shape.batch * shape.capacity * (part["latent"] + part["rotary"]) * size,
+        depth=_HOPPER_DEPTH if hopper else _work.depth(stages, wide, arch),
+        shared=_work.kept(loaded, 2 if hopper else stages, wide, arch) + (int(queries) if wide else 0),
+        # warps of sm_90's kernel hand theirs to each other
+        registers=0.0
+        if hopper
+        else (m * (shape.width + n) + (0.0 if wide else queries / 4)) / lanes
+        + _work.staged(loaded, lanes, stages, arch),
+        stored=min(m, shape.rows) * part["latent"] * (4 if splits > 1 else size), matrix=scores.flops + values.flops,
+        dtype=str(part["dtype"]), rate=scores.rate,
+        vector=m * n * (_work.SCORE_OPERATIONS[arch.vendor] + 4 * shape.more) + m * shape.width,
+        lds=scores.lds + values.lds + loaded * (1 if hopper else 2),
+        chain=scores.chain + values.chain + _work.REDUCED_CYCLES + _work.EXCHANGED_CYCLES,
+    )  # fmt: skip
+    if splits == 1:
+        return (first,)
+    # one split after another
+    rows = shape.batch * shape.rows
+    return first, _work.summed(rows, splits, 1, part["latent"], size, ends=_LENGTH_CYCLES)
