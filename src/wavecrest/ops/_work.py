@@ -29,6 +29,8 @@ WIDENED_OPERATIONS = {8: 2.0, 4: 2.5}
 # and 16 bytes that a thread copies to LDS without tensor descriptors: addresses, masks and the copy
 COPIED_OPERATIONS = 4.0
 COPIED_BYTES = 16
+# bytes through LDS a byte that is copied so: written, and on its way through the first-level cache, the same memory
+COPIED_TWICE = 1.5
 
 
 class Product(NamedTuple):
@@ -81,13 +83,15 @@ def _warps(m: int, n: int, warps: int) -> tuple[int, int]:
     return high, max(1, warps // high)
 
 
-def depth(stages: int, wide: bool, arch: Arch) -> int:
+def depth(stages: int, wide: bool, arch: Arch) -> float:
     """Steps whose loads are under way while one is worked on.
 
-    Buffers are one fewer than stages where operands go through registers; the oldest of them is being read. On AMD the
-    next step is in registers beside them.
+    Buffers are one fewer than stages where operands go through registers; the oldest of them is being read. Where the
+    matrix unit reads a buffer, its product ends in the middle of the next step. On AMD the next step is in registers.
     """
-    return max(0, stages - (1 if wide or arch.vendor == "amd" else 2))
+    if arch.vendor == "amd":
+        return max(0.0, stages - 1.0)
+    return max(0.0, stages - (1.5 if wide else 2.0))
 
 
 def staged(loaded: float, lanes: int, stages: int, arch: Arch) -> float:

@@ -63,16 +63,16 @@ class Constants:
 
     overlap: float = 0.2
     launch: float = 2.5
-    following: float = 1.5
-    memory_cycles: float = 1000.0
-    l2_cycles: float = 250.0
+    following: float = 4.0
+    memory_cycles: float = 1100.0
+    l2_cycles: float = 350.0
     matrix: float = 0.7
-    bandwidth: float = 0.92
-    l2: float = 0.8
-    vector: float = 0.75
+    bandwidth: float = 0.94
+    l2: float = 0.78
+    vector: float = 0.85
     step_cycles: float = 70.0
-    program_cycles: float = 1000.0
-    registers: float = 40.0
+    program_cycles: float = 600.0
+    registers: float = 42.0
 
 
 CONSTANTS = Constants()
@@ -105,14 +105,14 @@ class Work:
     steps: float
     loaded: float
     fresh: float
-    depth: int = 0
+    depth: float = 0.0
     shared: int = 0
-    registers: float = 0.0
+    registers: float = 42.0
     stored: float = 0.0
-    matrix: float = 0.0
+    matrix: float = 0.7
     dtype: str = "float32"
     rate: float = 1.0
-    vector: float = 0.0
+    vector: float = 0.85
     lds: float = 0.0
     chain: float = 0.0
     ends: float = 0.0
@@ -192,7 +192,9 @@ def predict_launch(
     way = constants.l2_cycles + (constants.memory_cycles - constants.l2_cycles) * math.sqrt(miss)
     chain = (matrix + own) / work.groups + work.chain + constants.step_cycles + spills / L2_BYTES
     arrival = way + work.loaded / L2_BYTES
-    step = max(chain, arrival / work.depth) if work.depth else chain + arrival
+    step = max(chain, arrival / work.depth) if work.depth > 0 else chain + arrival
+    # what is written while other programs run, and by those that run last
+    written, last = (count * work.stored for count in (work.programs, min(work.programs, units * fit)))
     ends = way + constants.program_cycles + work.ends
     cycles = {
         "matrix": busiest * work.steps * matrix,
@@ -200,14 +202,13 @@ def predict_launch(
         "lds": busiest * work.steps * work.lds / LDS_BYTES,
         "l2": max(all_steps * through / (units * constants.l2), busiest * work.steps * through) / L2_BYTES
         + work.programs * work.atomics,
-        "memory": work.fresh / _memory_bytes(arch, constants),
-        # other programs of a unit go on while one begins or ends
-        "latency": rounds * work.steps * step + (rounds - 1) * ends / fit,
+        "memory": (work.fresh + written - last) / _memory_bytes(arch, constants),
+        "latency": rounds * work.steps * step + (rounds - 1) * ends,
     }
     slowest = max(cycles, key=lambda name: cycles[name])
     terms = {name: value if name == slowest else value * constants.overlap for name, value in cycles.items()}
     terms["ends"] = ends
-    terms["store"] = work.programs * work.stored / _memory_bytes(arch, constants) / (fit if rounds > 1 else 1)
+    terms["store"] = last / _memory_bytes(arch, constants)
     terms = {name: value / clock for name, value in terms.items()}
     terms["launch"] = constants.following if following else constants.launch
     return Prediction(sum(terms.values()), terms)

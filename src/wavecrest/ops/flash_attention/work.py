@@ -19,6 +19,8 @@ from wavecrest.tuned.cost_model import Work
 _LOOSE = 1.5
 # warps of a group of sm_90's kernel, and with those that copy
 _GROUP_WARPS, _WARPS = 4, 12
+# cycles until the queries of its next tile are there
+_QUERY_CYCLES = 1000.0
 
 
 def _seen(part: dict[str, int], rows: int, keys: int) -> float:
@@ -48,6 +50,7 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
     d, dv = (max(LEAST_BLOCK, _rows.power_of_two(part[name])) for name in ("d", "dv"))
     heads = part["batch"] * part["heads"]
     programs, steps = _rows.ceil_div(part["queries"], m) * heads, _seen(part, m, n) / n
+    ends = programs / min(programs, arch.compute_units) * _QUERY_CYCLES if hopper else 0.0
     if hopper:
         programs, steps = _shared_out(part, programs, steps, arch)
     wide = _work.wide(arch, m, warps, shape.bits)
@@ -72,8 +75,9 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
             + _work.staged(loaded, lanes, stages, arch),
             stored=m * part["dv"] * size, matrix=scores.flops + values.flops, dtype=str(part["dtype"]).split()[0],
             rate=scores.rate, vector=_vector(shape, part, m, n, d, dv, arch),
-            lds=scores.lds + values.lds + loaded * (1 if hopper else 2),
+            lds=scores.lds + values.lds + loaded * (1.0 if hopper else _work.COPIED_TWICE),
             chain=scores.chain + values.chain + _work.REDUCED_CYCLES, groups=groups,
+            ends=ends,
         ),
     )  # fmt: skip
 

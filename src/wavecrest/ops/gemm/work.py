@@ -85,7 +85,7 @@ def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, pro
         depth=_work.depth(stages, wide, arch), shared=_space.shared_bytes(config, shape, arch),
         registers=_space.sums_a_lane(config, shape, arch) + product.registers + _work.staged(a + b, lanes, stages, arch),
         stored=rows * n * size, matrix=product.flops, dtype=dtype, rate=product.rate, vector=vector,
-        lds=product.lds + (a + b) * (1 if tma else 2), chain=chain, ends=rows * n * size / 64,
+        lds=product.lds + (a + b) * (1.0 if tma else _work.COPIED_TWICE), chain=chain, ends=rows * n * size / 64,
     )  # fmt: skip
 
 
@@ -99,6 +99,9 @@ def tiled(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> 
         programs = min(arch.compute_units, tiles)
         steps *= math.ceil(tiles / programs)
     first = _tile(shape, part, config, arch, programs, steps)
+    if config["PERSISTENT"]:
+        # all tiles of a program but the last are stored while others are worked on
+        first = replace(first, fresh=first.fresh + (tiles - programs) * shape.batch * first.stored)
     return (first,) if split == 1 else (first, _sum(shape, part, split))
 
 
@@ -138,7 +141,7 @@ def multiplied(shape: Shape, part: dict[str, object], config: Config, arch: Arch
     a, b = shape.rows * k * shape.a_bits / 8, n * k * both * shape.b_bits / 8
     # products that a lane keeps apart: the codes of a word are made one after another
     kept = n * k / lanes / (8 if shape.b_bits == 4 else 1)
-    unpacked = 1.0 if shape.b_bits == 16 else 2.0
+    unpacked = {16: 1.0, 4: 4.0}.get(shape.b_bits, 2.0)
     copied = stages > 1
     first = Work(
         programs=_rows.ceil_div(_columns(shape), n) * split * shape.batch, warps=warps,
@@ -146,7 +149,7 @@ def multiplied(shape: Shape, part: dict[str, object], config: Config, arch: Arch
         depth=max(0, stages - 1), shared=int((stages - 1) * (a + b)) if arch.vendor == "nvidia" else 0,
         registers=kept * (shape.rows + 1) * both + (0.0 if copied else b / lanes / 4),
         stored=shape.rows * n * (4 if split > 1 else size),
-        vector=n * k * both * (shape.rows + unpacked) + shape.rows * k, lds=2 * (a + b) if copied else 0.0,
+        vector=n * k * both * (shape.rows + unpacked) + shape.rows * k, lds=(1.0 + _work.COPIED_TWICE) * (a + b) if copied else 0.0,
         # the sums of a lane's products, and over lanes
         ends=kept * shape.rows * 4 + _work.REDUCED_CYCLES,
     )  # fmt: skip

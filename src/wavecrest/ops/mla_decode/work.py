@@ -55,7 +55,7 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
         stored=min(m, shape.rows) * part["latent"] * (4 if splits > 1 else size), matrix=scores.flops + values.flops,
         dtype=str(part["dtype"]), rate=scores.rate,
         vector=m * n * (_work.SCORE_OPERATIONS[arch.vendor] + 4 * shape.more) + m * shape.width,
-        lds=scores.lds + values.lds + loaded * (1 if hopper else 2),
+        lds=scores.lds + values.lds + loaded * (1.0 if hopper else _work.COPIED_TWICE),
         chain=scores.chain + values.chain + _work.REDUCED_CYCLES + _work.EXCHANGED_CYCLES,
     )  # fmt: skip
     if splits == 1:
