@@ -93,8 +93,13 @@ class OpCoverage:
     """
 
     op: str
-    keys: dict[Source, int] = field(default_factory=dict)
-    calls: dict[Source, int] = field(default_factory=dict)
+    keys: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def add(self, source: str, calls: int) -> None:
+        """Count one more key."""
+        self.keys[source] = self.keys.get(source, 0) + 1
+        self.calls[source] = self.calls.get(source, 0) + calls
 
 
 class Coverage(list[tuple[Decision, int]]):
@@ -129,9 +134,7 @@ class Coverage(list[tuple[Decision, int]]):
         """What the decisions rest on, an op a row, in the order of their names."""
         found: dict[str, OpCoverage] = {}
         for decision, calls in sorted(self, key=lambda row: row[0].op):
-            row = found.setdefault(decision.op, OpCoverage(decision.op))
-            row.keys[decision.source] = row.keys.get(decision.source, 0) + 1
-            row.calls[decision.source] = row.calls.get(decision.source, 0) + calls
+            found.setdefault(decision.op, OpCoverage(decision.op)).add(decision.source, calls)
         return list(found.values())
 
     def __str__(self) -> str:

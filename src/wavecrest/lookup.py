@@ -40,7 +40,7 @@ def find(op: Op, key: Key, taking: tuple[str, ...], fallback: str, database: Dat
     exact = database.look_up(op.name, fields, cells)
     note = ""
     if exact is not None:
-        problem = _unusable(op, key, taking, exact.backend, exact.config)
+        problem = unusable(op, key, taking, exact.backend, exact.config)
         if not problem:
             return exact.backend, pairs(exact.config), exact.source, exact.reason
         note = f"; {exact.reason} for {exact.backend}, {problem}"
@@ -52,6 +52,18 @@ def find(op: Op, key: Key, taking: tuple[str, ...], fallback: str, database: Dat
     if modelled is not None:
         return modelled.backend, pairs(modelled.config), "model", modelled.reason + note
     return "", (), "default", note + problem
+
+
+def along(op: Op, key: Key, database: Database) -> list[tuple[int, Row]]:
+    """The measured rows that differ from a key in the first of its sizes alone, and its own, by that size."""
+    found = columns(op, key)
+    if found is None or not op.key_sizes:
+        return []
+    fields, cells = found
+    place = fields.index(op.key_sizes[0])
+    rows = [row for row in database.rows(op.name, fields).values() if isinstance(row.key[place], int)]
+    same = [row for row in rows if row.key[:place] + row.key[place + 1 :] == cells[:place] + cells[place + 1 :]]
+    return sorted(((int(row.key[place] or 0), row) for row in same), key=lambda pair: pair[0])
 
 
 def pairs(config: Config | None) -> tuple[tuple[str, int], ...]:
@@ -73,7 +85,7 @@ def fields_of(op: Op) -> tuple[str, ...]:
     return tuple([name for name in op.key_fields if name not in UNLISTED])
 
 
-def _unusable(op: Op, key: Key, taking: tuple[str, ...], backend: str, config: Config | None) -> str:
+def unusable(op: Op, key: Key, taking: tuple[str, ...], backend: str, config: Config | None) -> str:
     """Why a call cannot run as measured; "" where it can."""
     if backend not in op.backends:
         return f"which {op.name} does not have"
@@ -98,7 +110,7 @@ def _near(
     spaces: dict[str, frozenset[Config]] = {}
 
     def misfit(row: Row) -> str:
-        problem = _unusable(op, key, taking, row.backend, row.config)
+        problem = unusable(op, key, taking, row.backend, row.config)
         if problem or row.config is None:
             return problem
         if row.backend not in spaces:
@@ -115,7 +127,7 @@ def _baseline(op: Op, taking: tuple[str, ...], fallback: str, row: Row) -> float
     """What the fallback took in a row's run, in µs: PyTorch is timed in each, and one backend's default."""
     if fallback == "torch":
         return row.native_us
-    first = next((one.name for one in op.order if one.name in taking and one.takes_config), None)
+    first = next((one.name for one in op.by_priority() if one.name in taking and one.takes_config), None)
     return row.evidence.default_us if fallback == first else None
 
 
@@ -141,7 +153,7 @@ def _modelled(
     proposal = op.model(key, arch, taking, fallback)
     if proposal is None:
         return None, ""
-    problem = _unusable(op, key, taking, proposal.backend, proposal.config)
+    problem = unusable(op, key, taking, proposal.backend, proposal.config)
     return (None, f"; modelled {proposal.backend}, {problem}") if problem else (proposal, "")
 
 

@@ -32,7 +32,7 @@ from wavecrest.decision import Source as Source
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
 from wavecrest.hardware import Arch
 from wavecrest.lookup import UNLISTED as UNLISTED
-from wavecrest.tuned import Cell, Config, Database, Overlay, Proposal, Work, misses
+from wavecrest.tuned import Cell, Config, Database, Overlay, Proposal, Row, Work, misses
 
 Strict = Literal["off", "warn", "error"]
 
@@ -143,7 +143,7 @@ class Op:
     # decisions made while Dynamo traced a call; their compiled calls are not counted
     _traced: dict[Key, Decision] = field(default_factory=dict)
     # the backends by falling priority
-    order: tuple[Backend, ...] = ()
+    _order: tuple[Backend, ...] = ()
     # backend that every key uses, set by `force`; None: decide per key
     _forced: str | None = None
 
@@ -174,7 +174,7 @@ class Op:
             name, run, bind, supports, reserved, priority, takes_config, default_config, space, launches, optional,
             work,
         )
-        self.order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))
+        self._order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))
         self.forget()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -275,6 +275,10 @@ class Op:
         eager = [(entry.decision, entry.calls) for entry in self._cache.values()]
         return eager + [(decision, 0) for decision in self._traced.values()]
 
+    def by_priority(self) -> tuple[Backend, ...]:
+        """The backends by falling priority: the first that takes a call is the default choice."""
+        return self._order
+
     def _backend(self, name: str) -> Backend:
         try:
             return self.backends[name]
@@ -290,7 +294,7 @@ class Op:
         taking: tuple[str, ...] = ()
         refused: tuple[tuple[str, str], ...] = ()
         fallback: Backend | None = None
-        for backend in self.order:
+        for backend in self._order:
             reason = backend.supports(*args, **kwargs)
             if reason is None:
                 taking = (*taking, backend.name)
@@ -333,12 +337,18 @@ class Op:
         return backend.run(*args, **kwargs)
 
 
+# arguments that are their own signature: most of a call's are, and asking whether they are tensors takes longer
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
+
+
 def _signature(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """All that check, key and bind may look at."""
     grad = torch.is_grad_enabled()
     parts: list[Any] = [grad]
     for value in args:
-        if isinstance(value, Tensor):
+        if type(value) in _PLAIN:
+            parts.append(value)
+        elif isinstance(value, Tensor):
             parts += (value.shape, value.stride(), value.dtype, value.device, grad and value.requires_grad)
         else:
             parts.append(value)
@@ -489,6 +499,11 @@ def measured_in(database: Database) -> Iterator[None]:
     finally:
         _database = before
         forget()
+
+
+def measured_along(op: Op, key: Key) -> list[tuple[int, Row]]:
+    """The measured rows that differ from a call's key in the first of `key_sizes` alone, and its own, by that size."""
+    return lookup.along(op, key, _database)
 
 
 def reread() -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import pydantic
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from wavecrest.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from wavecrest.decision import OpCoverage
 
 # results go to stdout, everything about the work in progress to stderr
 out = Console(highlight=False)
@@ -85,3 +91,21 @@ def shapes_line(shapes: dict[str, str], limit: int = 4) -> str:
     """The first inputs of a bucket with their shapes, and how many more there are (a cache has two a layer)."""
     shown = ", ".join(f"{path} {shape}" for path, shape in list(shapes.items())[:limit])
     return shown + (f" and {len(shapes) - limit} more" if len(shapes) > limit else "")
+
+
+def print_coverage(rows: Sequence[OpCoverage]) -> None:
+    """What the dispatch of a run rested on: of each op its calls, and its keys by source; nothing where no op ran."""
+    from wavecrest.decision import SOURCES
+
+    if not rows:
+        return
+    sources = [source for source in SOURCES if source != "forced" or any("forced" in row.keys for row in rows)]
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title="keys by source", title_justify="left")
+    table.add_column("op", overflow="fold", min_width=8)
+    for title in ("calls", *sources):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        keys = [str(row.keys.get(source, "–")) for source in sources]
+        table.add_row(row.op, f"{sum(row.calls.values()):,}", *keys)
+    out.print(table)
+    out.print("[dim]calls inside torch.compile are decided and not counted; exact: a measured row of its own[/dim]")

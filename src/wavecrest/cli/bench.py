@@ -222,6 +222,7 @@ def _measure_ops(
     seconds: float | None,
     budget: float | None,
 ) -> None:
+    from wavecrest import registry
     from wavecrest.bench.ops import Settings
 
     plain = Settings()
@@ -234,7 +235,11 @@ def _measure_ops(
         budget=plain.budget if budget is None else budget,
     )
     places.prepare()
-    _finish(_bench_ops.measure(names, settings, device, places), places, json, None)
+    with registry.coverage() as seen:
+        record = _bench_ops.measure(names, settings, device, places)
+    if not json:
+        _shared.print_coverage(seen.by_op())
+    _finish(record, places, json, None)
 
 
 def _peers_of(text: str) -> tuple[str, ...]:
@@ -255,6 +260,8 @@ def _finish(record: OpBenchRecord, places: _bench_ops.Targets, json: bool, sourc
 def _measure_workload(
     workload: str | None, hf: str | None, device: str | None, seconds: float, output: Path | None, json: bool
 ) -> None:
+    from wavecrest import registry
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("samples"))
     with Progress(*columns, console=_shared.err, transient=True) as progress:
         task = progress.add_task("loading", total=None)
@@ -264,10 +271,12 @@ def _measure_workload(
                 task, description=f"bench {escape(bucket)}", completed=completed, total=max(completed, planned)
             )
 
-        record = run(workload, hf=hf, device=device, seconds=seconds, output=output, on_progress=on_progress)
+        with registry.coverage() as seen:
+            record = run(workload, hf=hf, device=device, seconds=seconds, output=output, on_progress=on_progress)
     if json:
         _shared.print_json(record)
     else:
         show(record)
+        _shared.print_coverage(seen.by_op())
     if output is not None:
         _shared.err.print(f"written to {output}", highlight=False, soft_wrap=True)

@@ -38,6 +38,8 @@ class ExplainRecord(pydantic.BaseModel):
     flops: int
     bytes: int
     note: str = ""
+    # what measured rows run by the first size of the key, "rows 1: triton_multiply; 4 to 16: triton; 64: torch"
+    measured: str = ""
 
 
 def _settings(op: Op, items: list[str], fp8: str | None) -> tuple[list[int], str]:
@@ -139,7 +141,24 @@ def run(op: str, settings: list[str] | None = None, device: str | None = None) -
         flops=cost.flops,
         bytes=cost.bytes,
         note=note,
+        measured=_measured(found, decision.key),
     )
+
+
+def _measured(op: Op, key: tuple[Any, ...]) -> str:
+    """What runs for each measured value of the first size, where there are several: where one overtakes the other."""
+    from wavecrest import registry
+
+    runs: list[tuple[int, int, str]] = []
+    for size, row in registry.measured_along(op, key):
+        if runs and runs[-1][2] == row.backend:
+            runs[-1] = (runs[-1][0], size, row.backend)
+        else:
+            runs.append((size, size, row.backend))
+    if not runs or runs[0][0] == runs[-1][1]:
+        return ""
+    spans = [f"{first}: {name}" if first == last else f"{first} to {last}: {name}" for first, last, name in runs]
+    return f"{op.key_sizes[0]} {'; '.join(spans)}"
 
 
 def _text(value: Any) -> str:
@@ -155,6 +174,8 @@ def _show(record: ExplainRecord) -> None:
     if record.config:
         table.add_row("config", ", ".join(f"{name}={value}" for name, value in record.config.items()))
     table.add_row("why", f"{escape(record.reason)} (source: {record.source})")
+    if record.measured:
+        table.add_row("measured", escape(record.measured))
     for backend, reason in record.refused.items():
         table.add_row(f"not {backend}", escape(reason))
     table.add_row("least work", f"{record.flops:,} operations, {record.bytes:,} bytes")

@@ -17,7 +17,20 @@ from wavecrest.cli import _shared
 from wavecrest.errors import WavecrestError
 
 # in the order of use; each is a module of wavecrest.cli with a typer function `command` (or a typer app `app`)
-COMMANDS = ("doctor", "bench", "profile", "optimize", "verify", "plan", "compare", "explain", "tune", "isa", "report")
+COMMANDS = (
+    "doctor",
+    "bench",
+    "profile",
+    "optimize",
+    "verify",
+    "plan",
+    "compare",
+    "explain",
+    "tune",
+    "db",
+    "isa",
+    "report",
+)
 
 # typer carries its own copy of click since 0.29; before, it used the package
 _ClickException: type[Exception] = next(

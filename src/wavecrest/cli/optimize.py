@@ -16,6 +16,7 @@ from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from wavecrest.decision import OpCoverage
     from wavecrest.optimizer import OptimizeResult
     from wavecrest.records import OptimizeRecord, StepOutcome
 
@@ -186,12 +187,23 @@ def print_summary(record: OptimizeRecord, folder: Path | None) -> None:
         table.add_row(*cells)
     console.print(table)
     _print_skipped(record)
+    _shared.print_coverage(_coverage(record))
     console.print()
     _print_result(record)
     if folder is not None:
         console.print(
             f"[dim]plan and report:[/] {escape(str(folder / 'plan.json'))}  {escape(str(folder / 'report.html'))}"
         )
+
+
+def _coverage(record: OptimizeRecord) -> list[OpCoverage]:
+    """The record's decisions by op."""
+    from wavecrest.decision import OpCoverage
+
+    found: dict[str, OpCoverage] = {}
+    for row in record.coverage:
+        found.setdefault(row.op, OpCoverage(row.op)).add(row.source, row.calls)
+    return list(found.values())
 
 
 def _print_skipped(record: OptimizeRecord) -> None:

@@ -57,17 +57,16 @@ def decide(record: records.TuneRecord) -> list[Left]:
     keys = [key for key in record.keys if key.backend is not None and key.us is not None]
     rows = [session.row_of(key, fields, record.suite, record.header) for key in keys]
     found = []
-    for place, key in enumerate(keys):
+    for row, key in zip(rows, keys, strict=True):
         times = _times(key)
         fallback = _fallback(op, key)
         if fallback not in times:
             continue
-        chosen = _chosen(op, rows[place], [*rows[:place], *rows[place + 1 :]], times, fallback, fields)
+        # a key's own row is none of its neighbours
+        chosen = _chosen(op, row, rows, times, fallback, fields)
         choice: Choice = fallback if chosen.row is None else (chosen.row.backend, chosen.row.config)
         best = min(times.values())
-        found.append(
-            Left(key.case, choice != fallback, times[choice] / best, times[fallback] / best, chosen.reason)
-        )
+        found.append(Left(key.case, choice != fallback, times[choice] / best, times[fallback] / best, chosen.reason))
     return found
 
 
@@ -96,14 +95,14 @@ def _times(key: records.TunedKey) -> dict[Choice, float]:
 def _fallback(op: Op, key: records.TunedKey) -> Choice:
     """What runs where nothing is measured: the backend of the highest priority that took the call."""
     taking = [one.backend for one in key.candidates if one.status != "refused"]
-    first = next((backend.name for backend in op.order if backend.name in taking), NATIVE)
+    first = next((backend.name for backend in op.by_priority() if backend.name in taking), NATIVE)
     role = "native" if first == NATIVE else "default"
     found = next((one for one in key.candidates if one.role == role and one.backend == first), None)
     return first, Config(**found.config) if found is not None and found.config else None
 
 
 def _chosen(
-    op: Op, row: Row, others: Sequence[Row], times: dict[Choice, float], fallback: Choice, fields: tuple[str, ...]
+    op: Op, row: Row, rows: Sequence[Row], times: dict[Choice, float], fallback: Choice, fields: tuple[str, ...]
 ) -> near.Found:
     sizes = tuple(place for place, name in enumerate(fields) if name in op.key_sizes)
 
@@ -114,4 +113,4 @@ def _chosen(
     def baseline(other: Row) -> float | None:
         return other.native_us if fallback[0] == NATIVE else other.evidence.default_us
 
-    return near.choose(near.neighbours(others, row.key, sizes), fallback[0], baseline, misfit)
+    return near.choose(near.neighbours(rows, row.key, sizes), fallback[0], baseline, misfit)

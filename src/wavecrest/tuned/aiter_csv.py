@@ -1,17 +1,19 @@
-"""aiter's tuned tables of 16-bit matrix products: what AMD's library has measured of itself, and would run.
+"""aiter's tuned tables of matrix products: what AMD's library has measured of itself, and would run.
 
-Two forms exist: 18 columns that begin with `gfx`, and the older 17 without it. A row is found by its exact key, of
-which the architecture and the number of CUs are a part (ROCm/aiter, aiter/tuned_gemm.py and aiter/jit/core.py, read
-2026-08-22). Its times were taken by aiter beside other libraries, not beside PyTorch, and behind a gate that lets up to
-5 % of the elements be off: they say what is worth trying here, not what is fastest.
+Those of 16 bits have 18 columns that begin with `gfx`, or the older 17 without it; those of 8 bits with a scale for
+each row and column ("a8w8") have 13, or 12 without it (aiter/configs/a8w8_tuned_gemm.csv). A row is found by its exact
+key, of which the architecture and the number of CUs are a part (ROCm/aiter, aiter/tuned_gemm.py and aiter/jit/core.py,
+read 2026-08-22). Its times were taken by aiter beside other libraries, not beside PyTorch, and behind a gate that lets
+up to 5 % of the elements be off: they say what is worth trying here, not what is fastest.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from wavecrest.errors import TableError
@@ -20,6 +22,15 @@ from wavecrest.errors import TableError
 KEY = ("gfx", "cu_num", "M", "N", "K", "bias", "dtype", "outdtype", "scaleAB", "bpreshuffle")
 # without these a file is no such table
 NEEDED = ("cu_num", "M", "N", "K", "dtype")
+# of 8 bits; with a library named they are of preshuffled weights
+NEEDED_8 = ("cu_num", "M", "N", "K", "q_dtype_w", "kernelId", "us")
+# what is written: the newer forms
+COLUMNS = (*KEY, "libtype", "solidx", "splitK", "us", "kernelName", "err_ratio", "tflops", "bw")
+COLUMNS_8 = (
+    "gfx", "cu_num", "M", "N", "K", "q_dtype_w", "kernelId", "splitK", "us", "kernelName", "tflops", "bw", "errRatio",
+)  # fmt: skip
+# lines named in a message, of all that are bad
+SHOWN = 20
 # those that come with aiter, in its folder
 SHIPPED = ("configs/bf16_tuned_gemm.csv", "configs/model_configs/*bf16_tuned_gemm*.csv")
 
@@ -39,6 +50,9 @@ class Row:
         kernel: its name, as the table has it; "" for none.
         us: its time in µs; None where the table has a placeholder (0 or less).
         file: the name of the table.
+        solution: its solidx, or kernelId; `split_k`: its splitK.
+        error: the share of elements that its tuner found off; None where it does not say.
+        line: in the file.
     """
 
     gfx: str | None
@@ -54,6 +68,15 @@ class Row:
     kernel: str
     us: float | None
     file: str
+    solution: int = field(default=0, compare=False)
+    split_k: int = field(default=0, compare=False)
+    error: float | None = field(default=None, compare=False)
+    line: int = field(default=0, compare=False)
+
+    @property
+    def eight(self) -> bool:
+        """Whether it is of 8 bits with scales of rows and columns."""
+        return self.dtype == "int8" or self.dtype.startswith("float8")
 
 
 def cells(text: str) -> tuple[tuple[str, ...], list[dict[str, str]]]:
@@ -63,35 +86,88 @@ def cells(text: str) -> tuple[tuple[str, ...], list[dict[str, str]]]:
 
 
 def parse(text: str, file: str) -> list[Row]:
-    """The rows of a table; `file` is its name, for people.
+    """The rows of a table of 16-bit or 8-bit products; `file` is its name, for people.
 
     Raises:
-        TableError: a column is missing, or a cell is not what its column holds; the message names the line.
+        TableError: a column is missing, or a cell is not what its column holds; the message names every such line.
     """
-    columns, rows = cells(text)
-    absent = [name for name in NEEDED if name not in columns]
-    if absent:
-        raise TableError(f"{file} is no table of 16-bit matrix products: no column {', '.join(absent)}")
-    found = []
-    for line, row in enumerate(rows, start=2):
-        try:
-            found.append(_row(row, file))
-        except (TypeError, ValueError) as error:
-            raise TableError(f"{file}, line {line}: {error}") from None
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    found: list[Row] = []
+    bad: list[str] = []
+    try:
+        columns = tuple(reader.fieldnames or ())
+        make = _eight if "q_dtype_w" in columns else _row
+        absent = [name for name in (NEEDED_8 if make is _eight else NEEDED) if name not in columns]
+        if absent:
+            raise TableError(f"{file} is no table of 16-bit matrix products: no column {', '.join(absent)}")
+        if make is _eight and "libtype" in columns:
+            raise TableError(f"{file} is a table of preshuffled weights, which the op gemm has no kernels for")
+        for row in reader:
+            try:
+                # a cell too few or too many: the line is cut, or another's
+                if None in row or None in row.values():
+                    raise ValueError(f"has not {len(columns)} cells")
+                found.append(make(row, file, reader.line_num))
+            except (TypeError, ValueError) as error:
+                bad.append(f"line {reader.line_num}: {error}")
+    except csv.Error as error:
+        bad.append(f"line {reader.line_num}: {error}")
+    if bad:
+        more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+        raise TableError(f"{file}, {'; '.join(bad[:SHOWN])}{more}")
     return found
 
 
-def _row(row: dict[str, str], file: str) -> Row:
+def _whole(row: dict[str, str], name: str, least: int) -> int:
+    value = int(row[name])
+    if not least <= value < 1 << 40:
+        raise ValueError(f"{name} is {value}")
+    return value
+
+
+def _number(text: str | None) -> float | None:
+    if text is None or not text.strip():
+        return None
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is no time and no share")
+    return value
+
+
+def _eight(row: dict[str, str], file: str, line: int) -> Row:
+    us = _number(row["us"])
+    return Row(
+        gfx=row.get("gfx") or None,
+        compute_units=_whole(row, "cu_num", 1),
+        M=_whole(row, "M", 1),
+        N=_whole(row, "N", 1),
+        K=_whole(row, "K", 1),
+        bias=False,
+        dtype=row["q_dtype_w"].removeprefix("torch."),
+        out="bfloat16",
+        plain=True,
+        library="ck",
+        kernel=row.get("kernelName") or "",
+        us=us if us is not None and us > 0 else None,
+        file=file,
+        solution=int(row["kernelId"]),
+        split_k=int(row.get("splitK") or 0),
+        error=_number(row.get("errRatio")),
+        line=line,
+    )
+
+
+def _row(row: dict[str, str], file: str, line: int) -> Row:
     def said(name: str) -> bool:
         return (row.get(name) or "").strip().lower() in ("true", "1")
 
-    us = float(row.get("us") or 0.0)
+    us = _number(row.get("us")) or 0.0
     return Row(
         gfx=row.get("gfx") or None,
-        compute_units=int(row["cu_num"]),
-        M=int(row["M"]),
-        N=int(row["N"]),
-        K=int(row["K"]),
+        compute_units=_whole(row, "cu_num", 1),
+        M=_whole(row, "M", 1),
+        N=_whole(row, "N", 1),
+        K=_whole(row, "K", 1),
         bias=said("bias"),
         dtype=row["dtype"].removeprefix("torch."),
         out=(row.get("outdtype") or row["dtype"]).removeprefix("torch."),
@@ -100,7 +176,33 @@ def _row(row: dict[str, str], file: str) -> Row:
         kernel=row.get("kernelName") or "",
         us=us if us > 0 else None,
         file=file,
+        solution=int(row.get("solidx") or 0),
+        split_k=int(row.get("splitK") or 0),
+        error=_number(row.get("err_ratio")),
+        line=line,
     )
+
+
+def written(rows: Iterable[Row], *, eight: bool) -> str:
+    """The text of a table of 16-bit or 8-bit products in the newer form; rows have an architecture and a time."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(COLUMNS_8 if eight else COLUMNS)
+    for row in rows:
+        assert row.us is not None
+        size = 1 if eight else 2
+        tflops = round(2 * row.M * row.N * row.K / row.us / 1e6, 2)
+        moved = round((size * (row.M * row.K + row.N * row.K) + 2 * row.M * row.N) / row.us / 1e3, 2)
+        error = "" if row.error is None else row.error
+        place = (row.gfx, row.compute_units, row.M, row.N, row.K)
+        if eight:
+            kernel = (row.solution, row.split_k, row.us, row.kernel)
+            writer.writerow((*place, f"torch.{row.dtype}", *kernel, tflops, moved, error))
+        else:
+            types = (row.bias, f"torch.{row.dtype}", f"torch.{row.out}", False, False)
+            kernel_16 = (row.library, row.solution, row.split_k, row.us, row.kernel)
+            writer.writerow((*place, *types, *kernel_16, error, tflops, moved))
+    return buffer.getvalue()
 
 
 def read(paths: Iterable[Path]) -> Iterator[Row]:

@@ -243,7 +243,7 @@ def rank(
         constants: see `Constants`.
     """
     found = []
-    for backend in op.order:
+    for backend in op.by_priority:
         if backend.work is None or backend.space is None or (backends is not None and backend.name not in backends):
             continue
         for config in backend.space(key, arch):

@@ -70,7 +70,7 @@ class Database:
             if self.overlay is not None:
                 found += [(row, True) for row in self.overlay.read(self.arch, op, fields)]
             # the last of a key stays
-            best = {row.key: (row, user) for row, user in sorted(found, key=_standing)} if found else {}
+            best = {row.key: (row, user) for row, user in (sorted(found, key=_standing) if found else ())}
             rows = self._rows[op] = {key: row for key, (row, _user) in best.items()}
             self._users[op] = frozenset(key for key, (_row, user) in best.items() if user)
         return rows

@@ -53,10 +53,10 @@ def distance(one: RowKey, other: RowKey, sizes: tuple[int, ...]) -> float | None
 
 
 def neighbours(rows: Iterable[Row], key: RowKey, sizes: tuple[int, ...]) -> list[Neighbour]:
-    """The rows within `LIMIT` of a key, nearest first; rows that others measured are none, as they have no baseline."""
+    """The rows of other keys within `LIMIT`, nearest first; what others measured has no baseline, and is left out."""
     found = []
     for row in rows:
-        if row.evidence.origin or len(row.key) != len(key):
+        if row.evidence.origin or row.key == key:
             continue
         away = distance(key, row.key, sizes)
         if away is not None and away <= LIMIT:

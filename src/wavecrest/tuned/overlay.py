@@ -88,7 +88,8 @@ class Overlay:
         Raises:
             TableError: the file is damaged, foreign, or newer than this version.
         """
-        if not self.path.exists():
+        # False, too, where a folder above may not be looked into
+        if not os.path.exists(self.path):
             return []
         given = {"arch": arch, "op": op}
         wanted = {name: value for name, value in given.items() if value is not None}
@@ -136,7 +137,7 @@ class Overlay:
         Raises:
             TableError: it cannot be read at all.
         """
-        if not self.path.exists():
+        if not os.path.exists(self.path):
             return []
         with self._reading(), closing(self._open(writing=False)) as connection:
             if self._schema(connection) == 0:
@@ -148,9 +149,10 @@ class Overlay:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        # a message of SQLite's may hold bytes of a damaged file, which are no text
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise TableError(
-                f"cannot read the user database {self.path}: {error}; move it away, or set WAVECREST_DATABASE"
+                f"cannot read the user database {self.path}: {_line(error)}; move it away, or set WAVECREST_DATABASE"
             ) from error
 
     @contextmanager
@@ -171,10 +173,11 @@ class Overlay:
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
         except sqlite3.OperationalError as error:
             raise OutputError(
-                f"cannot write the user database {self.path}: {error}; set WAVECREST_DATABASE to a file on a local disk"
+                f"cannot write the user database {self.path}: {_line(error)}; set WAVECREST_DATABASE to a file on a "
+                "local disk"
             ) from error
-        except sqlite3.DatabaseError as error:
-            raise TableError(f"the user database {self.path} is damaged: {error}; move it away") from error
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            raise TableError(f"the user database {self.path} is damaged: {_line(error)}; move it away") from error
 
     def _open(self, *, writing: bool) -> sqlite3.Connection:
         mode = "rwc" if writing else "ro"
@@ -186,7 +189,7 @@ class Overlay:
         return sqlite3.connect(name, uri=True, timeout=PATIENCE, isolation_level=None)
 
     def _has_log(self) -> bool:
-        return self.path.with_name(f"{self.path.name}-wal").exists()
+        return os.path.exists(f"{self.path}-wal")
 
     def _schema(self, connection: sqlite3.Connection) -> int:
         """The file's schema; 0 where it holds nothing yet."""
@@ -272,6 +275,10 @@ class Overlay:
 
 def _crc(texts: Iterable[str]) -> int:
     return zlib.crc32(json.dumps(list(texts)).encode())
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _json(parts: RowKey) -> str:

@@ -1,0 +1,431 @@
+"""`wavecrest db`: the measured rows that dispatch reads, the user's own and the package's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import pydantic
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from wavecrest.cli import _shared
+from wavecrest.errors import InvalidArgument, TableError
+
+if TYPE_CHECKING:
+    from wavecrest.tune.leave_one_out import Summary
+    from wavecrest.tuned import Entry, Overlay, Row
+
+app = typer.Typer(
+    help="The measured rows that dispatch reads: the user's own database, and the package's tables.",
+    no_args_is_help=True,
+)
+
+# lines named of those that are of no use
+SHOWN = 5
+
+ArchOption = Annotated[str | None, typer.Option(metavar="ARCH", help="Only rows of this architecture, such as gfx942.")]
+OpArgument = Annotated[str | None, typer.Argument(metavar="OP", help="Only rows of this op.")]
+
+
+class DbRow(pydantic.BaseModel):
+    """One measured row with its evidence; `place` is "user" or "package"."""
+
+    place: str
+    arch: str
+    op: str
+    key: dict[str, int | bool | str | None]
+    backend: str
+    config: dict[str, int]
+    us: float
+    native_us: float | None
+    default_us: float | None
+    error: float | None
+    record: str
+    device: str
+    units: int | None
+    versions: str
+    date: str
+    commit: str
+    origin: str
+
+
+class DbRecord(pydantic.BaseModel):
+    """`wavecrest db show`: the rows, and the user's database."""
+
+    kind: str = "db"
+    database: str | None
+    rows: list[DbRow]
+
+
+def user() -> Overlay:
+    """The user's database.
+
+    Raises:
+        InvalidArgument: WAVECREST_DATABASE says that there is none.
+    """
+    from wavecrest.tuned import Overlay
+
+    found = Overlay.of_user()
+    if found is None:
+        raise InvalidArgument("there is no user database: WAVECREST_DATABASE is off; set it to a file, or unset it")
+    return found
+
+
+def packaged(arch: str | None = None, op: str | None = None) -> list[Entry]:
+    """The rows that come with the package.
+
+    Raises:
+        TableError: a table is malformed.
+        InvalidArgument: a table is of no op that there is.
+    """
+    from wavecrest import lookup, registry
+    from wavecrest.tuned import Entry, database
+
+    found = []
+    for path in sorted(database.DATA.glob("*/*.csv")):
+        if (arch is None or path.parent.name == arch) and (op is None or path.stem == op):
+            fields = lookup.fields_of(registry.get(path.stem))
+            rows = database.read(path, fields).values()
+            found += [Entry(path.parent.name, path.stem, fields, row) for row in rows]
+    return found
+
+
+def run_show(op: str | None = None, arch: str | None = None) -> DbRecord:
+    """The rows of both, of an op and an architecture if they are given.
+
+    Raises:
+        InvalidArgument: there is no such op.
+        TableError: a table, or the user's database, is damaged.
+    """
+    from wavecrest import registry
+    from wavecrest.tuned import Overlay
+
+    if op is not None:
+        registry.get(op)
+    overlay = Overlay.of_user()
+    mine = [] if overlay is None else overlay.entries(arch, op)
+    rows = [_shown(entry, "user") for entry in mine]
+    rows += [_shown(entry, "package") for entry in packaged(arch, op)]
+    return DbRecord(database=None if overlay is None else str(overlay.path), rows=rows)
+
+
+def _shown(entry: Entry, place: str) -> DbRow:
+    row, evidence = entry.row, entry.row.evidence
+    return DbRow(
+        place=place, arch=entry.arch, op=entry.op, key=dict(zip(entry.fields, row.key, strict=True)),
+        backend=row.backend, config=dict(row.config or {}), us=row.us, native_us=row.native_us,
+        default_us=evidence.default_us, error=evidence.error, record=row.record, device=evidence.device,
+        units=evidence.units, versions=evidence.versions, date=evidence.date, commit=evidence.commit,
+        origin=evidence.origin,
+    )  # fmt: skip
+
+
+@app.command("show")
+def show(op: OpArgument = None, arch: ArchOption = None, json: _shared.JsonOption = False) -> None:
+    """Show the measured rows with what they rest on: times, error, device, versions, date, commit, record."""
+    record = run_show(op, arch)
+    if json:
+        _shared.print_json(record)
+        return
+    _shared.out.print(f"user database: {escape(record.database or 'off')}", soft_wrap=True)
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("row", overflow="fold", min_width=16)
+    table.add_column("runs", overflow="fold", min_width=12)
+    for title in ("time", "PyTorch"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("evidence", overflow="fold", min_width=16)
+    for row in record.rows:
+        table.add_row(*_cells(row))
+    if record.rows:
+        _shared.out.print(table)
+    mine = sum(row.place == "user" for row in record.rows)
+    _shared.out.print(f"{mine} rows of the user's, {len(record.rows) - mine} of the package's")
+
+
+def _cells(row: DbRow) -> list[str]:
+    key = " ".join(f"{name}={_text(value)}" for name, value in row.key.items() if value not in (None, False, "none"))
+    config = " ".join(f"{name}={value}" for name, value in row.config.items())
+    error = "" if row.error is None else f"error {row.error:.1e}"
+    facts = (row.origin, error, row.device, row.versions, row.date[:10], row.commit, row.record)
+    return [
+        f"{row.op} {row.arch} [dim]{row.place}\n{escape(key)}[/dim]",
+        f"{escape(row.backend)}\n[dim]{config}[/dim]" if config else escape(row.backend),
+        _shared.format_time(row.us / 1e3),
+        "–" if row.native_us is None else _shared.format_time(row.native_us / 1e3),
+        escape(", ".join(fact for fact in facts if fact)),
+    ]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def run_export(path: Path, form: str = "csv", op: str | None = None, arch: str | None = None) -> tuple[int, list[str]]:
+    """Write the user's rows to files; how many rows, and those that the form cannot say.
+
+    Args:
+        path: a folder for `csv`, which gets `<arch>/<op>.csv`; else a file.
+        form: "csv", or one of `wavecrest.tune.exchange.FORMATS`, which need `arch`.
+        op, arch: only these rows.
+
+    Raises:
+        InvalidArgument: an unknown form, or a missing architecture.
+        OutputError: a file cannot be written.
+        TableError: the user's database is damaged.
+    """
+    from wavecrest import records
+    from wavecrest.tune import exchange
+    from wavecrest.tuned import database
+
+    entries = user().entries(arch, op)
+    if form != "csv":
+        if arch is None:
+            raise InvalidArgument("a file of another program is for one architecture: give --arch")
+        made = exchange.written(entries, form, arch)
+        records.prepare_folder(path.parent)
+        records.write_text(path, made.text)
+        return made.rows, list(made.left)
+    tables: dict[tuple[str, str, tuple[str, ...]], dict[Any, Row]] = {}
+    for entry in sorted(entries, key=lambda entry: (not entry.row.evidence.origin, entry.row.evidence.date)):
+        # the last of a key stays: what wavecrest measured, and of that the newest
+        tables.setdefault((entry.arch, entry.op, entry.fields), {})[entry.row.key] = entry.row
+    for (name, of, fields), rows in tables.items():
+        database.write(path / name / f"{of}.csv", fields, rows.values())
+    count = sum(map(len, tables.values()))
+    others = len(entries) - count
+    return count, [f"{others} older rows of the same keys: a table has one a key"] if others else []
+
+
+@app.command("export")
+def export(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder for csv, else a file.")],
+    form: Annotated[
+        str, typer.Option("--format", help="csv (as the package's tables), aiter-bf16, aiter-a8w8 or tunableop.")
+    ] = "csv",
+    op: Annotated[str | None, typer.Option(help="Only rows of this op.")] = None,
+    arch: ArchOption = None,
+) -> None:
+    """Write the rows of the user's database to files."""
+    count, left = run_export(path, form, op, arch)
+    _shared.out.print(f"{count} rows written to {escape(str(path))}", soft_wrap=True)
+    _list(left)
+
+
+def run_import(paths: Iterable[Path], arch: str | None = None, op: str | None = None) -> tuple[int, list[str]]:
+    """Add the rows of files to the user's database, all or none; how many, and the lines that give none.
+
+    Args:
+        paths: tables of measured rows, records of `wavecrest tune`, tables of aiter's, result files of TunableOp's.
+        arch: what a file is for that does not say it.
+        op: that of a table whose file is not named after it.
+
+    Raises:
+        TableError, RecordError: a file is damaged; the message names the lines. Nothing is taken then.
+        InvalidArgument: an architecture or an op is missing or unknown.
+        OutputError: the database cannot be written.
+    """
+    from wavecrest import hardware, lookup, registry
+    from wavecrest.tune import exchange
+    from wavecrest.tuned import Entry, database
+
+    overlay = user()
+    entries: list[Entry] = []
+    left: list[str] = []
+    for path in paths:
+        if _is_table(path):
+            name = arch or path.parent.name
+            if name not in hardware.ARCHS:
+                raise InvalidArgument(f"{path} does not say which architecture it is for: give --arch")
+            found = registry.get(op or path.stem)
+            fields = lookup.fields_of(found)
+            entries += [Entry(name, found.name, fields, row) for row in database.read(path, fields).values()]
+            continue
+        taken = exchange.read(path, arch)
+        entries += taken.entries
+        left += [f"{path.name}, {line}" for line in taken.left]
+    count = overlay.write(entries)
+    if count < len(entries):
+        left.append(f"{len(entries) - count} rows: the database has newer ones")
+    return count, left
+
+
+def _is_table(path: Path) -> bool:
+    """Whether a file is a table of ours; one that cannot be read is none."""
+    from wavecrest.tuned.table import COLUMNS
+
+    try:
+        with path.open("rb") as file:
+            head = file.readline(1 << 16)
+    except OSError as error:
+        raise TableError(f"cannot read {path}: {error.strerror or error}") from error
+    return ",".join(COLUMNS).encode() in head
+
+
+@app.command("import")
+def import_(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE…",
+            help="Tables of measured rows (<arch>/<op>.csv), records of wavecrest tune, aiter's tuned tables of 16-bit "
+            "and a8w8 products, TunableOp's result files.",
+        ),
+    ],
+    arch: Annotated[str | None, typer.Option(metavar="ARCH", help="What a file is for that does not say it.")] = None,
+    op: Annotated[str | None, typer.Option(help="Of a table that is not named after its op.")] = None,
+) -> None:
+    """Add the rows of files to the user's database: all of them, or none if a line of a file is bad."""
+    count, left = run_import(paths, arch, op)
+    _shared.out.print(f"{count} rows added to {escape(str(user().path))}", soft_wrap=True)
+    _list(left)
+
+
+def _list(left: list[str]) -> None:
+    """What is left out, by reason: how many lines, and the first of them."""
+    reasons: dict[str, list[str]] = {}
+    for line in left:
+        where, _, reason = line.partition(": ")
+        reasons.setdefault(reason or where, []).append(where)
+    for reason, places in reasons.items():
+        few = "; ".join(places[:SHOWN]) + (f"; and {len(places) - SHOWN} more" if len(places) > SHOWN else "")
+        _shared.err.print(f"[yellow]left out[/yellow]: {escape(reason)}: {escape(few)}", soft_wrap=True)
+
+
+def run_merge(paths: Iterable[Path]) -> tuple[int, int]:
+    """Add the rows of other databases to the user's, all or none; how many were newer, and how many there were.
+
+    Raises:
+        TableError: one of them is damaged, or is not there. Nothing is taken then.
+        OutputError: the user's cannot be written.
+    """
+    from wavecrest.tuned import Overlay
+
+    overlay = user()
+    entries: list[Entry] = []
+    for path in paths:
+        if not path.is_file():
+            raise TableError(f"no database at {path}")
+        entries += Overlay(path).entries()
+    return overlay.write(entries), len(entries)
+
+
+@app.command("merge")
+def merge(
+    paths: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Other databases, such as of another machine.")],
+) -> None:
+    """Add the rows of other databases to the user's; of two rows for one key the newer stays."""
+    taken, there = run_merge(paths)
+    _shared.out.print(f"{taken} of {there} rows taken into {escape(str(user().path))}", soft_wrap=True)
+
+
+def run_check(paths: Iterable[Path] = ()) -> tuple[int, list[str]]:
+    """Look at every row of the user's database (or of these), and of the package; how many there are, what is odd.
+
+    Raises:
+        TableError: a file is damaged, or has rows that dispatch cannot use.
+    """
+    from wavecrest.tuned import Overlay
+
+    mine = Overlay.of_user()
+    given = [Overlay(path) for path in paths]
+    overlays = given or ([] if mine is None else [mine])
+    problems: list[str] = []
+    notes: list[str] = []
+    count = 0
+    for overlay in overlays:
+        problems += overlay.check()
+        for entry in overlay.entries():
+            count += 1
+            bad, note = _unusable(entry)
+            problems += [f"{overlay.path}: {bad}"] if bad else []
+            notes += [note] if note else []
+    for entry in packaged():
+        count += 1
+        bad, note = _unusable(entry)
+        problems += [f"{entry.arch}/{entry.op}.csv: {bad}"] if bad else []
+        notes += [note] if note else []
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise TableError(f"{'; '.join(problems[:SHOWN])}{more}")
+    return count, notes
+
+
+def _unusable(entry: Entry) -> tuple[str, str]:
+    """What is wrong with a row, and what keeps it from being read although it is well."""
+    from wavecrest import lookup, registry
+
+    key = " ".join(map(_text, entry.row.key))
+    if entry.op not in registry.names():
+        return "", f"{entry.op} {key}: there is no such op here"
+    op = registry.get(entry.op)
+    if entry.fields != lookup.fields_of(op):
+        return "", f"{entry.op} {key}: the op's keys have other parts now; tune it again"
+    given = dict(zip(entry.fields, entry.row.key, strict=True)) | {"device": "cuda", "grad": False}
+    whole = tuple(given[name] for name in op.key_fields)
+    problem = lookup.unusable(op, whole, tuple(op.backends), entry.row.backend, entry.row.config)
+    return (f"{entry.op} {key}: {entry.row.backend}, {problem}" if problem else ""), ""
+
+
+@app.command("check")
+def check(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE…", help="Databases, instead of the user's.")
+    ] = None,
+) -> None:
+    """Check the user's database and the package's tables: whole, readable, and of use to dispatch."""
+    count, notes = run_check(paths or ())
+    for note in notes:
+        _shared.err.print(f"[yellow]not read[/yellow]: {escape(note)}", soft_wrap=True)
+    _shared.out.print(f"{count} rows are well")
+
+
+@app.command("migrate")
+def migrate(
+    tables: Annotated[list[Path], typer.Argument(metavar="TABLE…", help="Tables, <arch>/<op>.csv.")],
+    results: Annotated[Path, typer.Option(metavar="DIR", help="Where the records that rows name are.")] = Path(
+        "benchmarks/results"
+    ),
+) -> None:
+    """Fill in the evidence of rows from before tables had it, from their records; nothing is made up."""
+    from wavecrest.tune import evidence
+
+    for table in tables:
+        done = evidence.fill(table, results)
+        _shared.out.print(f"{escape(str(table))}: {done.filled} rows filled in", soft_wrap=True)
+        _list(list(done.left))
+
+
+def run_leave_one_out(paths: Iterable[Path]) -> list[Summary]:
+    """What near rows gain and lose over the keys of tuning records; see `wavecrest.tune.leave_one_out`.
+
+    Raises:
+        RecordError: a file is no record of `wavecrest tune`.
+    """
+    from wavecrest import records
+    from wavecrest.tune import leave_one_out
+
+    found = [records.load_as(path, records.TuneRecord) for path in paths]
+    return [leave_one_out.summary(record.op, leave_one_out.decide(record)) for record in found]
+
+
+@app.command("leave-one-out")
+def leave_one_out(
+    paths: Annotated[list[Path], typer.Argument(metavar="RECORD…", help="Records of wavecrest tune.")],
+) -> None:
+    """Decide each key of tuning records by the rows of the others, and compare with what was measured."""
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in ("op", "keys", "by a near row", "chosen", "default", "slower", "worst"):
+        table.add_column(title, justify="left" if title == "op" else "right")
+    for one in run_leave_one_out(paths):
+        times = [f"{value:.3f}×" for value in (one.chosen, one.default)]
+        table.add_row(one.op, str(one.keys), str(one.taken), *times, str(one.slower), f"{one.worst:.3f}×")
+    _shared.out.print(table)
+    _shared.out.print(
+        "chosen, default: geometric mean of the time over the measured best; slower: keys that a near row made slower "
+        "than the default by over 1 %; worst: the largest such ratio",
+        soft_wrap=True,
+    )

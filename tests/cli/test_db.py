@@ -1,0 +1,441 @@
+"""`wavecrest db` as a user runs it, and what `wavecrest tune` puts into it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wavecrest import hardware, lookup, records, registry, timing
+from wavecrest.cli import db, explain, main
+from wavecrest.cli import tune as tune_cli
+from wavecrest.errors import InvalidArgument
+from wavecrest.registry import Cost, Op
+from wavecrest.tune import evidence, misses, session
+from wavecrest.tuned import Config, Database, Entry, Evidence, Overlay, Row, aiter_csv, database
+from wavecrest.tuned import misses as files
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+SHIPPED = database.DATA / "sm_90"
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Overlay:
+    path = tmp_path / "user" / "tuned.sqlite"
+    monkeypatch.setenv("WAVECREST_DATABASE", str(path))
+    monkeypatch.setenv("COLUMNS", "80")
+    return Overlay(path)
+
+
+def gemm_row(rows: int = 16, us: float = 5.0, **given: Any) -> Entry:
+    op = registry.get("gemm")
+    made = op.key(*op.inputs(rows, 64, 64, torch.bfloat16, "cpu"), *[None] * 4, *[None] * 3)
+    parts = dict(zip(op.key_fields, made, strict=True))
+    fields = lookup.fields_of(op)
+    evidence_ = Evidence(**{"units": 304, "date": "2026-01-01T00:00:00+00:00"} | given)
+    return Entry(
+        "gfx942", "gemm", fields, Row(tuple(parts[name] for name in fields), "torch", None, us, us, "r", evidence_)
+    )
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main.main(["db", *words]) == code
+    captured = capsys.readouterr()
+    return " ".join((captured.out + captured.err).split())
+
+
+def test_rows_with_their_evidence(user: Overlay, capsys: pytest.CaptureFixture[str]) -> None:
+    user.write([gemm_row(origin="aiter (asm)")])
+    assert main.main(["db", "show", "gemm"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines()[1:])) <= 80
+    assert "1 rows of the user's, 93 of the package's" in text and str(user.path) in text
+    for part in ("NVIDIA H200", "2026-11-21", "error", "0272c17", "aiter (asm)", "gfx942", "rows=16"):
+        assert part in text, part
+    assert "0 rows of the user's, 11 of the package's" in said(capsys, "show", "rope")
+    assert "0 rows of the user's, 0 of the package's" in said(capsys, "show", "--arch", "gfx950")
+    assert "no op named 'nothing'" in said(capsys, "show", "nothing", code=1)
+    assert main.main(["db", "show", "rope", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    row = shown["rows"][0]
+    assert row["place"] == "package" and row["key"]["heads"] == 32 and row["default_us"] == 5.408
+    assert row["versions"] == "torch 2.11.0+cu130; triton 3.6.0; cuda 13.0" and row["units"] == 132
+
+
+def test_every_shipped_row_has_the_evidence_of_its_record() -> None:
+    entries = db.packaged()
+    assert len(entries) == sum(len(path.read_text().splitlines()) - 1 for path in database.DATA.glob("*/*.csv"))
+    named = {entry.row.record for entry in entries}
+    loaded = {name: records.load_as(RESULTS / name, records.TuneRecord) for name in named}
+    for entry in entries:
+        record = loaded[entry.row.record]
+        (key,) = [one for one in record.keys if tuple(one.key[name] for name in entry.fields) == entry.row.key]
+        (won,) = [one for one in key.candidates if one.status == "won"]
+        found = entry.row.evidence
+        assert found.error == won.relative and found.commit == record.header.commit
+        assert (found.date, found.device) == (record.header.created, record.header.device["name"])
+        defaults = [one.ms for one in key.candidates if one.role == "default" and one.ms]
+        assert found.default_us == (round(defaults[0] * 1e3, 3) if defaults else None)
+        assert round(won.ms * 1e3, 3) == entry.row.us  # type: ignore[operator]
+
+
+def test_the_migration_fills_in_what_records_say_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "sm_90" / "rope.csv"
+    table.parent.mkdir()
+    fields = lookup.fields_of(registry.get("rope"))
+    whole = database.read(SHIPPED / "rope.csv", fields)
+    width = len(fields) + 5
+    # as it was written before
+    old = [",".join(line.split(",")[:width]) for line in (SHIPPED / "rope.csv").read_text().splitlines()]
+    table.write_text("\n".join(old) + "\n")
+    assert all(row.evidence == Evidence() for row in database.read(table, fields).values())
+    assert "11 rows filled in" in said(capsys, "migrate", str(table), "--results", str(RESULTS))
+    assert table.read_bytes() == (SHIPPED / "rope.csv").read_bytes()
+    assert evidence.fill(table, RESULTS) == evidence.Filled(0, ())
+    # another time, another winner, another record, a key that the record has not
+    plain = [replace(row, evidence=Evidence()) for row in whole.values()]
+    plain[0] = replace(plain[0], us=plain[0].us + 0.001)
+    plain[1] = replace(plain[1], config=Config(BLOCK_H=16))
+    plain[2] = replace(plain[2], record="nvidia-h200/gone.json")
+    plain[3] = replace(plain[3], key=(7, *plain[3].key[1:]))
+    database.write(table, fields, plain)
+    done = evidence.fill(table, RESULTS)
+    assert done.filled == 7 and len(done.left) == 4
+    for text in ("another winner, or another time", "gone.json is not there", "has 0 keys like it"):
+        assert any(text in one for one in done.left)
+    again = database.read(table, fields)
+    assert sum(row.evidence == Evidence() for row in again.values()) == 4
+    assert "no table at" in said(capsys, "migrate", str(tmp_path / "rope.csv"), code=1)
+    assert "no op named" in said(capsys, "migrate", str(tmp_path / "x.csv"), code=1)
+
+
+def test_there_and_back(user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(path) for path in sorted(SHIPPED.glob("*.csv"))]
+    assert "167 rows added" in said(capsys, "import", *paths)
+    assert "334 rows are well" in said(capsys, "check")
+    assert "167 rows written" in said(capsys, "export", str(tmp_path / "out"))
+    for path in SHIPPED.glob("*.csv"):
+        assert (tmp_path / "out" / "sm_90" / path.name).read_bytes() == path.read_bytes()
+    # the same rows from the record that they come from
+    other = tmp_path / "other.sqlite"
+    shutil.copy(user.path, other)
+    user.path.unlink()
+    assert "12 rows added" in said(capsys, "import", str(RESULTS / "nvidia-h200" / "tune_mla_decode.json"))
+    assert {entry.row for entry in user.entries()} == {
+        entry.row for entry in Overlay(other).entries() if entry.op == "mla_decode"
+    }
+    # a database of another machine, whose rows are as new
+    assert "167 of 167 rows taken" in said(capsys, "merge", str(other))
+    assert len(user.entries()) == 167
+    assert "no database at" in said(capsys, "merge", str(tmp_path / "gone.sqlite"), code=1)
+    assert "1 rows written" in said(capsys, "export", str(tmp_path / "one"), "--op", "rope", "--arch", "sm_90").replace(
+        "11 rows", "1 rows"
+    )
+    # one row a key in a table
+    user.write(
+        [
+            replace(entry, row=replace(entry.row, evidence=replace(entry.row.evidence, device="b", date="2027")))
+            for entry in user.entries(op="rope")
+        ]
+    )
+    text = said(capsys, "export", str(tmp_path / "two"), "--op", "rope")
+    assert "11 rows written" in text and "11 older rows of the same keys" in text
+    assert "NVIDIA H200" not in (tmp_path / "two" / "sm_90" / "rope.csv").read_text()
+
+
+def test_other_programs_files(user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header = ",".join(aiter_csv.COLUMNS)
+    good = "gfx942,304,16,6144,4096,False,torch.bfloat16,torch.bfloat16,False,False,asm,7,2,50.5,k,0.01,1.0,1.0"
+    path = tmp_path / "bf16_tuned_gemm.csv"
+    path.write_text(f"{header}\n{good}\n{good.replace('50.5', '0')}\n")
+    text = said(capsys, "import", str(path))
+    assert "1 rows added" in text and "left out: has a placeholder for a time: bf16_tuned_gemm.csv, line 3" in text
+    before = user.entries()
+    # a bad line anywhere, and nothing of any of the files is taken
+    bad = tmp_path / "bad.csv"
+    bad.write_text(f"{header}\n{good.replace('16,', '32,', 1)}\n{good.replace('50.5', 'fast')}\n")
+    other = tmp_path / "other.csv"
+    other.write_text(f"{header}\n{good.replace('304,16', '304,64')}\n")
+    text = said(capsys, "import", str(other), str(bad), code=1)
+    assert "bad.csv, line 3" in text and user.entries() == before
+    out = tmp_path / "new" / "mine.csv"
+    assert "1 rows written" in said(capsys, "export", str(out), "--format", "aiter-bf16", "--arch", "gfx942")
+    (line,) = out.read_text().splitlines()[1:]
+    assert line.startswith("gfx942,304,16,6144,4096,False,torch.bfloat16") and ",asm,7,2,50.5,k,0.01," in line
+    assert "give --arch" in said(capsys, "export", str(out), "--format", "aiter-bf16", code=1)
+    assert "--format takes csv" in said(capsys, "export", str(out), "--format", "xml", "--arch", "gfx942", code=1)
+    for words, message in (
+        (["import", str(tmp_path / "gone.csv")], "cannot read"),
+        (["import", str(tmp_path)], "cannot read"),
+        (["import", str(shutil.copy(SHIPPED / "rope.csv", tmp_path / "rope.csv"))], "give --arch"),
+        (["import", str(shutil.copy(SHIPPED / "rope.csv", tmp_path / "r.csv")), "--arch", "sm_90"], "no op named 'r'"),
+    ):
+        assert message in said(capsys, *words, code=1)
+    assert user.entries() == before
+    assert "11 rows added" in said(capsys, "import", str(tmp_path / "r.csv"), "--arch", "sm_90", "--op", "rope")
+
+
+def test_a_record_of_a_cpu_gives_no_rows(user: Overlay, tmp_path: Path) -> None:
+    record = records.load_as(RESULTS / "nvidia-h200" / "tune_rope.json", records.TuneRecord)
+    record.header.device["kind"] = "cpu"
+    records.save(record, tmp_path / "a.json")
+    with pytest.raises(InvalidArgument, match="was measured on a CPU"):
+        db.run_import([tmp_path / "a.json"])
+
+
+def test_check_names_what_dispatch_cannot_use(user: Overlay, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "167 rows are well" in said(capsys, "check")
+    good = gemm_row()
+    user.write([good, replace(good, op="gone_op"), replace(good, fields=tuple(reversed(good.fields)))])
+    text = said(capsys, "check")
+    assert "170 rows are well" in text and "there is no such op here" in text and "have other parts now" in text
+    user.write([replace(good, row=replace(good.row, backend="gone", evidence=replace(good.row.evidence, units=1)))])
+    assert "gone, which gemm does not have" in said(capsys, "check", code=1)
+    user.path.unlink()
+    user.write([replace(good, row=replace(good.row, backend="triton", config=Config(BLOCK_Q=1)))])
+    assert "triton, which does not know BLOCK_Q=1" in said(capsys, "check", code=1)
+    with sqlite3.connect(user.path) as connection:
+        connection.execute("UPDATE rows SET us = '7'")
+    connection.close()
+    assert "checksum is another" in said(capsys, "check", code=1)
+    user.path.write_bytes(b"none" * 5000)
+    for words in (["show"], ["check"], ["import", str(SHIPPED / "rope.csv")], ["merge", str(user.path)]):
+        assert str(user.path) in said(capsys, *words, code=1)
+    assert "rows are well" in said(capsys, "check", str(user.path.parent / "none.sqlite"))
+
+
+def test_without_a_users_database(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = said(capsys, "show", "rope")
+    assert "user database: off" in text and "11 of the package's" in text
+    for words in (
+        ["export", str(tmp_path)],
+        ["import", str(SHIPPED / "rope.csv")],
+        ["merge", str(SHIPPED / "rope.csv")],
+    ):
+        assert "WAVECREST_DATABASE is off" in said(capsys, *words, code=1)
+
+
+def test_leave_one_out(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "leave-one-out", str(RESULTS / "nvidia-h200" / "tune_rope.json"))
+    assert "rope 11" in text and "geometric mean" in text
+    assert "not tune" in said(capsys, "leave-one-out", str(RESULTS / "nvidia-h200" / "bench_rope.json"), code=1)
+
+
+@pytest.fixture
+def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
+    """y = 2x with a kernel of two configurations, its second the fastest by made-up times, on a stand-in for a GPU."""
+    ran: list[float] = []
+
+    def kernel(x: torch.Tensor, *, config: Config) -> torch.Tensor:
+        ran.append(30.0 / config["BLOCK"])
+        return 2 * x
+
+    def native(x: torch.Tensor) -> torch.Tensor:
+        ran.append(40.0)
+        return x + x
+
+    made = Op(
+        "double",
+        reference=lambda x: 2 * x,
+        check=lambda x: None,
+        key=lambda x: (registry.m_bucket(x.shape[0]), x.shape[1], registry.dtype_name(x), "cuda", False),
+        key_fields=("rows", "columns", "dtype", "device", "grad"),
+        key_sizes=("rows", "columns"),
+        inputs=lambda M, N, dtype, device: (torch.ones(M, N, dtype=dtype, device=device),),
+        cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
+        default_config=lambda key: Config(BLOCK=1),
+    )
+    takes = {"supports": lambda *_a, **_k: None}
+    made.attach("torch", native, priority=10, **takes)
+    made.attach("kernel", kernel, priority=5, takes_config=True, space=lambda key, arch: [Config(BLOCK=2)], **takes)
+
+    def measured(works: Any, *, device: str, seconds: float, min_rounds: int) -> timing.Interleaved:
+        for work in works:
+            work()
+        series = [tuple(us / 1e3 * (1 + place / 1e6) for place in range(min_rounds)) for us in ran[-len(works) :]]
+        return timing.Interleaved(tuple(series), "made up")
+
+    monkeypatch.setattr(timing, "measure_interleaved", measured)
+    device = replace(hardware.cpu(), arch="sm_90", name="stand-in", compute_units=77)
+    monkeypatch.setattr(hardware, "detect", lambda name=None: _Gpu(device))
+    yield made
+    del registry._OPS["double"]
+
+
+class _Gpu:
+    """A device that says it is a GPU when a command asks where rows go, and then is a CPU."""
+
+    def __init__(self, device: hardware.Device) -> None:
+        self._device, self._asked = device, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "kind" and self._asked == 0:
+            self._asked += 1
+            return "cuda"
+        return getattr(self._device, name)
+
+
+def missed(path: Path, *shapes: tuple[int, int], op: str = "double", arch: str = "sm_90", **more: Any) -> Path:
+    lines = [
+        {"op": op, "arch": arch, "key": {"rows": rows, "columns": columns, "dtype": "float32"} | more,
+         "backend": "torch", "source": "default"}
+        for rows, columns in shapes
+    ]  # fmt: skip
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    return path
+
+
+def test_misses_are_tuned_and_no_misses_any_more(
+    op: Op, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "misses.jsonl"
+    with registry.measured_in(Database(tmp_path / "no", "sm_90", user)):
+        registry.record_misses(path)
+        try:
+            for rows in (4, 4, 16):
+                op(torch.ones(rows, 8))
+        finally:
+            registry.record_misses(None)
+        assert len(files.read(path)) == 2
+        assert main.main(["tune", str(path), "--out", str(tmp_path / "a.json")]) == 0
+        # at once, without a restart: tune forgets what was read
+        registry.strict("error")
+        decision = op.decide(torch.ones(4, 8))
+        assert (decision.backend, decision.config, decision.source) == ("kernel", Config(BLOCK=2), "exact")
+        assert decision.reason.startswith("measured 15.0 µs, native 40.0 µs (a.json, user database)")
+    rows = user.entries()
+    assert [entry.row.key for entry in rows] == [(16, 8, "float32"), (4, 8, "float32")]
+    assert [entry.row.evidence.default_us for entry in rows] == [30.001] * 2, "the median of the samples made up"
+    kept = rows[0].row.evidence
+    assert (kept.device, kept.units, kept.error) == ("stand-in", 77, 0.0) and kept.date and "torch " in kept.versions
+    record = records.load_as(tmp_path / "a.json", records.TuneRecord)
+    assert record.suite == "misses" and len(record.keys) == 2
+    assert "rows=4 columns=8 dtype=float32" in [key.case for key in record.keys]
+
+
+def test_what_of_misses_cannot_be_tuned_is_said(
+    op: Op, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = missed(tmp_path / "m.jsonl", (4, 8))
+    missed(path, (4, 16), arch="gfx942")
+    missed(path, (0, 8), (3, 0))
+    missed(path, (32, 8), kind="new")
+    (record,) = tune_cli.run_misses(path, session.Settings())
+    reasons = record.left
+    assert [key.case for key in record.keys] == ["rows=4 columns=8 dtype=float32"]
+    assert reasons["rows=4 columns=16 dtype=float32"] == "was missed on gfx942, and this is sm_90"
+    assert "inside torch.compile, whose rows are not known" in reasons["rows=0 columns=8 dtype=float32"]
+    assert "double makes no call from this key" in reasons["rows=3 columns=0 dtype=float32"]
+    assert "its key has the parts rows, columns, dtype, kind" in reasons["rows=32 columns=8 dtype=float32 kind=new"]
+    assert len(user.entries()) == 1 and user.entries()[0].row.record == session.NO_RECORD
+    none = missed(tmp_path / "none.jsonl", (4, 16), arch="gfx942")
+    for words, message in (
+        ([str(none)], "has nothing to tune here: was missed on gfx942"),
+        ([str(tmp_path / "gone.jsonl")], "cannot read"),
+        ([str(path), "--resume"], "--table and --resume are for an op"),
+        ([str(missed(tmp_path / "op.jsonl", (4, 8), op="gone"))], "no op named 'gone'"),
+    ):
+        assert main.main(["tune", *words]) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_key_that_an_op_makes_otherwise_is_no_case(op: Op) -> None:
+    op.call_of_key = lambda parts, device: (torch.ones(int(parts["rows"]), 9),)  # type: ignore[arg-type]
+    miss = files.Miss("double", "sm_90", {"rows": 4, "columns": 8, "dtype": "float32"}, "torch", "default")
+    found, left = misses.cases(op, [miss], "sm_90", "cpu")
+    assert not found and list(left.values()) == ["double makes no call from this key: columns would be other"]
+    op.call_of_key = lambda parts, device: (parts["nothing"],)
+    assert "has no such key: KeyError" in next(iter(misses.cases(op, [miss], "sm_90", "cpu")[1].values()))
+
+
+@pytest.mark.parametrize("name", ["gemm", "rms_norm", "silu_and_mul", "quantize_int8"])
+def test_calls_are_made_from_keys(name: str) -> None:
+    """Every shipped key of gemm, and keys of ops over rows: the call has that key, and runs."""
+    found = registry.get(name)
+    fields = lookup.fields_of(found)
+    if name == "gemm":
+        keys = [dict(zip(fields, key, strict=True)) for key in Database(arch="sm_90").rows("gemm", fields)]
+    else:
+        made = dict(zip(found.key_fields, found.key(*found.inputs(4, 64, torch.bfloat16, "cpu")), strict=True))
+        keys = [{field: made[field] for field in fields}]
+    cases, left = misses.cases(found, [files.Miss(name, "sm_90", key, "", "") for key in keys], "sm_90", "cpu")
+    assert not left and len(cases) == len(keys)
+    small = min(cases, key=lambda case: [int(part.split("=")[1]) for part in case.name.split()[:2]])
+    args = small.make()
+    found.check(*args)
+    assert found.reference(*args) is not None
+
+
+def test_where_tune_keeps_rows(
+    op: Op, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = ["tune", "double", "--suite", "quick", "--matching", "7x1000"]
+    table = ["--table", str(tmp_path / "sm_90" / "double.csv"), "--out", str(tmp_path / "a.json")]
+    for words, rows in (
+        (["--no-keep"], 0), (table, 0), ([*table, "--keep"], 1), ([], 1),
+    ):  # fmt: skip
+        assert main.main([*quick, *words]) == 0
+        assert len(user.entries()) == rows, words
+        user.path.unlink(missing_ok=True)
+    capsys.readouterr()
+    monkeypatch.setattr(hardware, "detect", lambda name=None: hardware.cpu())
+    assert main.main([*quick, "--keep"]) == 1
+    assert "--keep is for a GPU" in capsys.readouterr().err
+    assert main.main(quick) == 0 and not user.path.exists()
+
+
+def test_a_damaged_database_is_found_before_anything_is_measured(
+    op: Op, user: Overlay, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user.path.parent.mkdir(parents=True)
+    user.path.write_bytes(b"none" * 5000)
+    monkeypatch.setattr(session, "_plan", lambda *_a: pytest.fail("measures"))
+    assert main.main(["tune", "double", "--suite", "quick"]) == 1
+    assert str(user.path) in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setenv("WAVECREST_DATABASE", "off")
+    assert main.main(["tune", "double", "--suite", "quick", "--keep"]) == 1
+    assert "WAVECREST_DATABASE is off" in capsys.readouterr().err
+
+
+def test_explain_says_what_rows_run_by_size(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "detect", lambda name=None: replace(hardware.cpu(), arch="sm_90"))
+    found = Database(tmp_path, "sm_90")
+    fields = lookup.fields_of(op)
+    runs = {1: "kernel", 8: "kernel", 64: "kernel", 128: "torch", 4096: "torch"}
+    rows = [
+        Row((size, 64, "float32"), name, Config(BLOCK=2) if name == "kernel" else None, 1.0, 1.0, "a.json")
+        for size, name in runs.items()
+    ]
+    database.write(found.path("double"), fields, [*rows, replace(rows[0], key=(2, 32, "float32"))])
+    with registry.measured_in(found):
+        record = explain.run("double", ["M=16", "N=64", "dtype=float32"], "cpu")
+        assert record.measured == "rows 1 to 64: kernel; 128 to 4096: torch"
+        assert explain.run("double", ["M=16", "N=32", "dtype=float32"], "cpu").measured == ""
+        assert explain.run("double", ["M=16", "N=48", "dtype=float32"], "cpu").measured == ""
+
+
+def test_the_table_of_sources(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from wavecrest.cli import _shared
+
+    with registry.measured_in(Database(tmp_path, "sm_90")), registry.coverage() as seen:
+        for rows in (4, 4, 16):
+            op(torch.ones(rows, 8))
+    _shared.print_coverage([row for row in seen.by_op() if row.op == "double"])
+    lines = capsys.readouterr().out.splitlines()
+    head = next(line for line in lines if "exact" in line)
+    (line,) = [line for line in lines if line.split()[:1] == ["double"]]
+    assert head.split() == ["op", "calls", "exact", "near", "model", "default"]
+    assert line.split() == ["double", "3", "–", "–", "–", "2"]
+    _shared.print_coverage([])
+    assert capsys.readouterr().out == ""
