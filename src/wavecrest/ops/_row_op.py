@@ -111,6 +111,8 @@ def register(
     )
     _rows.attach_kernel(
         op, lambda *args, config, **kwargs: bind(operands, args, kwargs, config), of(_declines), of(_reserved),
+        # one configuration, the architecture's
+        space=lambda key, arch: (configured(key[0], key[1], shape_of(key), arch),),
         work=lambda key, config, arch: work(shape_of(key), key[0], key[1], config, arch),
     )  # fmt: skip
     return op

@@ -22,6 +22,7 @@ from wavecrest.ops._lib import column_mask
 from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op, m_bucket, needs_grad
 from wavecrest.tuned import Config, Work
+from wavecrest.tuned.cost_model import propose
 
 MODES = ("copy", "read", "write")
 # what one thread moves at once: sizes are multiples of it
@@ -291,6 +292,7 @@ _op = Op(
     emulate_cases=_emulate_cases,
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=_work_of)
+_op.model = partial(propose, _op)
 
 
 def memcpy(x: Tensor, mode: str = "copy", programs: int | None = None, value: int = 0) -> Tensor:

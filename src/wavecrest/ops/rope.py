@@ -22,6 +22,7 @@ from wavecrest.ops._lib import column_mask, column_offsets
 from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op, dtype_name, m_bucket, needs_grad
 from wavecrest.tuned import Config, Work
+from wavecrest.tuned.cost_model import propose
 
 STYLES = ("neox", "gptj")
 POSITION_DTYPES = (torch.int32, torch.int64)
@@ -573,6 +574,7 @@ _op = Op(
     emulate_cases=_emulate_cases,
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=_work_of)
+_op.model = partial(propose, _op)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, style: str = "neox") -> Tensor:

@@ -19,6 +19,7 @@ from wavecrest.ops.conv2d.operands import Operands, Pair, check
 from wavecrest.ops.conv2d.reference import reference
 from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad, row_bucket
 from wavecrest.tuned import Config, Work
+from wavecrest.tuned.cost_model import propose
 
 KEY_FIELDS = (
     "pixels", "outputs", "channels", "r", "s", "groups", "stride", "dilation", "dtype", "x", "weight", "result",
@@ -249,6 +250,7 @@ _op.attach(
     launches=_launches,
     work=_work_of,
 )
+_op.model = partial(propose, _op)
 
 
 def _hashable(value: Any) -> Any:

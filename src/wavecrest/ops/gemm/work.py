@@ -71,9 +71,8 @@ def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, pro
     vector = n * both * k * _work.widened(shape.b_bits, shape.a_bits) + (2.0 * m * n if shape.step else 0.0)
     if not tma:
         vector += whole / _work.COPIED_BYTES * _work.COPIED_OPERATIONS
-    chains = config.get("CHAINS", 1)
-    # sums apart do not wait for each other, and are waited for one after another
-    chain = product.chain / chains + 30.0 * (chains - 1)
+    # sums in CHAINS do not wait for each other, but the loads of each are waited for in turn: as if there were one
+    chain = product.chain
     if _waits(shape, config, arch):
         chain += k * shape.a_bits / 8 / _HOPPER_K_BYTES * _DRAINED_CYCLES
     split = config.get("SPLIT_K", 2) > 1

@@ -20,6 +20,7 @@ from wavecrest.ops.mla_decode.operands import Operands, check
 from wavecrest.ops.mla_decode.reference import reference
 from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad
 from wavecrest.tuned import Config
+from wavecrest.tuned.cost_model import propose
 
 
 def cost_of(given: Operands) -> Cost:
@@ -161,6 +162,7 @@ _op = Op(
     op_class="gemm",
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=partial(_work.work, "triton"))
+_op.model = partial(propose, _op)
 attach_hopper(_op)
 
 

@@ -14,8 +14,8 @@ from wavecrest.tuned.cost_model import Work
 
 # cycles until a program knows how many keys its sequence has
 _LENGTH_CYCLES = 1000.0
-# warps of a program of sm_90's kernel, of those that multiply, and tiles of keys that it has under way
-_HOPPER_WARPS, _HOPPER_GROUPS, _HOPPER_DEPTH = 12, 8, 1
+# warps of a program of sm_90's kernel, of those that multiply, and tiles of keys in its shared memory
+_HOPPER_WARPS, _HOPPER_GROUPS, _HOPPER_STAGES = 12, 8, 2
 
 
 def _share(shape: Shape, config: Config) -> int:
@@ -31,7 +31,8 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
     if 0 in (shape.batch, shape.capacity, shape.rows):
         return ()
     hopper = backend == "triton_hopper"
-    m, n, stages = config["BLOCK_M"], config["BLOCK_N"], config["num_stages"]
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    stages = config.get("STAGES", _HOPPER_STAGES) if hopper else config["num_stages"]
     warps = _HOPPER_GROUPS if hopper else config["num_warps"]
     d, size = shape.width + max(LEAST_BLOCK, _rows.power_of_two(part["rotary"])), shape.bits / 8
     lanes = warps * arch.wave_size
@@ -45,8 +46,8 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
         programs=shape.batch * splits * _rows.ceil_div(shape.rows, m), warps=_HOPPER_WARPS if hopper else warps,
         steps=_rows.ceil_div(share, n), loaded=loaded,
         fresh=shape.batch * shape.capacity * (part["latent"] + part["rotary"]) * size,
-        depth=_HOPPER_DEPTH if hopper else _work.depth(stages, wide, arch),
-        shared=_work.kept(loaded, 2 if hopper else stages, wide, arch) + (int(queries) if wide else 0),
+        depth=stages - 1 if hopper else _work.depth(stages, wide, arch),
+        shared=_work.kept(loaded, stages, wide, arch) + (int(queries) if wide else 0),
         # warps of sm_90's kernel hand theirs to each other
         registers=0.0
         if hopper
