@@ -5,8 +5,8 @@
     python benchmarks/cost_model.py --trials 150                        # constants by leave-one-key-out as well
 
 No GPU is needed. Prints tables in Markdown: shares of the measured best (1: as fast), see `wavecrest.tune.modelled`.
-`--trials` draws so many sets of constants around the shipped ones (each times e^x, x normal with deviation 0.25, seed 0)
-and takes the set that suits all keys, or for each key the set that suits the others, best.
+`--trials` draws so many sets of constants around the shipped ones (each times e^x, x normal with deviation 0.25, seed
+0) and takes the set that suits all keys, or for each key the set that suits the others, best.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import argparse
 import dataclasses
 import math
 import random
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from wavecrest import hardware, records
@@ -40,35 +42,49 @@ def _drawn(count: int) -> list[Constants]:
     return found
 
 
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    for row in (names, ["---"] * len(names), *rows):
+        sys.stdout.write(f"| {' | '.join(row)} |\n")
+    sys.stdout.write("\n")
+
+
 def main() -> None:
-    """Read the records, print the tables."""
+    """Read the records, write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("records", nargs="*", type=Path, help="files of `wavecrest tune`; default: all of one H200")
     parser.add_argument("--keys", action="store_true", help="a line a key as well")
     parser.add_argument("--trials", type=int, default=0, help="sets of constants to draw")
     options = parser.parse_args()
-    found = [records.load_as(path, records.TuneRecord) for path in options.records or sorted(RECORDS.glob("tune_*.json"))]
+    paths = options.records or sorted(RECORDS.glob("tune_*.json"))
+    found = [records.load_as(path, records.TuneRecord) for path in paths]
     arch = hardware.ARCHS[found[0].header.device["arch"]]
     cases = [case for record in found for case in modelled.cases(record)]
     judged = [modelled.judge(case, arch) for case in cases]
     if options.keys:
-        print("| op | key | first | best of 5 | default | runs | predicted over measured |\n|---|---|---|---|---|---|---|")
-        for one in judged:
-            shares = " | ".join(map(_share, (one.first, one.top, one.default, one.taken, one.predicted)))
-            print(f"| {one.op} | {one.name} | {shares} |")
-        print()
-    print("| op | keys | first | worst | best of 5 | worst | default | worst | runs | worst | predicted over measured |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for op in dict.fromkeys(one.op for one in judged):
-        made = modelled.summary(op, [one for one in judged if one.op == op])
-        print(f"| {op} | {made.keys} | {' | '.join(map(_share, dataclasses.astuple(made)[2:]))} |")
-    made = modelled.summary("all", judged)
-    print(f"| all | {made.keys} | {' | '.join(map(_share, dataclasses.astuple(made)[2:]))} |")
+        _table(
+            ("op", "key", "first", "best of 5", "default", "runs", "predicted over measured"),
+            [
+                (one.op, one.name, *map(_share, (one.first, one.top, one.default, one.taken, one.predicted)))
+                for one in judged
+            ],
+        )
+    by_op = {op: [one for one in judged if one.op == op] for op in dict.fromkeys(one.op for one in judged)}
+    made = [modelled.summary(op, rows) for op, rows in {**by_op, "all": judged}.items()]
+    names = ("op", "keys", "first", "worst", "best of 5", "worst", "default", "worst", "runs", "worst")
+    _table(
+        (*names, "predicted over measured"),
+        [(one.op, str(one.keys), *map(_share, dataclasses.astuple(one)[2:])) for one in made],
+    )
     if options.trials:
-        fitted, others = modelled.held_out(cases, arch, _drawn(options.trials))
-        print("\n| constants | first, geometric mean | worst |\n|---|---|---|")
-        for name, values in (("that suit all keys", fitted), ("of each key, that suit the others", others)):
-            print(f"| {name} | {modelled.geomean(values):.3f} | {min(values):.3f} |")
+        sets = zip(
+            ("that suit all keys", "of each key, that suit the others"),
+            modelled.held_out(cases, arch, _drawn(options.trials)),
+            strict=True,
+        )
+        _table(
+            ("constants", "first, geometric mean", "worst"),
+            [(name, _share(modelled.geomean(values)), _share(min(values))) for name, values in sets],
+        )
 
 
 if __name__ == "__main__":

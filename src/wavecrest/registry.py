@@ -171,7 +171,17 @@ class Op:
     ) -> None:
         """Add a backend (see `Backend` for the arguments); decisions made before are forgotten."""
         self.backends[name] = Backend(
-            name, run, bind, supports, reserved, priority, takes_config, default_config, space, launches, optional,
+            name,
+            run,
+            bind,
+            supports,
+            reserved,
+            priority,
+            takes_config,
+            default_config,
+            space,
+            launches,
+            optional,
             work,
         )
         self._order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))

@@ -253,7 +253,7 @@ def command(
         typer.Option(
             "--candidates",
             metavar="N",
-            help="Of a key's configurations beside the default, only the N that the cost model ranks first. Default: all.",
+            help="Of a key's configurations only the default and the N that the cost model ranks first. Default: all.",
         ),
     ] = None,
     out: Annotated[

@@ -34,7 +34,7 @@ COPIED_TWICE = 1.5
 
 
 class Product(NamedTuple):
-    """A product of tiles: operations issued, share of the peak, bytes read from LDS, cycles waited, registers a lane."""
+    """A product of tiles: operations issued, share of the peak, bytes of LDS read, cycles waited, registers a lane."""
 
     flops: float
     rate: float

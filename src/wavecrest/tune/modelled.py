@@ -155,7 +155,9 @@ def geomean(values: Iterable[float]) -> float:
     return math.exp(sum(found) / len(found)) if found else 1.0
 
 
-def held_out(cases: Sequence[Case], arch: hardware.Arch, trials: Sequence[Constants]) -> tuple[list[float], list[float]]:
+def held_out(
+    cases: Sequence[Case], arch: hardware.Arch, trials: Sequence[Constants]
+) -> tuple[list[float], list[float]]:
     """First choices with the constants that suit all keys best, and of each key with those that suit the others best.
 
     What suits best is the largest mean over ops of their keys' mean logarithm of `Judged.first`, so that an op with

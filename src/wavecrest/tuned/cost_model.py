@@ -8,8 +8,8 @@ slowest resource, and of each other one a part (`Constants.overlap`), as nothing
   quantisation);
 - *l2*: what all programs load, at the rate of the whole L2, or the busiest unit's, at that of its port;
 - *memory*: the bytes that must come from memory, over its bandwidth;
-- *latency*: the steps of a program one after another, each no shorter than its chain of dependent instructions, nor than
-  the way of a load over the steps whose loads are under way.
+- *latency*: the steps of a program one after another, each no shorter than its chain of dependent instructions, nor
+  than the way of a load over the steps whose loads are under way.
 
 Nothing hides the *ends* (the first load, and what a program does before and after its steps), the *store* of results
 where programs end together, and the *launch*.
@@ -109,12 +109,12 @@ class Work:
     fresh: float
     depth: float = 0.0
     shared: int = 0
-    registers: float = 42.0
+    registers: float = 0.0
     stored: float = 0.0
-    matrix: float = 0.7
+    matrix: float = 0.0
     dtype: str = "float32"
     rate: float = 1.0
-    vector: float = 0.85
+    vector: float = 0.0
     lds: float = 0.0
     chain: float = 0.0
     ends: float = 0.0
@@ -269,5 +269,5 @@ def propose(op: Op, key: tuple[Any, ...], arch: Arch, _taking: Sequence[str], fa
     if default is None or default.prediction.us < LEAD * found[0].prediction.us:
         return None
     best, lead = found[0], default.prediction.us / found[0].prediction.us
-    reason = f"no measured row: a cost model gives it {best.prediction.us:.1f} µs, and the default {lead:.2f} times that"
+    reason = f"no measured row: the cost model gives it {best.prediction.us:.1f} µs, the default {lead:.2f} times that"
     return Proposal(best.backend, best.config, "model", reason)

@@ -39,6 +39,7 @@ def work(shape: Shape, dtype: str, x_order: str, weight_order: str, config: Conf
             shared=_work.kept(loaded, stages, wide, arch),
             registers=(m * n + 2.0 * alone) / lanes + product.registers + _work.staged(loaded, lanes, stages, arch),
             stored=min(m, shape.rows) * min(n, shape.outputs) * size, matrix=product.flops, dtype=dtype,
-            rate=product.rate, vector=accesses * _ACCESS_OPERATIONS, lds=product.lds + _work.COPIED_TWICE * loaded, chain=product.chain,
+            rate=product.rate, vector=accesses * _ACCESS_OPERATIONS,
+            lds=product.lds + _work.COPIED_TWICE * loaded, chain=product.chain,
         ),
     )  # fmt: skip

@@ -39,11 +39,13 @@ def _shared_out(part: dict[str, int], programs: int, steps: float, arch: Arch) -
 
 
 def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
-    """The launch of a call; none where its sequences are not known."""
+    """The launch of a call; none where its sequences are not known, or the kernel is not for the architecture."""
     part, shape = dict(zip(KEY_FIELDS, key, strict=True)), shape_of(key)
     if 0 in (part["batch"], part["queries"], part["keys"]):
         return ()
     hopper = backend == "triton_hopper"
+    if hopper and arch.name != "sm_90":
+        return ()
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     warps = GROUPS * _GROUP_WARPS if hopper else config["num_warps"]
     stages = config["STAGES"] if hopper else config["num_stages"]

@@ -49,7 +49,8 @@ def work(key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
         # sums and scores, queries, a half of what is loaded as it is widened
         registers=(m * (dv + n) + m * d * size / 4 + loaded / 8) / lanes + _work.staged(loaded, lanes, stages, arch),
         stored=min(m, shape.rows) * part["dv"] * (4 if splits > 1 else size), matrix=scores.flops + values.flops,
-        dtype=str(part["dtype"]), rate=scores.rate, vector=vector, lds=scores.lds + values.lds + _work.COPIED_TWICE * loaded,
+        dtype=str(part["dtype"]), rate=scores.rate, vector=vector,
+        lds=scores.lds + values.lds + _work.COPIED_TWICE * loaded,
         chain=scores.chain + values.chain + _work.REDUCED_CYCLES + (_work.EXCHANGED_CYCLES if warps > 1 else 0.0),
     )  # fmt: skip
     if splits == 1:

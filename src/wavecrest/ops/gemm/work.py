@@ -11,7 +11,7 @@ import wavecrest.ops._work as _work
 import wavecrest.ops.gemm.launch as _launch
 from wavecrest.hardware import Arch
 from wavecrest.ops.gemm import space as _space
-from wavecrest.ops.gemm.config import Shape
+from wavecrest.ops.gemm.config import MULTIPLY_ROWS, Shape
 from wavecrest.ops.gemm.key import KEY_FIELDS, shape_of
 from wavecrest.registry import Key
 from wavecrest.tuned import Config
@@ -82,7 +82,8 @@ def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, pro
     return Work(
         programs=programs * shape.batch, warps=warps, steps=steps, loaded=a + b, fresh=_in_groups(shape, config, arch),
         depth=_work.depth(stages, wide, arch), shared=_space.shared_bytes(config, shape, arch),
-        registers=_space.sums_a_lane(config, shape, arch) + product.registers + _work.staged(a + b, lanes, stages, arch),
+        registers=_space.sums_a_lane(config, shape, arch) + product.registers
+        + _work.staged(a + b, lanes, stages, arch),
         stored=rows * n * size, matrix=product.flops, dtype=dtype, rate=product.rate, vector=vector,
         lds=product.lds + (a + b) * (1.0 if tma else _work.COPIED_TWICE), chain=chain, ends=rows * n * size / 64,
     )  # fmt: skip
@@ -134,6 +135,8 @@ def streamed(shape: Shape, part: dict[str, object], config: Config, arch: Arch) 
 
 def multiplied(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
     """`_multiply_kernel` or `_words_kernel`, and `_sum_kernel` where K is split."""
+    if shape.rows > MULTIPLY_ROWS:
+        return ()
     n, k, split = config["BLOCK_N"], config["BLOCK_K"], config["SPLIT_K"]
     warps, stages, both = config["num_warps"], config["num_stages"], 1 + shape.gated
     lanes, size = warps * arch.wave_size, _SIZES.get(str(part["out"]), 1)
@@ -148,7 +151,8 @@ def multiplied(shape: Shape, part: dict[str, object], config: Config, arch: Arch
         depth=max(0, stages - 1), shared=int((stages - 1) * (a + b)) if arch.vendor == "nvidia" else 0,
         registers=kept * (shape.rows + 1) * both + (0.0 if copied else b / lanes / 4),
         stored=shape.rows * n * (4 if split > 1 else size),
-        vector=n * k * both * (shape.rows + unpacked) + shape.rows * k, lds=(1.0 + _work.COPIED_TWICE) * (a + b) if copied else 0.0,
+        vector=n * k * both * (shape.rows + unpacked) + shape.rows * k,
+        lds=(1.0 + _work.COPIED_TWICE) * (a + b) if copied else 0.0,
         # the sums of a lane's products, and over lanes
         ends=kept * shape.rows * 4 + _work.REDUCED_CYCLES,
     )  # fmt: skip
@@ -163,7 +167,7 @@ _BY_BACKEND: dict[str, Callable[[Shape, dict[str, object], Config, Arch], tuple[
 
 
 def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
-    """The launches of a call; none where its rows are not known, or nothing is to be multiplied."""
+    """The launches of a call; none where its rows are not known, are too many, or nothing is to be multiplied."""
     shape = shape_of(key)
     if shape.rows == 0 or shape.K == 0 or shape.columns == 0:
         return ()

@@ -26,11 +26,16 @@ def _share(shape: Shape, config: Config) -> int:
 
 
 def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
-    """The launches of a call, sequences as long as the cache; none where their number must not choose anything."""
+    """The launches of a call, sequences as long as the cache.
+
+    None where their number must not choose anything, or the kernel is not for the architecture.
+    """
     part, shape = dict(zip(KEY_FIELDS, key, strict=True)), shape_of(key)
     if 0 in (shape.batch, shape.capacity, shape.rows):
         return ()
     hopper = backend == "triton_hopper"
+    if hopper and arch.name != "sm_90":
+        return ()
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     stages = config.get("STAGES", _HOPPER_STAGES) if hopper else config["num_stages"]
     warps = _HOPPER_GROUPS if hopper else config["num_warps"]
