@@ -25,7 +25,6 @@ from wavecrest.ops.gemm.reference import reference, unpacked
 from wavecrest.ops.packed import PackedWeight
 from wavecrest.registry import Cost, Key, Op, needs_grad
 from wavecrest.tuned import Config
-from wavecrest.tuned.cost_model import propose
 
 
 def _cost(*args: Any) -> Cost:
@@ -150,7 +149,6 @@ _op = Op(
 )
 for _backend in _BACKENDS:
     _attach(_op, *_backend)
-_op.model = partial(propose, _op)
 
 
 # calls that look at addresses, which Dynamo does not trace: a compiled graph calls the op as it is
