@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from wavecrest.hardware import Arch
-from wavecrest.tuned import Config
+from wavecrest.tuned import Config, Work
 
 Source = Literal["exact", "near", "model", "default", "forced"]
 # where a decision comes from, the best first; "forced" is the caller's
@@ -67,7 +67,8 @@ class Backend:
 
     For `wavecrest tune`: `space(key, arch)` gives the configurations worth trying for a key, the default first, without
     those that cannot work. `launches(*args, config, arch)` gives the kernel launches of a call, so that they can be
-    compiled before it, from tensors of the device "meta" too.
+    compiled before it, from tensors of the device "meta" too. For the cost model: `work(key, config, arch)` describes
+    them (`wavecrest.tuned.Work`), none where the key does not say how much there is to do.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Backend:
     space: Callable[[Key, Arch], Iterable[Config]] | None
     launches: Callable[..., list[Any]] | None
     optional: tuple[str, ...] = ()
+    work: Callable[[Key, Config, Arch], tuple[Work, ...]] | None = None
 
 
 @dataclass(slots=True)

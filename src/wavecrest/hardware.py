@@ -20,7 +20,8 @@ class Arch:
     """One GPU architecture, described by the largest part sold of it (`part`).
 
     Peaks are dense vendor datasheet figures: a ceiling to compare with, not a measurement.
-    Units: TFLOP/s for peaks, GB/s for `bandwidth`, KiB for `lds_kib` (LDS or shared memory a workgroup may use).
+    Units: TFLOP/s for peaks (of integers Top/s), GB/s for `bandwidth`, KiB for `lds_kib` (LDS or shared memory a
+    workgroup may use), GHz for `clock` (the one that the peaks are of), MiB for `l2_mib` (of a die).
     `xcds`: dies with an L2 cache of their own, which workgroups are dealt to in turn.
     """
 
@@ -35,11 +36,16 @@ class Arch:
     peak_16bit: float
     peak_fp8: float | None
     fp8: str | None
+    peak_int8: float
+    clock: float
+    l2_mib: float
     source: str
     xcds: int = 1
 
     def peak(self, dtype: str) -> float:
         """Dense matrix peak in TFLOP/s for a torch dtype name such as "bfloat16"."""
+        if dtype == "int8":
+            return self.peak_int8
         if dtype in ("bfloat16", "float16"):
             return self.peak_16bit
         if dtype.startswith("float8") and self.peak_fp8 is not None:
@@ -53,14 +59,14 @@ _NVIDIA = "NVIDIA datasheet"
 ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (
-        Arch("gfx90a", "amd", "MI250X, one GCD", 64, 64, 110, 1638, 47.9, 191.5, None, None, _AMD),
-        Arch("gfx942", "amd", "MI300X", 64, 64, 304, 5300, 163.4, 1307.4, 2614.9, "e4m3fnuz", _AMD, 8),
-        Arch("gfx950", "amd", "MI355X", 64, 160, 256, 8000, 157.3, 2516.6, 5033.2, "e4m3fn", _AMD, 8),
-        Arch("gfx1100", "amd", "Radeon RX 7900 XTX", 32, 64, 96, 960, 61.4, 122.8, None, None, _AMD),
-        Arch("gfx1201", "amd", "Radeon RX 9070 XT", 32, 64, 64, 640, 48.7, 195.0, 389.0, "e4m3fn", _AMD),
-        Arch("sm_80", "nvidia", "A100 80GB", 32, 163, 108, 2039, 19.5, 312.0, None, None, _NVIDIA),
-        Arch("sm_90", "nvidia", "H200", 32, 227, 132, 4800, 67.0, 989.4, 1978.9, "e4m3fn", _NVIDIA),
-        Arch("sm_100", "nvidia", "B200", 32, 227, 148, 8000, 80.0, 2250.0, 4500.0, "e4m3fn", _NVIDIA),
+        Arch("gfx90a", "amd", "MI250X, one GCD", 64, 64, 110, 1638, 47.9, 191.5, None, None, 191.5, 1.7, 8, _AMD),
+        Arch("gfx942", "amd", "MI300X", 64, 64, 304, 5300, 163.4, 1307.4, 2614.9, "e4m3fnuz", 2614.9, 2.1, 4, _AMD, 8),
+        Arch("gfx950", "amd", "MI355X", 64, 160, 256, 8000, 157.3, 2516.6, 5033.2, "e4m3fn", 5033.2, 2.4, 4, _AMD, 8),
+        Arch("gfx1100", "amd", "Radeon RX 7900 XTX", 32, 64, 96, 960, 61.4, 122.8, None, None, 122.8, 2.498, 6, _AMD),
+        Arch("gfx1201", "amd", "Radeon RX 9070 XT", 32, 64, 64, 640, 48.7, 195.0, 389.0, "e4m3fn", 389, 2.97, 8, _AMD),
+        Arch("sm_80", "nvidia", "A100 80GB", 32, 163, 108, 2039, 19.5, 312.0, None, None, 624.0, 1.41, 40, _NVIDIA),
+        Arch("sm_90", "nvidia", "H200", 32, 227, 132, 4800, 67.0, 989.4, 1978.9, "e4m3fn", 1978.9, 1.83, 50, _NVIDIA),
+        Arch("sm_100", "nvidia", "B200", 32, 227, 148, 8000, 80.0, 2250.0, 4500.0, "e4m3fn", 4500, 1.856, 126, _NVIDIA),
     )
 }
 

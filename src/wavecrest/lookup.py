@@ -49,7 +49,7 @@ def find(op: Op, key: Key, taking: tuple[str, ...], fallback: str, database: Dat
     if row is not None:
         return row.backend, pairs(row.config), "near", reason + note
     note += f"; {reason}" if reason else ""
-    modelled, problem = _modelled(op, key, taking, hardware.ARCHS.get(database.arch))
+    modelled, problem = _modelled(op, key, taking, fallback, hardware.ARCHS.get(database.arch))
     if modelled is not None:
         return modelled.backend, pairs(modelled.config), "model", modelled.reason + note
     return "", (), "default", note + problem
@@ -160,11 +160,13 @@ def _others(fields: tuple[str, ...], row: Row, cells: tuple[Cell, ...]) -> str:
     return " ".join(f"{name}={there}" for name, there, here in pairs if there != here)
 
 
-def _modelled(op: Op, key: Key, taking: tuple[str, ...], arch: Arch | None) -> tuple[Proposal | None, str]:
+def _modelled(
+    op: Op, key: Key, taking: tuple[str, ...], fallback: str, arch: Arch | None
+) -> tuple[Proposal | None, str]:
     """What the op's cost model proposes, or None with the reason where what it proposes cannot run."""
     if op.model is None or arch is None:
         return None, ""
-    proposal = op.model(key, arch, taking)
+    proposal = op.model(key, arch, taking, fallback)
     if proposal is None:
         return None, ""
     problem = unusable(op, key, taking, proposal.backend, proposal.config)

@@ -32,7 +32,7 @@ from wavecrest.decision import Source as Source
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
 from wavecrest.hardware import Arch
 from wavecrest.lookup import UNLISTED as UNLISTED
-from wavecrest.tuned import Cell, Config, Database, Overlay, Proposal, Row, misses
+from wavecrest.tuned import Cell, Config, Database, Overlay, Proposal, Row, Work, misses
 
 Strict = Literal["off", "warn", "error"]
 
@@ -110,8 +110,8 @@ class Op:
             shape; or None where the tolerance of `op_class` is all there is to judge by.
         call_of_key: `call_of_key(parts, device)` gives the arguments of a call with the key whose parts it is given by
             name (None where there is no such call that it can make), so that recorded misses can be tuned.
-        model: `model(key, arch, taking)` gives what a cost model proposes for a key that has neither a row of its own
-            nor a near one, among the backends `taking` the call; or None.
+        model: `model(key, arch, taking, fallback)` gives what a cost model proposes for a key that has neither a row of
+            its own nor a near one, among the backends `taking` the call, of which `fallback` would run it; or None.
         stores: positions of the arguments that a call may write to: what is written is rounded to their dtypes, which
             an oracle in float64 leaves as they are.
     """
@@ -133,7 +133,7 @@ class Op:
     unpacked: Callable[..., tuple[Any, ...]] | None = None
     bound: Callable[..., Tensor | None] | None = None
     call_of_key: Callable[[Mapping[str, Cell], str], tuple[Any, ...] | None] | None = None
-    model: Callable[[Key, Arch, tuple[str, ...]], Proposal | None] | None = None
+    model: Callable[[Key, Arch, tuple[str, ...], str], Proposal | None] | None = None
     stores: tuple[int, ...] = ()
     op_class: str = "row"
     backends: dict[str, Backend] = field(default_factory=dict)
@@ -167,10 +167,22 @@ class Op:
         space: Callable[[Key, Arch], Iterable[Config]] | None = None,
         launches: Callable[..., list[Any]] | None = None,
         optional: tuple[str, ...] = (),
+        work: Callable[[Key, Config, Arch], tuple[Work, ...]] | None = None,
     ) -> None:
         """Add a backend (see `Backend` for the arguments); decisions made before are forgotten."""
         self.backends[name] = Backend(
-            name, run, bind, supports, reserved, priority, takes_config, default_config, space, launches, optional
+            name,
+            run,
+            bind,
+            supports,
+            reserved,
+            priority,
+            takes_config,
+            default_config,
+            space,
+            launches,
+            optional,
+            work,
         )
         self._order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))
         self.forget()

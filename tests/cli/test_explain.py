@@ -210,3 +210,36 @@ def test_table_names_backend_and_reasons(capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     assert "torch" in text and "not triton" in text and "decided for the CPU" in text
     assert max(len(line) for line in text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "sm_90"])
+def test_a_ranking_for_an_architecture_that_is_not_here(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["explain", "gemm", "16", "1024", "1024", "bf16", "--arch", arch]) == 0
+    text = capsys.readouterr().out
+    assert f"gemm on {arch}" in text and "model, not measured" in text and "(default)" in text and "memory" in text
+    assert main.main(["explain", "gemm", "16", "1024", "1024", "bf16", "--arch", arch, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["kind"], shown["evidence"], shown["arch"]) == ("explain-model", "model", arch)
+    times = [row["us"] for row in shown["ranking"]]
+    assert times == sorted(times) and min(times) > 0 and len(times) > 10
+    assert all(sum(row["shares"].values()) == pytest.approx(1) for row in shown["ranking"])
+    assert {row["backend"] for row in shown["ranking"] if row["default"]} >= {"triton", "triton_stream_k"}
+    # as many rows as the key of a call on a GPU says, whatever is here
+    assert shown["key"]["rows"] == 16 and shown["key"]["device"] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gemm", "--arch", "gfx9"], "unknown architecture 'gfx9': known are gfx90a"),
+        (["gemm", "--arch", "gfx942", "--device", "cpu"], "leave --device out"),
+        (["mla_prefill", "--arch", "gfx942"], "no backend of it describes its work"),
+        (["norm", "--arch", "gfx942"], "no op named 'norm'"),
+    ],
+)
+def test_what_cannot_be_ranked_is_said(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main.main(["explain", *arguments]) == 1
+    assert message in capsys.readouterr().err

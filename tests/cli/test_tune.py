@@ -113,11 +113,21 @@ def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr(session, "tune", tuned)
     options = ["--suite", "quick", "--matching", "4", "--backends", "torch, kernel", "--budget", "90s"]
-    options += ["--seconds", "0.5", "--workers", "3", "--out", str(tmp_path / "a.json"), "--resume"]
+    options += [
+        "--seconds",
+        "0.5",
+        "--workers",
+        "3",
+        "--candidates",
+        "7",
+        "--out",
+        str(tmp_path / "a.json"),
+        "--resume",
+    ]
     assert main.main(["tune", "double", *options]) == 0
     name, device, settings, targets = asked["args"]
     assert name == "double" and device.arch == "sm_90"
-    assert settings == session.Settings("quick", "4", ("torch", "kernel"), 90.0, 0.5, 3)
+    assert settings == session.Settings("quick", "4", ("torch", "kernel"), 90.0, 0.5, 3, 7)
     assert targets == session.Targets(tmp_path / "a.json", None) and asked["resume"] is True
 
 
@@ -132,6 +142,7 @@ def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path
         (["double", "--budget", "0"], 1, "--budget must be above zero"),
         (["double", "--seconds", "-1"], 1, "--seconds must be above zero"),
         (["double", "--workers", "0"], 1, "--workers must be at least 1"),
+        (["double", "--candidates", "0"], 1, "--candidates must be at least 1"),
         (["double", "--resume"], 1, "nothing to resume without a record"),
         (["double", "--table", "double.csv", "--out", "a.json"], 1, "--table is for a GPU"),
         ([], 1, "Missing argument"),

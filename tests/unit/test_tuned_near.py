@@ -211,7 +211,7 @@ def test_a_row_that_cannot_be_used_gives_way_to_a_near_one(op: Op, tmp_path: Pat
 def test_the_cost_model_comes_after_rows_and_before_the_default(op: Op, tmp_path: Path) -> None:
     asked: list[Any] = []
 
-    def model(key: Any, arch: hardware.Arch, taking: tuple[str, ...]) -> Proposal | None:
+    def model(key: Any, arch: hardware.Arch, taking: tuple[str, ...], fallback: str) -> Proposal | None:
         asked.append((key[:2], arch.name, taking))
         return None if key[1] == 65 else Proposal("tiles", Config(BLOCK=key[1]), "model", "modelled 3.0 µs")
 
@@ -224,13 +224,13 @@ def test_the_cost_model_comes_after_rows_and_before_the_default(op: Op, tmp_path
         assert decision.reason == "modelled 3.0 µs"
         assert asked == [((4096, 64), "sm_90", ("torch", "tiles", "reference"))]
         assert op.decide(torch.ones(4096, 65)).source == "default"
-        op.model = lambda key, arch, taking: Proposal("tiles", Config(WRONG=1), "model", "modelled")
+        op.model = lambda key, arch, taking, fallback: Proposal("tiles", Config(WRONG=1), "model", "modelled")
         decision = op.decide(torch.ones(2048, 64))
         assert decision.source == "default" and "modelled tiles, which does not know WRONG=1" in decision.reason
 
 
 def test_strict_is_about_everything_that_is_not_exact(op: Op, tmp_path: Path) -> None:
-    op.model = lambda key, arch, taking: Proposal("tiles", TILES, "model", "m") if key[1] == 4096 else None
+    op.model = lambda key, arch, taking, fallback: Proposal("tiles", TILES, "model", "m") if key[1] == 4096 else None
     calls = {"exact": (8, 64), "near": (16, 64), "model": (16, 4096), "default": (1024, 64)}
     with registry.measured_in(table(tmp_path, row(8, 64), row(16, 256))):
         for source, shape in calls.items():
@@ -364,7 +364,7 @@ def test_a_near_configuration_is_always_one_of_the_ops_space(name: str) -> None:
     fields = lookup.fields_of(op)
     taking = tuple(backend.name for backend in op.by_priority())
     fallback = next(backend.name for backend in op.by_priority() if backend.name != "aiter")
-    sources = {"near": 0, "default": 0, "exact": 0}
+    sources = {"near": 0, "model": 0, "default": 0, "exact": 0}
     for place, measured in enumerate(found.rows(name, fields).values()):
         parts = dict(zip(fields, measured.key, strict=True)) | {"device": "cuda", "grad": False}
         for scale in ((1, 1), (2, 1), (3, 2), (1, 3))[place % 2 :: 2]:

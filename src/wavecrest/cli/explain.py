@@ -1,4 +1,7 @@
-"""`wavecrest explain OP`: which backend would run a call, with which configuration, and why not the others."""
+"""`wavecrest explain OP`: which backend would run a call, with which configuration, and why not the others.
+
+With `--arch` what the cost model makes of the call's configurations there, and of what the times it gives consist.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 import typer
+from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,7 +18,11 @@ from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from wavecrest.hardware import Arch
     from wavecrest.registry import Op
+
+# configurations of a ranking that are shown
+SHOWN = 10
 
 # the sizes of a call that does not give them; of others one that keeps a tensor of four dimensions small
 DEFAULTS = {"M": 16, "N": 4096, "K": 4096}
@@ -40,6 +48,28 @@ class ExplainRecord(pydantic.BaseModel):
     note: str = ""
     # what measured rows run by the first size of the key, "rows 1: triton_multiply; 4 to 16: triton; 64: torch"
     measured: str = ""
+
+
+class Ranked(pydantic.BaseModel):
+    """A configuration by the cost model: its time in µs, and the share that each term has of it."""
+
+    backend: str
+    config: dict[str, int]
+    default: bool
+    us: float
+    shares: dict[str, float]
+
+
+class RankingRecord(pydantic.BaseModel):
+    """What the cost model makes of a call on an architecture, the fastest configuration first: no measurement."""
+
+    kind: Literal["explain-model"] = "explain-model"
+    evidence: Literal["model"] = "model"
+    op: str
+    arch: str
+    part: str
+    key: dict[str, Any]
+    ranking: list[Ranked]
 
 
 def _settings(op: Op, items: list[str], fp8: str | None) -> tuple[list[int], str]:
@@ -98,6 +128,58 @@ def _usage(op: Op) -> str:
     return f"give sizes and dtype as in '{' '.join(example)} bf16' or '{named} dtype=bfloat16'"
 
 
+def _call(op: Op, settings: list[str], arch: Arch | None, device: str) -> tuple[Any, ...]:
+    """The arguments of the call that the settings are of."""
+    import torch
+
+    sizes, dtype = _settings(op, settings, arch.fp8 if arch is not None else None)
+    try:
+        return op.inputs(*sizes, getattr(torch, dtype), device)
+    except RuntimeError as error:
+        shown = " ".join(f"{name}={size}" for name, size in zip(op.sizes, sizes, strict=True))
+        raise InvalidArgument(f"{shown} does not fit on {device}: {error}") from error
+
+
+def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord:
+    """What the cost model makes of an example call's configurations on an architecture, here or not.
+
+    Args:
+        op, settings: as for `run`.
+        arch: a name of `hardware.ARCHS`.
+
+    Raises:
+        InvalidArgument: no such op, architecture or setting; or the op has nothing that the model describes.
+    """
+    import torch
+
+    from wavecrest import hardware, registry
+    from wavecrest.tuned import cost_model
+
+    found = registry.get(op)
+    target = hardware.ARCHS.get(arch)
+    if target is None:
+        raise InvalidArgument(f"unknown architecture {arch!r}: known are {', '.join(hardware.ARCHS)}")
+    args = _call(found, settings or [], target, "cpu")
+    found.check(*args)
+    with torch.no_grad():
+        key = dict(zip(found.key_fields, found.key(*args), strict=True))
+    if "device" in key:
+        key["device"] = "cuda"
+    ranking = cost_model.rank(found, tuple(key.values()), target)
+    if not ranking:
+        described = any(backend.work is not None for backend in found.backends.values())
+        why = "no configuration of it fits" if described else "no backend of it describes its work to the cost model"
+        raise InvalidArgument(f"{op} on {arch}: {why}")
+    rows = [
+        Ranked(
+            backend=one.backend, config=one.config.kwargs, default=one.default, us=one.prediction.us,
+            shares=one.prediction.shares,
+        )
+        for one in ranking
+    ]  # fmt: skip
+    return RankingRecord(op=op, arch=arch, part=target.part, key=key, ranking=rows)
+
+
 def run(op: str, settings: list[str] | None = None, device: str | None = None) -> ExplainRecord:
     """The decision for `op` on an example call, without running it.
 
@@ -118,12 +200,7 @@ def run(op: str, settings: list[str] | None = None, device: str | None = None) -
 
     found = registry.get(op)
     target = hardware.detect(device)
-    sizes, dtype = _settings(found, settings or [], target.known.fp8 if target.known is not None else None)
-    try:
-        args = found.inputs(*sizes, getattr(torch, dtype), target.torch_name)
-    except RuntimeError as error:
-        shown = " ".join(f"{name}={size}" for name, size in zip(found.sizes, sizes, strict=True))
-        raise InvalidArgument(f"{shown} does not fit on {target.torch_name}: {error}") from error
+    args = _call(found, settings or [], target.known, target.torch_name)
     with torch.no_grad():
         decision = found.decide(*args)
     cost = found.cost(*args)
@@ -184,6 +261,29 @@ def _show(record: ExplainRecord) -> None:
         _shared.out.print(escape(record.note))
 
 
+def _show_ranking(record: RankingRecord) -> None:
+    call = ", ".join(f"{name} {_text(value)}" for name, value in record.key.items())
+    _shared.out.print(f"{record.op} on {record.arch} ({escape(record.part)}): [bold]model[/bold], not measured")
+    _shared.out.print(escape(f"call: {call}"), soft_wrap=True)
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", justify="right")
+    table.add_column("configuration", overflow="fold")
+    table.add_column("model", justify="right", no_wrap=True)
+    table.add_column("share of it", overflow="fold")
+    for place, one in enumerate(record.ranking, 1):
+        if place > SHOWN and not one.default:
+            continue
+        config = " ".join(f"{name}={value}" for name, value in one.config.items())
+        shares = sorted(one.shares.items(), key=lambda pair: -pair[1])
+        words = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
+        backend = f"{one.backend} (default)" if one.default else one.backend
+        table.add_row(str(place), f"{backend}\n[dim]{config}[/dim]", _shared.format_time(one.us / 1e3), words)
+    _shared.out.print(table)
+    hidden = len(record.ranking) - SHOWN
+    if hidden > 0:
+        _shared.out.print(f"of {len(record.ranking)} configurations; --json has all")
+
+
 def command(
     op: Annotated[str, typer.Argument(metavar="OP", help="The op's name, such as rms_norm.")],
     settings: Annotated[
@@ -195,9 +295,25 @@ def command(
         ),
     ] = None,
     device: _shared.DeviceOption = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARCH",
+            help="Show what the cost model makes of the configurations on an architecture, such as gfx942.",
+        ),
+    ] = None,
     as_json: _shared.JsonOption = False,
 ) -> None:
     """Show which backend runs an op's call, and why."""
+    if arch is not None:
+        if device is not None:
+            raise InvalidArgument("--arch is for an architecture that need not be here; leave --device out")
+        ranking = rank(op, arch, settings)
+        if as_json:
+            _shared.print_json(ranking)
+        else:
+            _show_ranking(ranking)
+        return
     record = run(op, settings, device)
     if as_json:
         _shared.print_json(record)

@@ -115,6 +115,8 @@ def _check(settings: Settings) -> None:
     for option, value in (("--seconds", settings.seconds), ("--budget", settings.budget)):
         if not value > 0:
             raise InvalidArgument(f"{option} must be above zero, not {value:g}")
+    if settings.candidates is not None and settings.candidates < 1:
+        raise InvalidArgument(f"--candidates must be at least 1, not {settings.candidates}")
     if settings.workers is not None and settings.workers < 1:
         raise InvalidArgument(f"--workers must be at least 1, not {settings.workers}")
 
@@ -246,6 +248,14 @@ def command(
     workers: Annotated[
         int | None, typer.Option(help="Processes that compile. Default: one less than there are cores.")
     ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            "--candidates",
+            metavar="N",
+            help="Of a key's configurations only the default and the N that the cost model ranks first. Default: all.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write the record here, as JSON, after each key.")
     ] = None,
@@ -278,6 +288,7 @@ def command(
         budget=parse_duration(budget),
         seconds=seconds,
         workers=workers,
+        candidates=count,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:

@@ -11,7 +11,7 @@ from pydantic import Field
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.isa import assembly, mca
 from wavecrest.isa.compiler import Compiled, arch_of
-from wavecrest.isa.occupancy import Limit, occupancy
+from wavecrest.occupancy import Limit, occupancy
 from wavecrest.records import FORMAT_VERSION, Header, Model
 
 # accesses of this many bytes a lane are the widest there are

@@ -14,7 +14,7 @@ import wavecrest.ops._rows as _rows
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._quantized import Quantization
-from wavecrest.ops._row_config import Shape, configured
+from wavecrest.ops._row_config import Shape, configured, work
 from wavecrest.ops._row_launch import COMPILE_COLUMNS, Operands, bind, compile_case
 from wavecrest.registry import Cost, Key, Op, dtype_name, m_bucket, needs_grad
 from wavecrest.tuned import Config
@@ -110,8 +110,11 @@ def register(
         op_class="quantized" if quantized else "row",
     )
     _rows.attach_kernel(
-        op, lambda *args, config, **kwargs: bind(operands, args, kwargs, config), of(_declines), of(_reserved)
-    )
+        op, lambda *args, config, **kwargs: bind(operands, args, kwargs, config), of(_declines), of(_reserved),
+        # one configuration, the architecture's
+        space=lambda key, arch: (configured(key[0], key[1], shape_of(key), arch),),
+        work=lambda key, config, arch: work(shape_of(key), key[0], key[1], config, arch),
+    )  # fmt: skip
     return op
 
 

@@ -17,7 +17,7 @@ import wavecrest.ops._triton as _triton
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument
 from wavecrest.registry import Key, Op
-from wavecrest.tuned import Config
+from wavecrest.tuned import Config, Work
 
 # above PyTorch (10) and the reference (0)
 KERNEL_PRIORITY = 20
@@ -45,6 +45,7 @@ def attach_kernel(
     reserves: Callable[..., str | None] = lambda *_args, **_kwargs: None,
     space: Callable[[Key, hardware.Arch], Iterable[Config]] | None = None,
     launches: Callable[..., list[Any]] | None = None,
+    work: Callable[[Key, Config, hardware.Arch], tuple[Work, ...]] | None = None,
 ) -> None:
     """Attach a Triton kernel to its op, by the function that binds it (see `registry.Backend` for all of them)."""
 
@@ -66,6 +67,7 @@ def attach_kernel(
         bind=bind,
         space=space,
         launches=launches,
+        work=work,
     )
 
 

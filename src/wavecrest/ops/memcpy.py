@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 import wavecrest.ops._rows as _rows
+import wavecrest.ops._work as _work
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._lib import column_mask
 from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op, m_bucket, needs_grad
-from wavecrest.tuned import Config
+from wavecrest.tuned import Config, Work
+from wavecrest.tuned.cost_model import propose
 
 MODES = ("copy", "read", "write")
 # what one thread moves at once: sizes are multiples of it
@@ -150,6 +152,25 @@ def _space(key: Key, arch: Arch) -> Iterator[Config]:
         yield Config(BLOCK=block, num_warps=threads // arch.wave_size)
 
 
+def _work_of(key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
+    """For the cost model; sums of what is read go to one address."""
+    blocks, mode, programs, *_ = key
+    if blocks == 0:
+        return ()
+    tile, size = config["BLOCK"] * WORD_BYTES, blocks * 4096
+    tiles = _rows.ceil_div(size, tile)
+    at_once = min(tiles, programs or tiles)
+    steps = _rows.ceil_div(tiles, at_once)
+    read, written = (tile if mode != "write" else 0), (tile if mode != "read" else 0)
+    registers = 2 * config["BLOCK"] / (config["num_warps"] * arch.wave_size)
+    return (
+        _work.moved(
+            config, at_once, read, steps * written, registers=registers, steps=steps, fresh=size if read else 0,
+            atomics=0 if written else 1,
+        ),
+    )  # fmt: skip
+
+
 @triton.jit
 def _move_tile(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, tile, N, value, READS: tl.constexpr, WRITES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr
@@ -270,7 +291,8 @@ _op = Op(
     bench_cases=_bench_cases,
     emulate_cases=_emulate_cases,
 )
-_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=_work_of)
+_op.model = partial(propose, _op)
 
 
 def memcpy(x: Tensor, mode: str = "copy", programs: int | None = None, value: int = 0) -> Tensor:

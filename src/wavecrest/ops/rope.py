@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 import wavecrest.ops._rows as _rows
+import wavecrest.ops._work as _work
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._lib import column_mask, column_offsets
 from wavecrest.ops._triton import tl, triton
 from wavecrest.registry import Cost, Key, Op, dtype_name, m_bucket, needs_grad
-from wavecrest.tuned import Cell, Config
+from wavecrest.tuned import Cell, Config, Work
+from wavecrest.tuned.cost_model import propose
 
 STYLES = ("neox", "gptj")
 POSITION_DTYPES = (torch.int32, torch.int64)
@@ -307,6 +309,30 @@ def _space(key: Key, arch: Arch) -> Iterator[Config]:
             yield made
 
 
+# operations a value that is turned: two products, a sum, two conversions, and its addresses
+_TURNED_OPERATIONS = 8.0
+
+
+def _work_of(key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
+    """For the cost model; a row of the tables is read by each program of its token."""
+    tokens, heads, columns, rotated, dtype, table, *_ = key
+    if 0 in (tokens, heads):
+        return ()
+    size, table_size = (4 if name == "float32" else 2 for name in (dtype, table))
+    block_t, block_h, width = config["BLOCK_T"], config["BLOCK_H"], _rows.power_of_two(columns)
+    programs = _rows.ceil_div(tokens, block_t) * _rows.ceil_div(heads, block_h)
+    values = min(block_t, tokens) * min(block_h, heads) * columns
+    angles = min(block_t, tokens) * rotated * table_size
+    return (
+        _work.moved(
+            config, programs, values * size + angles, values * size,
+            registers=2 * block_t * block_h * width / (config["num_warps"] * arch.wave_size),
+            operations=block_t * block_h * width * _TURNED_OPERATIONS,
+            fresh=tokens * (heads * columns * size + rotated * table_size),
+        ),
+    )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=[
         "inner", "size1", "blocks_t", "blocks_h", "heads", "positions", "half", "rest",
@@ -561,7 +587,8 @@ _op = Op(
     emulate_cases=_emulate_cases,
     call_of_key=_call_of_key,
 )
-_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=_work_of)
+_op.model = partial(propose, _op)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, style: str = "neox") -> Tensor:

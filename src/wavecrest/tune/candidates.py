@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.registry import Key, Op
-from wavecrest.tuned import Config
+from wavecrest.tuned import Config, cost_model
 
 # PyTorch as a backend: in every contest, and what a winner is compared with
 NATIVE = "torch"
@@ -62,13 +63,16 @@ def configurations(op: Op, backend: str, key: Key, arch: Arch | None) -> tuple[C
     return tuple(dict.fromkeys((default, *more)))
 
 
-def field(op: Op, args: tuple[Any, ...], key: Key, arch: Arch | None, names: tuple[str, ...]) -> Field:
+def field(
+    op: Op, args: tuple[Any, ...], key: Key, arch: Arch | None, names: tuple[str, ...], limit: int | None = None
+) -> Field:
     """Who takes part for a checked call.
 
     Args:
         op, args, key: the call.
         arch: as for `configurations`.
         names: from `backends`.
+        limit: of configurations that are not seeded, only so many that the cost model ranks first; None: all.
     """
     found: list[Candidate] = []
     refused: list[tuple[str, str]] = []
@@ -88,4 +92,27 @@ def field(op: Op, args: tuple[Any, ...], key: Key, arch: Arch | None, names: tup
             found.append(Candidate(name, first, "tried" if has_default else "default"))
             found += [Candidate(name, config) for config in others]
             has_default = True
+    if limit is not None and arch is not None:
+        found, left = _likeliest(op, found, key, arch, limit)
+        refused += left
     return Field(tuple(found), tuple(refused))
+
+
+def _likeliest(
+    op: Op, found: list[Candidate], key: Key, arch: Arch, limit: int
+) -> tuple[list[Candidate], list[tuple[str, str]]]:
+    """The candidates without configurations beyond the first `limit` by the model, in its order; and what was left.
+
+    What is in every contest stays, and so do backends that the model does not describe.
+    """
+    ranked = cost_model.rank(op, key, arch)
+    places = {(choice.backend, choice.config): place for place, choice in enumerate(ranked)}
+    described = {choice.backend for choice in ranked}
+    tried = [one for one in found if one.role == "tried" and one.config is not None and one.backend in described]
+    # what does not fit by the model comes last
+    order = sorted(tried, key=lambda one: places.get((one.backend, one.config or Config()), len(places)))
+    stay = [one for one in found if one not in tried]
+    counts = Counter(one.backend for one in order[limit:])
+    left = [(name, f"{count} configurations are not among the {limit} that the cost model ranks first")
+            for name, count in counts.items()]  # fmt: skip
+    return [*stay, *order[:limit]], left

@@ -35,6 +35,8 @@ class Settings:
         budget: seconds after which no key is begun.
         seconds: of the final round of a key (`contest.FINAL_ROUNDS` rounds are the least).
         workers: child processes that compile; None: one less than there are cores.
+        candidates: of a key's configurations beside the default, only so many that the cost model ranks first; None:
+            all.
     """
 
     suite: str = "shared"
@@ -43,6 +45,7 @@ class Settings:
     budget: float = math.inf
     seconds: float = 0.4
     workers: int | None = None
+    candidates: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +280,7 @@ def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[
             if key in seen:
                 run.record.left[case.name] = f"has the key of {seen[key]}"
                 continue
-            one = _Planned(case, key, candidates.field(op, args, key, arch, names))
+            one = _Planned(case, key, candidates.field(op, args, key, arch, names, run.settings.candidates))
             if not one.field.candidates:
                 reasons = "; ".join(f"{name} {reason}" for name, reason in one.field.refused)
                 run.record.left[case.name] = f"no backend takes it: {reasons}"

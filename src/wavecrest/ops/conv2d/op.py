@@ -13,11 +13,13 @@ from torch import Tensor
 import wavecrest.ops._rows as _rows
 import wavecrest.ops.conv2d.config as _config
 import wavecrest.ops.conv2d.launch as _launch
+import wavecrest.ops.conv2d.work as _work
 from wavecrest.hardware import Arch
 from wavecrest.ops.conv2d.operands import Operands, Pair, check
 from wavecrest.ops.conv2d.reference import reference
 from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad, row_bucket
-from wavecrest.tuned import Config
+from wavecrest.tuned import Config, Work
+from wavecrest.tuned.cost_model import propose
 
 KEY_FIELDS = (
     "pixels", "outputs", "channels", "r", "s", "groups", "stride", "dilation", "dtype", "x", "weight", "result",
@@ -92,6 +94,11 @@ def _default_config(key: Key) -> Config:
 
 def _space(key: Key, arch: Arch) -> Iterator[Config]:
     return _config.space(_shape_of(key), arch)
+
+
+def _work_of(key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
+    part = dict(zip(KEY_FIELDS, key, strict=True))
+    return _work.work(_shape_of(key), part["dtype"], part["x"], part["weight"], config, arch)
 
 
 def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
@@ -241,7 +248,9 @@ _op.attach(
     bind=_bind,
     space=_space,
     launches=_launches,
+    work=_work_of,
 )
+_op.model = partial(propose, _op)
 
 
 def _hashable(value: Any) -> Any:

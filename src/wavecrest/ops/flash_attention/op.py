@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import wavecrest.ops.flash_attention.cases as _cases
 import wavecrest.ops.flash_attention.config as _config
 import wavecrest.ops.flash_attention.hopper as _hopper
 import wavecrest.ops.flash_attention.launch as _launch
+import wavecrest.ops.flash_attention.work as _work
 from wavecrest.hardware import Arch
 from wavecrest.ops.flash_attention.key import KEY_FIELDS, key_of, shape_of
 from wavecrest.ops.flash_attention.operands import Operands, Window, check
@@ -181,6 +183,7 @@ _op.attach(
     bind=_bind,
     space=_space,
     launches=_launches,
+    work=partial(_work.work, "triton"),
 )
 _op.attach(
     "triton_hopper",
@@ -193,6 +196,7 @@ _op.attach(
     default_config=lambda key: _hopper.default(shape_of(key)),
     space=lambda key, arch: _hopper.space(shape_of(key), arch),
     launches=_hopper_launches,
+    work=partial(_work.work, "triton_hopper"),
 )
 
 

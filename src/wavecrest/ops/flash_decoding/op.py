@@ -13,6 +13,7 @@ import wavecrest.ops._rows as _rows
 import wavecrest.ops.flash_decoding.cases as _cases
 import wavecrest.ops.flash_decoding.config as _config
 import wavecrest.ops.flash_decoding.launch as _launch
+import wavecrest.ops.flash_decoding.work as _work
 from wavecrest.hardware import Arch
 from wavecrest.ops.flash_decoding.key import KEY_FIELDS, key_of, shape_of
 from wavecrest.ops.flash_decoding.operands import EIGHT_BIT_FLOATS, Operands, check
@@ -127,7 +128,7 @@ _op = Op(
     stores=tuple(map(Operands._fields.index, ("k_cache", "v_cache", "k_scale", "v_scale", "k_shift", "v_shift"))),
     op_class="gemm",
 )
-_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=_work.work)
 
 
 def flash_decoding(

@@ -14,6 +14,7 @@ import wavecrest.ops._rows as _rows
 import wavecrest.ops.gemm.config as _config
 import wavecrest.ops.gemm.launch as _launch
 import wavecrest.ops.gemm.space as _space
+import wavecrest.ops.gemm.work as _work
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops.gemm.bound import bound
@@ -121,6 +122,7 @@ def _attach(
         default_config=partial(_default, make),
         space=partial(_space.space, name, make),
         launches=partial(_space.launches, planner),
+        work=partial(_work.work, name),
         optional=("CHAINS",) if name == "triton" else (),
     )
 

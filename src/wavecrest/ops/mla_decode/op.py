@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,12 +13,14 @@ import wavecrest.ops.mla_decode.cases as _cases
 import wavecrest.ops.mla_decode.config as _config
 import wavecrest.ops.mla_decode.hopper as _hopper
 import wavecrest.ops.mla_decode.launch as _launch
+import wavecrest.ops.mla_decode.work as _work
 from wavecrest.hardware import Arch
 from wavecrest.ops.mla_decode.key import KEY_FIELDS, columns_apart, key_of, shape_of, weights_apart
 from wavecrest.ops.mla_decode.operands import Operands, check
 from wavecrest.ops.mla_decode.reference import reference
 from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad
 from wavecrest.tuned import Config
+from wavecrest.tuned.cost_model import propose
 
 
 def cost_of(given: Operands) -> Cost:
@@ -139,6 +142,7 @@ def attach_hopper(op: Op, change: Callable[[Config], Config] = lambda config: co
         # each once: what is changed may be the same
         space=lambda key, arch: dict.fromkeys(map(change, _hopper.space(shape_of(key), arch))),
         launches=lambda *args, config, arch: _hopper.described(Operands(*args), config, arch),
+        work=partial(_work.work, "triton_hopper"),
     )
 
 
@@ -158,7 +162,8 @@ _op = Op(
     emulate_cases=_cases.emulated,
     op_class="gemm",
 )
-_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=partial(_work.work, "triton"))
+_op.model = partial(propose, _op)
 attach_hopper(_op)
 
 

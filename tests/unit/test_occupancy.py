@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wavecrest.hardware import ARCHS
-from wavecrest.isa.occupancy import occupancy
+from wavecrest.occupancy import occupancy
 
 
 @pytest.mark.parametrize(
