@@ -5,6 +5,7 @@ Not a test file: `tests/ops/test_mlstm_chunkwise.py`, `test_mlstm_sequence.py` a
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def _spans(
 ) -> list[tuple[int, int, int]]:
     """(row, first token, token behind the last) of each sequence."""
     if packed is not None:
-        return [(0, begin, end) for begin, end in zip(packed[:-1], packed[1:], strict=True)]
+        return [(0, begin, end) for begin, end in itertools.pairwise(packed)]
     found = []
     for row in range(batch):
         begin = 0 if starts is None else starts[row]
@@ -108,9 +109,9 @@ def _log_sigmoid(x: Tensor) -> Tensor:
 def exact(call: Operands, rounded: bool = True) -> Exact:
     """The recurrence with the true states C = c e^m, head by head, nothing of the ops in it; and bounds.
 
-    What the chunks' kernel rounds of 16-bit inputs (`rounded`): the weighted keys and the weighted products that matrix units
-    take, the states between chunks, h. In float32: exponents, relative to their size, and sums. A product is off by its
-    unit, so that sums are off by that of the sum of absolute products, which the recurrence carries beside the states.
+    What the chunks' kernel rounds of 16-bit inputs (`rounded`): the weighted keys and the weighted products that matrix
+    units take, the states between chunks, h. In float32: exponents, relative to their size, and sums. A product is off
+    by its unit, so that sums are off by that of absolute products, which the recurrence carries beside the states.
     """
     unit = ROUNDING[call.q.dtype]
     single = ROUNDING[F64 if call.q.dtype == F64 else F32]

@@ -203,8 +203,9 @@ def _chunk(rows: Rows, state: State, eps: float, normalize: bool) -> tuple[Tenso
 def chunks(rows: Rows, state: State, eps: float, normalize: bool, size: int) -> tuple[Tensor, State]:
     """h and the last states, `size` tokens at a time."""
     found = []
-    for start in range(0, rows.q.shape[2], size):
-        part = slice(start, start + size)
+    # by count, so that torch.compile holds on to the number of chunks and not to the length
+    for index in range((rows.q.shape[2] + size - 1) // size):
+        part = slice(index * size, (index + 1) * size)
         inside, resets = (None if one is None else one[:, part] for one in (rows.inside, rows.resets))
         q, k, v, i, lf = (one[:, :, part] for one in rows[:5])
         some = Rows(q, k, v, i, lf, inside, resets)

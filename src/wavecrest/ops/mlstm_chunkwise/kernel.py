@@ -23,10 +23,10 @@ from wavecrest.ops._mlstm_lib import (
 from wavecrest.ops._triton import tl, triton
 
 # what the kernel of gates leaves for each token and head, float32 [PLANES, B, NH, S]: the sums b as two numbers (their
-# differences are needed, and large sums would lose what differs), the input gate's logarithm, the weight of the token
-# in the state behind its tile, relative to the tile's largest (−1: a reset behind it takes it away); with resets how
-# many of them the chunk has up to the token, and the sum of log forget gates since the last
-SUMS, REST, INPUT, WEIGHT, DOCUMENT, SINCE = (tl.constexpr(plane) for plane in range(6))
+# differences are needed, and large sums would lose what differs), the input gate's logarithm less the second of them,
+# the weight of the token in the state behind its tile, relative to the tile's largest (−1: a reset behind it takes it
+# away); with resets how many of them the chunk has up to the token, and the sum of log forget gates since the last
+SUMS, REST, LOCAL, WEIGHT, DOCUMENT, SINCE = (tl.constexpr(plane) for plane in range(6))
 PLANES, RESET_PLANES = 4, 6
 # and for each tile of tokens, [TILES, slots, tiles of a chunk, NH]: by what exponent the state before it decays, the
 # largest exponent of its weights, whether it has a reset
@@ -89,6 +89,20 @@ def _tile(rows, cols, stride_s, stride_d, COLUMNS: tl.constexpr, ALIGN: tl.const
 
 
 @triton.jit
+def _load(at, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile, 0 where there is no row or column; ROWS, COLS: there may be none."""
+    if ROWS and COLS:
+        tile = tl.load(at, mask=rows[:, None] & cols[None, :], other=0.0)
+    elif ROWS:
+        tile = tl.load(at, mask=rows[:, None], other=0.0)
+    elif COLS:
+        tile = tl.load(at, mask=cols[None, :], other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile
+
+
+@triton.jit
 def _unit(c):  # type: ignore[no-untyped-def]
     """The power of two, from 2^−126 on, that the largest of |c| is 1 to 2 times of; 1 where that is 0 or not finite."""
     bits = tl.max(tl.max(magnitude(c), 1), 0) & 0x7F800000
@@ -148,9 +162,10 @@ def _mlstm_gates_kernel(  # type: ignore[no-untyped-def]
         total += tl.sum(lf.to(tl.float64), 0)
         high = sums.to(tl.float32)
         at = planes_ptr + token
+        rest = (sums - high.to(tl.float64)).to(tl.float32)
         tl.store(at + SUMS * plane, high, mask=mask_t)
-        tl.store(at + REST * plane, (sums - high.to(tl.float64)).to(tl.float32), mask=mask_t)
-        tl.store(at + INPUT * plane, i, mask=mask_t)
+        tl.store(at + REST * plane, rest, mask=mask_t)
+        tl.store(at + LOCAL * plane, i - rest, mask=mask_t)
         tile_at = tiles_ptr + (start - first) // BLOCK_T * heads
         if RESETS:
             fresh = (tl.load(resets_ptr + token * stride_rs, mask=mask_t, other=0) != 0).to(tl.int32)
@@ -247,8 +262,7 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
                 scale_at = (slot * tl.cdiv(DK, BLOCK_K) + tile_k) * tiles_v + tile_v
                 tl.store(scales_ptr + scale_at, unit)
         else:
-            c_at = states_ptr + slot * (DK * DV) + c_tile
-            tl.store(c_at, c.to(states_ptr.dtype.element_ty), mask=mask_c & kept)
+            tl.store(states_ptr + slot * (DK * DV) + c_tile, c.to(states_ptr.dtype.element_ty), mask=mask_c & kept)
         if tile_v == 0:
             tl.store(vectors_ptr + slot * DK + offs_k, n, mask=mask_k & kept)
             if tile_k == 0:
@@ -293,6 +307,74 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
             tl.store(n_new_ptr + at * DK + offs_k, n, mask=mask_k)
             if EXPONENTIAL and tile_k == 0:
                 tl.store(m_new_ptr + at, m)
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    acc, den, top, q, q_ptr, k_ptr, v_ptr, planes_ptr, place, end, plane, high, rest, document, q_tile, k_tile, v_tile,
+    mask_t, mask_v, stride_qd, stride_kd, stride_ks, stride_vs, scale,
+    OWN: tl.constexpr, RESETS: tl.constexpr, EXPONENTIAL: tl.constexpr, HALF: tl.constexpr, ONE: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Let the tile of tokens at `place` pass: (sums, their weights' total, the largest exponent so far) of each token.
+
+    OWN: it is the tokens' own tile, where each sees those up to itself; it alone may have fewer tokens than a tile.
+    """
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_t = tl.arange(0, BLOCK_T)
+    mask_j = offs_t < end - place
+    s = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+    for part in range(0, DK, BLOCK_K):
+        mask_k = part + offs_k < DK
+        if ONE:
+            some = q
+        else:
+            some = _load(q_ptr + part * stride_qd + q_tile, mask_t, mask_k, True, DK % BLOCK_K != 0)
+        k_at = k_ptr + (place * stride_ks + part * stride_kd) + k_tile
+        k = _load(k_at, mask_j, mask_k, OWN, DK % BLOCK_K != 0)
+        s = tl.dot(some, tl.trans(k), s, input_precision="ieee", out_dtype=tl.float32)
+    at = planes_ptr + place + offs_t
+    # tokens that are none have closed gates
+    if OWN:
+        high_j = tl.load(at + SUMS * plane, mask=mask_j, other=0.0)
+        local_j = tl.load(at + LOCAL * plane, mask=mask_j, other=float("-inf"))
+    else:
+        high_j = tl.load(at + SUMS * plane)
+        local_j = tl.load(at + LOCAL * plane)
+    d = (high[:, None] - high_j[None, :]) + (rest[:, None] + local_j[None, :])
+    if OWN or RESETS:
+        if OWN:
+            seen = offs_t[:, None] >= offs_t[None, :]
+        if RESETS:
+            document_j = tl.load(at + DOCUMENT * plane, mask=mask_j, other=0.0)
+            same = document[:, None] == document_j[None, :]
+            if OWN:
+                seen = seen & same
+            else:
+                seen = same
+        d = tl.where(seen, d, float("-inf"))
+    if EXPONENTIAL:
+        top_now = tl.maximum(top, tl.max(d, 1))
+        shrink = exp(top - top_now)
+        acc = acc * shrink[:, None]
+        den = den * shrink
+        d = d - top_now[:, None]
+        top = top_now
+    if HALF:
+        base = _finite(tl.max(d, 1))
+        d = d - base[:, None]
+    p = s * scale * exp(d)
+    if OWN or RESETS:
+        # what is not seen is chosen away: a product of it may be infinite
+        p = tl.where(seen, p, 0.0)
+    v = _load(v_ptr + place * stride_vs + v_tile, mask_j, mask_v, OWN, DV % BLOCK_V != 0)
+    if HALF:
+        acc += exp(base)[:, None] * tl.dot(p.to(v.dtype), v, out_dtype=tl.float32)
+        den += exp(base) * tl.sum(p, 1)
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee", out_dtype=tl.float32)
+        den += tl.sum(p, 1)
+    return acc, den, top
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -360,7 +442,7 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     ONE: tl.constexpr = BLOCK_K >= DK
     q = 0.0
     if ONE:
-        q = tl.load(q_ptr + q_tile, mask=mask_t[:, None] & (offs_k < DK)[None, :], other=0.0)
+        q = _load(q_ptr + q_tile, mask_t, offs_k < DK, True, DK % BLOCK_K != 0)
     acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     den = tl.zeros([BLOCK_T], tl.float32)
     # what the state before the chunk has for them; there is none before the first chunk of a sequence that begins
@@ -381,8 +463,8 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
         if ONE:
             some = q
         else:
-            some = tl.load(q_ptr + part * stride_qd + q_tile, mask=mask_t[:, None] & mask_k[None, :], other=0.0)
-        c = tl.load(states_ptr + part * DV + c_tile, mask=mask_k[:, None] & mask_v[None, :], other=0.0)
+            some = _load(q_ptr + part * stride_qd + q_tile, mask_t, mask_k, True, DK % BLOCK_K != 0)
+        c = _load(states_ptr + part * DV + c_tile, mask_k, mask_v, DK % BLOCK_K != 0, DV % BLOCK_V != 0)
         n = tl.load(vectors_ptr + slot * DK + part + offs_k, mask=mask_k, other=0.0)
         if HALF:
             scale_at = (slot * tl.cdiv(DK, STATE_K) + part // STATE_K) * tl.cdiv(DV, STATE_V)
@@ -404,49 +486,17 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
         den = tl.where(document == 0.0, den, 0.0)
         top = tl.where(document == 0.0, top, tl.load(at + SINCE * plane, mask=mask_t, other=0.0))
 
-    for other in range(first, start + 1, BLOCK_T):
-        place = tl.cast(other, tl.int64)
-        mask_j = offs_t < end - other
-        s = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-        for part in range(0, DK, BLOCK_K):
-            mask_k = part + offs_k < DK
-            if ONE:
-                some = q
-            else:
-                some = tl.load(q_ptr + part * stride_qd + q_tile, mask=mask_t[:, None] & mask_k[None, :], other=0.0)
-            k_at = k_ptr + (place * stride_ks + part * stride_kd)
-            k = tl.load(k_at + k_tile, mask=mask_j[:, None] & mask_k[None, :], other=0.0)
-            s = tl.dot(some, tl.trans(k), s, input_precision="ieee", out_dtype=tl.float32)
-        at_j = planes_ptr + place + offs_t
-        high_j = tl.load(at_j + SUMS * plane, mask=mask_j, other=0.0)
-        rest_j = tl.load(at_j + REST * plane, mask=mask_j, other=0.0)
-        # tokens that are none have closed gates
-        input_j = tl.load(at_j + INPUT * plane, mask=mask_j, other=float("-inf"))
-        d = (high[:, None] - high_j[None, :]) + (rest[:, None] - rest_j[None, :]) + input_j[None, :]
-        seen = (offs_t[:, None] >= offs_t[None, :]) | (other < start)
-        if RESETS:
-            document_j = tl.load(at_j + DOCUMENT * plane, mask=mask_j, other=0.0)
-            seen = seen & (document[:, None] == document_j[None, :])
-        d = tl.where(seen, d, float("-inf"))
-        if EXPONENTIAL:
-            top_now = tl.maximum(top, tl.max(d, 1))
-            shrink = exp(top - top_now)
-            acc = acc * shrink[:, None]
-            den = den * shrink
-            d = d - top_now[:, None]
-            top = top_now
-        base = tl.zeros([BLOCK_T], tl.float32)
-        if HALF:
-            base = _finite(tl.max(d, 1))
-        # what is not seen is chosen away: a product of it may be infinite
-        p = tl.where(seen, s * scale * exp(d - base[:, None]), 0.0)
-        v = tl.load(v_ptr + place * stride_vs + v_tile, mask=mask_j[:, None] & mask_v[None, :], other=0.0)
-        if HALF:
-            acc += exp(base)[:, None] * tl.dot(p.to(v.dtype), v, out_dtype=tl.float32)
-            den += exp(base) * tl.sum(p, 1)
-        else:
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee", out_dtype=tl.float32)
-            den += tl.sum(p, 1)
+    for other in range(first, start, BLOCK_T):
+        acc, den, top = _attend(
+            acc, den, top, q, q_ptr, k_ptr, v_ptr, planes_ptr, tl.cast(other, tl.int64), end, plane, high, rest,
+            document, q_tile, k_tile, v_tile, mask_t, mask_v, stride_qd, stride_kd, stride_ks, stride_vs, scale,
+            False, RESETS, EXPONENTIAL, HALF, ONE, DK, DV, BLOCK_T, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+    acc, den, top = _attend(
+        acc, den, top, q, q_ptr, k_ptr, v_ptr, planes_ptr, start, end, plane, high, rest,
+        document, q_tile, k_tile, v_tile, mask_t, mask_v, stride_qd, stride_kd, stride_ks, stride_vs, scale,
+        True, RESETS, EXPONENTIAL, HALF, ONE, DK, DV, BLOCK_T, BLOCK_K, BLOCK_V,
+    )  # fmt: skip
 
     if NORMALIZE:
         acc = acc / denominator(den, top, eps, EXPONENTIAL)[:, None]

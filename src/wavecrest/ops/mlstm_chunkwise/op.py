@@ -47,8 +47,7 @@ def _declines(*args: Any, **kwargs: Any) -> str | None:
 
 def _shape_of(key: Key) -> _config.Shape:
     part = dict(zip(_shared.KEY_FIELDS, key, strict=True))
-    bits = 32 if part["dtype"] in ("float32", "float64") else 16
-    return _config.Shape(part["dk"], part["dv"], bits, part["chunk"])
+    return _config.Shape(part["dk"], part["dv"], part["dtype"], part["chunk"])
 
 
 def _default_config(key: Key) -> Config:
