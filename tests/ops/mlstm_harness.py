@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def case(
-    batch: int = 2, heads: int = 2, tokens: int = 40, dk: int = 16, dv: int = 24, dtype: torch.dtype = F32,
+    batch: int = 2, heads: int = 1, tokens: int = 40, dk: int = 16, dv: int = 24, dtype: torch.dtype = F32,
     gates: tuple[float, float, float] = (-1.0, 2.0, 1.5), gate_dtype: torch.dtype | None = None, first: bool = False,
     epilogue: str = "", resets: float = 0.0, lens: list[int] | None = None, starts: list[int] | None = None,
     packed: list[int] | None = None, order: str = "bshd", seed: int = 0, **options: Any,

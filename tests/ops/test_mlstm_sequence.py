@@ -43,7 +43,9 @@ def test_cases_in_16_bits(name: str, dtype: torch.dtype) -> None:
 
 
 def test_steps_chunks_and_all_pairs_are_one_function() -> None:
-    call = case(batch=1, tokens=20, gates=(-6.0, 4.0, 2.0), dk=24, dv=48, gate_soft_cap=15.0, return_last_states=True)
+    call = case(
+        batch=1, heads=2, tokens=20, gates=(-6.0, 4.0, 2.0), dk=24, dv=48, gate_soft_cap=15.0, return_last_states=True
+    )
     want = exact(call, rounded=False)
     assert_right(call, run(OP, call), want)
     for backend in ("torch", "triton"):
@@ -95,7 +97,7 @@ def test_strides(how: str) -> None:
 
 
 def test_no_tokens_and_first_states_are_kept() -> None:
-    call = case(tokens=4, first=True, return_last_states=True)
+    call = case(heads=2, tokens=4, first=True, return_last_states=True)
     none = call._replace(**{name: getattr(call, name)[:, :, :0] for name in "qkvif"})
     for backend in ("triton", "torch"):
         h, *states = run(OP, none, None, backend)
