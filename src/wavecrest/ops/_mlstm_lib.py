@@ -22,29 +22,17 @@ def columns(offs, stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def
     return found
 
 
+# kernels load where a sequence lies themselves: torch.compile takes for written what a function is given of pointers
+# whose result leads to a place that is written
+
+
 @triton.jit
-def span(  # type: ignore[no-untyped-def]
-    sequence, tokens, cu_ptr, starts_ptr, lens_ptr, stride_cu, stride_starts, stride_lens,
-    FORM: tl.constexpr, STARTS: tl.constexpr, LENS: tl.constexpr,
-):  # fmt: skip
-    """(row of the batch, first token, token behind the last) of a sequence, in 64 bits and within the row."""
-    row = sequence
-    begin = tl.cast(0, tl.int64)
-    end = tl.cast(tokens, tl.int64)
-    if FORM == PACKED:
-        row = sequence * 0
-        begin = tl.load(cu_ptr + sequence * stride_cu).to(tl.int64)
-        end = tl.load(cu_ptr + (sequence + 1) * stride_cu).to(tl.int64)
-    elif FORM == PADDED:
-        if STARTS:
-            begin = tl.load(starts_ptr + sequence * stride_starts).to(tl.int64)
-        if LENS:
-            end = begin + tl.load(lens_ptr + sequence * stride_lens).to(tl.int64)
+def within(begin, end, tokens, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(first token, token behind the last) of a sequence, within its row whatever the numbers are."""
     if FORM != WHOLE:
-        # numbers that are none must not lead out of the row
         begin = tl.minimum(tl.maximum(begin, 0), tl.cast(tokens, tl.int64))
         end = tl.minimum(tl.maximum(end, begin), tl.cast(tokens, tl.int64))
-    return row, begin, end
+    return begin, end
 
 
 @triton.jit

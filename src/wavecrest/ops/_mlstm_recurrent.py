@@ -12,6 +12,7 @@ import wavecrest.ops._rows as _rows
 from wavecrest.hardware import Arch
 from wavecrest.ops._lib import exp
 from wavecrest.ops._mlstm_lib import (
+    PACKED,
     columns,
     denominator,
     half_range,
@@ -19,7 +20,7 @@ from wavecrest.ops._mlstm_lib import (
     log_forget,
     log_input,
     sigmoid,
-    span,
+    within,
 )
 from wavecrest.ops._mlstm_norm import (
     before_norm,
@@ -76,9 +77,18 @@ def _mlstm_recurrent_kernel(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0) % tiles
     head = ((tl.program_id(0) // tiles) % heads).to(tl.int64)
     sequence = (tl.program_id(0) // tiles // heads).to(tl.int64)
-    row, begin, end = span(
-        sequence, tokens, cu_ptr, starts_ptr, lens_ptr, stride_cu, stride_starts, stride_lens, FORM, STARTS, LENS
-    )
+    row = sequence
+    begin = tl.cast(0, tl.int64)
+    end = tl.cast(tokens, tl.int64)
+    if FORM == PACKED:
+        row = sequence * 0
+        begin = tl.load(cu_ptr + sequence * stride_cu).to(tl.int64)
+        end = tl.load(cu_ptr + (sequence + 1) * stride_cu).to(tl.int64)
+    if STARTS:
+        begin = tl.load(starts_ptr + sequence * stride_starts).to(tl.int64)
+    if LENS:
+        end = begin + tl.load(lens_ptr + sequence * stride_lens).to(tl.int64)
+    begin, end = within(begin, end, tokens, FORM)
     eps = tl.cast(eps, tl.float32)
     cap = tl.cast(cap, tl.float32)
     scale = tl.cast(scale, tl.float32)

@@ -89,13 +89,14 @@ def default(shape: Shape, arch: Arch | None) -> Config:
         tile = _nvidia(shape)
     else:
         tile = _cdna(shape) if arch.wave_size == 64 else _rdna(shape)
-    # columns that parts of 64 do not divide take masks, and registers
-    part = min(_width(shape.dk, tile.part if shape.dk % tile.part == 0 else 32), tile.state[0])
+    part = min(_width(shape.dk, tile.part), tile.state[0])
+    # columns of no head take masks, and registers
+    most = tile.columns if shape.dv <= tile.columns or shape.dv % tile.columns == 0 else tile.columns // 2
     # 16 columns a lane of matrix instructions on CDNA: few registers for their results
     more = {"matrix_instr_nonkdim": 16} if arch is not None and arch.vendor == "amd" and arch.wave_size == 64 else {}
     made = Config(
         CHUNK=256 if shape.dk * shape.dv >= 1 << 16 else 128, BLOCK_T=tile.rows, BLOCK_K=part,
-        BLOCK_V=_width(shape.dv, tile.columns), STATE_K=_width(shape.dk, tile.state[0]),
+        BLOCK_V=_width(shape.dv, most), STATE_K=_width(shape.dk, tile.state[0]),
         STATE_V=_width(shape.dv, tile.state[1]), STATE_WARPS=tile.state_warps, num_warps=tile.warps,
         num_stages=tile.stages, **more,
     )  # fmt: skip

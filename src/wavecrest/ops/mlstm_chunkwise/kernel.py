@@ -18,7 +18,7 @@ from wavecrest.ops._mlstm_lib import (
     log_forget,
     log_input,
     sigmoid,
-    span,
+    within,
 )
 from wavecrest.ops._triton import tl, triton
 
@@ -32,6 +32,8 @@ PLANES, RESET_PLANES = 4, 6
 # largest exponent of its weights, whether it has a reset
 DECAY, PEAK, FRESH = (tl.constexpr(plane) for plane in range(3))
 TILES = 3
+# packed sequences that are looked at at a time
+SEQUENCES = tl.constexpr(128)
 
 # values that do not make the kernels anew when they change
 SIZES = [
@@ -56,25 +58,6 @@ def _first_slot(sequence, begin, chunks, CHUNK: tl.constexpr, FORM: tl.constexpr
 
 
 @triton.jit
-def _owner(slot, chunks, sequences, tokens, cu_ptr, stride_cu, CHUNK: tl.constexpr, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sequence that a slot is of: of packed ones the last whose first slot is not behind it."""
-    if FORM == PACKED:
-        low = slot * 0
-        high = low + sequences
-        while high - low > 1:
-            middle = (low + high) // 2
-            begin = tl.load(cu_ptr + middle * stride_cu).to(tl.int64)
-            begin = tl.minimum(tl.maximum(begin, 0), tl.cast(tokens, tl.int64))
-            before = begin // CHUNK + middle <= slot
-            low = tl.where(before, middle, low)
-            high = tl.where(before, high, middle)
-        found = low
-    else:
-        found = slot // chunks
-    return found
-
-
-@triton.jit
 def _tile(rows, cols, stride_s, stride_d, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Offsets of a tile of rows and columns: in 32 bits, unless it is far from its first element to its last."""
     if WIDE:
@@ -89,14 +72,10 @@ def _tile(rows, cols, stride_s, stride_d, COLUMNS: tl.constexpr, ALIGN: tl.const
 
 
 @triton.jit
-def _load(at, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile, 0 where there is no row or column; ROWS, COLS: there may be none."""
-    if ROWS and COLS:
-        tile = tl.load(at, mask=rows[:, None] & cols[None, :], other=0.0)
-    elif ROWS:
-        tile = tl.load(at, mask=rows[:, None], other=0.0)
-    elif COLS:
-        tile = tl.load(at, mask=cols[None, :], other=0.0)
+def _load(at, mask, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile, 0 where there is no column; COLS: there may be none."""
+    if COLS:
+        tile = tl.load(at, mask=mask[None, :], other=0.0)
     else:
         tile = tl.load(at)
     return tile
@@ -128,10 +107,29 @@ def _mlstm_gates_kernel(  # type: ignore[no-untyped-def]
     """What `PLANES` and `TILES` say of one chunk and head."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     slot = (tl.program_id(0) // heads).to(tl.int64)
-    sequence = _owner(slot, chunks, sequences, tokens, cu_ptr, stride_cu, CHUNK, FORM)
-    row, begin, end = span(
-        sequence, tokens, cu_ptr, starts_ptr, lens_ptr, stride_cu, stride_starts, stride_lens, FORM, STARTS, LENS
-    )
+    if FORM == PACKED:
+        # of packed ones the last whose first slot is not behind this one
+        sequence = slot * 0 - 1
+        for start_n in range(0, sequences, SEQUENCES):
+            offs_n = start_n + tl.arange(0, SEQUENCES)
+            first_token = tl.load(cu_ptr + offs_n * stride_cu, mask=offs_n < sequences, other=0).to(tl.int64)
+            first_token = tl.minimum(tl.maximum(first_token, 0), tl.cast(tokens, tl.int64))
+            before = (first_token // CHUNK + offs_n <= slot) & (offs_n < sequences)
+            sequence += tl.sum(before.to(tl.int64), 0)
+    else:
+        sequence = slot // chunks
+    row = sequence
+    begin = tl.cast(0, tl.int64)
+    end = tl.cast(tokens, tl.int64)
+    if FORM == PACKED:
+        row = sequence * 0
+        begin = tl.load(cu_ptr + sequence * stride_cu).to(tl.int64)
+        end = tl.load(cu_ptr + (sequence + 1) * stride_cu).to(tl.int64)
+    if STARTS:
+        begin = tl.load(starts_ptr + sequence * stride_starts).to(tl.int64)
+    if LENS:
+        end = begin + tl.load(lens_ptr + sequence * stride_lens).to(tl.int64)
+    begin, end = within(begin, end, tokens, FORM)
     first = begin + (slot - _first_slot(sequence, begin, chunks, CHUNK, FORM)) * CHUNK
     cap = tl.cast(cap, tl.float32)
     offs_t = tl.arange(0, BLOCK_T)
@@ -217,9 +215,18 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
     index = tl.program_id(0) // tiles_v // tl.cdiv(DK, BLOCK_K)
     head = (index % heads).to(tl.int64)
     sequence = (index // heads).to(tl.int64)
-    row, begin, end = span(
-        sequence, tokens, cu_ptr, starts_ptr, lens_ptr, stride_cu, stride_starts, stride_lens, FORM, STARTS, LENS
-    )
+    row = sequence
+    begin = tl.cast(0, tl.int64)
+    end = tl.cast(tokens, tl.int64)
+    if FORM == PACKED:
+        row = sequence * 0
+        begin = tl.load(cu_ptr + sequence * stride_cu).to(tl.int64)
+        end = tl.load(cu_ptr + (sequence + 1) * stride_cu).to(tl.int64)
+    if STARTS:
+        begin = tl.load(starts_ptr + sequence * stride_starts).to(tl.int64)
+    if LENS:
+        end = begin + tl.load(lens_ptr + sequence * stride_lens).to(tl.int64)
+    begin, end = within(begin, end, tokens, FORM)
     offs_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     offs_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     offs_t = tl.arange(0, BLOCK_T)
@@ -311,42 +318,36 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    acc, den, top, q, q_ptr, k_ptr, v_ptr, planes_ptr, place, end, plane, high, rest, document, q_tile, k_tile, v_tile,
-    mask_t, mask_v, stride_qd, stride_kd, stride_ks, stride_vs, scale,
+    acc, den, top, q, q_ptr, k_ptr, v_ptr, planes_ptr, place, rows, plane, high, rest, document, q_tile, k_tile, v_tile,
+    mask_v, stride_qd, stride_kd, stride_ks, stride_vs, scale,
     OWN: tl.constexpr, RESETS: tl.constexpr, EXPONENTIAL: tl.constexpr, HALF: tl.constexpr, ONE: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Let the tile of tokens at `place` pass: (sums, their weights' total, the largest exponent so far) of each token.
 
-    OWN: it is the tokens' own tile, where each sees those up to itself; it alone may have fewer tokens than a tile.
+    OWN: it is the tokens' own tile, where each sees those up to itself; `rows` of it are those that there are.
     """
     offs_k = tl.arange(0, BLOCK_K)
     offs_t = tl.arange(0, BLOCK_T)
-    mask_j = offs_t < end - place
     s = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     for part in range(0, DK, BLOCK_K):
         mask_k = part + offs_k < DK
         if ONE:
             some = q
         else:
-            some = _load(q_ptr + part * stride_qd + q_tile, mask_t, mask_k, True, DK % BLOCK_K != 0)
+            some = _load(q_ptr + part * stride_qd + q_tile, mask_k, DK % BLOCK_K != 0)
         k_at = k_ptr + (place * stride_ks + part * stride_kd) + k_tile
-        k = _load(k_at, mask_j, mask_k, OWN, DK % BLOCK_K != 0)
+        k = _load(k_at, mask_k, DK % BLOCK_K != 0)
         s = tl.dot(some, tl.trans(k), s, input_precision="ieee", out_dtype=tl.float32)
-    at = planes_ptr + place + offs_t
-    # tokens that are none have closed gates
-    if OWN:
-        high_j = tl.load(at + SUMS * plane, mask=mask_j, other=0.0)
-        local_j = tl.load(at + LOCAL * plane, mask=mask_j, other=float("-inf"))
-    else:
-        high_j = tl.load(at + SUMS * plane)
-        local_j = tl.load(at + LOCAL * plane)
+    at = planes_ptr + place + rows
+    high_j = tl.load(at + SUMS * plane)
+    local_j = tl.load(at + LOCAL * plane)
     d = (high[:, None] - high_j[None, :]) + (rest[:, None] + local_j[None, :])
     if OWN or RESETS:
         if OWN:
             seen = offs_t[:, None] >= offs_t[None, :]
         if RESETS:
-            document_j = tl.load(at + DOCUMENT * plane, mask=mask_j, other=0.0)
+            document_j = tl.load(at + DOCUMENT * plane)
             same = document[:, None] == document_j[None, :]
             if OWN:
                 seen = seen & same
@@ -365,9 +366,10 @@ def _attend(  # type: ignore[no-untyped-def]
         d = d - base[:, None]
     p = s * scale * exp(d)
     if OWN or RESETS:
-        # what is not seen is chosen away: a product of it may be infinite
-        p = tl.where(seen, p, 0.0)
-    v = _load(v_ptr + place * stride_vs + v_tile, mask_j, mask_v, OWN, DV % BLOCK_V != 0)
+        # what is not seen is chosen away: a product of it may be infinite. Asked of d again, as masks that wait take
+        # scalar registers
+        p = tl.where(d == float("-inf"), 0.0, p)
+    v = _load(v_ptr + place * stride_vs + v_tile, mask_v, DV % BLOCK_V != 0)
     if HALF:
         acc += exp(base)[:, None] * tl.dot(p.to(v.dtype), v, out_dtype=tl.float32)
         den += exp(base) * tl.sum(p, 1)
@@ -402,10 +404,29 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     index = tl.program_id(0) // tiles_v // (CHUNK // BLOCK_T)
     head = (index % heads).to(tl.int64)
     slot = (index // heads).to(tl.int64)
-    sequence = _owner(slot, chunks, sequences, tokens, cu_ptr, stride_cu, CHUNK, FORM)
-    row, begin, end = span(
-        sequence, tokens, cu_ptr, starts_ptr, lens_ptr, stride_cu, stride_starts, stride_lens, FORM, STARTS, LENS
-    )
+    if FORM == PACKED:
+        # of packed ones the last whose first slot is not behind this one
+        sequence = slot * 0 - 1
+        for start_n in range(0, sequences, SEQUENCES):
+            offs_n = start_n + tl.arange(0, SEQUENCES)
+            first_token = tl.load(cu_ptr + offs_n * stride_cu, mask=offs_n < sequences, other=0).to(tl.int64)
+            first_token = tl.minimum(tl.maximum(first_token, 0), tl.cast(tokens, tl.int64))
+            before = (first_token // CHUNK + offs_n <= slot) & (offs_n < sequences)
+            sequence += tl.sum(before.to(tl.int64), 0)
+    else:
+        sequence = slot // chunks
+    row = sequence
+    begin = tl.cast(0, tl.int64)
+    end = tl.cast(tokens, tl.int64)
+    if FORM == PACKED:
+        row = sequence * 0
+        begin = tl.load(cu_ptr + sequence * stride_cu).to(tl.int64)
+        end = tl.load(cu_ptr + (sequence + 1) * stride_cu).to(tl.int64)
+    if STARTS:
+        begin = tl.load(starts_ptr + sequence * stride_starts).to(tl.int64)
+    if LENS:
+        end = begin + tl.load(lens_ptr + sequence * stride_lens).to(tl.int64)
+    begin, end = within(begin, end, tokens, FORM)
     chunk = slot - _first_slot(sequence, begin, chunks, CHUNK, FORM)
     first = begin + chunk * CHUNK
     start = first + tile_t * BLOCK_T
@@ -418,10 +439,14 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     offs_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     offs_t = tl.arange(0, BLOCK_T)
     mask_v = offs_v < DV
-    mask_t = offs_t < end - start
-    q_tile = _tile(offs_t, offs_k, stride_qs, stride_qd, COLUMNS, ALIGN, WIDE)
+    # rows that are no tokens take the last one's: without masks, which would be kept in scalar registers; a token sees
+    # none of them, and their own results are not stored
+    rows = tl.minimum(offs_t, (end - 1 - start).to(tl.int32))
+    q_tile = _tile(rows, offs_k, stride_qs, stride_qd, COLUMNS, ALIGN, WIDE)
     k_tile = _tile(offs_t, offs_k, stride_ks, stride_kd, COLUMNS, ALIGN, WIDE)
     v_tile = _tile(offs_t, offs_v, stride_vs, stride_vd, COLUMNS, ALIGN, WIDE)
+    stride_k = stride_ks
+    stride_v = stride_vs
     stride_ks = tl.cast(stride_ks, tl.int64) * ALIGN
     stride_vs = tl.cast(stride_vs, tl.int64) * ALIGN
     stride_qd = tl.cast(stride_qd, tl.int64)
@@ -434,15 +459,15 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     v_ptr += ALIGN * (row * stride_vb + head * stride_vh)
     plane = tl.cast(batch, tl.int64) * heads * tokens
     planes_ptr += (row * heads + head) * tokens
-    at = planes_ptr + start + offs_t
-    high = tl.load(at + SUMS * plane, mask=mask_t, other=0.0)
-    rest = tl.load(at + REST * plane, mask=mask_t, other=0.0)
+    at = planes_ptr + start + rows
+    high = tl.load(at + SUMS * plane)
+    rest = tl.load(at + REST * plane)
     slot = slot * heads + head
 
     ONE: tl.constexpr = BLOCK_K >= DK
     q = 0.0
     if ONE:
-        q = _load(q_ptr + q_tile, mask_t, offs_k < DK, True, DK % BLOCK_K != 0)
+        q = _load(q_ptr + q_tile, offs_k < DK, DK % BLOCK_K != 0)
     acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     den = tl.zeros([BLOCK_T], tl.float32)
     # what the state before the chunk has for them; there is none before the first chunk of a sequence that begins
@@ -463,8 +488,12 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
         if ONE:
             some = q
         else:
-            some = _load(q_ptr + part * stride_qd + q_tile, mask_t, mask_k, True, DK % BLOCK_K != 0)
-        c = _load(states_ptr + part * DV + c_tile, mask_k, mask_v, DK % BLOCK_K != 0, DV % BLOCK_V != 0)
+            some = _load(q_ptr + part * stride_qd + q_tile, mask_k, DK % BLOCK_K != 0)
+        mask_c = mask_k[:, None] & mask_v[None, :]
+        if DK % BLOCK_K != 0 or DV % BLOCK_V != 0:
+            c = tl.load(states_ptr + part * DV + c_tile, mask=mask_c, other=0.0)
+        else:
+            c = tl.load(states_ptr + part * DV + c_tile)
         n = tl.load(vectors_ptr + slot * DK + part + offs_k, mask=mask_k, other=0.0)
         if HALF:
             scale_at = (slot * tl.cdiv(DK, STATE_K) + part // STATE_K) * tl.cdiv(DV, STATE_V)
@@ -480,21 +509,23 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     den = den * kept
     document = high
     if RESETS:
-        document = tl.load(at + DOCUMENT * plane, mask=mask_t, other=0.0)
+        document = tl.load(at + DOCUMENT * plane)
         # chosen, not multiplied: what came before may be NaN
         acc = tl.where((document == 0.0)[:, None], acc, 0.0)
         den = tl.where(document == 0.0, den, 0.0)
-        top = tl.where(document == 0.0, top, tl.load(at + SINCE * plane, mask=mask_t, other=0.0))
+        top = tl.where(document == 0.0, top, tl.load(at + SINCE * plane))
 
+    k_own = _tile(rows, offs_k, stride_k, stride_kd, COLUMNS, ALIGN, WIDE)
+    v_own = _tile(rows, offs_v, stride_v, stride_vd, COLUMNS, ALIGN, WIDE)
     for other in range(first, start, BLOCK_T):
         acc, den, top = _attend(
-            acc, den, top, q, q_ptr, k_ptr, v_ptr, planes_ptr, tl.cast(other, tl.int64), end, plane, high, rest,
-            document, q_tile, k_tile, v_tile, mask_t, mask_v, stride_qd, stride_kd, stride_ks, stride_vs, scale,
+            acc, den, top, q, q_ptr, k_ptr, v_ptr, planes_ptr, tl.cast(other, tl.int64), offs_t, plane, high, rest,
+            document, q_tile, k_tile, v_tile, mask_v, stride_qd, stride_kd, stride_ks, stride_vs, scale,
             False, RESETS, EXPONENTIAL, HALF, ONE, DK, DV, BLOCK_T, BLOCK_K, BLOCK_V,
         )  # fmt: skip
     acc, den, top = _attend(
-        acc, den, top, q, q_ptr, k_ptr, v_ptr, planes_ptr, start, end, plane, high, rest,
-        document, q_tile, k_tile, v_tile, mask_t, mask_v, stride_qd, stride_kd, stride_ks, stride_vs, scale,
+        acc, den, top, q, q_ptr, k_ptr, v_ptr, planes_ptr, start, rows, plane, high, rest,
+        document, q_tile, k_own, v_own, mask_v, stride_qd, stride_kd, stride_ks, stride_vs, scale,
         True, RESETS, EXPONENTIAL, HALF, ONE, DK, DV, BLOCK_T, BLOCK_K, BLOCK_V,
     )  # fmt: skip
 

@@ -153,9 +153,9 @@ def _gates(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunks
         "EXPONENTIAL": given.exponential, "CHUNK": config["CHUNK"], "BLOCK_T": config["BLOCK_T"],
     }  # fmt: skip
     grid = (sizes.slots * given.heads,)
-    # one warp has a tile of tokens
-    tensors = _gate_tensors(given, memory)
-    return _rows.Launch(_mlstm_gates_kernel, grid, (*tensors, *numbers), constants, Config(num_warps=1))
+    # one warp has a tile of tokens; with resets all of its pairs
+    made = Config(num_warps=1 if given.resets is None else 8)
+    return _rows.Launch(_mlstm_gates_kernel, grid, (*_gate_tensors(given, memory), *numbers), constants, made)
 
 
 def _wide(rows: int, *tensors: Tensor | None) -> bool:
