@@ -306,6 +306,23 @@ def test_infinite_forget_gates_and_closed_input_gates() -> None:
             torch.testing.assert_close(one.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("op", ["mlstm_chunkwise", "mlstm_sequence"])
+def test_an_open_forget_gate_forgets_what_it_should(op: str) -> None:
+    """log σ(12) is −6e-6, of which 1 + e^−12 in float32 keeps two digits; where nothing is taken m is their sum."""
+    for pre, cap in ((12.0, 0.0), (0.003, 0.0), (12.0, 15.0), (0.003, 15.0)):
+        call = case(batch=1, tokens=40, first=True, return_last_states=True, gate_soft_cap=cap)
+        call.f.fill_(pre)
+        # tanh makes −∞ a number, that takes as little
+        call.i.fill_(float("-inf"))
+        assert call.m_initial is not None
+        call.m_initial.fill_(0.0)
+        m = run(op, call, SMALL if op == OP else None)[3]
+        x = torch.tensor(pre, dtype=torch.float64)
+        x = cap * torch.tanh(x / cap) if cap else x
+        want = max(40 * float(torch.nn.functional.logsigmoid(x)), -cap if cap else float("-inf"))
+        assert abs(float(m) / want - 1) < 2e-6
+
+
 def test_large_float16_states_keep_their_digits() -> None:
     """States above 65,504, and weights that float16 has no digits for: tiles are stored relative to their largest."""
     for gates, size in (((0.0, 15.0, 0.1), 4000.0), ((-16.0, 15.0, 0.1), 1.0)):

@@ -501,7 +501,7 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
             acc += unit[None, :] * tl.dot(some, c, out_dtype=tl.float32)
         else:
             acc = tl.dot(some, c, acc, input_precision="ieee", out_dtype=tl.float32)
-        den += tl.sum(some.to(tl.float32) * n[None, :], 1)
+        den += tl.sum(tl.cast(some, tl.float32) * n[None, :], 1)
     kept = tl.full([BLOCK_T], 1.0, tl.float32) * scale
     if not EXPONENTIAL:
         kept = exp(top) * scale
