@@ -35,9 +35,9 @@ def _reference(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
     return _reference_module.reference(Operands(*args, **kwargs))
 
 
-def _inputs(B: int, NH: int, S: int, DK: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    """B rows of S tokens of NH heads, DV twice DK as in xLSTM."""
-    return _shared.example((B, NH, S, DK, 2 * DK), dtype, device)
+def _inputs(B: int, H: int, S: int, D: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """B rows of S tokens of H heads, D columns of q and k and twice as many of v, as in xLSTM."""
+    return _shared.example((B, H, S, D, 2 * D), dtype, device)
 
 
 def _declines(*args: Any, **kwargs: Any) -> str | None:
@@ -103,7 +103,7 @@ _op = Op(
     key=_key,
     key_fields=_shared.KEY_FIELDS,
     inputs=_inputs,
-    sizes=("B", "NH", "S", "DK"),
+    sizes=("B", "H", "S", "D"),
     cost=_cost,
     default_config=_default_config,
     compile_cases=_compile_cases,

@@ -76,9 +76,9 @@ def _example(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, 
     return tuple(StepOperands(q[:, :, 0], k[:, :, 0], v[:, :, 0], i, f, c, n, m, **options))
 
 
-def _inputs(B: int, NH: int, DK: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    """B rows of NH heads, DV twice DK as in xLSTM."""
-    return _example((B, NH, DK, 2 * DK), dtype, device)
+def _inputs(B: int, H: int, D: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """B rows of H heads, D columns of q and k and twice as many of v, as in xLSTM."""
+    return _example((B, H, D, 2 * D), dtype, device)
 
 
 def _declines(*args: Any, **kwargs: Any) -> str | None:
@@ -167,7 +167,7 @@ _op = Op(
     key=_key,
     key_fields=KEY_FIELDS,
     inputs=_inputs,
-    sizes=("B", "NH", "DK"),
+    sizes=("B", "H", "D"),
     cost=_cost,
     default_config=_default_config,
     compile_cases=_compile_cases,
