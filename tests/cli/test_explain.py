@@ -52,6 +52,9 @@ OTHER_SIZES = {
     "conv2d": (["B=2", "C=3", "H=9", "O=4"], {"pixels": 256, "outputs": 4, "channels": 3}),
     "mla_decode": (["B=2", "H=3", "S=9"], {"batch": 2, "heads": 3, "capacity": 16, "tokens": 1, "latent": 512}),
     "mla_prefill": (["B=2", "H=3", "T=5", "S=9"], {"batch": 2, "heads": 3, "capacity": 16, "tokens": 5, "nope": 128}),
+    "mlstm_chunkwise": (["B=2", "H=3", "S=9", "D=16"], {"tokens": 16, "heads": 3, "dk": 16, "dv": 32}),
+    "mlstm_sequence": (["B=2", "H=3", "S=9", "D=16"], {"tokens": 16, "heads": 3, "dk": 16, "dv": 32}),
+    "mlstm_step": (["B=2", "H=3", "D=16"], {"heads": 3, "dk": 16, "dv": 32}),
     "flash_attention": (["B=2", "H=3", "S=9", "D=16"], {"batch": 2, "heads": 3, "queries": 16, "keys": 16, "d": 16}),
     "flash_decoding": (["B=2", "H=8", "S=9", "D=16"], {"batch": 2, "heads": 8, "kv_heads": 2, "capacity": 16, "d": 16}),
 }

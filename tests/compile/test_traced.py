@@ -39,6 +39,19 @@ WRITTEN = {
     "_mla_product_kernel": {"y_ptr"},
     "_mla_kernel": {"o_ptr", "lse_ptr", "part_ptr", "meta_ptr"},
     "_mla_join_kernel": {"o_ptr", "lse_ptr"},
+    "_mlstm_gates_kernel": {"planes_ptr", "tiles_ptr"},
+    "_mlstm_states_kernel": {
+        "states_ptr",
+        "scales_ptr",
+        "vectors_ptr",
+        "tops_ptr",
+        "c_new_ptr",
+        "n_new_ptr",
+        "m_new_ptr",
+    },
+    "_mlstm_chunks_kernel": {"h_ptr"},
+    "_mlstm_recurrent_kernel": {"h_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr"},
+    "_mlstm_norm_kernel": {"y_ptr", "n_new_ptr", "m_new_ptr"},
 }
 
 

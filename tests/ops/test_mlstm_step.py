@@ -1,0 +1,327 @@
+"""mlstm_step against a definition in float64: states in place and not, gates, norm and gate, layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, NAN, Exact, assert_near, case, exact, moved, run
+from tests.ops.op_harness import same_bits
+from wavecrest import ops, registry
+from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.hardware import ARCHS
+from wavecrest.ops import _mlstm_norm as norms
+from wavecrest.ops import _mlstm_recurrent as recurrent
+from wavecrest.ops._mlstm_operands import Operands, StepOperands
+from wavecrest.tuned import Config
+
+OP = "mlstm_step"
+CONFIGS = {"default": None, "several programs": Config(BLOCK_V=8, num_warps=4)}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "closed input gate": {"gates": (-10.0, 4.0, 1.0)},
+    "gates at 15": {"gates": (15.0, -15.0, 2.0)},
+    "gates at -15": {"gates": (-15.0, 15.0, 2.0)},
+    "capped": {"gate_soft_cap": 15.0, "gates": (0.0, 0.0, 20.0)},
+    "sigmoid": {"input_gate": "sigmoid"},
+    "no normaliser": {"input_gate": "sigmoid", "normalize": False},
+    "norm": {"epilogue": "norm"},
+    "norm and gate": {"epilogue": "gate", "gates": (-10.0, 4.0, 1.0)},
+    "24x48": {"dk": 24, "dv": 48, "epilogue": "gate"},
+    "96x192": {"dk": 96, "dv": 192, "heads": 1},
+    "one column": {"dk": 1, "dv": 1, "heads": 3},
+    "wide": {"dk": 300, "dv": 70, "batch": 1, "epilogue": "norm"},
+}
+
+
+def step(dtype: torch.dtype = F32, half: bool = False, flat: bool = False, **options: Any) -> StepOperands:
+    """A step with states that a sequence of tokens could have left: `half`: c in float16; `flat`: gates [B, NH]."""
+    more = {name: options.pop(name) for name in ("in_place", "state_dtype") if name in options}
+    call = case(**{"heads": 2, **options}, tokens=1, first=True, dtype=dtype)
+    gate = None if call.output_gate is None else call.output_gate[:, :, 0]
+    assert call.c_initial is not None and call.n_initial is not None
+    i, f = (call.i[..., 0], call.f[..., 0]) if flat else (call.i, call.f)
+    kept = F64 if dtype == F64 else F32
+    n, m = (None if one is None else one.to(kept) for one in call.initial[1:])
+    assert n is not None
+    return StepOperands(
+        call.q[:, :, 0], call.k[:, :, 0], call.v[:, :, 0], i, f, call.c_initial.to(F16 if half else kept), n, m,
+        call.eps, call.input_gate, call.normalize, call.gate_soft_cap, call.norm_weight, call.norm_eps, gate, **more,
+    )  # fmt: skip
+
+
+def wanted(call: StepOperands) -> Exact:
+    """What a step gives, by the oracle of sequences; nothing is rounded but results."""
+    return exact(call.sequence(), rounded=False)
+
+
+def assert_step(call: StepOperands, got: Any, want: Exact | None = None) -> None:
+    want = want or wanted(call)
+    h, *states = got
+    assert h.dtype == call.q.dtype and h.shape == call.v.shape
+    assert states[0].dtype == call.c_dtype and all(one.dtype in (F32, F64) for one in states[1:])
+    assert_near("h", h, want.h[:, :, 0], want.h_bound[:, :, 0])
+    assert len(states) == len(want.states)
+    for name, one, exactly, bound in zip("cnm", states, want.states, want.state_bounds, strict=False):
+        assert_near(name, one.reshape(exactly.shape), exactly, bound)
+
+
+@pytest.mark.parametrize("how", CONFIGS)
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name: str, how: str) -> None:
+    call = step(**CASES[name])
+    assert_step(call, run(OP, call, CONFIGS[how]))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("name", ["closed input gate", "capped", "norm and gate", "96x192"])
+def test_cases_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    call = step(dtype=dtype, half=dtype == F16, flat=True, **CASES[name])
+    assert_step(call, run(OP, call))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("dtype", [F64, F32, BF16])
+def test_other_backends(dtype: torch.dtype, backend: str) -> None:
+    for name in ("plain", "sigmoid", "norm and gate"):
+        call = step(dtype=dtype, **CASES[name])
+        assert_step(call, run(OP, call, backend=backend))
+
+
+@pytest.mark.parametrize("how", CONFIGS)
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("name", ["plain", "sigmoid", "norm and gate"])
+def test_in_place_is_the_same_step(name: str, half: bool, how: str) -> None:
+    """The caller's states, whatever their strides, have the bits that new ones would; nothing else is written."""
+    for layout in ("dense", "sliced", "permuted") if name == "plain" else ("sliced",):
+        call = step(half=half, **CASES[name])
+        want = run(OP, call, CONFIGS[how])
+        states = [None if one is None else one.clone() for one in (call.c, call.n, call.m)]
+        if layout != "dense":
+            states = [None if one is None else moved(one, layout) for one in states]
+        here = call._replace(c=states[0], n=states[1], m=states[2], in_place=True)
+        kept = [None if one is None else (one._base if one._base is not None else one).clone() for one in states]
+        got = run(OP, here, CONFIGS[how])
+        assert len(got) == len(want) and same_bits(got[0], want[0])
+        for mine, new, given in zip(got[1:], want[1:], [one for one in states if one is not None], strict=True):
+            assert mine is given and same_bits(mine, new)
+        for given, before in zip(states, kept, strict=True):
+            if layout == "sliced" and given is not None:
+                # the NaN around it
+                assert given._base is not None and before is not None
+                assert int(given._base.isnan().sum()) == int(before.isnan().sum())
+
+
+def test_arguments_are_not_written_to_without_in_place() -> None:
+    call = step(**CASES["norm and gate"])
+    before = [one.clone() if isinstance(one, Tensor) else one for one in call]
+    for config in CONFIGS.values():
+        run(OP, call, config)
+    for one, kept in zip(call, before, strict=True):
+        assert not isinstance(one, Tensor) or same_bits(one, kept)
+
+
+def test_float16_states_are_clamped_and_keep_nan() -> None:
+    call = step(gates=(0.0, 6.0, 0.1))
+    call.c[0, 0, 0, 0], call.c[0, 0, 1, 1], call.c[1, 1, 0, 0] = 1e6, -1e6, NAN
+    for backend in ("triton", "torch"):
+        c = run(OP, call._replace(state_dtype=F16), backend=backend)[1]
+        assert c.dtype == F16 and c[0, 0, 0, 0] == 65504 and c[0, 0, 1, 1] == -65504
+        assert bool(c[1, 1, 0, 0].isnan()) and int(c.isnan().sum()) == 1
+
+
+@pytest.mark.parametrize("how", ["sliced", "step", "permuted"])
+def test_strides(how: str) -> None:
+    call = step(dtype=F16, epilogue="gate")
+    names = ["q", "k", "v", "i", "f", "c", "n", "output_gate", "norm_weight"]
+    other = call._replace(**{name: moved(getattr(call, name), how) for name in names})
+    for config in CONFIGS.values():
+        for got, want in zip(run(OP, other, config), run(OP, call, config), strict=True):
+            assert same_bits(got, want)
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    call = step(dtype=BF16, batch=3, epilogue="gate")
+    for config in CONFIGS.values():
+        whole = run(OP, call, config)
+        for row in range(3):
+            one = StepOperands(*(
+                part[row : row + 1] if isinstance(part, Tensor) and part.ndim > 1 else part for part in call
+            ))  # fmt: skip
+            for got, want in zip(run(OP, one, config), whole, strict=True):
+                assert same_bits(got, want[row : row + 1])
+    found = registry.get(OP)
+    assert found.key(*call) == found.key(*step(dtype=BF16, batch=1, epilogue="gate"))
+
+
+def test_four_thousand_steps_stay_near_float64() -> None:
+    """The definition in float32, gates of a model: decays near 1 for 4,096 steps; a 16-bit m would be lost."""
+    heads, size = 3, 8
+    call = case(batch=1, heads=heads, tokens=4096, dk=size, dv=size, gates=(-10.0, 0.0, 1.0))
+    bias = torch.tensor([3.0, 5.0, 6.0], device=DEVICE)[:, None]
+    call = call._replace(f=call.f + bias)
+    single = run("mlstm_sequence", call, backend="torch")
+    wide = call._replace(**{name: getattr(call, name).double() for name in "qkvif"})
+    exactly = run("mlstm_sequence", wide, backend="torch")
+    off = (single - exactly)[:, :, -128:].norm() / exactly[:, :, -128:].norm()
+    # float32 rounds m, of about 10, 4,096 times; errors of either sign: √4096 · 10 · 2⁻²⁴, and more for outputs of sums
+    assert float(off) < 8 * 64 * 10 * 2.0**-24
+
+
+def test_the_kernel_stays_near_for_sixty_steps() -> None:
+    """The kernel's own states from step to step, against the oracle's."""
+    call = case(batch=1, heads=1, tokens=60, dk=8, dv=8, dtype=F32, gates=(-10.0, 5.0, 1.0), return_last_states=True)
+    state: Any = (torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 8), torch.zeros(1, 1, 1))
+    state = tuple(one.to(DEVICE) for one in state)
+    found, registered = [], registry.get(OP)
+    registered.force("triton")
+    for t in range(60):
+        h, state = ops.mlstm_step(
+            call.q[:, :, t], call.k[:, :, t], call.v[:, :, t], call.i[:, :, t], call.f[:, :, t], *state, in_place=True
+        )
+        found.append(h)
+    want = exact(call, rounded=False)
+    assert_near("h", torch.stack(found, 2), want.h, want.h_bound)
+    for one, exactly, bound in zip(state, want.states, want.state_bounds, strict=True):
+        assert_near("state", one, exactly, bound)
+
+
+def test_gradients_go_through_the_definition() -> None:
+    call = step(epilogue="gate", dk=3, dv=4, dtype=F64)
+    leaves = [
+        one.double().requires_grad_() if isinstance(one, Tensor) and one.is_floating_point() else one for one in call
+    ]
+    assert torch.autograd.gradcheck(lambda *args: registry.get(OP)(*args), leaves, atol=1e-6)
+    single = [one.float().detach().requires_grad_() if isinstance(one, Tensor) else one for one in leaves]
+    decision = registry.get(OP).decide(*single)
+    assert decision.backend == "torch"
+    assert "gradients" in {one.backend: one.reason for one in decision.refused}["triton"]
+
+
+@pytest.mark.parametrize("how", CONFIGS)
+def test_nothing_is_compiled_again_for_another_batch(how: str) -> None:
+    kernels = [launch.kernel for launch in _described(step(epilogue="gate"), how)]
+    assert len(kernels) == (1 if how == "default" else 2)
+    first = [_identity(launch) for launch in _described(step(epilogue="gate", batch=1, heads=5), how)]
+    for batch, heads in ((2, 2), (16, 8), (17, 3)):
+        again = [_identity(launch) for launch in _described(step(epilogue="gate", batch=batch, heads=heads), how)]
+        assert again == first
+
+
+def _described(call: StepOperands, how: str) -> list[Any]:
+    return recurrent.planned(call.sequence(), call.in_place, CONFIGS[how] or recurrent.default(16, 24, None), None)
+
+
+def _identity(launch: Any) -> Any:
+    """What a kernel is compiled for: constants, dtypes, and numbers that are not in do_not_specialize."""
+    names = [name for name in launch.kernel.arg_names if name not in launch.constants]
+    specialized = [
+        value.dtype if isinstance(value, Tensor) else type(value) for _, value in zip(names, launch.args, strict=False)
+    ]
+    loose = {name for name, value in zip(names, launch.args, strict=False) if not isinstance(value, Tensor)}
+    assert loose <= set(recurrent._SIZES) | set(norms._SIZES), "a number makes the kernel anew"
+    return launch.kernel, specialized, launch.options()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_torch_compile(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    found = torch.compile(ops.mlstm_step, fullgraph=True, dynamic=dynamic, backend="eager" if DEVICE == "cpu" else None)
+    for batch in (2, 3):
+        call = step(batch=batch)
+        got, want = (one(*call[:8], gate_soft_cap=15.0) for one in (found, ops.mlstm_step))
+        torch.testing.assert_close(got[0], want[0])
+        torch.testing.assert_close(got[1], want[1])
+
+
+def test_an_empty_batch() -> None:
+    call = step()
+    none = StepOperands(*(one[:0] if isinstance(one, Tensor) else one for one in call))
+    for backend in ("triton", "torch"):
+        assert [one.shape[0] for one in run(OP, none, backend=backend)] == [0, 0, 0, 0]
+
+
+def test_space_and_defaults() -> None:
+    for arch in ARCHS.values():
+        for dk, dv in ((64, 128), (256, 512), (24, 48), (2000, 3)):
+            some = list(recurrent.space(dk, dv, arch))
+            assert some[0] == recurrent.default(dk, dv, arch) and len(some) == len(set(some))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "k's columns": ({"k": torch.zeros(2, 2, 15)}, "k must have 16 columns"),
+    "k's dtype": ({"k": torch.zeros(2, 2, 16).half()}, "k must be torch.float32"),
+    "v's heads": ({"v": torch.zeros(2, 3, 24)}, "v must be"),
+    "gate": ({"i": torch.zeros(2, 2, 2)}, "i must be"),
+    "gates apart": ({"i": torch.zeros(2, 2)}, "one shape"),
+    "integers": ({"f": torch.zeros(2, 2, 1).int()}, "f must be"),
+    "c in bfloat16": ({"c": torch.zeros(2, 2, 16, 24).bfloat16()}, "more than 100 %"),
+    "m in bfloat16": ({"m": torch.zeros(2, 2, 1).bfloat16()}, "more than 100 %"),
+    "n in float16": ({"n": torch.zeros(2, 2, 16).half()}, "n must be torch.float32"),
+    "no m": ({"m": None}, "m must be"),
+    "m of sigmoid": ({"input_gate": "sigmoid"}, "pass None"),
+    "input_gate": ({"input_gate": "tanh"}, "exp or sigmoid"),
+    "normalize": ({"normalize": False}, "goes with input_gate='sigmoid'"),
+    "eps": ({"eps": -1.0}, "eps must be"),
+    "cap": ({"gate_soft_cap": float("inf")}, "gate_soft_cap must be"),
+    "gate without norm": ({"output_gate": torch.zeros(2, 2, 24)}, "pass norm_weight"),
+    "norm_weight": ({"norm_weight": torch.zeros(24)}, "norm_weight must be"),
+    "state_dtype": ({"state_dtype": torch.bfloat16}, "more than 100 %"),
+    "in_place": ({"in_place": 1}, "True or False"),
+    "in place, another dtype": ({"in_place": True, "state_dtype": F16}, "leave out state_dtype"),
+    "in place, shared": ({"in_place": True, "c": torch.zeros(1, 1, 16, 24).expand(2, 2, 16, 24)}, "share memory"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    changes, message = REFUSED[name]
+    call = step()._replace(
+        **{key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in changes.items()}
+    )
+    for backend in (None, "torch", "reference", "triton"):
+        with pytest.raises(InvalidArgument, match=f"mlstm_step: .*{message}"):
+            registry.get(OP)(*call) if backend is None else run(OP, call, backend=backend)
+
+
+def test_in_place_with_gradients_is_refused() -> None:
+    call = step(in_place=True)
+    with pytest.raises(InvalidArgument, match="in_place=False"):
+        registry.get(OP)(*call._replace(q=call.q.requires_grad_()))
+
+
+def test_float64_is_declined_by_the_kernel() -> None:
+    with pytest.raises(Unsupported, match="float64"):
+        run(OP, step(dtype=F64))
+
+
+def test_the_bound_can_fail() -> None:
+    """A wrong floor, forgotten ε or decay, a state off by one in a thousand: each is beyond the bound."""
+    call = step(**CASES["closed input gate"])
+    want, right = wanted(call), run(OP, call)
+    assert_step(call, right, want)
+    assert call.m is not None
+    wrong = [
+        run(OP, call._replace(m=call.m - 10.0), backend="torch")[0],
+        run(OP, call._replace(f=call.f + 0.01), backend="torch")[0],
+        right[0] * 1.001,
+        right[0].roll(1, -1),
+    ]
+    for h in wrong:
+        with pytest.raises(AssertionError):
+            assert_step(call, (h, *right[1:]), want)
+    with pytest.raises(AssertionError):
+        assert_step(call, (right[0], right[1] * 1.0001, *right[2:]), want)
+
+
+def test_the_public_function_nests_states() -> None:
+    call = step()
+    h, (c, n, m) = ops.mlstm_step(*call[:8])
+    assert all(same_bits(one, other) for one, other in zip((h, c, n, m), run(OP, call, backend="torch"), strict=True))
+    _, states = ops.mlstm_step(*call[:7], None, input_gate="sigmoid")
+    assert len(states) == 2
+    assert isinstance(call.sequence(), Operands)
