@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from wavecrest import hardware, records
+from wavecrest.errors import InvalidArgument
 from wavecrest.tune import modelled
 from wavecrest.tuned.cost_model import CONSTANTS, Constants
 
@@ -58,7 +59,12 @@ def main() -> None:
     paths = options.records or sorted(RECORDS.glob("tune_*.json"))
     found = [records.load_as(path, records.TuneRecord) for path in paths]
     arch = hardware.ARCHS[found[0].header.device["arch"]]
-    cases = [case for record in found for case in modelled.cases(record)]
+    cases = []
+    for record in found:
+        try:
+            cases += modelled.cases(record)
+        except InvalidArgument as error:
+            sys.stderr.write(f"left out: {error}\n")
     judged = [modelled.judge(case, arch) for case in cases]
     if options.keys:
         _table(

@@ -361,6 +361,9 @@ def test_on_one_h200_the_ranking_is_worth_what_the_docs_say() -> None:
     judged = []
     for path in sorted(RECORDS.glob("tune_*.json")):
         record = records.load_as(path, records.TuneRecord)
+        if record.op == "mla_prefill":
+            # no backend of it describes its work
+            continue
         mine = [modelled.judge(case, H200) for case in modelled.cases(record)]
         made = modelled.summary(record.op, mine)
         assert made.first >= 0.9 and made.top >= 0.95, record.op

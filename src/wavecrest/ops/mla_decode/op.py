@@ -19,7 +19,7 @@ from wavecrest.ops.mla_decode.key import KEY_FIELDS, columns_apart, key_of, shap
 from wavecrest.ops.mla_decode.operands import Operands, check
 from wavecrest.ops.mla_decode.reference import reference
 from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad
-from wavecrest.tuned import Config
+from wavecrest.tuned import Config, Work
 from wavecrest.tuned.cost_model import propose
 
 
@@ -116,8 +116,15 @@ def _hopper_reserved(*args: Any, **kwargs: Any) -> str | None:
     return "runs where a measured row names it"
 
 
-def attach_hopper(op: Op, change: Callable[[Config], Config] = lambda config: config) -> None:
-    """The kernel for sm_90 as a backend of an op with these operands; `change`: what its configurations become."""
+def attach_hopper(
+    op: Op,
+    change: Callable[[Config], Config] = lambda config: config,
+    work: Callable[..., tuple[Work, ...]] | None = None,
+) -> None:
+    """The kernel for sm_90 as a backend of an op with these operands; `change`: what its configurations become.
+
+    `work`: what it does, for the cost model.
+    """
 
     def supports(*args: Any, **kwargs: Any) -> str | None:
         return hopper_declines(Operands(*args, **kwargs))
@@ -142,7 +149,7 @@ def attach_hopper(op: Op, change: Callable[[Config], Config] = lambda config: co
         # each once: what is changed may be the same
         space=lambda key, arch: dict.fromkeys(map(change, _hopper.space(shape_of(key), arch))),
         launches=lambda *args, config, arch: _hopper.described(Operands(*args), config, arch),
-        work=partial(_work.work, "triton_hopper"),
+        work=work,
     )
 
 
@@ -164,7 +171,7 @@ _op = Op(
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=partial(_work.work, "triton"))
 _op.model = partial(propose, _op)
-attach_hopper(_op)
+attach_hopper(_op, work=partial(_work.work, "triton_hopper"))
 
 
 def mla_decode(
