@@ -24,7 +24,7 @@ LAYERS = {
     "tuned": 1, "registry": 1, "numerics": 1, "timing": 1, "records": 1, "workload": 1,
     "ops": 2,
     "backends": 3,
-    "nn": 4,
+    "nn": 4, "models": 4,
     "passes": 5, "graphs": 5, "bench": 5, "profile": 5, "report": 5, "doctor": 5, "isa": 5, "tune": 5,
     "plan": 6, "engine": 6, "optimizer": 6, "verify": 6,
     "cli": 7, "integrations": 7,
@@ -33,6 +33,7 @@ LAYERS = {
 SIDEWAYS = {
     ("hardware", "errors"),
     ("registry", "tuned"), ("records", "timing"),
+    ("models", "nn"),
     ("passes", "graphs"), ("tune", "bench"), ("tune", "isa"),
     ("engine", "plan"), ("optimizer", "engine"), ("optimizer", "plan"), ("verify", "plan"),
     ("cli", "integrations"),
