@@ -15,7 +15,7 @@ from wavecrest import ops, registry
 ROOT = Path(__file__).parents[2]
 NAMES = registry.names()
 # public beside the ops: another way to call one of them, and what it may be given
-BESIDE = ["PackedWeight", "linear", "pack"]
+BESIDE = ["PackedWeight", "linear", "mlstm_parallel", "pack"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from wavecrest import registry
 from wavecrest.errors import InvalidArgument
+from wavecrest.ops._mlstm_operands import Operands as MemorySequence
+from wavecrest.ops._mlstm_reference import chunkwise
 from wavecrest.ops._quantized import Quantization
 from wavecrest.ops._quantized import reference as quantized
 from wavecrest.ops.conv2d.operands import Operands as Convolution
@@ -487,6 +489,10 @@ def _mla(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
     return absorbed(Latent(*args, **kwargs))
 
 
+def _mlstm_chunkwise(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    return chunkwise(MemorySequence(*args, **kwargs))
+
+
 registry.get("gemm").attach("torch", _gemm, supports=_gemm_supports, priority=PRIORITY)
 registry.get("conv2d").attach(
     "torch_channels_last",
@@ -514,6 +520,10 @@ registry.get("flash_attention").attach(
 registry.get("flash_decoding").attach("torch", _flash_decoding, supports=_flash_decoding_supports, priority=PRIORITY)
 for _name in ("mla_decode", "mla_prefill"):
     registry.get(_name).attach("torch", _mla, supports=_any, priority=PRIORITY)
+registry.get("mlstm_chunkwise").attach("torch", _mlstm_chunkwise, supports=_any, priority=PRIORITY)
+for _name in ("mlstm_sequence", "mlstm_step"):
+    # their definition is made of PyTorch's operations, one token at a time
+    registry.get(_name).attach("torch", registry.get(_name).reference, supports=_any, priority=PRIORITY)
 registry.get("softmax").attach("torch", _softmax, supports=_any, priority=PRIORITY)
 # PyTorch has no op for these: its form is the definition, written in its operations
 for _name in (

@@ -18,6 +18,9 @@ from wavecrest.ops.layer_norm_quantize import layer_norm_quantize
 from wavecrest.ops.memcpy import memcpy
 from wavecrest.ops.mla_decode import mla_decode
 from wavecrest.ops.mla_prefill import mla_prefill
+from wavecrest.ops.mlstm_chunkwise import mlstm_chunkwise, mlstm_parallel
+from wavecrest.ops.mlstm_sequence import mlstm_sequence
+from wavecrest.ops.mlstm_step import mlstm_step
 from wavecrest.ops.packed import PackedWeight, pack
 from wavecrest.ops.quantize_fp8 import quantize_fp8
 from wavecrest.ops.quantize_int8 import quantize_int8
@@ -46,6 +49,10 @@ __all__ = [
     "memcpy",
     "mla_decode",
     "mla_prefill",
+    "mlstm_chunkwise",
+    "mlstm_parallel",
+    "mlstm_sequence",
+    "mlstm_step",
     "pack",
     "quantize_fp8",
     "quantize_int8",

@@ -1,0 +1,83 @@
+"""What the mLSTM ops over sequences share: the shape key, the cost, example calls, the form of their results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavecrest.ops._mlstm_operands import Operands
+from wavecrest.registry import Cost, Key, dtype_name, m_bucket, needs_grad
+
+KEY_FIELDS = (
+    "tokens", "heads", "dk", "dv", "dtype", "state", "form", "input_gate", "normalize", "capped", "resets", "initial",
+    "last", "norm", "output_gate", "chunk", "device", "grad",
+)  # fmt: skip
+
+
+def key_of(given: Operands) -> Key:
+    """The shape key of a call. The batch is no part of it: no measured row can make a row's bits depend on it."""
+    return (
+        m_bucket(given.tokens),
+        given.heads,
+        given.dk,
+        given.dv,
+        dtype_name(given.q),
+        str(given.c_dtype).removeprefix("torch."),
+        given.form,
+        given.input_gate,
+        given.normalize,
+        given.capped,
+        given.resets is not None,
+        given.c_initial is not None,
+        given.return_last_states,
+        given.norm_weight is not None,
+        given.output_gate is not None,
+        given.chunk_size or 0,
+        given.q.device.type,
+        needs_grad(*given.floats),
+    )
+
+
+def cost_of(given: Operands) -> Cost:
+    """The least work: four operations for each element of a state and token, and every operand once."""
+    states = given.sequences * given.heads * given.dk * (given.dv + 1) + given.sequences * given.heads
+    bytes_read = sum(one.nbytes for one in given if isinstance(one, Tensor))
+    written = given.v.nbytes + (states * given.c_dtype.itemsize if given.return_last_states else 0)
+    flops = 4 * given.batch * given.heads * given.tokens * given.dk * (given.dv + 1)
+    return Cost(flops=flops, bytes=bytes_read + written)
+
+
+def example(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str, **options: Any) -> tuple[Any, ...]:
+    """The arguments of a call of B, NH, S, DK, DV: tensors [B, S, NH, D] seen as [B, NH, S, D], gates as models have.
+
+    Input gates near −10 and forget gates from 3 to 6, as xLSTM initialises their biases. `epilogue`: norm and output
+    gate; `first`: with first states.
+    """
+    b, nh, s, dk, dv = shape
+
+    def made(*sizes: int) -> Tensor:
+        return torch.randn(sizes, dtype=dtype, device=device)
+
+    q, k, v = (made(b, s, nh, size).transpose(1, 2) for size in (dk, dk, dv))
+    bias = torch.linspace(3.0, 6.0, nh, device=device)[:, None]
+    i = (torch.randn(b, nh, s, device=device) - 10.0).to(dtype)
+    f = (torch.randn(b, nh, s, device=device) + bias).to(dtype)
+    if options.pop("epilogue", False):
+        options |= {"norm_weight": made(nh * dv), "output_gate": made(b, s, nh, dv).transpose(1, 2)}
+    if options.pop("first", False):
+        rows = b if options.get("cu_seqlens") is None else options["cu_seqlens"].shape[0] - 1
+        options["c_initial"] = torch.randn(rows, nh, dk, dv, device=device)
+        options["n_initial"] = torch.randn(rows, nh, dk, device=device)
+        if options.get("input_gate", "exp") == "exp":
+            options["m_initial"] = torch.randn(rows, nh, 1, device=device)
+    return tuple(Operands(q, k, v, i, f, **options))
+
+
+def nested(result: Any, given_last: bool) -> Any:
+    """h, or (h, (c, n, m)) as the public functions return it, from the tuple that an op returns."""
+    if not given_last:
+        return result
+    h, *states = result
+    return h, tuple(states)

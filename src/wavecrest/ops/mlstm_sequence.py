@@ -1,0 +1,98 @@
+"""The mLSTM over short sequences: the recurrence token by token, states in registers, in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._mlstm_op as _shared
+import wavecrest.ops._mlstm_reference as _reference_module
+from wavecrest.ops._mlstm_operands import Operands, check
+from wavecrest.registry import Cost, Key, Op
+from wavecrest.tuned import Config
+
+
+def _cost(*args: Any, **kwargs: Any) -> Cost:
+    return _shared.cost_of(Operands(*args, **kwargs))
+
+
+def _key(*args: Any, **kwargs: Any) -> Key:
+    return _shared.key_of(Operands(*args, **kwargs))
+
+
+def _check(*args: Any, **kwargs: Any) -> None:
+    check("mlstm_sequence", Operands(*args, **kwargs))
+
+
+def _reference(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    return _reference_module.reference(Operands(*args, **kwargs))
+
+
+def _inputs(B: int, NH: int, S: int, DK: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """B rows of S tokens of NH heads, DV twice DK as in xLSTM."""
+    return _shared.example((B, NH, S, DK, 2 * DK), dtype, device)
+
+
+_op = Op(
+    "mlstm_sequence",
+    reference=_reference,
+    check=_check,
+    key=_key,
+    key_fields=_shared.KEY_FIELDS,
+    inputs=_inputs,
+    sizes=("B", "NH", "S", "DK"),
+    cost=_cost,
+    default_config=lambda key: Config(num_warps=4),
+    op_class="gemm",
+)
+
+
+def mlstm_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    m_initial: Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    chunk_size: int | None = None,
+    input_gate: str = "exp",
+    normalize: bool = True,
+    gate_soft_cap: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    seq_starts: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    resets: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    output_gate: Tensor | None = None,
+    state_dtype: torch.dtype = torch.float32,
+) -> Any:
+    """The mLSTM cell over sequences of a few tokens, one after another within one launch.
+
+    The function of `mlstm_chunkwise`, with the same arguments and results, for sequences of 1 to about 32 tokens; any
+    length works, and takes time in proportion. Products of states are float32, whatever the dtype of q.
+
+    Args:
+        q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, input_gate, normalize, gate_soft_cap,
+            cu_seqlens, seq_starts, seq_lens, resets, norm_weight, norm_eps, output_gate, state_dtype: as there.
+        chunk_size: checked as there, and has no effect: there are no chunks.
+
+    Returns:
+        h [B, NH, S, DV] in q's dtype and v's memory order; with `return_last_states` (h, (c, n, m)), for sigmoid gates
+        (h, (c, n)).
+
+    Raises:
+        InvalidArgument: a shape, dtype, device or option is outside this.
+    """
+    result = _op(
+        q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, chunk_size, input_gate, normalize,
+        gate_soft_cap, cu_seqlens, seq_starts, seq_lens, resets, norm_weight, norm_eps, output_gate, state_dtype,
+    )  # fmt: skip
+    return _shared.nested(result, return_last_states)
