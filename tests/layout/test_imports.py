@@ -21,7 +21,7 @@ MODULES = {
 # layer of each first component below wavecrest; docs/architecture.md explains the walls
 LAYERS = {
     "errors": 0, "hardware": 0, "env": 0,
-    "tuned": 1, "registry": 1, "numerics": 1, "timing": 1, "records": 1, "workload": 1,
+    "tuned": 1, "registry": 1, "numerics": 1, "timing": 1, "records": 1, "workload": 1, "cuda_graph": 1,
     "ops": 2,
     "backends": 3,
     "nn": 4, "models": 4,

@@ -35,10 +35,12 @@ HUGGING_FACE_DEFAULTS = {
 }
 # keys that say something about the file, its training or another runtime, and nothing about the function computed
 SILENT = frozenset(
-    "architectures model_type torch_dtype dtype transformers_version auto_map _name_or_path use_cache head_dim "
-    "add_forward_backend_padding add_post_blocks_norm igate_bias_init_range mlstm_round_up_to_multiple_of "
-    "max_inference_chunksize".split()
-)
+    {
+        "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "auto_map", "_name_or_path",
+        "use_cache", "head_dim", "add_forward_backend_padding", "add_post_blocks_norm", "igate_bias_init_range",
+        "mlstm_round_up_to_multiple_of", "max_inference_chunksize",
+    }
+)  # fmt: skip
 # switches of the first revisions for parts that this architecture does not have
 ABSENT_PARTS = ("add_qk_norm", "add_post_norm", "add_embedding_dropout")
 # fields that the official package's dataclass does not have
@@ -203,7 +205,7 @@ class xLSTMLargeConfig:
             if values.get(name):
                 raise CheckpointError(f"{source}: {name} is set; this architecture has no such part")
         known = {field.name for field in fields(cls)}
-        found = dict(HUGGING_FACE_DEFAULTS) if "model_type" in values else {}
+        found: dict[str, Any] = dict(HUGGING_FACE_DEFAULTS) if "model_type" in values else {}
         ignored = []
         # own names last, so that they win over their synonyms
         for name, value in sorted(values.items(), key=lambda pair: pair[0] in known):

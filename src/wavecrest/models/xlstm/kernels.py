@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from wavecrest import registry
 from wavecrest.errors import InvalidArgument
-from wavecrest.ops import mlstm_chunkwise, mlstm_parallel, mlstm_sequence, mlstm_step
+from wavecrest.ops import mlstm_parallel
 from wavecrest.ops._mlstm_operands import Operands, StepOperands
 from wavecrest.registry import Decision
 
@@ -91,9 +91,12 @@ KERNELS: dict[str, dict[str, Kernel]] = {
 }
 # what the official kernels take beside their operands, and ours do not need: tiles, and the dtype of autocasting
 UNUSED = frozenset(
-    "autocast_kernel_dtype chunk_size_inter chunk_size_intra siz_b_L_parallel siz_b_L_loop siz_b_DH_parallel "
-    "siz_b_DH_loop num_warps_intra num_warps_inter num_stages_intra num_stages_inter recompute_states_in_bw".split()
-)
+    {
+        "autocast_kernel_dtype", "chunk_size_inter", "chunk_size_intra", "siz_b_L_parallel", "siz_b_L_loop",
+        "siz_b_DH_parallel", "siz_b_DH_loop", "num_warps_intra", "num_warps_inter", "num_stages_intra",
+        "num_stages_inter", "recompute_states_in_bw",
+    }
+)  # fmt: skip
 _fallbacks: dict[tuple[str, registry.Key], Fallback] = {}
 
 
@@ -153,7 +156,9 @@ def _unflat(found: Any) -> Result:
 
 def _parallel(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, options: dict[str, Any]) -> Result:
     """A kernel without states, and behind it what the other ops do in the same kernel."""
-    if options.pop("return_last_states", False) or any(options.pop(f"{name}_initial", None) is not None for name in "cnm"):
+    if options.pop("return_last_states", False) or any(
+        options.pop(f"{name}_initial", None) is not None for name in "cnm"
+    ):
         raise InvalidArgument(f"{kernel.name} has no states; take a chunkwise kernel")
     if options.pop("seq_starts", None) is not None or options.pop("seq_lens", None) is not None:
         raise InvalidArgument(f"{kernel.name} takes no padding; take a chunkwise kernel")
@@ -188,28 +193,29 @@ class Kernels:
             config.state_dtype,
         )
 
-    def chunkwise(self, *tensors: Tensor, **options: Any) -> Result:
+    def chunkwise(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, **options: Any) -> Result:
         """As `wavecrest.ops.mlstm_chunkwise`, but always (h, states or None)."""
         kernel = self.chunkwise_kernel
         if kernel.op == "mlstm_parallel":
-            q, k, v, i, f = tensors
             return _parallel(kernel, q, k, v, i, f, options)
         if not kernel.state and options.get("return_last_states"):
             raise InvalidArgument(f"{kernel.name} has no states; take a chunkwise kernel")
         options |= {"input_gate": kernel.input_gate, "state_dtype": self.state_dtype}
-        return _unflat(_call(kernel, Operands(*tensors, chunk_size=self.chunk_size, **options)))
+        return _unflat(_call(kernel, Operands(q, k, v, i, f, chunk_size=self.chunk_size, **options)))
 
-    def sequence(self, *tensors: Tensor, **options: Any) -> Result:
+    def sequence(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, **options: Any) -> Result:
         """As `wavecrest.ops.mlstm_sequence`, but always (h, states or None)."""
         if self.chunkwise_kernel.op == "mlstm_parallel":
-            return self.chunkwise(*tensors, **options)
+            return self.chunkwise(q, k, v, i, f, **options)
         options |= {"input_gate": self.chunkwise_kernel.input_gate, "state_dtype": self.state_dtype}
-        return _unflat(_call(self.sequence_kernel, Operands(*tensors, **options)))
+        return _unflat(_call(self.sequence_kernel, Operands(q, k, v, i, f, **options)))
 
-    def step(self, *tensors: Tensor | None, **options: Any) -> Result:
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor | None, **more: Any
+    ) -> Result:
         """As `wavecrest.ops.mlstm_step`."""
-        options["input_gate"] = self.chunkwise_kernel.input_gate
-        return _unflat(_call(self.step_kernel, StepOperands(*tensors, **options)))  # type: ignore[arg-type]
+        given = StepOperands(q, k, v, i, f, c, n, m, input_gate=self.chunkwise_kernel.input_gate, **more)
+        return _unflat(_call(self.step_kernel, given))
 
 
 def _chunk(size: int) -> int | None:
@@ -261,9 +267,7 @@ def get_mlstm_kernel(name: str) -> Callable[..., Any]:
         **more: Any,
     ) -> Any:
         _refuse_unknown(name, more)
-        kernels = Kernels(
-            kernel, KERNELS["sequence"][AUTO], KERNELS["step"][AUTO], _chunk(chunk_size), torch.float32
-        )
+        kernels = Kernels(kernel, KERNELS["sequence"][AUTO], KERNELS["step"][AUTO], _chunk(chunk_size), torch.float32)
         result = kernels.chunkwise(
             q, k, v, i, f, c_initial=c_initial, n_initial=n_initial, m_initial=m_initial,
             return_last_states=return_last_states, eps=eps, normalize=normalize,

@@ -95,15 +95,15 @@ class MLSTMLayer(nn.Module):
 
     def _projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k, v, o [B, NH, S, D] and i, f [B, NH, S] of x [B, S, embedding_dim]: views, nothing is copied."""
-        config = self.config
+        heads, qk, v = self.config.num_heads, self.config.qk_dim, self.config.v_dim
         if self.fused:
-            parts = self.qkv_opreact(x).split((config.qk_dim, config.qk_dim, config.v_dim, config.v_dim), dim=-1)
-            gates = self.ifgate_preact(x).split((config.num_heads, config.num_heads), dim=-1)
+            parts = torch.split(self.qkv_opreact(x), [qk, qk, v, v], dim=-1)
+            gates = torch.split(self.ifgate_preact(x), [heads, heads], dim=-1)
         else:
             parts = (self.q(x), self.k(x), self.v(x), self.ogate_preact(x))
             gates = (self.igate_preact(x), self.fgate_preact(x))
-        heads = [part.unflatten(-1, (config.num_heads, -1)).transpose(1, 2) for part in parts]
-        return (*heads, *(gate.transpose(1, 2) for gate in gates))
+        split = [part.view(*x.shape[:2], heads, -1).transpose(1, 2) for part in parts]
+        return (*split, *(gate.transpose(1, 2) for gate in gates))
 
     def forward(
         self,
@@ -149,7 +149,7 @@ class MLSTMLayer(nn.Module):
                 output_gate=o, **options,
             )  # fmt: skip
         if self.multihead_norm.bias is not None:
-            h = h + torch.sigmoid(o) * self.multihead_norm.bias.unflatten(0, (config.num_heads, 1, -1))
+            h = h + torch.sigmoid(o) * self.multihead_norm.bias.view(config.num_heads, 1, -1)
         return self.out_proj(h.transpose(1, 2).flatten(2)), after
 
 

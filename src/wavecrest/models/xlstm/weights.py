@@ -76,21 +76,20 @@ def shapes(config: xLSTMLargeConfig, weight_mode: str) -> dict[str, tuple[int, .
     return found
 
 
-def sources(name: str, config: xLSTMLargeConfig, weight_mode: str) -> list[Rows]:
-    """What of a file's tensors, in its `weight_mode`, makes up the parameter `name` of either mode, in order."""
+def sources(name: str, config: xLSTMLargeConfig, weight_mode: str, count: int) -> list[Rows]:
+    """What of tensors in their `weight_mode` makes up the `count` rows of parameter `name` of either mode, in order."""
     block, module, parameter = _block(name)
     rows = fused_rows(config)
     if module in rows and weight_mode == "single":
-        return [Rows(f"{block}{single}.{parameter}", 0, count) for single, count in rows[module].items()]
+        return [Rows(f"{block}{single}.{parameter}", 0, part) for single, part in rows[module].items()]
     if weight_mode == "fused":
         for fused, parts in rows.items():
             start = 0
-            for single, count in parts.items():
+            for single, part in parts.items():
                 if single == module:
-                    return [Rows(f"{block}{fused}.{parameter}", start, start + count)]
-                start += count
-    mode = "fused" if module in rows else weight_mode
-    return [Rows(name, 0, shapes(config, mode)[name][0])]
+                    return [Rows(f"{block}{fused}.{parameter}", start, start + part)]
+                start += part
+    return [Rows(name, 0, count)]
 
 
 def weight_mode_of(names: list[str] | Mapping[str, object]) -> str:
@@ -155,4 +154,4 @@ def _split(state_dict: Mapping[str, Tensor], name: str, block: str, module: str)
         sizes = [qk, qk, norm.shape[0], norm.shape[0]]
     if sum(sizes) != total or min(sizes) < 1:
         raise InvalidArgument(f"{name} has {total} rows, which are not those of {', '.join(FUSED[module])}")
-    return tensor.split(sizes)
+    return tuple(torch.split(tensor, sizes))
