@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -202,7 +203,7 @@ class Decoder:
             raise StepRefused("its first replay chose another token from the same logits")
 
 
-# of each model the last decoder, and what it was made for
+# of each model the last decoder that is free, and what it was made for
 _decoders: weakref.WeakKeyDictionary[Any, tuple[Any, Decoder]] = weakref.WeakKeyDictionary()
 
 
@@ -215,17 +216,12 @@ def fingerprint(model: xLSTMLarge) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _decoder(model: xLSTMLarge, state: State, logits: Tensor, sampling: Sampling) -> Decoder:
-    """The model's last decoder where it fits, else a new one."""
+def _decoder(model: xLSTMLarge, state: State, logits: Tensor, sampling: Sampling) -> tuple[Any, Decoder]:
+    """The model's last decoder where it fits and is free, else a new one; and what it is for."""
     key = (tuple(logits.shape), logits.device, state[0][0].dtype, sampling, fingerprint(model))
-    kept = _decoders.get(model)
-    if kept is not None and kept[0] == key:
-        return kept[1]
-    # before the new one takes memory
-    _decoders.pop(model, None)
-    made = Decoder(state, logits, sampling)
-    _decoders[model] = key, made
-    return made
+    # taken out while it is used, so that two streams do not share one, and before a new one takes memory
+    kept = _decoders.pop(model, None)
+    return kept if kept is not None and kept[0] == key else (key, Decoder(state, logits, sampling))
 
 
 @dataclass(frozen=True)
@@ -276,34 +272,38 @@ def begin(
     if prompt.lengths is not None:
         kept = torch.arange(prompt.tokens.shape[1], device=tokens.device) < prompt.lengths[:, None]
     logits, after = model(prompt.tokens, state, attention_mask=kept, last_only=True, return_last_states=True)
-    decoder = _decoder(model, after, logits[:, 0], request.sampling)
+    key, decoder = _decoder(model, after, logits[:, 0], request.sampling)
     decoder.start(after, logits[:, 0], request.generator)
     decoder.choose(model, request.capture, request.max_new_tokens - 1)
     pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
-    return decoder, _ended(_blocks(model, decoder, request), ends, pad)
+    return decoder, _ended(_blocks(model, key, decoder, request), ends, pad)
 
 
-def _blocks(model: xLSTMLarge, decoder: Decoder, request: Request) -> Iterator[Tensor]:
+def _blocks(model: xLSTMLarge, key: Any, decoder: Decoder, request: Request) -> Generator[Tensor, None, None]:
     """The tokens of each row, int64 [B, at most check_every] on the CPU at a time; the first was chosen already."""
     made = 0
-    while made < request.max_new_tokens:
-        some = []
-        for _ in range(min(request.check_every, request.max_new_tokens - made)):
-            if made:
-                decoder.step(model, request.generator)
-            some.append(decoder.token.clone())
-            made += 1
-        yield torch.stack(some, 1).cpu()
+    try:
+        while made < request.max_new_tokens:
+            some = []
+            for _ in range(min(request.check_every, request.max_new_tokens - made)):
+                if made:
+                    decoder.step(model, request.generator)
+                some.append(decoder.token.clone())
+                made += 1
+            yield torch.stack(some, 1).cpu()
+    finally:
+        _decoders[model] = key, decoder
 
 
-def _ended(parts: Iterator[Tensor], ends: tuple[int, ...], pad: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _ended(parts: Generator[Tensor, None, None], ends: tuple[int, ...], pad: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens, whether a row went on to here), int64 and bool [B], one position at a time until all rows ended."""
-    going: Tensor | None = None
     stops = torch.tensor(ends, dtype=torch.int64)
-    for part in parts:
-        for column in part.unbind(1):
-            going = torch.ones(part.shape[0], dtype=torch.bool) if going is None else going
-            yield column.masked_fill(~going, pad), going
-            going = going & ~torch.isin(column, stops)
-            if not bool(going.any()):
-                return
+    going: Tensor | None = None
+    with contextlib.closing(parts):
+        for part in parts:
+            for column in part.unbind(1):
+                going = torch.ones(part.shape[0], dtype=torch.bool) if going is None else going
+                yield column.masked_fill(~going, pad), going
+                going = going & ~torch.isin(column, stops)
+                if not bool(going.any()):
+                    return

@@ -102,7 +102,7 @@ class MLSTMLayer(nn.Module):
         else:
             parts = (self.q(x), self.k(x), self.v(x), self.ogate_preact(x))
             gates = (self.igate_preact(x), self.fgate_preact(x))
-        split = [part.view(*x.shape[:2], heads, -1).transpose(1, 2) for part in parts]
+        split = [part.view(*x.shape[:2], heads, part.shape[2] // heads).transpose(1, 2) for part in parts]
         return (*split, *(gate.transpose(1, 2) for gate in gates))
 
     def forward(

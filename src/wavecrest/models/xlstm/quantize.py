@@ -58,10 +58,11 @@ def packed(name: str, weight: Tensor, format: str) -> PackedWeight:
 
 
 def put(model: nn.Module, name: str, value: Tensor) -> None:
-    """Make a tensor a model's parameter; packed weights get no gradients."""
+    """Make a tensor, or another's parameter, a model's parameter; packed weights get no gradients."""
     path, _, leaf = name.rpartition(".")
-    learns = not isinstance(value, PackedWeight)
-    setattr(model.get_submodule(path), leaf, nn.Parameter(value, requires_grad=learns))
+    if not isinstance(value, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=not isinstance(value, PackedWeight))
+    setattr(model.get_submodule(path), leaf, value)
 
 
 def quantize(model: xLSTMLarge, format: str = "int8", *, lm_head: bool = False) -> xLSTMLarge:
