@@ -156,10 +156,8 @@ def _unflat(found: Any) -> Result:
 
 def _parallel(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, options: dict[str, Any]) -> Result:
     """A kernel without states, and behind it what the other ops do in the same kernel."""
-    if options.pop("return_last_states", False) or any(
-        options.pop(f"{name}_initial", None) is not None for name in "cnm"
-    ):
-        raise InvalidArgument(f"{kernel.name} has no states; take a chunkwise kernel")
+    for name in ("c_initial", "n_initial", "m_initial", "return_last_states"):
+        options.pop(name, None)
     if options.pop("seq_starts", None) is not None or options.pop("seq_lens", None) is not None:
         raise InvalidArgument(f"{kernel.name} takes no padding; take a chunkwise kernel")
     weight, eps, gate = (options.pop(name, None) for name in ("norm_weight", "norm_eps", "output_gate"))
@@ -196,16 +194,20 @@ class Kernels:
     def chunkwise(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, **options: Any) -> Result:
         """As `wavecrest.ops.mlstm_chunkwise`, but always (h, states or None)."""
         kernel = self.chunkwise_kernel
+        if options.get("return_last_states") or options.get("c_initial") is not None:
+            self._need_states()
         if kernel.op == "mlstm_parallel":
             return _parallel(kernel, q, k, v, i, f, options)
-        if not kernel.state and options.get("return_last_states"):
-            raise InvalidArgument(f"{kernel.name} has no states; take a chunkwise kernel")
         options |= {"input_gate": kernel.input_gate, "state_dtype": self.state_dtype}
         return _unflat(_call(kernel, Operands(q, k, v, i, f, chunk_size=self.chunk_size, **options)))
 
+    def _need_states(self) -> None:
+        if not self.chunkwise_kernel.state:
+            raise InvalidArgument(f"{self.chunkwise_kernel.name} has no states; take a chunkwise kernel")
+
     def sequence(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, **options: Any) -> Result:
         """As `wavecrest.ops.mlstm_sequence`, but always (h, states or None)."""
-        if self.chunkwise_kernel.op == "mlstm_parallel":
+        if not self.chunkwise_kernel.state:
             return self.chunkwise(q, k, v, i, f, **options)
         options |= {"input_gate": self.chunkwise_kernel.input_gate, "state_dtype": self.state_dtype}
         return _unflat(_call(self.sequence_kernel, Operands(q, k, v, i, f, **options)))
@@ -214,6 +216,7 @@ class Kernels:
         self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor | None, **more: Any
     ) -> Result:
         """As `wavecrest.ops.mlstm_step`."""
+        self._need_states()
         given = StepOperands(q, k, v, i, f, c, n, m, input_gate=self.chunkwise_kernel.input_gate, **more)
         return _unflat(_call(self.step_kernel, given))
 
