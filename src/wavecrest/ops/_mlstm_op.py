@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest.ops._mlstm_operands import Operands
+import wavecrest.ops._rows as _rows
+from wavecrest.ops._mlstm_operands import Operands, StepOperands
 from wavecrest.registry import Cost, Key, dtype_name, m_bucket, needs_grad
 
 KEY_FIELDS = (
@@ -38,6 +39,16 @@ def key_of(given: Operands) -> Key:
         given.q.device.type,
         needs_grad(*given.floats),
     )
+
+
+def declines(given: Operands | StepOperands) -> str | None:
+    """Why the kernels do not take a call."""
+    return _rows.kernel_refusal(dtype_name(given.q), given.q.device.type, 1, needs_grad(*given.floats))
+
+
+def columns_of(fields: tuple[str, ...], key: Key) -> tuple[int, int]:
+    """DK and DV of a key."""
+    return key[fields.index("dk")], key[fields.index("dv")]
 
 
 def cost_of(given: Operands) -> Cost:
@@ -73,6 +84,29 @@ def example(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: s
         if options.get("input_gate", "exp") == "exp":
             options["m_initial"] = torch.randn(rows, nh, 1, device=device)
     return tuple(Operands(q, k, v, i, f, **options))
+
+
+def emulated() -> dict[str, tuple[tuple[int, int, int, int, int], torch.dtype, dict[str, Any]]]:
+    """The calls over sequences that are emulated: shape, dtype, options."""
+
+    def numbers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    padded = {"seq_starts": numbers(5, 0), "seq_lens": numbers(20, 31)}
+    resets = torch.zeros(2, 37, dtype=torch.bool)
+    resets[0, [7, 19]] = resets[1, 16] = True
+    return {
+        "odd columns": ((1, 3, 37, 24, 40), torch.bfloat16, {}),
+        "padded resets": ((2, 2, 37, 16, 32), torch.bfloat16, {**padded, "resets": resets, "first": True}),
+        "packed": (
+            (1, 2, 50, 16, 32), torch.float16,
+            {"cu_seqlens": numbers(0, 17, 17, 45), "first": True, "gate_soft_cap": 15.0},
+        ),
+        "sigmoid": ((1, 2, 40, 48, 96), torch.bfloat16, {"input_gate": "sigmoid", "normalize": False}),
+        "norm and gate": ((1, 2, 40, 32, 64), torch.bfloat16, {"epilogue": True, "first": True}),
+        "wide norm": ((1, 1, 20, 256, 300), torch.bfloat16, {"epilogue": True}),
+        "states float32": ((1, 2, 40, 16, 32), torch.float32, {"first": True, "return_last_states": True}),
+    }  # fmt: skip
 
 
 def nested(result: Any, given_last: bool) -> Any:

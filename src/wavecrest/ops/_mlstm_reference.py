@@ -206,7 +206,8 @@ def chunks(rows: Rows, state: State, eps: float, normalize: bool, size: int) -> 
     for start in range(0, rows.q.shape[2], size):
         part = slice(start, start + size)
         inside, resets = (None if one is None else one[:, part] for one in (rows.inside, rows.resets))
-        some = Rows(*(one[:, :, part] for one in rows[:5]), inside, resets)
+        q, k, v, i, lf = (one[:, :, part] for one in rows[:5])
+        some = Rows(q, k, v, i, lf, inside, resets)
         h, state = _chunk(some, state, eps, normalize)
         found.append(h)
     return (torch.cat(found, 2) if found else rows.v), state
@@ -304,5 +305,5 @@ def parallel(
     d = (_decays(lf) + i[..., None, :]).masked_fill(~seen, float("-inf"))
     top = d.amax(-1) if exponential and d.numel() else None
     p = (q @ k.mT) * q.shape[-1] ** -0.5 * torch.exp(d if top is None else d - top[..., None])
-    h = p @ v
+    h: Tensor = p @ v
     return h / _denominator(p.sum(-1), top, eps)[..., None] if normalize else h

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import wavecrest.ops._mlstm_op as _shared
+import wavecrest.ops._mlstm_recurrent as _recurrent
 import wavecrest.ops._mlstm_reference as _reference_module
+import wavecrest.ops._rows as _rows
+from wavecrest.hardware import Arch
 from wavecrest.ops._mlstm_operands import Operands, check
 from wavecrest.registry import Cost, Key, Op
 from wavecrest.tuned import Config
@@ -35,6 +40,62 @@ def _inputs(B: int, NH: int, S: int, DK: int, dtype: torch.dtype, device: str) -
     return _shared.example((B, NH, S, DK, 2 * DK), dtype, device)
 
 
+def _declines(*args: Any, **kwargs: Any) -> str | None:
+    return _shared.declines(Operands(*args, **kwargs))
+
+
+def _default_config(key: Key) -> Config:
+    return _recurrent.default(*_shared.columns_of(_shared.KEY_FIELDS, key), _rows.arch())
+
+
+def _space(key: Key, arch: Arch) -> Iterator[Config]:
+    return _recurrent.space(*_shared.columns_of(_shared.KEY_FIELDS, key), arch)
+
+
+def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
+    return _recurrent.planned(Operands(*args), False, config, arch)
+
+
+def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
+    run = _recurrent.bind(Operands(*args, **kwargs), False, config)
+    return lambda *args, **kwargs: run(Operands(*args, **kwargs))
+
+
+# B, NH, S, DK, DV and options: both shapes of heads, padded rows with every option, sigmoid gates, other dtypes
+_COMPILED: dict[str, tuple[tuple[int, int, int, int, int], torch.dtype, dict[str, Any]]] = {
+    "7B": ((1, 8, 16, 256, 512), torch.bfloat16, {"return_last_states": True, "first": True, "epilogue": True}),
+    "64x128": ((1, 8, 16, 64, 128), torch.bfloat16, {"return_last_states": True, "first": True, "epilogue": True}),
+    "sigmoid float16": ((1, 8, 16, 256, 512), torch.float16, {"input_gate": "sigmoid", "return_last_states": True}),
+    "float32": ((1, 8, 16, 64, 128), torch.float32, {"gate_soft_cap": 15.0}),
+}
+
+
+def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.Launch]:
+    cases: dict[str, _rows.Launch] = {}
+    for name, (shape, dtype, options) in _COMPILED.items():
+        given = Operands(*_shared.example(shape, dtype, "meta", **options))
+        launches = _recurrent.planned(given, False, config or _recurrent.default(*shape[3:], arch), arch)
+        cases |= dict(zip((name, f"{name} norm"), launches, strict=False))
+    return cases
+
+
+def _bench_cases(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """A few tokens with states, norm and output gate, in bfloat16, heads of xLSTM-7B."""
+    shapes = {"b1s8": (1, 8, 8, 256, 512), "b4s16": (4, 8, 16, 256, 512), "b1s32": (1, 8, 32, 256, 512)}
+    if suite == "quick":
+        shapes = {"b2s4": (2, 2, 4, 32, 64)}
+    options = {"first": True, "epilogue": True, "return_last_states": True, "gate_soft_cap": 15.0}
+    return {name: partial(_shared.example, shape, torch.bfloat16, device, **options) for name, shape in shapes.items()}
+
+
+def _emulate_cases(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """Odd columns, padding, packed sequences, resets, sigmoid gates, norm and gate in one launch and in two."""
+    return {
+        name: partial(_shared.example, shape, dtype, "cpu", **options)
+        for name, (shape, dtype, options) in _shared.emulated().items()
+    }
+
+
 _op = Op(
     "mlstm_sequence",
     reference=_reference,
@@ -44,9 +105,13 @@ _op = Op(
     inputs=_inputs,
     sizes=("B", "NH", "S", "DK"),
     cost=_cost,
-    default_config=lambda key: Config(num_warps=4),
+    default_config=_default_config,
+    compile_cases=_compile_cases,
+    bench_cases=_bench_cases,
+    emulate_cases=_emulate_cases,
     op_class="gemm",
 )
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
 
 
 def mlstm_sequence(

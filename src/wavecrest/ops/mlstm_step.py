@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import wavecrest.ops._mlstm_op as _shared
+import wavecrest.ops._mlstm_recurrent as _recurrent
 import wavecrest.ops._mlstm_reference as _reference_module
-from wavecrest.ops._mlstm_operands import StepOperands, check_step
+import wavecrest.ops._rows as _rows
+from wavecrest.hardware import Arch
+from wavecrest.ops._mlstm_operands import Operands, StepOperands, check_step
 from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad
 from wavecrest.tuned import Config
 
@@ -76,6 +81,85 @@ def _inputs(B: int, NH: int, DK: int, dtype: torch.dtype, device: str) -> tuple[
     return _example((B, NH, DK, 2 * DK), dtype, device)
 
 
+def _declines(*args: Any, **kwargs: Any) -> str | None:
+    return _shared.declines(StepOperands(*args, **kwargs))
+
+
+def _default_config(key: Key) -> Config:
+    return _recurrent.default(*_shared.columns_of(KEY_FIELDS, key), _rows.arch())
+
+
+def _space(key: Key, arch: Arch) -> Iterator[Config]:
+    return _recurrent.space(*_shared.columns_of(KEY_FIELDS, key), arch)
+
+
+def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
+    given = StepOperands(*args)
+    return _recurrent.planned(given.sequence(), given.in_place, config, arch)
+
+
+def _tensors(given: StepOperands) -> Operands:
+    """The tensors of a step as those of a call over sequences, without a dimension for tokens."""
+    return Operands(*given[:8], norm_weight=given.norm_weight, output_gate=given.output_gate)
+
+
+def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
+    given = StepOperands(*args, **kwargs)
+    run = _recurrent.bind(given.sequence(), given.in_place, config)
+    return lambda *args, **kwargs: run(_tensors(StepOperands(*args, **kwargs)))
+
+
+# B, NH, DK, DV and options: both shapes of heads, in place and not, in one launch and in two
+_COMPILED: dict[str, tuple[tuple[int, int, int, int], torch.dtype, dict[str, Any]]] = {
+    "7B": ((16, 8, 256, 512), torch.bfloat16, {"gate_soft_cap": 15.0}),
+    "7B in place": ((16, 8, 256, 512), torch.bfloat16, {"in_place": True, "epilogue": True}),
+    "7B half": ((16, 8, 256, 512), torch.bfloat16, {"in_place": True, "half": True}),
+    "64x128": ((16, 8, 64, 128), torch.bfloat16, {"gate_soft_cap": 15.0, "epilogue": True}),
+    "64x128 in place": ((16, 8, 64, 128), torch.bfloat16, {"in_place": True, "input_gate": "sigmoid"}),
+    "96x192": ((16, 4, 96, 192), torch.float32, {"epilogue": True}),
+}
+
+
+def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.Launch]:
+    cases: dict[str, _rows.Launch] = {}
+    for name, (shape, dtype, options) in _COMPILED.items():
+        given = StepOperands(*_example(shape, dtype, "meta", **options))
+        made = config or _recurrent.default(*shape[2:], arch)
+        launches = _recurrent.planned(given.sequence(), given.in_place, made, arch)
+        cases |= dict(zip((name, f"{name} norm"), launches, strict=False))
+    return cases
+
+
+def _bench_cases(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """A step of bfloat16 with norm and output gate, heads of xLSTM-7B and smaller ones.
+
+    The batch is no part of the key: `wavecrest tune` takes the first case of each shape of heads.
+    """
+    sizes = {"7B": (8, 256, 512), "nh8 64x128": (8, 64, 128), "nh32 64x128": (32, 64, 128)}
+    batches: tuple[int, ...] = (16, 1, 4, 64)
+    if suite == "quick":
+        sizes, batches = {"nh2 32x64": (2, 32, 64)}, (2,)
+    return {
+        f"b{batch} {name}": partial(
+            _example, (batch, *shape), torch.bfloat16, device, epilogue=True, gate_soft_cap=15.0
+        )
+        for name, shape in sizes.items()
+        for batch in batches
+    }
+
+
+def _emulate_cases(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """Odd columns, sigmoid gates, capped gates, norm and gate in one launch and in two; float32, as states are."""
+    single = torch.float32
+    return {
+        "odd columns": partial(_example, (2, 3, 24, 40), single, "cpu"),
+        "sigmoid": partial(_example, (1, 2, 48, 96), single, "cpu", input_gate="sigmoid", normalize=False),
+        "norm and gate": partial(_example, (2, 2, 32, 64), single, "cpu", epilogue=True, gate_soft_cap=15.0),
+        "wide norm": partial(_example, (1, 1, 256, 300), single, "cpu", epilogue=True),
+        "bfloat16": partial(_example, (2, 2, 64, 128), torch.bfloat16, "cpu"),
+    }
+
+
 _op = Op(
     "mlstm_step",
     reference=_reference,
@@ -85,9 +169,13 @@ _op = Op(
     inputs=_inputs,
     sizes=("B", "NH", "DK"),
     cost=_cost,
-    default_config=lambda key: Config(num_warps=4),
+    default_config=_default_config,
+    compile_cases=_compile_cases,
+    bench_cases=_bench_cases,
+    emulate_cases=_emulate_cases,
     op_class="gemm",
 )
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
 
 
 def mlstm_step(
