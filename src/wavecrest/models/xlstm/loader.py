@@ -119,7 +119,7 @@ def _check(reader: _Reader, config: xLSTMLargeConfig, weight_mode: str, folder: 
     if config.tie_word_embeddings:
         found.pop(weights.LM_HEAD, None)
     problems = []
-    missing, unexpected = wanted.keys() - found.keys(), found.keys() - wanted.keys()
+    missing, unexpected = wanted.keys() - found.keys() - {weights.OUT_NORM_BIAS}, found.keys() - wanted.keys()
     if missing:
         problems.append(f"missing: {_named(missing)}")
     if unexpected:
@@ -165,7 +165,10 @@ def load(
         model = kind(config, device="meta")
         for name, parameter in list(model.named_parameters()):
             value = torch.empty(parameter.shape, dtype=dtype, device=target)
-            _fill(value, reader, weights.sources(name, config, stored_mode, parameter.shape[0]))
+            if name == weights.OUT_NORM_BIAS and name not in reader.stored:
+                value.zero_()
+            else:
+                _fill(value, reader, weights.sources(name, config, stored_mode, parameter.shape[0]))
             put(model, name, packed(name, value, quantize) if quantize is not None and takes(name) else value)
     if config.tie_word_embeddings:
         put(model, weights.LM_HEAD, model.embedding.weight)

@@ -19,6 +19,8 @@ FUSED = {
 }
 _QKVO, _IF, _UP = FUSED
 EMBEDDING, LM_HEAD = "embedding.weight", "lm_head.weight"
+# transformers' model never has it, whatever use_bias says
+OUT_NORM_BIAS = "backbone.out_norm.bias"
 # transformers' name of the embedding
 HUGGING_FACE_EMBEDDING = "backbone.embeddings.weight"
 
@@ -70,7 +72,7 @@ def shapes(config: xLSTMLargeConfig, weight_mode: str) -> dict[str, tuple[int, .
         found |= {f"backbone.blocks.{index}.{name}": shape for name, shape in block.items()}
     if config.add_out_norm:
         found |= {"backbone.out_norm.weight": (d,)}
-        found |= {"backbone.out_norm.bias": (d,)} if config.use_bias else {}
+        found |= {OUT_NORM_BIAS: (d,)} if config.use_bias else {}
     if not config.tie_word_embeddings:
         found[LM_HEAD] = (config.vocab_size, d)
     return found
