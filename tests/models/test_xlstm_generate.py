@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from tests.models.xlstm_harness import DEVICE, VOCABULARY, build, tokens
 from wavecrest.errors import InvalidArgument, StepRefused
-from wavecrest.models.xlstm import DecodeFallback, Sampling, generation, xLSTMLarge
+from wavecrest.models.xlstm import DecodeFallback, Sampling, generation, quantize, xLSTMLarge
+from wavecrest.models.xlstm.state import clone_state
 
 
 def _loop(model: xLSTMLarge, prompt: Tensor, count: int) -> Tensor:
@@ -224,23 +227,101 @@ def test_nothing_is_kept_of_a_model_that_is_gone() -> None:
     assert seen() is None
 
 
-@pytest.mark.gpu
+class _Graph:
+    """A graph as far as a decoder can tell: its replay does the work again, into the memory of the first result."""
+
+    def __init__(self, work: Callable[[], Tensor]) -> None:
+        self.work = work
+        self.output = work().fill_(float("nan"))
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.output.copy_(self.work())
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs, on the CPU of a kind that shows what the decoder does with them."""
+    if DEVICE == "cuda":
+        return
+
+    def record(work: Callable[[], Tensor], _pool: Any, _what: str) -> tuple[_Graph, Tensor]:
+        graph = _Graph(work)
+        return graph, graph.output
+
+    monkeypatch.setattr(generation, "has_graphs", lambda _device: True)
+    monkeypatch.setattr("wavecrest.cuda_graph.warm_up", lambda work: [work() for _ in range(3)])
+    monkeypatch.setattr("wavecrest.cuda_graph.record", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 7}], ids=["greedy", "drawn"])
+def test_captured_tokens_are_those_of_eager_steps(options: dict[str, Any]) -> None:
+    model = build(weight_mode="fused")
+    found = [
+        model.generate(tokens(2, 5), 30, capture=capture, generator=torch.Generator(DEVICE).manual_seed(1), **options)
+        for capture in (False, True, True)
+    ]
+    assert [one.decoding for one in found] == ["eager: as asked", "captured", "captured"]
+    assert all(torch.equal(one.tokens, found[0].tokens) for one in found)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_graphs_are_used_again() -> None:
+    model = build()
+    assert model.generate(tokens(2, 5), 3).decoding == "eager: fewer than 16 tokens"
+    assert model.generate(tokens(2, 5), 20).decoding == "captured"
+    decoder = generation._decoders[model][1]
+    found = model.generate(tokens(2, 9, seed=4), 3)
+    assert found.decoding == "captured" and generation._decoders[model][1] is decoder
+    assert torch.equal(found.tokens, _loop(model, tokens(2, 9, seed=4), 3))
+    # another batch, other sampling, other weights: another graph
+    for prompt, options in ((tokens(3, 5), {}), (tokens(2, 5), {"temperature": 1.0})):
+        model.generate(prompt, 20, **options)
+        assert generation._decoders[model][1] is not decoder
+        decoder = generation._decoders[model][1]
+    quantize(model)
+    assert model.generate(tokens(2, 5), 20, temperature=1.0).decoding == "captured"
+    assert generation._decoders[model][1] is not decoder
+
+
+@pytest.mark.usefixtures("graphs")
 def test_a_replay_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     prompt = tokens(2, 5)
 
-    class Wrong(torch.cuda.CUDAGraph):
-        def replay(self) -> None:
-            """Leaves everything as it was."""
+    def nothing(_graph: Any) -> None:
+        """Leaves everything as it was."""
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Wrong)
+    monkeypatch.setattr(torch.cuda.CUDAGraph if DEVICE == "cuda" else _Graph, "replay", nothing)
     with pytest.warns(DecodeFallback, match="its first replay differs"):
         found = model.generate(prompt, 20)
     assert found.decoding == "eager: its first replay differs from the step it was made of"
     assert torch.equal(found.tokens, _loop(model, prompt, 20))
+    # it is not tried again
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.generate(prompt, 20).decoding == found.decoding
 
 
-@pytest.mark.gpu
+@pytest.mark.usefixtures("graphs")
+def test_a_replay_of_the_right_logits_and_a_wrong_state_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    step, calls = model.decode, []
+
+    def spoiled(token: Tensor, state: Any) -> Tensor:
+        calls.append(1)
+        # warm-up takes three, the step to compare with is the fourth
+        return step(token, clone_state(state) if len(calls) > 4 else state)
+
+    monkeypatch.setattr(model, "decode", spoiled)
+    with pytest.warns(DecodeFallback, match="its first replay differs"):
+        model.generate(tokens(2, 5), 20)
+
+
+@pytest.mark.usefixtures("graphs")
 def test_what_cannot_be_captured_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: Any) -> Any:
         raise StepRefused("the decoding step cannot be captured: no")
@@ -249,29 +330,8 @@ def test_what_cannot_be_captured_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -
     model = build()
     with pytest.warns(DecodeFallback, match="cannot be captured: no"):
         found = model.generate(tokens(2, 5), 20)
-    assert found.decoding.startswith("eager: the decoding step") and torch.equal(
-        found.tokens, _loop(model, tokens(2, 5), 20)
-    )
-
-
-@pytest.mark.gpu
-def test_graphs_are_used_again() -> None:
-    model = build()
-    assert model.generate(tokens(2, 5), 3).decoding == "eager: fewer than 16 tokens"
-    assert model.generate(tokens(2, 5), 20, capture=False).decoding == "eager: as asked"
-    assert model.generate(tokens(2, 5), 20).decoding == "captured"
-    decoder = generation._decoders[model][1]
-    found = model.generate(tokens(2, 9, seed=4), 3)
-    assert found.decoding == "captured" and generation._decoders[model][1] is decoder
-    assert torch.equal(found.tokens, _loop(model, tokens(2, 9, seed=4), 3))
-    options: dict[str, Any] = {"temperature": 1.0, "top_k": 7}
-    a, b = (
-        model.generate(
-            tokens(2, 5), 30, generator=torch.Generator(DEVICE).manual_seed(1), capture=capture, **options
-        ).tokens
-        for capture in (True, False)
-    )
-    assert torch.equal(a, b)
+    assert found.decoding == "eager: the decoding step cannot be captured: no"
+    assert torch.equal(found.tokens, _loop(model, tokens(2, 5), 20))
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,11 @@ def prepare(tokens: Tensor, mask: Tensor | None, bos: int | None) -> Prompt:
     return Prompt(moved, None if bool((lengths == places.shape[0]).all()) else lengths)
 
 
+def has_graphs(device: torch.device) -> bool:
+    """True if work on a device can be captured."""
+    return device.type == "cuda"
+
+
 class Decoder:
     """One token a call: tokens, states and noise at fixed addresses, the step eager or a captured graph."""
 
@@ -137,7 +142,7 @@ class Decoder:
 
     def choose(self, model: xLSTMLarge, capture: bool, count: int) -> None:
         """Decide how `count` steps run: eagerly, or as a graph, which is captured where there is none yet."""
-        if not self.token.is_cuda:
+        if not has_graphs(self.token.device):
             self.decoding = "eager: a CPU has no graphs"
         elif not capture:
             self.decoding = "eager: as asked"
