@@ -71,7 +71,7 @@ def _mlstm_recurrent_kernel(  # type: ignore[no-untyped-def]
 
     Strides of q, k, v, h and the gate come in units of ALIGN, those of the states c (`c_new`: x) in units of C_ALIGN,
     but for strides of columns. Every program of a head works out n and m, the first writes them (`n_new`: y, `m_new`:
-    z). IN_PLACE: c is c_new, and but with COPIES n and m are n_new and m_new. NORM: the program has a head's columns all.
+    z). IN_PLACE: c is c_new, and but with COPIES n and m are n_new and m_new. NORM: the program has all columns.
     """
     tile = tl.program_id(0) % tiles
     head = ((tl.program_id(0) // tiles) % heads).to(tl.int64)

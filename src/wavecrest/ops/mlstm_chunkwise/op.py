@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +11,10 @@ from torch import Tensor
 
 import wavecrest.ops._mlstm_op as _shared
 import wavecrest.ops._mlstm_reference as _reference_module
+import wavecrest.ops._rows as _rows
+import wavecrest.ops.mlstm_chunkwise.config as _config
+import wavecrest.ops.mlstm_chunkwise.launch as _launch
+from wavecrest.hardware import Arch
 from wavecrest.ops._mlstm_operands import Operands, check
 from wavecrest.registry import Cost, Key, Op
 from wavecrest.tuned import Config
@@ -35,6 +41,91 @@ def _inputs(B: int, NH: int, S: int, DK: int, dtype: torch.dtype, device: str) -
     return _shared.example((B, NH, S, DK, 2 * DK), dtype, device)
 
 
+def _declines(*args: Any, **kwargs: Any) -> str | None:
+    return _shared.declines(Operands(*args, **kwargs))
+
+
+def _shape_of(key: Key) -> _config.Shape:
+    part = dict(zip(_shared.KEY_FIELDS, key, strict=True))
+    bits = 32 if part["dtype"] in ("float32", "float64") else 16
+    return _config.Shape(part["dk"], part["dv"], bits, part["chunk"])
+
+
+def _default_config(key: Key) -> Config:
+    return _config.default(_shape_of(key), _rows.arch())
+
+
+def _space(key: Key, arch: Arch) -> Iterator[Config]:
+    return _config.space(_shape_of(key), arch)
+
+
+def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
+    return _launch.planned(Operands(*args), config, arch)
+
+
+def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
+    return _launch.bind(Operands(*args, **kwargs), config)
+
+
+_Shape = tuple[int, int, int, int, int]
+# B, NH, S, DK, DV and options: both shapes of heads, with states, norm and gate, padded and packed rows, every option
+_COMPILED: dict[str, tuple[_Shape, torch.dtype, dict[str, Any]]] = {
+    "7B": ((1, 8, 2048, 256, 512), torch.bfloat16, {"return_last_states": True, "epilogue": True}),
+    "64x128": ((1, 8, 2048, 64, 128), torch.bfloat16, {"return_last_states": True, "epilogue": True}),
+    "7B padded first": ((4, 8, 2048, 256, 512), torch.bfloat16, {"first": True, "return_last_states": True}),
+    "7B sigmoid float16": ((1, 8, 2048, 256, 512), torch.float16, {"input_gate": "sigmoid"}),
+    "64x128 packed resets": ((1, 8, 2048, 64, 128), torch.float16, {"epilogue": True, "gate_soft_cap": 15.0}),
+    "96x192": ((1, 4, 2048, 96, 192), torch.bfloat16, {}),
+    "float32": ((1, 8, 2048, 64, 128), torch.float32, {"gate_soft_cap": 15.0}),
+}
+
+
+def _compiled() -> Iterator[tuple[str, Operands]]:
+    for name, (shape, dtype, options) in _COMPILED.items():
+        more: dict[str, Any] = {}
+        if "padded" in name:
+            more = {"seq_starts": torch.empty(shape[0], dtype=torch.int32, device="meta")}
+            more["seq_lens"] = more["seq_starts"]
+        if "packed" in name:
+            more = {"cu_seqlens": torch.empty(9, dtype=torch.int32, device="meta")}
+            more["resets"] = torch.empty(1, shape[2], dtype=torch.bool, device="meta")
+        yield name, Operands(*_shared.example(shape, dtype, "meta", **options, **more))
+
+
+def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.Launch]:
+    cases: dict[str, _rows.Launch] = {}
+    for name, given in _compiled():
+        made = config or _config.default(_shape_of(_shared.key_of(given)), arch)
+        launches = _launch.planned(given, made, arch)
+        cases |= dict(zip((f"{name} states", name, f"{name} norm"), launches, strict=False))
+    return cases
+
+
+# B, NH, S, DK, DV: xLSTM-7B, and smaller heads
+_BENCH = {
+    "7B b1s2048": (1, 8, 2048, 256, 512),
+    "7B b4s2048": (4, 8, 2048, 256, 512),
+    "7B b1s16384": (1, 8, 16384, 256, 512),
+    "nh8 64x128 b4s2048": (4, 8, 2048, 64, 128),
+    "nh32 64x128 b1s2048": (1, 32, 2048, 64, 128),
+}
+
+
+def _bench_cases(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """A prompt of bfloat16 with its last states, norm and output gate."""
+    shapes: dict[str, _Shape] = {"nh2 32x64 b1s128": (1, 2, 128, 32, 64)} if suite == "quick" else _BENCH
+    options = {"return_last_states": True, "epilogue": True, "gate_soft_cap": 15.0}
+    return {name: partial(_shared.example, shape, torch.bfloat16, device, **options) for name, shape in shapes.items()}
+
+
+def _emulate_cases(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """Odd columns, padding, packed sequences, resets, sigmoid gates, norm and gate, states, several chunks."""
+    return {
+        name: partial(_shared.example, shape, dtype, "cpu", chunk_size=32, **options)
+        for name, (shape, dtype, options) in _shared.emulated().items()
+    }
+
+
 _op = Op(
     "mlstm_chunkwise",
     reference=_reference,
@@ -44,9 +135,13 @@ _op = Op(
     inputs=_inputs,
     sizes=("B", "NH", "S", "DK"),
     cost=_cost,
-    default_config=lambda key: Config(num_warps=4),
+    default_config=_default_config,
+    compile_cases=_compile_cases,
+    bench_cases=_bench_cases,
+    emulate_cases=_emulate_cases,
     op_class="gemm",
 )
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
 
 
 def mlstm_chunkwise(

@@ -1,0 +1,232 @@
+"""The launches of the chunkwise mLSTM: states, chunks, and the norm where no program has all of a head's columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops._rows as _rows
+from wavecrest.errors import InvalidArgument
+from wavecrest.hardware import Arch
+from wavecrest.ops._mlstm_norm import (
+    before_norm,
+    norm_launch,
+    or_else,
+    sequence_constants,
+    sequence_strides,
+    side_by_side,
+    strides,
+)
+from wavecrest.ops._mlstm_operands import Operands
+from wavecrest.ops.mlstm_chunkwise.kernel import PLANES, _mlstm_chunks_kernel, _mlstm_states_kernel
+from wavecrest.tuned import Config
+
+STATE_TENSORS, CHUNK_TENSORS, NORM_TENSORS = 18, 13, 11
+
+
+class Memory(NamedTuple):
+    """What kernels write: states before chunks, in float16 the units of their tiles, n before chunks, what they know
+    of tokens, h before the norm, h, the last states.
+    """
+
+    states: Tensor
+    scales: Tensor | None
+    vectors: Tensor
+    planes: Tensor
+    scratch: Tensor | None
+    h: Tensor
+    c: Tensor | None
+    n: Tensor | None
+    m: Tensor | None
+
+
+class Sizes(NamedTuple):
+    """What the memory of a call follows from. `slots`: of states before chunks; `tiles`: of a
+    state; `apart`: the norm is its own launch;
+    `zeroed`: no launch reaches all of h.
+    """
+
+    sequences: int
+    slots: int
+    batch: int
+    tokens: int
+    heads: int
+    dk: int
+    dv: int
+    tiles: tuple[int, int]
+    apart: bool
+    zeroed: bool
+    last: bool
+    exponential: bool
+    c_dtype: torch.dtype
+
+
+def sizes_of(given: Operands, config: Config) -> Sizes:
+    """Those of a call."""
+    chunk = config["CHUNK"]
+    if given.cu_seqlens is not None:
+        # one more than whole chunks for each sequence, wherever it begins
+        slots = given.tokens // chunk + given.sequences
+    else:
+        slots = given.batch * _rows.ceil_div(given.tokens, chunk)
+    apart = given.norm_weight is not None and given.dv > config["BLOCK_V"]
+    tiles = (_rows.ceil_div(given.dk, config["STATE_K"]), _rows.ceil_div(given.dv, config["STATE_V"]))
+    return Sizes(
+        given.sequences, slots, given.batch, given.tokens, given.heads, given.dk, given.dv, tiles, apart,
+        given.form != "whole", given.return_last_states, given.exponential, given.c_dtype,
+    )  # fmt: skip
+
+
+def allocate(sizes: Sizes, v: Tensor, device: torch.device | str) -> Memory:
+    """Memory for a call. What no launch reaches of padded and packed rows is 0."""
+    single, shape = torch.float32, (sizes.sequences, sizes.heads)
+    states = torch.empty((sizes.slots, sizes.heads, sizes.dk, sizes.dv), dtype=v.dtype, device=device)
+    scales = None
+    if v.dtype == torch.float16:
+        scales = torch.empty((sizes.slots, sizes.heads, *sizes.tiles), dtype=single, device=device)
+    vectors = torch.empty((sizes.slots, sizes.heads, sizes.dk), dtype=single, device=device)
+    planes = torch.empty((PLANES, sizes.batch, sizes.heads, sizes.tokens), dtype=single, device=device)
+    h = torch.zeros_like(v, device=device) if sizes.zeroed else torch.empty_like(v, device=device)
+    scratch = c = n = m = None
+    if sizes.apart:
+        # h of closed input gates may be as small as what float16 has no digits for; the norm makes it large
+        kept = single if v.dtype == torch.float16 else v.dtype
+        scratch = torch.empty((sizes.batch, sizes.tokens, sizes.heads, sizes.dv), dtype=kept, device=device)
+    if sizes.last:
+        c = torch.empty((*shape, sizes.dk, sizes.dv), dtype=sizes.c_dtype, device=device)
+        n = torch.empty((*shape, sizes.dk), dtype=single, device=device)
+        m = torch.empty((*shape, 1), dtype=single, device=device) if sizes.exponential else None
+    return Memory(states, scales, vectors, planes, scratch, h, c, n, m)
+
+
+def _state_tensors(given: Operands, memory: Memory) -> tuple[Tensor, ...]:
+    read = or_else(
+        given.q, given.k, given.v, given.i, given.f, *given.initial, given.cu_seqlens, given.seq_starts, given.seq_lens,
+        given.resets,
+    )  # fmt: skip
+    some = or_else(given.q, memory.scales)
+    return (*read, memory.states, *some, memory.vectors, memory.planes, *or_else(given.q, memory.c, memory.n, memory.m))
+
+
+def _chunk_tensors(given: Operands, memory: Memory) -> tuple[Tensor, ...]:
+    read = or_else(given.q, given.cu_seqlens, given.seq_starts, given.seq_lens, given.norm_weight, given.output_gate)
+    h = memory.h if memory.scratch is None else memory.scratch
+    some = or_else(given.q, memory.scales)
+    return (given.q, given.k, given.v, memory.states, *some, memory.vectors, memory.planes, *read, h)
+
+
+def _norm_tensors(given: Operands, memory: Memory) -> tuple[Tensor, ...]:
+    assert memory.scratch is not None
+    read = or_else(
+        given.q, memory.scratch, given.norm_weight, given.output_gate, given.cu_seqlens, given.seq_starts,
+        given.seq_lens, None, None,
+    )  # fmt: skip
+    return (*read, memory.h, given.q, given.q)
+
+
+def _states(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunks: int) -> _rows.Launch:
+    walked = [strides(one, 4) for one in (given.k, given.v)]
+    close, c_close = side_by_side(given.k, given.v), side_by_side(given.c_initial)
+    align = _rows.alignment(0, *(one[:3] for one in walked)) if close else 1
+    c_strides = strides(given.c_initial, 4)
+    c_align = _rows.alignment(0, c_strides[:3]) if c_close else 1
+    numbers = (
+        float(given.gate_soft_cap), given.batch, given.tokens, given.heads, chunks,
+        *(part for one in walked for part in (*(s // align for s in one[:3]), one[3])),
+        *strides(given.i, 3), *strides(given.f, 3), *(s // c_align for s in c_strides[:3]), c_strides[3],
+        *strides(given.n_initial, 3), *strides(given.m_initial, 2), *strides(given.resets, 2),
+        *sequence_strides(given),
+    )  # fmt: skip
+    constants: dict[str, Any] = {
+        **sequence_constants(given), "RESETS": given.resets is not None, "CAP": given.capped,
+        "EXPONENTIAL": given.exponential, "INITIAL": given.c_initial is not None, "LAST": given.return_last_states,
+        "COLUMNS": close, "ALIGN": align, "C_COLUMNS": c_close, "C_ALIGN": c_align, "DK": given.dk, "DV": given.dv,
+        "CHUNK": config["CHUNK"], "BLOCK_T": config["BLOCK_T"], "BLOCK_K": config["STATE_K"],
+        "BLOCK_V": config["STATE_V"], "HALF": given.q.dtype == torch.float16,
+    }  # fmt: skip
+    grid = (sizes.sequences * given.heads * sizes.tiles[0] * sizes.tiles[1],)
+    made = Config(**(_options(config) | {"num_warps": config["STATE_WARPS"]}))
+    return _rows.Launch(_mlstm_states_kernel, grid, (*_state_tensors(given, memory), *numbers), constants, made)
+
+
+def _chunks(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunks: int) -> _rows.Launch:
+    fused = given.norm_weight is not None and not sizes.apart
+    gate, h = given.output_gate if fused else None, memory.h
+    h_strides = (*before_norm(given), 1) if sizes.apart else strides(h, 4)
+    walked = [strides(one, 4) for one in (given.q, given.k, given.v)] + [h_strides, strides(gate, 4)]
+    close = side_by_side(given.q, given.k, given.v, gate, None if sizes.apart else h)
+    align = _rows.alignment(0, *(one[:3] for one in walked)) if close else 1
+    numbers = (
+        float(given.eps), float(given.norm_eps), float(given.dk**-0.5), given.batch, given.tokens, given.heads, chunks,
+        sizes.sequences, *(part for one in walked for part in (*(s // align for s in one[:3]), one[3])),
+        *strides(given.norm_weight, 1), *sequence_strides(given),
+    )  # fmt: skip
+    constants: dict[str, Any] = {
+        **sequence_constants(given), "RESETS": given.resets is not None, "EXPONENTIAL": given.exponential,
+        "NORMALIZE": given.normalize, "NORM": fused, "GATE": gate is not None, "INITIAL": given.c_initial is not None,
+        "COLUMNS": close, "ALIGN": align, "DK": given.dk, "DV": given.dv,
+        **{name: config[name] for name in ("CHUNK", "BLOCK_T", "BLOCK_K", "BLOCK_V", "STATE_K", "STATE_V")},
+        "HALF": given.q.dtype == torch.float16,
+    }  # fmt: skip
+    tiles = config["CHUNK"] // config["BLOCK_T"] * _rows.ceil_div(given.dv, config["BLOCK_V"])
+    grid = (sizes.slots * given.heads * tiles,)
+    made = Config(**_options(config))
+    return _rows.Launch(_mlstm_chunks_kernel, grid, (*_chunk_tensors(given, memory), *numbers), constants, made)
+
+
+def _options(config: Config) -> dict[str, int]:
+    """What the compiler is told."""
+    return {name: value for name, value in config.kwargs.items() if name.islower()}
+
+
+def launches_of(given: Operands, memory: Memory, sizes: Sizes, config: Config, arch: Arch | None) -> list[_rows.Launch]:
+    """The launches of a call, two or three.
+
+    Raises:
+        InvalidArgument: a chunk is not made of whole tiles, or a tile of a state of whole ones that are read.
+    """
+    if config["STATE_K"] % min(config["STATE_K"], config["BLOCK_K"]) != 0 or config["BLOCK_K"] > config["STATE_K"]:
+        raise InvalidArgument(
+            f"mlstm_chunkwise: STATE_K={config['STATE_K']} is no multiple of BLOCK_K={config['BLOCK_K']}"
+        )
+    if config["CHUNK"] % config["BLOCK_T"] != 0:
+        raise InvalidArgument(f"mlstm_chunkwise: CHUNK={config['CHUNK']} is no multiple of BLOCK_T={config['BLOCK_T']}")
+    chunks = _rows.ceil_div(given.tokens, config["CHUNK"])
+    found = [_states(given, memory, sizes, config, chunks), _chunks(given, memory, sizes, config, chunks)]
+    if sizes.apart:
+        found.append(norm_launch(given, _norm_tensors(given, memory), memory.h, before_norm(given), None, arch))
+    return found
+
+
+def planned(given: Operands, config: Config, arch: Arch | None) -> list[_rows.Launch]:
+    """The launches of a call, without memory for what they write."""
+    device = given.q.device if torch.compiler.is_compiling() else torch.device("meta")
+    sizes = sizes_of(given, config)
+    return launches_of(given, allocate(sizes, given.v, device), sizes, config, arch)
+
+
+def bind(given: Operands, config: Config) -> Callable[..., Any]:
+    """The function for all calls with arguments like these."""
+    device, sizes = given.q.device, sizes_of(given, config)
+    made = planned(given, config, _rows.arch())
+    tensors = (STATE_TENSORS, CHUNK_TENSORS, NORM_TENSORS)
+    starts = [(_rows.starter(one, device), one.args[count:]) for one, count in zip(made, tensors, strict=False)]
+    some, written = sizes.sequences * sizes.heads > 0, sizes.batch * sizes.tokens > 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        now = Operands(*args, **kwargs)
+        memory = allocate(sizes, now.v, device)
+        if some:
+            starts[0][0](*_state_tensors(now, memory), *starts[0][1])
+        if some and written:
+            starts[1][0](*_chunk_tensors(now, memory), *starts[1][1])
+            if sizes.apart:
+                starts[2][0](*_norm_tensors(now, memory), *starts[2][1])
+        if not sizes.last:
+            return memory.h
+        return tuple(one for one in (memory.h, memory.c, memory.n, memory.m) if one is not None)
+
+    return call
