@@ -76,6 +76,8 @@ def test_chunkwise_and_parallel_kernels(name: str) -> None:
     found, after = kernel(q, k, v, i, f, **first, return_last_states=True)
     wanted, state = mlstm_chunkwise(q, k, v, i, f, **first, input_gate=gate, return_last_states=True)
     close(found, wanted)
+    # nothing ran elsewhere than the name says
+    assert not fallbacks()
     # with sigmoid gates two, as there
     assert len(after) == (3 if gate == "exp" else 2)
     close(after[1], state[1])
@@ -90,6 +92,7 @@ def test_sequence_kernels(name: str) -> None:
     wanted, state = mlstm_chunkwise(q, k, v, i, f, c_initial=c, n_initial=n, m_initial=m, return_last_states=True)
     close(found, wanted)
     close(after[0], state[0])
+    assert not fallbacks()
     assert isinstance(kernel(q, k, v, i, f), Tensor)
 
 

@@ -43,6 +43,9 @@ def test_there_and_back(form: str, stored: str, limit: int, tmp_path: Path) -> N
         assert _same(found, build(use_bias=True, weight_mode=mode))
         assert found.config.mode == "inference" and not found.training
         close(found(tokens(2, 9))[0], model(tokens(2, 9))[0])
+    # what a new file of the user's has
+    (tmp_path / "mine").touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "mine").stat().st_mode}
     # nothing is left beside the folder
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 

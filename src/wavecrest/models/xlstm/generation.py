@@ -200,6 +200,7 @@ class Decoder:
             for own, part in zip(self.pool.state[index], parts, strict=True):
                 if own is not None and part is not None:
                     pairs.append((own, part))
+        # a replay runs the same kernels: what is refused wrongly is slow and says so, a wrong state would be silent
         limits = numerics.tolerance("model", "float32")
         if not all(numerics.compare(found, wanted).within(limits) for found, wanted in pairs):
             raise StepRefused("its first replay differs from the step it was made of")
