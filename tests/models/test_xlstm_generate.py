@@ -70,6 +70,10 @@ def test_a_first_token_as_the_checkpoint_asks() -> None:
     assert torch.equal(model.generate(with_first, 5).tokens, wanted.tokens)
     assert not torch.equal(model.generate(prompt, 5, insert_bos=False).tokens, wanted.tokens)
     # nothing but the first token
+    empty = torch.zeros(1, 0, dtype=torch.bool, device=DEVICE)
+    assert torch.equal(
+        model.generate(tokens(1, 0), 3, attention_mask=empty).tokens, model.generate(tokens(1, 0), 3).tokens
+    )
     assert torch.equal(model.generate(tokens(1, 0), 3).tokens, _loop(model, with_first[:, :1], 3))
     # a text that goes on has none in its middle
     _, state = model(prompt)
@@ -362,8 +366,9 @@ def test_prompts_that_are_refused() -> None:
         model.generate(tokens(1, 3) + VOCABULARY, 4)
     with pytest.raises(InvalidArgument, match="needs a bos_token_id"):
         model.generate(tokens(1, 3), 4, insert_bos=True)
-    with pytest.raises(InvalidArgument, match="has no token"):
-        model.generate(tokens(1, 0), 4)
+    for shape in ((1, 0), (0, 3)):
+        with pytest.raises(InvalidArgument, match="has no token"):
+            model.generate(tokens(*shape), 4)
     model = build(chunkwise_kernel="parallel--native_autograd", return_last_states=False)
     with pytest.raises(InvalidArgument, match="parallel--native_autograd has no states"):
         model.generate(tokens(1, 3), 4)

@@ -213,6 +213,15 @@ def test_training_reaches_every_weight() -> None:
     assert float(loss().detach()) < float(before.detach())
 
 
+def test_torch_compile_sees_one_graph() -> None:
+    model = build(weight_mode="fused", num_blocks=1)
+    prompt = tokens(2, 20)
+    _, state = model(prompt)
+    # what Dynamo traces; what Inductor makes of the ops is tested with each op
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    close(compiled(prompt[:, :1], state)[0], model(prompt[:, :1], state)[0])
+
+
 @pytest.mark.parametrize("mode", ["train", "train_with_padding", "inference"])
 def test_every_mode_gives_logits(mode: str) -> None:
     model = build(mode=mode, return_last_states=False)
@@ -243,6 +252,7 @@ def test_an_empty_sequence_leaves_the_state() -> None:
     [
         (lambda m: m(torch.zeros(2, 3)), r"tokens must be int64 or int32 \[B, S\], got torch.float32"),
         (lambda m: m(tokens(3)), r"tokens must be"),
+        (lambda m: m(tokens(1, 3).to("meta")), "tokens are on meta, the model on"),
         (lambda m: m(tokens(1, 3), {}), "a dict of the 2 blocks"),
         (lambda m: m(tokens(1, 3), m.empty_state(2)), "the state of block 0 has shapes"),
         (lambda m: m(tokens(1, 3), dict.fromkeys(range(2), 1)), "no tuple"),

@@ -65,6 +65,8 @@ def spans(mask: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
             f"xLSTM: attention_mask must be bool or integers {list(tokens.shape)} as the tokens are, got {found}"
         )
     kept = mask.to(tokens.device) != 0
+    if kept.numel() == 0:
+        return None
     starts, lengths = kept.byte().argmax(1), kept.sum(1)
     places = torch.arange(tokens.shape[1], device=tokens.device)
     run = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
@@ -93,8 +95,8 @@ def prepare(tokens: Tensor, mask: Tensor | None, bos: int | None) -> Prompt:
         first = tokens.gather(1, starts.clamp(max=max(width - 1, 0))[:, None])[:, 0] if width else lead - 1
         lead = ((lengths == 0) | (first != bos)).long()
     lengths = lengths + lead
-    if bool((lengths == 0).any()):
-        raise InvalidArgument("generate: a row of the prompt has no token")
+    if batch == 0 or bool((lengths == 0).any()):
+        raise InvalidArgument("generate: a row of the prompt has no token, or there is no row")
     if found is None and not bool(lead.any()):
         return Prompt(tokens, None)
     places = torch.arange(int(lengths.max()), device=tokens.device)

@@ -97,6 +97,8 @@ UNUSED = frozenset(
         "num_stages_inter", "recompute_states_in_bw",
     }
 )  # fmt: skip
+# looked up once: torch.compile traces calls of them
+_OPS = {name: registry.get(name) for name in ("mlstm_chunkwise", "mlstm_sequence", "mlstm_step")}
 _fallbacks: dict[tuple[str, registry.Key], Fallback] = {}
 
 
@@ -124,7 +126,7 @@ def fallbacks() -> list[Fallback]:
 
 def _call(kernel: Kernel, operands: Operands | StepOperands) -> Any:
     """Run an op on the backend that a kernel's name asks for, or on the dispatcher's choice."""
-    op = registry.get(kernel.op)
+    op = _OPS[kernel.op]
     if kernel.backend is None:
         return op(*operands)
     op.check(*operands)

@@ -170,11 +170,14 @@ class xLSTMLarge(nn.Module):
         return soft_cap(logits, self.config.output_logit_soft_cap)
 
     def check_tokens(self, tokens: Tensor) -> None:
-        """Raise InvalidArgument unless tokens are int64 or int32 [B, S]."""
+        """Raise InvalidArgument unless tokens are int64 or int32 [B, S] on the model's device."""
         fits = isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.dtype in (torch.int64, torch.int32)
         if not fits:
             found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
             raise InvalidArgument(f"xLSTM: tokens must be int64 or int32 [B, S], got {found}")
+        device = self.embedding.weight.device
+        if tokens.device != device:
+            raise InvalidArgument(f"xLSTM: tokens are on {tokens.device}, the model on {device}; move one of them")
 
     def _last(self, tokens: Tensor, padding: Padding | None) -> Tensor:
         if tokens.shape[1] == 0:
