@@ -179,6 +179,27 @@ def test_a_mask_is_not_kept_for_the_next_call() -> None:
     assert torch.equal(patched(prompt).logits, wanted)
 
 
+def test_a_block_called_by_itself_knows_no_mask() -> None:
+    patched = _patched(native())
+    x = patched.backbone.embeddings(tokens(1, 6))
+    wanted, _ = patched.backbone.blocks[0](x)
+    patched(tokens(1, 6), attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1]], device=DEVICE))
+    assert torch.equal(patched.backbone.blocks[0](x)[0], wanted)
+
+
+def test_a_step_with_gradients() -> None:
+    theirs = native().requires_grad_(True)
+    patched = _patched(theirs)
+    prompt = tokens(2, 9)
+    with torch.no_grad():
+        caches = [model(prompt).cache_params for model in (theirs, patched)]
+    found = [
+        model(tokens(2, 1, seed=3), cache_params=cache).logits
+        for model, cache in zip((theirs, patched), caches, strict=True)
+    ]
+    close(found[1].detach(), found[0].detach())
+
+
 def test_sizes_that_transformers_cannot_cache() -> None:
     """Its cache rounds up to multiples of 64, its layers do not."""
     theirs = xLSTMForCausalLM(
