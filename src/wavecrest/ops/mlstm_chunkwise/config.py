@@ -40,7 +40,7 @@ def chunked(config: Config, chunk: int) -> Config:
 
 
 def default(shape: Shape, arch: Arch | None) -> Config:
-    """64 tokens a tile, 128 columns of h: 64 registers of 128 lanes' sums, 32 of 256 lanes'.
+    """64 tokens a tile, 128 columns of h: 32 registers of 256 lanes have their sums, 16 the scores.
 
     A state is written and read once a chunk: a chunk of 256 tokens makes that 2 KiB a token of heads of 256 and 512
     columns, where a token has 3 KiB; smaller heads have so little of it that 128 tokens, half the products, are enough.
@@ -52,7 +52,8 @@ def default(shape: Shape, arch: Arch | None) -> Config:
     made = {
         "CHUNK": chunk, "BLOCK_T": rows, "BLOCK_K": _width(shape.dk, 32 if wide else 64),
         "BLOCK_V": _width(shape.dv, 64 if wide else 128), "STATE_K": _width(shape.dk, 32 if wide else 64),
-        "STATE_V": _width(shape.dv, 32 if wide else 64), "STATE_WARPS": 4, "num_warps": 4,
+        "STATE_V": _width(shape.dv, 32 if wide else 64), "STATE_WARPS": 4,
+        "num_warps": 8 if arch is None or arch.wave_size == 32 else 4,
         "num_stages": 1 if wide or (arch is not None and arch.vendor == "amd") else 2,
     }  # fmt: skip
     if arch is not None and arch.vendor == "amd" and arch.wave_size == 64:

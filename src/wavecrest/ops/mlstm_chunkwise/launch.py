@@ -21,21 +21,30 @@ from wavecrest.ops._mlstm_norm import (
     strides,
 )
 from wavecrest.ops._mlstm_operands import Operands
-from wavecrest.ops.mlstm_chunkwise.kernel import PLANES, _mlstm_chunks_kernel, _mlstm_states_kernel
+from wavecrest.ops.mlstm_chunkwise.kernel import (
+    PLANES,
+    RESET_PLANES,
+    TILES,
+    _mlstm_chunks_kernel,
+    _mlstm_gates_kernel,
+    _mlstm_states_kernel,
+)
 from wavecrest.tuned import Config
 
-STATE_TENSORS, CHUNK_TENSORS, NORM_TENSORS = 18, 13, 11
+GATE_TENSORS, STATE_TENSORS, CHUNK_TENSORS, NORM_TENSORS = 8, 17, 14, 11
 
 
 class Memory(NamedTuple):
-    """What kernels write: states before chunks, in float16 the units of their tiles, n before chunks, what they know
-    of tokens, h before the norm, h, the last states.
+    """What kernels write: of gates what they know of tokens and tiles; states before chunks, in float16 the units of
+    their tiles, n and m; h before the norm, h, the last states.
     """
 
+    planes: Tensor
+    tiles: Tensor
     states: Tensor
     scales: Tensor | None
     vectors: Tensor
-    planes: Tensor
+    tops: Tensor
     scratch: Tensor | None
     h: Tensor
     c: Tensor | None
@@ -44,8 +53,8 @@ class Memory(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the memory of a call follows from. `slots`: of states before chunks; `tiles`: of a
-    state; `apart`: the norm is its own launch;
+    """What the memory of a call follows from. `slots`: chunks; `tiles`: of a state; `blocks`: of
+    tokens in a chunk; `apart`: the norm is its own launch;
     `zeroed`: no launch reaches all of h.
     """
 
@@ -57,6 +66,8 @@ class Sizes(NamedTuple):
     dk: int
     dv: int
     tiles: tuple[int, int]
+    blocks: int
+    planes: int
     apart: bool
     zeroed: bool
     last: bool
@@ -75,7 +86,8 @@ def sizes_of(given: Operands, config: Config) -> Sizes:
     apart = given.norm_weight is not None and given.dv > config["BLOCK_V"]
     tiles = (_rows.ceil_div(given.dk, config["STATE_K"]), _rows.ceil_div(given.dv, config["STATE_V"]))
     return Sizes(
-        given.sequences, slots, given.batch, given.tokens, given.heads, given.dk, given.dv, tiles, apart,
+        given.sequences, slots, given.batch, given.tokens, given.heads, given.dk, given.dv, tiles,
+        chunk // config["BLOCK_T"], PLANES if given.resets is None else RESET_PLANES, apart,
         given.form != "whole", given.return_last_states, given.exponential, given.c_dtype,
     )  # fmt: skip
 
@@ -88,7 +100,9 @@ def allocate(sizes: Sizes, v: Tensor, device: torch.device | str) -> Memory:
     if v.dtype == torch.float16:
         scales = torch.empty((sizes.slots, sizes.heads, *sizes.tiles), dtype=single, device=device)
     vectors = torch.empty((sizes.slots, sizes.heads, sizes.dk), dtype=single, device=device)
-    planes = torch.empty((PLANES, sizes.batch, sizes.heads, sizes.tokens), dtype=single, device=device)
+    tops = torch.empty((sizes.slots, sizes.heads), dtype=single, device=device)
+    planes = torch.empty((sizes.planes, sizes.batch, sizes.heads, sizes.tokens), dtype=single, device=device)
+    blocks = torch.empty((TILES, sizes.slots, sizes.blocks, sizes.heads), dtype=single, device=device)
     h = torch.zeros_like(v, device=device) if sizes.zeroed else torch.empty_like(v, device=device)
     scratch = c = n = m = None
     if sizes.apart:
@@ -99,23 +113,25 @@ def allocate(sizes: Sizes, v: Tensor, device: torch.device | str) -> Memory:
         c = torch.empty((*shape, sizes.dk, sizes.dv), dtype=sizes.c_dtype, device=device)
         n = torch.empty((*shape, sizes.dk), dtype=single, device=device)
         m = torch.empty((*shape, 1), dtype=single, device=device) if sizes.exponential else None
-    return Memory(states, scales, vectors, planes, scratch, h, c, n, m)
+    return Memory(planes, blocks, states, scales, vectors, tops, scratch, h, c, n, m)
+
+
+def _gate_tensors(given: Operands, memory: Memory) -> tuple[Tensor, ...]:
+    read = or_else(given.q, given.cu_seqlens, given.seq_starts, given.seq_lens, given.resets)
+    return (given.i, given.f, *read, memory.planes, memory.tiles)
 
 
 def _state_tensors(given: Operands, memory: Memory) -> tuple[Tensor, ...]:
-    read = or_else(
-        given.q, given.k, given.v, given.i, given.f, *given.initial, given.cu_seqlens, given.seq_starts, given.seq_lens,
-        given.resets,
-    )  # fmt: skip
-    some = or_else(given.q, memory.scales)
-    return (*read, memory.states, *some, memory.vectors, memory.planes, *or_else(given.q, memory.c, memory.n, memory.m))
+    read = or_else(given.q, given.k, given.v, *given.initial, given.cu_seqlens, given.seq_starts, given.seq_lens)
+    between = (memory.states, *or_else(given.q, memory.scales), memory.vectors, memory.tops)
+    return (*read, memory.planes, memory.tiles, *between, *or_else(given.q, memory.c, memory.n, memory.m))
 
 
 def _chunk_tensors(given: Operands, memory: Memory) -> tuple[Tensor, ...]:
+    between = (memory.states, *or_else(given.q, memory.scales), memory.vectors, memory.tops, memory.planes)
     read = or_else(given.q, given.cu_seqlens, given.seq_starts, given.seq_lens, given.norm_weight, given.output_gate)
     h = memory.h if memory.scratch is None else memory.scratch
-    some = or_else(given.q, memory.scales)
-    return (given.q, given.k, given.v, memory.states, *some, memory.vectors, memory.planes, *read, h)
+    return (given.q, given.k, given.v, *between, *read, h)
 
 
 def _norm_tensors(given: Operands, memory: Memory) -> tuple[Tensor, ...]:
@@ -127,6 +143,35 @@ def _norm_tensors(given: Operands, memory: Memory) -> tuple[Tensor, ...]:
     return (*read, memory.h, given.q, given.q)
 
 
+def _gates(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunks: int) -> _rows.Launch:
+    numbers = (
+        float(given.gate_soft_cap), given.batch, given.tokens, given.heads, chunks, sizes.sequences, sizes.slots,
+        *strides(given.i, 3), *strides(given.f, 3), *strides(given.resets, 2), *sequence_strides(given),
+    )  # fmt: skip
+    constants: dict[str, Any] = {
+        **sequence_constants(given), "RESETS": given.resets is not None, "CAP": given.capped,
+        "EXPONENTIAL": given.exponential, "CHUNK": config["CHUNK"], "BLOCK_T": config["BLOCK_T"],
+    }  # fmt: skip
+    grid = (sizes.slots * given.heads,)
+    # one warp has a tile of tokens
+    tensors = _gate_tensors(given, memory)
+    return _rows.Launch(_mlstm_gates_kernel, grid, (*tensors, *numbers), constants, Config(num_warps=1))
+
+
+def _wide(rows: int, *tensors: Tensor | None) -> bool:
+    """True if so many rows of a tensor do not lie within 2³¹ elements."""
+    far = 0
+    for tensor in tensors:
+        if tensor is not None:
+            far = max(far, rows * abs(tensor.stride(2)) + tensor.shape[3] * abs(tensor.stride(3)))
+    return far >= 1 << 31
+
+
+def _walked(*tensors: tuple[int, ...], align: int) -> tuple[int, ...]:
+    """Strides of rows, heads and tokens in units of `align`, and of columns."""
+    return tuple(part for one in tensors for part in (*(stride // align for stride in one[:3]), one[3]))
+
+
 def _states(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunks: int) -> _rows.Launch:
     walked = [strides(one, 4) for one in (given.k, given.v)]
     close, c_close = side_by_side(given.k, given.v), side_by_side(given.c_initial)
@@ -134,17 +179,15 @@ def _states(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunk
     c_strides = strides(given.c_initial, 4)
     c_align = _rows.alignment(0, c_strides[:3]) if c_close else 1
     numbers = (
-        float(given.gate_soft_cap), given.batch, given.tokens, given.heads, chunks,
-        *(part for one in walked for part in (*(s // align for s in one[:3]), one[3])),
-        *strides(given.i, 3), *strides(given.f, 3), *(s // c_align for s in c_strides[:3]), c_strides[3],
-        *strides(given.n_initial, 3), *strides(given.m_initial, 2), *strides(given.resets, 2),
+        given.batch, given.tokens, given.heads, chunks, sizes.slots, *_walked(*walked, align=align),
+        *_walked(c_strides, align=c_align), *strides(given.n_initial, 3), *strides(given.m_initial, 2),
         *sequence_strides(given),
     )  # fmt: skip
     constants: dict[str, Any] = {
-        **sequence_constants(given), "RESETS": given.resets is not None, "CAP": given.capped,
-        "EXPONENTIAL": given.exponential, "INITIAL": given.c_initial is not None, "LAST": given.return_last_states,
-        "COLUMNS": close, "ALIGN": align, "C_COLUMNS": c_close, "C_ALIGN": c_align, "DK": given.dk, "DV": given.dv,
-        "CHUNK": config["CHUNK"], "BLOCK_T": config["BLOCK_T"], "BLOCK_K": config["STATE_K"],
+        **sequence_constants(given), "RESETS": given.resets is not None, "EXPONENTIAL": given.exponential,
+        "INITIAL": given.c_initial is not None, "LAST": given.return_last_states, "COLUMNS": close, "ALIGN": align,
+        "WIDE": _wide(config["BLOCK_T"], given.k, given.v), "C_COLUMNS": c_close, "C_ALIGN": c_align, "DK": given.dk,
+        "DV": given.dv, "CHUNK": config["CHUNK"], "BLOCK_T": config["BLOCK_T"], "BLOCK_K": config["STATE_K"],
         "BLOCK_V": config["STATE_V"], "HALF": given.q.dtype == torch.float16,
     }  # fmt: skip
     grid = (sizes.sequences * given.heads * sizes.tiles[0] * sizes.tiles[1],)
@@ -156,22 +199,21 @@ def _chunks(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunk
     fused = given.norm_weight is not None and not sizes.apart
     gate, h = given.output_gate if fused else None, memory.h
     h_strides = (*before_norm(given), 1) if sizes.apart else strides(h, 4)
-    walked = [strides(one, 4) for one in (given.q, given.k, given.v)] + [h_strides, strides(gate, 4)]
+    walked = [*(strides(one, 4) for one in (given.q, given.k, given.v)), h_strides, strides(gate, 4)]
     close = side_by_side(given.q, given.k, given.v, gate, None if sizes.apart else h)
     align = _rows.alignment(0, *(one[:3] for one in walked)) if close else 1
     numbers = (
         float(given.eps), float(given.norm_eps), float(given.dk**-0.5), given.batch, given.tokens, given.heads, chunks,
-        sizes.sequences, *(part for one in walked for part in (*(s // align for s in one[:3]), one[3])),
-        *strides(given.norm_weight, 1), *sequence_strides(given),
+        sizes.sequences, *_walked(*walked, align=align), *strides(given.norm_weight, 1), *sequence_strides(given),
     )  # fmt: skip
     constants: dict[str, Any] = {
         **sequence_constants(given), "RESETS": given.resets is not None, "EXPONENTIAL": given.exponential,
         "NORMALIZE": given.normalize, "NORM": fused, "GATE": gate is not None, "INITIAL": given.c_initial is not None,
-        "COLUMNS": close, "ALIGN": align, "DK": given.dk, "DV": given.dv,
+        "COLUMNS": close, "ALIGN": align, "WIDE": _wide(config["BLOCK_T"], given.q, given.k, given.v, gate, h),
+        "DK": given.dk, "DV": given.dv, "HALF": given.q.dtype == torch.float16,
         **{name: config[name] for name in ("CHUNK", "BLOCK_T", "BLOCK_K", "BLOCK_V", "STATE_K", "STATE_V")},
-        "HALF": given.q.dtype == torch.float16,
     }  # fmt: skip
-    tiles = config["CHUNK"] // config["BLOCK_T"] * _rows.ceil_div(given.dv, config["BLOCK_V"])
+    tiles = sizes.blocks * _rows.ceil_div(given.dv, config["BLOCK_V"])
     grid = (sizes.slots * given.heads * tiles,)
     made = Config(**_options(config))
     return _rows.Launch(_mlstm_chunks_kernel, grid, (*_chunk_tensors(given, memory), *numbers), constants, made)
@@ -183,7 +225,7 @@ def _options(config: Config) -> dict[str, int]:
 
 
 def launches_of(given: Operands, memory: Memory, sizes: Sizes, config: Config, arch: Arch | None) -> list[_rows.Launch]:
-    """The launches of a call, two or three.
+    """The launches of a call, three or four.
 
     Raises:
         InvalidArgument: a chunk is not made of whole tiles, or a tile of a state of whole ones that are read.
@@ -195,7 +237,7 @@ def launches_of(given: Operands, memory: Memory, sizes: Sizes, config: Config, a
     if config["CHUNK"] % config["BLOCK_T"] != 0:
         raise InvalidArgument(f"mlstm_chunkwise: CHUNK={config['CHUNK']} is no multiple of BLOCK_T={config['BLOCK_T']}")
     chunks = _rows.ceil_div(given.tokens, config["CHUNK"])
-    found = [_states(given, memory, sizes, config, chunks), _chunks(given, memory, sizes, config, chunks)]
+    found = [part(given, memory, sizes, config, chunks) for part in (_gates, _states, _chunks)]
     if sizes.apart:
         found.append(norm_launch(given, _norm_tensors(given, memory), memory.h, before_norm(given), None, arch))
     return found
@@ -212,19 +254,24 @@ def bind(given: Operands, config: Config) -> Callable[..., Any]:
     """The function for all calls with arguments like these."""
     device, sizes = given.q.device, sizes_of(given, config)
     made = planned(given, config, _rows.arch())
-    tensors = (STATE_TENSORS, CHUNK_TENSORS, NORM_TENSORS)
+    tensors = (GATE_TENSORS, STATE_TENSORS, CHUNK_TENSORS, NORM_TENSORS)
     starts = [(_rows.starter(one, device), one.args[count:]) for one, count in zip(made, tensors, strict=False)]
+    (gates, gate_sizes), (states, state_sizes), (chunks, chunk_sizes) = starts[:3]
+    norm, norm_sizes = starts[3] if sizes.apart else (None, ())
     some, written = sizes.sequences * sizes.heads > 0, sizes.batch * sizes.tokens > 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
         now = Operands(*args, **kwargs)
         memory = allocate(sizes, now.v, device)
-        if some:
-            starts[0][0](*_state_tensors(now, memory), *starts[0][1])
         if some and written:
-            starts[1][0](*_chunk_tensors(now, memory), *starts[1][1])
-            if sizes.apart:
-                starts[2][0](*_norm_tensors(now, memory), *starts[2][1])
+            gates(*_gate_tensors(now, memory), *gate_sizes)
+        if some:
+            # the last states are written where there are no tokens too
+            states(*_state_tensors(now, memory), *state_sizes)
+        if some and written:
+            chunks(*_chunk_tensors(now, memory), *chunk_sizes)
+            if norm is not None:
+                norm(*_norm_tensors(now, memory), *norm_sizes)
         if not sizes.last:
             return memory.h
         return tuple(one for one in (memory.h, memory.c, memory.n, memory.m) if one is not None)
