@@ -1,7 +1,7 @@
 """Write on with a small xLSTM that was trained on the documentation of Python (see `xlstm_train.py`).
 
-    python examples/xlstm_generate.py "The with statement"
-    python examples/xlstm_generate.py "Return a list of" --temperature 0 --quantize int8
+python examples/xlstm_generate.py "The with statement"
+python examples/xlstm_generate.py "Return a list of" --temperature 0 --quantize int8
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -29,10 +29,10 @@ def _loss(model: xLSTMLarge) -> float:
 def test_it_has_learned() -> None:
     model = xLSTMLarge.from_pretrained(EXAMPLES / "xlstm_docs", device=DEVICE, dtype=torch.float32)
     loss = _loss(model)
-    # far below what a table of letters reaches on English (about 2.9 nats)
-    assert loss < 1.9 < 2.9 < math.log(257)
-    # 8 bits cost a few hundredths of a nat
-    assert abs(_loss(quantize(model, "int8")) - loss) < 0.05
+    # 0.79 where it was trained; a table of letters reaches about 2.9 on English
+    assert loss == pytest.approx(0.79, abs=0.02)
+    # an error of the weights of a third of a percent moves some of 113 bytes by a hundredth
+    assert _loss(quantize(model, "int8")) == pytest.approx(loss, abs=0.01)
 
 
 def test_the_example_writes_on() -> None:

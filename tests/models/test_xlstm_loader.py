@@ -235,6 +235,8 @@ def test_files_of_transformers_and_for_them(use_bias: bool, tmp_path: Path) -> N
     ours = _load(tmp_path / "theirs")
     prompt = tokens(2, 12)
     close(ours(prompt)[0], theirs(prompt, use_cache=False).logits)
+    # as a model that was trained here
+    ours.config.mode, ours.config.return_last_states = "train", False
     ours.save_pretrained(tmp_path / "ours", weight_mode="single")
     again, report = xLSTMForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "mismatched_keys"))

@@ -259,7 +259,8 @@ class xLSTMLargeConfig:
     def to_dict(self, form: str = "official") -> dict[str, Any]:
         """The keys of a file: of the official package's config.yaml, or of a Hugging Face config.json.
 
-        A kernel that is "auto" is left out, as neither reader knows that name.
+        A kernel that is "auto" is left out, as neither reader knows that name. A config.json asks for inference with
+        states, without which transformers' blocks do not run.
 
         Raises:
             InvalidArgument: `form` is neither "official" nor "huggingface".
@@ -276,6 +277,7 @@ class xLSTMLargeConfig:
                 "hidden_size": self.embedding_dim,
                 "num_hidden_layers": self.num_blocks,
             } | own
+            own |= {"mode": "inference", "return_last_states": kernels.has_state(self.chunkwise_kernel)}
         return {name: value for name, value in own.items() if not (name.endswith("_kernel") and value == kernels.AUTO)}
 
 

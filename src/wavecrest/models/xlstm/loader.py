@@ -226,10 +226,10 @@ def save(model: xLSTMLarge, folder: str | Path, form: str, weight_mode: str | No
             (scratch / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         _write_weights(scratch, own, config, (model.config.weight_mode, mode), form, max_shard_bytes)
         # as the user's new files are: temporary folders, and files of safetensors, are closed to others
-        mode = next(scratch.glob("config.*")).stat().st_mode & 0o777
+        permissions = next(scratch.glob("config.*")).stat().st_mode & 0o777
         for file in scratch.iterdir():
-            file.chmod(mode)
-        scratch.chmod(mode | (mode & 0o444) >> 2)
+            file.chmod(permissions)
+        scratch.chmod(permissions | (permissions & 0o444) >> 2)
         # an empty folder is replaced, and nothing is seen of a folder before it is whole
         scratch.replace(path)
     except OSError as error:
