@@ -73,6 +73,10 @@ def test_absent_keys_are_those_of_transformers() -> None:
     config = xLSTMLargeConfig.from_dict({"model_type": "xlstm"})
     assert (config.embedding_dim, config.vocab_size, config.ffn_proj_factor) == (4096, 50304, 2.667)
     assert xLSTMLargeConfig.from_dict({"model_type": "xlstm", "embedding_dim": 768, "num_heads": 4}).qk_dim == 384
+    # and those that say nothing
+    values = {"model_type": "xlstm", "hidden_size": 768, "embedding_dim": None, "num_heads": 4, "eos_token_id": None}
+    config = xLSTMLargeConfig.from_dict(values | {"num_hidden_layers": 12, "num_blocks": None})
+    assert (config.embedding_dim, config.num_blocks, config.eos_token_id) == (768, 12, None)
 
 
 def test_unknown_keys_are_named_once() -> None:

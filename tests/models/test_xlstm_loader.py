@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,23 @@ def test_packed_as_they_are_read(format: str, tmp_path: Path) -> None:
     build(weight_mode="fused").save_pretrained(tmp_path / "m")
     found, wanted = _load(tmp_path / "m", quantize=format), quantize(build(weight_mode="fused"), format)
     torch.testing.assert_close(found(tokens(1, 5))[0], wanted(tokens(1, 5))[0], rtol=0, atol=0)
+
+
+def test_weights_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second model in memory: what was read is gone, but the last, when the next is read."""
+    model = build()
+    model.save_pretrained(tmp_path / "m")
+    read, alive, largest = loader._Reader.read, [], []
+
+    def noted(reader: Any, rows: Any) -> Tensor:
+        largest.append(sum(one() is not None for one in alive))
+        part = read(reader, rows)
+        alive.append(weakref.ref(part))
+        return part
+
+    monkeypatch.setattr(loader._Reader, "read", noted)
+    _load(tmp_path / "m")
+    assert len(largest) == len(model.state_dict()) and max(largest) <= 1
 
 
 class _Folder:

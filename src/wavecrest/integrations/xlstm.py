@@ -208,7 +208,9 @@ class _Before:
 
     def _widen(self, cache: Any, given: Tensor) -> None:
         """A cache that was made elsewhere: unused ones get the layers' sizes, others their dtypes."""
-        if not bool(cache.seqlen_offset.any()) and not any(bool(c.any()) for c, _, _ in cache.rnn_state.values()):
+        if not bool(torch.as_tensor(cache.seqlen_offset).any()) and not any(
+            bool(c.any()) for c, _, _ in cache.rnn_state.values()
+        ):
             cache.rnn_state = self._fresh(given)
             return
         if any(c.dtype != self.dtype or n.dtype != torch.float32 for c, n, _ in cache.rnn_state.values()):

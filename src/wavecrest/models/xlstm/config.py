@@ -196,6 +196,8 @@ class xLSTMLargeConfig:
         """
         if values.get("model_type", "xlstm") != "xlstm":
             raise CheckpointError(f"{source} is of a model of type {values['model_type']!r}, not xlstm")
+        # transformers writes None where it has a value of its own
+        values = {name: value for name, value in values.items() if value is not None or name.endswith(("_cap", "_id"))}
         if "embedding_dim" in values and values.get("hidden_size", values["embedding_dim"]) != values["embedding_dim"]:
             raise CheckpointError(
                 f"{source}: embedding_dim is {values['embedding_dim']}, hidden_size {values['hidden_size']}; keep the "
@@ -217,12 +219,10 @@ class xLSTMLargeConfig:
                 ignored.append(name)
         if ignored:
             warnings.warn(f"{source}: not used: {', '.join(sorted(ignored))}", ConfigWarning, stacklevel=2)
-        # transformers writes None where it has a value of its own
-        given = {name: value for name, value in found.items() if value is not None or name.endswith(("_cap", "_id"))}
-        missing = [name for name in HUGGING_FACE_DEFAULTS if name not in given and name != "ffn_proj_factor"]
+        missing = [name for name in HUGGING_FACE_DEFAULTS if name not in found and name != "ffn_proj_factor"]
         if missing:
             raise CheckpointError(f"{source} lacks {', '.join(missing)}")
-        config = cls(**given)
+        config = cls(**found)
         if values.get("head_dim", config.v_dim // config.num_heads) != config.v_dim // config.num_heads:
             raise CheckpointError(
                 f"{source}: head_dim is {values['head_dim']}, v_dim {config.v_dim} of {config.num_heads} heads"
