@@ -178,6 +178,11 @@ def _integers(tensors: dict[str, Tensor]) -> None:
             "model.safetensors cannot be read",
         ),
         (lambda f: (f.path / loader.INDEX).write_text("{}"), "index.json is damaged"),
+        (lambda f: (f.path / loader.INDEX).write_text('{"weight_map": {"a": 1}}'), "index.json is damaged"),
+        (
+            lambda f: (f.path / loader.INDEX).write_text('{"weight_map": {"a": "../m/model.safetensors"}}'),
+            "names files outside of the folder: ../m/model.safetensors",
+        ),
         (
             lambda f: (f.path / loader.INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
             "lacks model-00001-of-00002.safetensors",

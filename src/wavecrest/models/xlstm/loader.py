@@ -69,8 +69,11 @@ def _files(folder: Path) -> list[Path]:
         try:
             table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted(set(table.values()))
+            outside = [name for name in names if Path(name).name != name]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is damaged: {error}") from error
+        if outside:
+            raise CheckpointError(f"{index} names files outside of the folder: {_named(outside)}")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(f"{folder} lacks {_named(missing)}, which {INDEX} names")
