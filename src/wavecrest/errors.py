@@ -4,6 +4,7 @@ WavecrestError                     exit code
 ├── UserError                      1   the call, the file or the workload is wrong; the message says what to do
 │   ├── InvalidArgument            1   an op or function got an argument outside its contract (also a ValueError)
 │   ├── WorkloadError              1   the workload cannot be loaded or run
+│   ├── CheckpointError            1   a model's folder is incomplete, damaged or of another model
 │   ├── OutputError                1   a result cannot be written where asked
 │   ├── RecordError                1   a result file is damaged, foreign or newer than this version
 │   ├── PlanError                  1   a plan file is damaged, foreign or newer than this version
@@ -39,6 +40,10 @@ class InvalidArgument(UserError, ValueError):
 
 class WorkloadError(UserError):
     """The workload cannot be loaded or run."""
+
+
+class CheckpointError(UserError):
+    """A model's folder is incomplete, damaged or of another model."""
 
 
 class OutputError(UserError):

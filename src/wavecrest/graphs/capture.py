@@ -1,7 +1,7 @@
 """CUDA/HIP graph capture of a whole model: static inputs, copy in, replay, read out.
 
-Follows the procedure that survives ROCm's pitfalls: warm up on a side stream, capture with compilation forbidden (a
-missing warm-up raises instead of tracing inside the capture), one memory pool for all buckets, largest bucket first.
+Follows the procedure that survives ROCm's pitfalls: warm up and capture by `cuda_graph`, one memory pool for all
+buckets, largest bucket first.
 Replay can be wrong in a way that one check misses (ROCm/clr#279: some fresh processes replay garbage), so `verify`
 repeats the numerics gate in several fresh processes.
 """
@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from wavecrest import timing
+from wavecrest import cuda_graph, timing
 from wavecrest.errors import StepRefused
 from wavecrest.workload import iter_tensors
-
-WARM_UP_CALLS = 3
 
 
 class CaptureWarning(UserWarning):
@@ -95,12 +93,7 @@ class CapturedModule(nn.Module):
         # warm-up calls must not advance what the objects hold (a cache's write position)
         state = [tensor for leaf in leaves if _is_object(leaf) for _, tensor in iter_tensors("", leaf, set())]
         before = [tensor.detach().clone() for tensor in state]
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP_CALLS):
-                self.inner(*args, **kwargs)
-        torch.cuda.current_stream().wait_stream(side)
+        cuda_graph.warm_up(lambda: self.inner(*args, **kwargs))
         for tensor, value in zip(state, before, strict=True):
             tensor.detach().copy_(value)
         written = [index for index, (a, b) in enumerate(zip(static, tensors, strict=True)) if not _same_bits(a, b)]
@@ -108,16 +101,9 @@ class CapturedModule(nn.Module):
             raise StepRefused(
                 f"the model writes into its tensor argument number {written[0]}; a replay would write into a copy"
             )
-        torch.cuda.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.compiler.set_stance("fail_on_recompile"), torch.cuda.graph(graph, pool=self._pool):
-                output = self.inner(*args, **kwargs)
-        except RuntimeError as error:
-            _recover(self._pool)
-            raise StepRefused(f"the model cannot be captured: {str(error).splitlines()[0]}") from error
+        graph, output = cuda_graph.record(lambda: self.inner(*args, **kwargs), self._pool, "the model")
         return _Captured(graph, static, output)
 
 
@@ -129,42 +115,15 @@ def device_time(work: Callable[[], Any], *, calls: int = 8, rounds: int = 20) ->
     Raises:
         StepRefused: the work cannot be captured.
     """
-    stream: Any = torch.cuda.Stream
-    side = stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP_CALLS):
+    cuda_graph.warm_up(work)
+
+    def repeated() -> None:
+        for _ in range(calls):
             work()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, pool=pool):
-            for _ in range(calls):
-                work()
-    except RuntimeError as error:
-        _recover(pool)
-        raise StepRefused(f"it cannot be captured: {str(error).splitlines()[0]}") from error
+
+    graph, _ = cuda_graph.record(repeated, torch.cuda.graph_pool_handle(), "it")
     stopwatch = timing.Stopwatch(f"cuda:{torch.cuda.current_device()}")
     return statistics.median(stopwatch.time(graph.replay)[0] for _ in range(rounds)) / calls
-
-
-def _recover(pool: Any) -> None:
-    """Undo what a failed capture leaves behind in torch (seen with 2.11 on an H200, 2026-11-20).
-
-    The allocator still counts a capture under way, and the random generator still believes it is inside one: the next
-    torch.randn raises "Offset increment outside graph capture". Ending the pool's use and one empty capture that
-    succeeds put both right.
-    """
-    torch.cuda.synchronize()
-    end_pool = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    if end_pool is not None:
-        end_pool(torch.cuda.current_device(), pool)
-    scratch = torch.zeros(1, device="cuda")
-    empty = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(empty):
-        scratch.add_(1)
-    empty.reset()
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from wavecrest import hardware
 from wavecrest.errors import MissingDependency, WorkloadError
+from wavecrest.integrations.xlstm import patch_transformers_xlstm
 from wavecrest.passes.replace_attention import register_attention, use_attention
 from wavecrest.workload import Inputs, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["load_folder", "register_attention", "use_attention"]
+__all__ = ["load_folder", "patch_transformers_xlstm", "register_attention", "use_attention"]
 
 # sequence lengths and batch sizes tried unless the folder's spec says otherwise
 DEFAULT_SHAPES = ((1, 32), (8, 128))

@@ -1,0 +1,229 @@
+"""transformers' xLSTM on our ops: its blocks' parts replaced in place, its cache in float32, its masks respected."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.models.xlstm import xLSTMLargeConfig
+from wavecrest.models.xlstm.generation import spans
+from wavecrest.models.xlstm.layers import FeedForward, LayerState, MLSTMLayer, Padding
+from wavecrest.models.xlstm.state import empty_state
+from wavecrest.nn import RMSNorm
+
+# the arguments of xLSTMModel.forward that may come by position
+ARGUMENTS = ("input_ids", "inputs_embeds", "cache_params", "use_cache")
+
+
+@dataclass
+class _Call:
+    """The call of a model that is under way: where its tokens are, and how many of them each layer has seen."""
+
+    padding: Padding | None = None
+    tokens: int = 0
+    seen: dict[int, int] | None = None
+
+    def part(self, layer: int, tokens: int) -> Padding | None:
+        """The padding of the next tokens of a layer, which sees long prompts in parts."""
+        if self.padding is None or self.seen is None:
+            return None
+        begin = self.seen.get(layer, 0)
+        self.seen[layer] = begin + tokens
+        starts, lengths = self.padding
+        first, stop = (starts - begin).clamp(0, tokens), (starts + lengths - begin).clamp(0, tokens)
+        return Padding(first, stop - first)
+
+
+class _Layer(MLSTMLayer):
+    """Our mLSTM layer with the call of transformers'."""
+
+    def __init__(self, config: xLSTMLargeConfig, index: int, call: _Call) -> None:
+        super().__init__(config, "meta")
+        self.index = index
+        # not a module's business: the object is shared by all layers
+        self.call = call
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, state: LayerState | None = None
+    ) -> tuple[Tensor, LayerState | None]:
+        """x [B, S, hidden_size] and the state before it, to y and the state behind it.
+
+        Without gradients a step overwrites the state, which is the cache's, and copying it there is no work.
+        """
+        padding = self.call.part(self.index, x.shape[1])
+        return super().forward(x, state, padding=padding, in_place=not torch.is_grad_enabled())
+
+
+def patch_transformers_xlstm(model: nn.Module, **settings: Any) -> nn.Module:
+    """Make transformers' xLSTM run on our ops, in place: one call, the same parameters and the same answers.
+
+    mLSTM layers, MLPs and norms are replaced by ours, which share the parameters, so that the state dict is as it was.
+    A prompt of any length is one call of an op. The cache keeps n and m in float32 whatever the model's dtype, and has
+    the layers' sizes. `attention_mask` is respected: states pass by padding at the left and the right, and a mask with
+    holes is refused. Answers differ from unpatched ones by rounding alone, but where transformers' are wrong: with
+    padding, and with states of 16 bits.
+
+    Args:
+        model: an `xLSTMModel` or `xLSTMForCausalLM`.
+        settings: fields of `xLSTMLargeConfig` to set: inference_state_dtype="float16" for half the cache, kernels by
+            name.
+
+    Returns:
+        The model.
+
+    Raises:
+        InvalidArgument: it is something else, or is patched already, or a setting is outside of what is taken;
+            nothing is changed then.
+    """
+    backbone: Any = next((part for part in model.modules() if _kind(part) is not None), None)
+    if backbone is None:
+        raise InvalidArgument(
+            f"patch_transformers_xlstm takes transformers' xLSTMModel or xLSTMForCausalLM, not {type(model).__name__}"
+        )
+    if any(isinstance(block.mlstm_layer, _Layer) for block in backbone.blocks):
+        raise InvalidArgument("patch_transformers_xlstm: the model is patched already")
+    config = _config(backbone.config, settings)
+    call = _Call()
+    made = []
+    for index, block in enumerate(backbone.blocks):
+        made.append((block, "mlstm_layer", _adopted(_Layer(config, index, call), block.mlstm_layer)))
+        made.append((block, "ffn", _adopted(FeedForward(config, "meta"), block.ffn)))
+        made += [(block, name, _norm(getattr(block, name), config)) for name in ("norm_mlstm", "norm_ffn")]
+    made.append((backbone, "out_norm", _norm(backbone.out_norm, config)))
+    for owner, name, part in made:
+        setattr(owner, name, part)
+    backbone.register_forward_pre_hook(_Before(config, call), with_kwargs=True)
+    backbone.register_forward_hook(_After(call), always_call=True)
+    return model
+
+
+def _kind(module: nn.Module) -> type | None:
+    """The class xLSTMModel that a module is of, or None."""
+    return next(
+        (kind for kind in type(module).__mro__ if kind.__name__ == "xLSTMModel" and "xlstm" in kind.__module__), None
+    )
+
+
+def _config(theirs: Any, settings: dict[str, Any]) -> xLSTMLargeConfig:
+    """Our configuration of the same function, with kernels of the dispatcher's choice."""
+    names = {field.name for field in fields(xLSTMLargeConfig)}
+    unknown = sorted(set(settings) - names)
+    if unknown:
+        raise InvalidArgument(f"patch_transformers_xlstm: the configuration has no {', '.join(unknown)}")
+    ours = names - {"chunkwise_kernel", "sequence_kernel", "step_kernel", "inference_state_dtype"}
+    values = {name: getattr(theirs, name) for name in ours if hasattr(theirs, name)}
+    # what blocks are made from there
+    values |= {"embedding_dim": theirs.hidden_size, "mode": "inference", "return_last_states": True}
+    return xLSTMLargeConfig(**(values | settings))
+
+
+def _adopted(made: nn.Module, module: nn.Module) -> nn.Module:
+    """Ours with another module's parameters."""
+    given = dict(module.named_parameters())
+    wanted = {name: parameter.shape for name, parameter in made.named_parameters()}
+    if {name: parameter.shape for name, parameter in given.items()} != wanted:
+        raise InvalidArgument(
+            f"patch_transformers_xlstm: {type(module).__name__} has other parameters than its configuration says: "
+            f"{', '.join(sorted(given.keys() ^ wanted.keys())) or 'of other shapes'}"
+        )
+    for name, parameter in given.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(made.get_submodule(path), leaf, parameter)
+    return made.train(module.training)
+
+
+def _norm(module: nn.Module, config: xLSTMLargeConfig) -> nn.Module:
+    """Ours of a norm; one with a bias stays as it is."""
+    weight = module.weight
+    if not isinstance(weight, nn.Parameter) or getattr(module, "bias", None) is not None:
+        return module
+    made = RMSNorm(weight.shape[0], config.norm_eps, elementwise_affine=False)
+    made.weight = weight
+    return made.train(module.training)
+
+
+class _Before:
+    """Before a call of the model: what its mask says, and a cache that can hold states."""
+
+    def __init__(self, config: xLSTMLargeConfig, call: _Call) -> None:
+        self.config, self.call = config, call
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.dtype = config.state_dtype
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        kwargs = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+        tokens = kwargs.get("input_ids")
+        given = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if not isinstance(given, Tensor):
+            # transformers says what is missing
+            return (), kwargs
+        self.call.tokens, self.call.seen = given.shape[1], {}
+        self.call.padding = self._padding(model, given, kwargs.get("attention_mask"))
+        use = kwargs.get("use_cache")
+        use = model.config.use_cache if use is None else use
+        # the loop over parts of a long prompt makes a cache of bfloat16 where it is given none
+        long = not model.training and given.shape[1] > model.config.max_inference_chunksize
+        cache = kwargs.get("cache_params")
+        if cache is not None:
+            self._widen(cache, given)
+        elif long or (use and not (model.training and model.gradient_checkpointing)):
+            kwargs["cache_params"] = self._cache(model, given)
+        return (), kwargs
+
+    def _padding(self, model: Any, given: Tensor, mask: Tensor | None) -> Padding | None:
+        if mask is None:
+            return None
+        if mask.ndim != 2 or mask.shape[0] != given.shape[0] or mask.shape[1] < given.shape[1]:
+            raise InvalidArgument(
+                f"xLSTM: attention_mask must be [B, S] or longer by what the cache has seen, got {list(mask.shape)} "
+                f"for {list(given.shape[:2])}"
+            )
+        kept = mask[:, mask.shape[1] - given.shape[1] :].to(given.device) != 0
+        found = spans(kept, given[..., 0] if given.ndim == 3 else given)
+        if found is not None and model.training and model.gradient_checkpointing:
+            raise Unsupported(
+                "xLSTM: gradient checkpointing runs layers again without their mask; leave one of the two"
+            )
+        return None if found is None else Padding(found[0].int(), found[1].int())
+
+    def _fresh(self, given: Tensor) -> dict[int, LayerState]:
+        return empty_state(self.config, given.shape[0], given.device, self.dtype)
+
+    def _cache(self, model: Any, given: Tensor) -> Any:
+        kind = _kind(model)
+        assert kind is not None
+        cache = sys.modules[kind.__module__].xLSTMCache(
+            config=model.config, max_batch_size=given.shape[0], dtype=torch.float32, device=given.device
+        )
+        # of the layers' sizes, where the class rounds up to multiples of 64
+        cache.rnn_state = self._fresh(given)
+        return cache
+
+    def _widen(self, cache: Any, given: Tensor) -> None:
+        """A cache that was made elsewhere: unused ones get the layers' sizes, others their dtypes."""
+        if not bool(torch.as_tensor(cache.seqlen_offset).any()) and not any(
+            bool(c.any()) for c, _, _ in cache.rnn_state.values()
+        ):
+            cache.rnn_state = self._fresh(given)
+            return
+        if any(c.dtype != self.dtype or n.dtype != torch.float32 for c, n, _ in cache.rnn_state.values()):
+            cache.rnn_state = {
+                layer: (c.to(self.dtype), n.float(), m.float()) for layer, (c, n, m) in cache.rnn_state.items()
+            }
+
+
+class _After:
+    """Behind a call, or its error: nothing of it is left."""
+
+    def __init__(self, call: _Call) -> None:
+        self.call = call
+
+    def __call__(self, _model: Any, _args: Any, _output: Any) -> None:
+        self.call.padding, self.call.seen = None, None

@@ -1,0 +1,1 @@
+"""Whole models over the ops and modules, with their loaders."""

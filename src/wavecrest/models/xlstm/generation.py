@@ -1,0 +1,317 @@
+"""Generation: prompts made ready, decoding steps (captured as a graph on a GPU), and where rows end."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from wavecrest import cuda_graph, numerics
+from wavecrest.errors import InvalidArgument, StepRefused
+from wavecrest.models.xlstm.sampling import Sampling
+from wavecrest.models.xlstm.state import State, StatePool, clone_state
+from wavecrest.ops import PackedWeight
+
+if TYPE_CHECKING:
+    from wavecrest.models.xlstm.config import xLSTMLargeConfig
+    from wavecrest.models.xlstm.model import xLSTMLarge
+
+# fewer steps than these are over before a capture is
+CAPTURE_FROM = 16
+
+
+class DecodeFallback(UserWarning):
+    """Decoding on a GPU runs without a graph; the message has the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What `xLSTMLarge.generate` made.
+
+    Attributes:
+        tokens: int64 [B, T] on the CPU, new tokens alone; T at most max_new_tokens. Behind a row's end: padding.
+        lengths: int64 [B]: a row's tokens, the one that ended it among them.
+        decoding: "captured", or "eager: " and the reason.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    decoding: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens int64 [B, S] at the left of their rows, and how many there are, int64 [B]; None: S."""
+
+    tokens: Tensor
+    lengths: Tensor | None
+
+
+def spans(mask: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(starts, lengths) int64 [B] of a mask [B, S] with one run of tokens a row; None where all are tokens.
+
+    Raises:
+        InvalidArgument: the mask is not of the tokens' shape, or a row has a hole.
+    """
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape or mask.is_floating_point():
+        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise InvalidArgument(
+            f"xLSTM: attention_mask must be bool or integers {list(tokens.shape)} as the tokens are, got {found}"
+        )
+    kept = mask.to(tokens.device) != 0
+    if kept.numel() == 0:
+        return None
+    starts, lengths = kept.byte().argmax(1), kept.sum(1)
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    run = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
+    if not torch.equal(run, kept):
+        raise InvalidArgument(
+            "xLSTM: a row of attention_mask has a hole; states are made token by token: leave the tokens out"
+        )
+    return None if bool(kept.all()) else (starts, lengths)
+
+
+def prepare(tokens: Tensor, mask: Tensor | None, bos: int | None) -> Prompt:
+    """A prompt with its tokens at the left of their rows, and `bos` before those that do not begin with it.
+
+    Raises:
+        InvalidArgument: a row has no token, or the mask is outside of what `spans` takes.
+    """
+    found = None if mask is None else spans(mask, tokens)
+    batch, width = tokens.shape
+    if found is None:
+        starts = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
+        lengths = torch.full_like(starts, width)
+    else:
+        starts, lengths = found
+    lead = torch.zeros_like(starts)
+    if bos is not None:
+        first = tokens.gather(1, starts.clamp(max=max(width - 1, 0))[:, None])[:, 0] if width else lead - 1
+        lead = ((lengths == 0) | (first != bos)).long()
+    lengths = lengths + lead
+    if batch == 0 or bool((lengths == 0).any()):
+        raise InvalidArgument("generate: a row of the prompt has no token, or there is no row")
+    if found is None and not bool(lead.any()):
+        return Prompt(tokens, None)
+    places = torch.arange(int(lengths.max()), device=tokens.device)
+    source = (places + (starts - lead)[:, None]).clamp(0, max(width - 1, 0))
+    if width == 0:
+        tokens, source = tokens.new_zeros(batch, 1), torch.zeros_like(source)
+    moved = tokens.gather(1, source)
+    if bos is not None:
+        moved = moved.masked_fill((places == 0) & (lead[:, None] == 1), bos)
+    return Prompt(moved, None if bool((lengths == places.shape[0]).all()) else lengths)
+
+
+def has_graphs(device: torch.device) -> bool:
+    """True if work on a device can be captured."""
+    return device.type == "cuda"
+
+
+class Decoder:
+    """One token a call: tokens, states and noise at fixed addresses, the step eager or a captured graph."""
+
+    def __init__(self, state: State, logits: Tensor, sampling: Sampling) -> None:
+        self.pool = StatePool(state)
+        self.token = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+        self.noise = sampling.noise(logits)
+        self.decoding = ""
+        self._sampling = sampling
+        self._graph: Any = None
+        # why there is no graph though one was wanted
+        self._refused = ""
+
+    def start(self, state: State, logits: Tensor, generator: torch.Generator | None) -> None:
+        """Take a prompt's state and choose the first token from its logits [B, V]."""
+        self.pool.load(state)
+        self._draw(generator)
+        self.token.copy_(self._sampling.pick(logits, self.noise))
+
+    @torch.no_grad()
+    def step(self, model: xLSTMLarge, generator: torch.Generator | None) -> None:
+        """The next token in place of the last one."""
+        self._draw(generator)
+        if self.decoding == "captured":
+            self._graph.replay()
+        else:
+            self._work(model)
+
+    def choose(self, model: xLSTMLarge, capture: bool, count: int) -> None:
+        """Decide how `count` steps run: eagerly, or as a graph, which is captured where there is none yet."""
+        if not has_graphs(self.token.device):
+            self.decoding = "eager: a CPU has no graphs"
+        elif not capture:
+            self.decoding = "eager: as asked"
+        elif self._graph is None and not self._refused and count < CAPTURE_FROM:
+            self.decoding = f"eager: fewer than {CAPTURE_FROM} tokens"
+        else:
+            if self._graph is None and not self._refused:
+                self._capture(model)
+            self.decoding = "captured" if self._graph is not None else f"eager: {self._refused}"
+
+    def _draw(self, generator: torch.Generator | None) -> None:
+        if self.noise is not None:
+            self.noise.exponential_(generator=generator)
+
+    def _work(self, model: xLSTMLarge) -> Tensor:
+        """What a graph holds; the logits [B, V], to be compared."""
+        logits = model.decode(self.token, self.pool.state)
+        self.token.copy_(self._sampling.pick(logits, self.noise))
+        return logits
+
+    def _capture(self, model: xLSTMLarge) -> None:
+        """Record the step, and compare its first replay with a step that ran; token and state are left as they were.
+
+        What cannot be captured, or replays something else, stays eager, with a `DecodeFallback` warning.
+        """
+        token, state = self.token.clone(), clone_state(self.pool.state)
+
+        def work() -> Tensor:
+            return self._work(model)
+
+        try:
+            cuda_graph.warm_up(work)
+            self._restore(token, state)
+            expected = work().clone(), self.token.clone(), clone_state(self.pool.state)
+            graph, logits = cuda_graph.record(work, torch.cuda.graph_pool_handle(), "the decoding step")
+            self._restore(token, state)
+            graph.replay()
+            self._compare(expected, logits)
+            self._graph = graph
+        except StepRefused as error:
+            self._refused = str(error)
+            warnings.warn(f"decoding runs without a graph: {error}", DecodeFallback, stacklevel=5)
+        finally:
+            self._restore(token, state)
+
+    def _restore(self, token: Tensor, state: State) -> None:
+        self.token.copy_(token)
+        self.pool.load(state)
+
+    def _compare(self, expected: tuple[Tensor, Tensor, State], logits: Tensor) -> None:
+        """Raise StepRefused unless a replay left what a step leaves."""
+        before, token, state = expected
+        pairs = [(logits, before)]
+        for index, parts in state.items():
+            for own, part in zip(self.pool.state[index], parts, strict=True):
+                if own is not None and part is not None:
+                    pairs.append((own, part))
+        # a replay runs the same kernels: what is refused wrongly is slow and says so, a wrong state would be silent
+        limits = numerics.tolerance("model", "float32")
+        if not all(numerics.compare(found, wanted).within(limits) for found, wanted in pairs):
+            raise StepRefused("its first replay differs from the step it was made of")
+        # where logits differ by rounding there may be a tie
+        if torch.equal(logits, before) and not torch.equal(self.token, token):
+            raise StepRefused("its first replay chose another token from the same logits")
+
+
+# of each model the last decoder that is free, and what it was made for
+_decoders: weakref.WeakKeyDictionary[Any, tuple[Any, Decoder]] = weakref.WeakKeyDictionary()
+
+
+def fingerprint(model: xLSTMLarge) -> tuple[Any, ...]:
+    """Where a model's weights are: what a captured graph depends on."""
+    found = []
+    for parameter in model.parameters():
+        stored = parameter.stored if isinstance(parameter, PackedWeight) else parameter
+        found.append((stored.data_ptr(), stored.dtype))
+    return tuple(found)
+
+
+def _decoder(model: xLSTMLarge, state: State, logits: Tensor, sampling: Sampling) -> tuple[Any, Decoder]:
+    """The model's last decoder where it fits and is free, else a new one; and what it is for."""
+    key = (tuple(logits.shape), logits.device, state[0][0].dtype, sampling, fingerprint(model))
+    # taken out while it is used, so that two streams do not share one, and before a new one takes memory
+    kept = _decoders.pop(model, None)
+    return kept if kept is not None and kept[0] == key else (key, Decoder(state, logits, sampling))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `xLSTMLarge.generate` and `stream` were asked for; see there."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    eos_token_id: int | Sequence[int] | None
+    insert_bos: bool | None
+    generator: torch.Generator | None
+    check_every: int
+    capture: bool
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "check_every"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InvalidArgument(f"generate: {name} must be a whole number above 0, got {value!r}")
+
+    def bos(self, config: xLSTMLargeConfig, state: State | None) -> int | None:
+        """The token to put before prompts, or None."""
+        wanted = config.force_bos_token_insert and state is None if self.insert_bos is None else self.insert_bos
+        if wanted and config.bos_token_id is None and self.insert_bos:
+            raise InvalidArgument("generate: insert_bos needs a bos_token_id in the configuration")
+        return config.bos_token_id if wanted else None
+
+    def ends(self, config: xLSTMLargeConfig) -> tuple[int, ...]:
+        """The tokens that end a row."""
+        ids = config.eos_token_id if self.eos_token_id is None else self.eos_token_id
+        ends = (ids,) if isinstance(ids, int) else tuple(ids or ())
+        if any(type(token) is not int for token in ends):
+            raise InvalidArgument(f"generate: eos_token_id must be a token or a list of them, got {ids!r}")
+        return ends
+
+
+@torch.no_grad()
+def begin(
+    model: xLSTMLarge, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request
+) -> tuple[Decoder, Iterator[tuple[Tensor, Tensor]]]:
+    """Read the prompts and choose their first tokens; what is still to do is in the iterator of `ended`."""
+    config, ends = model.config, request.ends(model.config)
+    model.check_tokens(tokens)
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
+        raise InvalidArgument(f"generate: tokens are from 0 to {config.vocab_size - 1}, the prompt has others")
+    prompt = prepare(tokens.long(), mask, request.bos(config, state))
+    kept = None
+    if prompt.lengths is not None:
+        kept = torch.arange(prompt.tokens.shape[1], device=tokens.device) < prompt.lengths[:, None]
+    logits, after = model(prompt.tokens, state, attention_mask=kept, last_only=True, return_last_states=True)
+    key, decoder = _decoder(model, after, logits[:, 0], request.sampling)
+    decoder.start(after, logits[:, 0], request.generator)
+    decoder.choose(model, request.capture, request.max_new_tokens - 1)
+    pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
+    return decoder, _ended(_blocks(model, key, decoder, request), ends, pad)
+
+
+def _blocks(model: xLSTMLarge, key: Any, decoder: Decoder, request: Request) -> Generator[Tensor, None, None]:
+    """The tokens of each row, int64 [B, at most check_every] on the CPU at a time; the first was chosen already."""
+    made = 0
+    try:
+        while made < request.max_new_tokens:
+            some = []
+            for _ in range(min(request.check_every, request.max_new_tokens - made)):
+                if made:
+                    decoder.step(model, request.generator)
+                some.append(decoder.token.clone())
+                made += 1
+            yield torch.stack(some, 1).cpu()
+    finally:
+        _decoders[model] = key, decoder
+
+
+def _ended(parts: Generator[Tensor, None, None], ends: tuple[int, ...], pad: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(tokens, whether a row went on to here), int64 and bool [B], one position at a time until all rows ended."""
+    stops = torch.tensor(ends, dtype=torch.int64)
+    going: Tensor | None = None
+    with contextlib.closing(parts):
+        for part in parts:
+            for column in part.unbind(1):
+                going = torch.ones(part.shape[0], dtype=torch.bool) if going is None else going
+                yield column.masked_fill(~going, pad), going
+                going = going & ~torch.isin(column, stops)
+                if not bool(going.any()):
+                    return

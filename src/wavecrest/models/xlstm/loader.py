@@ -1,0 +1,289 @@
+"""Folders of weights: checked by their headers first, then read straight into the model's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from wavecrest import hardware
+from wavecrest.errors import CheckpointError, InvalidArgument, MissingDependency, OutputError, Unsupported
+from wavecrest.models.xlstm import kernels, weights
+from wavecrest.models.xlstm.config import write_yaml, xLSTMLargeConfig
+from wavecrest.models.xlstm.quantize import check_format, packed, put, takes
+from wavecrest.ops import PackedWeight
+
+if TYPE_CHECKING:
+    from wavecrest.models.xlstm.model import xLSTMLarge
+
+# of a message that lists names
+MAX_NAMES = 12
+INDEX = "model.safetensors.index.json"
+# safetensors' names of what a weight may be stored in
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SHARD = re.compile(r"model(_\d+|-\d+-of-\d+)\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a file."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise MissingDependency("safetensors", "weights of xLSTM", "pip install 'wavecrest[hf]'") from error
+    return safetensors
+
+
+def _named(names: Iterable[str]) -> str:
+    """Names for a message."""
+    found = sorted(names)
+    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
+    return ", ".join(found[:MAX_NAMES]) + more
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of weights, in order.
+
+    Raises:
+        CheckpointError: there are none, or one that the index names is missing.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(table.values()))
+            outside = [name for name in names if Path(name).name != name]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is damaged: {error}") from error
+        if outside:
+            raise CheckpointError(f"{index} names files outside of the folder: {_named(outside)}")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{folder} lacks {_named(missing)}, which {INDEX} names")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    shards = sorted(path for path in folder.glob("model*.safetensors") if _SHARD.fullmatch(path.name))
+    if not shards:
+        raise CheckpointError(f"{folder} has no weights: neither model.safetensors nor parts of it")
+    return shards
+
+
+class _Reader:
+    """The open files of a folder, and the tensors in them under the official names."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        module = _safetensors()
+        self.stored: dict[str, _Stored] = {}
+        self._open: dict[Path, Any] = {}
+        for path in _files(folder):
+            try:
+                handle = stack.enter_context(module.safe_open(path, framework="pt", device="cpu"))
+                keys = list(handle.keys())
+                headers = {key: handle.get_slice(key) for key in keys}
+                found = {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in headers.items()}
+            except (module.SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            self._open[path] = handle
+            for key, (shape, dtype) in found.items():
+                name = weights.EMBEDDING if key == weights.HUGGING_FACE_EMBEDDING else key
+                if name in self.stored:
+                    raise CheckpointError(f"{name} is in {self.stored[name].file.name} and in {path.name}")
+                self.stored[name] = _Stored(path, key, shape, dtype)
+
+    def read(self, rows: weights.Rows) -> Tensor:
+        """Rows of a tensor, on the CPU in the dtype of the file."""
+        stored = self.stored[rows.key]
+        part: Tensor = self._open[stored.file].get_slice(stored.key)[rows.start : rows.stop]
+        return part
+
+
+def _check(reader: _Reader, config: xLSTMLargeConfig, weight_mode: str, folder: Path) -> None:
+    """Refuse weights that are not those of a configuration, naming all that differ."""
+    wanted = weights.shapes(config, weight_mode)
+    found = {name: stored.shape for name, stored in reader.stored.items()}
+    if config.tie_word_embeddings:
+        found.pop(weights.LM_HEAD, None)
+    problems = []
+    missing, unexpected = wanted.keys() - found.keys() - {weights.OUT_NORM_BIAS}, found.keys() - wanted.keys()
+    if missing:
+        problems.append(f"missing: {_named(missing)}")
+    if unexpected:
+        problems.append(f"unexpected: {_named(unexpected)}")
+    wrong = [
+        f"{name} {list(found[name])} for {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    strange = {f"{name} {stored.dtype}" for name, stored in reader.stored.items() if stored.dtype not in _DTYPES}
+    if strange:
+        problems.append(f"no floating-point type that weights have: {_named(strange)}")
+    if wrong:
+        problems.append(f"of another shape: {_named(wrong)}")
+    if problems:
+        raise CheckpointError(f"{folder}: the weights are not those of its configuration; {'; '.join(problems)}")
+
+
+def load(
+    kind: type[xLSTMLarge],
+    folder: str | Path,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    weight_mode: str,
+    quantize: str | None,
+    changes: Mapping[str, Any],
+) -> xLSTMLarge:
+    """What `xLSTMLarge.from_pretrained` does; see there."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(f"{folder} is no folder")
+    if quantize is not None:
+        check_format(quantize)
+    if dtype is not None and dtype not in _DTYPES.values():
+        raise InvalidArgument(f"from_pretrained: dtype takes float32, bfloat16, float16, float64, not {dtype}")
+    config = _configured(path, weight_mode, changes)
+    target = torch.device(device if device is not None else hardware.detect().torch_name)
+    with contextlib.ExitStack() as stack:
+        reader = _Reader(path, stack)
+        stored_mode = weights.weight_mode_of(list(reader.stored))
+        _check(reader, config, stored_mode, path)
+        dtype = dtype or _DTYPES[reader.stored[weights.EMBEDDING].dtype]
+        model = kind(config, device="meta")
+        for name, parameter in list(model.named_parameters()):
+            value = torch.empty(parameter.shape, dtype=dtype, device=target)
+            if name == weights.OUT_NORM_BIAS and name not in reader.stored:
+                value.zero_()
+            else:
+                _fill(value, reader, weights.sources(name, config, stored_mode, parameter.shape[0]))
+            put(model, name, packed(name, value, quantize) if quantize is not None and takes(name) else value)
+    if config.tie_word_embeddings:
+        put(model, weights.LM_HEAD, model.embedding.weight)
+    return model.eval()
+
+
+def _configured(folder: Path, weight_mode: str, changes: Mapping[str, Any]) -> xLSTMLargeConfig:
+    """A folder's configuration for inference, with the caller's changes."""
+    known = {field.name for field in fields(xLSTMLargeConfig)}
+    unknown = sorted(set(changes) - known)
+    if unknown:
+        raise InvalidArgument(f"from_pretrained: the configuration has no {', '.join(unknown)}")
+    config = xLSTMLargeConfig.from_folder(folder)
+    chunkwise = changes.get("chunkwise_kernel", config.chunkwise_kernel)
+    settings: dict[str, Any] = {
+        "mode": "inference",
+        "return_last_states": kernels.has_state(chunkwise),
+        "weight_mode": weight_mode,
+    }
+    return replace(config, **(settings | dict(changes)))
+
+
+def _fill(value: Tensor, reader: _Reader, parts: list[weights.Rows]) -> None:
+    """Read the parts of a parameter into its rows."""
+    start = 0
+    for rows in parts:
+        part = reader.read(rows)
+        value[start : start + part.shape[0]].copy_(part)
+        start += part.shape[0]
+
+
+def save(model: xLSTMLarge, folder: str | Path, form: str, weight_mode: str | None, max_shard_bytes: int) -> None:
+    """What `xLSTMLarge.save_pretrained` does; see there."""
+    path, mode = Path(folder), weight_mode or model.config.weight_mode
+    settings = replace(model.config, weight_mode=mode).to_dict(form)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise OutputError(f"{folder} is there already and not empty; save to a new folder")
+    own = {name: value.detach() for name, value in model.state_dict().items()}
+    some = next((name for name, value in own.items() if isinstance(value, PackedWeight)), None)
+    if some is not None:
+        raise Unsupported(f"{some} is packed; save the model before it is quantized, and quantize when it is loaded")
+    # the official package ties nothing: its files have both
+    config = replace(model.config, tie_word_embeddings=model.config.tie_word_embeddings and form == "huggingface")
+    _safetensors()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    except OSError as error:
+        raise OutputError(f"cannot write to {path.parent}: {error}") from error
+    try:
+        if form == "official":
+            write_yaml(scratch / "config.yaml", settings)
+        else:
+            settings["dtype"] = str(model.embedding.weight.dtype).removeprefix("torch.")
+            (scratch / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        _write_weights(scratch, own, config, (model.config.weight_mode, mode), form, max_shard_bytes)
+        # as the user's new files are: temporary folders, and files of safetensors, are closed to others
+        permissions = next(scratch.glob("config.*")).stat().st_mode & 0o777
+        for file in scratch.iterdir():
+            file.chmod(permissions)
+        scratch.chmod(permissions | (permissions & 0o444) >> 2)
+        # an empty folder is replaced, and nothing is seen of a folder before it is whole
+        scratch.replace(path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _shards(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Names in order, in groups of at most `limit` bytes; one that is larger is alone."""
+    group: list[str] = []
+    for name in names:
+        if group and sum(sizes[one] for one in group) + sizes[name] > limit:
+            yield group
+            group = []
+        group.append(name)
+    if group:
+        yield group
+
+
+def _write_weights(
+    folder: Path,
+    own: Mapping[str, Tensor],
+    config: xLSTMLargeConfig,
+    modes: tuple[str, str],
+    form: str,
+    max_shard_bytes: int,
+) -> None:
+    """Write weights that are in the first mode in the second, one file at a time."""
+    from safetensors.torch import save_file
+
+    shapes = weights.shapes(config, modes[1])
+    itemsize = own[weights.EMBEDDING].element_size()
+    sizes = {name: itemsize * torch.Size(shape).numel() for name, shape in shapes.items()}
+    groups = list(_shards(shapes, sizes, max_shard_bytes))
+    table: dict[str, str] = {}
+    for number, names in enumerate(groups):
+        if len(groups) == 1:
+            file = "model.safetensors"
+        elif form == "official":
+            file = f"model_{number}.safetensors"
+        else:
+            file = f"model-{number + 1:05}-of-{len(groups):05}.safetensors"
+        tensors = {}
+        for name in names:
+            parts = weights.sources(name, config, modes[0], shapes[name][0])
+            value = torch.cat([own[rows.key][rows.start : rows.stop].cpu() for rows in parts])
+            key = weights.HUGGING_FACE_EMBEDDING if (name, form) == (weights.EMBEDDING, "huggingface") else name
+            tensors[key] = value
+            table[key] = file
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if len(groups) > 1 and form == "huggingface":
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": table}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,334 @@
+"""xLSTM Large: embedding, blocks, norm and logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wavecrest.errors import InvalidArgument
+from wavecrest.models.xlstm import generation, loader
+from wavecrest.models.xlstm.config import xLSTMLargeConfig
+from wavecrest.models.xlstm.generation import Generated, Request
+from wavecrest.models.xlstm.layers import FGATE_BIAS, IGATE_BIAS, Block, Norm, Padding, make_linear, soft_cap
+from wavecrest.models.xlstm.sampling import Sampling
+from wavecrest.models.xlstm.state import State, check_state, empty_state
+from wavecrest.nn import Linear
+
+
+class BlockStack(nn.Module):
+    """The blocks, and the norm behind the last one."""
+
+    def __init__(self, config: xLSTMLargeConfig, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config, device) for _ in range(config.num_blocks))
+        self.out_norm: Norm | None = None
+        if config.add_out_norm:
+            self.out_norm = Norm(config.embedding_dim, config.norm_eps, config.use_bias, device)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None,
+        padding: Padding | None,
+        last: Tensor | None,
+        in_place: bool,
+        return_state: bool,
+    ) -> tuple[Tensor, State]:
+        """x [B, S, embedding_dim] to the same, [B, 1, …] of the places `last` [B] where given; and the states."""
+        delta: Tensor | None = None
+        after: State = {}
+        for index, block in enumerate(self.blocks):
+            before = None if state is None else state[index]
+            x, delta, reached = block(x, delta, before, padding, in_place, return_state)
+            if reached is not None:
+                after[index] = reached
+        assert delta is not None
+        if last is not None:
+            rows = torch.arange(x.shape[0], device=x.device)
+            x, delta = x[rows, last].unsqueeze(1), delta[rows, last].unsqueeze(1)
+        return (x + delta if self.out_norm is None else self.out_norm(x, delta)[0]), after
+
+
+class xLSTMLarge(nn.Module):
+    """The language model of xLSTM 7B (Beck et al., 2025, arXiv:2503.13427), with the official package's state dict.
+
+    A state is a dict from block number to (c, n, m): c [B, NH, DK, DV], n float32 [B, NH, DK], m float32 [B, NH, 1]. It
+    is a value: no call changes one that was passed in, so that several continuations can start from the same.
+    """
+
+    def __init__(
+        self,
+        config: xLSTMLargeConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Random weights of the official initialization; `from_pretrained` reads trained ones."""
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.embedding_dim, device=device)
+        self.backbone = BlockStack(config, device)
+        if config.tie_word_embeddings:
+            self.lm_head = Linear(self.embedding.weight)
+        else:
+            self.lm_head = make_linear(config.embedding_dim, config.vocab_size, False, device)
+        if not self.embedding.weight.is_meta:
+            self.reset_parameters()
+        if dtype is not None:
+            self.to(dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill the weights: small init, σ = √(2 / 5d) (Nguyen and Salazar, 2019); out_proj and proj_down with
+        σ = 2 / (blocks · √inputs), as GPT-NeoX's "wang init"; gates zero, their biases −10 (input) and 3 to 6 (forget).
+        """
+        config = self.config
+        small = math.sqrt(2 / (5 * config.embedding_dim))
+        forget = torch.linspace(*FGATE_BIAS, config.num_heads, device=self.embedding.weight.device)
+        for name, parameter in self.named_parameters():
+            module, kind = name.split(".")[-2:]
+            gates = module in ("igate_preact", "fgate_preact", "ifgate_preact")
+            if gates or kind == "bias":
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                parameter.fill_(1.0)
+            elif module in ("out_proj", "proj_down"):
+                parameter.normal_(std=2 / config.num_blocks / math.sqrt(parameter.shape[1]))
+            else:
+                parameter.normal_(std=small)
+            if kind == "bias" and module in ("igate_preact", "ifgate_preact"):
+                parameter[: config.num_heads] = IGATE_BIAS
+            if kind == "bias" and module in ("fgate_preact", "ifgate_preact"):
+                parameter[-config.num_heads :] = forget
+
+    def empty_state(self, batch: int) -> State:
+        """The state before the first token of `batch` rows."""
+        weight = self.embedding.weight
+        c_dtype = torch.float64 if weight.dtype == torch.float64 else self.config.state_dtype
+        return empty_state(self.config, batch, weight.device, c_dtype)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: State | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        last_only: bool = False,
+        return_last_states: bool | None = None,
+    ) -> Any:
+        """Logits of the next token behind each token.
+
+        Args:
+            tokens: int64 or int32 [B, S].
+            state: before the first token; None: zeros. Not changed.
+            attention_mask: bool or integers [B, S], 0 for padding at the left or the right: states pass it by. Logits
+                at padding mean nothing.
+            last_only: logits of each row's last token alone.
+            return_last_states: also give back the state behind the last token; None: as the configuration says.
+
+        Returns:
+            float32 (float64 for such weights) [B, S, vocab_size], or [B, 1, vocab_size] with `last_only`; with states
+            (logits, state).
+
+        Raises:
+            InvalidArgument: tokens, mask or state are outside this, or the configured kernel has no states.
+        """
+        self.check_tokens(tokens)
+        if state is not None:
+            check_state(state, self.config, tokens.shape[0])
+        padding, last = None, None
+        if attention_mask is not None:
+            found = generation.spans(attention_mask, tokens)
+            padding = None if found is None else Padding(found[0].int(), found[1].int())
+        if last_only:
+            last = self._last(tokens, padding)
+        keep = self.config.return_last_states if return_last_states is None else return_last_states
+        logits, after = self._run(tokens, state, padding, last, keep)
+        return (logits, after) if keep else logits
+
+    def decode(self, token: Tensor, state: State) -> Tensor:
+        """Logits [B, vocab_size] behind one token [B]; the state's own tensors become the state behind it."""
+        x = self.embedding(token.unsqueeze(1))
+        x, _ = self.backbone(x, state, None, None, True, True)
+        return self._logits(x)[:, 0]
+
+    def _run(
+        self, tokens: Tensor, state: State | None, padding: Padding | None, last: Tensor | None, keep: bool
+    ) -> tuple[Tensor, State]:
+        x, after = self.backbone(self.embedding(tokens), state, padding, last, False, keep)
+        return self._logits(x), after
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(x)
+        if logits.dtype.itemsize < 4:
+            logits = logits.float()
+        return soft_cap(logits, self.config.output_logit_soft_cap)
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise InvalidArgument unless tokens are int64 or int32 [B, S] on the model's device."""
+        fits = isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.dtype in (torch.int64, torch.int32)
+        if not fits:
+            found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise InvalidArgument(f"xLSTM: tokens must be int64 or int32 [B, S], got {found}")
+        device = self.embedding.weight.device
+        if tokens.device != device:
+            raise InvalidArgument(f"xLSTM: tokens are on {tokens.device}, the model on {device}; move one of them")
+
+    def _last(self, tokens: Tensor, padding: Padding | None) -> Tensor:
+        if tokens.shape[1] == 0:
+            raise InvalidArgument("xLSTM: last_only needs a token")
+        if padding is None:
+            return torch.full((tokens.shape[0],), tokens.shape[1] - 1, device=tokens.device)
+        if bool((padding.lengths == 0).any()):
+            raise InvalidArgument("xLSTM: last_only needs a token in each row; the attention_mask of one hides all")
+        return (padding.starts + padding.lengths - 1).long()
+
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        attention_mask: Tensor | None = None,
+        state: State | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        insert_bos: bool | None = None,
+        generator: torch.Generator | None = None,
+        check_every: int = 8,
+        capture: bool = True,
+    ) -> Generated:
+        """New tokens behind prompts: the largest logit's, or draws (`Sampling`).
+
+        Args:
+            tokens: prompts, int64 or int32 [B, S].
+            max_new_tokens: at least 1.
+            attention_mask: [B, S], 0 for padding at the left or the right of a prompt.
+            state: before the prompts, of an earlier call; not changed.
+            temperature, top_k, top_p: see `Sampling`; temperature 0 takes the largest.
+            eos_token_id: what ends a row; None: the configuration's, (): nothing.
+            insert_bos: put the configuration's bos_token_id before prompts that do not begin with it; None: as
+                `force_bos_token_insert` says, and not behind a state.
+            generator: of draws, on the model's device; None: torch's own.
+            check_every: steps after which the host looks whether all rows ended; results do not depend on it.
+            capture: on a GPU, replay the step as a graph, from 16 new tokens on; the last call's graph is used again
+                for the same batch and sampling.
+
+        Returns:
+            The new tokens, and how many there are of each row.
+
+        Raises:
+            InvalidArgument: an argument is outside this.
+        """
+        request = Request(
+            max_new_tokens,
+            Sampling(temperature, top_k, top_p),
+            eos_token_id,
+            insert_bos,
+            generator,
+            check_every,
+            capture,
+        )
+        decoder, columns = generation.begin(self, tokens, attention_mask, state, request)
+        found = list(columns)
+        lengths = torch.stack([going for _, going in found]).sum(0)
+        return Generated(torch.stack([column for column, _ in found], 1), lengths, decoder.decoding)
+
+    def stream(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        attention_mask: Tensor | None = None,
+        state: State | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        insert_bos: bool | None = None,
+        generator: torch.Generator | None = None,
+        check_every: int = 1,
+        capture: bool = True,
+    ) -> Iterator[Tensor]:
+        """The tokens of `generate` as they are made, int64 [B] on the CPU; `check_every` of them come at a time.
+
+        Rows that ended give padding until all have. The arguments are checked, and the prompts read, by this call.
+        """
+        request = Request(
+            max_new_tokens,
+            Sampling(temperature, top_k, top_p),
+            eos_token_id,
+            insert_bos,
+            generator,
+            check_every,
+            capture,
+        )
+        _, columns = generation.begin(self, tokens, attention_mask, state, request)
+        return (column for column, _ in columns)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weight_mode: str = "fused",
+        quantize: str | None = None,
+        **changes: Any,
+    ) -> xLSTMLarge:
+        """The model of a local folder, for inference; each weight is read straight to its place.
+
+        Forms: Hugging Face's (config.json; model.safetensors, or parts with or without an index) and the official
+        package's (config.yaml; model.safetensors, or model_0.safetensors, model_1.safetensors, …), with single or fused
+        projections, as the files have them.
+
+        Args:
+            folder: of the model.
+            device: None: the GPU if there is one, else the CPU.
+            dtype: of the weights; None: as the embedding is stored.
+            weight_mode: of the model: "fused" (fewer, larger products) or "single".
+            quantize: "int8", "fp8" or "int4": see `wavecrest.models.xlstm.quantize`; each weight is packed as it is
+                read.
+            changes: fields of the configuration to set, such as inference_state_dtype="float16".
+
+        Returns:
+            The model, in eval mode.
+
+        Raises:
+            CheckpointError: the folder is incomplete, damaged or of another model; the message names what is missing,
+                unexpected or of another shape. Nothing is loaded then.
+            InvalidArgument: an argument is outside this, or a weight to be quantized holds NaN or infinity.
+            MissingDependency: safetensors, or PyYAML for a config.yaml, is not installed.
+        """
+        return loader.load(cls, folder, device, dtype, weight_mode, quantize, changes)
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        form: str = "huggingface",
+        weight_mode: str | None = None,
+        max_shard_bytes: int = 5_000_000_000,
+    ) -> None:
+        """Write a folder that `from_pretrained` reads, and so do transformers or the official package.
+
+        Args:
+            folder: a new or an empty one; it is there when it is whole.
+            form: "huggingface" (config.json), or "official" (config.yaml, which holds no tokens).
+            weight_mode: of the files: "single" or "fused"; None: the model's own.
+            max_shard_bytes: weights are written in several files beyond that.
+
+        Raises:
+            OutputError: the folder is not empty, or cannot be written.
+            InvalidArgument: `form` or `weight_mode` is none of these.
+            Unsupported: weights are packed.
+            MissingDependency: safetensors, or PyYAML for the official form, is not installed.
+        """
+        loader.save(self, folder, form, weight_mode, max_shard_bytes)
