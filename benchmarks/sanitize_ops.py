@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -165,8 +166,13 @@ def filled() -> Iterator[None]:
 
 
 def run_op(op: registry.Op, device: str) -> dict[str, Any]:
-    """Run an op's kernel on all cases; {"ran": n, "declined": {case: reason}, "wrong": {case: what}}."""
-    ran, declined, wrong = 0, {}, {}
+    """Run an op's kernels on all cases; {"ran": n, "declined": {case: reason}, "wrong": {case: what}, "idle": [...]}.
+
+    Idle are backends that took no case, but those that are for another architecture.
+    """
+    declined, wrong = {}, {}
+    ran: Counter[str] = Counter()
+    reasons: dict[str, list[str]] = {}
     # the same values under every tool: one code of a small tensor may lie between two
     torch.manual_seed(0)
     own = [name for name in op.backends if name.startswith("triton")]
@@ -178,12 +184,13 @@ def run_op(op: registry.Op, device: str) -> dict[str, Any]:
                 results = bench_ops.results_of(op.run(backend, *there))
         except (Unsupported, InvalidArgument) as error:
             declined[name] = str(error)
+            reasons.setdefault(backend, []).append(str(error))
             continue
         except Exception as error:
             # the other ops are still worth checking
             wrong[name] = f"raised {type(error).__name__}: {error}"[:300]
             continue
-        ran += 1
+        ran[backend] += 1
         oracle = bench_ops.results_of(op.reference(*here))
         dtype = next(value.dtype for value in here if isinstance(value, torch.Tensor))
         # any number of codes may be a step off: of 198 two lay between codes (quantize_fp8), and how many may is for
@@ -194,7 +201,14 @@ def run_op(op: registry.Op, device: str) -> dict[str, Any]:
         problem = bench_ops.gate(row, tuple(result.cpu() for result in results), oracle, limits)
         if problem:
             wrong[name] = problem
-    return {"ran": ran, "declined": declined, "wrong": wrong}
+    elsewhere = [name for name in own if all("is for sm_" in reason for reason in reasons.get(name, ["none"]))]
+    idle = [name for name in own if not ran[name] and name not in elsewhere and not _raised(wrong, name, own)]
+    return {"ran": ran.total(), "declined": declined, "wrong": wrong, "idle": idle}
+
+
+def _raised(wrong: dict[str, str], backend: str, own: list[str]) -> bool:
+    """True if a backend without a result has one that raised."""
+    return any(len(own) == 1 or name.endswith(f" {backend}") for name in wrong)
 
 
 def _with_kernels(wanted: list[str]) -> Iterator[registry.Op]:
@@ -261,6 +275,7 @@ def verdict(code: int, text: str) -> dict[str, Any]:
         return {**result, "verdict": f"did not finish: {last}", "lines": text.strip().splitlines()[-20:]}
     result["cases"] = sum(row["ran"] for row in ran.values())
     idle = [name for name, row in ran.items() if row["ran"] == 0]
+    idle += [f"{name} {one}" for name, row in ran.items() if row["ran"] for one in row.get("idle", ())]
     wrong = [name for name, row in ran.items() if row["wrong"]]
     if summary:
         # not the host's frames, which are most of it

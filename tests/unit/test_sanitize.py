@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest import registry
+from wavecrest import hardware, registry
 
 ROOT = Path(__file__).parents[2]
 MARK = "sanitize result: "
@@ -49,6 +49,7 @@ def text(ran: Any = FINE, summary: str = "ERROR SUMMARY: 0 errors", more: str = 
         (1, text(), 0, "exit code 1"),
         (0, text({"rms_norm": {"ran": 7, "declined": {}, "wrong": {"1x1": "off"}}}), 0, "wrong results: rms_norm"),
         (0, text({**FINE, "rope": {"ran": 0, "declined": {"1x1": "no"}, "wrong": {}}}), 0, "no case ran: rope"),
+        (0, text({"rope": {**FINE["rms_norm"], "idle": ["triton_b"]}}), 0, "no case ran: rope triton_b"),
         (0, text({}), 0, "no case ran: no op"),
         (1, "Traceback\nImportError: no torch\n========= ERROR SUMMARY: 0 errors\n", 0, "did not finish"),
         (0, f"{MARK}{json.dumps(FINE)}\n========= Error: Device not supported\n", None, "did not finish"),
@@ -56,8 +57,8 @@ def text(ran: Any = FINE, summary: str = "ERROR SUMMARY: 0 errors", more: str = 
         (0, "", None, "did not finish: exit code 0"),
     ],
     ids=[
-        "clean", "no-race", "races", "errors", "two-summaries", "exit-code", "wrong", "idle-op", "no-op", "crash",
-        "refused", "timeout", "silent",
+        "clean", "no-race", "races", "errors", "two-summaries", "exit-code", "wrong", "idle-op", "idle-kernel", "no-op",
+        "crash", "refused", "timeout", "silent",
     ],
 )  # fmt: skip
 def test_verdict(sanitize: ModuleType, code: int, said: str, errors: int | None, verdict: str) -> None:
@@ -185,7 +186,7 @@ def test_every_case_runs_the_kernel_and_is_right(
         return run(backend, *args)
 
     monkeypatch.setattr(op, "run", note)
-    assert sanitize.run_op(op, device) == {"ran": 5, "declined": {}, "wrong": {}}
+    assert sanitize.run_op(op, device) == {"ran": 5, "declined": {}, "wrong": {}, "idle": []}
     assert layouts == {(2, True), (2, False), (3, False)}
 
 
@@ -193,10 +194,10 @@ def test_every_case_runs_the_kernel_and_is_right(
 def test_an_op_without_rows_runs_what_the_emulator_runs(sanitize: ModuleType, name: str, device: str) -> None:
     op = registry.get(name)
     assert op.emulate_cases is not None
-    count = len(op.emulate_cases("sm_90"))
+    count = len(op.emulate_cases(hardware.detect().arch))
     assert count > (2 if name == "mla_prefill" else 5)
     found = sanitize.run_op(op, device)
-    assert (found["ran"], found["wrong"]) == (count, {})
+    assert (found["ran"], found["wrong"], found["idle"]) == (count, {}, [])
     # each kernel that is for another architecture says so
     others = [one for one in op.backends if one.startswith("triton_")]
     assert len(found["declined"]) == count * len(others)
@@ -215,7 +216,7 @@ def test_what_is_wrong_or_declined_is_named(sanitize: ModuleType, device: str, m
 
     found[0] = refuse
     result = sanitize.run_op(op, device)
-    assert result["ran"] == 0 and set(result["declined"].values()) == {"not today"}
+    assert result["ran"] == 0 and set(result["declined"].values()) == {"not today"} and result["idle"] == ["triton"]
 
     def crash(*_args: Any) -> Any:
         raise RuntimeError("an illegal memory access")
@@ -223,6 +224,7 @@ def test_what_is_wrong_or_declined_is_named(sanitize: ModuleType, device: str, m
     found[0] = crash
     result = sanitize.run_op(op, device)
     assert set(result["wrong"].values()) == {"raised RuntimeError: an illegal memory access"} and not result["ran"]
+    assert result["idle"] == []
 
 
 def test_every_op_with_a_kernel_is_taken(sanitize: ModuleType) -> None:
