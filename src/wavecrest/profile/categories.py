@@ -75,7 +75,8 @@ RULES: tuple[Rule, ...] = (
     Rule(r"^_row_kernel$", "normalisation", "wavecrest"),
     Rule(r"^_(?:tile|sum|stream_k|join|multiply|words)_kernel$", "gemm", "wavecrest"),
     Rule(r"^_conv2d_kernel$", "convolution", "wavecrest"),
-    Rule(r"^_(?:flash_attention|hopper_(?:attention|mla)|decoding|joining|append|mla\w*)_kernel$", "attention", "wavecrest"),
+    Rule(r"^_(?:flash_attention|hopper_(?:attention|mla)|decoding|joining|append|mla\w*)_kernel$", "attention",
+         "wavecrest"),
     # a recurrence in place of attention; its norm by itself
     Rule(r"^_mlstm_(?:gates|states|chunks|recurrent)_kernel$", "attention", "wavecrest"),
     Rule(r"^_mlstm_norm_kernel$", "normalisation", "wavecrest"),
