@@ -5,7 +5,7 @@
 Nothing else differs between the two: `torch.compile` with its defaults, then one graph for the whole call. Answers are
 compared with those of the model in float32 first, and no time is written for a model that gives wrong ones. Which token
 is the most likely is written down and not judged: of a few logits of random weights the largest two may lie closer than
-what rounding moves them.
+what rounding moves them, so that the model's own attention fails such a check as well.
 """
 
 from __future__ import annotations

@@ -359,6 +359,9 @@ def t5(**options: Any) -> nn.Module:
     try:
         switched(model)
     except StepRefused as error:
+        # 5.17 does not switch it, 5.23 does
+        if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
+            raise
         pytest.skip(f"transformers {transformers.__version__}: {error}")
     return model  # type: ignore[no-any-return]
 

@@ -3,7 +3,7 @@
 The sums of 64 rows are as wide as a latent, which is the registers of two groups, and scores of a tile are needed by
 both: so each group works out every other tile's and passes its weights on through shared memory, in the place of the
 tile's rotary part, which they have been made from. A group's products with the other's tile run beside its own softmax.
-The order of work was found for this chip by FlashMLA (DeepSeek, 2025, "a deep dive into the new kernel").
+That two groups share a result and its weights so is FlashMLA's idea (DeepSeek, 2025).
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     top = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
     total = gl.full([ROWS], 0.0, gl.float32, layout=ROW)
     acc = gl.zeros([ROWS, HALF], gl.float32, layout=SUMS)
+    # a constant, which decides while the kernel is compiled
     if me == 0:  # noqa: SIM102
         # the last tile, which may be ragged
         if count > 0:
