@@ -335,7 +335,7 @@ def test_what_of_misses_cannot_be_tuned_is_said(
     missed(path, (4, 16), arch="gfx942")
     missed(path, (0, 8), (3, 0))
     missed(path, (32, 8), kind="new")
-    (record,) = tune_cli.run_misses(path, session.Settings())
+    (record,) = tune_cli.run_file(path, session.Settings(), executor="here")
     reasons = record.left
     assert [key.case for key in record.keys] == ["rows=4 columns=8 dtype=float32"]
     assert reasons["rows=4 columns=16 dtype=float32"] == "was missed on gfx942, and this is sm_90"

@@ -81,7 +81,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
 
 
 def test_table(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["tune", "double"]) == 0
+    assert main.main(["tune", "double", "--executor", "here"]) == 0
     text = capsys.readouterr().out
     for part in (
         "double · suite shared · ", "(sm_90)", "compiled before: none, the CPU runs no compiled kernels", "shared 4",
@@ -95,7 +95,25 @@ def test_table(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_files_and_json(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "a.json"
-    assert main.main(["tune", "double", "--suite", "quick", "--matching", "16", "--out", str(out), "--json"]) == 0
+    options = ["--suite", "quick", "--matching", "16", "--out", str(out), "--json"]
+    assert main.main(["tune", "double", "--executor", "here", *options]) == 0
+        main.main(
+            [
+                "tune",
+                "double",
+                "--executor",
+                "here",
+                "--suite",
+                "quick",
+                "--matching",
+                "16",
+                "--out",
+                str(out),
+                "--json",
+            ]
+        )
+        == 0
+    )
     captured = capsys.readouterr()
     assert json.loads(captured.out) == json.loads(out.read_text()) and f"written to {out}" in captured.err
     record = records.load_as(out, records.TuneRecord)
@@ -105,7 +123,7 @@ def test_files_and_json(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: dict[str, Any] = {}
-    record = cli.run("double", session.Settings())
+    record = cli.run("double", session.Settings(), executor="here")
 
     def tuned(*args: Any, **options: Any) -> records.TuneRecord:
         asked.update(options, args=args)
@@ -124,7 +142,7 @@ def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path
         str(tmp_path / "a.json"),
         "--resume",
     ]
-    assert main.main(["tune", "double", *options]) == 0
+    assert main.main(["tune", "double", "--executor", "here", *options]) == 0
     name, device, settings, targets = asked["args"]
     assert name == "double" and device.arch == "sm_90"
     assert settings == session.Settings("quick", "4", ("torch", "kernel"), 90.0, 0.5, 3, 7)
@@ -143,6 +161,10 @@ def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path
         (["double", "--seconds", "-1"], 1, "--seconds must be above zero"),
         (["double", "--workers", "0"], 1, "--workers must be at least 1"),
         (["double", "--candidates", "0"], 1, "--candidates must be at least 1"),
+        (["double", "--children", "0"], 1, "--children must be at least 1"),
+        (["double", "--timeout", "0"], 1, "--timeout must be above zero"),
+        (["double", "--executor", "slurm"], 1, "no executor 'slurm'; there are here, local, ray"),
+        (["double", "--import", "no_such_module"], 1, "--import no_such_module: No module named 'no_such_module'"),
         (["double", "--resume"], 1, "nothing to resume without a record"),
         (["double", "--table", "double.csv", "--out", "a.json"], 1, "--table is for a GPU"),
         ([], 1, "Missing argument"),
@@ -165,7 +187,7 @@ def test_on_a_gpu_a_table_is_written(op: Op, monkeypatch: pytest.MonkeyPatch, tm
     device = replace(hardware.cpu(), arch="sm_90")
     monkeypatch.setattr(hardware, "detect", lambda name=None: _Gpu(device))
     out, table = tmp_path / "a.json", tmp_path / "sm_90" / "double.csv"
-    assert main.main(["tune", "double", "--out", str(out), "--table", str(table)]) == 0
+    assert main.main(["tune", "double", "--executor", "here", "--out", str(out), "--table", str(table)]) == 0
     rows = database.read(table, ("rows",))
     assert {key: row.config for key, row in rows.items()} == {(4,): Config(BLOCK=2), (16,): Config(BLOCK=2)}
 
@@ -206,7 +228,7 @@ def test_what_is_wrong_is_said(
     op: Op, plant: Callable[[Op], Any], code: int, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plant(op)
-    assert main.main(["tune", "double"]) == code
+    assert main.main(["tune", "double", "--executor", "here"]) == code
     captured = capsys.readouterr()
     for part in parts:
         assert part in captured.out or part in captured.err.replace("\n", " "), captured
@@ -223,7 +245,7 @@ def _attach(op: Op, run: Callable[..., Tensor]) -> None:
 
 
 def test_what_is_left_is_said(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
-    record = cli.run("double", session.Settings())
+    record = cli.run("double", session.Settings(), executor="here")
     record.left = {"a": "no time left of the budget", "b": "no time left of the budget", "c": "has the key of a"}
     cli.show(record)
     text = capsys.readouterr().out
