@@ -97,23 +97,6 @@ def test_files_and_json(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[st
     out = tmp_path / "new" / "a.json"
     options = ["--suite", "quick", "--matching", "16", "--out", str(out), "--json"]
     assert main.main(["tune", "double", "--executor", "here", *options]) == 0
-        main.main(
-            [
-                "tune",
-                "double",
-                "--executor",
-                "here",
-                "--suite",
-                "quick",
-                "--matching",
-                "16",
-                "--out",
-                str(out),
-                "--json",
-            ]
-        )
-        == 0
-    )
     captured = capsys.readouterr()
     assert json.loads(captured.out) == json.loads(out.read_text()) and f"written to {out}" in captured.err
     record = records.load_as(out, records.TuneRecord)

@@ -227,6 +227,8 @@ class Pool:
             self._events.put(Ended(task.index, reason))
             self._put_back(task)
             return
+        # one that is left out is not run, so it cannot have been
+        who = tuple(index for index in who if index not in one.ended)
         if phase == "make" or not who:
             self._events.put(Ended(task.index, reason))
             self._finish(task, unsolved(self.op, one, f"making its arguments {reason}"))
