@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit import tune_standins
-from wavecrest import records
+from wavecrest import hardware, records
 from wavecrest.errors import InvalidArgument, MissingDependency
 from wavecrest.integrations import ray as integration
 from wavecrest.tune import session
 
-ROOT = Path(__file__).parents[2]
+# an architecture is known, so that spaces are asked, and everything runs on the CPU
+DEVICE = replace(hardware.cpu(), arch="sm_90")
 MADE = session.Settings(seconds=0.01, modules=("tests.unit.tune_standins",))
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(standins: None) -> Iterator[Any]:
     """A head without a core, and two nodes with one each."""
     ray = pytest.importorskip("ray", reason="needs the package ray")
     from ray.cluster_utils import Cluster
 
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_ADDRESS")}
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 80_000_000}
     made = Cluster(initialize_head=True, head_node_args=head)
     nodes = [made.add_node(num_cpus=1, num_gpus=0, object_store_memory=80_000_000) for _ in range(2)]
@@ -36,24 +32,19 @@ def cluster() -> Iterator[Any]:
     yield made, nodes
     ray.shutdown()
     made.shutdown()
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def tune(count: int | None = None, *, on_step: Any = None, **settings: Any) -> records.TuneRecord:
-    starts = integration.lanes_of(tune_standins.DEVICE, count)
+    starts = integration.lanes_of(DEVICE, count)
     made = replace(MADE, **settings) if settings else MADE
-    return session.tune("planted", tune_standins.DEVICE, made, starts=starts, on_step=on_step)
+    return session.tune("planted", DEVICE, made, starts=starts, on_step=on_step)
 
 
 @pytest.mark.slow
 def test_a_cluster_tunes_every_key_once_also_without_a_node(cluster: Any) -> None:
     made, nodes = cluster
     with pytest.raises(InvalidArgument, match="the Ray cluster has 2 CPUs for 3 children"):
-        integration.lanes_of(tune_standins.DEVICE, 3)
+        integration.lanes_of(DEVICE, 3)
     record = tune(backends=("kernel", "crash", "hang"), matching="6", timeout=3.0)
     assert record.children == 2 and [key.case for key in record.keys] == ["rows 16", "rows 64"]
     for key in record.keys:
@@ -82,4 +73,4 @@ def test_a_cluster_tunes_every_key_once_also_without_a_node(cluster: Any) -> Non
 def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependency, match=r"--executor ray needs the package ray; install it with: pip install"):
-        integration.lanes_of(tune_standins.DEVICE, None)
+        integration.lanes_of(DEVICE, None)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,38 +15,29 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit import tune_standins
 from wavecrest import hardware, records, registry
 from wavecrest.errors import EnvironmentProblem, InvalidArgument
 from wavecrest.tune import child, lanes, session, shapes, trial
 from wavecrest.tune.candidates import Candidate, Field
 from wavecrest.tuned import Config
 
+pytestmark = pytest.mark.usefixtures("standins")
+
+# an architecture is known, so that spaces are asked, and everything runs on the CPU
+DEVICE = replace(hardware.cpu(), arch="sm_90")
 MODULES = ("tests.unit.tune_standins",)
 ROOT = Path(__file__).parents[2]
 LIARS = ("wrong", "tail", "nan", "crash", "exit", "late", "hang", "noisy")
 
 
-@pytest.fixture(scope="module")
-def importable() -> Iterator[None]:
-    """Children find the stand-ins from wherever the tests were started."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [before])])
-    yield
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
-
-
 def tune(targets: session.Targets | None = None, *, count: int = 1, **settings: Any) -> records.TuneRecord:
     made = session.Settings(modules=settings.pop("modules", MODULES), seconds=0.01, **settings)
-    starts = lanes.local(tune_standins.DEVICE, count, one=False)
-    return session.tune("planted", tune_standins.DEVICE, made, targets, starts=starts)
+    starts = lanes.local(DEVICE, count, one=False)
+    return session.tune("planted", DEVICE, made, targets, starts=starts)
 
 
 @pytest.fixture(scope="module")
-def liars(importable: None, tmp_path_factory: pytest.TempPathFactory) -> records.TuneRecord:
+def liars(standins: None, tmp_path_factory: pytest.TempPathFactory) -> records.TuneRecord:
     path = tmp_path_factory.mktemp("liars") / "a.json"
     record = tune(session.Targets(path), backends=("kernel", *LIARS), matching="rows 64", timeout=3.0)
     assert records.load_as(path, records.TuneRecord) == record
@@ -85,20 +74,20 @@ def test_the_honest_are_timed_and_the_fastest_wins(liars: records.TuneRecord) ->
     assert len(liars.endings) == 5 and all(text.startswith("rows 64: ") for text in liars.endings)
 
 
-def test_a_noisy_tie_keeps_native(importable: None) -> None:
+def test_a_noisy_tie_keeps_native() -> None:
     (key,) = tune(backends=("noisy",), matching="rows 64").keys
     assert key.backend == "torch" and {one.backend: one.status for one in key.candidates} == {
         "torch": "won", "noisy": "timed",
     }  # fmt: skip
 
 
-def test_two_children_do_each_key_once_in_the_order_of_the_cases(importable: None, tmp_path: Path) -> None:
+def test_two_children_do_each_key_once_in_the_order_of_the_cases(tmp_path: Path) -> None:
     record = tune(session.Targets(tmp_path / "a.json"), backends=("kernel",), count=2)
     assert [key.case for key in record.keys] == ["rows 4", "rows 16", "rows 64"]
     assert record.children == 2 and all(key.backend == "kernel" for key in record.keys) and not record.endings
 
 
-def test_resuming_does_not_run_again_what_ended_a_child(importable: None, tmp_path: Path) -> None:
+def test_resuming_does_not_run_again_what_ended_a_child(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     names = ("kernel", "crash")
     real, seen = records.save, []
@@ -119,12 +108,12 @@ def test_resuming_does_not_run_again_what_ended_a_child(importable: None, tmp_pa
     assert record.unfinished == {"rows 64": {"crash": "ended its process with SIGSEGV"}} and not record.keys
     made = session.Settings(backends=names, matching="rows 64", seconds=0.01)
     # here, where a crash would be the end of the tests
-    (key,) = session.tune("planted", tune_standins.DEVICE, made, session.Targets(path), resume=True).keys
+    (key,) = session.tune("planted", DEVICE, made, session.Targets(path), resume=True).keys
     found = {one.backend: (one.status, one.reason) for one in key.candidates if one.backend == "crash"}
     assert found == {"crash": ("failed", "ended its process with SIGSEGV")} and key.backend == "kernel"
 
 
-def test_a_module_that_cannot_be_imported_ends_the_run(importable: None, tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_imported_ends_the_run(tmp_path: Path) -> None:
     message = "no process is left to tune in: a child ended its process with code 1: ModuleNotFoundError: No module"
     with pytest.raises(EnvironmentProblem, match=message):
         tune(session.Targets(tmp_path / "a.json"), modules=("no_such_module",))
@@ -132,9 +121,10 @@ def test_a_module_that_cannot_be_imported_ends_the_run(importable: None, tmp_pat
     assert "no_such_module" in record.problem and len(record.left) == 3
 
 
-def test_children_end_with_a_tuner_that_is_killed(importable: None, tmp_path: Path) -> None:
+def test_children_end_with_a_tuner_that_is_killed(tmp_path: Path) -> None:
     code = f"""
-        from tests.unit import tune_standins
+        import tests.unit.tune_standins
+        from wavecrest import hardware
         from wavecrest.tune import lanes, session
         made = session.Settings(backends=("kernel", "hang"), modules={MODULES!r}, seconds=0.01, timeout=600.0)
         real = lanes.Child.__init__
@@ -142,8 +132,8 @@ def test_children_end_with_a_tuner_that_is_killed(importable: None, tmp_path: Pa
             real(self, *rest)
             print(self.pid, flush=True)
         lanes.Child.__init__ = noted
-        starts = lanes.local(tune_standins.DEVICE, 1, one=False)
-        session.tune("planted", tune_standins.DEVICE, made, starts=starts)
+        starts = lanes.local(hardware.cpu(), 1, one=False)
+        session.tune("planted", hardware.cpu(), made, starts=starts)
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, cwd=ROOT

@@ -10,13 +10,13 @@ import random
 import signal
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit import tune_standins
 from wavecrest import hardware, lookup, records, registry
 from wavecrest.bench import suites
 from wavecrest.tune import session
@@ -24,7 +24,10 @@ from wavecrest.tuned import Overlay, database
 
 KILLS = 200
 KEYS = 5
-OP = registry.get("planted")
+# an architecture is known, so that spaces are asked, and everything runs on the CPU
+DEVICE = replace(hardware.cpu(), arch="sm_90")
+
+pytestmark = pytest.mark.usefixtures("standins")
 
 
 class Quick:
@@ -38,7 +41,7 @@ class Quick:
             versions = records.versions()
             names = ("wavecrest", "torch", "triton")
             found = {name: getattr(versions, name) for name in names}
-            self.coming = [{"event": "ready", "name": tune_standins.DEVICE.name, "versions": found}]
+            self.coming = [{"event": "ready", "name": DEVICE.name, "versions": found}]
             return
         rows = message["key"][0]
         crashed = {"event": "step", "phase": "first", "who": [2], "seconds": 0.0}
@@ -57,7 +60,7 @@ class Quick:
 
 
 def answer(message: dict[str, Any]) -> dict[str, Any]:
-    key = dict(zip(OP.key_fields, message["key"], strict=True))
+    key = dict(zip(registry.get("planted").key_fields, message["key"], strict=True))
     rows = message["key"][0]
     won = {"backend": "kernel", "config": {"BLOCK": 3}, "status": "won", "ms": float(rows), "samples": [0.5] * 50}
     tried = [{"backend": "torch", "role": "native"}, won]
@@ -76,7 +79,7 @@ def targets(folder: Path) -> session.Targets:
 def tune(folder: Path) -> records.TuneRecord:
     cases = [suites.Case(f"rows {rows}", lambda rows=rows: (torch.ones(rows, 8),)) for rows in range(1, KEYS + 1)]
     return session.tune(
-        "planted", tune_standins.DEVICE, session.Settings(), targets(folder), resume=True, cases=cases,
+        "planted", DEVICE, session.Settings(), targets(folder), resume=True, cases=cases,
         starts=[Quick, Quick],
     )  # fmt: skip
 
@@ -88,7 +91,7 @@ def found(folder: Path) -> dict[str, records.TunedKey]:
 
 def rows(folder: Path) -> tuple[set[int], set[int]]:
     """The keys in the table, and those in the user's database: both are whole, or reading raises."""
-    fields = lookup.fields_of(OP)
+    fields = lookup.fields_of(registry.get("planted"))
     table, kept = folder / "planted.csv", Overlay(folder / "rows.db")
     written = database.read(table, fields) if table.exists() else {}
     assert kept.check() == []
@@ -118,7 +121,7 @@ def seeded() -> random.Random:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a fork of a process that uses a GPU cannot use it")
 def test_two_hundred_kills_lose_and_corrupt_nothing(tmp_path: Path, seeded: random.Random) -> None:
     # what every process asks git and the packages, once
-    records.header(tune_standins.DEVICE)
+    records.header(DEVICE)
     # how long a whole run takes here, so that kills fall all over it
     begin = time.perf_counter()
     pid = forked(tmp_path / "whole")
@@ -157,7 +160,3 @@ def test_two_hundred_kills_lose_and_corrupt_nothing(tmp_path: Path, seeded: rand
     assert found(folder) == wanted and rows(folder) == (set(range(1, KEYS + 1)),) * 2
     record = records.load_as(folder / "a.json", records.TuneRecord)
     assert not record.left and not record.unfinished and not record.problem
-
-
-def test_the_standin_device_is_this_one() -> None:
-    assert tune_standins.DEVICE.name == hardware.cpu().name

@@ -12,20 +12,16 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wavecrest import hardware
 from wavecrest.registry import Cost, Op
 from wavecrest.tuned import Config
 
 ROWS = (4, 16, 64)
-# an architecture is known, so that spaces are asked, and everything runs on the CPU
-DEVICE = replace(hardware.cpu(), arch="sm_90")
 CALLS: Counter[str] = Counter()
 
 

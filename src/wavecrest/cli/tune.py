@@ -84,6 +84,7 @@ def run_file(
     device: str | None = None,
     out: Path | None = None,
     keep: bool | None = None,
+    resume: bool = False,
     executor: str = "local",
     children: int | None = None,
     on_step: OnStep | None = None,
@@ -94,7 +95,7 @@ def run_file(
         path: NAME.jsonl, written by `registry.record_misses` or where WAVECREST_MISSES says; or NAME.csv, see
             `wavecrest.tune.shapes.read`.
         settings: see `wavecrest.tune.session.Settings`; the budget is that of all ops together.
-        device, keep, executor, children, on_step: as for `run`.
+        device, keep, resume, executor, children, on_step: as for `run`.
         out: the record's file; with several ops each has its own, "<stem>_<op>.json" beside it.
 
     Raises:
@@ -115,7 +116,7 @@ def run_file(
         rest = max(1e-3, settings.budget - (time.perf_counter() - begin))
         mine = replace(settings, suite="shapes" if path.suffix == ".csv" else "misses", budget=rest)
         targets = session.Targets(file, None, overlay)
-        found.append(session.tune(name, target, mine, targets, starts=starts, on_step=on_step, **given))
+        found.append(session.tune(name, target, mine, targets, resume=resume, starts=starts, on_step=on_step, **given))
     return found
 
 
@@ -385,13 +386,14 @@ def command(
                     progress.reset(task)
                 progress.update(task, description=escape(what), completed=done, total=planned)
 
-            places: dict[str, Any] = {"executor": executor, "children": children, "on_step": on_step}
+            places: dict[str, Any] = {"device": device, "out": out, "keep": keep, "resume": resume}
+            places |= {"executor": executor, "children": children, "on_step": on_step}
             if op.endswith((".jsonl", ".csv")):
-                if table is not None or resume:
-                    raise InvalidArgument("--table and --resume are for an op, not for a file of misses or shapes")
-                found = run_file(Path(op), settings, device=device, out=out, keep=keep, **places)
+                if table is not None:
+                    raise InvalidArgument("--table is for an op, not for a file of misses or shapes")
+                found = run_file(Path(op), settings, **places)
             else:
-                found = [run(op, settings, device=device, out=out, table=table, keep=keep, resume=resume, **places)]
+                found = [run(op, settings, table=table, **places)]
     except KeyboardInterrupt:
         if out is not None:
             _shared.err.print(f"what was found is in {out}; --resume goes on", highlight=False, soft_wrap=True)

@@ -176,7 +176,8 @@ class Pool:
                 other = {name: reply.get(name) for name, value in self.expected.items() if reply.get(name) != value}
                 if not other:
                     return lane
-                self._gone.append(f"a child has {other}, and this is {self.expected}")
+                mine = {name: self.expected[name] for name in other}
+                self._gone.append(f"a child has {other}, and this is {mine}")
                 self._end(lane)
                 return None
             silent = f"a child was not ready after {START:.0f} s"

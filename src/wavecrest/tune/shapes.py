@@ -87,7 +87,11 @@ def _shape(row: dict[str, str]) -> tuple[Op, tuple[int, ...], str]:
     if "op" not in row:
         raise InvalidArgument("names no op")
     op = registry.get(row.pop("op"))
-    dtype = str(suites.dtype_of(row.pop("dtype", DTYPE))).removeprefix("torch.")
+    text = row.pop("dtype", DTYPE)
+    try:
+        dtype = str(suites.dtype_of(text)).removeprefix("torch.")
+    except InvalidArgument:
+        raise InvalidArgument(f"dtype is {text!r}, and must be one of {', '.join(suites.SHORT_DTYPES)}") from None
     if set(row) != set(op.sizes):
         raise InvalidArgument(f"{op.name} has the sizes {', '.join(op.sizes)}, not {', '.join(row) or 'none'}")
     sizes = []
