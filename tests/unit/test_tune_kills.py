@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,35 +116,43 @@ def forked(folder: Path) -> int:
 
 
 @pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory where there is such a place: a kill loses nothing that the system has, and a disk only takes longer."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name)
+
+
+@pytest.fixture
 def seeded() -> random.Random:
     return random.Random(7)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a fork of a process that uses a GPU cannot use it")
-def test_two_hundred_kills_lose_and_corrupt_nothing(tmp_path: Path, seeded: random.Random) -> None:
+def test_two_hundred_kills_lose_and_corrupt_nothing(folder: Path, seeded: random.Random) -> None:
     # what every process asks git and the packages, once
     records.header(DEVICE)
     # how long a whole run takes here, so that kills fall all over it
     begin = time.perf_counter()
-    pid = forked(tmp_path / "whole")
+    pid = forked(folder / "whole")
     assert os.waitpid(pid, 0)[1] == 0
     span = time.perf_counter() - begin
-    wanted = found(tmp_path / "whole")
+    wanted = found(folder / "whole")
     assert list(wanted) == [f"rows {count}" for count in range(1, KEYS + 1)]
     killed = ended = runs = 0
     while killed < KILLS:
-        folder = tmp_path / str(runs)
+        place = folder / str(runs)
         runs += 1
         before: dict[str, records.TunedKey] = {}
         while True:
-            pid = forked(folder)
+            pid = forked(place)
             time.sleep(seeded.uniform(0, 1.1 * span))
             os.kill(pid, signal.SIGKILL)
             status = os.waitpid(pid, 0)[1]
-            now = found(folder)
+            now = found(place)
             assert before.items() <= now.items(), "a finished key is lost, or another"
             assert now.items() <= wanted.items()
-            table, kept = rows(folder)
+            table, kept = rows(place)
             done = {int(key.removeprefix("rows ")) for key in now}
             # written behind the record, from it
             assert table <= done and kept <= table and len(done - kept) <= KEYS
@@ -156,7 +166,7 @@ def test_two_hundred_kills_lose_and_corrupt_nothing(tmp_path: Path, seeded: rand
                 break
     assert killed == KILLS and ended > 3
     # the last one is resumed to the end, whatever its state
-    assert os.waitpid(forked(folder), 0)[1] == 0
-    assert found(folder) == wanted and rows(folder) == (set(range(1, KEYS + 1)),) * 2
-    record = records.load_as(folder / "a.json", records.TuneRecord)
+    assert os.waitpid(forked(place), 0)[1] == 0
+    assert found(place) == wanted and rows(place) == (set(range(1, KEYS + 1)),) * 2
+    record = records.load_as(place / "a.json", records.TuneRecord)
     assert not record.left and not record.unfinished and not record.problem
