@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -119,6 +120,15 @@ def test_a_module_that_cannot_be_imported_ends_the_run(tmp_path: Path) -> None:
         tune(session.Targets(tmp_path / "a.json"), modules=("no_such_module",))
     record = records.load_as(tmp_path / "a.json", records.TuneRecord)
     assert "no_such_module" in record.problem and len(record.left) == 3
+
+
+def test_a_module_that_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # before the child's own first line
+    (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    lane = lanes.Child()
+    assert lane.next(60)["reason"] == "said what is no answer: welcome"
+    lane.stop()
 
 
 def test_children_end_with_a_tuner_that_is_killed(tmp_path: Path) -> None:

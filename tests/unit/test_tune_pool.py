@@ -250,6 +250,30 @@ def test_a_lane_with_a_mistake_of_its_own_is_gone(op: Op) -> None:
         list(made(op).run(trials(1), [broken]))
 
 
+def test_the_key_of_such_a_lane_is_anothers(op: Op) -> None:
+    # an answer that is none makes the lane's thread raise, and the key must not be waited for
+    lane, at_work = Script([[step("make"), {"event": "done", "key": {"nothing": 1}}]]), threading.Event()
+    lane.wait = at_work.set
+    other = Script([])
+    other.wait = lambda: at_work.wait(20)
+    found, _ = run(op, 3, lane, other)
+    assert sorted(found) == [0, 1, 2] and len(lane.jobs) == 1
+
+
+def test_two_lanes_have_nearly_twice_the_keys_a_minute(op: Op) -> None:
+    def seconds(count: int) -> float:
+        scripts = [Script([]) for _ in range(count)]
+        for lane in scripts:
+            lane.wait = lambda: time.sleep(0.03)
+        begin = time.perf_counter()
+        found, _ = run(op, 40, *scripts)
+        assert len(found) == 40
+        return time.perf_counter() - begin
+
+    # a wait that is long by chance is no fault of the pool's
+    assert max(seconds(1) / seconds(2) for _ in range(2)) > 1.8
+
+
 def test_no_key_is_begun_after_the_deadline(op: Op) -> None:
     lane = Script([])
     now = time.perf_counter()

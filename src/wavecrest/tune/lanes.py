@@ -96,7 +96,11 @@ class Child:
         except queue.Empty:
             return {"event": "silent"}
         if line is not None and line.endswith("\n"):
-            message: dict[str, Any] = json.loads(line)
+            try:
+                message: dict[str, Any] = json.loads(line)
+            except ValueError:
+                # what an import prints comes before the child can turn it away
+                return {"event": "ended", "reason": f"said what is no answer: {line[:200].strip()}", "outside": False}
             return message
         # its end, or the middle of a line that it was at
         return self._end()

@@ -127,6 +127,7 @@ class Pool:
     def _serve(self, start: lanes.Start) -> None:
         """A lane's thread: one key after another, in one child as long as it lives."""
         lane: lanes.Lane | None = None
+        task: Task | None = None
         try:
             while (task := self._take()) is not None:
                 if lane is None:
@@ -138,9 +139,11 @@ class Pool:
                 if not self._conduct(lane, task):
                     self._end(lane)
                     lane = None
-        # a lane that fails in a way nobody thought of is one that is gone, with the reason
+        # a lane that fails in a way nobody thought of is one that is gone, with the reason; its key is another's
         except Exception as error:
             self._gone.append(f"{type(error).__name__}: {error}")
+            if task is not None:
+                self._put_back(task)
         finally:
             if lane is not None:
                 self._end(lane)
