@@ -42,6 +42,12 @@ def test_each_shape_is_a_case_of_its_op(tmp_path: Path, device: str) -> None:
     assert tuple(x.shape) == (3, 40) and x.dtype == torch.float32 and x.device.type == torch.device(device).type
 
 
+def test_the_hundred_products_of_language_models_are_shapes() -> None:
+    found = shapes.read(Path(__file__).parents[2] / "benchmarks" / "shapes" / "llm_gemm.csv", "meta")
+    op = registry.get("gemm")
+    assert list(found) == ["gemm"] and len({op.key(*case.make()) for case in found["gemm"].cases}) == 100
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
