@@ -128,6 +128,7 @@ def seeded() -> random.Random:
     return random.Random(7)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a fork of a process that uses a GPU cannot use it")
 def test_two_hundred_kills_lose_and_corrupt_nothing(folder: Path, seeded: random.Random) -> None:
     # what every process asks git and the packages, once

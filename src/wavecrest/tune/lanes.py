@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -21,6 +22,12 @@ from wavecrest.hardware import Device
 OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 # a process that was killed is gone after so many seconds, or stays in the driver
 GONE = 30.0
+
+
+def importable() -> dict[str, str | None]:
+    """The environment in which a child imports this wavecrest, installed or not."""
+    source = str(Path(__file__).resolve().parents[2])
+    return {"PYTHONPATH": os.pathsep.join([source, *filter(None, [env.get("PYTHONPATH")])])}
 
 
 class Lane(Protocol):
@@ -52,8 +59,6 @@ class Child:
     """
 
     def __init__(self, changes: dict[str, str | None] | None = None) -> None:
-        source = str(Path(__file__).resolve().parents[2])
-        path = [source, *filter(None, [env.get("PYTHONPATH")])]
         # open for as long as the child lives
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -64,7 +69,7 @@ class Child:
             text=True,
             # it does not hear of Ctrl-C by itself: it is stopped
             start_new_session=True,
-            env=env.child({**(changes or {}), "PYTHONPATH": ":".join(path)}),
+            env=env.child({**(changes or {}), **importable()}),
         )
         self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
