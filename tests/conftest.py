@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,17 @@ def _interpreter_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(interpreter, "_convert_float", _convert_as_torch_does(interpreter._convert_float))
         builder = interpreter.InterpreterBuilder
         monkeypatch.setattr(builder, "create_dot", _dot_of_floats(builder.create_dot))
+
+
+@pytest.fixture(scope="module")
+def standins() -> Iterator[None]:
+    """The op "planted" of tests/unit/tune_standins.py, here and for child processes, and no longer than needed."""
+    name, before = "tests.unit.tune_standins", os.environ["PYTHONPATH"]
+    importlib.import_module(name)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), before])
+    yield
+    os.environ["PYTHONPATH"] = before
+    del sys.modules["wavecrest.registry"]._OPS["planted"], sys.modules[name]
 
 
 @pytest.fixture

@@ -389,9 +389,10 @@ TuneStatus = Literal["refused", "failed", "wrong", "impossible", "dropped", "tim
 class TuneCandidate(Model):
     """One way to run the calls of a key, and what became of it.
 
-    `status`: refused (the backend or the compiler declines it), failed (raised), wrong, impossible (a time below what
-    the hardware can do), dropped (correct, and slower than the best in the quick round), timed (in the final round),
-    won; all but the last two with the reason. `role`: native is PyTorch, default what runs where nothing is measured.
+    `status`: refused (the backend or the compiler declines it), failed (raised, ended its process, or did not come to
+    an end), wrong, impossible (a time below what the hardware can do), dropped (correct, and slower than the best in
+    the quick round), timed (in the final round), won; all but the last two with the reason. `role`: native is PyTorch,
+    default what runs where nothing is measured.
     `quick_ms` is from the last quick round it was in; `ms`, `ci` and `samples` (every n-th round) from the final one.
     """
 
@@ -452,7 +453,11 @@ class TuneCompilation(Model):
 
 
 class TuneRecord(Model):
-    """`wavecrest tune OP`: `left` are the cases without a result and why; `problem` is why the run ended early."""
+    """`wavecrest tune OP`: `left` are the cases without a result and why; `problem` is why the run ended early.
+
+    `children` are the processes that keys were spread over, 0 where all ran in one; `endings` say which of them ended
+    in the middle of a key, and why; `unfinished` has, by case, the candidates that ended one and are not run again.
+    """
 
     kind: Literal["tune"] = "tune"
     format_version: int = FORMAT_VERSION
@@ -464,6 +469,9 @@ class TuneRecord(Model):
     compilation: TuneCompilation = Field(default_factory=TuneCompilation)
     keys: list[TunedKey] = Field(default_factory=list)
     left: dict[str, str] = Field(default_factory=dict)
+    children: int = 0
+    endings: list[str] = Field(default_factory=list)
+    unfinished: dict[str, dict[str, str]] = Field(default_factory=dict)
     problem: str = ""
 
 

@@ -312,7 +312,7 @@ def test_misses_are_tuned_and_no_misses_any_more(
         finally:
             registry.record_misses(None)
         assert len(files.read(path)) == 2
-        assert main.main(["tune", str(path), "--out", str(tmp_path / "a.json")]) == 0
+        assert main.main(["tune", str(path), "--executor", "here", "--out", str(tmp_path / "a.json")]) == 0
         # at once, without a restart: tune forgets what was read
         registry.strict("error")
         decision = op.decide(torch.ones(4, 8))
@@ -335,7 +335,7 @@ def test_what_of_misses_cannot_be_tuned_is_said(
     missed(path, (4, 16), arch="gfx942")
     missed(path, (0, 8), (3, 0))
     missed(path, (32, 8), kind="new")
-    (record,) = tune_cli.run_misses(path, session.Settings())
+    (record,) = tune_cli.run_file(path, session.Settings(), executor="here")
     reasons = record.left
     assert [key.case for key in record.keys] == ["rows=4 columns=8 dtype=float32"]
     assert reasons["rows=4 columns=16 dtype=float32"] == "was missed on gfx942, and this is sm_90"
@@ -347,7 +347,7 @@ def test_what_of_misses_cannot_be_tuned_is_said(
     for words, message in (
         ([str(none)], "has nothing to tune here: was missed on gfx942"),
         ([str(tmp_path / "gone.jsonl")], "cannot read"),
-        ([str(path), "--resume"], "--table and --resume are for an op"),
+        ([str(path), "--table", "double.csv"], "--table is for an op, not for a file"),
         ([str(missed(tmp_path / "op.jsonl", (4, 8), op="gone"))], "no op named 'gone'"),
     ):
         assert main.main(["tune", *words]) == 1
@@ -405,7 +405,7 @@ def test_keys_that_no_call_is_made_from_are_said(name: str, change: dict[str, An
 def test_where_tune_keeps_rows(
     op: Op, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = ["tune", "double", "--suite", "quick", "--matching", "7x1000"]
+    quick = ["tune", "double", "--executor", "here", "--suite", "quick", "--matching", "7x1000"]
     table = ["--table", str(tmp_path / "sm_90" / "double.csv"), "--out", str(tmp_path / "a.json")]
     for words, rows in (
         (["--no-keep"], 0), (table, 0), ([*table, "--keep"], 1), ([], 1),

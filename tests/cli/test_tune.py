@@ -20,8 +20,9 @@ from torch import Tensor
 from wavecrest import hardware, records, registry, timing
 from wavecrest.cli import main
 from wavecrest.cli import tune as cli
+from wavecrest.integrations import ray
 from wavecrest.registry import Cost, Op
-from wavecrest.tune import session
+from wavecrest.tune import lanes, session
 from wavecrest.tuned import Config, database
 from wavecrest.tuned.row import here
 
@@ -81,7 +82,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
 
 
 def test_table(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["tune", "double"]) == 0
+    assert main.main(["tune", "double", "--executor", "here"]) == 0
     text = capsys.readouterr().out
     for part in (
         "double · suite shared · ", "(sm_90)", "compiled before: none, the CPU runs no compiled kernels", "shared 4",
@@ -95,7 +96,8 @@ def test_table(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_files_and_json(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "a.json"
-    assert main.main(["tune", "double", "--suite", "quick", "--matching", "16", "--out", str(out), "--json"]) == 0
+    options = ["--suite", "quick", "--matching", "16", "--out", str(out), "--json"]
+    assert main.main(["tune", "double", "--executor", "here", *options]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == json.loads(out.read_text()) and f"written to {out}" in captured.err
     record = records.load_as(out, records.TuneRecord)
@@ -105,7 +107,7 @@ def test_files_and_json(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: dict[str, Any] = {}
-    record = cli.run("double", session.Settings())
+    record = cli.run("double", session.Settings(), executor="here")
 
     def tuned(*args: Any, **options: Any) -> records.TuneRecord:
         asked.update(options, args=args)
@@ -113,22 +115,48 @@ def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr(session, "tune", tuned)
     options = ["--suite", "quick", "--matching", "4", "--backends", "torch, kernel", "--budget", "90s"]
-    options += [
-        "--seconds",
-        "0.5",
-        "--workers",
-        "3",
-        "--candidates",
-        "7",
-        "--out",
-        str(tmp_path / "a.json"),
-        "--resume",
-    ]
+    options += ["--seconds", "0.5", "--workers", "3", "--candidates", "7", "--timeout", "9", "--import", "json"]
+    options += ["--import", "wave", "--out", str(tmp_path / "a.json"), "--resume"]
     assert main.main(["tune", "double", *options]) == 0
     name, device, settings, targets = asked["args"]
     assert name == "double" and device.arch == "sm_90"
-    assert settings == session.Settings("quick", "4", ("torch", "kernel"), 90.0, 0.5, 3, 7)
+    assert settings == session.Settings("quick", "4", ("torch", "kernel"), 90.0, 0.5, 3, 7, 9.0, ("json", "wave"))
     assert targets == session.Targets(tmp_path / "a.json", None) and asked["resume"] is True
+    # on the CPU there is one child, if no more are asked for
+    assert asked["starts"] == [lanes.Child]
+    for more, starts in ((["--children", "3"], [lanes.Child] * 3), (["--executor", "here"], None)):
+        assert main.main(["tune", "double", *more]) == 0 and asked["starts"] == starts
+    monkeypatch.setattr(ray, "lanes_of", lambda device, count: [device.arch, count])
+    assert main.main(["tune", "double", "--executor", "ray", "--children", "5"]) == 0
+    assert asked["starts"] == ["sm_90", 5]
+
+
+def test_a_crash_in_a_child_is_said(standins: None, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--import", "tests.unit.tune_standins", "--matching", "rows 4", "--backends", "crash", "--device", "cpu"]
+    assert main.main(["tune", "planted", *options, "--seconds", "0.01"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "in 1 child processes", "failed: rows 4, crash: ended its process with SIGSEGV", "won by torch 1",
+        "a child ended: rows 4: ended its process with SIGSEGV",
+    ):  # fmt: skip
+        assert part in text, text
+
+
+def test_a_file_of_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "shapes.csv", tmp_path / "a.json"
+    path.write_text("op,M,N,dtype\nrms_norm,3,40,float32\nsoftmax,5,16,bf16\n")
+    options = ["--executor", "here", "--backends", "torch", "--device", "cpu", "--seconds", "0.001", "--out", str(out)]
+    assert main.main(["tune", str(path), *options]) == 0
+    found = [records.load_as(tmp_path / f"a_{op}.json", records.TuneRecord) for op in ("rms_norm", "softmax")]
+    assert [[key.case for key in record.keys] for record in found] == [["3x40 fp32"], ["5x16 bf16"]]
+    assert {record.suite for record in found} == {"shapes"} and not out.exists()
+    assert main.main(["tune", str(path), *options, "--resume"]) == 0
+    again = records.load_as(tmp_path / "a_softmax.json", records.TuneRecord)
+    assert again.keys == found[1].keys and again.seconds < 5
+    path.write_text("op,M\n")
+    capsys.readouterr()
+    assert main.main(["tune", str(path), *options]) == 1
+    assert "has nothing to tune: it has no row" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -143,6 +171,10 @@ def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path
         (["double", "--seconds", "-1"], 1, "--seconds must be above zero"),
         (["double", "--workers", "0"], 1, "--workers must be at least 1"),
         (["double", "--candidates", "0"], 1, "--candidates must be at least 1"),
+        (["double", "--children", "0"], 1, "--children must be at least 1"),
+        (["double", "--timeout", "0"], 1, "--timeout must be above zero"),
+        (["double", "--executor", "slurm"], 1, "no executor 'slurm'; there are here, local, ray"),
+        (["double", "--import", "no_such_module"], 1, "--import no_such_module: No module named 'no_such_module'"),
         (["double", "--resume"], 1, "nothing to resume without a record"),
         (["double", "--table", "double.csv", "--out", "a.json"], 1, "--table is for a GPU"),
         ([], 1, "Missing argument"),
@@ -165,7 +197,7 @@ def test_on_a_gpu_a_table_is_written(op: Op, monkeypatch: pytest.MonkeyPatch, tm
     device = replace(hardware.cpu(), arch="sm_90")
     monkeypatch.setattr(hardware, "detect", lambda name=None: _Gpu(device))
     out, table = tmp_path / "a.json", tmp_path / "sm_90" / "double.csv"
-    assert main.main(["tune", "double", "--out", str(out), "--table", str(table)]) == 0
+    assert main.main(["tune", "double", "--executor", "here", "--out", str(out), "--table", str(table)]) == 0
     rows = database.read(table, ("rows",))
     assert {key: row.config for key, row in rows.items()} == {(4,): Config(BLOCK=2), (16,): Config(BLOCK=2)}
 
@@ -206,7 +238,7 @@ def test_what_is_wrong_is_said(
     op: Op, plant: Callable[[Op], Any], code: int, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plant(op)
-    assert main.main(["tune", "double"]) == code
+    assert main.main(["tune", "double", "--executor", "here"]) == code
     captured = capsys.readouterr()
     for part in parts:
         assert part in captured.out or part in captured.err.replace("\n", " "), captured
@@ -223,7 +255,7 @@ def _attach(op: Op, run: Callable[..., Tensor]) -> None:
 
 
 def test_what_is_left_is_said(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
-    record = cli.run("double", session.Settings())
+    record = cli.run("double", session.Settings(), executor="here")
     record.left = {"a": "no time left of the budget", "b": "no time left of the budget", "c": "has the key of a"}
     cli.show(record)
     text = capsys.readouterr().out

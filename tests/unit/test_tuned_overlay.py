@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -462,3 +464,21 @@ def test_processes_that_record_misses_at_once_lose_no_line(tmp_path: Path) -> No
     assert [process.wait(timeout=120) for process in processes] == [0] * 6
     found = {(one.key["name"], one.key["rows"]) for one in misses.read(path)}
     assert found == {(str(name), place) for name in range(6) for place in range(300)}
+
+
+def test_a_file_that_somebody_was_killed_over_is_read(tmp_path: Path) -> None:
+    whole = Overlay(tmp_path / "whole" / "rows.db")
+    whole.write([entry()])
+    with closing(sqlite3.connect(whole.path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+        # few pages fit, so that what is not committed is in the file already
+        connection.execute("PRAGMA cache_size = 2")
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("CREATE TABLE other (text)")
+        connection.executemany("INSERT INTO other VALUES (?)", [("x" * 2000,)] * 200)
+        left = Overlay(tmp_path / "left" / "rows.db")
+        shutil.copytree(whole.path.parent, left.path.parent)
+        connection.execute("ROLLBACK")
+    assert Path(f"{left.path}-journal").exists()
+    assert left.check() == [] and left.entries() == whole.entries()
+    assert not Path(f"{left.path}-journal").exists()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from wavecrest.cli import _shared
@@ -21,9 +23,12 @@ from wavecrest.errors import InvalidArgument, Regression
 if TYPE_CHECKING:
     from wavecrest.hardware import Device
     from wavecrest.records import TuneCandidate, TunedKey, TuneRecord
+    from wavecrest.tune.lanes import Start
     from wavecrest.tune.session import OnStep, Settings
     from wavecrest.tuned import Overlay
 
+# where keys are tuned
+EXECUTORS = ("here", "local", "ray")
 # reasons shown of each kind; the record has all
 SHOWN = 5
 
@@ -37,6 +42,8 @@ def run(
     table: Path | None = None,
     keep: bool | None = None,
     resume: bool = False,
+    executor: str = "local",
+    children: int | None = None,
     on_step: OnStep | None = None,
 ) -> TuneRecord:
     """Tune an op; with `out` and `table` write the record and the measured rows, after each key.
@@ -49,76 +56,130 @@ def run(
         table: a CSV of measured rows as in `wavecrest/tuned/data`: rows of the same keys are replaced.
         keep: write the rows into the user's database too; None: on a GPU, where no `table` is given.
         resume: keep what the record at `out` has, if there is one.
+        executor: "local": in child processes, one for each GPU like the device; "ray": the same on each GPU of a Ray
+            cluster; "here": in this process, which a candidate that crashes or hangs takes with it.
+        children: so many processes; None: one a GPU, and on the CPU one (ray: one a core).
         on_step: called while the work goes on.
 
     Raises:
-        InvalidArgument: an unknown op, suite or backend; a table without a GPU, or of another one.
+        InvalidArgument: an unknown op, suite, backend or executor; fewer GPUs than children; a table without a GPU, or
+            of another one.
         OutputError, TableError, RecordError: a file cannot be written or is damaged; found before measuring.
-        EnvironmentProblem: the device is not here, or was lost.
+        EnvironmentProblem: the device is not here, or was lost; no child process is left.
+        MissingDependency: ray is not installed.
     """
     _check(settings)
     from wavecrest.tune import session
 
     target, overlay = _target(device, table, keep)
+    starts = _starts(executor, target, children, one=_is_one(device))
     targets = session.Targets(out, table, overlay)
-    return session.tune(op, target, settings, targets, resume=resume, on_step=on_step)
+    return session.tune(op, target, settings, targets, resume=resume, starts=starts, on_step=on_step)
 
 
-def run_misses(
+def run_file(
     path: Path,
     settings: Settings,
     *,
     device: str | None = None,
     out: Path | None = None,
     keep: bool | None = None,
+    resume: bool = False,
+    executor: str = "local",
+    children: int | None = None,
     on_step: OnStep | None = None,
 ) -> list[TuneRecord]:
-    """Tune the calls that ran without a measured row of their own, as a file of them says; a record an op.
+    """Tune what a file lists: calls that ran without a measured row of their own, or shapes; a record an op.
 
     Args:
-        path: written by `registry.record_misses` or where WAVECREST_MISSES says.
+        path: NAME.jsonl, written by `registry.record_misses` or where WAVECREST_MISSES says; or NAME.csv, see
+            `wavecrest.tune.shapes.read`.
         settings: see `wavecrest.tune.session.Settings`; the budget is that of all ops together.
-        device, keep, on_step: as for `run`.
+        device, keep, resume, executor, children, on_step: as for `run`.
         out: the record's file; with several ops each has its own, "<stem>_<op>.json" beside it.
 
     Raises:
         TableError: the file is damaged; the message names the lines.
         InvalidArgument: nothing in it can be tuned here; the message says why.
-        OutputError, EnvironmentProblem: as for `run`.
+        OutputError, EnvironmentProblem, MissingDependency: as for `run`.
     """
     _check(settings)
-    from wavecrest import registry
-    from wavecrest.tune import misses, session
-    from wavecrest.tuned import misses as files
+    from wavecrest.tune import session
 
     target, overlay = _target(device, None, keep)
     begin = time.perf_counter()
-    planned, left = {}, {}
-    for name, missed in misses.by_op(files.read(path)).items():
-        cases, left[name] = misses.cases(registry.get(name), missed, target.arch, target.torch_name)
-        if cases:
-            planned[name] = cases
-    if not planned:
-        reasons = dict.fromkeys(reason for cannot in left.values() for reason in cannot.values())
-        raise InvalidArgument(f"{path} has nothing to tune here: {'; '.join(reasons) or 'it has no line'}")
+    planned = _listed(path, target)
+    starts = _starts(executor, target, children, one=_is_one(device))
     found = []
-    for name, cases in planned.items():
+    for name, given in planned.items():
         file = out if out is None or len(planned) == 1 else out.with_name(f"{out.stem}_{name}{out.suffix}")
         rest = max(1e-3, settings.budget - (time.perf_counter() - begin))
-        mine = replace(settings, suite="misses", budget=rest)
+        mine = replace(settings, suite="shapes" if path.suffix == ".csv" else "misses", budget=rest)
         targets = session.Targets(file, None, overlay)
-        found.append(session.tune(name, target, mine, targets, cases=cases, left=left[name], on_step=on_step))
+        found.append(session.tune(name, target, mine, targets, resume=resume, starts=starts, on_step=on_step, **given))
     return found
 
 
+def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
+    """By op, the arguments of `session.tune` that say what is tuned."""
+    from wavecrest import registry
+    from wavecrest.tune import misses, shapes
+    from wavecrest.tuned import misses as files
+
+    if path.suffix == ".csv":
+        listed = shapes.read(path, target.torch_name)
+        if not listed:
+            raise InvalidArgument(f"{path} has nothing to tune: it has no row")
+        return {name: {"cases": own.cases, "sources": own.sources} for name, own in listed.items()}
+    planned: dict[str, dict[str, Any]] = {}
+    reasons: list[str] = []
+    for name, missed in misses.by_op(files.read(path)).items():
+        cases, left = misses.cases(registry.get(name), missed, target.arch, target.torch_name)
+        reasons += left.values()
+        if cases:
+            planned[name] = {"cases": cases, "left": left}
+    if not planned:
+        why = "; ".join(dict.fromkeys(reasons)) or "it has no line"
+        raise InvalidArgument(f"{path} has nothing to tune here: {why}")
+    return planned
+
+
+def _is_one(device: str | None) -> bool:
+    """True if a name of a device is that of one, as cuda:1 is and cuda is not."""
+    return device is not None and ":" in device
+
+
+def _starts(executor: str, target: Device, children: int | None, *, one: bool) -> Sequence[Start] | None:
+    """What makes the child processes; None where there are to be none."""
+    if children is not None and children < 1:
+        raise InvalidArgument(f"--children must be at least 1, not {children}")
+    if executor == "here":
+        return None
+    if executor == "local":
+        from wavecrest.tune import lanes
+
+        return lanes.local(target, children, one=one)
+    if executor == "ray":
+        from wavecrest.integrations import ray
+
+        return ray.lanes_of(target, children)
+    raise InvalidArgument(f"no executor {executor!r}; there are {', '.join(EXECUTORS)}")
+
+
 def _check(settings: Settings) -> None:
-    for option, value in (("--seconds", settings.seconds), ("--budget", settings.budget)):
+    options = (("--seconds", settings.seconds), ("--budget", settings.budget), ("--timeout", settings.timeout))
+    for option, value in options:
         if not value > 0:
             raise InvalidArgument(f"{option} must be above zero, not {value:g}")
     if settings.candidates is not None and settings.candidates < 1:
         raise InvalidArgument(f"--candidates must be at least 1, not {settings.candidates}")
     if settings.workers is not None and settings.workers < 1:
         raise InvalidArgument(f"--workers must be at least 1, not {settings.workers}")
+    for name in settings.modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise InvalidArgument(f"--import {name}: {error}") from error
 
 
 def _target(device: str | None, table: Path | None, keep: bool | None) -> tuple[Device, Overlay | None]:
@@ -148,7 +209,9 @@ def show(record: TuneRecord) -> None:
     )
     ahead = f"none, {compiled.note}" if compiled.note else f"{compiled.kernels} in {compiled.seconds:.0f} s"
     late = f", {compiled.left} left for their first call" if compiled.left else ""
-    out.print(f"[dim]compiled before: {escape(ahead)}{late}; {record.seconds:.0f} s in all[/dim]", soft_wrap=True)
+    beside = f", in {record.children} child processes" if record.children else ""
+    spent = f"{record.seconds:.0f} s in all{beside}"
+    out.print(f"[dim]compiled before: {escape(ahead)}{late}; {spent}[/dim]", soft_wrap=True)
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("case", overflow="fold", min_width=8)
     table.add_column("winner", overflow="fold", min_width=12)
@@ -196,6 +259,9 @@ def notes(record: TuneRecord) -> list[str]:
         if len(found) > SHOWN:
             lines.append(f"[{style}]{status}[/{style}]: {len(found) - SHOWN} more, see the record")
     lines += [f"[red]no winner[/red]: {escape(key.case)}: {escape(key.problem)}" for key in record.keys if key.problem]
+    lines += [f"[yellow]a child ended[/yellow]: {escape(text)}" for text in record.endings[:SHOWN]]
+    if len(record.endings) > SHOWN:
+        lines.append(f"[yellow]a child ended[/yellow]: {len(record.endings) - SHOWN} more times, see the record")
     reasons: dict[str, list[str]] = {}
     for case, reason in record.left.items():
         reasons.setdefault(reason, []).append(case)
@@ -230,7 +296,8 @@ def command(
     op: Annotated[
         str,
         typer.Argument(
-            metavar="OP", help="The op's name; or a file of recorded misses, NAME.jsonl (WAVECREST_MISSES)."
+            metavar="OP",
+            help="The op's name; a file of recorded misses, NAME.jsonl (WAVECREST_MISSES); or one of shapes, NAME.csv.",
         ),
     ],
     suite: Annotated[str, typer.Option(help="The cases, shared or quick.")] = "shared",
@@ -272,6 +339,22 @@ def command(
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the keys that the record at --out has.")] = False,
+    executor: Annotated[
+        str,
+        typer.Option(
+            help="Where keys are tuned: local (a child process a GPU), ray (the same on every GPU of a cluster), here."
+        ),
+    ] = "local",
+    children: Annotated[
+        int | None, typer.Option(metavar="N", help="So many child processes. Default: one a GPU; on the CPU one.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which a candidate in a child process that says nothing is given up.")
+    ] = 60.0,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="Import this first: ops and backends of your own. Repeatable."),
+    ] = None,
     json: _shared.JsonOption = False,
 ) -> None:
     """Find the fastest correct backend and configuration for each shape of an op, PyTorch among them.
@@ -289,23 +372,28 @@ def command(
         seconds=seconds,
         workers=workers,
         candidates=count,
+        timeout=timeout,
+        modules=tuple(modules or ()),
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=_shared.err, transient=True) as progress:
             task = progress.add_task("loading", total=None)
 
             def on_step(what: str, done: int, planned: int) -> None:
+                if done == 0:
+                    # cases, kernels and keys take different times each
+                    progress.reset(task)
                 progress.update(task, description=escape(what), completed=done, total=planned)
 
-            if op.endswith(".jsonl"):
-                if table is not None or resume:
-                    raise InvalidArgument("--table and --resume are for an op, not for a file of misses")
-                found = run_misses(Path(op), settings, device=device, out=out, keep=keep, on_step=on_step)
+            places: dict[str, Any] = {"device": device, "out": out, "keep": keep, "resume": resume}
+            places |= {"executor": executor, "children": children, "on_step": on_step}
+            if op.endswith((".jsonl", ".csv")):
+                if table is not None:
+                    raise InvalidArgument("--table is for an op, not for a file of misses or shapes")
+                found = run_file(Path(op), settings, **places)
             else:
-                found = [
-                    run(op, settings, device=device, out=out, table=table, keep=keep, resume=resume, on_step=on_step)
-                ]
+                found = [run(op, settings, table=table, **places)]
     except KeyboardInterrupt:
         if out is not None:
             _shared.err.print(f"what was found is in {out}; --resume goes on", highlight=False, soft_wrap=True)

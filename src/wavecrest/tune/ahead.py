@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -27,6 +26,7 @@ from wavecrest.isa import Launch, compiler
 from wavecrest.registry import Op
 from wavecrest.tune import worker
 from wavecrest.tune.candidates import Candidate
+from wavecrest.tune.lanes import importable
 
 # a kernel that is not compiled after this long is refused
 TIMEOUT = 120.0
@@ -133,8 +133,6 @@ class Worker:
         self._closed = False
 
     def _start(self) -> subprocess.Popen[str]:
-        source = str(Path(__file__).resolve().parents[2])
-        path = [source, *filter(None, [env.get("PYTHONPATH")])]
         return subprocess.Popen(
             [sys.executable, "-m", "wavecrest.tune.worker"],
             stdin=subprocess.PIPE,
@@ -143,7 +141,7 @@ class Worker:
             text=True,
             # one that compiles does not hear of Ctrl-C by itself: it is closed
             start_new_session=True,
-            env=env.child({"PYTHONPATH": ":".join(path)}),
+            env=env.child(importable()),
         )
 
     def ask(self, job: dict[str, Any], timeout: float) -> dict[str, Any]:

@@ -37,6 +37,12 @@ class Field:
     refused: tuple[tuple[str, str], ...]
 
 
+def named(candidate: Candidate) -> str:
+    """A candidate in words: its backend and configuration."""
+    config = {} if candidate.config is None else candidate.config.kwargs
+    return " ".join([candidate.backend, *(f"{name}={value}" for name, value in config.items())])
+
+
 def backends(op: Op, wanted: Iterable[str] | None) -> tuple[str, ...]:
     """The backends of an op that take part beside `NATIVE`, by falling priority; `wanted`: only these.
 

@@ -9,7 +9,7 @@ from typing import Any
 from wavecrest import lookup, registry
 from wavecrest.bench import suites
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.registry import Op
+from wavecrest.registry import Key, Op
 from wavecrest.tuned import Cell
 from wavecrest.tuned.misses import Miss
 
@@ -34,7 +34,7 @@ def cases(op: Op, misses: Sequence[Miss], arch: str, device: str) -> tuple[list[
         if reason:
             left[name] = reason
         else:
-            found.append(suites.Case(name, partial(_call, op, miss.key, device)))
+            found.append(suites.Case(name, partial(call, op, miss.key, device)))
     return found, left
 
 
@@ -47,14 +47,20 @@ def _reason(op: Op, miss: Miss, arch: str) -> str:
         return f"its key has the parts {', '.join(miss.key)}, not {', '.join(fields)}: record it anew"
     try:
         # made without memory: the key says whether the op can make it
-        _call(op, miss.key, "meta")
+        call(op, miss.key, "meta")
     except (InvalidArgument, Unsupported) as error:
         return str(error)
     return ""
 
 
-def _call(op: Op, parts: Mapping[str, Cell], device: str) -> tuple[Any, ...]:
-    """The arguments of a call with a key.
+def parts_of(op: Op, key: Key) -> dict[str, Cell]:
+    """What `call` takes, of a key of the op."""
+    fields = lookup.fields_of(op)
+    return {name: part for name, part in zip(op.key_fields, key, strict=True) if name in fields}
+
+
+def call(op: Op, parts: Mapping[str, Cell], device: str) -> tuple[Any, ...]:
+    """The arguments of a call with a key, whose parts have their names.
 
     Raises:
         InvalidArgument: the op cannot make one.

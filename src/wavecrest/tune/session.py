@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from wavecrest import hardware, lookup, records, registry
 from wavecrest.bench import suites
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
 from wavecrest.registry import Key, Op
-from wavecrest.tune import ahead, candidates, contest, trust
+from wavecrest.tune import ahead, candidates, child, contest, lanes, pool, trial, trust
 from wavecrest.tuned import Config, Entry, Evidence, Overlay, Row, database
 from wavecrest.tuned.row import versions_text
 
@@ -35,6 +36,8 @@ class Settings:
         budget: seconds after which no key is begun.
         seconds: of the final round of a key (`contest.FINAL_ROUNDS` rounds are the least).
         workers: child processes that compile; None: one less than there are cores.
+        timeout: seconds of silence after which a candidate in a child is given up (`pool.Pool`).
+        modules: Python modules that children import first: with ops and backends of one's own.
         candidates: of a key's configurations beside the default, only so many that the cost model ranks first; None:
             all.
     """
@@ -46,6 +49,8 @@ class Settings:
     seconds: float = 0.4
     workers: int | None = None
     candidates: int | None = None
+    timeout: float = 60.0
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +135,6 @@ def evidence_of(found: records.TunedKey, header: records.Header) -> Evidence:
 
 
 @dataclass(slots=True)
-class _Planned:
-    """A case whose key is to be tuned."""
-
-    case: suites.Case
-    key: Key
-    field: candidates.Field
-
-
-@dataclass(slots=True)
 class _Run:
     """The state of a run."""
 
@@ -170,8 +166,10 @@ def tune(
     *,
     resume: bool = False,
     cases: Sequence[suites.Case] | None = None,
+    sources: Mapping[str, Mapping[str, Any]] | None = None,
     left: Mapping[str, str] | None = None,
     command: str | None = None,
+    starts: Sequence[lanes.Start] | None = None,
     timer: contest.Timer | None = None,
     on_step: OnStep | None = None,
 ) -> records.TuneRecord:
@@ -184,9 +182,12 @@ def tune(
         targets: where results go; they are written after each key, so that an interrupted run keeps what it found.
         resume: keep the keys that the record at its target has, if there is one.
         cases: what to tune, in place of the suite's.
+        sources: how a child makes such a case, by its name (`trial.Trial.source`); what has none is made from its key.
         left: cases that are none here, with the reasons, for the record.
         command: for the record's header; None takes this process's.
-        timer: what times the calls; None: device events, or the host's clock on the CPU.
+        starts: the lanes of child processes that the keys are spread over (`lanes.local`, `integrations.ray.lanes`);
+            None: everything runs in this process, which a candidate that crashes or hangs takes with it.
+        timer: what times the calls in this process; None: device events, or the host's clock on the CPU.
         on_step: called before each key, and while kernels are compiled.
 
     Raises:
@@ -194,6 +195,7 @@ def tune(
             to resume that was measured on another device, by another version or for another suite.
         OutputError, TableError: results cannot be written where asked; found before anything is measured.
         trust.DeviceLost: a kernel ended the device; what was found before is written.
+        EnvironmentProblem: no child process is left to tune in; what was found before is written.
     """
     op = registry.get(name)
     names = candidates.backends(op, settings.backends)
@@ -218,23 +220,20 @@ def tune(
         begin=time.perf_counter(),
     )  # fmt: skip
     if resume:
-        record.keys = _finished(targets, record)
+        record.keys, record.unfinished = _finished(targets, record)
         done = {tuned.case for tuned in record.keys}
         found = [case for case in found if case.name not in done]
     record.left = {**(left or {}), **{case.name: "the run ended before it" for case in found}}
     with torch.no_grad():
         try:
             planned, kernels = _plan(run, found, names)
-            _compile(run, kernels)
-            for index, one in enumerate(planned):
-                if time.perf_counter() > run.deadline:
-                    record.left |= {rest.case.name: "no time left of the budget" for rest in planned[index:]}
-                    break
-                run.on_step(one.case.name, index, len(planned))
-                tuned = _tune_key(run, one, kernels)
-                record.keys.append(tuned)
-                del record.left[one.case.name]
-                run.save()
+            for one in planned:
+                one.source = (sources or {}).get(one.case.name, {} if cases is not None else {"suite": settings.suite})
+            _compile(run, kernels, planned)
+            if starts is None:
+                _here(run, planned)
+            else:
+                _spread(run, planned, starts)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             record.problem = "interrupted" if interrupted else f"{type(error).__name__}: {trust.first_line(error)}"
@@ -246,12 +245,12 @@ def tune(
     return record
 
 
-def _finished(targets: Targets, record: records.TuneRecord) -> list[records.TunedKey]:
-    """The keys with a winner that the record at its target has."""
+def _finished(targets: Targets, record: records.TuneRecord) -> tuple[list[records.TunedKey], dict[str, dict[str, str]]]:
+    """The keys with a winner that the record at its target has, and what is known of those that were begun."""
     if targets.record is None:
         raise InvalidArgument("there is nothing to resume without a record: give --out FILE")
     if not targets.record.exists():
-        return []
+        return [], {}
     before = records.load_as(targets.record, records.TuneRecord)
     for what, was, now in (
         ("op", before.op, record.op),
@@ -262,14 +261,14 @@ def _finished(targets: Targets, record: records.TuneRecord) -> list[records.Tune
     ):
         if was != now:
             raise InvalidArgument(f"{targets.record} has another {what} ({was}, and this is {now}): give another --out")
-    return [tuned for tuned in before.keys if tuned.backend is not None]
+    return [tuned for tuned in before.keys if tuned.backend is not None], before.unfinished
 
 
-def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[list[_Planned], ahead.Kernels]:
+def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[list[trial.Trial], ahead.Kernels]:
     """The cases whose keys are new, with their candidates and kernels."""
     op, arch = run.op, run.device.known
     kernels = ahead.kernels(run.device.kind == "cpu", arch)
-    planned: list[_Planned] = []
+    planned: list[trial.Trial] = []
     seen: dict[Key, str] = {tuple(tuned.key.values()): tuned.case for tuned in run.record.keys}
     for index, case in enumerate(found):
         run.on_step("cases", index, len(found))
@@ -280,11 +279,14 @@ def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[
             if key in seen:
                 run.record.left[case.name] = f"has the key of {seen[key]}"
                 continue
-            one = _Planned(case, key, candidates.field(op, args, key, arch, names, run.settings.candidates))
+            one = trial.Trial(case, key, candidates.field(op, args, key, arch, names, run.settings.candidates))
             if not one.field.candidates:
                 reasons = "; ".join(f"{name} {reason}" for name, reason in one.field.refused)
                 run.record.left[case.name] = f"no backend takes it: {reasons}"
                 continue
+            known = run.record.unfinished.get(case.name, {})
+            named = {candidates.named(other): place for place, other in enumerate(one.field.candidates)}
+            one.ended = {named[text]: reason for text, reason in known.items() if text in named}
             if not kernels.note and arch is not None:
                 kernels.add(op, case.name, args, one.field.candidates, arch)
         except torch.OutOfMemoryError as error:
@@ -298,7 +300,7 @@ def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[
     return planned, kernels
 
 
-def _compile(run: _Run, kernels: ahead.Kernels) -> None:
+def _compile(run: _Run, kernels: ahead.Kernels, planned: list[trial.Trial]) -> None:
     workers = run.settings.workers or max(1, hardware.cpu().compute_units - 1)
     run.record.compilation = ahead.compile_all(
         kernels,
@@ -306,75 +308,61 @@ def _compile(run: _Run, kernels: ahead.Kernels) -> None:
         deadline=run.deadline,
         on_kernel=lambda done, planned: run.on_step("kernels", done, planned),
     )
+    for one in planned:
+        for index, candidate in enumerate(one.field.candidates):
+            error = kernels.error(one.case.name, candidate)
+            if error is not None:
+                one.refused[index] = error
 
 
-def _tune_key(run: _Run, one: _Planned, kernels: ahead.Kernels) -> records.TunedKey:
-    begin = time.perf_counter()
-    fields = run.op.key_fields or tuple(f"part {index}" for index in range(len(one.key)))
-    tuned = records.TunedKey(case=one.case.name, key=dict(zip(fields, one.key, strict=True)))
-    tuned.candidates = [
-        records.TuneCandidate(backend=name, status="refused", reason=reason) for name, reason in one.field.refused
-    ]
-    try:
-        _contest(run, one, kernels, tuned)
-    except torch.OutOfMemoryError as error:
-        tuned.problem = f"out of memory: {trust.first_line(error)}"
-    except RuntimeError as error:
-        # raised while several candidates were timed: nobody's in particular, and the end if the device is gone
-        tuned.problem = f"raised {type(error).__name__}: {trust.first_line(error)}"
-        trust.require(torch.device(run.device.torch_name), f"timing {one.case.name}")
-    if run.device.kind != "cpu":
-        # the next case's tensors have other sizes
-        torch.cuda.empty_cache()
-    tuned.seconds = round(time.perf_counter() - begin, 3)
-    return tuned
-
-
-def _contest(run: _Run, one: _Planned, kernels: ahead.Kernels, tuned: records.TunedKey) -> None:
-    op = run.op
-    args = one.case.make()
-    right = trust.oracle(op, args)
-    least_ms = trust.least_ms(op, args, right, run.device.known)
-    tuned.least_us = None if least_ms is None else round(least_ms * 1e3, 3)
-    entrants: list[contest.Entrant] = []
-    by_entrant: dict[int, candidates.Candidate] = {}
-    for candidate in one.field.candidates:
-        row = records.TuneCandidate(
-            backend=candidate.backend,
-            config={} if candidate.config is None else dict(candidate.config.kwargs),
-            role=candidate.role,
-        )
-        tuned.candidates.append(row)
-        error = kernels.error(one.case.name, candidate)
-        if error is not None:
-            row.status, row.reason = "refused", error
-            continue
-        call = trust.admit(op, candidate, args, right, row)
-        if call is not None:
-            entrants.append(contest.Entrant(row, call))
-            by_entrant[id(row)] = candidate
-    while True:
-        finalists = contest.quick(entrants, run.timer, least_ms)
-        finalists, taken = contest.final(finalists, run.timer, least_ms, seconds=run.settings.seconds)
-        verdict = contest.judge(finalists)
-        winner = verdict.winner
-        if winner is None or taken is None:
-            tuned.problem = verdict.reason
+def _here(run: _Run, planned: list[trial.Trial]) -> None:
+    """Tune the keys in this process."""
+    for index, one in enumerate(planned):
+        if time.perf_counter() > run.deadline:
+            _no_time(run, planned[index:])
             return
-        # once more after thousands of calls: an error that comes and goes is a race
-        if trust.admit(op, by_entrant[id(winner.row)], args, right, winner.row) is not None:
-            break
-        winner.row.reason = f"after it was timed: {winner.row.reason}"
-        # others were dropped because of its time
-        entrants = [entrant for entrant in entrants if entrant.row.status in ("timed", "dropped")]
-        for entrant in entrants:
-            entrant.row.status, entrant.row.reason = "timed", ""
-    tuned.rounds, tuned.clock = taken.rounds, taken.clock
-    native = next((entrant for entrant in finalists if entrant.row.role == "native"), None)
-    winner.row.status = "won"
-    tuned.backend, tuned.config, tuned.reason = winner.row.backend, winner.row.config, verdict.reason
-    assert winner.row.ms is not None
-    tuned.us = winner.row.ms * 1e3
-    if native is not None and native.row.ms is not None:
-        tuned.native_us = native.row.ms * 1e3
-        tuned.ratio, tuned.ci = contest.against(native, winner)
+        run.on_step(one.case.name, index, len(planned))
+        tuned = trial.tune_key(run.op, one, run.device, seconds=run.settings.seconds, timer=run.timer)
+        _keep(run, one, tuned)
+
+
+def _spread(run: _Run, planned: list[trial.Trial], starts: Sequence[lanes.Start]) -> None:
+    """Tune the keys in children; the results are put in the order of the cases at the end."""
+    if run.device.kind != "cpu":
+        # what the cases' tensors had here is the children's
+        torch.cuda.empty_cache()
+    settings, versions = run.settings, run.record.header.versions
+    expected = {
+        "name": run.device.name,
+        "versions": {name: getattr(versions, name) for name in ("wavecrest", "torch", "triton")},
+    }
+    hello = child.greeting(run.device, settings.modules, settings.seconds)
+    own = pool.Pool(run.op, hello, settings.timeout, run.deadline, expected)
+    run.record.children = len(starts)
+    done: set[int] = set()
+    for event in own.run(planned, starts):
+        one = planned[event.index]
+        if isinstance(event, pool.Begun):
+            run.on_step(one.case.name, len(done), len(planned))
+        elif isinstance(event, pool.Found):
+            done.add(event.index)
+            run.record.unfinished.pop(one.case.name, None)
+            _keep(run, one, event.key)
+        else:
+            run.record.endings.append(f"{one.case.name}: {event.reason}")
+            known = run.record.unfinished.setdefault(one.case.name, {})
+            known |= {candidates.named(one.field.candidates[index]): event.reason for index in event.candidates}
+            run.save()
+    order = {one.case.name: index for index, one in enumerate(planned)}
+    run.record.keys.sort(key=lambda tuned: order.get(tuned.case, -1))
+    _no_time(run, [one for index, one in enumerate(planned) if index not in done])
+
+
+def _keep(run: _Run, one: trial.Trial, tuned: records.TunedKey) -> None:
+    run.record.keys.append(tuned)
+    del run.record.left[one.case.name]
+    run.save()
+
+
+def _no_time(run: _Run, planned: list[trial.Trial]) -> None:
+    run.record.left |= {one.case.name: "no time left of the budget" for one in planned}

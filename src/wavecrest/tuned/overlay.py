@@ -184,6 +184,9 @@ class Overlay:
         if not writing and not self._has_log() and not _writable(self.path.parent):
             # a database in WAL mode makes files beside it even for reading, unless nothing can change
             mode = "ro&immutable=1"
+        elif not writing and os.path.exists(f"{self.path}-journal"):
+            # of a process that was killed while it made the file: whoever reads next has to undo that
+            mode = "rw"
         name = f"file:{quote(str(self.path.absolute()))}?mode={mode}"
         # no transactions by itself
         return sqlite3.connect(name, uri=True, timeout=PATIENCE, isolation_level=None)

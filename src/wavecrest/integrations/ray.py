@@ -1,0 +1,92 @@
+"""Tuning spread over a Ray cluster: an actor a GPU (on a CPU, an actor a core), each with a child as on one machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wavecrest.errors import InvalidArgument, MissingDependency
+from wavecrest.hardware import Device
+from wavecrest.tune import lanes
+
+# an answer that is this much later than it must be comes from a node that is gone
+GRACE = 30.0
+
+
+class Node:
+    """What an actor does: it has a child process on its node, which sees the GPUs that Ray gave the actor."""
+
+    def __init__(self) -> None:
+        self._child = lanes.Child()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Give the child a line."""
+        self._child.send(message)
+
+    def next(self, timeout: float) -> dict[str, Any]:
+        """What the child says next."""
+        return self._child.next(timeout)
+
+
+class RayLane:
+    """A lane on some node of the cluster; an actor that is lost was ended from outside."""
+
+    def __init__(self, gpus: int) -> None:
+        ray = _ray()
+        options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        self._ray, self._actor = ray, ray.remote(Node).options(**options).remote()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Give the child a line; a node that is lost is heard of by `next`."""
+        # its answer is nothing, and what it raises `next` will raise too
+        self._actor.send.remote(message)
+
+    def next(self, timeout: float) -> dict[str, Any]:
+        """What the child says next; see `wavecrest.tune.lanes.Lane`."""
+        try:
+            # a copy of what Ray holds
+            return dict(self._ray.get(self._actor.next.remote(timeout), timeout=timeout + GRACE))
+        except self._ray.exceptions.GetTimeoutError:
+            return _lost(f"its node said nothing for {timeout + GRACE:.0f} s, or the cluster has no room for it")
+        except self._ray.exceptions.RayActorError as error:
+            return _lost(f"was lost with its node or actor: {str(error).strip().splitlines()[0]}")
+        except self._ray.exceptions.RayTaskError as error:
+            return _lost(f"could not be started on its node: {str(error).strip().splitlines()[-1]}")
+
+    def stop(self) -> None:
+        """End the actor; its child ends when nobody talks to it any more."""
+        self._ray.kill(self._actor)
+
+
+def _lost(reason: str) -> dict[str, Any]:
+    return {"event": "ended", "reason": reason, "outside": True}
+
+
+def lanes_of(device: Device, count: int | None) -> list[lanes.Start]:
+    """The lanes of the cluster that RAY_ADDRESS names (one is started on this machine where there is none).
+
+    Args:
+        device: what is tuned for; nodes with another are refused when they say so.
+        count: so many lanes; None: all GPUs of the cluster, or all its cores where the device is the CPU.
+
+    Raises:
+        MissingDependency: ray is not installed.
+        InvalidArgument: the cluster has fewer GPUs or cores.
+    """
+    ray = _ray()
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, include_dashboard=False)
+    kind = "CPU" if device.kind == "cpu" else "GPU"
+    there = int(ray.cluster_resources().get(kind, 0))
+    if not there or (count is not None and count > there):
+        raise InvalidArgument(f"the Ray cluster has {there} {kind}s for {count or 'any'} children")
+    gpus = 0 if device.kind == "cpu" else 1
+    return [lambda: RayLane(gpus)] * (count or there)
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise MissingDependency("ray", "--executor ray", "pip install 'wavecrest[ray]'") from error
+    return ray

@@ -1,0 +1,148 @@
+"""The child that runs candidates: `python -m wavecrest.tune.child` reads a greeting, then keys, a line of JSON each.
+
+It says before each step what it is about to do (`trial.Step`), and at the end of a key what it found. A kernel that
+ends the process, or does not come to an end, costs the parent this child, and the kernel its place in the contest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from wavecrest import hardware, records, registry
+from wavecrest.bench import suites
+from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.registry import Op
+from wavecrest.tune import candidates, contest, misses, shapes, trial, trust
+from wavecrest.tuned import Config
+
+Say = Callable[[dict[str, Any]], None]
+
+
+def greeting(device: hardware.Device, modules: tuple[str, ...], seconds: float) -> dict[str, Any]:
+    """What a child is told first: the device that results are for, as it is named in the child, and what to import."""
+    return {"device": device.to_dict() | {"index": 0}, "modules": list(modules), "seconds": seconds}
+
+
+def job(op: Op, one: trial.Trial) -> dict[str, Any]:
+    """A key as JSON."""
+    return {
+        "op": op.name,
+        "source": dict(one.source),
+        "case": one.case.name,
+        "key": list(one.key),
+        "candidates": [
+            [other.backend, None if other.config is None else dict(other.config.kwargs), other.role]
+            for other in one.field.candidates
+        ],
+        "declined": [list(pair) for pair in one.field.refused],
+        # JSON has no numbers for names
+        "refused": sorted(one.refused.items()),
+        "ended": sorted(one.ended.items()),
+        "alone": one.alone,
+    }
+
+
+def trial_of(asked: dict[str, Any], op: Op, device: str) -> trial.Trial:
+    """What `job` was given, with a case of this process.
+
+    Raises:
+        InvalidArgument: there is no such case here.
+    """
+    key = tuple(asked["key"])
+    found = tuple(
+        candidates.Candidate(backend, None if config is None else Config(**config), role)
+        for backend, config, role in asked["candidates"]
+    )
+    field = candidates.Field(found, tuple((name, reason) for name, reason in asked["declined"]))
+    case = _case(asked["case"], asked["source"], op, key, device)
+    return trial.Trial(case, key, field, dict(asked["refused"]), dict(asked["ended"]), asked["alone"], asked["source"])
+
+
+def _case(name: str, source: dict[str, Any], op: Op, key: registry.Key, device: str) -> suites.Case:
+    if "suite" in source:
+        case = next((case for case in suites.cases(op, source["suite"], device) if case.name == name), None)
+        if case is None:
+            raise InvalidArgument(f"suite {source['suite']} of {op.name} has no case {name!r} in this process")
+    elif "sizes" in source:
+        case = suites.Case(name, partial(shapes.call, op, source["sizes"], source["dtype"], device))
+    else:
+        # a call that is made from its key has that key, or is refused
+        return suites.Case(name, partial(misses.call, op, misses.parts_of(op, key), device))
+    args = case.make()
+    op.check(*args)
+    other = op.key(*args)
+    if other != key:
+        raise InvalidArgument(f"{name} has the key {other} in this process, not {key}: is this the same wavecrest?")
+    return case
+
+
+def answer(asked: dict[str, Any], device: hardware.Device, seconds: float, say: Say) -> dict[str, Any]:
+    """The result of a key, or why this process has none."""
+
+    def tell(step: trial.Step) -> None:
+        say({"event": "step", **asdict(step)})
+
+    tell(trial.Step("make"))
+    try:
+        with torch.no_grad():
+            op = registry.get(asked["op"])
+            one = trial_of(asked, op, device.torch_name)
+            timer = contest.timer_of(device.torch_name)
+            tuned = trial.tune_key(op, one, device, seconds=seconds, timer=timer, tell=tell)
+    except trust.DeviceLost as error:
+        return {"event": "lost", "reason": str(error)}
+    except (InvalidArgument, Unsupported, torch.OutOfMemoryError) as error:
+        return {"event": "problem", "reason": trust.first_line(error)}
+    # a mistake of the tuner's own costs a key, and says so there
+    except Exception as error:
+        return {"event": "problem", "reason": f"raised {type(error).__name__}: {trust.first_line(error)}"}
+    return {"event": "done", "key": tuned.model_dump(mode="json")}
+
+
+def _listen(arrived: SimpleQueue[dict[str, Any]]) -> None:
+    for line in sys.stdin:
+        arrived.put(json.loads(line))
+    # the parent is gone, however it went: nobody wants the rest, which may never end
+    os._exit(0)
+
+
+def main() -> None:
+    """Answer until the other side closes, or the device is lost."""
+    # what a kernel or its compiler prints must not come between the answers
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def say(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    arrived: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    threading.Thread(target=_listen, args=(arrived,), daemon=True).start()
+    first = arrived.get()
+    for name in first["modules"]:
+        importlib.import_module(name)
+    device = hardware.Device(**first["device"])
+    here = hardware.detect("cpu" if device.kind == "cpu" else "cuda:0")
+    versions = records.versions()
+    found = {name: getattr(versions, name) for name in ("wavecrest", "torch", "triton")}
+    say({"event": "ready", "name": here.name, "versions": found})
+    while True:
+        reply = answer(arrived.get(), device, first["seconds"], say)
+        say(reply)
+        if reply["event"] == "lost":
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Keys spread over lanes, each key in one of them; what ends a child is found out and left out; results come once."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wavecrest import records
+from wavecrest.errors import EnvironmentProblem
+from wavecrest.registry import Op
+from wavecrest.tune import child, lanes
+from wavecrest.tune.trial import Trial, unsolved
+
+# a child that is not ready after so many seconds is none
+START = 180.0
+# so many times a key may lose its child to something outside before that is blamed on what it ran
+MOST_LOST = 3
+# so many children of a lane in a row that do not start, and it is given up
+MOST_STARTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A key was begun."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A child ended, or was ended, in the middle of a key; `candidates` are those that are left out because of it."""
+
+    index: int
+    reason: str
+    candidates: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a key; each key has one."""
+
+    index: int
+    key: records.TunedKey
+
+
+Event = Begun | Ended | Found
+
+
+@dataclass(slots=True)
+class Task:
+    """A key on its way: the trial, and how often it lost its child to something outside."""
+
+    index: int
+    trial: Trial
+    lost: int = 0
+
+
+@dataclass(slots=True)
+class Pool:
+    """The lanes of a run.
+
+    Args:
+        op: of all keys.
+        hello: `child.greeting`.
+        timeout: seconds of silence after which a candidate is given up, beside what its step takes.
+        deadline: of `time.perf_counter`, after which no key is begun.
+        expected: what a child must say of itself when it is ready, by name.
+    """
+
+    op: Op
+    hello: dict[str, Any]
+    timeout: float
+    deadline: float = math.inf
+    expected: dict[str, Any] = field(default_factory=dict)
+    _waiting: deque[Task] = field(default_factory=deque)
+    _open: int = 0
+    _lock: threading.Condition = field(default_factory=threading.Condition)
+    _events: queue.SimpleQueue[Event | None] = field(default_factory=queue.SimpleQueue)
+    _alive: list[lanes.Lane] = field(default_factory=list)
+    _gone: list[str] = field(default_factory=list)
+    _stopped: bool = False
+
+    def run(self, trials: Sequence[Trial], starts: Sequence[lanes.Start]) -> Iterator[Event]:
+        """Tune the keys of trials; what happens, as it happens, in the thread that asks.
+
+        Raises:
+            EnvironmentProblem: no lane is left, and keys are.
+        """
+        self._waiting.extend(Task(index, trial) for index, trial in enumerate(trials))
+        self._open = len(trials)
+        threads = [threading.Thread(target=self._serve, args=(start,), daemon=True) for start in starts]
+        finished: set[int] = set()
+        try:
+            for thread in threads:
+                thread.start()
+            left = len(threads)
+            while left and len(finished) < len(trials):
+                event = self._events.get()
+                if event is None:
+                    left -= 1
+                elif not isinstance(event, Found):
+                    yield event
+                elif event.index not in finished:
+                    # a lane that was given up may have had its result under way, and another lane the key
+                    finished.add(event.index)
+                    yield event
+        finally:
+            self.stop()
+        if len(finished) < len(trials) and self._gone and time.perf_counter() <= self.deadline:
+            raise EnvironmentProblem(f"no process is left to tune in: {'; '.join(dict.fromkeys(self._gone))}")
+
+    def stop(self) -> None:
+        """End all children, at once."""
+        with self._lock:
+            self._stopped = True
+            alive = list(self._alive)
+            self._lock.notify_all()
+        for lane in alive:
+            lane.stop()
+
+    def _serve(self, start: lanes.Start) -> None:
+        """A lane's thread: one key after another, in one child as long as it lives."""
+        lane: lanes.Lane | None = None
+        task: Task | None = None
+        try:
+            while (task := self._take()) is not None:
+                if lane is None:
+                    lane = self._started(start)
+                if lane is None:
+                    self._put_back(task)
+                    return
+                self._events.put(Begun(task.index))
+                if not self._conduct(lane, task):
+                    self._end(lane)
+                    lane = None
+        # a lane that fails in a way nobody thought of is one that is gone, with the reason; its key is another's
+        except Exception as error:
+            self._gone.append(f"{type(error).__name__}: {error}")
+            if task is not None:
+                self._put_back(task)
+        finally:
+            if lane is not None:
+                self._end(lane)
+            self._events.put(None)
+
+    def _take(self) -> Task | None:
+        """The next key; None: there is none any more, also none that another lane may give back."""
+        with self._lock:
+            while not self._stopped and time.perf_counter() <= self.deadline:
+                if self._waiting:
+                    return self._waiting.popleft()
+                if self._open == 0:
+                    return None
+                self._lock.wait(0.5)
+        return None
+
+    def _put_back(self, task: Task) -> None:
+        with self._lock:
+            self._waiting.appendleft(task)
+            self._lock.notify_all()
+
+    def _started(self, start: lanes.Start) -> lanes.Lane | None:
+        """A child that is ready; None, with the reason noted, if there is none."""
+        for _ in range(MOST_STARTS):
+            if self._stopped:
+                return None
+            lane = start()
+            with self._lock:
+                self._alive.append(lane)
+            lane.send(self.hello)
+            reply = lane.next(START)
+            if reply["event"] == "ready":
+                other = {name: reply.get(name) for name, value in self.expected.items() if reply.get(name) != value}
+                if not other:
+                    return lane
+                mine = {name: self.expected[name] for name in other}
+                self._gone.append(f"a child has {other}, and this is {mine}")
+                self._end(lane)
+                return None
+            silent = f"a child was not ready after {START:.0f} s"
+            self._gone.append(silent if reply["event"] == "silent" else f"a child {reply['reason']}")
+            self._end(lane)
+        return None
+
+    def _end(self, lane: lanes.Lane) -> None:
+        lane.stop()
+        with self._lock:
+            if lane in self._alive:
+                self._alive.remove(lane)
+
+    def _finish(self, task: Task, key: records.TunedKey) -> None:
+        with self._lock:
+            self._open -= 1
+            self._lock.notify_all()
+        self._events.put(Found(task.index, key))
+
+    def _conduct(self, lane: lanes.Lane, task: Task) -> bool:
+        """Have a key tuned; False if the child is not to be used any more (the key is done or waits again)."""
+        lane.send(child.job(self.op, task.trial))
+        phase, who, limit = "make", (), self.timeout
+        while not self._stopped:
+            reply = lane.next(limit)
+            event = reply["event"]
+            if event == "step":
+                phase, who = reply["phase"], tuple(reply["who"])
+                limit = self.timeout + 2 * reply["seconds"]
+            elif event == "done":
+                self._finish(task, records.TunedKey.model_validate(reply["key"]))
+                return True
+            elif event == "problem":
+                self._finish(task, unsolved(self.op, task.trial, reply["reason"]))
+                return True
+            else:
+                outside = event == "ended" and reply["outside"]
+                reason = f"did not come to an end within {limit:.0f} s" if event == "silent" else reply["reason"]
+                self._fail(task, phase, who, reason, outside=outside)
+                return False
+        return False
+
+    def _fail(self, task: Task, phase: str, who: tuple[int, ...], reason: str, *, outside: bool) -> None:
+        """Leave out whoever ended a child, and have the key tuned without."""
+        one = task.trial
+        if outside and task.lost < MOST_LOST - 1:
+            task.lost += 1
+            self._events.put(Ended(task.index, reason))
+            self._put_back(task)
+            return
+        # one that is left out is not run, so it cannot have been
+        who = tuple(index for index in who if index not in one.ended)
+        if phase == "make" or not who:
+            self._events.put(Ended(task.index, reason))
+            self._finish(task, unsolved(self.op, one, f"making its arguments {reason}"))
+            return
+        if phase == "round" and not one.alone:
+            one.alone = True
+            self._events.put(Ended(task.index, f"{reason}, while {len(who)} candidates were timed"))
+            self._put_back(task)
+            return
+        guilty = who
+        if phase == "round":
+            # it ends the process only among others: what runs without a row is the last to be suspected
+            roles = {index: one.field.candidates[index].role for index in who}
+            last = next(role for role in ("tried", "default", "native") if role in roles.values())
+            guilty = tuple(index for index in who if roles[index] == last)
+            reason = f"{reason}, while {len(who)} candidates were timed in turn; alone none of them did"
+        one.ended.update(dict.fromkeys(guilty, reason))
+        self._events.put(Ended(task.index, reason, guilty))
+        self._put_back(task)

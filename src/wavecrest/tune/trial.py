@@ -1,0 +1,218 @@
+"""What is done with one key: its candidates are admitted, timed and judged, all in one process and on one device.
+
+Before each step that a candidate may not survive, `tell` is called with what is about to happen, so that somebody
+outside of the process knows whom a crash, or silence, is to be blamed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from wavecrest import records
+from wavecrest.bench import suites
+from wavecrest.hardware import Device
+from wavecrest.registry import Key, Op
+from wavecrest.timing import Interleaved
+from wavecrest.tune import candidates, contest, trust
+
+# a candidate that is run alone has so many calls, or fewer that take so many seconds
+ALONE_CALLS = 60
+ALONE_SECONDS = 3.0
+
+# make: arguments and oracle; first: a candidate's first call and its check; alone: many calls of one candidate; round:
+# interleaved calls of several; again: the winner's last check
+Phase = Literal["make", "first", "alone", "round", "again"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is about to happen: candidates by their place in the field, and about how many seconds it takes."""
+
+    phase: Phase
+    who: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+Tell = Callable[[Step], None]
+
+
+def untold(_step: Step) -> None:
+    """For a process that nobody watches."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """A key and who takes part.
+
+    Attributes:
+        case: makes the arguments.
+        key, field: of `Op.key` and `candidates.field`.
+        refused: candidates, by their place, whose kernels cannot be compiled, with the reasons.
+        ended: candidates that ended a process, or did not come to an end, with the reasons: not run again.
+        alone: run every candidate for a while by itself before it is timed among others, to find the one that ends
+            the process.
+        source: how another process makes the case: {"suite": its suite}, {"sizes": …, "dtype": …} (`shapes.call`), or
+            nothing, which is from the key (`misses.call`).
+    """
+
+    case: suites.Case
+    key: Key
+    field: candidates.Field
+    refused: dict[int, str] = dataclasses.field(default_factory=dict)
+    ended: dict[int, str] = dataclasses.field(default_factory=dict)
+    alone: bool = False
+    source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def empty(op: Op, trial: Trial) -> records.TunedKey:
+    """A key without a result yet, with what declined it."""
+    fields = op.key_fields or tuple(f"part {index}" for index in range(len(trial.key)))
+    tuned = records.TunedKey(case=trial.case.name, key=dict(zip(fields, trial.key, strict=True)))
+    tuned.candidates = [
+        records.TuneCandidate(backend=name, status="refused", reason=reason) for name, reason in trial.field.refused
+    ]
+    return tuned
+
+
+def row_of(trial: Trial, index: int) -> records.TuneCandidate:
+    """The record's row of a candidate; its status is refused or failed where that is known before."""
+    candidate = trial.field.candidates[index]
+    row = records.TuneCandidate(
+        backend=candidate.backend,
+        config={} if candidate.config is None else dict(candidate.config.kwargs),
+        role=candidate.role,
+    )
+    if index in trial.refused:
+        row.status, row.reason = "refused", trial.refused[index]
+    elif index in trial.ended:
+        row.status, row.reason = "failed", trial.ended[index]
+    return row
+
+
+def unsolved(op: Op, trial: Trial, problem: str) -> records.TunedKey:
+    """A key that could not be tuned, with what is known of its candidates."""
+    tuned = empty(op, trial)
+    known = [index for index in range(len(trial.field.candidates)) if index in trial.refused or index in trial.ended]
+    tuned.candidates += [row_of(trial, index) for index in known]
+    tuned.problem = problem
+    return tuned
+
+
+def tune_key(
+    op: Op, trial: Trial, device: Device, *, seconds: float, timer: contest.Timer, tell: Tell = untold
+) -> records.TunedKey:
+    """The result of a key; its `problem` says why it has no winner.
+
+    Args:
+        op, trial: what is tuned.
+        device: where the arguments are.
+        seconds: of the final round.
+        timer: what times the calls.
+        tell: called before each step.
+
+    Raises:
+        trust.DeviceLost: a kernel ended the device.
+    """
+    begin = time.perf_counter()
+    tuned = empty(op, trial)
+    try:
+        _contest(op, trial, device, seconds, timer, tell, tuned)
+    except torch.OutOfMemoryError as error:
+        tuned.problem = f"out of memory: {trust.first_line(error)}"
+    except RuntimeError as error:
+        # raised while several candidates were timed: nobody's in particular, and the end if the device is gone
+        tuned.problem = f"raised {type(error).__name__}: {trust.first_line(error)}"
+        trust.require(torch.device(device.torch_name), f"timing {trial.case.name}")
+    if device.kind != "cpu":
+        # the next case's tensors have other sizes
+        torch.cuda.empty_cache()
+    tuned.seconds = round(time.perf_counter() - begin, 3)
+    return tuned
+
+
+@dataclass(slots=True)
+class _Told:
+    """A timer that tells who is timed, and about how long that takes."""
+
+    timer: contest.Timer
+    tell: Tell
+    who: dict[int, tuple[int, records.TuneCandidate]]
+
+    def __call__(self, works: Sequence[Callable[[], Any]], *, rounds: int, seconds: float) -> Interleaved:
+        found = [self.who[id(work)] for work in works]
+        # the first call has in it what a round has not, so this is more than it takes
+        each = sum((row.quick_ms or row.first_ms or 0.0) / 1e3 for _, row in found)
+        self.tell(Step("round", tuple(index for index, _ in found), round(seconds + rounds * each, 3)))
+        return self.timer(works, rounds=rounds, seconds=seconds)
+
+
+def _contest(
+    op: Op, trial: Trial, device: Device, seconds: float, timer: contest.Timer, tell: Tell, tuned: records.TunedKey
+) -> None:
+    tell(Step("make"))
+    args = trial.case.make()
+    right = trust.oracle(op, args)
+    least_ms = trust.least_ms(op, args, right, device.known)
+    tuned.least_us = None if least_ms is None else round(least_ms * 1e3, 3)
+    entrants: list[contest.Entrant] = []
+    places: dict[int, int] = {}
+    for index, candidate in enumerate(trial.field.candidates):
+        row = row_of(trial, index)
+        tuned.candidates.append(row)
+        if index in trial.refused or index in trial.ended:
+            continue
+        tell(Step("first", (index,)))
+        call = trust.admit(op, candidate, args, right, row)
+        if call is not None:
+            entrants.append(contest.Entrant(row, call))
+            places[id(row)] = index
+    if trial.alone:
+        for entrant in entrants:
+            tell(Step("alone", (places[id(entrant.row)],), ALONE_SECONDS))
+            _alone(entrant.call, device)
+    who = {id(entrant.call): (places[id(entrant.row)], entrant.row) for entrant in entrants}
+    told = _Told(timer, tell, who)
+    while True:
+        finalists = contest.quick(entrants, told, least_ms)
+        finalists, taken = contest.final(finalists, told, least_ms, seconds=seconds)
+        verdict = contest.judge(finalists)
+        winner = verdict.winner
+        if winner is None or taken is None:
+            tuned.problem = verdict.reason
+            return
+        # once more after thousands of calls: an error that comes and goes is a race
+        place = places[id(winner.row)]
+        tell(Step("again", (place,)))
+        if trust.admit(op, trial.field.candidates[place], args, right, winner.row) is not None:
+            break
+        winner.row.reason = f"after it was timed: {winner.row.reason}"
+        # others were dropped because of its time
+        entrants = [entrant for entrant in entrants if entrant.row.status in ("timed", "dropped")]
+        for entrant in entrants:
+            entrant.row.status, entrant.row.reason = "timed", ""
+    tuned.rounds, tuned.clock = taken.rounds, taken.clock
+    native = next((entrant for entrant in finalists if entrant.row.role == "native"), None)
+    winner.row.status = "won"
+    tuned.backend, tuned.config, tuned.reason = winner.row.backend, winner.row.config, verdict.reason
+    assert winner.row.ms is not None
+    tuned.us = winner.row.ms * 1e3
+    if native is not None and native.row.ms is not None:
+        tuned.native_us = native.row.ms * 1e3
+        tuned.ratio, tuned.ci = contest.against(native, winner)
+
+
+def _alone(call: Callable[[], Any], device: Device) -> None:
+    """Call one candidate as often as a timer does, and wait for the device each time."""
+    end = time.perf_counter() + ALONE_SECONDS
+    for _ in range(ALONE_CALLS):
+        call()
+        if device.kind != "cpu":
+            torch.cuda.synchronize(device.torch_name)
+        if time.perf_counter() > end:
+            return

@@ -1,0 +1,291 @@
+"""Keys spread over lanes that are scripts: who is blamed for an end, what goes back to the queue, what counts once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from wavecrest import records, registry
+from wavecrest.bench import suites
+from wavecrest.errors import EnvironmentProblem
+from wavecrest.registry import Cost, Op
+from wavecrest.tune import pool, trial
+from wavecrest.tune.candidates import Candidate, Field
+from wavecrest.tuned import Config
+
+FIELD = Field(
+    (Candidate("torch", role="native"), Candidate("kernel", Config(BLOCK=1), "default"), Candidate("library")),
+    (("other", "declines it"),),
+)
+READY = {"event": "ready"}
+
+
+def step(phase: str, *who: int, seconds: float = 0.0) -> dict[str, Any]:
+    return {"event": "step", "phase": phase, "who": list(who), "seconds": seconds}
+
+
+def ended(reason: str = "ended its process with SIGSEGV", *, outside: bool = False) -> dict[str, Any]:
+    return {"event": "ended", "reason": reason, "outside": outside}
+
+
+SILENT = {"event": "silent"}
+FIRST, ROUND = [step("make"), step("first", 2)], [step("make"), step("first", 2), step("round", 0, 1, 2)]
+
+
+@pytest.fixture
+def op() -> Iterator[Op]:
+    yield Op(
+        "spread", reference=lambda x: x, check=lambda x: None, key=lambda x: (x, "cpu"), key_fields=("rows", "device"),
+        inputs=lambda M, N, dtype, device: (), cost=lambda x: Cost(0, 0), default_config=lambda key: Config(),
+    )  # fmt: skip
+    del registry._OPS["spread"]
+
+
+def trials(count: int) -> list[trial.Trial]:
+    return [trial.Trial(suites.Case(f"case {index}", tuple), (index, "cpu"), FIELD) for index in range(count)]
+
+
+def done(job: dict[str, Any]) -> dict[str, Any]:
+    key = dict(zip(("rows", "device"), job["key"], strict=True))
+    return {"event": "done", "key": {"case": job["case"], "key": key, "backend": "torch"}}
+
+
+class Script:
+    """A lane that answers jobs by a script, made anew for every child: a list of events, or what makes one of a job.
+
+    A job without a script is done at once; `wait` holds back the answers to it.
+    """
+
+    def __init__(self, scripts: list[Any], *, ready: dict[str, Any] = READY) -> None:
+        self.scripts, self.ready = scripts, ready
+        self.children = 0
+        self.jobs: list[dict[str, Any]] = []
+        self.limits: list[float] = []
+        self.stopped = 0
+        self.wait: Callable[[], Any] = tuple
+
+    def __call__(self) -> Script:
+        self.children += 1
+        self.coming: list[dict[str, Any]] = [self.ready]
+        return self
+
+    def send(self, message: dict[str, Any]) -> None:
+        if "key" in message:
+            self.jobs.append(message)
+            script = self.scripts.pop(0) if self.scripts else [done]
+            self.coming = [event(message) if callable(event) else event for event in script]
+
+    def next(self, timeout: float) -> dict[str, Any]:
+        if self.jobs:
+            self.limits.append(timeout)
+            self.wait()
+        return self.coming.pop(0)
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+def made(op: Op, **options: Any) -> pool.Pool:
+    return pool.Pool(op, {"hello": 1}, options.pop("timeout", 10.0), **options)
+
+
+def run(op: Op, count: int, *lanes: Script, **options: Any) -> tuple[dict[int, records.TunedKey], list[pool.Ended]]:
+    found: dict[int, records.TunedKey] = {}
+    endings = []
+    for event in made(op, **options).run(trials(count), lanes):
+        if isinstance(event, pool.Found):
+            assert event.index not in found
+            found[event.index] = event.key
+        elif isinstance(event, pool.Ended):
+            endings.append(event)
+    return found, endings
+
+
+def test_one_child_tunes_many_keys(op: Op) -> None:
+    lane = Script([])
+    found, endings = run(op, 5, lane)
+    assert [found[index].case for index in range(5)] == [f"case {index}" for index in range(5)]
+    assert lane.children == 1 and lane.stopped >= 1 and not endings
+    job = lane.jobs[3]
+    assert job["op"] == "spread" and job["key"] == [3, "cpu"] and job["ended"] == [] and not job["alone"]
+    assert job["candidates"] == [
+        ["torch", None, "native"],
+        ["kernel", {"BLOCK": 1}, "default"],
+        ["library", None, "tried"],
+    ]
+
+
+def test_lanes_share_the_keys(op: Op) -> None:
+    together = threading.Barrier(2, timeout=20)
+    lanes = [Script([[done]]), Script([[done]])]
+    for lane in lanes:
+        # both are in a key at the same time, or this breaks
+        lane.wait = lambda lane=lane: together.wait() if len(lane.jobs) == 1 else None
+    found, _ = run(op, 6, *lanes)
+    assert len(found) == 6 and sorted(job["key"][0] for lane in lanes for job in lane.jobs) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("phase", "end", "reason"),
+    [
+        ("first", ended(), "ended its process with SIGSEGV"),
+        ("first", SILENT, "did not come to an end within 10 s"),
+        ("alone", ended(), "ended its process with SIGSEGV"),
+        ("again", ended(), "ended its process with SIGSEGV"),
+        ("first", {"event": "lost", "reason": "library ended the device: illegal access"}, "library ended the device"),
+    ],
+)
+def test_who_ends_a_child_is_left_out(op: Op, phase: str, end: dict[str, Any], reason: str) -> None:
+    lane = Script([[step("make"), step(phase, 2), end]])
+    found, endings = run(op, 2, lane)
+    assert len(found) == 2 and lane.children == 2
+    again = lane.jobs[1]
+    assert again["key"] == [0, "cpu"], "the same key goes on"
+    ((place, said),) = again["ended"]
+    assert place == 2 and said.startswith(reason) and not again["alone"]
+    assert endings == [pool.Ended(0, said, (2,))] and lane.jobs[2]["ended"] == []
+
+
+def test_in_a_round_native_is_the_last_to_be_suspected(op: Op) -> None:
+    # the fifth child says that it runs what is left out, which ends the key
+    rounds = [step("round", 0, 1, 2), step("round", 0, 1, 2), step("round", 0, 1, 2), step("round", 0, 1)] * 2
+    lane = Script([[step("make"), event, ended()] for event in rounds[:5]])
+    found, endings = run(op, 1, lane)
+    assert [job["alone"] for job in lane.jobs] == [False, True, True, True, True]
+    assert "alone none of them did" in endings[1].reason and found[0].backend is None
+    assert [event.candidates for event in endings] == [(), (2,), (1,), (0,), ()]
+    assert len(lane.jobs) == 5 and [place for place, _ in lane.jobs[4]["ended"]] == [0, 1, 2]
+
+
+def test_what_is_ended_from_outside_is_nobodys_fault_at_first(op: Op) -> None:
+    lane = Script([[*FIRST, ended("was lost with its node", outside=True)]] * 2)
+    found, endings = run(op, 1, lane)
+    assert len(found) == 1 and [job["ended"] for job in lane.jobs] == [[], [], []]
+    assert [event.candidates for event in endings] == [(), ()] and lane.children == 3
+    lane = Script([[*FIRST, ended("ended its process with SIGKILL", outside=True)]] * 3)
+    _, endings = run(op, 1, lane)
+    assert [place for place, _ in lane.jobs[3]["ended"]] == [2] and endings[2].candidates == (2,)
+
+
+def test_an_end_that_no_candidate_made_is_the_keys(op: Op) -> None:
+    lane = Script(
+        [[step("make"), ended()], [step("make"), step("first", 2), ended()], [{"event": "problem", "reason": "no"}]]
+    )
+    found, _ = run(op, 2, lane)
+    assert found[0].problem == "making its arguments ended its process with SIGSEGV" and found[0].backend is None
+    assert found[1].problem == "no"
+    status = {one.backend: (one.status, one.reason) for one in found[1].candidates}
+    assert status == {
+        "other": ("refused", "declines it"), "library": ("failed", "ended its process with SIGSEGV"),
+    }  # fmt: skip
+
+
+def test_patience_is_as_long_as_the_step_takes(op: Op) -> None:
+    lane = Script([[step("make"), step("round", 0, 1, seconds=30.0), step("again", 0), done]])
+    run(op, 1, lane)
+    assert lane.limits == [10.0, 10.0, 70.0, 10.0]
+
+
+def test_a_key_of_a_lost_lane_goes_to_another(op: Op) -> None:
+    at_work = threading.Event()
+    lost = Script([[step("make"), step("first", 1), ended("was lost with its node", outside=True)]])
+    other = Script([])
+    lost.wait = at_work.set
+    # nothing is done by the other before the first has a key
+    other.wait = lambda: at_work.wait(20)
+    real = lost.__call__
+
+    def start() -> Script:
+        if lost.children:
+            lost.ready = ended("was lost with its node", outside=True)
+        return real()
+
+    events = list(made(op).run(trials(4), [start, other]))  # type: ignore[list-item]
+    found = [event.index for event in events if isinstance(event, pool.Found)]
+    assert sorted(found) == [0, 1, 2, 3]
+    assert {job["key"][0] for job in other.jobs} == {0, 1, 2, 3}, "with the one that was lost in the middle"
+
+
+def test_a_result_that_comes_twice_counts_once(op: Op) -> None:
+    lane, own = Script([]), made(op)
+
+    def twice() -> None:
+        # as of a lane that was given up, and whose result was under way
+        place = lane.jobs[-1]["key"][0]
+        own._events.put(pool.Found(place, records.TunedKey(case=f"case {place}", key={})))
+
+    lane.wait = twice
+    found = [event.index for event in own.run(trials(3), [lane]) if isinstance(event, pool.Found)]
+    assert found == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("ready", "message", "children"),
+    [
+        (ended("ended its process with code 1: no module named x"), "a child ended its process with code 1: no mod", 2),
+        (SILENT, "a child was not ready after 180 s", 2),
+        ({"event": "ready", "name": "another"}, r"a child has {'name': 'another'}, and this is {'name': 'this'}", 1),
+    ],
+    ids=["ended", "silent", "another device"],
+)
+def test_no_child_at_all(op: Op, ready: dict[str, Any], message: str, children: int) -> None:
+    lane = Script([], ready=ready)
+    with pytest.raises(EnvironmentProblem, match=f"no process is left to tune in: {message}"):
+        run(op, 2, lane, expected={"name": "this"})
+    assert lane.children == children and not lane.jobs and lane.stopped == children
+    good = Script([], ready={"event": "ready", "name": "this"})
+    found, _ = run(op, 2, lane, good, expected={"name": "this"})
+    assert len(found) == 2, "another lane does what is left"
+
+
+def test_a_lane_with_a_mistake_of_its_own_is_gone(op: Op) -> None:
+    def broken() -> Script:
+        raise OSError("cannot start a process")
+
+    with pytest.raises(EnvironmentProblem, match="OSError: cannot start a process"):
+        list(made(op).run(trials(1), [broken]))
+
+
+def test_the_key_of_such_a_lane_is_anothers(op: Op) -> None:
+    # an answer that is none makes the lane's thread raise, and the key must not be waited for
+    lane, at_work = Script([[step("make"), {"event": "done", "key": {"nothing": 1}}]]), threading.Event()
+    lane.wait = at_work.set
+    other = Script([])
+    other.wait = lambda: at_work.wait(20)
+    found, _ = run(op, 3, lane, other)
+    assert sorted(found) == [0, 1, 2] and len(lane.jobs) == 1
+
+
+def test_two_lanes_have_nearly_twice_the_keys_a_minute(op: Op) -> None:
+    def seconds(count: int) -> float:
+        scripts = [Script([]) for _ in range(count)]
+        for lane in scripts:
+            lane.wait = lambda: time.sleep(0.03)
+        begin = time.perf_counter()
+        found, _ = run(op, 40, *scripts)
+        assert len(found) == 40
+        return time.perf_counter() - begin
+
+    # a wait that is long by chance is no fault of the pool's
+    assert max(seconds(1) / seconds(2) for _ in range(2)) > 1.8
+
+
+def test_no_key_is_begun_after_the_deadline(op: Op) -> None:
+    lane = Script([])
+    now = time.perf_counter()
+    lane.wait = lambda: time.sleep(0.3)
+    found, _ = run(op, 5, lane, deadline=now + 0.2)
+    assert list(found) == [0]
+
+
+def test_children_are_stopped_when_nobody_asks_any_more(op: Op) -> None:
+    lane = Script([])
+    lane.wait = lambda: time.sleep(0.02)
+    events = made(op).run(trials(50), [lane])
+    next(events)
+    events.close()
+    assert lane.stopped >= 1 and len(lane.jobs) < 50

@@ -1,0 +1,122 @@
+"""An op of tests that children import (`Settings.modules`): y = 2x, with backends that lie, crash, hang or are noisy.
+
+Calls take what they sleep. What a backend does is decided by its name, so that a test takes those that it wants.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wavecrest.registry import Cost, Op
+from wavecrest.tuned import Config
+
+ROWS = (4, 16, 64)
+CALLS: Counter[str] = Counter()
+
+
+def _takes(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def _twice(x: Tensor, ms: float) -> Tensor:
+    time.sleep(ms / 1e3)
+    return 2 * x
+
+
+def _kernel(x: Tensor, *, config: Config) -> Tensor:
+    return _twice(x, 3.0 / config["BLOCK"])
+
+
+def _crash(_x: Tensor) -> None:
+    ctypes.string_at(0)
+
+
+def _exit(_x: Tensor) -> None:
+    sys.stderr.write("terminate called after throwing\n")
+    sys.stderr.flush()
+    os._exit(3)
+
+
+def _hang(_x: Tensor) -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _late(_x: Tensor) -> None:
+    # right when it is checked, and the end of the process when it is timed
+    CALLS["late"] += 1
+    if CALLS["late"] > 5:
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
+def _among(_x: Tensor) -> None:
+    # ends the process only when others ran since its last call, some ten times
+    CALLS["among"] += CALLS["other"] > 0
+    CALLS["other"] = 0
+    if CALLS["among"] > 10:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _killed(_x: Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+BEFORE = {
+    "crash": _crash, "exit": _exit, "hang": _hang, "late": _late, "among": _among, "killed": _killed,
+}  # fmt: skip
+
+
+def _planted(name: str, x: Tensor) -> Tensor:
+    if name in BEFORE:
+        BEFORE[name](x)
+    out = _twice(x, 0.2)
+    if name == "wrong":
+        return 1.25 * out
+    if name == "tail":
+        # the last row alone, as of a mask that is one short
+        out[-1] = 0.0
+    if name == "nan":
+        out[0, 0] = float("nan")
+    return out
+
+
+def _native(x: Tensor) -> Tensor:
+    CALLS["other"] += 1
+    return _twice(x, 4.0)
+
+
+def _noisy(x: Tensor) -> Tensor:
+    # as PyTorch in the middle, and now and then much faster or slower
+    return _twice(x, random.choice((3.2, 4.1, 4.1, 4.9)))
+
+
+op = Op(
+    "planted",
+    reference=lambda x: 2 * x,
+    check=_takes,
+    key=lambda x: (x.shape[0], x.shape[1], "float32", x.device.type, False),
+    key_fields=("rows", "columns", "dtype", "device", "grad"),
+    inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
+    cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
+    default_config=lambda key: Config(BLOCK=1),
+    bench_cases=lambda suite, device: {f"rows {M}": lambda M=M: (torch.randn(M, 8),) for M in ROWS},
+)
+op.attach("torch", _native, supports=_takes, priority=10)
+op.attach(
+    "kernel", _kernel, supports=_takes, priority=5, takes_config=True,
+    space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=3)],
+)  # fmt: skip
+for liar in (*BEFORE, "wrong", "tail", "nan"):
+    op.attach(liar, partial(_planted, liar), supports=_takes, priority=1)
+op.attach("noisy", _noisy, supports=_takes, priority=1)
