@@ -39,12 +39,14 @@ Row = dict[str, Any]
 class Report:
     """What the process of a part tells the one that started it.
 
-    `died`: cases that earlier processes of the part died of; `done`: cases whose rows are there.
+    `died`: cases that earlier processes of the part died of; `done`: cases whose rows are there; `began`: when the
+    process was started, of `time.time`.
     """
 
     stream: int
     died: Collection[str] = ()
     done: Collection[str] = ()
+    began: float = field(default_factory=time.time)
 
     def at(self, case: str) -> bool:
         """Say that a case begins; False where an earlier process died of it, and it must not be tried again."""
@@ -217,7 +219,7 @@ def run_part(part: Part, command: list[str], limit: float, file: File) -> Run:
         write()
 
     while True:
-        known = {"died": died, "done": [row["case"] for row in run.rows]}
+        known = {"died": died, "done": [row["case"] for row in run.rows], "began": time.time()}
         left = max(0.1, limit - (time.monotonic() - begin))
         reason = _process([*command, "--process", part.name, "--known", json.dumps(known)], left, on_message)
         if reason is None:
@@ -255,7 +257,7 @@ def _inside(part: Part, args: argparse.Namespace) -> None:
     stream = os.dup(1)
     os.dup2(2, 1)
     known = json.loads(args.known)
-    report = Report(stream, known["died"], known["done"])
+    report = Report(stream, known["died"], known["done"], known["began"])
     part.work(report, args)
 
 
