@@ -116,7 +116,7 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
     chunks = (shape.chunk,) if shape.chunk else (first["CHUNK"], first["CHUNK"] // 2, 2 * first["CHUNK"])
     nvidia = arch.vendor == "nvidia"
     # NVIDIA's matrix units take 64 rows of 16 bits at a time
-    rows_tried = (first["BLOCK_T"], 64, 128) if nvidia and size == 2 else (16, 32, 64, 128)
+    rows_tried = (first["BLOCK_T"], 64, 128) if nvidia and size == 2 else (16, 32, 64)
     stages = (2, 3) if nvidia else (1, 2)
     choices = itertools.product(chunks, rows_tried, (32, 64), (64, 128, 256), (64, 128), (4, 8), stages)
     for chunk, rows, part, columns, state, warps, deep in choices:
