@@ -51,6 +51,11 @@ def chunked(config: Config, chunk: int) -> Config:
     return Config(**(config.kwargs | {"CHUNK": chunk, "BLOCK_T": tile}))
 
 
+def _part(shape: Shape) -> int:
+    """64 columns of q and k at a time, in two parts at least: those of one part alone would be kept in registers."""
+    return 64 if shape.dk > 64 else 32
+
+
 def _nvidia(shape: Shape) -> _Tile:
     """64 tokens and 128 columns: 32 registers of 256 lanes for h, 16 for scores.
 
@@ -62,16 +67,15 @@ def _nvidia(shape: Shape) -> _Tile:
         return _Tile(32, 32, 64, (32, 32), 8, 4, 1)
     if shape.dtype == "float16":
         return _Tile(32, 32, 128, (64, 64), 4, 8, 2)
-    # queries of one part alone would be kept in registers
     columns = 256 if shape.dv > 256 and shape.dv % 256 == 0 else 128
-    return _Tile(64, 64 if shape.dk > 64 else 32, columns, (64, 64), 8, 8, 2)
+    return _Tile(64, _part(shape), columns, (64, 64), 8, 8, 2)
 
 
 def _cdna(shape: Shape) -> _Tile:
     """The same in 4 waves of 512 registers: every wave has 16 tokens, and of v and states all 128 columns."""
     if shape.dtype == "float32":
         return _Tile(32, 32, 64, (32, 32), 4, 4, 1)
-    return _Tile(64, 64, 128, (64, 64), 4, 4, 1)
+    return _Tile(64, _part(shape), 128, (64, 64), 4, 4, 1)
 
 
 def _rdna(shape: Shape) -> _Tile:
