@@ -47,9 +47,9 @@ def test_every_end_is_in_the_file(tmp_path: Path) -> None:
     assert fine["rows"] == [{"case": "one", "ratio": 2.0, "samples": [1, 2, 3]}]
     assert fine["header"] == {"device": None, "small": True}
     died = {row["case"]: row for row in found["dies"]["rows"]}
-    assert list(died) == ["a", "b", "c", "d"] and found["dies"]["ended"] == "done"
-    assert "SIGABRT" in died["b"]["problem"]
-    assert died["c"]["problem"] == "its process ended with exit code 1: ValueError: this one raises"
+    assert list(died) == ["a", "try b", "try c", "d"] and found["dies"]["ended"] == "done"
+    assert "SIGABRT" in died["try b"]["problem"]
+    assert died["try c"]["problem"] == "its process ended with exit code 1: ValueError: this one raises"
     # the part went on in new processes, and what was done was not done again
     assert died["a"]["pid"] != died["d"]["pid"]
     assert found["dead"]["ended"].startswith("its process ended with exit code 3") and found["dead"]["rows"] == []
