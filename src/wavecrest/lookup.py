@@ -15,8 +15,9 @@ from wavecrest.tuned import LAUNCH_OPTIONS, Cell, Config, Database, Proposal, Ro
 if TYPE_CHECKING:
     from wavecrest.registry import Op
 
-# parts of a key that measured rows have no column for: they are those of calls on a GPU without gradients
-UNLISTED = ("device", "grad")
+# parts of a key that measured rows have no column for: they are those of calls on a GPU without gradients. A call that
+# writes over its arguments cannot be timed by repeating it: it runs as the one that writes beside them was measured
+UNLISTED = ("device", "grad", "in_place")
 
 # backend ("" for none), its configuration, source, reason
 Answer = tuple[str, tuple[tuple[str, int], ...], Source, str]

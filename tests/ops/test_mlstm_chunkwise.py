@@ -473,12 +473,26 @@ def test_space_and_defaults() -> None:
         for shape in (configs.Shape(256, 512, "bfloat16"), configs.Shape(24, 48, "float16", 48)):
             some = list(configs.space(shape, arch))
             assert some[0] == configs.default(shape, arch) and len(some) == len(set(some))
-            assert shape.chunk or len(some) > 4
+            # each is compiled: what is tried of a key must be over within minutes
+            assert shape.chunk or 4 < len(some) < 400
             for one in some:
                 assert one["CHUNK"] % one["BLOCK_T"] == 0 and one["STATE_K"] % one["BLOCK_K"] == 0
     for wrong in ({"BLOCK_T": 32, "CHUNK": 48}, {"STATE_K": 16, "BLOCK_K": 32}):
         with pytest.raises(InvalidArgument, match="no multiple"):
             run(OP, case(), Config(**(SMALL.kwargs | wrong)))
+
+
+def test_every_key_of_models_and_peers_is_tuned() -> None:
+    """Prompts as a model has them, and the cell alone as peers are called: five lengths, two shapes of heads."""
+    op, kept = registry.get(OP), ("tokens", "heads", "dk", "dv", "norm", "last", "capped", "initial")
+    made = op.bench_cases("shared", "meta")
+    keys = {name: dict(zip(op.key_fields, op.key(*build()), strict=True)) for name, build in made.items()}
+    found = {tuple(int(key[field]) for field in kept) for key in keys.values()}
+    prompts = {(s, 8, 256, 512, 1, 1, 1, 0) for s in (512, 2048, 16384)}
+    assert found >= prompts | {(2048, 8, 64, 128, 1, 1, 1, 0), (2048, 32, 64, 128, 1, 1, 1, 0)}
+    cells = {(s, 8, 256, 512, 0, 0, 0, 0) for s in (2048, 4096, 16384)}
+    assert found >= cells | {(s, 32, 64, 128, 0, 0, 0, 0) for s in (2048, 4096)}
+    assert sum(name.startswith("cell") for name in made) == 9
 
 
 def _ints(*values: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, NAN, Exact, assert_near, case, exact, moved, run
 from tests.ops.op_harness import same_bits
-from wavecrest import ops, registry
+from wavecrest import lookup, ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops import _mlstm_norm as norms
@@ -316,6 +316,17 @@ def test_the_bound_can_fail() -> None:
             assert_step(call, (h, *right[1:]), want)
     with pytest.raises(AssertionError):
         assert_step(call, (right[0], right[1] * 1.0001, *right[2:]), want)
+
+
+def test_a_measured_row_holds_in_place_too() -> None:
+    """What models run writes over its states, and is not what a tuner can repeat."""
+    op = registry.get(OP)
+    call = step(gate_soft_cap=15.0, epilogue="gate")
+    fields = op.key_fields
+    keys = [op.key(*call._replace(in_place=inside)) for inside in (False, True)]
+    keys = [(*key[: fields.index("device")], "cuda", *key[fields.index("device") + 1 :]) for key in keys]
+    rows = [lookup.columns(op, key) for key in keys]
+    assert keys[0] != keys[1] and rows[0] is not None and rows[0] == rows[1]
 
 
 def test_the_public_function_nests_states() -> None:

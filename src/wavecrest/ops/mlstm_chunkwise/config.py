@@ -51,9 +51,15 @@ def chunked(config: Config, chunk: int) -> Config:
     return Config(**(config.kwargs | {"CHUNK": chunk, "BLOCK_T": tile}))
 
 
+def _part(shape: Shape) -> int:
+    """64 columns of q and k at a time, in two parts at least: those of one part alone would be kept in registers."""
+    return 64 if shape.dk > 64 else 32
+
+
 def _nvidia(shape: Shape) -> _Tile:
     """64 tokens and 128 columns: 32 registers of 256 lanes for h, 16 for scores.
 
+    256 columns of wide heads: every program of the same tokens works out all scores, which two do instead of four.
     float16 has products of its own beside its sums, which are added with their unit: 32 tokens. float32 has no matrix
     units.
     """
@@ -61,15 +67,15 @@ def _nvidia(shape: Shape) -> _Tile:
         return _Tile(32, 32, 64, (32, 32), 8, 4, 1)
     if shape.dtype == "float16":
         return _Tile(32, 32, 128, (64, 64), 4, 8, 2)
-    # queries of one part alone would be kept in registers
-    return _Tile(64, 64 if shape.dk > 64 else 32, 128, (64, 64), 8, 8, 2)
+    columns = 256 if shape.dv > 256 and shape.dv % 256 == 0 else 128
+    return _Tile(64, _part(shape), columns, (64, 64), 8, 8, 2)
 
 
 def _cdna(shape: Shape) -> _Tile:
     """The same in 4 waves of 512 registers: every wave has 16 tokens, and of v and states all 128 columns."""
     if shape.dtype == "float32":
         return _Tile(32, 32, 64, (32, 32), 4, 4, 1)
-    return _Tile(64, 64, 128, (64, 64), 4, 4, 1)
+    return _Tile(64, _part(shape), 128, (64, 64), 4, 4, 1)
 
 
 def _rdna(shape: Shape) -> _Tile:
@@ -104,20 +110,26 @@ def default(shape: Shape, arch: Arch | None) -> Config:
 
 
 def space(shape: Shape, arch: Arch) -> Iterator[Config]:
-    """The configurations worth trying, each once, the default first: chunks, tiles of both kernels, warps, stages."""
+    """The configurations worth trying, each once, the default first: chunks, tiles of both kernels, warps, stages.
+
+    Chunks half and twice as long as the default's: longer ones have more products, shorter ones more states to move.
+    """
     first = default(shape, arch)
     yield first
     seen, size = {first}, 4 if shape.dtype == "float32" else 2
-    chunks = (shape.chunk,) if shape.chunk else (64, 128, 256, 512)
-    stages = (1, 2, 3) if arch.vendor == "nvidia" else (1, 2)
-    choices = itertools.product(chunks, (16, 32, 64, 128), (32, 64), (64, 128, 256), (32, 64, 128), (4, 8), stages)
+    chunks = (shape.chunk,) if shape.chunk else (first["CHUNK"], first["CHUNK"] // 2, 2 * first["CHUNK"])
+    nvidia = arch.vendor == "nvidia"
+    # NVIDIA's matrix units take 64 rows of 16 bits at a time
+    rows_tried = (first["BLOCK_T"], 64, 128) if nvidia and size == 2 else (16, 32, 64)
+    stages = (2, 3) if nvidia else (1, 2)
+    choices = itertools.product(chunks, rows_tried, (32, 64), (64, 128, 256), (64, 128), (4, 8), stages)
     for chunk, rows, part, columns, state, warps, deep in choices:
         part, columns = _width(shape.dk, part), _width(shape.dv, columns)
-        # sums of a tile of h and of one of scores, 8 to 160 registers a lane
+        # sums of a tile of h and of one of scores, 8 to 96 registers a lane: above that they spill
         sums = rows * (columns + rows) // (warps * arch.wave_size)
         # what the products of a step take of LDS: queries, keys, values or states, weights
         held = (deep * (2 * rows * part + max(rows, part) * columns) + rows * rows) * size
-        if chunk % rows != 0 or not 8 <= sums <= 160 or held > arch.lds_kib << 10:
+        if chunk % rows != 0 or not 8 <= sums <= 96 or held > arch.lds_kib << 10:
             continue
         made = first.kwargs | {
             "CHUNK": chunk, "BLOCK_T": rows, "BLOCK_K": part, "BLOCK_V": columns,

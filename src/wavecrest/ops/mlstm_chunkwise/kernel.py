@@ -343,6 +343,8 @@ def _attend(  # type: ignore[no-untyped-def]
     high_j = tl.load(at + SUMS * plane)
     local_j = tl.load(at + LOCAL * plane)
     d = (high[:, None] - high_j[None, :]) + (rest[:, None] + local_j[None, :])
+    # never; it makes the compiler lay exponents out as scores are, a row in few lanes, instead of taking scores apart
+    d = tl.where(scale < 0.0, s, d)
     if OWN or RESETS:
         if OWN:
             seen = offs_t[:, None] >= offs_t[None, :]

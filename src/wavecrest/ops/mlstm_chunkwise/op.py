@@ -104,17 +104,33 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.
 _BENCH = {
     "7B b1s2048": (1, 8, 2048, 256, 512),
     "7B b4s2048": (4, 8, 2048, 256, 512),
+    "7B b1s512": (1, 8, 512, 256, 512),
     "7B b1s16384": (1, 8, 16384, 256, 512),
     "nh8 64x128 b4s2048": (4, 8, 2048, 64, 128),
     "nh32 64x128 b1s2048": (1, 32, 2048, 64, 128),
 }
+# the cell alone: the shapes that peers are compared on
+_CELL = {
+    "cell b1s2048": (1, 8, 2048, 256, 512),
+    "cell b1s4096": (1, 8, 4096, 256, 512),
+    "cell b2s2048": (2, 8, 2048, 256, 512),
+    "cell b2s4096": (2, 8, 4096, 256, 512),
+    "cell b4s2048": (4, 8, 2048, 256, 512),
+    "cell b4s4096": (4, 8, 4096, 256, 512),
+    "cell nh32 64x128 b4s2048": (4, 32, 2048, 64, 128),
+    "cell nh32 64x128 b4s4096": (4, 32, 4096, 64, 128),
+    "cell b1s16384": (1, 8, 16384, 256, 512),
+}
 
 
 def _bench_cases(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
-    """A prompt of bfloat16 with its last states, norm and output gate."""
-    shapes: dict[str, _Shape] = {"nh2 32x64 b1s128": (1, 2, 128, 32, 64)} if suite == "quick" else _BENCH
-    options = {"return_last_states": True, "epilogue": True, "gate_soft_cap": 15.0}
-    return {name: partial(_shared.example, shape, torch.bfloat16, device, **options) for name, shape in shapes.items()}
+    """Prompts of bfloat16 with last states, norm and output gate as in a model; and the cell alone."""
+    made = partial(partial, _shared.example)
+    model = {"return_last_states": True, "epilogue": True, "gate_soft_cap": 15.0}
+    if suite == "quick":
+        return {"nh2 32x64 b1s128": made((1, 2, 128, 32, 64), torch.bfloat16, device, **model)}
+    found = {name: made(shape, torch.bfloat16, device, **model) for name, shape in _BENCH.items()}
+    return found | {name: made(shape, torch.bfloat16, device) for name, shape in _CELL.items()}
 
 
 def _emulate_cases(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
@@ -131,6 +147,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=_shared.KEY_FIELDS,
+    key_sizes=("tokens",),
     inputs=_inputs,
     sizes=("B", "H", "S", "D"),
     cost=_cost,

@@ -1,0 +1,502 @@
+"""xLSTM 7B, random weights of the real shapes, beside the official package with the same weights, interleaved.
+
+    PYTHONPATH=src python -m benchmarks.xlstm_peers --out xlstm.peers.json [PART …]
+
+Answers first: logits of a prompt and of steps behind it are held against the model in float32 (PyTorch's operations,
+the weights as they are stored), ours within twice the official package's own error; a model that is wrong has no
+times. `prefill` compares reading prompts, `decode…` steps: ours as `generate` replays them, the official package
+eager and as a graph captured by hand. A step's floor is the bytes of weights and states over the bandwidth measured in
+the same process. `lengths` counts what is compiled for prompts of other lengths, `cold-…` starts with no compiled
+kernel on the disk, `…-again` with those that the former has left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks import parts
+from benchmarks.parts import Part, Report, Row
+from torch import Tensor
+
+from wavecrest import cuda_graph, hardware, numerics, records, registry, timing
+from wavecrest.bench import ops as bench_ops
+from wavecrest.models.xlstm import xLSTMLarge, xLSTMLargeConfig
+from wavecrest.models.xlstm.generation import Decoder
+from wavecrest.models.xlstm.quantize import quantize
+from wavecrest.models.xlstm.sampling import Sampling
+from wavecrest.ops import PackedWeight
+
+SEVEN_B = {"embedding_dim": 4096, "num_heads": 8, "num_blocks": 32, "vocab_size": 50304}
+SMALL = {"embedding_dim": 64, "num_heads": 2, "num_blocks": 2, "vocab_size": 211}
+# rows and tokens of prompts
+PROMPTS = {"1x2048": (1, 2048), "4x2048": (4, 2048), "1x16384": (1, 16384)}
+SMALL_PROMPTS = {"1x48": (1, 48), "2x32": (2, 32)}
+BATCHES = (1, 16)
+# lengths in the order in which they come: of whole chunks, of none, one token more
+LENGTHS = (2048, 2047, 1024, 1000, 777, 333, 129, 64, 40)
+SMALL_LENGTHS = (32, 31, 17)
+NEW_TOKENS = 256
+# the official kernels for prompts, with their chunk size; the first is the default, which ours is compared with
+OFFICIAL = {"limit_chunk": ("chunkwise--triton_limit_chunk", 64), "xl_chunk": ("chunkwise--triton_xl_chunk", 128)}
+NATIVE = {"limit_chunk": ("chunkwise--native_autograd", 16), "xl_chunk": ("chunkwise--native_custbw", 16)}
+# where the cold starts have their compiled kernels
+COLD = Path(tempfile.gettempdir()) / "wavecrest_cold_start"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where and what a part runs."""
+
+    device: str
+    small: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights; float32 on a CPU, where the official kernels take one dtype alone."""
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+    def wait(self) -> None:
+        """Until the device has done its work."""
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+
+    def tokens(self, *shape: int) -> Tensor:
+        """Random tokens."""
+        generator = torch.Generator(self.device).manual_seed(sum(shape))
+        return torch.randint(0, sizes(self)["vocab_size"], shape, generator=generator, device=self.device)
+
+
+def start(report: Report, args: argparse.Namespace) -> Place:
+    """The place of a part; the header is reported."""
+    device = hardware.detect(args.device)
+    report.header(records.header(device, command=" ".join(sys.argv)).model_dump(mode="json"))
+    return Place(device.torch_name, args.small)
+
+
+def sizes(place: Place) -> dict[str, int]:
+    """The sizes of the model."""
+    return SMALL if place.small else SEVEN_B
+
+
+@torch.no_grad()
+def fill(model: xLSTMLarge) -> None:
+    """Weights in which every part of a block matters: fresh ones have gates that see nothing, cells that add 1e-5."""
+    generator = torch.Generator(model.embedding.weight.device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            parameter.normal_(std=1 / math.sqrt(parameter.shape[1]), generator=generator)
+        elif name.endswith("preact.bias"):
+            # input gates about 0, forget gates about 2
+            parameter.zero_()
+            parameter[parameter.shape[0] // 2 :] = 2.0
+        else:
+            parameter.normal_(mean=1.0, std=0.25, generator=generator)
+
+
+def ours(place: Place, dtype: torch.dtype | None = None, **changes: Any) -> xLSTMLarge:
+    """Our model with the same weights every time."""
+    config = xLSTMLargeConfig(
+        **sizes(place), mode="inference", return_last_states=True, weight_mode="fused", eos_token_id=None,
+        force_bos_token_insert=False, **changes,
+    )  # fmt: skip
+    model = xLSTMLarge(config, device=place.device, dtype=place.dtype).eval().requires_grad_(False)
+    fill(model)
+    return model.to(dtype)
+
+
+def official(model: xLSTMLarge, place: Place, kernel: str = "limit_chunk") -> Any:
+    """The official package's model over our model's weights, which are not copied."""
+    from xlstm import xlstm_large
+
+    cpu = place.device == "cpu"
+    name, chunk = (NATIVE if cpu else OFFICIAL)[kernel]
+    config = xlstm_large.xLSTMLargeConfig(
+        **sizes(place), mode="inference", return_last_states=True, weight_mode="fused", chunkwise_kernel=name,
+        chunk_size=chunk, sequence_kernel=f"native_sequence__{'native' if cpu else 'triton'}",
+        step_kernel="native" if cpu else "triton",
+    )  # fmt: skip
+    with torch.device("meta"):
+        peer = xlstm_large.xLSTMLarge(config)
+    peer.load_state_dict(model.state_dict(), assign=True)
+    return peer.eval().requires_grad_(False)
+
+
+def reference(model: xLSTMLarge, place: Place) -> xLSTMLarge:
+    """The same model in float32 and PyTorch's operations."""
+    found = ours(
+        place, torch.float32, chunkwise_kernel="chunkwise--native_autograd", step_kernel="native",
+        sequence_kernel="native_sequence__native",
+    )  # fmt: skip
+    stored = dict(model.named_parameters())
+    for name, parameter in found.named_parameters():
+        value = stored[name]
+        parameter.copy_(value.dequantize_float32() if isinstance(value, PackedWeight) else value)
+    return found
+
+
+def answers(model: Any, tokens: Tensor, steps: int) -> Tensor:
+    """Logits [B, S + steps, V] of a prompt and of steps behind it, which are given the tokens' last ones."""
+    head = tokens.shape[1] - steps
+    logits, state = model(tokens[:, :head])
+    found = [logits.float()]
+    for place in range(head, tokens.shape[1]):
+        logits, state = model(tokens[:, place : place + 1], state)
+        found.append(logits.float())
+    return torch.cat(found, 1)
+
+
+def judge(report: Report, place: Place, model: xLSTMLarge, peers: dict[str, Any]) -> bool:
+    """Report how far models are from the one in float32; False where ours is further than it may be."""
+    plain = reference(model, place)
+    # no whole number of chunks, and steps behind it
+    tokens = place.tokens(2, 21 if place.small else 205)
+    wanted = answers(plain, tokens, 5)
+    del plain
+    # what is rounded between layers, and from step to step
+    rounded = (registry.dtype_name(model.embedding.weight), str(model.config.state_dtype).removeprefix("torch."))
+    least = max(numerics.tolerance("model", dtype).relative for dtype in rounded)
+    errors = {}
+    for name, one in {**peers, "wavecrest": model}.items():
+        found = numerics.compare(answers(one, tokens, 5), wanted)
+        errors[name] = found.relative if found.nonfinite_match else math.inf
+    allowed = max(least, 2 * errors.get("official", 0.0))
+    fine = errors["wavecrest"] <= allowed
+    verdict = "right" if fine else f"wrong: error {errors['wavecrest']:.2g}, allowed {allowed:.2g}"
+    report.row("answers", verdict=verdict, allowed=allowed, errors=errors)
+    empty(place)
+    return fine
+
+
+def empty(place: Place) -> None:
+    """Give back memory that nothing holds, and begin to count the most that is taken anew."""
+    if place.device != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(place.device)
+
+
+def most_memory(place: Place) -> float | None:
+    """GiB taken at most since `empty`."""
+    return None if place.device == "cpu" else round(torch.cuda.max_memory_allocated(place.device) / 2**30, 2)
+
+
+def first_call(place: Place, work: Callable[[], Any]) -> Row:
+    """One call by the clock of the host, and the most memory that was taken."""
+    empty(place)
+    begin = time.perf_counter()
+    work()
+    place.wait()
+    return {"first_s": round(time.perf_counter() - begin, 3), "gib": most_memory(place)}
+
+
+def paired(place: Place, base: Callable[[], Any], new: Callable[[], Any], seconds: float) -> Row:
+    """Two pieces of work in ABBA blocks."""
+    pair = timing.measure_pair(base, new, device=place.device, min_blocks=5, seconds=seconds)
+    return {
+        "official_ms": pair.base_ms, "wavecrest_ms": pair.new_ms, "ratio": pair.ratio,
+        "ratio_ci": [pair.ci.low, pair.ci.high], "blocks": pair.n,
+        "official_samples": [round(one, 5) for one in pair.base[:60]],
+        "wavecrest_samples": [round(one, 5) for one in pair.new[:60]],
+    }  # fmt: skip
+
+
+def alone(place: Place, work: Callable[[], Any], seconds: float = 2.0) -> Row:
+    """One piece of work by itself: the device's span and the host's clock."""
+    found = timing.measure(work, device=place.device, min_samples=8, seconds=seconds)
+    return {"ms": found.median, "wall_ms": statistics.median(found.wall), "unstable": found.unstable, "n": found.n}
+
+
+def peer_of(report: Report, place: Place, model: xLSTMLarge, kernel: str = "limit_chunk") -> Any:
+    """The official model; None where it is not installed, which is reported."""
+    try:
+        return official(model, place, kernel)
+    except ImportError as error:
+        report.row(f"official {kernel}", problem=f"not installed: {error}")
+        return None
+
+
+@torch.no_grad()
+def prefill(kernel: str, report: Report, args: argparse.Namespace) -> None:
+    """Prompts: logits of the last token and states, from nothing; the official package's logits are of all tokens."""
+    place = start(report, args)
+    model = ours(place)
+    peer = peer_of(report, place, model, kernel)
+    if not report.at("answers") or not judge(report, place, model, {} if peer is None else {"official": peer}):
+        return
+    linear = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name)
+    for case, shape in (SMALL_PROMPTS if place.small else PROMPTS).items():
+        if report.has(case) or not report.at(case):
+            continue
+        tokens = place.tokens(*shape)
+        work = partial(model, tokens, last_only=True, return_last_states=True)
+        row: Row = {"wavecrest": first_call(place, work)}
+        if peer is None:
+            row |= {"wavecrest_ms": alone(place, work)["ms"]}
+        else:
+            row["official"] = first_call(place, partial(peer, tokens))
+            row |= paired(place, partial(peer, tokens), work, 6.0)
+        # two operations for each weight and token, those of the logits for one token a row
+        head = model.lm_head.weight.numel()
+        flops = 2 * shape[0] * ((linear - head) * shape[1] + head)
+        report.row(case, tflops=round(flops / row["wavecrest_ms"] / 1e9, 1), **row)
+
+
+def step_bytes(model: xLSTMLarge, batch: int) -> int:
+    """What a step moves at least: weights but for the embedding once, states in and out."""
+    weights = sum(
+        one.bytes_ if isinstance(one, PackedWeight) else one.nbytes
+        for name, one in model.named_parameters()
+        if name != "embedding.weight"
+    )
+    state = model.empty_state(batch)
+    return weights + 2 * sum(part.nbytes for layer in state.values() for part in layer if part is not None)
+
+
+def bandwidth(place: Place) -> Row:
+    """GB/s of a large copy (read and written) and of a large read; the floor is by the larger one."""
+    size = bench_ops.COPY_BYTES["cpu" if place.small else "cuda"]
+    copied, clock = bench_ops.copy_bandwidth(place.device, size, seconds=0.25)
+    source = torch.randn(size // 4, device=place.device)
+    taken = timing.measure_interleaved([source.sum], device=place.device, seconds=0.25)
+    read = source.nbytes / statistics.median(taken.samples[0]) / 1e6
+    return {"copy_gbps": round(copied, 1), "read_gbps": round(read, 1), "clock": clock}
+
+
+def our_decoder(model: xLSTMLarge, tokens: Tensor, capture: bool) -> Decoder:
+    """What `generate` steps with, behind a prompt."""
+    logits, state = model(tokens, last_only=True, return_last_states=True)
+    decoder = Decoder(state, logits[:, 0], Sampling(0.0, 0, 1.0))
+    decoder.start(state, logits[:, 0], None)
+    decoder.choose(model, capture, NEW_TOKENS)
+    return decoder
+
+
+def official_step(peer: Any, tokens: Tensor) -> Callable[[], Any]:
+    """A step of the official model behind a prompt: the token and the states stay where they are."""
+    logits, state = peer(tokens)
+    token = logits[:, -1:].argmax(-1)
+
+    def work() -> Tensor:
+        logits, _ = peer(token, state)
+        token.copy_(logits[:, -1:].argmax(-1))
+        return logits
+
+    return work
+
+
+def captured(work: Callable[[], Any]) -> Callable[[], Any]:
+    """The work as a graph's replay."""
+    cuda_graph.warm_up(work)
+    graph, _ = cuda_graph.record(work, torch.cuda.graph_pool_handle(), "the official step")
+    replay: Callable[[], Any] = graph.replay
+    return replay
+
+
+def generated(place: Place, model: xLSTMLarge, tokens: Tensor, count: int) -> Row:
+    """`generate` by the host's clock, its graph recorded before."""
+    model.generate(tokens, count)
+    place.wait()
+    begin = time.perf_counter()
+    found = model.generate(tokens, count)
+    seconds = time.perf_counter() - begin
+    return {"decoding": found.decoding, "generate_tokens_s": round(tokens.shape[0] * count / seconds, 1)}
+
+
+@torch.no_grad()
+def decode(form: str | None, state: str, report: Report, args: argparse.Namespace) -> None:
+    """Steps by batch; the official package has weights in 16 bits and states in float32 alone."""
+    place = start(report, args)
+    model = ours(place, inference_state_dtype=state)
+    if form is not None:
+        quantize(model, form, lm_head=True)
+        empty(place)
+    peer = peer_of(report, place, model) if form is None and state == "float32" else None
+    if not report.at("answers") or not judge(report, place, model, {} if peer is None else {"official": peer}):
+        return
+    limit = bandwidth(place)
+    count = 24 if place.small else NEW_TOKENS
+    for batch in BATCHES:
+        case = f"batch {batch}"
+        if report.has(case) or not report.at(case):
+            continue
+        tokens = place.tokens(batch, 16)
+        empty(place)
+        decoder = our_decoder(model, tokens, True)
+        work = partial(decoder.step, model, None)
+        moved = step_bytes(model, batch)
+        row: Row = {"bytes": moved, "wavecrest": {"decoding": decoder.decoding, "gib": most_memory(place)}}
+        if peer is None:
+            row["wavecrest_ms"] = alone(place, work)["ms"]
+        else:
+            base = official_step(peer, tokens)
+            base()
+            row["official_eager"] = alone(place, base)
+            row |= paired(place, base if place.device == "cpu" else captured(base), work, 4.0)
+            row["official_tokens_s"] = round(1e3 * batch / row["official_ms"], 1)
+        floor = moved / max(limit["copy_gbps"], limit["read_gbps"]) / 1e6
+        row |= {
+            "tokens_s": round(1e3 * batch / row["wavecrest_ms"], 1), "floor_ms": round(floor, 4),
+            "of_floor": round(floor / row["wavecrest_ms"], 3), **limit,
+        }  # fmt: skip
+        row["wavecrest"] |= generated(place, model, tokens, count)
+        row["wavecrest_eager"] = alone(place, partial(our_decoder(model, tokens, False).step, model, None))
+        report.row(case, **row)
+
+
+@torch.no_grad()
+def first(report: Report, args: argparse.Namespace) -> None:
+    """Time to the first token of a prompt, everything compiled: `generate(…, 1)` of both."""
+    place = start(report, args)
+    model = ours(place)
+    peer = peer_of(report, place, model)
+    for case, shape in (SMALL_PROMPTS if place.small else PROMPTS).items():
+        if not report.at(case):
+            continue
+        tokens = place.tokens(*shape)
+        row: Row = {"wavecrest": alone(place, partial(model.generate, tokens, 1))}
+        if peer is not None:
+            row["official"] = alone(place, partial(peer.generate, tokens, 1))
+            row["ratio"] = row["official"]["wall_ms"] / row["wavecrest"]["wall_ms"]
+        report.row(case, **row)
+
+
+class Compilations:
+    """Variants of kernels that Triton makes ready in this process, cached or not, and graphs of torch.compile."""
+
+    def __init__(self) -> None:
+        self.kernels: list[str] = []
+        from triton import knobs
+
+        knobs.runtime.jit_post_compile_hook = self._count
+
+    def _count(self, *, fn: Any, **_more: Any) -> None:
+        self.kernels.append(fn.name)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs of torch.compile so far."""
+        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@torch.no_grad()
+def lengths(report: Report, args: argparse.Namespace) -> None:
+    """Prompts of other lengths: what is compiled for each, and its first call beside its second."""
+    place = start(report, args)
+    counted = Compilations()
+    model = ours(place)
+    peer = peer_of(report, place, model)
+    runs = {"wavecrest": partial(model, last_only=True, return_last_states=True)}
+    runs |= {} if peer is None else {"official": peer}
+    for name, run in runs.items():
+        for length in SMALL_LENGTHS if place.small else LENGTHS:
+            case = f"{name} {length}"
+            if report.has(case) or not report.at(case):
+                continue
+            tokens, kernels, graphs = place.tokens(1, length), len(counted.kernels), counted.graphs
+            work = partial(run, tokens)
+            ms = [round(1e3 * first_call(place, work)["first_s"], 1) for _ in range(2)]
+            names = sorted(set(counted.kernels[kernels:]))
+            report.row(
+                case, kernels=len(counted.kernels) - kernels, graphs=counted.graphs - graphs, first_ms=ms[0],
+                second_ms=ms[1], names=names,
+            )  # fmt: skip
+
+
+@torch.no_grad()
+def cold(name: str, again: bool, report: Report, args: argparse.Namespace) -> None:
+    """Seconds from the start of the process; without `again` no compiled kernel is on the disk."""
+    where = COLD / name
+    if not again:
+        shutil.rmtree(where, ignore_errors=True)
+    os.environ |= {"TRITON_CACHE_DIR": str(where / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(where / "inductor")}
+    row: Row = {}
+
+    def passed(what: str) -> None:
+        place.wait()
+        row[what] = round(time.time() - report.began, 2)
+
+    place = start(report, args)
+    passed("imports_s")
+    model: Any = ours(place)
+    if name == "official":
+        model = peer_of(report, place, model)
+        if model is None:
+            return
+    tokens = place.tokens(1, 48 if place.small else 2048)
+    passed("model_s")
+    report.at("generate")
+    model.generate(tokens, 1)
+    passed("first_token_s")
+    model.generate(tokens, 32)
+    passed("32_tokens_s")
+    begin = time.time()
+    model.generate(tokens, 32)
+    place.wait()
+    report.row(name, **row, warm_32_tokens_s=round(time.time() - begin, 2))
+    if again:
+        shutil.rmtree(where, ignore_errors=True)
+
+
+@torch.no_grad()
+def kernels(report: Report, args: argparse.Namespace) -> None:
+    """What takes the time of a prompt and of eager steps, by torch's profiler: shares, not times to quote."""
+    place = start(report, args)
+    model = ours(place)
+    peer = peer_of(report, place, model)
+    case, shape = next(iter((SMALL_PROMPTS if place.small else PROMPTS).items()))
+    tokens = place.tokens(*shape)
+    works: dict[str, Callable[[], Any]] = {f"prompt {case}": partial(model, tokens, last_only=True)}
+    if peer is not None:
+        works[f"official prompt {case}"] = partial(peer, tokens)
+    for batch in BATCHES:
+        decoder = our_decoder(model, place.tokens(batch, 16), False)
+        works[f"step {batch}"] = partial(decoder.step, model, None)
+    cpu, activity = place.device == "cpu", torch.profiler.ProfilerActivity
+    for name, work in works.items():
+        if not report.at(name):
+            continue
+        work()
+        place.wait()
+        with torch.profiler.profile(activities=[activity.CPU if cpu else activity.CUDA]) as found:
+            work()
+            place.wait()
+        events = [
+            (one.key, one.cpu_time_total if cpu else one.device_time_total, one.count) for one in found.key_averages()
+        ]
+        events.sort(key=lambda one: -one[1])
+        report.row(
+            name, total_us=round(sum(us for _, us, _ in events), 1), launches=sum(count for *_, count in events),
+            kernels=[[key[:90], round(us, 1), count] for key, us, count in events[:16]],
+        )  # fmt: skip
+
+
+PARTS = [
+    Part("decode", 150.0, partial(decode, None, "float32")),
+    Part("prefill", 180.0, partial(prefill, "limit_chunk")),
+    Part("decode-int8", 100.0, partial(decode, "int8", "float32")),
+    Part("decode-fp8", 100.0, partial(decode, "fp8", "float32")),
+    Part("lengths", 120.0, lengths),
+    Part("first", 90.0, first),
+    Part("kernels", 60.0, kernels),
+    Part("cold-wavecrest", 120.0, partial(cold, "wavecrest", False)),
+    Part("cold-wavecrest-again", 60.0, partial(cold, "wavecrest", True)),
+    Part("cold-official", 120.0, partial(cold, "official", False)),
+    Part("cold-official-again", 60.0, partial(cold, "official", True)),
+    Part("decode-half", 100.0, partial(decode, None, "float16")),
+    Part("prefill-xl", 120.0, partial(prefill, "xl_chunk")),
+]
+
+if __name__ == "__main__":
+    raise SystemExit(parts.main(__doc__ or "", "benchmarks.xlstm_peers", PARTS))

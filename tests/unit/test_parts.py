@@ -1,0 +1,212 @@
+"""benchmarks/parts.py: what is left of parts that die, hang and raise; and the scripts made of them, on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import mlstm_peers, parts, xlstm_peers
+from benchmarks.parts import Report
+
+from tests.unit import parts_trial
+from wavecrest import registry
+from wavecrest.models.xlstm.quantize import quantize
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the parts' processes import this tree, from its root
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
+
+
+def run(out: Path, *argv: str) -> int:
+    return parts.main("", "tests.unit.parts_trial", parts_trial.PARTS, [*argv, "--out", str(out)])
+
+
+def runs(out: Path) -> dict[str, Any]:
+    return {one["part"]: one for one in json.loads(out.read_text())["runs"]}
+
+
+def test_every_end_is_in_the_file(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "found.json"
+    assert run(out, "fine", "dies", "dead", "--small") == 1
+    found = runs(out)
+    fine = found["fine"]
+    assert fine["ended"] == "done" and fine["summary"] == {"cases": 1} and fine["seconds"] > 0
+    assert fine["rows"] == [{"case": "one", "ratio": 2.0, "samples": [1, 2, 3]}]
+    assert fine["header"] == {"device": None, "small": True}
+    died = {row["case"]: row for row in found["dies"]["rows"]}
+    assert list(died) == ["a", "try b", "try c", "d"] and found["dies"]["ended"] == "done"
+    assert "SIGABRT" in died["try b"]["problem"]
+    assert died["try c"]["problem"] == "its process ended with exit code 1: ValueError: this one raises"
+    # the part went on in new processes, and what was done was not done again
+    assert died["a"]["pid"] != died["d"]["pid"]
+    assert found["dead"]["ended"].startswith("its process ended with exit code 3") and found["dead"]["rows"] == []
+
+
+def test_a_part_that_hangs_is_stopped_and_keeps_its_rows(tmp_path: Path) -> None:
+    out, begin = tmp_path / "found.json", time.monotonic()
+    assert run(out, "hangs") == 1
+    assert time.monotonic() - begin < 20
+    found = runs(out)["hangs"]
+    assert found["ended"] == "stopped after 3 s, at the long one" and found["rows"] == [{"case": "before"}]
+
+
+def test_parts_of_a_group_run_at_the_same_time(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    assert run(out, "meets-1", "meets-2") == 0
+    assert [one["rows"] for one in runs(out).values()] == [[{"case": "met"}]] * 2
+
+
+def test_a_later_run_keeps_the_earlier_ones(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    assert run(out, "fine") == 0
+    assert run(out, "fine", "dies", "--budget", "0.1") == 1
+    ended = [one["ended"] for one in json.loads(out.read_text())["runs"]]
+    assert ended == ["done", *["not started: no time left of the budget"] * 2]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"runs": 3}'])
+def test_another_file_is_not_overwritten(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "found.json"
+    out.write_text(text)
+    with pytest.raises(SystemExit):
+        run(out, "fine")
+    assert "no file of parts" in capsys.readouterr().err and out.read_text() == text
+
+
+def test_an_unknown_part_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path / "found.json", "fien")
+    assert "no part 'fien'; there are fine, dies" in capsys.readouterr().err
+
+
+def test_a_signal_has_its_name() -> None:
+    assert "SIGSEGV" in parts._reason(-signal.SIGSEGV, "")
+    assert parts._reason(7, "last words") == "its process ended with exit code 7: last words"
+
+
+class Told(Report):
+    """A report that keeps what it is told."""
+
+    def __init__(self, died: tuple[str, ...] = ()) -> None:
+        super().__init__(-1, died)
+        self.messages: list[dict[str, Any]] = []
+
+    def _write(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+
+    @property
+    def rows(self) -> dict[str, Any]:
+        return {one["row"]["case"]: one["row"] for one in self.messages if "row" in one}
+
+
+SMALL = argparse.Namespace(device="cpu", small=True, out=None)
+
+
+def test_wrong_peers_have_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is right, one is off, one raises, one aborted an earlier process, one is not installed."""
+
+    def absent() -> Callable[..., Any]:
+        raise ImportError("no such package")
+
+    def off(*given: torch.Tensor) -> torch.Tensor:
+        return mlstm_peers.chunks(given) * 1.1
+
+    made = {
+        "wavecrest": lambda: lambda *given: mlstm_peers.chunks(given),
+        "slow": lambda: lambda *given: (time.sleep(0.01), mlstm_peers.chunks(given))[1],
+        "off": lambda: off, "raises": lambda: lambda *given: 1 // 0, "aborts": lambda: off, "absent": absent,
+    }  # fmt: skip
+    case = next(iter(mlstm_peers.SMALL))
+    monkeypatch.setattr(mlstm_peers, "implementations", lambda device: made)
+    monkeypatch.setattr(mlstm_peers, "SMALL", {case: (1, 2, 32, 8, 16)})
+    report = Told((f"aborts {case}",))
+    mlstm_peers.chunkwise(report, SMALL)
+    row = report.rows[case]
+    timed = {name for name, one in row["rows"].items() if "ms" in one}
+    assert timed == {"wavecrest", "slow"}
+    problems = {name: one["problem"] for name, one in row["rows"].items() if name not in timed}
+    assert "wrong: error 0.1" in problems["off"] and "ZeroDivisionError" in problems["raises"]
+    assert "died" in problems["aborts"] and "no such package" in problems["absent"]
+    assert row["best"] == "slow" and row["ratio"] > 1.5
+    assert mlstm_peers.geomean([{"ratio": 2.0}, {"ratio": 8.0}, {}]) == {"geomean": pytest.approx(4.0), "cases": 2}
+
+
+def test_the_two_references_agree() -> None:
+    given = mlstm_peers.operands((2, 2, 70, 24, 40), "cpu")
+    row = mlstm_peers.judge("wavecrest", mlstm_peers.chunks(given), mlstm_peers.recurrence(given))
+    assert "problem" not in row and 0 < row["relative"] < 1e-5
+    shapes = {"_".join(map(str, shape)) for shape in mlstm_peers.SHAPES.values()}
+    assert len(shapes) == 9 and all(shape[4] == 2 * shape[3] for shape in mlstm_peers.SHAPES.values())
+
+
+def test_steps_in_place_are_timed_beside_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlstm_peers, "SMALL_BATCHES", (2,))
+    monkeypatch.setattr(mlstm_peers, "official_step", lambda device: registry.get("mlstm_step").reference)
+    report = Told()
+    mlstm_peers.step(report, SMALL)
+    rows = report.rows["b2"]["rows"]
+    assert set(rows) == {"wavecrest", "wavecrest in place", "official", "copy"}
+    assert all(row["ms"] > 0 and row["percent_of_copy"] > 0 for row in rows.values())
+    assert report.rows["b2"]["best"] == "official"
+
+
+PLACE = xlstm_peers.Place("cpu", True)
+
+
+def test_a_step_moves_weights_once_and_states_twice() -> None:
+    model = xlstm_peers.ours(PLACE)
+    d, heads, blocks, width, vocabulary = 64, 2, 2, 192, 211
+    matrices = d * (2 * 32 + 2 * 64) + 2 * heads * d + d * d + 2 * width * d + width * d
+    vectors = 3 * d + 2 * heads
+    weights = 4 * (blocks * (matrices + vectors) + d + vocabulary * d)
+    state = 4 * blocks * heads * (16 * 32 + 16 + 1)
+    assert xlstm_peers.step_bytes(model, 3) == weights + 2 * 3 * state
+    packed = xlstm_peers.step_bytes(quantize(model, "int8", lm_head=True), 3)
+    # a byte for each weight but the gates', and a scale a row
+    rows = blocks * (192 + d + 2 * width + d) + vocabulary
+    bytes_packed = blocks * (matrices - 2 * heads * d) + vocabulary * d
+    assert packed == weights + 2 * 3 * state - 3 * bytes_packed + 4 * rows
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_a_wrong_model_is_told(form: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = xlstm_peers.ours(PLACE)
+    if form is not None:
+        quantize(model, form)
+    report = Told()
+    assert xlstm_peers.judge(report, PLACE, model, {}), report.rows
+    assert report.rows["answers"]["errors"]["wavecrest"] < 2e-5
+    # a part of the cell whose effect fresh weights would hide
+    with torch.no_grad():
+        model.backbone.blocks[0].mlstm_layer.ifgate_preact.bias[0] += 0.5
+    original, sound = xlstm_peers.reference, xlstm_peers.ours(PLACE)
+    monkeypatch.setattr(xlstm_peers, "reference", lambda _model, place: original(sound, place))
+    assert not xlstm_peers.judge(Told(), PLACE, model, {})
+
+
+def test_the_official_error_allows_twice_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = {"official": 0.3, "wavecrest": 0.5}
+    monkeypatch.setattr(xlstm_peers, "reference", lambda model, place: None)
+
+    def answers(model: Any, tokens: torch.Tensor, steps: int) -> torch.Tensor:
+        return torch.ones(3) * (1.0 + errors.get(model, 0.0))
+
+    monkeypatch.setattr(xlstm_peers, "answers", lambda model, *rest: answers(names.get(id(model), ""), *rest))
+    model = xlstm_peers.ours(PLACE)
+    names = {id(model): "wavecrest", id(errors): "official"}
+    assert xlstm_peers.judge(Told(), PLACE, model, {"official": errors})
+    errors["wavecrest"] = 0.7
+    assert not xlstm_peers.judge(Told(), PLACE, model, {"official": errors})
