@@ -98,7 +98,9 @@ def test_settings_can_be_changed(tmp_path: Path) -> None:
 def test_packed_as_they_are_read(format: str, tmp_path: Path) -> None:
     build(weight_mode="fused").save_pretrained(tmp_path / "m")
     found, wanted = _load(tmp_path / "m", quantize=format), quantize(build(weight_mode="fused"), format)
-    torch.testing.assert_close(found(tokens(1, 5))[0], wanted(tokens(1, 5))[0], rtol=0, atol=0)
+    # what was loaded has gradients, which no kernel gives
+    with torch.no_grad():
+        torch.testing.assert_close(found(tokens(1, 5))[0], wanted(tokens(1, 5))[0], rtol=0, atol=0)
 
 
 def test_weights_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from typing import Any
 
 import pytest
@@ -60,6 +61,10 @@ def test_greedy_generation_is_that_of_transformers() -> None:
     assert torch.equal(_ours(theirs).generate(prompt, 12, insert_bos=False).tokens, wanted.cpu())
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("xlstm") is not None,
+    reason="transformers runs the package xlstm where it is installed, whose native kernel fails with bfloat16",
+)
 def test_bfloat16_is_no_further_off_than_transformers() -> None:
     errors = []
     for seed in range(4):

@@ -850,7 +850,21 @@ def run_hopper(call: Operands, how: str = "default") -> Any:
 def test_hopper(name: str, how: str, hopper: registry.Op) -> None:
     """Keys that end anywhere in a tile, in any number of tiles and splits, with NaN behind them."""
     call = named(WHOLE | HOPPER_CASES[name], "cuda")
+    splits = SPLITS[how]
+    if call.block_table is not None and splits is not None and call.page % splits[2] != 0:
+        with pytest.raises(InvalidArgument, match="must lie in one page"):
+            run_hopper(call, how)
+        return
     assert_right(call, run_hopper(call, how))
+
+
+def test_hopper_tiles_lie_in_one_page() -> None:
+    """Where a launch is described: without a GPU too."""
+    call = cases_of_tools.compiled_for_hopper()["H=16 pages of 32"]
+    config = hopper_launch.default(shape_of(key_of(call)), ARCHS["sm_90"])
+    assert hopper_launch.described(call, config, ARCHS["sm_90"])
+    with pytest.raises(InvalidArgument, match="must lie in one page, of 32"):
+        hopper_launch.described(call, Config(**(config.kwargs | {"BLOCK_N": 64})), ARCHS["sm_90"])
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import wavecrest.ops._rows as _rows
 import wavecrest.ops._triton as _triton
+from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops.mla_decode import config as _config
 from wavecrest.ops.mla_decode import launch as _launch
@@ -91,6 +92,8 @@ def _kernel(keys: int) -> _launch.Kernel:
     ) -> _rows.Launch:
         q_strides, rope_strides = _launch.strides(q, 3), _launch.strides(given.q_rope, 3)
         q_align = _rows.alignment(0, q_strides, rope_strides)
+        if given.block_table is not None and given.page % keys != 0:
+            raise InvalidArgument(f"mla_decode: BLOCK_N={keys}: a tile of keys must lie in one page, of {given.page}")
         return _rows.Launch(
             _hopper_mla_kernel,
             (split.blocks * split.splits * given.batch,),
