@@ -347,7 +347,7 @@ def test_what_of_misses_cannot_be_tuned_is_said(
     for words, message in (
         ([str(none)], "has nothing to tune here: was missed on gfx942"),
         ([str(tmp_path / "gone.jsonl")], "cannot read"),
-        ([str(path), "--table", "double.csv"], "--table is for an op, not for a file"),
+        ([str(path), "--table", "double.csv"], "a table's rows name the record they come from"),
         ([str(missed(tmp_path / "op.jsonl", (4, 8), op="gone"))], "no op named 'gone'"),
     ):
         assert main.main(["tune", *words]) == 1

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecrest import hardware, records, registry, timing
+from wavecrest import hardware, lookup, records, registry, timing
 from wavecrest.cli import main
 from wavecrest.cli import tune as cli
+from wavecrest.errors import InvalidArgument
 from wavecrest.integrations import ray
 from wavecrest.registry import Cost, Op
 from wavecrest.tune import lanes, session
@@ -200,6 +201,23 @@ def test_on_a_gpu_a_table_is_written(op: Op, monkeypatch: pytest.MonkeyPatch, tm
     assert main.main(["tune", "double", "--executor", "here", "--out", str(out), "--table", str(table)]) == 0
     rows = database.read(table, ("rows",))
     assert {key: row.config for key, row in rows.items()} == {(4,): Config(BLOCK=2), (16,): Config(BLOCK=2)}
+
+
+def test_a_file_of_one_op_may_have_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = replace(hardware.cpu(), arch="sm_90")
+    path, out, table = tmp_path / "shapes.csv", tmp_path / "a.json", tmp_path / "sm_90" / "softmax.csv"
+    path.write_text("op,M,N,dtype\nsoftmax,5,16,float32\nsoftmax,7,16,float32\n")
+    options = ["--executor", "here", "--backends", "torch", "--seconds", "0.001", "--out", str(out)]
+    options += ["--table", str(table)]
+    monkeypatch.setattr(hardware, "detect", lambda name=None: _Gpu(device))
+    assert main.main(["tune", str(path), *options]) == 0
+    rows = database.read(table, lookup.fields_of(registry.get("softmax")))
+    assert len(rows) == 2 and {row.backend for row in rows.values()} == {"torch"}
+    path.write_text("op,M,N,dtype\nsoftmax,5,16,float32\nrms_norm,7,16,float32\n")
+    monkeypatch.setattr(hardware, "detect", lambda name=None: _Gpu(device))
+    with pytest.raises(InvalidArgument, match=r"--table is for one op, and .* has softmax, rms_norm"):
+        cli.run_file(path, session.Settings(), out=tmp_path / "b.json", table=table, executor="here")
+    assert database.read(table, lookup.fields_of(registry.get("softmax"))) == rows
 
 
 class _Gpu:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # where keys are tuned
 EXECUTORS = ("here", "local", "ray")
+# files that list calls: misses, shapes
+_FILES = (".jsonl", ".csv")
 # reasons shown of each kind; the record has all
 SHOWN = 5
 
@@ -83,6 +85,7 @@ def run_file(
     *,
     device: str | None = None,
     out: Path | None = None,
+    table: Path | None = None,
     keep: bool | None = None,
     resume: bool = False,
     executor: str = "local",
@@ -95,7 +98,7 @@ def run_file(
         path: NAME.jsonl, written by `registry.record_misses` or where WAVECREST_MISSES says; or NAME.csv, see
             `wavecrest.tune.shapes.read`.
         settings: see `wavecrest.tune.session.Settings`; the budget is that of all ops together.
-        device, keep, resume, executor, children, on_step: as for `run`.
+        device, table, keep, resume, executor, children, on_step: as for `run`; a table takes the rows of one op.
         out: the record's file; with several ops each has its own, "<stem>_<op>.json" beside it.
 
     Raises:
@@ -106,16 +109,18 @@ def run_file(
     _check(settings)
     from wavecrest.tune import session
 
-    target, overlay = _target(device, None, keep)
+    target, overlay = _target(device, table, keep)
     begin = time.perf_counter()
     planned = _listed(path, target)
+    if table is not None and len(planned) > 1:
+        raise InvalidArgument(f"--table is for one op, and {path} has {', '.join(planned)}: tune them one by one")
     starts = _starts(executor, target, children, one=_is_one(device))
     found = []
     for name, given in planned.items():
         file = out if out is None or len(planned) == 1 else out.with_name(f"{out.stem}_{name}{out.suffix}")
         rest = max(1e-3, settings.budget - (time.perf_counter() - begin))
         mine = replace(settings, suite="shapes" if path.suffix == ".csv" else "misses", budget=rest)
-        targets = session.Targets(file, None, overlay)
+        targets = session.Targets(file, table, overlay)
         found.append(session.tune(name, target, mine, targets, resume=resume, starts=starts, on_step=on_step, **given))
     return found
 
@@ -388,12 +393,8 @@ def command(
 
             places: dict[str, Any] = {"device": device, "out": out, "keep": keep, "resume": resume}
             places |= {"executor": executor, "children": children, "on_step": on_step}
-            if op.endswith((".jsonl", ".csv")):
-                if table is not None:
-                    raise InvalidArgument("--table is for an op, not for a file of misses or shapes")
-                found = run_file(Path(op), settings, **places)
-            else:
-                found = [run(op, settings, table=table, **places)]
+            places |= {"table": table}
+            found = run_file(Path(op), settings, **places) if op.endswith(_FILES) else [run(op, settings, **places)]
     except KeyboardInterrupt:
         if out is not None:
             _shared.err.print(f"what was found is in {out}; --resume goes on", highlight=False, soft_wrap=True)
