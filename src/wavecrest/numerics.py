@@ -124,7 +124,7 @@ PRODUCT_UNITS = {"ieee": 2.0**-24, "tf32": 2.0**-11}
 
 
 def product_bound(
-    a: Tensor, b: Tensor, *, unit: float = 2.0**-24, sums: float = 2.0**-24, shrink: float = 0.0
+    a: Tensor, b: Tensor, *, unit: float = 2.0**-24, sums: float = 2.0**-24, shrink: float = 0.0, cut: float = 0.0
 ) -> Tensor:
     """How far a sum of products a @ b may be from the exact one, elementwise, before it is rounded to its dtype.
 
@@ -132,14 +132,16 @@ def product_bound(
     unit · ‖aᵢ ∘ bⱼ‖, and each of K partial sums by `sums` of itself, together sums · ‖aᵢ‖ · ‖bⱼ‖ for terms of random
     sign: for standard normal values K, √K of the sum (Higham and Mary, 2019). Four times both, as a limit. Where
     digits are cut off instead of rounded, errors are no longer independent: the sum becomes smaller by up to `shrink`
-    of itself.
+    of itself, and by up to `cut` of twice the mean of the partial sums. These walk at random to the last one: their
+    mean is half of it and, by a standard deviation of ‖aᵢ ∘ bⱼ‖ / √12 (a Brownian bridge's), something of their own,
+    six times which is the limit. It is all that is cut off where terms cancel.
 
     Args:
         a: float64 [..., M, K], the values that are multiplied, scaled.
         b: float64 [..., K, N].
         unit: of a product; 2^-11 for tf32.
         sums: of a sum; 2^-13 for 8-bit floats on sm_90, whose matrix unit keeps 14 bits.
-        shrink: see `matrix_unit_shrink`.
+        shrink, cut: see `matrix_unit_shrink`.
 
     Returns:
         float64 [..., M, N].
@@ -147,16 +149,16 @@ def product_bound(
     products = (a.square() @ b.square()).sqrt()
     lengths: Tensor = a.norm(dim=-1, keepdim=True) * b.norm(dim=-2, keepdim=True)
     off = 4 * (unit * products + sums * lengths)
-    return off + shrink * (a @ b).abs() if shrink else off
+    return off + shrink * (a @ b).abs() + 6 / 12**0.5 * cut * products if shrink else off
 
 
-def matrix_unit_shrink(K: int, a_bits: int, precision: str = "ieee") -> float:
-    """By what share of itself NVIDIA's matrix units make a sum of K products too small at most.
+def matrix_unit_shrink(K: int, a_bits: int, precision: str = "ieee") -> tuple[float, float]:
+    """By what share of itself NVIDIA's matrix units make a sum of K products too small at most; and what they cut off.
 
     They cut off what does not fit where they add (Fasi et al., Numerical behavior of NVIDIA tensor cores, PeerJ CS
     7:e330, 2021, for V100, T4 and A100). Reasoned from that, for an instruction that takes 32 bytes of a row: half a
     unit of the running sum on average each, which is half of the last sum on average. Twice that is the limit. An
-    operand of tf32 is cut to 10 bits of mantissa.
+    operand of tf32 is cut to 10 bits of mantissa, which the first number has too.
 
     Args:
         K: products a sum.
@@ -164,7 +166,8 @@ def matrix_unit_shrink(K: int, a_bits: int, precision: str = "ieee") -> float:
         precision: of 32-bit elements: "ieee", whose products no matrix unit makes, or "tf32".
     """
     if a_bits == 32 and precision == "ieee":
-        return 0.0
+        return 0.0, 0.0
     # sums of 8-bit floats keep 14 bits
     unit = 2.0**-14 if a_bits == 8 else 2.0**-24
-    return K / (256 // a_bits) * unit + (2.0**-9 if a_bits == 32 else 0.0)
+    cut = K / (256 // a_bits) * unit
+    return cut + (2.0**-9 if a_bits == 32 else 0.0), cut

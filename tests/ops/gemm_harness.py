@@ -390,7 +390,7 @@ def bound_of(backend: str, given: Operands) -> dict[str, float]:
         sums = 2.0**-13 if given.a.dtype in (E4M3, E5M2) else max(sums, step)
         if given.a.dtype != I8 or blocks:
             bits = 8 if given.a.dtype in (E4M3, E5M2) else max(16, 8 * given.a.itemsize)
-            shrink = numerics.matrix_unit_shrink(given.a.shape[-1], bits, given.precision)
+            shrink, _ = numerics.matrix_unit_shrink(given.a.shape[-1], bits, given.precision)
     return {"unit": unit, "sums": sums, "shrink": shrink, "step": step}
 
 

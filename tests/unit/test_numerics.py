@@ -112,3 +112,22 @@ def test_unknown_dtypes_are_held_to_float32() -> None:
     assert tolerance("row", "int8") == tolerance("row", "float32")
     with pytest.raises(KeyError):
         tolerance("cell", "float32")
+
+
+def test_a_sum_whose_digits_are_cut_off_is_within_the_bound() -> None:
+    """Partial sums of 16 products each, cut to 24 bits: where terms cancel, what is cut off is no share of the sum."""
+    steps, generator = 1792, torch.Generator().manual_seed(0)
+    terms = torch.randn(steps, 5000, generator=generator, dtype=torch.float64)
+    found = torch.zeros(5000)
+    for term in terms:
+        exact = found.double() + term
+        near = exact.float()
+        found = torch.where(near.double().abs() > exact.abs(), torch.nextafter(near, torch.zeros(())), near)
+    off = (found.double() - terms.sum(0)).abs()
+    ones = torch.ones(1, steps, dtype=torch.float64)
+    shrink, cut = numerics.matrix_unit_shrink(16 * steps, 16)
+    assert shrink == cut == steps * 2.0**-24 and numerics.matrix_unit_shrink(64, 32, "ieee") == (0.0, 0.0)
+    assert numerics.matrix_unit_shrink(64, 32, "tf32") == (8 * 2.0**-24 + 2.0**-9, 8 * 2.0**-24)
+    within = off / numerics.product_bound(ones, terms, shrink=shrink, cut=cut)[0]
+    assert 0.3 < float(within.max()) <= 1
+    assert not bool((off <= numerics.product_bound(ones, terms, shrink=shrink)[0]).all())

@@ -96,12 +96,15 @@ else:
         return libdevice.fast_dividef(1.0, x)
 
 
-# copies of tiles by descriptors: triton 3.6's names, or those of 3.9
+# copies of tiles by descriptors, and a barrier: triton 3.6's names, or those of 3.9
 load_tile: Any = None
 store_tile: Any = None
+# all warps of a group come to one place
+thread_barrier: Any = None
 if no_gluon is None:
     load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
     store_tile = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
+    thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 def described_tiles(x: Any, block: list[int]) -> Any:
@@ -141,6 +144,7 @@ __all__ = [
     "no_gluon",
     "reciprocal",
     "store_tile",
+    "thread_barrier",
     "tl",
     "triton",
     "unavailable",

@@ -19,18 +19,18 @@ STEP = 2.0**-24
 _FLOATS = {torch.float32: (24, -126), torch.float16: (11, -14), torch.bfloat16: (8, -126)}
 
 
-def _exactness(given: Operands) -> tuple[float, float, float]:
-    """`unit`, `sums` and `shrink` of `numerics.product_bound` for the kernels."""
+def _exactness(given: Operands) -> tuple[float, float, float, float]:
+    """`unit`, `sums`, `shrink` and `cut` of `numerics.product_bound` for the kernels."""
     if given.integers and "block" not in kinds(given):
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     unit = numerics.PRODUCT_UNITS[given.precision if given.a.dtype == torch.float32 else "ieee"]
     known = _rows.arch()
     if not given.a.is_cuda or known is None or known.vendor != "nvidia":
-        return unit, 2.0**-24, 0.0
+        return unit, 2.0**-24, 0.0, 0.0
     # the matrix unit of sm_90 keeps 14 bits of sums of 8-bit floats
     short = given.a.dtype in FLOAT8 and known.name == "sm_90"
-    shrink = numerics.matrix_unit_shrink(given.K, 8 if short else max(16, given.a.itemsize * 8), given.precision)
-    return unit, 2.0**-13 if short else 2.0**-24, shrink
+    bits = 8 if short else max(16, given.a.itemsize * 8)
+    return unit, 2.0**-13 if short else 2.0**-24, *numerics.matrix_unit_shrink(given.K, bits, given.precision)
 
 
 def _half_unit(size: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,10 +48,10 @@ def bound(given: Operands) -> Tensor | None:
     if given.dtype not in _FLOATS or torch.float64 in (given.a.dtype, given.b.dtype):
         return None
     a, b = values_of_a(given).double(), values_of_b(given).double()
-    unit, sums, shrink = _exactness(given)
+    unit, sums, shrink, cut = _exactness(given)
     # the reference sums in float32 too, integers times their scales in float64: where they cancel, not to 0
     own = 2.0**-52 if given.integers else 2.0**-24
-    off = numerics.product_bound(a, b, unit=unit + own, sums=sums + own, shrink=shrink) * abs(given.alpha)
+    off = numerics.product_bound(a, b, unit=unit + own, sums=sums + own, shrink=shrink, cut=cut) * abs(given.alpha)
     y = torch.matmul(a, b) * given.alpha
     del a, b
     size = y.abs()

@@ -59,7 +59,13 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     """Chunks over pages and without, with every option."""
     half, brain = torch.float16, torch.bfloat16
     small = Sizes(2, 20, 5, 96, 32, 16, nope=16, values=24)
+    whole = Sizes(2, 9, 10, 200, nope=16, values=24)
+    for_hopper = {
+        "latents of 512": partial(_call, whole, brain, "cpu", fill=0.4),
+        "latents of 512 in pages": partial(_call, whole._replace(keys=192, page=32), half, "cpu", fill=0.7),
+    }
     return {
+        **(for_hopper if arch == "sm_90" else {}),
         "chunk": partial(_call, small, half, "cpu", fill=0.5),
         "pages of 16": partial(_call, small._replace(page=16), brain, "cpu", tables="neox"),
         "every option": partial(
