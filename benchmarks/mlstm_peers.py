@@ -4,8 +4,8 @@
 
 Not peers of `wavecrest bench`, as they cannot be trusted with its process: some abort the compiler. So every one is
 first tried in a process of its own (parts `right-…`, which run side by side and leave compiled kernels behind): on
-small sequences against the recurrence in float64, then on every shape against the chunks in PyTorch's operations in
-float32. The parts that time hold everything against these once more; what is wrong has no time. A ratio is the best
+small sequences against the recurrence, then on every shape against the chunks in PyTorch's operations, both in
+float64. The parts that time hold everything against these once more; what is wrong has no time. A ratio is the best
 official kernel and chunk size over ours, paired by round.
 
 mlstm-kernels is called by its public names alone (`get_mlstm_kernel`, `get_mlstm_step_kernel`).
@@ -104,10 +104,8 @@ def recurrence(given: tuple[Tensor, ...]) -> Tensor:
 
 
 def chunks(given: tuple[Tensor, ...]) -> Tensor:
-    """h in float32, by chunks in PyTorch's operations."""
-    q, k, v, i, f = given
-    run = registry.get("mlstm_chunkwise").backends["torch"].run
-    h: Tensor = run(q.float(), k.float(), v.float(), i, f)
+    """h in float64, by chunks in PyTorch's operations."""
+    h: Tensor = registry.get("mlstm_chunkwise").backends["torch"].run(*(one.double() for one in given))
     return h
 
 
