@@ -229,6 +229,16 @@ class Op:
         entry = self._cache.get(key) or self._decide(key, args, kwargs)
         return entry.decision
 
+    def decide_as(self, key: Key, *args: Any) -> Decision:
+        """The decision for calls with a key that need not be that of the arguments, which predicates look at.
+
+        For devices that are not here: it is neither kept nor counted, and no miss is reported.
+        """
+        backend, config, source, reason, refused = self._choose(key, args, {})
+        if config is None and backend.takes_config:
+            config = self.config_of(backend.name, key)
+        return Decision(self.name, key, backend.name, config, source, reason, tuple(Refusal(*pair) for pair in refused))
+
     def run(self, backend: str, *args: Any, config: Config | None = None, **kwargs: Any) -> Any:
         """Run one named backend, whatever the dispatcher would choose (tests, benchmarks, tuning).
 

@@ -12,21 +12,28 @@ from wavecrest.ops._mlstm_operands import Operands, StepOperands
 from wavecrest.registry import Cost, Key, dtype_name, m_bucket, needs_grad
 
 KEY_FIELDS = (
-    "tokens", "heads", "dk", "dv", "dtype", "state", "form", "input_gate", "normalize", "capped", "resets", "initial",
-    "last", "norm", "output_gate", "chunk", "device", "grad",
+    "batch", "tokens", "heads", "dk", "dv", "dtype", "state", "form", "input_gate", "normalize", "capped", "resets",
+    "initial", "last", "norm", "output_gate", "chunk", "invariant", "device", "grad",
 )  # fmt: skip
+# those of them that are sizes, the one that rows are listed by first
+KEY_SIZES = ("tokens", "batch")
 
 
 def key_of(given: Operands) -> Key:
-    """The shape key of a call. The batch is no part of it: no measured row can make a row's bits depend on it."""
+    """The shape key of a call, `batch` its sequences.
+
+    With `batch_invariant` what a sequence may have around it is no part of it (`batch` and `tokens` 0, `form` "any"):
+    no measured row can make its bits depend on that.
+    """
     return (
-        m_bucket(given.tokens),
+        0 if given.batch_invariant else m_bucket(given.sequences),
+        0 if given.batch_invariant else m_bucket(given.tokens),
         given.heads,
         given.dk,
         given.dv,
         dtype_name(given.q),
         str(given.c_dtype).removeprefix("torch."),
-        given.form,
+        "any" if given.batch_invariant else given.form,
         given.input_gate,
         given.normalize,
         given.capped,
@@ -36,6 +43,7 @@ def key_of(given: Operands) -> Key:
         given.norm_weight is not None,
         given.output_gate is not None,
         given.chunk_size or 0,
+        given.batch_invariant,
         given.q.device.type,
         needs_grad(*given.floats),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from wavecrest.tuned import published
 from wavecrest.tuned.overlay import Overlay
 from wavecrest.tuned.row import Proposal, Row, RowKey, here, said
 from wavecrest.tuned.table import read, write
@@ -25,17 +26,21 @@ class Database:
         folder: holds `<arch>/<op>.csv`; None: the rows that come with the package.
         arch: the architecture whose rows hold, such as "sm_90"; None: that of the current GPU.
         overlay: the user's own rows, which stand before those of the folder; None: there are none.
+
+    What others have published is in the package, and of another folder in its folder "prior" (see `published`).
     """
 
     def __init__(self, folder: Path | None = None, arch: str | None = None, overlay: Overlay | None = None) -> None:
         self.folder = DATA if folder is None else folder
         self.overlay = overlay
+        self._prior = published.PRIOR if folder is None else folder / "prior"
         self._arch = arch
         self._rows: dict[str, Mapping[RowKey, Row]] = {}
         # keys whose row is the user's
         self._users: dict[str, frozenset[RowKey]] = {}
         # proposals made before: a look-up that repeats makes nothing new
         self._exact: dict[str, dict[RowKey, Proposal]] = {}
+        self._published: dict[str, published.Priors] = {}
 
     @property
     def arch(self) -> str:
@@ -48,7 +53,7 @@ class Database:
 
     def forget(self) -> None:
         """Read every file anew when it is asked for again."""
-        for cache in (self._rows, self._users, self._exact):
+        for cache in (self._rows, self._users, self._exact, self._published):
             cache.clear()
 
     def rows(self, op: str, fields: tuple[str, ...]) -> Mapping[RowKey, Row]:
@@ -94,6 +99,13 @@ class Database:
             if row is not None:
                 proposal = made[key] = Proposal(row.backend, row.config, "exact", self.said(op, row))
         return proposal
+
+    def prior(self, op: str, fields: tuple[str, ...], key: RowKey) -> Proposal | None:
+        """What others have published for a key, or None; arguments and errors are those of `look_up`."""
+        known = self._published.get(op)
+        if known is None:
+            known = self._published[op] = published.read(self._prior / self.arch / f"{op}.csv", fields)
+        return known.look_up(fields, key)
 
     def said(self, op: str, row: Row) -> str:
         """What a row of `rows` says, for people."""
