@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.mlstm_harness import BF16, DEVICE, F32, F64, NAN, case
+from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, NAN, case
 from tests.ops.op_harness import same_bits
 from wavecrest import lookup, registry
 from wavecrest.models.xlstm import kernels, xLSTMLargeConfig
@@ -62,11 +62,11 @@ def decide(given: Operands) -> Any:
     return registry.get(OP).decide(*real)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("dv", [64, 128])
-def test_the_published_table_decides_by_batch_and_length(on_gpu: None, dv: int) -> None:
+def test_the_published_table_decides_by_batch_and_length(on_gpu: None, dv: int, dtype: torch.dtype) -> None:
     with registry.measured_in(Database(arch="gfx942")):
         for (batch, tokens), backend in TABLE.items():
-            dtype = BF16 if (batch + tokens // 2048) % 2 else torch.float16
             found = decide(call(batch, tokens, dv, dtype=dtype))
             assert (found.backend, found.source) == (backend, "prior")
             words = "Native" if backend == "torch" else "AMD-optimized"
