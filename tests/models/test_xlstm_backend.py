@@ -125,6 +125,9 @@ def test_the_dtype_of_states() -> None:
         c, n, m = model(*given[:5])[1]
         assert [one.dtype for one in (c, n, m)] == [torch.float16, F32, F32]
         assert_right(given._replace(return_last_states=True, state_dtype=torch.float16), _flat(model(*given[:5])))
+        # of a state that was made in another dtype too
+        first = case(tokens=tokens, first=True).initial
+        assert model(*given[:5], *first)[1][0].dtype == torch.float16
         wide = case(tokens=tokens, dtype=F64)
         assert {one.dtype for one in model(*wide[:5])[1]} == {F64}
     with pytest.warns(ConfigWarning, match="decay is lost"):
@@ -180,6 +183,9 @@ def test_calls_that_are_none() -> None:
         model(*given[:5], mode="eval")
     with pytest.raises(InvalidArgument, match="train_with_padding returns no states"):
         model(*given[:5], mode="train_with_padding")
+    first = case(tokens=20, first=True).initial
+    with pytest.raises(InvalidArgument, match="train_with_padding returns no states"):
+        model(*given[:5], *first, return_last_states=False, mode="train_with_padding")
     with pytest.raises(InvalidArgument, match="n_initial must be"):
         model(*given[:5], c_initial=torch.zeros(2, 1, 16, 24, device=DEVICE))
     with pytest.raises(InvalidArgument, match="n must be"):
