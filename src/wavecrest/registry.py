@@ -106,8 +106,9 @@ class Op:
             that `wavecrest isa run` adds to those from `inputs`: options that inputs leave at their defaults.
         unpacked: `unpacked(*args)` gives the arguments of the same call with a packed weight unpacked, for peers that
             have no such thing; None where nothing is packed.
-        bound: `bound(*args)` gives how far elements of a kernel's result may be from the reference's, float64 of its
-            shape; or None where the tolerance of `op_class` is all there is to judge by.
+        bound: `bound(*args)` gives how far elements of a kernel's first result may be from the reference's, float64 of
+            its shape, or a tuple with one for each result; or None where the tolerance of `op_class` is all there is to
+            judge by.
         call_of_key: `call_of_key(parts, device)` gives the arguments of a call with the key whose parts it is given by
             name (None where there is no such call that it can make), so that recorded misses can be tuned.
         model: `model(key, arch, taking, fallback)` gives what a cost model proposes for a key that has neither a row of
@@ -131,7 +132,7 @@ class Op:
     bench_cases: Callable[[str, str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
     emulate_cases: Callable[[str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
     unpacked: Callable[..., tuple[Any, ...]] | None = None
-    bound: Callable[..., Tensor | None] | None = None
+    bound: Callable[..., Tensor | tuple[Tensor, ...] | None] | None = None
     call_of_key: Callable[[Mapping[str, Cell], str], tuple[Any, ...] | None] | None = None
     model: Callable[[Key, Arch, tuple[str, ...], str], Proposal | None] | None = None
     stores: tuple[int, ...] = ()

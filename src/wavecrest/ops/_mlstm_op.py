@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 import wavecrest.ops._rows as _rows
 from wavecrest.ops._mlstm_operands import Operands, StepOperands
 from wavecrest.registry import Cost, Key, dtype_name, m_bucket, needs_grad
+from wavecrest.tuned import Cell
 
 KEY_FIELDS = (
     "batch", "tokens", "heads", "dk", "dv", "dtype", "state", "form", "input_gate", "normalize", "capped", "resets",
@@ -92,6 +94,38 @@ def example(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: s
         if options.get("input_gate", "exp") == "exp":
             options["m_initial"] = torch.randn(rows, nh, 1, device=device)
     return tuple(Operands(q, k, v, i, f, **options))
+
+
+def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
+    """A call with this key; see `registry.Op`.
+
+    Sequences of equal length; with `batch_invariant`, whose key does not say how many, 4 of 2,048 tokens.
+    """
+    batch, tokens, form = int(parts["batch"] or 0), int(parts["tokens"] or 0), parts["form"]
+    dtype, state = (getattr(torch, str(parts[name]), None) for name in ("dtype", "state"))
+    if parts["invariant"]:
+        batch, tokens, form = 4, 2048, "whole"
+    if not isinstance(dtype, torch.dtype) or batch < 1 or tokens < 1:
+        return None
+    options: dict[str, Any] = {
+        "return_last_states": bool(parts["last"]), "first": bool(parts["initial"]), "epilogue": bool(parts["norm"]),
+        "chunk_size": parts["chunk"] or None, "input_gate": parts["input_gate"], "normalize": bool(parts["normalize"]),
+        "gate_soft_cap": 15.0 if parts["capped"] else 0.0, "batch_invariant": bool(parts["invariant"]),
+    }  # fmt: skip
+    if dtype != torch.float64:
+        options["state_dtype"] = state
+    rows = batch
+    if form == "packed":
+        rows = 1
+        options["cu_seqlens"] = (torch.arange(batch + 1, device=device) * tokens // batch).int()
+    elif form == "padded":
+        options["seq_lens"] = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+    if parts["resets"]:
+        # documents of 64 tokens
+        options["resets"] = (torch.arange(tokens, device=device) % 64 == 0).expand(rows, -1).contiguous()
+    heads, dk, dv = (int(parts[name] or 0) for name in ("heads", "dk", "dv"))
+    given = Operands(*example((rows, heads, tokens, dk, dv), dtype, device, **options))
+    return tuple(given if parts["output_gate"] else given._replace(output_gate=None))
 
 
 def emulated() -> dict[str, tuple[tuple[int, int, int, int, int], torch.dtype, dict[str, Any]]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import wavecrest.ops._mlstm_bound as _bound
 import wavecrest.ops._mlstm_op as _shared
 import wavecrest.ops._mlstm_recurrent as _recurrent
 import wavecrest.ops._mlstm_reference as _reference_module
@@ -110,6 +111,8 @@ _op = Op(
     compile_cases=_compile_cases,
     bench_cases=_bench_cases,
     emulate_cases=_emulate_cases,
+    bound=lambda *args: _bound.bound(Operands(*args), chunks=False),
+    call_of_key=_shared.call_of_key,
     op_class="gemm",
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import wavecrest.ops._mlstm_bound as _bound
 import wavecrest.ops._mlstm_op as _shared
 import wavecrest.ops._mlstm_reference as _reference_module
 import wavecrest.ops._rows as _rows
@@ -155,6 +156,8 @@ _op = Op(
     compile_cases=_compile_cases,
     bench_cases=_bench_cases,
     emulate_cases=_emulate_cases,
+    bound=lambda *args: _bound.bound(Operands(*args), chunks=True),
+    call_of_key=_shared.call_of_key,
     op_class="gemm",
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
