@@ -178,6 +178,12 @@ def test_bounds_begin_anew_with_a_document_and_pass_by_padding(op: str) -> None:
         h, *states = bound(*call._replace(**more))
         for one, want in zip((h[:, :, 25:], *states), alone, strict=True):
             torch.testing.assert_close(one, want, rtol=1e-9, atol=0.0)
+    part = {name: getattr(call, name)[:, :, :15] for name in part}
+    lens = torch.tensor([15], dtype=torch.int32, device=DEVICE)
+    h, *states = bound(*call._replace(seq_lens=lens))
+    for one, want in zip((h[:, :, :15], *states), bound(*call._replace(**part)), strict=True):
+        torch.testing.assert_close(one, want, rtol=1e-9, atol=0.0)
+    assert not bool(h[:, :, 15:].any())
     # and the state of the document before is not: it would be another bound
     h, *states = bound(*call)
     assert not any(torch.allclose(one, want, rtol=1e-3, atol=0.0) for one, want in zip(states, alone[1:], strict=True))
