@@ -547,6 +547,11 @@ def in_turn(*databases: Database) -> Iterator[tuple[Callable[[], None], ...]]:
             op.swap(own)
 
 
+def database() -> Database:
+    """The measured rows that decide now."""
+    return _database
+
+
 def measured_along(op: Op, key: Key) -> list[tuple[int, Row]]:
     """The measured rows that differ from a call's key in the first of `key_sizes` alone, and its own, by that size."""
     return lookup.along(op, key, _database)

@@ -5,7 +5,7 @@ Rows say which backend was the fastest for a shape key, with which configuration
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wavecrest.tuned import published
@@ -33,6 +33,7 @@ class Database:
     def __init__(self, folder: Path | None = None, arch: str | None = None, overlay: Overlay | None = None) -> None:
         self.folder = DATA if folder is None else folder
         self.overlay = overlay
+        self._trial: Mapping[str, Sequence[Row]] = {}
         self._prior = published.PRIOR if folder is None else folder / "prior"
         self._arch = arch
         self._rows: dict[str, Mapping[RowKey, Row]] = {}
@@ -46,6 +47,12 @@ class Database:
     def arch(self) -> str:
         """The architecture whose rows hold."""
         return here().arch if self._arch is None else self._arch
+
+    def trying(self, rows: Mapping[str, Sequence[Row]]) -> Database:
+        """This one with rows by op that stand before all others, of a run that has not kept them yet."""
+        made = Database(self.folder, self._arch, self.overlay)
+        made._trial, made._prior = rows, self._prior
+        return made
 
     def path(self, op: str) -> Path:
         """Where the rows of an op are, if it has any."""
@@ -76,6 +83,7 @@ class Database:
                 found += [(row, True) for row in self.overlay.read(self.arch, op, fields)]
             # the last of a key stays
             best = {row.key: (row, user) for row, user in (sorted(found, key=_standing) if found else ())}
+            best |= {row.key: (row, False) for row in self._trial.get(op, ())}
             rows = self._rows[op] = {key: row for key, (row, _user) in best.items()}
             self._users[op] = frozenset(key for key, (_row, user) in best.items() if user)
         return rows
