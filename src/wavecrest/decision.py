@@ -9,9 +9,9 @@ from typing import Any, Literal
 from wavecrest.hardware import Arch
 from wavecrest.tuned import Config, Work
 
-Source = Literal["exact", "near", "model", "default", "forced"]
+Source = Literal["exact", "near", "prior", "model", "default", "forced"]
 # where a decision comes from, the best first; "forced" is the caller's
-SOURCES: tuple[Source, ...] = ("exact", "near", "model", "default", "forced")
+SOURCES: tuple[Source, ...] = ("exact", "near", "prior", "model", "default", "forced")
 Key = tuple[Any, ...]
 
 

@@ -1,4 +1,4 @@
-"""What is known of a key: its measured row, a near one, what a model proposes; each held against the call."""
+"""What is known of a key: its measured row, a near one, what others published, a model; each held against the call."""
 
 from __future__ import annotations
 
@@ -50,6 +50,12 @@ def find(op: Op, key: Key, taking: tuple[str, ...], fallback: str, database: Dat
     if row is not None:
         return row.backend, pairs(row.config), "near", reason + note
     note += f"; {reason}" if reason else ""
+    prior = database.prior(op.name, fields, cells)
+    if prior is not None:
+        problem = _not_here(op, taking, prior.backend)
+        if not problem:
+            return prior.backend, (), prior.source, prior.reason + note
+        note += f"; {prior.reason} for {prior.backend}, {problem}"
     modelled, problem = _modelled(op, key, taking, fallback, hardware.ARCHS.get(database.arch))
     if modelled is not None:
         return modelled.backend, pairs(modelled.config), "model", modelled.reason + note
@@ -89,9 +95,14 @@ def fields_of(op: Op) -> tuple[str, ...]:
 
 def unusable(op: Op, key: Key, taking: tuple[str, ...], backend: str, config: Config | None) -> str:
     """Why a call cannot run as measured; "" where it can."""
+    return _not_here(op, taking, backend) or _misfit(op, key, backend, config)
+
+
+def _not_here(op: Op, taking: tuple[str, ...], backend: str) -> str:
+    """Why a backend does not run a call; "" where it does."""
     if backend not in op.backends:
         return f"which {op.name} does not have"
-    return "which declines it" if backend not in taking else _misfit(op, key, backend, config)
+    return "" if backend in taking else "which declines it"
 
 
 def _near(

@@ -475,13 +475,61 @@ class TuneRecord(Model):
     problem: str = ""
 
 
-Record = BenchRecord | ProfileRecord | OptimizeRecord | VerifyRecord | OpBenchRecord | TuneRecord
+class CalledKey(Model):
+    """A key that a workload calls: `calls` in one pass over its buckets, what ran them before, and what was found.
+
+    `left` says why it was not tuned or has no winner, `note` why its row decided nothing when the workload was timed.
+    `before_us` and `us` are the op's own times, of what ran before (None where that was in no final) and of the winner.
+    """
+
+    op: str
+    case: str
+    key: dict[str, str | int | bool | None]
+    calls: int
+    backend: str
+    config: dict[str, int] = Field(default_factory=dict)
+    source: str
+    left: str = ""
+    winner: str = ""
+    winner_config: dict[str, int] = Field(default_factory=dict)
+    before_us: float | None = None
+    us: float | None = None
+    note: str = ""
+
+
+class WorkloadTuneRecord(Model):
+    """`wavecrest tune WORKLOAD`: the keys it calls, their tuning by op, and its own time before and after.
+
+    `verdict`: kept (the workload is faster by the rows), tie, slower, nothing (no row changes what runs), or "" where
+    the run ended before. `kept`: the rows are worth keeping; `written`: they are in the user's database.
+    """
+
+    kind: Literal["tune-workload"] = "tune-workload"
+    format_version: int = FORMAT_VERSION
+    header: Header
+    workload: str
+    seconds: float = 0.0
+    keys: list[CalledKey] = Field(default_factory=list)
+    tunes: list[TuneRecord] = Field(default_factory=list)
+    buckets: list[BucketSpeed] = Field(default_factory=list)
+    ratio: float | None = None
+    ci: Interval | None = None
+    verdict: Literal["", "kept", "tie", "slower", "nothing"] = ""
+    reason: str = ""
+    kept: bool = False
+    written: bool = False
+    problem: str = ""
+
+
+Record = BenchRecord | ProfileRecord | OptimizeRecord | VerifyRecord | OpBenchRecord | TuneRecord | WorkloadTuneRecord
 _ADAPTER: pydantic.TypeAdapter[Record] = pydantic.TypeAdapter(Annotated[Record, Field(discriminator="kind")])
-_KINDS = ("bench", "profile", "optimize", "verify", "bench-ops", "tune")
+_KINDS = ("bench", "profile", "optimize", "verify", "bench-ops", "tune", "tune-workload")
 # format version n -> function that turns a version-n document into n + 1
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
-R = TypeVar("R", BenchRecord, ProfileRecord, OptimizeRecord, VerifyRecord, OpBenchRecord, TuneRecord)
+R = TypeVar(
+    "R", BenchRecord, ProfileRecord, OptimizeRecord, VerifyRecord, OpBenchRecord, TuneRecord, WorkloadTuneRecord
+)
 
 
 def _version(package: str) -> str | None:

@@ -31,6 +31,11 @@ from wavecrest.decision import Refusal as Refusal
 from wavecrest.decision import Source as Source
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
 from wavecrest.hardware import Arch
+from wavecrest.keys import dtype_name as dtype_name
+from wavecrest.keys import m_bucket as m_bucket
+from wavecrest.keys import needs_grad as needs_grad
+from wavecrest.keys import row_bucket as row_bucket
+from wavecrest.keys import signature_of
 from wavecrest.lookup import UNLISTED as UNLISTED
 from wavecrest.tuned import Cell, Config, Database, Overlay, Proposal, Row, Work, misses
 
@@ -69,6 +74,9 @@ MAX_SIGNATURES = 4096
 # (backend, its configuration, source, reason, declined backends with their reasons)
 _Choice = tuple[Backend, Config | None, Source, str, tuple[tuple[str, str], ...]]
 
+# decisions by key, what runs calls by signature, decisions of traced calls
+Decisions = tuple[dict[Key, _Entry], dict[tuple[Any, ...], _Bound], dict[Key, Decision]]
+
 _OPS: dict[str, Op] = {}
 _database = Database(overlay=Overlay.of_user())
 _strict: Strict = "off"
@@ -106,8 +114,9 @@ class Op:
             that `wavecrest isa run` adds to those from `inputs`: options that inputs leave at their defaults.
         unpacked: `unpacked(*args)` gives the arguments of the same call with a packed weight unpacked, for peers that
             have no such thing; None where nothing is packed.
-        bound: `bound(*args)` gives how far elements of a kernel's result may be from the reference's, float64 of its
-            shape; or None where the tolerance of `op_class` is all there is to judge by.
+        bound: `bound(*args)` gives how far elements of a kernel's first result may be from the reference's, float64 of
+            its shape, or a tuple with one for each result; or None where the tolerance of `op_class` is all there is to
+            judge by.
         call_of_key: `call_of_key(parts, device)` gives the arguments of a call with the key whose parts it is given by
             name (None where there is no such call that it can make), so that recorded misses can be tuned.
         model: `model(key, arch, taking, fallback)` gives what a cost model proposes for a key that has neither a row of
@@ -131,7 +140,7 @@ class Op:
     bench_cases: Callable[[str, str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
     emulate_cases: Callable[[str], dict[str, Callable[[], tuple[Any, ...]]]] | None = None
     unpacked: Callable[..., tuple[Any, ...]] | None = None
-    bound: Callable[..., Tensor | None] | None = None
+    bound: Callable[..., Tensor | tuple[Tensor, ...] | None] | None = None
     call_of_key: Callable[[Mapping[str, Cell], str], tuple[Any, ...] | None] | None = None
     model: Callable[[Key, Arch, tuple[str, ...], str], Proposal | None] | None = None
     stores: tuple[int, ...] = ()
@@ -202,7 +211,7 @@ class Op:
             entry.calls += 1
             return _bind(entry, args, kwargs, once=True)(*args, **kwargs)
         try:
-            signature = _signature(args)
+            signature = signature_of(args)
             bound = self._bound.get(signature)
         except TypeError:
             # an argument that has no hash is none that check lets pass
@@ -228,6 +237,22 @@ class Op:
         key = self.key(*args, **kwargs)
         entry = self._cache.get(key) or self._decide(key, args, kwargs)
         return entry.decision
+
+    def decide_as(self, key: Key, *args: Any) -> Decision:
+        """The decision for calls with a key that need not be that of the arguments, which predicates look at.
+
+        For devices that are not here: it is neither kept nor counted, and no miss is reported.
+        """
+        backend, config, source, reason, refused = self._choose(key, args, {})
+        if config is None and backend.takes_config:
+            config = self.config_of(backend.name, key)
+        return Decision(self.name, key, backend.name, config, source, reason, tuple(Refusal(*pair) for pair in refused))
+
+    def swap(self, decisions: Decisions | None) -> Decisions:
+        """Put decisions that were made before (None: none) in place of those made since, which are returned."""
+        now = self._cache, self._bound, self._traced
+        self._cache, self._bound, self._traced = decisions or ({}, {}, {})
+        return now
 
     def run(self, backend: str, *args: Any, config: Config | None = None, **kwargs: Any) -> Any:
         """Run one named backend, whatever the dispatcher would choose (tests, benchmarks, tuning).
@@ -345,24 +370,6 @@ class Op:
         if backend.takes_config:
             return backend.run(*args, **kwargs, config=Config(**dict(pairs)))
         return backend.run(*args, **kwargs)
-
-
-# arguments that are their own signature: most of a call's are, and asking whether they are tensors takes longer
-_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
-
-
-def _signature(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that check, key and bind may look at."""
-    grad = torch.is_grad_enabled()
-    parts: list[Any] = [grad]
-    for value in args:
-        if type(value) in _PLAIN:
-            parts.append(value)
-        elif isinstance(value, Tensor):
-            parts += (value.shape, value.stride(), value.dtype, value.device, grad and value.requires_grad)
-        else:
-            parts.append(value)
-    return tuple(parts)
 
 
 def _bind(entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], *, once: bool) -> Callable[..., Any]:
@@ -511,6 +518,40 @@ def measured_in(database: Database) -> Iterator[None]:
         forget()
 
 
+@contextlib.contextmanager
+def in_turn(*databases: Database) -> Iterator[tuple[Callable[[], None], ...]]:
+    """A function for each database that lets its rows decide from now on, with the decisions made by them before.
+
+    Unlike `measured_in` going back costs no new decisions, so that calls can be timed in turn.
+    """
+    global _database
+    before, ops = _database, list(_OPS.values())
+    outside = [op.swap(None) for op in ops]
+    kept: dict[int, list[Decisions]] = {}
+    active: int | None = None
+
+    def chosen(index: int) -> None:
+        global _database
+        nonlocal active
+        if active != index:
+            made = [op.swap(own) for op, own in zip(ops, kept.get(index, [None] * len(ops)), strict=True)]
+            if active is not None:
+                kept[active] = made
+            active, _database = index, databases[index]
+
+    try:
+        yield tuple([partial(chosen, index) for index in range(len(databases))])
+    finally:
+        _database = before
+        for op, own in zip(ops, outside, strict=True):
+            op.swap(own)
+
+
+def database() -> Database:
+    """The measured rows that decide now."""
+    return _database
+
+
 def measured_along(op: Op, key: Key) -> list[tuple[int, Row]]:
     """The measured rows that differ from a call's key in the first of `key_sizes` alone, and its own, by that size."""
     return lookup.along(op, key, _database)
@@ -543,48 +584,6 @@ def coverage() -> Coverage:
     As a context manager it holds those of the block: see `wavecrest.decision.Coverage`.
     """
     return Coverage(lambda: [row for name in sorted(_OPS) for row in _OPS[name].decisions()])
-
-
-def m_bucket(rows: int) -> int:
-    """The bucket of a row count, one scheme for all ops: exact up to 8, then powers of two, one above 65,536.
-
-    Inside torch.compile it is 0, for any count: a bucket of a symbolic size would compile once per bucket.
-    """
-    if torch.compiler.is_compiling():
-        return 0
-    return row_bucket(rows)
-
-
-def row_bucket(rows: int) -> int:
-    """The bucket of a row count, inside torch.compile too: a symbolic count compiles anew at the buckets' borders.
-
-    For ops whose best backend depends on the row count so much that one choice for all would be wrong.
-    """
-    if rows <= 8:
-        return rows
-    bucket = 16
-    while bucket < rows and bucket < 131072:
-        bucket *= 2
-    return bucket
-
-
-def needs_grad(*tensors: Tensor | None) -> bool:
-    """True if autograd would record a call with these tensors; part of every key, as kernels have no backward."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
-
-
-_DTYPE_NAMES: dict[torch.dtype, str] = {
-    value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """A tensor's dtype without the "torch." prefix."""
-    return _DTYPE_NAMES[tensor.dtype]
 
 
 _mode = env.get("WAVECREST_STRICT", "off")

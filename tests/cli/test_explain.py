@@ -229,6 +229,33 @@ def test_a_ranking_for_an_architecture_that_is_not_here(arch: str, capsys: pytes
     assert {row["backend"] for row in shown["ranking"] if row["default"]} >= {"triton", "triton_stream_k"}
     # as many rows as the key of a call on a GPU says, whatever is here
     assert shown["key"]["rows"] == 16 and shown["key"]["device"] == "cuda"
+    decision = shown["decision"]
+    assert (decision["kind"], decision["arch"], decision["key"]) == ("explain", arch, shown["key"])
+    assert decision["function"] and decision["source"] in ("exact", "near", "default")
+
+
+def test_what_others_published_is_shown_for_an_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    """Selection by batch on gfx942: which function runs, and that it is prior data; no ranking, and why."""
+    for batch, backend, function in (
+        ("1", "torch", "wavecrest.backends.torch._mlstm_chunkwise"),
+        ("2", "triton", "wavecrest.ops.mlstm_chunkwise.kernel._mlstm_chunks_kernel"),
+    ):
+        call = ["mlstm_chunkwise", f"B={batch}", "S=2048", "D=64", "bf16", "--arch", "gfx942"]
+        assert main.main(["explain", *call, "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        decision = shown["decision"]
+        assert (decision["backend"], decision["source"]) == (backend, "prior") and function in decision["function"]
+        assert decision["reason"].startswith("prior data, published by others and not measured here")
+        assert shown["ranking"] == [] and "no backend of it describes its work" in shown["note"]
+        assert main.main(["explain", *call]) == 0
+        text = " ".join(capsys.readouterr().out.replace("│", "").split())
+        assert "source: prior" in text and "decided for MI300X" in text and "no backend of it" in text
+    # other architectures have no such data
+    record = explain.rank("mlstm_chunkwise", "sm_90", ["B=1", "S=2048", "D=64", "bf16"])
+    assert record.decision is not None and (record.decision.backend, record.decision.source) == ("triton", "default")
+    # a key that needs operations on the device's tensors is decided there
+    record = explain.rank("mla_prefill", "gfx942", ["B=2", "H=3", "T=5", "S=9"])
+    assert record.decision is None and "where the GPU is" in record.note and not record.ranking
 
 
 @pytest.mark.parametrize(
@@ -236,7 +263,6 @@ def test_a_ranking_for_an_architecture_that_is_not_here(arch: str, capsys: pytes
     [
         (["gemm", "--arch", "gfx9"], "unknown architecture 'gfx9': known are gfx90a"),
         (["gemm", "--arch", "gfx942", "--device", "cpu"], "leave --device out"),
-        (["mla_prefill", "--arch", "gfx942"], "no backend of it describes its work"),
         (["norm", "--arch", "gfx942"], "no op named 'norm'"),
     ],
 )

@@ -160,6 +160,83 @@ def test_a_file_of_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "has nothing to tune: it has no row" in " ".join(capsys.readouterr().err.split())
 
 
+WORKLOAD = """
+import torch
+from wavecrest import registry
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return registry.get("double")(x) + registry.get("double")(x)
+
+def work():
+    return Model(), torch.ones(4, 8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("interval", "parts"),
+    [
+        ((1.5, 1.7), ("workload: faster 1.600×", "rows: not written, as nobody was to keep them")),
+        ((0.9, 1.1), ("workload: a tie 1.000×", "what ran before stays", "rows: dropped")),
+        ((0.8, 0.9), ("workload: slower 0.850×", "rows: dropped")),
+    ],
+)
+def test_a_workload(
+    op: Op, interval: tuple[float, float], parts: tuple[str, ...], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its calls are tuned, then it is timed in turn: what is said, and what the record has."""
+    path, out = tmp_path / "model.py", tmp_path / "new" / "a.json"
+    path.write_text(WORKLOAD)
+    # as a call on a GPU, of a key that calls are made from
+    op.key, op.call_of_key = lambda x: (x.shape[0], "cuda"), lambda parts, device: (torch.ones(4, 8, device=device),)
+    middle = sum(interval) / 2
+    pair = timing.Paired((middle,) * 10, (1.0,) * 10, middle, timing.Interval(*interval), "made up")
+    plain = timing.bootstrap_speedup
+    monkeypatch.setattr(timing, "measure_pair", lambda *_works, **_options: pair)
+    monkeypatch.setattr(
+        timing, "bootstrap_speedup", lambda found: (pair.ratio, pair.ci) if len(found[0][0]) == 10 else plain(found)
+    )
+    with registry.measured_in(database.Database(tmp_path, "sm_90")):
+        options = [f"{path}:work", "--executor", "here", "--out", str(out)]
+        assert main.main(["tune", *options]) == 0
+        text = capsys.readouterr().out
+        lines = " ".join(text.split())
+        for part in ("calls of one pass", "double 2 torch default", "kernel", "default:", *parts):
+            assert part in lines, f"{part!r} is not in\n{text}"
+        assert main.main(["tune", *options, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["kind"] == "tune-workload"
+    record = records.load_as(out, records.WorkloadTuneRecord)
+    assert record.workload == f"{path}:work" and [one.calls for one in record.keys] == [2]
+    assert record.ci is not None and (record.ci.low, record.ci.high) == interval
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["model.py:work", "--resume"], "--resume is for an op, not for a workload"),
+        (["model.py:work", "--matching", "4"], "--matching is for an op"),
+        (["model.py:work", "--table", "double.csv", "--out", "a.json"], "--table is for an op"),
+        (["model.py:work", "--keep"], "--keep is for a GPU"),
+        (["model.py:play"], "model.py has no function 'play'"),
+        (["nothing.py:work"], "no file nothing.py"),
+        (["model.py:work", "--out", "."], ". is a folder; give the name of a file in it"),
+        (["model.py:work"], "work calls nothing that can be tuned here: double rows are for calls on a GPU"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_workloads_that_are_none(
+    op: Op, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(WORKLOAD)
+    assert main.main(["tune", *options, "--executor", "here"]) == 1
+    captured = capsys.readouterr()
+    assert message in " ".join(captured.err.split()) and captured.out == ""
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.py", "__pycache__"}
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

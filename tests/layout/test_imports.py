@@ -21,8 +21,8 @@ MODULES = {
 # layer of each first component below wavecrest; docs/architecture.md explains the walls
 LAYERS = {
     "errors": 0, "hardware": 0, "occupancy": 0, "env": 0,
-    "tuned": 1, "decision": 1, "lookup": 1, "registry": 1, "numerics": 1, "timing": 1, "records": 1, "workload": 1,
-    "cuda_graph": 1,
+    "tuned": 1, "keys": 1, "decision": 1, "lookup": 1, "registry": 1, "numerics": 1, "timing": 1, "records": 1,
+    "workload": 1, "cuda_graph": 1,
     "ops": 2,
     "backends": 3,
     "nn": 4, "models": 4,
@@ -34,7 +34,8 @@ LAYERS = {
 SIDEWAYS = {
     ("hardware", "errors"), ("occupancy", "hardware"),
     ("decision", "tuned"), ("lookup", "tuned"), ("lookup", "decision"),
-    ("registry", "tuned"), ("registry", "decision"), ("registry", "lookup"), ("records", "timing"),
+    ("registry", "tuned"), ("registry", "decision"), ("registry", "lookup"), ("registry", "keys"),
+    ("records", "timing"),
     ("models", "nn"),
     ("passes", "graphs"), ("tune", "bench"), ("tune", "isa"),
     ("engine", "plan"), ("optimizer", "engine"), ("optimizer", "plan"), ("verify", "plan"),

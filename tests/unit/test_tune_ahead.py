@@ -127,6 +127,69 @@ def test_a_kernel_is_compiled_once_for_all_cases() -> None:
     assert kernels.error("case 0", Candidate("torch")) is None
 
 
+def test_what_spills_more_than_the_default_is_refused() -> None:
+    """By the worst of a candidate's kernels; what is not known refuses nobody."""
+    kernels = wanted(16, 32, 64, cases=2)
+    blocks = [
+        Candidate("kernel", Config(BLOCK=block), role)
+        for block, role in ((16, "default"), (32, "tried"), (64, "tried"))
+    ]  # type: ignore[arg-type]
+    field = [Candidate("torch", role="native"), *blocks]
+    for case in range(2):
+        kernels.add(FakeOp(), f"case {case}", (torch.empty(1, 16, dtype=BF16),), field, ARCHS["sm_90"])  # type: ignore[arg-type]
+    first, shared, second, third = kernels.jobs
+    assert kernels.spills_more("case 0", field) == {}
+    kernels.scratch = {first: 0, shared: 8, second: 8, third: 24}
+    reason = "spills: 24 bytes of scratch memory a lane, the default 8"
+    assert kernels.spills_more("case 0", field) == kernels.spills_more("case 1", field) == {3: reason}
+    # the default spills as much, or nobody knows
+    for changed in ({first: 24}, {third: 8}):
+        other = dict(kernels.scratch) | changed
+        plain, kernels.scratch = kernels.scratch, other
+        assert kernels.spills_more("case 0", field) == {}
+        kernels.scratch = plain
+    for unknown in (first, third):
+        plain, kernels.scratch = kernels.scratch, {name: n for name, n in kernels.scratch.items() if name != unknown}
+        assert kernels.spills_more("case 0", field) == {}
+        kernels.scratch = plain
+    assert kernels.spills_more("case 0", field[2:]) == {} and kernels.spilled("case 0", field[0]) is None
+
+
+def test_scratch_is_kept_of_what_says_so() -> None:
+    kernels = wanted(16, 32)
+    compiled(kernels, lambda job: {"scratch": 4 * job["config"]["BLOCK"]} if job["index"] == 0 else {"seconds": 0.1})
+    assert list(kernels.scratch.values()) == [64, 128] and not kernels.errors
+
+
+# answers of a worker for a step of the mLSTM, whose strip of a state fits into the registers of eight warps
+STEPS = """
+import json, sys, torch
+from wavecrest import registry
+from wavecrest.tune import worker
+op = registry.get("mlstm_step")
+args = op.inputs(4, 8, 256, torch.bfloat16, "meta")
+found = {}
+for arch, columns in (("gfx942", 64), ("sm_90", 32)):
+    for warps in (1, 8):
+        job = {"op": op.name, "backend": "triton", "args": worker.described(args), "index": 0, "arch": arch}
+        found[f"{arch} {warps}"] = worker.answer(job | {"config": {"BLOCK_V": columns, "num_warps": warps}})
+sys.stdout.write(json.dumps(found))
+"""
+
+
+def test_scratch_is_read_in_compiled_code() -> None:
+    names = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, env=names)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if any(answer.get("fatal") for answer in found.values()):
+        pytest.skip("no compiler here")
+    for arch in ("gfx942", "sm_90"):
+        assert found[f"{arch} 1"]["scratch"] > 0 and found[f"{arch} 8"]["scratch"] == 0, found
+    with pytest.raises(EnvironmentProblem, match="does not say its scratch"):
+        compiler.scratch(SimpleNamespace(asm={"amdgcn": "nothing"}), "gfx942")
+
+
 def test_why_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     arch = ARCHS["sm_90"]
     assert ahead.kernels(True, arch).note == "the CPU runs no compiled kernels"

@@ -539,6 +539,25 @@ def test_what_does_not_compile_is_not_run(op: Op, clock: Clock, monkeypatch: pyt
         assert key.config == {"BLOCK": 2}
 
 
+def test_what_spills_more_is_not_run(op: Op, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest by its made-up time spills: the next wins, and the record says why."""
+
+    class Spilling(ahead.Kernels):
+        def add(self, *_args: Any) -> None:
+            pass
+
+        def spilled(self, case: str, candidate: candidates.Candidate) -> int | None:
+            return None if candidate.config is None else 64 * (candidate.config == Config(BLOCK=2))
+
+    monkeypatch.setattr(ahead, "kernels", lambda on_cpu, arch: Spilling("sm_90"))
+    monkeypatch.setattr(ahead, "compile_all", lambda *_args, **_options: records.TuneCompilation())
+    for key in tune(clock).keys:
+        found = rows_of(key)["kernel 2"]
+        assert (found.status, found.first_ms) == ("refused", None)
+        assert found.reason == "spills: 64 bytes of scratch memory a lane, the default 0"
+        assert key.config != {"BLOCK": 2}
+
+
 def test_names_of_records() -> None:
     assert session.named(Path("/x/benchmarks/results/h200/tune/a.json")) == "h200/tune/a.json"
     assert session.named(Path("/x/results/a.json")) == "a.json"

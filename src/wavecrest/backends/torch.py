@@ -493,6 +493,21 @@ def _mlstm_chunkwise(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
     return chunkwise(MemorySequence(*args, **kwargs))
 
 
+def _mlstm_supports(name: str) -> Callable[..., str | None]:
+    """What PyTorch's form of an mLSTM over sequences declines: the same bits in any batch, where a kernel has them."""
+
+    def supports(*args: Any, **kwargs: Any) -> str | None:
+        given = MemorySequence(*args, **kwargs)
+        if not given.batch_invariant or given.q.device.type == "cpu":
+            return None
+        kernel = registry.get(name).backends["triton"].supports(*args, **kwargs)
+        if kernel is not None:
+            return None
+        return "its products may round otherwise in another batch, and batch_invariant asks for the same bits"
+
+    return supports
+
+
 registry.get("gemm").attach("torch", _gemm, supports=_gemm_supports, priority=PRIORITY)
 registry.get("conv2d").attach(
     "torch_channels_last",
@@ -520,10 +535,13 @@ registry.get("flash_attention").attach(
 registry.get("flash_decoding").attach("torch", _flash_decoding, supports=_flash_decoding_supports, priority=PRIORITY)
 for _name in ("mla_decode", "mla_prefill"):
     registry.get(_name).attach("torch", _mla, supports=_any, priority=PRIORITY)
-registry.get("mlstm_chunkwise").attach("torch", _mlstm_chunkwise, supports=_any, priority=PRIORITY)
-for _name in ("mlstm_sequence", "mlstm_step"):
-    # their definition is made of PyTorch's operations, one token at a time
-    registry.get(_name).attach("torch", registry.get(_name).reference, supports=_any, priority=PRIORITY)
+# the definition of the other two is made of PyTorch's operations, one token at a time
+for _name, _run, _takes in (
+    ("mlstm_chunkwise", _mlstm_chunkwise, _mlstm_supports("mlstm_chunkwise")),
+    ("mlstm_sequence", registry.get("mlstm_sequence").reference, _mlstm_supports("mlstm_sequence")),
+    ("mlstm_step", registry.get("mlstm_step").reference, _any),
+):
+    registry.get(_name).attach("torch", _run, supports=_takes, priority=PRIORITY)
 registry.get("softmax").attach("torch", _softmax, supports=_any, priority=PRIORITY)
 # PyTorch has no op for these: its form is the definition, written in its operations
 for _name in (

@@ -99,7 +99,9 @@ def print_coverage(rows: Sequence[OpCoverage]) -> None:
 
     if not rows:
         return
-    sources = [source for source in SOURCES if source != "forced" or any("forced" in row.keys for row in rows)]
+    # of these two there are rarely any
+    rare = [source for source in ("prior", "forced") if not any(source in row.keys for row in rows)]
+    sources = [source for source in SOURCES if source not in rare]
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title="keys by source", title_justify="left")
     table.add_column("op", overflow="fold", min_width=8)
     for title in ("calls", *sources):

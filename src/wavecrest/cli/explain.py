@@ -1,11 +1,12 @@
 """`wavecrest explain OP`: which backend would run a call, with which configuration, and why not the others.
 
-With `--arch` what the cost model makes of the call's configurations there, and of what the times it gives consist.
+With `--arch` the same for a GPU that need not be here, and what the cost model makes of its configurations there.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
@@ -19,7 +20,7 @@ from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from wavecrest.hardware import Arch
-    from wavecrest.registry import Op
+    from wavecrest.registry import Cost, Decision, Op
 
 # configurations of a ranking that are shown
 SHOWN = 10
@@ -39,6 +40,8 @@ class ExplainRecord(pydantic.BaseModel):
     arch: str
     key: dict[str, Any]
     backend: str
+    # what runs: the kernels that are launched, or the function of the backend
+    function: str = ""
     config: dict[str, int]
     source: str
     reason: str
@@ -61,7 +64,10 @@ class Ranked(pydantic.BaseModel):
 
 
 class RankingRecord(pydantic.BaseModel):
-    """What the cost model makes of a call on an architecture, the fastest configuration first: no measurement."""
+    """What the cost model makes of a call on an architecture, the fastest configuration first: no measurement.
+
+    `decision`: what would run there; None with the reason in `note`, which also says why there is no ranking.
+    """
 
     kind: Literal["explain-model"] = "explain-model"
     evidence: Literal["model"] = "model"
@@ -70,6 +76,8 @@ class RankingRecord(pydantic.BaseModel):
     part: str
     key: dict[str, Any]
     ranking: list[Ranked]
+    decision: ExplainRecord | None = None
+    note: str = ""
 
 
 def _settings(op: Op, items: list[str], fp8: str | None) -> tuple[list[int], str]:
@@ -141,14 +149,15 @@ def _call(op: Op, settings: list[str], arch: Arch | None, device: str) -> tuple[
 
 
 def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord:
-    """What the cost model makes of an example call's configurations on an architecture, here or not.
+    """What runs an example call on an architecture, here or not, and what the cost model makes of its configurations.
 
     Args:
         op, settings: as for `run`.
         arch: a name of `hardware.ARCHS`.
 
     Raises:
-        InvalidArgument: no such op, architecture or setting; or the op has nothing that the model describes.
+        InvalidArgument: no such op, architecture or setting.
+        TableError: measured rows are damaged.
     """
     import torch
 
@@ -165,11 +174,12 @@ def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord
         key = dict(zip(found.key_fields, found.key(*args), strict=True))
     if "device" in key:
         key["device"] = "cuda"
+    decision, notes = _decision_on(target, found, settings or [])
     ranking = cost_model.rank(found, tuple(key.values()), target)
     if not ranking:
         described = any(backend.work is not None for backend in found.backends.values())
         why = "no configuration of it fits" if described else "no backend of it describes its work to the cost model"
-        raise InvalidArgument(f"{op} on {arch}: {why}")
+        notes = [*notes, f"no ranking by the cost model: {why}"]
     rows = [
         Ranked(
             backend=one.backend, config=one.config.kwargs, default=one.default, us=one.prediction.us,
@@ -177,7 +187,54 @@ def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord
         )
         for one in ranking
     ]  # fmt: skip
-    return RankingRecord(op=op, arch=arch, part=target.part, key=key, ranking=rows)
+    return RankingRecord(
+        op=op, arch=arch, part=target.part, key=key, ranking=rows, decision=decision, note="; ".join(notes)
+    )
+
+
+def _decision_on(target: Arch, op: Op, settings: list[str]) -> tuple[ExplainRecord | None, list[str]]:
+    """What runs a call on a GPU of an architecture that need not be here, or None with the reason.
+
+    Arguments are tensors that say that they are on a GPU and have no memory. What software a backend asks for is looked
+    for on this machine.
+    """
+    import torch
+    from torch._subclasses import FakeTensor, FakeTensorMode
+
+    from wavecrest import registry
+    from wavecrest.ops import _rows
+    from wavecrest.tuned import Database, Overlay
+
+    mode, gpu = FakeTensorMode(), torch.device("cuda", 0)
+    made = _call(op, settings, target, "meta")
+    args = tuple(FakeTensor(mode, one, gpu) if isinstance(one, torch.Tensor) else one for one in made)
+    rows = Database(arch=target.name, overlay=Overlay.of_user())
+    try:
+        with torch.no_grad(), _rows.assumed(target), registry.measured_in(rows):
+            op.check(*args)
+            decision = op.decide_as(op.key(*args), *args)
+            cost, measured = op.cost(*args), _measured(op, decision.key)
+            function = _function(op, decision, args, target)
+    # without CUDA in PyTorch some operations on such tensors have no kernel
+    except (RuntimeError, NotImplementedError) as error:
+        return None, [f"the decision is made where the GPU is: {str(error).splitlines()[0]}"]
+    note = f"decided for {target.part} with the software of this machine"
+    return _explained(op, decision, cost, target.part, target.name, note, measured, function), []
+
+
+def _function(op: Op, decision: Decision, args: tuple[Any, ...], target: Arch | None) -> str:
+    """What runs a decision's calls: the kernels where they are known without launching them, or a Python function."""
+    backend = op.backends[decision.backend]
+    if backend.launches is not None and target is not None and decision.config is not None:
+        launched = [one.kernel for one in backend.launches(*args, config=decision.config, arch=target)]
+        plain = [getattr(kernel, "fn", kernel) for kernel in launched]
+        return ", ".join(dict.fromkeys(f"{one.__module__}.{one.__name__}" for one in plain))
+    run: Any = backend.bind or backend.run
+    while isinstance(run, partial):
+        run = run.func
+    name: str = run.__qualname__
+    # what is made inside a function has no name that says anything
+    return f"a function of {run.__module__}" if "<locals>" in name else f"{run.__module__}.{name}"
 
 
 def run(op: str, settings: list[str] | None = None, device: str | None = None) -> ExplainRecord:
@@ -203,14 +260,22 @@ def run(op: str, settings: list[str] | None = None, device: str | None = None) -
     args = _call(found, settings or [], target.known, target.torch_name)
     with torch.no_grad():
         decision = found.decide(*args)
-    cost = found.cost(*args)
+        function = _function(found, decision, args, target.known)
     note = "" if target.kind == "cuda" else "decided for the CPU: no GPU was asked for or none is here"
+    measured = _measured(found, decision.key)
+    return _explained(found, decision, found.cost(*args), target.name, target.arch, note, measured, function)
+
+
+def _explained(
+    op: Op, decision: Decision, cost: Cost, device: str, arch: str, note: str, measured: str, function: str
+) -> ExplainRecord:
     return ExplainRecord(
-        op=op,
-        device=target.name,
-        arch=target.arch,
-        key=dict(zip(found.key_fields, decision.key, strict=True)),
+        op=op.name,
+        device=device,
+        arch=arch,
+        key=dict(zip(op.key_fields, decision.key, strict=True)),
         backend=decision.backend,
+        function=function,
         config=dict(decision.config or {}),
         source=decision.source,
         reason=decision.reason,
@@ -218,7 +283,7 @@ def run(op: str, settings: list[str] | None = None, device: str | None = None) -
         flops=cost.flops,
         bytes=cost.bytes,
         note=note,
-        measured=_measured(found, decision.key),
+        measured=measured,
     )
 
 
@@ -248,6 +313,7 @@ def _show(record: ExplainRecord) -> None:
     table.add_column(overflow="fold")
     table.add_row("call", ", ".join(f"{name} {_text(value)}" for name, value in record.key.items()))
     table.add_row("runs", f"[green]{escape(record.backend)}[/green]")
+    table.add_row("function", escape(record.function))
     if record.config:
         table.add_row("config", ", ".join(f"{name}={value}" for name, value in record.config.items()))
     table.add_row("why", f"{escape(record.reason)} (source: {record.source})")
@@ -262,6 +328,12 @@ def _show(record: ExplainRecord) -> None:
 
 
 def _show_ranking(record: RankingRecord) -> None:
+    if record.decision is not None:
+        _show(record.decision)
+    if record.note:
+        _shared.out.print(escape(record.note))
+    if not record.ranking:
+        return
     call = ", ".join(f"{name} {_text(value)}" for name, value in record.key.items())
     _shared.out.print(f"{record.op} on {record.arch} ({escape(record.part)}): [bold]model[/bold], not measured")
     _shared.out.print(escape(f"call: {call}"), soft_wrap=True)
@@ -299,7 +371,8 @@ def command(
         str | None,
         typer.Option(
             metavar="ARCH",
-            help="Show what the cost model makes of the configurations on an architecture, such as gfx942.",
+            help="Show what runs on an architecture that need not be here, such as gfx942, and what the cost model "
+            "makes of its configurations.",
         ),
     ] = None,
     as_json: _shared.JsonOption = False,

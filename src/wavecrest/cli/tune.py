@@ -16,13 +16,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from wavecrest.cli import _shared
+from wavecrest.cli import _shared, _tune_workload
 from wavecrest.cli.optimize import parse_duration
 from wavecrest.errors import InvalidArgument, Regression
 
 if TYPE_CHECKING:
     from wavecrest.hardware import Device
-    from wavecrest.records import TuneCandidate, TunedKey, TuneRecord
+    from wavecrest.records import TuneCandidate, TunedKey, TuneRecord, WorkloadTuneRecord
     from wavecrest.tune.lanes import Start
     from wavecrest.tune.session import OnStep, Settings
     from wavecrest.tuned import Overlay
@@ -123,6 +123,36 @@ def run_file(
         targets = session.Targets(file, table, overlay)
         found.append(session.tune(name, target, mine, targets, resume=resume, starts=starts, on_step=on_step, **given))
     return found
+
+
+def run_workload(
+    spec: str,
+    settings: Settings,
+    *,
+    device: str | None = None,
+    out: Path | None = None,
+    keep: bool | None = None,
+    executor: str = "local",
+    children: int | None = None,
+    on_step: OnStep | None = None,
+) -> WorkloadTuneRecord:
+    """Tune the calls of a workload; the rows are kept only if the workload is faster for them.
+
+    Args:
+        spec: as for `wavecrest.workload.load`.
+        settings: see `wavecrest.tune.session.Settings`; the budget is that of all keys together.
+        out: the record's file.
+        device, keep, executor, children, on_step: as for `run`.
+
+    Raises:
+        WorkloadError: it cannot be loaded.
+        InvalidArgument: it calls nothing that can be tuned here; the message says why.
+        OutputError, EnvironmentProblem, MissingDependency: as for `run`.
+    """
+    _check(settings)
+    target, overlay = _target(device, None, keep)
+    starts = _starts(executor, target, children, one=_is_one(device))
+    return _tune_workload.run(spec, target, settings, overlay=overlay, out=out, starts=starts, on_step=on_step)
 
 
 def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
@@ -302,7 +332,8 @@ def command(
         str,
         typer.Argument(
             metavar="OP",
-            help="The op's name; a file of recorded misses, NAME.jsonl (WAVECREST_MISSES); or one of shapes, NAME.csv.",
+            help="The op's name; a file of recorded misses, NAME.jsonl (WAVECREST_MISSES); one of shapes, NAME.csv; or "
+            "a workload, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, whose calls are tuned, and kept if it is faster.",
         ),
     ],
     suite: Annotated[str, typer.Option(help="The cases, shared or quick.")] = "shared",
@@ -380,6 +411,7 @@ def command(
         timeout=timeout,
         modules=tuple(modules or ()),
     )
+    model: WorkloadTuneRecord | None = None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=_shared.err, transient=True) as progress:
@@ -393,13 +425,24 @@ def command(
 
             places: dict[str, Any] = {"device": device, "out": out, "keep": keep, "resume": resume}
             places |= {"executor": executor, "children": children, "on_step": on_step}
-            places |= {"table": table}
-            found = run_file(Path(op), settings, **places) if op.endswith(_FILES) else [run(op, settings, **places)]
+            if ":" in op:
+                refused = {"--table": table is not None, "--resume": resume, "--matching": bool(matching)}
+                for option in (name for name, given in refused.items() if given):
+                    raise InvalidArgument(f"{option} is for an op, not for a workload")
+                del places["resume"]
+                model = run_workload(op, settings, **places)
+                found = model.tunes
+            elif op.endswith(_FILES):
+                found = run_file(Path(op), settings, table=table, **places)
+            else:
+                found = [run(op, settings, table=table, **places)]
     except KeyboardInterrupt:
         if out is not None:
             _shared.err.print(f"what was found is in {out}; --resume goes on", highlight=False, soft_wrap=True)
         raise
-    for record in found:
+    if model is not None:
+        _shared.print_json(model) if json else _tune_workload.show(model)
+    for record in found if model is None else ():
         if json:
             _shared.print_json(record)
         else:

@@ -7,6 +7,7 @@ these arguments would run: 16-byte alignment of every address, and on AMD 32-bit
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -135,6 +136,22 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     return Compiled(arch, name, listing, usage, lds, warps)
 
 
+def scratch(built: Any, arch: str) -> int:
+    """Bytes of scratch memory a lane of what `build` gave: where registers go that are spilled.
+
+    Raises:
+        EnvironmentProblem: the compiler's listing, or the tool that reads NVIDIA's code, is not known.
+    """
+    if arch_of(arch).vendor == "amd":
+        found = re.findall(r"\.private_segment_fixed_size:\s+(\d+)", built.asm["amdgcn"])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = re.findall(r"\b(?:STACK|LOCAL):(\d+)", _usage(_written(built.asm["cubin"], folder)))
+    if not found:
+        raise EnvironmentProblem("the compiler's listing does not say its scratch memory; this version is not known")
+    return max(map(int, found))
+
+
 def _reason(error: Exception) -> str:
     """An error of the compiler in one line; Triton's own quote the source first and end with the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -146,15 +163,26 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
     """A cubin's SASS with labels, and its resource usage, by the tools that ship with Triton."""
     from triton import knobs
 
-    def run(tool: Callable[[], Any], *arguments: str) -> str:
-        try:
-            done = subprocess.run([tool().path, *arguments], capture_output=True, text=True, check=True)
-        except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-            raise EnvironmentProblem(f"NVIDIA machine code cannot be read: {error}") from error
-        return done.stdout
-
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        listing = run(lambda: knobs.nvidia.nvdisasm, "-c", str(file))
-        return listing, run(lambda: knobs.nvidia.cuobjdump, "--dump-resource-usage", str(file))
+        file = _written(cubin, folder)
+        return _run(lambda: knobs.nvidia.nvdisasm, "-c", str(file)), _usage(file)
+
+
+def _written(cubin: bytes, folder: str) -> Path:
+    file = Path(folder) / "kernel.cubin"
+    file.write_bytes(cubin)
+    return file
+
+
+def _usage(file: Path) -> str:
+    from triton import knobs
+
+    return _run(lambda: knobs.nvidia.cuobjdump, "--dump-resource-usage", str(file))
+
+
+def _run(tool: Callable[[], Any], *arguments: str) -> str:
+    try:
+        done = subprocess.run([tool().path, *arguments], capture_output=True, text=True, check=True)
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        raise EnvironmentProblem(f"NVIDIA machine code cannot be read: {error}") from error
+    return done.stdout

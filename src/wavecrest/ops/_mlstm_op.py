@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,23 +11,31 @@ from torch import Tensor
 import wavecrest.ops._rows as _rows
 from wavecrest.ops._mlstm_operands import Operands, StepOperands
 from wavecrest.registry import Cost, Key, dtype_name, m_bucket, needs_grad
+from wavecrest.tuned import Cell
 
 KEY_FIELDS = (
-    "tokens", "heads", "dk", "dv", "dtype", "state", "form", "input_gate", "normalize", "capped", "resets", "initial",
-    "last", "norm", "output_gate", "chunk", "device", "grad",
+    "batch", "tokens", "heads", "dk", "dv", "dtype", "state", "form", "input_gate", "normalize", "capped", "resets",
+    "initial", "last", "norm", "output_gate", "chunk", "invariant", "device", "grad",
 )  # fmt: skip
+# those of them that are sizes, the one that rows are listed by first
+KEY_SIZES = ("tokens", "batch")
 
 
 def key_of(given: Operands) -> Key:
-    """The shape key of a call. The batch is no part of it: no measured row can make a row's bits depend on it."""
+    """The shape key of a call, `batch` its sequences.
+
+    With `batch_invariant` what a sequence may have around it is no part of it (`batch` and `tokens` 0, `form` "any"):
+    no measured row can make its bits depend on that.
+    """
     return (
-        m_bucket(given.tokens),
+        0 if given.batch_invariant else m_bucket(given.sequences),
+        0 if given.batch_invariant else m_bucket(given.tokens),
         given.heads,
         given.dk,
         given.dv,
         dtype_name(given.q),
         str(given.c_dtype).removeprefix("torch."),
-        given.form,
+        "any" if given.batch_invariant else given.form,
         given.input_gate,
         given.normalize,
         given.capped,
@@ -36,6 +45,7 @@ def key_of(given: Operands) -> Key:
         given.norm_weight is not None,
         given.output_gate is not None,
         given.chunk_size or 0,
+        given.batch_invariant,
         given.q.device.type,
         needs_grad(*given.floats),
     )
@@ -84,6 +94,38 @@ def example(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: s
         if options.get("input_gate", "exp") == "exp":
             options["m_initial"] = torch.randn(rows, nh, 1, device=device)
     return tuple(Operands(q, k, v, i, f, **options))
+
+
+def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
+    """A call with this key; see `registry.Op`.
+
+    Sequences of equal length; with `batch_invariant`, whose key does not say how many, 4 of 2,048 tokens.
+    """
+    batch, tokens, form = int(parts["batch"] or 0), int(parts["tokens"] or 0), parts["form"]
+    dtype, state = (getattr(torch, str(parts[name]), None) for name in ("dtype", "state"))
+    if parts["invariant"]:
+        batch, tokens, form = 4, 2048, "whole"
+    if not isinstance(dtype, torch.dtype) or batch < 1 or tokens < 1:
+        return None
+    options: dict[str, Any] = {
+        "return_last_states": bool(parts["last"]), "first": bool(parts["initial"]), "epilogue": bool(parts["norm"]),
+        "chunk_size": parts["chunk"] or None, "input_gate": parts["input_gate"], "normalize": bool(parts["normalize"]),
+        "gate_soft_cap": 15.0 if parts["capped"] else 0.0, "batch_invariant": bool(parts["invariant"]),
+    }  # fmt: skip
+    if dtype != torch.float64:
+        options["state_dtype"] = state
+    rows = batch
+    if form == "packed":
+        rows = 1
+        options["cu_seqlens"] = (torch.arange(batch + 1, device=device) * tokens // batch).int()
+    elif form == "padded":
+        options["seq_lens"] = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+    if parts["resets"]:
+        # documents of 64 tokens
+        options["resets"] = (torch.arange(tokens, device=device) % 64 == 0).expand(rows, -1).contiguous()
+    heads, dk, dv = (int(parts[name] or 0) for name in ("heads", "dk", "dv"))
+    given = Operands(*example((rows, heads, tokens, dk, dv), dtype, device, **options))
+    return tuple(given if parts["output_gate"] else given._replace(output_gate=None))
 
 
 def emulated() -> dict[str, tuple[tuple[int, int, int, int, int], torch.dtype, dict[str, Any]]]:

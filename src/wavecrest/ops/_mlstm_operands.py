@@ -53,6 +53,7 @@ class Operands(NamedTuple):
     norm_eps: float = 1e-6
     output_gate: Tensor | None = None
     state_dtype: torch.dtype = torch.float32
+    batch_invariant: bool = False
 
     @property
     def batch(self) -> int:
@@ -301,6 +302,7 @@ def check(op: str, given: Operands) -> None:
     for name, gate in (("i", given.i), ("f", given.f)):
         checks.floating(name, gate, tuple(q.shape[:3]))
     checks.flag("return_last_states", given.return_last_states)
+    checks.flag("batch_invariant", given.batch_invariant)
     checks.gates(given)
     checks.state_dtype(given.state_dtype)
     size: Any = given.chunk_size

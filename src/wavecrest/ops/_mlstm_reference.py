@@ -232,7 +232,7 @@ def result_like(h: Tensor, v: Tensor) -> Tensor:
     return torch.empty_like(v).copy_(h) if not v.is_contiguous() else h.to(v.dtype).contiguous()
 
 
-def _laid_out(given: Operands, rows: Rows, h: Tensor) -> Tensor:
+def laid_out(given: Operands, rows: Rows, h: Tensor) -> Tensor:
     """h of sequences as rows of the batch, [B, NH, S, DV], 0 outside of sequences."""
     if given.cu_seqlens is None:
         return h if rows.inside is None else h.masked_fill(~rows.inside[:, None, :, None], 0.0)
@@ -247,11 +247,11 @@ def _laid_out(given: Operands, rows: Rows, h: Tensor) -> Tensor:
 
 
 def _results(given: Operands, rows: Rows, h: Tensor, state: State) -> Tensor | tuple[Tensor, ...]:
-    h = finished(_laid_out(given, rows, h), given.norm_weight, given.norm_eps, given.output_gate)
+    h = finished(laid_out(given, rows, h), given.norm_weight, given.norm_eps, given.output_gate)
     if given.norm_weight is not None and rows.inside is not None:
         # a gate may be NaN where there is no token
         ones = rows.v.new_ones(*rows.v.shape[:3], 1)
-        h = h.masked_fill(_laid_out(given, rows, ones) == 0, 0.0)
+        h = h.masked_fill(laid_out(given, rows, ones) == 0, 0.0)
     h = result_like(h, given.v)
     if not given.return_last_states:
         return h

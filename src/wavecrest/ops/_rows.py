@@ -6,7 +6,8 @@ are seen as one, up to three that do not are passed to the kernel with their str
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -299,8 +300,24 @@ def _detected() -> hardware.Arch | None:
     return hardware.detect().known
 
 
+_assumed: hardware.Arch | None = None
+
+
+@contextmanager
+def assumed(known: hardware.Arch) -> Iterator[None]:
+    """`arch` is another inside, for what is said of a device that is not here; nothing can be launched for it."""
+    global _assumed
+    before, _assumed = _assumed, known
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
 def arch() -> hardware.Arch | None:
     """The architecture that kernels are made for: the emulated one, or the current GPU's; None where there is none."""
+    if _assumed is not None:
+        return _assumed
     if _triton.emulated is not None:
         return hardware.ARCHS[_triton.emulated]
     return _detected()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import wavecrest.ops._mlstm_bound as _bound
 import wavecrest.ops._mlstm_op as _shared
 import wavecrest.ops._mlstm_recurrent as _recurrent
 import wavecrest.ops._mlstm_reference as _reference_module
@@ -102,6 +103,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=_shared.KEY_FIELDS,
+    key_sizes=_shared.KEY_SIZES,
     inputs=_inputs,
     sizes=("B", "H", "S", "D"),
     cost=_cost,
@@ -109,6 +111,8 @@ _op = Op(
     compile_cases=_compile_cases,
     bench_cases=_bench_cases,
     emulate_cases=_emulate_cases,
+    bound=lambda *args: _bound.bound(Operands(*args), chunks=False),
+    call_of_key=_shared.call_of_key,
     op_class="gemm",
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
@@ -138,6 +142,7 @@ def mlstm_sequence(
     norm_eps: float = 1e-6,
     output_gate: Tensor | None = None,
     state_dtype: torch.dtype = torch.float32,
+    batch_invariant: bool = False,
 ) -> Any:
     """The mLSTM cell over sequences of a few tokens, one after another within one launch.
 
@@ -146,7 +151,8 @@ def mlstm_sequence(
 
     Args:
         q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, input_gate, normalize, gate_soft_cap,
-            cu_seqlens, seq_starts, seq_lens, resets, norm_weight, norm_eps, output_gate, state_dtype: as there.
+            cu_seqlens, seq_starts, seq_lens, resets, norm_weight, norm_eps, output_gate, state_dtype,
+            batch_invariant: as there.
         chunk_size: checked as there, and has no effect: there are no chunks.
 
     Returns:
@@ -159,5 +165,6 @@ def mlstm_sequence(
     result = _op(
         q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, chunk_size, input_gate, normalize,
         gate_soft_cap, cu_seqlens, seq_starts, seq_lens, resets, norm_weight, norm_eps, output_gate, state_dtype,
+        batch_invariant,
     )  # fmt: skip
     return _shared.nested(result, return_last_states)

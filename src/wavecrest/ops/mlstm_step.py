@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import wavecrest.ops._mlstm_bound as _bound
 import wavecrest.ops._mlstm_op as _shared
 import wavecrest.ops._mlstm_recurrent as _recurrent
 import wavecrest.ops._mlstm_reference as _reference_module
@@ -16,7 +17,7 @@ import wavecrest.ops._rows as _rows
 from wavecrest.hardware import Arch
 from wavecrest.ops._mlstm_operands import Operands, StepOperands, check_step
 from wavecrest.registry import Cost, Key, Op, dtype_name, needs_grad
-from wavecrest.tuned import Config
+from wavecrest.tuned import Cell, Config
 
 KEY_FIELDS = (
     "heads", "dk", "dv", "dtype", "state", "new_state", "input_gate", "normalize", "capped", "norm", "output_gate",
@@ -74,6 +75,21 @@ def _example(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, 
         options |= {"norm_weight": made[18], "output_gate": made[20][:, :, 0]}
     c = c.half() if half else c
     return tuple(StepOperands(q[:, :, 0], k[:, :, 0], v[:, :, 0], i, f, c, n, m, **options))
+
+
+def _call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
+    """A step of 16 rows with this key, as the key does not say how many; see `registry.Op`."""
+    dtype, state, after = (getattr(torch, str(parts[name]), None) for name in ("dtype", "state", "new_state"))
+    if not isinstance(dtype, torch.dtype):
+        return None
+    heads, dk, dv = (int(parts[name] or 0) for name in ("heads", "dk", "dv"))
+    options: dict[str, Any] = {
+        "input_gate": parts["input_gate"], "normalize": bool(parts["normalize"]), "half": state == torch.float16,
+        "gate_soft_cap": 15.0 if parts["capped"] else 0.0, "epilogue": bool(parts["norm"]),
+        "state_dtype": None if after == state else after,
+    }  # fmt: skip
+    given = StepOperands(*_example((16, heads, dk, dv), dtype, device, **options))
+    return tuple(given if parts["output_gate"] else given._replace(output_gate=None))
 
 
 def _inputs(B: int, H: int, D: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
@@ -173,6 +189,8 @@ _op = Op(
     compile_cases=_compile_cases,
     bench_cases=_bench_cases,
     emulate_cases=_emulate_cases,
+    bound=lambda *args: _bound.step_bound(StepOperands(*args)),
+    call_of_key=_call_of_key,
     op_class="gemm",
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,6 +68,8 @@ class Kernels:
     note: str = ""
     jobs: dict[Identity, dict[str, Any]] = field(default_factory=dict)
     errors: dict[Identity, str] = field(default_factory=dict)
+    # bytes of scratch memory a lane, of those that were compiled and say so
+    scratch: dict[Identity, int] = field(default_factory=dict)
     _needed: dict[tuple[str, Candidate], tuple[Identity, ...]] = field(default_factory=dict)
 
     def add(self, op: Op, case: str, args: tuple[Any, ...], candidates: Iterable[Candidate], arch: Arch) -> None:
@@ -98,6 +100,25 @@ class Kernels:
             if name in self.errors:
                 return self.errors[name]
         return None
+
+    def spilled(self, case: str, candidate: Candidate) -> int | None:
+        """The most scratch memory of a candidate's kernels, in bytes a lane; None where that of one is not known."""
+        found = [self.scratch.get(name) for name in self._needed.get((case, candidate), ())]
+        known = [one for one in found if one is not None]
+        return max(known) if known and len(known) == len(found) else None
+
+    def spills_more(self, case: str, candidates: Sequence[Candidate]) -> dict[int, str]:
+        """The candidates, by their place, that spill more than the default does, with the reasons."""
+        default = next((one for one in candidates if one.role == "default"), None)
+        least = None if default is None else self.spilled(case, default)
+        if least is None:
+            return {}
+        own = {place: self.spilled(case, one) for place, one in enumerate(candidates)}
+        return {
+            place: f"spills: {bytes} bytes of scratch memory a lane, the default {least}"
+            for place, bytes in own.items()
+            if bytes is not None and bytes > least
+        }
 
 
 def kernels(on_cpu: bool, arch: Arch | None) -> Kernels:
@@ -230,6 +251,8 @@ def compile_all(
                 done.append(name)
                 if "error" in reply:
                     wanted.errors[name] = reply["error"]
+                elif "scratch" in reply:
+                    wanted.scratch[name] = reply["scratch"]
 
     threads = [threading.Thread(target=serve, args=(own,), daemon=True) for own in answering]
     try:

@@ -309,6 +309,7 @@ def _compile(run: _Run, kernels: ahead.Kernels, planned: list[trial.Trial]) -> N
         on_kernel=lambda done, planned: run.on_step("kernels", done, planned),
     )
     for one in planned:
+        one.refused |= kernels.spills_more(one.case.name, one.field.candidates)
         for index, candidate in enumerate(one.field.candidates):
             error = kernels.error(one.case.name, candidate)
             if error is not None:

@@ -37,15 +37,19 @@ class DeviceLost(EnvironmentProblem):
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """What the results of a call must be: the reference's, and how far an element may be from them (or None)."""
+    """What the results of a call must be: the reference's, and how far elements of the first of them may be off.
+
+    `bounds`: of as many results as the op has some for; None where it has none.
+    """
 
     results: tuple[Tensor, ...]
-    bound: Tensor | None
+    bounds: tuple[Tensor, ...] | None
 
 
 def oracle(op: Op, args: tuple[Any, ...]) -> Oracle:
     """The oracle for a checked call."""
-    return Oracle(bench.results_of(op.reference(*args)), None if op.bound is None else op.bound(*args))
+    bound = None if op.bound is None else op.bound(*args)
+    return Oracle(bench.results_of(op.reference(*args)), None if bound is None else bench.results_of(bound))
 
 
 def call_of(op: Op, candidate: Candidate, args: tuple[Any, ...]) -> Callable[[], Any]:
@@ -145,9 +149,14 @@ def _wrong(
     errors = records.ImplTiming(name=candidate.backend)
     problem = bench.gate(errors, results, right.results, limits)
     row.relative, row.worst = errors.relative, errors.worst
-    if problem or native or right.bound is None:
+    if problem or native or right.bounds is None:
         return problem.removeprefix("wrong: ")
-    return _beyond(results[0], right.results[0], right.bound, row)
+    # not all results have a bound
+    for index, (got, want, bound) in enumerate(zip(results, right.results, right.bounds, strict=False)):
+        problem = _beyond(got, want, bound, row)
+        if problem:
+            return problem if len(results) == 1 else f"result {index}: {problem}"
+    return ""
 
 
 def _beyond(got: Tensor, want: Tensor, bound: Tensor, row: records.TuneCandidate) -> str:
@@ -160,12 +169,13 @@ def _beyond(got: Tensor, want: Tensor, bound: Tensor, row: records.TuneCandidate
     share = share.nan_to_num(math.inf, math.inf)
     if share.numel() == 0:
         return ""
-    row.of_bound = float(share.max())
-    if row.of_bound <= 1:
+    worst = float(share.max())
+    row.of_bound = max(worst, row.of_bound or 0.0)
+    if worst <= 1:
         return ""
     count, where = int((share > 1).sum()), int(share.argmax())
     place = [int(index) for index in torch.unravel_index(torch.tensor(where), share.shape)]
-    return f"{count} of {share.numel()} elements are beyond the bound, {place} by {row.of_bound:.3g} times it"
+    return f"{count} of {share.numel()} elements are beyond the bound, {place} by {worst:.3g} times it"
 
 
 def least_ms(op: Op, args: tuple[Any, ...], right: Oracle, arch: Arch | None) -> float | None:

@@ -62,7 +62,7 @@ def _argument(value: Any) -> Any:
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
-    """Compile the launch that a job names; seconds and bytes of shared memory, or the compiler's error."""
+    """Compile the launch that a job names; seconds, bytes of shared memory and of scratch, or the compiler's error."""
     begin = time.perf_counter()
     try:
         arch = ARCHS[job["arch"]]
@@ -74,7 +74,12 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
     except EnvironmentProblem as error:
         return {"error": str(error), "fatal": True}
-    return {"seconds": time.perf_counter() - begin, "shared": compiled.metadata.shared}
+    found = {"seconds": time.perf_counter() - begin, "shared": compiled.metadata.shared}
+    try:
+        return found | {"scratch": compiler.scratch(compiled, arch.name)}
+    except EnvironmentProblem:
+        # it compiles, and may spill for all that is known
+        return found
 
 
 def main() -> None:

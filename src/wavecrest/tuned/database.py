@@ -5,9 +5,10 @@ Rows say which backend was the fastest for a shape key, with which configuration
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from wavecrest.tuned import published
 from wavecrest.tuned.overlay import Overlay
 from wavecrest.tuned.row import Proposal, Row, RowKey, here, said
 from wavecrest.tuned.table import read, write
@@ -25,22 +26,33 @@ class Database:
         folder: holds `<arch>/<op>.csv`; None: the rows that come with the package.
         arch: the architecture whose rows hold, such as "sm_90"; None: that of the current GPU.
         overlay: the user's own rows, which stand before those of the folder; None: there are none.
+
+    What others have published is in the package, and of another folder in its folder "prior" (see `published`).
     """
 
     def __init__(self, folder: Path | None = None, arch: str | None = None, overlay: Overlay | None = None) -> None:
         self.folder = DATA if folder is None else folder
         self.overlay = overlay
+        self._trial: Mapping[str, Sequence[Row]] = {}
+        self._prior = published.PRIOR if folder is None else folder / "prior"
         self._arch = arch
         self._rows: dict[str, Mapping[RowKey, Row]] = {}
         # keys whose row is the user's
         self._users: dict[str, frozenset[RowKey]] = {}
         # proposals made before: a look-up that repeats makes nothing new
         self._exact: dict[str, dict[RowKey, Proposal]] = {}
+        self._published: dict[str, published.Priors] = {}
 
     @property
     def arch(self) -> str:
         """The architecture whose rows hold."""
         return here().arch if self._arch is None else self._arch
+
+    def trying(self, rows: Mapping[str, Sequence[Row]]) -> Database:
+        """This one with rows by op that stand before all others, of a run that has not kept them yet."""
+        made = Database(self.folder, self._arch, self.overlay)
+        made._trial, made._prior = rows, self._prior
+        return made
 
     def path(self, op: str) -> Path:
         """Where the rows of an op are, if it has any."""
@@ -48,7 +60,7 @@ class Database:
 
     def forget(self) -> None:
         """Read every file anew when it is asked for again."""
-        for cache in (self._rows, self._users, self._exact):
+        for cache in (self._rows, self._users, self._exact, self._published):
             cache.clear()
 
     def rows(self, op: str, fields: tuple[str, ...]) -> Mapping[RowKey, Row]:
@@ -71,6 +83,7 @@ class Database:
                 found += [(row, True) for row in self.overlay.read(self.arch, op, fields)]
             # the last of a key stays
             best = {row.key: (row, user) for row, user in (sorted(found, key=_standing) if found else ())}
+            best |= {row.key: (row, False) for row in self._trial.get(op, ())}
             rows = self._rows[op] = {key: row for key, (row, _user) in best.items()}
             self._users[op] = frozenset(key for key, (_row, user) in best.items() if user)
         return rows
@@ -94,6 +107,13 @@ class Database:
             if row is not None:
                 proposal = made[key] = Proposal(row.backend, row.config, "exact", self.said(op, row))
         return proposal
+
+    def prior(self, op: str, fields: tuple[str, ...], key: RowKey) -> Proposal | None:
+        """What others have published for a key, or None; arguments and errors are those of `look_up`."""
+        known = self._published.get(op)
+        if known is None:
+            known = self._published[op] = published.read(self._prior / self.arch / f"{op}.csv", fields)
+        return known.look_up(fields, key)
 
     def said(self, op: str, row: Row) -> str:
         """What a row of `rows` says, for people."""

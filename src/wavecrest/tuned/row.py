@@ -69,7 +69,7 @@ class Proposal:
 
     backend: str
     config: Config | None
-    source: Literal["exact", "near", "model"]
+    source: Literal["exact", "near", "prior", "model"]
     reason: str
 
 

@@ -109,7 +109,7 @@ class Malformed(Exception):
 def _row(cells: list[str], width: int, columns: int) -> Row:
     if len(cells) != columns:
         raise Malformed(f"{len(cells)} cells for {columns} columns: correct or delete the line")
-    return row_of(tuple(map(_cell, cells[:width])), cells[width:])
+    return row_of(tuple(map(cell_of, cells[:width])), cells[width:])
 
 
 def row_of(key: RowKey, cells: list[str]) -> Row:
@@ -146,7 +146,8 @@ def _error(text: str) -> float:
     return value
 
 
-def _cell(text: str) -> Cell:
+def cell_of(text: str) -> Cell:
+    """What a cell of a key says."""
     if text == "":
         return None
     if text in ("true", "false"):

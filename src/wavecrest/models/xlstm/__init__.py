@@ -1,5 +1,6 @@
 """xLSTM Large (the architecture of xLSTM 7B): model, loader, generation, and the official packages' kernel names."""
 
+from wavecrest.models.xlstm.backend import mLSTMBackend, mLSTMBackendConfig
 from wavecrest.models.xlstm.config import ConfigWarning, xLSTMLargeConfig
 from wavecrest.models.xlstm.generation import DecodeFallback, Generated
 from wavecrest.models.xlstm.kernels import (
@@ -40,6 +41,8 @@ __all__ = [
     "get_mlstm_kernel",
     "get_mlstm_sequence_kernel",
     "get_mlstm_step_kernel",
+    "mLSTMBackend",
+    "mLSTMBackendConfig",
     "quantize",
     "select_rows",
     "xLSTMLarge",

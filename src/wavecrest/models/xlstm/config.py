@@ -53,6 +53,19 @@ class ConfigWarning(UserWarning):
     """A configuration holds something that is not used; the message names it."""
 
 
+def stored_dtype(name: str) -> torch.dtype:
+    """The dtype of the cell state c for an `inference_state_dtype`; float32 with a warning for bfloat16."""
+    if name == "bfloat16":
+        warnings.warn(
+            "inference_state_dtype bfloat16 is not used, the cell state is float32: in 8 bits of mantissa decay is "
+            "lost; float16 has half of the bytes and no loss",
+            ConfigWarning,
+            stacklevel=3,
+        )
+        return torch.float32
+    return DTYPES[name]
+
+
 @dataclass
 class xLSTMLargeConfig:
     """Sizes and settings of `xLSTMLarge`, under the official package's names.
@@ -171,15 +184,7 @@ class xLSTMLargeConfig:
     @property
     def state_dtype(self) -> torch.dtype:
         """The dtype of the cell state c."""
-        if self.inference_state_dtype == "bfloat16":
-            warnings.warn(
-                "inference_state_dtype bfloat16 is not used, the cell state is float32: in 8 bits of mantissa decay is "
-                "lost; float16 has half of the bytes and no loss",
-                ConfigWarning,
-                stacklevel=2,
-            )
-            return torch.float32
-        return DTYPES[self.inference_state_dtype]
+        return stored_dtype(self.inference_state_dtype)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "config") -> xLSTMLargeConfig:

@@ -189,7 +189,7 @@ class Kernels:
             chunkwise,
             check("sequence", config.sequence_kernel),
             check("step", config.step_kernel),
-            None if chunkwise.name == AUTO else _chunk(config.chunk_size),
+            chunk_of(chunkwise, config.chunk_size),
             config.state_dtype,
         )
 
@@ -223,12 +223,12 @@ class Kernels:
         return _unflat(_call(self.step_kernel, given))
 
 
-def _chunk(size: int) -> int | None:
-    """A chunk size that the ops take, or None for their own."""
-    return size if size % 16 == 0 and 16 <= size <= 4096 else None
+def chunk_of(kernel: Kernel, size: int) -> int | None:
+    """The chunk size that a kernel's op is asked for; None for its own: "auto" chooses, as for sizes that it lacks."""
+    return size if kernel.name != AUTO and size % 16 == 0 and 16 <= size <= 4096 else None
 
 
-def _states(kernel: Kernel, result: Result, asked: bool) -> Any:
+def states_of(kernel: Kernel, result: Result, asked: bool) -> Any:
     """What the official package's kernel of this name returns."""
     h, state = result
     if not asked or state is None:
@@ -272,12 +272,14 @@ def get_mlstm_kernel(name: str) -> Callable[..., Any]:
         **more: Any,
     ) -> Any:
         _refuse_unknown(name, more)
-        kernels = Kernels(kernel, KERNELS["sequence"][AUTO], KERNELS["step"][AUTO], _chunk(chunk_size), torch.float32)
+        kernels = Kernels(
+            kernel, KERNELS["sequence"][AUTO], KERNELS["step"][AUTO], chunk_of(kernel, chunk_size), torch.float32
+        )
         result = kernels.chunkwise(
             q, k, v, i, f, c_initial=c_initial, n_initial=n_initial, m_initial=m_initial,
             return_last_states=return_last_states, eps=eps, normalize=normalize,
         )  # fmt: skip
-        return _states(kernel, result, return_last_states)
+        return states_of(kernel, result, return_last_states)
 
     return run
 
@@ -309,7 +311,7 @@ def get_mlstm_sequence_kernel(name: str) -> Callable[..., Any]:
         given = Operands(
             q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, state_dtype=dtype_state
         )
-        return _states(kernel, _unflat(_call(kernel, given)), return_last_states)
+        return states_of(kernel, _unflat(_call(kernel, given)), return_last_states)
 
     return run
 
@@ -338,7 +340,7 @@ def get_mlstm_step_kernel(name: str) -> Callable[..., Any]:
     ) -> Any:
         _refuse_unknown(name, more)
         given = StepOperands(q, k, v, i, f, c, n, m, eps, state_dtype=dtype_state)
-        return _states(kernel, _unflat(_call(kernel, given)), True)
+        return states_of(kernel, _unflat(_call(kernel, given)), True)
 
     return run
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import wavecrest.ops._mlstm_bound as _bound
 import wavecrest.ops._mlstm_op as _shared
 import wavecrest.ops._mlstm_reference as _reference_module
 import wavecrest.ops._rows as _rows
@@ -147,7 +148,7 @@ _op = Op(
     check=_check,
     key=_key,
     key_fields=_shared.KEY_FIELDS,
-    key_sizes=("tokens",),
+    key_sizes=_shared.KEY_SIZES,
     inputs=_inputs,
     sizes=("B", "H", "S", "D"),
     cost=_cost,
@@ -155,6 +156,8 @@ _op = Op(
     compile_cases=_compile_cases,
     bench_cases=_bench_cases,
     emulate_cases=_emulate_cases,
+    bound=lambda *args: _bound.bound(Operands(*args), chunks=True),
+    call_of_key=_shared.call_of_key,
     op_class="gemm",
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
@@ -184,6 +187,7 @@ def mlstm_chunkwise(
     norm_eps: float = 1e-6,
     output_gate: Tensor | None = None,
     state_dtype: torch.dtype = torch.float32,
+    batch_invariant: bool = False,
 ) -> Any:
     """The mLSTM cell over sequences of tokens (xLSTM, Beck et al., 2024, section 2.3), in chunks.
 
@@ -216,6 +220,9 @@ def mlstm_chunkwise(
             σ(output_gate).
         state_dtype: of the last c: float32, or float16 clamped to ±65504; n and m are float32 (for float64 q all are
             float64).
+        batch_invariant: choose backend and configuration without a look at how many sequences and tokens there are or
+            how they lie, so that a sequence has the same bits alone, in any batch, padded and packed, where a kernel
+            runs (on a GPU, without gradients). PyTorch's products have no such promise.
 
     Returns:
         h [B, NH, S, DV] in q's dtype and v's memory order; with `return_last_states` (h, (c, n, m)), for sigmoid gates
@@ -227,6 +234,7 @@ def mlstm_chunkwise(
     result = _op(
         q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, chunk_size, input_gate, normalize,
         gate_soft_cap, cu_seqlens, seq_starts, seq_lens, resets, norm_weight, norm_eps, output_gate, state_dtype,
+        batch_invariant,
     )  # fmt: skip
     return _shared.nested(result, return_last_states)
 

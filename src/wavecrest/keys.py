@@ -1,0 +1,68 @@
+"""What shape keys and signatures are made of: buckets of row counts, names of dtypes, whether gradients are needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def m_bucket(rows: int) -> int:
+    """The bucket of a row count, one scheme for all ops: exact up to 8, then powers of two, one above 65,536.
+
+    Inside torch.compile it is 0, for any count: a bucket of a symbolic size would compile once per bucket.
+    """
+    if torch.compiler.is_compiling():
+        return 0
+    return row_bucket(rows)
+
+
+def row_bucket(rows: int) -> int:
+    """The bucket of a row count, inside torch.compile too: a symbolic count compiles anew at the buckets' borders.
+
+    For ops whose best backend depends on the row count so much that one choice for all would be wrong.
+    """
+    if rows <= 8:
+        return rows
+    bucket = 16
+    while bucket < rows and bucket < 131072:
+        bucket *= 2
+    return bucket
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """True if autograd would record a call with these tensors; part of every key, as kernels have no backward."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+_DTYPE_NAMES: dict[torch.dtype, str] = {
+    value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """A tensor's dtype without the "torch." prefix."""
+    return _DTYPE_NAMES[tensor.dtype]
+
+
+# arguments that are their own signature: most of a call's are, and asking whether they are tensors takes longer
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
+
+
+def signature_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signature of a call: all that check, key and bind may look at."""
+    grad = torch.is_grad_enabled()
+    parts: list[Any] = [grad]
+    for value in args:
+        if type(value) in _PLAIN:
+            parts.append(value)
+        elif isinstance(value, Tensor):
+            parts += (value.shape, value.stride(), value.dtype, value.device, grad and value.requires_grad)
+        else:
+            parts.append(value)
+    return tuple(parts)
