@@ -13,6 +13,7 @@ import torch
 
 from wavecrest import hardware, registry
 from wavecrest.isa import compiler
+from wavecrest.ops._mlstm_operands import StepOperands
 from wavecrest.tuned import Config
 
 TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "GROUP_M": 8, "num_warps": 4, "num_stages": 3}
@@ -33,6 +34,9 @@ def main() -> None:
     latent = registry.get("mla_decode")
     cached = latent.inputs(1, 128, 8192, torch.bfloat16, "meta")
     calls.append((latent, "triton", latent.config_of("triton", latent.key(*cached)).kwargs | SPLIT, cached))
+    step = registry.get("mlstm_step")
+    token = StepOperands(*step.inputs(1, 8, 256, torch.bfloat16, "meta"))._replace(in_place=True)
+    calls.append((step, "triton", step.config_of("triton", step.key(*token)).kwargs, token))
     for arch in ("sm_90", "sm_80", "gfx942"):
         for op, backend, config, args in calls:
             launches = op.backends[backend].launches

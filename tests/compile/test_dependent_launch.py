@@ -1,6 +1,6 @@
-"""A product split over K, or attention split over keys, is two launches; the second starts while the first runs.
+"""A product split over K, attention split over keys or a step of the mLSTM is two launches; the second starts early.
 
-On sm_90, where it waits before it reads.
+On sm_90: while the first runs, and it waits before it reads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import pytest
 
 FIRST = (
     "triton _tile_kernel", "triton_stream_k _stream_k_kernel", "triton_multiply _multiply_kernel",
-    "triton _decoding_kernel", "triton _mla_kernel",
+    "triton _decoding_kernel", "triton _mla_kernel", "triton _mlstm_step_kernel",
 )  # fmt: skip
 SECOND = (
     "triton _sum_kernel", "triton_stream_k _join_kernel", "triton_multiply _sum_kernel", "triton _joining_kernel",
-    "triton _mla_join_kernel",
+    "triton _mla_join_kernel", "triton _mlstm_norm_kernel",
 )  # fmt: skip
 # of sm_90: programs of the next kernel may start; wait for the kernel before
 ALLOWS, WAITS = re.compile(r"\bPREEXIT\b"), re.compile(r"\bACQBULK\b")
