@@ -8,7 +8,7 @@ from torch import Tensor
 
 import wavecrest.ops._rows as _rows
 from wavecrest.hardware import Arch
-from wavecrest.ops._lib import await_previous
+from wavecrest.ops._lib import allow_next, await_previous
 from wavecrest.ops._mlstm_lib import PACKED, PADDED, columns, layer_norm, sigmoid
 from wavecrest.ops._mlstm_operands import Operands
 from wavecrest.ops._triton import tl, triton
@@ -42,6 +42,7 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
     Strides of x, y and the gate come in units of ALIGN but for those of columns. STATES: of one token, n [B, NH, DK]
     and m [B, NH] contiguous. NORM off: the states alone.
     """
+    allow_next(PDL)
     await_previous(PDL)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < rows

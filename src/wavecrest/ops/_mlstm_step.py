@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import wavecrest.ops._rows as _rows
-import wavecrest.ops._triton as _triton
 from wavecrest.hardware import Arch
-from wavecrest.ops._lib import allow_next, exp
+from wavecrest.ops._lib import SECTOR, allow_next, await_previous, exp, fetch
 from wavecrest.ops._mlstm_lib import columns, denominator, half_range, layer_norm, log_forget, log_input, sigmoid
 from wavecrest.ops._mlstm_norm import before_norm, norm_launch, or_else, side_by_side, strides
 from wavecrest.ops._mlstm_operands import Operands
@@ -21,8 +20,6 @@ from wavecrest.tuned import Config
 TENSORS, NORM_TENSORS = 14, 11
 # elements of a state that a program has under way at a time: 32 KiB in registers
 TILE = 8192
-# NVIDIA GPUs without programmatic dependent launch
-BEFORE_OVERLAP = ("sm_80",)
 
 _SIZES = [
     "eps", "cap", "norm_eps", "scale", "heads", "tiles",
@@ -63,9 +60,9 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
     stride_cb, stride_ch, stride_ck, stride_cd, stride_nb, stride_nh, stride_nk, stride_mb, stride_mh,
     stride_xb, stride_xh, stride_xk, stride_xd, stride_yb, stride_yh, stride_yk, stride_zb, stride_zh, stride_w,
     CAP: tl.constexpr, EXPONENTIAL: tl.constexpr, NORMALIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    IN_PLACE: tl.constexpr, COPIES: tl.constexpr, BARRIER: tl.constexpr, PDL: tl.constexpr, COLUMNS: tl.constexpr,
-    ALIGN: tl.constexpr, C_COLUMNS: tl.constexpr, C_ALIGN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    IN_PLACE: tl.constexpr, COPIES: tl.constexpr, BARRIER: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, ALIGN: tl.constexpr, C_COLUMNS: tl.constexpr, C_ALIGN: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of the state c [DK, DV] of one row and head, BLOCK_K rows of it at a time, the next ones ahead.
 
@@ -76,7 +73,7 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
     In place no barrier is between loads and stores of c: each element is loaded by one lane, and what is stored there
     is made of what was loaded. BARRIER: there are fewer elements than lanes, so that several lanes load one.
     """
-    # the norm, or what moves n and m
+    # the norm, or what moves n and m, or what comes behind the call
     allow_next(PDL)
     EVEN_K: tl.constexpr = DK % BLOCK_K == 0
     EVEN_V: tl.constexpr = DV % BLOCK_V == 0
@@ -103,6 +100,14 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
     h_ptr += ALIGN * (row * stride_hb + head * stride_hh)
     c_ptr += C_ALIGN * (row * stride_cb + head * stride_ch)
     c_new_ptr += C_ALIGN * (row * stride_xb + head * stride_xh)
+    if EARLY:
+        each: tl.constexpr = SECTOR // (c_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        offs_s = tile * BLOCK_V + tl.arange(0, BLOCK_V // each if each <= BLOCK_V else 1) * each
+        for part in tl.static_range(PARTS if EARLY > PARTS else EARLY - 1):
+            here = part * BLOCK_K + offs_k
+            at = _strip(here, offs_s, stride_ck, stride_cd, C_COLUMNS, C_ALIGN)
+            fetch(c_ptr + at, (here < DK)[:, None] & (offs_s < DV)[None, :])
+        await_previous(True)
     # all loads first: what gates and sums need has come when the state has
     i = tl.load(i_ptr + row * stride_ib + head * stride_ih)
     f = tl.load(f_ptr + row * stride_fb + head * stride_fh)
@@ -245,14 +250,6 @@ def split_of(given: Operands, in_place: bool, config: Config) -> Split:
     return Split(tiles, given.norm_weight is not None and tiles > 1, in_place and tiles > 1)
 
 
-def _overlaps(arch: Arch | None) -> bool:
-    """True where the second launch may start before the first has ended (sm_90 and later)."""
-    if arch is None or arch.vendor != "nvidia" or arch.name in BEFORE_OVERLAP or _triton.interpreted:
-        return False
-    # Inductor (torch 2.11) does not know the option
-    return not torch.compiler.is_compiling()
-
-
 def tensors_of(given: Operands, memory: Memory, in_place: bool, split: Split) -> tuple[Tensor, ...]:
     """The kernel's pointers, an input for what it does not look at."""
     q, states = given.q, given.initial
@@ -276,7 +273,8 @@ def launches_of(
     given: Operands, memory: Memory, in_place: bool, config: Config, arch: Arch | None
 ) -> list[_rows.Launch]:
     """The launches of a call, one or two; `given` is the step as a sequence of one token."""
-    split, normed, overlaps = split_of(given, in_place, config), given.norm_weight is not None, _overlaps(arch)
+    split, normed, overlaps = split_of(given, in_place, config), given.norm_weight is not None, _rows.overlaps(arch)
+    early, options = _rows.start_of(config, arch)
     gate = given.output_gate if normed and not split.apart else None
     h_strides = (*before_norm(given), 1) if split.apart else strides(memory.h, 4)
     close = side_by_side(given.q, given.k, given.v, gate, None if split.apart else memory.h)
@@ -296,13 +294,13 @@ def launches_of(
     constants: dict[str, Any] = {
         "CAP": given.capped, "EXPONENTIAL": given.exponential, "NORMALIZE": given.normalize,
         "NORM": normed and not split.apart, "GATE": gate is not None, "IN_PLACE": in_place, "COPIES": split.copies,
-        "BARRIER": in_place and config["BLOCK_K"] * config["BLOCK_V"] < lanes, "PDL": overlaps and split.second,
+        "BARRIER": in_place and config["BLOCK_K"] * config["BLOCK_V"] < lanes, "PDL": overlaps, "EARLY": early,
         "COLUMNS": close, "ALIGN": align, "C_COLUMNS": c_close, "C_ALIGN": c_align, "DK": given.dk, "DV": given.dv,
         "BLOCK_D": _rows.power_of_two(given.dk),
     }  # fmt: skip
     grid = (given.batch * given.heads * split.tiles,)
     tensors = tensors_of(given, memory, in_place, split)
-    found = [_rows.Launch(_mlstm_step_kernel, grid, (*tensors, *sizes), constants, config)]
+    found = [_rows.Launch(_mlstm_step_kernel, grid, (*tensors, *sizes), constants, options)]
     if split.second:
         states = (memory.n_kept, memory.m_kept) if split.copies else None
         tensors = norm_tensors_of(given, memory, split)

@@ -175,7 +175,7 @@ _op = Op(
     emulate_cases=_emulate_cases,
     op_class="gemm",
 )
-_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, optional=("EARLY",))
 
 
 def mlstm_step(
