@@ -7,8 +7,9 @@ the weights as they are stored), ours within twice the official package's own er
 times. `prefill` compares reading prompts, `decode…` steps: ours as `generate` replays them, the official package
 eager and as a graph captured by hand. A step's floor is the bytes of weights and states over the bandwidth measured in
 the same process. Rows "batch …, early": the same kernels and configurations, started while the launch before them runs
-(EARLY of `wavecrest.ops._rows.start_of`); `token_sum` is the same where they choose the same tokens. `lengths` counts what is compiled for prompts of other lengths, `cold-…` starts with no compiled
-kernel on the disk, `…-again` with those that the former has left.
+(EARLY of `wavecrest.ops._rows.start_of`); `token_sum` is the same where they choose the same tokens. `lengths` counts
+what is compiled for prompts of other lengths, `cold-…` starts with no compiled kernel on the disk, `…-again` with those
+that the former has left.
 """
 
 from __future__ import annotations
