@@ -6,13 +6,16 @@ Answers first: logits of a prompt and of steps behind it are held against the mo
 the weights as they are stored), ours within twice the official package's own error; a model that is wrong has no
 times. `prefill` compares reading prompts, `decode…` steps: ours as `generate` replays them, the official package
 eager and as a graph captured by hand. A step's floor is the bytes of weights and states over the bandwidth measured in
-the same process. `lengths` counts what is compiled for prompts of other lengths, `cold-…` starts with no compiled
-kernel on the disk, `…-again` with those that the former has left.
+the same process. Rows "batch …, early": the same kernels and configurations, started while the launch before them runs
+(EARLY of `wavecrest.ops._rows.start_of`); `token_sum` is the same where they choose the same tokens. `lengths` counts
+what is compiled for prompts of other lengths, `cold-…` starts with no compiled kernel on the disk, `…-again` with those
+that the former has left.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
@@ -21,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +36,12 @@ from torch import Tensor
 
 from wavecrest import cuda_graph, hardware, numerics, records, registry, timing
 from wavecrest.bench import ops as bench_ops
-from wavecrest.models.xlstm import xLSTMLarge, xLSTMLargeConfig
+from wavecrest.models.xlstm import generation, xLSTMLarge, xLSTMLargeConfig
 from wavecrest.models.xlstm.generation import Decoder
 from wavecrest.models.xlstm.quantize import quantize
 from wavecrest.models.xlstm.sampling import Sampling
 from wavecrest.ops import PackedWeight
+from wavecrest.tuned import Config
 
 SEVEN_B = {"embedding_dim": 4096, "num_heads": 8, "num_blocks": 32, "vocab_size": 50304}
 SMALL = {"embedding_dim": 64, "num_heads": 2, "num_blocks": 2, "vocab_size": 211}
@@ -49,6 +53,8 @@ BATCHES = (1, 16)
 LENGTHS = (2048, 2047, 1024, 1000, 777, 333, 129, 64, 40)
 SMALL_LENGTHS = (32, 31, 17)
 NEW_TOKENS = 256
+# of rows that start early: two steps of weights are fetched before the launch waits
+EARLY = 3
 # the official kernels for prompts, with their chunk size; the first is the default, which ours is compared with
 OFFICIAL = {"limit_chunk": ("chunkwise--triton_limit_chunk", 64), "xl_chunk": ("chunkwise--triton_xl_chunk", 128)}
 NATIVE = {"limit_chunk": ("chunkwise--native_autograd", 16), "xl_chunk": ("chunkwise--native_custbw", 16)}
@@ -296,6 +302,24 @@ def official_step(peer: Any, tokens: Tensor) -> Callable[[], Any]:
     return work
 
 
+@contextlib.contextmanager
+def starting(early: int, model: xLSTMLarge, tokens: Tensor) -> Iterator[None]:
+    """Decoding steps of this batch whose kernels start so early, as they are chosen and configured else."""
+    our_decoder(model, tokens, False).step(model, None)
+    for op in map(registry.get, registry.names()):
+        for made, _ in op.decisions():
+            if made.config is not None and "EARLY" in op.backends[made.backend].optional:
+                config = Config(**(made.config.kwargs | {"EARLY": early}))
+                op.pin(made.key, made.backend, config, made.source, f"{made.reason}; EARLY={early}")
+    # of the steps before there may be a graph
+    generation._decoders.pop(model, None)
+    try:
+        yield
+    finally:
+        for op in map(registry.get, registry.names()):
+            op.unpin()
+
+
 def captured(work: Callable[[], Any]) -> Callable[[], Any]:
     """The work as a graph's replay."""
     cuda_graph.warm_up(work)
@@ -311,7 +335,10 @@ def generated(place: Place, model: xLSTMLarge, tokens: Tensor, count: int) -> Ro
     begin = time.perf_counter()
     found = model.generate(tokens, count)
     seconds = time.perf_counter() - begin
-    return {"decoding": found.decoding, "generate_tokens_s": round(tokens.shape[0] * count / seconds, 1)}
+    return {
+        "decoding": found.decoding, "generate_tokens_s": round(tokens.shape[0] * count / seconds, 1),
+        "token_sum": int(found.tokens.sum()),
+    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -326,33 +353,39 @@ def decode(form: str | None, state: str, report: Report, args: argparse.Namespac
     if not report.at("answers") or not judge(report, place, model, {} if peer is None else {"official": peer}):
         return
     limit = bandwidth(place)
-    count = 24 if place.small else NEW_TOKENS
     for batch in BATCHES:
-        case = f"batch {batch}"
-        if report.has(case) or not report.at(case):
-            continue
         tokens = place.tokens(batch, 16)
-        empty(place)
-        decoder = our_decoder(model, tokens, True)
-        work = partial(decoder.step, model, None)
-        moved = step_bytes(model, batch)
-        row: Row = {"bytes": moved, "wavecrest": {"decoding": decoder.decoding, "gib": most_memory(place)}}
-        if peer is None:
-            row["wavecrest_ms"] = alone(place, work)["ms"]
-        else:
-            base = official_step(peer, tokens)
-            base()
-            row["official_eager"] = alone(place, base)
-            row |= paired(place, base if place.device == "cpu" else captured(base), work, 4.0)
-            row["official_tokens_s"] = round(1e3 * batch / row["official_ms"], 1)
-        floor = moved / max(limit["copy_gbps"], limit["read_gbps"]) / 1e6
-        row |= {
-            "tokens_s": round(1e3 * batch / row["wavecrest_ms"], 1), "floor_ms": round(floor, 4),
-            "of_floor": round(floor / row["wavecrest_ms"], 3), **limit,
-        }  # fmt: skip
-        row["wavecrest"] |= generated(place, model, tokens, count)
-        row["wavecrest_eager"] = alone(place, partial(our_decoder(model, tokens, False).step, model, None))
-        report.row(case, **row)
+        for early in (0,) if place.device == "cpu" else (0, EARLY):
+            case = f"batch {batch}, early" if early else f"batch {batch}"
+            if not report.has(case) and report.at(case):
+                with starting(early, model, tokens):
+                    report.row(case, **decoded(place, model, None if early else peer, tokens, limit))
+
+
+def decoded(place: Place, model: xLSTMLarge, peer: Any, tokens: Tensor, limit: Row) -> Row:
+    """A row of `decode`; `limit`: of `bandwidth`."""
+    batch, count = tokens.shape[0], 24 if place.small else NEW_TOKENS
+    empty(place)
+    decoder = our_decoder(model, tokens, True)
+    work = partial(decoder.step, model, None)
+    moved = step_bytes(model, batch)
+    row: Row = {"bytes": moved, "wavecrest": {"decoding": decoder.decoding, "gib": most_memory(place)}}
+    if peer is None:
+        row["wavecrest_ms"] = alone(place, work)["ms"]
+    else:
+        base = official_step(peer, tokens)
+        base()
+        row["official_eager"] = alone(place, base)
+        row |= paired(place, base if place.device == "cpu" else captured(base), work, 4.0)
+        row["official_tokens_s"] = round(1e3 * batch / row["official_ms"], 1)
+    floor = moved / max(limit["copy_gbps"], limit["read_gbps"]) / 1e6
+    row |= {
+        "tokens_s": round(1e3 * batch / row["wavecrest_ms"], 1), "floor_ms": round(floor, 4),
+        "of_floor": round(floor / row["wavecrest_ms"], 3), **limit,
+    }  # fmt: skip
+    row["wavecrest"] |= generated(place, model, tokens, count)
+    row["wavecrest_eager"] = alone(place, partial(our_decoder(model, tokens, False).step, model, None))
+    return row
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Where split kernels let the next one start and wait for the one before, as JSON: `python dependent.py`.
+"""Where kernels let the next one start and wait for the one before, as JSON: `python dependent.py`.
 
 A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
 """
@@ -13,6 +13,9 @@ import torch
 
 from wavecrest import hardware, registry
 from wavecrest.isa import compiler
+from wavecrest.ops import _rows
+from wavecrest.ops._mlstm_operands import StepOperands
+from wavecrest.ops.gemm.operands import Operands
 from wavecrest.tuned import Config
 
 TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "GROUP_M": 8, "num_warps": 4, "num_stages": 3}
@@ -25,6 +28,56 @@ DECODING = {"BLOCK_M": 16, "BLOCK_N": 64, "CHUNK": 512, "num_warps": 4, "num_sta
 SPLIT = {"SPLITS": 8, "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4}
 
 
+# as a decode step calls them; each fetches two steps first
+EARLY = {"EARLY": 3}
+SKINNY = {"BLOCK_N": 4, "BLOCK_K": 512, "SPLIT_K": 1, "num_warps": 2, "num_stages": 3}
+Planned = list[tuple[str, _rows.Launch]]
+
+
+def product(M: int, N: int, K: int, weight: torch.dtype, form: str = "plain") -> Operands:
+    """x @ weightᵀ with the scales of the weight, gated where it is of 8 bits."""
+    a = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
+    if form == "int4":
+        b, scale = a.new_empty(N, K // 2, dtype=weight).mT, a.new_empty(N, K // 128, dtype=torch.float32).mT
+        return Operands(a, b, scale_b=scale, form=form, group=128)
+    b = a.new_empty(N, K, dtype=weight).mT
+    if weight.itemsize == 2:
+        return Operands(a, b)
+    return Operands(a, b, scale_b=a.new_empty(N, dtype=torch.float32), activation="silu_and_mul")
+
+
+def first_launches(arch: str, more: dict[str, int]) -> Planned:
+    """The launches of calls whose first one may start early, by name; `more`: of their configurations."""
+    gemm, step, norm = (registry.get(name) for name in ("gemm", "mlstm_step", "add_rms_norm"))
+    bf16, int8, fp8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
+    token = StepOperands(*step.inputs(1, 8, 256, bf16, "meta"))._replace(in_place=True)
+    words = SKINNY | {"BLOCK_K": 1024, "num_stages": 1}
+    described = TILE | {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "SPLIT_K": 1, "PERSISTENT": 0, "TMA": 1}
+    cases: list[tuple[str, Any, str, dict[str, int], Any]] = [
+        ("rows", gemm, "triton_multiply", SKINNY, product(1, 4096, 4096, bf16)),
+        ("gated rows", gemm, "triton_multiply", SKINNY, product(1, 4096, 4096, int8)),
+        ("tiles", gemm, "triton", CONFIGS["triton"], product(16, 4096, 4096, bf16)),
+        ("gated tiles", gemm, "triton", TILE | {"SPLIT_K": 1, "PERSISTENT": 1, "TMA": 0}, product(16, 4096, 4096, fp8)),
+        ("descriptors", gemm, "triton", described, product(1024, 4096, 4096, bf16)),
+        ("words", gemm, "triton_multiply", words, product(1, 4096, 4096, torch.uint8, "int4")),
+        ("step", step, "triton", step.config_of("triton", step.key(*token)).kwargs, token),
+    ]
+    found = []
+    for name, op, backend, config, args in cases:
+        launches = op.backends[backend].launches(*args, config=Config(**config, **more), arch=hardware.ARCHS[arch])
+        found += [(f"{name} {launch.kernel.__name__}", launch) for launch in launches]
+    config = {"BLOCK_M": 1, "BLOCK_N": 4096, "PACKED": 0, "num_warps": 8}
+    launch = norm.compile_cases(hardware.ARCHS[arch], Config(**config, **more))["N=4096"]
+    return [*found, (f"norm {launch.kernel.__name__}", launch)]
+
+
+def facts(launch: _rows.Launch, arch: str) -> dict[str, Any]:
+    """If it is launched to start early, and its code."""
+    built: Any = compiler.build(launch, arch)
+    option = bool(getattr(built.metadata, "launch_pdl", False))
+    return {"option": option, "code": compiler.compile_launch(launch, arch).listing}
+
+
 def main() -> None:
     gemm, decoding, found = registry.get("gemm"), registry.get("flash_decoding"), {}
     product = gemm.inputs(4, 4096, 4096, torch.bfloat16, "meta")
@@ -33,16 +86,16 @@ def main() -> None:
     latent = registry.get("mla_decode")
     cached = latent.inputs(1, 128, 8192, torch.bfloat16, "meta")
     calls.append((latent, "triton", latent.config_of("triton", latent.key(*cached)).kwargs | SPLIT, cached))
+    step = registry.get("mlstm_step")
+    token = StepOperands(*step.inputs(1, 8, 256, torch.bfloat16, "meta"))._replace(in_place=True)
+    calls.append((step, "triton", step.config_of("triton", step.key(*token)).kwargs, token))
     for arch in ("sm_90", "sm_80", "gfx942"):
         for op, backend, config, args in calls:
             launches = op.backends[backend].launches
             assert launches is not None
             for launch in launches(*args, config=Config(**config), arch=hardware.ARCHS[arch]):
-                compiled: Any = compiler.build(launch, arch)
-                found[f"{arch} {backend} {launch.kernel.__name__}"] = {
-                    "option": bool(getattr(compiled.metadata, "launch_pdl", False)),
-                    "code": compiler.compile_launch(launch, arch).listing,
-                }
+                found[f"{arch} {backend} {launch.kernel.__name__}"] = facts(launch, arch)
+    found |= {f"early {name}": facts(launch, "sm_90") for name, launch in first_launches("sm_90", EARLY)}
     json.dump(found, sys.stdout)
 
 

@@ -1,6 +1,7 @@
-"""A product split over K, or attention split over keys, is two launches; the second starts while the first runs.
+"""Kernels that start while the one before them runs wait before they read or write anything: machine code of sm_90.
 
-On sm_90, where it waits before it reads.
+A product split over K, attention split over keys or a step of the mLSTM is two launches, the second of which starts so;
+the first ones of a decode step may, where their configuration says it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ import pytest
 
 FIRST = (
     "triton _tile_kernel", "triton_stream_k _stream_k_kernel", "triton_multiply _multiply_kernel",
-    "triton _decoding_kernel", "triton _mla_kernel",
+    "triton _decoding_kernel", "triton _mla_kernel", "triton _mlstm_step_kernel",
 )  # fmt: skip
 SECOND = (
     "triton _sum_kernel", "triton_stream_k _join_kernel", "triton_multiply _sum_kernel", "triton _joining_kernel",
-    "triton _mla_join_kernel",
+    "triton _mla_join_kernel", "triton _mlstm_norm_kernel",
 )  # fmt: skip
 # of sm_90: programs of the next kernel may start; wait for the kernel before
 ALLOWS, WAITS = re.compile(r"\bPREEXIT\b"), re.compile(r"\bACQBULK\b")
-LOADS = re.compile(r"\bLDG")
+# loads, stores, atomics, and copies by the bulk copy engine
+ACCESSES = re.compile(r"\b(LDG|LDGSTS|STG|RED|REDG|ATOM|ATOMG|UTMALDG|UTMASTG|UBLKCP)\b")
+FETCHES = re.compile(r"\bCCTL\.E\.PF2\b")
+EARLY = (
+    "rows _multiply_kernel", "gated rows _multiply_kernel", "tiles _tile_kernel", "gated tiles _tile_kernel",
+    "descriptors _tile_kernel", "words _words_kernel", "step _mlstm_step_kernel", "norm _row_kernel",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +53,31 @@ def test_the_first_lets_the_second_start(kernels: dict[str, Any], kernel: str) -
 
 
 @pytest.mark.parametrize("kernel", SECOND)
-def test_the_second_reads_nothing_before_it_has_waited(kernels: dict[str, Any], kernel: str) -> None:
+def test_the_second_touches_nothing_before_it_has_waited(kernels: dict[str, Any], kernel: str) -> None:
     found = kernels[f"sm_90 {kernel}"]
-    waits, loads = WAITS.search(found["code"]), LOADS.search(found["code"])
-    assert found["option"] and waits and loads and waits.start() < loads.start()
+    assert found["option"]
+    waits_first(found["code"])
+
+
+@pytest.mark.parametrize("kernel", EARLY)
+def test_those_that_are_told_to_start_early_wait_first(kernels: dict[str, Any], kernel: str) -> None:
+    found = kernels[f"early {kernel}"]
+    assert found["option"] and ALLOWS.search(found["code"])
+    waits = waits_first(found["code"])
+    # tiles by descriptors have nothing to fetch by address
+    assert bool(FETCHES.search(found["code"], 0, waits)) == (kernel != "descriptors _tile_kernel")
+    assert not FETCHES.search(found["code"], waits)
+
+
+def waits_first(code: str) -> int:
+    """Where a kernel waits: every program, once, before it touches memory or may end."""
+    found = list(WAITS.finditer(code))
+    assert len(found) == 1
+    start = found[0].start()
+    before, line = code[:start], code[code.rindex("\n", 0, start) : start]
+    assert "@" not in line and not ACCESSES.search(before) and not re.search(r"\bEXIT\b", before)
+    assert ACCESSES.search(code, start)
+    return start
 
 
 @pytest.mark.parametrize("kernel", FIRST + SECOND)

@@ -51,6 +51,7 @@ WRITTEN = {
     },
     "_mlstm_chunks_kernel": {"h_ptr"},
     "_mlstm_recurrent_kernel": {"h_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr"},
+    "_mlstm_step_kernel": {"h_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr"},
     "_mlstm_norm_kernel": {"y_ptr", "n_new_ptr", "m_new_ptr"},
 }
 

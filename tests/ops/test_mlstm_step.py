@@ -15,12 +15,12 @@ from wavecrest import lookup, ops, registry
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops import _mlstm_norm as norms
-from wavecrest.ops import _mlstm_recurrent as recurrent
+from wavecrest.ops import _mlstm_step as steps
 from wavecrest.ops._mlstm_operands import Operands, StepOperands
 from wavecrest.tuned import Config
 
 OP = "mlstm_step"
-CONFIGS = {"default": None, "several programs": Config(BLOCK_V=8, num_warps=4)}
+CONFIGS = {"default": None, "several programs": Config(BLOCK_K=8, BLOCK_V=8, num_warps=1)}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "closed input gate": {"gates": (-10.0, 4.0, 1.0)},
@@ -213,7 +213,7 @@ def test_nothing_is_compiled_again_for_another_batch(how: str) -> None:
 
 
 def _described(call: StepOperands, how: str) -> list[Any]:
-    return recurrent.planned(call.sequence(), call.in_place, CONFIGS[how] or recurrent.default(16, 24, None), None)
+    return steps.planned(call.sequence(), call.in_place, CONFIGS[how] or steps.default(16, 24, None), None)
 
 
 def _identity(launch: Any) -> Any:
@@ -223,7 +223,7 @@ def _identity(launch: Any) -> Any:
         value.dtype if isinstance(value, Tensor) else type(value) for _, value in zip(names, launch.args, strict=False)
     ]
     loose = {name for name, value in zip(names, launch.args, strict=False) if not isinstance(value, Tensor)}
-    assert loose <= set(recurrent._SIZES) | set(norms._SIZES), "a number makes the kernel anew"
+    assert loose <= set(steps._SIZES) | set(norms._SIZES), "a number makes the kernel anew"
     return launch.kernel, specialized, launch.options()
 
 
@@ -248,8 +248,8 @@ def test_an_empty_batch() -> None:
 def test_space_and_defaults() -> None:
     for arch in ARCHS.values():
         for dk, dv in ((64, 128), (256, 512), (24, 48), (2000, 3)):
-            some = list(recurrent.space(dk, dv, arch))
-            assert some[0] == recurrent.default(dk, dv, arch) and len(some) == len(set(some))
+            some = list(steps.space(dk, dv, arch))
+            assert some[0] == steps.default(dk, dv, arch) and len(some) == len(set(some))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -85,8 +85,15 @@ def magnitude(x):  # type: ignore[no-untyped-def]
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-# programmatic dependent launch (sm_90 and later): a kernel may start while the one before it runs, and waits for it
-# where it reads what that has written. What must not be done before is then left to the kernels
+# programmatic dependent launch (sm_90 and later): a kernel may start while the one before it runs, and waits for its
+# end before it reads or writes anything. docs/architecture.md says why that is enough, whatever ran before that one
+
+# bytes of a line that the L2 cache is asked for at a time
+SECTOR = tl.constexpr(32)
+# one line, as Inductor (torch 2.11) writes the text into a file, where a line's end would end it
+_FETCH = tl.constexpr(
+    "{ .reg .pred wanted; setp.ne.s32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
+)
 
 
 @triton.jit
@@ -105,6 +112,18 @@ def await_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def fetch(pointers, wanted):  # type: ignore[no-untyped-def]
+    """Have the sectors of global memory that pointers lie in brought to the L2 cache, where `wanted`.
+
+    Nothing is read by it: a kernel may do so before `await_previous`, also of memory that another one still writes, as
+    the L2 is where writes and reads of a device meet.
+    """
+    tl.inline_asm_elementwise(
+        _FETCH, "=r,l,r", [pointers.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 # rows that are split over several programs: each publishes what it found in its columns and collects the others'.

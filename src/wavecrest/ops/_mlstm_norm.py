@@ -8,6 +8,7 @@ from torch import Tensor
 
 import wavecrest.ops._rows as _rows
 from wavecrest.hardware import Arch
+from wavecrest.ops._lib import allow_next, await_previous
 from wavecrest.ops._mlstm_lib import PACKED, PADDED, columns, layer_norm, sigmoid
 from wavecrest.ops._mlstm_operands import Operands
 from wavecrest.ops._triton import tl, triton
@@ -32,14 +33,17 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
     stride_xb, stride_xh, stride_xs, stride_yb, stride_yh, stride_ys, stride_yd, stride_gb, stride_gh, stride_gs,
     stride_gd, stride_w, stride_cu, stride_starts, stride_lens, stride_nb, stride_nh, stride_nk, stride_mb, stride_mh,
     FORM: tl.constexpr, STARTS: tl.constexpr, LENS: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    STATES: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    STATES: tl.constexpr, M: tl.constexpr, PDL: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr,
+    ALIGN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows (b, s, h), h fastest: y = σ(gate) · LayerNorm(x) · weight; with STATES n and m to where they belong.
 
     Strides of x, y and the gate come in units of ALIGN but for those of columns. STATES: of one token, n [B, NH, DK]
-    and m [B, NH] contiguous. NORM off: y = x.
+    and m [B, NH] contiguous. NORM off: the states alone.
     """
+    allow_next(PDL)
+    await_previous(PDL)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < rows
     head = offs_m % heads
@@ -59,12 +63,12 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
         if LENS:
             end = begin + tl.load(lens_ptr + row * stride_lens, mask=mask_m, other=0).to(tl.int64)
         inside = mask_m & (token >= begin) & (token < end)
-    # what is not a token's is not read: y is 0 there already
-    mask = inside[:, None] & (offs_v < DV)[None, :]
-    x_at = ALIGN * (row * stride_xb + head * stride_xh + token * stride_xs)
-    y_at = ALIGN * (row * stride_yb + head * stride_yh + token * stride_ys)
-    x = tl.load(x_ptr + x_at[:, None] + offs_v[None, :], mask=mask, other=0.0).to(tl.float32)
     if NORM:
+        # what is not a token's is not read: y is 0 there already
+        mask = inside[:, None] & (offs_v < DV)[None, :]
+        x_at = ALIGN * (row * stride_xb + head * stride_xh + token * stride_xs)
+        y_at = ALIGN * (row * stride_yb + head * stride_yh + token * stride_ys)
+        x = tl.load(x_ptr + x_at[:, None] + offs_v[None, :], mask=mask, other=0.0).to(tl.float32)
         x = layer_norm(x, mask, DV, tl.cast(norm_eps, tl.float32))
         w_at = (head * DV)[:, None] + offs_v[None, :]
         w = tl.load(weight_ptr + columns(w_at, stride_w, W_COLUMNS), mask=mask, other=0.0)
@@ -73,8 +77,8 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
             g_at = ALIGN * (row * stride_gb + head * stride_gh + token * stride_gs)
             g_at = g_at[:, None] + columns(offs_v, stride_gd, COLUMNS)[None, :]
             x = x * sigmoid(tl.load(gate_ptr + g_at, mask=mask, other=0.0).to(tl.float32))
-    y_at = y_at[:, None] + columns(offs_v, stride_yd, COLUMNS)[None, :]
-    tl.store(y_ptr + y_at, x.to(y_ptr.dtype.element_ty), mask=mask)
+        y_at = y_at[:, None] + columns(offs_v, stride_yd, COLUMNS)[None, :]
+        tl.store(y_ptr + y_at, x.to(y_ptr.dtype.element_ty), mask=mask)
     if STATES:
         offs_k = tl.arange(0, BLOCK_K)
         mask_n = mask_m[:, None] & (offs_k < DK)[None, :]
@@ -106,8 +110,9 @@ def norm_launch(
     scratch: tuple[int, int, int],
     states: tuple[Tensor | None, Tensor | None] | None,
     arch: Arch | None,
+    early: bool = False,
 ) -> _rows.Launch:
-    """The launch that makes y of a call from h before the norm.
+    """The launch that makes y of a call from h before the norm, or moves a step's n and m, or both.
 
     Args:
         given: the call.
@@ -116,6 +121,7 @@ def norm_launch(
         scratch: the strides of rows, heads and tokens of h before the norm, whose columns lie side by side.
         states: n and m of the caller's, for their strides, where the kernel writes them.
         arch: what it is made for.
+        early: it starts while the launch before it runs, which has allowed that, and waits for its end.
     """
     gate = given.output_gate
     close = side_by_side(y, gate)
@@ -128,9 +134,9 @@ def norm_launch(
     wave = 32 if arch is None else arch.wave_size
     constants: dict[str, Any] = {
         **sequence_constants(given), "NORM": given.norm_weight is not None, "GATE": gate is not None,
-        "STATES": states is not None, "M": states is not None and states[1] is not None, "COLUMNS": close,
-        "W_COLUMNS": side_by_side(given.norm_weight), "ALIGN": align, "DK": given.dk, "DV": given.dv,
-        "BLOCK_K": block_k, "BLOCK_V": block_v, "BLOCK_M": block_m,
+        "STATES": states is not None, "M": states is not None and states[1] is not None, "PDL": early,
+        "COLUMNS": close, "W_COLUMNS": side_by_side(given.norm_weight), "ALIGN": align, "DK": given.dk,
+        "DV": given.dv, "BLOCK_K": block_k, "BLOCK_V": block_v, "BLOCK_M": block_m,
     }  # fmt: skip
     n_strides = strides(None if states is None else states[0], 3)
     m_strides = strides(None if states is None else states[1], 2)
@@ -143,7 +149,8 @@ def norm_launch(
     # 16 elements a lane
     warps = max(1, min(8, block_m * block_v // (16 * wave)))
     grid = (_rows.ceil_div(rows, block_m),)
-    return _rows.Launch(_mlstm_norm_kernel, grid, (*tensors, *sizes), constants, Config(num_warps=warps))
+    config = Config(num_warps=warps, **({"launch_pdl": 1} if early else {}))
+    return _rows.Launch(_mlstm_norm_kernel, grid, (*tensors, *sizes), constants, config)
 
 
 def sequence_constants(given: Operands) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The mLSTM token by token, states in registers: the kernel of mlstm_step and mlstm_sequence, and its launches."""
+"""The mLSTM token by token, states in registers: the kernel of mlstm_sequence, its launches and memory."""
 
 from __future__ import annotations
 
@@ -64,15 +64,14 @@ def _mlstm_recurrent_kernel(  # type: ignore[no-untyped-def]
     stride_rb, stride_rs, stride_w, stride_cu, stride_starts, stride_lens,
     FORM: tl.constexpr, STARTS: tl.constexpr, LENS: tl.constexpr, RESETS: tl.constexpr, CAP: tl.constexpr,
     EXPONENTIAL: tl.constexpr, NORMALIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    INITIAL: tl.constexpr, LAST: tl.constexpr, IN_PLACE: tl.constexpr, COPIES: tl.constexpr, COLUMNS: tl.constexpr,
-    ALIGN: tl.constexpr, C_COLUMNS: tl.constexpr, C_ALIGN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    INITIAL: tl.constexpr, LAST: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, C_COLUMNS: tl.constexpr,
+    C_ALIGN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """All tokens of one sequence and head, BLOCK_V columns of the state c [DK, DV] with all of its rows.
 
     Strides of q, k, v, h and the gate come in units of ALIGN, those of the states c (`c_new`: x) in units of C_ALIGN,
     but for strides of columns. Every program of a head works out n and m, the first writes them (`n_new`: y, `m_new`:
-    z). IN_PLACE: c is c_new, and but with COPIES n and m are n_new and m_new. NORM: the program has all columns.
+    z). NORM: the program has all columns.
     """
     tile = tl.program_id(0) % tiles
     head = ((tl.program_id(0) // tiles) % heads).to(tl.int64)
@@ -98,11 +97,6 @@ def _mlstm_recurrent_kernel(  # type: ignore[no-untyped-def]
     mask_v = offs_v < DV
     mask_c = mask_k[:, None] & mask_v[None, :]
     wide_k = offs_k.to(tl.int64)
-    if IN_PLACE:
-        c_ptr = c_new_ptr
-        if not COPIES:
-            n_ptr = n_new_ptr
-            m_ptr = m_new_ptr
     c = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     n = tl.zeros([BLOCK_K], tl.float32)
     m = tl.cast(0.0, tl.float32)
@@ -157,9 +151,6 @@ def _mlstm_recurrent_kernel(  # type: ignore[no-untyped-def]
             h = tl.sum(y, 0)
         tl.store(h_at + ALIGN * at * stride_hs, h.to(h_ptr.dtype.element_ty), mask=mask_v)
     if LAST:
-        if IN_PLACE:
-            # no lane writes what another has yet to read
-            tl.debug_barrier()
         x_at = C_ALIGN * (sequence * stride_xb + head * stride_xh + wide_k * stride_xk)
         x_at = x_at[:, None] + columns(offs_v, stride_xd, C_COLUMNS)[None, :]
         c = half_range(c, c_new_ptr.dtype.element_ty)
@@ -171,30 +162,20 @@ def _mlstm_recurrent_kernel(  # type: ignore[no-untyped-def]
 
 
 class Memory(NamedTuple):
-    """What a call writes: h, the new states, and h before the norm; None where it is not needed.
-
-    `n_kept`, `m_kept`: where the caller has n and m, which a second launch writes.
-    """
+    """What a call writes: h, the last states, and h before the norm; None where it is not needed."""
 
     h: Tensor
     c: Tensor | None
     n: Tensor | None
     m: Tensor | None
     scratch: Tensor | None
-    n_kept: Tensor | None = None
-    m_kept: Tensor | None = None
 
 
 class Split(NamedTuple):
-    """How a head is taken apart: programs over its columns, and what is left to a second launch.
-
-    `apart`: there is one, for the norm or because it `copies` n and m of a step to where the caller has them: programs
-    of a head read these while another would write them.
-    """
+    """How a head is taken apart: programs over its columns; `apart`: the norm is a second launch."""
 
     tiles: int
     apart: bool
-    copies: bool
 
 
 def default(dk: int, dv: int, arch: Arch | None) -> Config:
@@ -223,42 +204,36 @@ def space(dk: int, dv: int, arch: Arch) -> Iterator[Config]:
                 yield made
 
 
-def split_of(given: Operands, in_place: bool, config: Config) -> Split:
+def split_of(given: Operands, config: Config) -> Split:
     """How the heads of a call are taken apart."""
     tiles = _rows.ceil_div(given.dv, config["BLOCK_V"])
-    copies = in_place and tiles > 1
-    return Split(tiles, copies or (given.norm_weight is not None and tiles > 1), copies)
+    return Split(tiles, given.norm_weight is not None and tiles > 1)
 
 
-def tensors_of(given: Operands, memory: Memory, in_place: bool, split: Split) -> tuple[Tensor, ...]:
+def tensors_of(given: Operands, memory: Memory) -> tuple[Tensor, ...]:
     """The kernel's pointers, an input for what it does not look at."""
-    q, states = given.q, given.initial
-    if in_place:
-        states = (None, *states[1:]) if split.copies else (None, None, None)
+    q = given.q
     read = or_else(
-        q, q, given.k, given.v, given.i, given.f, *states, given.cu_seqlens, given.seq_starts, given.seq_lens,
+        q, q, given.k, given.v, given.i, given.f, *given.initial, given.cu_seqlens, given.seq_starts, given.seq_lens,
         given.resets, given.norm_weight, given.output_gate,
     )  # fmt: skip
     h = memory.h if memory.scratch is None else memory.scratch
     return (*read, h, *or_else(q, memory.c, memory.n, memory.m))
 
 
-def norm_tensors_of(given: Operands, memory: Memory, copies: bool) -> tuple[Tensor, ...]:
+def norm_tensors_of(given: Operands, memory: Memory) -> tuple[Tensor, ...]:
     """The pointers of the second launch."""
     assert memory.scratch is not None
-    states = (memory.n, memory.m) if copies else (None, None)
     read = or_else(
         given.q, memory.scratch, given.norm_weight, given.output_gate, given.cu_seqlens, given.seq_starts,
-        given.seq_lens, *states,
+        given.seq_lens, None, None,
     )  # fmt: skip
-    return (*read, memory.h, *or_else(given.q, memory.n_kept, memory.m_kept))
+    return (*read, memory.h, given.q, given.q)
 
 
-def launches_of(
-    given: Operands, memory: Memory, in_place: bool, config: Config, arch: Arch | None
-) -> list[_rows.Launch]:
+def launches_of(given: Operands, memory: Memory, config: Config, arch: Arch | None) -> list[_rows.Launch]:
     """The launches of a call, one or two."""
-    split, normed = split_of(given, in_place, config), given.norm_weight is not None
+    split, normed = split_of(given, config), given.norm_weight is not None
     gate = given.output_gate if normed and not split.apart else None
     h_strides = (*before_norm(given), 1) if split.apart else strides(memory.h, 4)
     close = side_by_side(given.q, given.k, given.v, gate, None if split.apart else memory.h)
@@ -279,16 +254,14 @@ def launches_of(
         **sequence_constants(given), "RESETS": given.resets is not None, "CAP": given.capped,
         "EXPONENTIAL": given.exponential, "NORMALIZE": given.normalize, "NORM": normed and not split.apart,
         "GATE": gate is not None, "INITIAL": given.c_initial is not None, "LAST": given.return_last_states,
-        "IN_PLACE": in_place, "COPIES": split.copies, "COLUMNS": close, "ALIGN": align, "C_COLUMNS": c_close,
-        "C_ALIGN": c_align, "DK": given.dk, "DV": given.dv, "BLOCK_K": _rows.power_of_two(given.dk),
+        "COLUMNS": close, "ALIGN": align, "C_COLUMNS": c_close, "C_ALIGN": c_align, "DK": given.dk,
+        "DV": given.dv, "BLOCK_K": _rows.power_of_two(given.dk),
     }  # fmt: skip
     grid = (given.sequences * given.heads * split.tiles,)
-    tensors = tensors_of(given, memory, in_place, split)
+    tensors = tensors_of(given, memory)
     found = [_rows.Launch(_mlstm_recurrent_kernel, grid, (*tensors, *sizes), constants, config)]
     if split.apart:
-        tensors = norm_tensors_of(given, memory, split.copies)
-        states = (memory.n_kept, memory.m_kept) if split.copies else None
-        found.append(norm_launch(given, tensors, memory.h, before_norm(given), states, arch))
+        found.append(norm_launch(given, norm_tensors_of(given, memory), memory.h, before_norm(given), None, arch))
     return found
 
 
@@ -315,40 +288,32 @@ def sizes_of(given: Operands) -> Sizes:
     )  # fmt: skip
 
 
-def allocate(sizes: Sizes, now: Operands, in_place: bool, split: Split, device: torch.device | str) -> Memory:
-    """Memory for a call; in place the caller's. What no launch reaches of padded and packed rows is 0."""
+def allocate(sizes: Sizes, now: Operands, split: Split, device: torch.device | str) -> Memory:
+    """Memory for a call. What no launch reaches of padded and packed rows is 0."""
     single, shape = torch.float32, (sizes.sequences, sizes.heads)
     h = torch.zeros_like(now.v, device=device) if sizes.zeroed else torch.empty_like(now.v, device=device)
     scratch = None
     if split.apart:
         scratch = torch.empty((sizes.batch, sizes.tokens, sizes.heads, sizes.dv), dtype=single, device=device)
-    if in_place and not split.copies:
-        return Memory(h, *now.initial, scratch)
     c = n = m = None
     if sizes.last:
         n = torch.empty((*shape, sizes.dk), dtype=single, device=device)
         m = torch.empty((*shape, 1), dtype=single, device=device) if sizes.exponential else None
-    if in_place:
-        return Memory(h, now.c_initial, n, m, scratch, now.n_initial, now.m_initial)
-    if sizes.last:
         c = torch.empty((*shape, sizes.dk, sizes.dv), dtype=sizes.c_dtype, device=device)
     return Memory(h, c, n, m, scratch)
 
 
-def planned(given: Operands, in_place: bool, config: Config, arch: Arch | None) -> list[_rows.Launch]:
+def planned(given: Operands, config: Config, arch: Arch | None) -> list[_rows.Launch]:
     """The launches of a call, without memory for what they write."""
     device = given.q.device if torch.compiler.is_compiling() else torch.device("meta")
-    memory = allocate(sizes_of(given), given, in_place, split_of(given, in_place, config), device)
-    return launches_of(given, memory, in_place, config, arch)
+    memory = allocate(sizes_of(given), given, split_of(given, config), device)
+    return launches_of(given, memory, config, arch)
 
 
-def bind(given: Operands, in_place: bool, config: Config) -> Callable[[Operands], Any]:
-    """The function for all calls with arguments like these.
-
-    It takes the tensors alone, those of a step without a dimension for tokens: nothing else is looked at again.
-    """
-    device, split, sizes = given.q.device, split_of(given, in_place, config), sizes_of(given)
-    made = planned(given, in_place, config, _rows.arch())
+def bind(given: Operands, config: Config) -> Callable[[Operands], Any]:
+    """The function for all calls with arguments like these: it takes the tensors alone, nothing else is looked at."""
+    device, split, sizes = given.q.device, split_of(given, config), sizes_of(given)
+    made = planned(given, config, _rows.arch())
     start, numbers = _rows.starter(made[0], device), made[0].args[TENSORS:]
     finish, more = None, ()
     if split.apart:
@@ -356,14 +321,13 @@ def bind(given: Operands, in_place: bool, config: Config) -> Callable[[Operands]
     some, written = sizes.sequences * sizes.heads > 0, sizes.batch * sizes.tokens > 0
 
     def call(now: Operands) -> Any:
-        memory = allocate(sizes, now, in_place, split, device)
+        memory = allocate(sizes, now, split, device)
         if some:
-            start(*tensors_of(now, memory, in_place, split), *numbers)
+            start(*tensors_of(now, memory), *numbers)
             if finish is not None and written:
-                finish(*norm_tensors_of(now, memory, split.copies), *more)
+                finish(*norm_tensors_of(now, memory), *more)
         if not sizes.last:
             return memory.h
-        states = now.initial if in_place else (memory.c, memory.n, memory.m)
-        return (memory.h, *(one for one in states if one is not None))
+        return (memory.h, *(one for one in memory[1:4] if one is not None))
 
     return call

@@ -7,10 +7,14 @@ one program holds are split over several, which exchange what they found (`_lib.
 from __future__ import annotations
 
 from wavecrest.ops._lib import (
+    SECTOR,
+    allow_next,
+    await_previous,
     collect,
     column_mask,
     column_offsets,
     exp,
+    fetch,
     first_of,
     load_row_vector,
     magnitude,
@@ -188,10 +192,13 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     FINITE: tl.constexpr,
     PATIENCE: tl.constexpr,
     LOOK: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr,
 ):
+    allow_next(PDL)
     # columns and row strides come in units of ALIGN, which tells the compiler how wide accesses may be
     N = columns * ALIGN
     # Inductor (torch 2.11) passes a Python float as float64, and all that it meets would become that
@@ -217,6 +224,13 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     slots = slots_ptr + block.to(tl.int64) * parts * 2
     index = tl.arange(0, PARTS)
 
+    if EARLY:
+        if EARLY > 1 and HAS_WEIGHT:
+            # as wide as a sector or narrower, whatever the type and if elements lie side by side
+            each: tl.constexpr = SECTOR // 4 if SECTOR <= 4 * BLOCK_N else BLOCK_N
+            some = part * BLOCK_N + tl.arange(0, BLOCK_N // each) * each
+            fetch(weight_ptr + column_offsets(some, stride_wn), some < N)
+        await_previous(True)
     x = _load(x_rows, r_rows, cols, stride_xn, stride_rn, mask, KIND, RESIDUAL)
     if RESIDUAL:
         tl.store(h_ptr + out_rows + cols[None, :], x, mask=mask)

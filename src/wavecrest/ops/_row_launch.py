@@ -54,6 +54,7 @@ def launch(
     columns = x.shape[-1]
     align = _rows.alignment(columns, *strides)
     parts = _rows.parts(columns, config)
+    early, options = _rows.start_of(config, arch)
     return _rows.Launch(
         _row_kernel,
         ((rows + config["BLOCK_M"] - 1) // config["BLOCK_M"] * parts,),
@@ -95,8 +96,10 @@ def launch(
             "FINITE": given.kind in ("rms", "layer") and (arch is None or arch.vendor == "nvidia"),
             "PATIENCE": _rows.patience(),
             "LOOK": _look(arch) if parts > 1 else 0,
+            "PDL": _rows.overlaps(arch),
+            "EARLY": early,
         },
-        config,
+        options,
     )
 
 

@@ -114,6 +114,7 @@ def register(
         # one configuration, the architecture's
         space=lambda key, arch: (configured(key[0], key[1], shape_of(key), arch),),
         work=lambda key, config, arch: work(shape_of(key), key[0], key[1], config, arch),
+        optional=("EARLY",),
     )  # fmt: skip
     return op
 

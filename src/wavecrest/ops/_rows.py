@@ -25,6 +25,14 @@ KERNEL_PRIORITY = 20
 KERNEL_DTYPES = ("float32", "float16", "bfloat16")
 
 
+# NVIDIA's architectures without programmatic dependent launch
+BEFORE_OVERLAP = ("sm_80",)
+# how early kernels start whose configuration does not say: not measured yet, so not at all
+EARLY = 0
+# steps fetched ahead at most: the code grows with each
+MOST_AHEAD = 16
+
+
 class Launch(NamedTuple):
     """One kernel launch: `kernel[grid](*args, **options())`."""
 
@@ -47,6 +55,7 @@ def attach_kernel(
     space: Callable[[Key, hardware.Arch], Iterable[Config]] | None = None,
     launches: Callable[..., list[Any]] | None = None,
     work: Callable[[Key, Config, hardware.Arch], tuple[Work, ...]] | None = None,
+    optional: tuple[str, ...] = (),
 ) -> None:
     """Attach a Triton kernel to its op, by the function that binds it (see `registry.Backend` for all of them)."""
 
@@ -69,7 +78,35 @@ def attach_kernel(
         space=space,
         launches=launches,
         work=work,
+        optional=optional,
     )
+
+
+def overlaps(arch: hardware.Arch | None) -> bool:
+    """True where a kernel may start before the one in front of it has ended (sm_90 and later)."""
+    if arch is None or arch.vendor != "nvidia" or arch.name in BEFORE_OVERLAP or _triton.interpreted:
+        return False
+    # Inductor (torch 2.11) does not know the option
+    return not torch.compiler.is_compiling()
+
+
+def start_of(config: Config, arch: hardware.Arch | None) -> tuple[int, Config]:
+    """How early a launch starts, and what it is launched with: `config` without EARLY.
+
+    EARLY of a configuration: 0: behind the end of the launch before; 1: while that runs (programmatic dependent
+    launch), and waits inside; 1 + n: and before it waits, has its first n steps brought to the L2 cache. It is 0 where
+    kernels do not overlap.
+
+    Raises:
+        InvalidArgument: EARLY is below 0, or has more steps than `MOST_AHEAD`.
+    """
+    early = config.kwargs.get("EARLY", EARLY)
+    if not 0 <= early <= 1 + MOST_AHEAD:
+        raise InvalidArgument(f"EARLY is 0, 1, or 1 and up to {MOST_AHEAD} steps to fetch ahead, not {early}")
+    options = {name: value for name, value in config.kwargs.items() if name != "EARLY"}
+    if not overlaps(arch):
+        early = 0
+    return early, Config(**options, **({"launch_pdl": 1} if early else {}))
 
 
 def empty(x: Tensor, *_args: Any) -> Tensor:

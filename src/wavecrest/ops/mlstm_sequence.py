@@ -54,11 +54,11 @@ def _space(key: Key, arch: Arch) -> Iterator[Config]:
 
 
 def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
-    return _recurrent.planned(Operands(*args), False, config, arch)
+    return _recurrent.planned(Operands(*args), config, arch)
 
 
 def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
-    run = _recurrent.bind(Operands(*args, **kwargs), False, config)
+    run = _recurrent.bind(Operands(*args, **kwargs), config)
     return lambda *args, **kwargs: run(Operands(*args, **kwargs))
 
 
@@ -75,7 +75,7 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.
     cases: dict[str, _rows.Launch] = {}
     for name, (shape, dtype, options) in _COMPILED.items():
         given = Operands(*_shared.example(shape, dtype, "meta", **options))
-        launches = _recurrent.planned(given, False, config or _recurrent.default(*shape[3:], arch), arch)
+        launches = _recurrent.planned(given, config or _recurrent.default(*shape[3:], arch), arch)
         cases |= dict(zip((name, f"{name} norm"), launches, strict=False))
     return cases
 

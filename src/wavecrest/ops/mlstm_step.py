@@ -11,8 +11,8 @@ from torch import Tensor
 
 import wavecrest.ops._mlstm_bound as _bound
 import wavecrest.ops._mlstm_op as _shared
-import wavecrest.ops._mlstm_recurrent as _recurrent
 import wavecrest.ops._mlstm_reference as _reference_module
+import wavecrest.ops._mlstm_step as _step
 import wavecrest.ops._rows as _rows
 from wavecrest.hardware import Arch
 from wavecrest.ops._mlstm_operands import Operands, StepOperands, check_step
@@ -102,16 +102,16 @@ def _declines(*args: Any, **kwargs: Any) -> str | None:
 
 
 def _default_config(key: Key) -> Config:
-    return _recurrent.default(*_shared.columns_of(KEY_FIELDS, key), _rows.arch())
+    return _step.default(*_shared.columns_of(KEY_FIELDS, key), _rows.arch())
 
 
 def _space(key: Key, arch: Arch) -> Iterator[Config]:
-    return _recurrent.space(*_shared.columns_of(KEY_FIELDS, key), arch)
+    return _step.space(*_shared.columns_of(KEY_FIELDS, key), arch)
 
 
 def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
     given = StepOperands(*args)
-    return _recurrent.planned(given.sequence(), given.in_place, config, arch)
+    return _step.planned(given.sequence(), given.in_place, config, arch)
 
 
 def _tensors(given: StepOperands) -> Operands:
@@ -121,7 +121,7 @@ def _tensors(given: StepOperands) -> Operands:
 
 def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
     given = StepOperands(*args, **kwargs)
-    run = _recurrent.bind(given.sequence(), given.in_place, config)
+    run = _step.bind(given.sequence(), given.in_place, config)
     return lambda *args, **kwargs: run(_tensors(StepOperands(*args, **kwargs)))
 
 
@@ -140,8 +140,8 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.
     cases: dict[str, _rows.Launch] = {}
     for name, (shape, dtype, options) in _COMPILED.items():
         given = StepOperands(*_example(shape, dtype, "meta", **options))
-        made = config or _recurrent.default(*shape[2:], arch)
-        launches = _recurrent.planned(given.sequence(), given.in_place, made, arch)
+        made = config or _step.default(*shape[2:], arch)
+        launches = _step.planned(given.sequence(), given.in_place, made, arch)
         cases |= dict(zip((name, f"{name} norm"), launches, strict=False))
     return cases
 
@@ -193,7 +193,7 @@ _op = Op(
     call_of_key=_call_of_key,
     op_class="gemm",
 )
-_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
+_rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, optional=("EARLY",))
 
 
 def mlstm_step(

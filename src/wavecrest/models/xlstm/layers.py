@@ -96,12 +96,13 @@ class MLSTMLayer(nn.Module):
     def _projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k, v, o [B, NH, S, D] and i, f [B, NH, S] of x [B, S, embedding_dim]: views, nothing is copied."""
         heads, qk, v = self.config.num_heads, self.config.qk_dim, self.config.v_dim
+        # the gates first: their product is too small to fill a GPU, and a large one may start beside it
         if self.fused:
-            parts = torch.split(self.qkv_opreact(x), [qk, qk, v, v], dim=-1)
             gates = torch.split(self.ifgate_preact(x), [heads, heads], dim=-1)
+            parts = torch.split(self.qkv_opreact(x), [qk, qk, v, v], dim=-1)
         else:
-            parts = (self.q(x), self.k(x), self.v(x), self.ogate_preact(x))
             gates = (self.igate_preact(x), self.fgate_preact(x))
+            parts = (self.q(x), self.k(x), self.v(x), self.ogate_preact(x))
         split = [part.view(*x.shape[:2], heads, part.shape[2] // heads).transpose(1, 2) for part in parts]
         return (*split, *(gate.transpose(1, 2) for gate in gates))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from wavecrest.ops._activation import activate
-from wavecrest.ops._lib import allow_next, await_previous, row_offsets
+from wavecrest.ops._lib import SECTOR, allow_next, await_previous, fetch, row_offsets
 from wavecrest.ops._quantized import rounded
 from wavecrest.ops._triton import tl, triton
 
@@ -54,6 +54,17 @@ def _shuffled_offsets(n, k, K, KV: tl.constexpr):  # type: ignore[no-untyped-def
     """Where column n, row k of b lies in the (16, 16) shuffle of [N, K], KV elements a 16-byte vector."""
     block = (n // 16) * (K // 32) + k // 32
     return ((block * (32 // KV) + (k % 32) // KV) * 16 + n % 16) * KV + k % KV
+
+
+@triton.jit
+def _fetch_columns(columns, mask_n, first, last, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Have COUNT elements from `first` on, below `last`, of columns that are contiguous brought to the L2 cache.
+
+    columns: where they start, [BLOCK_N, 1].
+    """
+    each: tl.constexpr = SECTOR // (columns.dtype.element_ty.primitive_bitwidth // 8)
+    offs = first + tl.arange(0, COUNT // each if each <= COUNT else 1) * each
+    fetch(columns + offs[None, :], mask_n & (offs < last)[None, :])
 
 
 @triton.jit
@@ -522,7 +533,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     XCDS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr, CHAINS: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, CHAINS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Tiles [BLOCK_M, BLOCK_N], one a program or, PERSISTENT, every `programs`-th; `steps` of BLOCK_K a part of K."""
@@ -538,8 +549,26 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     begin = spread(tl.program_id(0), tl.num_programs(0), XCDS)
     batch = tl.program_id(1)
-    # `_sum_kernel`
-    allow_next(PDL and SPLIT_K > 1)
+    # `_sum_kernel`, or what comes behind the call
+    allow_next(PDL)
+    if EARLY:
+        if EARLY > 1 and not TMA and B_ORDER == BY_K and FORMAT != SHUFFLED:
+            _, _, stride = walks[1]
+            tiles = tiles_m * tiles_n
+            split = begin // tiles if SPLIT_K > 1 else 0
+            _, tile_n = tile_at(begin - split * tiles, tiles_m, tiles_n, GROUP_M)
+            cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            columns = b + batch.to(tl.int64) * walks[1][0] + cols.to(tl.int64)[:, None] * stride
+            # 4-bit codes come in units of 64, two a byte
+            step: tl.constexpr = BLOCK_K // 2 if FORMAT == INT4 else BLOCK_K
+            last = tl.cdiv(K, 64) * 32 if FORMAT == INT4 else K
+            for ahead in tl.static_range(EARLY - 1):
+                first = (split * steps + ahead) * step
+                _fetch_columns(columns, (cols < N)[:, None], first, last, step)
+                if GATED:
+                    up = tl.cast(N, tl.int64) * stride
+                    _fetch_columns(columns + up, (cols < N)[:, None], first, last, step)
+        await_previous(True)
     if PERSISTENT:
         for index in range(begin, tiles_m * tiles_n * SPLIT_K, tl.num_programs(0)):
             _tile(
@@ -566,6 +595,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     SUM_M: tl.constexpr, SUM_N: tl.constexpr,
 ):  # fmt: skip
     """The parts [splits, batch, M, N] of a split product, added in their order, and finished."""
+    allow_next(PDL)
     await_previous(PDL)
     N = n_units * ALIGN_N
     batch = tl.program_id(1)
@@ -711,7 +741,7 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
     ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr,
     EVEN_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-    LARGEST: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    LARGEST: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a times BLOCK_N columns of b, both contiguous along K, without matrix instructions.
@@ -740,8 +770,14 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
         sums_up = sums_up + (nothing,)  # type: ignore[assignment]
     first = split * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
-    # `_sum_kernel`
-    allow_next(PDL and SPLIT_K > 1)
+    # `_sum_kernel`, or what comes behind the call
+    allow_next(PDL)
+    if EARLY:
+        for ahead in tl.static_range(EARLY - 1):
+            _fetch_columns(b_rows, mask_n, (first + ahead) * BLOCK_K, K, BLOCK_K)
+            if GATED:
+                _fetch_columns(b_up, mask_n, (first + ahead) * BLOCK_K, K, BLOCK_K)
+        await_previous(True)
     # told so, as without matrix instructions it would load nothing ahead
     for step in tl.range(first, last, num_stages=STAGES):
         k = step * BLOCK_K + offs_k[None, :]
@@ -810,7 +846,8 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     stride_sam, stride_sbn, stride_sbk, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
     ROWS: tl.constexpr, GROUP: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr,
     ALIGN_N: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-    LARGEST: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LARGEST: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a times BLOCK_N columns of 4-bit codes, read as words of 32 bits, without matrix instructions.
 
@@ -829,6 +866,11 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     b_rows = b.to(tl.pointer_type(tl.int32), bitcast=True) + cols.to(tl.int64)[:, None] * stride_bn * 4
     # codes come in units of 64
     words = tl.cdiv(K, 64) * 8
+    allow_next(PDL)
+    if EARLY:
+        for ahead in tl.static_range(EARLY - 1):
+            _fetch_columns(b_rows, mask_n, ahead * WORDS, words, WORDS)
+        await_previous(True)
     sums = (tl.zeros([BLOCK_N, GROUPS], tl.float32),)
     for _ in tl.static_range(1, ROWS):
         sums = sums + (tl.zeros([BLOCK_N, GROUPS], tl.float32),)  # type: ignore[assignment]

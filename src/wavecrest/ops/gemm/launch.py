@@ -32,8 +32,6 @@ FORMS = {"plain": 0, "shuffled": 1, "int4": 2}
 SCALES = {"none": 0, "tensor": 1, "vector": 2, "block": 3, "group": 4}
 # products in a batch: CUDA has no more programs in the second dimension of a grid
 MOST_BATCHES = 65535
-# NVIDIA's architectures without programmatic dependent launch
-BEFORE_OVERLAP = ("sm_80",)
 # columns of a program of `_sum_kernel`
 SUM_COLUMNS = 512
 
@@ -231,14 +229,6 @@ def _assembles(arch: Arch | None) -> bool:
     return arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
 
 
-def _overlaps(arch: Arch | None) -> bool:
-    """True where a kernel may start before the one in front of it has ended (sm_90 and later)."""
-    if arch is None or arch.name in BEFORE_OVERLAP:
-        return False
-    # Inductor (torch 2.11) does not know the option
-    return _assembles(arch) and not torch.compiler.is_compiling()
-
-
 def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
     """Sizes and constants that the kernels over tiles share; sizes without the steps, which come before size1."""
     how, config_k = walk(given), config["BLOCK_K"]
@@ -273,7 +263,7 @@ def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple
         "ACC": tl.int32 if given.integers else tl.float32,
         "XCDS": 1 if arch is None else arch.xcds,
         "PTX": _assembles(arch),
-        "PDL": _overlaps(arch),
+        "PDL": _rows.overlaps(arch),
     }
     return (how.size1, how.size2, *how.a_strides, *how.b_strides), constants, how
 
@@ -315,6 +305,7 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
     bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
     a, b = _described_operands(given, config) if tma else (given.a, given.b)
     align_n = constants["ALIGN_N"]
+    early, options = _rows.start_of(config, arch)
     first = _rows.Launch(
         _tile_kernel,
         (programs, given.batches),
@@ -322,8 +313,8 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
             a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale,
             given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
         ),
-        {**constants, **finish},
-        Config(**({"CHAINS": 1} | config.kwargs | {"TMA": int(tma)})),
+        {**constants, **finish, "EARLY": early},
+        Config(**({"CHAINS": 1} | options.kwargs | {"TMA": int(tma)})),
     )  # fmt: skip
     if split == 1:
         return Plan(first, None, None)
@@ -344,7 +335,7 @@ def _sum(given: Operands, y: Tensor, parts: Tensor, split: int, arch: Arch | Non
     finish |= {
         name: kind if kind <= SCALES["vector"] else 0 for name, kind in finish.items() if name in ("SCALE_A", "SCALE_B")
     }
-    overlaps = _overlaps(arch)
+    overlaps = _rows.overlaps(arch)
     return _rows.Launch(
         _sum_kernel,
         (given.M * across, given.batches),
@@ -437,6 +428,7 @@ def _words(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch
         raise InvalidArgument(f"gemm: a BLOCK_K of {config['BLOCK_K']} is no multiple of a group of {given.group}")
     bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
     align_n, steps = _align_n(given), _rows.ceil_div(given.K, config["BLOCK_K"])
+    early, options = _rows.start_of(config, arch)
     first = _rows.Launch(
         _words_kernel,
         (_rows.ceil_div(given.N, config["BLOCK_N"]),),
@@ -447,9 +439,9 @@ def _words(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch
         ),
         {
             **finish, "ROWS": given.M, "GROUP": given.group, "ALIGN": how.align, "ALIGN_N": align_n,
-            "STAGES": config["num_stages"], "PTX": _assembles(arch),
+            "STAGES": config["num_stages"], "PTX": _assembles(arch), "PDL": _rows.overlaps(arch), "EARLY": early,
         },
-        _without(config, "SPLIT_K"),
+        _without(options, "SPLIT_K"),
     )  # fmt: skip
     return Plan(first, None, None, tensors=9)
 
@@ -462,6 +454,7 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
     (sam, _, sbn, _, *rest), finish = _common(given)
     bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
     align_n, steps = _align_n(given), _rows.ceil_div(_rows.ceil_div(given.K, config["BLOCK_K"]), split)
+    early, options = _rows.start_of(config, arch)
     first = _rows.Launch(
         _multiply_kernel,
         (_rows.ceil_div(given.N, config["BLOCK_N"]), given.batches, split),
@@ -472,9 +465,10 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
         ),
         {
             **finish, "ROWS": given.M, "ALIGN": how.align, "ALIGN_N": align_n,
-            "EVEN_K": given.K % config["BLOCK_K"] == 0, "STAGES": config["num_stages"], "PDL": _overlaps(arch),
+            "EVEN_K": given.K % config["BLOCK_K"] == 0, "STAGES": config["num_stages"], "PDL": _rows.overlaps(arch),
+            "EARLY": early,
         },
-        config,
+        options,
     )  # fmt: skip
     if split == 1:
         return Plan(first, None, None, tensors=9)

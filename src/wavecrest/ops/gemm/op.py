@@ -123,7 +123,7 @@ def _attach(
         space=partial(_space.space, name, make),
         launches=partial(_space.launches, planner),
         work=partial(_work.work, name),
-        optional=("CHAINS",) if name == "triton" else (),
+        optional={"triton": ("CHAINS", "EARLY"), "triton_multiply": ("EARLY",)}.get(name, ()),
     )
 
 

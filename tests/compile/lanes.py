@@ -1,0 +1,67 @@
+"""Which lanes load a state that mlstm_step writes over, as JSON: `python lanes.py`.
+
+A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import torch
+
+from wavecrest import hardware, registry
+from wavecrest.isa import compiler
+from wavecrest.ops import _mlstm_step
+from wavecrest.ops._mlstm_operands import StepOperands
+from wavecrest.tuned import Config
+
+# DK, DV, and rows, columns and warps of a program: as shipped, narrow, wide, of fewer elements than lanes
+CASES = {
+    "default": (256, 512, None),
+    "narrow": (256, 512, (64, 16, 2)),
+    "wide": (256, 512, (16, 512, 8)),
+    "odd": (96, 192, (32, 64, 4)),
+    "few": (16, 24, (16, 8, 8)),
+}
+LOAD = re.compile(r"(?:tt\.load|buffer_load) .*tensor<(\d+)x(\d+)x(?:!tt\.ptr<)?f(?:32|16)>?, (#\w+)>")
+ONE = r"(\[[\d, ]+\])"
+LAYOUT = re.compile(
+    rf"^(#\w+) = #ttg\.blocked<\{{sizePerThread = {ONE}, threadsPerWarp = {ONE}, warpsPerCTA = {ONE}", re.MULTILINE
+)
+
+
+def loads(code: str) -> list[dict[str, Any]]:
+    """The shape of each loaded matrix, and how much of it a lane, the lanes of a warp and the warps have."""
+    layouts = {name: [json.loads(part) for part in parts] for name, *parts in LAYOUT.findall(code)}
+    return [
+        {"shape": [int(rows), int(columns)], "layout": layouts.get(name)} for rows, columns, name in LOAD.findall(code)
+    ]
+
+
+def main() -> None:
+    op, found = registry.get("mlstm_step"), {}
+    for arch in ("sm_90", "gfx942", "gfx1100"):
+        known = hardware.ARCHS[arch]
+        for name, (dk, dv, chosen) in CASES.items():
+            config = _mlstm_step.default(dk, dv, known)
+            if chosen is not None:
+                config = Config(**dict(zip(("BLOCK_K", "BLOCK_V", "num_warps"), chosen, strict=True)))
+            for dtype in (torch.float32, torch.float16):
+                given = StepOperands(*op.inputs(2, 4, dk, torch.bfloat16, "meta"))
+                given = given._replace(
+                    v=given.v[..., :dv], c=given.c[..., :dv].to(dtype).contiguous(), state_dtype=dtype, in_place=True
+                )
+                launch = _mlstm_step.planned(given.sequence(), True, config, known)[0]
+                built: Any = compiler.build(launch, arch)
+                found[f"{arch} {name} {dtype}"] = {
+                    "barrier": launch.constants["BARRIER"], "loads": loads(built.asm["ttgir"]),
+                    "parts": -(-dk // config["BLOCK_K"]),
+                }  # fmt: skip
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""How many kernels a decoding step launches a layer: what is between the kernels is what a small batch waits for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import wavecrest.ops._rows as _rows
+from tests.models.xlstm_harness import DEVICE, VOCABULARY, build, close
+from tests.ops.gemm_harness import quicken
+from wavecrest import registry
+from wavecrest.models.xlstm import xLSTMLarge
+from wavecrest.models.xlstm.generation import Decoder
+from wavecrest.models.xlstm.quantize import quantize
+from wavecrest.models.xlstm.sampling import Sampling
+from wavecrest.ops import _mlstm_step
+from wavecrest.tuned import Config
+
+# a decoding step runs on these alone
+OPS = {"gemm": "triton_multiply", "rms_norm": "triton", "add_rms_norm": "triton", "mlstm_step": "triton"}
+# names of what makes tensors and launches nothing
+MAKES = ("empty", "new_empty", "lift_fresh", "detach")
+
+
+class Launches(TorchDispatchMode):
+    """Kernels of ours by name, and PyTorch's operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        name = func._schema.name.removeprefix("aten::")
+        # results are filled with NaN by the tests' own hand
+        poison = name == "fill_" and args[1] != args[1]
+        if not views and not poison and not name.startswith(MAKES):
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """What is launched while it is entered; ops run on `OPS`."""
+    quicken(monkeypatch)
+    counted, starter = Launches(), _rows.starter
+
+    def noted(launch: Any, *args: Any, **options: Any) -> Callable[..., None]:
+        start = starter(launch, *args, **options)
+
+        def run(*operands: Any) -> None:
+            counted.found[launch.kernel.__name__] += 1
+            # the interpreter works with tensors of its own
+            with _disable_current_modes():
+                start(*operands)
+
+        return run
+
+    monkeypatch.setattr(_rows, "starter", noted)
+    for name, backend in OPS.items():
+        registry.get(name).force(backend)
+    yield counted
+    for name in OPS:
+        registry.get(name).force(None)
+
+
+def decoder(model: xLSTMLarge) -> Decoder:
+    """At the first token, to be stepped eagerly: a graph holds what such a step launches."""
+    state, logits = model.empty_state(1), torch.zeros(1, VOCABULARY, device=DEVICE)
+    made = Decoder(state, logits, Sampling(0.0, 0, 1.0))
+    made.start(state, logits, None)
+    made.choose(model, False, 1)
+    return made
+
+
+def step_of(launches: Launches, form: str | None = None) -> Callable[[int], Counter[str]]:
+    """What a step of a model with so many blocks launches."""
+
+    def count(blocks: int) -> Counter[str]:
+        model = build(weight_mode="fused", num_blocks=blocks, dtype=torch.bfloat16)
+        made = decoder(model if form is None else quantize(model, form, lm_head=True))
+        with torch.no_grad():
+            launches.found.clear()
+            with launches:
+                made.step(model, None)
+        return launches.found.copy()
+
+    return count
+
+
+NORMS = {"_row_kernel": 2}
+PRODUCTS = {"_multiply_kernel": 5}
+STATES = {"_mlstm_step_kernel": 1, "_mlstm_norm_kernel": 1}
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_a_layer_is_nine_launches(form: str | None, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two norms with what is added before them, gates, q k v o, the state, its norm, out, gate and up, down."""
+    # several programs a head, as the states of large models have: the norm is a launch of its own then
+    narrow = Config(BLOCK_K=16, BLOCK_V=8, num_warps=1)
+    monkeypatch.setattr(_mlstm_step, "default", lambda *_sizes: narrow)
+    count = step_of(launches, form)
+    layer = count(2) - count(1)
+    assert layer == Counter(NORMS | PRODUCTS | STATES)
+
+
+def test_a_state_that_a_program_holds_is_normed_by_it(launches: Launches) -> None:
+    count = step_of(launches)
+    layer = count(2) - count(1)
+    assert layer == Counter(NORMS | PRODUCTS | {"_mlstm_step_kernel": 1})
+
+
+def test_what_is_around_the_layers(launches: Launches) -> None:
+    count = step_of(launches)
+    one, two = count(1), count(2)
+    rest = one - (two - one)
+    # the first norm adds nothing, the last one does; logits in float32, capped; the token
+    around = {"embedding": 1, "_row_kernel": 1, "_multiply_kernel": 1, "_to_copy": 1, "div": 1, "tanh": 1, "mul": 1}
+    assert rest == Counter(around | {"argmax": 1, "copy_": 1})
+
+
+def test_the_counted_steps_are_right(launches: Launches) -> None:
+    """As PyTorch's operations have them: steps that leave something out would launch less."""
+    model = build(weight_mode="fused")
+    logits = []
+    for own in (True, False):
+        for name, backend in OPS.items():
+            registry.get(name).force(backend if own else "torch")
+        made = decoder(model)
+        made.step(model, None)
+        with torch.no_grad():
+            logits.append(model.decode(made.token, made.pool.state))
+    assert launches.found["_multiply_kernel"] == 2 * (2 * 5 + 1)
+    close(logits[0], logits[1])
