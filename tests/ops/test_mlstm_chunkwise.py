@@ -28,8 +28,8 @@ OP = "mlstm_chunkwise"
 
 def config(chunk: int = 32, rows: int = 16, columns: int = 32, part: int = 16, state: int = 32) -> Config:
     return Config(
-        CHUNK=chunk, BLOCK_T=rows, BLOCK_K=part, BLOCK_V=columns, STATE_K=max(16, part), STATE_V=state, STATE_WARPS=4,
-        num_warps=4, num_stages=1,
+        CHUNK=chunk, BLOCK_T=rows, BLOCK_S=16, BLOCK_K=part, BLOCK_C=16, BLOCK_V=columns, STATE_T=16,
+        STATE_K=max(16, part), STATE_V=state, STATE_WARPS=4, STATE_STAGES=1, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -373,7 +373,8 @@ def test_nothing_is_compiled_again_for_other_lengths_and_batches() -> None:
         call = case(batch=batch, heads=heads, tokens=tokens, epilogue="gate", first=True, return_last_states=True)
         made = launches.planned(call, config(columns=16), None)
         assert [launch.kernel.__name__ for launch in made] == [
-            "_mlstm_gates_kernel", "_mlstm_states_kernel", "_mlstm_chunks_kernel", "_mlstm_norm_kernel",
+            "_mlstm_gates_kernel", "_mlstm_keys_kernel", "_mlstm_states_kernel", "_mlstm_chunks_kernel",
+            "_mlstm_norm_kernel",
         ]  # fmt: skip
         for launch in made:
             loose = {
