@@ -15,6 +15,7 @@ from wavecrest.ops.mlstm_chunkwise.states_kernel import (
     DOCUMENT,
     LN_2,
     LOCAL,
+    PLANES,
     REST,
     SEQUENCES,
     SIZES,
@@ -39,11 +40,55 @@ def _load(at, mask, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
     return tile
 
 
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    acc, den, q, q_ptr, k_ptr, v_ptr, planes_ptr, other, offs_s, last_s, high, rest, document, tile_t, rows,
+    q_tile, mask_v, offs_v, stride_k, stride_kd, stride_v, stride_vd, stride_ks, stride_vs, step_q, step_k, eps,
+    LAST: tl.constexpr, RESETS: tl.constexpr, ONE: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
+    WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Let the tokens from `other` on pass: (sums, their weights' total) of each row. LAST: the sequence ends in them."""
+    offs_k = tl.arange(0, BLOCK_K)
+    # what is no token takes the last one's; no row sees it
+    rows_s = offs_s
+    if LAST:
+        rows_s = tl.minimum(offs_s, last_s - other)
+    k_tile = tile_of(rows_s, offs_k, stride_k, stride_kd, COLUMNS, ALIGN, WIDE)
+    k_at = k_ptr + tl.cast(other, tl.int64) * stride_ks
+    s = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
+    if ONE:
+        k = _load(k_at + k_tile, offs_k < DK, DK % BLOCK_K != 0)
+        s = tl.dot(q, tl.trans(k), s, input_precision="ieee", out_dtype=tl.float32)
+    else:
+        for part in range(0, DK, BLOCK_K):
+            mask_k = part + offs_k < DK
+            some = _load(q_ptr + part * step_q + q_tile, mask_k, DK % BLOCK_K != 0)
+            k = _load(k_at + part * step_k + k_tile, mask_k, DK % BLOCK_K != 0)
+            s = tl.dot(some, tl.trans(k), s, input_precision="ieee", out_dtype=tl.float32)
+    at = planes_ptr + other + offs_s
+    high_s = tl.load(at + SUMS * CHUNK)
+    local_s = tl.load(at + LOCAL * CHUNK)
+    d = (high[:, None] - high_s[None, :]) + (rest[:, None] + local_s[None, :])
+    # never; it makes the compiler lay exponents out as scores are, a row in few lanes, instead of taking scores apart
+    d = tl.where(eps < 0.0, s, d)
+    seen = (tile_t * BLOCK_T + rows)[:, None] >= (other + offs_s)[None, :]
+    if RESETS:
+        document_s = tl.load(at + DOCUMENT * CHUNK)
+        seen = seen & (document[:, None] == document_s[None, :])
+    # what is not seen is chosen away: a product of it may be infinite
+    p = tl.where(seen, s * tl.exp2(d), 0.0)
+    v_tile = tile_of(rows_s, offs_v, stride_v, stride_vd, COLUMNS, ALIGN, WIDE)
+    v = _load(v_ptr + tl.cast(other, tl.int64) * stride_vs + v_tile, mask_v, DV % BLOCK_V != 0)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee", out_dtype=tl.float32)
+    return acc, den + tl.sum(p, 1)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, states_ptr, scales_ptr, vectors_ptr, links_ptr, planes_ptr, cu_ptr, starts_ptr, lens_ptr,
     weight_ptr, gate_ptr, h_ptr,
-    eps, norm_eps, log_scale, batch, tokens, heads, chunks, sequences, slots,
+    eps, norm_eps, log_scale, tokens, heads, chunks, sequences, slots,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd, stride_hb, stride_hh, stride_hs, stride_hd,
     stride_gb, stride_gh, stride_gs, stride_gd, stride_w, stride_cu, stride_starts, stride_lens,
@@ -123,13 +168,16 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr += ALIGN * (row * stride_qb + head * stride_qh + start * stride_qs)
     k_ptr += ALIGN * (row * stride_kb + head * stride_kh) + first * stride_ks
     v_ptr += ALIGN * (row * stride_vb + head * stride_vh) + first * stride_vs
-    plane = tl.cast(batch, tl.int64) * heads * tokens
-    planes_ptr += (row * heads + head) * tokens + first
-    at = planes_ptr + tile_t * BLOCK_T + rows
-    high = tl.load(at + SUMS * plane)
-    rest = tl.load(at + REST * plane)
     slot = slot * heads + head
+    planes_ptr += slot * (PLANES * CHUNK)
+    at = planes_ptr + tile_t * BLOCK_T + rows
+    high = tl.load(at + SUMS * CHUNK)
+    rest = tl.load(at + REST * CHUNK)
 
+    ONE: tl.constexpr = BLOCK_K >= DK
+    q = 0.0
+    if ONE:
+        q = _load(q_ptr + q_tile, offs_k < DK, DK % BLOCK_K != 0)
     # what the state before the chunk has for them; there is none before the first chunk of a sequence that begins
     until = DK
     if INITIAL:
@@ -140,18 +188,22 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     base = (high + m) + rest
     document = high
     if RESETS:
-        document = tl.load(at + DOCUMENT * plane)
+        document = tl.load(at + DOCUMENT * CHUNK)
         # sums have begun anew, with m = 0
         base = tl.where(document == 0.0, base, high + rest)
     top = tl.zeros([BLOCK_T], tl.float32)
     if EXPONENTIAL:
-        top = tl.maximum(base, tl.load(at + TOP * plane))
+        top = tl.maximum(base, tl.load(at + TOP * CHUNK))
     unit = tl.zeros([BLOCK_T], tl.float32)
     if HALF:
-        unit = tl.minimum(top - tl.load(at + TOP * plane), LEAST_UNIT)
+        unit = tl.minimum(top - tl.load(at + TOP * CHUNK), LEAST_UNIT)
     acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     den = tl.zeros([BLOCK_T], tl.float32)
     states_ptr += slot * (DK * DV)
+    vectors_ptr += slot * DK
+    if ONE:
+        n = tl.load(vectors_ptr + offs_k, mask=offs_k < until, other=0.0)
+        den = tl.sum(tl.cast(q, tl.float32) * n[None, :], 1)
     c_tile = offs_c[:, None] * DV + offs_v[None, :]
     for part in range(0, until, BLOCK_C):
         mask_k = part + offs_c < DK
@@ -160,14 +212,15 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
             c = tl.load(states_ptr + part * DV + c_tile, mask=mask_k[:, None] & mask_v[None, :], other=0.0)
         else:
             c = tl.load(states_ptr + part * DV + c_tile)
-        n = tl.load(vectors_ptr + slot * DK + part + offs_c, mask=mask_k, other=0.0)
         if HALF:
             scale_at = (slot * tl.cdiv(DK, STATE_K) + part // STATE_K) * tl.cdiv(DV, STATE_V)
             c_unit = tl.load(scales_ptr + scale_at + offs_v // STATE_V, mask=mask_v, other=0.0)
             acc += c_unit[None, :] * tl.dot(some, c, out_dtype=tl.float32)
         else:
             acc = tl.dot(some, c, acc, input_precision="ieee", out_dtype=tl.float32)
-        den += tl.sum(tl.cast(some, tl.float32) * n[None, :], 1)
+        if not ONE:
+            n = tl.load(vectors_ptr + part + offs_c, mask=mask_k, other=0.0)
+            den += tl.sum(tl.cast(some, tl.float32) * n[None, :], 1)
     kept = tl.exp2((base - top) + (log_scale + unit))
     acc = acc * kept[:, None]
     den = den * kept
@@ -177,41 +230,21 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
         den = tl.where(document == 0.0, den, 0.0)
 
     rest = (rest - top) + (log_scale + unit)
-    ONE: tl.constexpr = BLOCK_K >= DK
-    q = 0.0
-    if ONE:
-        q = _load(q_ptr + q_tile, offs_k < DK, DK % BLOCK_K != 0)
-    for other in range(0, tl.minimum((tile_t + 1) * BLOCK_T, last_s + 1), BLOCK_S):
-        rows_s = tl.minimum(offs_s, last_s - other)
-        k_tile = tile_of(rows_s, offs_k, stride_k, stride_kd, COLUMNS, ALIGN, WIDE)
-        k_at = k_ptr + tl.cast(other, tl.int64) * stride_ks
-        s = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
-        if ONE:
-            k = _load(k_at + k_tile, offs_k < DK, DK % BLOCK_K != 0)
-            s = tl.dot(q, tl.trans(k), s, input_precision="ieee", out_dtype=tl.float32)
-        else:
-            for part in range(0, DK, BLOCK_K):
-                mask_k = part + offs_k < DK
-                some = _load(q_ptr + part * step_q + q_tile, mask_k, DK % BLOCK_K != 0)
-                k = _load(k_at + part * step_k + k_tile, mask_k, DK % BLOCK_K != 0)
-                s = tl.dot(some, tl.trans(k), s, input_precision="ieee", out_dtype=tl.float32)
-        at_s = planes_ptr + other + rows_s
-        high_s = tl.load(at_s + SUMS * plane)
-        local_s = tl.load(at_s + LOCAL * plane)
-        d = (high[:, None] - high_s[None, :]) + (rest[:, None] + local_s[None, :])
-        # never; it makes the compiler lay exponents out as scores are, a row in few lanes, instead of taking scores
-        # apart
-        d = tl.where(eps < 0.0, s, d)
-        seen = (tile_t * BLOCK_T + rows)[:, None] >= (other + offs_s)[None, :]
-        if RESETS:
-            document_s = tl.load(at_s + DOCUMENT * plane)
-            seen = seen & (document[:, None] == document_s[None, :])
-        # what is not seen is chosen away: a product of it may be infinite
-        p = tl.where(seen, s * tl.exp2(d), 0.0)
-        v_tile = tile_of(rows_s, offs_v, stride_v, stride_vd, COLUMNS, ALIGN, WIDE)
-        v = _load(v_ptr + tl.cast(other, tl.int64) * stride_vs + v_tile, mask_v, DV % BLOCK_V != 0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee", out_dtype=tl.float32)
-        den += tl.sum(p, 1)
+    # whole tiles of tokens, and one in which the sequence ends
+    until = tl.minimum((tile_t + 1) * BLOCK_T, last_s + 1)
+    whole = (last_s + 1) // BLOCK_S * BLOCK_S
+    for other in range(0, tl.minimum(until, whole), BLOCK_S):
+        acc, den = _attend(
+            acc, den, q, q_ptr, k_ptr, v_ptr, planes_ptr, other, offs_s, last_s, high, rest, document, tile_t, rows,
+            q_tile, mask_v, offs_v, stride_k, stride_kd, stride_v, stride_vd, stride_ks, stride_vs, step_q, step_k, eps,
+            False, RESETS, ONE, COLUMNS, ALIGN, WIDE, DK, DV, CHUNK, BLOCK_T, BLOCK_S, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+    for other in range(whole, until, BLOCK_S):
+        acc, den = _attend(
+            acc, den, q, q_ptr, k_ptr, v_ptr, planes_ptr, other, offs_s, last_s, high, rest, document, tile_t, rows,
+            q_tile, mask_v, offs_v, stride_k, stride_kd, stride_v, stride_vd, stride_ks, stride_vs, step_q, step_k, eps,
+            True, RESETS, ONE, COLUMNS, ALIGN, WIDE, DK, DV, CHUNK, BLOCK_T, BLOCK_S, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
 
     if HALF:
         unit = tl.exp2(-unit)

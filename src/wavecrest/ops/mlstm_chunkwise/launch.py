@@ -26,7 +26,6 @@ from wavecrest.ops.mlstm_chunkwise.kernel import _mlstm_chunks_kernel
 from wavecrest.ops.mlstm_chunkwise.states_kernel import (
     LINKS,
     PLANES,
-    RESET_PLANES,
     _mlstm_gates_kernel,
     _mlstm_keys_kernel,
     _mlstm_states_kernel,
@@ -71,7 +70,7 @@ class Sizes(NamedTuple):
     dv: int
     tiles: tuple[int, int]
     parts: int
-    planes: int
+    chunk: int
     apart: bool
     zeroed: bool
     last: bool
@@ -91,7 +90,7 @@ def sizes_of(given: Operands, config: Config) -> Sizes:
     tiles = (_rows.ceil_div(given.dk, config["STATE_K"]), _rows.ceil_div(given.dv, config["STATE_V"]))
     return Sizes(
         given.sequences, slots, given.batch, given.tokens, given.heads, given.dk, given.dv, tiles,
-        chunk // _keys_tile(chunk), PLANES if given.resets is None else RESET_PLANES, apart,
+        chunk // _keys_tile(chunk), chunk, apart,
         given.form != "whole", given.return_last_states, given.exponential, given.c_dtype,
     )  # fmt: skip
 
@@ -109,7 +108,7 @@ def allocate(sizes: Sizes, v: Tensor, device: torch.device | str) -> Memory:
     if v.dtype == torch.float16:
         scales = torch.empty((sizes.slots, sizes.heads, *sizes.tiles), dtype=single, device=device)
     vectors = torch.empty((sizes.slots, sizes.heads, sizes.dk), dtype=single, device=device)
-    planes = torch.empty((sizes.planes, sizes.batch, sizes.heads, sizes.tokens), dtype=single, device=device)
+    planes = torch.empty((sizes.slots, sizes.heads, PLANES.value, sizes.chunk), dtype=single, device=device)
     keys = torch.empty((sizes.batch, sizes.heads, sizes.tokens, sizes.dk), dtype=v.dtype, device=device)
     parts = torch.empty((sizes.slots, sizes.heads, sizes.parts, sizes.dk), dtype=single, device=device)
     links = torch.empty((LINKS, sizes.slots, sizes.heads), dtype=single, device=device)
@@ -161,7 +160,7 @@ def _norm_tensors(given: Operands, memory: Memory) -> tuple[Tensor, ...]:
 
 def _gates(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunks: int) -> _rows.Launch:
     numbers = (
-        float(given.gate_soft_cap), given.batch, given.tokens, given.heads, chunks, sizes.sequences,
+        float(given.gate_soft_cap), given.tokens, given.heads, chunks, sizes.sequences,
         *strides(given.i, 3), *strides(given.f, 3), *strides(given.resets, 2), *sequence_strides(given),
     )  # fmt: skip
     constants: dict[str, Any] = {
@@ -193,7 +192,7 @@ def _keys(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunks:
     align = _rows.alignment(0, k_strides[:3]) if close else 1
     rows, block_k = _keys_tile(config["CHUNK"]), max(16, min(KEYS_K, _rows.power_of_two(given.dk)))
     numbers = (
-        given.batch, given.tokens, given.heads, chunks, sizes.sequences, sizes.slots, *_walked(k_strides, align=align),
+        given.tokens, given.heads, chunks, sizes.sequences, sizes.slots, *_walked(k_strides, align=align),
         *strides(given.m_initial, 2), *sequence_strides(given),
     )  # fmt: skip
     constants: dict[str, Any] = {
@@ -215,7 +214,7 @@ def _states(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunk
     c_strides = strides(given.c_initial, 4)
     c_align = _rows.alignment(0, c_strides[:3]) if c_close else 1
     numbers = (
-        given.batch, given.tokens, given.heads, chunks, sizes.sequences, sizes.slots, *_walked(v_strides, align=align),
+        given.tokens, given.heads, chunks, sizes.sequences, sizes.slots, *_walked(v_strides, align=align),
         *_walked(c_strides, align=c_align), *strides(given.n_initial, 3), *strides(given.m_initial, 2),
         *sequence_strides(given),
     )  # fmt: skip
@@ -241,7 +240,7 @@ def _chunks(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunk
     close = side_by_side(given.q, given.k, given.v, gate, None if sizes.apart else h)
     align = _rows.alignment(0, *(one[:3] for one in walked)) if close else 1
     numbers = (
-        float(given.eps), float(given.norm_eps), -0.5 * math.log2(given.dk), given.batch, given.tokens, given.heads,
+        float(given.eps), float(given.norm_eps), -0.5 * math.log2(given.dk), given.tokens, given.heads,
         chunks, sizes.sequences, sizes.slots, *_walked(*walked, align=align), *strides(given.norm_weight, 1), *sequence_strides(given),
     )  # fmt: skip
     constants: dict[str, Any] = {
@@ -272,7 +271,7 @@ def launches_of(given: Operands, memory: Memory, sizes: Sizes, config: Config, a
     Raises:
         InvalidArgument: a chunk is not made of whole tiles, or a tile of a state of whole ones that are read.
     """
-    for whole, part in (("STATE_K", "BLOCK_C"), ("CHUNK", "BLOCK_T"), ("CHUNK", "STATE_T")):
+    for whole, part in (("STATE_K", "BLOCK_C"), *(("CHUNK", one) for one in ("BLOCK_T", "BLOCK_S", "STATE_T"))):
         if config[whole] % config[part] != 0:
             raise InvalidArgument(f"mlstm_chunkwise: {whole}={config[whole]} is no multiple of {part}={config[part]}")
     chunks = _rows.ceil_div(given.tokens, config["CHUNK"])

@@ -11,11 +11,11 @@ from wavecrest.ops._lib import LOG2_E, magnitude
 from wavecrest.ops._mlstm_lib import PACKED, columns, half_range, log_forget, log_input, within
 from wavecrest.ops._triton import tl, triton
 
-# what the kernel of gates leaves for each token and head, float32 [PLANES, B, NH, S], exponents of two: the sums b as
-# two numbers (their differences are needed, and large sums would lose what differs), the input gate's logarithm less
-# the second of them, the largest of b_t − b_j + i_j over j ≤ t; with resets how many of them the chunk has up to t
+# what the kernel of gates leaves for each token of a chunk and head, float32 [slots, NH, PLANES, CHUNK], exponents of
+# two: the sums b as two numbers (their differences are needed, and large sums would lose what differs), the input gate's
+# logarithm less the second of them, the largest of b_t − b_j + i_j over j ≤ t; how many resets the chunk has up to t
 SUMS, REST, LOCAL, TOP, DOCUMENT = (tl.constexpr(plane) for plane in range(5))
-PLANES, RESET_PLANES = 4, 5
+PLANES = tl.constexpr(5)
 # and the kernel of keys for each chunk and head, float32 [LINKS, slots, NH]: by what the state before it is multiplied
 # (−1: a reset takes it away), by what float16's products of it are, m before and behind it, times log2 e
 DECAY, SHARE, BEFORE, BEHIND = (tl.constexpr(link) for link in range(4))
@@ -26,7 +26,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 # values that do not make the kernels anew when they change
 SIZES = [
-    "eps", "cap", "norm_eps", "log_scale", "batch", "tokens", "heads", "chunks", "sequences", "slots",
+    "eps", "cap", "norm_eps", "log_scale", "tokens", "heads", "chunks", "sequences", "slots",
     "stride_qb", "stride_qh", "stride_qs", "stride_qd", "stride_kb", "stride_kh", "stride_ks", "stride_kd",
     "stride_vb", "stride_vh", "stride_vs", "stride_vd", "stride_hb", "stride_hh", "stride_hs", "stride_hd",
     "stride_gb", "stride_gh", "stride_gs", "stride_gd", "stride_ib", "stride_ih", "stride_is",
@@ -102,7 +102,7 @@ def _since(fresh, total, reset, more):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=SIZES)
 def _mlstm_gates_kernel(  # type: ignore[no-untyped-def]
     i_ptr, f_ptr, cu_ptr, starts_ptr, lens_ptr, resets_ptr, planes_ptr,
-    cap, batch, tokens, heads, chunks, sequences,
+    cap, tokens, heads, chunks, sequences,
     stride_ib, stride_ih, stride_is, stride_fb, stride_fh, stride_fs, stride_rb, stride_rs,
     stride_cu, stride_starts, stride_lens,
     FORM: tl.constexpr, STARTS: tl.constexpr, LENS: tl.constexpr, RESETS: tl.constexpr, CAP: tl.constexpr,
@@ -140,8 +140,7 @@ def _mlstm_gates_kernel(  # type: ignore[no-untyped-def]
     i_ptr += row * stride_ib + head * stride_ih
     f_ptr += row * stride_fb + head * stride_fh
     resets_ptr += row * stride_rb
-    plane = tl.cast(batch, tl.int64) * heads * tokens
-    planes_ptr += (row * heads + head) * tokens
+    planes_ptr += (slot * heads + head) * (PLANES * CHUNK)
     # sums in float64, as differences of them are what counts
     total = tl.cast(0.0, tl.float64)
     peak = tl.cast(float("-inf"), tl.float32)
@@ -155,12 +154,12 @@ def _mlstm_gates_kernel(  # type: ignore[no-untyped-def]
         lf = tl.where(mask_t, lf, 0.0)
         i = tl.where(mask_t, i, float("-inf"))
         wide = lf.to(tl.float64)
-        at = planes_ptr + token
+        at = planes_ptr + (start - first) + offs_t
         decay = lf
         if RESETS:
             fresh = (tl.load(resets_ptr + token * stride_rs, mask=mask_t, other=0) != 0).to(tl.int32)
             count = tl.cumsum(fresh, 0)
-            tl.store(at + DOCUMENT * plane, (count + document).to(tl.float32), mask=mask_t)
+            tl.store(at + DOCUMENT * CHUNK, (count + document).to(tl.float32), mask=mask_t)
             document += tl.sum(fresh, 0)
             decay = tl.where(fresh != 0, float("-inf"), lf)
             _, sums = tl.associative_scan((fresh, wide), 0, _since)
@@ -176,16 +175,16 @@ def _mlstm_gates_kernel(  # type: ignore[no-untyped-def]
         sums = sums * LOG2_E
         high = sums.to(tl.float32)
         rest = (sums - high.to(tl.float64)).to(tl.float32)
-        tl.store(at + SUMS * plane, high, mask=mask_t)
-        tl.store(at + REST * plane, rest, mask=mask_t)
-        tl.store(at + LOCAL * plane, i * LOG2_E - rest, mask=mask_t)
-        tl.store(at + TOP * plane, top * LOG2_E, mask=mask_t)
+        tl.store(at + SUMS * CHUNK, high, mask=mask_t)
+        tl.store(at + REST * CHUNK, rest, mask=mask_t)
+        tl.store(at + LOCAL * CHUNK, i * LOG2_E - rest, mask=mask_t)
+        tl.store(at + TOP * CHUNK, top * LOG2_E, mask=mask_t)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
     k_ptr, m_ptr, cu_ptr, starts_ptr, lens_ptr, planes_ptr, keys_ptr, parts_ptr, links_ptr,
-    batch, tokens, heads, chunks, sequences, slots,
+    tokens, heads, chunks, sequences, slots,
     stride_kb, stride_kh, stride_ks, stride_kd, stride_mb, stride_mh, stride_cu, stride_starts, stride_lens,
     FORM: tl.constexpr, STARTS: tl.constexpr, LENS: tl.constexpr, RESETS: tl.constexpr, EXPONENTIAL: tl.constexpr,
     INITIAL: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, DK: tl.constexpr,
@@ -232,37 +231,36 @@ def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
     length = (end - begin).to(tl.int32)
     offs_t = tl.arange(0, BLOCK_T)
     taken = start + offs_t < end
-    plane = tl.cast(batch, tl.int64) * heads * tokens
-    planes_ptr += (row * heads + head) * tokens
-    last = planes_ptr + begin + tl.minimum((chunk + 1) * CHUNK, length) - 1
-    high = tl.load(last + SUMS * plane)
-    rest = tl.load(last + REST * plane)
-    peak = tl.load(last + TOP * plane)
-    at = planes_ptr + start + offs_t
-    exponent = (high - tl.load(at + SUMS * plane, mask=taken, other=0.0)) + (
-        rest + tl.load(at + LOCAL * plane, mask=taken, other=0.0)
-    )
+    at = planes_ptr + (slot * heads + head) * (PLANES * CHUNK)
+    last = at + tl.minimum(CHUNK, length - chunk * CHUNK) - 1
+    high = tl.load(last + SUMS * CHUNK)
+    rest = tl.load(last + REST * CHUNK)
+    peak = tl.load(last + TOP * CHUNK)
+    at += tile * BLOCK_T + offs_t
+    exponent = (high - tl.load(at + SUMS * CHUNK)) + (rest + tl.load(at + LOCAL * CHUNK))
     fresh = False
     if RESETS:
-        document = tl.load(last + DOCUMENT * plane)
+        document = tl.load(last + DOCUMENT * CHUNK)
         fresh = document > 0.0
         # tokens before the last reset have no part in the state behind
-        taken = taken & (tl.load(at + DOCUMENT * plane, mask=taken, other=-1.0) == document)
+        taken = taken & (tl.load(at + DOCUMENT * CHUNK) == document)
     # m behind every chunk up to this one
     m = tl.cast(0.0, tl.float32)
     before = m
     if EXPONENTIAL:
         if INITIAL:
             m = tl.load(m_ptr + sequence * stride_mb + head * stride_mh) * LOG2_E
+        planes_ptr += ((slot - chunk) * heads + head) * (PLANES * CHUNK)
         for start_c in range(0, chunk + 1, CHUNKS):
             offs_c = start_c + tl.arange(0, CHUNKS)
             mask_c = offs_c <= chunk
-            lasts = planes_ptr + begin + tl.minimum((offs_c + 1) * CHUNK, length) - 1
-            decay = tl.load(lasts + SUMS * plane, mask=mask_c, other=0.0)
-            decay += tl.load(lasts + REST * plane, mask=mask_c, other=0.0)
-            top = tl.load(lasts + TOP * plane, mask=mask_c, other=float("-inf"))
+            lasts = planes_ptr + offs_c.to(tl.int64) * heads * (PLANES * CHUNK)
+            lasts += tl.minimum(CHUNK, length - offs_c * CHUNK) - 1
+            decay = tl.load(lasts + SUMS * CHUNK, mask=mask_c, other=0.0)
+            decay += tl.load(lasts + REST * CHUNK, mask=mask_c, other=0.0)
+            top = tl.load(lasts + TOP * CHUNK, mask=mask_c, other=float("-inf"))
             if RESETS:
-                resets = tl.load(lasts + DOCUMENT * plane, mask=mask_c, other=0.0) > 0.0
+                resets = tl.load(lasts + DOCUMENT * CHUNK, mask=mask_c, other=0.0) > 0.0
                 # m of an empty state is 0
                 top = tl.where(resets, tl.maximum(decay, top), top)
                 decay = tl.where(resets, float("-inf"), decay)
@@ -307,7 +305,7 @@ def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
 def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
     keys_ptr, v_ptr, c_ptr, n_ptr, m_ptr, cu_ptr, starts_ptr, lens_ptr, planes_ptr, parts_ptr, links_ptr,
     states_ptr, scales_ptr, vectors_ptr, c_new_ptr, n_new_ptr, m_new_ptr,
-    batch, tokens, heads, chunks, sequences, slots,
+    tokens, heads, chunks, sequences, slots,
     stride_vb, stride_vh, stride_vs, stride_vd, stride_cb, stride_ch, stride_ck, stride_cd,
     stride_nb, stride_nh, stride_nk, stride_mb, stride_mh, stride_cu, stride_starts, stride_lens,
     FORM: tl.constexpr, STARTS: tl.constexpr, LENS: tl.constexpr, RESETS: tl.constexpr,
@@ -393,8 +391,7 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
     k_tile = offs_t[:, None] * DK + offs_k[None, :]
     v_tile = tile_of(offs_t, offs_v, stride_vs, stride_vd, COLUMNS, ALIGN, WIDE)
     stride_vs = tl.cast(stride_vs, tl.int64) * ALIGN
-    plane = tl.cast(batch, tl.int64) * heads * tokens
-    planes_ptr += DOCUMENT * plane + (row * heads + head) * tokens + begin
+    planes_ptr += (slot * PLANES + DOCUMENT) * CHUNK
     c_tile = offs_k[:, None] * DV + offs_v[None, :]
     # products of the chunk at hand, where they have a unit of their own
     more = c
@@ -433,12 +430,20 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
                 decay = tl.load(links_ptr + DECAY * link + tl.cast(following, tl.int64) * heads)
         taken = offs_t < length - done
         at = tl.cast(done, tl.int64)
-        k = tl.load(keys_ptr + at * DK + k_tile, mask=taken[:, None] & mask_k[None, :], other=0.0)
+        mask = taken[:, None]
+        if DK % BLOCK_K != 0:
+            mask = mask & mask_k[None, :]
+        k = tl.load(keys_ptr + at * DK + k_tile, mask=mask, other=0.0)
         if RESETS:
             # keys of what is not taken are 0, values may be NaN
-            behind = tl.load(planes_ptr + tl.minimum((done // CHUNK + 1) * CHUNK, length) - 1)
-            taken = tl.load(planes_ptr + at + offs_t, mask=taken, other=-1.0) == behind
-        v = tl.load(v_ptr + at * stride_vs + v_tile, mask=taken[:, None] & mask_v[None, :], other=0.0)
+            chunk = done // CHUNK
+            planes = planes_ptr + tl.cast(chunk, tl.int64) * heads * (PLANES * CHUNK)
+            document = tl.load(planes + done % CHUNK + offs_t)
+            taken = taken & (document == tl.load(planes + tl.minimum(CHUNK, length - chunk * CHUNK) - 1))
+        mask = taken[:, None]
+        if DV % BLOCK_V != 0:
+            mask = mask & mask_v[None, :]
+        v = tl.load(v_ptr + at * stride_vs + v_tile, mask=mask, other=0.0)
         if HALF:
             more = tl.dot(tl.trans(k), v, more, out_dtype=tl.float32)
         else:
