@@ -477,8 +477,9 @@ def test_space_and_defaults() -> None:
             # each is compiled: what is tried of a key must be over within minutes
             assert shape.chunk or 4 < len(some) < 400
             for one in some:
-                assert one["CHUNK"] % one["BLOCK_T"] == 0 and one["STATE_K"] % one["BLOCK_K"] == 0
-    for wrong in ({"BLOCK_T": 32, "CHUNK": 48}, {"STATE_K": 16, "BLOCK_K": 32}):
+                assert all(one["CHUNK"] % one[tile] == 0 for tile in ("BLOCK_T", "BLOCK_S", "STATE_T"))
+                assert one["STATE_K"] % one["BLOCK_C"] == 0
+    for wrong in (*({tile: 32, "CHUNK": 48} for tile in ("BLOCK_T", "BLOCK_S", "STATE_T")), {"BLOCK_C": 32}):
         with pytest.raises(InvalidArgument, match="no multiple"):
             run(OP, case(), Config(**(SMALL.kwargs | wrong)))
 

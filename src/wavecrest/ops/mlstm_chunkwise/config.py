@@ -132,15 +132,15 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
         sums = rows * (columns + keys) // (warps * arch.wave_size)
         # what the products of a step take of LDS: queries, keys and values
         held = (rows * first["BLOCK_K"] + deep * keys * (first["BLOCK_K"] + columns) + rows * keys) * size
-        if chunk % rows != 0 or not 8 <= sums <= 160 or held > arch.lds_kib << 10:
+        if not 8 <= sums <= 160 or held > arch.lds_kib << 10:
             continue
         made = first.kwargs | {
-            "CHUNK": chunk, "BLOCK_T": rows, "BLOCK_S": keys, "BLOCK_V": columns,
+            "BLOCK_T": rows, "BLOCK_S": keys, "BLOCK_V": columns,
             "STATE_K": _width(shape.dk, state_k), "STATE_V": _width(shape.dv, state_v), "STATE_WARPS": state_warps,
             "num_warps": warps, "num_stages": deep,
         }  # fmt: skip
         made["BLOCK_C"] = min(made["BLOCK_C"], made["STATE_K"])
-        config = Config(**made)
+        config = chunked(Config(**made), chunk)
         if config not in seen:
             seen.add(config)
             yield config
