@@ -48,7 +48,7 @@ def _attend(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Let the tokens from `other` on pass: (sums, their weights' total) of each row. LAST: the sequence ends in them."""
+    """Let the tokens from `other` on pass: (sums, total of weights) of each row. LAST: the sequence ends in them."""
     offs_k = tl.arange(0, BLOCK_K)
     # what is no token takes the last one's; no row sees it
     rows_s = offs_s

@@ -1,4 +1,4 @@
-"""The launches of the chunkwise mLSTM: gates, keys, states, chunks, and the norm where no program has a head's columns."""
+"""The launches of the chunkwise mLSTM: gates, keys, states, chunks, and a norm where no program has all columns."""
 
 from __future__ import annotations
 
@@ -240,8 +240,9 @@ def _chunks(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunk
     close = side_by_side(given.q, given.k, given.v, gate, None if sizes.apart else h)
     align = _rows.alignment(0, *(one[:3] for one in walked)) if close else 1
     numbers = (
-        float(given.eps), float(given.norm_eps), -0.5 * math.log2(given.dk), given.tokens, given.heads,
-        chunks, sizes.sequences, sizes.slots, *_walked(*walked, align=align), *strides(given.norm_weight, 1), *sequence_strides(given),
+        float(given.eps), float(given.norm_eps), -0.5 * math.log2(given.dk), given.tokens, given.heads, chunks,
+        sizes.sequences, sizes.slots, *_walked(*walked, align=align), *strides(given.norm_weight, 1),
+        *sequence_strides(given),
     )  # fmt: skip
     constants: dict[str, Any] = {
         **sequence_constants(given), "RESETS": given.resets is not None, "EXPONENTIAL": given.exponential,

@@ -12,8 +12,8 @@ from wavecrest.ops._mlstm_lib import PACKED, columns, half_range, log_forget, lo
 from wavecrest.ops._triton import tl, triton
 
 # what the kernel of gates leaves for each token of a chunk and head, float32 [slots, NH, PLANES, CHUNK], exponents of
-# two: the sums b as two numbers (their differences are needed, and large sums would lose what differs), the input gate's
-# logarithm less the second of them, the largest of b_t − b_j + i_j over j ≤ t; how many resets the chunk has up to t
+# two: the sums b as two numbers (their differences are needed, and large sums would lose what differs), the input
+# gate's logarithm less the second of them, the largest of b_t − b_j + i_j over j ≤ t; how many resets are up to t
 SUMS, REST, LOCAL, TOP, DOCUMENT = (tl.constexpr(plane) for plane in range(5))
 PLANES = tl.constexpr(5)
 # and the kernel of keys for each chunk and head, float32 [LINKS, slots, NH]: by what the state before it is multiplied
@@ -356,7 +356,7 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
             if INITIAL:
                 n_at = sequence * stride_nb + head * stride_nh + (part + offs_n).to(tl.int64) * stride_nk
                 n = tl.load(n_ptr + n_at, mask=mask_n, other=0.0)
-            for chunk in range(0, count):
+            for chunk in range(count):
                 at = slot + tl.cast(chunk, tl.int64) * heads
                 written = (chunk * CHUNK + offs_p * (CHUNK // PARTS) < length) & (offs_p < PARTS)
                 summed = parts_ptr + at * (PARTS * DK) + part + offs_p[:, None] * DK + offs_n[None, :]
@@ -448,10 +448,9 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
             more = tl.dot(tl.trans(k), v, more, out_dtype=tl.float32)
         else:
             c = tl.dot(tl.trans(k), v, c, input_precision="ieee", out_dtype=tl.float32)
+    if HALF:
+        c = tl.where(length > 0, _decayed(c, decay, RESETS) + share * more, c)
     if LAST:
-        if HALF:
-            if length > 0:
-                c = _decayed(c, decay, RESETS) + share * more
         c = half_range(c, c_new_ptr.dtype.element_ty)
         at = sequence * heads + head
         tl.store(c_new_ptr + at * (DK * DV) + c_tile, c.to(c_new_ptr.dtype.element_ty), mask=mask_c)
