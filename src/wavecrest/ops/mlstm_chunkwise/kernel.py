@@ -204,6 +204,14 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     if ONE:
         n = tl.load(vectors_ptr + offs_k, mask=offs_k < until, other=0.0)
         den = tl.sum(tl.cast(q, tl.float32) * n[None, :], 1)
+    else:
+        # in a loop of its own: a tile of q that a product and a sum both read has no spare buffer in triton 3.6's
+        # pipelines (see tests/compile/test_pipelines.py)
+        for part in range(0, until, BLOCK_K):
+            mask_k = part + offs_k < DK
+            some = _load(q_ptr + part * step_q + q_tile, mask_k, DK % BLOCK_K != 0)
+            n = tl.load(vectors_ptr + part + offs_k, mask=mask_k, other=0.0)
+            den += tl.sum(tl.cast(some, tl.float32) * n[None, :], 1)
     c_tile = offs_c[:, None] * DV + offs_v[None, :]
     for part in range(0, until, BLOCK_C):
         mask_k = part + offs_c < DK
@@ -218,9 +226,6 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
             acc += c_unit[None, :] * tl.dot(some, c, out_dtype=tl.float32)
         else:
             acc = tl.dot(some, c, acc, input_precision="ieee", out_dtype=tl.float32)
-        if not ONE:
-            n = tl.load(vectors_ptr + part + offs_c, mask=mask_k, other=0.0)
-            den += tl.sum(tl.cast(some, tl.float32) * n[None, :], 1)
     kept = tl.exp2((base - top) + (log_scale + unit))
     acc = acc * kept[:, None]
     den = den * kept

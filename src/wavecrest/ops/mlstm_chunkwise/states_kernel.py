@@ -230,6 +230,18 @@ def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
 
     length = (end - begin).to(tl.int32)
     offs_t = tl.arange(0, BLOCK_T)
+    offs_k = tl.arange(0, BLOCK_K)
+    k_ptr += ALIGN * (row * stride_kb + head * stride_kh + start * stride_ks)
+    k_tile = tile_of(offs_t, offs_k, stride_ks, stride_kd, COLUMNS, ALIGN, WIDE)
+    stride_kd = tl.cast(stride_kd, tl.int64)
+    if COLUMNS:
+        stride_kd = 1
+    below = (start + offs_t < end)[:, None]
+    ONE: tl.constexpr = BLOCK_K >= DK
+    k = 0.0
+    if ONE:
+        # on its way while the weights are found, which takes as long
+        k = tl.load(k_ptr + k_tile, mask=below & (offs_k < DK)[None, :], other=0.0)
     taken = start + offs_t < end
     at = planes_ptr + (slot * heads + head) * (PLANES * CHUNK)
     last = at + tl.minimum(CHUNK, length - chunk * CHUNK) - 1
@@ -282,18 +294,12 @@ def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
         tl.store(links_ptr + BEHIND * link + slot, m)
         if HALF:
             tl.store(links_ptr + SHARE * link + slot, share)
-    offs_k = tl.arange(0, BLOCK_K)
-    k_ptr += ALIGN * (row * stride_kb + head * stride_kh + start * stride_ks)
-    k_tile = tile_of(offs_t, offs_k, stride_ks, stride_kd, COLUMNS, ALIGN, WIDE)
-    stride_kd = tl.cast(stride_kd, tl.int64)
-    if COLUMNS:
-        stride_kd = 1
     keys_ptr += ((row * heads + head) * tokens + start) * DK
     parts_ptr += (slot * tiles + tile) * DK
-    below = (start + offs_t < end)[:, None]
     for part in range(0, DK, BLOCK_K):
         mask_k = part + offs_k < DK
-        k = tl.load(k_ptr + part * stride_kd + k_tile, mask=taken[:, None] & mask_k[None, :], other=0.0)
+        if not ONE:
+            k = tl.load(k_ptr + part * stride_kd + k_tile, mask=below & mask_k[None, :], other=0.0)
         # what is not taken is chosen away: its weight may be NaN
         weighted = tl.where(taken[:, None], k.to(tl.float32) * weight[:, None], 0.0)
         keys = weighted.to(keys_ptr.dtype.element_ty)
