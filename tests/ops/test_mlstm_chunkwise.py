@@ -29,7 +29,8 @@ OP = "mlstm_chunkwise"
 def config(chunk: int = 32, rows: int = 16, columns: int = 32, part: int = 16, state: int = 32) -> Config:
     return Config(
         CHUNK=chunk, BLOCK_T=rows, BLOCK_S=16, BLOCK_K=part, BLOCK_C=16, BLOCK_V=columns, STATE_T=16,
-        STATE_K=max(16, part), STATE_V=state, STATE_WARPS=4, STATE_STAGES=1, num_warps=4, num_stages=1,
+        STATE_K=max(16, part), STATE_V=state, STATE_WARPS=4, STATE_STAGES=1, KEYS_WARPS=4,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from wavecrest.ops._mlstm_norm import (
     strides,
 )
 from wavecrest.ops._mlstm_operands import Operands
+from wavecrest.ops.mlstm_chunkwise.config import KEYS_K, KEYS_T, keys_width
 from wavecrest.ops.mlstm_chunkwise.kernel import _mlstm_chunks_kernel
 from wavecrest.ops.mlstm_chunkwise.states_kernel import (
     LINKS,
@@ -33,8 +34,8 @@ from wavecrest.ops.mlstm_chunkwise.states_kernel import (
 from wavecrest.tuned import Config
 
 GATE_TENSORS, KEY_TENSORS, STATE_TENSORS, CHUNK_TENSORS, NORM_TENSORS = 7, 9, 17, 14, 11
-# tokens of gates in one step; tokens and columns of keys of a program
-GATES, KEYS_T, KEYS_K = 256, 64, 256
+# tokens of gates in one step
+GATES = 256
 
 
 class Memory(NamedTuple):
@@ -169,7 +170,9 @@ def _gates(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunks
         "BLOCK_T": min(GATES, _rows.power_of_two(config["CHUNK"])),
     }  # fmt: skip
     grid = (sizes.slots * given.heads,)
-    made = Config(num_warps=4)
+    # two tokens a lane of a warp of 32: on one H200, 2026-11-22, 256 tokens took 6.8 µs so, 8.8 in one warp; 128 tokens
+    # 8.5, 10.2 in twice as many
+    made = Config(num_warps=max(1, constants["BLOCK_T"] // 64))
     return _rows.Launch(_mlstm_gates_kernel, grid, (*_gate_tensors(given, memory), *numbers), constants, made)
 
 
@@ -190,7 +193,7 @@ def _walked(*tensors: tuple[int, ...], align: int) -> tuple[int, ...]:
 def _keys(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunks: int) -> _rows.Launch:
     k_strides, close = strides(given.k, 4), side_by_side(given.k)
     align = _rows.alignment(0, k_strides[:3]) if close else 1
-    rows, block_k = _keys_tile(config["CHUNK"]), max(16, min(KEYS_K, _rows.power_of_two(given.dk)))
+    rows, block_k = _keys_tile(config["CHUNK"]), keys_width(given.dk)
     numbers = (
         given.tokens, given.heads, chunks, sizes.sequences, sizes.slots, *_walked(k_strides, align=align),
         *strides(given.m_initial, 2), *sequence_strides(given),
@@ -202,8 +205,7 @@ def _keys(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunks:
         "HALF": given.q.dtype == torch.float16,
     }  # fmt: skip
     grid = (sizes.slots * given.heads * sizes.parts,)
-    # 64 elements a lane of a warp of 32
-    made = Config(num_warps=max(1, min(8, rows * block_k // 2048)))
+    made = Config(num_warps=config["KEYS_WARPS"])
     return _rows.Launch(_mlstm_keys_kernel, grid, (*_key_tensors(given, memory), *numbers), constants, made)
 
 
