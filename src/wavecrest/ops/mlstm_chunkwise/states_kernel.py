@@ -301,7 +301,7 @@ def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
         if not ONE:
             k = tl.load(k_ptr + part * stride_kd + k_tile, mask=below & mask_k[None, :], other=0.0)
         # what is not taken is chosen away: its weight may be NaN
-        weighted = tl.where(taken[:, None], k.to(tl.float32) * weight[:, None], 0.0)
+        weighted = tl.where(taken[:, None], tl.cast(k, tl.float32) * weight[:, None], 0.0)
         keys = weighted.to(keys_ptr.dtype.element_ty)
         tl.store(keys_ptr + offs_t[:, None] * DK + (part + offs_k)[None, :], keys, mask=below & mask_k[None, :])
         tl.store(parts_ptr + part + offs_k, tl.sum(weighted, 0) * share, mask=mask_k)
