@@ -28,7 +28,8 @@ OP = "mlstm_chunkwise"
 
 def config(chunk: int = 32, rows: int = 16, columns: int = 32, part: int = 16, state: int = 32) -> Config:
     return Config(
-        CHUNK=chunk, BLOCK_T=rows, BLOCK_K=part, BLOCK_V=columns, STATE_K=max(16, part), STATE_V=state, STATE_WARPS=4,
+        CHUNK=chunk, BLOCK_T=rows, BLOCK_S=16, BLOCK_K=part, BLOCK_C=16, BLOCK_V=columns, STATE_T=16,
+        STATE_K=max(16, part), STATE_V=state, STATE_WARPS=4, STATE_STAGES=1, KEYS_WARPS=4,
         num_warps=4, num_stages=1,
     )  # fmt: skip
 
@@ -60,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "24x48": {"dk": 24, "dv": 48, "epilogue": "gate", "return_last_states": True},
     "96x192": {"dk": 96, "dv": 192, "batch": 1, "heads": 1, "return_last_states": True},
     "one column": {"dk": 1, "dv": 1, "heads": 3, "return_last_states": True},
+    "keys in parts": {"dk": 272, "dv": 16, "batch": 1, "heads": 1, "tokens": 20, "return_last_states": True},
     "odd": {"dk": 37, "dv": 5, "heads": 1, "order": "bhsd", "return_last_states": True},
 }  # fmt: skip
 
@@ -298,8 +300,9 @@ def test_a_token_that_is_nan_is_not_lost() -> None:
 
 
 def test_infinite_forget_gates_and_closed_input_gates() -> None:
-    """f = −∞ forgets everything, i = −∞ takes nothing: no NaN, on every path."""
+    """f = −∞ forgets everything, i = −∞ takes nothing, even a whole chunk long: no NaN, on every path."""
     call = case(tokens=40, first=True, return_last_states=True)
+    call.i[:, :, 32:] = float("-inf")
     call.f[:, :, 9], call.i[:, :, 9], call.i[:, :, 12] = float("-inf"), float("-inf"), float("-inf")
     want = run(OP, call._replace(**{name: getattr(call, name).double() for name in "qkvif"}), backend="reference")
     for backend in ("triton", "torch", "reference"):
@@ -375,7 +378,8 @@ def test_nothing_is_compiled_again_for_other_lengths_and_batches() -> None:
         call = case(batch=batch, heads=heads, tokens=tokens, epilogue="gate", first=True, return_last_states=True)
         made = launches.planned(call, config(columns=16), None)
         assert [launch.kernel.__name__ for launch in made] == [
-            "_mlstm_gates_kernel", "_mlstm_states_kernel", "_mlstm_chunks_kernel", "_mlstm_norm_kernel",
+            "_mlstm_gates_kernel", "_mlstm_keys_kernel", "_mlstm_states_kernel", "_mlstm_chunks_kernel",
+            "_mlstm_norm_kernel",
         ]  # fmt: skip
         for launch in made:
             loose = {
@@ -477,9 +481,13 @@ def test_space_and_defaults() -> None:
             assert some[0] == configs.default(shape, arch) and len(some) == len(set(some))
             # each is compiled: what is tried of a key must be over within minutes
             assert shape.chunk or 4 < len(some) < 400
+            # each kernel has something to be tried
+            for names in (("KEYS_WARPS",), ("STATE_T",), ("BLOCK_S", "num_warps", "num_stages")):
+                assert shape.chunk or len({tuple(one[name] for name in names) for one in some}) > 1
             for one in some:
-                assert one["CHUNK"] % one["BLOCK_T"] == 0 and one["STATE_K"] % one["BLOCK_K"] == 0
-    for wrong in ({"BLOCK_T": 32, "CHUNK": 48}, {"STATE_K": 16, "BLOCK_K": 32}):
+                assert all(one["CHUNK"] % one[tile] == 0 for tile in ("BLOCK_T", "BLOCK_S", "STATE_T"))
+                assert one["STATE_K"] % one["BLOCK_C"] == 0
+    for wrong in (*({tile: 32, "CHUNK": 48} for tile in ("BLOCK_T", "BLOCK_S", "STATE_T")), {"BLOCK_C": 32}):
         with pytest.raises(InvalidArgument, match="no multiple"):
             run(OP, case(), Config(**(SMALL.kwargs | wrong)))
 

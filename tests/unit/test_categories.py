@@ -89,6 +89,7 @@ NAMES: dict[str, list[str]] = {
         "_decoding_kernel",
         "_mlstm_chunks_kernel",
         "_mlstm_step_kernel",
+        "_mlstm_keys_kernel",
         "BatchPrefillWithRaggedKVCacheKernel",
         "_fwd_grouped_kernel_stage1_rope",
         "void extend_attention_kernel<128>",

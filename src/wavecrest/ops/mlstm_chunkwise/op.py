@@ -97,7 +97,8 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.
     for name, given in _compiled():
         made = config or _config.default(_shape_of(_shared.key_of(given)), arch)
         launches = _launch.planned(given, made, arch)
-        cases |= dict(zip((f"{name} gates", f"{name} states", name, f"{name} norm"), launches, strict=False))
+        names = (f"{name} gates", f"{name} keys", f"{name} states", name, f"{name} norm")
+        cases |= dict(zip(names, launches, strict=False))
     return cases
 
 

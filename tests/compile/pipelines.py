@@ -1,0 +1,71 @@
+"""What sm_90's pipelines overwrite too early, as JSON: `python pipelines.py`.
+
+A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import torch
+
+from wavecrest import hardware
+from wavecrest.isa import compiler
+from wavecrest.ops import _rows
+from wavecrest.ops._mlstm_op import example
+from wavecrest.ops._mlstm_operands import Operands
+from wavecrest.ops._triton import tl, triton
+from wavecrest.ops.mlstm_chunkwise import config as configs
+from wavecrest.ops.mlstm_chunkwise import launch as launches
+from wavecrest.tuned import Config
+
+ARCH = "sm_90"
+
+
+@triton.jit
+def _shared_tile_kernel(a_ptr, b_ptr, c_ptr, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile that a product and a sum both read."""
+    offs = tl.arange(0, BLOCK)
+    c = tl.zeros([BLOCK, BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(0, K, BLOCK):
+        a = tl.load(a_ptr + offs[:, None] * K + part + offs[None, :])
+        b = tl.load(b_ptr + (part + offs)[:, None] * BLOCK + offs[None, :])
+        c = tl.dot(a, b, c)
+        total += tl.sum(a.to(tl.float32), 1)
+    tl.store(c_ptr + offs[:, None] * BLOCK + offs[None, :], c + total[:, None])
+
+
+def early(text: str) -> list[str]:
+    """Tiles in shared memory of products that may be under way behind their wait, and that something else loads too."""
+    source = dict(re.findall(r"(%\S+) = ttg\.memdesc_trans (%[^\s,{]+)", text))
+    pending = set()
+    for names in re.findall(r"ttng\.warp_group_dot_wait ([^{]*) \{pendings = [1-9]", text):
+        pending |= {source.get(name, name) for name in names.replace(",", " ").split()[1:]}
+    return sorted(pending & set(re.findall(r"ttg\.local_load (%[^\s,:]+)", text)))
+
+
+def main() -> None:
+    square = torch.empty((256, 64), dtype=torch.bfloat16, device="meta")
+    control = _rows.Launch(
+        _shared_tile_kernel, (1,), (square, square, square), {"K": 256, "BLOCK": 64}, Config(num_warps=4, num_stages=3)
+    )
+    found = {"control": control}
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        given = Operands(*example((1, 8, 2048, 256, 512), dtype, "meta"))
+        first = configs.default(configs.Shape(256, 512, name), hardware.ARCHS[ARCH])
+        for title, change in (("whole", {}), ("parts", {"BLOCK_K": 128, "BLOCK_T": 64, "num_stages": 3})):
+            made = launches.planned(given, Config(**(first.kwargs | change)), hardware.ARCHS[ARCH])
+            chosen = made[2:4] if title == "whole" else made[3:4]
+            found |= {f"{name} {title} {one.kernel.__name__}": one for one in chosen}
+    built = {name: compiler.build(launch, ARCH).asm["ttgir"] for name, launch in found.items()}
+    # how many waits leave a product under way, and what is overwritten under it
+    report = {name: (len(re.findall(r"pendings = [1-9]", text)), early(text)) for name, text in built.items()}
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
