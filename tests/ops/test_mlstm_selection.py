@@ -146,8 +146,8 @@ def _plain(**more: Any) -> Operands:
 
 def _small(chunk: int) -> Config:
     return Config(
-        CHUNK=chunk, BLOCK_T=16, BLOCK_K=16, BLOCK_V=32, STATE_K=16, STATE_V=32, STATE_WARPS=4, num_warps=4,
-        num_stages=1,
+        CHUNK=chunk, BLOCK_T=16, BLOCK_S=16, BLOCK_K=16, BLOCK_C=16, BLOCK_V=32, STATE_T=16, STATE_K=16, STATE_V=32,
+        STATE_WARPS=4, STATE_STAGES=1, KEYS_WARPS=1, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
