@@ -75,7 +75,7 @@ def waits_first(code: str) -> int:
     assert len(found) == 1
     start = found[0].start()
     before, line = code[:start], code[code.rindex("\n", 0, start) : start]
-    assert "@" not in line and not ACCESSES.search(before) and not re.search(r"\bEXIT\b", before)
+    assert "@" not in line and not ACCESSES.search(before) and not re.search(r"\b(BRA|EXIT)\b", before)
     assert ACCESSES.search(code, start)
     return start
 
