@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": 1, "heads": 2, "tokens": 100, "packed": [3, 20, 20, 53, 98], "first": True, "return_last_states": True,
         "epilogue": "gate",
     },
+    "packed behind chunks of nothing": {"batch": 1, "tokens": 160, "packed": [141, 141, 150]},
     "packed sigmoid": {"batch": 1, "packed": [0, 7, 40], "input_gate": "sigmoid", "resets": 0.1, "gate_soft_cap": 9.0},
     "resets": {"resets": 0.1, "first": True, "return_last_states": True, "tokens": 70, "batch": 1},
     "a reset each": {"resets": 1.1, "first": True, "return_last_states": True, "tokens": 20},

@@ -112,7 +112,7 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     head = (index % heads).to(tl.int64)
     slot = (index // heads).to(tl.int64)
     if FORM == PACKED:
-        # of packed ones the last whose first slot is not behind this one
+        # of packed ones the last whose first slot is not behind this one; −1 before all of them
         sequence = slot * 0 - 1
         for start_n in range(0, sequences, SEQUENCES):
             offs_n = start_n + tl.arange(0, SEQUENCES)
@@ -127,8 +127,8 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     end = tl.cast(tokens, tl.int64)
     if FORM == PACKED:
         row = sequence * 0
-        begin = tl.load(cu_ptr + sequence * stride_cu).to(tl.int64)
-        end = tl.load(cu_ptr + (sequence + 1) * stride_cu).to(tl.int64)
+        begin = tl.load(cu_ptr + sequence * stride_cu, mask=sequence >= 0, other=0).to(tl.int64)
+        end = tl.load(cu_ptr + (sequence + 1) * stride_cu, mask=sequence >= 0, other=0).to(tl.int64)
     if STARTS:
         begin = tl.load(starts_ptr + sequence * stride_starts).to(tl.int64)
     if LENS:
