@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -109,17 +108,35 @@ def chunks(given: tuple[Tensor, ...]) -> Tensor:
     return h
 
 
-def judge(name: str, h: Tensor, wanted: Tensor) -> Row:
-    """Errors of a result in q's dtype, and what is wrong; peers may be off ten times as far as we."""
+def judge(name: str, h: Tensor, wanted: Tensor, bound: Tensor) -> Row:
+    """Errors of a result in q's dtype, and what is wrong.
+
+    Ours may be off by the op's bound in each element; peers, whose roundings are not known, by ten times what a product
+    may be.
+    """
     found = numerics.compare(h, wanted)
-    limits = numerics.tolerance("gemm", registry.dtype_name(h))
-    slack = 1.0 if name == OURS else bench_ops.PEER_SLACK
-    fine = found.within(numerics.Tolerance(slack * limits.relative, slack * limits.worst))
     row: Row = {"relative": found.relative, "worst": found.worst}
+    if name == OURS:
+        beyond = int(((h.double() - wanted).abs() <= bound).logical_not().sum())
+        row["of_bound"] = float(((h.double() - wanted).abs() / bound).max())
+        return row if beyond == 0 else row | {"problem": f"wrong: {beyond} elements are beyond the op's bound"}
+    limits, slack = numerics.tolerance("gemm", registry.dtype_name(h)), bench_ops.PEER_SLACK
+    fine = found.within(numerics.Tolerance(slack * limits.relative, slack * limits.worst))
     return row if fine else row | {"problem": f"wrong: error {found.relative:.2g}, at worst {found.worst:.2g}"}
 
 
-def attempt(report: Report, name: str, case: str, call: Call, given: tuple[Tensor, ...], wanted: Tensor) -> Row | None:
+def bound_of(op: str, given: tuple[Any, ...]) -> Tensor:
+    """How far an element of our h may be off."""
+    found = registry.get(op).bound
+    assert found is not None
+    bounds = found(*given)
+    assert isinstance(bounds, tuple)
+    return bounds[0]
+
+
+def attempt(
+    report: Report, name: str, case: str, call: Call, given: tuple[Tensor, ...], wanted: Tensor, bound: Tensor
+) -> Row | None:
     """A first call, judged: its row; None where an earlier process died of it."""
     if not report.at(f"{name} {case}"):
         return None
@@ -131,13 +148,13 @@ def attempt(report: Report, name: str, case: str, call: Call, given: tuple[Tenso
     # whatever a peer raises is what is reported of it
     except Exception as error:
         return {"problem": f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
-    return judge(name, h, wanted) | {"first_ms": round((time.perf_counter() - begin) * 1e3, 1)}
+    return judge(name, h, wanted, bound) | {"first_ms": round((time.perf_counter() - begin) * 1e3, 1)}
 
 
 def begin(report: Report, args: argparse.Namespace) -> str:
     """The device's name for torch; the header is reported."""
     device = hardware.detect(args.device)
-    report.header(records.header(device, command=" ".join(sys.argv)).model_dump(mode="json"))
+    report.header(records.header(device).model_dump(mode="json"))
     return device.torch_name
 
 
@@ -162,7 +179,8 @@ def right(name: str, report: Report, args: argparse.Namespace) -> None:
     checks = SMALL if args.small else RIGHT
     for case, shape in (*checks.items(), *(() if args.small else SHAPES.items())):
         given = operands(shape, device)
-        row = attempt(report, name, case, call, given, recurrence(given) if case in checks else chunks(given))
+        wanted = recurrence(given) if case in checks else chunks(given)
+        row = attempt(report, name, case, call, given, wanted, bound_of("mlstm_chunkwise", given))
         if row is not None:
             report.row(f"{name} {case}", **row)
 
@@ -201,7 +219,7 @@ def chunkwise(report: Report, args: argparse.Namespace) -> None:
         if report.has(case):
             continue
         given = operands(shape, device)
-        wanted = chunks(given)
+        wanted, bound = chunks(given), bound_of("mlstm_chunkwise", given)
         rows: dict[str, Row] = {}
         works: dict[str, Call] = {}
         for name, maker in made.items():
@@ -210,11 +228,11 @@ def chunkwise(report: Report, args: argparse.Namespace) -> None:
             except ImportError as error:
                 rows[name] = {"problem": f"not installed: {error}"}
                 continue
-            row = attempt(report, name, case, call, given, wanted)
+            row = attempt(report, name, case, call, given, wanted, bound)
             rows[name] = {"problem": "an earlier process died of it"} if row is None else row
             if "problem" not in rows[name]:
                 works[name] = partial(call, *given)
-        del wanted
+        del wanted, bound
         if report.at(f"times {case}") and OURS in works:
             for name, times in timed(works, device).items():
                 rows[name] |= times
@@ -275,7 +293,7 @@ def step(report: Report, args: argparse.Namespace) -> None:
         if report.has(case):
             continue
         given = step_operands(batch, SMALL_HEADS if args.small else HEADS, device)
-        wanted = op.reference(*(one.double() for one in given))[0]
+        wanted, bound = op.reference(*(one.double() for one in given))[0], bound_of("mlstm_step", given)
         rows: dict[str, Row] = {}
         works: dict[str, Call] = {}
         for name, maker in steps(device):
@@ -286,7 +304,8 @@ def step(report: Report, args: argparse.Namespace) -> None:
                 continue
             # of its own, as one writes over the states
             mine = tuple(one.clone() for one in given)
-            row = attempt(report, OURS if name.startswith(OURS) else name, f"{name} {case}", first(call), mine, wanted)
+            judged = OURS if name.startswith(OURS) else name
+            row = attempt(report, judged, f"{name} {case}", first(call), mine, wanted, bound)
             rows[name] = {"problem": "an earlier process died of it"} if row is None else row
             if "problem" not in rows[name]:
                 works[name] = partial(call, *mine)

@@ -21,7 +21,6 @@ import math
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -88,7 +87,7 @@ class Place:
 def start(report: Report, args: argparse.Namespace) -> Place:
     """The place of a part; the header is reported."""
     device = hardware.detect(args.device)
-    report.header(records.header(device, command=" ".join(sys.argv)).model_dump(mode="json"))
+    report.header(records.header(device).model_dump(mode="json"))
     return Place(device.torch_name, args.small)
 
 

@@ -146,8 +146,15 @@ def test_wrong_peers_have_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_two_references_agree() -> None:
     given = mlstm_peers.operands((2, 2, 70, 24, 40), "cpu")
-    row = mlstm_peers.judge("wavecrest", mlstm_peers.chunks(given), mlstm_peers.recurrence(given))
-    assert "problem" not in row and 0 < row["relative"] < 1e-5
+    wanted, bound = mlstm_peers.recurrence(given), mlstm_peers.bound_of("mlstm_chunkwise", given)
+    row = mlstm_peers.judge("wavecrest", mlstm_peers.chunks(given), wanted, bound)
+    assert "problem" not in row and 0 < row["relative"] < 1e-13 and row["of_bound"] < 1e-3
+    wrong = wanted.clone()
+    wrong[1, 1, 69, 3] += 1.5 * bound[1, 1, 69, 3]
+    row = mlstm_peers.judge("wavecrest", wrong, wanted, bound)
+    assert row["problem"] == "wrong: 1 elements are beyond the op's bound" and row["of_bound"] == pytest.approx(1.5)
+    # a peer's roundings are not known
+    assert "problem" not in mlstm_peers.judge("official", wrong.bfloat16(), wanted, bound)
     shapes = {"_".join(map(str, shape)) for shape in mlstm_peers.SHAPES.values()}
     assert len(shapes) == 9 and all(shape[4] == 2 * shape[3] for shape in mlstm_peers.SHAPES.values())
 
