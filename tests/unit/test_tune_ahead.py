@@ -169,10 +169,11 @@ from wavecrest.tune import worker
 op = registry.get("mlstm_step")
 args = op.inputs(4, 8, 256, torch.bfloat16, "meta")
 found = {}
-for arch, columns in (("gfx942", 64), ("sm_90", 32)):
+for arch, columns in (("gfx942", 128), ("sm_90", 32)):
     for warps in (1, 8):
+        config = {"BLOCK_K": 256, "BLOCK_V": columns, "num_warps": warps}
         job = {"op": op.name, "backend": "triton", "args": worker.described(args), "index": 0, "arch": arch}
-        found[f"{arch} {warps}"] = worker.answer(job | {"config": {"BLOCK_V": columns, "num_warps": warps}})
+        found[f"{arch} {warps}"] = worker.answer(job | {"config": config})
 sys.stdout.write(json.dumps(found))
 """
 

@@ -129,14 +129,15 @@ class Pool:
         lane: lanes.Lane | None = None
         task: Task | None = None
         try:
-            while (task := self._take()) is not None:
+            while self._wanted():
+                # before a key is taken: where a node is lost its lane may wait for minutes for another
                 if lane is None:
                     lane = self._started(start)
-                if lane is None:
-                    self._put_back(task)
+                if lane is None or (task := self._take()) is None:
                     return
                 self._events.put(Begun(task.index))
-                if not self._conduct(lane, task):
+                alive, task = self._conduct(lane, task), None
+                if not alive:
                     self._end(lane)
                     lane = None
         # a lane that fails in a way nobody thought of is one that is gone, with the reason; its key is another's
@@ -149,15 +150,22 @@ class Pool:
                 self._end(lane)
             self._events.put(None)
 
-    def _take(self) -> Task | None:
-        """The next key; None: there is none any more, also none that another lane may give back."""
+    def _wanted(self) -> bool:
+        """Wait until there is a key; False: there is none any more, also none that another lane may give back."""
         with self._lock:
-            while not self._stopped and time.perf_counter() <= self.deadline:
+            while not self._stopped and self._open and time.perf_counter() <= self.deadline:
+                if self._waiting:
+                    return True
+                self._lock.wait(0.5)
+        return False
+
+    def _take(self) -> Task | None:
+        """The next key; None as of `_wanted`."""
+        while self._wanted():
+            with self._lock:
+                # another lane may have been faster
                 if self._waiting:
                     return self._waiting.popleft()
-                if self._open == 0:
-                    return None
-                self._lock.wait(0.5)
         return None
 
     def _put_back(self, task: Task) -> None:
