@@ -289,3 +289,29 @@ def test_children_are_stopped_when_nobody_asks_any_more(op: Op) -> None:
     next(events)
     events.close()
     assert lane.stopped >= 1 and len(lane.jobs) < 50
+
+
+def test_a_lane_without_a_place_for_its_next_child_holds_no_key(op: Op) -> None:
+    """As on a cluster that has lost a node: the child that comes after is ready when the run is over, or never."""
+    over = threading.Event()
+
+    class Homeless(Script):
+        def next(self, timeout: float) -> dict[str, Any]:
+            if self.children > 1:
+                assert over.wait(20), "the run ended without it"
+                return {"event": "ended", "reason": "has no place", "outside": True}
+            return super().next(timeout)
+
+        def stop(self) -> None:
+            super().stop()
+            if self.children > 1:
+                over.set()
+
+    lost = Homeless([[*FIRST, ended("was lost with its node", outside=True)]])
+    other = Script([])
+    # it has a key, and no other, until the first lane's is lost
+    other.wait = lambda: time.sleep(0.05)
+    begin = time.perf_counter()
+    found, endings = run(op, 6, lost, other)
+    assert sorted(found) == list(range(6)) and [one.reason for one in endings] == ["was lost with its node"]
+    assert time.perf_counter() - begin < 10 and len(other.jobs) == 6
