@@ -145,8 +145,8 @@ def _listed(workload: Workload, device: Device, record: WorkloadTuneRecord) -> d
     keys = called(workload)
     if not keys:
         raise InvalidArgument(
-            f"{workload.name} calls no op of wavecrest: there is nothing to tune. `wavecrest optimize` puts them into a "
-            "model; let the function give what Plan.apply makes of it"
+            f"{workload.name} calls no op of wavecrest: there is nothing to tune. `wavecrest optimize` puts them into "
+            "a model; let the function give what Plan.apply makes of it"
         )
     by_op: dict[str, list[Called]] = {}
     for one in keys:
