@@ -234,8 +234,10 @@ def test_strides(how: str) -> None:
     other = call._replace(**{name: moved(getattr(call, name), how) for name in names})
     got, want = run(OP, other, SMALL), run(OP, call, SMALL)
     assert got[0].stride() == torch.empty_like(other.v).stride()
-    for one, wanted in zip(got, want, strict=True):
-        assert same_bits(one, wanted)
+    if DEVICE == "cpu":
+        assert all(map(same_bits, got, want))
+    # a GPU's lanes have other elements where strides are others, and add them in another order
+    assert_right(other, got)
 
 
 def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

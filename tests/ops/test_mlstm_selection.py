@@ -209,7 +209,8 @@ def test_pytorch_is_not_chosen_where_bits_must_not_depend_on_the_batch(on_gpu: N
             patched.setattr("wavecrest.ops._rows.kernel_refusal", lambda *_parts: None)
             assert "round otherwise in another batch" in str(torchs.supports(*meta))
             assert torchs.supports(*meta._replace(batch_invariant=False)) is None
-        assert torchs.supports(*meta) is None and torchs.supports(*given) is None
+        on_cpu = Operands(*(one.cpu() if isinstance(one, Tensor) else one for one in given))
+        assert torchs.supports(*meta) is None and torchs.supports(*on_cpu) is None
     with registry.measured_in(_rows(tmp_path, (parts, "torch", None))), pytest.MonkeyPatch.context() as patched:
         backend = op.backends["torch"]
         declining = registry.Backend(**{

@@ -96,19 +96,24 @@ def test_other_backends(dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
 @pytest.mark.parametrize("name", ["plain", "sigmoid", "norm and gate"])
 def test_in_place_is_the_same_step(name: str, half: bool, how: str) -> None:
-    """The caller's states, whatever their strides, have the bits that new ones would; nothing else is written."""
+    """The caller's states, whatever their strides, have what new ones would; nothing else is written."""
     for layout in ("dense", "sliced", "permuted") if name == "plain" else ("sliced",):
         call = step(half=half, **CASES[name])
         want = run(OP, call, CONFIGS[how])
         states = [None if one is None else one.clone() for one in (call.c, call.n, call.m)]
         if layout != "dense":
             states = [None if one is None else moved(one, layout) for one in states]
-        here = call._replace(c=states[0], n=states[1], m=states[2], in_place=True)
+        inside = call._replace(c=states[0], n=states[1], m=states[2], in_place=True)
         kept = [None if one is None else (one._base if one._base is not None else one).clone() for one in states]
-        got = run(OP, here, CONFIGS[how])
-        assert len(got) == len(want) and same_bits(got[0], want[0])
-        for mine, new, given in zip(got[1:], want[1:], [one for one in states if one is not None], strict=True):
-            assert mine is given and same_bits(mine, new)
+        got = run(OP, inside, CONFIGS[how])
+        assert all(
+            mine is given for mine, given in zip(got[1:], [one for one in states if one is not None], strict=True)
+        )
+        if DEVICE == "cpu" or layout == "dense":
+            assert all(same_bits(mine, new) for mine, new in zip(got, want, strict=True))
+        else:
+            # other strides, other loads: lanes have other elements, and add them in another order
+            assert_step(call, got)
         for given, before in zip(states, kept, strict=True):
             if layout == "sliced" and given is not None:
                 # the NaN around it
@@ -140,8 +145,11 @@ def test_strides(how: str) -> None:
     names = ["q", "k", "v", "i", "f", "c", "n", "output_gate", "norm_weight"]
     other = call._replace(**{name: moved(getattr(call, name), how) for name in names})
     for config in CONFIGS.values():
-        for got, want in zip(run(OP, other, config), run(OP, call, config), strict=True):
-            assert same_bits(got, want)
+        got = run(OP, other, config)
+        if DEVICE == "cpu":
+            assert all(map(same_bits, got, run(OP, call, config)))
+        # a GPU's lanes have other elements where strides are others, and add them in another order
+        assert_step(call, got)
 
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
@@ -230,7 +238,9 @@ def _identity(launch: Any) -> Any:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_torch_compile(dynamic: bool) -> None:
     torch._dynamo.reset()
-    found = torch.compile(ops.mlstm_step, fullgraph=True, dynamic=dynamic, backend="eager" if DEVICE == "cpu" else None)
+    found = torch.compile(
+        ops.mlstm_step, fullgraph=True, dynamic=dynamic, backend="eager" if DEVICE == "cpu" else "inductor"
+    )
     for batch in (2, 3):
         call = step(batch=batch)
         got, want = (one(*call[:8], gate_soft_cap=15.0) for one in (found, ops.mlstm_step))
@@ -273,7 +283,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "state_dtype": ({"state_dtype": torch.bfloat16}, "more than 100 %"),
     "in_place": ({"in_place": 1}, "True or False"),
     "in place, another dtype": ({"in_place": True, "state_dtype": F16}, "leave out state_dtype"),
-    "in place, shared": ({"in_place": True, "c": torch.zeros(1, 1, 16, 24).expand(2, 2, 16, 24)}, "share memory"),
+    "in place, shared": (
+        {"in_place": True, "c": torch.zeros(1, 1, 16, 24, device=DEVICE).expand(2, 2, 16, 24)},
+        "share memory",
+    ),
 }
 
 
@@ -332,7 +345,7 @@ def test_a_measured_row_holds_in_place_too() -> None:
 def test_the_public_function_nests_states() -> None:
     call = step()
     h, (c, n, m) = ops.mlstm_step(*call[:8])
-    assert all(same_bits(one, other) for one, other in zip((h, c, n, m), run(OP, call, backend="torch"), strict=True))
+    assert all(same_bits(one, other) for one, other in zip((h, c, n, m), registry.get(OP)(*call), strict=True))
     _, states = ops.mlstm_step(*call[:7], None, input_gate="sigmoid")
     assert len(states) == 2
     assert isinstance(call.sequence(), Operands)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import wavecrest.ops._rows as _rows
 from wavecrest.hardware import Arch
-from wavecrest.ops._lib import allow_next, await_previous
+from wavecrest.ops._lib import SECTOR, allow_next, await_previous, fetch
 from wavecrest.ops._mlstm_lib import PACKED, PADDED, columns, layer_norm, sigmoid
 from wavecrest.ops._mlstm_operands import Operands
 from wavecrest.ops._triton import tl, triton
@@ -43,13 +43,28 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
     and m [B, NH] contiguous. NORM off: the states alone.
     """
     allow_next(PDL)
-    await_previous(PDL)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < rows
     head = offs_m % heads
     token = (offs_m // heads) % tokens
     row = offs_m // heads // tokens
     offs_v = tl.arange(0, BLOCK_V)
+    mask_v = (offs_v < DV)[None, :]
+    if PDL:
+        if NORM:
+            # of all that is read this alone comes from far
+            each: tl.constexpr = SECTOR // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            offs_s = tl.arange(0, BLOCK_V // each if each <= BLOCK_V else 1) * each
+            w_at = (head * DV)[:, None] + offs_s[None, :]
+            fetch(weight_ptr + columns(w_at, stride_w, W_COLUMNS), mask_m[:, None] & (offs_s < DV)[None, :])
+        await_previous(PDL)
+    # all loads first: none waits for a sum
+    if STATES:
+        offs_k = tl.arange(0, BLOCK_K)
+        mask_n = mask_m[:, None] & (offs_k < DK)[None, :]
+        n = tl.load(n_ptr + ((row * heads + head) * DK)[:, None] + offs_k[None, :], mask=mask_n)
+        if M:
+            m = tl.load(m_ptr + row * heads + head, mask=mask_m)
     inside = mask_m
     if FORM == PACKED:
         begin = tl.load(cu_ptr).to(tl.int64)
@@ -65,28 +80,26 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
         inside = mask_m & (token >= begin) & (token < end)
     if NORM:
         # what is not a token's is not read: y is 0 there already
-        mask = inside[:, None] & (offs_v < DV)[None, :]
+        mask = inside[:, None] & mask_v
         x_at = ALIGN * (row * stride_xb + head * stride_xh + token * stride_xs)
         y_at = ALIGN * (row * stride_yb + head * stride_yh + token * stride_ys)
         x = tl.load(x_ptr + x_at[:, None] + offs_v[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = layer_norm(x, mask, DV, tl.cast(norm_eps, tl.float32))
         w_at = (head * DV)[:, None] + offs_v[None, :]
         w = tl.load(weight_ptr + columns(w_at, stride_w, W_COLUMNS), mask=mask, other=0.0)
-        x = x * w.to(tl.float32)
         if GATE:
             g_at = ALIGN * (row * stride_gb + head * stride_gh + token * stride_gs)
             g_at = g_at[:, None] + columns(offs_v, stride_gd, COLUMNS)[None, :]
-            x = x * sigmoid(tl.load(gate_ptr + g_at, mask=mask, other=0.0).to(tl.float32))
+            gate = tl.load(gate_ptr + g_at, mask=mask, other=0.0)
+        x = layer_norm(x, mask, DV, tl.cast(norm_eps, tl.float32))
+        x = x * w.to(tl.float32)
+        if GATE:
+            x = x * sigmoid(gate.to(tl.float32))
         y_at = y_at[:, None] + columns(offs_v, stride_yd, COLUMNS)[None, :]
         tl.store(y_ptr + y_at, x.to(y_ptr.dtype.element_ty), mask=mask)
     if STATES:
-        offs_k = tl.arange(0, BLOCK_K)
-        mask_n = mask_m[:, None] & (offs_k < DK)[None, :]
-        n = tl.load(n_ptr + ((row * heads + head) * DK)[:, None] + offs_k[None, :], mask=mask_n)
         n_at = (row * stride_nb + head * stride_nh)[:, None] + offs_k.to(tl.int64)[None, :] * stride_nk
         tl.store(n_new_ptr + n_at, n, mask=mask_n)
         if M:
-            m = tl.load(m_ptr + row * heads + head, mask=mask_m)
             tl.store(m_new_ptr + row * stride_mb + head * stride_mh, m, mask=mask_m)
 
 

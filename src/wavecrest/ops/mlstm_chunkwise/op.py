@@ -77,6 +77,8 @@ _COMPILED: dict[str, tuple[_Shape, torch.dtype, dict[str, Any]]] = {
     "64x128 packed resets": ((1, 8, 2048, 64, 128), torch.float16, {"epilogue": True, "gate_soft_cap": 15.0}),
     "96x192": ((1, 4, 2048, 96, 192), torch.bfloat16, {}),
     "float32": ((1, 8, 2048, 64, 128), torch.float32, {"gate_soft_cap": 15.0}),
+    # more columns of k than a program weights at a time
+    "512x64": ((1, 4, 2048, 512, 64), torch.bfloat16, {}),
 }
 
 

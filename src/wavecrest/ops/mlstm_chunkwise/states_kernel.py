@@ -231,11 +231,8 @@ def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
     if COLUMNS:
         stride_kd = 1
     below = (start + offs_t < end)[:, None]
-    ONE: tl.constexpr = BLOCK_K >= DK
-    k = 0.0
-    if ONE:
-        # on its way while the weights are found, which takes as long
-        k = tl.load(k_ptr + k_tile, mask=below & (offs_k < DK)[None, :], other=0.0)
+    # on its way while the weights are found, which takes as long
+    k = tl.load(k_ptr + k_tile, mask=below & (offs_k < DK)[None, :], other=0.0)
     taken = start + offs_t < end
     at = planes_ptr + (slot * heads + head) * (PLANES * CHUNK)
     last = at + tl.minimum(CHUNK, length - chunk * CHUNK) - 1
@@ -290,9 +287,9 @@ def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
             tl.store(links_ptr + SHARE * link + slot, share)
     keys_ptr += ((row * heads + head) * tokens + start) * DK
     parts_ptr += (slot * tiles + tile) * DK
-    for part in range(0, DK, BLOCK_K):
+    for part in tl.static_range(0, DK, BLOCK_K):
         mask_k = part + offs_k < DK
-        if not ONE:
+        if part > 0:
             k = tl.load(k_ptr + part * stride_kd + k_tile, mask=below & mask_k[None, :], other=0.0)
         # what is not taken is chosen away: its weight may be NaN
         weighted = tl.where(taken[:, None], tl.cast(k, tl.float32) * weight[:, None], 0.0)
