@@ -121,6 +121,16 @@ def test_in_place_is_the_same_step(name: str, half: bool, how: str) -> None:
                 assert int(given._base.isnan().sum()) == int(before.isnan().sum())
 
 
+def test_more_rows_than_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm's kernel for them, on few rows."""
+    call, how = step(**CASES["norm and gate"]), "several programs"
+    narrow = run(OP, call, CONFIGS[how])
+    assert not _described(call, how)[1].constants["WIDE"]
+    monkeypatch.setattr(norms, "MOST_NARROW", 0)
+    assert _described(call, how)[1].constants["WIDE"]
+    assert all(map(same_bits, run(OP, call, CONFIGS[how]), narrow))
+
+
 def test_arguments_are_not_written_to_without_in_place() -> None:
     call = step(**CASES["norm and gate"])
     before = [one.clone() if isinstance(one, Tensor) else one for one in call]

@@ -17,6 +17,8 @@ from wavecrest.tuned import Config
 FORMS = {"whole": 0, "padded": 1, "packed": 2}
 # elements of a program: 8 KiB of bfloat16
 TILE = 4096
+# rows that 32 bits count: the last program may have some behind the last one
+MOST_NARROW = 2**31 - TILE
 
 _SIZES = [
     "norm_eps", "tokens", "heads", "rows", "sequences",
@@ -34,8 +36,8 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
     stride_gd, stride_w, stride_cu, stride_starts, stride_lens, stride_nb, stride_nh, stride_nk, stride_mb, stride_mh,
     FORM: tl.constexpr, STARTS: tl.constexpr, LENS: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
     STATES: tl.constexpr, M: tl.constexpr, PDL: tl.constexpr, COLUMNS: tl.constexpr, W_COLUMNS: tl.constexpr,
-    ALIGN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ALIGN: tl.constexpr, WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows (b, s, h), h fastest: y = σ(gate) · LayerNorm(x) · weight; with STATES n and m to where they belong.
 
@@ -43,11 +45,13 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
     and m [B, NH] contiguous. NORM off: the states alone.
     """
     allow_next(PDL)
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # divided in 32 bits where rows fit: in 64 a division is a hundred instructions
+    first = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
+    offs_m = first * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < rows
-    head = offs_m % heads
-    token = (offs_m // heads) % tokens
-    row = offs_m // heads // tokens
+    head = (offs_m % heads).to(tl.int64)
+    token = ((offs_m // heads) % tokens).to(tl.int64)
+    row = (offs_m // heads // tokens).to(tl.int64)
     offs_v = tl.arange(0, BLOCK_V)
     mask_v = (offs_v < DV)[None, :]
     if PDL:
@@ -56,7 +60,8 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
             each: tl.constexpr = SECTOR // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
             offs_s = tl.arange(0, BLOCK_V // each if each <= BLOCK_V else 1) * each
             w_at = (head * DV)[:, None] + offs_s[None, :]
-            fetch(weight_ptr + columns(w_at, stride_w, W_COLUMNS), mask_m[:, None] & (offs_s < DV)[None, :])
+            # rows beyond the last one have heads too
+            fetch(weight_ptr + columns(w_at, stride_w, W_COLUMNS), (offs_s < DV)[None, :])
         await_previous(PDL)
     # all loads first: none waits for a sum
     if STATES:
@@ -148,8 +153,8 @@ def norm_launch(
     constants: dict[str, Any] = {
         **sequence_constants(given), "NORM": given.norm_weight is not None, "GATE": gate is not None,
         "STATES": states is not None, "M": states is not None and states[1] is not None, "PDL": early,
-        "COLUMNS": close, "W_COLUMNS": side_by_side(given.norm_weight), "ALIGN": align, "DK": given.dk,
-        "DV": given.dv, "BLOCK_K": block_k, "BLOCK_V": block_v, "BLOCK_M": block_m,
+        "COLUMNS": close, "W_COLUMNS": side_by_side(given.norm_weight), "ALIGN": align, "WIDE": rows > MOST_NARROW,
+        "DK": given.dk, "DV": given.dv, "BLOCK_K": block_k, "BLOCK_V": block_v, "BLOCK_M": block_m,
     }  # fmt: skip
     n_strides = strides(None if states is None else states[0], 3)
     m_strides = strides(None if states is None else states[1], 2)

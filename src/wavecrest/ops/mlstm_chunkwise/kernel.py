@@ -8,7 +8,7 @@ gates has found for every position, is taken off all of them.
 
 from __future__ import annotations
 
-from wavecrest.ops._mlstm_lib import denominator, layer_norm, sigmoid
+from wavecrest.ops._mlstm_lib import PACKED, denominator, layer_norm, sigmoid, within
 from wavecrest.ops._triton import tl, triton
 from wavecrest.ops.mlstm_chunkwise.states_kernel import (
     BEFORE,
@@ -17,11 +17,11 @@ from wavecrest.ops.mlstm_chunkwise.states_kernel import (
     LOCAL,
     PLANES,
     REST,
+    SEQUENCES,
     SIZES,
     SUMS,
     TOP,
     first_slot,
-    sequence_of,
     tile_of,
 )
 
@@ -111,10 +111,29 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     index = tl.program_id(0) // tiles_v // (CHUNK // BLOCK_T)
     head = (index % heads).to(tl.int64)
     slot = (index // heads).to(tl.int64)
-    sequence, row, begin, end = sequence_of(
-        slot, cu_ptr, starts_ptr, lens_ptr, tokens, chunks, sequences, stride_cu, stride_starts, stride_lens,
-        CHUNK, FORM, STARTS, LENS,
-    )  # fmt: skip
+    if FORM == PACKED:
+        # of packed ones the last whose first slot is not behind this one; −1 before all of them
+        sequence = slot * 0 - 1
+        for start_n in range(0, sequences, SEQUENCES):
+            offs_n = start_n + tl.arange(0, SEQUENCES)
+            first_token = tl.load(cu_ptr + offs_n * stride_cu, mask=offs_n < sequences, other=0).to(tl.int64)
+            first_token = tl.minimum(tl.maximum(first_token, 0), tl.cast(tokens, tl.int64))
+            before = (first_token // CHUNK + offs_n <= slot) & (offs_n < sequences)
+            sequence += tl.sum(before.to(tl.int64), 0)
+    else:
+        sequence = slot // chunks
+    row = sequence
+    begin = tl.cast(0, tl.int64)
+    end = tl.cast(tokens, tl.int64)
+    if FORM == PACKED:
+        row = sequence * 0
+        begin = tl.load(cu_ptr + sequence * stride_cu, mask=sequence >= 0, other=0).to(tl.int64)
+        end = tl.load(cu_ptr + (sequence + 1) * stride_cu, mask=sequence >= 0, other=0).to(tl.int64)
+    if STARTS:
+        begin = tl.load(starts_ptr + sequence * stride_starts).to(tl.int64)
+    if LENS:
+        end = begin + tl.load(lens_ptr + sequence * stride_lens).to(tl.int64)
+    begin, end = within(begin, end, tokens, FORM)
     chunk = slot - first_slot(sequence, begin, chunks, CHUNK, FORM)
     first = begin + chunk * CHUNK
     start = first + tile_t * BLOCK_T

@@ -47,38 +47,6 @@ def first_slot(sequence, begin, chunks, CHUNK: tl.constexpr, FORM: tl.constexpr)
 
 
 @triton.jit
-def sequence_of(  # type: ignore[no-untyped-def]
-    slot, cu_ptr, starts_ptr, lens_ptr, tokens, chunks, sequences, stride_cu, stride_starts, stride_lens,
-    CHUNK: tl.constexpr, FORM: tl.constexpr, STARTS: tl.constexpr, LENS: tl.constexpr,
-):  # fmt: skip
-    """(sequence, its row, its first token, the token behind its last) of a slot; no tokens: it is no sequence's."""
-    if FORM == PACKED:
-        # of packed ones the last whose first slot is not behind this one; −1 before all of them
-        sequence = slot * 0 - 1
-        for start_n in range(0, sequences, SEQUENCES):
-            offs_n = start_n + tl.arange(0, SEQUENCES)
-            first_token = tl.load(cu_ptr + offs_n * stride_cu, mask=offs_n < sequences, other=0).to(tl.int64)
-            first_token = tl.minimum(tl.maximum(first_token, 0), tl.cast(tokens, tl.int64))
-            before = (first_token // CHUNK + offs_n <= slot) & (offs_n < sequences)
-            sequence += tl.sum(before.to(tl.int64), 0)
-    else:
-        sequence = slot // chunks
-    row = sequence
-    begin = tl.cast(0, tl.int64)
-    end = tl.cast(tokens, tl.int64)
-    if FORM == PACKED:
-        row = sequence * 0
-        begin = tl.load(cu_ptr + sequence * stride_cu, mask=sequence >= 0, other=0).to(tl.int64)
-        end = tl.load(cu_ptr + (sequence + 1) * stride_cu, mask=sequence >= 0, other=0).to(tl.int64)
-    if STARTS:
-        begin = tl.load(starts_ptr + sequence * stride_starts).to(tl.int64)
-    if LENS:
-        end = begin + tl.load(lens_ptr + sequence * stride_lens).to(tl.int64)
-    begin, end = within(begin, end, tokens, FORM)
-    return sequence, row, begin, end
-
-
-@triton.jit
 def tile_of(rows, cols, stride_s, stride_d, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Offsets of a tile of rows and columns: in 32 bits, unless it is far from its first element to its last."""
     if WIDE:
@@ -143,10 +111,30 @@ def _mlstm_gates_kernel(  # type: ignore[no-untyped-def]
     """What `PLANES` say of one chunk and head, BLOCK_T tokens at a time."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     slot = (tl.program_id(0) // heads).to(tl.int64)
-    sequence, row, begin, end = sequence_of(
-        slot, cu_ptr, starts_ptr, lens_ptr, tokens, chunks, sequences, stride_cu, stride_starts, stride_lens,
-        CHUNK, FORM, STARTS, LENS,
-    )  # fmt: skip
+    if FORM == PACKED:
+        # of packed ones the last whose first slot is not behind this one; −1 before all of them. In each kernel, as
+        # torch.compile takes pointers that a function gets, and returns what they have, for written
+        sequence = slot * 0 - 1
+        for start_n in range(0, sequences, SEQUENCES):
+            offs_n = start_n + tl.arange(0, SEQUENCES)
+            first_token = tl.load(cu_ptr + offs_n * stride_cu, mask=offs_n < sequences, other=0).to(tl.int64)
+            first_token = tl.minimum(tl.maximum(first_token, 0), tl.cast(tokens, tl.int64))
+            before = (first_token // CHUNK + offs_n <= slot) & (offs_n < sequences)
+            sequence += tl.sum(before.to(tl.int64), 0)
+    else:
+        sequence = slot // chunks
+    row = sequence
+    begin = tl.cast(0, tl.int64)
+    end = tl.cast(tokens, tl.int64)
+    if FORM == PACKED:
+        row = sequence * 0
+        begin = tl.load(cu_ptr + sequence * stride_cu, mask=sequence >= 0, other=0).to(tl.int64)
+        end = tl.load(cu_ptr + (sequence + 1) * stride_cu, mask=sequence >= 0, other=0).to(tl.int64)
+    if STARTS:
+        begin = tl.load(starts_ptr + sequence * stride_starts).to(tl.int64)
+    if LENS:
+        end = begin + tl.load(lens_ptr + sequence * stride_lens).to(tl.int64)
+    begin, end = within(begin, end, tokens, FORM)
     first = begin + (slot - first_slot(sequence, begin, chunks, CHUNK, FORM)) * CHUNK
     cap = tl.cast(cap, tl.float32)
     offs_t = tl.arange(0, BLOCK_T)
@@ -213,10 +201,29 @@ def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0) % tiles
     head = ((tl.program_id(0) // tiles) % heads).to(tl.int64)
     slot = (tl.program_id(0) // tiles // heads).to(tl.int64)
-    sequence, row, begin, end = sequence_of(
-        slot, cu_ptr, starts_ptr, lens_ptr, tokens, chunks, sequences, stride_cu, stride_starts, stride_lens,
-        CHUNK, FORM, STARTS, LENS,
-    )  # fmt: skip
+    if FORM == PACKED:
+        # of packed ones the last whose first slot is not behind this one; −1 before all of them
+        sequence = slot * 0 - 1
+        for start_n in range(0, sequences, SEQUENCES):
+            offs_n = start_n + tl.arange(0, SEQUENCES)
+            first_token = tl.load(cu_ptr + offs_n * stride_cu, mask=offs_n < sequences, other=0).to(tl.int64)
+            first_token = tl.minimum(tl.maximum(first_token, 0), tl.cast(tokens, tl.int64))
+            before_n = (first_token // CHUNK + offs_n <= slot) & (offs_n < sequences)
+            sequence += tl.sum(before_n.to(tl.int64), 0)
+    else:
+        sequence = slot // chunks
+    row = sequence
+    begin = tl.cast(0, tl.int64)
+    end = tl.cast(tokens, tl.int64)
+    if FORM == PACKED:
+        row = sequence * 0
+        begin = tl.load(cu_ptr + sequence * stride_cu, mask=sequence >= 0, other=0).to(tl.int64)
+        end = tl.load(cu_ptr + (sequence + 1) * stride_cu, mask=sequence >= 0, other=0).to(tl.int64)
+    if STARTS:
+        begin = tl.load(starts_ptr + sequence * stride_starts).to(tl.int64)
+    if LENS:
+        end = begin + tl.load(lens_ptr + sequence * stride_lens).to(tl.int64)
+    begin, end = within(begin, end, tokens, FORM)
     chunk = (slot - first_slot(sequence, begin, chunks, CHUNK, FORM)).to(tl.int32)
     start = begin + chunk.to(tl.int64) * CHUNK + tile * BLOCK_T
     if start >= end:
