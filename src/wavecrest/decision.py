@@ -64,6 +64,7 @@ class Backend:
     calls of one signature (shapes, strides, dtypes, device) and returns the function for them. `default_config`: the
     backend's own, in place of the op's; like that, it names every parameter that the backend needs. `optional`: those
     that a configuration may have beside them, as rows measured before a parameter was there do not have it.
+    `as_native`: its results are rounded on the way where PyTorch's are, and judged as those.
 
     For `wavecrest tune`: `space(key, arch)` gives the configurations worth trying for a key, the default first, without
     those that cannot work. `launches(*args, config, arch)` gives the kernel launches of a call, so that they can be
@@ -83,6 +84,7 @@ class Backend:
     launches: Callable[..., list[Any]] | None
     optional: tuple[str, ...] = ()
     work: Callable[[Key, Config, Arch], tuple[Work, ...]] | None = None
+    as_native: bool = False
 
 
 @dataclass(slots=True)

@@ -47,6 +47,7 @@ EXAMPLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 # modules that attach backends to ops by name; imported by load_backends, never by an op
 BACKEND_MODULES = (
     "wavecrest.backends.torch",
+    "wavecrest.backends.and_mul",
     "wavecrest.backends.blas",
     "wavecrest.backends.sdpa",
     "wavecrest.backends.aiter",
@@ -177,6 +178,7 @@ class Op:
         launches: Callable[..., list[Any]] | None = None,
         optional: tuple[str, ...] = (),
         work: Callable[[Key, Config, Arch], tuple[Work, ...]] | None = None,
+        as_native: bool = False,
     ) -> None:
         """Add a backend (see `Backend` for the arguments); decisions made before are forgotten."""
         self.backends[name] = Backend(
@@ -192,6 +194,7 @@ class Op:
             launches,
             optional,
             work,
+            as_native,
         )
         self._order = tuple(sorted(self.backends.values(), key=lambda backend: -backend.priority))
         self.forget()

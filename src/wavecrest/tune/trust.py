@@ -1,8 +1,8 @@
 """What may be timed, and which times can be true.
 
 A candidate is run once over poisoned memory and held against the op's reference: within the limits that
-`wavecrest bench` has for our own kernels, and not one element beyond the op's own bound. PyTorch is held to the wider
-limits that bench has for peers, as it may round on the way. A time below what the hardware's peaks allow is an error
+`wavecrest bench` has for our own kernels, and not one element beyond the op's own bound. PyTorch, and what rounds where
+it does, is held to the wider limits that bench has for peers. A time below what the hardware's peaks allow is an error
 of measurement, whatever its cause.
 """
 
@@ -141,7 +141,7 @@ def _wrong(
     """What is wrong with results, or an empty string."""
     first = next(value for value in args if isinstance(value, Tensor))
     limits = bench.limits_of(op, registry.dtype_name(first))
-    native = candidate.role == "native"
+    native = candidate.role == "native" or op.backends[candidate.backend].as_native
     if native:
         values = limits.values
         slack = numerics.Tolerance(bench.PEER_SLACK * values.relative, bench.PEER_SLACK * values.worst)
