@@ -219,6 +219,20 @@ def test_public_functions_are_the_op(device: str) -> None:
     torch.testing.assert_close(nn.Linear(weight)(call.a, norm_weight=call.norm_weight), default)
 
 
+def test_a_layer_says_what_would_run(device: str) -> None:
+    layer, x = nn.Linear(random(24, 75, device=device), activation="silu_and_mul"), random(2, 75, device=device)
+    residual, found = random(2, 12, device=device), registry.get(OP)
+    gain = gains(75, BF16, device)
+    made = layer.decision(x, residual, gain, 0.5)
+    call = Operands(x, layer.weight.mT, residual=residual, activation="silu_and_mul", norm_weight=gain, norm_eps=0.5)
+    assert made.key == found.key(*call) and made.backend == "torch"
+    found.force(MULTIPLY)
+    try:
+        assert layer.decision(x, residual, gain, 0.5).backend == MULTIPLY
+    finally:
+        found.force(None)
+
+
 @pytest.mark.parametrize("format", ["int8", "fp8", "int4", "shuffled"])
 def test_packed_weights(format: str, watch: Watch, device: str) -> None:
     weight = ops.pack(random(32, 128, device=device), format)

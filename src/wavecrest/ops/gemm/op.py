@@ -283,6 +283,30 @@ def linear(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
+    result: Tensor = _op(
+        *linear_operands(
+            x, weight, bias, scale_x, scale_weight, residual, activation, out_dtype, out_scale, precision, norm_weight,
+            norm_eps,
+        )
+    )  # fmt: skip
+    return result
+
+
+def linear_operands(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
+    precision: str = "ieee",
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[Any, ...]:
+    """The op's arguments for a call of `linear`, in their order (see `Operands`); raises as `linear` does."""
     form, group, zero = "plain", 0, None
     if isinstance(weight, PackedWeight):
         if scale_weight is not None:
@@ -304,8 +328,7 @@ def linear(
     scale_b = scale_weight
     if isinstance(scale_b, Tensor) and scale_b.ndim == 2:
         scale_b = scale_b.mT
-    result: Tensor = _op(
+    return (
         x, weight.mT, bias, scale_x, scale_b, residual, activation, out_dtype, out_scale, 1.0, 0.01, "n", precision,
         form, group, zero, norm_weight, norm_eps,
     )  # fmt: skip
-    return result
