@@ -42,38 +42,42 @@ def make_linear(
 
 
 class Choice:
-    """Whether kernels of ours run products that take a row operation along; kept until a decision may be another.
+    """Which products our kernels run with a norm before them, or an addition behind them; kept until that may change.
 
     For a decoding step, which is short beside the work of deciding: what was found is kept for the arguments that it
-    was found for, and looked for anew where the registry's decisions, the rows or the form of a weight have changed.
+    was found for, and looked for anew where the registry's decisions, a layer, its weight or a norm's hooks are others.
     """
 
     def __init__(self) -> None:
-        self._key: tuple[Any, ...] = ()
-        self._found = False
+        self._key: list[Any] = []
+        self._found: tuple[bool, ...] = ()
 
-    def of(self, x: Tensor, layers: tuple[nn.Module, ...], norm: Norm | None = None) -> bool:
-        """True if all layers run our kernels with a norm of x [..., D] before them, or else with x added behind them.
+    def of(self, x: Tensor, *asked: tuple[tuple[nn.Module, ...], Norm | None]) -> tuple[bool, ...]:
+        """Of (layers, norm) each: True if all run our kernels with the norm of x [..., D], or without one with x added.
 
         Not where PyTorch's composition would run, to which a launch for the row operation is nothing more; nor where
-        the product alone rests on a measured row and this one does not; nor for what torch.compile traces.
+        the product alone rests on a measured row and this one does not; nor for what torch.compile traces; nor a norm
+        with a bias or hooks.
         """
         if torch.compiler.is_compiling():
-            return False
-        weights = [getattr(layer, "weight", None) for layer in layers]
-        forms = [
-            (type(layer), type(weight), getattr(weight, "format", None))
-            for layer, weight in zip(layers, weights, strict=True)
-        ]
-        key = (registry.Op.epoch, x.shape, x.dtype, x.device, torch.is_grad_enabled(), *forms)
+            return (False,) * len(asked)
+        key: list[Any] = [registry.Op.epoch, x.shape, x.dtype, x.device, torch.is_grad_enabled()]
+        for layers, norm in asked:
+            for layer in layers:
+                key += (type(layer), id(getattr(layer, "weight", None)))
+            if norm is not None:
+                key.append(not (norm._forward_hooks or norm._forward_pre_hooks))
         if key != self._key:
-            self._found, self._key = all(_ours(layer, x, norm) for layer in layers), key
+            self._found = tuple([all(_ours(layer, x, norm) for layer in layers) for layers, norm in asked])
+            self._key = key
         return self._found
 
 
 def _ours(layer: nn.Module, x: Tensor, norm: Norm | None) -> bool:
     """As `Choice.of`, of one layer."""
     if not isinstance(layer, Linear):
+        return False
+    if norm is not None and (norm.bias is not None or norm._forward_hooks or norm._forward_pre_hooks):
         return False
     # without a norm what is multiplied has the rows of x, and is not there yet
     a = x.new_empty(*x.shape[:-1], layer.in_features) if norm is None else x
@@ -97,12 +101,6 @@ class Norm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size, device=device))
         self.register_parameter("bias", nn.Parameter(torch.zeros(size, device=device)) if bias else None)
-        self._choice = Choice()
-
-    def left_to(self, layers: tuple[nn.Module, ...], x: Tensor) -> bool:
-        """True if the layers behind the norm had better normalise x [..., D] on the way: see `Choice.of`."""
-        hooked = self._forward_hooks or self._forward_pre_hooks
-        return self.bias is None and not hooked and self._choice.of(x, layers, self)
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm of x + delta, x + delta); both [..., D]."""
@@ -114,12 +112,13 @@ class Norm(nn.Module):
 
 
 def through(layer: nn.Module, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-    """x [..., D], or the norm of x where there is one, through a layer, and the residual added where there is one."""
+    """x [..., D], or its norm, through a layer, plus the residual: those that are there."""
     # a module that stands in a Linear's place need not know what is not there
-    options: dict[str, Any] = {} if norm is None else {"norm_weight": norm.weight, "norm_eps": norm.eps}
-    if residual is not None:
-        options["residual"] = residual
-    out: Tensor = layer(x, **options)
+    out: Tensor
+    if norm is not None:
+        out = layer(x, residual, norm.weight, norm.eps)
+    else:
+        out = layer(x) if residual is None else layer(x, residual)
     return out
 
 
@@ -265,7 +264,7 @@ class Block(nn.Module):
         self.mlstm_layer = MLSTMLayer(config, device)
         self.norm_ffn = Norm(config.embedding_dim, config.norm_eps, config.use_bias, device)
         self.ffn = FeedForward(config, device)
-        self._mixes, self._ends = Choice(), Choice()
+        self._choice = Choice()
 
     def forward(
         self,
@@ -279,20 +278,24 @@ class Block(nn.Module):
         """(x, delta, state): the block's result is x + delta, [B, S, embedding_dim] each; None: x alone."""
         layer, ffn = self.mlstm_layer, self.ffn
         options: dict[str, Any] = {"padding": padding, "in_place": in_place, "return_state": return_state}
-        step = in_place and padding is None and x.shape[1] == 1
-        early = step and self.norm_mlstm.left_to(layer.inputs(), x)
-        if early and delta is None:
+        first = second = mixes = ends = False
+        if in_place and padding is None and x.shape[1] == 1:
+            first, second, mixes, ends = self._choice.of(
+                x, (layer.inputs(), self.norm_mlstm), (ffn.inputs(), self.norm_ffn), ((layer.out_proj,), None),
+                ((ffn.proj_down,), None),
+            )  # fmt: skip
+        norm: Norm | None = None
+        if first and delta is None:
             normed, options["norm"] = x, self.norm_mlstm
         else:
             normed, x = self.norm_mlstm(x, delta)
-        if step and self.norm_ffn.left_to(ffn.inputs(), x) and self._mixes.of(x, (layer.out_proj,)):
+        if second and mixes:
             x, after = layer(normed, state, residual=x, **options)
             normed, norm = x, self.norm_ffn
         else:
             mixed, after = layer(normed, state, **options)
             normed, x = self.norm_ffn(x, mixed)
-            norm = None
         # what the next block does with it is not known here; it is made as this one
-        if early and self._ends.of(x, (ffn.proj_down,)):
+        if first and ends:
             return ffn(normed, norm, residual=x), None, after
         return x, ffn(normed, norm), after

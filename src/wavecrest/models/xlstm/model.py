@@ -14,7 +14,17 @@ from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm import generation, loader
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
 from wavecrest.models.xlstm.generation import Generated, Request
-from wavecrest.models.xlstm.layers import FGATE_BIAS, IGATE_BIAS, Block, Norm, Padding, make_linear, soft_cap, through
+from wavecrest.models.xlstm.layers import (
+    FGATE_BIAS,
+    IGATE_BIAS,
+    Block,
+    Choice,
+    Norm,
+    Padding,
+    make_linear,
+    soft_cap,
+    through,
+)
 from wavecrest.models.xlstm.sampling import Sampling
 from wavecrest.models.xlstm.state import State, check_state, empty_state
 from wavecrest.nn import Linear
@@ -83,6 +93,7 @@ class xLSTMLarge(nn.Module):
             self.lm_head = Linear(self.embedding.weight)
         else:
             self.lm_head = make_linear(config.embedding_dim, config.vocab_size, False, device)
+        self._choice = Choice()
         if not self.embedding.weight.is_meta:
             self.reset_parameters()
         if dtype is not None:
@@ -161,7 +172,7 @@ class xLSTMLarge(nn.Module):
         """Logits [B, vocab_size] behind one token [B]; the state's own tensors become the state behind it."""
         x = self.embedding(token.unsqueeze(1))
         norm = self.backbone.out_norm
-        if norm is not None and not norm.left_to((self.lm_head,), x):
+        if norm is not None and not self._choice.of(x, ((self.lm_head,), norm))[0]:
             norm = None
         x, _ = self.backbone(x, state, None, None, True, True, norm is None)
         return self._logits(x, norm)[:, 0]
