@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -156,6 +156,8 @@ class Op:
     _order: tuple[Backend, ...] = ()
     # backend that every key uses, set by `force`; None: decide per key
     _forced: str | None = None
+    # grows whenever any op's decisions are dropped: what was kept of them is stale
+    epoch: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         if self.name in _OPS:
@@ -254,6 +256,7 @@ class Op:
     def swap(self, decisions: Decisions | None) -> Decisions:
         """Put decisions that were made before (None: none) in place of those made since, which are returned."""
         now = self._cache, self._bound, self._traced
+        Op.epoch += 1
         self._cache, self._bound, self._traced = decisions or ({}, {}, {})
         return now
 
@@ -302,6 +305,7 @@ class Op:
         self._bound.clear()
         self._cache.clear()
         self._traced.clear()
+        Op.epoch += 1
 
     def unpin(self) -> None:
         """Drop all pins, and the decisions made so far."""
@@ -495,8 +499,7 @@ def strict(mode: Strict) -> None:
     _strict = mode
     if mode != "off":
         # decisions made before were not reported
-        for op in _OPS.values():
-            op.forget()
+        forget()
 
 
 def forget() -> None:

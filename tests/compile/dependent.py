@@ -46,6 +46,11 @@ def product(M: int, N: int, K: int, weight: torch.dtype, form: str = "plain") ->
     return Operands(a, b, scale_b=a.new_empty(N, dtype=torch.float32), activation="silu_and_mul")
 
 
+def normed(given: Operands) -> Operands:
+    """The same with rows that are normalised on the way."""
+    return given._replace(norm_weight=given.a.new_empty(given.K))
+
+
 def first_launches(arch: str, more: dict[str, int]) -> Planned:
     """The launches of calls whose first one may start early, by name; `more`: of their configurations."""
     gemm, step, norm = (registry.get(name) for name in ("gemm", "mlstm_step", "add_rms_norm"))
@@ -56,6 +61,8 @@ def first_launches(arch: str, more: dict[str, int]) -> Planned:
     cases: list[tuple[str, Any, str, dict[str, int], Any]] = [
         ("rows", gemm, "triton_multiply", SKINNY, product(1, 4096, 4096, bf16)),
         ("gated rows", gemm, "triton_multiply", SKINNY, product(1, 4096, 4096, int8)),
+        ("normed rows", gemm, "triton_multiply", SKINNY, normed(product(1, 4096, 4096, bf16))),
+        ("normed words", gemm, "triton_multiply", words, normed(product(1, 4096, 4096, torch.uint8, "int4"))),
         ("tiles", gemm, "triton", CONFIGS["triton"], product(16, 4096, 4096, bf16)),
         ("gated tiles", gemm, "triton", TILE | {"SPLIT_K": 1, "PERSISTENT": 1, "TMA": 0}, product(16, 4096, 4096, fp8)),
         ("descriptors", gemm, "triton", described, product(1024, 4096, 4096, bf16)),

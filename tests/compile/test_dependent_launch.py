@@ -30,8 +30,9 @@ ALLOWS, WAITS = re.compile(r"\bPREEXIT\b"), re.compile(r"\bACQBULK\b")
 ACCESSES = re.compile(r"\b(LDG|LDGSTS|STG|RED|REDG|ATOM|ATOMG|UTMALDG|UTMASTG|UBLKCP)\b")
 FETCHES = re.compile(r"\bCCTL\.E\.PF2\b")
 EARLY = (
-    "rows _multiply_kernel", "gated rows _multiply_kernel", "tiles _tile_kernel", "gated tiles _tile_kernel",
-    "descriptors _tile_kernel", "words _words_kernel", "step _mlstm_step_kernel", "norm _row_kernel",
+    "rows _multiply_kernel", "gated rows _multiply_kernel", "normed rows _multiply_kernel", "tiles _tile_kernel",
+    "gated tiles _tile_kernel", "descriptors _tile_kernel", "words _words_kernel", "normed words _words_kernel",
+    "step _mlstm_step_kernel", "norm _row_kernel",
 )  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""How many kernels a decoding step launches a layer: what is between the kernels is what a small batch waits for."""
+"""How many kernels a decoding step launches a layer: what is between the kernels is what a small batch waits for.
+
+Products normalise the rows that they read and add the residual, where kernels of ours run them: no norm is launched.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +81,11 @@ def decoder(model: xLSTMLarge) -> Decoder:
     return made
 
 
-def step_of(launches: Launches, form: str | None = None) -> Callable[[int], Counter[str]]:
+def step_of(launches: Launches, form: str | None = None, **changes: Any) -> Callable[[int], Counter[str]]:
     """What a step of a model with so many blocks launches."""
 
     def count(blocks: int) -> Counter[str]:
-        model = build(weight_mode="fused", num_blocks=blocks, dtype=torch.bfloat16)
+        model = build(weight_mode="fused", num_blocks=blocks, dtype=torch.bfloat16, **changes)
         made = decoder(model if form is None else quantize(model, form, lm_head=True))
         with torch.no_grad():
             launches.found.clear()
@@ -93,34 +96,43 @@ def step_of(launches: Launches, form: str | None = None) -> Callable[[int], Coun
     return count
 
 
+# of the old form, and where products do not normalise: two of a layer
 NORMS = {"_row_kernel": 2}
 PRODUCTS = {"_multiply_kernel": 5}
 STATES = {"_mlstm_step_kernel": 1, "_mlstm_norm_kernel": 1}
 
 
 @pytest.mark.parametrize("form", [None, "int8"])
-def test_a_layer_is_nine_launches(form: str | None, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two norms with what is added before them, gates, q k v o, the state, its norm, out, gate and up, down."""
+def test_a_layer_is_seven_launches(form: str | None, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates, q k v o, the state, its norm, out, gate and up, down."""
     # several programs a head, as the states of large models have: the norm is a launch of its own then
     narrow = Config(BLOCK_K=16, BLOCK_V=8, num_warps=1)
     monkeypatch.setattr(_mlstm_step, "default", lambda *_sizes: narrow)
     count = step_of(launches, form)
     layer = count(2) - count(1)
-    assert layer == Counter(NORMS | PRODUCTS | STATES)
+    assert layer == Counter(PRODUCTS | STATES)
 
 
 def test_a_state_that_a_program_holds_is_normed_by_it(launches: Launches) -> None:
     count = step_of(launches)
     layer = count(2) - count(1)
-    assert layer == Counter(NORMS | PRODUCTS | {"_mlstm_step_kernel": 1})
+    assert layer == Counter(PRODUCTS | {"_mlstm_step_kernel": 1})
+
+
+def test_a_layer_of_more_launches_where_products_do_not_normalise(launches: Launches) -> None:
+    """Norms with a bias: two of a layer and one behind the last, as what is added before them goes with them."""
+    count = step_of(launches, use_bias=True)
+    one, two = count(1), count(2)
+    assert {name: (two - one)[name] for name in NORMS | PRODUCTS} == NORMS | PRODUCTS
+    assert (one - (two - one))["_row_kernel"] == 1
 
 
 def test_what_is_around_the_layers(launches: Launches) -> None:
     count = step_of(launches)
     one, two = count(1), count(2)
     rest = one - (two - one)
-    # the first norm adds nothing, the last one does; logits in float32, capped; the token
-    around = {"embedding": 1, "_row_kernel": 1, "_multiply_kernel": 1, "_to_copy": 1, "div": 1, "tanh": 1, "mul": 1}
+    # logits in float32, capped; the token
+    around = {"embedding": 1, "_multiply_kernel": 1, "_to_copy": 1, "div": 1, "tanh": 1, "mul": 1}
     assert rest == Counter(around | {"argmax": 1, "copy_": 1})
 
 

@@ -242,6 +242,12 @@ def scaled_a(a: Tensor, scale: Tensor | None) -> Tensor:
     return (rows * scale[:, torch.arange(K) // 128]).reshape(a.shape)
 
 
+def normed_a(a: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of a's rows in float64."""
+    wide_a = a.double()
+    return wide_a / torch.sqrt(wide_a.square().mean(-1, keepdim=True) + eps) * weight.double()
+
+
 def scaled_b(b: Tensor, scale: Tensor | None, group: int = 0) -> Tensor:
     """b in float64, times its scale: for the tensor, a column, a block of 128 × 128, or `group` rows of a column."""
     if scale is None:
@@ -269,19 +275,27 @@ def oracle(
     sums: float = 2.0**-24,
     shrink: float = 0.0,
     step: float = 2.0**-24,
+    norm: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """What a call is defined as, and how far a result may be from it before it is rounded; float64, on the CPU.
 
     `b` [..., K, N]: the values of a packed weight. `unit`, `sums` and `shrink`: see `numerics.product_bound`. `step`:
-    half a unit in the last place of what each step after the product is rounded to.
+    half a unit in the last place of what each step after the product is rounded to. `norm`: half a unit of what rows
+    are rounded to once they are normalised, which takes three roundings of float32 before: the mean square's root, and
+    two products. That root rests on a sum of K squares, whose errors are one for the row: √K of half a unit, four times
+    that as a limit, of which a root leaves half.
     """
     given = _cpu(given)
-    a = scaled_a(given.a, given.scale_a)
+    normed = given.norm_weight is not None
+    a = normed_a(given.a, given.norm_weight, given.norm_eps) if normed else scaled_a(given.a, given.scale_a)
     b = scaled_b(given.b, given.scale_b, given.group) if b is None else b.cpu()
     a = a[None] if given.a.ndim == 1 else a
     product = a @ b
     # and what float64 itself loses where products cancel
     slack = numerics.product_bound(a, b, unit=unit, sums=sums, shrink=shrink) + 2.0**-50 * (a.abs() @ b.abs())
+    if normed and given.a.dtype != F64:
+        slack = slack + 4 * (norm + 3 * 2.0**-24) * (a.square() @ b.square()).sqrt()
+        slack = slack + (2 * a.shape[-1] ** 0.5 + 8) * 2.0**-24 * product.abs()
     slack = slack * abs(given.alpha)
     y = product * given.alpha
     size = y.abs()
@@ -391,7 +405,11 @@ def bound_of(backend: str, given: Operands) -> dict[str, float]:
         if given.a.dtype != I8 or blocks:
             bits = 8 if given.a.dtype in (E4M3, E5M2) else max(16, 8 * given.a.itemsize)
             shrink, _ = numerics.matrix_unit_shrink(given.a.shape[-1], bits, given.precision)
-    return {"unit": unit, "sums": sums, "shrink": shrink, "step": step}
+    made = {"unit": unit, "sums": sums, "shrink": shrink, "step": step}
+    if given.norm_weight is not None and backend in ("torch", "triton") and given.a.dtype != F32:
+        # the row is rounded to a's dtype before it is multiplied
+        made["norm"] = 2.0 ** -_FLOATS[given.a.dtype][0]
+    return made
 
 
 def copies(given: Operands) -> list[Any]:

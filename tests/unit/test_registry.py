@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,28 @@ def test_attach_forgets_decisions(op: Op) -> None:
     assert op(torch.zeros(2, 4))[0] == "fast"
     op.attach("new", lambda x, scale=1.0: ("new", None), supports=lambda *_a, **_k: None, priority=99)
     assert op(torch.zeros(2, 4))[0] == "new"
+
+
+def test_the_epoch_changes_with_decisions_and_not_with_calls(op: Op) -> None:
+    op(torch.zeros(3, 4))
+    before = Op.epoch
+    op(torch.zeros(3, 4))
+    op(torch.zeros(3, 5))
+    op.decide(torch.zeros(3, 6))
+    assert Op.epoch == before
+    changes: list[Callable[[], Any]] = [
+        lambda: op.force("plain"),
+        lambda: op.force(None),
+        lambda: op.pin(op.key(torch.zeros(3, 4)), "shy", None, "exact", "a test"),
+        op.unpin,
+        lambda: op.swap(None),
+        lambda: op.attach("other", lambda x: x, supports=lambda *_a: "no", priority=1),
+        registry.reread,
+    ]
+    for change in changes:
+        before = Op.epoch
+        change()
+        assert Op.epoch > before
 
 
 def test_strict_reports_a_call_without_a_measured_row(op: Op) -> None:

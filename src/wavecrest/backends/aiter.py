@@ -49,7 +49,7 @@ def _gemm_supports(*args: Any) -> str | None:
     reason: str | None = _unavailable()
     if reason is not None:
         return reason
-    if not given.a.is_cuda or registry.needs_grad(given.a, given.b, given.bias, given.residual):
+    if not given.a.is_cuda or registry.needs_grad(given.a, given.b, given.bias, given.residual, given.norm_weight):
         return "runs on a GPU, without gradients"
     if given.form != "plain" or given.weight_only or not given.flat or given.b.stride(-2) != 1:
         return "takes one plain weight [N, K] that is contiguous along K"
@@ -65,7 +65,7 @@ def _gemm_supports(*args: Any) -> str | None:
 
 
 def _gemm(*args: Any) -> Tensor:
-    given = Operands(*args)
+    given = _native.normed(Operands(*args))
     a, weight, bias = given.a.reshape(given.M, given.K), given.b.mT, given.bias
     scales = kinds(given)
     if given.a.dtype.itemsize == 2:

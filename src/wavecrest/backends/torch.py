@@ -216,8 +216,22 @@ def _float8_supports(given: Operands) -> str | None:
     return None
 
 
+def normed(given: Operands) -> Operands:
+    """The product of an a that is normalised first, rounded to its dtype, where that is asked for."""
+    weight = given.norm_weight
+    if weight is None:
+        return given
+    a, size = given.a, (given.K,)
+    if weight.dtype == a.dtype:
+        return given._replace(a=F.rms_norm(a, size, weight, given.norm_eps), norm_weight=None)
+    # of different dtypes, of which neither may be rounded before
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    y = F.rms_norm(a.to(wide), size, weight.to(wide), given.norm_eps)
+    return given._replace(a=y.to(a.dtype), norm_weight=None)
+
+
 def _gemm(*args: Any) -> Tensor:
-    given = Operands(*args)
+    given = normed(Operands(*args))
     return _unrounded(given.a.device.type, _is_ieee(given), partial(_product, given))
 
 

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wavecrest import registry
 from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.ops import PackedWeight, linear, pack
 from wavecrest.ops._activation import ACTIVATIONS
+from wavecrest.ops.gemm.op import linear_operands
 from wavecrest.ops.gemm.operands import GATED
 from wavecrest.ops.packed import refuse_other_formats
+from wavecrest.registry import Decision
 
 
 class Linear(nn.Module):
@@ -54,9 +57,35 @@ class Linear(nn.Module):
         """N, half of the weight's rows where the activation is gated."""
         return self.weight.shape[0] // (2 if self.activation in GATED else 1)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [..., K] to [..., N]; `residual` [..., N] is added after the activation."""
-        return linear(x, self.weight, self.bias, residual=residual, activation=self.activation)
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> Tensor:
+        """x [..., K] to [..., N]; `residual` [..., N] is added after the activation.
+
+        With `norm_weight` [K] it is RMSNorm(x) that is multiplied: see `wavecrest.ops.gemm`.
+        """
+        return linear(
+            x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
+            norm_eps=norm_eps,
+        )  # fmt: skip
+
+    def decision(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> Decision:
+        """Which backend `forward` would run for these arguments, and what that rests on."""
+        given = linear_operands(
+            x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
+            norm_eps=norm_eps,
+        )  # fmt: skip
+        return registry.get("gemm").decide(*given)
 
     def extra_repr(self) -> str:
         stored = f", {self.weight.format}" if isinstance(self.weight, PackedWeight) else ""

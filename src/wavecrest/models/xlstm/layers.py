@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from wavecrest import registry
+from wavecrest.errors import Unsupported
 from wavecrest.models.xlstm import kernels
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
 from wavecrest.nn import Linear
@@ -39,6 +41,56 @@ def make_linear(
     return Linear(weight, nn.Parameter(torch.empty(outputs, device=device)) if bias else None, activation)
 
 
+class Choice:
+    """Which products our kernels run with a norm before them, or an addition behind them; kept until that may change.
+
+    For a decoding step, which is short beside the work of deciding: what was found is kept for the arguments that it
+    was found for, and looked for anew where the registry's decisions, a layer, its weight or a norm's hooks are others.
+    """
+
+    def __init__(self) -> None:
+        self._key: list[Any] = []
+        self._found: tuple[bool, ...] = ()
+
+    def of(self, x: Tensor, *asked: tuple[tuple[nn.Module, ...], Norm | None]) -> tuple[bool, ...]:
+        """Of (layers, norm) each: True if all run our kernels with the norm of x [..., D], or without one with x added.
+
+        Not where PyTorch's composition would run, to which a launch for the row operation is nothing more; nor where
+        the product alone rests on a measured row and this one does not; nor for what torch.compile traces; nor a norm
+        with a bias or hooks.
+        """
+        if torch.compiler.is_compiling():
+            return (False,) * len(asked)
+        key: list[Any] = [registry.Op.epoch, x.shape, x.dtype, x.device, torch.is_grad_enabled()]
+        for layers, norm in asked:
+            for layer in layers:
+                key += (type(layer), id(getattr(layer, "weight", None)))
+            if norm is not None:
+                key.append(not (norm._forward_hooks or norm._forward_pre_hooks))
+        if key != self._key:
+            self._found = tuple([all(_ours(layer, x, norm) for layer in layers) for layers, norm in asked])
+            self._key = key
+        return self._found
+
+
+def _ours(layer: nn.Module, x: Tensor, norm: Norm | None) -> bool:
+    """As `Choice.of`, of one layer."""
+    if not isinstance(layer, Linear):
+        return False
+    if norm is not None and (norm.bias is not None or norm._forward_hooks or norm._forward_pre_hooks):
+        return False
+    # without a norm what is multiplied has the rows of x, and is not there yet
+    a = x.new_empty(*x.shape[:-1], layer.in_features) if norm is None else x
+    try:
+        found = layer.decision(a, x) if norm is None else layer.decision(a, None, norm.weight, norm.eps)
+        if not found.backend.startswith("triton"):
+            return False
+        return found.source != "default" or layer.decision(a).source == "default"
+    except Unsupported:
+        # strict: a call without a measured row is an error, and this one need not be made
+        return False
+
+
 class Norm(nn.Module):
     """RMSNorm of the last dimension, x [..., D]: x / sqrt(mean(x²) + eps) · weight + bias, where there is a bias."""
 
@@ -57,6 +109,17 @@ class Norm(nn.Module):
         else:
             normed, x = add_rms_norm(delta, x, self.weight, self.eps)
         return (normed if self.bias is None else normed + self.bias), x
+
+
+def through(layer: nn.Module, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    """x [..., D], or its norm, through a layer, plus the residual: those that are there."""
+    # a module that stands in a Linear's place need not know what is not there
+    out: Tensor
+    if norm is not None:
+        out = layer(x, residual, norm.weight, norm.eps)
+    else:
+        out = layer(x) if residual is None else layer(x, residual)
+    return out
 
 
 class HeadNorm(nn.Module):
@@ -93,16 +156,22 @@ class MLSTMLayer(nn.Module):
         self.out_proj = make_linear(v, d, bias, device)
         self.kernels = kernels.Kernels.of(config)
 
-    def _projections(self, x: Tensor) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[nn.Module, ...]:
+        """The layers that x goes through first."""
+        if self.fused:
+            return self.ifgate_preact, self.qkv_opreact
+        return self.igate_preact, self.fgate_preact, self.q, self.k, self.v, self.ogate_preact
+
+    def _projections(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, ...]:
         """q, k, v, o [B, NH, S, D] and i, f [B, NH, S] of x [B, S, embedding_dim]: views, nothing is copied."""
         heads, qk, v = self.config.num_heads, self.config.qk_dim, self.config.v_dim
         # the gates first: their product is too small to fill a GPU, and a large one may start beside it
+        made = [through(layer, x, norm) for layer in self.inputs()]
         if self.fused:
-            gates = torch.split(self.ifgate_preact(x), [heads, heads], dim=-1)
-            parts = torch.split(self.qkv_opreact(x), [qk, qk, v, v], dim=-1)
+            gates = torch.split(made[0], [heads, heads], dim=-1)
+            parts = torch.split(made[1], [qk, qk, v, v], dim=-1)
         else:
-            gates = (self.igate_preact(x), self.fgate_preact(x))
-            parts = (self.q(x), self.k(x), self.v(x), self.ogate_preact(x))
+            gates, parts = tuple(made[:2]), tuple(made[2:])
         split = [part.view(*x.shape[:2], heads, part.shape[2] // heads).transpose(1, 2) for part in parts]
         return (*split, *(gate.transpose(1, 2) for gate in gates))
 
@@ -114,6 +183,8 @@ class MLSTMLayer(nn.Module):
         padding: Padding | None = None,
         in_place: bool = False,
         return_state: bool = True,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         """One layer over a sequence, or over one token behind a state.
 
@@ -123,11 +194,13 @@ class MLSTMLayer(nn.Module):
             padding: where the tokens of each row are; None: everywhere.
             in_place: of a single token without padding: the state's own tensors become the new state.
             return_state: False where the state behind the last token is not needed.
+            norm: of x, which the projections apply on the way; None: x is normalised.
+            residual: [B, S, embedding_dim], added to the result.
 
         Returns:
             [B, S, embedding_dim], and the state behind the last token, or None.
         """
-        q, k, v, o, i, f = self._projections(x)
+        q, k, v, o, i, f = self._projections(x, norm)
         config = self.config
         options: dict[str, Any] = {
             "eps": config.eps, "gate_soft_cap": float(config.gate_soft_cap or 0.0),
@@ -151,7 +224,7 @@ class MLSTMLayer(nn.Module):
             )  # fmt: skip
         if self.multihead_norm.bias is not None:
             h = h + torch.sigmoid(o) * self.multihead_norm.bias.view(config.num_heads, 1, -1)
-        return self.out_proj(h.transpose(1, 2).flatten(2)), after
+        return through(self.out_proj, h.transpose(1, 2).flatten(2), None, residual), after
 
 
 class FeedForward(nn.Module):
@@ -168,15 +241,22 @@ class FeedForward(nn.Module):
             self.proj_up = make_linear(d, width, bias, device)
         self.proj_down = make_linear(width, d, bias, device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., embedding_dim] to the same."""
-        hidden = self.proj_up_gate_z(x) if self.fused else silu_and_mul(self.proj_up_gate(x), self.proj_up(x))
-        out: Tensor = self.proj_down(hidden)
-        return out
+    def inputs(self) -> tuple[nn.Module, ...]:
+        """The layers that x goes through first."""
+        return (self.proj_up_gate_z,) if self.fused else (self.proj_up_gate, self.proj_up)
+
+    def forward(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """x [..., embedding_dim] to the same; `norm`, `residual`: as of `MLSTMLayer`."""
+        made = [through(layer, x, norm) for layer in self.inputs()]
+        return through(self.proj_down, made[0] if self.fused else silu_and_mul(*made), None, residual)
 
 
 class Block(nn.Module):
-    """x + mLSTM(norm(x)), then that + MLP(norm(that)); the last addition is left to the norm that follows."""
+    """x + mLSTM(norm(x)), then that + MLP(norm(that)); the last addition is left to the norm that follows.
+
+    In a decoding step rows are few, and a launch for a norm costs more than the norm. Where our kernels run the
+    products around it, the one before adds the residual, and those behind normalise the rows that they read.
+    """
 
     def __init__(self, config: xLSTMLargeConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -184,6 +264,7 @@ class Block(nn.Module):
         self.mlstm_layer = MLSTMLayer(config, device)
         self.norm_ffn = Norm(config.embedding_dim, config.norm_eps, config.use_bias, device)
         self.ffn = FeedForward(config, device)
+        self._choice = Choice()
 
     def forward(
         self,
@@ -193,9 +274,28 @@ class Block(nn.Module):
         padding: Padding | None,
         in_place: bool,
         return_state: bool,
-    ) -> tuple[Tensor, Tensor, LayerState | None]:
-        """(x, delta, state): the block's result is x + delta, [B, S, embedding_dim] each."""
-        normed, x = self.norm_mlstm(x, delta)
-        mixed, after = self.mlstm_layer(normed, state, padding=padding, in_place=in_place, return_state=return_state)
-        normed, x = self.norm_ffn(x, mixed)
-        return x, self.ffn(normed), after
+    ) -> tuple[Tensor, Tensor | None, LayerState | None]:
+        """(x, delta, state): the block's result is x + delta, [B, S, embedding_dim] each; None: x alone."""
+        layer, ffn = self.mlstm_layer, self.ffn
+        options: dict[str, Any] = {"padding": padding, "in_place": in_place, "return_state": return_state}
+        first = second = mixes = ends = False
+        if in_place and padding is None and x.shape[1] == 1:
+            first, second, mixes, ends = self._choice.of(
+                x, (layer.inputs(), self.norm_mlstm), (ffn.inputs(), self.norm_ffn), ((layer.out_proj,), None),
+                ((ffn.proj_down,), None),
+            )  # fmt: skip
+        norm: Norm | None = None
+        if first and delta is None:
+            normed, options["norm"] = x, self.norm_mlstm
+        else:
+            normed, x = self.norm_mlstm(x, delta)
+        if second and mixes:
+            x, after = layer(normed, state, residual=x, **options)
+            normed, norm = x, self.norm_ffn
+        else:
+            mixed, after = layer(normed, state, **options)
+            normed, x = self.norm_ffn(x, mixed)
+        # what the next block does with it is not known here; it is made as this one
+        if first and ends:
+            return ffn(normed, norm, residual=x), None, after
+        return x, ffn(normed, norm), after

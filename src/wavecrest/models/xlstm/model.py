@@ -14,7 +14,17 @@ from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm import generation, loader
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
 from wavecrest.models.xlstm.generation import Generated, Request
-from wavecrest.models.xlstm.layers import FGATE_BIAS, IGATE_BIAS, Block, Norm, Padding, make_linear, soft_cap
+from wavecrest.models.xlstm.layers import (
+    FGATE_BIAS,
+    IGATE_BIAS,
+    Block,
+    Choice,
+    Norm,
+    Padding,
+    make_linear,
+    soft_cap,
+    through,
+)
 from wavecrest.models.xlstm.sampling import Sampling
 from wavecrest.models.xlstm.state import State, check_state, empty_state
 from wavecrest.nn import Linear
@@ -38,8 +48,12 @@ class BlockStack(nn.Module):
         last: Tensor | None,
         in_place: bool,
         return_state: bool,
+        normed: bool = True,
     ) -> tuple[Tensor, State]:
-        """x [B, S, embedding_dim] to the same, [B, 1, …] of the places `last` [B] where given; and the states."""
+        """x [B, S, embedding_dim] to the same, [B, 1, …] of the places `last` [B] where given; and the states.
+
+        `normed`: by the norm behind the last block, where there is one.
+        """
         delta: Tensor | None = None
         after: State = {}
         for index, block in enumerate(self.blocks):
@@ -47,11 +61,13 @@ class BlockStack(nn.Module):
             x, delta, reached = block(x, delta, before, padding, in_place, return_state)
             if reached is not None:
                 after[index] = reached
-        assert delta is not None
         if last is not None:
             rows = torch.arange(x.shape[0], device=x.device)
-            x, delta = x[rows, last].unsqueeze(1), delta[rows, last].unsqueeze(1)
-        return (x + delta if self.out_norm is None else self.out_norm(x, delta)[0]), after
+            x = x[rows, last].unsqueeze(1)
+            delta = None if delta is None else delta[rows, last].unsqueeze(1)
+        if self.out_norm is not None and normed:
+            return self.out_norm(x, delta)[0], after
+        return (x if delta is None else x + delta), after
 
 
 class xLSTMLarge(nn.Module):
@@ -77,6 +93,7 @@ class xLSTMLarge(nn.Module):
             self.lm_head = Linear(self.embedding.weight)
         else:
             self.lm_head = make_linear(config.embedding_dim, config.vocab_size, False, device)
+        self._choice = Choice()
         if not self.embedding.weight.is_meta:
             self.reset_parameters()
         if dtype is not None:
@@ -154,8 +171,11 @@ class xLSTMLarge(nn.Module):
     def decode(self, token: Tensor, state: State) -> Tensor:
         """Logits [B, vocab_size] behind one token [B]; the state's own tensors become the state behind it."""
         x = self.embedding(token.unsqueeze(1))
-        x, _ = self.backbone(x, state, None, None, True, True)
-        return self._logits(x)[:, 0]
+        norm = self.backbone.out_norm
+        if norm is not None and not self._choice.of(x, ((self.lm_head,), norm))[0]:
+            norm = None
+        x, _ = self.backbone(x, state, None, None, True, True, norm is None)
+        return self._logits(x, norm)[:, 0]
 
     def _run(
         self, tokens: Tensor, state: State | None, padding: Padding | None, last: Tensor | None, keep: bool
@@ -163,8 +183,8 @@ class xLSTMLarge(nn.Module):
         x, after = self.backbone(self.embedding(tokens), state, padding, last, False, keep)
         return self._logits(x), after
 
-    def _logits(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(x)
+    def _logits(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        logits = through(self.lm_head, x, norm)
         if logits.dtype.itemsize < 4:
             logits = logits.float()
         return soft_cap(logits, self.config.output_logit_soft_cap)

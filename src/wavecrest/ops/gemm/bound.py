@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,25 @@ def _exactness(given: Operands) -> tuple[float, float, float, float]:
     return unit, 2.0**-13 if short else 2.0**-24, *numerics.matrix_unit_shrink(given.K, bits, given.precision)
 
 
+def _normalised(given: Operands, a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """What an a that is normalised on its way adds, for products y of the normalised a.
+
+    Each element takes three roundings of float32 on either side, and in kernels over tiles and in PyTorch one to a's
+    dtype, half a unit of it at most: errors of single products. What a row is multiplied by rests on a sum of K
+    squares: √K roundings of it, four times that as a limit, of which the root leaves half, and 8 for the mean and the
+    root itself: an error of the whole row, on either side.
+    """
+    unit = 6 * STEP
+    rounded = _FLOATS[given.a.dtype]
+    if given.a.itemsize == 2:
+        unit += 2.0 ** -rounded[0]
+    off: Tensor = 4 * unit * (a.square() @ b.square()).sqrt()
+    # below the smallest normal number half a unit is the same for all
+    if given.a.itemsize == 2:
+        off = off + 4 * 2.0 ** (rounded[1] - rounded[0]) * b.norm(dim=-2)
+    return off + 2 * (2 * math.sqrt(given.K) + 8) * STEP * y.abs()
+
+
 def _half_unit(size: Tensor, dtype: torch.dtype) -> Tensor:
     """Half a unit in the last place of a type at values ≥ 0."""
     bits, smallest = _FLOATS[dtype]
@@ -53,6 +74,8 @@ def bound(given: Operands) -> Tensor | None:
     own = 2.0**-52 if given.integers else 2.0**-24
     off = numerics.product_bound(a, b, unit=unit + own, sums=sums + own, shrink=shrink, cut=cut) * abs(given.alpha)
     y = torch.matmul(a, b) * given.alpha
+    if given.norm_weight is not None:
+        off = off + _normalised(given, a, b, y / given.alpha if given.alpha else y) * abs(given.alpha)
     del a, b
     size = y.abs()
     if given.bias is not None:

@@ -58,6 +58,10 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.L
     a1 = torch.empty(1, 4096, dtype=bf16, device="meta")
     codes = Operands(a1, int4, scale_b=_scale(32, 6144), form="int4", group=128)
     add("rows=1 multiply weight int4", codes, _launch.multiply, _config.multiplied)
+    normed = _operands(1, 6144, 4096, bf16, norm_weight=torch.empty(4096, dtype=bf16, device="meta"))
+    add("rows=1 norm multiply bf16", normed, _launch.multiply, _config.multiplied)
+    codes = codes._replace(norm_weight=normed.norm_weight)
+    add("rows=1 norm multiply weight int4", codes, _launch.multiply, _config.multiplied)
     add("stream-K bf16", _operands(4096, 6144, 4096, bf16), _launch.stream, _config.stream_k)
     if arch.fp8 is not None:
         add("large fp8", _operands(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale()))
@@ -197,12 +201,16 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | Non
     scales = [shapes.get(kind) for kind in kinds]
     scale_a, scale_b = (None if shape is None else torch.rand(shape, device=device) for shape in scales)
     wide = a_dtype if a_dtype.itemsize > 1 else torch.bfloat16
+    # about 1, as those of trained models
+    normed = str(parts["scales"]).startswith("norm")
+    norm_weight = 1 + _random(k, dtype=wide, device=device) / 8 if normed else None
     along = None if parts["bias"] is None else str(parts["bias"])
     bias = None if along is None else _random(rows if along == "m" else columns, dtype=wide, device=device)
     residual = _random(rows, results, dtype=wide, device=device) if parts["residual"] else None
     given = Operands(
         a, b, bias, scale_a, scale_b, residual, activation, out, bias_along=along or "n",
         precision=str(parts["precision"]), form=str(parts["form"]), group=group,
+        norm_weight=norm_weight,
     )  # fmt: skip
     return tuple(given)
 

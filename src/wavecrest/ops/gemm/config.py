@@ -32,6 +32,8 @@ class Shape(NamedTuple):
     ieee: bool = False
     # bytes that one access to a and b may have
     access: int = 16
+    # a is normalised on its way: one program has all of K
+    normed: bool = False
 
 
 def _units(arch: Arch | None) -> int:
@@ -69,7 +71,7 @@ def _made(shape: Shape, arch: Arch | None, m: int, n: int, k: int, warps: int, s
     n = max(16, min(n, _rows.power_of_two(shape.columns)))
     tiles = _tiles(shape, m, n)
     steps = _rows.ceil_div(shape.K, k)
-    split = _splits(tiles, steps, _units(arch)) if 0 < shape.rows <= 128 else 1
+    split = _splits(tiles, steps, _units(arch)) if 0 < shape.rows <= 128 and not shape.normed else 1
     return Config(
         BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=8, SPLIT_K=split, PERSISTENT=0, num_warps=warps, num_stages=stages,
         **({"TMA": 0} | more),
@@ -141,6 +143,7 @@ def multiplied(shape: Shape, arch: Arch | None) -> Config:
     block_n = 4 if shape.rows <= 2 else 2
     tiles = _rows.ceil_div(shape.columns, block_n) * shape.batch
     split = max(1, min(4 * _units(arch) // max(1, tiles), _rows.ceil_div(shape.K, block_k) // 4, 16))
+    split = 1 if shape.normed else split
     # on AMD many waves hide the loads; stages would take LDS
     stages = 1 if arch is not None and arch.vendor == "amd" else 3
     if shape.b_bits == 4:

@@ -19,6 +19,8 @@ PLAIN, SHUFFLED, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # what shares a scale: the tensor; a row of a or column of b; 1 × 128 of a or 128 × 128 of b; GROUP rows of a column
 NO_SCALE, TENSOR, VECTOR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BLOCK, GROUPED = tl.constexpr(3), tl.constexpr(4)
+# of a alone: its rows are normalised (RMSNorm), and scale_a_ptr is the norm's weight, a number a column of K
+NORMED = tl.constexpr(5)
 # rows or columns of a block that shares a scale
 SCALE_BLOCK = tl.constexpr(128)
 NO_BIAS, BIAS_N, BIAS_M = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -741,13 +743,14 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
     ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr,
     EVEN_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-    LARGEST: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LARGEST: tl.constexpr, NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a times BLOCK_N columns of b, both contiguous along K, without matrix instructions.
 
     Products are kept apart for each of BLOCK_K columns and added across threads once, at the end. `steps` of BLOCK_K a
-    part of K; SPLIT_K: sums go to part_ptr [parts, batch, ROWS, N].
+    part of K; SPLIT_K: sums go to part_ptr [parts, batch, ROWS, N]. Rows that are NORMED: squares are kept like
+    products, and what a row's sums are multiplied by is known at the end.
     """
     N = n_units * ALIGN_N
     K = k_units * ALIGN
@@ -768,6 +771,10 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     for _ in tl.static_range(1, ROWS):
         sums = sums + (nothing,)  # type: ignore[assignment]
         sums_up = sums_up + (nothing,)  # type: ignore[assignment]
+    squares = ()
+    if SCALE_A == NORMED:
+        for _ in tl.static_range(ROWS):
+            squares = squares + (tl.zeros([1, BLOCK_K], tl.float32),)  # type: ignore[assignment]
     first = split * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
     # `_sum_kernel`, or what comes behind the call
@@ -777,6 +784,9 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
             _fetch_columns(b_rows, mask_n, (first + ahead) * BLOCK_K, K, BLOCK_K)
             if GATED:
                 _fetch_columns(b_up, mask_n, (first + ahead) * BLOCK_K, K, BLOCK_K)
+            if SCALE_A == NORMED:
+                start = scale_a_ptr + tl.zeros([1, 1], tl.int32)
+                _fetch_columns(start, tl.full([1, 1], True, tl.int1), (first + ahead) * BLOCK_K, K, BLOCK_K)
         await_previous(True)
     # told so, as without matrix instructions it would load nothing ahead
     for step in tl.range(first, last, num_stages=STAGES):
@@ -787,21 +797,35 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             weights_up = tl.load(b_up + k, mask=mask_n & inside, other=0.0).to(tl.float32)
         row = tl.load(a + k, mask=inside, other=0.0).to(tl.float32)
+        more_squares = squares
+        gain = row
+        if SCALE_A == NORMED:
+            gain = tl.load(scale_a_ptr + k, mask=inside, other=0.0).to(tl.float32)
+            more_squares = (squares[0] + row * row,)  # type: ignore[assignment,misc]
+            row *= gain
         more = (sums[0] + weights * row,)
         if GATED:
             more_up = (sums_up[0] + weights_up * row,)
         for m in tl.static_range(1, ROWS):
             row = tl.load(a + m * row_stride + k, mask=inside, other=0.0).to(tl.float32)
+            if SCALE_A == NORMED:
+                more_squares = more_squares + (squares[m] + row * row,)  # type: ignore[assignment]
+                row *= gain
             more = more + (sums[m] + weights * row,)  # type: ignore[assignment]
             if GATED:
                 more_up = more_up + (sums_up[m] + weights_up * row,)  # type: ignore[assignment]
         sums = more
         sums_up = more_up
+        squares = more_squares
     scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     for m in tl.static_range(ROWS):
         total = tl.sum(sums[m], axis=1)
         total_up = tl.sum(sums_up[m], axis=1) if GATED else total
+        if SCALE_A == NORMED:
+            norm = tl.rsqrt(tl.sum(squares[m], axis=1) / tl.cast(K, tl.float32) + NORM_EPS)
+            total *= norm
+            total_up *= norm
         if SPLIT_K > 1:
             width = 2 * N if GATED else N
             place = (tl.cast(split, tl.int64) * tl.num_programs(1) + batch) * ROWS + m
@@ -846,12 +870,12 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     stride_sam, stride_sbn, stride_sbk, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
     ROWS: tl.constexpr, GROUP: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr,
     ALIGN_N: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-    LARGEST: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LARGEST: tl.constexpr, NORM_EPS: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a times BLOCK_N columns of 4-bit codes, read as words of 32 bits, without matrix instructions.
 
-    BLOCK_K: columns of K a step, of whole groups that share a scale.
+    BLOCK_K: columns of K a step, of whole groups that share a scale. Rows that are NORMED: as in `_multiply_kernel`.
     """
     WORDS: tl.constexpr = BLOCK_K // 8
     GROUPS: tl.constexpr = BLOCK_K // GROUP
@@ -870,10 +894,17 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     if EARLY:
         for ahead in tl.static_range(EARLY - 1):
             _fetch_columns(b_rows, mask_n, ahead * WORDS, words, WORDS)
+            if SCALE_A == NORMED:
+                start = scale_a_ptr + tl.zeros([1, 1], tl.int32)
+                _fetch_columns(start, tl.full([1, 1], True, tl.int1), ahead * BLOCK_K, K, BLOCK_K)
         await_previous(True)
     sums = (tl.zeros([BLOCK_N, GROUPS], tl.float32),)
     for _ in tl.static_range(1, ROWS):
         sums = sums + (tl.zeros([BLOCK_N, GROUPS], tl.float32),)  # type: ignore[assignment]
+    squares = ()
+    if SCALE_A == NORMED:
+        for _ in tl.static_range(ROWS):
+            squares = squares + (tl.zeros([WORDS], tl.float32),)  # type: ignore[assignment]
     # told so, as without matrix instructions it would load nothing ahead
     for step in tl.range(0, steps, num_stages=STAGES):
         index = step * WORDS + offs_w
@@ -887,11 +918,22 @@ def _words_kernel(  # type: ignore[no-untyped-def]
             code = _code(packed if i < 4 else upper, 4 * (i % 4), PTX)
             # the low halves of 32 bytes are 32 columns, the high halves the next 32
             k = first + i // 2 + 32 * (i % 2)
-            more = (products[0] + code * tl.load(a + k, mask=k < K, other=0.0).to(tl.float32)[None, :],)
+            row = tl.load(a + k, mask=k < K, other=0.0).to(tl.float32)
+            more_squares = squares
+            gain = row
+            if SCALE_A == NORMED:
+                gain = tl.load(scale_a_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+                more_squares = (squares[0] + row * row,)  # type: ignore[assignment,misc]
+                row *= gain
+            more = (products[0] + code * row[None, :],)
             for m in tl.static_range(1, ROWS):
                 row = tl.load(a + m * row_stride + k, mask=k < K, other=0.0).to(tl.float32)
+                if SCALE_A == NORMED:
+                    more_squares = more_squares + (squares[m] + row * row,)  # type: ignore[assignment]
+                    row *= gain
                 more = more + (products[m] + code * row[None, :],)  # type: ignore[assignment]
             products = more
+            squares = more_squares
         group = step * GROUPS + offs_g
         where = scale_b_ptr + cols[:, None] * stride_sbn + group[None, :] * stride_sbk
         scale = tl.load(where, mask=mask_n & (group < tl.cdiv(K, GROUP))[None, :], other=0.0)
@@ -903,6 +945,8 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     for m in tl.static_range(ROWS):
         total = tl.sum(sums[m], axis=1)[None, :]
+        if SCALE_A == NORMED:
+            total *= tl.rsqrt(tl.sum(squares[m], axis=0) / tl.cast(K, tl.float32) + NORM_EPS)
         _finish(
             total, total, c_ptr, scales, ends, 0, m + tl.arange(0, 1), cols, ROWS, N,
             SCALE_A, NO_SCALE, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,

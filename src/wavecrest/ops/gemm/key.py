@@ -36,9 +36,11 @@ def key_of(given: Operands) -> Key:
     a_order, b_order = _launch.orders(given)
     walked = _launch.leading(given)
     if walked <= 3 and _launch.cannot_walk(given) is not None:
-        # strides of a batch or of the residual that the kernels decline, which the choice must know
+        # strides of a batch, the residual or the norm that the kernels decline, which the choice must know
         walked = 0
-    tensors = (given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.out_scale)
+    tensors = (
+        given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.out_scale, given.norm_weight,
+    )  # fmt: skip
     return (
         row_bucket(given.M),
         given.N,
@@ -70,9 +72,10 @@ def shape_of(key: Key) -> _config.Shape:
     step = 128 if "block" in part["scales"] else part["group"]
     access = int(part["order"].split()[-1])
     described = access == 16 and part["form"] == "plain" and part["a"][:4] == part["b"][:4] and part["leading"] == 1
-    described = described and part["batch"] == 0 and part["k"] > 0
+    normed = part["scales"].startswith("norm")
+    described = described and part["batch"] == 0 and part["k"] > 0 and not normed
     ieee = a_bits == 32 and part["precision"] == "ieee"
     return _config.Shape(
         part["rows"], part["columns"], part["k"], a_bits, b_bits, max(1, part["batch"]), step,
-        part["activation"] in GATED, described, ieee, access,
+        part["activation"] in GATED, described, ieee, access, normed,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from wavecrest.ops.gemm.operands import GATED, Operands, kinds
 from wavecrest.tuned import Config
 
 FORMS = {"plain": 0, "shuffled": 1, "int4": 2}
-SCALES = {"none": 0, "tensor": 1, "vector": 2, "block": 3, "group": 4}
+SCALES = {"none": 0, "tensor": 1, "vector": 2, "block": 3, "group": 4, "norm": 5}
 # products in a batch: CUDA has no more programs in the second dimension of a grid
 MOST_BATCHES = 65535
 # columns of a program of `_sum_kernel`
@@ -155,6 +155,8 @@ def cannot_walk(given: Operands) -> str | None:
                 return f"takes one stride from matrix to matrix, which {name} does not have"
     if _residual_strides(given) is None:
         return "takes one stride from row to row of the residual, which it does not have"
+    if given.norm_weight is not None and given.K > 1 and given.norm_weight.stride(0) != 1:
+        return "takes a norm_weight that is contiguous"
     return None
 
 
@@ -200,14 +202,27 @@ def _common(given: Operands) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _tensors(given: Operands) -> tuple[Tensor, ...]:
-    """bias, residual, scale_a, scale_b, zero, out_scale; a where there is none."""
-    some = (given.bias, given.residual, given.scale_a, given.scale_b, given.zero, given.out_scale)
+    """bias, residual, scale_a or the norm's weight, scale_b, zero, out_scale; a where there is none."""
+    scale_a = given.scale_a if given.norm_weight is None else given.norm_weight
+    some = (given.bias, given.residual, scale_a, given.scale_b, given.zero, given.out_scale)
     return tuple(given.a if tensor is None else tensor for tensor in some)
 
 
 def _partial_dtype(given: Operands) -> torch.dtype:
     # scales of blocks are part of the sums
     return torch.int32 if given.integers and "block" not in kinds(given) else torch.float32
+
+
+def _eps(given: Operands) -> float:
+    """What a norm adds to the mean square; 0 where there is none, so that nothing is compiled anew for it."""
+    return 0.0 if given.norm_weight is None else float(given.norm_eps)
+
+
+def _refuse_split(given: Operands, config: Config) -> None:
+    """A part of K does not know the squares of the others."""
+    split = config.kwargs.get("SPLIT_K", 1)
+    if given.norm_weight is not None and split != 1:
+        raise InvalidArgument(f"gemm: a row is normalised with all of K in one program: SPLIT_K is 1, not {split}")
 
 
 class Plan(NamedTuple):
@@ -423,6 +438,7 @@ def _no_words(given: Operands) -> str | None:
 def _words(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None) -> Plan:
     """`_words_kernel`."""
     how = walk(given)
+    _refuse_split(given, config)
     (sam, _, sbn, sbk, *rest), finish = _common(given)
     if config["BLOCK_K"] % given.group != 0:
         raise InvalidArgument(f"gemm: a BLOCK_K of {config['BLOCK_K']} is no multiple of a group of {given.group}")
@@ -438,8 +454,9 @@ def _words(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch
             sam, sbn, sbk, *rest,
         ),
         {
-            **finish, "ROWS": given.M, "GROUP": given.group, "ALIGN": how.align, "ALIGN_N": align_n,
-            "STAGES": config["num_stages"], "PTX": _assembles(arch), "PDL": _rows.overlaps(arch), "EARLY": early,
+            **finish, "NORM_EPS": _eps(given), "ROWS": given.M, "GROUP": given.group, "ALIGN": how.align,
+            "ALIGN_N": align_n, "STAGES": config["num_stages"], "PTX": _assembles(arch), "PDL": _rows.overlaps(arch),
+            "EARLY": early,
         },
         _without(options, "SPLIT_K"),
     )  # fmt: skip
@@ -451,6 +468,7 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
     if given.form == "int4":
         return _words(given, y, parts, config, arch)
     how, split = walk(given), config["SPLIT_K"]
+    _refuse_split(given, config)
     (sam, _, sbn, _, *rest), finish = _common(given)
     bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
     align_n, steps = _align_n(given), _rows.ceil_div(_rows.ceil_div(given.K, config["BLOCK_K"]), split)
@@ -464,7 +482,7 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
             how.a_strides[0], how.a_strides[1], how.b_strides[0], how.b_strides[2], sam, sbn, *rest,
         ),
         {
-            **finish, "ROWS": given.M, "ALIGN": how.align, "ALIGN_N": align_n,
+            **finish, "NORM_EPS": _eps(given), "ROWS": given.M, "ALIGN": how.align, "ALIGN_N": align_n,
             "EVEN_K": given.K % config["BLOCK_K"] == 0, "STAGES": config["num_stages"], "PDL": _rows.overlaps(arch),
             "EARLY": early,
         },

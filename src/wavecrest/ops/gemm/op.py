@@ -26,13 +26,16 @@ from wavecrest.ops.packed import PackedWeight
 from wavecrest.registry import Cost, Key, Op, needs_grad
 from wavecrest.tuned import Config
 
+# of the kernels that take rows as they are
+NO_NORM = "does not normalise the rows of a: that is for the kernel of few rows, or rms_norm before the product"
+
 
 def _cost(*args: Any) -> Cost:
     given = Operands(*args)
     products = (
         given.M * given.columns * given.K * given.batches if not given.flat else given.M * given.columns * given.K
     )
-    some = (given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.zero)
+    some = (given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.zero, given.norm_weight)
     read = sum(tensor.nbytes for tensor in some if tensor is not None)
     written = given.dtype.itemsize
     for size in given.shape:
@@ -57,16 +60,26 @@ def _refusal(*args: Any) -> str | None:
             if reason is not None:
                 return f"{name}: {reason}"
     wide = "bfloat16" if given.a.dtype.itemsize == 1 else str(given.a.dtype).removeprefix("torch.")
-    grad = needs_grad(given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.out_scale)
+    grad = needs_grad(
+        given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.out_scale, given.norm_weight
+    )
     reason = _rows.kernel_refusal(wide, given.a.device.type, 1, grad)
     if reason is None and given.dtype == torch.float64:
         reason = "makes no float64"
+    if reason is None and given.norm_weight is not None and given.K == 0:
+        reason = "normalises no row without elements"
     return reason or _launch.cannot_walk(given)
+
+
+def _tile_refusal(*args: Any) -> str | None:
+    return _refusal(*args) or (None if Operands(*args).norm_weight is None else NO_NORM)
 
 
 def _stream_refusal(*args: Any) -> str | None:
     given = Operands(*args)
     reason = "does not make gated activations" if given.activation in GATED else None
+    if given.norm_weight is not None:
+        reason = NO_NORM
     return _refusal(*args) or reason or ("has no steps to share out: K is 0" if given.K == 0 else None)
 
 
@@ -80,7 +93,7 @@ def _default(make: Callable[[_config.Shape, Arch | None], Config], key: Key) -> 
 
 # name, what plans the launches, what refuses, configurations, what keeps it for calls that ask for it by name
 _BACKENDS = (
-    ("triton", _launch.tiles, _refusal, _config.tiled),
+    ("triton", _launch.tiles, _tile_refusal, _config.tiled),
     ("triton_stream_k", _launch.stream, _stream_refusal, _config.stream_k),
     ("triton_multiply", _launch.multiply, _multiply_refusal, _config.multiplied),
 )
@@ -170,10 +183,12 @@ def _untraced(
     form: str,
     group: int,
     zero: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
 ) -> Tensor:
     result: Tensor = _op(
         a, b, bias, scale_a, scale_b, residual, activation, out_dtype, out_scale, alpha, slope, bias_along, precision,
-        form, group, zero,
+        form, group, zero, norm_weight, norm_eps,
     )  # fmt: skip
     return result
 
@@ -199,6 +214,8 @@ def gemm(
     slope: float = 0.01,
     bias_along: str = "n",
     precision: str = "ieee",
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
 ) -> Tensor:
     """act(alpha · (scale_a · a) @ (scale_b · b) + bias) + residual: summed in float32, rounded once.
 
@@ -217,6 +234,10 @@ def gemm(
         alpha: a factor of the product.
         precision: of float32 products: "ieee", or "tf32": inputs of 10 mantissa bits or better, whatever the
             device has.
+        norm_weight: [K] of any floating dtype: a / sqrt(mean(a²) + norm_eps) · norm_weight, of each row in float32
+            (RMSNorm; Zhang and Sennrich, 2019), takes a's place. For a of 16 bits or more without scale_a, and one
+            matrix b. Kernels over tiles and PyTorch round the result to a's dtype before they multiply.
+        norm_eps: added to the mean square, inside the root; at least 0.
 
     Returns:
         A contiguous tensor [..., M, N] (N / 2 columns where gated).
@@ -226,7 +247,7 @@ def gemm(
     """
     result: Tensor = _op(
         a, b, bias, scale_a, scale_b, residual, activation, out_dtype, out_scale, alpha, slope, bias_along, precision,
-        "plain", 0, None,
+        "plain", 0, None, norm_weight, norm_eps,
     )  # fmt: skip
     return result
 
@@ -243,6 +264,8 @@ def linear(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     precision: str = "ieee",
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
 ) -> Tensor:
     """act(x @ weightᵀ + bias) + residual: `gemm` with the weight of `nn.Linear`, plain or packed.
 
@@ -252,7 +275,7 @@ def linear(
         bias: [N] of any floating dtype.
         scale_x: float32 for 8-bit x, as `gemm`'s scale_a.
         scale_weight: float32 for a plain 8-bit weight: [], [N], [N, 1] or [ceil(N / 128), ceil(K / 128)].
-        residual, activation, out_dtype, out_scale, precision: as for `gemm`.
+        residual, activation, out_dtype, out_scale, precision, norm_weight, norm_eps: as for `gemm`.
 
     Returns:
         A contiguous tensor [..., N] (N / 2 columns where the activation is gated).
@@ -260,6 +283,30 @@ def linear(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
+    result: Tensor = _op(
+        *linear_operands(
+            x, weight, bias, scale_x, scale_weight, residual, activation, out_dtype, out_scale, precision, norm_weight,
+            norm_eps,
+        )
+    )  # fmt: skip
+    return result
+
+
+def linear_operands(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
+    precision: str = "ieee",
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[Any, ...]:
+    """The op's arguments for a call of `linear`, in their order (see `Operands`); raises as `linear` does."""
     form, group, zero = "plain", 0, None
     if isinstance(weight, PackedWeight):
         if scale_weight is not None:
@@ -281,8 +328,7 @@ def linear(
     scale_b = scale_weight
     if isinstance(scale_b, Tensor) and scale_b.ndim == 2:
         scale_b = scale_b.mT
-    result: Tensor = _op(
+    return (
         x, weight.mT, bias, scale_x, scale_b, residual, activation, out_dtype, out_scale, 1.0, 0.01, "n", precision,
-        form, group, zero,
+        form, group, zero, norm_weight, norm_eps,
     )  # fmt: skip
-    return result

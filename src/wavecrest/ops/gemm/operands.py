@@ -34,7 +34,7 @@ class Operands(NamedTuple):
     """act(alpha · (scale_a · a) @ (scale_b · b) + bias) + residual, in the order that the op's backends get them.
 
     a [..., M, K]; b [K, N] or [..., K, N], or a weight's stored form transposed (`form`, see FORMATS); `group`: rows of
-    b that share a scale, 0 where they do not.
+    b that share a scale, 0 where they do not. With `norm_weight` [K] it is RMSNorm(a) in place of a.
     """
 
     a: Tensor
@@ -53,6 +53,8 @@ class Operands(NamedTuple):
     form: str = "plain"
     group: int = 0
     zero: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_eps: float = 1e-6
 
     @property
     def K(self) -> int:
@@ -149,9 +151,11 @@ def scale_kind(scale: Tensor | None, rows: int, K: int, *, of_b: bool, group: in
 
 
 def kinds(given: Operands) -> tuple[str, str]:
-    """The kinds of scale_a and scale_b of arguments that were checked."""
-    a = scale_kind(given.scale_a, given.M, given.K, of_b=False)
+    """The kinds of scale_a and scale_b of arguments that were checked; "norm" for an a that is normalised."""
     b = scale_kind(given.scale_b, given.columns, given.K, of_b=True, group=given.group)
+    if given.norm_weight is not None:
+        return "norm", b or "none"
+    a = scale_kind(given.scale_a, given.M, given.K, of_b=False)
     return a or "none", b or "none"
 
 
@@ -185,6 +189,7 @@ def check(op: str, given: Operands) -> None:
         except RuntimeError:
             raise InvalidArgument(f"{op}: the batches of a {list(a.shape)} and b {list(b.shape)} do not fit") from None
     _check_scales(op, given)
+    _check_norm(op, given)
     _check_finish(op, given)
 
 
@@ -259,6 +264,25 @@ def _check_scales(op: str, given: Operands) -> None:
             raise InvalidArgument(f"{op}: in a batch of matrices b, {name} is for the whole tensor")
     if given.scale_a is not None and given.weight_only:
         raise InvalidArgument(f"{op}: scale_a is for an 8-bit a, not {given.a.dtype}")
+
+
+def _check_norm(op: str, given: Operands) -> None:
+    a, weight = given.a, given.norm_weight
+    if weight is None:
+        return
+    fits = isinstance(weight, Tensor) and weight.shape == (given.K,) and weight.dtype in FLOATS
+    if not fits or weight.device != a.device:
+        raise InvalidArgument(
+            f"{op}: norm_weight must be floating-point [{given.K}] on {a.device}, got {_describe(weight)}"
+        )
+    if a.dtype not in FLOATS:
+        raise InvalidArgument(f"{op}: norm_weight is for a floating-point a of 16 bits or more, not {a.dtype}")
+    if given.scale_a is not None:
+        raise InvalidArgument(f"{op}: norm_weight and scale_a exclude each other: a norm has a scale of its own")
+    if not given.flat:
+        raise InvalidArgument(f"{op}: norm_weight is for one matrix b, not a batch {list(given.b.shape)}")
+    if type(given.norm_eps) not in (float, int) or not 0 <= given.norm_eps < float("inf"):
+        raise InvalidArgument(f"{op}: norm_eps must be a number of at least 0, got {given.norm_eps!r}")
 
 
 def _check_finish(op: str, given: Operands) -> None:

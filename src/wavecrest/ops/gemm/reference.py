@@ -54,8 +54,11 @@ def values_of_b(given: Operands) -> Tensor:
 
 
 def values_of_a(given: Operands) -> Tensor:
-    """a scaled, [..., K]."""
+    """a scaled or normalised, [..., K]."""
     wide = _wide(given.a, given)
+    if given.norm_weight is not None:
+        mean = wide.square().mean(-1, keepdim=True)
+        return wide * torch.rsqrt(mean + given.norm_eps) * given.norm_weight.to(wide.dtype)
     if given.scale_a is None:
         return wide
     scale, kind = given.scale_a.to(wide.dtype), kinds(given)[0]

@@ -164,6 +164,8 @@ def _products(shape: Shape) -> int:
 
 def _splits(shape: Shape, tiles: int, block_k: int, arch: Arch, programs: tuple[int, ...]) -> list[int]:
     """Powers of two of parts of K, so that about so many programs a unit run, each with two steps at least."""
+    if shape.normed:
+        return [1]
     most = min(MOST_SPLITS, max(1, _rows.ceil_div(shape.K, block_k) // 2))
     found = []
     for wanted in programs:
@@ -210,6 +212,8 @@ def problem(config: Config, shape: Shape, arch: Arch) -> str | None:
     chains = config.get("CHAINS", 1)
     if chains > 1 and (shape.step or config.get("TMA", 0) or k // chains < max(64, _least_k(shape))):
         return f"divides no step of {k} columns into {chains}"
+    if shape.normed and (chains > 1 or config.get("SPLIT_K", 1) > 1 or config.get("PERSISTENT", 0)):
+        return "normalises in one sum of a program of its own"
     if chains > 1 and config["BLOCK_N"] > 16 * config["num_warps"]:
         return "has independent sums enough"
     if config.get("matrix_instr_nonkdim", 16) > min(config["BLOCK_M"], config["BLOCK_N"]):
@@ -229,7 +233,12 @@ def multiply_problem(config: Config, shape: Shape, arch: Arch) -> str | None:
         each = each / 8
     if each < 1:
         return "has less than one product a lane"
+    if shape.normed and config["SPLIT_K"] > 1:
+        return "normalises with all of K in one program"
     taken = each * (max(1, shape.rows) + 1) * (1 + shape.gated)
+    if shape.normed:
+        # squares, one row of them for all columns
+        taken += config["BLOCK_K"] / (config["num_warps"] * arch.wave_size) * max(1, shape.rows)
     if taken > MOST_MULTIPLIED:
         return f"its sums and weights take {taken:.0f} registers a lane, of {MOST_MULTIPLIED}"
     return None

@@ -144,14 +144,15 @@ def multiplied(shape: Shape, part: dict[str, object], config: Config, arch: Arch
     # products that a lane keeps apart: the codes of a word are made one after another
     kept = n * k / lanes / (8 if shape.b_bits == 4 else 1)
     unpacked = {16: 1.0, 4: 4.0}.get(shape.b_bits, 2.0)
-    copied = stages > 1
+    copied, squares = stages > 1, shape.rows * k if shape.normed else 0
     first = Work(
         programs=_rows.ceil_div(_columns(shape), n) * split * shape.batch, warps=warps,
         steps=_rows.ceil_div(_rows.ceil_div(shape.K, k), split), loaded=a + b, fresh=sum(_operands(shape)),
         depth=max(0, stages - 1), shared=int((stages - 1) * (a + b)) if arch.vendor == "nvidia" else 0,
-        registers=kept * (shape.rows + 1) * both + (0.0 if copied else b / lanes / 4),
+        registers=kept * (shape.rows + 1) * both + squares / lanes + (0.0 if copied else b / lanes / 4),
         stored=shape.rows * n * (4 if split > 1 else size),
-        vector=n * k * both * (shape.rows + unpacked) + shape.rows * k,
+        # a row's squares, and its products with the norm's weight
+        vector=n * k * both * (shape.rows + unpacked) + shape.rows * k + 2.0 * squares,
         lds=(1.0 + _work.COPIED_TWICE) * (a + b) if copied else 0.0,
         # the sums of a lane's products, and over lanes
         ends=kept * shape.rows * 4 + _work.REDUCED_CYCLES,
