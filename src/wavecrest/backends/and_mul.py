@@ -19,11 +19,12 @@ from wavecrest.registry import needs_grad
 # above PyTorch's own two operations
 PRIORITY = 11
 NAME = "torch_and_mul"
+_PRODUCT = registry.get("gemm")
 # activation: the op, and its option
-OPS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "silu_and_mul": ("silu_and_mul", ()),
-    "gelu_and_mul": ("gelu_and_mul", ("none",)),
-    "gelu_tanh_and_mul": ("gelu_and_mul", ("tanh",)),
+OPS: dict[str, tuple[registry.Op, tuple[str, ...]]] = {
+    "silu_and_mul": (registry.get("silu_and_mul"), ()),
+    "gelu_and_mul": (registry.get("gelu_and_mul"), ("none",)),
+    "gelu_tanh_and_mul": (registry.get("gelu_and_mul"), ("tanh",)),
 }
 
 
@@ -42,9 +43,9 @@ def _supports(*args: Any) -> str | None:
         return "makes float16, bfloat16 or float32"
     if given.integers:
         return "rounds before the activation, which sums of int8 are not in PyTorch"
-    if needs_grad(given.a, given.b, given.bias, given.scale_a, given.scale_b):
+    if needs_grad(given.a, given.b, given.bias, given.scale_a, given.scale_b, given.norm_weight):
         return "has no gradients"
-    return registry.get("gemm").backends["torch"].supports(*_product(given))
+    return _PRODUCT.backends["torch"].supports(*_product(given))
 
 
 def _reserved(*args: Any) -> str | None:
@@ -54,10 +55,10 @@ def _reserved(*args: Any) -> str | None:
 def _gemm(*args: Any) -> Tensor:
     given = Operands(*args)
     assert given.activation is not None
-    name, options = OPS[given.activation]
-    both = registry.get("gemm").backends["torch"].run(*_product(given))
-    result: Tensor = registry.get(name)(both, None, *options)
+    op, options = OPS[given.activation]
+    both = _PRODUCT.backends["torch"].run(*_product(given))
+    result: Tensor = op(both, None, *options)
     return result
 
 
-registry.get("gemm").attach(NAME, _gemm, supports=_supports, reserved=_reserved, priority=PRIORITY, as_native=True)
+_PRODUCT.attach(NAME, _gemm, supports=_supports, reserved=_reserved, priority=PRIORITY, as_native=True)

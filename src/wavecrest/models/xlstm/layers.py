@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from wavecrest import registry
 from wavecrest.errors import Unsupported
 from wavecrest.models.xlstm import kernels
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
+from wavecrest.models.xlstm.joined import Joined
 from wavecrest.nn import Linear
 from wavecrest.ops import add_rms_norm, rms_norm, silu_and_mul
 
@@ -145,6 +147,7 @@ class MLSTMLayer(nn.Module):
         if self.fused:
             self.qkv_opreact = make_linear(d, 2 * qk + 2 * v, bias, device)
             self.ifgate_preact = make_linear(d, 2 * config.num_heads, True, device)
+            self.joined = Joined(self.qkv_opreact, self.ifgate_preact)
         else:
             self.q = make_linear(d, qk, bias, device)
             self.k = make_linear(d, qk, bias, device)
@@ -156,22 +159,33 @@ class MLSTMLayer(nn.Module):
         self.out_proj = make_linear(v, d, bias, device)
         self.kernels = kernels.Kernels.of(config)
 
-    def inputs(self) -> tuple[nn.Module, ...]:
-        """The layers that x goes through first."""
+    def _apply(self, fn: Any, recurse: bool = True) -> MLSTMLayer:
+        """As `nn.Module._apply`, which gives parameters memory of their own when they are moved or cast."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.fused:
-            return self.ifgate_preact, self.qkv_opreact
+            self.joined.lay_out()
+        return self
+
+    def inputs(self, x: Tensor) -> tuple[nn.Module, ...]:
+        """The layers that x [B, S, embedding_dim] goes through first: one where all are joined."""
+        if self.fused:
+            both = self.joined.of(x)
+            return (self.ifgate_preact, self.qkv_opreact) if both is None else (both,)
         return self.igate_preact, self.fgate_preact, self.q, self.k, self.v, self.ogate_preact
 
     def _projections(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, ...]:
         """q, k, v, o [B, NH, S, D] and i, f [B, NH, S] of x [B, S, embedding_dim]: views, nothing is copied."""
         heads, qk, v = self.config.num_heads, self.config.qk_dim, self.config.v_dim
         # the gates first: their product is too small to fill a GPU, and a large one may start beside it
-        made = [through(layer, x, norm) for layer in self.inputs()]
-        if self.fused:
-            gates = torch.split(made[0], [heads, heads], dim=-1)
-            parts = torch.split(made[1], [qk, qk, v, v], dim=-1)
+        made = [through(layer, x, norm) for layer in self.inputs(x)]
+        if len(made) == 1:
+            made = list(torch.split(made[0], [qk, qk, v, v, heads, heads], dim=-1))
+            gates, parts = made[4:], made[:4]
+        elif self.fused:
+            gates = list(torch.split(made[0], [heads, heads], dim=-1))
+            parts = list(torch.split(made[1], [qk, qk, v, v], dim=-1))
         else:
-            gates, parts = tuple(made[:2]), tuple(made[2:])
+            gates, parts = made[:2], made[2:]
         split = [part.view(*x.shape[:2], heads, part.shape[2] // heads).transpose(1, 2) for part in parts]
         return (*split, *(gate.transpose(1, 2) for gate in gates))
 
@@ -225,6 +239,13 @@ class MLSTMLayer(nn.Module):
         if self.multihead_norm.bias is not None:
             h = h + torch.sigmoid(o) * self.multihead_norm.bias.view(config.num_heads, 1, -1)
         return through(self.out_proj, h.transpose(1, 2).flatten(2), None, residual), after
+
+
+def joins(model: nn.Module) -> Iterator[Joined]:
+    """Of a model's layers."""
+    for module in model.modules():
+        if isinstance(module, MLSTMLayer) and module.fused:
+            yield module.joined
 
 
 class FeedForward(nn.Module):
@@ -281,7 +302,7 @@ class Block(nn.Module):
         first = second = mixes = ends = False
         if in_place and padding is None and x.shape[1] == 1:
             first, second, mixes, ends = self._choice.of(
-                x, (layer.inputs(), self.norm_mlstm), (ffn.inputs(), self.norm_ffn), ((layer.out_proj,), None),
+                x, (layer.inputs(x), self.norm_mlstm), (ffn.inputs(), self.norm_ffn), ((layer.out_proj,), None),
                 ((ffn.proj_down,), None),
             )  # fmt: skip
         norm: Norm | None = None

@@ -19,6 +19,7 @@ from wavecrest import hardware
 from wavecrest.errors import CheckpointError, InvalidArgument, MissingDependency, OutputError, Unsupported
 from wavecrest.models.xlstm import kernels, weights
 from wavecrest.models.xlstm.config import write_yaml, xLSTMLargeConfig
+from wavecrest.models.xlstm.layers import joins
 from wavecrest.models.xlstm.quantize import check_format, packed, put, takes
 from wavecrest.ops import PackedWeight
 
@@ -175,6 +176,8 @@ def load(
             put(model, name, packed(name, value, quantize) if quantize is not None and takes(name) else value)
     if config.tie_word_embeddings:
         put(model, weights.LM_HEAD, model.embedding.weight)
+    for joined in joins(model):
+        joined.lay_out()
     return model.eval()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument
+from wavecrest.models.xlstm.layers import joins
 from wavecrest.ops import PackedWeight, pack
 
 if TYPE_CHECKING:
@@ -93,4 +94,7 @@ def quantize(model: xLSTMLarge, format: str = "int8", *, lm_head: bool = False) 
             raise InvalidArgument(f"xLSTM: {name} holds NaN or infinity, which no scale can hold")
     for name, weight in chosen.items():
         put(model, name, packed(name, weight, format))
+    for joined in joins(model):
+        # gates behind plain projections would keep the memory of both
+        joined.part()
     return model

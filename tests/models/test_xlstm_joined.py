@@ -1,0 +1,140 @@
+"""The gates' weights behind those of the other projections: one product of few rows, and never a stale one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models.xlstm_harness import DEVICE, build, close
+from wavecrest.models.xlstm import xLSTMLarge
+from wavecrest.models.xlstm.joined import MOST_ROWS, Joined
+from wavecrest.models.xlstm.layers import MLSTMLayer, joins
+from wavecrest.models.xlstm.quantize import quantize
+from wavecrest.nn import Linear
+
+
+def layers(bias: tuple[bool, bool] = (False, True), **more: Any) -> tuple[Linear, Linear]:
+    torch.manual_seed(0)
+    wide, narrow = (
+        Linear(torch.randn(n, 24, **more), torch.randn(n, **more) if has else None)
+        for n, has in zip((40, 6), bias, strict=True)
+    )
+    return wide, narrow
+
+
+@pytest.mark.parametrize("bias", [(False, False), (False, True), (True, False), (True, True)])
+def test_one_product_is_both(bias: tuple[bool, bool]) -> None:
+    wide, narrow = layers(bias)
+    x, kept = torch.randn(3, 24), [one.clone() for layer in (wide, narrow) for one in layer.parameters()]
+    with torch.no_grad():
+        want = torch.cat([wide(x), narrow(x)], -1)
+        joined = Joined(wide, narrow)
+        both = joined.of(x)
+        assert both is not None
+        torch.testing.assert_close(both(x), want)
+        # they are still the layers that they were
+        torch.testing.assert_close(torch.cat([wide(x), narrow(x)], -1), want)
+    for one, before in zip([one for layer in (wide, narrow) for one in layer.parameters()], kept, strict=True):
+        assert torch.equal(one, before)
+
+
+def test_what_is_written_to_the_parameters_is_seen() -> None:
+    wide, narrow = layers()
+    joined, x = Joined(wide, narrow), torch.randn(2, 24)
+    with torch.no_grad():
+        for one in (wide.weight, narrow.weight, narrow.bias):
+            assert one is not None
+            one.mul_(2.0)
+            both = joined.of(x)
+            assert both is not None
+            torch.testing.assert_close(both(x), torch.cat([wide(x), narrow(x)], -1))
+
+
+MOVED: dict[str, Callable[[Linear, Linear], Any]] = {
+    "the weight's data": lambda wide, narrow: setattr(wide.weight, "data", wide.weight.data.clone()),
+    "the gates' data": lambda wide, narrow: setattr(narrow.weight, "data", narrow.weight.data.clone()),
+    "another parameter": lambda wide, narrow: setattr(narrow, "weight", nn.Parameter(narrow.weight.data.clone())),
+    "another bias": lambda wide, narrow: setattr(narrow, "bias", nn.Parameter(torch.zeros(6))),
+    "a bias that was not there": lambda wide, narrow: setattr(wide, "bias", nn.Parameter(torch.zeros(40))),
+    "loaded in place": lambda wide, narrow: narrow.load_state_dict(
+        {name: one.clone() for name, one in narrow.state_dict().items()}, assign=True
+    ),
+    "packed": lambda wide, narrow: setattr(
+        wide, "weight", Linear.from_module(nn.Linear(24, 40, bias=False), "int8").weight
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_what_is_moved_by_itself_is_two_layers_again(name: str) -> None:
+    wide, narrow = layers()
+    joined, x = Joined(wide, narrow), torch.randn(2, 24)
+    with torch.no_grad():
+        assert joined.of(x) is not None
+        MOVED[name](wide, narrow)
+        assert joined.of(x) is None and joined._both is None
+
+
+def test_when_there_is_none() -> None:
+    x = torch.randn(2, 24)
+    with torch.no_grad():
+        assert Joined(*layers()).of(torch.randn(MOST_ROWS + 1, 24)) is None
+        assert Joined(*layers(device="meta")).of(x) is None
+        wide, narrow = layers()
+        narrow.to(torch.float64)
+        assert Joined(wide, narrow).of(x) is None
+    assert Joined(*layers()).of(x) is None, "gradients go to the parameters"
+
+
+def _joined(model: xLSTMLarge) -> list[bool]:
+    with torch.no_grad():
+        return [one.of(model.embedding.weight[:1].unsqueeze(0)) is not None for one in joins(model)]
+
+
+def test_a_model_is_joined_however_it_came_to_be(tmp_path: Path) -> None:
+    model = build(weight_mode="fused")
+    tokens = torch.arange(2, device=DEVICE).view(2, 1)
+    with torch.no_grad():
+        want = model(tokens, return_last_states=False)
+    assert all(_joined(model)) and all(_joined(model.to(torch.float64))) and all(_joined(model.float()))
+    other = copy.deepcopy(model)
+    # a copy's parameters have memory of their own
+    assert not any(_joined(other)) and all(_joined(other.float().double().float()))
+    model.save_pretrained(tmp_path / "saved")
+    loaded = xLSTMLarge.from_pretrained(tmp_path / "saved", device=DEVICE)
+    assert all(_joined(loaded))
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    # what is joined is written once
+    assert (tmp_path / "state.pt").stat().st_size < 1.2 * sum(one.nbytes for one in model.state_dict().values()) + 2**16
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    for one in (loaded, other):
+        with torch.no_grad():
+            close(one(tokens, return_last_states=False), want)
+    assert not [one for one in build(weight_mode="single").modules() if isinstance(one, MLSTMLayer) and one.fused]
+
+
+def test_quantizing_gives_the_memory_back() -> None:
+    model = quantize(build(weight_mode="fused"), "int8")
+    assert not any(_joined(model))
+    gates = [one.ifgate_preact for one in model.modules() if isinstance(one, MLSTMLayer)]
+    held: list[Tensor] = [one for layer in gates for one in layer.parameters()]
+    assert held and all(one.untyped_storage().nbytes() == one.nbytes for one in held)
+
+
+def test_a_step_is_what_two_products_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(weight_mode="fused")
+    token = torch.tensor([3, 4], device=DEVICE)
+    with torch.no_grad():
+        state = model.empty_state(2)
+        together = [model.decode(token, state).clone() for _ in range(3)]
+        monkeypatch.setattr(Joined, "of", lambda *_parts: None)
+        state = model.empty_state(2)
+        apart = [model.decode(token, state).clone() for _ in range(3)]
+    for one, other in zip(together, apart, strict=True):
+        close(one, other)
