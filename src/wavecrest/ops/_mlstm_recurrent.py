@@ -137,9 +137,11 @@ def _mlstm_recurrent_kernel(  # type: ignore[no-untyped-def]
         take_k = take * k
         c = forget * c + take_k[:, None] * v[None, :]
         n = forget * n + take_k
-        h = tl.sum(q[:, None] * c, 0)
+        # + 0: a product alone is merged into the first addition across lanes, which then have sums of different bits
+        # (racecheck, H200, 2026-11-22)
+        h = tl.sum(q[:, None] * c + 0.0, 0)
         if NORMALIZE:
-            h = h / denominator(tl.sum(q * n, 0), m, eps, EXPONENTIAL)
+            h = h / denominator(tl.sum(q * n + 0.0, 0), m, eps, EXPONENTIAL)
         if NORM:
             y = layer_norm(h[None, :], mask_v[None, :], DV, tl.cast(norm_eps, tl.float32))
             w_at = (head * DV + offs_v)[None, :] * stride_w

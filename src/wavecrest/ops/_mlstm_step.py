@@ -165,7 +165,8 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
     h = tl.sum(total, 0)
     n = forget * n + take * k_all
     if NORMALIZE:
-        h = h / denominator(tl.sum(q_all * scale * n, 0), m, eps, EXPONENTIAL)
+        # + 0: as in the kernel of sequences
+        h = h / denominator(tl.sum(q_all * scale * n + 0.0, 0), m, eps, EXPONENTIAL)
     if NORM:
         y = layer_norm(h[None, :], mask_v[None, :], DV, tl.cast(norm_eps, tl.float32))
         w_at = (head * DV + offs_v)[None, :] * stride_w

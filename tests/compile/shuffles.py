@@ -1,0 +1,61 @@
+"""What sm_90 makes of sums across lanes in kernels that pass them on, as JSON: `python shuffles.py`.
+
+A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import torch
+
+from wavecrest import hardware, registry
+from wavecrest.isa import compiler
+from wavecrest.ops import _mlstm_step, _rows
+from wavecrest.ops._mlstm_op import example
+from wavecrest.ops._mlstm_operands import Operands
+from wavecrest.ops._triton import tl, triton
+from wavecrest.tuned import Config
+
+ARCH = "sm_90"
+SHUFFLE = re.compile(r"SHFL\.BFLY PT, (R\d+),")
+
+
+@triton.jit
+def _product_kernel(a_ptr, b_ptr, c_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A product that is summed as it is."""
+    offs = tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(a_ptr + offs) * tl.load(b_ptr + offs), 0)
+    tl.store(c_ptr + offs, total * tl.load(b_ptr + offs))
+
+
+def merged(code: str) -> tuple[int, int]:
+    """(sums across lanes, those whose addition has a lane's own product in it)."""
+    lines = code.splitlines()
+    places = [(index, found[1]) for index, line in enumerate(lines) if (found := SHUFFLE.search(line))]
+    count = 0
+    for index, register in places:
+        reads = re.compile(rf"\b(FADD|FFMA)\b[^;]*,[^;]*\b{register}\b")
+        first = next((found[1] for line in lines[index + 1 :] if (found := reads.search(line))), "")
+        count += first == "FFMA"
+    return len(places), count
+
+
+def main() -> None:
+    vector = torch.empty(32, device="meta")
+    found = {"control": _rows.Launch(_product_kernel, (1,), (vector,) * 3, {"BLOCK": 32}, Config(num_warps=1))}
+    arch, op = hardware.ARCHS[ARCH], registry.get("mlstm_sequence")
+    for dk, dv in ((16, 24), (64, 128), (256, 512)):
+        given = Operands(*example((2, 2, 20, dk, dv), torch.float32, "meta"))
+        config = op.config_of("triton", op.key(*given))
+        found[f"sequence {dk}x{dv}"] = op.backends["triton"].launches(*given, config=config, arch=arch)[0]
+        token = Operands(*example((2, 2, 1, dk, dv), torch.float32, "meta", first=True, return_last_states=True))
+        found[f"step {dk}x{dv}"] = _mlstm_step.planned(token, False, _mlstm_step.default(dk, dv, arch), arch)[0]
+    listings = {name: compiler.compile_launch(launch, ARCH).listing for name, launch in found.items()}
+    json.dump({name: merged(code) for name, code in listings.items()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
