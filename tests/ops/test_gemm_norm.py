@@ -27,6 +27,7 @@ from tests.ops.gemm_harness import (
     quicken,
     random,
     scales,
+    tile,
 )
 from tests.ops.op_harness import name, same_bits
 from wavecrest import nn, ops, registry
@@ -37,6 +38,8 @@ from wavecrest.tuned import Config
 
 INF, NAN = float("inf"), float("nan")
 MULTIPLY = "triton_multiply"
+BACKENDS = (MULTIPLY, "triton", "torch", "reference")
+CONFIGS = {MULTIPLY: multiply(8, 32), "triton": tile()}
 
 
 @pytest.fixture(autouse=True)
@@ -76,12 +79,26 @@ def test_few_rows(rows: int, watch: Watch, device: str) -> None:
     assert_right(MULTIPLY, gated, multiply(8, 32), watch)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 40])
+def test_tiles(rows: int, watch: Watch, device: str) -> None:
+    dtype = (F32, BF16)[rows % 2]
+    # steps that are not full, full ones, one step; rows and columns that are not full
+    for (n, k), config in (((37, 150), tile(16, 32, 64)), ((32, 128), tile(32, 16, 32)), ((5, 7), tile())):
+        assert_right("triton", product(rows, n, k, dtype, device=device, out_dtype=F32), config, watch)
+    gated = product(rows, 36, 70, dtype, device=device, activation="silu_and_mul")
+    assert_right("triton", gated, tile(16, 16, 32), watch)
+    tf32 = product(rows, 20, 75, F32, device=device, precision="tf32")
+    assert_right("triton", tf32, tile(16, 16, 32), watch)
+
+
 @pytest.mark.parametrize("kind", ["row", "tensor", "none"])
 @pytest.mark.parametrize(("a", "b"), [(BF16, I8), (F16, E4M3), (F32, I8)], ids=name)
 def test_weights_of_8_bits(a: torch.dtype, b: torch.dtype, kind: str, watch: Watch, device: str) -> None:
     shape = {"row": (20,), "tensor": (), "none": None}[kind]
     scale = None if shape is None else scales(*shape, device=device, size=0.02)
     assert_right(MULTIPLY, product(3, 20, 75, a, b, device, scale_b=scale), multiply(8, 32), watch)
+    if a != F16:
+        assert_right("triton", product(19, 20, 75, a, b, device, scale_b=scale), tile(), watch)
 
 
 def _int4(M: int, N: int, K: int, group: int, device: str, **more: Any) -> tuple[Operands, Tensor]:
@@ -108,17 +125,17 @@ def test_all_that_comes_behind(activation: str | None, watch: Watch, device: str
         bias=random(24, dtype=F32, device=device), residual=random(4, width, device=device), slope=0.2,
     )  # fmt: skip
     assert_right(MULTIPLY, call, multiply(8, 32), watch)
+    assert_right("triton", call, tile(), watch)
     eight = call._replace(out_dtype=I8, out_scale=torch.tensor(0.05, device=device))
     assert_right(MULTIPLY, eight, multiply(8, 32), watch)
 
 
 @pytest.mark.parametrize("weight", [F32, F64, F16, BF16], ids=name)
-@pytest.mark.parametrize("backend", [MULTIPLY, "torch", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_weight_of_another_dtype(backend: str, weight: torch.dtype, watch: Watch, device: str) -> None:
     for a in (BF16, F32):
         call = product(3, 20, 75, a, device=device, norm_weight=gains(75, weight, device))
-        config = multiply(8, 32) if backend == MULTIPLY else None
-        assert_right(backend, call, config, watch)
+        assert_right(backend, call, CONFIGS.get(backend), watch)
 
 
 LAYOUTS: dict[str, Callable[[str], Tensor]] = {
@@ -136,39 +153,53 @@ def test_layouts(layout: str, watch: Watch, device: str) -> None:
     a = LAYOUTS[layout](device)
     # a norm's weight inside another tensor, at an odd place
     call = Operands(a, random(20, 75, device=device, seed=1).mT, norm_weight=gains(80, BF16, device)[3:78])
-    for backend, config in ((MULTIPLY, multiply(8, 32)), ("torch", None)):
-        assert_right(backend, call, config, watch)
+    for backend in (MULTIPLY, "triton", "torch"):
+        assert_right(backend, call, CONFIGS.get(backend), watch)
 
 
-@pytest.mark.parametrize("backend", [MULTIPLY, "torch", "reference"])
+@pytest.mark.parametrize("layout", ["across", "three-strides", "steps"])
+def test_layouts_that_tiles_alone_take(layout: str, watch: Watch, device: str) -> None:
+    a = {
+        "across": lambda: random(75, 19, device=device).t(),
+        "three-strides": lambda: random(2, 3, 4, 75, device=device).permute(2, 1, 0, 3),
+        "steps": lambda: random(19, 150, device=device)[:, ::2],
+    }[layout]()
+    call = Operands(a, random(75, 20, device=device, seed=1), norm_weight=gains(75, BF16, device))
+    assert_right("triton", call, tile(), watch)
+    assert declines(MULTIPLY, call) is not None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=name)
 def test_sizes_of_rows_and_eps(dtype: torch.dtype, backend: str, watch: Watch, device: str) -> None:
     """1e4 and 1e-4, where eps decides; rows of zeros; each with its own."""
+    if backend == "triton" and dtype == F16:
+        assert "beyond its range" in str(declines(backend, product(5, 20, 75, dtype, device=device)))
+        return
     sizes = torch.tensor([1e4, 1.0, 1e-4, 1e-2, 0.0], dtype=F64)
     rows = (random(5, 75, dtype=F64).clamp(-3, 3) * sizes[:, None]).to(dtype).to(device)
     for eps in (1e-6, 1e-3, 1):
         call = product(5, 20, 75, dtype, device=device, norm_eps=eps)._replace(a=rows)
-        config = multiply(8, 32) if backend == MULTIPLY else None
-        got = assert_right(backend, call, config, watch)
+        got = assert_right(backend, call, CONFIGS.get(backend), watch)
         assert not got[4].any(), "a row of zeros is one of zeros"
         # at 1e-4 the mean square is 1e-8: eps makes most of the root
         assert float(got[2].abs().max()) < 30 * float(rows[2].double().square().mean() / eps) ** 0.5
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
-@pytest.mark.parametrize("backend", [MULTIPLY, "torch", "reference"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_special_values_stay_in_their_row(value: float, backend: str, watch: Watch, device: str) -> None:
     call = product(4, 20, 75, device=device)
     call.a[2, 40] = value
-    config = multiply(8, 32) if backend == MULTIPLY else None
-    got = assert_right(backend, call, config, watch)
+    got = assert_right(backend, call, CONFIGS.get(backend), watch)
     assert got[2].isnan().all() and not got[[0, 1, 3]].isnan().any()
 
 
 def test_a_nan_of_the_weight_is_everywhere(watch: Watch, device: str) -> None:
     call = product(4, 20, 75, device=device)
     call.norm_weight[7] = NAN  # type: ignore[index]
-    assert assert_right(MULTIPLY, call, multiply(8, 32), watch).isnan().all()
+    for backend in (MULTIPLY, "triton"):
+        assert assert_right(backend, call, CONFIGS[backend], watch).isnan().all()
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(watch: Watch, device: str) -> None:
@@ -290,7 +321,15 @@ def test_refusals_say_why(device: str) -> None:
     words, _ = _int4(1, 16, 128, 64, device)
     with pytest.raises(InvalidArgument, match="SPLIT_K is 1, not 3"):
         run(MULTIPLY, *words, config=multiply(4, 128, split=3))
+    for more in ({"SPLIT_K": 2}, {"CHAINS": 2}, {"PERSISTENT": 1}):
+        (what, value), *_ = more.items()
+        with pytest.raises(InvalidArgument, match=f"in one program: {what} is ., not {value}"):
+            run("triton", *call, config=tile(k=64, **more))
     assert "does not normalise" in str(declines("triton_stream_k", call))
+    groups = product(3, 20, 64, BF16, I8, device, scale_b=scales(2, 20, device=device), group=32)
+    shuffled = product(3, 16, 64, device=device, form="shuffled")
+    for other in (groups, shuffled, words):
+        assert "normalises rows for plain weights" in str(declines("triton", other))
     for backend in KERNELS:
         empty = product(3, 20, 0, device=device)
         assert "no row without elements" in str(declines(backend, empty)) or backend == "triton_stream_k"
@@ -318,10 +357,11 @@ def test_the_key_names_a_norm_and_nothing_else_changes(device: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx1100"])
 @pytest.mark.parametrize("weight", [BF16, I8], ids=name)
-def test_configurations_leave_k_whole(weight: torch.dtype, arch: str) -> None:
+@pytest.mark.parametrize("kernel", [MULTIPLY, "triton"])
+def test_configurations_leave_k_whole(kernel: str, weight: torch.dtype, arch: str) -> None:
     """For K that would be split without a norm, where the test sees that it would be."""
     found = registry.get(OP)
-    backend = found.backends[MULTIPLY]
+    backend = found.backends[kernel]
     scale = torch.empty(64, device="meta")
     call = Operands(
         torch.empty(2, 8192, dtype=BF16, device="meta"), torch.empty(64, 8192, dtype=weight, device="meta").mT,
@@ -330,8 +370,9 @@ def test_configurations_leave_k_whole(weight: torch.dtype, arch: str) -> None:
     assert backend.space is not None and backend.launches is not None and backend.work is not None
     spaces = [list(backend.space(found.key(*one), ARCHS[arch])) for one in (call, call._replace(norm_weight=None))]
     assert any(config["SPLIT_K"] > 1 for config in spaces[1])
-    assert len(spaces[0]) > 10 and all(config["SPLIT_K"] == 1 for config in spaces[0])
-    for config in spaces[0]:
+    assert len(spaces[0]) > 5 and all(config["SPLIT_K"] == 1 for config in spaces[0])
+    for config in spaces[0][::3]:
+        assert config.get("CHAINS", 1) == 1 and not config.get("PERSISTENT", 0) and not config.get("TMA", 0)
         launch, *second = backend.launches(*call, config=config, arch=ARCHS[arch])
         assert not second and launch.constants["NORM_EPS"] == call.norm_eps
         assert len(backend.work(found.key(*call), config, ARCHS[arch])) == 1

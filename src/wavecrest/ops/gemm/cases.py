@@ -53,15 +53,16 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.L
     int4 = torch.empty(6144, 2048, dtype=torch.uint8, device="meta").mT
     a16 = torch.empty(16, 4096, dtype=bf16, device="meta")
     add("rows=16 weight int4", Operands(a16, int4, scale_b=_scale(32, 6144), form="int4", group=128))
+    gain = torch.empty(4096, dtype=bf16, device="meta")
+    add("rows=16 norm bf16", _operands(16, 6144, 4096, bf16, norm_weight=gain))
     add("odd sizes bf16", _operands(1000, 1001, 1003, bf16))
     add("rows=1 multiply bf16", _operands(1, 6144, 4096, bf16), _launch.multiply, _config.multiplied)
     a1 = torch.empty(1, 4096, dtype=bf16, device="meta")
     codes = Operands(a1, int4, scale_b=_scale(32, 6144), form="int4", group=128)
     add("rows=1 multiply weight int4", codes, _launch.multiply, _config.multiplied)
-    normed = _operands(1, 6144, 4096, bf16, norm_weight=torch.empty(4096, dtype=bf16, device="meta"))
+    normed = _operands(1, 6144, 4096, bf16, norm_weight=gain)
     add("rows=1 norm multiply bf16", normed, _launch.multiply, _config.multiplied)
-    codes = codes._replace(norm_weight=normed.norm_weight)
-    add("rows=1 norm multiply weight int4", codes, _launch.multiply, _config.multiplied)
+    add("rows=1 norm multiply weight int4", codes._replace(norm_weight=gain), _launch.multiply, _config.multiplied)
     add("stream-K bf16", _operands(4096, 6144, 4096, bf16), _launch.stream, _config.stream_k)
     if arch.fp8 is not None:
         add("large fp8", _operands(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale()))
@@ -114,6 +115,7 @@ def emulate_cases(arch: str) -> Cases:
         "weight int8": lambda: args(_random(5, 100), _random(72, 100, dtype=torch.int8).mT, scale_b=torch.rand(72)),
         "weight int4": partial(int4, 32),
         "weight int4, groups of 64": partial(int4, 64),
+        "norm": lambda: args(_random(5, 100), _random(72, 100).mT, norm_weight=_random(100)),
         "batch": lambda: args(_random(3, 20, 64), _random(3, 64, 40)),
     }  # fmt: skip
 

@@ -67,6 +67,9 @@ def _clamped(shape: Shape, block_k: int) -> int:
 
 
 def _made(shape: Shape, arch: Arch | None, m: int, n: int, k: int, warps: int, stages: int, **more: int) -> Config:
+    if shape.normed:
+        # squares take registers beside the sums
+        m, n = min(m, 64), min(n, 128)
     k = _clamped(shape, k)
     n = max(16, min(n, _rows.power_of_two(shape.columns)))
     tiles = _tiles(shape, m, n)

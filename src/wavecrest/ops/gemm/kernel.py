@@ -263,12 +263,13 @@ def _accumulated(  # type: ignore[no-untyped-def]
     FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, PTX: tl.constexpr,
-    CHAINS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHAINS: tl.constexpr, NORM_EPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sum of products [BLOCK_M, BLOCK_N] of one tile over the steps first to last of BLOCK_K each.
 
     `up` columns are added to b's: the second half of a packed [gate | up]. A step is divided into
-    CHAINS, each added to a sum of its own.
+    CHAINS, each added to a sum of its own. Rows that are NORMED are multiplied by the norm's weight in float32 and
+    rounded to a's type before their products, and the sums by what their squares say: steps are all there are then.
     """
     M, N, K, size1, size2 = sizes
     stride_az, stride_a0, stride_a1, stride_a2, stride_ak = a_strides
@@ -319,6 +320,12 @@ def _accumulated(  # type: ignore[no-untyped-def]
         chains = ()
         for _ in tl.static_range(CHAINS - 1):
             chains = chains + (tl.zeros([BLOCK_M, BLOCK_N], ACC),)  # type: ignore[assignment]
+        squares = tl.zeros([BLOCK_M, BLOCK_K] if SCALE_A == NORMED else [1, 1], tl.float32)
+        gains = ahead
+        if SCALE_A == NORMED:
+            # a step ahead too: there are too few of them for what copies tiles to shared memory
+            columns = first * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            gains = tl.load(scales[0] + columns, mask=columns < K, other=0.0).to(tl.float32)
         for step in range(first, last):
             k = step * BLOCK_K
             if FORMAT == INT4:
@@ -373,6 +380,12 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     a, b, a_rows, n, offs_n, k, K, mask_m, mask_n, stride_ak, stride_bk, stride_bn,
                     FORMAT, EVEN_K, WIDE, BLOCK_K // CHAINS,
                 )  # fmt: skip
+                if SCALE_A == NORMED:
+                    wide = a_tile.to(tl.float32)
+                    squares += wide * wide
+                    a_tile = (wide * gains).to(a_tile.dtype)
+                    columns = k + BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+                    gains = tl.load(scales[0] + columns, mask=columns < K, other=0.0).to(tl.float32)
                 acc = _product(a_tile, b_tile, acc, PRECISION, PTX)
                 more = ()
                 for chain in tl.static_range(CHAINS - 1):
@@ -384,6 +397,8 @@ def _accumulated(  # type: ignore[no-untyped-def]
                 chains = more
         for chain in tl.static_range(CHAINS - 1):
             acc += chains[chain]
+        if SCALE_A == NORMED:
+            acc *= tl.rsqrt(tl.sum(squares, axis=1) / tl.cast(K, tl.float32) + NORM_EPS)[:, None]
     return acc
 
 
@@ -484,7 +499,7 @@ def _tile(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, CHAINS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM_EPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of one part of K: finished, or with SPLIT_K its sum to part_ptr [parts, batch, M, N]."""
     a, b, c_ptr, part_ptr = operands
@@ -498,14 +513,14 @@ def _tile(  # type: ignore[no-untyped-def]
     acc = _accumulated(
         a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
         FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-        PRECISION, ACC, PTX, CHAINS, BLOCK_M, BLOCK_N, BLOCK_K,
+        PRECISION, ACC, PTX, CHAINS, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     acc_up = acc
     if GATED:
         acc_up = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, N, first, last,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-            PRECISION, ACC, PTX, CHAINS, BLOCK_M, BLOCK_N, BLOCK_K,
+            PRECISION, ACC, PTX, CHAINS, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -535,7 +550,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     XCDS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, CHAINS: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, CHAINS: tl.constexpr, NORM_EPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Tiles [BLOCK_M, BLOCK_N], one a program or, PERSISTENT, every `programs`-th; `steps` of BLOCK_K a part of K."""
@@ -576,14 +591,14 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
             _tile(
                 index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
                 FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS,
+                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, NORM_EPS,
                 BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
         _tile(
             begin, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS,
+            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, NORM_EPS,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
@@ -675,7 +690,7 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
         acc = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-            PRECISION, ACC, PTX, 1, BLOCK_M, BLOCK_N, BLOCK_K,
+            PRECISION, ACC, PTX, 1, 0.0, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if last - first == steps:
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -174,6 +174,7 @@ def described(given: Operands) -> bool:
         access_bytes(given) == 16
         and given.form == "plain"
         and not given.weight_only
+        and given.norm_weight is None
         and given.flat
         and leading(given) == 1
         and given.K > 0
@@ -218,11 +219,25 @@ def _eps(given: Operands) -> float:
     return 0.0 if given.norm_weight is None else float(given.norm_eps)
 
 
-def _refuse_split(given: Operands, config: Config) -> None:
-    """A part of K does not know the squares of the others."""
-    split = config.kwargs.get("SPLIT_K", 1)
-    if given.norm_weight is not None and split != 1:
-        raise InvalidArgument(f"gemm: a row is normalised with all of K in one program: SPLIT_K is 1, not {split}")
+def _refuse_parts(given: Operands, config: Config) -> None:
+    """Of rows that are normalised: a part of K does not know the squares of the others."""
+    for name, value in (("SPLIT_K", 1), ("CHAINS", 1), ("PERSISTENT", 0)):
+        found = config.kwargs.get(name, value)
+        if given.norm_weight is not None and found != value:
+            raise InvalidArgument(
+                f"gemm: a row is normalised with all of K in one program: {name} is {value}, not {found}"
+            )
+
+
+def cannot_normalise(given: Operands) -> str | None:
+    """Why `_tile_kernel` does not normalise a's rows, where it is asked to."""
+    if given.norm_weight is None:
+        return None
+    if given.form != "plain" or kinds(given)[1] in ("block", "group"):
+        return "normalises rows for plain weights, and for those of 8 bits without blocks or groups of scales"
+    if given.a.dtype == torch.float16:
+        return "would round float16 rows to it before their size is known, which may be beyond its range"
+    return None
 
 
 class Plan(NamedTuple):
@@ -309,6 +324,7 @@ def _without(config: Config, *names: str) -> Config:
 
 def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
     """`_tile_kernel`, and `_sum_kernel` where SPLIT_K is above 1. `tma`: with tensor descriptors."""
+    _refuse_parts(given, config)
     sizes, constants, _ = _mainloop(given, config, arch)
     ends, finish = _common(given)
     tiles_m, tiles_n = _rows.ceil_div(given.M, config["BLOCK_M"]), _rows.ceil_div(given.N, config["BLOCK_N"])
@@ -328,7 +344,7 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
             a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale,
             given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
         ),
-        {**constants, **finish, "EARLY": early},
+        {**constants, **finish, "EARLY": early, "NORM_EPS": _eps(given)},
         Config(**({"CHAINS": 1} | options.kwargs | {"TMA": int(tma)})),
     )  # fmt: skip
     if split == 1:
@@ -438,7 +454,7 @@ def _no_words(given: Operands) -> str | None:
 def _words(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None) -> Plan:
     """`_words_kernel`."""
     how = walk(given)
-    _refuse_split(given, config)
+    _refuse_parts(given, config)
     (sam, _, sbn, sbk, *rest), finish = _common(given)
     if config["BLOCK_K"] % given.group != 0:
         raise InvalidArgument(f"gemm: a BLOCK_K of {config['BLOCK_K']} is no multiple of a group of {given.group}")
@@ -468,7 +484,7 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
     if given.form == "int4":
         return _words(given, y, parts, config, arch)
     how, split = walk(given), config["SPLIT_K"]
-    _refuse_split(given, config)
+    _refuse_parts(given, config)
     (sam, _, sbn, _, *rest), finish = _common(given)
     bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
     align_n, steps = _align_n(given), _rows.ceil_div(_rows.ceil_div(given.K, config["BLOCK_K"]), split)

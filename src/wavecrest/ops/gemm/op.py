@@ -26,9 +26,6 @@ from wavecrest.ops.packed import PackedWeight
 from wavecrest.registry import Cost, Key, Op, needs_grad
 from wavecrest.tuned import Config
 
-# of the kernels that take rows as they are
-NO_NORM = "does not normalise the rows of a: that is for the kernel of few rows, or rms_norm before the product"
-
 
 def _cost(*args: Any) -> Cost:
     given = Operands(*args)
@@ -72,14 +69,14 @@ def _refusal(*args: Any) -> str | None:
 
 
 def _tile_refusal(*args: Any) -> str | None:
-    return _refusal(*args) or (None if Operands(*args).norm_weight is None else NO_NORM)
+    return _refusal(*args) or _launch.cannot_normalise(Operands(*args))
 
 
 def _stream_refusal(*args: Any) -> str | None:
     given = Operands(*args)
     reason = "does not make gated activations" if given.activation in GATED else None
     if given.norm_weight is not None:
-        reason = NO_NORM
+        reason = "does not normalise the rows of a, which no program has all of K of"
     return _refusal(*args) or reason or ("has no steps to share out: K is 0" if given.K == 0 else None)
 
 
@@ -236,7 +233,7 @@ def gemm(
             device has.
         norm_weight: [K] of any floating dtype: a / sqrt(mean(a²) + norm_eps) · norm_weight, of each row in float32
             (RMSNorm; Zhang and Sennrich, 2019), takes a's place. For a of 16 bits or more without scale_a, and one
-            matrix b. Kernels over tiles and PyTorch round the result to a's dtype before they multiply.
+            matrix b. Kernels over tiles and PyTorch round to a's dtype once before they multiply.
         norm_eps: added to the mean square, inside the root; at least 0.
 
     Returns:

@@ -193,9 +193,13 @@ def shared_bytes(config: Config, shape: Shape, arch: Arch) -> int:
 
 
 def sums_a_lane(config: Config, shape: Shape, arch: Arch) -> float:
-    """Registers a lane that the sums of a tile take: both halves where gated, and a step's own where it is scaled."""
+    """Registers a lane that the sums of a tile take: both halves where gated, and a step's own where it is scaled.
+
+    Squares of rows that are normalised too.
+    """
     lanes = config["num_warps"] * arch.wave_size
-    return config["BLOCK_M"] * config["BLOCK_N"] * (1 + shape.gated) * (1 + (shape.step > 0)) / lanes
+    squares = config["BLOCK_M"] * config["BLOCK_K"] if shape.normed else 0
+    return (config["BLOCK_M"] * config["BLOCK_N"] * (1 + shape.gated) * (1 + (shape.step > 0)) + squares) / lanes
 
 
 def problem(config: Config, shape: Shape, arch: Arch) -> str | None:

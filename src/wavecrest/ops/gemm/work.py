@@ -69,6 +69,9 @@ def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, pro
     a, b = rows * k * shape.a_bits / 8, n * both * k * shape.b_bits / 8
     whole = m * k * shape.a_bits / 8 + b
     vector = n * both * k * _work.widened(shape.b_bits, shape.a_bits) + (2.0 * m * n if shape.step else 0.0)
+    if shape.normed:
+        # widened, squared, multiplied by the norm's weight and rounded, for each half of a gated result
+        vector += 4.0 * m * k * both
     if not tma:
         vector += whole / _work.COPIED_BYTES * _work.COPIED_OPERATIONS
     # sums in CHAINS do not wait for each other, but the loads of each are waited for in turn: as if there were one
