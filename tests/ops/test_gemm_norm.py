@@ -138,6 +138,16 @@ def test_a_weight_of_another_dtype(backend: str, weight: torch.dtype, watch: Wat
         assert_right(backend, call, CONFIGS.get(backend), watch)
 
 
+@pytest.mark.parametrize("backend", [MULTIPLY, "torch", "reference"])
+def test_a_wider_weight_is_not_rounded_first(backend: str, device: str) -> None:
+    """√2 · (1 + 2^-8 − 2^-20) is 1.4197, nearest to 1.421875 in bfloat16; of a weight rounded to 1 it is 1.4140625."""
+    row = torch.tensor([[1.0, 0.0]], dtype=BF16, device=device)
+    gain = torch.tensor([1 + 2.0**-8 - 2.0**-20, 1.0], device=device)
+    call = Operands(row, torch.eye(2, dtype=BF16, device=device).mT, norm_weight=gain, norm_eps=0.0)
+    got = registry.get(OP).run(backend, *call, config=CONFIGS.get(backend))
+    assert got.tolist() == [[1.421875, 0.0]]
+
+
 LAYOUTS: dict[str, Callable[[str], Tensor]] = {
     "rows-apart": lambda d: random(5, 90, device=d)[:, 3:78],
     "every-other-row": lambda d: random(10, 75, device=d)[::2],
