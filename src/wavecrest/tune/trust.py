@@ -146,14 +146,16 @@ def _wrong(
         values = limits.values
         slack = numerics.Tolerance(bench.PEER_SLACK * values.relative, bench.PEER_SLACK * values.worst)
         limits = bench.Limits(slack, bench.PEER_CODE_SHARE)
-    errors = records.ImplTiming(name=candidate.backend)
+    row.relative = row.worst = 0.0
     bounded = 0 if right.bounds is None else len(right.bounds)
     # an element with a bound of its own needs no other: where a sum cancels, one for all says nothing
     loose = bench.Limits(numerics.Tolerance(limits.values.relative, math.inf), limits.code_share)
     problem = ""
     for some, these in ((slice(bounded), loose), (slice(bounded, None), limits)):
+        errors = records.ImplTiming(name=candidate.backend)
         problem = problem or bench.gate(errors, results[some], right.results[some], these)
-        row.relative, row.worst = max(row.relative or 0.0, errors.relative), max(row.worst or 0.0, errors.worst)
+        row.relative = max(row.relative, errors.relative or 0.0)
+        row.worst = max(row.worst, errors.worst or 0.0)
     if problem or native or right.bounds is None:
         return problem.removeprefix("wrong: ")
     # not all results have a bound
