@@ -192,13 +192,29 @@ def speed_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _rate(key: records.TunedKey, us: float) -> str:
-    """Bandwidth of reading b for up to 64 rows, else arithmetic; from the case's name, M×N×K and kind."""
-    shape, _, kind = key.case.partition(" ")
+def _product(key: records.TunedKey) -> str:
+    """M×N×K of b and the kind of a product: the case's name, or of a recorded miss, which has none, from its key."""
+    if not key.case.startswith("rows="):
+        return key.case
+    part = key.key
+    kinds = {"bfloat16": "bf16", "int8": "weight int8", "float8_e4m3fn": "weight fp8"}
+    gated = str(part["activation"] or "").endswith("_and_mul")
+    words = [kinds.get(str(part["b"]), str(part["b"]))]
+    words += [word for word, there in (
+        ("norm", str(part["scales"]).startswith("norm")), ("bias", part["bias"]), ("gated", gated),
+        ("residual", part["residual"]),
+    ) if there]  # fmt: skip
+    return f"{part['rows']}x{int(part['columns'] or 0) * (1 + gated)}x{part['k']} {' '.join(words)}"
+
+
+def _rate(case: str, us: float) -> str:
+    """Bandwidth of reading b for up to 64 rows, else arithmetic; from a case's M×N×K and kind."""
+    shape, _, kind = case.partition(" ")
     rows, columns, steps = map(int, shape.split("x"))
     if rows > 64:
         return f"{2 * rows * columns * steps / us / 1e6:,.0f} TFLOP/s"
-    size = {"weight int8": 1.0, "weight int4": 0.5, "int8": 1.0, "fp8": 1.0}.get(kind, 2.0)
+    sizes = {"weight int8": 1.0, "weight fp8": 1.0, "weight int4": 0.5, "int8": 1.0, "fp8": 1.0}
+    size = next((size for name, size in sizes.items() if kind.startswith(name)), 2.0)
     return f"{columns * steps * size / us / 1e3:,.0f} GB/s"
 
 
@@ -219,7 +235,8 @@ def _tuned(path: Path) -> Iterator[str]:
         f"{found.seconds:.0f} s."
     )
     # a weight of fewer bits is compared with the case in bfloat16, as PyTorch has no such product
-    wide = {key.case.removesuffix(" bf16"): key.native_us for key in found.keys if key.case.endswith(" bf16")}
+    named = {key.case: _product(key) if product else key.case for key in found.keys}
+    wide = {named[key.case].removesuffix(" bf16"): key.native_us for key in found.keys if key.case.endswith(" bf16")}
     rows = [
         "| case | PyTorch, µs | runs | µs | times PyTorch | best own kernel, µs | times PyTorch |"
         + (" b, or products |" if product else "")
@@ -227,7 +244,8 @@ def _tuned(path: Path) -> Iterator[str]:
     rows.append("|---" * (8 if product else 7) + "|")
     ratios: dict[str, list[tuple[float, float]]] = {}
     for key in found.keys:
-        shape, _, kind = key.case.partition(" ")
+        case = named[key.case]
+        shape, _, kind = case.partition(" ")
         native = key.native_us or (wide.get(shape) if kind.startswith("weight ") else None)
         mine = [
             (one.ms or one.quick_ms or 0.0) * 1e3
@@ -237,10 +255,10 @@ def _tuned(path: Path) -> Iterator[str]:
         if key.us is None:
             continue
         own = min(mine, default=None)
-        cells = [key.case, "–" if native is None else f"{native:.1f}", f"`{key.backend}`", f"{key.us:.1f}"]
+        cells = [case, "–" if native is None else f"{native:.1f}", f"`{key.backend}`", f"{key.us:.1f}"]
         cells.append("–" if native is None else f"{native / key.us:.2f}×")
         cells += ["–", "–"] if own is None else [f"{own:.1f}", "–" if native is None else f"{native / own:.2f}×"]
-        rows.append("| " + " | ".join(cells + ([_rate(key, key.us)] if product else [])) + " |")
+        rows.append("| " + " | ".join(cells + ([_rate(case, key.us)] if product else [])) + " |")
         if product and native is not None and own is not None:
             few = int(shape.partition("x")[0]) <= 64
             group = f"{kind}, {'up to 64 rows' if few else '256 rows and more'}"

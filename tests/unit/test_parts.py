@@ -203,7 +203,7 @@ def test_a_wrong_model_is_told(form: str | None, monkeypatch: pytest.MonkeyPatch
     with torch.no_grad():
         model.backbone.blocks[0].mlstm_layer.ifgate_preact.bias[0] += 0.5
     original, sound = xlstm_peers.reference, xlstm_peers.ours(PLACE)
-    monkeypatch.setattr(xlstm_peers, "reference", lambda _model, place: original(sound, place))
+    monkeypatch.setattr(xlstm_peers, "reference", lambda _model, *more: original(sound, *more))
     assert not xlstm_peers.judge(Told(), PLACE, model, {})
 
 
@@ -220,3 +220,17 @@ def test_the_official_error_allows_twice_as_much(monkeypatch: pytest.MonkeyPatch
     assert xlstm_peers.judge(Told(), PLACE, model, {"official": errors})
     errors["wavecrest"] = 0.7
     assert not xlstm_peers.judge(Told(), PLACE, model, {"official": errors})
+
+
+def test_without_a_peer_rounding_allows_twice_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of PyTorch's operations in the model's dtype, which may be far off in a deep model of random weights."""
+    rounded, errors = object(), {"unpacked": 0.3, "wavecrest": 0.5}
+    model = xlstm_peers.ours(PLACE)
+    names = {id(model): "wavecrest", id(rounded): "unpacked"}
+    monkeypatch.setattr(xlstm_peers, "reference", lambda _model, _place, dtype=None: None if dtype is None else rounded)
+    monkeypatch.setattr(
+        xlstm_peers, "answers", lambda one, *_rest: torch.ones(3) * (1.0 + errors.get(names.get(id(one), ""), 0.0))
+    )
+    assert xlstm_peers.judge(Told(), PLACE, model, {})
+    errors["wavecrest"] = 0.7
+    assert not xlstm_peers.judge(Told(), PLACE, model, {})
