@@ -371,7 +371,7 @@ def test_on_one_h200_the_ranking_is_worth_what_the_docs_say() -> None:
             assert made.taken is not None and made.default is not None and made.taken >= made.default, record.op
         judged += mine
     every = modelled.summary("all", judged)
-    assert every.keys >= 268
+    assert every.keys >= 300
     assert every.first >= 0.95 and every.top >= 0.98
     # the keys that docs/cost_model.md names
     assert {one.name for one in judged if one.first < 0.75} == {

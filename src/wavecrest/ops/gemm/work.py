@@ -22,6 +22,9 @@ _SIZES = {"float64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 # columns of 16 bytes that a step of matrix instructions of sm_90 multiplies at a time, and cycles until the last one's
 # sums are there: what each waits where ptxas has them wait for each other
 _HOPPER_K_BYTES, _DRAINED_CYCLES = 32, 90.0
+# of rows that tiles normalise: operations a value, and cycles of a step from registers through shared memory to the
+# matrix unit, as the keys of tune_xlstm_decode_16.json are ranked best by (H200, 2026-11-22)
+_NORMED_OPERATIONS, _NORMED_CYCLES = 16.0, 180.0
 
 
 def _waits(shape: Shape, config: Config, arch: Arch) -> bool:
@@ -70,14 +73,17 @@ def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, pro
     whole = m * k * shape.a_bits / 8 + b
     vector = n * both * k * _work.widened(shape.b_bits, shape.a_bits) + (2.0 * m * n if shape.step else 0.0)
     if shape.normed:
-        # widened, squared, multiplied by the norm's weight and rounded, for each half of a gated result
-        vector += 4.0 * m * k * both
+        # widened, squared, multiplied by the norm's weight, rounded, stored and loaded, for each half of a gated result
+        vector += _NORMED_OPERATIONS * m * k * both
     if not tma:
         vector += whole / _work.COPIED_BYTES * _work.COPIED_OPERATIONS
     # sums in CHAINS do not wait for each other, but the loads of each are waited for in turn: as if there were one
     chain = product.chain
     if _waits(shape, config, arch):
         chain += k * shape.a_bits / 8 / _HOPPER_K_BYTES * _DRAINED_CYCLES
+    if shape.normed:
+        # rows go through shared memory once more, behind a barrier
+        chain += _NORMED_CYCLES * both
     split = config.get("SPLIT_K", 2) > 1
     size = 4 if split else _SIZES.get(str(part["out"]), 1)
     dtype = "tf32" if shape.a_bits == 32 and not shape.ieee else str(part["a"])
