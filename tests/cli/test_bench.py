@@ -263,7 +263,7 @@ def test_what_is_interrupted_leaves_the_ops_that_are_done(
 
 
 def test_all_ops_are_all(rounds: dict[str, float], tmp_path: Path) -> None:
-    arguments = ["--all-ops", "--suite", "quick", "--peers", "none", "--device", "cpu", "--case", "16x"]
+    arguments = ["--all-ops", "--suite", "quick", "--peers", "none", "--device", "cpu", "--case", "16x1024"]
     assert main.main(["bench", *arguments, "-o", str(tmp_path / "a.json")]) == 0
     record = records.load_as(tmp_path / "a.json", records.OpBenchRecord)
     own = {name for name in registry.names() if registry.get(name).bench_cases is not None}

@@ -174,6 +174,15 @@ def poison_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", empty)
 
 
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """For a test: kernels in the interpreter touch their arguments alone; what is allocated holds no luck."""
+    made = Watch()
+    made.attach(monkeypatch)
+    poison_integers(monkeypatch)
+    quicken(monkeypatch)
+    return made
+
+
 # --- operands
 
 

@@ -46,13 +46,13 @@ from tests.ops.gemm_harness import (
     moved,
     multiply,
     oracle,
-    poison_integers,
     quicken,
     random,
     scales,
     stream,
     takes,
     tile,
+    watched,
     whole,
     wide,
 )
@@ -73,12 +73,7 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """Kernels in the interpreter touch their arguments alone; what is allocated holds no luck."""
-    made = Watch()
-    made.attach(monkeypatch)
-    poison_integers(monkeypatch)
-    quicken(monkeypatch)
-    return made
+    return watched(monkeypatch)
 
 
 def configs(backend: str) -> tuple[Config | None, ...]:

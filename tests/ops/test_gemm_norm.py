@@ -23,11 +23,10 @@ from tests.ops.gemm_harness import (
     declines,
     multiply,
     oracle,
-    poison_integers,
-    quicken,
     random,
     scales,
     tile,
+    watched,
 )
 from tests.ops.op_harness import name, same_bits
 from wavecrest import nn, ops, registry
@@ -44,12 +43,7 @@ CONFIGS = {MULTIPLY: multiply(8, 32), "triton": tile()}
 
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """Kernels in the interpreter touch their arguments alone; what is allocated holds no luck."""
-    made = Watch()
-    made.attach(monkeypatch)
-    poison_integers(monkeypatch)
-    quicken(monkeypatch)
-    return made
+    return watched(monkeypatch)
 
 
 def gains(K: int, dtype: torch.dtype = BF16, device: str = "cpu") -> Tensor:

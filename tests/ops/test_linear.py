@@ -32,13 +32,13 @@ from tests.ops.gemm_harness import (
     machine,
     multiply,
     oracle,
-    poison_integers,
     quicken,
     random,
     scaled_b,
     scales,
     stream,
     tile,
+    watched,
     whole,
 )
 from tests.ops.op_harness import assert_never_copies, name, same_bits, shape_id
@@ -55,12 +55,7 @@ from wavecrest.tuned import Config
 
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """Kernels in the interpreter touch their arguments alone; what is allocated holds no luck."""
-    made = Watch()
-    made.attach(monkeypatch)
-    poison_integers(monkeypatch)
-    quicken(monkeypatch)
-    return made
+    return watched(monkeypatch)
 
 
 def operands(x: Tensor, weight: Any, bias: Tensor | None = None, **options: Any) -> Operands:
