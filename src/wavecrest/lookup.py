@@ -95,7 +95,7 @@ def fields_of(op: Op) -> tuple[str, ...]:
 
 def unusable(op: Op, key: Key, taking: tuple[str, ...], backend: str, config: Config | None) -> str:
     """Why a call cannot run as measured; "" where it can."""
-    return _not_here(op, taking, backend) or _misfit(op, key, backend, config)
+    return _not_here(op, taking, backend) or misfit(op, key, backend, config)
 
 
 def _not_here(op: Op, taking: tuple[str, ...], backend: str) -> str:
@@ -185,7 +185,7 @@ def _modelled(
     return (None, f"; modelled {proposal.backend}, {problem}") if problem else (proposal, "")
 
 
-def _misfit(op: Op, key: Key, backend: str, config: Config | None) -> str:
+def misfit(op: Op, key: Key, backend: str, config: Config | None) -> str:
     """What is wrong with a measured configuration: it lacks a parameter of the default one, or has others; or ""."""
     given = {} if config is None else config.kwargs
     if not op.backends[backend].takes_config:

@@ -118,10 +118,13 @@ def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path
     options = ["--suite", "quick", "--matching", "4", "--backends", "torch, kernel", "--budget", "90s"]
     options += ["--seconds", "0.5", "--workers", "3", "--candidates", "7", "--timeout", "9", "--import", "json"]
     options += ["--import", "wave", "--out", str(tmp_path / "a.json"), "--resume"]
+    options += ["--config", "BLOCK=2 num_warps=4", "--config", "BLOCK=8"]
     assert main.main(["tune", "double", *options]) == 0
     name, device, settings, targets = asked["args"]
     assert name == "double" and device.arch == "sm_90"
-    assert settings == session.Settings("quick", "4", ("torch", "kernel"), 90.0, 0.5, 3, 7, 9.0, ("json", "wave"))
+    configs = (Config(BLOCK=2, num_warps=4), Config(BLOCK=8))
+    wanted = session.Settings("quick", "4", ("torch", "kernel"), 90.0, 0.5, 3, 7, 9.0, ("json", "wave"), configs)
+    assert settings == wanted
     assert targets == session.Targets(tmp_path / "a.json", None) and asked["resume"] is True
     # on the CPU there is one child, if no more are asked for
     assert asked["starts"] == [lanes.Child]
@@ -130,6 +133,11 @@ def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(ray, "lanes_of", lambda device, count: [device.arch, count])
     assert main.main(["tune", "double", "--executor", "ray", "--children", "5"]) == 0
     assert asked["starts"] == ["sm_90", 5]
+
+
+def test_a_configuration_that_is_none(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["tune", "double", "--config", "BLOCK"]) == 1
+    assert "--config: 'BLOCK' in config is not NAME=NUMBER: write it as in" in capsys.readouterr().err
 
 
 def test_a_crash_in_a_child_is_said(standins: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,6 +250,18 @@ def test_there_is_one_default(op: Op) -> None:
     ]  # fmt: skip
 
 
+def test_configurations_in_place_of_the_backends_own(op: Op, clock: Clock) -> None:
+    clock.times["b16"] = 0.5
+    wanted = (Config(BLOCK=16), Config(BLOCK=16, num_warps=2), Config(WIDTH=3))
+    (key,) = tune(clock, matching="rows 64", backends=("kernel",), configs=wanted).keys
+    tried = [(one.backend, one.config) for one in key.candidates if one.status != "refused"]
+    # launch options may be set by any
+    assert tried == [("torch", {}), ("kernel", {"BLOCK": 16}), ("kernel", {"BLOCK": 16, "num_warps": 2})]
+    assert [one.role for one in key.candidates if one.status != "refused"] == ["native", "default", "tried"]
+    (left,) = [one for one in key.candidates if one.status == "refused"]
+    assert left.reason == "with WIDTH=3, which does not know WIDTH=3" and key.config == {"BLOCK": 16}
+
+
 # --- cases
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wavecrest.records import TuneCandidate, TunedKey, TuneRecord, WorkloadTuneRecord
     from wavecrest.tune.lanes import Start
     from wavecrest.tune.session import OnStep, Settings
-    from wavecrest.tuned import Overlay
+    from wavecrest.tuned import Config, Overlay
 
 # where keys are tuned
 EXECUTORS = ("here", "local", "ray")
@@ -217,6 +217,19 @@ def _check(settings: Settings) -> None:
             raise InvalidArgument(f"--import {name}: {error}") from error
 
 
+def _configs(texts: list[str] | None) -> tuple[Config, ...] | None:
+    """The configurations of `--config`; None where there is none."""
+    from wavecrest.tuned import table
+
+    if not texts:
+        return None
+    try:
+        found = [table.parse_config(text) for text in texts]
+    except table.Malformed as error:
+        raise InvalidArgument(f"--config: {error}") from error
+    return tuple(one for one in found if one is not None)
+
+
 def _target(device: str | None, table: Path | None, keep: bool | None) -> tuple[Device, Overlay | None]:
     """The device, and the user's database where rows are to be kept in it."""
     from wavecrest import hardware
@@ -359,6 +372,15 @@ def command(
             help="Of a key's configurations only the default and the N that the cost model ranks first. Default: all.",
         ),
     ] = None,
+    configs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--config",
+            metavar="TEXT",
+            help="Try this configuration, such as 'BLOCK_N=8 BLOCK_K=512 SPLIT_K=1 num_warps=2 num_stages=6', beside "
+            "PyTorch, and none that is not named. Repeatable.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write the record here, as JSON, after each key.")
     ] = None,
@@ -408,6 +430,7 @@ def command(
         seconds=seconds,
         workers=workers,
         candidates=count,
+        configs=_configs(configs),
         timeout=timeout,
         modules=tuple(modules or ()),
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from wavecrest import lookup
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.registry import Key, Op
@@ -39,8 +40,11 @@ class Field:
 
 def named(candidate: Candidate) -> str:
     """A candidate in words: its backend and configuration."""
-    config = {} if candidate.config is None else candidate.config.kwargs
-    return " ".join([candidate.backend, *(f"{name}={value}" for name, value in config.items())])
+    return " ".join([candidate.backend, _words(candidate.config or Config())]).rstrip()
+
+
+def _words(config: Config) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.kwargs.items())
 
 
 def backends(op: Op, wanted: Iterable[str] | None) -> tuple[str, ...]:
@@ -70,7 +74,13 @@ def configurations(op: Op, backend: str, key: Key, arch: Arch | None) -> tuple[C
 
 
 def field(
-    op: Op, args: tuple[Any, ...], key: Key, arch: Arch | None, names: tuple[str, ...], limit: int | None = None
+    op: Op,
+    args: tuple[Any, ...],
+    key: Key,
+    arch: Arch | None,
+    names: tuple[str, ...],
+    limit: int | None = None,
+    configs: Sequence[Config] | None = None,
 ) -> Field:
     """Who takes part for a checked call.
 
@@ -79,6 +89,8 @@ def field(
         arch: as for `configurations`.
         names: from `backends`.
         limit: of configurations that are not seeded, only so many that the cost model ranks first; None: all.
+        configs: in place of the default and of what the backends think worth trying, each by the backends that it
+            fits; a tie goes to the first.
     """
     found: list[Candidate] = []
     refused: list[tuple[str, str]] = []
@@ -93,11 +105,15 @@ def field(
         elif not backend.takes_config:
             found.append(Candidate(name))
         else:
-            # the default of the backend that comes first, and of no other, is what a tie goes to
-            first, *others = configurations(op, name, key, arch)
-            found.append(Candidate(name, first, "tried" if has_default else "default"))
-            found += [Candidate(name, config) for config in others]
-            has_default = True
+            tried: Sequence[Config] = configurations(op, name, key, arch) if configs is None else configs
+            for config in tried:
+                problem = "" if configs is None else lookup.misfit(op, key, name, config)
+                if problem:
+                    refused.append((name, f"with {_words(config)}, {problem}"))
+                    continue
+                # the default of the backend that comes first, and of no other, is what a tie goes to
+                found.append(Candidate(name, config, "tried" if has_default else "default"))
+                has_default = True
     if limit is not None and arch is not None:
         found, left = _likeliest(op, found, key, arch, limit)
         refused += left

@@ -40,6 +40,8 @@ class Settings:
         modules: Python modules that children import first: with ops and backends of one's own.
         candidates: of a key's configurations beside the default, only so many that the cost model ranks first; None:
             all.
+        configs: tried in place of the default and of what the backends think worth trying, each by the backends that
+            it fits; a tie goes to the first. None: those.
     """
 
     suite: str = "shared"
@@ -51,6 +53,7 @@ class Settings:
     candidates: int | None = None
     timeout: float = 60.0
     modules: tuple[str, ...] = ()
+    configs: tuple[Config, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +282,9 @@ def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[
             if key in seen:
                 run.record.left[case.name] = f"has the key of {seen[key]}"
                 continue
-            one = trial.Trial(case, key, candidates.field(op, args, key, arch, names, run.settings.candidates))
+            settings = run.settings
+            field = candidates.field(op, args, key, arch, names, settings.candidates, settings.configs)
+            one = trial.Trial(case, key, field)
             if not one.field.candidates:
                 reasons = "; ".join(f"{name} {reason}" for name, reason in one.field.refused)
                 run.record.left[case.name] = f"no backend takes it: {reasons}"

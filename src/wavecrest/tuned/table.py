@@ -118,7 +118,7 @@ def row_of(key: RowKey, cells: list[str]) -> Row:
     if not backend or not record:
         raise Malformed(f"no {'record' if backend else 'backend'}: name it or delete the line")
     native_us = _time("native_us", native) if native else None
-    return Row(key, backend, _config(config), _time("us", us), native_us, record, _evidence(rest))
+    return Row(key, backend, parse_config(config), _time("us", us), native_us, record, _evidence(rest))
 
 
 def _evidence(cells: list[str]) -> Evidence:
@@ -161,7 +161,12 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _config(text: str) -> Config | None:
+def parse_config(text: str) -> Config | None:
+    """A configuration from a cell such as 'BLOCK_M=64 num_warps=4'; None for none.
+
+    Raises:
+        Malformed: it is not written so.
+    """
     values: dict[str, int] = {}
     for word in text.split():
         match = _SETTING.fullmatch(word)

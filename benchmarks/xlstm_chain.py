@@ -1,0 +1,236 @@
+"""Configurations of the products of an xLSTM 7B decoding step, tried where they run: between the other kernels.
+
+    PYTHONPATH=src python -m benchmarks.xlstm_chain --out benchmarks/results/nvidia-h200/xlstm_chain.json [PART …]
+
+`wavecrest tune` times a call alone. What a launch costs between others it cannot see: how soon it may begin (EARLY),
+and whether its programs, begun one after another as multiprocessors run dry, crowd on few of them. Here one product
+after the other is changed in a captured step: stages with EARLY, as deeper pipelines leave less room to crowd, and
+sizes of blocks. At the end the step is timed in turn with what it was.
+The part `rows` then takes what all parts of the file have found: as `wavecrest tune --config` it holds each choice to
+the op's definition and times it alone beside PyTorch, and writes what is right and faster as the row of its key into
+the package's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from benchmarks import parts, xlstm_peers
+from benchmarks.parts import Part, Report, Row
+from benchmarks.xlstm_peers import Place
+
+from wavecrest import cuda_graph, hardware, lookup, records, registry, timing, tuned
+from wavecrest.bench import suites
+from wavecrest.decision import Decision
+from wavecrest.models.xlstm import generation
+from wavecrest.models.xlstm.quantize import quantize
+from wavecrest.tune import ahead, candidates, misses, session
+from wavecrest.tuned import Config, database, table
+
+# stages beyond those of the row, and starts (EARLY) that are tried with each
+STAGES, STARTS = (0, 2, 3), (0, 1, 3)
+SIZES = ("BLOCK_N", "BLOCK_K", "num_warps")
+# a change is taken if the step is shorter by so much of it
+LEAST = 5e-4
+# products that a step has so many of, one in each layer
+LEAST_CALLS = 2
+WORKERS = max(1, (os.cpu_count() or 2) - 2)
+
+
+def changed(config: Config, **values: int) -> Config:
+    """A configuration with other values; EARLY=0 is not written."""
+    made = config.kwargs | values
+    return Config(**{name: value for name, value in made.items() if (name, value) != ("EARLY", 0)})
+
+
+def starts(config: Config) -> Iterator[Config]:
+    """Stages and starts of a configuration."""
+    for more, early in itertools.product(STAGES, STARTS):
+        yield changed(config, num_stages=config["num_stages"] + more, EARLY=early)
+
+
+def sizes(config: Config) -> Iterator[Config]:
+    """One size half or twice as large."""
+    for name in SIZES:
+        for value in (config[name] // 2, 2 * config[name]):
+            if value:
+                yield changed(config, **{name: value})
+
+
+class Step:
+    """A decoding step of a model, captured anew after each change."""
+
+    def __init__(self, place: Place, form: str | None, batch: int) -> None:
+        self.place, self.tokens = place, place.tokens(batch, 16)
+        self.model = xlstm_peers.ours(place)
+        if form is not None:
+            quantize(self.model, form, lm_head=True)
+            torch.cuda.empty_cache()
+        self.op = registry.get("gemm")
+        self.op.forget()
+        decoder = xlstm_peers.our_decoder(self.model, self.tokens, False)
+        before = {made.key: calls for made, calls in self.op.decisions()}
+        decoder.step(self.model, None)
+        # of the step alone: what the prompt called too is called more often now
+        self.found: list[Decision] = [
+            made for made, calls in self.op.decisions()
+            if made.config is not None and calls - before.get(made.key, 0) >= LEAST_CALLS
+        ]  # fmt: skip
+
+    def capture(self) -> Callable[[], Any]:
+        """A replay of the step as things are now."""
+        generation._decoders.pop(self.model, None)
+        decoder = xlstm_peers.our_decoder(self.model, self.tokens, False)
+        work = partial(decoder._work, self.model)
+        cuda_graph.warm_up(work)
+        graph, _ = cuda_graph.record(work, torch.cuda.graph_pool_handle(), "the decoding step")
+
+        def replay(_alive: Any = decoder) -> None:
+            graph.replay()
+
+        return replay
+
+    def ms(self) -> float:
+        """Of a step, the median of six times six replays."""
+        replay, found = self.capture(), []
+        for _ in range(7):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(6):
+                replay()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end) / 6)
+        return statistics.median(found[1:])
+
+    def call(self, made: Decision) -> tuple[Any, ...]:
+        """Arguments of a product of the step."""
+        return misses.call(self.op, misses.parts_of(self.op, made.key), self.place.device)
+
+    def use(self, made: Decision, config: Config) -> None:
+        """Run a product with a configuration from now on."""
+        self.op.pin(made.key, made.backend, config, made.source, "tried in the chain")
+
+
+def described(config: Config) -> str:
+    """A configuration in words."""
+    return " ".join(f"{name}={value}" for name, value in config.kwargs.items())
+
+
+def searched(step: Step, made: Decision, tried: list[Config], kernels: ahead.Kernels, first: float) -> Row:
+    """The best configuration of a product in the step, which it has from now on."""
+    assert made.config is not None
+    best, least, found = made.config, first, dict[str, float | str]()
+    for config in tried:
+        candidate = candidates.Candidate(made.backend, config)
+        problem = lookup.misfit(step.op, made.key, made.backend, config) or kernels.error(str(made.key), candidate)
+        if not problem and kernels.spilled(str(made.key), candidate):
+            problem = "spills"
+        if not problem:
+            step.use(made, config)
+            try:
+                took = step.ms()
+            except triton.runtime.errors.OutOfResources as error:
+                problem = str(error)
+        if problem:
+            found[described(config)] = problem
+            continue
+        found[described(config)] = round(took, 5)
+        if took < least * (1 - LEAST):
+            best, least = config, took
+    step.use(made, best)
+    return {
+        "key": misses.parts_of(step.op, made.key), "backend": made.backend, "before": described(made.config),
+        "best": described(best), "ms_before": round(first, 5), "ms": round(least, 5), "tried": found,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace) -> None:
+    """One kind of weights and batch."""
+    place = xlstm_peers.start(report, args)
+    step = Step(place, form, batch)
+    arch = hardware.detect(args.device).known
+    assert arch is not None
+    kernels, tried = ahead.kernels(False, arch), {}
+    for made in step.found:
+        assert made.config is not None
+        tried[made.key] = list(dict.fromkeys([*starts(made.config), *sizes(made.config)]))
+        some = [candidates.Candidate(made.backend, config) for config in tried[made.key]]
+        kernels.add(step.op, str(made.key), step.call(made), some, arch)
+    ahead.compile_all(kernels, WORKERS, deadline=math.inf)
+    base = step.capture()
+    now = step.ms()
+    # the largest first
+    for made in sorted(step.found, key=lambda made: -int(made.key[1]) * int(made.key[2])):
+        row = searched(step, made, tried[made.key], kernels, now)
+        now = row["ms"]
+        report.row(f"{made.key[1]}x{made.key[2]}", **row)
+    pair = timing.measure_pair(base, step.capture(), device=place.device, min_blocks=8, seconds=4.0)
+    report.row(
+        "step", before_ms=pair.base_ms, ms=pair.new_ms, ratio=pair.ratio, ratio_ci=[pair.ci.low, pair.ci.high],
+        blocks=pair.n,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def rows(report: Report, args: argparse.Namespace) -> None:
+    """What other parts have found, as rows of the table."""
+    device = hardware.detect(args.device)
+    report.header(records.header(device).model_dump(mode="json"))
+    runs = json.loads(args.out.read_text(encoding="utf-8"))["runs"]
+    found = [row for run in runs for row in run["rows"] if row.get("best", "") != row.get("before", "")]
+    # the last word on a key
+    for row in {tuple(row["key"].values()): row for row in found}.values():
+        case = " ".join(f"{part}={value}" for part, value in row["key"].items())
+        if not report.has(case) and report.at(case):
+            report.row(case, **kept(row, case, device, args.out))
+
+
+def kept(row: Row, name: str, device: hardware.Device, out: Path) -> Row:
+    """A row of `rows`, whose choice is in the table if it is right, and faster than PyTorch alone too."""
+    op, config = registry.get("gemm"), table.parse_config(row["best"])
+    assert config is not None
+    case = suites.Case(name, partial(misses.call, op, row["key"], device.torch_name))
+    path = out.with_name(f"tune_{out.stem}.json")
+    settings = session.Settings(backends=(row["backend"],), configs=(config,), workers=1)
+    record = session.tune(
+        op.name, device, settings, session.Targets(path), resume=path.exists(), cases=[case],
+        command=" ".join(["xlstm_chain.py", *sys.argv[1:]]),
+    )  # fmt: skip
+    found = next((key for key in record.keys if key.case == name), None)
+    if found is None or found.us is None:
+        return {"problem": record.left.get(name, "no winner")}
+    won = found.backend == row["backend"]
+    if won:
+        path_of_rows, fields = (
+            Path(tuned.__file__).parent / "data" / device.arch / f"{op.name}.csv",
+            lookup.fields_of(op),
+        )
+        made = session.row_of(found, fields, session.named(path), record.header)
+        database.write(path_of_rows, fields, (dict(database.read(path_of_rows, fields)) | {made.key: made}).values())
+    return {"config": row["best"], "us": found.us, "native_us": found.native_us, "written": won}
+
+
+PARTS = [
+    Part("batch-1", 240.0, partial(chain, None, 1)),
+    Part("batch-16", 240.0, partial(chain, None, 16)),
+    Part("fp8-batch-1", 240.0, partial(chain, "fp8", 1)),
+    Part("int8-batch-1", 240.0, partial(chain, "int8", 1)),
+    Part("rows", 180.0, rows),
+]
+
+if __name__ == "__main__":
+    raise SystemExit(parts.main(__doc__ or "", "benchmarks.xlstm_chain", PARTS))
