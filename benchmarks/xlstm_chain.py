@@ -14,6 +14,7 @@ the package's table.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -34,8 +35,10 @@ from benchmarks.xlstm_peers import Place
 from wavecrest import cuda_graph, hardware, lookup, records, registry, timing, tuned
 from wavecrest.bench import suites
 from wavecrest.decision import Decision
+from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm import generation
 from wavecrest.models.xlstm.quantize import quantize
+from wavecrest.registry import Op
 from wavecrest.tune import ahead, candidates, misses, session
 from wavecrest.tuned import Config, database, table
 
@@ -142,7 +145,7 @@ def searched(step: Step, made: Decision, tried: list[Config], kernels: ahead.Ker
             step.use(made, config)
             try:
                 took = step.ms()
-            except triton.runtime.errors.OutOfResources as error:
+            except (InvalidArgument, triton.runtime.errors.OutOfResources) as error:
                 problem = str(error)
         if problem:
             found[described(config)] = problem
@@ -168,8 +171,11 @@ def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace
     for made in step.found:
         assert made.config is not None
         tried[made.key] = list(dict.fromkeys([*starts(made.config), *sizes(made.config)]))
-        some = [candidates.Candidate(made.backend, config) for config in tried[made.key]]
-        kernels.add(step.op, str(made.key), step.call(made), some, arch)
+        for config in tried[made.key]:
+            # what a kernel refuses says so again when it is tried
+            with contextlib.suppress(InvalidArgument):
+                some = [candidates.Candidate(made.backend, config)]
+                kernels.add(step.op, str(made.key), step.call(made), some, arch)
     ahead.compile_all(kernels, WORKERS, deadline=math.inf)
     base = step.capture()
     now = step.ms()
@@ -199,12 +205,17 @@ def rows(report: Report, args: argparse.Namespace) -> None:
             report.row(case, **kept(row, case, device, args.out))
 
 
+def table_of(op: Op, device: hardware.Device) -> Path:
+    """The package's table of an op."""
+    return Path(tuned.__file__).parent / "data" / device.arch / f"{op.name}.csv"
+
+
 def kept(row: Row, name: str, device: hardware.Device, out: Path) -> Row:
     """A row of `rows`, whose choice is in the table if it is right, and faster than PyTorch alone too."""
     op, config = registry.get("gemm"), table.parse_config(row["best"])
     assert config is not None
     case = suites.Case(name, partial(misses.call, op, row["key"], device.torch_name))
-    path = out.with_name(f"tune_{out.stem}.json")
+    path = out.with_name(f"{out.stem}.tune.json")
     settings = session.Settings(backends=(row["backend"],), configs=(config,), workers=1)
     record = session.tune(
         op.name, device, settings, session.Targets(path), resume=path.exists(), cases=[case],
@@ -215,12 +226,9 @@ def kept(row: Row, name: str, device: hardware.Device, out: Path) -> Row:
         return {"problem": record.left.get(name, "no winner")}
     won = found.backend == row["backend"]
     if won:
-        path_of_rows, fields = (
-            Path(tuned.__file__).parent / "data" / device.arch / f"{op.name}.csv",
-            lookup.fields_of(op),
-        )
+        place, fields = table_of(op, device), lookup.fields_of(op)
         made = session.row_of(found, fields, session.named(path), record.header)
-        database.write(path_of_rows, fields, (dict(database.read(path_of_rows, fields)) | {made.key: made}).values())
+        database.write(place, fields, (dict(database.read(place, fields)) | {made.key: made}).values())
     return {"config": row["best"], "us": found.us, "native_us": found.native_us, "written": won}
 
 

@@ -1,0 +1,126 @@
+"""The search for configurations in the captured step: what it tries, takes and refuses, and the rows that it writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# the benchmark stands beside the package in the source tree
+from benchmarks import xlstm_chain
+
+from tests.unit.test_tune_session import Clock, clock, op
+from wavecrest import records
+from wavecrest.decision import Decision
+from wavecrest.errors import InvalidArgument
+from wavecrest.registry import Op
+from wavecrest.tune import ahead, misses, session
+from wavecrest.tuned import Config, database
+
+__all__ = ["clock", "op"]
+
+KEY = (64, 8, "float32", None, "cpu", False)
+
+
+class Step:
+    """A step that takes what `times` has for the configuration in use, ms."""
+
+    def __init__(self, op: Op, times: dict[int, float]) -> None:
+        self.op, self.times, self.used = op, times, Config(BLOCK=1)
+
+    def use(self, made: Decision, config: Config) -> None:
+        self.used = config
+
+    def ms(self) -> float:
+        if self.used["BLOCK"] not in self.times:
+            raise InvalidArgument("BLOCK is too large")
+        return self.times[self.used["BLOCK"]]
+
+
+def searched(op: Op, times: dict[int, float], tried: list[Config]) -> tuple[Step, dict[str, Any]]:
+    step = Step(op, times)
+    made = Decision("double", KEY, "kernel", Config(BLOCK=1), "exact", "a row", ())
+    found = xlstm_chain.searched(step, made, tried, ahead.kernels(True, None), 2.0)  # type: ignore[arg-type]
+    return step, found
+
+
+def test_stages_starts_and_sizes() -> None:
+    config = Config(BLOCK_N=4, BLOCK_K=512, num_warps=1, num_stages=3)
+    some = list(xlstm_chain.starts(config))
+    assert some[0] == config, "EARLY=0 is not written"
+    assert {(one["num_stages"], one.kwargs.get("EARLY", 0)) for one in some} == {
+        (stages, early) for stages in (3, 5, 6) for early in (0, 1, 3)
+    }
+    others = list(xlstm_chain.sizes(config))
+    assert Config(BLOCK_N=4, BLOCK_K=512, num_warps=0, num_stages=3) not in others
+    assert [one["BLOCK_N"] for one in others[:2]] == [2, 8] and len(others) == 5
+
+
+def test_the_fastest_is_kept_and_what_fails_says_why(op: Op) -> None:
+    tried = [Config(BLOCK=2), Config(BLOCK=4), Config(BLOCK=8), Config(WIDTH=1)]
+    step, found = searched(op, {2: 1.5, 4: 1.2}, tried)
+    assert step.used == Config(BLOCK=4) and (found["best"], found["ms"]) == ("BLOCK=4", 1.2)
+    assert found["before"] == "BLOCK=1" and found["ms_before"] == 2.0
+    assert found["tried"] == {
+        "BLOCK=2": 1.5, "BLOCK=4": 1.2, "BLOCK=8": "BLOCK is too large", "WIDTH=1": "which does not know WIDTH=1",
+    }  # fmt: skip
+
+
+def test_a_tie_changes_nothing(op: Op) -> None:
+    step, found = searched(op, {2: 2.0 * (1 - xlstm_chain.LEAST / 2)}, [Config(BLOCK=2)])
+    assert step.used == Config(BLOCK=1) and found["best"] == found["before"]
+
+
+class Rows:
+    """A report that keeps its rows."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def header(self, values: Any) -> None:
+        assert values["evidence"]
+
+    def at(self, case: str) -> bool:
+        return True
+
+    def has(self, case: str) -> bool:
+        return False
+
+    def row(self, case: str, **values: Any) -> None:
+        self.found[case] = values
+
+
+@pytest.mark.parametrize("slower", [False, True], ids=["faster than PyTorch", "slower"])
+def test_the_last_word_on_a_key_becomes_its_row(
+    slower: bool, op: Op, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock.times["b4"] = 3.0 if slower else 0.9
+    key = misses.parts_of(op, KEY)
+    runs = [
+        {"rows": [{"key": key, "backend": "kernel", "before": "BLOCK=1", "best": "BLOCK=2"}, {"case": "step"}]},
+        {"rows": [{"key": key, "backend": "kernel", "before": "BLOCK=1", "best": "BLOCK=4"},
+                  {"key": {**key, "rows": 4}, "backend": "kernel", "before": "BLOCK=1", "best": "BLOCK=1"}]},
+    ]  # fmt: skip
+    out = tmp_path / "chain.json"
+    out.write_text(json.dumps({"runs": runs}))
+    op.bench_cases, op.inputs = None, lambda rows, columns, dtype, device: (torch.ones(rows, columns),)
+    monkeypatch.setattr(xlstm_chain.registry, "get", lambda name: op)
+    real = session.tune
+    monkeypatch.setattr(
+        session, "tune", lambda *args, **options: real("double", *args[1:], **options, timer=clock)
+    )  # fmt: skip
+    table = tmp_path / "rows.csv"
+    monkeypatch.setattr(xlstm_chain, "table_of", lambda *_args: table)
+    report = Rows()
+    xlstm_chain.rows(report, argparse.Namespace(device="cpu", out=out))  # type: ignore[arg-type]
+    ((case, row),) = report.found.items()
+    assert "rows=64" in case and row["config"] == "BLOCK=4" and row["written"] is not slower
+    record = records.load_as(tmp_path / "chain.tune.json", records.TuneRecord)
+    tried = {one.backend: one.config for one in record.keys[0].candidates if one.status != "refused"}
+    assert tried == {"torch": {}, "kernel": {"BLOCK": 4}}
+    fields = tuple(key)
+    assert [one.config for one in database.read(table, fields).values()] == ([] if slower else [Config(BLOCK=4)])
