@@ -1,0 +1,139 @@
+"""Where the programs of a kernel run that starts before the one in front of it has ended, and when. NVIDIA, sm_90.
+
+    PYTHONPATH=src python -m benchmarks.early_starts > early_starts.log
+
+A chain of 24 products of one row and a weight [4096, 4096] in bfloat16, each of what the one before has made, as a
+graph. Each program writes down its multiprocessor and the time at its start, behind its wait and at its end. A line a
+configuration (columns a program, columns of K a step, warps, stages): µs a launch, and of three launches the
+multiprocessors that ran any of its programs, the most and the fewest programs on one of these, and in ns from the end
+of the launch before: the first start, the first and the last end of the wait, the last end.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+from wavecrest.ops._lib import allow_next, await_previous
+
+N, K, LAUNCHES = 4096, 4096, 24
+CONFIGS = (
+    (4, 512, 1, 4), (4, 512, 1, 7), (4, 512, 2, 4), (4, 512, 2, 7), (8, 512, 2, 4), (8, 512, 2, 6), (16, 256, 4, 4),
+    (16, 512, 4, 4), (16, 512, 8, 6), (32, 256, 8, 4), (32, 256, 8, 6), (32, 512, 16, 4), (32, 512, 16, 6),
+)  # fmt: skip
+Shape = tuple[int, int, int, int]
+
+
+@triton.jit
+def _now():  # type: ignore[no-untyped-def]
+    """Nanoseconds of the device's clock."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _multiprocessor():  # type: ignore[no-untyped-def]
+    """Where this program runs."""
+    return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _product_kernel(  # type: ignore[no-untyped-def]
+    w_ptr, x_ptr, y_ptr, seen_ptr, K, EARLY: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N columns of a product; what the program saw is four words in seen."""
+    program = tl.program_id(0)
+    begun = _now()
+    allow_next(True)
+    if EARLY:
+        await_previous(True)
+    going = _now()
+    cols = program * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs = tl.arange(0, BLOCK_K)
+    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    rows = w_ptr + cols.to(tl.int64)[:, None] * K
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        w = tl.load(rows + k + offs[None, :]).to(tl.float32)
+        x = tl.load(x_ptr + k + offs[None, :]).to(tl.float32)
+        sums += w * x
+    tl.store(y_ptr + cols, tl.sum(sums, 1).to(y_ptr.dtype.element_ty))
+    ended = _now()
+    tl.store(seen_ptr + program * 4, begun)
+    tl.store(seen_ptr + program * 4 + 1, going)
+    tl.store(seen_ptr + program * 4 + 2, ended)
+    tl.store(seen_ptr + program * 4 + 3, _multiprocessor().to(tl.int64))
+
+
+class Chain:
+    """The products of a chain, with configurations and starts in turn, captured."""
+
+    def __init__(self, weights: list[torch.Tensor], x: torch.Tensor, shapes: list[Shape], early: tuple[int, ...]):
+        self.shapes = [shapes[index % len(shapes)] for index in range(LAUNCHES)]
+        early = tuple(early[index % len(early)] for index in range(LAUNCHES))
+        self.seen = [torch.zeros(4 * N, device=x.device, dtype=torch.int64) for _ in weights]
+        rows = [x.clone() for _ in range(LAUNCHES + 1)]
+
+        def work() -> None:
+            for index, ((columns, step, warps, stages), starts) in enumerate(zip(self.shapes, early, strict=True)):
+                options = {"num_warps": warps, **({"launch_pdl": 1} if starts else {})}
+                _product_kernel[(N // columns,)](
+                    weights[index], rows[index], rows[index + 1], self.seen[index], K, starts, stages, columns, step,
+                    **options,
+                )  # fmt: skip
+
+        work()
+        torch.cuda.synchronize()
+        stream, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            work()
+            with torch.cuda.graph(self.graph, stream=stream):
+                work()
+        torch.cuda.synchronize()
+
+    def us(self) -> float:
+        """Of a launch, the median of 20 replays."""
+        found = []
+        for _ in range(20):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self.graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end) * 1e3 / LAUNCHES)
+        return statistics.median(found)
+
+    def what(self, index: int) -> tuple[int, ...]:
+        """What the programs of a launch saw in the last replay; see the top."""
+        words = self.seen[index].view(-1, 4)[: N // self.shapes[index][0]].cpu()
+        before = int(self.seen[index - 1].view(-1, 4)[: N // self.shapes[index - 1][0], 2].max())
+        places = collections.Counter(words[:, 3].tolist())
+        begun, going, ended = (words[:, column] - before for column in range(3))
+        times = (begun.min(), going.min(), going.max(), ended.max())
+        return len(places), max(places.values()), min(places.values()), *(int(time) for time in times)
+
+
+def main() -> None:
+    """All configurations, started behind and before the end of the launch in front of them."""
+    weights = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(LAUNCHES)]
+    x = torch.randn(K, device="cuda", dtype=torch.bfloat16)
+    mixed: list[Shape] = [(4, 512, 1, 4), (32, 256, 8, 6)]
+    chains: list[tuple[list[Shape], tuple[int, ...]]] = [([one], (early,)) for one in CONFIGS for early in (0, 1)]
+    chains += [(mixed, early) for early in ((0, 1), (1, 0), (1, 1), (0, 0))]
+    for shapes, early in chains:
+        chain = Chain(weights, x, shapes, early)
+        took = chain.us()
+        seen = [chain.what(index) for index in (10, 11, 12)]
+        sys.stdout.write(
+            f"{shapes} early {early}: {took:.2f} us/launch; (SMs, most, least, start-prevend, go min, go max, end) "
+            f"{seen}\n"
+        )
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
