@@ -138,17 +138,19 @@ def _made_call(make: Callable[[], tuple[Any, ...]], device: str) -> tuple[list[A
 def calls(op: registry.Op, device: str) -> dict[str, Callable[[], tuple[list[Any], list[Any]]]]:
     """The cases of an op by name, each making the arguments on the CPU and the same on `device`.
 
-    CASES, where an op is described by rows and columns; what the emulator runs, where it is not.
+    CASES, where an op is described by rows and columns, and what the emulator runs, where these do not say all of it.
     """
-    if op.sizes[:2] != ("M", "N"):
-        made = op.emulate_cases(hardware.detect().arch) if op.emulate_cases is not None else {}
-        return {name: partial(_made_call, make, device) for name, make in made.items()}
-    return {
-        f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {layout}": partial(
-            _row_call, op, (rows, columns, dtype, layout), device
-        )
-        for rows, columns, dtype, layout in CASES
-    }
+    found: dict[str, Callable[[], tuple[list[Any], list[Any]]]] = {}
+    if op.sizes[:2] == ("M", "N"):
+        for rows, columns, dtype, layout in CASES:
+            name = f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {layout}"
+            found[name] = partial(_row_call, op, (rows, columns, dtype, layout), device)
+    if op.sizes != ("M", "N") and op.emulate_cases is not None:
+        known = hardware.detect().known
+        # 8-bit floats are the architecture's
+        made = op.emulate_cases("sm_90" if known is None else known.name)
+        found |= {name: partial(_made_call, make, device) for name, make in made.items()}
+    return found
 
 
 @contextlib.contextmanager

@@ -194,13 +194,26 @@ def test_every_case_runs_the_kernel_and_is_right(
 def test_an_op_without_rows_runs_what_the_emulator_runs(sanitize: ModuleType, name: str, device: str) -> None:
     op = registry.get(name)
     assert op.emulate_cases is not None
-    count = len(op.emulate_cases(hardware.detect().arch))
+    known = hardware.detect().known
+    count = len(op.emulate_cases("sm_90" if known is None else known.name))
     assert count > (2 if name == "mla_prefill" else 5)
     found = sanitize.run_op(op, device)
     assert (found["ran"], found["wrong"], found["idle"]) == (count, {}, [])
     # each kernel that is for another architecture says so
     others = [one for one in op.backends if one.startswith("triton_")]
     assert len(found["declined"]) == count * len(others)
+
+
+def test_a_product_runs_rows_and_what_the_emulator_runs(
+    sanitize: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = registry.get("gemm")
+    cases = sanitize.calls(op, device)
+    assert {"norm", "gated", "weight int4", "6x33 bfloat16 sliced"} <= set(cases)
+    monkeypatch.setattr(sanitize, "calls", lambda *_args: {"norm": cases["norm"]})
+    found = sanitize.run_op(op, device)
+    # stream-K does not normalise, and says so
+    assert (found["ran"], found["wrong"]) == (2, {}) and list(found["declined"]) == ["norm triton_stream_k"]
 
 
 def test_what_is_wrong_or_declined_is_named(sanitize: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
