@@ -226,9 +226,14 @@ def kept(row: Row, name: str, device: hardware.Device, out: Path) -> Row:
         return {"problem": record.left.get(name, "no winner")}
     won = found.backend == row["backend"]
     if won:
-        place, fields = table_of(op, device), lookup.fields_of(op)
-        made = session.row_of(found, fields, session.named(path), record.header)
-        database.write(place, fields, (dict(database.read(place, fields)) | {made.key: made}).values())
+        place, fields, called = table_of(op, device), lookup.fields_of(op), session.named(path)
+        written = dict(database.read(place, fields))
+        # rows that the record has had before too: their date is the record's
+        for key in record.keys:
+            made = session.row_of(key, fields, called, record.header) if key.backend == row["backend"] else None
+            if made is not None and (key.case == name or (made.key in written and written[made.key].record == called)):
+                written[made.key] = made
+        database.write(place, fields, written.values())
     return {"config": row["best"], "us": found.us, "native_us": found.native_us, "written": won}
 
 

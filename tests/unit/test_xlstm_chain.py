@@ -103,7 +103,8 @@ def test_the_last_word_on_a_key_becomes_its_row(
     runs = [
         {"rows": [{"key": key, "backend": "kernel", "before": "BLOCK=1", "best": "BLOCK=2"}, {"case": "step"}]},
         {"rows": [{"key": key, "backend": "kernel", "before": "BLOCK=1", "best": "BLOCK=4"},
-                  {"key": {**key, "rows": 4}, "backend": "kernel", "before": "BLOCK=1", "best": "BLOCK=1"}]},
+                  {"key": {**key, "rows": 4}, "backend": "kernel", "before": "BLOCK=1", "best": "BLOCK=1"},
+                  {"key": {**key, "rows": 1}, "backend": "kernel", "before": "BLOCK=1", "best": "BLOCK=2"}]},
     ]  # fmt: skip
     out = tmp_path / "chain.json"
     out.write_text(json.dumps({"runs": runs}))
@@ -117,10 +118,12 @@ def test_the_last_word_on_a_key_becomes_its_row(
     monkeypatch.setattr(xlstm_chain, "table_of", lambda *_args: table)
     report = Rows()
     xlstm_chain.rows(report, argparse.Namespace(device="cpu", out=out))  # type: ignore[arg-type]
-    ((case, row),) = report.found.items()
-    assert "rows=64" in case and row["config"] == "BLOCK=4" and row["written"] is not slower
+    (case, row), (other, _) = report.found.items()
+    assert "rows=64" in case and row["config"] == "BLOCK=4" and row["written"] is not slower and "rows=1 " in other
     record = records.load_as(tmp_path / "chain.tune.json", records.TuneRecord)
     tried = {one.backend: one.config for one in record.keys[0].candidates if one.status != "refused"}
     assert tried == {"torch": {}, "kernel": {"BLOCK": 4}}
-    fields = tuple(key)
-    assert [one.config for one in database.read(table, fields).values()] == ([] if slower else [Config(BLOCK=4)])
+    rows = database.read(table, tuple(key)).values()
+    assert {one.key[0]: one.config for one in rows} == {1: Config(BLOCK=2), **({} if slower else {64: Config(BLOCK=4)})}
+    # the record is written anew with each key
+    assert {one.evidence.date for one in rows} == {record.header.created}
