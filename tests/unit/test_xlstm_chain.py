@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,13 @@ def test_the_last_word_on_a_key_becomes_its_row(
     real = session.tune
     monkeypatch.setattr(
         session, "tune", lambda *args, **options: real("double", *args[1:], **options, timer=clock)
+    )  # fmt: skip
+    seconds, header = itertools.count(10), records.header
+    monkeypatch.setattr(
+        session.records, "header",
+        lambda *args, **more: header(*args, **more).model_copy(
+            update={"created": f"2026-11-22T12:00:{next(seconds)}+00:00"}
+        ),
     )  # fmt: skip
     table = tmp_path / "rows.csv"
     monkeypatch.setattr(xlstm_chain, "table_of", lambda *_args: table)
