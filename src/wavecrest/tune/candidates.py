@@ -90,7 +90,7 @@ def field(
         names: from `backends`.
         limit: of configurations that are not seeded, only so many that the cost model ranks first; None: all.
         configs: in place of the default and of what the backends think worth trying, each by the backends that it
-            fits; a tie goes to the first.
+            fits.
     """
     found: list[Candidate] = []
     refused: list[tuple[str, str]] = []
@@ -105,15 +105,16 @@ def field(
         elif not backend.takes_config:
             found.append(Candidate(name))
         else:
-            tried: Sequence[Config] = configurations(op, name, key, arch) if configs is None else configs
-            for config in tried:
+            own = op.config_of(name, key)
+            for config in configurations(op, name, key, arch) if configs is None else configs:
                 problem = "" if configs is None else lookup.misfit(op, key, name, config)
                 if problem:
                     refused.append((name, f"with {_words(config)}, {problem}"))
                     continue
                 # the default of the backend that comes first, and of no other, is what a tie goes to
-                found.append(Candidate(name, config, "tried" if has_default else "default"))
-                has_default = True
+                is_default = config == own and not has_default
+                found.append(Candidate(name, config, "default" if is_default else "tried"))
+            has_default = True
     if limit is not None and arch is not None:
         found, left = _likeliest(op, found, key, arch, limit)
         refused += left

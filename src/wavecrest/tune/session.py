@@ -41,7 +41,7 @@ class Settings:
         candidates: of a key's configurations beside the default, only so many that the cost model ranks first; None:
             all.
         configs: tried in place of the default and of what the backends think worth trying, each by the backends that
-            it fits; a tie goes to the first. None: those.
+            it fits; None: those.
     """
 
     suite: str = "shared"
