@@ -4,11 +4,12 @@
 
 `wavecrest tune` times a call alone. What a launch costs between others it cannot see: how soon it may begin (EARLY),
 and whether its programs, begun one after another as multiprocessors run dry, crowd on few of them. Here one product
-after the other is changed in a captured step: stages with EARLY, as deeper pipelines leave less room to crowd, and
-sizes of blocks. At the end the step is timed in turn with what it was.
-The part `rows` then takes what all parts of the file have found: as `wavecrest tune --config` it holds each choice to
-the op's definition and times it alone beside PyTorch, and writes what is right and faster as the row of its key into
-the package's table.
+after the other is changed in a captured step: stages with EARLY, and sizes of blocks for a product that begins early.
+Of the step of the mLSTM EARLY alone is tried, as the rest of its configuration decides its bits. At the end the step
+is timed in turn with what it was.
+The part `rows` then takes what all parts of the file have found for products: as `wavecrest tune --config` it holds
+each choice to the op's definition and times it alone beside PyTorch, and writes what is right and faster as the row of
+its key into the package's table.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ from wavecrest.tuned import Config, database, table
 
 # stages beyond those of the row, and starts (EARLY) that are tried with each
 STAGES, STARTS = (0, 2, 3), (0, 1, 3)
+# of the step of the mLSTM, which has no stages
+FIRST_STARTS = (0, 1, 2, 3, 4)
 SIZES = ("BLOCK_N", "BLOCK_K", "num_warps")
+# their powers of two; those with as much work a lane as before, and with half or twice of it
+NEAR = ((1, -1, 0), (-1, 1, 0), (1, 0, 1), (0, 1, 1), (-1, 0, -1), (0, -1, -1), (1, 1, 2), (1, 0, 0), (0, 1, 0),
+        (0, 0, 1), (-1, 0, 0), (0, -1, 0), (0, 0, -1))  # fmt: skip
 # a change is taken if the step is shorter by so much of it
 LEAST = 5e-4
 # products that a step has so many of, one in each layer
@@ -65,11 +71,19 @@ def starts(config: Config) -> Iterator[Config]:
 
 
 def sizes(config: Config) -> Iterator[Config]:
-    """One size half or twice as large."""
-    for name in SIZES:
-        for value in (config[name] // 2, 2 * config[name]):
-            if value:
-                yield changed(config, **{name: value})
+    """Other sizes, of products that begin early, with as many stages and two more."""
+    for powers, more in itertools.product(NEAR, STAGES[:2]):
+        values = {name: int(config[name] * 2.0**power) for name, power in zip(SIZES, powers, strict=True)}
+        if all(values.values()):
+            yield changed(config, **values, num_stages=config["num_stages"] + more, EARLY=1)
+
+
+def tries(made: Decision) -> list[Config]:
+    """What is tried of a call of the step."""
+    assert made.config is not None
+    if made.op != "gemm":
+        return [changed(made.config, EARLY=early) for early in FIRST_STARTS]
+    return list(dict.fromkeys([*starts(made.config), *sizes(made.config)]))
 
 
 class Step:
@@ -81,16 +95,25 @@ class Step:
         if form is not None:
             quantize(self.model, form, lm_head=True)
             torch.cuda.empty_cache()
-        self.op = registry.get("gemm")
-        self.op.forget()
+        self.ops = [registry.get(name) for name in ("gemm", "mlstm_step")]
+        for op in self.ops:
+            op.forget()
         decoder = xlstm_peers.our_decoder(self.model, self.tokens, False)
-        before = {made.key: calls for made, calls in self.op.decisions()}
+        before = {(made.op, made.key): calls for made, calls in self._made()}
         decoder.step(self.model, None)
         # of the step alone: what the prompt called too is called more often now
         self.found: list[Decision] = [
-            made for made, calls in self.op.decisions()
-            if made.config is not None and calls - before.get(made.key, 0) >= LEAST_CALLS
+            made for made, calls in self._made()
+            if made.config is not None and calls - before.get((made.op, made.key), 0) >= LEAST_CALLS
         ]  # fmt: skip
+
+    def _made(self) -> Iterator[tuple[Decision, int]]:
+        for op in self.ops:
+            yield from op.decisions()
+
+    def op(self, made: Decision) -> Op:
+        """The op that a decision is of."""
+        return next(op for op in self.ops if op.name == made.op)
 
     def capture(self) -> Callable[[], Any]:
         """A replay of the step as things are now."""
@@ -106,25 +129,26 @@ class Step:
         return replay
 
     def ms(self) -> float:
-        """Of a step, the median of six times six replays."""
+        """Of a step, the median of six times four replays."""
         replay, found = self.capture(), []
         for _ in range(7):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            for _ in range(6):
+            for _ in range(4):
                 replay()
             end.record()
             torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end) / 6)
+            found.append(begin.elapsed_time(end) / 4)
         return statistics.median(found[1:])
 
     def call(self, made: Decision) -> tuple[Any, ...]:
-        """Arguments of a product of the step."""
-        return misses.call(self.op, misses.parts_of(self.op, made.key), self.place.device)
+        """Arguments of a call of the step."""
+        op = self.op(made)
+        return misses.call(op, misses.parts_of(op, made.key), self.place.device)
 
     def use(self, made: Decision, config: Config) -> None:
-        """Run a product with a configuration from now on."""
-        self.op.pin(made.key, made.backend, config, made.source, "tried in the chain")
+        """Run a call with a configuration from now on."""
+        self.op(made).pin(made.key, made.backend, config, made.source, "tried in the chain")
 
 
 def described(config: Config) -> str:
@@ -133,12 +157,13 @@ def described(config: Config) -> str:
 
 
 def searched(step: Step, made: Decision, tried: list[Config], kernels: ahead.Kernels, first: float) -> Row:
-    """The best configuration of a product in the step, which it has from now on."""
+    """The best configuration of a call of the step, which it has from now on."""
     assert made.config is not None
+    op = step.op(made)
     best, least, found = made.config, first, dict[str, float | str]()
     for config in tried:
         candidate = candidates.Candidate(made.backend, config)
-        problem = lookup.misfit(step.op, made.key, made.backend, config) or kernels.error(str(made.key), candidate)
+        problem = lookup.misfit(op, made.key, made.backend, config) or kernels.error(str(made.key), candidate)
         if not problem and kernels.spilled(str(made.key), candidate):
             problem = "spills"
         if not problem:
@@ -155,7 +180,7 @@ def searched(step: Step, made: Decision, tried: list[Config], kernels: ahead.Ker
             best, least = config, took
     step.use(made, best)
     return {
-        "key": misses.parts_of(step.op, made.key), "backend": made.backend, "before": described(made.config),
+        "op": op.name, "key": misses.parts_of(op, made.key), "backend": made.backend, "before": described(made.config),
         "best": described(best), "ms_before": round(first, 5), "ms": round(least, 5), "tried": found,
     }  # fmt: skip
 
@@ -169,21 +194,21 @@ def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace
     assert arch is not None
     kernels, tried = ahead.kernels(False, arch), {}
     for made in step.found:
-        assert made.config is not None
-        tried[made.key] = list(dict.fromkeys([*starts(made.config), *sizes(made.config)]))
-        for config in tried[made.key]:
+        tried[made.key] = tries(made)
+        # the few of the mLSTM compile where they run
+        for config in tried[made.key] if made.op == "gemm" else ():
             # what a kernel refuses says so again when it is tried
             with contextlib.suppress(InvalidArgument):
                 some = [candidates.Candidate(made.backend, config)]
-                kernels.add(step.op, str(made.key), step.call(made), some, arch)
+                kernels.add(step.op(made), str(made.key), step.call(made), some, arch)
     ahead.compile_all(kernels, WORKERS, deadline=math.inf)
     base = step.capture()
     now = step.ms()
-    # the largest first
-    for made in sorted(step.found, key=lambda made: -int(made.key[1]) * int(made.key[2])):
+    # the mLSTM, whose key does not begin with sizes of a product, then the largest
+    for made in sorted(step.found, key=lambda made: -math.prod(made.key[1:3]) if made.op == "gemm" else -math.inf):
         row = searched(step, made, tried[made.key], kernels, now)
         now = row["ms"]
-        report.row(f"{made.key[1]}x{made.key[2]}", **row)
+        report.row(f"{made.key[1]}x{made.key[2]}" if made.op == "gemm" else made.op, **row)
     pair = timing.measure_pair(base, step.capture(), device=place.device, min_blocks=8, seconds=4.0)
     report.row(
         "step", before_ms=pair.base_ms, ms=pair.new_ms, ratio=pair.ratio, ratio_ci=[pair.ci.low, pair.ci.high],
@@ -197,7 +222,8 @@ def rows(report: Report, args: argparse.Namespace) -> None:
     device = hardware.detect(args.device)
     report.header(records.header(device).model_dump(mode="json"))
     runs = json.loads(args.out.read_text(encoding="utf-8"))["runs"]
-    found = [row for run in runs for row in run["rows"] if row.get("best", "") != row.get("before", "")]
+    products = [row for run in runs for row in run["rows"] if row.get("op", "gemm") == "gemm"]
+    found = [row for row in products if row.get("best", "") != row.get("before", "")]
     # the last word on a key
     for row in {tuple(row["key"].values()): row for row in found}.values():
         case = " ".join(f"{part}={value}" for part, value in row["key"].items())

@@ -31,7 +31,8 @@ class Step:
     """A step that takes what `times` has for the configuration in use, ms."""
 
     def __init__(self, op: Op, times: dict[int, float]) -> None:
-        self.op, self.times, self.used = op, times, Config(BLOCK=1)
+        self.times, self.used = times, Config(BLOCK=1)
+        self.op = lambda made: op
 
     def use(self, made: Decision, config: Config) -> None:
         self.used = config
@@ -57,8 +58,21 @@ def test_stages_starts_and_sizes() -> None:
         (stages, early) for stages in (3, 5, 6) for early in (0, 1, 3)
     }
     others = list(xlstm_chain.sizes(config))
-    assert Config(BLOCK_N=4, BLOCK_K=512, num_warps=0, num_stages=3) not in others
-    assert [one["BLOCK_N"] for one in others[:2]] == [2, 8] and len(others) == 5
+    # 13 kinds less three with half a warp, each with two numbers of stages
+    assert len(set(others)) == len(others) == 20
+    for one in others:
+        assert one["EARLY"] == 1 and one["num_stages"] in (3, 5) and one["num_warps"] >= 1, one
+        work = one["BLOCK_N"] * one["BLOCK_K"] / one["num_warps"]
+        assert work in (1024, 2048, 4096) and one.kwargs | {"num_stages": 3, "EARLY": 0} != config.kwargs | {"EARLY": 0}
+
+
+def test_of_the_mlstm_no_more_than_the_start_is_tried() -> None:
+    config = Config(BLOCK_K=32, BLOCK_V=64, num_warps=4)
+    made = Decision("mlstm_step", KEY, "triton", config, "default", "its own", ())
+    found = xlstm_chain.tries(made)
+    assert found[0] == config and len(found) > 3
+    assert {changed["EARLY"] for changed in found[1:]} == set(range(1, len(found)))
+    assert all({**one.kwargs, "EARLY": 0} == {**config.kwargs, "EARLY": 0} for one in found)
 
 
 def test_the_fastest_is_kept_and_what_fails_says_why(op: Op) -> None:

@@ -44,7 +44,6 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
     Strides of x, y and the gate come in units of ALIGN but for those of columns. STATES: of one token, n [B, NH, DK]
     and m [B, NH] contiguous. NORM off: the states alone.
     """
-    allow_next(PDL)
     # divided in 32 bits where rows fit: in 64 a division is a hundred instructions
     first = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     offs_m = first * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -63,6 +62,8 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
             # rows beyond the last one have heads too
             fetch(weight_ptr + columns(w_at, stride_w, W_COLUMNS), (offs_s < DV)[None, :])
         await_previous(PDL)
+        # not before: it waits while the programs in front of it run, and the next kernel's would crowd
+        allow_next(PDL)
     # all loads first: none waits for a sum
     if STATES:
         offs_k = tl.arange(0, BLOCK_K)

@@ -60,9 +60,9 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
     stride_cb, stride_ch, stride_ck, stride_cd, stride_nb, stride_nh, stride_nk, stride_mb, stride_mh,
     stride_xb, stride_xh, stride_xk, stride_xd, stride_yb, stride_yh, stride_yk, stride_zb, stride_zh, stride_w,
     CAP: tl.constexpr, EXPONENTIAL: tl.constexpr, NORMALIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    IN_PLACE: tl.constexpr, COPIES: tl.constexpr, BARRIER: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-    COLUMNS: tl.constexpr, ALIGN: tl.constexpr, C_COLUMNS: tl.constexpr, C_ALIGN: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    IN_PLACE: tl.constexpr, COPIES: tl.constexpr, SECOND: tl.constexpr, BARRIER: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, C_COLUMNS: tl.constexpr, C_ALIGN: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of the state c [DK, DV] of one row and head, BLOCK_K rows of it at a time, the next ones ahead.
 
@@ -71,10 +71,11 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
     z). IN_PLACE: c is c_new, and but with COPIES n and m are n_new and m_new. NORM: the program has all columns.
 
     In place no barrier is between loads and stores of c: each element is loaded by one lane, and what is stored there
-    is made of what was loaded. BARRIER: there are fewer elements than lanes, so that several lanes load one.
+    is made of what was loaded. BARRIER: there are fewer elements than lanes, so that several lanes load one. SECOND: a
+    second launch of the call follows.
     """
-    # the norm, or what moves n and m, or what comes behind the call
-    allow_next(PDL)
+    # the norm, or what moves n and m
+    allow_next(PDL and SECOND)
     EVEN_K: tl.constexpr = DK % BLOCK_K == 0
     EVEN_V: tl.constexpr = DV % BLOCK_V == 0
     EVEN_D: tl.constexpr = DK == BLOCK_D
@@ -162,6 +163,7 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
             c = next_c
             k = next_k
             q = next_q
+    allow_next(PDL and not SECOND)
     h = tl.sum(total, 0)
     n = forget * n + take * k_all
     if NORMALIZE:
@@ -227,7 +229,7 @@ def default(dk: int, dv: int, arch: Arch | None) -> Config:
     rows, width = _rows.power_of_two(dk), _rows.power_of_two(dv)
     if arch is not None and arch.vendor == "nvidia" and rows > 64 and width >= 64:
         # 256 x 512, 64 rows of a batch in place: 141 us, 177 with 256 rows and 32 columns at once (H200, 2026-11-22)
-        return Config(BLOCK_K=32, BLOCK_V=64, num_warps=4)
+        return Config(BLOCK_K=32, BLOCK_V=64, num_warps=4, EARLY=2)
     block_v = max(4, min(width, TILE // rows))
     wave = 32 if arch is None else arch.wave_size
     return Config(BLOCK_K=rows, BLOCK_V=block_v, num_warps=max(1, min(8, rows * block_v // (32 * wave))))
@@ -298,9 +300,9 @@ def launches_of(
     constants: dict[str, Any] = {
         "CAP": given.capped, "EXPONENTIAL": given.exponential, "NORMALIZE": given.normalize,
         "NORM": normed and not split.apart, "GATE": gate is not None, "IN_PLACE": in_place, "COPIES": split.copies,
-        "BARRIER": in_place and config["BLOCK_K"] * config["BLOCK_V"] < lanes, "PDL": overlaps, "EARLY": early,
-        "COLUMNS": close, "ALIGN": align, "C_COLUMNS": c_close, "C_ALIGN": c_align, "DK": given.dk, "DV": given.dv,
-        "BLOCK_D": _rows.power_of_two(given.dk),
+        "SECOND": split.second, "BARRIER": in_place and config["BLOCK_K"] * config["BLOCK_V"] < lanes,
+        "PDL": overlaps, "EARLY": early, "COLUMNS": close, "ALIGN": align, "C_COLUMNS": c_close, "C_ALIGN": c_align,
+        "DK": given.dk, "DV": given.dv, "BLOCK_D": _rows.power_of_two(given.dk),
     }  # fmt: skip
     grid = (given.batch * given.heads * split.tiles,)
     tensors = tensors_of(given, memory, in_place, split)

@@ -499,9 +499,12 @@ def _tile(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, CHAINS: tl.constexpr,
-    NORM_EPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NEXT: tl.constexpr, NORM_EPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one part of K: finished, or with SPLIT_K its sum to part_ptr [parts, batch, M, N]."""
+    """One tile of one part of K: finished, or with SPLIT_K its sum to part_ptr [parts, batch, M, N].
+
+    NEXT: the program's only tile, behind whose sums what comes behind the call may start.
+    """
     a, b, c_ptr, part_ptr = operands
     a_strides, b_strides = walks
     M, N, K, _, _ = sizes
@@ -522,6 +525,7 @@ def _tile(  # type: ignore[no-untyped-def]
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
             PRECISION, ACC, PTX, CHAINS, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+    allow_next(NEXT)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if SPLIT_K > 1:
@@ -566,8 +570,8 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     begin = spread(tl.program_id(0), tl.num_programs(0), XCDS)
     batch = tl.program_id(1)
-    # `_sum_kernel`, or what comes behind the call
-    allow_next(PDL)
+    # `_sum_kernel`
+    allow_next(PDL and SPLIT_K > 1)
     if EARLY:
         if EARLY > 1 and not TMA and B_ORDER == BY_K and FORMAT != SHUFFLED:
             _, _, stride = walks[1]
@@ -591,15 +595,16 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
             _tile(
                 index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
                 FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, NORM_EPS,
+                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, False, NORM_EPS,
                 BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+        allow_next(PDL and SPLIT_K == 1)
     else:
         _tile(
             begin, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, NORM_EPS,
-            BLOCK_M, BLOCK_N, BLOCK_K,
+            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, PDL and SPLIT_K == 1,
+            NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 
@@ -612,7 +617,6 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     SUM_M: tl.constexpr, SUM_N: tl.constexpr,
 ):  # fmt: skip
     """The parts [splits, batch, M, N] of a split product, added in their order, and finished."""
-    allow_next(PDL)
     await_previous(PDL)
     N = n_units * ALIGN_N
     batch = tl.program_id(1)
@@ -628,6 +632,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
         acc += tl.load(part + split * step, mask=mask, other=0)
         if GATED:
             acc_up += tl.load(part + split * step + N, mask=mask, other=0)
+    allow_next(PDL)
     scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
     ends = (
         bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
@@ -792,8 +797,8 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
             squares = squares + (tl.zeros([1, BLOCK_K], tl.float32),)  # type: ignore[assignment]
     first = split * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
-    # `_sum_kernel`, or what comes behind the call
-    allow_next(PDL)
+    # `_sum_kernel`
+    allow_next(PDL and SPLIT_K > 1)
     if EARLY:
         for ahead in tl.static_range(EARLY - 1):
             _fetch_columns(b_rows, mask_n, (first + ahead) * BLOCK_K, K, BLOCK_K)
@@ -832,6 +837,7 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
         sums = more
         sums_up = more_up
         squares = more_squares
+    allow_next(PDL and SPLIT_K == 1)
     scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     for m in tl.static_range(ROWS):
@@ -905,7 +911,6 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     b_rows = b.to(tl.pointer_type(tl.int32), bitcast=True) + cols.to(tl.int64)[:, None] * stride_bn * 4
     # codes come in units of 64
     words = tl.cdiv(K, 64) * 8
-    allow_next(PDL)
     if EARLY:
         for ahead in tl.static_range(EARLY - 1):
             _fetch_columns(b_rows, mask_n, ahead * WORDS, words, WORDS)
@@ -956,6 +961,7 @@ def _words_kernel(  # type: ignore[no-untyped-def]
         for m in tl.static_range(1, ROWS):
             totals = totals + (sums[m] + _shared(products[m], GROUPS) * scale,)  # type: ignore[assignment]
         sums = totals
+    allow_next(PDL)
     scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     for m in tl.static_range(ROWS):

@@ -156,11 +156,13 @@ def _mlstm_gates_kernel(  # type: ignore[no-untyped-def]
         i = tl.where(mask_t, i, float("-inf"))
         wide = lf.to(tl.float64)
         at = planes_ptr + (start - first) + offs_t
+        # behind the last token too: tiles of tokens read what no row sees
+        mask_p = (start - first) + offs_t < CHUNK
         decay = lf
         if RESETS:
             fresh = (tl.load(resets_ptr + token * stride_rs, mask=mask_t, other=0) != 0).to(tl.int32)
             count = tl.cumsum(fresh, 0)
-            tl.store(at + DOCUMENT * CHUNK, (count + document).to(tl.float32), mask=mask_t)
+            tl.store(at + DOCUMENT * CHUNK, (count + document).to(tl.float32), mask=mask_p)
             document += tl.sum(fresh, 0)
             decay = tl.where(fresh != 0, float("-inf"), lf)
             _, sums = tl.associative_scan((fresh, wide), 0, _since)
@@ -176,10 +178,10 @@ def _mlstm_gates_kernel(  # type: ignore[no-untyped-def]
         sums = sums * LOG2_E
         high = sums.to(tl.float32)
         rest = (sums - high.to(tl.float64)).to(tl.float32)
-        tl.store(at + SUMS * CHUNK, high, mask=mask_t)
-        tl.store(at + REST * CHUNK, rest, mask=mask_t)
-        tl.store(at + LOCAL * CHUNK, i * LOG2_E - rest, mask=mask_t)
-        tl.store(at + TOP * CHUNK, top * LOG2_E, mask=mask_t)
+        tl.store(at + SUMS * CHUNK, high, mask=mask_p)
+        tl.store(at + REST * CHUNK, rest, mask=mask_p)
+        tl.store(at + LOCAL * CHUNK, i * LOG2_E - rest, mask=mask_p)
+        tl.store(at + TOP * CHUNK, top * LOG2_E, mask=mask_p)
 
 
 @triton.jit(do_not_specialize=SIZES)
