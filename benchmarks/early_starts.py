@@ -4,14 +4,17 @@
 
 A chain of 24 products of one row and a weight [4096, 4096] in bfloat16, each of what the one before has made, as a
 graph. Each program writes down its multiprocessor and the time at its start, behind its wait and at its end. A line a
-configuration (columns a program, columns of K a step, warps, stages): µs a launch, and of three launches the
-multiprocessors that ran any of its programs, the most and the fewest programs on one of these, and in ns from the end
-of the launch before: the first start, the first and the last end of the wait, the last end.
+configuration (columns a program, columns of K a step, warps, stages) and start ("no": behind the end of the launch
+before; "top", "loop": early, where every launch lets the next one start at its top, or behind its loop): µs a launch,
+and of three launches the multiprocessors that ran any of its programs, the most and the fewest programs on one of
+these, and in ns from the end of the launch before: the first start, the first and the last end of the wait, the last
+end.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import statistics
 import sys
 
@@ -27,6 +30,7 @@ CONFIGS = (
     (16, 512, 4, 4), (16, 512, 8, 6), (32, 256, 8, 4), (32, 256, 8, 6), (32, 512, 16, 4), (32, 512, 16, 6),
 )  # fmt: skip
 Shape = tuple[int, int, int, int]
+STARTS = ("no", "top", "loop")
 
 
 @triton.jit
@@ -43,13 +47,13 @@ def _multiprocessor():  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _product_kernel(  # type: ignore[no-untyped-def]
-    w_ptr, x_ptr, y_ptr, seen_ptr, K, EARLY: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    w_ptr, x_ptr, y_ptr, seen_ptr, K, EARLY: tl.constexpr, TOP: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of a product; what the program saw is four words in seen."""
     program = tl.program_id(0)
     begun = _now()
-    allow_next(True)
+    allow_next(TOP)
     if EARLY:
         await_previous(True)
     going = _now()
@@ -61,6 +65,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         w = tl.load(rows + k + offs[None, :]).to(tl.float32)
         x = tl.load(x_ptr + k + offs[None, :]).to(tl.float32)
         sums += w * x
+    allow_next(not TOP)
     tl.store(y_ptr + cols, tl.sum(sums, 1).to(y_ptr.dtype.element_ty))
     ended = _now()
     tl.store(seen_ptr + program * 4, begun)
@@ -72,18 +77,17 @@ def _product_kernel(  # type: ignore[no-untyped-def]
 class Chain:
     """The products of a chain, with configurations and starts in turn, captured."""
 
-    def __init__(self, weights: list[torch.Tensor], x: torch.Tensor, shapes: list[Shape], early: tuple[int, ...]):
+    def __init__(self, weights: list[torch.Tensor], x: torch.Tensor, shapes: list[Shape], start: str):
         self.shapes = [shapes[index % len(shapes)] for index in range(LAUNCHES)]
-        early = tuple(early[index % len(early)] for index in range(LAUNCHES))
         self.seen = [torch.zeros(4 * N, device=x.device, dtype=torch.int64) for _ in weights]
         rows = [x.clone() for _ in range(LAUNCHES + 1)]
 
         def work() -> None:
-            for index, ((columns, step, warps, stages), starts) in enumerate(zip(self.shapes, early, strict=True)):
-                options = {"num_warps": warps, **({"launch_pdl": 1} if starts else {})}
+            for index, (columns, step, warps, stages) in enumerate(self.shapes):
+                options = {"num_warps": warps, **({} if start == "no" else {"launch_pdl": 1})}
                 _product_kernel[(N // columns,)](
-                    weights[index], rows[index], rows[index + 1], self.seen[index], K, starts, stages, columns, step,
-                    **options,
+                    weights[index], rows[index], rows[index + 1], self.seen[index], K, start != "no", start == "top",
+                    stages, columns, step, **options,
                 )  # fmt: skip
 
         work()
@@ -118,19 +122,16 @@ class Chain:
 
 
 def main() -> None:
-    """All configurations, started behind and before the end of the launch in front of them."""
+    """All configurations with all starts."""
     weights = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(LAUNCHES)]
     x = torch.randn(K, device="cuda", dtype=torch.bfloat16)
     mixed: list[Shape] = [(4, 512, 1, 4), (32, 256, 8, 6)]
-    chains: list[tuple[list[Shape], tuple[int, ...]]] = [([one], (early,)) for one in CONFIGS for early in (0, 1)]
-    chains += [(mixed, early) for early in ((0, 1), (1, 0), (1, 1), (0, 0))]
-    for shapes, early in chains:
-        chain = Chain(weights, x, shapes, early)
+    for shapes, start in itertools.product([*([one] for one in CONFIGS), mixed], STARTS):
+        chain = Chain(weights, x, shapes, start)
         took = chain.us()
         seen = [chain.what(index) for index in (10, 11, 12)]
         sys.stdout.write(
-            f"{shapes} early {early}: {took:.2f} us/launch; (SMs, most, least, start-prevend, go min, go max, end) "
-            f"{seen}\n"
+            f"{shapes} {start}: {took:.2f} us/launch; (SMs, most, least, start-prevend, go min, go max, end) {seen}\n"
         )
         sys.stdout.flush()
 

@@ -6,10 +6,11 @@
 and whether its programs, begun one after another as multiprocessors run dry, crowd on few of them. Here one product
 after the other is changed in a captured step: stages with EARLY, and sizes of blocks for a product that begins early.
 Of the step of the mLSTM EARLY alone is tried, as the rest of its configuration decides its bits. At the end the step
-is timed in turn with what it was.
-The part `rows` then takes what all parts of the file have found for products: as `wavecrest tune --config` it holds
-each choice to the op's definition and times it alone beside PyTorch, and writes what is right and faster as the row of
-its key into the package's table.
+is timed in turn with what it was. A run begins with what earlier ones of the file have found, and with the products
+that they came to first, or not at all.
+The part `rows` then takes the last word of the file on each product: as `wavecrest tune --config` it holds it to the
+op's definition and times it alone beside PyTorch, and writes what is right and faster as the row of its key into the
+package's table.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from wavecrest.tune import ahead, candidates, misses, session
 from wavecrest.tuned import Config, database, table
 
 # stages beyond those of the row, and starts (EARLY) that are tried with each
-STAGES, STARTS = (0, 2, 3), (0, 1, 3)
+STAGES, STARTS = (0, 2, -2), (0, 1)
+LEAST_STAGES = 2
 # of the step of the mLSTM, which has no stages
 FIRST_STARTS = (0, 1, 2, 3, 4)
 SIZES = ("BLOCK_N", "BLOCK_K", "num_warps")
-# their powers of two; those with as much work a lane as before, and with half or twice of it
-NEAR = ((1, -1, 0), (-1, 1, 0), (1, 0, 1), (0, 1, 1), (-1, 0, -1), (0, -1, -1), (1, 1, 2), (1, 0, 0), (0, 1, 0),
-        (0, 0, 1), (-1, 0, 0), (0, -1, 0), (0, 0, -1))  # fmt: skip
+# their powers of two
+NEAR = ((1, -1, 0), (-1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 2), (0, -1, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1))
 # a change is taken if the step is shorter by so much of it
 LEAST = 5e-4
 # products that a step has so many of, one in each layer
@@ -67,7 +68,8 @@ def changed(config: Config, **values: int) -> Config:
 def starts(config: Config) -> Iterator[Config]:
     """Stages and starts of a configuration."""
     for more, early in itertools.product(STAGES, STARTS):
-        yield changed(config, num_stages=config["num_stages"] + more, EARLY=early)
+        if more >= 0 or config["num_stages"] + more >= LEAST_STAGES:
+            yield changed(config, num_stages=config["num_stages"] + more, EARLY=early)
 
 
 def sizes(config: Config) -> Iterator[Config]:
@@ -78,12 +80,25 @@ def sizes(config: Config) -> Iterator[Config]:
             yield changed(config, **values, num_stages=config["num_stages"] + more, EARLY=1)
 
 
-def tries(made: Decision) -> list[Config]:
-    """What is tried of a call of the step."""
-    assert made.config is not None
-    if made.op != "gemm":
-        return [changed(made.config, EARLY=early) for early in FIRST_STARTS]
-    return list(dict.fromkeys([*starts(made.config), *sizes(made.config)]))
+def tries(op: str, config: Config) -> list[Config]:
+    """What is tried of a call of the step, beside a configuration."""
+    if op != "gemm":
+        return [changed(config, EARLY=early) for early in FIRST_STARTS]
+    return list(dict.fromkeys([*starts(config), *sizes(config)]))
+
+
+def words(path: Path) -> dict[tuple[Any, ...], Row]:
+    """The last word of a file of this script on each call, by op and key; the first to be had first."""
+    if not path.exists():
+        return {}
+    found: dict[tuple[Any, ...], Row] = {}
+    for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+        for row in run["rows"]:
+            if "best" in row:
+                name = (row.get("op", "gemm"), *row["key"].values())
+                found.pop(name, None)
+                found[name] = row
+    return found
 
 
 class Step:
@@ -156,11 +171,11 @@ def described(config: Config) -> str:
     return " ".join(f"{name}={value}" for name, value in config.kwargs.items())
 
 
-def searched(step: Step, made: Decision, tried: list[Config], kernels: ahead.Kernels, first: float) -> Row:
+def searched(step: Step, made: Decision, now: Config, tried: list[Config], kernels: ahead.Kernels, first: float) -> Row:
     """The best configuration of a call of the step, which it has from now on."""
     assert made.config is not None
     op = step.op(made)
-    best, least, found = made.config, first, dict[str, float | str]()
+    best, least, found = now, first, dict[str, float | str]()
     for config in tried:
         candidate = candidates.Candidate(made.backend, config)
         problem = lookup.misfit(op, made.key, made.backend, config) or kernels.error(str(made.key), candidate)
@@ -192,22 +207,29 @@ def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace
     step = Step(place, form, batch)
     arch = hardware.detect(args.device).known
     assert arch is not None
-    kernels, tried = ahead.kernels(False, arch), {}
+    base = step.capture()
+    earlier = words(args.out)
+    names = {made: (made.op, *misses.parts_of(step.op(made), made.key).values()) for made in step.found}
+    kernels, tried, now = ahead.kernels(False, arch), {}, {}
     for made in step.found:
-        tried[made.key] = tries(made)
+        assert made.config is not None
+        now[made] = made.config
+        if names[made] in earlier:
+            now[made] = table.parse_config(earlier[names[made]]["best"]) or made.config
+            step.use(made, now[made])
+        tried[made] = tries(made.op, now[made])
         # the few of the mLSTM compile where they run
-        for config in tried[made.key] if made.op == "gemm" else ():
+        for config in tried[made] if made.op == "gemm" else ():
             # what a kernel refuses says so again when it is tried
             with contextlib.suppress(InvalidArgument):
                 some = [candidates.Candidate(made.backend, config)]
                 kernels.add(step.op(made), str(made.key), step.call(made), some, arch)
     ahead.compile_all(kernels, WORKERS, deadline=math.inf)
-    base = step.capture()
-    now = step.ms()
-    # the mLSTM, whose key does not begin with sizes of a product, then the largest
-    for made in sorted(step.found, key=lambda made: -math.prod(made.key[1:3]) if made.op == "gemm" else -math.inf):
-        row = searched(step, made, tried[made.key], kernels, now)
-        now = row["ms"]
+    took = step.ms()
+    places = {name: place for place, name in enumerate(earlier)}
+    for made in sorted(step.found, key=lambda made: places.get(names[made], -1)):
+        row = searched(step, made, now[made], tried[made], kernels, took)
+        took = row["ms"]
         report.row(f"{made.key[1]}x{made.key[2]}" if made.op == "gemm" else made.op, **row)
     pair = timing.measure_pair(base, step.capture(), device=place.device, min_blocks=8, seconds=4.0)
     report.row(
@@ -219,48 +241,43 @@ def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace
 @torch.no_grad()
 def rows(report: Report, args: argparse.Namespace) -> None:
     """What other parts have found, as rows of the table."""
-    device = hardware.detect(args.device)
+    device, op = hardware.detect(args.device), registry.get("gemm")
     report.header(records.header(device).model_dump(mode="json"))
-    runs = json.loads(args.out.read_text(encoding="utf-8"))["runs"]
-    products = [row for run in runs for row in run["rows"] if row.get("op", "gemm") == "gemm"]
-    found = [row for row in products if row.get("best", "") != row.get("before", "")]
-    # the last word on a key
-    for row in {tuple(row["key"].values()): row for row in found}.values():
+    cases: list[suites.Case] = []
+    configs: dict[str, tuple[Config, ...]] = {}
+    own: dict[str, None] = {}
+    for row in words(args.out).values():
+        config = table.parse_config(row["best"])
+        if row.get("op", "gemm") != op.name or row["best"] == row["before"] or config is None:
+            continue
         case = " ".join(f"{part}={value}" for part, value in row["key"].items())
-        if not report.has(case) and report.at(case):
-            report.row(case, **kept(row, case, device, args.out))
+        cases.append(suites.Case(case, partial(misses.call, op, row["key"], device.torch_name)))
+        configs[case] = (config,)
+        own[row["backend"]] = None
+    path = args.out.with_name(f"{args.out.stem}.tune.json")
+    record = session.tune(
+        op.name, device, session.Settings(backends=tuple(own), configs=configs, workers=WORKERS), session.Targets(path),
+        cases=cases, command=" ".join(["xlstm_chain.py", *sys.argv[1:]]),
+    )  # fmt: skip
+    place, fields, called = table_of(op, device), lookup.fields_of(op), session.named(path)
+    # rows of this record that it has had before it was written anew have nothing to stand on
+    written = {key: row for key, row in database.read(place, fields).items() if row.record != called}
+    for key in record.keys:
+        if key.backend in own:
+            made = session.row_of(key, fields, called, record.header)
+            written[made.key] = made
+        report.row(
+            key.case, config=described(configs[key.case][0]), us=key.us, native_us=key.native_us,
+            written=key.backend in own,
+        )  # fmt: skip
+    for case, problem in record.left.items():
+        report.row(case, problem=problem)
+    database.write(place, fields, written.values())
 
 
 def table_of(op: Op, device: hardware.Device) -> Path:
     """The package's table of an op."""
     return Path(tuned.__file__).parent / "data" / device.arch / f"{op.name}.csv"
-
-
-def kept(row: Row, name: str, device: hardware.Device, out: Path) -> Row:
-    """A row of `rows`, whose choice is in the table if it is right, and faster than PyTorch alone too."""
-    op, config = registry.get("gemm"), table.parse_config(row["best"])
-    assert config is not None
-    case = suites.Case(name, partial(misses.call, op, row["key"], device.torch_name))
-    path = out.with_name(f"{out.stem}.tune.json")
-    settings = session.Settings(backends=(row["backend"],), configs=(config,), workers=1)
-    record = session.tune(
-        op.name, device, settings, session.Targets(path), resume=path.exists(), cases=[case],
-        command=" ".join(["xlstm_chain.py", *sys.argv[1:]]),
-    )  # fmt: skip
-    found = next((key for key in record.keys if key.case == name), None)
-    if found is None or found.us is None:
-        return {"problem": record.left.get(name, "no winner")}
-    won = found.backend == row["backend"]
-    if won:
-        place, fields, called = table_of(op, device), lookup.fields_of(op), session.named(path)
-        written = dict(database.read(place, fields))
-        # rows that the record has had before too: their date is the record's
-        for key in record.keys:
-            made = session.row_of(key, fields, called, record.header) if key.backend == row["backend"] else None
-            if made is not None and (key.case == name or (made.key in written and written[made.key].record == called)):
-                written[made.key] = made
-        database.write(place, fields, written.values())
-    return {"config": row["best"], "us": found.us, "native_us": found.native_us, "written": won}
 
 
 PARTS = [

@@ -269,7 +269,8 @@ def test_the_next_launch_may_start_when_this_one_is_nearly_over(name: str, noted
         if program.kernel == first != last:
             # the second launch of the call, which is small and would come too late
             assert done == [], program
-        elif program.kernel == SECOND:
+        elif program.kernel in (SECOND, "_row_kernel"):
+            # short, and small beside the products of a step
             assert done[-1] == "wait", program
         else:
             assert "load" in done, program

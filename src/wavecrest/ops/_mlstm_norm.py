@@ -62,7 +62,7 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
             # rows beyond the last one have heads too
             fetch(weight_ptr + columns(w_at, stride_w, W_COLUMNS), (offs_s < DV)[None, :])
         await_previous(PDL)
-        # not before: it waits while the programs in front of it run, and the next kernel's would crowd
+        # not before: what waits beside programs that wait would crowd where the launch before both runs dry
         allow_next(PDL)
     # all loads first: none waits for a sum
     if STATES:

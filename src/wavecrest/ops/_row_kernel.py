@@ -198,6 +198,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr,
 ):
+    allow_next(PDL and not EARLY)
     # columns and row strides come in units of ALIGN, which tells the compiler how wide accesses may be
     N = columns * ALIGN
     # Inductor (torch 2.11) passes a Python float as float64, and all that it meets would become that
@@ -230,6 +231,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             some = part * BLOCK_N + tl.arange(0, BLOCK_N // each) * each
             fetch(weight_ptr + column_offsets(some, stride_wn), some < N)
         await_previous(True)
+        # not before: what waits beside programs that wait would crowd where the launch before both runs dry
+        allow_next(True)
     x = _load(x_rows, r_rows, cols, stride_xn, stride_rn, mask, KIND, RESIDUAL)
     if RESIDUAL:
         tl.store(h_ptr + out_rows + cols[None, :], x, mask=mask)
@@ -259,7 +262,6 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             count = tl.minimum(N - part * BLOCK_N, BLOCK_N).to(tl.float32)
             x, own, _ = _reduced(x, zero, weight_ptr, cols, stride_wn, mask_n, count, KIND, HAS_WEIGHT, PEAKED, HELD)
         first, second = _joined(first_of(words), second_of(words), index, parts, N, BLOCK_N, KIND)
-    allow_next(PDL)
     y = _mapped(
         x, zero, own, first, second, N, eps, weight_ptr, bias_ptr, cols, stride_wn, stride_bn, mask_n,
         KIND, HAS_WEIGHT, HAS_BIAS, 2 if HELD else 0,

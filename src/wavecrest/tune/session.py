@@ -41,7 +41,7 @@ class Settings:
         candidates: of a key's configurations beside the default, only so many that the cost model ranks first; None:
             all.
         configs: tried in place of the default and of what the backends think worth trying, each by the backends that
-            it fits; None: those.
+            it fits; a mapping: those of each case, by its name; None: the default and those.
     """
 
     suite: str = "shared"
@@ -53,7 +53,11 @@ class Settings:
     candidates: int | None = None
     timeout: float = 60.0
     modules: tuple[str, ...] = ()
-    configs: tuple[Config, ...] | None = None
+    configs: tuple[Config, ...] | Mapping[str, tuple[Config, ...]] | None = None
+
+    def configs_of(self, case: str) -> tuple[Config, ...] | None:
+        """The configurations of a case."""
+        return self.configs[case] if isinstance(self.configs, Mapping) else self.configs
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +287,7 @@ def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[
                 run.record.left[case.name] = f"has the key of {seen[key]}"
                 continue
             settings = run.settings
-            field = candidates.field(op, args, key, arch, names, settings.candidates, settings.configs)
+            field = candidates.field(op, args, key, arch, names, settings.candidates, settings.configs_of(case.name))
             one = trial.Trial(case, key, field)
             if not one.field.candidates:
                 reasons = "; ".join(f"{name} {reason}" for name, reason in one.field.refused)
