@@ -60,7 +60,9 @@ def test_gain_is_kept_and_measured(run: Run) -> None:
     result = run(TakePauseOut())
     step = outcome(result, "gain")
     assert step.verdict == "kept" and step.ratio is not None and step.ci is not None
-    assert step.ci.low > 5 and step.speed[0].base_ms >= 3
+    speed = step.speed[0]
+    # what is taken out sleeps for 3 ms; how long the rest takes is the machine's
+    assert speed.base_ms >= 3 and speed.base_ms - speed.new_ms > 2.5 and step.ci.low > 1.5
     assert result.record.result is not None and result.record.result.verdict == "faster"
     assert result.model.pause == 0.0 and result.plan.stack == ["gain"]
 
