@@ -254,6 +254,8 @@ def rows(report: Report, args: argparse.Namespace) -> None:
         cases.append(suites.Case(case, partial(misses.call, op, row["key"], device.torch_name)))
         configs[case] = (config,)
         own[row["backend"]] = None
+    if not cases:
+        raise InvalidArgument(f"{args.out} has no product with another configuration: run a search first, as batch-1")
     path = args.out.with_name(f"{args.out.stem}.tune.json")
     record = session.tune(
         op.name, device, session.Settings(backends=tuple(own), configs=configs, workers=WORKERS), session.Targets(path),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from wavecrest.passes import Found, Prediction, Step, StepContext
 
-PAUSE = 0.003
+PAUSE = 0.006
 
 
 class Slow(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.passes.planted import (
+    PAUSE,
     AddPause,
     FastButWrong,
     Interrupts,
@@ -61,8 +62,7 @@ def test_gain_is_kept_and_measured(run: Run) -> None:
     step = outcome(result, "gain")
     assert step.verdict == "kept" and step.ratio is not None and step.ci is not None
     speed = step.speed[0]
-    # what is taken out sleeps for 3 ms; how long the rest takes is the machine's
-    assert speed.base_ms >= 3 and speed.base_ms - speed.new_ms > 2.5 and step.ci.low > 1.5
+    assert step.ci.low > 5 and speed.base_ms >= 6 and speed.base_ms - speed.new_ms > 5
     assert result.record.result is not None and result.record.result.verdict == "faster"
     assert result.model.pause == 0.0 and result.plan.stack == ["gain"]
 
@@ -110,7 +110,7 @@ def test_raising_step_leaves_the_model_and_the_ladder_goes_on(run: Run, step: St
     row = outcome(result, step.id)
     assert row.verdict == "refused" and ("planted failure" in row.reason or "first" in row.reason)
     assert outcome(result, "gain").verdict == "kept"
-    assert model.pause == 0.003 and hasattr(model, "first")
+    assert model.pause == PAUSE and hasattr(model, "first")
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -125,7 +125,7 @@ def test_interrupt_leaves_a_resumable_run_and_the_untouched_model(run: Run, tmp_
     Interrupts.armed = True
     with pytest.raises(OptimizeInterrupted) as caught:
         run(*steps, workload=from_example(model, x), out=tmp_path)
-    assert model.pause == 0.003
+    assert model.pause == PAUSE
     assert isinstance(caught.value, KeyboardInterrupt) and str(tmp_path) in str(caught.value)
     saved = records.load_as(tmp_path / "run.json", records.OptimizeRecord)
     assert [row.id for row in saved.steps] == ["slow"] and saved.result is None
@@ -186,7 +186,7 @@ def test_plan_replays_on_a_fresh_model(run: Run, tmp_path: Path) -> None:
     result = run(TakePauseOut(), out=tmp_path)
     model, _ = slow()
     made = Plan.load(tmp_path / "plan.json").apply(model)
-    assert made.pause == 0.0 and model.pause == 0.003 and same_answers(made, model)
+    assert made.pause == 0.0 and model.pause == PAUSE and same_answers(made, model)
     # weights are shared, not copied
     assert made.first.weight is model.first.weight
     assert (tmp_path / "report.html").read_text().startswith("<!")
@@ -216,7 +216,7 @@ def test_plan_of_other_versions_drops_what_no_longer_verifies(run: Run, monkeypa
     model, x = slow()
     with pytest.warns(UserWarning, match="no longer verifies"):
         made = plan.apply(model, x)
-    assert same_answers(made, model) and made.pause == 0.003
+    assert same_answers(made, model) and made.pause == PAUSE
     with pytest.raises(PlanMismatch, match="no longer verifies"):
         plan.apply(model, x, strict=True)
 

@@ -45,10 +45,10 @@ class Step:
 
 
 def searched(op: Op, times: dict[int, float], tried: list[Config]) -> tuple[Step, dict[str, Any]]:
-    step = Step(op, times)
+    step: Any = Step(op, times)
     made = Decision("double", KEY, "kernel", Config(BLOCK=1), "exact", "a row", ())
     none = ahead.kernels(True, None)
-    found = xlstm_chain.searched(step, made, Config(BLOCK=1), tried, none, 2.0)  # type: ignore[arg-type]
+    found = xlstm_chain.searched(step, made, Config(BLOCK=1), tried, none, 2.0)
     return step, found
 
 
@@ -112,14 +112,15 @@ class Rows:
     def header(self, values: Any) -> None:
         assert values["evidence"]
 
-    def at(self, case: str) -> bool:
-        return True
-
-    def has(self, case: str) -> bool:
-        return False
-
     def row(self, case: str, **values: Any) -> None:
         self.found[case] = values
+
+
+def test_rows_of_nothing_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "chain.json"
+    with pytest.raises(InvalidArgument, match=r"chain\.json has no product .* batch-1"):
+        xlstm_chain.rows(Rows(), argparse.Namespace(device="cpu", out=out))  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("slower", [False, True], ids=["faster than PyTorch", "slower"])
