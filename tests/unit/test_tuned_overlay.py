@@ -157,6 +157,40 @@ def test_sixteen_processes_at_once_lose_nothing(user: Overlay) -> None:
     assert user.check() == []
 
 
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("asked", range(1, 6))
+def test_a_file_that_another_process_makes_meanwhile_is_no_stranger(
+    user: Overlay, monkeypatch: pytest.MonkeyPatch, *, asked: int, read: bool
+) -> None:
+    # as left by a process that was killed between the file's mode and its first transaction
+    user.path.parent.mkdir()
+    with closing(sqlite3.connect(user.path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    connect = sqlite3.connect
+    left = asked
+
+    class Interrupted(sqlite3.Connection):
+        """Lets another process make the file behind the statement of this number, unless that is in a transaction."""
+
+        def execute(self, *given: Any) -> sqlite3.Cursor:
+            nonlocal left
+            found = super().execute(*given)
+            left -= 1
+            if left == 0 and not self.in_transaction:
+                monkeypatch.setattr(sqlite3, "connect", connect)
+                user.write([entry(1, "a", None, True)])
+            return found
+
+    monkeypatch.setattr(sqlite3, "connect", lambda *given, **named: connect(*given, **named, factory=Interrupted))
+    if read:
+        assert len(user.entries()) in (0, 1)
+    else:
+        user.write([entry(2, "a", None, True)])
+    assert left < asked and user.check() == []
+    if not read:
+        assert 2 in {one.row.key[0] for one in user.entries()}
+
+
 def test_a_kill_at_any_point_leaves_what_was_committed(user: Overlay) -> None:
     pick = random.Random(7)
     written: set[tuple[int, int]] = set()

@@ -196,9 +196,11 @@ class Overlay:
 
     def _schema(self, connection: sqlite3.Connection) -> int:
         """The file's schema; 0 where it holds nothing yet."""
-        (application,) = connection.execute("PRAGMA application_id").fetchone()
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        # one statement, so that another process cannot make the file between two of its answers
+        ((application, version, tables),) = connection.execute(
+            "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master) "
+            "FROM pragma_application_id, pragma_user_version"
+        )
         if application != APPLICATION and (tables or application or version):
             raise TableError(f"{self.path} is another program's database: set WAVECREST_DATABASE to a file of its own")
         if version > len(STEPS):
