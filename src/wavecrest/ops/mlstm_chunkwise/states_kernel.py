@@ -155,9 +155,10 @@ def _mlstm_gates_kernel(  # type: ignore[no-untyped-def]
         lf = tl.where(mask_t, lf, 0.0)
         i = tl.where(mask_t, i, float("-inf"))
         wide = lf.to(tl.float64)
-        at = planes_ptr + (start - first) + offs_t
+        place = (start - first).to(tl.int32) + offs_t
+        at = planes_ptr + place
         # behind the last token too: tiles of tokens read what no row sees
-        mask_p = (start - first) + offs_t < CHUNK
+        mask_p = place < CHUNK
         decay = lf
         if RESETS:
             fresh = (tl.load(resets_ptr + token * stride_rs, mask=mask_t, other=0) != 0).to(tl.int32)
