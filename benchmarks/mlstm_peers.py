@@ -274,10 +274,15 @@ def official_step(device: str) -> Call:
     return lambda q, k, v, i, f, c, n, m: run(q=q, k=k, v=v, i=i, f=f, c=c, n=n, m=m, eps=1e-6)
 
 
-def steps(device: str) -> Iterator[tuple[str, Callable[[], Call]]]:
-    """Who takes part: ours with new states as theirs, and in the caller's memory, as models run it."""
+def steps(rows: tuple[int, int], device: str) -> Iterator[tuple[str, Callable[[], Call]]]:
+    """Who takes part: ours with new states as theirs, and in the caller's memory, as models run it, and in one launch.
+
+    `rows`: how many there are, and their heads.
+    """
+    arrivals = torch.zeros(rows, dtype=torch.int32, device=device)
     yield OURS, lambda: mlstm_step
     yield f"{OURS} in place", lambda: partial(mlstm_step, in_place=True)
+    yield f"{OURS} counted", lambda: partial(mlstm_step, in_place=True, arrivals=arrivals)
     yield "official", lambda: official_step(device)
 
 
@@ -296,7 +301,7 @@ def step(report: Report, args: argparse.Namespace) -> None:
         wanted, bound = op.reference(*(one.double() for one in given))[0], bound_of("mlstm_step", given)
         rows: dict[str, Row] = {}
         works: dict[str, Call] = {}
-        for name, maker in steps(device):
+        for name, maker in steps(tuple(given[0].shape[:2]), device):
             try:
                 call = maker()
             except ImportError as error:

@@ -11,12 +11,14 @@ that they came to first, or not at all.
 The part `rows` then takes the last word of the file on each product: as `wavecrest tune --config` it holds it to the
 op's definition and times it alone beside PyTorch, and writes what is right and faster as the row of its key into the
 package's table.
+The part `counted` times steps whose mLSTM counts its programs (`arrivals`), and launches no norm, in turn with others.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -130,10 +132,11 @@ class Step:
         """The op that a decision is of."""
         return next(op for op in self.ops if op.name == made.op)
 
-    def capture(self) -> Callable[[], Any]:
-        """A replay of the step as things are now."""
+    def capture(self, counted: bool = False) -> Callable[[], Any]:
+        """A replay of the step as things are now; `counted`: as of `Decoder`."""
         generation._decoders.pop(self.model, None)
         decoder = xlstm_peers.our_decoder(self.model, self.tokens, False)
+        decoder.counted = counted
         work = partial(decoder._work, self.model)
         cuda_graph.warm_up(work)
         graph, _ = cuda_graph.record(work, torch.cuda.graph_pool_handle(), "the decoding step")
@@ -239,6 +242,24 @@ def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace
 
 
 @torch.no_grad()
+def counted(report: Report, args: argparse.Namespace) -> None:
+    """Steps whose mLSTM counts its programs, beside steps with a launch for the norm."""
+    place = xlstm_peers.start(report, args)
+    for form, batch in ((None, 1), (None, 16), ("fp8", 1)):
+        step = Step(place, form, batch)
+        base, new = step.capture(), step.capture(counted=True)
+        pair = timing.measure_pair(base, new, device=place.device, min_blocks=8, seconds=4.0)
+        report.row(
+            f"{form or 'bf16'} b{batch}", before_ms=pair.base_ms, ms=pair.new_ms, ratio=pair.ratio,
+            ratio_ci=[pair.ci.low, pair.ci.high], blocks=pair.n,
+        )  # fmt: skip
+        # before the next model is made
+        del base, new, step
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
 def rows(report: Report, args: argparse.Namespace) -> None:
     """What other parts have found, as rows of the table."""
     device, op = hardware.detect(args.device), registry.get("gemm")
@@ -287,6 +308,7 @@ PARTS = [
     Part("batch-16", 240.0, partial(chain, None, 16)),
     Part("fp8-batch-1", 240.0, partial(chain, "fp8", 1)),
     Part("int8-batch-1", 240.0, partial(chain, "int8", 1)),
+    Part("counted", 180.0, counted),
     Part("rows", 180.0, rows),
 ]
 

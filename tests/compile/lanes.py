@@ -54,7 +54,7 @@ def main() -> None:
                 given = given._replace(
                     v=given.v[..., :dv], c=given.c[..., :dv].to(dtype).contiguous(), state_dtype=dtype, in_place=True
                 )
-                launch = _mlstm_step.planned(given.sequence(), True, config, known)[0]
+                launch = _mlstm_step.planned(given.sequence(), _mlstm_step.How(in_place=True), config, known)[0]
                 built: Any = compiler.build(launch, arch)
                 found[f"{arch} {name} {dtype}"] = {
                     "barrier": launch.constants["BARRIER"], "loads": loads(built.asm["ttgir"]),

@@ -52,7 +52,8 @@ def main() -> None:
         config = op.config_of("triton", op.key(*given))
         found[f"sequence {dk}x{dv}"] = op.backends["triton"].launches(*given, config=config, arch=arch)[0]
         token = Operands(*example((2, 2, 1, dk, dv), torch.float32, "meta", first=True, return_last_states=True))
-        found[f"step {dk}x{dv}"] = _mlstm_step.planned(token, False, _mlstm_step.default(dk, dv, arch), arch)[0]
+        config = _mlstm_step.default(dk, dv, arch)
+        found[f"step {dk}x{dv}"] = _mlstm_step.planned(token, _mlstm_step.How(), config, arch)[0]
     listings = {name: compiler.compile_launch(launch, ARCH).listing for name, launch in found.items()}
     json.dump({name: merged(code) for name, code in listings.items()}, sys.stdout)
 

@@ -116,6 +116,29 @@ def test_a_layer_is_six_launches(
     assert layer == Counter(products | STATES)
 
 
+def test_counted_programs_need_no_launch_behind_them(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = Config(BLOCK_K=16, BLOCK_V=8, num_warps=1)
+    monkeypatch.setattr(_mlstm_step, "default", lambda *_sizes: narrow)
+    model = build(weight_mode="fused", dtype=torch.bfloat16)
+    made, other = decoder(model), decoder(model)
+    other.counted = True
+    found = []
+    with torch.no_grad():
+        for one in (made, other):
+            launches.found.clear()
+            with launches:
+                one.step(model, None)
+                one.step(model, None)
+            found.append(launches.found.copy())
+    blocks = model.config.num_blocks
+    assert found[0] - found[1] == Counter({"_mlstm_norm_kernel": 2 * blocks}) and not found[1] - found[0]
+    assert torch.equal(made.token, other.token) and not bool(other.pool.arrivals.any())
+    for before, after in zip(made.pool.state.values(), other.pool.state.values(), strict=True):
+        for one, two in zip(before, after, strict=True):
+            assert one is not None and two is not None
+            close(two, one)
+
+
 def test_a_state_that_a_program_holds_is_normed_by_it(launches: Launches) -> None:
     count = step_of(launches)
     layer = count(2) - count(1)

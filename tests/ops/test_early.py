@@ -111,7 +111,7 @@ ROWS: dict[str, Callable[[], Call]] = {
 }
 
 
-def step(config: Config, half: bool = False, in_place: bool = True, **more: Any) -> Call:
+def step(config: Config, half: bool = False, in_place: bool = True, counted: bool = False, **more: Any) -> Call:
     call = case(batch=2, heads=3, tokens=1, dk=24, dv=40, first=True, **more)
     state = call.c_initial
     assert state is not None and call.n_initial is not None
@@ -120,6 +120,7 @@ def step(config: Config, half: bool = False, in_place: bool = True, **more: Any)
         *(one[:, :, 0] for one in (call.q, call.k, call.v)), call.i[:, :, 0], call.f[:, :, 0],
         state.half() if half else state, call.n_initial, call.m_initial, norm_weight=call.norm_weight,
         output_gate=gate, in_place=in_place,
+        arrivals=torch.zeros(2, 3, dtype=torch.int32, device=DEVICE) if counted else None,
     )  # fmt: skip
     return "mlstm_step", "triton", config, args
 
@@ -134,6 +135,7 @@ STEPS: dict[str, Callable[[], Call]] = {
     "half": lambda: step(steps(16, 32), half=True),
     "new": lambda: step(steps(16, 64), in_place=False, epilogue="norm"),
     "narrow": lambda: step(steps(32, 4), epilogue="norm"),
+    "counted": lambda: step(steps(8, 16), epilogue="gate", counted=True),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -121,6 +123,83 @@ def test_in_place_is_the_same_step(name: str, half: bool, how: str) -> None:
                 assert int(given._base.isnan().sum()) == int(before.isnan().sum())
 
 
+ORDERS: dict[str, Callable[[int, int], int]] = {
+    "in order": lambda index, _count: index,
+    "backwards": lambda index, count: count - 1 - index,
+    # 5 divides no number of programs here
+    "mixed": lambda index, count: index * 5 % count,
+}
+
+
+@pytest.fixture(params=ORDERS if DEVICE == "cpu" else ["a GPU's"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The order in which the programs of a launch run."""
+    if DEVICE == "cpu":
+        builder = sys.modules["triton.runtime.interpreter"].InterpreterBuilder
+        placed, place = builder.set_grid_idx, ORDERS[request.param]
+
+        def moved_to(this: Any, x: int, *rest: int) -> None:
+            assert this.grid_dim[0] % 5
+            placed(this, place(x, this.grid_dim[0]), *rest)
+
+        monkeypatch.setattr(builder, "set_grid_idx", moved_to)
+    return str(request.param)
+
+
+COUNTED = ("sigmoid", "no normaliser", "norm", "norm and gate", "24x48")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_last_program_of_a_head_ends_it(
+    name: str, in_place: bool, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = step(**CASES[name])
+    config = CONFIGS["several programs"]
+    want = run(OP, call, config)
+    arrivals = torch.zeros(call.q.shape[:2], dtype=torch.int32, device=DEVICE)
+    empty_like, empty = torch.empty_like, torch.empty
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **more: empty_like(*given, **more).fill_(NAN))
+    monkeypatch.setattr(torch, "empty", lambda *given, **more: empty(*given, **more).fill_(NAN))
+    # the second call finds what the first one left
+    for _ in range(2):
+        states = [None if one is None else one.clone() for one in (call.c, call.n, call.m)]
+        made = call._replace(c=states[0], n=states[1], m=states[2], in_place=in_place, arrivals=arrivals)
+        assert len(_described(made, "several programs")) == 1
+        got = run(OP, made, config)
+        assert not bool(arrivals.any())
+        if in_place:
+            assert all(one is given for one, given in zip(got[1:], states, strict=False))
+        if DEVICE == "cpu":
+            assert all(same_bits(one, other) for one, other in zip(got, want, strict=True))
+        assert_step(call, got)
+
+
+def test_without_anything_left_to_do_nobody_is_counted() -> None:
+    arrivals = torch.full((2, 2), 7, dtype=torch.int32, device=DEVICE)
+    plain, whole = step(), step(**CASES["norm and gate"], in_place=True)
+    for call, config in ((plain, CONFIGS["several programs"]), (whole, None)):
+        copy = call._replace(c=call.c.clone(), n=call.n.clone(), m=None if call.m is None else call.m.clone())
+        assert_step(call, run(OP, copy._replace(arrivals=arrivals), config), wanted(call))
+    assert bool((arrivals == 7).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 64])
+def test_programs_are_counted_whatever_their_order(batch: int) -> None:
+    """Many programs at once, many times: each time the same bits as when nothing else runs."""
+    call = step(dtype=BF16, batch=batch, heads=8, dk=256, dv=512, epilogue="gate")
+    config = registry.get(OP).config_of("triton", registry.get(OP).key(*call))
+    arrivals = torch.zeros(batch, 8, dtype=torch.int32, device=DEVICE)
+    first: list[Tensor] | None = None
+    for _ in range(200):
+        got = list(run(OP, call._replace(arrivals=arrivals), config))
+        first = first or got
+        assert all(same_bits(one, other) for one, other in zip(got, first, strict=True))
+    assert first is not None and not bool(arrivals.any())
+    assert_step(call, first)
+
+
 def test_more_rows_than_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm's kernel for them, on few rows."""
     call, how = step(**CASES["norm and gate"]), "several programs"
@@ -231,7 +310,8 @@ def test_nothing_is_compiled_again_for_another_batch(how: str) -> None:
 
 
 def _described(call: StepOperands, how: str) -> list[Any]:
-    return steps.planned(call.sequence(), call.in_place, CONFIGS[how] or steps.default(16, 24, None), None)
+    given = steps.How(call.in_place, call.arrivals)
+    return steps.planned(call.sequence(), given, CONFIGS[how] or steps.default(16, 24, None), None)
 
 
 def _identity(launch: Any) -> Any:
@@ -293,6 +373,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "state_dtype": ({"state_dtype": torch.bfloat16}, "more than 100 %"),
     "in_place": ({"in_place": 1}, "True or False"),
     "in place, another dtype": ({"in_place": True, "state_dtype": F16}, "leave out state_dtype"),
+    "arrivals in 64 bits": ({"arrivals": torch.zeros(2, 2, dtype=torch.int64)}, "arrivals must be int32"),
+    "arrivals of other rows": ({"arrivals": torch.zeros(3, 2, dtype=torch.int32)}, "arrivals must be int32"),
+    "arrivals apart": ({"arrivals": torch.zeros(2, 2, dtype=torch.int32).mT}, "contiguous"),
     "in place, shared": (
         {"in_place": True, "c": torch.zeros(1, 1, 16, 24, device=DEVICE).expand(2, 2, 16, 24)},
         "share memory",

@@ -165,7 +165,7 @@ def test_steps_in_place_are_timed_beside_those_that_are_not(monkeypatch: pytest.
     report = Told()
     mlstm_peers.step(report, SMALL)
     rows = report.rows["b2"]["rows"]
-    assert set(rows) == {"wavecrest", "wavecrest in place", "official", "copy"}
+    assert set(rows) == {"wavecrest", "wavecrest in place", "wavecrest counted", "official", "copy"}
     case = report.rows["b2"]
     for row in rows.values():
         of_copy = 100 * case["bytes"] / row["ms"] / 1e6 / case["copy_gbps"]

@@ -143,6 +143,7 @@ class StepOperands(NamedTuple):
     output_gate: Tensor | None = None
     in_place: bool = False
     state_dtype: torch.dtype | None = None
+    arrivals: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -353,6 +354,13 @@ def check_step(op: str, given: StepOperands) -> None:
     if given.state_dtype is not None:
         checks.state_dtype(given.state_dtype)
     checks.epilogue(given, tuple(given.v.shape))
+    counts: Any = given.arrivals
+    if counts is not None:
+        fits = isinstance(counts, Tensor) and counts.dtype == torch.int32 and counts.device == q.device
+        if not fits or counts.shape != q.shape[:2] or not counts.is_contiguous():
+            raise checks.fail(
+                f"arrivals must be int32 {list(q.shape[:2])}, contiguous, on {q.device}, got {_describe(counts)}"
+            )
     if given.in_place:
         _check_in_place(checks, given)
 

@@ -17,7 +17,7 @@ from wavecrest.ops._mlstm_operands import Operands
 from wavecrest.ops._triton import tl, triton
 from wavecrest.tuned import Config
 
-TENSORS, NORM_TENSORS = 14, 11
+TENSORS, NORM_TENSORS = 16, 11
 # elements of a state that a program has under way at a time: 32 KiB in registers
 TILE = 8192
 
@@ -51,24 +51,43 @@ def _strip(  # type: ignore[no-untyped-def]
     return at[:, None] + columns(offs_v, stride_d, COLUMNS)[None, :]
 
 
+@triton.jit
+def _normed(  # type: ignore[no-untyped-def]
+    h, weight_ptr, gate_ptr, offs_v, mask_v, stride_w, stride_gd, norm_eps,
+    GATE: tl.constexpr, COLUMNS: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """σ(gate) · LayerNorm(h) · weight of all columns of a head [BLOCK], float32; pointers are to the head's first."""
+    y = layer_norm(h[None, :], mask_v[None, :], DV, tl.cast(norm_eps, tl.float32))
+    w_at = offs_v.to(tl.int64)[None, :] * stride_w
+    y = y * tl.load(weight_ptr + w_at, mask=mask_v[None, :], other=0.0).to(tl.float32)
+    if GATE:
+        g_at = columns(offs_v, stride_gd, COLUMNS)[None, :]
+        y = y * sigmoid(tl.load(gate_ptr + g_at, mask=mask_v[None, :], other=0.0).to(tl.float32))
+    return tl.sum(y, 0)
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, i_ptr, f_ptr, c_ptr, n_ptr, m_ptr, weight_ptr, gate_ptr, h_ptr, c_new_ptr, n_new_ptr,
-    m_new_ptr, eps, cap, norm_eps, scale, heads, tiles,
+    m_new_ptr, scratch_ptr, arrivals_ptr, eps, cap, norm_eps, scale, heads, tiles,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kd, stride_vb, stride_vh, stride_vd,
     stride_hb, stride_hh, stride_hd, stride_gb, stride_gh, stride_gd, stride_ib, stride_ih, stride_fb, stride_fh,
     stride_cb, stride_ch, stride_ck, stride_cd, stride_nb, stride_nh, stride_nk, stride_mb, stride_mh,
     stride_xb, stride_xh, stride_xk, stride_xd, stride_yb, stride_yh, stride_yk, stride_zb, stride_zh, stride_w,
     CAP: tl.constexpr, EXPONENTIAL: tl.constexpr, NORMALIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    IN_PLACE: tl.constexpr, COPIES: tl.constexpr, SECOND: tl.constexpr, BARRIER: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, C_COLUMNS: tl.constexpr, C_ALIGN: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    IN_PLACE: tl.constexpr, COPIES: tl.constexpr, SECOND: tl.constexpr, LAST: tl.constexpr, DRAIN: tl.constexpr,
+    BARRIER: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
+    C_COLUMNS: tl.constexpr, C_ALIGN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of the state c [DK, DV] of one row and head, BLOCK_K rows of it at a time, the next ones ahead.
 
     Strides of q, k, v, h and the gate come in units of ALIGN, those of the states c (`c_new`: x) in units of C_ALIGN,
     but for strides of columns. Every program of a head works out n and m, the first writes them (`n_new`: y, `m_new`:
-    z). IN_PLACE: c is c_new, and but with COPIES n and m are n_new and m_new. NORM: the program has all columns.
+    z). IN_PLACE: c is c_new, and but with COPIES n and m are n_new and m_new. NORM: the program has all columns, or
+    gets them. LAST: the last program of a head to come to its end, as `arrivals` [B, NH] count them, has h of the others
+    from scratch [B, NH, DV], writes n and m, which the others have read by then, and leaves 0 in `arrivals`. DRAIN: a
+    barrier does not wait for stores, as on AMD, where it is `s_barrier` alone (gfx942, triton 3.6).
 
     In place no barrier is between loads and stores of c: each element is loaded by one lane, and what is stored there
     is made of what was loaded. BARRIER: there are fewer elements than lanes, so that several lanes load one. SECOND: a
@@ -169,27 +188,50 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
     if NORMALIZE:
         # + 0: as in the kernel of sequences
         h = h / denominator(tl.sum(q_all * scale * n + 0.0, 0), m, eps, EXPONENTIAL)
-    if NORM:
-        y = layer_norm(h[None, :], mask_v[None, :], DV, tl.cast(norm_eps, tl.float32))
-        w_at = (head * DV + offs_v)[None, :] * stride_w
-        y = y * tl.load(weight_ptr + w_at, mask=mask_v[None, :], other=0.0).to(tl.float32)
-        if GATE:
-            g_at = ALIGN * (row * stride_gb + head * stride_gh) + columns(offs_v, stride_gd, COLUMNS)[None, :]
-            y = y * sigmoid(tl.load(gate_ptr + g_at, mask=mask_v[None, :], other=0.0).to(tl.float32))
-        h = tl.sum(y, 0)
-    tl.store(h_ptr + columns(offs_v, stride_hd, COLUMNS), h.to(h_ptr.dtype.element_ty), mask=mask_v)
-    if tile == 0:
-        if IN_PLACE and not COPIES:
-            # several lanes have read the same of n and m
-            tl.debug_barrier()
-        y_at = n_new_ptr + row * stride_yb + head * stride_yh + offs_d.to(tl.int64) * stride_yk
-        tl.store(y_at, n, mask=offs_d < DK)
-        if EXPONENTIAL:
-            tl.store(m_new_ptr + row * stride_zb + head * stride_zh, m)
+    slot = row * heads + head
+    weight_ptr += head * DV * stride_w
+    gate_ptr += ALIGN * (row * stride_gb + head * stride_gh)
+    n_new_ptr += row * stride_yb + head * stride_yh
+    m_new_ptr += row * stride_zb + head * stride_zh
+    if LAST:
+        if NORM and DRAIN:
+            # acquire: each wave goes on when what it wrote has arrived
+            words = scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * DV + offs_v
+            tl.atomic_xchg(words, h.to(tl.int32, bitcast=True), mask=mask_v, sem="acquire")
+        elif NORM:
+            tl.store(scratch_ptr + slot * DV + offs_v, h, mask=mask_v)
+        else:
+            tl.store(h_ptr + columns(offs_v, stride_hd, COLUMNS), h.to(h_ptr.dtype.element_ty), mask=mask_v)
+        # what every lane has stored comes before what one of them then says
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals_ptr + slot, 1, sem="acq_rel") == tiles - 1:
+            tl.store(arrivals_ptr + slot, 0)
+            if NORM:
+                offs_h = tl.arange(0, BLOCK_H)
+                mask_h = offs_h < DV
+                whole = tl.load(scratch_ptr + slot * DV + offs_h, mask=mask_h, other=0.0)
+                whole = _normed(
+                    whole, weight_ptr, gate_ptr, offs_h, mask_h, stride_w, stride_gd, norm_eps, GATE, COLUMNS, DV
+                )
+                tl.store(h_ptr + columns(offs_h, stride_hd, COLUMNS), whole.to(h_ptr.dtype.element_ty), mask=mask_h)
+            tl.store(n_new_ptr + offs_d.to(tl.int64) * stride_yk, n, mask=offs_d < DK)
+            if EXPONENTIAL:
+                tl.store(m_new_ptr, m)
+    else:
+        if NORM:
+            h = _normed(h, weight_ptr, gate_ptr, offs_v, mask_v, stride_w, stride_gd, norm_eps, GATE, COLUMNS, DV)
+        tl.store(h_ptr + columns(offs_v, stride_hd, COLUMNS), h.to(h_ptr.dtype.element_ty), mask=mask_v)
+        if tile == 0:
+            if IN_PLACE and not COPIES:
+                # several lanes have read the same of n and m
+                tl.debug_barrier()
+            tl.store(n_new_ptr + offs_d.to(tl.int64) * stride_yk, n, mask=offs_d < DK)
+            if EXPONENTIAL:
+                tl.store(m_new_ptr, m)
 
 
 class Memory(NamedTuple):
-    """What a call writes: h, the new states, and h before the norm; None where it is not needed.
+    """What a call writes: h, the new states, h before the norm, and arrivals; None where it is not needed.
 
     `n_kept`, `m_kept`: where the caller has n and m, which a second launch writes.
     """
@@ -199,25 +241,39 @@ class Memory(NamedTuple):
     n: Tensor
     m: Tensor | None
     scratch: Tensor | None
+    arrivals: Tensor | None = None
     n_kept: Tensor | None = None
     m_kept: Tensor | None = None
 
 
-class Split(NamedTuple):
-    """How a head is taken apart: programs over its columns, and what is left to a second launch.
+class How(NamedTuple):
+    """What a step is given that a sequence of one token is not: see `wavecrest.ops.mlstm_step`."""
 
-    `apart`: the norm, which needs all columns. `copies`: in place, n and m go to where the caller has them behind all
-    programs of a head, each of which reads them.
+    in_place: bool = False
+    arrivals: Tensor | None = None
+
+
+class Split(NamedTuple):
+    """How a head is taken apart: programs over its columns, and what is left to do behind all of them.
+
+    `apart`: the norm, which needs all columns. `copies`: in place, n and m go to where the caller has them, which all
+    programs of a head read. `counted`: the last program of a head to come to its end does it, else a second launch.
     """
 
     tiles: int
     apart: bool
     copies: bool
+    counted: bool
+
+    @property
+    def last(self) -> bool:
+        """True if programs are counted, and the last of a head has something to do."""
+        return self.counted and (self.apart or self.copies)
 
     @property
     def second(self) -> bool:
         """True if there is a second launch."""
-        return self.apart or self.copies
+        return not self.counted and (self.apart or self.copies)
 
 
 def default(dk: int, dv: int, arch: Arch | None) -> Config:
@@ -250,20 +306,22 @@ def space(dk: int, dv: int, arch: Arch) -> Iterator[Config]:
                     yield made
 
 
-def split_of(given: Operands, in_place: bool, config: Config) -> Split:
+def split_of(given: Operands, how: How, config: Config) -> Split:
     """How the heads of a call are taken apart."""
     tiles = _rows.ceil_div(given.dv, config["BLOCK_V"])
-    return Split(tiles, given.norm_weight is not None and tiles > 1, in_place and tiles > 1)
+    apart, copies = given.norm_weight is not None and tiles > 1, how.in_place and tiles > 1
+    return Split(tiles, apart, copies, how.arrivals is not None)
 
 
 def tensors_of(given: Operands, memory: Memory, in_place: bool, split: Split) -> tuple[Tensor, ...]:
     """The kernel's pointers, an input for what it does not look at."""
     q, states = given.q, given.initial
     if in_place:
-        states = (None, *states[1:]) if split.copies else (None, None, None)
+        states = (None, *states[1:]) if split.copies and split.second else (None, None, None)
     read = or_else(q, q, given.k, given.v, given.i, given.f, *states, given.norm_weight, given.output_gate)
-    h = memory.h if memory.scratch is None else memory.scratch
-    return (*read, h, *or_else(q, memory.c, memory.n, memory.m))
+    h = memory.scratch if split.apart and split.second else memory.h
+    assert h is not None
+    return (*read, h, *or_else(q, memory.c, memory.n, memory.m, memory.scratch, memory.arrivals))
 
 
 def norm_tensors_of(given: Operands, memory: Memory, split: Split) -> tuple[Tensor, ...]:
@@ -275,15 +333,15 @@ def norm_tensors_of(given: Operands, memory: Memory, split: Split) -> tuple[Tens
     return (*read, memory.h, *or_else(given.q, memory.n_kept, memory.m_kept))
 
 
-def launches_of(
-    given: Operands, memory: Memory, in_place: bool, config: Config, arch: Arch | None
-) -> list[_rows.Launch]:
+def launches_of(given: Operands, memory: Memory, how: How, config: Config, arch: Arch | None) -> list[_rows.Launch]:
     """The launches of a call, one or two; `given` is the step as a sequence of one token."""
-    split, normed, overlaps = split_of(given, in_place, config), given.norm_weight is not None, _rows.overlaps(arch)
+    split, normed, overlaps = split_of(given, how, config), given.norm_weight is not None, _rows.overlaps(arch)
     early, options = _rows.start_of(config, arch)
-    gate = given.output_gate if normed and not split.apart else None
-    h_strides = (*before_norm(given), 1) if split.apart else strides(memory.h, 4)
-    close = side_by_side(given.q, given.k, given.v, gate, None if split.apart else memory.h)
+    # True: a second launch makes h of what this one leaves in scratch
+    later = split.apart and split.second
+    gate = given.output_gate if normed and not later else None
+    h_strides = (*before_norm(given), 1) if later else strides(memory.h, 4)
+    close = side_by_side(given.q, given.k, given.v, gate, None if later else memory.h)
     walked = [strides(one, 4) for one in (given.q, given.k, given.v)] + [h_strides, strides(gate, 4)]
     align = _rows.alignment(0, *(one[:2] for one in walked)) if close else 1
     c_strides, x_strides = strides(given.c_initial, 4), strides(memory.c, 4)
@@ -299,13 +357,15 @@ def launches_of(
     lanes = config["num_warps"] * (64 if arch is None else arch.wave_size)
     constants: dict[str, Any] = {
         "CAP": given.capped, "EXPONENTIAL": given.exponential, "NORMALIZE": given.normalize,
-        "NORM": normed and not split.apart, "GATE": gate is not None, "IN_PLACE": in_place, "COPIES": split.copies,
-        "SECOND": split.second, "BARRIER": in_place and config["BLOCK_K"] * config["BLOCK_V"] < lanes,
-        "PDL": overlaps, "EARLY": early, "COLUMNS": close, "ALIGN": align, "C_COLUMNS": c_close, "C_ALIGN": c_align,
-        "DK": given.dk, "DV": given.dv, "BLOCK_D": _rows.power_of_two(given.dk),
+        "NORM": normed and not later, "GATE": gate is not None, "IN_PLACE": how.in_place,
+        "COPIES": split.copies and split.second, "SECOND": split.second, "LAST": split.last,
+        "DRAIN": arch is not None and arch.vendor == "amd",
+        "BARRIER": how.in_place and config["BLOCK_K"] * config["BLOCK_V"] < lanes, "PDL": overlaps, "EARLY": early,
+        "COLUMNS": close, "ALIGN": align, "C_COLUMNS": c_close, "C_ALIGN": c_align, "DK": given.dk, "DV": given.dv,
+        "BLOCK_D": _rows.power_of_two(given.dk), "BLOCK_H": _rows.power_of_two(given.dv) if split.last else 1,
     }  # fmt: skip
     grid = (given.batch * given.heads * split.tiles,)
-    tensors = tensors_of(given, memory, in_place, split)
+    tensors = tensors_of(given, memory, how.in_place, split)
     found = [_rows.Launch(_mlstm_step_kernel, grid, (*tensors, *sizes), constants, options)]
     if split.second:
         states = (memory.n_kept, memory.m_kept) if split.copies else None
@@ -330,46 +390,47 @@ def sizes_of(given: Operands) -> Sizes:
     return Sizes(given.batch, given.heads, given.dk, given.dv, given.exponential, given.c_dtype)
 
 
-def allocate(sizes: Sizes, now: Operands, in_place: bool, split: Split, device: torch.device | str) -> Memory:
+def allocate(sizes: Sizes, now: Operands, how: How, split: Split, device: torch.device | str) -> Memory:
     """Memory for a call; in place the caller's."""
     single, shape = torch.float32, (sizes.batch, sizes.heads)
     h, scratch = torch.empty_like(now.v, device=device), None
     if split.apart:
         scratch = torch.empty((*shape, sizes.dv), dtype=single, device=device)
+    arrivals = how.arrivals if split.last else None
     c, n, m = now.initial
     assert c is not None and n is not None
-    if in_place and not split.copies:
-        return Memory(h, c, n, m, scratch)
+    if how.in_place and not (split.copies and split.second):
+        return Memory(h, c, n, m, scratch, arrivals)
     new_n = torch.empty((*shape, sizes.dk), dtype=single, device=device)
     new_m = torch.empty((*shape, 1), dtype=single, device=device) if sizes.exponential else None
-    if in_place:
-        return Memory(h, c, new_n, new_m, scratch, n, m)
+    if how.in_place:
+        return Memory(h, c, new_n, new_m, scratch, None, n, m)
     c = torch.empty((*shape, sizes.dk, sizes.dv), dtype=sizes.c_dtype, device=device)
-    return Memory(h, c, new_n, new_m, scratch)
+    return Memory(h, c, new_n, new_m, scratch, arrivals)
 
 
-def planned(given: Operands, in_place: bool, config: Config, arch: Arch | None) -> list[_rows.Launch]:
+def planned(given: Operands, how: How, config: Config, arch: Arch | None) -> list[_rows.Launch]:
     """The launches of a call, without memory for what they write."""
     device = given.q.device if torch.compiler.is_compiling() else torch.device("meta")
-    memory = allocate(sizes_of(given), given, in_place, split_of(given, in_place, config), device)
-    return launches_of(given, memory, in_place, config, arch)
+    memory = allocate(sizes_of(given), given, how, split_of(given, how, config), device)
+    return launches_of(given, memory, how, config, arch)
 
 
-def bind(given: Operands, in_place: bool, config: Config) -> Callable[[Operands], tuple[Tensor, ...]]:
+def bind(given: Operands, how: How, config: Config) -> Callable[[Operands, Tensor | None], tuple[Tensor, ...]]:
     """The function for all calls with arguments like these.
 
-    It takes the tensors alone, without a dimension for tokens: nothing else is looked at again.
+    It takes the tensors alone, without a dimension for tokens, and arrivals: nothing else is looked at again.
     """
-    device, split, sizes = given.q.device, split_of(given, in_place, config), sizes_of(given)
-    made = planned(given, in_place, config, _rows.arch())
+    device, split, sizes, in_place = given.q.device, split_of(given, how, config), sizes_of(given), how.in_place
+    made = planned(given, how, config, _rows.arch())
     start, numbers = _rows.starter(made[0], device), made[0].args[TENSORS:]
     finish, more = None, ()
     if split.second:
         finish, more = _rows.starter(made[1], device), made[1].args[NORM_TENSORS:]
     some = sizes.batch * sizes.heads > 0
 
-    def call(now: Operands) -> tuple[Tensor, ...]:
-        memory = allocate(sizes, now, in_place, split, device)
+    def call(now: Operands, arrivals: Tensor | None) -> tuple[Tensor, ...]:
+        memory = allocate(sizes, now, How(in_place, arrivals), split, device)
         if some:
             start(*tensors_of(now, memory, in_place, split), *numbers)
             if finish is not None:

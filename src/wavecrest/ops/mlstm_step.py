@@ -64,9 +64,14 @@ def _reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def _example(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, **options: Any) -> tuple[Any, ...]:
-    """The arguments of a step of B, NH, DK, DV; `epilogue`: with norm and output gate; `half`: c in float16."""
+    """The arguments of a step of B, NH, DK, DV.
+
+    `epilogue`: with norm and output gate; `half`: c in float16; `counted`: with arrivals.
+    """
     b, nh, dk, dv = shape
     half, epilogue = options.pop("half", False), options.pop("epilogue", False)
+    if options.pop("counted", False):
+        options["arrivals"] = torch.zeros((b, nh), dtype=torch.int32, device=device)
     made = _shared.example((b, nh, 1, dk, dv), dtype, device, first=True, epilogue=epilogue)
     q, k, v, i, f, c, n, m = made[:8]
     if options.get("input_gate", "exp") != "exp":
@@ -111,7 +116,11 @@ def _space(key: Key, arch: Arch) -> Iterator[Config]:
 
 def _launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
     given = StepOperands(*args)
-    return _step.planned(given.sequence(), given.in_place, config, arch)
+    return _step.planned(given.sequence(), _how(given), config, arch)
+
+
+def _how(given: StepOperands) -> _step.How:
+    return _step.How(given.in_place, given.arrivals)
 
 
 def _tensors(given: StepOperands) -> Operands:
@@ -121,17 +130,24 @@ def _tensors(given: StepOperands) -> Operands:
 
 def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
     given = StepOperands(*args, **kwargs)
-    run = _step.bind(given.sequence(), given.in_place, config)
-    return lambda *args, **kwargs: run(_tensors(StepOperands(*args, **kwargs)))
+    run = _step.bind(given.sequence(), _how(given), config)
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        now = StepOperands(*args, **kwargs)
+        return run(_tensors(now), now.arrivals)
+
+    return call
 
 
-# B, NH, DK, DV and options: both shapes of heads, in place and not, in one launch and in two
+# B, NH, DK, DV and options: both shapes of heads, in place and not, in one launch and in two, with arrivals
 _COMPILED: dict[str, tuple[tuple[int, int, int, int], torch.dtype, dict[str, Any]]] = {
     "7B": ((16, 8, 256, 512), torch.bfloat16, {"gate_soft_cap": 15.0}),
     "7B in place": ((16, 8, 256, 512), torch.bfloat16, {"in_place": True, "epilogue": True}),
     "7B half": ((16, 8, 256, 512), torch.bfloat16, {"in_place": True, "half": True}),
+    "7B counted": ((16, 8, 256, 512), torch.bfloat16, {"in_place": True, "epilogue": True, "counted": True}),
     "64x128": ((16, 8, 64, 128), torch.bfloat16, {"gate_soft_cap": 15.0, "epilogue": True}),
     "64x128 in place": ((16, 8, 64, 128), torch.bfloat16, {"in_place": True, "input_gate": "sigmoid"}),
+    "64x128 counted": ((16, 8, 64, 128), torch.bfloat16, {"in_place": True, "epilogue": True, "counted": True}),
     "96x192": ((16, 4, 96, 192), torch.float32, {"epilogue": True}),
 }
 
@@ -141,7 +157,7 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.
     for name, (shape, dtype, options) in _COMPILED.items():
         given = StepOperands(*_example(shape, dtype, "meta", **options))
         made = config or _step.default(*shape[2:], arch)
-        launches = _step.planned(given.sequence(), given.in_place, made, arch)
+        launches = _step.planned(given.sequence(), _how(given), made, arch)
         cases |= dict(zip((name, f"{name} norm"), launches, strict=False))
     return cases
 
@@ -165,13 +181,14 @@ def _bench_cases(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, .
 
 
 def _emulate_cases(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
-    """Odd columns, sigmoid gates, capped gates, norm and gate in one launch and in two; float32, as states are."""
+    """Odd columns, sigmoid and capped gates, norm and gate in one launch, two, or counted; float32, as states are."""
     single = torch.float32
     return {
         "odd columns": partial(_example, (2, 3, 24, 40), single, "cpu"),
         "sigmoid": partial(_example, (1, 2, 48, 96), single, "cpu", input_gate="sigmoid", normalize=False),
         "norm and gate": partial(_example, (2, 2, 32, 64), single, "cpu", epilogue=True, gate_soft_cap=15.0),
         "wide norm": partial(_example, (1, 1, 256, 300), single, "cpu", epilogue=True),
+        "counted": partial(_example, (1, 2, 256, 300), single, "cpu", epilogue=True, counted=True),
         "bfloat16": partial(_example, (2, 2, 64, 128), torch.bfloat16, "cpu"),
     }
 
@@ -215,6 +232,7 @@ def mlstm_step(
     output_gate: Tensor | None = None,
     in_place: bool = False,
     state_dtype: torch.dtype | None = None,
+    arrivals: Tensor | None = None,
 ) -> Any:
     """One token of the mLSTM cell, by the formulas of `mlstm_chunkwise`.
 
@@ -229,6 +247,10 @@ def mlstm_step(
         output_gate: [B, NH, DV], any float dtype and strides, with norm_weight.
         in_place: write the new states over c, n and m, and return these.
         state_dtype: of the new c, float32 or float16 (clamped to ±65504); None: c's.
+        arrivals: int32 [B, NH] of zeros, contiguous, which the call leaves as zeros, and which no other call may use at
+            the same time, as with states in place. With it our kernel counts the programs of each head, and the last
+            one normalises h and writes n and m: one launch, where a second one follows without it. For decoding, where
+            it lives as long as the states do; other backends have no use for it.
 
     Returns:
         (h, (c, n, m)), for sigmoid gates (h, (c, n)): h [B, NH, DV] in q's dtype and v's memory order.
@@ -239,6 +261,6 @@ def mlstm_step(
     """
     result = _op(
         q, k, v, i, f, c, n, m, eps, input_gate, normalize, gate_soft_cap, norm_weight, norm_eps, output_gate,
-        in_place, state_dtype,
+        in_place, state_dtype, arrivals,
     )  # fmt: skip
     return _shared.nested(result, True)

@@ -115,13 +115,18 @@ def has_graphs(device: torch.device) -> bool:
 
 
 class Decoder:
-    """One token a call: tokens, states and noise at fixed addresses, the step eager or a captured graph."""
+    """One token a call: tokens, states and noise at fixed addresses, the step eager or a captured graph.
+
+    `counted`: programs of `mlstm_step` are counted, and no second launch follows; not the default, as nobody has
+    measured it yet.
+    """
 
     def __init__(self, state: State, logits: Tensor, sampling: Sampling) -> None:
         self.pool = StatePool(state)
         self.token = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
         self.noise = sampling.noise(logits)
         self.decoding = ""
+        self.counted = False
         self._sampling = sampling
         self._graph: Any = None
         # why there is no graph though one was wanted
@@ -161,7 +166,7 @@ class Decoder:
 
     def _work(self, model: xLSTMLarge) -> Tensor:
         """What a graph holds; the logits [B, V], to be compared."""
-        logits = model.decode(self.token, self.pool.state)
+        logits = model.decode(self.token, self.pool.state, self.pool.arrivals if self.counted else None)
         self.token.copy_(self._sampling.pick(logits, self.noise))
         return logits
 

@@ -199,6 +199,7 @@ class MLSTMLayer(nn.Module):
         return_state: bool = True,
         norm: Norm | None = None,
         residual: Tensor | None = None,
+        arrivals: Tensor | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         """One layer over a sequence, or over one token behind a state.
 
@@ -210,6 +211,7 @@ class MLSTMLayer(nn.Module):
             return_state: False where the state behind the last token is not needed.
             norm: of x, which the projections apply on the way; None: x is normalised.
             residual: [B, S, embedding_dim], added to the result.
+            arrivals: of a single token: see `mlstm_step`.
 
         Returns:
             [B, S, embedding_dim], and the state behind the last token, or None.
@@ -224,7 +226,7 @@ class MLSTMLayer(nn.Module):
         if x.shape[1] == 1 and state is not None and padding is None:
             q, k, v = (part.squeeze(2) for part in (q, k, v))
             h, after = self.kernels.step(
-                q, k, v, i, f, *state, output_gate=o.squeeze(2), in_place=in_place, **options
+                q, k, v, i, f, *state, output_gate=o.squeeze(2), in_place=in_place, arrivals=arrivals, **options
             )  # fmt: skip
             h = h.unsqueeze(2)
         else:
@@ -295,10 +297,13 @@ class Block(nn.Module):
         padding: Padding | None,
         in_place: bool,
         return_state: bool,
+        arrivals: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, LayerState | None]:
         """(x, delta, state): the block's result is x + delta, [B, S, embedding_dim] each; None: x alone."""
         layer, ffn = self.mlstm_layer, self.ffn
         options: dict[str, Any] = {"padding": padding, "in_place": in_place, "return_state": return_state}
+        if arrivals is not None:
+            options["arrivals"] = arrivals
         first = second = mixes = ends = False
         if in_place and padding is None and x.shape[1] == 1:
             first, second, mixes, ends = self._choice.of(

@@ -49,16 +49,18 @@ class BlockStack(nn.Module):
         in_place: bool,
         return_state: bool,
         normed: bool = True,
+        arrivals: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """x [B, S, embedding_dim] to the same, [B, 1, …] of the places `last` [B] where given; and the states.
 
-        `normed`: by the norm behind the last block, where there is one.
+        `normed`: by the norm behind the last block, where there is one. `arrivals`: as of `xLSTMLarge.decode`.
         """
         delta: Tensor | None = None
         after: State = {}
         for index, block in enumerate(self.blocks):
             before = None if state is None else state[index]
-            x, delta, reached = block(x, delta, before, padding, in_place, return_state)
+            counts = None if arrivals is None else arrivals[index]
+            x, delta, reached = block(x, delta, before, padding, in_place, return_state, counts)
             if reached is not None:
                 after[index] = reached
         if last is not None:
@@ -168,13 +170,16 @@ class xLSTMLarge(nn.Module):
         logits, after = self._run(tokens, state, padding, last, keep)
         return (logits, after) if keep else logits
 
-    def decode(self, token: Tensor, state: State) -> Tensor:
-        """Logits [B, vocab_size] behind one token [B]; the state's own tensors become the state behind it."""
+    def decode(self, token: Tensor, state: State, arrivals: Tensor | None = None) -> Tensor:
+        """Logits [B, vocab_size] behind one token [B]; the state's own tensors become the state behind it.
+
+        `arrivals`: int32 [num_blocks, B, NH] of zeros, each block's as `mlstm_step` takes them.
+        """
         x = self.embedding(token.unsqueeze(1))
         norm = self.backbone.out_norm
         if norm is not None and not self._choice.of(x, ((self.lm_head,), norm))[0]:
             norm = None
-        x, _ = self.backbone(x, state, None, None, True, True, norm is None)
+        x, _ = self.backbone(x, state, None, None, True, True, norm is None, arrivals)
         return self._logits(x, norm)[:, 0]
 
     def _run(

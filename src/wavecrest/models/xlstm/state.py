@@ -64,11 +64,16 @@ def clone_state(state: State) -> State:
 
 
 class StatePool:
-    """States at fixed addresses, which decoding updates in place and a captured graph holds on to."""
+    """States at fixed addresses, which decoding updates in place and a captured graph holds on to.
+
+    `arrivals`: int32 [blocks, B, NH] of zeros, for the steps that update them.
+    """
 
     def __init__(self, state: State) -> None:
         """Take a copy of a state."""
         self.state = clone_state(state)
+        c = state[0][0]
+        self.arrivals = torch.zeros((len(state), *c.shape[:2]), dtype=torch.int32, device=c.device)
 
     def load(self, state: State) -> None:
         """Copy another state of the same shapes in."""
