@@ -85,9 +85,9 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
     Strides of q, k, v, h and the gate come in units of ALIGN, those of the states c (`c_new`: x) in units of C_ALIGN,
     but for strides of columns. Every program of a head works out n and m, the first writes them (`n_new`: y, `m_new`:
     z). IN_PLACE: c is c_new, and but with COPIES n and m are n_new and m_new. NORM: the program has all columns, or
-    gets them. LAST: the last program of a head to come to its end, as `arrivals` [B, NH] count them, has h of the others
-    from scratch [B, NH, DV], writes n and m, which the others have read by then, and leaves 0 in `arrivals`. DRAIN: a
-    barrier does not wait for stores, as on AMD, where it is `s_barrier` alone (gfx942, triton 3.6).
+    gets them. LAST: the last program of a head to come to its end, as `arrivals` [B, NH] count them, has h of the
+    others from scratch [B, NH, DV], writes n and m, which the others have read by then, and leaves 0 in `arrivals`.
+    DRAIN: a barrier does not wait for stores, as on AMD, where it is `s_barrier` alone (gfx942, triton 3.6).
 
     In place no barrier is between loads and stores of c: each element is loaded by one lane, and what is stored there
     is made of what was loaded. BARRIER: there are fewer elements than lanes, so that several lanes load one. SECOND: a
