@@ -315,10 +315,10 @@ def test_a_replay_of_the_right_logits_and_a_wrong_state_is_not_used(monkeypatch:
     model = build()
     step, calls = model.decode, []
 
-    def spoiled(token: Tensor, state: Any, arrivals: Tensor | None = None) -> Tensor:
+    def spoiled(token: Tensor, state: Any, *more: Any, **options: Any) -> Tensor:
         calls.append(1)
         # warm-up takes three, the step to compare with is the fourth
-        return step(token, clone_state(state) if len(calls) > 4 else state, arrivals)
+        return step(token, clone_state(state) if len(calls) > 4 else state, *more, **options)
 
     monkeypatch.setattr(model, "decode", spoiled)
     with pytest.warns(DecodeFallback, match="its first replay differs"):

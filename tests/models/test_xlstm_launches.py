@@ -157,9 +157,22 @@ def test_what_is_around_the_layers(launches: Launches) -> None:
     count = step_of(launches)
     one, two = count(1), count(2)
     rest = one - (two - one)
-    # logits in float32, capped; the token
-    around = {"embedding": 1, "_multiply_kernel": 1, "_to_copy": 1, "div": 1, "tanh": 1, "mul": 1}
-    assert rest == Counter(around | {"argmax": 1, "copy_": 1})
+    # the largest logit is that of the product, in its dtype and without the cap
+    assert rest == Counter({"embedding": 1, "_multiply_kernel": 1, "argmax": 1, "copy_": 1})
+
+
+def test_draws_are_made_from_capped_logits(launches: Launches) -> None:
+    model = build(weight_mode="fused", dtype=torch.bfloat16)
+    state, logits = model.empty_state(1), torch.zeros(1, VOCABULARY, device=DEVICE)
+    made = Decoder(state, logits, Sampling(1.0, 0, 1.0))
+    made.start(state, logits, None)
+    made.choose(model, False, 1)
+    with torch.no_grad():
+        launches.found.clear()
+        with launches:
+            made.step(model, None)
+    # in float32; `exponential_` is what `clamp_min` and the division by it are of
+    assert all(launches.found[name] for name in ("_to_copy", "tanh", "exponential_", "_softmax", "argmax"))
 
 
 def test_the_counted_steps_are_right(launches: Launches) -> None:

@@ -166,7 +166,9 @@ class Decoder:
 
     def _work(self, model: xLSTMLarge) -> Tensor:
         """What a graph holds; the logits [B, V], to be compared."""
-        logits = model.decode(self.token, self.pool.state, self.pool.arrivals if self.counted else None)
+        arrivals = self.pool.arrivals if self.counted else None
+        # four operations on all logits less where nothing but the largest is asked for
+        logits = model.decode(self.token, self.pool.state, arrivals, capped=not self._sampling.greedy)
         self.token.copy_(self._sampling.pick(logits, self.noise))
         return logits
 

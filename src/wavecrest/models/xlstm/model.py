@@ -170,17 +170,19 @@ class xLSTMLarge(nn.Module):
         logits, after = self._run(tokens, state, padding, last, keep)
         return (logits, after) if keep else logits
 
-    def decode(self, token: Tensor, state: State, arrivals: Tensor | None = None) -> Tensor:
+    def decode(self, token: Tensor, state: State, arrivals: Tensor | None = None, *, capped: bool = True) -> Tensor:
         """Logits [B, vocab_size] behind one token [B]; the state's own tensors become the state behind it.
 
-        `arrivals`: int32 [num_blocks, B, NH] of zeros, each block's as `mlstm_step` takes them.
+        `arrivals`: int32 [num_blocks, B, NH] of zeros, each block's as `mlstm_step` takes them. `capped` False: in the
+        weights' dtype and without the soft cap, which is monotonic: the largest of a row is the same, up to ties that
+        its rounding makes far beyond the cap.
         """
         x = self.embedding(token.unsqueeze(1))
         norm = self.backbone.out_norm
         if norm is not None and not self._choice.of(x, ((self.lm_head,), norm))[0]:
             norm = None
         x, _ = self.backbone(x, state, None, None, True, True, norm is None, arrivals)
-        return self._logits(x, norm)[:, 0]
+        return (self._logits(x, norm) if capped else through(self.lm_head, x, norm))[:, 0]
 
     def _run(
         self, tokens: Tensor, state: State | None, padding: Padding | None, last: Tensor | None, keep: bool
