@@ -1,5 +1,7 @@
-"""The loads inside the loops of a split row's kernel, as JSON: `python waiting.py gfx942 …`.
+"""What programs of one row do about each other, as JSON by architecture: `python waiting.py gfx942 …`.
 
+"loads": those inside the loops of a split row's kernel. "counted": the machine code of a step of the mLSTM whose
+programs are counted.
 A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
 """
 
@@ -12,13 +14,19 @@ from wavecrest import hardware, registry
 from wavecrest.isa import assembly, compiler
 
 
+def listing(op: str, case: str, arch: str) -> str:
+    launch = registry.get(op).compile_cases(hardware.ARCHS[arch])[case]  # type: ignore[misc]
+    return compiler.compile_launch(launch, arch).listing
+
+
 def main(*archs: str) -> None:
     found = {}
     for arch in archs:
-        launch = registry.get("rms_norm").compile_cases(hardware.ARCHS[arch])["N=262144"]  # type: ignore[misc]
-        syntax = assembly.AMD
-        lines = syntax.parse(compiler.compile_launch(launch, arch).listing)
-        found[arch] = [[line.text for line in loop if "_load_" in line.text] for loop in assembly.loops(lines)]
+        loads: list[list[str]] = []
+        if arch.startswith("gfx"):
+            lines = assembly.AMD.parse(listing("rms_norm", "N=262144", arch))
+            loads = [[line.text for line in loop if "_load_" in line.text] for loop in assembly.loops(lines)]
+        found[arch] = {"loads": loads, "counted": listing("mlstm_step", "7B counted", arch)}
     json.dump(found, sys.stdout)
 
 
