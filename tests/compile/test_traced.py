@@ -44,7 +44,7 @@ WRITTEN = {
     "_mlstm_states_kernel": {"states_ptr", "scales_ptr", "vectors_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr"},
     "_mlstm_chunks_kernel": {"h_ptr"},
     "_mlstm_recurrent_kernel": {"h_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr"},
-    "_mlstm_step_kernel": {"h_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr"},
+    "_mlstm_step_kernel": {"h_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr", "scratch_ptr", "arrivals_ptr"},
     "_mlstm_norm_kernel": {"y_ptr", "n_new_ptr", "m_new_ptr"},
 }
 
