@@ -35,8 +35,9 @@ import triton
 from benchmarks import parts, xlstm_peers
 from benchmarks.parts import Part, Report, Row
 from benchmarks.xlstm_peers import Place
+from torch import Tensor
 
-from wavecrest import cuda_graph, hardware, lookup, records, registry, timing, tuned
+from wavecrest import cuda_graph, hardware, lookup, numerics, records, registry, timing, tuned
 from wavecrest.bench import suites
 from wavecrest.decision import Decision
 from wavecrest.errors import InvalidArgument
@@ -146,6 +147,12 @@ class Step:
 
         return replay
 
+    def logits(self, counted: bool) -> Tensor:
+        """Of three steps, the last one's."""
+        decoder = xlstm_peers.our_decoder(self.model, self.tokens, False)
+        decoder.counted = counted
+        return [decoder._work(self.model).clone() for _ in range(3)][-1]
+
     def ms(self) -> float:
         """Of a step, the median of six times four replays."""
         replay, found = self.capture(), []
@@ -247,11 +254,18 @@ def counted(report: Report, args: argparse.Namespace) -> None:
     place = xlstm_peers.start(report, args)
     for form, batch in ((None, 1), (None, 16), ("fp8", 1)):
         step = Step(place, form, batch)
+        name = f"{form or 'bf16'} b{batch}"
+        before, after = (step.logits(counted) for counted in (False, True))
+        found = numerics.compare(after, before)
+        if not found.within(numerics.tolerance("model", "bfloat16")):
+            # no time of what is wrong
+            report.row(name, problem="logits are others than without arrivals", error=found.relative)
+            continue
         base, new = step.capture(), step.capture(counted=True)
         pair = timing.measure_pair(base, new, device=place.device, min_blocks=8, seconds=4.0)
         report.row(
-            f"{form or 'bf16'} b{batch}", before_ms=pair.base_ms, ms=pair.new_ms, ratio=pair.ratio,
-            ratio_ci=[pair.ci.low, pair.ci.high], blocks=pair.n,
+            name, before_ms=pair.base_ms, ms=pair.new_ms, ratio=pair.ratio, ratio_ci=[pair.ci.low, pair.ci.high],
+            error=found.relative, blocks=pair.n,
         )  # fmt: skip
         # before the next model is made
         del base, new, step

@@ -175,6 +175,14 @@ def test_the_last_program_of_a_head_ends_it(
         assert_step(call, got)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_is_compiled_as_counted_is(arch: str) -> None:
+    made = registry.get(OP).compile_cases
+    assert made is not None
+    cases = made(ARCHS[arch])
+    assert {name for name, launch in cases.items() if launch.constants.get("LAST")} == {"7B counted"}
+
+
 def test_without_anything_left_to_do_nobody_is_counted() -> None:
     arrivals = torch.full((2, 2), 7, dtype=torch.int32, device=DEVICE)
     plain, whole = step(), step(**CASES["norm and gate"], in_place=True)

@@ -174,7 +174,7 @@ class xLSTMLarge(nn.Module):
         """Logits [B, vocab_size] behind one token [B]; the state's own tensors become the state behind it.
 
         `arrivals`: int32 [num_blocks, B, NH] of zeros, each block's as `mlstm_step` takes them. `capped` False: in the
-        weights' dtype and without the soft cap, which is monotonic: the largest of a row is the same, up to ties that
+        product's dtype and without the soft cap, which is monotonic: the largest of a row is the same, up to ties that
         its rounding makes far beyond the cap.
         """
         x = self.embedding(token.unsqueeze(1))
