@@ -7,10 +7,10 @@ the weights as they are stored), ours within twice the official package's own er
 twice the error of PyTorch's operations in the model's dtype; a model that is wrong has no times. `prefill` compares
 reading prompts, `decode…` steps: ours as `generate` replays them, the official package eager and as a graph captured by
 hand. A step's floor is the bytes of weights and states over the bandwidth measured in the same process.
-`decode-early`: the same kernels and configurations, started while the launch before them runs (EARLY of
-`wavecrest.ops._rows.start_of`); `token_sum` is the same where they choose the same tokens. `lengths` counts what is
-compiled for prompts of other lengths, `cold-…` starts with no compiled kernel on the disk, `…-again` with those that
-the former has left.
+`decode-early`, `decode-late`: the same kernels and configurations, all or none of them started while the launch before
+them runs (EARLY of `wavecrest.ops._rows.start_of`), where `decode` starts each as its configuration says; `token_sum`
+is the same where they choose the same tokens. `lengths` counts what is compiled for prompts of other lengths, `cold-…`
+starts with no compiled kernel on the disk, `…-again` with those that the former has left.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ BATCHES = (1, 16)
 LENGTHS = (2048, 2047, 1024, 1000, 777, 333, 129, 64, 40)
 SMALL_LENGTHS = (32, 31, 17)
 NEW_TOKENS = 256
+# that follow each other without the host, as in `generate`: a step by itself begins with a launch of its graph
+IN_A_ROW = 8
 # of rows that start early: two steps of weights are fetched before the launch waits
 EARLY = 3
 # the official kernels for prompts, with their chunk size; the first is the default, which ours is compared with
@@ -223,7 +225,7 @@ def paired(place: Place, base: Callable[[], Any], new: Callable[[], Any], second
     pair = timing.measure_pair(base, new, device=place.device, min_blocks=5, seconds=seconds)
     return {
         "official_ms": pair.base_ms, "wavecrest_ms": pair.new_ms, "ratio": pair.ratio,
-        "ratio_ci": [pair.ci.low, pair.ci.high], "blocks": pair.n,
+        "ratio_ci": [pair.ci.low, pair.ci.high], "blocks": pair.n, "clock": pair.clock,
         "official_samples": [round(one, 5) for one in pair.base[:60]],
         "wavecrest_samples": [round(one, 5) for one in pair.new[:60]],
     }  # fmt: skip
@@ -233,6 +235,16 @@ def alone(place: Place, work: Callable[[], Any], seconds: float = 2.0) -> Row:
     """One piece of work by itself: the device's span and the host's clock."""
     found = timing.measure(work, device=place.device, min_samples=8, seconds=seconds)
     return {"ms": found.median, "wall_ms": statistics.median(found.wall), "unstable": found.unstable, "n": found.n}
+
+
+def in_a_row(place: Place, work: Callable[[], Any]) -> float:
+    """Milliseconds of a step among IN_A_ROW."""
+
+    def steps() -> None:
+        for _ in range(IN_A_ROW):
+            work()
+
+    return float(alone(place, steps, 1.0)["ms"]) / IN_A_ROW
 
 
 def peer_of(report: Report, place: Place, model: xLSTMLarge, kernel: str = "limit_chunk") -> Any:
@@ -288,7 +300,7 @@ def bandwidth(place: Place) -> Row:
     source = torch.randn(size // 4, device=place.device)
     taken = timing.measure_interleaved([source.sum], device=place.device, seconds=0.25)
     read = source.nbytes / statistics.median(taken.samples[0]) / 1e6
-    return {"copy_gbps": round(copied, 1), "read_gbps": round(read, 1), "clock": clock}
+    return {"copy_gbps": round(copied, 1), "read_gbps": round(read, 1), "bandwidth_clock": clock}
 
 
 def our_decoder(model: xLSTMLarge, tokens: Tensor, capture: bool) -> Decoder:
@@ -314,8 +326,14 @@ def official_step(peer: Any, tokens: Tensor) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def starting(early: int, model: xLSTMLarge, tokens: Tensor) -> Iterator[None]:
-    """Decoding steps of this batch whose kernels start so early, as they are chosen and configured else."""
+def starting(early: int | None, model: xLSTMLarge, tokens: Tensor) -> Iterator[None]:
+    """Decoding steps of this batch whose kernels start so early, as they are chosen and configured else.
+
+    None: as early as they are configured to.
+    """
+    if early is None:
+        yield
+        return
     our_decoder(model, tokens, False).step(model, None)
     for op in map(registry.get, registry.names()):
         for made, _ in op.decisions():
@@ -353,14 +371,14 @@ def generated(place: Place, model: xLSTMLarge, tokens: Tensor, count: int) -> Ro
 
 
 @torch.no_grad()
-def decode(form: str | None, state: str, early: int, report: Report, args: argparse.Namespace) -> None:
+def decode(form: str | None, state: str, early: int | None, report: Report, args: argparse.Namespace) -> None:
     """Steps by batch; the official package has weights in 16 bits and states in float32 alone."""
     place = start(report, args)
     model = ours(place, inference_state_dtype=state)
     if form is not None:
         quantize(model, form, lm_head=True)
         empty(place)
-    peer = peer_of(report, place, model) if form is None and state == "float32" and not early else None
+    peer = peer_of(report, place, model) if form is None and state == "float32" and early is None else None
     if not report.at("answers") or not judge(report, place, model, {} if peer is None else {"official": peer}):
         return
     limit = bandwidth(place)
@@ -385,8 +403,11 @@ def decoded(place: Place, model: xLSTMLarge, peer: Any, tokens: Tensor, limit: R
         base = official_step(peer, tokens)
         base()
         row["official_eager"] = alone(place, base)
-        row |= paired(place, base if place.device == "cpu" else captured(base), work, 4.0)
+        base = base if place.device == "cpu" else captured(base)
+        row |= paired(place, base, work, 4.0)
         row["official_tokens_s"] = round(1e3 * batch / row["official_ms"], 1)
+        row["official_in_a_row_ms"] = in_a_row(place, base)
+    row["wavecrest_in_a_row_ms"] = in_a_row(place, work)
     floor = moved / max(limit["copy_gbps"], limit["read_gbps"]) / 1e6
     row |= {
         "tokens_s": round(1e3 * batch / row["wavecrest_ms"], 1), "floor_ms": round(floor, 4),
@@ -525,10 +546,10 @@ def kernels(report: Report, args: argparse.Namespace) -> None:
 
 
 PARTS = [
-    Part("decode", 150.0, partial(decode, None, "float32", 0)),
+    Part("decode", 150.0, partial(decode, None, "float32", None)),
     Part("prefill", 180.0, partial(prefill, "limit_chunk")),
-    Part("decode-int8", 100.0, partial(decode, "int8", "float32", 0)),
-    Part("decode-fp8", 100.0, partial(decode, "fp8", "float32", 0)),
+    Part("decode-int8", 100.0, partial(decode, "int8", "float32", None)),
+    Part("decode-fp8", 100.0, partial(decode, "fp8", "float32", None)),
     Part("lengths", 120.0, lengths),
     Part("first", 90.0, first),
     Part("kernels", 60.0, kernels),
@@ -536,8 +557,9 @@ PARTS = [
     Part("cold-wavecrest-again", 60.0, partial(cold, "wavecrest", True)),
     Part("cold-official", 120.0, partial(cold, "official", False)),
     Part("cold-official-again", 60.0, partial(cold, "official", True)),
-    Part("decode-half", 100.0, partial(decode, None, "float16", 0)),
+    Part("decode-half", 100.0, partial(decode, None, "float16", None)),
     Part("decode-early", 100.0, partial(decode, None, "float32", EARLY)),
+    Part("decode-late", 100.0, partial(decode, None, "float32", 0)),
     Part("prefill-xl", 120.0, partial(prefill, "xl_chunk")),
 ]
 

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.parts import Report
 from tests.unit import parts_trial
 from wavecrest import registry
 from wavecrest.models.xlstm.quantize import quantize
+from wavecrest.tuned import Config
 
 ROOT = Path(__file__).parents[2]
 
@@ -189,6 +191,23 @@ def test_a_step_moves_weights_once_and_states_twice() -> None:
     rows = blocks * (192 + d + 2 * width + d) + vocabulary
     bytes_packed = blocks * (matrices - 2 * heads * d) + vocabulary * d
     assert packed == weights + 2 * 3 * state - 3 * bytes_packed + 4 * rows
+
+
+@pytest.mark.parametrize(("early", "pinned"), [(None, []), (0, [0]), (3, [3])])
+def test_steps_start_as_they_are_configured_to(
+    early: int | None, pinned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SimpleNamespace(key=(1,), backend="kernel", config=Config(EARLY=1), source="exact", reason="a row")
+    found = []
+    op = SimpleNamespace(
+        decisions=lambda: [(made, 1)], backends={"kernel": SimpleNamespace(optional=("EARLY",))},
+        pin=lambda _key, _backend, config, *_why: found.append(config["EARLY"]), unpin=lambda: None,
+    )  # fmt: skip
+    decoder = SimpleNamespace(step=lambda *_args: None)
+    monkeypatch.setattr(xlstm_peers, "our_decoder", lambda *_args: decoder)
+    monkeypatch.setattr(xlstm_peers, "registry", SimpleNamespace(names=lambda: ["op"], get=lambda _name: op))
+    with xlstm_peers.starting(early, xlstm_peers.ours(PLACE), torch.zeros(1, 1)):
+        assert found == pinned
 
 
 @pytest.mark.parametrize("form", [None, "int8"])

@@ -133,7 +133,9 @@ def test_the_last_word_on_a_key_becomes_its_row(
     runs = [
         {"rows": [{**same, "best": "BLOCK=2"}, {"case": "step"}]},
         {"rows": [same, {**same, "key": {**key, "rows": 4}, "best": "BLOCK=1"},
-                  {**same, "key": {**key, "rows": 1}, "best": "BLOCK=2"}, {**same, "op": "mlstm_step"}]},
+                  {**same, "key": {**key, "rows": 1}, "best": "BLOCK=2"}, {**same, "op": "mlstm_step"},
+                  {**same, "key": {**key, "rows": 8}, "best": "BLOCK=1"},
+                  {**same, "key": {**key, "rows": 9}, "best": "BLOCK=1"}]},
     ]  # fmt: skip
     out = tmp_path / "chain.json"
     out.write_text(json.dumps({"runs": runs}))
@@ -151,18 +153,19 @@ def test_the_last_word_on_a_key_becomes_its_row(
         ),
     )  # fmt: skip
     table = tmp_path / "rows.csv"
-    # of the record that is written anew, and of another
+    # of the record that is written anew, and of another: what nothing was faster than keeps its row in either
     fields = tuple(key)
     old = [
         Row((rows, *tuple(key.values())[1:]), "kernel", Config(BLOCK=8), 1.0, 2.0, record, Evidence())
-        for rows, record in ((7, "chain.tune.json"), (9, "other.json"))
+        for rows, record in ((7, "chain.tune.json"), (8, "chain.tune.json"), (9, "other.json"))
     ]
     database.write(table, fields, old)
     monkeypatch.setattr(xlstm_chain, "table_of", lambda *_args: table)
     report = Rows()
     xlstm_chain.rows(report, argparse.Namespace(device="cpu", out=out))  # type: ignore[arg-type]
-    (case, row), (other, _) = report.found.items()
-    assert "rows=64" in case and row["config"] == "BLOCK=4" and row["written"] is not slower and "rows=1 " in other
+    (case, row), (other, _), (kept, _) = report.found.items()
+    assert "rows=64" in case and row["config"] == "BLOCK=4" and row["written"] is not slower
+    assert "rows=1 " in other and "rows=8 " in kept
     record = records.load_as(tmp_path / "chain.tune.json", records.TuneRecord)
     tried = {one.backend: one.config for one in record.keys[0].candidates if one.status != "refused"}
     assert tried == {"torch": {}, "kernel": {"BLOCK": 4}}
@@ -170,6 +173,7 @@ def test_the_last_word_on_a_key_becomes_its_row(
     assert rows.pop(9).record == "other.json"
     assert {m: one.config for m, one in rows.items()} == {
         1: Config(BLOCK=2),
+        8: Config(BLOCK=1),
         **({} if slower else {64: Config(BLOCK=4)}),
     }
     assert {one.evidence.date for one in rows.values()} == {record.header.created}
