@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.xlstm_harness import DEVICE, build, close
+from wavecrest import registry
 from wavecrest.models.xlstm import xLSTMLarge
 from wavecrest.models.xlstm.joined import MOST_ROWS, Joined
-from wavecrest.models.xlstm.layers import MLSTMLayer, joins
+from wavecrest.models.xlstm.layers import MLSTMLayer, Norm, joins
 from wavecrest.models.xlstm.quantize import quantize
 from wavecrest.nn import Linear
+from wavecrest.ops import pack
+from wavecrest.registry import Op
 
 
 def layers(bias: tuple[bool, bool] = (False, True), **more: Any) -> tuple[Linear, Linear]:
@@ -123,8 +126,79 @@ def test_quantizing_gives_the_memory_back() -> None:
     model = quantize(build(weight_mode="fused"), "int8")
     assert not any(_joined(model))
     gates = [one.ifgate_preact for one in model.modules() if isinstance(one, MLSTMLayer)]
-    held: list[Tensor] = [one for layer in gates for one in layer.parameters()]
+    held: list[Tensor] = [one.weight for one in gates]
     assert held and all(one.untyped_storage().nbytes() == one.nbytes for one in held)
+
+
+# --- behind a weight in 8 bits
+
+
+@pytest.fixture
+def kernel() -> Iterator[Op]:
+    """Products, all by the kernel that takes a tail."""
+    found = registry.get("gemm")
+    found.force("triton_multiply")
+    yield found
+    found.force(None)
+
+
+def packed_layers(format: str = "int8", bias: tuple[bool, bool] = (False, True)) -> tuple[Linear, Linear]:
+    wide, narrow = (one.to(DEVICE) for one in layers(bias))
+    wide.weight = nn.Parameter(pack(wide.weight.data, format), requires_grad=False)
+    return wide, narrow
+
+
+@pytest.mark.parametrize("bias", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_one_product_is_both_of_a_packed_weight(format: str, bias: tuple[bool, bool], kernel: Op) -> None:
+    wide, narrow = packed_layers(format, bias)
+    joined, x, norm = Joined(wide, narrow), torch.randn(3, 24, device=DEVICE), Norm(24, 1e-6, False, DEVICE)
+    with torch.no_grad():
+        for given in ((x,), (x, None, norm.weight, norm.eps)):
+            both = joined.of(x, None if len(given) == 1 else norm)
+            assert both is not None and both.weight is wide.weight and both.tail is narrow.weight
+            torch.testing.assert_close(both(*given), torch.cat([wide(*given), narrow(*given)], -1))
+        # what is written to the parameters is seen
+        narrow.weight.mul_(2.0)
+        torch.testing.assert_close(both(x), torch.cat([wide(x), narrow(x)], -1))
+        assert joined.of(torch.randn(9, 24, device=DEVICE)) is None, "more rows than the kernel takes"
+        kernel.force(None)
+        assert joined.of(x) is None, "no row names the kernel"
+        kernel.force("triton_multiply")
+        assert joined.of(x) is not None
+
+
+@pytest.mark.parametrize(("format", "group"), [("int4", None), ("fp8_block", None), ("int8", 32)])
+def test_formats_without_a_tail(format: str, group: int | None, kernel: Op) -> None:
+    wide, narrow = Linear(torch.randn(48, 64)), Linear(torch.randn(6, 64))
+    wide.weight = nn.Parameter(pack(wide.weight.data, format, group=group), requires_grad=False)
+    with torch.no_grad():
+        assert Joined(wide, narrow).of(torch.randn(2, 64)) is None
+
+
+@pytest.mark.parametrize("name", ["another parameter", "another bias", "a bias that was not there", "loaded in place"])
+def test_what_is_moved_from_behind_a_packed_weight_is_two_layers_again(name: str, kernel: Op) -> None:
+    wide, narrow = packed_layers()
+    joined, x = Joined(wide, narrow), torch.randn(2, 24, device=DEVICE)
+    with torch.no_grad():
+        assert joined.of(x) is not None
+        MOVED[name](wide, narrow)
+        assert joined.of(x) is None and joined._both is None
+
+
+def test_a_quantized_model_is_joined_however_it_came_to_be(kernel: Op, tmp_path: Path) -> None:
+    plain = build(weight_mode="fused")
+    plain.save_pretrained(tmp_path / "saved")
+    loaded = xLSTMLarge.from_pretrained(tmp_path / "saved", device=DEVICE, quantize="int8")
+    model = quantize(plain, "int8")
+    tokens = torch.arange(2, device=DEVICE).view(2, 1)
+    with torch.no_grad():
+        kernel.force(None)
+        want = model(tokens, return_last_states=False)
+        kernel.force("triton_multiply")
+        for one in (model, loaded, copy.deepcopy(model).to(torch.float32)):
+            assert all(_joined(one))
+            close(one(tokens, return_last_states=False), want)
 
 
 def test_a_step_is_what_two_products_make(monkeypatch: pytest.MonkeyPatch) -> None:

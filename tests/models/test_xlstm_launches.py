@@ -98,22 +98,20 @@ def step_of(launches: Launches, form: str | None = None, **changes: Any) -> Call
 
 # where products do not normalise: two of a layer
 NORMS = {"_row_kernel": 2}
-# q k v o and gates, out, gate and up, down; the gates apart where the others are packed
-PRODUCTS, PACKED = {"_multiply_kernel": 4}, {"_multiply_kernel": 5}
+# q k v o and gates, out, gate and up, down
+PRODUCTS = {"_multiply_kernel": 4}
 STATES = {"_mlstm_step_kernel": 1, "_mlstm_norm_kernel": 1}
 
 
-@pytest.mark.parametrize(("form", "products"), [(None, PRODUCTS), ("int8", PACKED)])
-def test_a_layer_is_six_launches(
-    form: str | None, products: dict[str, int], launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Products, the state and its norm; seven of packed weights."""
+@pytest.mark.parametrize("form", [None, "int8", "fp8"])
+def test_a_layer_is_six_launches(form: str | None, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products, the state and its norm."""
     # several programs a head, as the states of large models have: the norm is a launch of its own then
     narrow = Config(BLOCK_K=16, BLOCK_V=8, num_warps=1)
     monkeypatch.setattr(_mlstm_step, "default", lambda *_sizes: narrow)
     count = step_of(launches, form)
     layer = count(2) - count(1)
-    assert layer == Counter(products | STATES)
+    assert layer == Counter(PRODUCTS | STATES)
 
 
 def test_counted_programs_need_no_launch_behind_them(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:

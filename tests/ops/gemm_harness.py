@@ -298,6 +298,8 @@ def oracle(
     normed = given.norm_weight is not None
     a = normed_a(given.a, given.norm_weight, given.norm_eps) if normed else scaled_a(given.a, given.scale_a)
     b = scaled_b(given.b, given.scale_b, given.group) if b is None else b.cpu()
+    if given.tail is not None:
+        b = torch.cat((b, given.tail.double()), dim=1)
     a = a[None] if given.a.ndim == 1 else a
     product = a @ b
     # and what float64 itself loses where products cancel
@@ -448,6 +450,7 @@ def out_dtype(given: Operands) -> torch.dtype:
 def out_shape(given: Operands) -> tuple[int, ...]:
     """The shape that a call's result must have."""
     N = given.b.shape[-1] // (2 if given.activation in GATED else 1)
+    N += 0 if given.tail is None else given.tail.shape[-1]
     if given.b.ndim == 2:
         return (*given.a.shape[:-1], N)
     lead = torch.broadcast_shapes(given.a.shape[:-2], given.b.shape[:-2])  # type: ignore[no-untyped-call]

@@ -20,13 +20,17 @@ from wavecrest.registry import Decision
 class Linear(nn.Module):
     """y = act(x @ weightᵀ + bias) + residual, x [..., in_features] to [..., out_features].
 
-    A gated activation (silu_and_mul, …) halves the features: the weight is a packed [gate | up].
+    A gated activation (silu_and_mul, …) halves the features: the weight is a packed [gate | up]. With a tail there are
+    more features behind the weight's.
     """
 
     bias: nn.Parameter | None
+    tail: nn.Parameter | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
-        """Take a weight [N, K], plain or a `PackedWeight`, and a bias [N].
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, tail: Tensor | None = None
+    ) -> None:
+        """Take a weight [N, K], plain or a `PackedWeight`, a bias [N], and a tail [T, K] as of `wavecrest.ops.linear`.
 
         Raises:
             InvalidArgument: the weight is no matrix, or there is no such activation.
@@ -43,6 +47,9 @@ class Linear(nn.Module):
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias, requires_grad=bias.requires_grad)
         self.register_parameter("bias", bias)
+        if tail is not None and not isinstance(tail, nn.Parameter):
+            tail = nn.Parameter(tail, requires_grad=tail.requires_grad)
+        self.register_parameter("tail", tail)
         self.activation = activation
         # with assign=True torch would put weights of another format in place without asking
         self.register_load_state_dict_pre_hook(refuse_other_formats)  # type: ignore[no-untyped-call]
@@ -54,8 +61,9 @@ class Linear(nn.Module):
 
     @property
     def out_features(self) -> int:
-        """N, half of the weight's rows where the activation is gated."""
-        return self.weight.shape[0] // (2 if self.activation in GATED else 1)
+        """N, half of the weight's rows where the activation is gated; and the tail's."""
+        more = 0 if self.tail is None else self.tail.shape[0]
+        return self.weight.shape[0] // (2 if self.activation in GATED else 1) + more
 
     def forward(
         self,
@@ -70,7 +78,7 @@ class Linear(nn.Module):
         """
         return linear(
             x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
-            norm_eps=norm_eps,
+            norm_eps=norm_eps, tail=self.tail,
         )  # fmt: skip
 
     def decision(
@@ -83,7 +91,7 @@ class Linear(nn.Module):
         """Which backend `forward` would run for these arguments, and what that rests on."""
         given = linear_operands(
             x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
-            norm_eps=norm_eps,
+            norm_eps=norm_eps, tail=self.tail,
         )  # fmt: skip
         return registry.get("gemm").decide(*given)
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
 
+from wavecrest import registry
+from wavecrest.errors import Unsupported
 from wavecrest.nn import Linear
 from wavecrest.ops import PackedWeight
 
+if TYPE_CHECKING:
+    from wavecrest.models.xlstm.layers import Norm
+
 # more rows than these have work enough in each product
 MOST_ROWS = 64
+# the one kernel that takes a tail
+TAKES_TAILS = "triton_multiply"
 
 
 class Joined:
@@ -17,55 +26,89 @@ class Joined:
 
     They stay the layers and parameters that they are: `lay_out` moves what those hold into one piece of memory, and
     what is given other memory afterwards (quantized, loaded with assign=True, moved by itself) is two layers again.
+    Behind a wide weight in 8 bits the narrow one is its tail (see `wavecrest.ops.linear`).
     """
 
     def __init__(self, wide: Linear, narrow: Linear) -> None:
         self._wide, self._narrow = wide, narrow
         self._both: Linear | None = None
+        self._key: tuple[Any, ...] = ()
+        self._runs = False
         self.lay_out()
 
     @torch.no_grad()
     def lay_out(self) -> None:
-        """Move the parameters; not where their dtypes or devices differ, or one is packed, or has no memory yet."""
-        self._both = None
+        """Move the parameters; not where their dtypes or devices differ, or one has no memory yet.
+
+        Nor where the narrow weight is packed, or the wide one is in a format that takes no tail.
+        """
+        self._both, self._key = None, ()
         wide, narrow = self._wide.weight, self._narrow.weight
         biases = [one.bias for one in (self._wide, self._narrow) if one.bias is not None]
-        plain = all(type(one) is nn.Parameter for one in (wide, narrow, *biases))
-        if not plain or wide.is_meta or len({(one.dtype, one.device) for one in (wide, narrow, *biases)}) > 1:
+        if isinstance(wide, PackedWeight):
+            # not to keep the memory that the wide one has given back
+            self._part()
+        one_scale = isinstance(wide, PackedWeight) and wide.format in ("int8", "fp8") and wide.group == wide.shape[1]
+        plain = all(type(one) is nn.Parameter for one in (narrow, *biases)) and type(wide) is nn.Parameter
+        if isinstance(narrow, PackedWeight) or narrow.is_meta or not (plain or one_scale):
             return
-        weight = torch.cat([wide.data, narrow.data])
-        wide.data, narrow.data = torch.split(weight, [len(wide), len(narrow)])
+        if len({(one.dtype, one.device) for one in (wide, narrow, *biases)}) > 1:
+            return
+        weight: Tensor = wide
+        if not one_scale:
+            weight = torch.cat([wide.data, narrow.data])
+            wide.data, narrow.data = torch.split(weight, [len(wide), len(narrow)])
         bias = None
         if biases:
             # zeros of a bias that is not there
-            bias = weight.new_zeros(len(weight))
+            bias = narrow.new_zeros(len(wide) + len(narrow))
             for part, layer in zip(
                 torch.split(bias, [len(wide), len(narrow)]), (self._wide, self._narrow), strict=True
             ):
                 if layer.bias is not None:
                     part.copy_(layer.bias.data)
                     layer.bias.data = part
-        self._both = Linear(weight, bias)
+        self._both = Linear(weight, bias, tail=narrow if one_scale else None)
 
-    def part(self) -> None:
-        """Give the narrow layer's parameters memory of their own, where the wide one's are to be given back."""
-        self._both = None
+    def _part(self) -> None:
+        """Give the narrow layer's parameters memory of their own."""
         for one in (self._narrow.weight, self._narrow.bias):
             if one is not None and not isinstance(one, PackedWeight) and one.untyped_storage().nbytes() > one.nbytes:
                 one.data = one.data.clone()
 
-    def of(self, x: Tensor) -> Linear | None:
-        """One layer for x [..., K], whose results lie side by side; None where there is none, or x has many rows."""
+    def of(self, x: Tensor, norm: Norm | None = None) -> Linear | None:
+        """One layer for x [..., K], whose results lie side by side; None where there is none, or x has many rows.
+
+        `norm`: what the layer would normalise x with. With a tail there is one where a measured row names the kernel
+        that takes one for the wide layer alone.
+        """
         # which torch.compile cannot trace: it looks at addresses
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return None
         both = self._both
         if both is None or x.numel() > MOST_ROWS * x.shape[-1]:
             return None
-        if not (_inside(both.weight, self._wide.weight, self._narrow.weight) and self._biased(both)):
+        if both.tail is None:
+            whole = _inside(both.weight, self._wide.weight, self._narrow.weight)
+        else:
+            whole = both.weight is self._wide.weight and both.tail is self._narrow.weight
+        if not (whole and self._biased(both)):
             # not to hold memory that nobody else does
-            self._both = None
-        return self._both
+            self._both = both = None
+        return both if both is None or both.tail is None or self._runs_tailed(both, x, norm) else None
+
+    def _runs_tailed(self, both: Linear, x: Tensor, norm: Norm | None) -> bool:
+        """True if the kernel that takes a tail is chosen for the wide layer, and takes this one; kept for a while."""
+        key = (registry.Op.epoch, x.shape, x.stride(), x.dtype, x.device, norm)
+        if key != self._key:
+            given = (x,) if norm is None else (x, None, norm.weight, norm.eps)
+            try:
+                self._runs = all(layer.decision(*given).backend == TAKES_TAILS for layer in (self._wide, both))
+            except Unsupported:
+                # strict: a call without a measured row is an error, and this one need not be made
+                self._runs = False
+            self._key = key
+        return self._runs
 
     def _biased(self, both: Linear) -> bool:
         """True if the biases are those of both layers."""

@@ -166,10 +166,10 @@ class MLSTMLayer(nn.Module):
             self.joined.lay_out()
         return self
 
-    def inputs(self, x: Tensor) -> tuple[nn.Module, ...]:
-        """The layers that x [B, S, embedding_dim] goes through first: one where all are joined."""
+    def inputs(self, x: Tensor, norm: Norm | None) -> tuple[nn.Module, ...]:
+        """The layers that x [B, S, embedding_dim], or its norm, goes through first: one where all are joined."""
         if self.fused:
-            both = self.joined.of(x)
+            both = self.joined.of(x, norm)
             return (self.ifgate_preact, self.qkv_opreact) if both is None else (both,)
         return self.igate_preact, self.fgate_preact, self.q, self.k, self.v, self.ogate_preact
 
@@ -177,7 +177,7 @@ class MLSTMLayer(nn.Module):
         """q, k, v, o [B, NH, S, D] and i, f [B, NH, S] of x [B, S, embedding_dim]: views, nothing is copied."""
         heads, qk, v = self.config.num_heads, self.config.qk_dim, self.config.v_dim
         # the gates first: their product is too small to fill a GPU, and a large one may start beside it
-        made = [through(layer, x, norm) for layer in self.inputs(x)]
+        made = [through(layer, x, norm) for layer in self.inputs(x, norm)]
         if len(made) == 1:
             made = list(torch.split(made[0], [qk, qk, v, v, heads, heads], dim=-1))
             gates, parts = made[4:], made[:4]
@@ -307,7 +307,7 @@ class Block(nn.Module):
         first = second = mixes = ends = False
         if in_place and padding is None and x.shape[1] == 1:
             first, second, mixes, ends = self._choice.of(
-                x, (layer.inputs(x), self.norm_mlstm), (ffn.inputs(), self.norm_ffn), ((layer.out_proj,), None),
+                x, (layer.inputs(x, self.norm_mlstm), self.norm_mlstm), (ffn.inputs(), self.norm_ffn), ((layer.out_proj,), None),
                 ((ffn.proj_down,), None),
             )  # fmt: skip
         norm: Norm | None = None

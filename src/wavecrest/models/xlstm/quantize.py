@@ -96,5 +96,5 @@ def quantize(model: xLSTMLarge, format: str = "int8", *, lm_head: bool = False) 
         put(model, name, packed(name, weight, format))
     for joined in joins(model):
         # gates behind plain projections would keep the memory of both
-        joined.part()
+        joined.lay_out()
     return model

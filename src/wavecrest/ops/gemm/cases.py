@@ -63,6 +63,9 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.L
     normed = _operands(1, 6144, 4096, bf16, norm_weight=gain)
     add("rows=1 norm multiply bf16", normed, _launch.multiply, _config.multiplied)
     add("rows=1 norm multiply weight int4", codes._replace(norm_weight=gain), _launch.multiply, _config.multiplied)
+    tail = torch.empty(16, 4096, dtype=bf16, device="meta").mT
+    tailed = _operands(1, 6144, 4096, bf16, i8, scale_b=_scale(6144), norm_weight=gain, tail=tail)
+    add("rows=1 norm multiply weight int8 tail", tailed, _launch.multiply, _config.multiplied)
     add("stream-K bf16", _operands(4096, 6144, 4096, bf16), _launch.stream, _config.stream_k)
     if arch.fp8 is not None:
         add("large fp8", _operands(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale()))
@@ -118,6 +121,10 @@ def emulate_cases(arch: str) -> Cases:
         # of float32, which kernels over tiles do not round between norm and product
         "norm": lambda: args(
             _random(5, 100, dtype=torch.float32), _random(72, 100, dtype=torch.float32).mT, norm_weight=_random(100)
+        ),
+        "tail": lambda: args(
+            _random(3, 100), _random(72, 100, dtype=torch.int8).mT, scale_b=torch.rand(72), bias=_random(75),
+            tail=_random(3, 100).mT,
         ),
         "batch": lambda: args(_random(3, 20, 64), _random(3, 64, 40)),
     }  # fmt: skip
@@ -181,15 +188,16 @@ def bench_cases(suite: str, device: str) -> Cases:
 
 
 def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
-    """A call with this key, if it is a plain or a 4-bit product of two matrices; see `registry.Op`."""
+    """A call with this key, if it is a plain or a 4-bit product of two matrices, or with a tail; see `registry.Op`."""
     rows, results, k, group = (int(parts[name] or 0) for name in ("rows", "columns", "k", "group"))
-    if parts["batch"] != 0 or parts["form"] not in ("plain", "int4") or min(rows, results, k) < 1:
+    form, _, tails = str(parts["form"]).partition(" tail ")
+    if parts["batch"] != 0 or form not in ("plain", "int4") or min(rows, results, k) < 1:
         return None
     activation = None if parts["activation"] is None else str(parts["activation"])
-    columns = 2 * results if activation in GATED else results
+    columns = 2 * results if activation in GATED else results - int(tails or 0)
     a_dtype, b_dtype, out = (_dtype(parts[name]) for name in ("a", "b", "out"))
     a = _random(rows, k, dtype=a_dtype, device=device)
-    if parts["form"] == "int4":
+    if form == "int4":
         b = torch.randint(0, 256, (columns, k // 2), dtype=torch.uint8, device=device).mT
     elif str(parts["order"]).split()[1] == "n":
         b = _random(k, columns, dtype=b_dtype, device=device)
@@ -210,12 +218,14 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | Non
     normed = str(parts["scales"]).startswith("norm")
     norm_weight = 1 + _random(k, dtype=wide, device=device) / 8 if normed else None
     along = None if parts["bias"] is None else str(parts["bias"])
-    bias = None if along is None else _random(rows if along == "m" else columns, dtype=wide, device=device)
+    tail = _random(int(tails), k, dtype=a_dtype, device=device).mT if tails else None
+    bias = None
+    if along is not None:
+        bias = _random(rows if along == "m" else columns + int(tails or 0), dtype=wide, device=device)
     residual = _random(rows, results, dtype=wide, device=device) if parts["residual"] else None
     given = Operands(
         a, b, bias, scale_a, scale_b, residual, activation, out, bias_along=along or "n",
-        precision=str(parts["precision"]), form=str(parts["form"]), group=group,
-        norm_weight=norm_weight,
+        precision=str(parts["precision"]), form=form, group=group, norm_weight=norm_weight, tail=tail,
     )  # fmt: skip
     return tuple(given)
 

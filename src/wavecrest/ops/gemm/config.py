@@ -34,6 +34,8 @@ class Shape(NamedTuple):
     access: int = 16
     # a is normalised on its way: one program has all of K
     normed: bool = False
+    # columns of a's own width lie behind those of b: one program has all of K too
+    tail: bool = False
 
 
 def _units(arch: Arch | None) -> int:
@@ -146,7 +148,7 @@ def multiplied(shape: Shape, arch: Arch | None) -> Config:
     block_n = 4 if shape.rows <= 2 else 2
     tiles = _rows.ceil_div(shape.columns, block_n) * shape.batch
     split = max(1, min(4 * _units(arch) // max(1, tiles), _rows.ceil_div(shape.K, block_k) // 4, 16))
-    split = 1 if shape.normed else split
+    split = 1 if shape.normed or shape.tail else split
     # on AMD many waves hide the loads; stages would take LDS
     stages = 1 if arch is not None and arch.vendor == "amd" else 3
     if shape.b_bits == 4:

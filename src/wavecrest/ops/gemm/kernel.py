@@ -756,34 +756,20 @@ def _join_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=SIZES)
-def _multiply_kernel(  # type: ignore[no-untyped-def]
-    a, b, c_ptr, part_ptr, bias_ptr, residual_ptr, scale_a_ptr, scale_b_ptr, out_scale_ptr,
-    n_units, k_units, steps, stride_az, stride_a0, stride_bz, stride_bn,
-    stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
-    ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-    LARGEST: tl.constexpr, NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+@triton.jit
+def _multiply_columns(  # type: ignore[no-untyped-def]
+    a, b, c_ptr, part_ptr, scales, ends, batch, split, tile, N, K, width, steps, row_stride, column_stride,
+    ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, EVEN_K: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
+    NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a times BLOCK_N columns of b, both contiguous along K, without matrix instructions.
-
-    Products are kept apart for each of BLOCK_K columns and added across threads once, at the end. `steps` of BLOCK_K a
-    part of K; SPLIT_K: sums go to part_ptr [parts, batch, ROWS, N]. Rows that are NORMED: squares are kept like
-    products, and what a row's sums are multiplied by is known at the end.
-    """
-    N = n_units * ALIGN_N
-    K = k_units * ALIGN
-    batch = tl.program_id(1)
-    split = tl.program_id(2)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Columns of `_multiply_kernel`: BLOCK_N of N from tile · BLOCK_N on; with a TAIL rows of c are `width` long."""
+    scale_a_ptr = scales[0]
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = (cols < N)[:, None]
     offs_k = tl.arange(0, BLOCK_K)
-    a += batch.to(tl.int64) * stride_az * ALIGN
-    # 64 bits: in units of ALIGN strides fit 32, in elements they need not
-    row_stride = tl.cast(stride_a0, tl.int64) * ALIGN
-    column_stride = tl.cast(stride_bn, tl.int64) * ALIGN
-    b_rows = b + batch.to(tl.int64) * stride_bz * ALIGN + cols.to(tl.int64)[:, None] * column_stride
+    b_rows = b + cols.to(tl.int64)[:, None] * column_stride
     b_up = b_rows + tl.cast(N, tl.int64) * column_stride
     nothing = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sums = (nothing,)
@@ -838,8 +824,6 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
         sums_up = more_up
         squares = more_squares
     allow_next(PDL and SPLIT_K == 1)
-    scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
-    ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     for m in tl.static_range(ROWS):
         total = tl.sum(sums[m], axis=1)
         total_up = tl.sum(sums_up[m], axis=1) if GATED else total
@@ -848,17 +832,79 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
             total *= norm
             total_up *= norm
         if SPLIT_K > 1:
-            width = 2 * N if GATED else N
+            both = 2 * N if GATED else N
             place = (tl.cast(split, tl.int64) * tl.num_programs(1) + batch) * ROWS + m
-            tl.store(part_ptr + place * width + cols, total, mask=cols < N)
+            tl.store(part_ptr + place * both + cols, total, mask=cols < N)
             if GATED:
-                tl.store(part_ptr + place * width + N + cols, total_up, mask=cols < N)
+                tl.store(part_ptr + place * both + N + cols, total_up, mask=cols < N)
+        elif TAIL > 0:
+            # no residual, and rows have no scales: a row by itself
+            _finish(
+                total[None, :], total_up[None, :], c_ptr + m * width, scales, ends, 0, tl.arange(0, 1), cols, 1, N,
+                SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
+            )  # fmt: skip
         else:
             rows = m + tl.arange(0, 1)
             _finish(
                 total[None, :], total_up[None, :], c_ptr, scales, ends, batch, rows, cols, ROWS, N,
                 SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _multiply_kernel(  # type: ignore[no-untyped-def]
+    a, b, c_ptr, part_ptr, bias_ptr, residual_ptr, scale_a_ptr, scale_b_ptr, tail_ptr, out_scale_ptr,
+    n_units, k_units, steps, stride_az, stride_a0, stride_bz, stride_bn,
+    stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
+    ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    LARGEST: tl.constexpr, NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, TAIL: tl.constexpr, TAIL_K: tl.constexpr, EVEN_TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of a times BLOCK_N columns of b, both contiguous along K, without matrix instructions.
+
+    Products are kept apart for each of BLOCK_K columns and added across threads once, at the end. `steps` of BLOCK_K a
+    part of K; SPLIT_K: sums go to part_ptr [parts, batch, ROWS, N]. Rows that are NORMED: squares are kept like
+    products, and what a row's sums are multiplied by is known at the end. TAIL: columns of another type behind those
+    of b, one behind the other in memory; the first programs have one each, and TAIL_K of K a step.
+    """
+    N = n_units * ALIGN_N
+    K = k_units * ALIGN
+    batch = tl.program_id(1)
+    split = tl.program_id(2)
+    tile = tl.program_id(0)
+    a += batch.to(tl.int64) * stride_az * ALIGN
+    # 64 bits: in units of ALIGN strides fit 32, in elements they need not
+    row_stride = tl.cast(stride_a0, tl.int64) * ALIGN
+    column_stride = tl.cast(stride_bn, tl.int64) * ALIGN
+    b += batch.to(tl.int64) * stride_bz * ALIGN
+    scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
+    ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
+    if TAIL > 0:
+        width = tl.cast(N, tl.int64) + TAIL
+        if tile < TAIL:
+            bias_ptr += tl.cast(N, tl.int64) * stride_bias
+            behind = (
+                bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope
+            )
+            _multiply_columns(
+                a, tail_ptr, c_ptr + N, part_ptr, scales, behind, batch, 0, tile, TAIL, K, width, tl.cdiv(K, TAIL_K),
+                row_stride, tl.cast(K, tl.int64), ROWS, SCALE_A, NO_SCALE, EVEN_TAIL, BIAS, ACTIVATION, GATED,
+                RESIDUAL, LARGEST, NORM_EPS, SPLIT_K, STAGES, PDL, EARLY, TAIL, 1, TAIL_K,
+            )  # fmt: skip
+        else:
+            _multiply_columns(
+                a, b, c_ptr, part_ptr, scales, ends, batch, split, tile - TAIL, N, K, width, steps, row_stride,
+                column_stride, ROWS, SCALE_A, SCALE_B, EVEN_K, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, NORM_EPS,
+                SPLIT_K, STAGES, PDL, EARLY, TAIL, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    else:
+        _multiply_columns(
+            a, b, c_ptr, part_ptr, scales, ends, batch, split, tile, N, K, N, steps, row_stride, column_stride,
+            ROWS, SCALE_A, SCALE_B, EVEN_K, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, NORM_EPS, SPLIT_K, STAGES, PDL,
+            EARLY, TAIL, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 @triton.jit

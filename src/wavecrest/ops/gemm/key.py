@@ -27,6 +27,8 @@ def _form(given: Operands) -> str:
         text += " zeros"
     if given.form == "int4" and given.b.stride(-1) % 16 != 0:
         text += " unaligned"
+    if given.tail is not None:
+        text += f" tail {given.tails}"
     return text
 
 
@@ -40,6 +42,7 @@ def key_of(given: Operands) -> Key:
         walked = 0
     tensors = (
         given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.out_scale, given.norm_weight,
+        given.tail,
     )  # fmt: skip
     return (
         row_bucket(given.M),
@@ -77,5 +80,5 @@ def shape_of(key: Key) -> _config.Shape:
     ieee = a_bits == 32 and part["precision"] == "ieee"
     return _config.Shape(
         part["rows"], part["columns"], part["k"], a_bits, b_bits, max(1, part["batch"]), step,
-        part["activation"] in GATED, described, ieee, access, normed,
+        part["activation"] in GATED, described, ieee, access, normed, "tail" in part["form"],
     )  # fmt: skip

@@ -202,10 +202,17 @@ def _common(given: Operands) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (sam, sak, sbn, sbk, bias, *residual, float(given.alpha), float(given.slope)), constants
 
 
+def _tail_steps(given: Operands, config: Config) -> int:
+    """Columns of K that a program of the tail takes at a time, as many bytes of it and of a as one of b does."""
+    return min(_rows.power_of_two(given.K), config["BLOCK_K"] * max(1, config["BLOCK_N"] // 4))
+
+
 def _tensors(given: Operands) -> tuple[Tensor, ...]:
-    """bias, residual, scale_a or the norm's weight, scale_b, zero, out_scale; a where there is none."""
+    """bias, residual, scale_a or the norm's weight, scale_b, zero or the tail, out_scale; a where there is none."""
     scale_a = given.scale_a if given.norm_weight is None else given.norm_weight
-    some = (given.bias, given.residual, scale_a, given.scale_b, given.zero, given.out_scale)
+    # zero points are of 4 bits, a tail is of 8
+    zero = given.zero if given.tail is None else given.tail
+    some = (given.bias, given.residual, scale_a, given.scale_b, zero, given.out_scale)
     return tuple(given.a if tensor is None else tensor for tensor in some)
 
 
@@ -220,13 +227,15 @@ def _eps(given: Operands) -> float:
 
 
 def _refuse_parts(given: Operands, config: Config) -> None:
-    """Of rows that are normalised: a part of K does not know the squares of the others."""
+    """Of rows that are normalised: a part of K does not know the squares of the others. And of a tail."""
     for name, value in (("SPLIT_K", 1), ("CHAINS", 1), ("PERSISTENT", 0)):
         found = config.kwargs.get(name, value)
         if given.norm_weight is not None and found != value:
             raise InvalidArgument(
                 f"gemm: a row is normalised with all of K in one program: {name} is {value}, not {found}"
             )
+    if given.tail is not None and config["SPLIT_K"] != 1:
+        raise InvalidArgument("gemm: columns of a tail have all of K in one program: SPLIT_K is 1")
 
 
 def cannot_normalise(given: Operands) -> str | None:
@@ -246,7 +255,7 @@ class Plan(NamedTuple):
     first: _rows.Launch
     parts: tuple[int, ...] | None
     second: _rows.Launch | None
-    # of the first launch's arguments, the rest are numbers; without a zero point there is one less
+    # of the first launch's arguments, the rest are numbers; without a zero point or a tail there is one less
     tensors: int = 10
 
 
@@ -433,6 +442,8 @@ def multiplies(given: Operands) -> str | None:
         return f"is for up to {MULTIPLY_ROWS} rows"
     if orders(given) != (1, 1) or (leading(given) > 1 and given.M > 1):
         return "reads a and b along K, which must be contiguous in both"
+    if given.tail is not None and not given.tail.mT.is_contiguous():
+        return "reads the rows of a tail [T, K] one behind the other"
     if given.form == "int4":
         return _no_words(given)
     if given.form != "plain" or given.integers or "block" in kinds(given) or "group" in kinds(given):
@@ -486,27 +497,30 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
     how, split = walk(given), config["SPLIT_K"]
     _refuse_parts(given, config)
     (sam, _, sbn, _, *rest), finish = _common(given)
-    bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
-    align_n, steps = _align_n(given), _rows.ceil_div(_rows.ceil_div(given.K, config["BLOCK_K"]), split)
+    bias, residual, scale_a, scale_b, tail, out_scale = _tensors(given)
+    columns = given.N - given.tails
+    align_n = _rows.alignment(columns, (0, 0, 0))
+    steps = _rows.ceil_div(_rows.ceil_div(given.K, config["BLOCK_K"]), split)
     early, options = _rows.start_of(config, arch)
+    tail_k = _tail_steps(given, config) if given.tails else 1
     first = _rows.Launch(
         _multiply_kernel,
-        (_rows.ceil_div(given.N, config["BLOCK_N"]), given.batches, split),
+        (given.tails + _rows.ceil_div(columns, config["BLOCK_N"]), given.batches, split),
         (
-            given.a, given.b, y, parts, bias, residual, scale_a, scale_b, out_scale,
-            given.N // align_n, given.K // how.align, steps,
+            given.a, given.b, y, parts, bias, residual, scale_a, scale_b, tail, out_scale,
+            columns // align_n, given.K // how.align, steps,
             how.a_strides[0], how.a_strides[1], how.b_strides[0], how.b_strides[2], sam, sbn, *rest,
         ),
         {
             **finish, "NORM_EPS": _eps(given), "ROWS": given.M, "ALIGN": how.align, "ALIGN_N": align_n,
             "EVEN_K": given.K % config["BLOCK_K"] == 0, "STAGES": config["num_stages"], "PDL": _rows.overlaps(arch),
-            "EARLY": early,
+            "EARLY": early, "TAIL": given.tails, "TAIL_K": tail_k, "EVEN_TAIL": given.K % tail_k == 0,
         },
         options,
     )  # fmt: skip
     if split == 1:
-        return Plan(first, None, None, tensors=9)
-    return Plan(first, (split, given.batches, given.M, given.columns), _sum(given, y, parts, split, arch), tensors=9)
+        return Plan(first, None, None)
+    return Plan(first, (split, given.batches, given.M, given.columns), _sum(given, y, parts, split, arch))
 
 
 Planner = Callable[[Operands, Tensor, Tensor, Config, Arch | None, bool], Plan]

@@ -33,6 +33,7 @@ def _cost(*args: Any) -> Cost:
         given.M * given.columns * given.K * given.batches if not given.flat else given.M * given.columns * given.K
     )
     some = (given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.zero, given.norm_weight)
+    some += (given.tail,)
     read = sum(tensor.nbytes for tensor in some if tensor is not None)
     written = given.dtype.itemsize
     for size in given.shape:
@@ -58,8 +59,9 @@ def _refusal(*args: Any) -> str | None:
                 return f"{name}: {reason}"
     wide = "bfloat16" if given.a.dtype.itemsize == 1 else str(given.a.dtype).removeprefix("torch.")
     grad = needs_grad(
-        given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.out_scale, given.norm_weight
-    )
+        given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.out_scale, given.norm_weight,
+        given.tail,
+    )  # fmt: skip
     reason = _rows.kernel_refusal(wide, given.a.device.type, 1, grad)
     if reason is None and given.dtype == torch.float64:
         reason = "makes no float64"
@@ -68,13 +70,19 @@ def _refusal(*args: Any) -> str | None:
     return reason or _launch.cannot_walk(given)
 
 
+TAILED = "has one dtype for all columns of b"
+
+
 def _tile_refusal(*args: Any) -> str | None:
-    return _refusal(*args) or _launch.cannot_normalise(Operands(*args))
+    given = Operands(*args)
+    return _refusal(*args) or _launch.cannot_normalise(given) or (TAILED if given.tail is not None else None)
 
 
 def _stream_refusal(*args: Any) -> str | None:
     given = Operands(*args)
     reason = "does not make gated activations" if given.activation in GATED else None
+    if given.tail is not None:
+        reason = TAILED
     if given.norm_weight is not None:
         reason = "does not normalise the rows of a, which no program has all of K of"
     return _refusal(*args) or reason or ("has no steps to share out: K is 0" if given.K == 0 else None)
@@ -99,7 +107,7 @@ _BACKENDS = (
 def _reserved(name: str, *args: Any) -> str | None:
     if args[0].device.type == "cpu":
         return "Triton's interpreter and the emulator are for tests: they run when forced or named"
-    if name != "triton":
+    if name != "triton" and not (name == "triton_multiply" and Operands(*args).tail is not None):
         return "runs where a measured row names it"
     return None
 
@@ -182,10 +190,11 @@ def _untraced(
     zero: Tensor | None,
     norm_weight: Tensor | None,
     norm_eps: float,
+    tail: Tensor | None,
 ) -> Tensor:
     result: Tensor = _op(
         a, b, bias, scale_a, scale_b, residual, activation, out_dtype, out_scale, alpha, slope, bias_along, precision,
-        form, group, zero, norm_weight, norm_eps,
+        form, group, zero, norm_weight, norm_eps, tail,
     )  # fmt: skip
     return result
 
@@ -244,7 +253,7 @@ def gemm(
     """
     result: Tensor = _op(
         a, b, bias, scale_a, scale_b, residual, activation, out_dtype, out_scale, alpha, slope, bias_along, precision,
-        "plain", 0, None, norm_weight, norm_eps,
+        "plain", 0, None, norm_weight, norm_eps, None,
     )  # fmt: skip
     return result
 
@@ -263,6 +272,7 @@ def linear(
     precision: str = "ieee",
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    tail: Tensor | None = None,
 ) -> Tensor:
     """act(x @ weightᵀ + bias) + residual: `gemm` with the weight of `nn.Linear`, plain or packed.
 
@@ -273,9 +283,12 @@ def linear(
         scale_x: float32 for 8-bit x, as `gemm`'s scale_a.
         scale_weight: float32 for a plain 8-bit weight: [], [N], [N, 1] or [ceil(N / 128), ceil(K / 128)].
         residual, activation, out_dtype, out_scale, precision, norm_weight, norm_eps: as for `gemm`.
+        tail: [T, K] of x's dtype, behind a weight in 8 bits that has one scale or one a row: a few rows that are too
+            sensitive to be stored in fewer bits, in the same launch where rows of x are few (up to 8). The bias is of
+            N + T then; no gated activation, residual or 8-bit result.
 
     Returns:
-        A contiguous tensor [..., N] (N / 2 columns where the activation is gated).
+        A contiguous tensor [..., N + T], T without a tail 0 (N / 2 columns where the activation is gated).
 
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
@@ -283,7 +296,7 @@ def linear(
     result: Tensor = _op(
         *linear_operands(
             x, weight, bias, scale_x, scale_weight, residual, activation, out_dtype, out_scale, precision, norm_weight,
-            norm_eps,
+            norm_eps, tail,
         )
     )  # fmt: skip
     return result
@@ -302,6 +315,7 @@ def linear_operands(
     precision: str = "ieee",
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    tail: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """The op's arguments for a call of `linear`, in their order (see `Operands`); raises as `linear` does."""
     form, group, zero = "plain", 0, None
@@ -325,7 +339,9 @@ def linear_operands(
     scale_b = scale_weight
     if isinstance(scale_b, Tensor) and scale_b.ndim == 2:
         scale_b = scale_b.mT
+    if tail is not None and (not isinstance(tail, Tensor) or isinstance(tail, PackedWeight) or tail.ndim != 2):
+        raise InvalidArgument("linear: a tail is a plain tensor [T, K]")
     return (
         x, weight.mT, bias, scale_x, scale_b, residual, activation, out_dtype, out_scale, 1.0, 0.01, "n", precision,
-        form, group, zero, norm_weight, norm_eps,
+        form, group, zero, norm_weight, norm_eps, None if tail is None else tail.mT,
     )  # fmt: skip

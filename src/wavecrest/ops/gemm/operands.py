@@ -34,7 +34,8 @@ class Operands(NamedTuple):
     """act(alpha · (scale_a · a) @ (scale_b · b) + bias) + residual, in the order that the op's backends get them.
 
     a [..., M, K]; b [K, N] or [..., K, N], or a weight's stored form transposed (`form`, see FORMATS); `group`: rows of
-    b that share a scale, 0 where they do not. With `norm_weight` [K] it is RMSNorm(a) in place of a.
+    b that share a scale, 0 where they do not. With `norm_weight` [K] it is RMSNorm(a) in place of a. `tail` [K, T]:
+    more columns, behind those of a weight b in 8 bits, in a's dtype.
     """
 
     a: Tensor
@@ -55,6 +56,7 @@ class Operands(NamedTuple):
     zero: Tensor | None = None
     norm_weight: Tensor | None = None
     norm_eps: float = 1e-6
+    tail: Tensor | None = None
 
     @property
     def K(self) -> int:
@@ -63,8 +65,13 @@ class Operands(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Columns of b: N, or 2 · N where an activation is gated."""
-        return self.b.shape[-1]
+        """Columns of b and of the tail: N, or 2 · N where an activation is gated."""
+        return self.b.shape[-1] + self.tails
+
+    @property
+    def tails(self) -> int:
+        """Columns of the tail."""
+        return 0 if self.tail is None else self.tail.shape[-1]
 
     @property
     def N(self) -> int:
@@ -152,7 +159,7 @@ def scale_kind(scale: Tensor | None, rows: int, K: int, *, of_b: bool, group: in
 
 def kinds(given: Operands) -> tuple[str, str]:
     """The kinds of scale_a and scale_b of arguments that were checked; "norm" for an a that is normalised."""
-    b = scale_kind(given.scale_b, given.columns, given.K, of_b=True, group=given.group)
+    b = scale_kind(given.scale_b, given.b.shape[-1], given.K, of_b=True, group=given.group)
     if given.norm_weight is not None:
         return "norm", b or "none"
     a = scale_kind(given.scale_a, given.M, given.K, of_b=False)
@@ -190,6 +197,7 @@ def check(op: str, given: Operands) -> None:
             raise InvalidArgument(f"{op}: the batches of a {list(a.shape)} and b {list(b.shape)} do not fit") from None
     _check_scales(op, given)
     _check_norm(op, given)
+    _check_tail(op, given)
     _check_finish(op, given)
 
 
@@ -247,7 +255,7 @@ def _check_types(op: str, given: Operands) -> None:
 def _check_scales(op: str, given: Operands) -> None:
     for name, scale, rows, of_b in (
         ("scale_a", given.scale_a, given.M, False),
-        ("scale_b", given.scale_b, given.columns, True),
+        ("scale_b", given.scale_b, given.b.shape[-1], True),
     ):
         if scale is None:
             continue
@@ -283,6 +291,20 @@ def _check_norm(op: str, given: Operands) -> None:
         raise InvalidArgument(f"{op}: norm_weight is for one matrix b, not a batch {list(given.b.shape)}")
     if type(given.norm_eps) not in (float, int) or not 0 <= given.norm_eps < float("inf"):
         raise InvalidArgument(f"{op}: norm_eps must be a number of at least 0, got {given.norm_eps!r}")
+
+
+def _check_tail(op: str, given: Operands) -> None:
+    a, tail = given.a, given.tail
+    if tail is None:
+        return
+    if not isinstance(tail, Tensor) or tail.shape != (given.K, given.tails) or tail.dtype != a.dtype:
+        raise InvalidArgument(f"{op}: a tail is {a.dtype} [{given.K}, T], as a is, got {_describe(tail)}")
+    if tail.device != a.device:
+        raise InvalidArgument(f"{op}: the tail must be on {a.device}, got {_describe(tail)}")
+    if given.form != "plain" or not given.weight_only or not given.flat or kinds(given)[1] not in ("vector", "tensor"):
+        raise InvalidArgument(f"{op}: a tail goes with a weight in 8 bits that has one scale, or one a column")
+    if given.activation in GATED or given.residual is not None or given.bias_along != "n" or given.dtype in LARGEST:
+        raise InvalidArgument(f"{op}: with a tail there is no gated activation, residual, bias along m or 8-bit result")
 
 
 def _check_finish(op: str, given: Operands) -> None:

@@ -31,7 +31,10 @@ def _wide(x: Tensor, given: Operands) -> Tensor:
 
 
 def values_of_b(given: Operands) -> Tensor:
-    """b as it is meant, scaled, [..., K, N]."""
+    """b as it is meant, scaled, and the tail behind it, [..., K, N]."""
+    if given.tail is not None:
+        alone = values_of_b(given._replace(tail=None))
+        return torch.cat((alone, given.tail.to(alone.dtype)), dim=-1)
     b, K = given.b, given.K
     if given.form == "int4":
         zero = 8.0 if given.zero is None else given.zero.float().repeat_interleave(given.group, 0)[:K]
@@ -101,4 +104,4 @@ def unpacked(given: Operands) -> Operands:
     if given.form == "plain" and not given.weight_only:
         return given
     weight = values_of_b(given).to(given.a.dtype).mT.contiguous()
-    return given._replace(b=weight.mT, scale_b=None, zero=None, form="plain", group=0)
+    return given._replace(b=weight.mT, scale_b=None, zero=None, form="plain", group=0, tail=None)

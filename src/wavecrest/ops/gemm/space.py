@@ -237,8 +237,8 @@ def multiply_problem(config: Config, shape: Shape, arch: Arch) -> str | None:
         each = each / 8
     if each < 1:
         return "has less than one product a lane"
-    if shape.normed and config["SPLIT_K"] > 1:
-        return "normalises with all of K in one program"
+    if (shape.normed or shape.tail) and config["SPLIT_K"] > 1:
+        return "has all of K in one program"
     taken = each * (max(1, shape.rows) + 1) * (1 + shape.gated)
     if shape.normed:
         # squares, one row of them for all columns
