@@ -307,8 +307,8 @@ class Block(nn.Module):
         first = second = mixes = ends = False
         if in_place and padding is None and x.shape[1] == 1:
             first, second, mixes, ends = self._choice.of(
-                x, (layer.inputs(x, self.norm_mlstm), self.norm_mlstm), (ffn.inputs(), self.norm_ffn), ((layer.out_proj,), None),
-                ((ffn.proj_down,), None),
+                x, (layer.inputs(x, self.norm_mlstm), self.norm_mlstm), (ffn.inputs(), self.norm_ffn),
+                ((layer.out_proj,), None), ((ffn.proj_down,), None),
             )  # fmt: skip
         norm: Norm | None = None
         if first and delta is None:

@@ -885,9 +885,7 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
         width = tl.cast(N, tl.int64) + TAIL
         if tile < TAIL:
             bias_ptr += tl.cast(N, tl.int64) * stride_bias
-            behind = (
-                bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope
-            )
+            behind = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
             _multiply_columns(
                 a, tail_ptr, c_ptr + N, part_ptr, scales, behind, batch, 0, tile, TAIL, K, width, tl.cdiv(K, TAIL_K),
                 row_stride, tl.cast(K, tl.int64), ROWS, SCALE_A, NO_SCALE, EVEN_TAIL, BIAS, ACTIVATION, GATED,

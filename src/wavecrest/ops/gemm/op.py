@@ -32,8 +32,10 @@ def _cost(*args: Any) -> Cost:
     products = (
         given.M * given.columns * given.K * given.batches if not given.flat else given.M * given.columns * given.K
     )
-    some = (given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.zero, given.norm_weight)
-    some += (given.tail,)
+    some = (
+        given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.zero, given.norm_weight,
+        given.tail,
+    )  # fmt: skip
     read = sum(tensor.nbytes for tensor in some if tensor is not None)
     written = given.dtype.itemsize
     for size in given.shape:
