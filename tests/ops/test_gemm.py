@@ -1299,7 +1299,7 @@ def test_bench_and_emulate_cases_are_calls(device: str) -> None:
         if call.a.dtype in FNUZ:
             assert device == "cuda" or "has no" in str(declines("triton", call)), label
         elif call.form == "plain":
-            assert_right("triton", call)
+            assert_right("triton" if call.tail is None else "triton_multiply", call)
         else:
             assert numerics.compare(found.run("triton", *call), found.reference(*call)).within(
                 numerics.tolerance(OP, "bfloat16")
@@ -1399,7 +1399,7 @@ BAD = {
     "norm-eps-tensor": _bad("norm_eps must be a number", norm_weight=_t(8), norm_eps=_ONE),
 }
 # what `gemm` takes by position, and what only the op behind the public functions takes
-WITHIN = ("a", "b", "bias", "form", "group", "zero")
+WITHIN = ("a", "b", "bias", "form", "group", "zero", "tail")
 BAD_FORMS = {
     "form": _bad("form takes plain, shuffled, int4, not 'packed'", form="packed"),
     "shuffled-rows": _bad("N % 16 = K % 32 = 0", form="shuffled"),
@@ -1416,6 +1416,10 @@ BAD_FORMS = {
         "zero must have scale_b's shape", b=_t(32, 6, dtype=torch.uint8), form="int4", group=32, scale_b=_t(1, 6),
         zero=_t(2, 6, dtype=torch.uint8),
     ),
+    "tail-k": _bad(r"a tail is torch.float32 \[8, T\]", b=_B8, scale_b=_ONE, tail=_t(7, 2)),
+    "tail-device": _bad("the tail must be on cpu", b=_B8, scale_b=_ONE, tail=_t(8, 2).to("meta")),
+    "tail-plain": _bad("goes with a weight in 8 bits", tail=_t(8, 2)),
+    "tail-gated": _bad("no gated activation", b=_B8, scale_b=_ONE, tail=_t(8, 2), activation="silu_and_mul"),
     "zero-alone": _bad(
         "zero must have scale_b's shape", b=_t(32, 6, dtype=torch.uint8), form="int4", group=32,
         zero=_t(1, 6, dtype=torch.uint8),
