@@ -7,7 +7,7 @@ and whether its programs, begun one after another as multiprocessors run dry, cr
 after the other is changed in a captured step: stages with EARLY, and sizes of blocks for a product that begins early.
 Of the step of the mLSTM EARLY alone is tried, as the rest of its configuration decides its bits. At the end the step
 is timed in turn with what it was. A run begins with what earlier ones of the file have found, and with the products
-that they came to first, or not at all.
+that they came to first, or not at all; what they found for products of the same rows, types and K is tried of each.
 The part `rows` then takes the last word of the file on each product: as `wavecrest tune --config` it holds it to the
 op's definition and times it alone beside PyTorch, and writes what is right and faster as the row of its key into the
 package's table.
@@ -102,6 +102,18 @@ def words(path: Path) -> dict[tuple[Any, ...], Row]:
                 found.pop(name, None)
                 found[name] = row
     return found
+
+
+# by which products are alike: what is good for one may be for another
+ALIKE = ("rows", "k", "a", "b")
+
+
+def alike(key: Row, earlier: dict[tuple[Any, ...], Row]) -> Iterator[Config]:
+    """What earlier runs have found for products like one with this key."""
+    for row in earlier.values():
+        config = table.parse_config(row["best"])
+        if config is not None and all(name in key and row["key"].get(name) == key[name] for name in ALIKE):
+            yield config
 
 
 class Step:
@@ -233,6 +245,9 @@ def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace
             now[made] = table.parse_config(earlier[names[made]]["best"]) or made.config
             step.use(made, now[made])
         tried[made] = tries(made.op, now[made])
+        if made.op == "gemm":
+            key = misses.parts_of(step.op(made), made.key)
+            tried[made] = list(dict.fromkeys([*tried[made], *alike(key, earlier)]))
         # the few of the mLSTM compile where they run
         for config in tried[made] if made.op == "gemm" else ():
             # what a kernel refuses says so again when it is tried

@@ -88,6 +88,20 @@ def test_the_last_word_comes_last(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_what_is_alike_is_tried() -> None:
+    key = {"rows": 1, "columns": 8, "k": 16, "a": "bfloat16", "b": "int8", "form": "plain tail 2"}
+    rows = {
+        "same": key | {"columns": 6, "form": "plain"}, "rows": key | {"rows": 2}, "k": key | {"k": 8},
+        "b": key | {"b": "bfloat16"},
+    }  # fmt: skip
+    earlier: dict[Any, Any] = {
+        (name,): {"key": row, "best": f"BLOCK={place}"} for place, (name, row) in enumerate(rows.items(), 1)
+    }
+    earlier["mlstm_step",] = {"key": {"B": 1}, "best": "BLOCK=9", "op": "mlstm_step"}
+    assert list(xlstm_chain.alike(key, earlier)) == [Config(BLOCK=1)]
+    assert list(xlstm_chain.alike({"B": 1}, earlier)) == []
+
+
 def test_the_fastest_is_kept_and_what_fails_says_why(op: Op) -> None:
     tried = [Config(BLOCK=2), Config(BLOCK=4), Config(BLOCK=8), Config(WIDTH=1)]
     step, found = searched(op, {2: 1.5, 4: 1.2}, tried)
