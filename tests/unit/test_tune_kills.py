@@ -5,6 +5,7 @@ The tuner is a fork of the test with a lane that is a script, so that two hundre
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -115,6 +116,18 @@ def forked(folder: Path) -> int:
     return pid
 
 
+def killed_after(pid: int, seconds: float) -> int:
+    """The status of a process that is killed after so long, unless it has ended."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """In memory where there is such a place: a kill loses nothing that the system has, and a disk only takes longer."""
@@ -133,12 +146,14 @@ def seeded() -> random.Random:
 def test_two_hundred_kills_lose_and_corrupt_nothing(folder: Path, seeded: random.Random) -> None:
     # what every process asks git and the packages, once
     records.header(DEVICE)
-    # how long a whole run takes here, so that kills fall all over it
-    begin = time.perf_counter()
-    pid = forked(folder / "whole")
-    assert os.waitpid(pid, 0)[1] == 0
-    span = time.perf_counter() - begin
-    wanted = found(folder / "whole")
+    # how long a whole run takes here, so that kills fall all over it; the shortest of some: with a span of one run that
+    # the machine had delayed nearly all of the others ended before they were killed, and 200 kills took half an hour
+    span = math.inf
+    for turn in range(5):
+        begin = time.perf_counter()
+        assert os.waitpid(forked(folder / f"whole {turn}"), 0)[1] == 0
+        span = min(span, time.perf_counter() - begin)
+    wanted = found(folder / "whole 0")
     assert list(wanted) == [f"rows {count}" for count in range(1, KEYS + 1)]
     killed = ended = runs = 0
     while killed < KILLS:
@@ -146,10 +161,7 @@ def test_two_hundred_kills_lose_and_corrupt_nothing(folder: Path, seeded: random
         runs += 1
         before: dict[str, records.TunedKey] = {}
         while True:
-            pid = forked(place)
-            time.sleep(seeded.uniform(0, 1.1 * span))
-            os.kill(pid, signal.SIGKILL)
-            status = os.waitpid(pid, 0)[1]
+            status = killed_after(forked(place), seeded.uniform(0, 1.1 * span))
             now = found(place)
             assert before.items() <= now.items(), "a finished key is lost, or another"
             assert now.items() <= wanted.items()
