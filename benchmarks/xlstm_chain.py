@@ -48,13 +48,15 @@ from wavecrest.tune import ahead, candidates, misses, session
 from wavecrest.tuned import Config, database, table
 
 # stages beyond those of the row, and starts (EARLY) that are tried with each
-STAGES, STARTS = (0, 2, -2), (0, 1)
+STAGES, STARTS = (0, 2, -1, -2), (0, 1, 2)
 LEAST_STAGES = 2
 # of the step of the mLSTM, which has no stages
 FIRST_STARTS = (0, 1, 2, 3, 4)
 SIZES = ("BLOCK_N", "BLOCK_K", "num_warps")
 # their powers of two
-NEAR = ((1, -1, 0), (-1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 2), (0, -1, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1))
+NEAR = (
+    (1, -1, 0), (-1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 2), (0, -1, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1), (-1, -1, -1),
+)  # fmt: skip
 # a change is taken if the step is shorter by so much of it
 LEAST = 5e-4
 # products that a step has so many of, one in each layer

@@ -1359,6 +1359,8 @@ BAD = {
     "alpha-tensor": _bad("alpha must be a number", _A8, _B8, alpha=_t(2)),
     "alpha-bool": _bad("alpha must be a number", alpha=True),
     "slope-none": _bad("slope must be a number", slope=None),
+    "overwrite-one": _bad("overwrite_residual is True or False, not 1", residual=_t(3, 6), overwrite_residual=1),
+    "overwrite-nothing": _bad("there is no residual to overwrite", overwrite_residual=True),
     "bias_along": _bad("bias_along takes n or m, not 'k'", bias=_t(6), bias_along="k"),
     "bias_along-gated": _bad("takes a bias along n", bias=_t(3), bias_along="m", activation="gelu_and_mul"),
     "bias-shape": _bad(r"bias must be floating-point \[6\]", bias=_t(3)),

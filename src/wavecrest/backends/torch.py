@@ -235,7 +235,25 @@ def _gemm(*args: Any) -> Tensor:
     return _unrounded(given.a.device.type, _is_ieee(given), partial(_product, given))
 
 
+def _ends_in_residual(given: Operands) -> bool:
+    """True if a library can add its product to the residual where that lies."""
+    a, b, r = given.a, given.b, given.residual
+    # what a graph has in its residual is the graph's
+    if r is None or not given.overwrite_residual or torch.compiler.is_compiling():
+        return False
+    plain = given.flat and given.bias is None and given.activation is None and given.alpha == 1.0
+    if not plain or not r.dtype == a.dtype == b.dtype == given.dtype or a.dtype not in FLOATS:
+        return False
+    # what is written must not be read by another part of the product
+    read = {one.untyped_storage().data_ptr() for one in (a, b)}
+    return r.is_contiguous() and r.untyped_storage().data_ptr() not in read and not registry.needs_grad(a, b, r)
+
+
 def _product(given: Operands) -> Tensor:
+    if _ends_in_residual(given):
+        assert given.residual is not None
+        given.residual.view(given.M, given.N).addmm_(given.a.reshape(given.M, given.K), given.b)
+        return given.residual
     a, b, bias = given.a, given.b, given.bias
     inner = given.dtype if given.dtype in FLOATS else torch.bfloat16
     if a.dtype == torch.int8:

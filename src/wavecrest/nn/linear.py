@@ -71,14 +71,16 @@ class Linear(nn.Module):
         residual: Tensor | None = None,
         norm_weight: Tensor | None = None,
         norm_eps: float = 1e-6,
+        overwrite_residual: bool = False,
     ) -> Tensor:
         """x [..., K] to [..., N]; `residual` [..., N] is added after the activation.
 
-        With `norm_weight` [K] it is RMSNorm(x) that is multiplied: see `wavecrest.ops.gemm`.
+        With `norm_weight` [K] it is RMSNorm(x) that is multiplied, with `overwrite_residual` the result may be made in
+        the residual's memory: see `wavecrest.ops.gemm`.
         """
         return linear(
             x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
-            norm_eps=norm_eps, tail=self.tail,
+            norm_eps=norm_eps, tail=self.tail, overwrite_residual=overwrite_residual,
         )  # fmt: skip
 
     def decision(

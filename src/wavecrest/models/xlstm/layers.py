@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from wavecrest.models.xlstm import kernels
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
 from wavecrest.models.xlstm.joined import Joined
 from wavecrest.nn import Linear
-from wavecrest.ops import add_rms_norm, rms_norm, silu_and_mul
+from wavecrest.ops import PackedWeight, add_rms_norm, rms_norm, silu_and_mul
 
 # (c, n, m) of one layer: c [B, NH, DK, DV], n float32 [B, NH, DK], m float32 [B, NH, 1], None for sigmoid gates
 LayerState = tuple[Tensor, Tensor, Tensor | None]
@@ -54,8 +54,15 @@ class Choice:
         self._key: list[Any] = []
         self._found: tuple[bool, ...] = ()
 
-    def of(self, x: Tensor, *asked: tuple[tuple[nn.Module, ...], Norm | None]) -> tuple[bool, ...]:
+    def of(
+        self,
+        x: Tensor,
+        *asked: tuple[tuple[nn.Module, ...], Norm | None],
+        judge: Callable[[nn.Module, Tensor, Norm | None], bool] | None = None,
+    ) -> tuple[bool, ...]:
         """Of (layers, norm) each: True if all run our kernels with the norm of x [..., D], or without one with x added.
+
+        `judge`: another question that is asked of each layer.
 
         Not where PyTorch's composition would run, to which a launch for the row operation is nothing more; nor where
         the product alone rests on a measured row and this one does not; nor for what torch.compile traces; nor a norm
@@ -70,7 +77,8 @@ class Choice:
             if norm is not None:
                 key.append(not (norm._forward_hooks or norm._forward_pre_hooks))
         if key != self._key:
-            self._found = tuple([all(_ours(layer, x, norm) for layer in layers) for layers, norm in asked])
+            judge = judge or _ours
+            self._found = tuple([all(judge(layer, x, norm) for layer in layers) for layers, norm in asked])
             self._key = key
         return self._found
 
@@ -93,6 +101,26 @@ def _ours(layer: nn.Module, x: Tensor, norm: Norm | None) -> bool:
         return False
 
 
+def _adds(layer: nn.Module, x: Tensor, norm: Norm | None = None) -> bool:
+    """True if PyTorch multiplies for a layer, of rows like x's, and can add the product to x where that lies."""
+    if not isinstance(layer, Linear) or isinstance(layer.weight, PackedWeight) or layer.bias is not None:
+        return False
+    a = x.new_empty(*x.shape[:-1], layer.in_features)
+    try:
+        # where another is the faster one for the product alone it stays so
+        return layer.decision(a).backend == layer.decision(a, x).backend == "torch"
+    except Unsupported:
+        return False
+
+
+def watched(model: nn.Module) -> bool:
+    """True if a hook may see, and keep, what modules of a model take and give."""
+    everywhere = nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return True
+    return any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+
+
 class Norm(nn.Module):
     """RMSNorm of the last dimension, x [..., D]: x / sqrt(mean(x²) + eps) · weight + bias, where there is a bias."""
 
@@ -113,11 +141,15 @@ class Norm(nn.Module):
         return (normed if self.bias is None else normed + self.bias), x
 
 
-def through(layer: nn.Module, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-    """x [..., D], or its norm, through a layer, plus the residual: those that are there."""
+def through(
+    layer: nn.Module, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None, overwrite: bool = False
+) -> Tensor:
+    """x [..., D], or its norm, through a layer, plus the residual: those that are there; `overwrite`: in its memory."""
     # a module that stands in a Linear's place need not know what is not there
     out: Tensor
-    if norm is not None:
+    if overwrite:
+        out = layer(x, residual, overwrite_residual=True)
+    elif norm is not None:
         out = layer(x, residual, norm.weight, norm.eps)
     else:
         out = layer(x) if residual is None else layer(x, residual)
@@ -199,6 +231,7 @@ class MLSTMLayer(nn.Module):
         return_state: bool = True,
         norm: Norm | None = None,
         residual: Tensor | None = None,
+        overwrite: bool = False,
         arrivals: Tensor | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         """One layer over a sequence, or over one token behind a state.
@@ -211,6 +244,7 @@ class MLSTMLayer(nn.Module):
             return_state: False where the state behind the last token is not needed.
             norm: of x, which the projections apply on the way; None: x is normalised.
             residual: [B, S, embedding_dim], added to the result.
+            overwrite: the residual's memory may become the result.
             arrivals: of a single token: see `mlstm_step`.
 
         Returns:
@@ -240,7 +274,7 @@ class MLSTMLayer(nn.Module):
             )  # fmt: skip
         if self.multihead_norm.bias is not None:
             h = h + torch.sigmoid(o) * self.multihead_norm.bias.view(config.num_heads, 1, -1)
-        return through(self.out_proj, h.transpose(1, 2).flatten(2), None, residual), after
+        return through(self.out_proj, h.transpose(1, 2).flatten(2), None, residual, overwrite), after
 
 
 def joins(model: nn.Module) -> Iterator[Joined]:
@@ -268,17 +302,20 @@ class FeedForward(nn.Module):
         """The layers that x goes through first."""
         return (self.proj_up_gate_z,) if self.fused else (self.proj_up_gate, self.proj_up)
 
-    def forward(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        """x [..., embedding_dim] to the same; `norm`, `residual`: as of `MLSTMLayer`."""
+    def forward(
+        self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None, overwrite: bool = False
+    ) -> Tensor:
+        """x [..., embedding_dim] to the same; `norm`, `residual`, `overwrite`: as of `MLSTMLayer`."""
         made = [through(layer, x, norm) for layer in self.inputs()]
-        return through(self.proj_down, made[0] if self.fused else silu_and_mul(*made), None, residual)
+        return through(self.proj_down, made[0] if self.fused else silu_and_mul(*made), None, residual, overwrite)
 
 
 class Block(nn.Module):
     """x + mLSTM(norm(x)), then that + MLP(norm(that)); the last addition is left to the norm that follows.
 
     In a decoding step rows are few, and a launch for a norm costs more than the norm. Where our kernels run the
-    products around it, the one before adds the residual, and those behind normalise the rows that they read.
+    products around it, the one before adds the residual, and those behind normalise the rows that they read. In a
+    prompt additions are bytes: PyTorch's products add to the residual where it lies.
     """
 
     def __init__(self, config: xLSTMLargeConfig, device: torch.device | str | None = None) -> None:
@@ -287,7 +324,8 @@ class Block(nn.Module):
         self.mlstm_layer = MLSTMLayer(config, device)
         self.norm_ffn = Norm(config.embedding_dim, config.norm_eps, config.use_bias, device)
         self.ffn = FeedForward(config, device)
-        self._choice = Choice()
+        # of a step, and of a prompt
+        self._choice, self._additions = Choice(), Choice()
 
     def forward(
         self,
@@ -298,8 +336,12 @@ class Block(nn.Module):
         in_place: bool,
         return_state: bool,
         arrivals: Tensor | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, Tensor | None, LayerState | None]:
-        """(x, delta, state): the block's result is x + delta, [B, S, embedding_dim] each; None: x alone."""
+        """(x, delta, state): the block's result is x + delta, [B, S, embedding_dim] each; None: x alone.
+
+        `overwrite`: x's memory may become the result.
+        """
         layer, ffn = self.mlstm_layer, self.ffn
         options: dict[str, Any] = {"padding": padding, "in_place": in_place, "return_state": return_state}
         if arrivals is not None:
@@ -310,6 +352,11 @@ class Block(nn.Module):
                 x, (layer.inputs(x, self.norm_mlstm), self.norm_mlstm), (ffn.inputs(), self.norm_ffn),
                 ((layer.out_proj,), None), ((ffn.proj_down,), None),
             )  # fmt: skip
+        elif overwrite and self._additions.of(x, ((layer.out_proj, ffn.proj_down), None), judge=_adds)[0]:
+            normed, x = self.norm_mlstm(x, delta)
+            x, after = layer(normed, state, residual=x, overwrite=True, **options)
+            normed, x = self.norm_ffn(x)
+            return ffn(normed, residual=x, overwrite=True), None, after
         norm: Norm | None = None
         if first and delta is None:
             normed, options["norm"] = x, self.norm_mlstm

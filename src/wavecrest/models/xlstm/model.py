@@ -24,6 +24,7 @@ from wavecrest.models.xlstm.layers import (
     make_linear,
     soft_cap,
     through,
+    watched,
 )
 from wavecrest.models.xlstm.sampling import Sampling
 from wavecrest.models.xlstm.state import State, check_state, empty_state
@@ -50,17 +51,19 @@ class BlockStack(nn.Module):
         return_state: bool,
         normed: bool = True,
         arrivals: Tensor | None = None,
+        overwrite: bool = False,
     ) -> tuple[Tensor, State]:
         """x [B, S, embedding_dim] to the same, [B, 1, …] of the places `last` [B] where given; and the states.
 
         `normed`: by the norm behind the last block, where there is one. `arrivals`: as of `xLSTMLarge.decode`.
+        `overwrite`: x's memory may become the result.
         """
         delta: Tensor | None = None
         after: State = {}
         for index, block in enumerate(self.blocks):
             before = None if state is None else state[index]
             counts = None if arrivals is None else arrivals[index]
-            x, delta, reached = block(x, delta, before, padding, in_place, return_state, counts)
+            x, delta, reached = block(x, delta, before, padding, in_place, return_state, counts, overwrite)
             if reached is not None:
                 after[index] = reached
         if last is not None:
@@ -189,7 +192,9 @@ class xLSTMLarge(nn.Module):
     def _run(
         self, tokens: Tensor, state: State | None, padding: Padding | None, last: Tensor | None, keep: bool
     ) -> tuple[Tensor, State]:
-        x, after = self.backbone(self.embedding(tokens), state, padding, last, False, keep)
+        # what no hook has seen is nobody else's
+        overwrite = not (torch.compiler.is_compiling() or watched(self))
+        x, after = self.backbone(self.embedding(tokens), state, padding, last, False, keep, overwrite=overwrite)
         return self._logits(x), after
 
     def _logits(self, x: Tensor, norm: Norm | None = None) -> Tensor:

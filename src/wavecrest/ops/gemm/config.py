@@ -38,6 +38,14 @@ class Shape(NamedTuple):
     tail: bool = False
 
 
+def in_one_loop(gated: bool, scaled: bool, config: Config) -> bool:
+    """True if `_tile_kernel` makes both halves of a gated result in one loop over K, which reads a once.
+
+    Two loops, one after the other, where steps have a scale of their own or are divided.
+    """
+    return gated and not scaled and config.get("CHAINS", 1) == 1
+
+
 def _units(arch: Arch | None) -> int:
     return 132 if arch is None else arch.compute_units
 

@@ -233,28 +233,37 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _loaded(  # type: ignore[no-untyped-def]
-    a, b, a_rows, n, offs_n, k, K, mask_m, mask_n, stride_ak, stride_bk, stride_bn,
-    FORMAT: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """WIDTH columns of a's rows and rows of b's columns, from k on."""
+def _rows_loaded(  # type: ignore[no-untyped-def]
+    a, a_rows, k, K, mask, stride_ak, EVEN_K: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr
+):
+    """WIDTH columns of a's rows, from k on."""
     offs_k = tl.arange(0, WIDTH)
-    mask_a = mask_m
-    mask_b = mask_n
     if not EVEN_K:
-        inside = k + offs_k < K
-        mask_a = mask_a & inside[None, :]
-        mask_b = mask_b & inside[:, None]
+        mask = mask & (k + offs_k < K)[None, :]
     if WIDE:
         offs_k = offs_k.to(tl.int64)
     start = tl.cast(k, tl.int64)
-    a_tile = tl.load(a + start * stride_ak + (a_rows + (offs_k * stride_ak)[None, :]), mask=mask_a, other=0.0)
+    return tl.load(a + start * stride_ak + (a_rows + (offs_k * stride_ak)[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def _columns_loaded(  # type: ignore[no-untyped-def]
+    b, n, offs_n, k, K, mask, stride_bk, stride_bn,
+    FORMAT: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """WIDTH rows of b's columns, from k on."""
+    offs_k = tl.arange(0, WIDTH)
+    if not EVEN_K:
+        mask = mask & (k + offs_k < K)[:, None]
+    if WIDE:
+        offs_k = offs_k.to(tl.int64)
+    start = tl.cast(k, tl.int64)
     if FORMAT == SHUFFLED:
         KV: tl.constexpr = 16 // (b.dtype.element_ty.primitive_bitwidth // 8)
         where = _shuffled_offsets(n.to(tl.int64)[None, :], (start + offs_k)[:, None], K, KV)
     else:
         where = start * stride_bk + ((offs_k * stride_bk)[:, None] + (offs_n * stride_bn)[None, :])
-    return a_tile, tl.load(b + where, mask=mask_b, other=0.0)
+    return tl.load(b + where, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -263,13 +272,15 @@ def _accumulated(  # type: ignore[no-untyped-def]
     FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, PTX: tl.constexpr,
-    CHAINS: tl.constexpr, NORM_EPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHAINS: tl.constexpr, BOTH: tl.constexpr, NORM_EPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sum of products [BLOCK_M, BLOCK_N] of one tile over the steps first to last of BLOCK_K each.
+    """The sum of products [BLOCK_M, BLOCK_N] of one tile over the steps first to last of BLOCK_K each, twice; with
+    BOTH that of b's columns `up` further on is the second: the halves of a packed [gate | up], in one loop.
 
-    `up` columns are added to b's: the second half of a packed [gate | up]. A step is divided into
-    CHAINS, each added to a sum of its own. Rows that are NORMED are multiplied by the norm's weight in float32 and
-    rounded to a's type before their products, and the sums by what their squares say: steps are all there are then.
+    Else `up` is added to b's columns. A step is divided into CHAINS, each added to a sum of its own. Rows that are
+    NORMED are multiplied by the norm's weight in float32 and rounded to a's type before their products, and the sums
+    by what their squares say: steps are all there are then.
     """
     M, N, K, size1, size2 = sizes
     stride_az, stride_a0, stride_a1, stride_a2, stride_ak = a_strides
@@ -280,9 +291,13 @@ def _accumulated(  # type: ignore[no-untyped-def]
     row = tile_m * BLOCK_M
     col = tile_n * BLOCK_N
     rows = row + offs_m
+    beyond = up
+    if BOTH:
+        up = 0
     n = col + up + offs_n
     # sums of integers too are float32 from the first scale on
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if SCALED_STEPS else ACC)
+    acc_up = acc
     # scales are loaded a step ahead, where registers allow: a step is short beside the wait for them
     ahead = tl.full([1, 1], 1.0, tl.float32)
     if SCALED_STEPS and (TMA or FORMAT == INT4):
@@ -298,6 +313,9 @@ def _accumulated(  # type: ignore[no-untyped-def]
                 acc = _step(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
             else:
                 acc = _product(a_tile, b_tile, acc, PRECISION, PTX)
+                if BOTH:
+                    b_tile = b.load([col + beyond, k]).T if B_ORDER == BY_K else b.load([k, col + beyond])
+                    acc_up = _product(a_tile, b_tile, acc_up, PRECISION, PTX)
     else:
         mask_m = (rows < M)[:, None]
         mask_n = (col + offs_n < N)[None, :]
@@ -313,7 +331,9 @@ def _accumulated(  # type: ignore[no-untyped-def]
             a_rows = (offs_m * stride_a0)[:, None]
         else:
             a_rows = row_offsets(rows.to(tl.int64), stride_a0, stride_a1, stride_a2, size1, size2, LEADING)[:, None]
+        b_up = b
         if FORMAT != SHUFFLED:
+            b_up = b + (col + beyond).to(tl.int64) * stride_bn
             b += (col + up).to(tl.int64) * stride_bn
         zero = _zero_points(scales, n, first * BLOCK_K, N + up, K, HAS_ZERO, GROUP)
         # sums of their own, which do not wait for each other
@@ -369,17 +389,22 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     scale = _loop_scale(scales, rows, n, at, M, N + up, K, SCALE_A, SCALE_B, GROUP)
                     acc = _step(a_high, b_high, acc, scale, ACC, PRECISION, PTX)
             elif SCALED_STEPS:
-                a_tile, b_tile = _loaded(
-                    a, b, a_rows, n, offs_n, k, K, mask_m, mask_n, stride_ak, stride_bk, stride_bn,
-                    FORMAT, EVEN_K, WIDE, BLOCK_K,
-                )  # fmt: skip
+                a_tile = _rows_loaded(a, a_rows, k, K, mask_m, stride_ak, EVEN_K, WIDE, BLOCK_K)
+                b_tile = _columns_loaded(
+                    b, n, offs_n, k, K, mask_n, stride_bk, stride_bn, FORMAT, EVEN_K, WIDE, BLOCK_K
+                )
                 scale = _loop_scale(scales, rows, n, k, M, N + up, K, SCALE_A, SCALE_B, GROUP)
                 acc = _step(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
             else:
-                a_tile, b_tile = _loaded(
-                    a, b, a_rows, n, offs_n, k, K, mask_m, mask_n, stride_ak, stride_bk, stride_bn,
-                    FORMAT, EVEN_K, WIDE, BLOCK_K // CHAINS,
-                )  # fmt: skip
+                a_tile = _rows_loaded(a, a_rows, k, K, mask_m, stride_ak, EVEN_K, WIDE, BLOCK_K // CHAINS)
+                b_tile = _columns_loaded(
+                    b, n, offs_n, k, K, mask_n, stride_bk, stride_bn, FORMAT, EVEN_K, WIDE, BLOCK_K // CHAINS
+                )
+                up_tile = b_tile
+                if BOTH:
+                    up_tile = _columns_loaded(
+                        b_up, n + beyond, offs_n, k, K, mask_n, stride_bk, stride_bn, FORMAT, EVEN_K, WIDE, BLOCK_K
+                    )
                 if SCALE_A == NORMED:
                     wide = a_tile.to(tl.float32)
                     squares += wide * wide
@@ -387,19 +412,24 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     columns = k + BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
                     gains = tl.load(scales[0] + columns, mask=columns < K, other=0.0).to(tl.float32)
                 acc = _product(a_tile, b_tile, acc, PRECISION, PTX)
+                if BOTH:
+                    acc_up = _product(a_tile, up_tile, acc_up, PRECISION, PTX)
                 more = ()
                 for chain in tl.static_range(CHAINS - 1):
-                    a_tile, b_tile = _loaded(
-                        a, b, a_rows, n, offs_n, k + (chain + 1) * (BLOCK_K // CHAINS), K, mask_m, mask_n,
-                        stride_ak, stride_bk, stride_bn, FORMAT, EVEN_K, WIDE, BLOCK_K // CHAINS,
-                    )  # fmt: skip
+                    at = k + (chain + 1) * (BLOCK_K // CHAINS)
+                    a_tile = _rows_loaded(a, a_rows, at, K, mask_m, stride_ak, EVEN_K, WIDE, BLOCK_K // CHAINS)
+                    b_tile = _columns_loaded(
+                        b, n, offs_n, at, K, mask_n, stride_bk, stride_bn, FORMAT, EVEN_K, WIDE, BLOCK_K // CHAINS
+                    )
                     more = more + (_product(a_tile, b_tile, chains[chain], PRECISION, PTX),)  # type: ignore[assignment]
                 chains = more
         for chain in tl.static_range(CHAINS - 1):
             acc += chains[chain]
         if SCALE_A == NORMED:
-            acc *= tl.rsqrt(tl.sum(squares, axis=1) / tl.cast(K, tl.float32) + NORM_EPS)[:, None]
-    return acc
+            each = tl.rsqrt(tl.sum(squares, axis=1) / tl.cast(K, tl.float32) + NORM_EPS)[:, None]
+            acc *= each
+            acc_up *= each
+    return acc, (acc_up if BOTH else acc)
 
 
 @triton.jit
@@ -499,7 +529,8 @@ def _tile(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, CHAINS: tl.constexpr,
-    NEXT: tl.constexpr, NORM_EPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BOTH: tl.constexpr, NEXT: tl.constexpr, NORM_EPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of one part of K: finished, or with SPLIT_K its sum to part_ptr [parts, batch, M, N].
 
@@ -513,17 +544,16 @@ def _tile(  # type: ignore[no-untyped-def]
     tile_m, tile_n = tile_at(index - split * tiles, tiles_m, tiles_n, GROUP_M)
     first = split * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K)) if SPLIT_K > 1 else steps
-    acc = _accumulated(
-        a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
+    acc, acc_up = _accumulated(
+        a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, N if BOTH else 0, first, last,
         FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-        PRECISION, ACC, PTX, CHAINS, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
+        PRECISION, ACC, PTX, CHAINS, BOTH, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    acc_up = acc
-    if GATED:
-        acc_up = _accumulated(
+    if GATED and not BOTH:
+        acc_up, _ = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, N, first, last,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-            PRECISION, ACC, PTX, CHAINS, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
+            PRECISION, ACC, PTX, CHAINS, False, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     allow_next(NEXT)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -554,8 +584,8 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     XCDS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, CHAINS: tl.constexpr, NORM_EPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, CHAINS: tl.constexpr, BOTH: tl.constexpr,
+    NORM_EPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Tiles [BLOCK_M, BLOCK_N], one a program or, PERSISTENT, every `programs`-th; `steps` of BLOCK_K a part of K."""
     N = n_units * ALIGN_N
@@ -595,7 +625,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
             _tile(
                 index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
                 FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, False, NORM_EPS,
+                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, BOTH, False, NORM_EPS,
                 BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         allow_next(PDL and SPLIT_K == 1)
@@ -603,8 +633,8 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
         _tile(
             begin, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, PDL and SPLIT_K == 1,
-            NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
+            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, BOTH,
+            PDL and SPLIT_K == 1, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 
@@ -692,10 +722,10 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
         first = (at % steps).to(tl.int32)
         last = tl.minimum(end - at + first, steps).to(tl.int32)
         tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP_M)
-        acc = _accumulated(
+        acc, _ = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-            PRECISION, ACC, PTX, 1, 0.0, BLOCK_M, BLOCK_N, BLOCK_K,
+            PRECISION, ACC, PTX, 1, False, 0.0, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if last - first == steps:
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -16,7 +16,7 @@ from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._activation import ACTIVATIONS
 from wavecrest.ops._triton import tl
-from wavecrest.ops.gemm.config import MULTIPLY_ROWS
+from wavecrest.ops.gemm.config import MULTIPLY_ROWS, in_one_loop
 from wavecrest.ops.gemm.kernel import (
     _join_kernel,
     _multiply_kernel,
@@ -346,6 +346,8 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
     a, b = _described_operands(given, config) if tma else (given.a, given.b)
     align_n = constants["ALIGN_N"]
     early, options = _rows.start_of(config, arch)
+    scaled = given.form == "int4" or not {"block", "group"}.isdisjoint(kinds(given))
+    both = in_one_loop(given.activation in GATED, scaled, config)
     first = _rows.Launch(
         _tile_kernel,
         (programs, given.batches),
@@ -353,7 +355,7 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
             a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale,
             given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
         ),
-        {**constants, **finish, "EARLY": early, "NORM_EPS": _eps(given)},
+        {**constants, **finish, "EARLY": early, "BOTH": both, "NORM_EPS": _eps(given)},
         Config(**({"CHAINS": 1} | options.kwargs | {"TMA": int(tma)})),
     )  # fmt: skip
     if split == 1:

@@ -193,7 +193,9 @@ def _untraced(
     norm_weight: Tensor | None,
     norm_eps: float,
     tail: Tensor | None,
+    overwrite_residual: bool,
 ) -> Tensor:
+    # what a graph has in its residual is the graph's: it stays
     result: Tensor = _op(
         a, b, bias, scale_a, scale_b, residual, activation, out_dtype, out_scale, alpha, slope, bias_along, precision,
         form, group, zero, norm_weight, norm_eps, tail,
@@ -224,6 +226,7 @@ def gemm(
     precision: str = "ieee",
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    overwrite_residual: bool = False,
 ) -> Tensor:
     """act(alpha · (scale_a · a) @ (scale_b · b) + bias) + residual: summed in float32, rounded once.
 
@@ -246,16 +249,19 @@ def gemm(
             (RMSNorm; Zhang and Sennrich, 2019), takes a's place. For a of 16 bits or more without scale_a, and one
             matrix b. Kernels over tiles and PyTorch round to a's dtype once before they multiply.
         norm_eps: added to the mean square, inside the root; at least 0.
+        overwrite_residual: the caller needs the residual no more, and the result may be made in its memory. PyTorch's
+            product is where it can be, in one pass less: a contiguous residual of the product's dtype and memory of
+            its own, no bias, activation or gradient. Not inside torch.compile.
 
     Returns:
-        A contiguous tensor [..., M, N] (N / 2 columns where gated).
+        A contiguous tensor [..., M, N] (N / 2 columns where gated); the residual where that was overwritten.
 
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
     result: Tensor = _op(
         a, b, bias, scale_a, scale_b, residual, activation, out_dtype, out_scale, alpha, slope, bias_along, precision,
-        "plain", 0, None, norm_weight, norm_eps, None,
+        "plain", 0, None, norm_weight, norm_eps, None, overwrite_residual,
     )  # fmt: skip
     return result
 
@@ -275,6 +281,7 @@ def linear(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     tail: Tensor | None = None,
+    overwrite_residual: bool = False,
 ) -> Tensor:
     """act(x @ weightᵀ + bias) + residual: `gemm` with the weight of `nn.Linear`, plain or packed.
 
@@ -284,7 +291,8 @@ def linear(
         bias: [N] of any floating dtype.
         scale_x: float32 for 8-bit x, as `gemm`'s scale_a.
         scale_weight: float32 for a plain 8-bit weight: [], [N], [N, 1] or [ceil(N / 128), ceil(K / 128)].
-        residual, activation, out_dtype, out_scale, precision, norm_weight, norm_eps: as for `gemm`.
+        residual, activation, out_dtype, out_scale, precision, norm_weight, norm_eps, overwrite_residual: as for
+            `gemm`.
         tail: [T, K] of x's dtype, behind a weight in 8 bits that has one scale or one a row: a few rows that are too
             sensitive to be stored in fewer bits, in the same launch where rows of x are few (up to 8). The bias is of
             N + T then; no gated activation, residual or 8-bit result.
@@ -298,7 +306,7 @@ def linear(
     result: Tensor = _op(
         *linear_operands(
             x, weight, bias, scale_x, scale_weight, residual, activation, out_dtype, out_scale, precision, norm_weight,
-            norm_eps, tail,
+            norm_eps, tail, overwrite_residual,
         )
     )  # fmt: skip
     return result
@@ -318,6 +326,7 @@ def linear_operands(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     tail: Tensor | None = None,
+    overwrite_residual: bool = False,
 ) -> tuple[Any, ...]:
     """The op's arguments for a call of `linear`, in their order (see `Operands`); raises as `linear` does."""
     form, group, zero = "plain", 0, None
@@ -345,5 +354,5 @@ def linear_operands(
         raise InvalidArgument("linear: a tail is a plain tensor [T, K]")
     return (
         x, weight.mT, bias, scale_x, scale_b, residual, activation, out_dtype, out_scale, 1.0, 0.01, "n", precision,
-        form, group, zero, norm_weight, norm_eps, None if tail is None else tail.mT,
+        form, group, zero, norm_weight, norm_eps, None if tail is None else tail.mT, overwrite_residual,
     )  # fmt: skip

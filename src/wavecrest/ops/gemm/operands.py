@@ -57,6 +57,8 @@ class Operands(NamedTuple):
     norm_weight: Tensor | None = None
     norm_eps: float = 1e-6
     tail: Tensor | None = None
+    # the result may be made in the residual's memory
+    overwrite_residual: bool = False
 
     @property
     def K(self) -> int:
@@ -209,6 +211,10 @@ def _check_options(op: str, given: Operands) -> None:
     for name, value in (("alpha", given.alpha), ("slope", given.slope)):
         if type(value) not in (float, int):
             raise InvalidArgument(f"{op}: {name} must be a number, got {value!r}")
+    if type(given.overwrite_residual) is not bool:
+        raise InvalidArgument(f"{op}: overwrite_residual is True or False, not {given.overwrite_residual!r}")
+    if given.overwrite_residual and given.residual is None:
+        raise InvalidArgument(f"{op}: there is no residual to overwrite")
 
 
 def _check_forms(op: str, given: Operands) -> None:

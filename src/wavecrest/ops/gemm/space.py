@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import wavecrest.ops._rows as _rows
 import wavecrest.ops.gemm.launch as _launch
 from wavecrest.hardware import Arch
-from wavecrest.ops.gemm.config import FEW_ROWS, Shape
+from wavecrest.ops.gemm.config import FEW_ROWS, Shape, in_one_loop
 from wavecrest.ops.gemm.key import shape_of
 from wavecrest.ops.gemm.operands import Operands
 from wavecrest.registry import Key
@@ -185,7 +185,8 @@ def stages_kept(m: int, warps: int, stages: int, arch: Arch) -> int:
 def shared_bytes(config: Config, shape: Shape, arch: Arch) -> int:
     """Bytes of LDS or shared memory that a tile configuration takes, about."""
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    step = m * k * shape.a_bits // 8 + n * k * shape.b_bits // 8
+    halves = 1 + in_one_loop(shape.gated, shape.step > 0, config)
+    step = m * k * shape.a_bits // 8 + halves * n * k * shape.b_bits // 8
     kept = stages_kept(m, config["num_warps"], config["num_stages"], arch)
     # a weight of fewer bits is made a's type on its way to the matrix unit
     widened = n * k * shape.a_bits // 8 if shape.b_bits < shape.a_bits and m >= 64 else 0
