@@ -15,12 +15,13 @@ from wavecrest.ops._triton import tl, triton
 from wavecrest.tuned import Config
 
 FORMS = {"whole": 0, "padded": 1, "packed": 2}
-# elements of a program, 2 KiB of bfloat16, and of one of its lanes: a warp, whose sums wait for no barrier. Behind the
-# chunks of 4 × 2,048 tokens of 8 heads of 512 columns 49 µs so, as many as its bytes take; 60 with 8 warps of 4,096
-# elements (H200, 2026-11-23)
-TILE, LANE = 1024, 32
+# elements of a program and of one of its lanes. Of a sequence a program is a warp, whose sums wait for no barrier: behind
+# the chunks of 4 × 2,048 tokens of 8 heads of 512 columns it takes 49 µs, as its bytes do, and 60 with the tile of a
+# step. A step has few rows and waits for each of them: with the tile of a sequence one of xLSTM 7B took 3,635 µs instead
+# of 3,615 (H200, 2026-11-23)
+SEQUENCE, STEP = (1024, 32), (4096, 16)
 # rows that 32 bits count: the last program may have some behind the last one
-MOST_NARROW = 2**31 - TILE
+MOST_NARROW = 2**31 - max(SEQUENCE[0], STEP[0])
 
 _SIZES = [
     "norm_eps", "tokens", "heads", "rows", "sequences",
@@ -132,6 +133,7 @@ def norm_launch(
     states: tuple[Tensor | None, Tensor | None] | None,
     arch: Arch | None,
     early: bool = False,
+    tile: tuple[int, int] = SEQUENCE,
 ) -> _rows.Launch:
     """The launch that makes y of a call from h before the norm, or moves a step's n and m, or both.
 
@@ -143,6 +145,7 @@ def norm_launch(
         states: n and m of the caller's, for their strides, where the kernel writes them.
         arch: what it is made for.
         early: it starts while the launch before it runs, which has allowed that, and waits for its end.
+        tile: SEQUENCE or STEP.
     """
     gate = given.output_gate
     close = side_by_side(y, gate)
@@ -150,7 +153,8 @@ def norm_launch(
     align = _rows.alignment(0, scratch, y_strides[:3], gate_strides[:3]) if close else 1
     block_v = _rows.power_of_two(given.dv)
     block_k = _rows.power_of_two(given.dk) if states is not None else 1
-    block_m = max(1, TILE // max(block_v, block_k))
+    elements, lane = tile
+    block_m = max(1, elements // max(block_v, block_k))
     rows = given.batch * given.heads * given.tokens
     wave = 32 if arch is None else arch.wave_size
     constants: dict[str, Any] = {
@@ -167,7 +171,7 @@ def norm_launch(
         *(one // align for one in gate_strides[:3]), gate_strides[3], *strides(given.norm_weight, 1),
         *sequence_strides(given), *n_strides, *m_strides,
     )  # fmt: skip
-    warps = max(1, min(8, block_m * block_v // (LANE * wave)))
+    warps = max(1, min(8, block_m * block_v // (lane * wave)))
     grid = (_rows.ceil_div(rows, block_m),)
     config = Config(num_warps=warps, **({"launch_pdl": 1} if early else {}))
     return _rows.Launch(_mlstm_norm_kernel, grid, (*tensors, *sizes), constants, config)

@@ -12,7 +12,7 @@ import wavecrest.ops._rows as _rows
 from wavecrest.hardware import Arch
 from wavecrest.ops._lib import SECTOR, allow_next, await_previous, exp, fetch
 from wavecrest.ops._mlstm_lib import columns, denominator, half_range, layer_norm, log_forget, log_input, sigmoid
-from wavecrest.ops._mlstm_norm import before_norm, norm_launch, or_else, side_by_side, strides
+from wavecrest.ops._mlstm_norm import STEP, before_norm, norm_launch, or_else, side_by_side, strides
 from wavecrest.ops._mlstm_operands import Operands
 from wavecrest.ops._triton import tl, triton
 from wavecrest.tuned import Config
@@ -370,7 +370,7 @@ def launches_of(given: Operands, memory: Memory, how: How, config: Config, arch:
     if split.second:
         states = (memory.n_kept, memory.m_kept) if split.copies else None
         tensors = norm_tensors_of(given, memory, split)
-        found.append(norm_launch(given, tensors, memory.h, before_norm(given), states, arch, overlaps))
+        found.append(norm_launch(given, tensors, memory.h, before_norm(given), states, arch, overlaps, STEP))
     return found
 
 

@@ -99,6 +99,10 @@ def _nvidia(shape: Shape, arch: Arch | None) -> Config:
         return _made(shape, arch, 16, 32 if shape.gated else 64, 2048 // wide, 4, 4)
     if 0 < shape.rows <= 64:
         return _made(shape, arch, 64, 32 if shape.gated else 64, 2048 // wide, 4, 3)
+    descriptors = shape.described and arch is not None and arch.name in ("sm_90", "sm_100") and shape.batch == 1
+    if shape.gated and descriptors and wide < 32 and not 0 < shape.rows <= 128:
+        # both halves: as many sums as of 256 columns
+        return _made(shape, arch, 128, 128, 1024 // wide, 8, 4, TMA=1)
     if shape.gated or shape.step or wide == 32 or 0 < shape.rows <= 128:
         return _made(
             shape, arch, 128, 64 if shape.gated else 128, 1024 // wide, 8 if shape.gated or shape.step else 4, 3
@@ -107,8 +111,7 @@ def _nvidia(shape: Shape, arch: Arch | None) -> Config:
         return _made(shape, arch, 128, 128, 512 // wide, 8, 2)
     large = _tiles(shape, 128, 256) >= _units(arch)
     n = 256 if large or shape.rows == 0 else 128
-    tma = int(shape.described and arch is not None and arch.name in ("sm_90", "sm_100") and shape.batch == 1)
-    return _made(shape, arch, 128, n, 1024 // wide, 8, 3, TMA=tma)
+    return _made(shape, arch, 128, n, 1024 // wide, 8, 3, TMA=int(descriptors))
 
 
 def _amd(shape: Shape, arch: Arch) -> Config:

@@ -11,7 +11,7 @@ import wavecrest.ops._work as _work
 import wavecrest.ops.gemm.launch as _launch
 from wavecrest.hardware import Arch
 from wavecrest.ops.gemm import space as _space
-from wavecrest.ops.gemm.config import MULTIPLY_ROWS, Shape
+from wavecrest.ops.gemm.config import MULTIPLY_ROWS, Shape, in_one_loop
 from wavecrest.ops.gemm.key import KEY_FIELDS, shape_of
 from wavecrest.registry import Key
 from wavecrest.tuned import Config
@@ -67,14 +67,16 @@ def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, pro
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     warps, stages, tma = config["num_warps"], config["num_stages"], config.get("TMA", 0)
     both, rows = 1 + shape.gated, min(m, shape.rows)
+    # a is read, and normalised, in each loop over K
+    loops = 1 if in_one_loop(shape.gated, shape.step > 0, config) else both
     wide = _work.wide(arch, m, warps, shape.a_bits)
     product = _work.product(m, n * both, k, shape.a_bits, warps, arch)
     a, b = rows * k * shape.a_bits / 8, n * both * k * shape.b_bits / 8
     whole = m * k * shape.a_bits / 8 + b
     vector = n * both * k * _work.widened(shape.b_bits, shape.a_bits) + (2.0 * m * n if shape.step else 0.0)
     if shape.normed:
-        # widened, squared, multiplied by the norm's weight, rounded, stored and loaded, for each half of a gated result
-        vector += _NORMED_OPERATIONS * m * k * both
+        # widened, squared, multiplied by the norm's weight, rounded, stored and loaded
+        vector += _NORMED_OPERATIONS * m * k * loops
     if not tma:
         vector += whole / _work.COPIED_BYTES * _work.COPIED_OPERATIONS
     # sums in CHAINS do not wait for each other, but the loads of each are waited for in turn: as if there were one
@@ -83,7 +85,7 @@ def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, pro
         chain += k * shape.a_bits / 8 / _HOPPER_K_BYTES * _DRAINED_CYCLES
     if shape.normed:
         # rows go through shared memory once more, behind a barrier
-        chain += _NORMED_CYCLES * both
+        chain += _NORMED_CYCLES * loops
     split = config.get("SPLIT_K", 2) > 1
     size = 4 if split else _SIZES.get(str(part["out"]), 1)
     dtype = "tf32" if shape.a_bits == 32 and not shape.ieee else str(part["a"])
