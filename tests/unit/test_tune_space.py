@@ -210,7 +210,17 @@ def test_what_does_not_fit_is_named() -> None:
     assert said(TMA=0, arch=exact) is None
     assert "bytes of shared memory" in (said(arch=exact) or "")
     assert said(num_warps=4) == "its sums take 256 registers a lane, of 128"
-    assert "sums take 256" in (said(shape._replace(gated=True, columns=8192)) or "")
+    assert "sums take 256" in (said(shape._replace(gated=True), num_stages=2) or "")
+    # both halves of a gated product are in a step, and what is normalised goes back there once
+    assert said(shape._replace(gated=True), BLOCK_N=128) is None
+    twice = said(shape._replace(gated=True), BLOCK_N=128, num_stages=5)
+    assert twice == f"takes {5 * (128 + 2 * 128) * 128 + 256} bytes of shared memory, of {227 * 1024}"
+    few = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 256, "TMA": 0, "num_stages": 4}
+    normed = said(shape._replace(rows=16, normed=True, described=False), **few)
+    assert normed is None
+    few["num_stages"] = 5
+    normed = said(shape._replace(rows=16, normed=True, described=False), **few)
+    assert normed == f"takes {4 * (16 + 128) * 512 + 16 * 512} bytes of shared memory, of {227 * 1024}"
     assert "sums take 256" in (
         said(shape._replace(step=128, a_bits=8, b_bits=8), BLOCK_K=128, num_stages=2, TMA=0) or ""
     )

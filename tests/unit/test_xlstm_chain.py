@@ -57,10 +57,10 @@ def test_stages_starts_and_sizes() -> None:
     some = list(xlstm_chain.starts(config))
     assert some[0] == config, "EARLY=0 is not written"
     assert {(one["num_stages"], one.kwargs.get("EARLY", 0)) for one in some} == {
-        (stages, early) for stages in (3, 5) for early in (0, 1)
+        (stages, early) for stages in (2, 3, 5) for early in (0, 1, 2)
     }, "one stage is none"
     others = list(xlstm_chain.sizes(config))
-    # 9 kinds less one with half a warp, each with two numbers of stages
+    # 10 kinds less two with half a warp, each with two numbers of stages
     assert len(set(others)) == len(others) == 16
     for one in others:
         assert one["EARLY"] == 1 and one["num_stages"] in (3, 5) and one["num_warps"] >= 1, one

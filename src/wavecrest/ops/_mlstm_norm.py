@@ -17,8 +17,8 @@ from wavecrest.tuned import Config
 FORMS = {"whole": 0, "padded": 1, "packed": 2}
 # elements of a program and of one of its lanes. Of a sequence a program is a warp, whose sums wait for no barrier:
 # behind the chunks of 4 × 2,048 tokens of 8 heads of 512 columns it takes 49 µs, as its bytes do, and 60 with the tile
-# of a step. A step has few rows and waits for each of them: one of xLSTM 7B took 3,635 µs with the tile of a sequence,
-# instead of 3,615 (H200, 2026-11-23)
+# of a step. A step has few rows and waits for each of them: of eight in a row one of xLSTM 7B took 3,634 µs with the
+# tile of a sequence, 3,617 with its own (H200, 2026-11-23)
 SEQUENCE, STEP = (1024, 32), (4096, 16)
 # rows that 32 bits count: the last program may have some behind the last one
 MOST_NARROW = 2**31 - max(SEQUENCE[0], STEP[0])

@@ -14,7 +14,7 @@ from wavecrest.models.xlstm import kernels
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
 from wavecrest.models.xlstm.joined import Joined
 from wavecrest.nn import Linear
-from wavecrest.ops import PackedWeight, add_rms_norm, rms_norm, silu_and_mul
+from wavecrest.ops import add_rms_norm, rms_norm, silu_and_mul
 
 # (c, n, m) of one layer: c [B, NH, DK, DV], n float32 [B, NH, DK], m float32 [B, NH, 1], None for sigmoid gates
 LayerState = tuple[Tensor, Tensor, Tensor | None]
@@ -103,7 +103,7 @@ def _ours(layer: nn.Module, x: Tensor, norm: Norm | None) -> bool:
 
 def _adds(layer: nn.Module, x: Tensor, norm: Norm | None = None) -> bool:
     """True if PyTorch multiplies for a layer, of rows like x's, and can add the product to x where that lies."""
-    if not isinstance(layer, Linear) or isinstance(layer.weight, PackedWeight) or layer.bias is not None:
+    if not isinstance(layer, Linear) or layer.bias is not None:
         return False
     a = x.new_empty(*x.shape[:-1], layer.in_features)
     try:

@@ -15,7 +15,9 @@ MULTIPLY_ROWS = 8
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by. `rows`: of a product, a bucket; `bits`: of an element of a and of b."""
+    """What a configuration is chosen by. `rows`: of a product, a bucket; `columns`: of the result, of which a gated one
+    has half as many as b; `bits`: of an element of a and of b.
+    """
 
     rows: int
     columns: int

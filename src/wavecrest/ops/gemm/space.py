@@ -157,11 +157,6 @@ def _steps_k(tile: Tile, shape: Shape) -> int:
     return max(k, _least_k(shape))
 
 
-def _products(shape: Shape) -> int:
-    """Columns of the result."""
-    return shape.columns // 2 if shape.gated else shape.columns
-
-
 def _splits(shape: Shape, tiles: int, block_k: int, arch: Arch, programs: tuple[int, ...]) -> list[int]:
     """Powers of two of parts of K, so that about so many programs a unit run, each with two steps at least."""
     if shape.normed:
@@ -189,7 +184,9 @@ def shared_bytes(config: Config, shape: Shape, arch: Arch) -> int:
     step = m * k * shape.a_bits // 8 + halves * n * k * shape.b_bits // 8
     kept = stages_kept(m, config["num_warps"], config["num_stages"], arch)
     # a weight of fewer bits is made a's type on its way to the matrix unit
-    widened = n * k * shape.a_bits // 8 if shape.b_bits < shape.a_bits and m >= 64 else 0
+    widened = halves * n * k * shape.a_bits // 8 if shape.b_bits < shape.a_bits and m >= 64 else 0
+    # rows that are normalised go back there, rounded
+    widened += m * k * shape.a_bits // 8 if shape.normed else 0
     return kept * step + widened + BESIDE_TILES * config.get("TMA", 0)
 
 
@@ -210,8 +207,8 @@ def problem(config: Config, shape: Shape, arch: Arch) -> str | None:
         return f"a BLOCK_K of {k} takes more than the {shape.step} columns that share a scale"
     if k < _least_k(shape) or (shape.b_bits == 4 and k % 64 != 0):
         return f"a BLOCK_K of {k} is too small for these operands"
-    if config["BLOCK_N"] > max(16, _rows.power_of_two(_products(shape))):
-        return f"a BLOCK_N of {config['BLOCK_N']} is wider than {_products(shape)} columns"
+    if config["BLOCK_N"] > max(16, _rows.power_of_two(shape.columns)):
+        return f"a BLOCK_N of {config['BLOCK_N']} is wider than {shape.columns} columns"
     if config.get("TMA", 0) and not (shape.described and arch.name in WIDE_UNIT):
         return "has no tensor descriptors here"
     chains = config.get("CHAINS", 1)
@@ -306,7 +303,7 @@ def tiled(shape: Shape, arch: Arch) -> Iterator[Config]:
     described = shape.described and arch.name in WIDE_UNIT
     for index, tile in enumerate(tiles):
         k = _steps_k(tile, shape)
-        count = _rows.ceil_div(max(1, shape.rows), tile.m) * _rows.ceil_div(_products(shape), tile.n) * shape.batch
+        count = _rows.ceil_div(max(1, shape.rows), tile.m) * _rows.ceil_div(shape.columns, tile.n) * shape.batch
         # rows of 0 are any number of rows
         splits = _splits(shape, count, k, arch, programs) if shape.rows else [1]
         for position, split in enumerate(splits):
@@ -349,7 +346,7 @@ def multiplied(shape: Shape, arch: Arch) -> Iterator[Config]:
         return
     for n, k, warps in _MULTIPLY:
         block_k = min(k * 16 // max(shape.b_bits, 8), _rows.power_of_two(shape.K))
-        count = _rows.ceil_div(_products(shape), n) * shape.batch
+        count = _rows.ceil_div(shape.columns, n) * shape.batch
         for split in _splits(shape, count, block_k, arch, MULTIPLY_PROGRAMS):
             for stages in stages_tried:
                 yield Config(BLOCK_N=n, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps, num_stages=stages)

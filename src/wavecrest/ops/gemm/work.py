@@ -38,14 +38,10 @@ def _waits(shape: Shape, config: Config, arch: Arch) -> bool:
     return not config.get("PERSISTENT", 1) and (shape.a_bits == 16 or (shape.a_bits == 8 and config["SPLIT_K"] > 1))
 
 
-def _columns(shape: Shape) -> int:
-    """Columns of the result."""
-    return shape.columns // 2 if shape.gated else shape.columns
-
-
 def _operands(shape: Shape) -> tuple[float, float]:
     """Bytes of a and of b."""
-    a, b = shape.rows * shape.K * shape.a_bits / 8, shape.columns * shape.K * shape.b_bits / 8
+    both = 1 + shape.gated
+    a, b = shape.rows * shape.K * shape.a_bits / 8, shape.columns * both * shape.K * shape.b_bits / 8
     return a * shape.batch, b * shape.batch
 
 
@@ -55,7 +51,7 @@ def _in_groups(shape: Shape, config: Config, arch: Arch) -> float:
     if a + b <= l2_bytes(arch):
         return a + b
     tiles_m = _rows.ceil_div(shape.rows, config["BLOCK_M"])
-    tiles_n = _rows.ceil_div(_columns(shape), config["BLOCK_N"])
+    tiles_n = _rows.ceil_div(shape.columns, config["BLOCK_N"])
     high = min(config["GROUP_M"], tiles_m)
     across = min(tiles_n, max(1.0, arch.compute_units / high))
     rounds = tiles_m * tiles_n / (high * across)
@@ -103,7 +99,7 @@ def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, pro
 def tiled(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
     """`_tile_kernel`, and `_sum_kernel` where K is split."""
     split = config["SPLIT_K"]
-    tiles = _rows.ceil_div(shape.rows, config["BLOCK_M"]) * _rows.ceil_div(_columns(shape), config["BLOCK_N"])
+    tiles = _rows.ceil_div(shape.rows, config["BLOCK_M"]) * _rows.ceil_div(shape.columns, config["BLOCK_N"])
     steps = _rows.ceil_div(_rows.ceil_div(shape.K, config["BLOCK_K"]), split)
     programs = tiles * split
     if config["PERSISTENT"]:
@@ -117,7 +113,7 @@ def tiled(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> 
 
 
 def _sum(shape: Shape, part: dict[str, object], split: int) -> Work:
-    programs = shape.rows * _rows.ceil_div(_columns(shape), _launch.SUM_COLUMNS) * shape.batch
+    programs = shape.rows * _rows.ceil_div(shape.columns, _launch.SUM_COLUMNS) * shape.batch
     return _work.summed(programs, split, split, _launch.SUM_COLUMNS, _SIZES.get(str(part["out"]), 1))
 
 
@@ -157,7 +153,7 @@ def multiplied(shape: Shape, part: dict[str, object], config: Config, arch: Arch
     unpacked = {16: 1.0, 4: 4.0}.get(shape.b_bits, 2.0)
     copied, squares = stages > 1, shape.rows * k if shape.normed else 0
     first = Work(
-        programs=_rows.ceil_div(_columns(shape), n) * split * shape.batch, warps=warps,
+        programs=_rows.ceil_div(shape.columns, n) * split * shape.batch, warps=warps,
         steps=_rows.ceil_div(_rows.ceil_div(shape.K, k), split), loaded=a + b, fresh=sum(_operands(shape)),
         depth=max(0, stages - 1), shared=int((stages - 1) * (a + b)) if arch.vendor == "nvidia" else 0,
         registers=kept * (shape.rows + 1) * both + squares / lanes + (0.0 if copied else b / lanes / 4),
