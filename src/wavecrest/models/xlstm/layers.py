@@ -62,11 +62,9 @@ class Choice:
     ) -> tuple[bool, ...]:
         """Of (layers, norm) each: True if all run our kernels with the norm of x [..., D], or without one with x added.
 
-        `judge`: another question that is asked of each layer.
-
         Not where PyTorch's composition would run, to which a launch for the row operation is nothing more; nor where
         the product alone rests on a measured row and this one does not; nor for what torch.compile traces; nor a norm
-        with a bias or hooks.
+        with a bias or hooks. `judge` asks something else of each layer.
         """
         if torch.compiler.is_compiling():
             return (False,) * len(asked)
