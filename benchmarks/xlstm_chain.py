@@ -7,7 +7,8 @@ and whether its programs, begun one after another as multiprocessors run dry, cr
 after the other is changed in a captured step: stages with EARLY, and sizes of blocks for a product that begins early.
 Of the step of the mLSTM EARLY alone is tried, as the rest of its configuration decides its bits. At the end the step
 is timed in turn with what it was. A run begins with what earlier ones of the file have found, and with the products
-that they came to first, or not at all; what they found for products of the same rows, types and K is tried of each.
+that they came to first, or not at all; what they found for products of the same rows and K, and of elements of as many
+bits, is tried of each.
 The part `rows` then takes the last word of the file on each product: as `wavecrest tune --config` it holds it to the
 op's definition and times it alone beside PyTorch, and writes what is right and faster as the row of its key into the
 package's table.
@@ -106,15 +107,22 @@ def words(path: Path) -> dict[tuple[Any, ...], Row]:
     return found
 
 
-# by which products are alike: what is good for one may be for another
-ALIKE = ("rows", "k", "a", "b")
+def kind(key: Row) -> tuple[Any, ...] | None:
+    """By what products are alike, so that what is good for one may be for another; None: of no product.
+
+    Rows, K, bytes of an element of a and of b, and whether two codes are in one.
+    """
+    if "rows" not in key:
+        return None
+    sizes = [getattr(torch, key[name]).itemsize for name in ("a", "b")]
+    return (key["rows"], key["k"], *sizes, key["form"] == "int4")
 
 
 def alike(key: Row, earlier: dict[tuple[Any, ...], Row]) -> Iterator[Config]:
     """What earlier runs have found for products like one with this key."""
     for row in earlier.values():
         config = table.parse_config(row["best"])
-        if config is not None and all(name in key and row["key"].get(name) == key[name] for name in ALIKE):
+        if config is not None and kind(key) is not None and kind(row["key"]) == kind(key):
             yield config
 
 

@@ -203,6 +203,19 @@ def test_integers_are_exact_where_floats_are_not(watch: Watch, device: str) -> N
     assert_right("reference", call)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=name)
+def test_each_byte_of_a_weight_is_the_number_that_it_is(dtype: torch.dtype, watch: Watch, device: str) -> None:
+    """Which kernels on NVIDIA put together from bits: each number at some places, and zeros around it."""
+    numbers = torch.arange(-128, 128, device=device)
+    for place in (0, 1, 2, 3, 21, 63):
+        b = torch.zeros(256, 64, dtype=I8, device=device)
+        b[:, place] = numbers.to(I8)
+        call = Operands(torch.ones(2, 64, dtype=dtype, device=device), b.mT, out_dtype=F32)
+        for backend, config in (("triton", tile(k=64)), ("triton_multiply", multiply(k=64))):
+            got = assert_right(backend, call, config, watch)
+            assert torch.equal(got, numbers.float().expand(2, 256))
+
+
 def test_sums_of_16_bit_products_are_float32(watch: Watch, device: str) -> None:
     # 1 is less than half a unit of what is there already, in 16 bits
     a = torch.ones(2, 513, dtype=BF16, device=device)

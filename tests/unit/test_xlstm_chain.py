@@ -92,13 +92,14 @@ def test_what_is_alike_is_tried() -> None:
     key = {"rows": 1, "columns": 8, "k": 16, "a": "bfloat16", "b": "int8", "form": "plain tail 2"}
     rows = {
         "same": key | {"columns": 6, "form": "plain"}, "rows": key | {"rows": 2}, "k": key | {"k": 8},
-        "b": key | {"b": "bfloat16"},
+        "b": key | {"b": "bfloat16"}, "bits": key | {"b": "float8_e4m3fn"},
+        "form": key | {"b": "uint8", "form": "int4"},
     }  # fmt: skip
     earlier: dict[Any, Any] = {
         (name,): {"key": row, "best": f"BLOCK={place}"} for place, (name, row) in enumerate(rows.items(), 1)
     }
     earlier["mlstm_step",] = {"key": {"B": 1}, "best": "BLOCK=9", "op": "mlstm_step"}
-    assert list(xlstm_chain.alike(key, earlier)) == [Config(BLOCK=1)]
+    assert list(xlstm_chain.alike(key, earlier)) == [Config(BLOCK=1), Config(BLOCK=5)]
     assert list(xlstm_chain.alike({"B": 1}, earlier)) == []
 
 

@@ -184,6 +184,20 @@ CODE_PAIRS_BF16 = _assembly(_SHIFT + _CODES, "4", MAGIC="0x43004300", ONE="0x3F8
 CODE_PAIRS_FP16 = _assembly(_SHIFT + _CODES, "4", MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
 BYTE_PAIRS_BF16 = _assembly(_SPREAD + _BYTES_BF16, "2", ONE="0x3F803F80", OFF="0", **_OF_PAIRS)
 BYTE_PAIRS_FP16 = _assembly(_BYTES_FP16, "2", **_OF_PAIRS)
+# the same in float32: 2²³ + 128 + the number. 2.25 instructions a byte, where a conversion has a quarter of their rate
+BYTES_FP32 = _assembly(
+    """{
+.reg .b32 x;
+xor.b32 x, $BYTES, 0x80808080;
+prmt.b32 $0, x, MAGIC, 0x7650;
+prmt.b32 $1, x, MAGIC, 0x7651;
+prmt.b32 $2, x, MAGIC, 0x7652;
+prmt.b32 $3, x, MAGIC, 0x7653;
+}""",
+    "4",
+    MAGIC="0x4B000000",
+)
+OF_BYTES_FP32 = tl.constexpr(2.0**23 + 128)
 
 
 @triton.jit
@@ -211,6 +225,9 @@ def _as(b, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-de
             b = tl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [b], tl.bfloat16, is_pure=True, pack=4)
         elif PTX and tl.int8 == b.dtype and tl.float16 == TYPE:
             b = tl.inline_asm_elementwise(BYTES_FP16, "=r,=r,r", [b], tl.float16, is_pure=True, pack=4)
+        elif PTX and tl.int8 == b.dtype and tl.float32 == TYPE:
+            b = tl.inline_asm_elementwise(BYTES_FP32, "=r,=r,=r,=r,r", [b], tl.int32, is_pure=True, pack=4)
+            b = b.to(tl.float32, bitcast=True) - OF_BYTES_FP32
         else:
             b = _widened(b, TYPE)
     return b
@@ -791,8 +808,8 @@ def _multiply_columns(  # type: ignore[no-untyped-def]
     a, b, c_ptr, part_ptr, scales, ends, batch, split, tile, N, K, width, steps, row_stride, column_stride,
     ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, EVEN_K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
-    NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-    TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Columns of `_multiply_kernel`: BLOCK_N of N from tile · BLOCK_N on; with a TAIL rows of c are `width` long."""
     scale_a_ptr = scales[0]
@@ -828,10 +845,10 @@ def _multiply_columns(  # type: ignore[no-untyped-def]
     for step in tl.range(first, last, num_stages=STAGES):
         k = step * BLOCK_K + offs_k[None, :]
         inside = tl.full([1, BLOCK_K], True, tl.int1) if EVEN_K else k < K
-        weights = tl.load(b_rows + k, mask=mask_n & inside, other=0.0).to(tl.float32)
+        weights = _as(tl.load(b_rows + k, mask=mask_n & inside, other=0.0), tl.float32, PTX)
         more_up = sums_up
         if GATED:
-            weights_up = tl.load(b_up + k, mask=mask_n & inside, other=0.0).to(tl.float32)
+            weights_up = _as(tl.load(b_up + k, mask=mask_n & inside, other=0.0), tl.float32, PTX)
         row = tl.load(a + k, mask=inside, other=0.0).to(tl.float32)
         more_squares = squares
         gain = row
@@ -888,9 +905,9 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     stride_sam, stride_sbn, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
     ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr,
     EVEN_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-    LARGEST: tl.constexpr, NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr, TAIL: tl.constexpr, TAIL_K: tl.constexpr, EVEN_TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    LARGEST: tl.constexpr, NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr, TAIL: tl.constexpr, TAIL_K: tl.constexpr, EVEN_TAIL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a times BLOCK_N columns of b, both contiguous along K, without matrix instructions.
 
@@ -919,19 +936,19 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
             _multiply_columns(
                 a, tail_ptr, c_ptr + N, part_ptr, scales, behind, batch, 0, tile, TAIL, K, width, tl.cdiv(K, TAIL_K),
                 row_stride, tl.cast(K, tl.int64), ROWS, SCALE_A, NO_SCALE, EVEN_TAIL, BIAS, ACTIVATION, GATED,
-                RESIDUAL, LARGEST, NORM_EPS, SPLIT_K, STAGES, PDL, EARLY, TAIL, 1, TAIL_K,
+                RESIDUAL, LARGEST, NORM_EPS, SPLIT_K, STAGES, PTX, PDL, EARLY, TAIL, 1, TAIL_K,
             )  # fmt: skip
         else:
             _multiply_columns(
                 a, b, c_ptr, part_ptr, scales, ends, batch, split, tile - TAIL, N, K, width, steps, row_stride,
                 column_stride, ROWS, SCALE_A, SCALE_B, EVEN_K, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, NORM_EPS,
-                SPLIT_K, STAGES, PDL, EARLY, TAIL, BLOCK_N, BLOCK_K,
+                SPLIT_K, STAGES, PTX, PDL, EARLY, TAIL, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
         _multiply_columns(
             a, b, c_ptr, part_ptr, scales, ends, batch, split, tile, N, K, N, steps, row_stride, column_stride,
-            ROWS, SCALE_A, SCALE_B, EVEN_K, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, NORM_EPS, SPLIT_K, STAGES, PDL,
-            EARLY, TAIL, BLOCK_N, BLOCK_K,
+            ROWS, SCALE_A, SCALE_B, EVEN_K, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, NORM_EPS, SPLIT_K, STAGES, PTX,
+            PDL, EARLY, TAIL, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 

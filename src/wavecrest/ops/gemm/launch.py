@@ -515,8 +515,9 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
         ),
         {
             **finish, "NORM_EPS": _eps(given), "ROWS": given.M, "ALIGN": how.align, "ALIGN_N": align_n,
-            "EVEN_K": given.K % config["BLOCK_K"] == 0, "STAGES": config["num_stages"], "PDL": _rows.overlaps(arch),
-            "EARLY": early, "TAIL": given.tails, "TAIL_K": tail_k, "EVEN_TAIL": given.K % tail_k == 0,
+            "EVEN_K": given.K % config["BLOCK_K"] == 0, "STAGES": config["num_stages"], "PTX": _assembles(arch),
+            "PDL": _rows.overlaps(arch), "EARLY": early, "TAIL": given.tails, "TAIL_K": tail_k,
+            "EVEN_TAIL": given.K % tail_k == 0,
         },
         options,
     )  # fmt: skip
