@@ -73,7 +73,7 @@ RULES: tuple[Rule, ...] = (
     # wavecrest's own Triton kernels
     # norms and softmax; what it rounds to 8 bits without one has the same name
     Rule(r"^_row_kernel$", "normalisation", "wavecrest"),
-    Rule(r"^_(?:tile|sum|stream_k|join|multiply|words)_kernel$", "gemm", "wavecrest"),
+    Rule(r"^_(?:tile|sum|stream_k|join|multiply|words|hopper_gated)_kernel$", "gemm", "wavecrest"),
     Rule(r"^_conv2d_kernel$", "convolution", "wavecrest"),
     Rule(r"^_(?:flash_attention|hopper_(?:attention|mla)|decoding|joining|append|mla\w*)_kernel$", "attention",
          "wavecrest"),

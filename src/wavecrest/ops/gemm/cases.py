@@ -11,6 +11,7 @@ from torch import Tensor
 
 import wavecrest.ops._rows as _rows
 import wavecrest.ops.gemm.config as _config
+import wavecrest.ops.gemm.hopper as _hopper
 import wavecrest.ops.gemm.launch as _launch
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops.gemm.key import key_of, shape_of
@@ -80,6 +81,12 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.L
         cases[name] = plan.first
         if plan.second is not None:
             cases[f"{name} sum"] = plan.second
+    if arch.name == "sm_90" and config is None:
+        for dtype, kind in ((bf16, "silu_and_mul"), (torch.float16, "gelu_and_mul")):
+            what = _operands(4096, 28672, 4096, dtype, activation=kind)
+            y = what.a.new_empty(what.shape, dtype=dtype)
+            made = _hopper.default(shape_of(key_of(what)))
+            cases[f"hopper {kind} {'bf16' if dtype == bf16 else 'fp16'}"] = _hopper.launch(what, y, made, arch)
     return cases
 
 

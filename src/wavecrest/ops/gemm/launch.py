@@ -96,6 +96,11 @@ def _a_rows(given: Operands) -> tuple[int, tuple[int, int, int], int, int]:
     return layout.leading, layout.strides[0], layout.size1, layout.size2
 
 
+def row_stride(given: Operands) -> int:
+    """From row to row of a, whose rows have one stride."""
+    return _a_rows(given)[1][0]
+
+
 def walk(given: Operands) -> Walk:
     """How a checked call's operands are walked, of which `declines` has found that they can be."""
     a, b = given.a, given.b
@@ -316,7 +321,7 @@ def _described_operands(given: Operands, config: Config) -> tuple[Any, Any]:
         return _triton.described(x, shape, [stride, 1], blocks)
 
     a_order, b_order = orders(given)
-    a_stride = _a_rows(given)[1][0] if a_order == 1 else given.a.stride(-1)
+    a_stride = row_stride(given) if a_order == 1 else given.a.stride(-1)
     b_stride = given.b.stride(-1) if b_order == 1 else given.b.stride(-2)
     a = made(given.a, a_order, given.M, a_stride, config["BLOCK_M"])
     return a, made(given.b, b_order, given.columns, b_stride, config["BLOCK_N"])

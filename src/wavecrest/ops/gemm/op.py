@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 import wavecrest.ops._quantized as _quantized
 import wavecrest.ops._rows as _rows
 import wavecrest.ops.gemm.config as _config
+import wavecrest.ops.gemm.hopper as _hopper
 import wavecrest.ops.gemm.launch as _launch
 import wavecrest.ops.gemm.space as _space
 import wavecrest.ops.gemm.work as _work
@@ -72,6 +74,8 @@ def _refusal(*args: Any) -> str | None:
     return reason or _launch.cannot_walk(given)
 
 
+# below PyTorch's: a library's product is the default until a measured row says otherwise
+PRIORITY = 5
 TAILED = "has one dtype for all columns of b"
 
 
@@ -92,6 +96,10 @@ def _stream_refusal(*args: Any) -> str | None:
 
 def _multiply_refusal(*args: Any) -> str | None:
     return _refusal(*args) or _launch.multiplies(Operands(*args))
+
+
+def _hopper_refusal(*args: Any) -> str | None:
+    return _refusal(*args) or _hopper.refusal(Operands(*args))
 
 
 def _default(make: Callable[[_config.Shape, Arch | None], Config], key: Key) -> Config:
@@ -135,8 +143,7 @@ def _attach(
         run,
         supports=refusal,
         reserved=partial(_reserved, name),
-        # below PyTorch's: a library's product is the default until a measured row says otherwise
-        priority=5,
+        priority=PRIORITY,
         takes_config=True,
         bind=bind,
         default_config=partial(_default, make),
@@ -145,6 +152,25 @@ def _attach(
         work=partial(_work.work, name),
         optional={"triton": ("CHAINS", "EARLY"), "triton_multiply": ("EARLY",)}.get(name, ()),
     )
+
+
+def _hopper_bind(*args: Any, config: Config) -> Callable[..., Tensor]:
+    portable = _launch.bind(_launch.tiles, Operands, args, _default(_config.tiled, key_of(Operands(*args))))
+    return _hopper.bind(Operands, args, config, portable)
+
+
+def _hopper_run(*args: Any, config: Config) -> Tensor:
+    if torch.compiler.is_compiling():
+        result: Tensor = _untraced(*args)
+        return result
+    return _hopper_bind(*args, config=config)(*args)
+
+
+def _hopper_launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
+    given = Operands(*args)
+    if math.prod(given.shape) == 0:
+        return []
+    return [_hopper.launch(given, torch.empty(given.shape, dtype=given.dtype, device="meta"), config, arch)]
 
 
 _op = Op(
@@ -169,6 +195,19 @@ _op = Op(
 )
 for _backend in _BACKENDS:
     _attach(_op, *_backend)
+_op.attach(
+    "triton_hopper",
+    _hopper_run,
+    supports=_hopper_refusal,
+    reserved=partial(_reserved, "triton_hopper"),
+    priority=PRIORITY,
+    takes_config=True,
+    bind=_hopper_bind,
+    default_config=lambda key: _hopper.default(shape_of(key)),
+    space=lambda key, arch: _hopper.space(shape_of(key), arch),
+    launches=_hopper_launches,
+    work=partial(_work.work, "triton_hopper"),
+)
 
 
 # calls that look at addresses, which Dynamo does not trace: a compiled graph calls the op as it is

@@ -22,6 +22,8 @@ _SIZES = {"float64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 # columns of 16 bytes that a step of matrix instructions of sm_90 multiplies at a time, and cycles until the last one's
 # sums are there: what each waits where ptxas has them wait for each other
 _HOPPER_K_BYTES, _DRAINED_CYCLES = 32, 90.0
+# of two groups that multiply and one that copies, which hand registers to each other
+_HOPPER_WARPS = 12
 # of rows that tiles normalise: operations a value, and cycles of a step from registers through shared memory to the
 # matrix unit, as the keys of tune_xlstm_decode_16.json are ranked best by (H200, 2026-11-22)
 _NORMED_OPERATIONS, _NORMED_CYCLES = 16.0, 180.0
@@ -167,10 +169,20 @@ def multiplied(shape: Shape, part: dict[str, object], config: Config, arch: Arch
     return (first,) if split == 1 else (first, _sum(shape, part, split))
 
 
+def hopper(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
+    """`_hopper_gated_kernel`: as persistent tiles of both groups, which begin their next tile without a gap."""
+    if arch.name != "sm_90":
+        return ()
+    like = {name: config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")}
+    like |= {"SPLIT_K": 1, "PERSISTENT": 1, "TMA": 1, "num_warps": 8, "num_stages": config["STAGES"]}
+    return tuple(replace(one, warps=_HOPPER_WARPS, registers=0.0) for one in tiled(shape, part, Config(**like), arch))
+
+
 _BY_BACKEND: dict[str, Callable[[Shape, dict[str, object], Config, Arch], tuple[Work, ...]]] = {
     "triton": tiled,
     "triton_stream_k": streamed,
     "triton_multiply": multiplied,
+    "triton_hopper": hopper,
 }
 
 

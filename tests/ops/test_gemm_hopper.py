@@ -1,0 +1,223 @@
+"""sm_90's own kernel of gated products, which has no interpreter: values on such a GPU, the rest anywhere."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.gemm_harness import BF16, F16, F32, I8, OP, Watch, assert_right, declines, random, scales, watched
+from tests.ops.op_harness import name, same_bits, shape_id
+from wavecrest import hardware, registry
+from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.hardware import ARCHS
+from wavecrest.ops import _triton
+from wavecrest.ops.gemm import hopper as hopper_launch
+from wavecrest.ops.gemm import hopper_kernel
+from wavecrest.ops.gemm.key import key_of, shape_of
+from wavecrest.ops.gemm.operands import GATED, Operands
+from wavecrest.tuned import Config
+
+HOPPER = "triton_hopper"
+
+
+@pytest.fixture(autouse=True)
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return watched(monkeypatch)
+
+
+@pytest.fixture
+def hopper() -> registry.Op:
+    if hardware.detect().arch != "sm_90":
+        pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
+    return registry.get(OP)
+
+
+def gated(M: int, N: int, K: int, dtype: torch.dtype = BF16, device: str = "cuda", **more: Any) -> Operands:
+    """a [M, K] and a weight [2N, K]: results [M, N] of about 1."""
+    b = random(2 * N, K, dtype=dtype, device=device, seed=1) * max(1, K) ** -0.5
+    return Operands(random(M, K, dtype=dtype, device=device), b.mT, **({"activation": "silu_and_mul"} | more))
+
+
+# a tile and its edges; less than one, of a row and of a step; K that fills no step; more tiles than programs; groups of
+# rows that are not full; one step less than the second group stays behind, and as many
+SHAPES = (
+    (128, 128, 256), (127, 136, 264), (129, 120, 248), (1, 8, 8), (5, 40, 64), (1000, 328, 520), (3000, 1032, 136),
+    (300, 256, 64), (300, 256, 128), (4100, 1024, 1024),
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=name)
+def test_values(dtype: torch.dtype, shape: tuple[int, ...], hopper: registry.Op) -> None:
+    for activation in GATED:
+        assert_right(HOPPER, gated(*shape, dtype, activation=activation))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(5, 40, 64), (1000, 328, 520), (2100, 2056, 72)], ids=shape_id)
+def test_configurations(shape: tuple[int, ...], hopper: registry.Op) -> None:
+    call = gated(*shape, alpha=0.75)
+    backend = hopper.backends[HOPPER]
+    assert backend.space is not None
+    results = [assert_right(HOPPER, call, one) for one in backend.space(hopper.key(*call), ARCHS["sm_90"])]
+    # a result's products are added in one order, whatever is copied when
+    assert all(same_bits(one, results[0]) for one in results)
+
+
+@pytest.mark.gpu
+def test_strides(hopper: registry.Op) -> None:
+    """Views in a sea of NaN; leading dimensions; what descriptors do not take, which the portable kernel does."""
+    sea = torch.full((260, 160), math.nan, dtype=BF16, device="cuda")
+    rows = torch.full((3, 50, 160), math.nan, dtype=BF16, device="cuda")[:, :, 16:112]
+    weight = sea[2:258, 8:104]
+    rows.copy_(random(3, 50, 96, device="cuda"))
+    weight.copy_(random(256, 96, device="cuda", seed=1) / 10)
+    call = Operands(rows, weight.mT, activation="silu_and_mul")
+    assert_right(HOPPER, call)
+    # an odd address is not in the key either
+    odd = torch.empty(3 * 50 * 96 + 1, dtype=BF16, device="cuda")[1:].view(3, 50, 96)
+    odd.copy_(rows)
+    expected = registry.get(OP).run("triton", odd, *call[1:])
+    assert same_bits(assert_right(HOPPER, call._replace(a=odd)), expected)
+    for refused in (call._replace(a=rows[:, :1].expand(3, 50, 96)), call._replace(b=weight.mT.contiguous())):
+        with pytest.raises(Unsupported, match="along K"):
+            hopper.run(HOPPER, *refused)
+
+
+@pytest.mark.gpu
+def test_rows_that_are_one_row(hopper: registry.Op) -> None:
+    """Their stride of 0 is not in the key, so that a decision for others is theirs too: the portable kernel runs."""
+    call = gated(150, 136, 96)
+    expanded = call._replace(a=call.a[:1].expand(150, 96))
+    assert key_of(expanded) == key_of(call)
+    hopper.pin(hopper.key(*call), HOPPER, None, "user", "for this test")
+    try:
+        assert hopper.decide(*call).backend == hopper.decide(*expanded).backend == HOPPER
+        for one, backend in ((call, HOPPER), (expanded, "triton"), (call, HOPPER)):
+            assert same_bits(hopper(*one), hopper.run(backend, *one))
+    finally:
+        hopper.unpin()
+
+
+@pytest.mark.gpu
+def test_the_same_bits_each_time_and_in_a_graph(hopper: registry.Op) -> None:
+    call = gated(1500, 1032, 520)
+    hopper.force(HOPPER)
+    try:
+        first = hopper(*call)
+        assert all(torch.equal(hopper(*call), first) for _ in range(5))
+        torch.cuda.synchronize()
+        kernels = hopper_kernel._hopper_gated_kernel.device_caches[torch.cuda.current_device()][0]
+        before = len(kernels)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = hopper(*call)
+        for seed in (5, 6):
+            call.a.copy_(random(1500, 520, device="cuda", seed=seed))
+            result.fill_(math.nan)
+            graph.replay()
+            assert torch.equal(result, hopper(*call))
+        for shape in ((1, 8, 8), (333, 512, 1000), (5000, 24, 72)):
+            hopper(*gated(*shape))
+        assert len(kernels) == before, "compiled anew for a size"
+    finally:
+        hopper.force(None)
+
+
+@pytest.mark.gpu
+def test_a_compiled_graph_calls_it(hopper: registry.Op) -> None:
+    call = gated(300, 136, 264)
+    hopper.force(HOPPER)
+    try:
+        wanted = hopper(*call)
+        assert torch.equal(torch.compile(lambda a, b: hopper(a, b, *call[2:]), fullgraph=True)(call.a, call.b), wanted)
+    finally:
+        hopper.force(None)
+
+
+@pytest.fixture
+def as_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launch asks, as on a machine with an sm_90."""
+    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS["sm_90"])
+    monkeypatch.setattr("wavecrest.ops._triton.interpreted", False)
+    monkeypatch.setattr("wavecrest.ops._triton.no_gluon", None)
+
+
+def test_what_it_does_not_take(as_sm_90: None) -> None:
+    call = gated(20, 40, 64, device="cpu")
+    assert hopper_launch.refusal(call) is None
+    assert hopper_launch.refusal(gated(20, 40, 64, F16, "cpu", alpha=2.0, activation="gelu_tanh_and_mul")) is None
+    given = {
+        "gated activations": call._replace(activation="silu"),
+        "float16 and bfloat16": gated(20, 40, 64, F32, "cpu"),
+        "gives what it takes": call._replace(out_dtype=F32),
+        "does not know bias": call._replace(bias=random(80)),
+        "does not know a residual": call._replace(residual=random(20, 40)),
+        "scales and norms": call._replace(norm_weight=random(64)),
+    }
+    for reason, refused in given.items():
+        assert reason in str(hopper_launch.refusal(refused)), reason
+    weight = call._replace(b=random(80, 64, dtype=I8).mT, scale_b=scales(80))
+    assert "float16 and bfloat16" in str(hopper_launch.refusal(weight))
+    strides = "every other stride a multiple of 16 bytes and not 0"
+    for refused in (
+        gated(20, 36, 64, device="cpu"),
+        gated(20, 40, 60, device="cpu"),
+        call._replace(b=call.b.contiguous()),
+        call._replace(a=random(1, 64).expand(20, 64)),
+        call._replace(a=random(64, 20).mT),
+        Operands(random(2, 20, 64), random(2, 64, 80).contiguous(), activation="silu_and_mul"),
+    ):
+        assert strides in str(hopper_launch.refusal(refused))
+
+
+def test_it_is_for_sm_90(device: str) -> None:
+    if device == "cuda" and hardware.detect().arch == "sm_90":
+        pytest.skip("this is one")
+    reason = declines(HOPPER, gated(8, 16, 32, device=device))
+    assert reason is not None and ("sm_90" in reason or reason == _triton.no_gluon)
+
+
+def test_it_runs_where_a_measured_row_names_it(device: str) -> None:
+    found = registry.get(OP)
+    assert found.backends[HOPPER].reserved(*gated(8, 16, 32, device=device)) is not None
+    assert found.decide(*gated(8, 16, 32, device=device)).backend != HOPPER
+
+
+def test_configurations_fit() -> None:
+    shape = shape_of(key_of(gated(4096, 11008, 4096, device="meta")))
+    tried = list(hopper_launch.space(shape, ARCHS["sm_90"]))
+    assert tried[0] == hopper_launch.default(shape) and len(tried) == len(set(tried)) > 1
+    for one in tried:
+        assert one["BEHIND"] < one["STAGES"] and hopper_launch.shared_bytes(one) <= 227 << 10
+        # the sums of a thread of the 128 that have 64 rows
+        assert 64 * 2 * one["BLOCK_N"] // 128 <= 128
+
+
+def test_a_group_that_would_wait_for_ever_is_refused(as_sm_90: None) -> None:
+    call = gated(300, 136, 264, device="meta")
+    y = torch.empty(300, 136, dtype=BF16, device="meta")
+    config = hopper_launch.default(shape_of(key_of(call)))
+    made = hopper_launch.launch(call, y, config, ARCHS["sm_90"])
+    # 3 × 2 tiles, a program each; five steps of 64
+    assert made.grid == (6,) and made.args[hopper_launch.DESCRIPTORS :] == (136, 3, 2, 5, 1.0)
+    for behind in (-1, config["STAGES"]):
+        with pytest.raises(InvalidArgument, match="BEHIND is below STAGES"):
+            hopper_launch.launch(call, y, Config(**(config.kwargs | {"BEHIND": behind})), ARCHS["sm_90"])
+
+
+@pytest.mark.parametrize("tiles", [(1, 1), (3, 2), (8, 5), (9, 5), (64, 86), (17, 1)], ids=shape_id)
+@pytest.mark.parametrize("group", [1, 8, 16])
+def test_each_tile_once(tiles: tuple[int, int], group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And GROUP_M rows of tiles together, column by column."""
+    if _triton.no_gluon is not None:
+        pytest.skip(_triton.no_gluon)
+    monkeypatch.setattr(hopper_kernel, "gl", SimpleNamespace(minimum=min))
+    seen = [hopper_kernel._place.fn(index, *tiles, group) for index in range(math.prod(tiles))]
+    assert sorted(seen) == [(m, n) for m in range(tiles[0]) for n in range(tiles[1])]
+    assert {m for m, _ in seen[: group * tiles[1]]} == set(range(min(group, tiles[0])))
