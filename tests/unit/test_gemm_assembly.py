@@ -97,6 +97,17 @@ def test_every_byte_in_every_place(what: str, dtype: torch.dtype) -> None:
     assert np.array_equal(got, want)
 
 
+def test_every_byte_as_float32() -> None:
+    text: Any = kernel.BYTES_FP32.value
+    assert "\n" not in text and "'" not in text and "\\" not in text
+    byte = np.arange(256)
+    four = np.stack([byte, (7 * byte + 3) % 256, (13 * byte + 5) % 256, 255 - byte], 1)
+    registers = execute(text, 4, [four.astype(np.uint8).view(np.uint32)[:, 0]])
+    floats = np.stack(registers, 1).astype(np.uint32).view(np.float32)
+    # float32 has both, and what is left
+    assert np.array_equal(floats - np.float32(kernel.OF_BYTES_FP32.value), four - 256 * (four > 127))
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("what", ["CODE_PAIRS", "BYTE_PAIRS"])
 def test_every_byte_of_pairs(what: str, dtype: torch.dtype) -> None:
@@ -194,13 +205,14 @@ def test_kernels_with_assembly_are_those_without_bit_for_bit(
     tile = Config(
         BLOCK_M=16, BLOCK_N=16, BLOCK_K=64, GROUP_M=2, SPLIT_K=1, PERSISTENT=0, TMA=0, num_warps=4, num_stages=2
     )
-    # codes without zero points, and bytes that are whole numbers, in floats of 16 bits; words for each x
-    tiles = dtype != F32 and format != "int4-64-zeros" and format != "e4m3"
+    # bytes that are whole numbers; codes without zero points, in floats of 16 bits; words for each x
+    whole = format in ("int8", "int8-64")
+    tiles = whole or (dtype != F32 and format != "int4-64-zeros" and format != "e4m3")
     for backend, config, has in (
         ("triton", tile, tiles),
         ("triton_multiply", Config(BLOCK_N=4, BLOCK_K=128, SPLIT_K=1, num_warps=1, num_stages=2), True),
     ):
-        if backend == "triton_multiply" and format not in ("int4-64", "int4-128"):
+        if backend == "triton_multiply" and format not in ("int4-64", "int4-128", "int8"):
             continue
         executed.clear()
         got = registry.get("gemm").run(backend, *args, config=config)

@@ -31,6 +31,8 @@ def refusal(given: Operands) -> str | None:
     """Why a call that kernels over tiles take is none for this one."""
     if _triton.no_gluon is not None:
         return _triton.no_gluon
+    if torch.compiler.is_compiling():
+        return "its descriptors are made by a launch, which torch.compile does not trace"
     arch = _rows.arch()
     if arch is None or arch.name != "sm_90" or _triton.interpreted:
         return "is for sm_90: it multiplies with Hopper's instructions"

@@ -160,9 +160,6 @@ def _hopper_bind(*args: Any, config: Config) -> Callable[..., Tensor]:
 
 
 def _hopper_run(*args: Any, config: Config) -> Tensor:
-    if torch.compiler.is_compiling():
-        result: Tensor = _untraced(*args)
-        return result
     return _hopper_bind(*args, config=config)(*args)
 
 
