@@ -129,6 +129,9 @@ def emulate_cases(arch: str) -> Cases:
             scale_a=torch.rand(33), scale_b=torch.rand(72),
         ),
         "weight int8": lambda: args(_random(5, 100), _random(72, 100, dtype=torch.int8).mT, scale_b=torch.rand(72)),
+        "weight int8, whole rows": lambda: args(
+            _random(3, 544), _random(24, 544, dtype=torch.int8).mT, scale_b=torch.rand(24)
+        ),
         "weight int4": partial(int4, 32),
         "weight int4, groups of 64": partial(int4, 64),
         # of float32, which kernels over tiles do not round between norm and product

@@ -808,8 +808,8 @@ def _multiply_columns(  # type: ignore[no-untyped-def]
     a, b, c_ptr, part_ptr, scales, ends, batch, split, tile, N, K, width, steps, row_stride, column_stride,
     ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, EVEN_K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
-    NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, ALIKE: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Columns of `_multiply_kernel`: BLOCK_N of N from tile · BLOCK_N on; with a TAIL rows of c are `width` long."""
     scale_a_ptr = scales[0]
@@ -845,10 +845,15 @@ def _multiply_columns(  # type: ignore[no-untyped-def]
     for step in tl.range(first, last, num_stages=STAGES):
         k = step * BLOCK_K + offs_k[None, :]
         inside = tl.full([1, BLOCK_K], True, tl.int1) if EVEN_K else k < K
-        weights = _as(tl.load(b_rows + k, mask=mask_n & inside, other=0.0), tl.float32, PTX)
+        at = b_rows + k
+        at_up = b_up + k
+        if ALIKE > 0:
+            at = tl.max_contiguous(at, (1, ALIKE))
+            at_up = tl.max_contiguous(at_up, (1, ALIKE))
+        weights = _as(tl.load(at, mask=mask_n & inside, other=0.0), tl.float32, PTX)
         more_up = sums_up
         if GATED:
-            weights_up = _as(tl.load(b_up + k, mask=mask_n & inside, other=0.0), tl.float32, PTX)
+            weights_up = _as(tl.load(at_up, mask=mask_n & inside, other=0.0), tl.float32, PTX)
         row = tl.load(a + k, mask=inside, other=0.0).to(tl.float32)
         more_squares = squares
         gain = row
@@ -906,14 +911,15 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr,
     EVEN_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
     LARGEST: tl.constexpr, NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, TAIL: tl.constexpr, TAIL_K: tl.constexpr, EVEN_TAIL: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALIKE: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, TAIL: tl.constexpr, TAIL_K: tl.constexpr,
+    EVEN_TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a times BLOCK_N columns of b, both contiguous along K, without matrix instructions.
 
     Products are kept apart for each of BLOCK_K columns and added across threads once, at the end. `steps` of BLOCK_K a
     part of K; SPLIT_K: sums go to part_ptr [parts, batch, ROWS, N]. Rows that are NORMED: squares are kept like
-    products, and what a row's sums are multiplied by is known at the end. TAIL: columns of another type behind those
+    products, and what a row's sums are multiplied by is known at the end. ALIKE: columns of K that a lane loads of b at
+    a time, so that they lie over lanes as a's do; 0: as many as it can. TAIL: columns of another type behind those
     of b, one behind the other in memory; the first programs have one each, and TAIL_K of K a step.
     """
     N = n_units * ALIGN_N
@@ -936,19 +942,19 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
             _multiply_columns(
                 a, tail_ptr, c_ptr + N, part_ptr, scales, behind, batch, 0, tile, TAIL, K, width, tl.cdiv(K, TAIL_K),
                 row_stride, tl.cast(K, tl.int64), ROWS, SCALE_A, NO_SCALE, EVEN_TAIL, BIAS, ACTIVATION, GATED,
-                RESIDUAL, LARGEST, NORM_EPS, SPLIT_K, STAGES, PTX, PDL, EARLY, TAIL, 1, TAIL_K,
+                RESIDUAL, LARGEST, NORM_EPS, SPLIT_K, STAGES, PTX, 0, PDL, EARLY, TAIL, 1, TAIL_K,
             )  # fmt: skip
         else:
             _multiply_columns(
                 a, b, c_ptr, part_ptr, scales, ends, batch, split, tile - TAIL, N, K, width, steps, row_stride,
                 column_stride, ROWS, SCALE_A, SCALE_B, EVEN_K, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, NORM_EPS,
-                SPLIT_K, STAGES, PTX, PDL, EARLY, TAIL, BLOCK_N, BLOCK_K,
+                SPLIT_K, STAGES, PTX, ALIKE, PDL, EARLY, TAIL, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
         _multiply_columns(
             a, b, c_ptr, part_ptr, scales, ends, batch, split, tile, N, K, N, steps, row_stride, column_stride,
             ROWS, SCALE_A, SCALE_B, EVEN_K, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, NORM_EPS, SPLIT_K, STAGES, PTX,
-            PDL, EARLY, TAIL, BLOCK_N, BLOCK_K,
+            ALIKE, PDL, EARLY, TAIL, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 

@@ -497,6 +497,16 @@ def _words(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch
     return Plan(first, None, None, tensors=9)
 
 
+def _alike(given: Operands, arch: Arch | None) -> int:
+    """Elements of a in 16 bytes, where a lane of AMD's would load more of b; else 0.
+
+    There loads go to registers: 16 bytes of an 8-bit b lie over lanes otherwise than 16 of a, and Triton passes all of
+    b through LDS to mend that, widened to float32 (gfx942, triton 3.6). On NVIDIA both are in shared memory anyway.
+    """
+    narrow = given.b.itemsize < given.a.itemsize
+    return 16 // given.a.itemsize if arch is not None and arch.vendor == "amd" and narrow else 0
+
+
 def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
     """`_words_kernel`; or `_multiply_kernel`, and `_sum_kernel` where SPLIT_K is above 1."""
     if given.form == "int4":
@@ -521,7 +531,8 @@ def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Ar
         {
             **finish, "NORM_EPS": _eps(given), "ROWS": given.M, "ALIGN": how.align, "ALIGN_N": align_n,
             "EVEN_K": given.K % config["BLOCK_K"] == 0, "STAGES": config["num_stages"], "PTX": _assembles(arch),
-            "PDL": _rows.overlaps(arch), "EARLY": early, "TAIL": given.tails, "TAIL_K": tail_k,
+            "ALIKE": _alike(given, arch), "PDL": _rows.overlaps(arch), "EARLY": early, "TAIL": given.tails,
+            "TAIL_K": tail_k,
             "EVEN_TAIL": given.K % tail_k == 0,
         },
         options,
