@@ -107,6 +107,11 @@ if no_gluon is None:
     thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
+def compiles_beside() -> Any:
+    """Triton's class of a mode in which `warmup` of a kernel leaves compiling to threads; None where it has none."""
+    return None if interpreted else getattr(triton, "AsyncCompileMode", None)
+
+
 def described_tiles(x: Any, block: list[int]) -> Any:
     """A tensor descriptor over x, which kernels in Gluon load blocks of `block` elements from, last one contiguous.
 
@@ -133,6 +138,7 @@ def described(x: Any, shape: list[int], strides: list[int], block: list[int]) ->
 
 
 __all__ = [
+    "compiles_beside",
     "described",
     "described_tiles",
     "emulated",

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from wavecrest import cuda_graph, numerics
 from wavecrest.errors import InvalidArgument, StepRefused
+from wavecrest.models.xlstm.layers import watched
 from wavecrest.models.xlstm.sampling import Sampling
 from wavecrest.models.xlstm.state import State, StatePool, clone_state
-from wavecrest.ops import PackedWeight
+from wavecrest.ops import PackedWeight, _ahead
 
 if TYPE_CHECKING:
     from wavecrest.models.xlstm.config import xLSTMLargeConfig
@@ -240,6 +242,33 @@ def _decoder(model: xLSTMLarge, state: State, logits: Tensor, sampling: Sampling
     return kept if kept is not None and kept[0] == key else (key, Decoder(state, logits, sampling))
 
 
+# what a pass is for: a prompt of one row or of several, as a size of 1 is compiled apart; steps of so many rows
+Kind = tuple[str, int]
+# of each model what its kernels were compiled ahead for
+_rehearsed: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
+
+
+def _unrehearsed(model: xLSTMLarge, device: torch.device, *kinds: Kind) -> set[Kind]:
+    """The kinds that are new, whose kernels the caller compiles ahead; none where that cannot or must not be done."""
+    if not _ahead.possible(device):
+        return set()
+    done = _rehearsed.setdefault(model, set())
+    new = set(kinds) - done
+    if not new or not _unseen(model):
+        return set()
+    done |= new
+    return new
+
+
+def _unseen(model: xLSTMLarge) -> bool:
+    """True if nobody sees what a model runs: its modules are ours or PyTorch's, without hooks, and not compiled."""
+    for module in model.modules():
+        known = type(module).__module__.startswith(("wavecrest.", "torch.nn."))
+        if not known or module._compiled_call_impl is not None:
+            return False
+    return not watched(model)
+
+
 @dataclass(frozen=True)
 class Request:
     """What `xLSTMLarge.generate` and `stream` were asked for; see there."""
@@ -287,9 +316,26 @@ def begin(
     kept = None
     if prompt.lengths is not None:
         kept = torch.arange(prompt.tokens.shape[1], device=tokens.device) < prompt.lengths[:, None]
-    logits, after = model(prompt.tokens, state, attention_mask=kept, last_only=True, return_last_states=True)
-    key, decoder = _decoder(model, after, logits[:, 0], request.sampling)
-    decoder.start(after, logits[:, 0], request.generator)
+
+    def read() -> tuple[Tensor, State]:
+        logits, after = model(prompt.tokens, state, attention_mask=kept, last_only=True, return_last_states=True)
+        return logits[:, 0], after
+
+    def read_and_step() -> None:
+        last, after = read()
+        Decoder(after, last, request.sampling)._work(model)
+
+    batch = prompt.tokens.shape[0]
+    reading, stepping = ("prompt", min(batch, 2)), ("step", batch)
+    new = _unrehearsed(model, tokens.device, reading, *([stepping] if request.max_new_tokens > 1 else []))
+    if reading in new:
+        _ahead.rehearse(read_and_step if stepping in new else read)
+    last, after = read()
+    key, decoder = _decoder(model, after, last, request.sampling)
+    if stepping in new and reading not in new:
+        # with a state to spare: what the pass leaves in the decoder, its start overwrites
+        _ahead.rehearse(partial(decoder._work, model))
+    decoder.start(after, last, request.generator)
     decoder.choose(model, request.capture, request.max_new_tokens - 1)
     pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
     return decoder, _ended(_blocks(model, key, decoder, request), ends, pad)
