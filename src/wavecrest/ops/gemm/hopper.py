@@ -15,7 +15,6 @@ import wavecrest.ops.gemm.launch as _launch
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._activation import ACTIVATIONS
-from wavecrest.ops.gemm.config import Shape
 from wavecrest.ops.gemm.hopper_kernel import _hopper_gated_kernel
 from wavecrest.ops.gemm.operands import GATED, Operands, kinds
 from wavecrest.tuned import Config
@@ -55,7 +54,7 @@ def _walks(given: Operands) -> bool:
     return _launch.described(given) and _launch.orders(given) == (1, 1) and given.N * given.a.itemsize % 16 == 0
 
 
-def default(shape: Shape) -> Config:
+def default() -> Config:
     """128 rows, 64 of a group: the sums of 128 columns of gate and up are 128 registers of 240. Four stages."""
     return _made(128, 4, 8, 2)
 
@@ -71,9 +70,8 @@ def _made(columns: int, stages: int, group: int, behind: int) -> Config:
 _TILES = ((128, 4, 8, 2), (128, 4, 16, 2), (128, 4, 8, 1), (128, 4, 8, 0), (64, 6, 8, 2), (64, 6, 16, 1))  # fmt: skip
 
 
-def space(shape: Shape, arch: Arch) -> Iterator[Config]:
+def space(arch: Arch) -> Iterator[Config]:
     """The configurations worth trying, each once, the default first."""
-    del shape
     for tile in _TILES:
         made = _made(*tile)
         if shared_bytes(made) <= arch.lds_kib << 10:

@@ -200,8 +200,8 @@ _op.attach(
     priority=PRIORITY,
     takes_config=True,
     bind=_hopper_bind,
-    default_config=lambda key: _hopper.default(shape_of(key)),
-    space=lambda key, arch: _hopper.space(shape_of(key), arch),
+    default_config=lambda _key: _hopper.default(),
+    space=lambda _key, arch: _hopper.space(arch),
     launches=_hopper_launches,
     work=partial(_work.work, "triton_hopper"),
 )
