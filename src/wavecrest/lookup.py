@@ -133,7 +133,7 @@ def _near(
             spaces[row.backend] = _space(op, key, row.backend, arch)
         return "" if row.config in spaces[row.backend] else f"{row.config!r} is none for this call"
 
-    found = near.choose(neighbours, fallback, partial(_baseline, op, taking, fallback), misfit)
+    found = near.choose(neighbours, fallback, partial(baseline, op, taking, fallback), misfit)
     if found.row is None:
         return None, found.reason
     return found.row, f"{database.said(op.name, found.row)} for {_others(fields, found.row, cells)}: {found.reason}"
@@ -151,7 +151,7 @@ def carried(op: Op, key: Key, row: Row, fields: tuple[str, ...]) -> Row:
     return replace(row, config=op.config_of(row.backend, key)) if there == row.config else row
 
 
-def _baseline(op: Op, taking: tuple[str, ...], fallback: str, row: Row) -> float | None:
+def baseline(op: Op, taking: tuple[str, ...], fallback: str, row: Row) -> float | None:
     """What the fallback took in a row's run, in µs: PyTorch is timed in each, and one backend's default."""
     if fallback == "torch":
         return row.native_us

@@ -404,6 +404,14 @@ def test_a_key_that_is_left_out_is_not_its_own_neighbour() -> None:
     assert not left.taken and left.chosen == left.default > 1
 
 
+def test_a_lead_is_counted_over_what_would_run_and_was_timed() -> None:
+    """`default_us` is one backend's default: no lead over `torch_and_mul`, which runs where gated rows are none."""
+    record = records.load_as(RESULTS / "nvidia-h200" / "tune_xlstm_gated.json", records.TuneRecord)
+    left = {one.case: one for one in leave_one_out.decide(record)}
+    gated = [key for key in record.keys if key.key["b"] == "bfloat16"]
+    assert gated and not any(left[key.case].taken for key in gated)
+
+
 def _times(call: Any, rounds: int = 7, calls: int = 20_000) -> float:
     """The least mean time of a call in µs: what the call takes where nothing else runs."""
     found = []

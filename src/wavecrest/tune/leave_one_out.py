@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from wavecrest import lookup, records, registry
@@ -64,7 +65,7 @@ def decide(record: records.TuneRecord) -> list[Left]:
         if fallback not in times:
             continue
         # a key's own row is none of its neighbours
-        chosen = _chosen(op, row, rows, times, fallback, fields)
+        chosen = _chosen(op, row, rows, times, _taking(key), fallback[0], fields)
         choice: Choice = fallback if chosen.row is None else (chosen.row.backend, chosen.row.config)
         best = min(times.values())
         found.append(Left(key.case, choice != fallback, times[choice] / best, times[fallback] / best, chosen.reason))
@@ -95,24 +96,32 @@ def _times(key: records.TunedKey) -> dict[Choice, float]:
 
 def _fallback(op: Op, key: records.TunedKey) -> Choice:
     """What runs where nothing is measured: the backend of the highest priority that took the call."""
-    taking = [one.backend for one in key.candidates if one.status != "refused"]
+    taking = _taking(key)
     first = next((backend.name for backend in op.by_priority() if backend.name in taking), NATIVE)
     role = "native" if first == NATIVE else "default"
     found = next((one for one in key.candidates if one.role == role and one.backend == first), None)
     return first, Config(**found.config) if found is not None and found.config else None
 
 
+def _taking(key: records.TunedKey) -> tuple[str, ...]:
+    """The backends that took the call."""
+    return tuple(dict.fromkeys(one.backend for one in key.candidates if one.status != "refused"))
+
+
 def _chosen(
-    op: Op, row: Row, rows: Sequence[Row], times: dict[Choice, float], fallback: Choice, fields: tuple[str, ...]
+    op: Op,
+    row: Row,
+    rows: Sequence[Row],
+    times: dict[Choice, float],
+    taking: tuple[str, ...],
+    fallback: str,
+    fields: tuple[str, ...],
 ) -> near.Found:
     sizes = tuple(place for place, name in enumerate(fields) if name in op.key_sizes)
 
     def misfit(other: Row) -> str:
         # the candidates are what the spaces had for this key
         return "" if (other.backend, other.config) in times else "no candidate of this key"
-
-    def baseline(other: Row) -> float | None:
-        return other.native_us if fallback[0] == NATIVE else other.evidence.default_us
 
     # a call on a GPU that needs no gradients
     parts: dict[str, Any] = dict.fromkeys(op.key_fields) | {"device": "cuda", "grad": False}
@@ -122,4 +131,4 @@ def _chosen(
         near.Neighbour(one.distance, lookup.carried(op, key, one.row, fields))
         for one in near.neighbours(rows, row.key, sizes)
     ]
-    return near.choose(found, fallback[0], baseline, misfit)
+    return near.choose(found, fallback, partial(lookup.baseline, op, taking, fallback), misfit)
