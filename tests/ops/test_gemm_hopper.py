@@ -1,20 +1,26 @@
-"""sm_90's own kernel of gated products, which has no interpreter: values on such a GPU, the rest anywhere."""
+"""sm_90's own kernel of gated products: values on such a GPU; what it does with tiles and barriers anywhere."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
+from tests import gluon
 from tests.ops.gemm_harness import BF16, F16, F32, I8, OP, Watch, assert_right, declines, random, scales, watched
 from tests.ops.op_harness import name, same_bits, shape_id
 from wavecrest import hardware, registry
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops import _triton
+from wavecrest.ops._activation import ACTIVATIONS
 from wavecrest.ops.gemm import hopper as hopper_launch
 from wavecrest.ops.gemm import hopper_kernel
 from wavecrest.ops.gemm.key import key_of
@@ -127,6 +133,64 @@ def test_the_same_bits_each_time_and_in_a_graph(hopper: registry.Op) -> None:
         assert len(kernels) == before, "compiled anew for a size"
     finally:
         hopper.force(None)
+
+
+def _activate(x: Tensor, _slope: float, activation: int) -> Tensor:
+    names = {number: name for name, number in ACTIVATIONS.items()}
+    how: dict[str, Any] = {
+        "silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": partial(functional.gelu, approximate="tanh")
+    }  # fmt: skip
+    return how[names[activation]](x)
+
+
+def stand_in(call: Operands, config: Config, programs: int, monkeypatch: pytest.MonkeyPatch, **planted: str) -> Tensor:
+    """A call with the kernel's own text on a CPU; `planted`: what it says, and what it says instead."""
+    y = torch.full(call.shape, math.nan, dtype=call.dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(_triton, "described_tiles", gluon.Descriptor)
+        made = hopper_launch.launch(call, y, config, ARCHS["sm_90"])
+    kernels = gluon.Kernels(Path(hopper_kernel.__file__), planted, activate=_activate)
+    constants = {name: value for name, value in config.kwargs.items() if not name.startswith("num_")}
+    kernels.run("_hopper_gated_kernel", min(programs, *made.grid), *made.args, **made.constants, **constants)
+    return y
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="what a GPU runs is held above")
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(128, 128, 256), (5, 40, 64), (300, 256, 64), (290, 328, 392)], ids=shape_id)
+def test_tiles_and_barriers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each configuration, and fewer programs than tiles."""
+    for dtype, activation in zip((BF16, F16, BF16), GATED, strict=True):
+        call = gated(*shape, dtype, "cpu", activation=activation, alpha=0.75)
+        a, b = (one.double() for one in (call.a, call.b))
+        gate, up = (0.75 * (a @ b)).chunk(2, -1)
+        want = _activate(gate, 0.0, ACTIVATIONS[GATED[activation]]) * up
+        for config in hopper_launch.space(ARCHS["sm_90"]):
+            found = stand_in(call, config, 2, monkeypatch).double()
+            assert ((found - want).abs() <= 2.0**-8 * want.abs() + 1e-4).all()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("say", "instead"),
+    [
+        ("acc = hopper.warpgroup_mma_wait(1, deps=[acc])", "pass"),
+        ("[N + tile_n * BLOCK_N, i * BLOCK_K]", "[tile_n * BLOCK_N, i * BLOCK_K]"),
+        ("starts = gl.minimum(BEHIND, steps)", "starts = steps + 1"),
+        ("((step // STAGES) & 1) ^ 1)", "(step // STAGES) & 1)"),
+        ("slice(me * ROWS, ROWS)", "slice(0, ROWS)"),
+    ],
+)  # fmt: skip
+def test_planted_errors_are_seen(say: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon, "PATIENCE", 1.0)
+    call = gated(290, 328, 392, device="cpu")
+    gate, up = (call.a.double() @ call.b.double()).chunk(2, -1)
+    want = functional.silu(gate) * up
+    with pytest.raises((AssertionError, TimeoutError)):
+        found = stand_in(call, hopper_launch.default(), 2, monkeypatch, **{say: instead}).double()
+        assert ((found - want).abs() <= 2.0**-8 * want.abs() + 1e-4).all()
 
 
 @pytest.fixture

@@ -1,0 +1,267 @@
+"""Kernels in Gluon on a CPU: groups of warps are threads, tiles are tensors, products are made when waited for.
+
+Triton interprets no Gluon. What is held here is what such a kernel does with tiles and barriers: which are copied where
+and when, what is waited for, what may be written over. Layouts and the order in which hardware does things are not: a
+product reads its operands when it is waited for, the latest that may be, and a copy is done at once, the earliest.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# seconds after which a barrier counts as one that nobody passes
+PATIENCE = 20.0
+
+
+class Barrier:
+    """A barrier in shared memory: `count` arrivals and all announced bytes end a phase."""
+
+    def __init__(self) -> None:
+        self._changed, self._phases, self._count, self._missing, self._bytes = threading.Condition(), 0, 0, 0, 0
+
+    def init(self, count: int) -> None:
+        self._count = self._missing = count
+
+    def arrive(self, count: int = 1, announced: int = 0) -> None:
+        with self._changed:
+            assert self._missing >= count, "more arrivals than the barrier counts"
+            self._missing -= count
+            self._bytes += announced
+            self._check()
+
+    def landed(self, size: int) -> None:
+        with self._changed:
+            self._bytes -= size
+            self._check()
+
+    def _check(self) -> None:
+        if self._missing == 0 and self._bytes == 0:
+            self._phases += 1
+            self._missing = self._count
+            self._changed.notify_all()
+
+    def wait(self, parity: Any) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._phases % 2 != int(parity), PATIENCE):
+                raise TimeoutError("a barrier that nobody passes")
+
+
+class Barriers(list[Barrier]):
+    def index(self, place: Any) -> Barrier:  # type: ignore[override]
+        return self[int(place)]
+
+
+class Tile:
+    """A tile in shared memory, NaN before something is copied or stored there."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.dtype = data, data.dtype
+
+    def index(self, place: Any) -> Tile:
+        return Tile(self.data[int(place)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Tile:
+        return Tile(self.data.narrow(dim, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Tile:
+        return Tile(self.data.permute(*order))
+
+    def load(self, _layout: Any) -> Tensor:
+        return self.data.clone()
+
+    def store(self, value: Tensor) -> None:
+        self.data.copy_(value)
+
+
+class Pointer:
+    """A tensor's memory from its first element on."""
+
+    def __init__(self, x: Tensor, at: Any = 0) -> None:
+        self.x, self.at, self.dtype = x, at, SimpleNamespace(element_ty=x.dtype)
+
+    def __add__(self, far: Any) -> Pointer:
+        return Pointer(self.x, self.at + far)
+
+    def memory(self) -> Tensor:
+        size = self.x.untyped_storage().nbytes() // self.x.itemsize - self.x.storage_offset()
+        return self.x.as_strided((size,), (1,), self.x.storage_offset())
+
+
+class Descriptor:
+    """A tensor that blocks are copied from and to; what is outside is 0, or not written."""
+
+    def __init__(self, x: Tensor, block: list[int]) -> None:
+        self.x, self.block, self.dtype, self.layout = x, block, x.dtype, None
+        size = x.itemsize
+        for length in block:
+            size *= length
+        self.block_type = SimpleNamespace(nbytes=size)
+
+    def inside(self, coordinates: Any) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """The part of the tensor at coordinates, and where it is in the block."""
+        starts = [int(one) for one in coordinates]
+        lengths = [
+            max(0, min(block, size - start))
+            for start, block, size in zip(starts, self.block, self.x.shape, strict=True)
+        ]
+        there = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+        return there, tuple(slice(0, length) for length in lengths)
+
+
+def _load_tile(source: Descriptor, coordinates: Any, bar: Barrier, tile: Tile) -> None:
+    there, here = source.inside(coordinates)
+    block = torch.zeros(source.block, dtype=source.dtype)
+    block[here] = source.x[there]
+    tile.data.copy_(block.view(tile.data.shape))
+    bar.landed(source.block_type.nbytes)
+
+
+def _store_tile(target: Descriptor, coordinates: Any, tile: Tile) -> None:
+    there, here = target.inside(coordinates)
+    target.x[there] = tile.data.view(target.block)[here]
+
+
+class _Sums:
+    """An accumulator that products are added to when they are waited for."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def add(self, a: Tile | Tensor, b: Tile) -> None:
+        self.value = self.value + (a.data if isinstance(a, Tile) else a).float() @ b.data.float()
+
+
+_OURS = threading.local()
+
+
+def _multiply(a: Tile | Tensor, b: Tile, acc: Any, is_async: bool = False) -> _Sums:
+    assert is_async
+    made = acc if isinstance(acc, _Sums) else _Sums(acc)
+    _OURS.waiting = [*getattr(_OURS, "waiting", []), lambda: made.add(a, b)]
+    return made
+
+
+def _multiplied(outstanding: int, deps: list[Any]) -> Any:
+    while len(_OURS.waiting) > outstanding:
+        _OURS.waiting.pop(0)()
+    found = [one.value if outstanding == 0 and isinstance(one, _Sums) else one for one in deps]
+    return found[0] if len(found) == 1 else found
+
+
+def _allocate(dtype: torch.dtype, shape: list[int], _layout: Any) -> Any:
+    if dtype == torch.int64:
+        return Barriers(Barrier() for _ in builtins.range(shape[0]))
+    return Tile(torch.full(shape, float("nan"), dtype=dtype))
+
+
+def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+    at, memory = torch.as_tensor(pointer.at), pointer.memory()
+    if mask is None:
+        return memory[at]
+    mask = mask.expand(at.shape)
+    return torch.where(mask, memory[torch.where(mask, at, 0)], other)
+
+
+def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], _warps: Any, _registers: Any) -> None:
+    problems: list[BaseException] = []
+
+    def run(work: Callable[..., None], args: tuple[Any, ...]) -> None:
+        try:
+            work(*args)
+        except BaseException as error:  # of whatever kind, it is the test's to see
+            problems.append(error)
+
+    threads = [threading.Thread(target=run, args=one) for one in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        # the others wait for what stopped
+        raise min(problems, key=lambda one: isinstance(one, TimeoutError))
+
+
+class _Functional(ast.NodeTransformer):
+    """x += y makes a new x there, and would change a tensor here; x.split() is of a last dimension of two."""
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
+        assert isinstance(node.target, ast.Name)
+        both = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, self.visit(node.value))
+        return ast.copy_location(ast.Assign([node.target], both), node)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "split" and not node.args:
+            return ast.copy_location(ast.Call(ast.Name("_halves", ast.Load()), [node.func.value], []), node)
+        return node
+
+
+class Kernels:
+    """The functions of a file of kernels, as this module runs them.
+
+    `functions`: what it imports, in PyTorch. `planted`: of its text, what is replaced by what, for tests of tests.
+    """
+
+    def __init__(self, path: Path, planted: Mapping[str, str] | None = None, **functions: Any) -> None:
+        self._place = SimpleNamespace(program=0, programs=1)
+        # where a name comes from is of no matter here
+        source = re.sub(r"^from wavecrest.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for said, instead in (planted or {}).items():
+            assert said in source, f"{path.name} does not say {said!r}"
+            source = source.replace(said, instead)
+        tree = ast.fix_missing_locations(_Functional().visit(ast.parse(source)))
+        self._names = self._language() | functions
+        exec(compile(tree, str(path), "exec"), self._names)
+
+    def run(self, kernel: str, programs: int, *args: Any, **constants: Any) -> None:
+        """One program after the other."""
+        self._place.programs = programs
+        for self._place.program in range(programs):
+            self._names[kernel](*args, **constants)
+
+    def _language(self) -> dict[str, Any]:
+        def number(x: Any) -> Tensor:
+            return torch.as_tensor(x)
+
+        def numbers(*ends: Any) -> Iterator[Tensor]:
+            return map(number, builtins.range(*map(int, ends)))
+
+        def layout(*_args: Any) -> None:
+            return None
+
+        barrier = SimpleNamespace(
+            MBarrierLayout=layout, init=Barrier.init, arrive=Barrier.arrive, wait=Barrier.wait,
+            expect=lambda bar, size: bar.arrive(1, size),
+        )  # fmt: skip
+        gl = SimpleNamespace(
+            constexpr=lambda x: x, static_range=builtins.range, int64=torch.int64, float32=torch.float32,
+            NVMMADistributedLayout=layout, DotOperandLayout=layout, SliceLayout=layout, BlockedLayout=layout,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=layout), allocate_shared_memory=_allocate,
+            program_id=lambda _axis: number(self._place.program),
+            num_programs=lambda _axis: number(self._place.programs),
+            minimum=lambda a, b: torch.minimum(number(a), number(b)), exp2=torch.exp2, rsqrt=torch.rsqrt,
+            maximum=lambda a, b: torch.maximum(number(a), number(b)), sum=torch.sum, load=_load,
+            where=lambda mask, a, b: torch.where(number(mask), number(a), number(b)),
+            arange=lambda start, end, _layout: torch.arange(start, end),
+            zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
+            convert_layout=lambda x, _layout: x, cast=lambda x, dtype: number(x).to(dtype), warp_specialize=_specialize,
+        )  # fmt: skip
+        hopper = SimpleNamespace(
+            mbarrier=barrier, fence_async_shared=layout, warpgroup_mma=_multiply, warpgroup_mma_wait=_multiplied,
+            tma=SimpleNamespace(store_wait=layout),
+        )  # fmt: skip
+        gluon = SimpleNamespace(jit=lambda run=None, **_options: run if run is not None else lambda given: given)
+        return {
+            "gl": gl, "gluon": gluon, "hopper": hopper, "load_tile": _load_tile, "store_tile": _store_tile,
+            "range": numbers, "_halves": lambda x: x.unbind(-1),
+        }  # fmt: skip
