@@ -191,6 +191,37 @@ def test_last_only_is_the_last_of_all() -> None:
     close(model(prompt, last_only=True)[0], model(prompt)[0][:, -1:])
 
 
+@pytest.mark.parametrize("mode", ["single", "fused"])
+@pytest.mark.parametrize("length", [9, 40], ids=["sequence", "chunks"])
+def test_behind_the_last_mlstm_there_is_one_token_a_row(mode: str, length: int) -> None:
+    """The states are what all tokens leave, to the last bit; the last block's other products see what is asked for."""
+    model = build(weight_mode=mode)
+    prompt = tokens(3, length)
+    wanted, full = model(prompt)
+    sizes: dict[str, tuple[int, ...]] = {}
+
+    def note(name: str) -> Any:
+        def noted(_module: Any, args: tuple[Any, ...]) -> None:
+            sizes[name] = tuple(args[0].shape[:2])
+
+        return noted
+
+    handles = [
+        part.register_forward_pre_hook(note(f"{index}.{name}"))
+        for index, block in enumerate(model.backbone.blocks)
+        for name, part in (("out", block.mlstm_layer.out_proj), ("down", block.ffn.proj_down))
+    ]
+    logits, state = model(prompt, last_only=True)
+    for handle in handles:
+        handle.remove()
+    last = len(model.backbone.blocks) - 1
+    assert len(sizes) == 2 * (last + 1)
+    assert all(size == ((3, 1) if name.startswith(f"{last}.") else (3, length)) for name, size in sizes.items()), sizes
+    close(logits, wanted[:, -1:])
+    for block in full:
+        assert all(torch.equal(found, one) for found, one in zip(state[block], full[block], strict=True))
+
+
 def test_training_reaches_every_weight() -> None:
     # the official package's default configuration crashes here
     torch.manual_seed(0)

@@ -139,6 +139,11 @@ class Norm(nn.Module):
         return (normed if self.bias is None else normed + self.bias), x
 
 
+def at_places(x: Tensor, places: Tensor) -> Tensor:
+    """x [B, S, …] at one place [B] of each row: [B, 1, …]."""
+    return x[torch.arange(x.shape[0], device=x.device), places].unsqueeze(1)
+
+
 def through(
     layer: nn.Module, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None, overwrite: bool = False
 ) -> Tensor:
@@ -231,6 +236,7 @@ class MLSTMLayer(nn.Module):
         residual: Tensor | None = None,
         overwrite: bool = False,
         arrivals: Tensor | None = None,
+        last: Tensor | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         """One layer over a sequence, or over one token behind a state.
 
@@ -244,9 +250,10 @@ class MLSTMLayer(nn.Module):
             residual: [B, S, embedding_dim], added to the result.
             overwrite: the residual's memory may become the result.
             arrivals: of a single token: see `mlstm_step`.
+            last: [B], the place of each row's only token that is asked for; None: all of them.
 
         Returns:
-            [B, S, embedding_dim], and the state behind the last token, or None.
+            [B, S, embedding_dim], [B, 1, …] with `last`, and the state behind the last token, or None.
         """
         q, k, v, o, i, f = self._projections(x, norm)
         config = self.config
@@ -272,7 +279,8 @@ class MLSTMLayer(nn.Module):
             )  # fmt: skip
         if self.multihead_norm.bias is not None:
             h = h + torch.sigmoid(o) * self.multihead_norm.bias.view(config.num_heads, 1, -1)
-        return through(self.out_proj, h.transpose(1, 2).flatten(2), None, residual, overwrite), after
+        h = h.transpose(1, 2).flatten(2)
+        return through(self.out_proj, h if last is None else at_places(h, last), None, residual, overwrite), after
 
 
 def joins(model: nn.Module) -> Iterator[Joined]:
@@ -335,13 +343,20 @@ class Block(nn.Module):
         return_state: bool,
         arrivals: Tensor | None = None,
         overwrite: bool = False,
+        last: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, LayerState | None]:
         """(x, delta, state): the block's result is x + delta, [B, S, embedding_dim] each; None: x alone.
 
-        `overwrite`: x's memory may become the result.
+        `overwrite`: x's memory may become the result. `last`: [B], as of `MLSTMLayer`; the result is [B, 1, …] then.
         """
         layer, ffn = self.mlstm_layer, self.ffn
         options: dict[str, Any] = {"padding": padding, "in_place": in_place, "return_state": return_state}
+        if last is not None:
+            # the state wants all tokens up to here; nothing behind it does
+            normed, x = self.norm_mlstm(x, delta)
+            mixed, after = layer(normed, state, last=last, **options)
+            normed, x = self.norm_ffn(at_places(x, last), mixed)
+            return x, ffn(normed), after
         if arrivals is not None:
             options["arrivals"] = arrivals
         first = second = mixes = ends = False

@@ -55,6 +55,7 @@ class BlockStack(nn.Module):
     ) -> tuple[Tensor, State]:
         """x [B, S, embedding_dim] to the same, [B, 1, …] of the places `last` [B] where given; and the states.
 
+        With `last` the last block's output projection and MLP see these places alone.
         `normed`: by the norm behind the last block, where there is one. `arrivals`: as of `xLSTMLarge.decode`.
         `overwrite`: x's memory may become the result.
         """
@@ -63,13 +64,10 @@ class BlockStack(nn.Module):
         for index, block in enumerate(self.blocks):
             before = None if state is None else state[index]
             counts = None if arrivals is None else arrivals[index]
-            x, delta, reached = block(x, delta, before, padding, in_place, return_state, counts, overwrite)
+            asked = last if index == len(self.blocks) - 1 else None
+            x, delta, reached = block(x, delta, before, padding, in_place, return_state, counts, overwrite, asked)
             if reached is not None:
                 after[index] = reached
-        if last is not None:
-            rows = torch.arange(x.shape[0], device=x.device)
-            x = x[rows, last].unsqueeze(1)
-            delta = None if delta is None else delta[rows, last].unsqueeze(1)
         if self.out_norm is not None and normed:
             return self.out_norm(x, delta)[0], after
         return (x if delta is None else x + delta), after
@@ -150,7 +148,7 @@ class xLSTMLarge(nn.Module):
             state: before the first token; None: zeros. Not changed.
             attention_mask: bool or integers [B, S], 0 for padding at the left or the right: states pass it by. Logits
                 at padding mean nothing.
-            last_only: logits of each row's last token alone.
+            last_only: logits of each row's last token alone, for which what is behind the last block's mLSTM is made.
             return_last_states: also give back the state behind the last token; None: as the configuration says.
 
         Returns:
