@@ -147,6 +147,21 @@ def test_where_it_does_not_apply(calls: Counter[str]) -> None:
     assert not calls
 
 
+def test_a_prompt_ends_as_a_step_does(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is behind its last mLSTM has as few rows: the product before adds, the one behind normalises."""
+    model, prompt = build(weight_mode="fused"), tokens(2, 9)
+    found, _ = model(prompt, last_only=True)
+    # both of the first block, whose products add where x lies, the first one of the second block, and the last
+    assert calls == {"rms_norm": 4}
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(layers.Choice, "of", lambda _self, _x, *asked, judge=None: (False,) * len(asked))
+        plain, _ = model(prompt, last_only=True)
+    assert calls == {"rms_norm": 1, "add_rms_norm": 4}
+    close(found, plain)
+    close(found, model(prompt)[0][:, -1:])
+
+
 def test_pytorch_s_composition_is_not_asked_for(calls: Counter[str]) -> None:
     model, every = build(weight_mode="fused"), {"rms_norm": 1, "add_rms_norm": 4}
     registry.get("gemm").force(None)

@@ -330,8 +330,8 @@ class Block(nn.Module):
         self.mlstm_layer = MLSTMLayer(config, device)
         self.norm_ffn = Norm(config.embedding_dim, config.norm_eps, config.use_bias, device)
         self.ffn = FeedForward(config, device)
-        # of a step, and of a prompt
-        self._choice, self._additions = Choice(), Choice()
+        # of a step, of a prompt, and of what is behind a prompt's last mLSTM
+        self._choice, self._additions, self._behind = Choice(), Choice(), Choice()
 
     def forward(
         self,
@@ -351,12 +351,6 @@ class Block(nn.Module):
         """
         layer, ffn = self.mlstm_layer, self.ffn
         options: dict[str, Any] = {"padding": padding, "in_place": in_place, "return_state": return_state}
-        if last is not None:
-            # the state wants all tokens up to here; nothing behind it does
-            normed, x = self.norm_mlstm(x, delta)
-            mixed, after = layer(normed, state, last=last, **options)
-            normed, x = self.norm_ffn(at_places(x, last), mixed)
-            return x, ffn(normed), after
         if arrivals is not None:
             options["arrivals"] = arrivals
         first = second = mixes = ends = False
@@ -365,7 +359,11 @@ class Block(nn.Module):
                 x, (layer.inputs(x, self.norm_mlstm), self.norm_mlstm), (ffn.inputs(), self.norm_ffn),
                 ((layer.out_proj,), None), ((ffn.proj_down,), None),
             )  # fmt: skip
-        elif overwrite and self._additions.of(x, ((layer.out_proj, ffn.proj_down), None), judge=_adds)[0]:
+        elif (
+            last is None
+            and overwrite
+            and self._additions.of(x, ((layer.out_proj, ffn.proj_down), None), judge=_adds)[0]
+        ):
             normed, x = self.norm_mlstm(x, delta)
             x, after = layer(normed, state, residual=x, overwrite=True, **options)
             normed, x = self.norm_ffn(x)
@@ -375,6 +373,12 @@ class Block(nn.Module):
             normed, options["norm"] = x, self.norm_mlstm
         else:
             normed, x = self.norm_mlstm(x, delta)
+        if last is not None:
+            # the state wants all tokens up to here, what is behind it these alone: as few rows as of a step
+            x, options["last"] = at_places(x, last), last
+            second, mixes, ends = self._behind.of(
+                x, (ffn.inputs(), self.norm_ffn), ((layer.out_proj,), None), ((ffn.proj_down,), None)
+            )
         if second and mixes:
             x, after = layer(normed, state, residual=x, **options)
             normed, norm = x, self.norm_ffn
@@ -382,6 +386,6 @@ class Block(nn.Module):
             mixed, after = layer(normed, state, **options)
             normed, x = self.norm_ffn(x, mixed)
         # what the next block does with it is not known here; it is made as this one
-        if first and ends:
+        if ends and (first or last is not None):
             return ffn(normed, norm, residual=x), None, after
         return x, ffn(normed, norm), after
