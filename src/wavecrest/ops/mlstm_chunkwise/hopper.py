@@ -60,12 +60,11 @@ def unfit(given: Operands) -> str | None:
         return f"takes chunks of multiples of {GROUPS * ROWS} tokens"
     if given.norm_weight is not None and not side_by_side(given.norm_weight):
         return "takes a norm_weight whose elements lie side by side"
-    return (
-        None
-        if _walks(given)
-        else "copies tiles of rows whose columns lie side by side, every other stride a "
-        + ("multiple of 16 bytes and not 0")
-    )
+    if not _walks(given):
+        return (
+            "copies tiles of rows whose columns lie side by side, every other stride a multiple of 16 bytes and not 0"
+        )
+    return None
 
 
 def _walks(given: Operands) -> bool:
