@@ -73,6 +73,9 @@ class Tile:
     def slice(self, start: int, length: int, dim: int = 0) -> Tile:
         return Tile(self.data.narrow(dim, start, length))
 
+    def reshape(self, shape: list[int]) -> Tile:
+        return Tile(self.data.view(shape))
+
     def permute(self, order: tuple[int, ...]) -> Tile:
         return Tile(self.data.permute(*order))
 
@@ -105,7 +108,7 @@ class Descriptor:
         size = x.itemsize
         for length in block:
             size *= length
-        self.block_type = SimpleNamespace(nbytes=size)
+        self.block_type = SimpleNamespace(nbytes=size, shape=block)
 
     def inside(self, coordinates: Any) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """The part of the tensor at coordinates, and where it is in the block."""

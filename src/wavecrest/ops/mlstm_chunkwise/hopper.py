@@ -121,7 +121,7 @@ def _tensors(given: Operands, memory: _launch.Memory, config: Config) -> tuple[A
         _triton.described_tiles(given.q, tiles),
         _triton.described_tiles(given.k, block),
         _triton.described_tiles(given.v, block),
-        _triton.described_tiles(memory.states.view(-1, given.dv), block[2:]),
+        _triton.described_tiles(memory.states, block),
         _triton.described_tiles(memory.h, tiles),
         memory.vectors, memory.links[BEFORE.value], memory.planes,
         *or_else(given.q, given.norm_weight, given.output_gate),

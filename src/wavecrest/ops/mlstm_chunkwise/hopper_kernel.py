@@ -77,7 +77,7 @@ def _copy(  # type: ignore[no-untyped-def]
                         bar = full.index(at)
                         hopper.mbarrier.wait(empty.index(at), turn)
                         hopper.mbarrier.expect(bar, c_desc.block_type.nbytes)
-                        load_tile(c_desc, [(slot * heads + head) * DK + part, half * DK], bar, tiles.index(at))
+                        load_tile(c_desc, [slot, head, part, half * DK], bar, tiles.index(at))
                         at, turn = _next(at, turn, STAGES)
                 for other in range(0, until, BLOCK):
                     bar = full.index(at)
@@ -142,8 +142,11 @@ def _multiply(  # type: ignore[no-untyped-def]
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS_OF_H)
     PARTS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    q_tile = q_tiles.index(me)
-    h_tile = h_tiles.index(me)
+    # as copies have them, and as products do
+    q_block = q_tiles.index(me)
+    h_block = h_tiles.index(me)
+    q_tile = q_block.reshape([ROWS, DK])
+    h_tile = h_block.reshape([ROWS, DK])
     rows = gl.arange(0, ROWS, OF_ROWS)
     offs_s = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
     offs_q = gl.arange(0, QUERIES, gl.SliceLayout(0, PARTS))
@@ -190,7 +193,7 @@ def _multiply(  # type: ignore[no-untyped-def]
                     for part in gl.static_range(0, DK, BLOCK):
                         hopper.mbarrier.wait(full.index(at), turn)
                         some = q_tile.slice(part, BLOCK, dim=1)
-                        acc = hopper.warpgroup_mma(some, tiles.index(at), acc, is_async=True)
+                        acc = hopper.warpgroup_mma(some, tiles.index(at).reshape([BLOCK, DK]), acc, is_async=True)
                         # the product before this one is done, and its tile may be copied over
                         acc = hopper.warpgroup_mma_wait(1, deps=[acc])
                         if part > 0:
@@ -206,7 +209,8 @@ def _multiply(  # type: ignore[no-untyped-def]
                     local_s = gl.load(plane + LOCAL * CHUNK + other + offs_s)
                     hopper.mbarrier.wait(full.index(at), turn)
                     s = gl.zeros([ROWS, BLOCK], gl.float32, layout=SCORES)
-                    s = hopper.warpgroup_mma(q_tile, tiles.index(at).permute((1, 0)), s, is_async=True)
+                    k = tiles.index(at).reshape([BLOCK, DK]).permute((1, 0))
+                    s = hopper.warpgroup_mma(q_tile, k, s, is_async=True)
                     s = hopper.warpgroup_mma_wait(0, deps=[s])
                     hopper.mbarrier.arrive(empty.index(at), count=1)
                     at, turn = _next(at, turn, STAGES)
@@ -217,7 +221,7 @@ def _multiply(  # type: ignore[no-untyped-def]
                     den += gl.sum(p, 1)
                     p = gl.convert_layout(p.to(q_tile.dtype), WEIGHTS)
                     hopper.mbarrier.wait(full.index(at), turn)
-                    acc = hopper.warpgroup_mma(p, tiles.index(at), acc, is_async=True)
+                    acc = hopper.warpgroup_mma(p, tiles.index(at).reshape([BLOCK, DK]), acc, is_async=True)
                     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
                     hopper.mbarrier.arrive(empty.index(at), count=1)
                     at, turn = _next(at, turn, STAGES)
@@ -245,8 +249,8 @@ def _multiply(  # type: ignore[no-untyped-def]
                     )  # fmt: skip
             hopper.fence_async_shared()
             if HALVES == 2:
-                store_tile(h_desc, [row, head, start + me * ROWS, 0], h_tile)
-            store_tile(h_desc, [row, head, start + me * ROWS, (HALVES - 1) * DK], q_tile)
+                store_tile(h_desc, [row, head, start + me * ROWS, 0], h_block)
+            store_tile(h_desc, [row, head, start + me * ROWS, (HALVES - 1) * DK], q_block)
             # both have left, and may be written over
             hopper.tma.store_wait(0)
             hopper.mbarrier.arrive(q_empty.index(0), count=1)
@@ -265,17 +269,15 @@ def _mlstm_hopper_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """`items` tiles of 128 tokens of a chunk and head with all HALVES · DK columns of h, every `programs`-th a program.
 
-    Descriptors are over q, k, v, h [B, NH, S, D], the states [slots · NH · DK, DV], with blocks of DK columns and of 64
+    Descriptors are over q, k, v, h [B, NH, S, D] and the states [slots, NH, DK, DV], with blocks of DK columns and of 64
     rows (q, h) or BLOCK. before: log2 of e^m of the states, of the chunks [slots, NH]. LOG_SCALE: log2 of the scores'
     scale. Strides of the gate in units of ALIGN. STAGES: tiles [BLOCK, DK] on their way.
     """
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DK], q_desc.dtype)
-    OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DK], q_desc.dtype)
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, ROWS, DK], OWN)
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
     h_tiles = q_tiles
     if HALVES == 2:
-        h_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, ROWS, DK], OWN)
-    tiles = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK, DK], TILE)
+        h_tiles = gl.allocate_shared_memory(h_desc.dtype, [GROUPS] + h_desc.block_type.shape, h_desc.layout)
+    tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     q_full = _barriers(1, 1)
     q_empty = _barriers(1, GROUPS)
     full = _barriers(STAGES, 1)
