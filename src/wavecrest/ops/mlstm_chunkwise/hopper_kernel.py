@@ -269,9 +269,9 @@ def _mlstm_hopper_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """`items` tiles of 128 tokens of a chunk and head with all HALVES · DK columns of h, every `programs`-th a program.
 
-    Descriptors are over q, k, v, h [B, NH, S, D] and the states [slots, NH, DK, DV], with blocks of DK columns and of 64
-    rows (q, h) or BLOCK. before: log2 of e^m of the states, of the chunks [slots, NH]. LOG_SCALE: log2 of the scores'
-    scale. Strides of the gate in units of ALIGN. STAGES: tiles [BLOCK, DK] on their way.
+    Descriptors are over q, k, v, h [B, NH, S, D] and the states [slots, NH, DK, DV], with blocks of DK columns and of
+    64 rows (q, h) or BLOCK. before: log2 of e^m of the states, of the chunks [slots, NH]. LOG_SCALE: log2 of the
+    scores' scale. Strides of the gate in units of ALIGN. STAGES: tiles [BLOCK, DK] on their way.
     """
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
     h_tiles = q_tiles
