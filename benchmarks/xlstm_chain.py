@@ -214,9 +214,9 @@ class Step:
         self.op(made).pin(made.key, made.backend, config, made.source, "tried in the chain")
 
 
-def described(config: Config) -> str:
-    """A configuration in words."""
-    return " ".join(f"{name}={value}" for name, value in config.kwargs.items())
+def described(config: Config | None) -> str:
+    """A configuration in words; none, of what has none."""
+    return "" if config is None else " ".join(f"{name}={value}" for name, value in config.kwargs.items())
 
 
 def searched(step: Step, made: Decision, now: Config, tried: list[Config], kernels: ahead.Kernels, first: float) -> Row:
@@ -363,7 +363,7 @@ def in_turn(prompt: Prompt, made: Decision, tried: list[Choice]) -> Row:
                 problems[choice] = str(error)
     base = took.pop(None)
     ratios = {one: [a / b for a, b in zip(base, ms, strict=True)] for one, ms in took.items() if one not in problems}
-    best = max(ratios, key=lambda one: statistics.median(ratios[one]), default=None)  # type: ignore[arg-type]
+    best = max(ratios, key=lambda one: statistics.median(ratios[one]), default=None)
     if best is not None and min(ratios[best]) < 1 + SURE:
         best = None
     prompt.use(made, best)
@@ -371,19 +371,14 @@ def in_turn(prompt: Prompt, made: Decision, tried: list[Choice]) -> Row:
     told = {f"{backend} {described(config)}": problems[backend, config] for backend, config in problems}
     return {
         "op": made.op, "key": misses.parts_of(prompt.ops[made.op], made.key),
-        "backend": made.backend if best is None else best[0], "before": f"{made.backend} {described_or(made.config)}",
-        "best": described_or(config), "ms_before": round(statistics.median(base), 4),
+        "backend": made.backend if best is None else best[0], "before": f"{made.backend} {described(made.config)}",
+        "best": described(config), "ms_before": round(statistics.median(base), 4),
         "ratio": 1.0 if best is None else round(statistics.median(ratios[best]), 5),
         "tried": told | {
             f"{backend} {described(config)}": [round(ratio, 5) for ratio in found]
             for (backend, config), found in ratios.items()
         },
     }  # fmt: skip
-
-
-def described_or(config: Config | None) -> str:
-    """A configuration in words; none, of what has none."""
-    return "" if config is None else described(config)
 
 
 @torch.no_grad()

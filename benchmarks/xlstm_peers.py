@@ -258,7 +258,7 @@ def peer_of(report: Report, place: Place, model: xLSTMLarge, kernel: str = "limi
 
 @torch.no_grad()
 def prefill(kernel: str, report: Report, args: argparse.Namespace) -> None:
-    """Prompts: logits of the last token and states, from nothing; the official package makes those of all tokens."""
+    """Prompts: logits of the last token and states, from nothing; the official package's logits are of all tokens."""
     place = start(report, args)
     model = ours(place)
     peer = peer_of(report, place, model, kernel)

@@ -111,10 +111,12 @@ def test_heads_of_256_and_512(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("say", "instead"),
     [
-        # the first one waits for a turn that is over, tiles are copied over before they are read, keys are not given
-        # back, the other group's are not passed, queries are copied over before h has left
+        # turns that are not counted; tiles and queries that are copied over before they are read; tiles that are never
+        # given back; the other group's, not passed; tiles twice; then values
         ("turn = gl.where(at == STAGES, turn ^ 1, turn)", "turn = turn"),
         ("acc = hopper.warpgroup_mma_wait(1, deps=[acc])", "pass"),
+        ("hopper.mbarrier.wait(q_empty.index(0), q_turn)", "pass"),
+        ("hopper.mbarrier.arrive(empty.index(at), count=1)", "pass"),
         ("for _ in range(seen, until, BLOCK):", "for _ in range(0):"),
         ("tile = (index + rest //", "tile = (index + index //"),
         ("acc = acc * gl.convert_layout(kept, OF_SUMS)[:, None]", "pass"),

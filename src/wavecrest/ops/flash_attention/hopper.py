@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import wavecrest.ops._hopper as _hopper
 import wavecrest.ops._rows as _rows
 import wavecrest.ops._triton as _triton
 from wavecrest.hardware import Arch
@@ -26,13 +27,9 @@ SECTION_BYTES = 16 << 20
 
 def refusal(given: Operands, access: str) -> str | None:
     """Why a call that the portable kernel takes is none for this one."""
-    if _triton.no_gluon is not None:
-        return _triton.no_gluon
-    if torch.compiler.is_compiling():
-        return "its descriptors are made by a launch, which torch.compile does not trace"
-    arch = _rows.arch()
-    if arch is None or arch.name != "sm_90" or _triton.interpreted:
-        return "is for sm_90: it multiplies with Hopper's instructions"
+    reason = _hopper.refusal()
+    if reason is not None:
+        return reason
     if given.q.dtype not in (torch.float16, torch.bfloat16) or given.quantized:
         return "takes float16 and bfloat16"
     for name, asked in (

@@ -7,6 +7,7 @@ groups take turns, so that one multiplies while the other works out exponentials
 
 from __future__ import annotations
 
+from wavecrest.ops._hopper import MULTIPLIES, barriers
 from wavecrest.ops._lib import LOG2_E
 from wavecrest.ops._triton import gl, gluon, hopper, load_tile, store_tile
 from wavecrest.ops.flash_attention.kernel import LN_2
@@ -17,17 +18,6 @@ GROUPS = gl.constexpr(2)
 # wait between two accesses to one array
 Q_FULL, Q_EMPTY, TURN = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 K_FULL, K_EMPTY, V_FULL, V_EMPTY = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5), gl.constexpr(6)
-# registers a thread of what multiplies: of the 504 that 3 groups have the first, which copies, has 24 left
-MULTIPLIES = gl.constexpr(240)
-
-
-@gluon.jit
-def _barriers(number: gl.constexpr, count: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Barriers that each are passed when `count` groups of warps have arrived."""
-    made = gl.allocate_shared_memory(gl.int64, [number, 1], hopper.mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        hopper.mbarrier.init(made.index(i), count=count)
-    return made
 
 
 @gluon.jit
@@ -285,8 +275,8 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     bars = (
-        _barriers(GROUPS, 1), _barriers(GROUPS, 1), _barriers(GROUPS, 1), _barriers(STAGES, 1),
-        _barriers(STAGES, GROUPS), _barriers(STAGES, 1), _barriers(STAGES, GROUPS),
+        barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(STAGES, 1),
+        barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS),
     )  # fmt: skip
     hopper.fence_async_shared()
     if TURNS:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import wavecrest.ops._hopper as _hopper
 import wavecrest.ops._rows as _rows
 import wavecrest.ops._triton as _triton
 import wavecrest.ops.gemm.launch as _launch
@@ -28,13 +29,9 @@ BESIDE_TILES = 1024
 
 def refusal(given: Operands) -> str | None:
     """Why a call that kernels over tiles take is none for this one."""
-    if _triton.no_gluon is not None:
-        return _triton.no_gluon
-    if torch.compiler.is_compiling():
-        return "its descriptors are made by a launch, which torch.compile does not trace"
-    arch = _rows.arch()
-    if arch is None or arch.name != "sm_90" or _triton.interpreted:
-        return "is for sm_90: it multiplies with Hopper's instructions"
+    reason = _hopper.refusal()
+    if reason is not None:
+        return reason
     if given.activation not in GATED:
         return f"makes gated activations, {', '.join(GATED)}"
     if given.a.dtype not in (torch.float16, torch.bfloat16) or {given.b.dtype, given.dtype} != {given.a.dtype}:

@@ -8,21 +8,11 @@ behind the first, so that one multiplies while the other works out exponentials.
 from __future__ import annotations
 
 from wavecrest.ops._activation import activate
+from wavecrest.ops._hopper import MULTIPLIES, barriers
 from wavecrest.ops._triton import gl, gluon, hopper, load_tile, store_tile
 
 # groups of warps that multiply, each with its own rows of a tile
 GROUPS = gl.constexpr(2)
-# registers a thread of what multiplies: of the 504 that 3 groups have the first, which copies, has 24 left
-MULTIPLIES = gl.constexpr(240)
-
-
-@gluon.jit
-def _barriers(number: gl.constexpr, count: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Barriers that each are passed when `count` groups of warps have arrived."""
-    made = gl.allocate_shared_memory(gl.int64, [number, 1], hopper.mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        hopper.mbarrier.init(made.index(i), count=count)
-    return made
 
 
 @gluon.jit
@@ -116,9 +106,9 @@ def _hopper_gated_kernel(  # type: ignore[no-untyped-def]
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 2 * BLOCK_N, BLOCK_K], b_desc.layout)
     c_tiles = gl.allocate_shared_memory(c_desc.dtype, [GROUPS, BLOCK_M // GROUPS, BLOCK_N], c_desc.layout)
-    full = _barriers(STAGES, 1)
-    empty = _barriers(STAGES, GROUPS)
-    behind = _barriers(1, 1)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, GROUPS)
+    behind = barriers(1, 1)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import wavecrest.ops._hopper as _hopper
 import wavecrest.ops._rows as _rows
 import wavecrest.ops._triton as _triton
 from wavecrest.errors import InvalidArgument
@@ -27,13 +28,9 @@ KEYS, STAGES = 32, 4
 
 def refusal(given: Operands) -> str | None:
     """Why a call that the portable kernel takes is none for this one."""
-    if _triton.no_gluon is not None:
-        return _triton.no_gluon
-    if torch.compiler.is_compiling():
-        return "its descriptors are made by a launch, which torch.compile does not trace"
-    arch = _rows.arch()
-    if arch is None or arch.name != "sm_90" or _triton.interpreted:
-        return "is for sm_90: it multiplies with Hopper's instructions"
+    reason = _hopper.refusal()
+    if reason is not None:
+        return reason
     if given.q_nope.dtype not in (torch.float16, torch.bfloat16):
         return "takes float16 and bfloat16"
     if given.latent != LATENT or given.rotary != ROTARY:

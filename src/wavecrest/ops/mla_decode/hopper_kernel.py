@@ -8,9 +8,9 @@ That two groups share a result and its weights so is FlashMLA's idea (DeepSeek, 
 
 from __future__ import annotations
 
+from wavecrest.ops._hopper import MULTIPLIES, barriers
 from wavecrest.ops._lib import LOG2_E
 from wavecrest.ops._triton import gl, gluon, hopper, load_tile, thread_barrier
-from wavecrest.ops.flash_attention.hopper_kernel import MULTIPLIES, _barriers
 from wavecrest.ops.mla_decode.kernel import LN_2, SIZES
 
 # rows of a program, columns of a latent that a group sums, of the rotary part
@@ -285,8 +285,8 @@ def _hopper_mla_kernel(  # type: ignore[no-untyped-def]
     totals = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], NUMBERS)
     shrinks = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], NUMBERS)
     bars = (
-        _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, 1),
-        _barriers(1, 2),
+        barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1),
+        barriers(1, 2),
     )  # fmt: skip
     hopper.fence_async_shared()
     scale = gl.cast(scale, gl.float32) * LOG2_E

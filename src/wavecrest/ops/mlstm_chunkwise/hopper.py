@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import wavecrest.ops._hopper as _hopper
 import wavecrest.ops._rows as _rows
 import wavecrest.ops._triton as _triton
 import wavecrest.ops.mlstm_chunkwise.config as _config
@@ -36,14 +37,7 @@ BESIDE_TILES = 1024
 
 def refusal(given: Operands) -> str | None:
     """Why a call that the kernels take is none for this one."""
-    if _triton.no_gluon is not None:
-        return _triton.no_gluon
-    if torch.compiler.is_compiling():
-        return "its descriptors are made by a launch, which torch.compile does not trace"
-    arch = _rows.arch()
-    if arch is None or arch.name != "sm_90" or _triton.interpreted:
-        return "is for sm_90: it multiplies with Hopper's instructions"
-    return unfit(given)
+    return _hopper.refusal() or unfit(given)
 
 
 def unfit(given: Operands) -> str | None:
@@ -128,7 +122,7 @@ def _tensors(given: Operands, memory: _launch.Memory, config: Config) -> tuple[A
     )  # fmt: skip
 
 
-def constants(given: Operands, config: Config) -> dict[str, Any]:
+def _constants(given: Operands, config: Config) -> dict[str, Any]:
     """What the kernel is made for."""
     return {
         "LOG_SCALE": -0.5 * math.log2(given.dk), "INITIAL": given.c_initial is not None,
@@ -155,7 +149,7 @@ def _chunks(
     units = 132 if arch is None else arch.compute_units
     return _rows.Launch(
         _mlstm_hopper_kernel, (min(items, units),), (*_tensors(given, memory, config), *numbers),
-        constants(given, config), Config(num_warps=config["num_warps"], num_stages=config["num_stages"]),
+        _constants(given, config), Config(num_warps=config["num_warps"], num_stages=config["num_stages"]),
     )  # fmt: skip
 
 

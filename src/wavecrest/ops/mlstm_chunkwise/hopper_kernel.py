@@ -7,25 +7,15 @@ registers: so it normalises and gates what it has, and h is written once. The fi
 
 from __future__ import annotations
 
+from wavecrest.ops._hopper import MULTIPLIES, barriers
 from wavecrest.ops._mlstm_lib import denominator, sigmoid
 from wavecrest.ops._triton import gl, gluon, hopper, load_tile, store_tile
 from wavecrest.ops.mlstm_chunkwise.states_kernel import LN_2, LOCAL, PLANES, REST, SUMS, TOP
 
 # groups of warps that multiply, and the tokens of each, as many rows as an instruction has
 GROUPS, ROWS = gl.constexpr(2), gl.constexpr(64)
-# registers a thread of what multiplies: of the 504 that 3 groups have the first, which copies, has 24 left
-MULTIPLIES = gl.constexpr(240)
 # columns of queries whose product with n is added up at a time; rows that are normalised at a time
 QUERIES, LINES = gl.constexpr(64), gl.constexpr(16)
-
-
-@gluon.jit
-def _barriers(number: gl.constexpr, count: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Barriers that each are passed when `count` groups of warps have arrived."""
-    made = gl.allocate_shared_memory(gl.int64, [number, 1], hopper.mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        hopper.mbarrier.init(made.index(i), count=count)
-    return made
 
 
 @gluon.jit
@@ -278,10 +268,10 @@ def _mlstm_hopper_kernel(  # type: ignore[no-untyped-def]
     if HALVES == 2:
         h_tiles = gl.allocate_shared_memory(h_desc.dtype, [GROUPS] + h_desc.block_type.shape, h_desc.layout)
     tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    q_full = _barriers(1, 1)
-    q_empty = _barriers(1, GROUPS)
-    full = _barriers(STAGES, 1)
-    empty = _barriers(STAGES, GROUPS)
+    q_full = barriers(1, 1)
+    q_empty = barriers(1, GROUPS)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, GROUPS)
     hopper.fence_async_shared()
     eps = gl.cast(eps, gl.float32)
     norm_eps = gl.cast(norm_eps, gl.float32)
