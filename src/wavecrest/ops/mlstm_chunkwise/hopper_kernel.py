@@ -171,9 +171,9 @@ def _multiply(  # type: ignore[no-untyped-def]
             if INITIAL or chunk > 0:
                 total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, PARTS))
                 for part in gl.static_range(0, DK, QUERIES):
-                    some = q_tile.slice(part, QUERIES, dim=1).load(PARTS)
+                    part_q = q_tile.slice(part, QUERIES, dim=1).load(PARTS)
                     n = gl.load(vectors_ptr + place * DK + part + offs_q)
-                    total += gl.sum(some.to(gl.float32) * n[None, :], 1)
+                    total += gl.sum(part_q.to(gl.float32) * n[None, :], 1)
                 above = gl.convert_layout(total, OF_ROWS) * kept
             for half in range(HALVES):
                 acc = gl.zeros([ROWS, DK], gl.float32, layout=SUMS_OF_H)
