@@ -1,4 +1,4 @@
-"""Configurations of the products of an xLSTM 7B decoding step, and of a prompt, tried between the other kernels.
+"""Configurations of the products of an xLSTM 7B decoding step, tried where they run: between the other kernels.
 
     PYTHONPATH=src python -m benchmarks.xlstm_chain --out benchmarks/results/nvidia-h200/xlstm_chain.json [PART …]
 
@@ -9,12 +9,9 @@ Of the step of the mLSTM EARLY alone is tried, as the rest of its configuration 
 is timed in turn with what it was. A run begins with what earlier ones of the file have found, and with the products
 that they came to first, or not at all; what they found for products of the same rows and K, and of elements of as many
 bits, is tried of each.
-Of a prompt (parts `prompt-…`) it is the gated product, that of the gates and the chunks of the mLSTM whose kernels and
-configurations are tried, in turn: what is the fastest alone need not be so where the GPU multiplies for long, and runs
-at the rate that its power allows.
-The part `rows` then takes the last word of the file on each of these calls: as `wavecrest tune --config` it holds it to
-the op's definition and times it alone beside PyTorch, and writes what is right and faster as the row of its key into
-the package's table.
+The part `rows` then takes the last word of the file on each product: as `wavecrest tune --config` it holds it to the
+op's definition and times it alone beside PyTorch, and writes what is right and faster as the row of its key into the
+package's table.
 The part `counted` times steps whose mLSTM counts its programs (`arrivals`), and launches no norm, in turn with others.
 """
 
@@ -29,7 +26,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,12 +41,12 @@ from torch import Tensor
 from wavecrest import cuda_graph, hardware, lookup, numerics, records, registry, timing, tuned
 from wavecrest.bench import suites
 from wavecrest.decision import Decision
-from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm import generation
 from wavecrest.models.xlstm.quantize import quantize
 from wavecrest.registry import Op
 from wavecrest.tune import ahead, candidates, misses, session
-from wavecrest.tuned import Config, cost_model, database, table
+from wavecrest.tuned import Config, database, table
 
 # stages beyond those of the row, and starts (EARLY) that are tried with each
 STAGES, STARTS = (0, 2, -1, -2), (0, 1, 2)
@@ -63,16 +60,8 @@ NEAR = (
 )  # fmt: skip
 # a change is taken if the step is shorter by so much of it
 LEAST = 5e-4
-# calls that a step or a prompt has so many of, one in each layer
+# products that a step has so many of, one in each layer
 LEAST_CALLS = 2
-# of a prompt: rounds, and runs of each choice in a round; products of no more columns than that are the gates'
-ROUNDS, RUNS, FEW = 3, 2, 64
-# a choice is taken if prompts are shorter by so much in every round
-SURE = 1e-3
-# the ops whose rows are written
-WRITTEN = ("gemm", "mlstm_chunkwise")
-# of kernels with many configurations, so many are tried that the cost model ranks first
-LIKELIEST = 6
 WORKERS = max(1, (os.cpu_count() or 2) - 2)
 
 
@@ -214,9 +203,9 @@ class Step:
         self.op(made).pin(made.key, made.backend, config, made.source, "tried in the chain")
 
 
-def described(config: Config | None) -> str:
-    """A configuration in words; none, of what has none."""
-    return "" if config is None else " ".join(f"{name}={value}" for name, value in config.kwargs.items())
+def described(config: Config) -> str:
+    """A configuration in words."""
+    return " ".join(f"{name}={value}" for name, value in config.kwargs.items())
 
 
 def searched(step: Step, made: Decision, now: Config, tried: list[Config], kernels: ahead.Kernels, first: float) -> Row:
@@ -289,114 +278,6 @@ def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace
     )  # fmt: skip
 
 
-Choice = tuple[str, Config]
-
-
-class Prompt:
-    """A prompt through a model, with calls as they are decided, or pinned."""
-
-    def __init__(self, place: Place, shape: tuple[int, int]) -> None:
-        self.place = place
-        self.ops = {name: registry.get(name) for name in ("gemm", "mlstm_chunkwise")}
-        for op in self.ops.values():
-            op.forget()
-        self.read = partial(xlstm_peers.ours(place), place.tokens(*shape), last_only=True, return_last_states=True)
-        self.read()
-        decided = [both for op in self.ops.values() for both in op.decisions()]
-        self.found = [made for made, calls in decided if calls >= LEAST_CALLS]
-
-    def use(self, made: Decision, choice: Choice | None) -> None:
-        """Run a call so from now on; None: as it was decided."""
-        backend, config = (made.backend, made.config) if choice is None else choice
-        self.ops[made.op].pin(made.key, backend, config, made.source, "tried in the prompt")
-
-    def ms(self) -> list[float]:
-        """Of prompts one after the other, behind one that binds what was changed."""
-        self.read()
-        found = []
-        for _ in range(RUNS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            self.read()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end))
-        return found
-
-
-def choices(op: Op, made: Decision, args: tuple[Any, ...], arch: hardware.Arch) -> list[Choice]:
-    """What is tried of a call of a prompt, beside what runs it; `args`: of such a call."""
-    key = misses.parts_of(op, made.key)
-    hopper, tiles = op.backends.get("triton_hopper"), op.backends["triton"]
-    found: list[Choice] = []
-    if op.name == "gemm":
-        gated = str(key["activation"]).endswith("_and_mul")
-        if not gated and int(key["columns"] or 0) > FEW:
-            return []
-        ranked = cost_model.rank(op, made.key, arch, (tiles.name,))
-        found += [(one.backend, one.config) for one in ranked[:LIKELIEST] if one.config is not None]
-    elif tiles.space is not None:
-        now = made.config.kwargs if made.config is not None and made.backend == tiles.name else {}
-        for config in tiles.space(made.key, arch):
-            # programs with all columns, which normalise them; and other tiles of states
-            same = all(value == now.get(name) for name, value in config.kwargs.items() if not name.startswith("STATE"))
-            if same or (config["BLOCK_V"] == key["dv"] and config["CHUNK"] == now.get("CHUNK", config["CHUNK"])):
-                found.append((tiles.name, config))
-    if hopper is not None and hopper.space is not None and hopper.supports(*args) is None:
-        found += [(hopper.name, config) for config in hopper.space(made.key, arch)]
-    return [one for one in dict.fromkeys(found) if one != (made.backend, made.config)]
-
-
-def in_turn(prompt: Prompt, made: Decision, tried: list[Choice]) -> Row:
-    """The best choice for a call of the prompt, which it has from now on."""
-    took: dict[Choice | None, list[float]] = {None: []}
-    problems: dict[Choice, str] = {}
-    for _ in range(ROUNDS):
-        for choice in (None, *tried):
-            if choice is not None and choice in problems:
-                continue
-            prompt.use(made, choice)
-            try:
-                took.setdefault(choice, []).append(statistics.median(prompt.ms()))
-            except (InvalidArgument, Unsupported, triton.runtime.errors.OutOfResources) as error:
-                assert choice is not None, error
-                problems[choice] = str(error)
-    base = took.pop(None)
-    ratios = {one: [a / b for a, b in zip(base, ms, strict=True)] for one, ms in took.items() if one not in problems}
-    best = max(ratios, key=lambda one: statistics.median(ratios[one]), default=None)
-    if best is not None and min(ratios[best]) < 1 + SURE:
-        best = None
-    prompt.use(made, best)
-    config = made.config if best is None else best[1]
-    told = {f"{backend} {described(config)}": problems[backend, config] for backend, config in problems}
-    return {
-        "op": made.op, "key": misses.parts_of(prompt.ops[made.op], made.key),
-        "backend": made.backend if best is None else best[0], "before": f"{made.backend} {described(made.config)}",
-        "best": described(config), "ms_before": round(statistics.median(base), 4),
-        "ratio": 1.0 if best is None else round(statistics.median(ratios[best]), 5),
-        "tried": told | {
-            f"{backend} {described(config)}": [round(ratio, 5) for ratio in found]
-            for (backend, config), found in ratios.items()
-        },
-    }  # fmt: skip
-
-
-@torch.no_grad()
-def prompt(shape: tuple[int, int], report: Report, args: argparse.Namespace) -> None:
-    """Kernels and configurations of a prompt's calls."""
-    place = xlstm_peers.start(report, args)
-    arch = hardware.detect(args.device).known
-    assert arch is not None
-    read = Prompt(place, shape)
-    for made in read.found:
-        op = read.ops[made.op]
-        call = misses.call(op, misses.parts_of(op, made.key), place.device)
-        tried = choices(op, made, call, arch)
-        del call
-        if tried:
-            report.row(f"{made.op} {made.key[1] if made.op == 'gemm' else ''}".strip(), **in_turn(read, made, tried))
-
-
 @torch.no_grad()
 def counted(report: Report, args: argparse.Namespace) -> None:
     """Steps whose mLSTM counts its programs, beside steps with a launch for the norm."""
@@ -427,18 +308,10 @@ def counted(report: Report, args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def rows(report: Report, args: argparse.Namespace) -> None:
-    """What other parts have found, as rows of the tables."""
-    device = hardware.detect(args.device)
+    """What other parts have found, as rows of the table."""
+    device, op = hardware.detect(args.device), registry.get("gemm")
     report.header(records.header(device).model_dump(mode="json"))
-    found = words(args.out).values()
-    written = [write_rows(report, args.out, device, registry.get(name), found) for name in WRITTEN]
-    if not any(written):
-        raise InvalidArgument(f"{args.out} has no product with another configuration: run a search first, as batch-1")
-
-
-def write_rows(report: Report, out: Path, device: hardware.Device, op: Op, found: Iterable[Row]) -> bool:
-    """Of one op; False where nothing was found."""
-    path = out.with_name(f"{out.stem}.{'' if op.name == WRITTEN[0] else op.name + '.'}tune.json")
+    path = args.out.with_name(f"{args.out.stem}.tune.json")
     place, fields, called = table_of(op, device), lookup.fields_of(op), session.named(path)
     before = database.read(place, fields)
     # those of this record have nothing to stand on when it is written anew
@@ -446,20 +319,20 @@ def write_rows(report: Report, out: Path, device: hardware.Device, op: Op, found
     cases: list[suites.Case] = []
     configs: dict[str, tuple[Config, ...]] = {}
     own: dict[str, None] = {}
-    for row in found:
+    for row in words(args.out).values():
         config = table.parse_config(row["best"])
-        if row.get("op", WRITTEN[0]) != op.name or config is None:
+        if row.get("op", "gemm") != op.name or config is None:
             continue
         key = tuple(row["key"][name] for name in fields)
         # what nothing was faster than, and has its row, or none
-        if row["before"].removeprefix(f"{row['backend']} ") == row["best"] and (key in others or key not in before):
+        if row["best"] == row["before"] and (key in others or key not in before):
             continue
         case = " ".join(f"{part}={value}" for part, value in row["key"].items())
         cases.append(suites.Case(case, partial(misses.call, op, row["key"], device.torch_name)))
         configs[case] = (config,)
         own[row["backend"]] = None
     if not cases:
-        return False
+        raise InvalidArgument(f"{args.out} has no product with another configuration: run a search first, as batch-1")
     record = session.tune(
         op.name, device, session.Settings(backends=tuple(own), configs=configs, workers=WORKERS), session.Targets(path),
         cases=cases, command=" ".join(["xlstm_chain.py", *sys.argv[1:]]),
@@ -475,7 +348,6 @@ def write_rows(report: Report, out: Path, device: hardware.Device, op: Op, found
     for case, problem in record.left.items():
         report.row(case, problem=problem)
     database.write(place, fields, others.values())
-    return True
 
 
 def table_of(op: Op, device: hardware.Device) -> Path:
@@ -488,9 +360,6 @@ PARTS = [
     Part("batch-16", 240.0, partial(chain, None, 16)),
     Part("fp8-batch-1", 240.0, partial(chain, "fp8", 1)),
     Part("int8-batch-1", 240.0, partial(chain, "int8", 1)),
-    Part("prompt-1x2048", 240.0, partial(prompt, (1, 2048))),
-    Part("prompt-4x2048", 240.0, partial(prompt, (4, 2048))),
-    Part("prompt-1x16384", 240.0, partial(prompt, (1, 16384))),
     Part("counted", 180.0, counted),
     Part("rows", 180.0, rows),
 ]

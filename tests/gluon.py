@@ -80,31 +80,11 @@ class Tile:
     def slice(self, start: int, length: int, dim: int = 0) -> Tile:
         return Tile(self.data.narrow(dim, start, length))
 
-    def reshape(self, shape: list[int]) -> Tile:
-        return Tile(self.data.view(shape))
-
     def permute(self, order: tuple[int, ...]) -> Tile:
         return Tile(self.data.permute(*order))
 
-    def load(self, _layout: Any) -> Tensor:
-        return self.data.clone()
-
     def store(self, value: Tensor) -> None:
         self.data.copy_(value)
-
-
-class Pointer:
-    """A tensor's memory from its first element on."""
-
-    def __init__(self, x: Tensor, at: Any = 0) -> None:
-        self.x, self.at, self.dtype = x, at, SimpleNamespace(element_ty=x.dtype)
-
-    def __add__(self, far: Any) -> Pointer:
-        return Pointer(self.x, self.at + far)
-
-    def memory(self) -> Tensor:
-        size = self.x.untyped_storage().nbytes() // self.x.itemsize - self.x.storage_offset()
-        return self.x.as_strided((size,), (1,), self.x.storage_offset())
 
 
 class Descriptor:
@@ -147,14 +127,14 @@ class _Sums:
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
-    def add(self, a: Tile | Tensor, b: Tile) -> None:
-        self.value = self.value + (a.data if isinstance(a, Tile) else a).float() @ b.data.float()
+    def add(self, a: Tile, b: Tile) -> None:
+        self.value = self.value + a.data.float() @ b.data.float()
 
 
 _OURS = threading.local()
 
 
-def _multiply(a: Tile | Tensor, b: Tile, acc: Any, is_async: bool = False) -> _Sums:
+def _multiply(a: Tile, b: Tile, acc: Any, is_async: bool = False) -> _Sums:
     assert is_async
     made = acc if isinstance(acc, _Sums) else _Sums(acc)
     _OURS.waiting = [*getattr(_OURS, "waiting", []), lambda: made.add(a, b)]
@@ -172,14 +152,6 @@ def _allocate(dtype: torch.dtype, shape: list[int], _layout: Any) -> Any:
     if dtype == torch.int64:
         return Barriers(shape[0])
     return Tile(torch.full(shape, float("nan"), dtype=dtype))
-
-
-def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
-    at, memory = torch.as_tensor(pointer.at), pointer.memory()
-    if mask is None:
-        return memory[at]
-    mask = mask.expand(at.shape)
-    return torch.where(mask, memory[torch.where(mask, at, 0)], other)
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], _warps: Any, _registers: Any) -> None:
@@ -259,16 +231,12 @@ class Kernels:
         )  # fmt: skip
         gl = SimpleNamespace(
             constexpr=lambda x: x, static_range=builtins.range, int64=torch.int64, float32=torch.float32,
-            NVMMADistributedLayout=layout, DotOperandLayout=layout, SliceLayout=layout, BlockedLayout=layout,
-            NVMMASharedLayout=SimpleNamespace(get_default_for=layout), allocate_shared_memory=_allocate,
+            NVMMADistributedLayout=layout, allocate_shared_memory=_allocate,
             program_id=lambda _axis: number(self._place.program),
             num_programs=lambda _axis: number(self._place.programs),
-            minimum=lambda a, b: torch.minimum(number(a), number(b)), exp2=torch.exp2, rsqrt=torch.rsqrt,
-            maximum=lambda a, b: torch.maximum(number(a), number(b)), sum=torch.sum, load=_load,
-            where=lambda mask, a, b: torch.where(number(mask), number(a), number(b)),
-            arange=lambda start, end, _layout: torch.arange(start, end),
+            minimum=lambda a, b: torch.minimum(number(a), number(b)),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
-            convert_layout=lambda x, _layout: x, cast=lambda x, dtype: number(x).to(dtype), warp_specialize=_specialize,
+            convert_layout=lambda x, _layout: x, warp_specialize=_specialize,
         )  # fmt: skip
         hopper = SimpleNamespace(
             mbarrier=barrier, fence_async_shared=layout, warpgroup_mma=_multiply, warpgroup_mma_wait=_multiplied,

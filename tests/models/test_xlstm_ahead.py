@@ -193,8 +193,9 @@ def test_in_earnest_nothing_is_left_to_compile(compiled: dict[str, Any]) -> None
 def test_kernels_are_compiled_beside_each_other(compiled: dict[str, Any]) -> None:
     for name in ("a token", "tokens behind it", "of two rows", "of another model"):
         assert compiled[name]["waited"] == 0
-        if hardware.cpu().compute_units > 1:
-            assert compiled[name]["most"] > 1
+        # one kernel is all that small models' steps need where PyTorch's products are the choice
+        if hardware.cpu().compute_units > 1 and len(compiled[name]["ahead"]) > 1:
+            assert compiled[name]["most"] > 1, compiled[name]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="launches are counted by what stands for a GPU")

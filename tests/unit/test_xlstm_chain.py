@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -16,10 +15,9 @@ import torch
 from benchmarks import xlstm_chain
 
 from tests.unit.test_tune_session import Clock, clock, op
-from wavecrest import records, registry
+from wavecrest import records
 from wavecrest.decision import Decision
 from wavecrest.errors import InvalidArgument
-from wavecrest.hardware import ARCHS
 from wavecrest.registry import Op
 from wavecrest.tune import ahead, misses, session
 from wavecrest.tuned import Config, database
@@ -120,85 +118,6 @@ def test_a_tie_changes_nothing(op: Op) -> None:
     assert step.used == Config(BLOCK=1) and found["best"] == found["before"]
 
 
-class Prompt:
-    """A prompt that takes what `times` has for the choice in use, ms, longer from round to round."""
-
-    def __init__(self, op: Op, times: dict[Any, list[float]]) -> None:
-        self.times, self.ops, self.used, self.runs = times, {"double": op}, None, 0
-
-    def use(self, made: Decision, choice: Any) -> None:
-        self.used = choice
-
-    def ms(self) -> list[float]:
-        self.runs += 1
-        found = self.times[self.used]
-        if not found:
-            raise InvalidArgument("no such tile")
-        # the clock falls
-        return [ms * (1 + self.runs / 100) for ms in found]
-
-
-def of_a_prompt(op: Op, times: dict[Any, list[float]]) -> tuple[Any, dict[str, Any]]:
-    prompt: Any = Prompt(op, times)
-    made = Decision("double", KEY, "kernel", Config(BLOCK=1), "exact", "a row", ())
-    return prompt, xlstm_chain.in_turn(prompt, made, [one for one in times if one is not None])
-
-
-def test_of_a_prompt_what_is_faster_in_each_round_is_taken(op: Op) -> None:
-    two, four, eight = (("kernel", Config(BLOCK=n)) for n in (2, 4, 8))
-    times: dict[Any, list[float]] = {None: [10.0], two: [9.9], four: [9.0, 9.5], eight: []}
-    prompt, found = of_a_prompt(op, times)
-    assert prompt.used == four and (found["backend"], found["best"]) == ("kernel", "BLOCK=4")
-    assert found["before"] == "kernel BLOCK=1" and found["tried"]["kernel BLOCK=8"] == "no such tile"
-    assert len(found["tried"]["kernel BLOCK=4"]) == xlstm_chain.ROUNDS and 1.0 < found["ratio"] < 1.09
-    prompt, found = of_a_prompt(op, {None: [10.0], two: [9.9]})
-    # turns are a percent longer each, and the one of what runs now is the first
-    assert prompt.used is None and found["best"] == "BLOCK=1" and found["ratio"] == 1.0
-
-
-def test_what_is_tried_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    arch = ARCHS["sm_90"]
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: arch)
-    monkeypatch.setattr("wavecrest.ops._triton.interpreted", False)
-    monkeypatch.setattr("wavecrest.ops._triton.no_gluon", None)
-    for name in ("gemm", "mlstm_chunkwise"):
-        backends = registry.get(name).backends
-        # of a call on a GPU, which cannot be made here
-        takes = dataclasses.replace(backends["triton_hopper"], supports=lambda *_args: None)
-        monkeypatch.setitem(backends, "triton_hopper", takes)
-    gemm = {
-        "rows": 2048, "columns": 10944, "k": 4096, "a": "bfloat16", "b": "bfloat16", "form": "plain", "group": 0,
-        "scales": "none none", "bias": None, "activation": "silu_and_mul", "residual": False, "out": "bfloat16",
-        "precision": "ieee", "batch": 0, "order": "k k 16", "leading": 1, "device": "cuda", "grad": False,
-    }  # fmt: skip
-
-    def tried(name: str, parts: dict[str, Any], config: Config | None) -> list[Any]:
-        op = registry.get(name)
-        key = tuple(parts[field] for field in op.key_fields)
-        return xlstm_chain.choices(op, Decision(name, key, "triton", config, "exact", "a row", ()), (), arch)
-
-    gated = tried("gemm", gemm, None)
-    assert {name for name, _ in gated} == {"triton", "triton_hopper"} and len(gated) == len(set(gated)) > 6
-    few = tried("gemm", gemm | {"columns": 16, "activation": None, "bias": "n"}, None)
-    assert few and len(few) > 3
-    assert tried("gemm", gemm | {"activation": None}, None) == []
-    chunks = {
-        "batch": 4, "tokens": 2048, "heads": 8, "dk": 256, "dv": 512, "dtype": "bfloat16", "state": "float32",
-        "form": "whole", "input_gate": "exp", "normalize": True, "capped": 1, "resets": False, "initial": False,
-        "last": True, "norm": True, "output_gate": True, "chunk": 0, "invariant": False, "device": "cuda",
-        "grad": False,
-    }  # fmt: skip
-    op = registry.get("mlstm_chunkwise")
-    now = op.config_of("triton", tuple(chunks[field] for field in op.key_fields))
-    assert now is not None
-    found = tried("mlstm_chunkwise", chunks, now)
-    assert ("triton", now) not in found
-    own = [config for name, config in found if name == "triton"]
-    assert {config["BLOCK_V"] for config in own} == {256, 512} and all(one["CHUNK"] == now["CHUNK"] for one in own)
-    assert {one["STATE_T"] for one in own if one["BLOCK_V"] == 256} > {now["STATE_T"]}
-    assert [name for name, _ in found].count("triton_hopper") == 4
-
-
 class Rows:
     """A report that keeps its rows."""
 
@@ -237,7 +156,6 @@ def test_the_last_word_on_a_key_becomes_its_row(
     out.write_text(json.dumps({"runs": runs}))
     op.bench_cases, op.inputs = None, lambda rows, columns, dtype, device: (torch.ones(rows, columns),)
     monkeypatch.setattr(xlstm_chain.registry, "get", lambda name: op)
-    monkeypatch.setattr(xlstm_chain, "WRITTEN", ("double",))
     real = session.tune
     monkeypatch.setattr(
         session, "tune", lambda *args, **options: real("double", *args[1:], **options, timer=clock)

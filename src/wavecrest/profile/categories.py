@@ -78,7 +78,7 @@ RULES: tuple[Rule, ...] = (
     Rule(r"^_(?:flash_attention|hopper_(?:attention|mla)|decoding|joining|append|mla\w*)_kernel$", "attention",
          "wavecrest"),
     # a recurrence in place of attention; its norm by itself
-    Rule(r"^_mlstm_(?:gates|keys|states|chunks|hopper|recurrent|step)_kernel$", "attention", "wavecrest"),
+    Rule(r"^_mlstm_(?:gates|keys|states|chunks|recurrent|step)_kernel$", "attention", "wavecrest"),
     Rule(r"^_mlstm_norm_kernel$", "normalisation", "wavecrest"),
     Rule(r"^_memcpy_kernel$", "memory", "wavecrest"),
     Rule(r"^_(?:silu|gelu)_and_mul_kernel$|^_rope_kernel$", "elementwise", "wavecrest"),

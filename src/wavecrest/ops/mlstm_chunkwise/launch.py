@@ -1,7 +1,4 @@
-"""The launches of the chunkwise mLSTM: gates, keys, states, chunks, and a norm where no program has all columns.
-
-What `Last` says of the launch of chunks is all that backends differ in.
-"""
+"""The launches of the chunkwise mLSTM: gates, keys, states, chunks, and a norm where no program has all columns."""
 
 from __future__ import annotations
 
@@ -90,8 +87,7 @@ def sizes_of(given: Operands, config: Config) -> Sizes:
         slots = given.tokens // chunk + given.sequences
     else:
         slots = given.batch * _rows.ceil_div(given.tokens, chunk)
-    # a configuration without BLOCK_V is of programs with all columns
-    apart = given.norm_weight is not None and given.dv > config.kwargs.get("BLOCK_V", given.dv)
+    apart = given.norm_weight is not None and given.dv > config["BLOCK_V"]
     tiles = (_rows.ceil_div(given.dk, config["STATE_K"]), _rows.ceil_div(given.dv, config["STATE_V"]))
     return Sizes(
         given.sequences, slots, given.batch, given.tokens, given.heads, given.dk, given.dv, tiles,
@@ -238,8 +234,7 @@ def _states(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunk
     return _rows.Launch(_mlstm_states_kernel, grid, (*_state_tensors(given, memory), *numbers), constants, made)
 
 
-def _chunks(given: Operands, memory: Memory, sizes: Sizes, config: Config) -> _rows.Launch:
-    chunks = _rows.ceil_div(given.tokens, sizes.chunk)
+def _chunks(given: Operands, memory: Memory, sizes: Sizes, config: Config, chunks: int) -> _rows.Launch:
     fused, rows = given.norm_weight is not None and not sizes.apart, max(config["BLOCK_T"], config["BLOCK_S"])
     gate, h = given.output_gate if fused else None, memory.h
     h_strides = (*before_norm(given), 1) if sizes.apart else strides(h, 4)
@@ -273,64 +268,35 @@ def _options(config: Config) -> dict[str, int]:
     return {name: value for name, value in config.kwargs.items() if name.islower()}
 
 
-class Last(NamedTuple):
-    """The launch of chunks: what makes it, what it takes of a call before sizes, and how many of that.
-
-    `described`: of those the first so many are tensor descriptors; `multiples`: pairs of a configuration's parameters,
-    of which the first is a multiple of the second.
-    """
-
-    launch: Callable[[Operands, Memory, Sizes, Config, Arch | None], _rows.Launch]
-    tensors: Callable[[Operands, Memory, Config], tuple[Any, ...]]
-    arguments: int
-    multiples: tuple[tuple[str, str], ...] = ()
-    described: int = 0
-
-
-TILES = Last(
-    lambda given, memory, sizes, config, _arch: _chunks(given, memory, sizes, config),
-    lambda given, memory, _config: _chunk_tensors(given, memory),
-    CHUNK_TENSORS,
-    (("STATE_K", "BLOCK_C"), ("CHUNK", "BLOCK_T"), ("CHUNK", "BLOCK_S")),
-)
-
-
-def launches_of(
-    given: Operands, memory: Memory, sizes: Sizes, config: Config, arch: Arch | None, last: Last = TILES
-) -> list[_rows.Launch]:
+def launches_of(given: Operands, memory: Memory, sizes: Sizes, config: Config, arch: Arch | None) -> list[_rows.Launch]:
     """The launches of a call, four or five.
 
     Raises:
         InvalidArgument: a chunk is not made of whole tiles, or a tile of a state of whole ones that are read.
     """
-    for whole, part in (*last.multiples, ("CHUNK", "STATE_T")):
+    for whole, part in (("STATE_K", "BLOCK_C"), *(("CHUNK", one) for one in ("BLOCK_T", "BLOCK_S", "STATE_T"))):
         if config[whole] % config[part] != 0:
             raise InvalidArgument(f"mlstm_chunkwise: {whole}={config[whole]} is no multiple of {part}={config[part]}")
     chunks = _rows.ceil_div(given.tokens, config["CHUNK"])
-    found = [part(given, memory, sizes, config, chunks) for part in (_gates, _keys, _states)]
-    found.append(last.launch(given, memory, sizes, config, arch))
+    found = [part(given, memory, sizes, config, chunks) for part in (_gates, _keys, _states, _chunks)]
     if sizes.apart:
         found.append(norm_launch(given, _norm_tensors(given, memory), memory.h, before_norm(given), None, arch))
     return found
 
 
-def planned(given: Operands, config: Config, arch: Arch | None, last: Last = TILES) -> list[_rows.Launch]:
+def planned(given: Operands, config: Config, arch: Arch | None) -> list[_rows.Launch]:
     """The launches of a call, without memory for what they write."""
     device = given.q.device if torch.compiler.is_compiling() else torch.device("meta")
     sizes = sizes_of(given, config)
-    return launches_of(given, allocate(sizes, given.v, device), sizes, config, arch, last)
+    return launches_of(given, allocate(sizes, given.v, device), sizes, config, arch)
 
 
-def bind(given: Operands, config: Config, last: Last = TILES) -> Callable[..., Any]:
+def bind(given: Operands, config: Config) -> Callable[..., Any]:
     """The function for all calls with arguments like these."""
     device, sizes = given.q.device, sizes_of(given, config)
-    made = planned(given, config, _rows.arch(), last)
-    counts = (GATE_TENSORS, KEY_TENSORS, STATE_TENSORS, last.arguments, NORM_TENSORS)
-    described = (0, 0, 0, last.described, 0)
-    starts = [
-        (_rows.starter(one, device, some), one.args[count:])
-        for one, count, some in zip(made, counts, described, strict=False)
-    ]
+    made = planned(given, config, _rows.arch())
+    tensors = (GATE_TENSORS, KEY_TENSORS, STATE_TENSORS, CHUNK_TENSORS, NORM_TENSORS)
+    starts = [(_rows.starter(one, device), one.args[count:]) for one, count in zip(made, tensors, strict=False)]
     (gates, gate_sizes), (keys, key_sizes), (states, state_sizes), (chunks, chunk_sizes) = starts[:4]
     norm, norm_sizes = starts[4] if sizes.apart else (None, ())
     some, written = sizes.sequences * sizes.heads > 0, sizes.batch * sizes.tokens > 0
@@ -345,7 +311,7 @@ def bind(given: Operands, config: Config, last: Last = TILES) -> Callable[..., A
             # the last states are written where there are no tokens too
             states(*_state_tensors(now, memory), *state_sizes)
         if some and written:
-            chunks(*last.tensors(now, memory, config), *chunk_sizes)
+            chunks(*_chunk_tensors(now, memory), *chunk_sizes)
             if norm is not None:
                 norm(*_norm_tensors(now, memory), *norm_sizes)
         if not sizes.last:

@@ -14,7 +14,6 @@ import wavecrest.ops._mlstm_op as _shared
 import wavecrest.ops._mlstm_reference as _reference_module
 import wavecrest.ops._rows as _rows
 import wavecrest.ops.mlstm_chunkwise.config as _config
-import wavecrest.ops.mlstm_chunkwise.hopper as _hopper
 import wavecrest.ops.mlstm_chunkwise.launch as _launch
 from wavecrest.hardware import Arch
 from wavecrest.ops._mlstm_operands import Operands, check
@@ -68,24 +67,6 @@ def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
     return _launch.bind(Operands(*args, **kwargs), config)
 
 
-def _hopper_declines(*args: Any, **kwargs: Any) -> str | None:
-    return _declines(*args, **kwargs) or _hopper.refusal(Operands(*args, **kwargs))
-
-
-def _hopper_launches(*args: Any, config: Config, arch: Arch) -> list[_rows.Launch]:
-    return _launch.planned(Operands(*args), config, arch, _hopper.LAST)
-
-
-def _hopper_bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
-    given = Operands(*args, **kwargs)
-    portable = _launch.bind(given, _default_config(_shared.key_of(given)))
-    return _hopper.bind(given, config, portable)
-
-
-def _hopper_run(*args: Any, config: Config, **kwargs: Any) -> Any:
-    return _hopper_bind(*args, **kwargs, config=config)(*args, **kwargs)
-
-
 _Shape = tuple[int, int, int, int, int]
 # B, NH, S, DK, DV and options: both shapes of heads, with states, norm and gate, padded and packed rows, every option
 _COMPILED: dict[str, tuple[_Shape, torch.dtype, dict[str, Any]]] = {
@@ -120,9 +101,6 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.
         launches = _launch.planned(given, made, arch)
         names = (f"{name} gates", f"{name} keys", f"{name} states", name, f"{name} norm")
         cases |= dict(zip(names, launches, strict=False))
-        if arch.name == "sm_90" and config is None and _hopper.unfit(given) is None:
-            shape = _shape_of(_shared.key_of(given))
-            cases[f"hopper {name}"] = _launch.planned(given, _hopper.default(shape, arch), arch, _hopper.LAST)[3]
     return cases
 
 
@@ -161,17 +139,10 @@ def _bench_cases(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, .
 
 def _emulate_cases(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     """Odd columns, padding, packed sequences, resets, sigmoid gates, norm and gate, states, several chunks."""
-    cases: dict[str, Callable[[], tuple[Any, ...]]] = {
+    return {
         name: partial(_shared.example, shape, dtype, "cpu", chunk_size=32, **options)
         for name, (shape, dtype, options) in _shared.emulated().items()
     }
-    if arch == "sm_90":
-        # no emulator runs it: for its own kernel, under the sanitizers
-        model: dict[str, Any] = {"epilogue": True, "first": True, "return_last_states": True}
-        cases["64x128, whole rows"] = partial(
-            _shared.example, (1, 2, 420, 64, 128), torch.bfloat16, "cpu", chunk_size=128, **model
-        )
-    return cases
 
 
 _op = Op(
@@ -193,18 +164,6 @@ _op = Op(
     op_class="gemm",
 )
 _rows.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches)
-_op.attach(
-    "triton_hopper",
-    _hopper_run,
-    supports=_hopper_declines,
-    reserved=lambda *_args, **_kwargs: "runs where a measured row names it",
-    priority=_rows.KERNEL_PRIORITY,
-    takes_config=True,
-    bind=_hopper_bind,
-    default_config=lambda key: _hopper.default(_shape_of(key), _rows.arch()),
-    space=lambda key, arch: _hopper.space(_shape_of(key), arch),
-    launches=_hopper_launches,
-)
 
 
 def mlstm_chunkwise(
