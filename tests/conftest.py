@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+
+from tests import interpreter
 
 # Triton reads this when the kernels are defined, so it must be set before wavecrest.ops is imported
 if not torch.cuda.is_available():
@@ -38,59 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an AMD or NVIDIA GPU; torch sees none"))
 
 
-# Triton's names of the types that its interpreter (3.6) does not convert as the hardware does: float32 → bfloat16 is
-# truncated there, and 8-bit types lose the rounding beyond the first bit, subnormals and NaN
-_SMALL_TYPES = {
-    "bf16": torch.bfloat16,
-    "fp8e4nv": torch.float8_e4m3fn,
-    "fp8e5": torch.float8_e5m2,
-    "fp8e4b8": torch.float8_e4m3fnuz,
-    "fp8e5b16": torch.float8_e5m2fnuz,
-}
-
-
-def _convert_as_torch_does(convert: Any) -> Any:
-    def wrapper(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if str(source) == "fp32" and str(target) in _SMALL_TYPES:
-            wide = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32).reshape(-1))
-            narrow = wide.to(_SMALL_TYPES[str(target)])
-            width = torch.int16 if narrow.element_size() == 2 else torch.uint8
-            bits = narrow.view(width).numpy()
-            return bits.view(np.uint16 if narrow.element_size() == 2 else np.uint8).reshape(data.shape)
-        if str(target) == "fp32" and str(source) in _SMALL_TYPES and str(source) != "bf16":
-            bits = torch.from_numpy(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
-            return bits.view(_SMALL_TYPES[str(source)]).float().numpy().reshape(data.shape)
-        return convert(data, source, target, rounding)
-
-    return wrapper
-
-
-def _dot_of_floats(create_dot: Any) -> Any:
-    """tl.dot with 8- and 16-bit floats widened: the interpreter (3.6) multiplies the bits of bfloat16 as integers."""
-
-    def values(tensor: Any) -> Any:
-        small = _SMALL_TYPES.get(str(tensor.dtype.scalar))
-        if small is None:
-            return tensor.data
-        width = torch.int16 if small.itemsize == 2 else torch.int8
-        bits = torch.from_numpy(np.ascontiguousarray(tensor.data).view(np.int16 if small.itemsize == 2 else np.int8))
-        return bits.view(width).view(small).float().numpy()
-
-    def wrapper(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        if str(a.dtype.scalar) not in _SMALL_TYPES and str(b.dtype.scalar) not in _SMALL_TYPES:
-            return create_dot(self, a, b, d, *options)
-        return type(d)(np.matmul(values(a), values(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
-
-    return wrapper
-
-
 @pytest.fixture(autouse=True)
-def _interpreter_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is not None and os.environ.get("TRITON_INTERPRET") == "1":
-        monkeypatch.setattr(interpreter, "_convert_float", _convert_as_torch_does(interpreter._convert_float))
-        builder = interpreter.InterpreterBuilder
-        monkeypatch.setattr(builder, "create_dot", _dot_of_floats(builder.create_dot))
+def _mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.mend(monkeypatch)
 
 
 @pytest.fixture(scope="module")
