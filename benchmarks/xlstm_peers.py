@@ -9,8 +9,9 @@ reading prompts, `decode…` steps: ours as `generate` replays them, the officia
 hand. A step's floor is the bytes of weights and states over the bandwidth measured in the same process.
 `decode-early`, `decode-late`: the same kernels and configurations, all or none of them started while the launch before
 them runs (EARLY of `wavecrest.ops._rows.start_of`), where `decode` starts each as its configuration says; `token_sum`
-is the same where they choose the same tokens. `lengths` counts what is compiled for prompts of other lengths, `cold-…`
-starts with no compiled kernel on the disk, `…-again` with those that the former has left.
+is the same where they choose the same tokens. `lengths` counts what is compiled for prompts of other lengths,
+`lengths-ahead` the same behind `compile_ahead`; `cold-…` starts with no compiled kernel on the disk, `…-again` with
+those that the former has left.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ BATCHES = (1, 16)
 # lengths in the order in which they come: of whole chunks, of none, one token more
 LENGTHS = (2048, 2047, 1024, 1000, 777, 333, 129, 64, 40)
 SMALL_LENGTHS = (32, 31, 17)
+# and those behind `compile_ahead`, which was told of none but 2,048
+MORE_LENGTHS = (17, 16, 9, 7, 3, 1, 4096, 16384)
 NEW_TOKENS = 256
 # that follow each other without the host, as in `generate`: a step by itself begins with a launch of its graph
 IN_A_ROW = 8
@@ -461,16 +464,24 @@ class Compilations:
 
 
 @torch.no_grad()
-def lengths(report: Report, args: argparse.Namespace) -> None:
+def lengths(ahead: bool, report: Report, args: argparse.Namespace) -> None:
     """Prompts of other lengths: what is compiled for each, and its first call beside its second."""
     place = start(report, args)
+    if ahead:
+        shutil.rmtree(COLD / "lengths", ignore_errors=True)
+        os.environ["TRITON_CACHE_DIR"] = str(COLD / "lengths")
     counted = Compilations()
     model = ours(place)
-    peer = peer_of(report, place, model)
+    peer = None if ahead else peer_of(report, place, model)
+    if ahead and report.at("ahead"):
+        begin = time.perf_counter()
+        stopped = model.compile_ahead(longest=32 if place.small else 2048)
+        seconds = round(time.perf_counter() - begin, 2)
+        report.row("ahead", seconds=seconds, kernels=len(counted.kernels), stopped=stopped)
     runs = {"wavecrest": partial(model, last_only=True, return_last_states=True)}
     runs |= {} if peer is None else {"official": peer}
     for name, run in runs.items():
-        for length in SMALL_LENGTHS if place.small else LENGTHS:
+        for length in SMALL_LENGTHS if place.small else (*LENGTHS, *(MORE_LENGTHS if ahead else ())):
             case = f"{name} {length}"
             if report.has(case) or not report.at(case):
                 continue
@@ -557,7 +568,8 @@ PARTS = [
     Part("prefill", 180.0, partial(prefill, "limit_chunk")),
     Part("decode-int8", 100.0, partial(decode, "int8", "float32", None)),
     Part("decode-fp8", 100.0, partial(decode, "fp8", "float32", None)),
-    Part("lengths", 120.0, lengths),
+    Part("lengths", 120.0, partial(lengths, False)),
+    Part("lengths-ahead", 90.0, partial(lengths, True)),
     Part("first", 90.0, first),
     Part("kernels", 60.0, kernels),
     Part("cold-wavecrest", 120.0, partial(cold, "wavecrest", False)),

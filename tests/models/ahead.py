@@ -76,6 +76,8 @@ def main() -> None:
     seen: dict[str, list[str]] = {"ahead": [], "earnest": []}
     # compilers at work now and at most, and those that the main thread waited for
     running, most, waited = set[object](), [0], [0]
+    # kernels that the main thread loaded
+    late = [0]
     compiling = triton.compiler.compile
 
     def hook(**found: Any) -> None:
@@ -91,7 +93,11 @@ def main() -> None:
         finally:
             running.remove(job)
 
+    def loaded(*_what: Any) -> None:
+        late[0] += threading.current_thread() is threading.main_thread()
+
     triton.knobs.runtime.jit_post_compile_hook = hook
+    triton.knobs.runtime.kernel_load_start_hook.add(loaded)
     triton.compiler.compile = noted
     config = xLSTMLargeConfig(
         embedding_dim=64, num_heads=2, num_blocks=3, vocab_size=61, mode="inference", return_last_states=True,
@@ -101,14 +107,14 @@ def main() -> None:
     prompt = torch.arange(48, device=DEVICE)[None]
     found: dict[str, Any] = {}
 
-    def generated(name: str, *args: Any) -> None:
+    def generated(name: str, *args: Any, **options: Any) -> None:
         for kept in seen.values():
             kept.clear()
         before = 0 if driver is None else driver.launched
-        most[0] = waited[0] = 0
-        model.generate(*args)
+        most[0] = waited[0] = late[0] = 0
+        model.generate(*args, **options)
         found[name] = {kind: sorted(names) for kind, names in seen.items()}
-        found[name] |= {"most": most[0], "waited": waited[0]}
+        found[name] |= {"most": most[0], "waited": waited[0], "late": late[0]}
         found[name]["launched"] = None if driver is None else driver.launched - before
 
     generated("a token", prompt, 1)
@@ -119,6 +125,19 @@ def main() -> None:
     generated("of three rows", prompt.repeat(3, 1), 20)
     model = xLSTMLarge(config, device=DEVICE, dtype=torch.float16).eval().requires_grad_(False)
     generated("of another model", prompt, 20)
+    model = xLSTMLarge(config, device=DEVICE, dtype=torch.bfloat16).eval().requires_grad_(False)
+    before = 0 if driver is None else driver.launched
+    found["for a server"] = {"stopped": model.compile_ahead(longest=150) or model.compile_ahead(2, longest=20)}
+    found["for a server"]["launched"] = None if driver is None else driver.launched - before
+    long = torch.arange(150, device=DEVICE)[None] % 61
+    for length in (150, 129, 100, 65, 33, 17, 9, 7, 6, 3, 1):
+        generated(f"{length} tokens", long[:, :length], 2)
+    _, state = model(long[:, :5], return_last_states=True)
+    for length in (140, 30, 3):
+        generated(f"{length} tokens behind a state", long[:, :length], 2, state=state)
+    padded = torch.ones(2, 19, dtype=torch.bool, device=DEVICE)
+    padded[0, :7] = False
+    generated("two rows, padded", long[:, :19].repeat(2, 1), 2, attention_mask=padded)
     json.dump(found, sys.stdout)
 
 

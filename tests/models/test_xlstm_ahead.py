@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import wavecrest.ops._ahead as _ahead
 from tests.models.xlstm_harness import DEVICE, build, tokens
 from wavecrest import hardware
+from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm import generation, xLSTMLarge
 
 
@@ -121,6 +122,39 @@ def test_what_stops_a_pass_stops_nothing_else(passes: Passes, monkeypatch: pytes
     assert passes.found == [BOTH], "it is not tried again"
 
 
+def test_a_server_rehearses_before_its_first_prompt(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    wanted = build().generate(tokens(2, 9), 6).tokens
+    passes.found.clear()
+    assert model.compile_ahead(longest=20) is None
+    # 1 to 8, 16 and 20 tokens, behind a state and without one
+    assert passes.found == [(20, 1)]
+    assert model.compile_ahead(2, longest=4) is None
+    # with padding too, which one token has none of
+    assert passes.found == [(20, 1), (2 + 3 * 4, 1)]
+    for rows, count in ((1, 1), (1, 5), (2, 6)):
+        found = model.generate(tokens(rows, 9), count).tokens
+    assert torch.equal(found, wanted) and len(passes.found) == 2
+    # steps of three rows are others
+    model.generate(tokens(3, 9), 2)
+    assert passes.found[2:] == [STEP]
+
+    monkeypatch.setattr(_ahead, "rehearse", lambda _work: "RuntimeError: out of memory")
+    stopped = build(seed=1)
+    assert stopped.compile_ahead() == "RuntimeError: out of memory"
+    monkeypatch.setattr(_ahead, "rehearse", passes)
+    passes.found.clear()
+    stopped.generate(tokens(1, 9), 5)
+    assert passes.found == [BOTH], "what was stopped is not done"
+
+
+@pytest.mark.parametrize("options", [{"batch": 0}, {"longest": 0}, {"longest": 2.0}, {"batch": True}])
+def test_numbers_of_a_server_are_above_0(options: dict[str, Any], passes: Passes) -> None:
+    with pytest.raises(InvalidArgument, match=f"compile_ahead: {next(iter(options))} must be a whole number above 0"):
+        build().compile_ahead(**options)
+    assert not passes.found
+
+
 class _Foreign(nn.Module):
     """Somebody's layer, which may do more than compute."""
 
@@ -137,6 +171,7 @@ def test_who_sees_what_a_model_runs_sees_no_pass(passes: Passes) -> None:
     model = build()
     hook = model.lm_head.register_forward_hook(lambda *_args: seen.append(1))
     model.generate(tokens(1, 9), 3)
+    assert "a hook" in str(model.compile_ahead())
     assert len(seen) == 3 and not passes.found
     hook.remove()
     model.generate(tokens(1, 9), 3)
@@ -162,6 +197,7 @@ def test_a_cpu_rehearses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ahead, "rehearse", never)
     model = build()
     model.generate(tokens(1, 9), 5)
+    assert "cpu" in str(model.compile_ahead())
     assert model not in generation._rehearsed
 
 
@@ -190,9 +226,19 @@ def test_in_earnest_nothing_is_left_to_compile(compiled: dict[str, Any]) -> None
     assert not any("mlstm" in kernel for kernel in compiled["of three rows"]["earnest"])
 
 
+def test_a_server_waits_for_no_kernel(compiled: dict[str, Any]) -> None:
+    """Lengths of whole chunks and of none, of few rows and more, behind a state, and padded."""
+    assert compiled["for a server"]["stopped"] is None and not compiled["for a server"]["launched"]
+    served = [name for name in compiled if name.partition(" ")[0].isdecimal()] + ["two rows, padded"]
+    assert len(served) > 10
+    for name in served:
+        assert not compiled[name]["ahead"] and not compiled[name]["earnest"], (name, compiled[name])
+        assert not compiled[name]["late"], "loaded beside each other as well"
+
+
 def test_kernels_are_compiled_beside_each_other(compiled: dict[str, Any]) -> None:
     for name in ("a token", "tokens behind it", "of two rows", "of another model"):
-        assert compiled[name]["waited"] == 0
+        assert compiled[name]["waited"] == compiled[name]["late"] == 0
         # one kernel is all that small models' steps need where PyTorch's products are the choice
         if hardware.cpu().compute_units > 1 and len(compiled[name]["ahead"]) > 1:
             assert compiled[name]["most"] > 1, compiled[name]

@@ -19,6 +19,7 @@ from wavecrest.models.xlstm.layers import watched
 from wavecrest.models.xlstm.sampling import Sampling
 from wavecrest.models.xlstm.state import State, StatePool, clone_state
 from wavecrest.ops import PackedWeight, _ahead
+from wavecrest.ops.gemm.config import MULTIPLY_ROWS
 
 if TYPE_CHECKING:
     from wavecrest.models.xlstm.config import xLSTMLargeConfig
@@ -267,6 +268,40 @@ def _unseen(model: xLSTMLarge) -> bool:
         if not known or module._compiled_call_impl is not None:
             return False
     return not watched(model)
+
+
+@torch.no_grad()
+def compile_ahead(model: xLSTMLarge, batch: int, longest: int) -> str | None:
+    """See `xLSTMLarge.compile_ahead`."""
+    for name, value in (("batch", batch), ("longest", longest)):
+        if type(value) is not int or value < 1:
+            raise InvalidArgument(f"compile_ahead: {name} must be a whole number above 0, got {value!r}")
+    device = model.embedding.weight.device
+    if not _ahead.possible(device):
+        return f"kernels for {device.type} are not compiled ahead here"
+    if not _unseen(model):
+        return "a hook, torch.compile or a module of others would see it"
+    # few rows have a variant for each number; else measured rows and defaults choose by ranges of rows, which have a
+    # power of two in them each
+    lengths = {*range(1, MULTIPLY_ROWS + 1), *(2**power for power in range(longest.bit_length())), longest}
+
+    def work() -> None:
+        for length in sorted(length for length in lengths if length <= longest):
+            tokens = torch.zeros(batch, length, dtype=torch.int64, device=device)
+            masks: list[Tensor | None] = [None]
+            if batch > 1 and length > 1:
+                ends = torch.full((batch, 1), length, device=device)
+                ends[0] = 1
+                masks.append(torch.arange(length, device=device) < ends)
+            for mask in masks:
+                logits, after = model(tokens, None, attention_mask=mask, last_only=True, return_last_states=True)
+                model(tokens, after, attention_mask=mask, last_only=True, return_last_states=True)
+        Decoder(after, logits[:, 0], Sampling())._work(model)
+
+    found = _ahead.rehearse(work)
+    if found is None:
+        _rehearsed.setdefault(model, set()).update({("prompt", min(batch, 2)), ("step", batch)})
+    return found
 
 
 @dataclass(frozen=True)

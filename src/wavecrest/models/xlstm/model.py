@@ -304,6 +304,26 @@ class xLSTMLarge(nn.Module):
         _, columns = generation.begin(self, tokens, attention_mask, state, request)
         return (column for column, _ in columns)
 
+    def compile_ahead(self, batch: int = 1, longest: int = 2048) -> str | None:
+        """Compile now, beside each other, the kernels of prompts of 1 to `longest` tokens and of the steps behind them.
+
+        `generate` compiles ahead what its first prompt needs; a prompt of another length may choose other kernels, and
+        waits for those. A server calls this before it takes the first. PyTorch's operations run for it, for prompts of
+        each number of tokens up to 8, each power of two and `longest`, with and without a state before them, and of
+        several rows with and without padding: it needs the memory of the longest.
+
+        Args:
+            batch: rows of the prompts; all numbers above 1 share their prompts' kernels, but not those of steps.
+            longest: tokens of the longest prompt. Those of longer ones may be others.
+
+        Returns:
+            None, or why it was left out or stopped: on a CPU nothing is compiled, and a hook would see what runs.
+
+        Raises:
+            InvalidArgument: a number is not above 0.
+        """
+        return generation.compile_ahead(self, batch, longest)
+
     @classmethod
     def from_pretrained(
         cls,
