@@ -40,20 +40,34 @@ class Mode:
 
 
 class Kernel:
-    """Stands for a kernel: notes what it is asked for. `compiling` is done where it is compiled."""
+    """Stands for a kernel, compiled or not: notes what it is asked for.
 
-    def __init__(self, compiling: Any = lambda: None) -> None:
-        self.compiling = compiling
+    `compiling` is done where it is compiled, `loading` where it is loaded.
+    """
+
+    def __init__(self, compiling: Any = lambda: None, loading: Any = lambda: None) -> None:
+        self.compiling, self.loading = compiling, loading
         self.params = [SimpleNamespace(name=name) for name in ("x_ptr", "size", "BLOCK", "num_warps")]
         self.warmed: list[Any] = []
         self.launched: list[Any] = []
         self.fast: list[Any] = []
+        self.loaded: list[threading.Thread] = []
 
-    def warmup(self, *args: Any, grid: Any, **options: Any) -> None:
+    def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
         self.warmed.append((grid, args, options))
         mode = active.get()
         assert mode is not None, "what is warmed up is compiled at once"
-        mode.jobs.append(mode.executor.submit(self.compiling))
+        mode.jobs.append(mode.executor.submit(self._compiled))
+        return SimpleNamespace(future=mode.jobs[-1])
+
+    def _compiled(self) -> Kernel:
+        self.compiling()
+        return self
+
+    @property
+    def run(self) -> Any:
+        self.loaded.append(threading.current_thread())
+        return self.loading()
 
     def __getitem__(self, grid: Any) -> Any:
         def launch(*args: Any, **options: Any) -> Any:
@@ -140,6 +154,35 @@ def test_a_pass_waits_for_the_compilers() -> None:
     assert done == [1]
 
 
+def test_kernels_are_loaded_by_the_threads_and_a_pass_waits_for_it() -> None:
+    gate = threading.Event()
+    done: list[int] = []
+
+    def loading() -> None:
+        gate.wait(30)
+        done.append(1)
+
+    kernel = Kernel(loading=loading)
+    start = starter(kernel)
+
+    def work() -> None:
+        start(X, 64)
+        threading.Timer(0.05, gate.set).start()
+
+    assert _ahead.rehearse(work) is None
+    assert done == [1] and threading.main_thread() not in kernel.loaded
+
+
+def test_a_kernel_that_does_not_load_says_so_when_it_is_launched(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> None:
+        raise ValueError("out of resources")
+
+    kernel = Kernel(loading=refuse)
+    start = starter(kernel)
+    assert _ahead.rehearse(lambda: start(X, 64)) is None
+    assert len(kernel.loaded) == 1 and not caplog.records
+
+
 def test_a_kernel_that_does_not_compile_says_so_when_it_is_launched() -> None:
     def refuse() -> None:
         raise ValueError("too much shared memory")
@@ -147,7 +190,7 @@ def test_a_kernel_that_does_not_compile_says_so_when_it_is_launched() -> None:
     kernel = Kernel(refuse)
     start = starter(kernel)
     assert _ahead.rehearse(lambda: start(X, 64)) is None
-    assert len(kernel.warmed) == 1
+    assert len(kernel.warmed) == 1 and not kernel.loaded
     with pytest.raises(ValueError, match="too much shared memory"):
         start(X, 64)
 
