@@ -19,6 +19,10 @@ class DispatchMiss(UserWarning):
     """A call has no measured row of its own (strict mode reports it)."""
 
 
+class PortableKernel(UserWarning):
+    """A call that a kernel of one architecture was chosen for runs an op's portable one; the message has the reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The least work a call can take: floating-point operations and bytes moved (each operand once)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from tests import gluon
 from tests.ops.gemm_harness import BF16, F16, F32, I8, OP, Watch, assert_right, declines, random, scales, watched
 from tests.ops.op_harness import name, same_bits, shape_id
 from wavecrest import hardware, registry
+from wavecrest.decision import PortableKernel
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops import _triton
+from wavecrest.ops import _hopper, _triton
 from wavecrest.ops._activation import ACTIVATIONS
 from wavecrest.ops.gemm import hopper as hopper_launch
 from wavecrest.ops.gemm import hopper_kernel
@@ -89,7 +91,9 @@ def test_strides(hopper: registry.Op) -> None:
     odd = torch.empty(3 * 50 * 96 + 1, dtype=BF16, device="cuda")[1:].view(3, 50, 96)
     odd.copy_(rows)
     expected = registry.get(OP).run("triton", odd, *call[1:])
-    assert same_bits(assert_right(HOPPER, call._replace(a=odd)), expected)
+    _hopper.replaced.cache_clear()
+    with pytest.warns(PortableKernel, match="a clone of it does"):
+        assert same_bits(assert_right(HOPPER, call._replace(a=odd)), expected)
     for refused in (call._replace(a=rows[:, :1].expand(3, 50, 96)), call._replace(b=weight.mT.contiguous())):
         with pytest.raises(Unsupported, match="along K"):
             hopper.run(HOPPER, *refused)
@@ -227,6 +231,29 @@ def test_what_it_does_not_take(as_sm_90: None) -> None:
         Operands(random(2, 20, 64), random(2, 64, 80).contiguous(), activation="silu_and_mul"),
     ):
         assert strides in str(hopper_launch.refusal(refused))
+
+
+def test_the_portable_kernel_says_why_it_runs(as_sm_90: None) -> None:
+    call = gated(20, 40, 64, device="cpu")
+    odd = torch.empty(20 * 64 + 1, dtype=BF16)[1:].view(20, 64)
+    expanded = random(1, 64).expand(20, 64)
+    ran: list[Tensor] = []
+
+    def portable(a: Tensor, *_more: Any) -> Tensor:
+        ran.append(a)
+        return a
+
+    for given, reason in ((odd, "where one of the tensors does not begin"), (expanded, "every other stride")):
+        _hopper.replaced.cache_clear()
+        args = tuple(call._replace(a=given))
+        with pytest.warns(PortableKernel, match=f"gemm: its portable kernel .* which copies .*{reason}"):
+            hopper_launch.bind(Operands, args, hopper_launch.default(), portable)(*args)
+        assert ran.pop() is given
+        # once is enough
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            hopper_launch.bind(Operands, args, hopper_launch.default(), portable)(*args)
+        assert ran.pop() is given
 
 
 def test_it_is_not_for_torch_compile(as_sm_90: None, monkeypatch: pytest.MonkeyPatch) -> None:

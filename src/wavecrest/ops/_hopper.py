@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
 
 import wavecrest.ops._rows as _rows
 import wavecrest.ops._triton as _triton
+from wavecrest.decision import PortableKernel
 from wavecrest.ops._triton import gl, gluon, hopper
 
 # registers a thread of what multiplies: of the 504 that 3 groups have the first, which copies, has 24 left
@@ -22,6 +26,25 @@ def refusal() -> str | None:
     if arch is None or arch.name != "sm_90" or _triton.interpreted:
         return "is for sm_90: it multiplies with Hopper's instructions"
     return None
+
+
+def aligned(op: str, addresses: int) -> bool:
+    """True if tensors begin at multiples of 16 bytes, as descriptors do and no key says; else there is a warning.
+
+    `addresses`: of all of them, or-ed.
+    """
+    if addresses % 16 == 0:
+        return True
+    replaced(op, "copies from multiples of 16 bytes, where one of the tensors does not begin; a clone of it does")
+    return False
+
+
+@functools.cache
+def replaced(op: str, reason: str) -> None:
+    """Warn that an op's portable kernel runs a call in place of the chosen one; once of each reason."""
+    warnings.warn(
+        f"{op}: its portable kernel runs in place of triton_hopper, which {reason}", PortableKernel, stacklevel=2
+    )
 
 
 @gluon.jit

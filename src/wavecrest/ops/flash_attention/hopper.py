@@ -137,7 +137,7 @@ def bind(given: Operands, config: Config, portable: Callable[..., Any]) -> Calla
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal start, sizes
         now = Operands(*args, **kwargs)
-        if (now.q.data_ptr() | now.k.data_ptr() | now.v.data_ptr()) % 16 != 0:
+        if not _hopper.aligned("flash_attention", now.q.data_ptr() | now.k.data_ptr() | now.v.data_ptr()):
             return portable(*args, **kwargs)
         o, lse = empty_results(now)
         if now.batch * now.queries * now.q.numel() > 0:

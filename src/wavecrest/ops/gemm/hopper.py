@@ -21,6 +21,7 @@ from wavecrest.ops.gemm.operands import GATED, Operands, kinds
 from wavecrest.tuned import Config
 
 DESCRIPTORS = 3
+WALKS = "copies tiles along K, every other stride a multiple of 16 bytes and not 0"
 # groups that multiply, each with rows of its own
 GROUPS = 2
 # bytes beside tiles: barriers, and what Triton hands from group to group
@@ -43,7 +44,7 @@ def refusal(given: Operands) -> str | None:
     ):
         if asked:
             return f"does not know {name}"
-    return None if _walks(given) else "copies tiles along K, every other stride a multiple of 16 bytes and not 0"
+    return None if _walks(given) else WALKS
 
 
 def _walks(given: Operands) -> bool:
@@ -122,7 +123,10 @@ def bind(
     or have a stride of 0.
     """
     given = operands(*args)
-    if math.prod(given.shape) == 0 or not _walks(given):
+    if math.prod(given.shape) == 0:
+        return portable
+    if not _walks(given):
+        _hopper.replaced("gemm", WALKS)
         return portable
     arch, shape, dtype, device = _rows.arch(), given.shape, given.dtype, given.a.device
     start: Callable[..., None] | None = None
@@ -131,7 +135,7 @@ def bind(
     def call(*args: Any) -> Tensor:
         nonlocal start, sizes
         now = operands(*args)
-        if (now.a.data_ptr() | now.b.data_ptr()) % 16 != 0:
+        if not _hopper.aligned("gemm", now.a.data_ptr() | now.b.data_ptr()):
             return portable(*args)
         y = torch.empty(shape, dtype=dtype, device=device)
         if start is None:

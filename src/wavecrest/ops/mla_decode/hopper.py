@@ -124,7 +124,7 @@ def bind(given: Operands, config: Config, portable: Callable[..., Any]) -> Calla
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal made
         now = Operands(*args, **kwargs)
-        if now.latent_cache.data_ptr() % 16 != 0:
+        if not _hopper.aligned("mla_decode", now.latent_cache.data_ptr()):
             return portable(*args, **kwargs)
         if made is None:
             made = _launch.bind(now, config, _kernel(config["BLOCK_N"]))
