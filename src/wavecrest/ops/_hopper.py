@@ -1,4 +1,4 @@
-"""What the kernels for sm_90 (backends `triton_hopper`) share: where they run, and the barriers of their groups."""
+"""What the kernels for sm_90 (backends `triton_hopper`) share: where they run, what stands in for them, barriers."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ class xLSTMLarge(nn.Module):
 
         Args:
             batch: rows of the prompts; all numbers above 1 share their prompts' kernels, but not those of steps.
-            longest: tokens of the longest prompt. Those of longer ones may be others.
+            longest: tokens of the longest prompt. A longer one may need other kernels, and waits for them.
 
         Returns:
             None, or why it was left out or stopped: on a CPU nothing is compiled, and a hook would see what runs.
