@@ -223,14 +223,53 @@ class Op:
             self.check(*args)
             raise
         if bound is None:
-            bound = self._bind_signature(signature, args)
+            self.check(*args)
+            key = self.key(*args)
+            bound = self._bind_signature(signature, args, self._cache.get(key) or self._decide(key, args, {}))
         bound.entry.calls += 1
         return bound.call(*args)
 
-    def _bind_signature(self, signature: tuple[Any, ...], args: tuple[Any, ...]) -> _Bound:
-        self.check(*args)
+    def call_on(self, backend: str, *args: Any) -> Any:
+        """Run a call on the backend that its caller names, with the configuration that was measured for it, if one was.
+
+        Bound for its signature and counted as `__call__` does it; a decision of its own, whose source is "forced".
+
+        Raises:
+            InvalidArgument: there is no backend of that name.
+            Unsupported: the backend declines this call.
+        """
+        if torch.compiler.is_compiling():
+            return self.run(backend, *args)
+        signature = (backend, *signature_of(args))
+        bound = self._bound.get(signature)
+        if bound is None:
+            bound = self._bind_signature(signature, args, self._named(backend, args))
+        bound.entry.calls += 1
+        return bound.call(*args)
+
+    def _named(self, backend: str, args: tuple[Any, ...]) -> _Entry:
+        """The entry of calls whose backend is named."""
+        chosen = self._taking(backend, args, {})
         key = self.key(*args)
-        entry = self._cache.get(key) or self._decide(key, args, {})
+        # beside the decisions for the same key that are the dispatcher's
+        name = ("named", backend, *key)
+        if name not in self._cache:
+            measured, config, _, reason = _measured(self.name, key, (backend,), backend)
+            why = f"named by the caller; {reason if measured else 'no measured row is of it'}"
+            made = Config(**dict(config)) if config else None
+            self._cache[name] = _Entry(_decision(self, key, backend, made, "forced", why, ()), chosen)
+        return self._cache[name]
+
+    def _taking(self, backend: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
+        """A backend that takes a call which was checked here."""
+        self.check(*args, **kwargs)
+        chosen = self._backend(backend)
+        reason = chosen.supports(*args, **kwargs)
+        if reason is not None:
+            raise Unsupported(f"{self.name}: backend {backend} declines: {reason}")
+        return chosen
+
+    def _bind_signature(self, signature: tuple[Any, ...], args: tuple[Any, ...], entry: _Entry) -> _Bound:
         if len(self._bound) >= MAX_SIGNATURES:
             self._bound.clear()
         bound = self._bound[signature] = _Bound(_bind(entry, args, {}, once=False), entry)
@@ -267,11 +306,7 @@ class Op:
             InvalidArgument: there is no backend of that name.
             Unsupported: the backend declines this call.
         """
-        self.check(*args, **kwargs)
-        chosen = self._backend(backend)
-        reason = chosen.supports(*args, **kwargs)
-        if reason is not None:
-            raise Unsupported(f"{self.name}: backend {backend} declines: {reason}")
+        chosen = self._taking(backend, args, kwargs)
         if chosen.takes_config:
             return chosen.run(*args, **kwargs, config=config or self.config_of(backend, self.key(*args, **kwargs)))
         return chosen.run(*args, **kwargs)

@@ -125,13 +125,13 @@ class _Asked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[tuple[str, str]] = []
-        run = registry.Op.run
+        run = registry.Op.call_on
 
-        def noted(op: registry.Op, backend: str, *args: Any, **kwargs: Any) -> Any:
+        def noted(op: registry.Op, backend: str, *args: Any) -> Any:
             self.found.append((op.name, backend))
-            return run(op, backend, *args, **kwargs)
+            return run(op, backend, *args)
 
-        monkeypatch.setattr(registry.Op, "run", noted)
+        monkeypatch.setattr(registry.Op, "call_on", noted)
 
 
 def test_a_name_is_the_backend_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +204,17 @@ def test_a_model_with_a_parallel_kernel(name: str) -> None:
         model(tokens(2, 1), model.empty_state(2))
     with pytest.raises(InvalidArgument, match="has no states"):
         model(tokens(2, 20), return_last_states=True)
+
+
+def test_the_chunk_size_of_a_file_is_of_other_kernels() -> None:
+    """Released checkpoints name kernels and 64: ours run with what was measured for "auto" all the same."""
+    registry.forget()
+    model = build(chunkwise_kernel="chunkwise--native_autograd", chunk_size=64)
+    model(tokens(1, 40))
+    build()(tokens(1, 40))
+    made = [decision for decision, _ in registry.get("mlstm_chunkwise").decisions()]
+    assert [decision.source for decision in made] == ["forced", "default"]
+    assert made[0].key == made[1].key
 
 
 def test_chunk_sizes_that_the_ops_do_not_have() -> None:

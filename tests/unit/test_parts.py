@@ -210,46 +210,80 @@ def test_steps_start_as_they_are_configured_to(
         assert found == pinned
 
 
+class Rounded(xlstm_peers.Place):
+    """As on a GPU: what is timed is in 16 bits."""
+
+    dtype = torch.bfloat16
+
+
+def lost_mlstm(model: Any, _patch: pytest.MonkeyPatch) -> None:
+    model.backbone.blocks[-1].mlstm_layer.out_proj.weight.zero_()
+
+
+def lost_mlp(model: Any, _patch: pytest.MonkeyPatch) -> None:
+    model.backbone.blocks[4].ffn.proj_down.weight.zero_()
+
+
+def shifted_gates(model: Any, _patch: pytest.MonkeyPatch) -> None:
+    model.backbone.blocks[0].mlstm_layer.ifgate_preact.bias += 1.0
+
+
+def halved_states(model: Any, patch: pytest.MonkeyPatch) -> None:
+    read = model._run
+
+    def run(*args: Any) -> Any:
+        logits, after = read(*args)
+        return logits, {index: (c / 2, n / 2, m) for index, (c, n, m) in after.items()}
+
+    patch.setattr(model, "_run", run)
+
+
+def wrong_steps(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(model, "decode", lambda token, _state: torch.zeros(len(token), 211))
+
+
+def another_token(model: Any, patch: pytest.MonkeyPatch) -> None:
+    """The last but one, where the last one's logits are asked for."""
+    last = model._last
+    patch.setattr(model, "_last", lambda *args: last(*args) - 1)
+
+
+FAULTS = [lost_mlstm, lost_mlp, shifted_gates, halved_states, wrong_steps, another_token]
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
 @pytest.mark.parametrize("form", [None, "int8"])
-def test_a_wrong_model_is_told(form: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = xlstm_peers.ours(PLACE)
+@torch.no_grad()
+def test_a_wrong_model_is_told(form: str | None, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(xlstm_peers.SMALL, "num_blocks", 8)
+    place = Rounded("cpu", True)
+    model, sound = (xlstm_peers.ours(place) for _ in range(2))
+    if fault is not None:
+        fault(model, monkeypatch)
     if form is not None:
-        quantize(model, form)
-    report = Told()
-    assert xlstm_peers.judge(report, PLACE, model, {}), report.rows
-    assert report.rows["answers"]["errors"]["wavecrest"] < 2e-5
-    # a part of the cell whose effect fresh weights would hide
-    with torch.no_grad():
-        model.backbone.blocks[0].mlstm_layer.ifgate_preact.bias[0] += 0.5
-    original, sound = xlstm_peers.reference, xlstm_peers.ours(PLACE)
+        for one in (model, sound):
+            quantize(one, form)
+    original = xlstm_peers.reference
     monkeypatch.setattr(xlstm_peers, "reference", lambda _model, *more: original(sound, *more))
-    assert not xlstm_peers.judge(Told(), PLACE, model, {})
+    report = Told()
+    assert xlstm_peers.judge(report, place, model, {}, [place.tokens(2, 40)]) == (fault is None), report.rows
 
 
-def test_the_official_error_allows_twice_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = {"official": 0.3, "wavecrest": 0.5}
-    monkeypatch.setattr(xlstm_peers, "reference", lambda model, place: None)
+@pytest.mark.parametrize("peer", ["official", "unpacked"])
+@pytest.mark.parametrize("part", ["prompt", "steps"])
+def test_the_error_of_others_allows_half_as_much_again(peer: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the official package, or where it has no such model of PyTorch's operations in the model's dtype."""
+    model, other = xlstm_peers.ours(PLACE), object()
+    errors = {id(model): {"prompt": 0.3, "steps": 0.3}, id(other): {"prompt": 0.3, "steps": 0.3}}
 
-    def answers(model: Any, tokens: torch.Tensor, steps: int) -> torch.Tensor:
-        return torch.ones(3) * (1.0 + errors.get(model, 0.0))
+    def answers(one: Any, *_rest: Any) -> dict[str, torch.Tensor]:
+        found = errors.get(id(one), {"prompt": 0.0, "steps": 0.0})
+        return {name: torch.ones(3) * (1.0 + error) for name, error in found.items()}
 
-    monkeypatch.setattr(xlstm_peers, "answers", lambda model, *rest: answers(names.get(id(model), ""), *rest))
-    model = xlstm_peers.ours(PLACE)
-    names = {id(model): "wavecrest", id(errors): "official"}
-    assert xlstm_peers.judge(Told(), PLACE, model, {"official": errors})
-    errors["wavecrest"] = 0.7
-    assert not xlstm_peers.judge(Told(), PLACE, model, {"official": errors})
-
-
-def test_without_a_peer_rounding_allows_twice_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of PyTorch's operations in the model's dtype, which may be far off in a deep model of random weights."""
-    rounded, errors = object(), {"unpacked": 0.3, "wavecrest": 0.5}
-    model = xlstm_peers.ours(PLACE)
-    names = {id(model): "wavecrest", id(rounded): "unpacked"}
-    monkeypatch.setattr(xlstm_peers, "reference", lambda _model, _place, dtype=None: None if dtype is None else rounded)
-    monkeypatch.setattr(
-        xlstm_peers, "answers", lambda one, *_rest: torch.ones(3) * (1.0 + errors.get(names.get(id(one), ""), 0.0))
-    )
-    assert xlstm_peers.judge(Told(), PLACE, model, {})
-    errors["wavecrest"] = 0.7
-    assert not xlstm_peers.judge(Told(), PLACE, model, {})
+    monkeypatch.setattr(xlstm_peers, "reference", lambda _model, _place, dtype=None: None if dtype is None else other)
+    monkeypatch.setattr(xlstm_peers, "answers", answers)
+    peers = {"official": other} if peer == "official" else {}
+    errors[id(model)][part] = 0.44
+    assert xlstm_peers.judge(Told(), PLACE, model, peers, [PLACE.tokens(1, 21)])
+    errors[id(model)][part] = 0.46
+    assert not xlstm_peers.judge(Told(), PLACE, model, peers, [PLACE.tokens(1, 21)])

@@ -451,6 +451,47 @@ def test_pins_and_force_come_before_measured_rows(tabled: Op, tmp_path: Path) ->
         assert tabled.decide(wide).backend == "shy"
 
 
+def test_a_backend_named_by_the_caller_runs_as_measured(tabled: Op, tmp_path: Path) -> None:
+    """Whatever the dispatcher chooses for the key: by the row where it is of that backend, else by its default."""
+    x, other = torch.ones(2, 4), torch.ones(3, 4)
+    rows = (measured((2, 4, "float32"), "tiles", TILED), measured((3, 4, "float32"), "reference"))
+    with registry.measured_in(table(tmp_path, *rows)):
+        registry.strict("error")
+        assert tabled.call_on("tiles", x)[0, 0] == 700
+        assert tabled.call_on("tiles", other)[0, 0] == 1000
+        assert tabled.call_on("plain", x)[0, 0] == 2
+        assert tabled(x)[0, 0] == 700 and tabled(other)[0, 0] == 1
+        tabled.call_on("tiles", x)
+        made = {(one.backend, one.key[1], one.source): (one.reason, count) for one, count in tabled.decisions()}
+        assert made["tiles", 2, "forced"][0].startswith("named by the caller; measured 12.3")
+        assert made["tiles", 3, "forced"][0] == "named by the caller; no measured row is of it"
+        assert {key: count for key, (_, count) in made.items()} == {
+            ("tiles", 2, "forced"): 2, ("tiles", 3, "forced"): 1, ("plain", 2, "forced"): 1,
+            ("tiles", 2, "exact"): 1, ("reference", 3, "exact"): 1,
+        }  # fmt: skip
+    assert tabled.call_on("tiles", x)[0, 0] == 1000
+    with pytest.raises(Unsupported, match="tiles declines: takes 8 columns at most"):
+        tabled.call_on("tiles", torch.ones(2, 16))
+    with pytest.raises(InvalidArgument, match="no backend 'gone'"):
+        tabled.call_on("gone", x)
+
+
+def test_a_named_backend_is_bound_once(op: Op) -> None:
+    made = []
+
+    def bind(x: torch.Tensor, *, config: Config) -> Callable[..., Any]:
+        made.append(config)
+        return lambda x: ("bound", config)
+
+    op.backends["fast"] = replace(op.backends["fast"], bind=bind)
+    for _ in range(3):
+        assert op.call_on("fast", torch.zeros(2, 4)) == ("bound", Config(BLOCK_N=4))
+    assert len(made) == 1
+    op.forget()
+    op.call_on("fast", torch.zeros(2, 4))
+    assert len(made) == 2
+
+
 UNUSABLE = [
     (4, "gone", None, "for gone, which tabled does not have"),
     (16, "tiles", TILED, "for tiles, which declines it"),

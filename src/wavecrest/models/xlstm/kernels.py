@@ -133,7 +133,7 @@ def _call(kernel: Kernel, operands: Operands | StepOperands) -> Any:
     attached = op.backends.get(kernel.backend)
     reason = "this version has no such kernel" if attached is None else attached.supports(*operands)
     if reason is None:
-        return op.run(kernel.backend, *operands)
+        return op.call_on(kernel.backend, *operands)
     key = (kernel.name, op.key(*operands))
     if key not in _fallbacks and not torch.compiler.is_compiling():
         decision = op.decide(*operands)
@@ -183,13 +183,12 @@ class Kernels:
 
     @classmethod
     def of(cls, config: xLSTMLargeConfig) -> Kernels:
-        """Those that a configuration names."""
-        chunkwise = check("chunkwise", config.chunkwise_kernel)
+        """Those that a configuration names; its chunk size is of other kernels, and changes no result."""
         return cls(
-            chunkwise,
+            check("chunkwise", config.chunkwise_kernel),
             check("sequence", config.sequence_kernel),
             check("step", config.step_kernel),
-            chunk_of(chunkwise, config.chunk_size),
+            None,
             config.state_dtype,
         )
 
