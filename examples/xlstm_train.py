@@ -1,6 +1,6 @@
 """Train a small xLSTM, byte by byte, on the documentation that comes with Python.
 
-    python examples/xlstm_train.py --steps 2500 --out examples/xlstm_docs
+    python examples/xlstm_train.py --steps 2500 --out xlstm_docs
 
 The text is `pydoc_data.topics` (the language reference) and the docstrings of the standard library, both under the
 PSF licence, so it is on every machine; another version of Python has another text.
@@ -77,10 +77,12 @@ def evaluate(model: xLSTMLarge, text: Tensor) -> float:
 
 def main(
     steps: Annotated[int, typer.Option(help="Batches to train on.")] = 2500,
-    out: Annotated[Path, typer.Option(help="A new folder for the model.")] = Path("examples/xlstm_docs"),
+    out: Annotated[Path, typer.Option(help="A new folder for the model.")] = Path("xlstm_docs"),
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
 ) -> None:
     """Train, print the loss on texts that were held out, and save in bfloat16."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise typer.BadParameter(f"{out} is there already and not empty; name a new folder", param_hint="--out")
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     texts = documents()

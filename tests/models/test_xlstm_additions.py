@@ -115,6 +115,32 @@ def test_what_is_added_apart(how: str, calls: Counter[str], monkeypatch: pytest.
     assert calls["add_rms_norm"] == 2 * 2
 
 
+@pytest.mark.parametrize("name", ["mlstm_layer.out_proj", "ffn.proj_down"])
+def test_a_forward_of_its_own(name: str, calls: Counter[str]) -> None:
+    """As accelerate sets it: it sees the product alone."""
+    model, rows = build(), tokens(2, 21)
+    read(model, rows)
+    part = model.backbone.blocks[1].get_submodule(name)
+    forward, weight = part.forward, part.get_parameter("weight")
+    part.forward = lambda *args, **options: forward(*args, **options) / 2  # type: ignore[method-assign]
+    calls.clear()
+    found = read(model, rows)[0]
+    # the second block's norm behind the mLSTM, and the last one
+    assert calls["add_rms_norm"] == 2
+    del part.forward
+    weight.div_(2)
+    close(found, read(model, rows)[0])
+
+
+@pytest.mark.parametrize("last_only", [False, True])
+def test_an_mlp_of_others_takes_x_alone(last_only: bool) -> None:
+    model, rows = build(), tokens(2, 21)
+    wanted = model(rows, last_only=last_only)[0]
+    for block in model.backbone.blocks:
+        block.ffn = nn.Sequential(block.ffn)
+    close(model(rows, last_only=last_only)[0], wanted)
+
+
 def test_gradients_are_those_of_additions_apart() -> None:
     rows, found = tokens(2, 21), []
     for hooked in (False, True):

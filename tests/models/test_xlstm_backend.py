@@ -56,7 +56,7 @@ def test_a_text_in_parts_is_the_text(name: str, monkeypatch: pytest.MonkeyPatch)
     """A prompt, a few tokens and single ones, each on its kernel, states handed on: the recurrence in float64."""
     given = case(batch=2, heads=2, tokens=43, dk=8, dv=16, return_last_states=True, first=True)
     ran: list[tuple[str, str]] = []
-    run, call = registry.Op.run, registry.Op.__call__
+    run, call = registry.Op.call_on, registry.Op.__call__
 
     def noted(op: registry.Op, which: str, *args: Any, **more: Any) -> Any:
         ran.append((op.name, which))
@@ -66,7 +66,7 @@ def test_a_text_in_parts_is_the_text(name: str, monkeypatch: pytest.MonkeyPatch)
         ran.append((op.name, "dispatch"))
         return call(op, *args, **more)
 
-    monkeypatch.setattr(registry.Op, "run", noted)
+    monkeypatch.setattr(registry.Op, "call_on", noted)
     monkeypatch.setattr(registry.Op, "__call__", dispatched)
     model = backend(name, mode="inference", chunk_size=16)
     state, found = given.initial, []
@@ -86,11 +86,25 @@ def test_any_length_runs_in_every_mode(mode: str) -> None:
     for tokens in (1, 7, 40):
         given = case(batch=1, heads=2, tokens=tokens, dk=8, dv=16)
         model = backend("native", mode=mode, chunk_size=16, return_last_states=False)
-        assert_right(given, model(*given[:5]))
-        if mode != "train_with_padding":
-            assert_right(given._replace(return_last_states=True), _flat(model(*given[:5], return_last_states=True)))
+        stateful = given._replace(return_last_states=True)
         # the call's mode wins
-        assert_right(given, backend("native", return_last_states=False)(*given[:5], mode=mode))
+        for found in (model(*given[:5]), backend("native", return_last_states=False)(*given[:5], mode=mode)):
+            if mode == "inference":
+                assert_right(stateful, _flat(found))
+            else:
+                assert_right(given, found)
+        if mode != "train_with_padding":
+            assert_right(stateful, _flat(model(*given[:5], return_last_states=True)))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_inference_always_gives_the_last_states(tokens: int) -> None:
+    """As in the official package, where one row would else be unpacked along the batch."""
+    given = case(batch=2, heads=2, tokens=tokens, dk=8, dv=16, return_last_states=True)
+    h, state = backend("native", mode="inference", chunk_size=16)(*given[:5], return_last_states=False)
+    assert_right(given, (h, *state))
+    alone = backend(chunkwise_kernel="parallel--native_autograd", mode="inference", return_last_states=False)
+    assert alone(*given[:5]).shape == h.shape
 
 
 def _flat(found: tuple[Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -114,8 +128,8 @@ def test_sigmoid_gates(normalize: bool) -> None:
 def test_eps_reaches_every_kernel() -> None:
     for tokens in (1, 5, 20):
         given = case(tokens=tokens, eps=0.5)
-        found = backend("native", mode="inference", eps=0.5, return_last_states=False)(*given[:5])
-        assert_right(given, found)
+        h, _ = backend("native", mode="inference", eps=0.5)(*given[:5])
+        assert_right(given, h)
 
 
 def test_the_dtype_of_states() -> None:

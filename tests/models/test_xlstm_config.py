@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import warnings
 from pathlib import Path
@@ -9,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import xLSTMConfig
+from transformers.models.xlstm.modeling_xlstm import soft_cap, xLSTMModel
 
 from wavecrest.errors import CheckpointError, InvalidArgument, UserError
 from wavecrest.models.xlstm import ConfigWarning, xLSTMLargeConfig
 
 SIZES: dict[str, Any] = {"embedding_dim": 64, "num_heads": 4, "num_blocks": 2, "vocab_size": 97}
+WITHOUT_XLSTM = pytest.mark.skipif(
+    importlib.util.find_spec("xlstm") is not None, reason="transformers takes its kernels where it is installed"
+)
 # the 7B checkpoint's config.json: the first revisions', and what the newer one has in place of their kernel names
 FIRST = {
     "add_embedding_dropout": False, "add_forward_backend_padding": False, "add_out_norm": True,
@@ -103,7 +109,10 @@ def test_written_and_read_again(form: str) -> None:
         "weight_mode": "fused",
     }
     config = xLSTMLargeConfig(**SIZES, **settings)
-    values = config.to_dict(form)
+    with warnings.catch_warnings():
+        # of what transformers has otherwise
+        warnings.simplefilter("ignore", ConfigWarning)
+        values = config.to_dict(form)
     assert "chunkwise_kernel" not in values and ("tie_word_embeddings" in values) == (form == "huggingface")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -126,6 +135,20 @@ def test_written_and_read_again(form: str) -> None:
         ({"mode": "decode"}, "mode takes train, train_with_padding, inference, not 'decode'"),
         ({"weight_mode": "both"}, "weight_mode takes single, fused"),
         ({"inference_state_dtype": "int8"}, "inference_state_dtype takes float32"),
+        ({"autocast_kernel_dtype": "half"}, "autocast_kernel_dtype takes float32, bfloat16, float16, not 'half'"),
+        ({"use_bias": 1}, "use_bias must be True or False, got 1"),
+        ({"norm_reduction_force_float32": "no"}, "norm_reduction_force_float32 must be True or False"),
+        ({"add_out_norm": None}, "add_out_norm must be"),
+        ({"return_last_states": 1}, "return_last_states must be"),
+        ({"tie_word_embeddings": 0}, "tie_word_embeddings must be"),
+        ({"force_bos_token_insert": "yes"}, "force_bos_token_insert must be"),
+        ({"bos_token_id": 97}, "bos_token_id is 97, tokens are from 0 to 96"),
+        ({"bos_token_id": -1}, "bos_token_id is -1"),
+        ({"bos_token_id": "<s>"}, "bos_token_id must be a whole number or None, got '<s>'"),
+        ({"pad_token_id": 1.0}, "pad_token_id must be a whole number or None, got 1.0"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a whole number, a list of them or None"),
+        ({"eos_token_id": False}, "eos_token_id must be"),
+        ({"eos_token_id": [2, None]}, "eos_token_id must be"),
         (
             {"chunkwise_kernel": "chunkwise--fast"},
             "no chunkwise kernel 'chunkwise--fast'; there are auto, chunkwise--nat",
@@ -139,6 +162,53 @@ def test_written_and_read_again(form: str) -> None:
 def test_what_does_not_fit(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidArgument, match=reason):
         xLSTMLargeConfig(**(SIZES | changes))
+
+
+def test_tokens_that_are_not_read_may_be_outside_of_the_vocabulary() -> None:
+    config = xLSTMLargeConfig(**SIZES, bos_token_id=None, eos_token_id=[2, 97], pad_token_id=-1)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, [2, 97], -1)
+
+
+def _for_transformers(**changes: Any) -> Any:
+    """A configuration of ours as transformers reads it."""
+    return xLSTMConfig.from_dict(json.loads(json.dumps(xLSTMLargeConfig(**(SIZES | changes)).to_dict("huggingface"))))
+
+
+def test_transformers_reads_what_is_written_for_it() -> None:
+    whole = {"gate_soft_cap": 15, "output_logit_soft_cap": 30, "qk_dim_factor": 1, "eps": 1, "ffn_proj_factor": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = _for_transformers(**whole, step_kernel="native", pad_token_id=None)
+    assert found.gate_soft_cap == 15.0 and found.qk_dim_factor == 1.0 and found.hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"gate_soft_cap": None}, "gate_soft_cap=None"),
+        ({"output_logit_soft_cap": None}, "output_logit_soft_cap=None"),
+        pytest.param(
+            {"step_kernel": "triton"}, r"step_kernel=triton \(it needs the package xlstm", marks=WITHOUT_XLSTM
+        ),
+        pytest.param({"sequence_kernel": "native_sequence__triton"}, "sequence_kernel=native_s", marks=WITHOUT_XLSTM),
+        pytest.param({"chunkwise_kernel": "chunkwise--triton_xl_chunk"}, "chunkwise_kernel=", marks=WITHOUT_XLSTM),
+    ],
+)
+def test_what_transformers_cannot_read_is_named(changes: dict[str, Any], named: str) -> None:
+    with (
+        pytest.warns(ConfigWarning, match=f"not for transformers .*: {named}"),
+        pytest.raises(Exception, match="expected"),
+    ):
+        _for_transformers(**changes)
+
+
+def test_what_transformers_computes_otherwise_is_named() -> None:
+    with pytest.warns(ConfigWarning, match=r"gate_soft_cap=0 \(it divides by a number\); add_out_norm=False"):
+        model = xLSTMModel(_for_transformers(gate_soft_cap=0, add_out_norm=False))
+    assert model.out_norm.weight is not None and bool(soft_cap(torch.zeros(1), model.config.gate_soft_cap).isnan())
+    with pytest.warns(ConfigWarning, match="use_bias=True"):
+        model = xLSTMModel(_for_transformers(use_bias=True))
+    assert model.out_norm.bias is None
 
 
 @pytest.mark.parametrize(

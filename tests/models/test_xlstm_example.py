@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from torch.nn import functional as F
 
 from tests.models.xlstm_harness import DEVICE
@@ -33,6 +36,15 @@ def test_it_has_learned() -> None:
     assert loss == pytest.approx(0.79, abs=0.02)
     # 0.0004 more where it was trained
     assert _loss(quantize(model, "int8")) == pytest.approx(loss, abs=0.01)
+
+
+def test_training_begins_where_it_can_save(tmp_path: Path) -> None:
+    train = runpy.run_path(str(EXAMPLES / "xlstm_train.py"))["main"]
+    assert not (EXAMPLES.parent / inspect.signature(train).parameters["out"].default).exists()
+    (tmp_path / "mine").touch()
+    for out in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(typer.BadParameter, match="is there already and not empty; name a new folder"):
+            train(steps=1, out=out, seed=0)
 
 
 def test_the_example_writes_on() -> None:

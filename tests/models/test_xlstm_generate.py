@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -9,13 +10,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.models.xlstm_harness import DEVICE, VOCABULARY, build, tokens
 from wavecrest.errors import InvalidArgument, StepRefused
-from wavecrest.models.xlstm import DecodeFallback, Sampling, generation, quantize, xLSTMLarge
+from wavecrest.models.xlstm import DecodeFallback, Sampling, StatePool, generation, quantize, xLSTMLarge
 from wavecrest.models.xlstm.state import clone_state
 
 
@@ -176,6 +178,20 @@ def test_the_configured_end_counts() -> None:
     assert model.generate(prompt, 12).lengths.tolist() == [free.index(free[4]) + 1]
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        np.int64, np.array, torch.tensor, lambda end: [np.int64(end)], lambda end: (torch.tensor(end), 60),
+        lambda end: torch.tensor([60, end]), lambda end: np.array([end]), lambda end: {end},
+    ],
+)  # fmt: skip
+def test_an_end_is_a_whole_number_of_any_kind(kind: Any) -> None:
+    model = build()
+    free = _loop(model, tokens(1, 5), 6)[0].tolist()
+    # the one that a test for truth takes for none
+    assert model.generate(tokens(1, 5), 6, eos_token_id=kind(0)).lengths.tolist() == [free.index(0) + 1]
+
+
 @pytest.mark.parametrize("check_every", [1, 3])
 def test_a_stream_is_the_batch(check_every: int) -> None:
     model = build()
@@ -210,6 +226,36 @@ def test_two_streams_side_by_side() -> None:
     assert [b for _, b in found] == _loop(model, tokens(1, 5, seed=8), 6)[0].tolist()
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 1}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True), (False, False)])
+def test_calls_within_and_outside_of_a_mode(first: bool, second: bool, mode: Any, options: dict[str, Any]) -> None:
+    model = build()
+    wanted = _loop(model, tokens(1, 5), 4)
+    for within in (first, second):
+        with mode() if within else contextlib.nullcontext():
+            assert torch.equal(model.generate(tokens(1, 5), 4, **options).tokens, wanted)
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_stream_made_in_another_mode_than_it_is_read(made: bool) -> None:
+    model = build()
+    wanted = _loop(model, tokens(1, 5), 4)[0].tolist()
+    with torch.inference_mode(made):
+        columns = model.stream(tokens(1, 5), 4)
+    with torch.inference_mode(not made):
+        assert [int(column) for column in columns] == wanted
+
+
+def test_a_pool_made_in_inference_mode_is_stepped_outside() -> None:
+    model = build()
+    _, state = model(tokens(1, 5))
+    with torch.inference_mode():
+        pool = StatePool(model(tokens(1, 5))[1])
+    pool.load(state)
+    assert torch.equal(pool.state[1][0], state[1][0]) and not pool.arrivals.is_inference()
+
+
 def test_weights_that_change_are_used() -> None:
     model = build()
     prompt = tokens(2, 5)
@@ -239,6 +285,8 @@ class _Graph:
         self.output = work().fill_(float("nan"))
         self.replays = 0
 
+    # autograd sees nothing of one
+    @torch.inference_mode()
     def replay(self) -> None:
         self.replays += 1
         self.output.copy_(self.work())
@@ -270,6 +318,17 @@ def test_captured_tokens_are_those_of_eager_steps(options: dict[str, Any]) -> No
     ]
     assert [one.decoding for one in found] == ["eager: as asked", "captured", "captured"]
     assert all(torch.equal(one.tokens, found[0].tokens) for one in found)
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_graph_outlives_the_mode_it_was_captured_in(captured: bool) -> None:
+    model = build()
+    wanted = _loop(model, tokens(1, 5), 20)
+    for within in (captured, not captured):
+        with torch.inference_mode(within):
+            found = model.generate(tokens(1, 5), 20)
+        assert found.decoding == "captured" and torch.equal(found.tokens, wanted)
 
 
 @pytest.mark.usefixtures("graphs")
@@ -351,6 +410,14 @@ def test_what_cannot_be_captured_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -
         ({"temperature": 1.0, "top_p": 0.0}, "top_p must be above 0"),
         ({"top_k": 5}, "set a temperature above 0"),
         ({"eos_token_id": ["end"]}, "eos_token_id must be a token"),
+        ({"eos_token_id": 0.0}, "eos_token_id must be a token or a list of them, got 0.0"),
+        ({"eos_token_id": False}, "eos_token_id must be"),
+        ({"eos_token_id": ""}, "eos_token_id must be"),
+        ({"eos_token_id": [[2]]}, "eos_token_id must be"),
+        ({"eos_token_id": torch.tensor(False)}, "eos_token_id must be"),
+        ({"eos_token_id": torch.tensor([[2]])}, "eos_token_id must be"),
+        ({"eos_token_id": torch.tensor([0.0])}, "eos_token_id must be"),
+        ({"eos_token_id": np.array([True])}, "eos_token_id must be"),
         ({"attention_mask": torch.zeros(2, 5)}, "must be bool or integers"),
         ({"attention_mask": torch.tensor([[1] * 5, [0] * 5])}, "a row of the prompt has no token"),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tests.models.xlstm_harness import DEVICE, build, close
 from wavecrest import registry
@@ -107,8 +110,8 @@ def test_a_model_is_joined_however_it_came_to_be(tmp_path: Path) -> None:
         want = model(tokens, return_last_states=False)
     assert all(_joined(model)) and all(_joined(model.to(torch.float64))) and all(_joined(model.float()))
     other = copy.deepcopy(model)
-    # a copy's parameters have memory of their own
-    assert not any(_joined(other)) and all(_joined(other.float().double().float()))
+    assert all(_joined(other)) and all(_joined(other.float().double().float()))
+    assert not {one.data_ptr() for one in other.parameters()} & {one.data_ptr() for one in model.parameters()}
     model.save_pretrained(tmp_path / "saved")
     loaded = xLSTMLarge.from_pretrained(tmp_path / "saved", device=DEVICE)
     assert all(_joined(loaded))
@@ -123,11 +126,105 @@ def test_a_model_is_joined_however_it_came_to_be(tmp_path: Path) -> None:
 
 
 def test_quantizing_gives_the_memory_back() -> None:
-    model = quantize(build(weight_mode="fused"), "int8")
-    assert not any(_joined(model))
+    model = build(weight_mode="fused", use_bias=True)
+    held = [both.weight for both in (one._both for one in joins(model)) if both is not None]
     gates = [one.ifgate_preact for one in model.modules() if isinstance(one, MLSTMLayer)]
-    held: list[Tensor] = [one.weight for one in gates]
-    assert held and all(one.untyped_storage().nbytes() == one.nbytes for one in held)
+    before = [one.weight.data_ptr() for one in gates]
+    quantize(model, "int8")
+    assert not any(_joined(model))
+    # elsewhere than in what is still held here
+    assert len(held) == len(gates) and not {one.weight.data_ptr() for one in gates} & set(before)
+
+
+def _hook_of_all(register: Any, part: nn.Module, hook: Callable[..., Any]) -> Any:
+    return register(lambda one, *args: hook(one, *args) if one is part else None)
+
+
+@contextlib.contextmanager
+def _forward_of_its_own(part: nn.Module) -> Iterator[None]:
+    forward = part.forward
+    part.forward = lambda *args: forward(*args) / 2  # type: ignore[method-assign]
+    yield
+    del part.forward
+
+
+# how the results of a layer without a bias are halved from outside
+HALVED: dict[str, Callable[[nn.Module], Any]] = {
+    "a hook": lambda part: part.register_forward_hook(lambda _part, _args, made: made / 2),
+    "a hook before it": lambda part: part.register_forward_pre_hook(lambda _part, args: (args[0] / 2, *args[1:])),
+    "a hook of all": lambda part: _hook_of_all(register_module_forward_hook, part, lambda _, _args, made: made / 2),
+    "a hook before all": lambda part: _hook_of_all(
+        register_module_forward_pre_hook, part, lambda _, args: (args[0] / 2, *args[1:])
+    ),
+    "a forward of its own": _forward_of_its_own,
+}
+
+
+@pytest.mark.parametrize("how", HALVED)
+def test_what_runs_around_a_layer_has_its_effect(how: str) -> None:
+    model, x = build(weight_mode="fused"), torch.randn(2, 3, 36, device=DEVICE)
+    layer = model.backbone.blocks[0].mlstm_layer
+    nn.init.zeros_(layer.ifgate_preact.bias)
+    with torch.no_grad():
+        plain = [one.clone() for one in layer._projections(x, None)]
+        for part, halves in ((layer.qkv_opreact, plain[:4]), (layer.ifgate_preact, plain[4:])):
+            with HALVED[how](part):
+                found = layer._projections(x, None)
+            for one, old in zip(found, plain, strict=True):
+                close(one, old / 2 if any(old is half for half in halves) else old)
+    assert all(_joined(model)), "what ran around them is gone"
+
+
+@pytest.mark.parametrize("name", ["qkv_opreact", "ifgate_preact"])
+def test_a_module_in_a_layer_s_place_runs(name: str) -> None:
+    model, rows = build(weight_mode="fused"), torch.arange(6, device=DEVICE).view(2, 3)
+    wanted = model(rows)[0]
+    part = model.get_submodule(f"backbone.blocks.0.mlstm_layer.{name}")
+    other = nn.Linear(part.in_features, part.out_features, bias=part.bias is not None, device=DEVICE)
+    model.set_submodule(f"backbone.blocks.0.mlstm_layer.{name}", other)
+    with torch.no_grad():
+        changed = model(rows)[0]
+        assert float((changed - wanted).abs().max()) > 0.01
+        other.load_state_dict(part.state_dict())
+        close(model(rows)[0], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_are_whole_storages(dtype: torch.dtype, tmp_path: Path) -> None:
+    """By which safetensors, huggingface_hub and accelerate find parameters that share memory."""
+    from safetensors.torch import load_model, save_model
+
+    model = build(weight_mode="fused", use_bias=True, dtype=dtype)
+    assert all(_joined(model))
+    for one in model.parameters():
+        storage = one.untyped_storage()
+        assert (storage.data_ptr(), storage.nbytes()) == (one.data_ptr(), one.nbytes)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    other = build(1, weight_mode="fused", use_bias=True, dtype=dtype)
+    load_model(other, str(tmp_path / "model.safetensors"))
+    assert all(_joined(other))
+    for one, kept in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, kept)
+
+
+def test_a_pickled_model_is_written_once_and_joined() -> None:
+    model, rows = build(weight_mode="fused"), torch.arange(6, device=DEVICE).view(2, 3)
+    written = pickle.dumps(model)
+    assert len(written) < 1.1 * sum(one.nbytes for one in model.parameters()) + 2**15
+    other = pickle.loads(written)
+    assert all(_joined(other)) and torch.equal(other(rows)[0], model(rows)[0])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="parameters of a GPU are shared as they are")
+def test_shared_memory_stays_shared() -> None:
+    model, rows = build(weight_mode="fused", use_bias=True), torch.arange(6).view(2, 3)
+    wanted = model(rows)[0]
+    model.share_memory()
+    assert all(one.is_shared() for one in model.parameters())
+    assert not any(_joined(model))
+    close(model(rows)[0], wanted)
+    assert all(one.is_shared() for one in model.float().parameters()), "moved to where they are"
+    assert all(_joined(model.double()))
 
 
 # --- behind a weight in 8 bits
@@ -199,6 +296,21 @@ def test_a_quantized_model_is_joined_however_it_came_to_be(kernel: Op, tmp_path:
         for one in (model, loaded, copy.deepcopy(model).to(torch.float32)):
             assert all(_joined(one))
             close(one(tokens, return_last_states=False), want)
+
+
+def test_a_norm_of_others_before_a_packed_weight(kernel: Op) -> None:
+    class Other(nn.Module):
+        def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            x = x if delta is None else x + delta
+            return x / 2, x
+
+    model = quantize(build(weight_mode="fused"), "int8")
+    token = torch.tensor([3, 4], device=DEVICE)
+    model.backbone.blocks[0].norm_mlstm = Other()
+    with torch.no_grad():
+        found = model.decode(token, model.empty_state(2))
+        kernel.force(None)
+        close(found, model(token[:, None])[0][:, 0])
 
 
 def test_a_step_is_what_two_products_make(monkeypatch: pytest.MonkeyPatch) -> None:

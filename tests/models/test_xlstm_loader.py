@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.models.xlstm_harness import DEVICE, build, close, tokens
 from wavecrest.errors import CheckpointError, InvalidArgument, OutputError, Unsupported
-from wavecrest.models.xlstm import loader, quantize, xLSTMLarge
+from wavecrest.models.xlstm import loader, quantize, xLSTMLarge, xLSTMLargeConfig
 
 
 def _load(folder: Path, **options: Any) -> xLSTMLarge:
@@ -27,6 +27,7 @@ def _same(a: xLSTMLarge, b: xLSTMLarge) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.filterwarnings("ignore:not for transformers")
 @pytest.mark.parametrize("form", ["huggingface", "official"])
 @pytest.mark.parametrize("stored", ["single", "fused"])
 @pytest.mark.parametrize("limit", [5_000_000_000, 40_000], ids=["one file", "parts"])
@@ -78,9 +79,11 @@ def test_parts_without_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_dtypes(stored: torch.dtype, dtype: torch.dtype | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_dtypes(stored: torch.dtype, dtype: torch.dtype | None, named: bool, tmp_path: Path) -> None:
     build(dtype=stored).save_pretrained(tmp_path / "m")
-    found = _load(tmp_path / "m", dtype=dtype, weight_mode="single")
+    asked = str(dtype).removeprefix("torch.") if named and dtype else dtype
+    found = _load(tmp_path / "m", dtype=asked, weight_mode="single")
     assert {parameter.dtype for parameter in found.parameters()} == {dtype or stored}
     assert _same(found, build(dtype=stored).to(dtype or stored))
 
@@ -92,6 +95,28 @@ def test_settings_can_be_changed(tmp_path: Path) -> None:
     assert found.config.step_kernel == "native" and found.config.chunk_size == 32
     with pytest.raises(InvalidArgument, match="the configuration has no colour"):
         _load(tmp_path / "m", colour="red")
+    for theirs, ours in (("torch_dtype", "dtype"), ("device_map", "device")):
+        with pytest.raises(InvalidArgument, match=f"{theirs}= is called {ours}= here"):
+            _load(tmp_path / "m", **{theirs: "auto"})
+
+
+def test_names_of_the_hub_are_not_downloaded() -> None:
+    with pytest.raises(CheckpointError, match=r"not downloaded: huggingface_hub.snapshot_download\(name\) gives"):
+        _load(Path("NX-AI/xLSTM-7b"))
+
+
+@pytest.mark.parametrize(
+    ("form", "mode", "stored"),
+    [("huggingface", None, "single"), ("official", None, "fused"), ("huggingface", "fused", "fused")],
+)
+def test_weights_of_hugging_face_are_single_unless_asked_for(
+    form: str, mode: str | None, stored: str, tmp_path: Path
+) -> None:
+    """transformers does not load fused ones."""
+    build(weight_mode="fused").save_pretrained(tmp_path / "m", form=form, weight_mode=mode)
+    names = load_file(tmp_path / "m" / "model.safetensors").keys()
+    assert any("qkv_opreact" in name for name in names) == (stored == "fused")
+    assert xLSTMLargeConfig.from_folder(tmp_path / "m").weight_mode == stored
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
@@ -214,7 +239,11 @@ def test_nan_cannot_be_quantized(tmp_path: Path) -> None:
     folder.tensors(spoil)
     with pytest.raises(InvalidArgument, match=r"blocks\.1\.mlstm_layer\.qkv_opreact\.weight: .*NaN"):
         _load(folder.path, quantize="int8")
-    for options, reason in (({"quantize": "int3"}, "quantize takes int8"), ({"dtype": torch.int8}, "dtype takes")):
+    for options, reason in (
+        ({"quantize": "int3"}, "quantize takes int8"),
+        ({"dtype": torch.int8}, "dtype takes"),
+        ({"dtype": "auto"}, "dtype takes float64"),
+    ):
         with pytest.raises(InvalidArgument, match=reason):
             _load(folder.path, **options)
 
@@ -248,6 +277,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:not for transformers")
 @pytest.mark.parametrize("use_bias", [False, True])
 def test_files_of_transformers_and_for_them(use_bias: bool, tmp_path: Path) -> None:
     """transformers reads what is written here, and what it writes is read here."""
@@ -262,7 +292,7 @@ def test_files_of_transformers_and_for_them(use_bias: bool, tmp_path: Path) -> N
     close(ours(prompt)[0], theirs(prompt, use_cache=False).logits)
     # as a model that was trained here
     ours.config.mode, ours.config.return_last_states = "train", False
-    ours.save_pretrained(tmp_path / "ours", weight_mode="single")
+    ours.save_pretrained(tmp_path / "ours")
     again, report = xLSTMForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "mismatched_keys"))
     # transformers' last norm has none, which ours was read without

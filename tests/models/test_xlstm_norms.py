@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections import Counter
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.models.xlstm_harness import build, close, oracle, tokens
 from tests.ops.gemm_harness import quicken
@@ -234,6 +235,86 @@ def test_other_modules_in_a_layer_s_place(calls: Counter[str]) -> None:
     # what is not added yet: both second norms, and the second block's first
     assert calls == {"add_rms_norm": STEPS * 3}
     close(found, wanted)
+
+
+BLOCK = "backbone.blocks.0."
+# what halves its results, and the parameters that would be half as large for the same
+HALVES = {
+    BLOCK + "norm_mlstm": (BLOCK + "norm_mlstm.weight",),
+    BLOCK + "mlstm_layer": (BLOCK + "mlstm_layer.out_proj.weight",),
+    BLOCK + "mlstm_layer.qkv_opreact": (BLOCK + "mlstm_layer.qkv_opreact.weight",),
+    BLOCK + "mlstm_layer.ifgate_preact": (
+        BLOCK + "mlstm_layer.ifgate_preact.weight",
+        BLOCK + "mlstm_layer.ifgate_preact.bias",
+    ),
+    BLOCK + "mlstm_layer.out_proj": (BLOCK + "mlstm_layer.out_proj.weight",),
+    BLOCK + "norm_ffn": (BLOCK + "norm_ffn.weight",),
+    BLOCK + "ffn": (BLOCK + "ffn.proj_down.weight",),
+    BLOCK + "ffn.proj_up_gate_z": (BLOCK + "ffn.proj_down.weight",),
+    BLOCK + "ffn.proj_down": (BLOCK + "ffn.proj_down.weight",),
+    "backbone.out_norm": ("backbone.out_norm.weight",),
+    "lm_head": ("lm_head.weight",),
+    "embedding": ("embedding.weight",),
+}
+
+
+def _half(made: Any) -> Any:
+    return (made[0] / 2, *made[1:]) if isinstance(made, tuple) else made / 2
+
+
+class Halved(nn.Module):
+    """Around another module, as adapters are."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def weight(self) -> Any:
+        return self.inner.weight
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return _half(self.inner(*args, **options))
+
+
+@contextlib.contextmanager
+def _replaced(model: nn.Module, name: str) -> Iterator[None]:
+    part = model.get_submodule(name)
+    model.set_submodule(name, Halved(part))
+    yield
+    model.set_submodule(name, part)
+
+
+def _hooked(model: nn.Module, name: str) -> Any:
+    return model.get_submodule(name).register_forward_hook(lambda _part, _args, made: _half(made))
+
+
+@pytest.mark.parametrize("kernel", [OWN, None])
+@pytest.mark.parametrize("name", HALVES)
+def test_what_others_put_in_a_module_s_place_or_around_it_runs(
+    name: str, kernel: str | None, calls: Counter[str]
+) -> None:
+    """In steps and behind prompts, with products of ours or PyTorch's, of a model that has run without it."""
+    model, rows = build(weight_mode="fused", num_blocks=1), tokens(1, 3)
+
+    def made(model: xLSTMLarge, kernel: str | None) -> tuple[Tensor, ...]:
+        registry.get("gemm").force(None)
+        whole, state = model(rows[:, :2])
+        registry.get("gemm").force(kernel)
+        return whole, model.decode(rows[:, 2], state), model(rows[:, :2], last_only=True)[0]
+
+    with torch.no_grad():
+        before = made(model, kernel)
+        halved = copy.deepcopy(model)
+        for parameter in HALVES[name]:
+            halved.get_parameter(parameter).div_(2)
+        wanted = made(halved, None)
+        for change in (_replaced, _hooked):
+            with change(model, name):
+                found = made(model, kernel)
+            for one, other, old in zip(found, wanted, before, strict=True):
+                close(one, other)
+                assert float((one - old).abs().max()) > 0.01
 
 
 def test_a_model_that_has_decoded_is_copied_and_kept(calls: Counter[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.models.xlstm_harness import build, close, tokens
 from wavecrest.errors import InvalidArgument
@@ -83,6 +84,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"blocks\.1\.ffn\.proj_down\.weight holds NaN or infinity"):
         quantize(model)
     assert not _packed(model)
+    for other in (nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))):
+        with pytest.raises(InvalidArgument, match="has no weights to pack"):
+            quantize(other)
     model = quantize(build(), "int8")
     with pytest.raises(InvalidArgument, match="is int8 already"):
         quantize(model, "fp8")

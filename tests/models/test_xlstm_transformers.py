@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.integrations.transformers import patch_transformers_xlstm
 from wavecrest.models.xlstm import convert_single_weights_to_fused_weights, xLSTMLarge, xLSTMLargeConfig
 from wavecrest.models.xlstm.weights import EMBEDDING, HUGGING_FACE_EMBEDDING
+
+Loss = Callable[[Any, Tensor], Tensor]
 
 
 def _ours(theirs: Any, weight_mode: str = "fused") -> xLSTMLarge:
@@ -221,16 +224,46 @@ def test_sizes_that_transformers_cannot_cache() -> None:
     close(patched(prompt[:, 11:], cache_params=cache).logits[:, 0], wanted[:, -1])
 
 
-def test_training_gives_the_same_gradients() -> None:
-    theirs = native().requires_grad_(True).train()
+def _in_segments(model: Any, prompt: Tensor) -> Tensor:
+    """The loss of two parts, the second behind the first's cache."""
+    first = model(prompt[:, :40], labels=prompt[:, :40])
+    return first.loss + model(prompt[:, 40:], labels=prompt[:, 40:], cache_params=first.cache_params).loss
+
+
+def _whole(model: Any, prompt: Tensor) -> Tensor:
+    return model(prompt, labels=prompt).loss
+
+
+def _whole_without_cache(model: Any, prompt: Tensor) -> Tensor:
+    return model(prompt, labels=prompt, use_cache=False).loss
+
+
+# with its cache transformers itself fails from 64 tokens on
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [(_whole_without_cache, _whole_without_cache), (_whole, _whole_without_cache), (_in_segments, _in_segments)],
+    ids=["no cache", "default", "segments"],
+)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_training_gives_the_same_gradients(loss: Loss, wanted: Loss, training: bool) -> None:
+    theirs = native().requires_grad_(True).train(training)
     patched = _patched(theirs)
-    prompt = tokens(2, 66)
-    for model in (theirs, patched):
-        model(prompt, labels=prompt, use_cache=False).loss.backward()
+    wanted(theirs, tokens(2, 66)).backward()
+    loss(patched, tokens(2, 66)).backward()
     for (name, a), (_, b) in zip(theirs.named_parameters(), patched.named_parameters(), strict=True):
         assert a.grad is not None and b.grad is not None
         # the backward doubles the rounding of the forward
         assert float((a.grad - b.grad).norm()) <= 1e-4 * float(a.grad.norm()), name
+
+
+def test_tokens_of_transformers_may_be_outside_of_the_vocabulary() -> None:
+    theirs = native(bos_token_id=500, pad_token_id=500)
+    close(_patched(theirs)(tokens(1, 9)).logits, theirs(tokens(1, 9)).logits)
+
+
+def test_gradient_checkpointing_and_padding_are_refused() -> None:
+    patched = _patched(native()).train()
+    prompt = tokens(2, 9)
     patched.gradient_checkpointing_enable()
     mask = torch.ones_like(prompt)
     mask[0, 0] = 0

@@ -114,7 +114,7 @@ def test_a_kernel_that_a_configuration_names_wins(on_gpu: None, monkeypatch: pyt
         ran.append(backend)
         return args[2]
 
-    monkeypatch.setattr(op, "run", run)
+    monkeypatch.setattr(op, "call_on", run)
     sizes = {"embedding_dim": 128, "num_heads": 1, "num_blocks": 1, "vocab_size": 8}
     with registry.measured_in(Database(arch="gfx942")):
         for batch, name, backend in (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.models.xlstm import xLSTMLargeConfig
+from wavecrest.models.xlstm.config import TOKEN_FIELDS
 from wavecrest.models.xlstm.generation import spans
 from wavecrest.models.xlstm.layers import FeedForward, LayerState, MLSTMLayer, Padding
 from wavecrest.models.xlstm.state import empty_state
@@ -57,7 +58,12 @@ class _Layer(MLSTMLayer):
         Without gradients a step overwrites the state, which is the cache's, and copying it there is no work.
         """
         padding = self.call.part(self.index, x.shape[1])
-        return super().forward(x, state, padding=padding, in_place=not torch.is_grad_enabled())
+        learns = torch.is_grad_enabled()
+        if learns and state is not None:
+            # transformers copies the state behind into the cache, and autograd keeps the one before
+            c, n, m = state
+            state = c.clone(), n.clone(), None if m is None else m.clone()
+        return super().forward(x, state, padding=padding, in_place=not learns)
 
 
 def patch_transformers_xlstm(model: nn.Module, **settings: Any) -> nn.Module:
@@ -116,7 +122,8 @@ def _config(theirs: Any, settings: dict[str, Any]) -> xLSTMLargeConfig:
     unknown = sorted(set(settings) - names)
     if unknown:
         raise InvalidArgument(f"patch_transformers_xlstm: the configuration has no {', '.join(unknown)}")
-    ours = names - {"chunkwise_kernel", "sequence_kernel", "step_kernel", "inference_state_dtype"}
+    # tokens are none of a layer's business, and transformers takes others
+    ours = names - {"chunkwise_kernel", "sequence_kernel", "step_kernel", "inference_state_dtype", *TOKEN_FIELDS}
     values = {name: getattr(theirs, name) for name in ours if hasattr(theirs, name)}
     # what blocks are made from there
     values |= {"embedding_dim": theirs.hidden_size, "mode": "inference", "return_last_states": True}

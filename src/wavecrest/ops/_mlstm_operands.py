@@ -365,13 +365,22 @@ def check_step(op: str, given: StepOperands) -> None:
         _check_in_place(checks, given)
 
 
+def _shares_memory(x: Tensor) -> bool:
+    """True unless each stride is beyond all that the dimensions of smaller ones reach over."""
+    walked = [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    for place, (_, stride) in enumerate(walked):
+        others = walked[:place] + walked[place + 1 :]
+        # compared with each other, not sorted: torch.compile has symbols for them
+        if stride <= sum((size - 1) * other for size, other in others if other <= stride):
+            return True
+    return False
+
+
 def _check_in_place(checks: _Checks, given: StepOperands) -> None:
     if given.c_dtype != given.c.dtype:
         raise checks.fail(f"in_place keeps c's dtype {given.c.dtype}: leave out state_dtype={given.state_dtype}")
     for name, state in (("c", given.c), ("n", given.n), ("m", given.m)):
-        if state is None:
-            continue
-        if any(stride == 0 and size > 1 for size, stride in zip(state.shape, state.stride(), strict=True)):
+        if state is not None and _shares_memory(state):
             raise checks.fail(f"in_place writes to {name}, whose elements share memory (strides {state.stride()})")
     if needs_grad(*given.floats):
         raise checks.fail("in_place overwrites states that a backward would need: use in_place=False with gradients")

@@ -11,7 +11,9 @@ A sigmoid input gate has log σ(i) for i, no m, and 1 for e^−m′.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ LARGEST_HALF = 65504.0
 CHUNK = 64
 
 State = tuple[Tensor, Tensor, Tensor | None]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Rows(NamedTuple):
@@ -42,6 +46,21 @@ class Rows(NamedTuple):
     lf: Tensor
     inside: Tensor | None
     resets: Tensor | None
+
+
+def _without_autocast(function: Callable[Concatenate[Rows, _P], _R]) -> Callable[Concatenate[Rows, _P], _R]:
+    """A function of rows as it is outside of autocast, which would round its products to 16 bits."""
+
+    @functools.wraps(function)
+    def call(rows: Rows, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        device = rows.q.device.type
+        # a graph without autocast has nothing of it
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+            return function(rows, *args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(rows, *args, **kwargs)
+
+    return call
 
 
 def log_gates(i: Tensor, f: Tensor, cap: float, exponential: bool) -> tuple[Tensor, Tensor]:
@@ -141,6 +160,7 @@ def _zeroed(state: State, keep: Tensor) -> State:
     return c.where(keep[..., None, None], 0.0), n.where(keep[..., None], 0.0), None if m is None else m.where(keep, 0.0)
 
 
+@_without_autocast
 def recurrence(rows: Rows, state: State, eps: float, normalize: bool) -> tuple[Tensor, State]:
     """h [N, NH, W, DV] and the last states, token by token: the definition."""
     found = []
@@ -200,6 +220,7 @@ def _chunk(rows: Rows, state: State, eps: float, normalize: bool) -> tuple[Tenso
     return h, (c, n, None if top is None else top[..., -1])
 
 
+@_without_autocast
 def chunks(rows: Rows, state: State, eps: float, normalize: bool, size: int) -> tuple[Tensor, State]:
     """h and the last states, `size` tokens at a time."""
     found = []
@@ -237,7 +258,7 @@ def laid_out(given: Operands, rows: Rows, h: Tensor) -> Tensor:
     if given.cu_seqlens is None:
         return h if rows.inside is None else h.masked_fill(~rows.inside[:, None, :, None], 0.0)
     token = torch.arange(given.tokens, device=h.device)
-    starts = given.cu_seqlens.long()
+    starts = given.cu_seqlens.long().clamp(0, given.tokens)
     owner = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, given.sequences - 1)
     place = token - starts[owner]
     inside = (place >= 0) & (token < starts[owner + 1])
@@ -295,16 +316,20 @@ def step(given: StepOperands) -> tuple[Tensor, ...]:
     return h, given.c, given.n, given.m
 
 
-def parallel(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, lf: Tensor, eps: float, exponential: bool, normalize: bool
-) -> Tensor:
-    """h from all pairs of tokens, O(S²), without states; gates as their logarithms, everything in one dtype.
+@_without_autocast
+def parallel(rows: Rows, eps: float, exponential: bool, normalize: bool) -> Tensor:
+    """h from all pairs of tokens of whole rows, O(S²), without states.
 
     m is here the largest of a row's exponents, without the m = 0 that a recurrence begins with: ε apart, m cancels.
     """
+    q, k, v, i, lf = rows[:5]
     seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
     d = (_decays(lf) + i[..., None, :]).masked_fill(~seen, float("-inf"))
-    top = d.amax(-1) if exponential and d.numel() else None
+    top = None
+    if exponential and d.numel():
+        top = d.amax(-1)
+        # of a row that sees closed input gates alone any number will do
+        top = top.masked_fill(top == float("-inf"), 0.0)
     p = (q @ k.mT) * q.shape[-1] ** -0.5 * torch.exp(d if top is None else d - top[..., None])
     h: Tensor = p @ v
     return h / _denominator(p.sum(-1), top, eps)[..., None] if normalize else h

@@ -23,8 +23,8 @@ class mLSTMBackendConfig:
         chunkwise_kernel, sequence_kernel, step_kernel: "auto" for the dispatcher's choice by shape, or a name of the
             official package (`get_available_mlstm_kernels` and its siblings), which wins over that choice.
         mode: of calls that name none: "train", "train_with_padding" or "inference"; any sequence length runs in each.
-        chunk_size: of the chunkwise kernels that are asked for by name; "auto" chooses its own.
-        return_last_states: of calls that do not say.
+        chunk_size: kept for configurations that have it; kernels choose their own, and results do not depend on it.
+        return_last_states: of calls that do not say; for mode "inference" see `mLSTMBackend.forward`.
         autocast_kernel_dtype: kept for configurations that have it; kernels run in their operands' dtype.
         eps: added to the normalizer.
         inference_state_dtype: of the state c: "float32" or "float16". With "bfloat16" it is float32, with a
@@ -92,7 +92,7 @@ class mLSTMBackend(nn.Module):
             chunkwise,
             kernels.check("sequence", config.sequence_kernel),
             kernels.check("step", config.step_kernel),
-            kernels.chunk_of(chunkwise, config.chunk_size),
+            None,
             stored_dtype(config.inference_state_dtype),
         )
         self._options: dict[str, Any] = {"eps": float(config.eps)}
@@ -123,7 +123,9 @@ class mLSTMBackend(nn.Module):
                 kernel, up to 15 the sequence kernel, more the chunkwise kernel; in the others always the last.
 
         Returns:
-            h [B, NH, S, DV]; with last states (h, (c, n, m)), for sigmoid gates (h, (c, n)).
+            h [B, NH, S, DV]; with last states (h, (c, n, m)), for sigmoid gates (h, (c, n)). In mode "inference" the
+            states are always there, whatever was asked for, as in the official package; but a kernel that has none
+            gives h alone.
 
         Raises:
             InvalidArgument: a shape, dtype or mode is outside this, or states go with a kernel or mode without any.
@@ -136,6 +138,7 @@ class mLSTMBackend(nn.Module):
         initial: dict[str, Any] = {"c_initial": c_initial, "n_initial": n_initial, "m_initial": m_initial}
         tokens = q.shape[2] if isinstance(q, Tensor) and q.ndim == 4 else 0
         own = self._kernels
+        asked = asked or (mode == "inference" and own.chunkwise_kernel.state)
         if mode == "inference" and tokens == 1 and own.chunkwise_kernel.state:
             result = self._step(q, k, v, i, f, initial)
         else:

@@ -45,6 +45,14 @@ SILENT = frozenset(
 ABSENT_PARTS = ("add_qk_norm", "add_post_norm", "add_embedding_dropout")
 # fields that the official package's dataclass does not have
 TOKEN_FIELDS = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "force_bos_token_insert")
+# what transformers runs without the official package
+NATIVE_KERNELS = ("chunkwise--native_autograd", "parallel--native_autograd", "native_sequence__native", "native")
+_KERNELS = ("chunkwise_kernel", "sequence_kernel", "step_kernel")
+_CAPS = ("gate_soft_cap", "output_logit_soft_cap")
+_SWITCHES = (
+    "use_bias", "norm_reduction_force_float32", "add_out_norm", "return_last_states", "tie_word_embeddings",
+    "force_bos_token_insert",
+)  # fmt: skip
 _FACTORS = ("norm_eps", "qk_dim_factor", "v_dim_factor", "eps", "ffn_proj_factor")
 _SIZES = ("embedding_dim", "num_heads", "num_blocks", "vocab_size", "chunk_size", "ffn_round_up_to_multiple_of")
 
@@ -83,7 +91,7 @@ class xLSTMLargeConfig:
         chunkwise_kernel, sequence_kernel, step_kernel: "auto" for the dispatcher's choice, or a name of the official
             package (`wavecrest.models.xlstm.kernels`).
         mode: "train", "train_with_padding" or "inference"; any sequence length runs in each.
-        chunk_size: of the chunkwise kernels that are asked for by name; "auto" chooses its own.
+        chunk_size: kept for the files; kernels choose their own, and results do not depend on it.
         return_last_states: `xLSTMLarge` returns (logits, state) unless a call says otherwise.
         autocast_kernel_dtype: kept for the files; kernels run in their operands' dtype.
         eps: added to the cell's normalizer.
@@ -93,7 +101,8 @@ class xLSTMLargeConfig:
         gate_soft_cap, output_logit_soft_cap: cap · tanh(x / cap) of the gates and of the logits; 0 or None: none.
         weight_mode: "single" or "fused" projections.
         tie_word_embeddings: the logits' weight is the embedding's.
-        bos_token_id, eos_token_id, pad_token_id: for `generate`; None: there is none.
+        bos_token_id, eos_token_id, pad_token_id: for `generate`; None: there is none. The first is of the vocabulary,
+            as it is read.
         force_bos_token_insert: `generate` puts `bos_token_id` before prompts that do not begin with it.
     """
 
@@ -136,23 +145,45 @@ class xLSTMLargeConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise InvalidArgument(f"xLSTM: {name} must be a number above 0, got {value!r}")
-        for name in ("gate_soft_cap", "output_logit_soft_cap"):
+        for name in _CAPS:
             cap = getattr(self, name)
             if cap is not None and (isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0):
                 raise InvalidArgument(f"xLSTM: {name} must be a number from 0 on or None, got {cap!r}")
-        for name, choices in (("mode", MODES), ("weight_mode", WEIGHT_MODES), ("inference_state_dtype", tuple(DTYPES))):
-            if getattr(self, name) not in choices:
-                raise InvalidArgument(f"xLSTM: {name} takes {', '.join(choices)}, not {getattr(self, name)!r}")
+        choices = {"mode": MODES, "weight_mode": WEIGHT_MODES}
+        choices |= dict.fromkeys(("autocast_kernel_dtype", "inference_state_dtype"), tuple(DTYPES))
+        for name, names in choices.items():
+            if getattr(self, name) not in names:
+                raise InvalidArgument(f"xLSTM: {name} takes {', '.join(names)}, not {getattr(self, name)!r}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(f"xLSTM: {name} must be True or False, got {getattr(self, name)!r}")
         for name in ("qk_dim", "v_dim"):
             if getattr(self, name) < 1 or getattr(self, name) % self.num_heads:
                 raise InvalidArgument(
                     f"xLSTM: {self.num_heads} heads do not divide {name} {getattr(self, name)}; change num_heads, "
                     f"embedding_dim or {name}_factor"
                 )
+        self._check_tokens()
         kernels.check("chunkwise", self.chunkwise_kernel)
         kernels.check("sequence", self.sequence_kernel)
         kernels.check("step", self.step_kernel)
         self._check_states()
+
+    def _check_tokens(self) -> None:
+        for name in ("bos_token_id", "pad_token_id"):
+            token = getattr(self, name)
+            if token is not None and type(token) is not int:
+                raise InvalidArgument(f"xLSTM: {name} must be a whole number or None, got {token!r}")
+        # an end is compared and padding is written, so that any number works
+        if self.bos_token_id is not None and not 0 <= self.bos_token_id < self.vocab_size:
+            raise InvalidArgument(
+                f"xLSTM: bos_token_id is {self.bos_token_id}, tokens are from 0 to {self.vocab_size - 1}; None: there "
+                "is none"
+            )
+        ends = self.eos_token_id
+        several = ends if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
+        if any(type(token) is not int for token in several):
+            raise InvalidArgument(f"xLSTM: eos_token_id must be a whole number, a list of them or None, got {ends!r}")
 
     def _check_states(self) -> None:
         """What cannot give back a state, as the official package has it."""
@@ -265,7 +296,8 @@ class xLSTMLargeConfig:
         """The keys of a file: of the official package's config.yaml, or of a Hugging Face config.json.
 
         A kernel that is "auto" is left out, as neither reader knows that name. A config.json asks for inference with
-        states, without which transformers' blocks do not run.
+        states, without which transformers' blocks do not run; what transformers cannot read or computes otherwise is
+        there as it is, and named by a `ConfigWarning`.
 
         Raises:
             InvalidArgument: `form` is neither "official" nor "huggingface".
@@ -283,7 +315,23 @@ class xLSTMLargeConfig:
                 "num_hidden_layers": self.num_blocks,
             } | own
             own |= {"mode": "inference", "return_last_states": kernels.has_state(self.chunkwise_kernel)}
+            # whole numbers are refused there
+            numbers = {name: getattr(self, name) for name in (*_FACTORS, *_CAPS)}
+            own |= {name: float(number) for name, number in numbers.items() if number is not None}
+            if problems := self._strange():
+                warnings.warn(f"not for transformers (5.23): {'; '.join(problems)}", ConfigWarning, stacklevel=2)
         return {name: value for name, value in own.items() if not (name.endswith("_kernel") and value == kernels.AUTO)}
+
+    def _strange(self) -> list[str]:
+        """What transformers cannot read, or computes otherwise, and why."""
+        caps = {name: getattr(self, name) for name in _CAPS}
+        found = [f"{name}={cap} (it divides by a number)" for name, cap in caps.items() if not cap]
+        if not self.add_out_norm:
+            found.append("add_out_norm=False (it always has this norm)")
+        elif self.use_bias:
+            found.append("use_bias=True (its last norm has no bias)")
+        named = [name for name in _KERNELS if getattr(self, name) not in (kernels.AUTO, *NATIVE_KERNELS)]
+        return found + [f"{name}={getattr(self, name)} (it needs the package xlstm for it)" for name in named]
 
 
 def _read_yaml(path: Path) -> Any:

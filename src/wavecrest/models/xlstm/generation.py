@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Sequence
@@ -17,7 +18,7 @@ from wavecrest import cuda_graph, numerics
 from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.models.xlstm.layers import watched
 from wavecrest.models.xlstm.sampling import Sampling
-from wavecrest.models.xlstm.state import State, StatePool, clone_state
+from wavecrest.models.xlstm.state import State, StatePool, clone_state, lasting
 from wavecrest.ops import PackedWeight, _ahead
 from wavecrest.ops.gemm.config import MULTIPLY_ROWS
 
@@ -125,6 +126,7 @@ class Decoder:
     none does.
     """
 
+    @lasting()
     def __init__(self, state: State, logits: Tensor, sampling: Sampling) -> None:
         self.pool = StatePool(state)
         self.token = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
@@ -304,13 +306,20 @@ def compile_ahead(model: xLSTMLarge, batch: int, longest: int) -> str | None:
     return found
 
 
+def _whole(value: Any) -> int:
+    """A whole number of any kind, that of a tensor without dimensions too; TypeError: it is none."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool)):
+        raise TypeError
+    return operator.index(value)
+
+
 @dataclass(frozen=True)
 class Request:
     """What `xLSTMLarge.generate` and `stream` were asked for; see there."""
 
     max_new_tokens: int
     sampling: Sampling
-    eos_token_id: int | Sequence[int] | None
+    eos_token_id: int | Sequence[int] | Tensor | None
     insert_bos: bool | None
     generator: torch.Generator | None
     check_every: int
@@ -331,11 +340,14 @@ class Request:
 
     def ends(self, config: xLSTMLargeConfig) -> tuple[int, ...]:
         """The tokens that end a row."""
-        ids = config.eos_token_id if self.eos_token_id is None else self.eos_token_id
-        ends = (ids,) if isinstance(ids, int) else tuple(ids or ())
-        if any(type(token) is not int for token in ends):
-            raise InvalidArgument(f"generate: eos_token_id must be a token or a list of them, got {ids!r}")
-        return ends
+        ids: Any = config.eos_token_id if self.eos_token_id is None else self.eos_token_id
+        if ids is None:
+            return ()
+        several = isinstance(ids, (list, tuple, set)) or getattr(ids, "ndim", 0) == 1
+        try:
+            return tuple(_whole(token) for token in (ids if several else (ids,)))
+        except TypeError:
+            raise InvalidArgument(f"generate: eos_token_id must be a token or a list of them, got {ids!r}") from None
 
 
 @torch.no_grad()
@@ -344,9 +356,7 @@ def begin(
 ) -> tuple[Decoder, Iterator[tuple[Tensor, Tensor]]]:
     """Read the prompts and choose their first tokens; what is still to do is in the iterator of `ended`."""
     config, ends = model.config, request.ends(model.config)
-    model.check_tokens(tokens)
-    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
-        raise InvalidArgument(f"generate: tokens are from 0 to {config.vocab_size - 1}, the prompt has others")
+    model.check_tokens(tokens, wait=True)
     prompt = prepare(tokens.long(), mask, request.bos(config, state))
     kept = None
     if prompt.lengths is not None:

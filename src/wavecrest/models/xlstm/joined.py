@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from wavecrest import registry
 from wavecrest.errors import Unsupported
@@ -15,10 +16,26 @@ from wavecrest.ops import PackedWeight
 if TYPE_CHECKING:
     from wavecrest.models.xlstm.layers import Norm
 
+_Module = TypeVar("_Module", bound=nn.Module)
+
 # more rows than these have work enough in each product
 MOST_ROWS = 64
 # the one kernel that takes a tail
 TAKES_TAILS = "triton_multiply"
+
+
+def plain(module: nn.Module, kind: type[_Module]) -> TypeGuard[_Module]:
+    """True if nothing but the forward of `kind` runs when a module is called: what it does may be done without it.
+
+    Not so for another class's forward, a module's own (as accelerate sets it), and hooks on it or on all modules.
+    """
+    return type(module).forward is kind.forward and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or "forward" in module.__dict__
+    )
 
 
 class Joined:
@@ -34,17 +51,26 @@ class Joined:
         self._both: Linear | None = None
         self._key: tuple[Any, ...] = ()
         self._runs = False
+        # the narrow layer's parameters may lie in memory with the wide one's
+        self._lies_behind = False
         self.lay_out()
+
+    def __reduce__(self) -> tuple[type[Joined], tuple[Linear, Linear]]:
+        """A copy joins the copied layers anew: storages that lie in one memory are not copied as such."""
+        return Joined, (self._wide, self._narrow)
 
     @torch.no_grad()
     def lay_out(self) -> None:
         """Move the parameters; not where their dtypes or devices differ, or one has no memory yet.
 
-        Nor where the narrow weight is packed, or the wide one is in a format that takes no tail.
+        Nor where the narrow weight is packed, or the wide one is in a format that takes no tail; nor out of memory
+        that is shared between processes.
         """
         self._both, self._key = None, ()
         wide, narrow = self._wide.weight, self._narrow.weight
         biases = [one.bias for one in (self._wide, self._narrow) if one.bias is not None]
+        if wide.device.type == "cpu" and any(one.is_shared() for one in (wide, narrow, *biases)):  # type: ignore[no-untyped-call]
+            return
         if isinstance(wide, PackedWeight):
             # not to keep the memory that the wide one has given back
             self._part()
@@ -57,7 +83,7 @@ class Joined:
         weight: Tensor = wide
         if not one_scale:
             weight = torch.cat([wide.data, narrow.data])
-            wide.data, narrow.data = torch.split(weight, [len(wide), len(narrow)])
+            wide.data, narrow.data = map(_own, torch.split(weight, [len(wide), len(narrow)]))
         bias = None
         if biases:
             # zeros of a bias that is not there
@@ -67,14 +93,20 @@ class Joined:
             ):
                 if layer.bias is not None:
                     part.copy_(layer.bias.data)
-                    layer.bias.data = part
+                    layer.bias.data = _own(part)
         self._both = Linear(weight, bias, tail=narrow if one_scale else None)
+        self._lies_behind = True
 
     def _part(self) -> None:
         """Give the narrow layer's parameters memory of their own."""
         for one in (self._narrow.weight, self._narrow.bias):
-            if one is not None and not isinstance(one, PackedWeight) and one.untyped_storage().nbytes() > one.nbytes:
+            if self._lies_behind and one is not None and not isinstance(one, PackedWeight):
                 one.data = one.data.clone()
+        self._lies_behind = False
+
+    def joins(self, wide: nn.Module, narrow: nn.Module) -> bool:
+        """True if these are still the layers, and nothing but their forward runs when they are called."""
+        return wide is self._wide and narrow is self._narrow and plain(wide, Linear) and plain(narrow, Linear)
 
     def of(self, x: Tensor, norm: Norm | None = None) -> Linear | None:
         """One layer for x [..., K], whose results lie side by side; None where there is none, or x has many rows.
@@ -120,6 +152,16 @@ class Joined:
             layer.bias is None or layer.bias.data_ptr() == part.data_ptr()
             for layer, part in zip((self._wide, self._narrow), parts, strict=True)
         )
+
+
+def _own(part: Tensor) -> Tensor:
+    """Rows of a tensor as the whole of a storage, by which files of weights are written; it keeps the rest alive.
+
+    Not by DLPack, which exports from the current GPU alone.
+    """
+    start = part.storage_offset() * part.itemsize
+    storage = part.untyped_storage()[start : start + part.nbytes]
+    return part.new_empty(0).set_(storage, 0, part.shape, part.stride())
 
 
 def _inside(whole: Tensor, *parts: Tensor) -> bool:

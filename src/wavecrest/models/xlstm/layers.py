@@ -12,7 +12,7 @@ from wavecrest import registry
 from wavecrest.errors import Unsupported
 from wavecrest.models.xlstm import kernels
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
-from wavecrest.models.xlstm.joined import Joined
+from wavecrest.models.xlstm.joined import Joined, plain
 from wavecrest.nn import Linear
 from wavecrest.ops import add_rms_norm, rms_norm, silu_and_mul
 
@@ -64,16 +64,16 @@ class Choice:
 
         Not where PyTorch's composition would run, to which a launch for the row operation is nothing more; nor where
         the product alone rests on a measured row and this one does not; nor for what torch.compile traces; nor a norm
-        with a bias or hooks. `judge` asks something else of each layer.
+        with a bias; nor layers and norms of others, or with hooks, which are called as they are. `judge` asks something
+        else of each layer.
         """
         if torch.compiler.is_compiling():
             return (False,) * len(asked)
         key: list[Any] = [registry.Op.epoch, x.shape, x.dtype, x.device, torch.is_grad_enabled()]
         for layers, norm in asked:
-            for layer in layers:
-                key += (type(layer), id(getattr(layer, "weight", None)))
+            key += [id(layer.weight) if plain(layer, Linear) else None for layer in layers]
             if norm is not None:
-                key.append(not (norm._forward_hooks or norm._forward_pre_hooks))
+                key.append(bare(norm))
         if key != self._key:
             judge = judge or _ours
             self._found = tuple([all(judge(layer, x, norm) for layer in layers) for layers, norm in asked])
@@ -83,9 +83,7 @@ class Choice:
 
 def _ours(layer: nn.Module, x: Tensor, norm: Norm | None) -> bool:
     """As `Choice.of`, of one layer."""
-    if not isinstance(layer, Linear):
-        return False
-    if norm is not None and (norm.bias is not None or norm._forward_hooks or norm._forward_pre_hooks):
+    if not plain(layer, Linear) or not (norm is None or bare(norm)):
         return False
     # without a norm what is multiplied has the rows of x, and is not there yet
     a = x.new_empty(*x.shape[:-1], layer.in_features) if norm is None else x
@@ -101,7 +99,7 @@ def _ours(layer: nn.Module, x: Tensor, norm: Norm | None) -> bool:
 
 def _adds(layer: nn.Module, x: Tensor, norm: Norm | None = None) -> bool:
     """True if PyTorch multiplies for a layer, of rows like x's, and can add the product to x where that lies."""
-    if not isinstance(layer, Linear) or layer.bias is not None:
+    if not plain(layer, Linear) or layer.bias is not None:
         return False
     a = x.new_empty(*x.shape[:-1], layer.in_features)
     try:
@@ -137,6 +135,11 @@ class Norm(nn.Module):
         else:
             normed, x = add_rms_norm(delta, x, self.weight, self.eps)
         return (normed if self.bias is None else normed + self.bias), x
+
+
+def bare(norm: nn.Module) -> bool:
+    """True if a norm is no more than its weight and eps, which a product may apply in its place."""
+    return plain(norm, Norm) and norm._parameters["bias"] is None
 
 
 def at_places(x: Tensor, places: Tensor) -> Tensor:
@@ -204,8 +207,9 @@ class MLSTMLayer(nn.Module):
     def inputs(self, x: Tensor, norm: Norm | None) -> tuple[nn.Module, ...]:
         """The layers that x [B, S, embedding_dim], or its norm, goes through first: one where all are joined."""
         if self.fused:
-            both = self.joined.of(x, norm)
-            return (self.ifgate_preact, self.qkv_opreact) if both is None else (both,)
+            gates, projections = self.ifgate_preact, self.qkv_opreact
+            both = self.joined.of(x, norm) if self.joined.joins(projections, gates) else None
+            return (gates, projections) if both is None else (both,)
         return self.igate_preact, self.fgate_preact, self.q, self.k, self.v, self.ogate_preact
 
     def _projections(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, ...]:
@@ -354,13 +358,19 @@ class Block(nn.Module):
         if arrivals is not None:
             options["arrivals"] = arrivals
         first = second = mixes = ends = False
-        if in_place and padding is None and x.shape[1] == 1:
+        # what others put in their place, and hooks, get and give what a block does by itself
+        ours = not torch.compiler.is_compiling() and plain(layer, MLSTMLayer) and plain(ffn, FeedForward)
+        if ours and in_place and padding is None and x.shape[1] == 1:
             first, second, mixes, ends = self._choice.of(
-                x, (layer.inputs(x, self.norm_mlstm), self.norm_mlstm), (ffn.inputs(), self.norm_ffn),
-                ((layer.out_proj,), None), ((ffn.proj_down,), None),
-            )  # fmt: skip
+                x,
+                (layer.inputs(x, self.norm_mlstm if bare(self.norm_mlstm) else None), self.norm_mlstm),
+                (ffn.inputs(), self.norm_ffn),
+                ((layer.out_proj,), None),
+                ((ffn.proj_down,), None),
+            )
         elif (
-            last is None
+            ours
+            and last is None
             and overwrite
             and self._additions.of(x, ((layer.out_proj, ffn.proj_down), None), judge=_adds)[0]
         ):
@@ -376,9 +386,10 @@ class Block(nn.Module):
         if last is not None:
             # the state wants all tokens up to here, what is behind it these alone: as few rows as of a step
             x, options["last"] = at_places(x, last), last
-            second, mixes, ends = self._behind.of(
-                x, (ffn.inputs(), self.norm_ffn), ((layer.out_proj,), None), ((ffn.proj_down,), None)
-            )
+            if ours:
+                second, mixes, ends = self._behind.of(
+                    x, (ffn.inputs(), self.norm_ffn), ((layer.out_proj,), None), ((ffn.proj_down,), None)
+                )
         if second and mixes:
             x, after = layer(normed, state, residual=x, **options)
             normed, norm = x, self.norm_ffn
@@ -388,4 +399,4 @@ class Block(nn.Module):
         # what the next block does with it is not known here; it is made as this one
         if ends and (first or last is not None):
             return ffn(normed, norm, residual=x), None, after
-        return x, ffn(normed, norm), after
+        return x, ffn(normed) if norm is None else ffn(normed, norm), after

@@ -31,6 +31,9 @@ MAX_NAMES = 12
 INDEX = "model.safetensors.index.json"
 # safetensors' names of what a weight may be stored in
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+# what transformers calls arguments of ours
+_SYNONYMS = {"torch_dtype": "dtype", "device_map": "device"}
 _SHARD = re.compile(r"model(_\d+|-\d+-of-\d+)\.safetensors")
 
 
@@ -146,7 +149,7 @@ def load(
     kind: type[xLSTMLarge],
     folder: str | Path,
     device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | str | None,
     weight_mode: str,
     quantize: str | None,
     changes: Mapping[str, Any],
@@ -154,21 +157,25 @@ def load(
     """What `xLSTMLarge.from_pretrained` does; see there."""
     path = Path(folder)
     if not path.is_dir():
-        raise CheckpointError(f"{folder} is no folder")
+        raise CheckpointError(
+            f"{folder} is no folder; names of the Hugging Face hub are not downloaded: "
+            "huggingface_hub.snapshot_download(name) gives the folder of one"
+        )
     if quantize is not None:
         check_format(quantize)
-    if dtype is not None and dtype not in _DTYPES.values():
-        raise InvalidArgument(f"from_pretrained: dtype takes float32, bfloat16, float16, float64, not {dtype}")
+    chosen = _NAMES.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and chosen not in _DTYPES.values():
+        raise InvalidArgument(f"from_pretrained: dtype takes {', '.join(_NAMES)}, not {dtype}")
     config = _configured(path, weight_mode, changes)
     target = torch.device(device if device is not None else hardware.detect().torch_name)
     with contextlib.ExitStack() as stack:
         reader = _Reader(path, stack)
         stored_mode = weights.weight_mode_of(list(reader.stored))
         _check(reader, config, stored_mode, path)
-        dtype = dtype or _DTYPES[reader.stored[weights.EMBEDDING].dtype]
+        chosen = chosen or _DTYPES[reader.stored[weights.EMBEDDING].dtype]
         model = kind(config, device="meta")
         for name, parameter in list(model.named_parameters()):
-            value = torch.empty(parameter.shape, dtype=dtype, device=target)
+            value = torch.empty(parameter.shape, dtype=chosen, device=target)
             if name == weights.OUT_NORM_BIAS and name not in reader.stored:
                 value.zero_()
             else:
@@ -183,6 +190,9 @@ def load(
 
 def _configured(folder: Path, weight_mode: str, changes: Mapping[str, Any]) -> xLSTMLargeConfig:
     """A folder's configuration for inference, with the caller's changes."""
+    for theirs, ours in _SYNONYMS.items():
+        if theirs in changes:
+            raise InvalidArgument(f"from_pretrained: {theirs}= is called {ours}= here")
     known = {field.name for field in fields(xLSTMLargeConfig)}
     unknown = sorted(set(changes) - known)
     if unknown:
@@ -208,7 +218,9 @@ def _fill(value: Tensor, reader: _Reader, parts: list[weights.Rows]) -> None:
 
 def save(model: xLSTMLarge, folder: str | Path, form: str, weight_mode: str | None, max_shard_bytes: int) -> None:
     """What `xLSTMLarge.save_pretrained` does; see there."""
-    path, mode = Path(folder), weight_mode or model.config.weight_mode
+    # transformers 5.23 fails to initialise fused layers, which it does before it loads them
+    mode = weight_mode or ("single" if form == "huggingface" else model.config.weight_mode)
+    path = Path(folder)
     settings = replace(model.config, weight_mode=mode).to_dict(form)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise OutputError(f"{folder} is there already and not empty; save to a new folder")

@@ -14,6 +14,7 @@ from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm import generation, loader
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
 from wavecrest.models.xlstm.generation import Generated, Request
+from wavecrest.models.xlstm.joined import plain
 from wavecrest.models.xlstm.layers import (
     FGATE_BIAS,
     IGATE_BIAS,
@@ -144,7 +145,8 @@ class xLSTMLarge(nn.Module):
         """Logits of the next token behind each token.
 
         Args:
-            tokens: int64 or int32 [B, S].
+            tokens: int64 or int32 [B, S], from 0 to vocab_size − 1. Looked at on a CPU alone, and not where
+                `torch.compile` traces: on a GPU it would wait for the device, which fails itself at others.
             state: before the first token; None: zeros. Not changed.
             attention_mask: bool or integers [B, S], 0 for padding at the left or the right: states pass it by. Logits
                 at padding mean nothing.
@@ -180,7 +182,8 @@ class xLSTMLarge(nn.Module):
         """
         # by index: nn.Embedding takes 10.9 us for 16 rows of 4096 and 2.1 for one (H200, 2026-11-23, "kernels" of
         # xlstm.peers.json), as its kernel for up to 16 has them one after the other
-        x = self.embedding.weight[token].unsqueeze(1)
+        found = self.embedding.weight[token] if plain(self.embedding, nn.Embedding) else self.embedding(token)
+        x = found.unsqueeze(1)
         norm = self.backbone.out_norm
         if norm is not None and not self._choice.of(x, ((self.lm_head,), norm))[0]:
             norm = None
@@ -201,8 +204,11 @@ class xLSTMLarge(nn.Module):
             logits = logits.float()
         return soft_cap(logits, self.config.output_logit_soft_cap)
 
-    def check_tokens(self, tokens: Tensor) -> None:
-        """Raise InvalidArgument unless tokens are int64 or int32 [B, S] on the model's device."""
+    def check_tokens(self, tokens: Tensor, *, wait: bool = False) -> None:
+        """Raise InvalidArgument unless tokens are int64 or int32 [B, S] on the model's device, and of its vocabulary.
+
+        `wait`: look at the values on a GPU too.
+        """
         fits = isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.dtype in (torch.int64, torch.int32)
         if not fits:
             found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
@@ -210,6 +216,10 @@ class xLSTMLarge(nn.Module):
         device = self.embedding.weight.device
         if tokens.device != device:
             raise InvalidArgument(f"xLSTM: tokens are on {tokens.device}, the model on {device}; move one of them")
+        looked = wait or (device.type == "cpu" and not torch.compiler.is_compiling())
+        last = self.config.vocab_size - 1
+        if looked and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) <= last:
+            raise InvalidArgument(f"xLSTM: tokens are from 0 to {last}, got {int(tokens.min())} to {int(tokens.max())}")
 
     def _last(self, tokens: Tensor, padding: Padding | None) -> Tensor:
         if tokens.shape[1] == 0:
@@ -230,7 +240,7 @@ class xLSTMLarge(nn.Module):
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        eos_token_id: int | Sequence[int] | None = None,
+        eos_token_id: int | Sequence[int] | Tensor | None = None,
         insert_bos: bool | None = None,
         generator: torch.Generator | None = None,
         check_every: int = 8,
@@ -242,9 +252,10 @@ class xLSTMLarge(nn.Module):
             tokens: prompts, int64 or int32 [B, S].
             max_new_tokens: at least 1.
             attention_mask: [B, S], 0 for padding at the left or the right of a prompt.
-            state: before the prompts, of an earlier call; not changed.
+            state: before the prompts, as `model(tokens, return_last_states=True)` gives it; not changed.
             temperature, top_k, top_p: see `Sampling`; temperature 0 takes the largest.
-            eos_token_id: what ends a row; None: the configuration's, (): nothing.
+            eos_token_id: what ends a row, a token or several: whole numbers of any kind; a list, tuple, set, tensor or
+                array of them. None: the configuration's, (): nothing.
             insert_bos: put the configuration's bos_token_id before prompts that do not begin with it; None: as
                 `force_bos_token_insert` says, and not behind a state.
             generator: of draws, on the model's device; None: torch's own.
@@ -282,7 +293,7 @@ class xLSTMLarge(nn.Module):
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        eos_token_id: int | Sequence[int] | None = None,
+        eos_token_id: int | Sequence[int] | Tensor | None = None,
         insert_bos: bool | None = None,
         generator: torch.Generator | None = None,
         check_every: int = 1,
@@ -330,7 +341,7 @@ class xLSTMLarge(nn.Module):
         folder: str | Path,
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         weight_mode: str = "fused",
         quantize: str | None = None,
         **changes: Any,
@@ -342,9 +353,10 @@ class xLSTMLarge(nn.Module):
         projections, as the files have them.
 
         Args:
-            folder: of the model.
+            folder: of the model; names of the Hugging Face hub are not downloaded (`huggingface_hub.snapshot_download`
+                gives a folder).
             device: None: the GPU if there is one, else the CPU.
-            dtype: of the weights; None: as the embedding is stored.
+            dtype: of the weights, torch.bfloat16 or "bfloat16"; None: as the embedding is stored.
             weight_mode: of the model: "fused" (fewer, larger products) or "single".
             quantize: "int8", "fp8" or "int4": see `wavecrest.models.xlstm.quantize`; each weight is packed as it is
                 read.
@@ -371,10 +383,13 @@ class xLSTMLarge(nn.Module):
     ) -> None:
         """Write a folder that `from_pretrained` reads, and so do transformers or the official package.
 
+        A `ConfigWarning` names what of the configuration transformers cannot read, or computes otherwise.
+
         Args:
             folder: a new or an empty one; it is there when it is whole.
             form: "huggingface" (config.json), or "official" (config.yaml, which holds no tokens).
-            weight_mode: of the files: "single" or "fused"; None: the model's own.
+            weight_mode: of the files: "single" or "fused", which transformers (5.23) does not load; None: "single" for
+                "huggingface", the model's own for "official".
             max_shard_bytes: weights are written in several files beyond that.
 
         Raises:

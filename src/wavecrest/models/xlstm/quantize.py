@@ -38,8 +38,8 @@ def check_format(format: str) -> None:
 
 def takes(name: str, lm_head: bool = False) -> bool:
     """True if a parameter of this name is packed."""
-    parts = name.split(".")
-    return parts[-1] == "weight" and (parts[-2] in PACKED or (lm_head and name == "lm_head.weight"))
+    path, _, leaf = name.rpartition(".")
+    return leaf == "weight" and (path.rpartition(".")[2] in PACKED or (lm_head and path == "lm_head"))
 
 
 def packed(name: str, weight: Tensor, format: str) -> PackedWeight:
@@ -81,12 +81,14 @@ def quantize(model: xLSTMLarge, format: str = "int8", *, lm_head: bool = False) 
         The model.
 
     Raises:
-        InvalidArgument: there is no such format, a weight is packed already, or one holds NaN or infinity; nothing is
-            changed then.
+        InvalidArgument: there is no such format, the model has none of the weights, one is packed already, or one holds
+            NaN or infinity; nothing is changed then.
     """
     check_format(format)
     # by name, so that a tied lm_head is found beside the embedding
     chosen = {name: value for name, value in model.state_dict(keep_vars=True).items() if takes(name, lm_head)}
+    if not chosen:
+        raise InvalidArgument(f"xLSTM: quantize takes an xLSTMLarge; {type(model).__name__} has no weights to pack")
     for name, weight in chosen.items():
         if isinstance(weight, PackedWeight):
             raise InvalidArgument(f"xLSTM: {name} is {weight.format} already; load the model again to quantize it")

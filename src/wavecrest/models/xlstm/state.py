@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -63,12 +66,21 @@ def clone_state(state: State) -> State:
     return {index: (c.clone(), n.clone(), None if m is None else m.clone()) for index, (c, n, m) in state.items()}
 
 
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """What is made within can be written to in every mode; tensors of `torch.inference_mode` only inside of it."""
+    # in this order, as the first turns gradients on
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class StatePool:
     """States at fixed addresses, which decoding updates in place and a captured graph holds on to.
 
     `arrivals`: int32 [blocks, B, NH] of zeros, for the steps that update them.
     """
 
+    @lasting()
     def __init__(self, state: State) -> None:
         """Take a copy of a state."""
         self.state = clone_state(state)

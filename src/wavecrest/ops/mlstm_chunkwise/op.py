@@ -270,5 +270,5 @@ def mlstm_parallel(
     given = Operands(q, k, v, i, f, eps=eps, input_gate=input_gate, normalize=normalize, gate_soft_cap=gate_soft_cap)
     check("mlstm_parallel", given)
     rows = _reference_module.rows_of(given)
-    h = _reference_module.parallel(*rows[:5], eps, given.exponential, normalize)
+    h = _reference_module.parallel(rows, eps, given.exponential, normalize)
     return _reference_module.result_like(h, v)

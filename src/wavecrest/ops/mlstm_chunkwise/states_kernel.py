@@ -285,7 +285,8 @@ def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
     share = tl.cast(1.0, tl.float32)
     if HALF:
         base = finite(peak)
-        share = tl.exp2(base - m)
+        # where all input gates are closed there is nothing to take, and m may be as low as a power has no number for
+        share = tl.where(peak == float("-inf"), 0.0, tl.exp2(base - m))
     weight = tl.exp2(exponent - base)
     slot = slot * heads + head
     if tile == 0:
