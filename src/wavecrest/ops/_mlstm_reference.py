@@ -54,8 +54,8 @@ def _without_autocast(function: Callable[Concatenate[Rows, _P], _R]) -> Callable
     @functools.wraps(function)
     def call(rows: Rows, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         device = rows.q.device.type
-        # a graph without autocast has nothing of it
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        # a graph without autocast has nothing of it; other devices have no autocast, and asking about them is an error
+        if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
             return function(rows, *args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(rows, *args, **kwargs)
