@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,7 +75,7 @@ def example(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: s
     """The arguments of a call of B, NH, S, DK, DV: tensors [B, S, NH, D] seen as [B, NH, S, D], gates as models have.
 
     Input gates near −10 and forget gates from 3 to 6, as xLSTM initialises their biases. `epilogue`: norm and output
-    gate; `first`: with first states.
+    gate; `first`: with first states; `closed`: so many first tokens have both gates at −∞.
     """
     b, nh, s, dk, dv = shape
 
@@ -85,6 +86,8 @@ def example(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: s
     bias = torch.linspace(3.0, 6.0, nh, device=device)[:, None]
     i = (torch.randn(b, nh, s, device=device) - 10.0).to(dtype)
     f = (torch.randn(b, nh, s, device=device) + bias).to(dtype)
+    closed = options.pop("closed", 0)
+    i[..., :closed] = f[..., :closed] = -math.inf
     if options.pop("epilogue", False):
         options |= {"norm_weight": made(nh * dv), "output_gate": made(b, s, nh, dv).transpose(1, 2)}
     if options.pop("first", False):
@@ -147,6 +150,7 @@ def emulated() -> dict[str, tuple[tuple[int, int, int, int, int], torch.dtype, d
         "sigmoid": ((1, 2, 40, 48, 96), torch.bfloat16, {"input_gate": "sigmoid", "normalize": False}),
         "norm and gate": ((1, 2, 40, 32, 64), torch.bfloat16, {"epilogue": True, "first": True}),
         "wide norm": ((1, 1, 20, 256, 300), torch.bfloat16, {"epilogue": True}),
+        "closed gates": ((1, 2, 40, 16, 32), torch.float16, {"closed": 32}),
         "states float32": ((1, 2, 40, 16, 32), torch.float32, {"first": True, "return_last_states": True}),
     }  # fmt: skip
 
