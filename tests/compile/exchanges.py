@@ -22,7 +22,7 @@ from wavecrest.ops.gemm.key import key_of, shape_of
 from wavecrest.ops.gemm.operands import Operands
 
 # the function gemm of wavecrest.ops is in the module's place
-launches: Any = importlib.import_module("wavecrest.ops.gemm.launch")
+launches: Any = importlib.import_module("wavecrest.ops.gemm.multiply")
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 BF16, F32 = torch.bfloat16, torch.float32
 

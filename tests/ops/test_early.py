@@ -27,7 +27,8 @@ from wavecrest.hardware import ARCHS
 from wavecrest.ops import _lib, _mlstm_norm, _mlstm_step, _row_kernel, pack
 from wavecrest.ops._mlstm_operands import StepOperands
 from wavecrest.ops.gemm import kernel as gemm_kernel
-from wavecrest.ops.gemm import launch as gemm_launch
+from wavecrest.ops.gemm import multiply as gemm_multiply
+from wavecrest.ops.gemm import multiply_kernel as gemm_multiply_kernel
 from wavecrest.ops.gemm.operands import Operands
 from wavecrest.tuned import Config
 
@@ -229,7 +230,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
         accessed(name, event)
     monkeypatch.setattr(executor, "__call__", launch)
     monkeypatch.setattr(builder, "set_grid_idx", begin)
-    for module in (gemm_kernel, _row_kernel, _mlstm_step, _mlstm_norm):
+    for module in (gemm_kernel, gemm_multiply_kernel, _row_kernel, _mlstm_step, _mlstm_norm):
         for name, made in (
             ("fetch", fetch),
             ("allow_next", lambda active: note("allow", active)),
@@ -437,7 +438,7 @@ def test_a_step_fetches_its_state(name: str, ahead: int, noted: list[Program]) -
 def planned(config: Config, arch: str) -> list[_rows.Launch]:
     given = Operands(*(torch.empty(shape, dtype=BF16, device="meta") for shape in ((1, 64), (64, 32))))
     given = given._replace(b=given.b.mT.contiguous().mT)
-    plan = gemm_launch.multiply(given, given.a, given.a, config, ARCHS[arch], False)
+    plan = gemm_multiply.multiply(given, given.a, given.a, config, ARCHS[arch], False)
     return [one for one in (plan.first, plan.second) if one is not None]
 
 

@@ -1686,6 +1686,7 @@ import torch
 from wavecrest.hardware import ARCHS
 from wavecrest.isa.compiler import compile_launch
 from wavecrest.ops.gemm import launch as L
+from wavecrest.ops.gemm import multiply as few
 from wavecrest.ops.gemm.operands import Operands
 from wavecrest.tuned import Config
 import tests.ops.test_gemm as t
@@ -1731,21 +1732,21 @@ calls["normed tiles"] = Operands(
 calls["normed fp32"] = Operands(empty(5, 300), empty(300, 20), **normed)
 calls["normed int4"] = Operands(
     empty(2, 300, dtype=bf16), int4, scale_b=empty(3, 20), form="int4", group=128, **normed)
-plans = [(L.tiles, h.tile(k=64, num_warps=1)), (L.stream, h.stream(k=64)), (L.multiply, h.multiply(split=2)),
+plans = [(L.tiles, h.tile(k=64, num_warps=1)), (L.stream, h.stream(k=64)), (few.multiply, h.multiply(split=2)),
          (L.tiles, h.tile(k=64, num_warps=1, SPLIT_K=2, PERSISTENT=1))]
 count = 0
 for turn, (name, call) in enumerate(calls.items()):
     planner, config = plans[turn % 4]
-    if planner is L.stream and call.activation in h.GATED or planner is L.multiply and L.multiplies(call):
+    if planner is L.stream and call.activation in h.GATED or planner is few.multiply and few.multiplies(call):
         planner, config = plans[3]
     if call.norm_weight is not None:
         planner, config = L.tiles, h.tile(k=64, num_warps=1)
         if L.cannot_normalise(call) or name == "normed":
-            planner, config = L.multiply, h.multiply(k=128)
+            planner, config = few.multiply, h.multiply(k=128)
     if call.group == 32:
         config = Config(**(config.kwargs | {"BLOCK_K": 32}))
     arch = ARCHS["gfx942" if turn % 3 else "sm_90"]
-    plan = planner(call, empty(0, dtype=call.dtype), empty(0, dtype=L._partial_dtype(call)), config, arch, False)
+    plan = planner(call, empty(0, dtype=call.dtype), empty(0, dtype=L.partial_dtype(call)), config, arch, False)
     for launch in (plan.first, plan.second):
         if launch is not None:
             compile_launch(launch, arch.name)

@@ -175,7 +175,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return _Results(handles)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", create)
-    monkeypatch.setattr(launch, "_assembles", lambda _arch: True)
+    monkeypatch.setattr(launch, "assembles", lambda _arch: True)
     return texts
 
 
@@ -218,7 +218,7 @@ def test_kernels_with_assembly_are_those_without_bit_for_bit(
         got = registry.get("gemm").run(backend, *args, config=config)
         assert bool(executed) == has
         with monkeypatch.context() as patch:
-            patch.setattr(launch, "_assembles", lambda _arch: False)
+            patch.setattr(launch, "assembles", lambda _arch: False)
             executed.clear()
             want = registry.get("gemm").run(backend, *args, config=config)
             assert not executed
@@ -227,9 +227,9 @@ def test_kernels_with_assembly_are_those_without_bit_for_bit(
 
 def test_assembly_is_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "interpreted", False)
-    assert {name for name, arch in ARCHS.items() if launch._assembles(arch)} == {
+    assert {name for name, arch in ARCHS.items() if launch.assembles(arch)} == {
         name for name in ARCHS if name.startswith("sm_")
     }
-    assert not launch._assembles(None)
+    assert not launch.assembles(None)
     monkeypatch.setattr(_triton, "interpreted", True)
-    assert not launch._assembles(ARCHS["sm_90"])
+    assert not launch.assembles(ARCHS["sm_90"])

@@ -14,13 +14,13 @@ from wavecrest import registry
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops.gemm import config as defaults
-from wavecrest.ops.gemm import launch, space
+from wavecrest.ops.gemm import launch, multiply, space
 from wavecrest.ops.gemm.key import key_of, shape_of
 from wavecrest.ops.gemm.operands import Operands
 from wavecrest.tuned import LAUNCH_OPTIONS, Config
 
 BF16, F32, I8, F8 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
-PLANNERS = {"triton": launch.tiles, "triton_stream_k": launch.stream, "triton_multiply": launch.multiply}
+PLANNERS = {"triton": launch.tiles, "triton_stream_k": launch.stream, "triton_multiply": multiply.multiply}
 MAKERS = {"triton": defaults.tiled, "triton_stream_k": defaults.stream_k, "triton_multiply": defaults.multiplied}
 
 
@@ -67,7 +67,7 @@ PRODUCTS = dict(products())
 def spaces(arch: Arch, given: Operands) -> Iterator[tuple[str, Config, list[Config]]]:
     """(backend, default, what else is tried) of the backends that take a product."""
     for backend, make in MAKERS.items():
-        if backend == "triton_multiply" and launch.multiplies(given):
+        if backend == "triton_multiply" and multiply.multiplies(given):
             continue
         if backend == "triton_stream_k" and given.activation == "silu_and_mul":
             continue

@@ -13,6 +13,7 @@ import wavecrest.ops._rows as _rows
 import wavecrest.ops.gemm.config as _config
 import wavecrest.ops.gemm.hopper as _hopper
 import wavecrest.ops.gemm.launch as _launch
+import wavecrest.ops.gemm.multiply as _multiply
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops.gemm.key import key_of, shape_of
 from wavecrest.ops.gemm.operands import GATED, SCALE_BLOCK, Operands
@@ -57,16 +58,16 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _rows.L
     gain = torch.empty(4096, dtype=bf16, device="meta")
     add("rows=16 norm bf16", _operands(16, 6144, 4096, bf16, norm_weight=gain))
     add("odd sizes bf16", _operands(1000, 1001, 1003, bf16))
-    add("rows=1 multiply bf16", _operands(1, 6144, 4096, bf16), _launch.multiply, _config.multiplied)
+    add("rows=1 multiply bf16", _operands(1, 6144, 4096, bf16), _multiply.multiply, _config.multiplied)
     a1 = torch.empty(1, 4096, dtype=bf16, device="meta")
     codes = Operands(a1, int4, scale_b=_scale(32, 6144), form="int4", group=128)
-    add("rows=1 multiply weight int4", codes, _launch.multiply, _config.multiplied)
+    add("rows=1 multiply weight int4", codes, _multiply.multiply, _config.multiplied)
     normed = _operands(1, 6144, 4096, bf16, norm_weight=gain)
-    add("rows=1 norm multiply bf16", normed, _launch.multiply, _config.multiplied)
-    add("rows=1 norm multiply weight int4", codes._replace(norm_weight=gain), _launch.multiply, _config.multiplied)
+    add("rows=1 norm multiply bf16", normed, _multiply.multiply, _config.multiplied)
+    add("rows=1 norm multiply weight int4", codes._replace(norm_weight=gain), _multiply.multiply, _config.multiplied)
     tail = torch.empty(16, 4096, dtype=bf16, device="meta").mT
     tailed = _operands(1, 6144, 4096, bf16, i8, scale_b=_scale(6144), norm_weight=gain, tail=tail)
-    add("rows=1 norm multiply weight int8 tail", tailed, _launch.multiply, _config.multiplied)
+    add("rows=1 norm multiply weight int8 tail", tailed, _multiply.multiply, _config.multiplied)
     add("stream-K bf16", _operands(4096, 6144, 4096, bf16), _launch.stream, _config.stream_k)
     if arch.fp8 is not None:
         add("large fp8", _operands(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale()))

@@ -16,14 +16,12 @@ from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._activation import ACTIVATIONS
 from wavecrest.ops._triton import tl
-from wavecrest.ops.gemm.config import MULTIPLY_ROWS, in_one_loop
+from wavecrest.ops.gemm.config import in_one_loop
 from wavecrest.ops.gemm.kernel import (
     _join_kernel,
-    _multiply_kernel,
     _stream_k_kernel,
     _sum_kernel,
     _tile_kernel,
-    _words_kernel,
 )
 from wavecrest.ops.gemm.operands import GATED, Operands, kinds
 from wavecrest.tuned import Config
@@ -188,7 +186,7 @@ def described(given: Operands) -> bool:
     )
 
 
-def _common(given: Operands) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def common(given: Operands) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The last arguments (strides of scales, bias and residual; alpha, slope), and the constants of the finish."""
     a_kind, b_kind = kinds(given)
     sam, sak, sbn, sbk = _scale_strides(given)
@@ -207,12 +205,7 @@ def _common(given: Operands) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (sam, sak, sbn, sbk, bias, *residual, float(given.alpha), float(given.slope)), constants
 
 
-def _tail_steps(given: Operands, config: Config) -> int:
-    """Columns of K that a program of the tail takes at a time, as many bytes of it and of a as one of b does."""
-    return min(_rows.power_of_two(given.K), config["BLOCK_K"] * max(1, config["BLOCK_N"] // 4))
-
-
-def _tensors(given: Operands) -> tuple[Tensor, ...]:
+def other_tensors(given: Operands) -> tuple[Tensor, ...]:
     """bias, residual, scale_a or the norm's weight, scale_b, zero or the tail, out_scale; a where there is none."""
     scale_a = given.scale_a if given.norm_weight is None else given.norm_weight
     # zero points are of 4 bits, a tail is of 8
@@ -221,17 +214,17 @@ def _tensors(given: Operands) -> tuple[Tensor, ...]:
     return tuple(given.a if tensor is None else tensor for tensor in some)
 
 
-def _partial_dtype(given: Operands) -> torch.dtype:
-    # scales of blocks are part of the sums
+def partial_dtype(given: Operands) -> torch.dtype:
+    """The type of sums of a part of K; scales of blocks are part of the sums."""
     return torch.int32 if given.integers and "block" not in kinds(given) else torch.float32
 
 
-def _eps(given: Operands) -> float:
+def norm_eps(given: Operands) -> float:
     """What a norm adds to the mean square; 0 where there is none, so that nothing is compiled anew for it."""
     return 0.0 if given.norm_weight is None else float(given.norm_eps)
 
 
-def _refuse_parts(given: Operands, config: Config) -> None:
+def refuse_parts(given: Operands, config: Config) -> None:
     """Of rows that are normalised: a part of K does not know the squares of the others. And of a tail."""
     for name, value in (("SPLIT_K", 1), ("CHAINS", 1), ("PERSISTENT", 0)):
         found = config.kwargs.get(name, value)
@@ -264,11 +257,12 @@ class Plan(NamedTuple):
     tensors: int = 10
 
 
-def _align_n(given: Operands) -> int:
+def column_unit(given: Operands) -> int:
+    """What columns are counted in, so that a kernel knows how they are aligned."""
     return _rows.alignment(given.N, (0, 0, 0))
 
 
-def _assembles(arch: Arch | None) -> bool:
+def assembles(arch: Arch | None) -> bool:
     """True where weights of 4 and 8 bits are widened by NVIDIA's assembly."""
     return arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
 
@@ -298,7 +292,7 @@ def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple
         "GROUP": max(1, given.group),
         "LEADING": how.leading,
         "ALIGN": how.align,
-        "ALIGN_N": _align_n(given),
+        "ALIGN_N": column_unit(given),
         "A_ORDER": how.a_order,
         "B_ORDER": how.b_order,
         "EVEN_K": given.K % config_k == 0,
@@ -306,7 +300,7 @@ def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple
         "PRECISION": given.precision,
         "ACC": tl.int32 if given.integers else tl.float32,
         "XCDS": 1 if arch is None else arch.xcds,
-        "PTX": _assembles(arch),
+        "PTX": assembles(arch),
         "PDL": _rows.overlaps(arch),
     }
     return (how.size1, how.size2, *how.a_strides, *how.b_strides), constants, how
@@ -332,22 +326,23 @@ def with_descriptors(given: Operands, config: Config) -> bool:
     return bool(config.kwargs.get("TMA")) and described(given) and not _triton.interpreted
 
 
-def _without(config: Config, *names: str) -> Config:
+def without(config: Config, *names: str) -> Config:
+    """A configuration without values that a kernel does not take."""
     return Config(**{name: value for name, value in config.items() if name not in names})
 
 
 def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
     """`_tile_kernel`, and `_sum_kernel` where SPLIT_K is above 1. `tma`: with tensor descriptors."""
-    _refuse_parts(given, config)
+    refuse_parts(given, config)
     sizes, constants, _ = _mainloop(given, config, arch)
-    ends, finish = _common(given)
+    ends, finish = common(given)
     tiles_m, tiles_n = _rows.ceil_div(given.M, config["BLOCK_M"]), _rows.ceil_div(given.N, config["BLOCK_N"])
     split = config["SPLIT_K"]
     steps = _rows.ceil_div(_rows.ceil_div(given.K, config["BLOCK_K"]), split)
     work = tiles_m * tiles_n * split
     units = 132 if arch is None else arch.compute_units
     programs = min(work, units * config["PERSISTENT"]) if config["PERSISTENT"] else work
-    bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
+    bias, residual, scale_a, scale_b, zero, out_scale = other_tensors(given)
     a, b = _described_operands(given, config) if tma else (given.a, given.b)
     align_n = constants["ALIGN_N"]
     early, options = _rows.start_of(config, arch)
@@ -360,13 +355,13 @@ def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch 
             a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale,
             given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
         ),
-        {**constants, **finish, "EARLY": early, "BOTH": both, "NORM_EPS": _eps(given)},
+        {**constants, **finish, "EARLY": early, "BOTH": both, "NORM_EPS": norm_eps(given)},
         Config(**({"CHAINS": 1} | options.kwargs | {"TMA": int(tma)})),
     )  # fmt: skip
     if split == 1:
         return Plan(first, None, None)
     shape = (split, given.batches, given.M, given.columns)
-    return Plan(first, shape, _sum(given, y, parts, split, arch))
+    return Plan(first, shape, sum_parts(given, y, parts, split, arch))
 
 
 def _after(warps: int, overlaps: bool) -> Config:
@@ -374,10 +369,11 @@ def _after(warps: int, overlaps: bool) -> Config:
     return Config(num_warps=warps, **({"launch_pdl": 1} if overlaps else {}))
 
 
-def _sum(given: Operands, y: Tensor, parts: Tensor, split: int, arch: Arch | None) -> _rows.Launch:
-    (sam, _, sbn, _, *rest), finish = _common(given)
-    bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
-    align_n, across = _align_n(given), _rows.ceil_div(given.N, SUM_COLUMNS)
+def sum_parts(given: Operands, y: Tensor, parts: Tensor, split: int, arch: Arch | None) -> _rows.Launch:
+    """`_sum_kernel` behind `split` parts of K."""
+    (sam, _, sbn, _, *rest), finish = common(given)
+    bias, residual, scale_a, scale_b, _, out_scale = other_tensors(given)
+    align_n, across = column_unit(given), _rows.ceil_div(given.N, SUM_COLUMNS)
     # scales of blocks and groups were made part of the sums
     finish |= {
         name: kind if kind <= SCALES["vector"] else 0 for name, kind in finish.items() if name in ("SCALE_A", "SCALE_B")
@@ -401,13 +397,13 @@ def stream(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch
     if given.activation in GATED:
         raise InvalidArgument(f"gemm: stream-K does not make {given.activation}")
     sizes, constants, _ = _mainloop(given, config, arch)
-    ends, finish = _common(given)
+    ends, finish = common(given)
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     tiles_m, tiles_n = _rows.ceil_div(given.M, m), _rows.ceil_div(given.N, n)
     steps = _rows.ceil_div(given.K, config["BLOCK_K"])
     units = 132 if arch is None else arch.compute_units
     programs = max(1, min(tiles_m * tiles_n * steps, units * config["PROGRAMS"]))
-    bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
+    bias, residual, scale_a, scale_b, zero, out_scale = other_tensors(given)
     a, b = _described_operands(given, config) if tma else (given.a, given.b)
     align_n = constants["ALIGN_N"]
     first = _rows.Launch(
@@ -418,7 +414,7 @@ def stream(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch
             given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
         ),
         {**constants, **finish},
-        Config(**(_without(config, "PROGRAMS").kwargs | {"TMA": int(tma)})),
+        Config(**(without(config, "PROGRAMS").kwargs | {"TMA": int(tma)})),
     )  # fmt: skip
     if programs == 1:
         return Plan(first, (given.batches, 1, 2, m, n), None)
@@ -442,112 +438,7 @@ def stream(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch
     return Plan(first, (given.batches, programs, 2, m, n), second)
 
 
-def multiplies(given: Operands) -> str | None:
-    """Why `_multiply_kernel` does not make a product."""
-    if given.M > MULTIPLY_ROWS:
-        # without the number: inside torch.compile a symbolic one in a text would compile for it alone
-        return f"is for up to {MULTIPLY_ROWS} rows"
-    if orders(given) != (1, 1) or (leading(given) > 1 and given.M > 1):
-        return "reads a and b along K, which must be contiguous in both"
-    if given.tail is not None and not given.tail.mT.is_contiguous():
-        return "reads the rows of a tail [T, K] one behind the other"
-    if given.form == "int4":
-        return _no_words(given)
-    if given.form != "plain" or given.integers or "block" in kinds(given) or "group" in kinds(given):
-        return "has no shuffled weights, sums of integers, blocks or groups of scales of bytes"
-    return None
-
-
-def _no_words(given: Operands) -> str | None:
-    """Why `_words_kernel` does not make a product with 4-bit codes."""
-    if given.K == 0:
-        return "has no codes to read: K is 0"
-    if not given.flat or given.activation in GATED or given.zero is not None:
-        return "reads codes as words without batches, gated activations and zero points"
-    if given.group % 64 != 0:
-        return "reads codes in groups of 64 or 128 columns"
-    return None if given.b.stride(-1) % 16 == 0 else "reads codes as words: columns start at multiples of 16 bytes"
-
-
-def _words(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None) -> Plan:
-    """`_words_kernel`."""
-    how = walk(given)
-    _refuse_parts(given, config)
-    (sam, _, sbn, sbk, *rest), finish = _common(given)
-    if config["BLOCK_K"] % given.group != 0:
-        raise InvalidArgument(f"gemm: a BLOCK_K of {config['BLOCK_K']} is no multiple of a group of {given.group}")
-    bias, residual, scale_a, scale_b, _, out_scale = _tensors(given)
-    align_n, steps = _align_n(given), _rows.ceil_div(given.K, config["BLOCK_K"])
-    early, options = _rows.start_of(config, arch)
-    first = _rows.Launch(
-        _words_kernel,
-        (_rows.ceil_div(given.N, config["BLOCK_N"]),),
-        (
-            given.a, given.b, y, parts, bias, residual, scale_a, scale_b, out_scale,
-            given.N // align_n, given.K // how.align, steps, how.a_strides[1], given.b.stride(-1) // 16,
-            sam, sbn, sbk, *rest,
-        ),
-        {
-            **finish, "NORM_EPS": _eps(given), "ROWS": given.M, "GROUP": given.group, "ALIGN": how.align,
-            "ALIGN_N": align_n, "STAGES": config["num_stages"], "PTX": _assembles(arch), "PDL": _rows.overlaps(arch),
-            "EARLY": early,
-        },
-        _without(options, "SPLIT_K"),
-    )  # fmt: skip
-    return Plan(first, None, None, tensors=9)
-
-
-def _alike(given: Operands, arch: Arch | None) -> int:
-    """Elements of a in 16 bytes, where a lane of AMD's would load more of b; else 0.
-
-    There loads go to registers: 16 bytes of an 8-bit b lie over lanes otherwise than 16 of a, and Triton passes all of
-    b through LDS to mend that, widened to float32 (gfx942, triton 3.6). On NVIDIA both are in shared memory anyway.
-    """
-    narrow = given.b.itemsize < given.a.itemsize
-    return 16 // given.a.itemsize if arch is not None and arch.vendor == "amd" and narrow else 0
-
-
-def multiply(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
-    """`_words_kernel`; or `_multiply_kernel`, and `_sum_kernel` where SPLIT_K is above 1."""
-    if given.form == "int4":
-        return _words(given, y, parts, config, arch)
-    how, split = walk(given), config["SPLIT_K"]
-    _refuse_parts(given, config)
-    (sam, _, sbn, _, *rest), finish = _common(given)
-    bias, residual, scale_a, scale_b, tail, out_scale = _tensors(given)
-    columns = given.N - given.tails
-    align_n = _rows.alignment(columns, (0, 0, 0))
-    steps = _rows.ceil_div(_rows.ceil_div(given.K, config["BLOCK_K"]), split)
-    early, options = _rows.start_of(config, arch)
-    tail_k = _tail_steps(given, config) if given.tails else 1
-    first = _rows.Launch(
-        _multiply_kernel,
-        (given.tails + _rows.ceil_div(columns, config["BLOCK_N"]), given.batches, split),
-        (
-            given.a, given.b, y, parts, bias, residual, scale_a, scale_b, tail, out_scale,
-            columns // align_n, given.K // how.align, steps,
-            how.a_strides[0], how.a_strides[1], how.b_strides[0], how.b_strides[2], sam, sbn, *rest,
-        ),
-        {
-            **finish, "NORM_EPS": _eps(given), "ROWS": given.M, "ALIGN": how.align, "ALIGN_N": align_n,
-            "EVEN_K": given.K % config["BLOCK_K"] == 0, "STAGES": config["num_stages"], "PTX": _assembles(arch),
-            "ALIKE": _alike(given, arch), "PDL": _rows.overlaps(arch), "EARLY": early, "TAIL": given.tails,
-            "TAIL_K": tail_k,
-            "EVEN_TAIL": given.K % tail_k == 0,
-        },
-        options,
-    )  # fmt: skip
-    if split == 1:
-        return Plan(first, None, None)
-    return Plan(first, (split, given.batches, given.M, given.columns), _sum(given, y, parts, split, arch))
-
-
 Planner = Callable[[Operands, Tensor, Tensor, Config, Arch | None, bool], Plan]
-
-
-def looks_at_addresses(planner: Planner, given: Operands, config: Config) -> bool:
-    """True if each call has to: for descriptors, and for words that a weight may start inside of."""
-    return with_descriptors(given, config) or (planner is multiply and given.form == "int4")
 
 
 def bind(
@@ -555,7 +446,7 @@ def bind(
 ) -> Callable[..., Tensor]:
     """The function for all calls with arguments like these: allocate, launch, and add up what was split."""
     given = operands(*args)
-    arch, dtype, device, partial = _rows.arch(), given.dtype, given.a.device, _partial_dtype(given)
+    arch, dtype, device, partial = _rows.arch(), given.dtype, given.a.device, partial_dtype(given)
     shape = given.shape
     if math.prod(shape) == 0:
         return lambda *_args: torch.empty(shape, dtype=dtype, device=device)
@@ -567,7 +458,7 @@ def bind(
     start = _rows.starter(plan.first, device)
     second = None if plan.second is None else _rows.starter(plan.second, device)
     # what is bound is kept: sizes and constants, not the plan with the tensors of one call
-    count, in_words = plan.tensors, planner is multiply and given.form == "int4"
+    count = plan.tensors
     values = plan.first.args[count:]
     second_values = () if plan.second is None else plan.second.args[7:]
     parts_shape = plan.parts
@@ -580,11 +471,11 @@ def bind(
         given = operands(*args)
         y = torch.empty(shape, dtype=dtype, device=device)
         parts = y if parts_shape is None else torch.empty(parts_shape, dtype=partial, device=device)
-        bias, residual, scale_a, scale_b, zero, out_scale = _tensors(given)
+        bias, residual, scale_a, scale_b, zero, out_scale = other_tensors(given)
         if count == 9:
             # a weight that starts inside a word: a slice of another, which no load of a word may touch
             b = given.b
-            if in_words and b.data_ptr() % 4 != 0:
+            if b.data_ptr() % 4 != 0:
                 b = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=device).copy_(b)
             start(given.a, b, y, parts, bias, residual, scale_a, scale_b, out_scale, *values)
         else:

@@ -15,6 +15,7 @@ import wavecrest.ops._rows as _rows
 import wavecrest.ops.gemm.config as _config
 import wavecrest.ops.gemm.hopper as _hopper
 import wavecrest.ops.gemm.launch as _launch
+import wavecrest.ops.gemm.multiply as _multiply
 import wavecrest.ops.gemm.space as _space
 import wavecrest.ops.gemm.work as _work
 from wavecrest.errors import InvalidArgument
@@ -95,7 +96,7 @@ def _stream_refusal(*args: Any) -> str | None:
 
 
 def _multiply_refusal(*args: Any) -> str | None:
-    return _refusal(*args) or _launch.multiplies(Operands(*args))
+    return _refusal(*args) or _multiply.multiplies(Operands(*args))
 
 
 def _hopper_refusal(*args: Any) -> str | None:
@@ -110,7 +111,7 @@ def _default(make: Callable[[_config.Shape, Arch | None], Config], key: Key) -> 
 _BACKENDS = (
     ("triton", _launch.tiles, _tile_refusal, _config.tiled),
     ("triton_stream_k", _launch.stream, _stream_refusal, _config.stream_k),
-    ("triton_multiply", _launch.multiply, _multiply_refusal, _config.multiplied),
+    ("triton_multiply", _multiply.multiply, _multiply_refusal, _config.multiplied),
 )
 
 
@@ -132,8 +133,13 @@ def _attach(
     def bind(*args: Any, config: Config) -> Callable[..., Tensor]:
         return _launch.bind(planner, Operands, args, config)
 
+    def looks_at_addresses(given: Operands, config: Config) -> bool:
+        """True if each call has to: for descriptors, and for words that a weight may start inside of."""
+        words = planner is _multiply.multiply and _multiply.reads_words(given)
+        return words or _launch.with_descriptors(given, config)
+
     def run(*args: Any, config: Config) -> Tensor:
-        if torch.compiler.is_compiling() and _launch.looks_at_addresses(planner, Operands(*args), config):
+        if torch.compiler.is_compiling() and looks_at_addresses(Operands(*args), config):
             result: Tensor = _untraced(*args)
             return result
         return bind(*args, config=config)(*args)

@@ -389,7 +389,7 @@ def launches(planner: _launch.Planner, *args: Any, config: Config, arch: Arch) -
     if math.prod(given.shape) == 0:
         return []
     y = given.a.new_empty(0, dtype=given.dtype)
-    sums = given.a.new_empty(0, dtype=_launch._partial_dtype(given))
+    sums = given.a.new_empty(0, dtype=_launch.partial_dtype(given))
     tma = _launch.with_descriptors(given, config)
     plan = planner(given, y, sums, config, arch, tma)
     if plan.parts is None:
