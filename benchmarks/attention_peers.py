@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware, records, timing, workload
+from wavecrest import files, hardware, provenance, timing, workload
 from wavecrest.graphs.capture import CapturedModule
 from wavecrest.graphs.inductor import PRESETS, compile_module, strict_compilation
 from wavecrest.passes.base import structural_copy
@@ -54,7 +54,7 @@ def main() -> None:
     device = hardware.detect(loaded.device)
     ours = use_attention(structural_copy(loaded.model))
     result: dict[str, Any] = {
-        "header": records.header(device).model_dump(),
+        "header": provenance.header(device).model_dump(),
         "workload": args.workload,
         "buckets": [],
     }
@@ -88,7 +88,7 @@ def main() -> None:
                     "wavecrest_samples": list(pair.new),
                 }
             result["buckets"].append(row)
-    records.write_text(args.out, json.dumps(result, indent=1) + "\n")
+    files.write_text(args.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from wavecrest import hardware, records, timing, workload
+from wavecrest import files, hardware, provenance, timing, workload
 from wavecrest.passes.gate import Gate, failures
 from wavecrest.plan import Plan, replay
 from wavecrest.workload import Call
@@ -38,7 +38,7 @@ def main() -> None:
     gate = Gate.prepare(loaded)
     problem = failures(gate.check(ours))
     result: dict[str, object] = {
-        "header": records.header(device).model_dump(),
+        "header": provenance.header(device).model_dump(),
         "workload": args.workload,
         "steps": plan.stack,
         "answers": problem or "pass",
@@ -65,7 +65,7 @@ def main() -> None:
                     "ours_samples": list(pair.new),
                 }
             result["pairs"].append(row)  # type: ignore[attr-defined]
-    records.write_text(args.out, json.dumps(result, indent=1) + "\n")
+    files.write_text(args.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

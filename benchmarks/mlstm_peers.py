@@ -26,7 +26,7 @@ from benchmarks import parts
 from benchmarks.parts import Part, Report, Row
 from torch import Tensor
 
-from wavecrest import hardware, numerics, records, registry, timing
+from wavecrest import hardware, numerics, provenance, registry, timing
 from wavecrest.bench import ops as bench_ops
 from wavecrest.ops import mlstm_chunkwise, mlstm_step
 
@@ -154,7 +154,7 @@ def attempt(
 def begin(report: Report, args: argparse.Namespace) -> str:
     """The device's name for torch; the header is reported."""
     device = hardware.detect(args.device)
-    report.header(records.header(device).model_dump(mode="json"))
+    report.header(provenance.header(device).model_dump(mode="json"))
     return device.torch_name
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wavecrest import records
+from wavecrest import files
 from wavecrest.errors import RecordError, WavecrestError
 
 # processes of one part that may die before it ends
@@ -132,7 +132,7 @@ class File:
             with self._lock:
                 self._runs[place] = run.to_dict()
                 kept = [one for one in self._runs if one is not None]
-                records.write_text(self.path, json.dumps({"runs": kept}, indent=1) + "\n")
+                files.write_text(self.path, json.dumps({"runs": kept}, indent=1) + "\n")
 
         write()
         return write

@@ -35,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
-from wavecrest import env, hardware, records, registry
+from wavecrest import env, files, hardware, provenance, records, registry
 from wavecrest.bench import ops as bench_ops
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, Unsupported, WavecrestError
 
@@ -403,14 +403,14 @@ def main() -> int:
     for tool, row in tools.items():
         sys.stdout.write(f"{tool}: {row['verdict']} ({row['cases']} cases, {row['seconds']} s)\n")
     result = {
-        "header": records.header(hardware.detect(), command=records.command_line()).model_dump(),
+        "header": provenance.header(hardware.detect(), command=provenance.command_line()).model_dump(),
         "sanitizer": _child([sanitizer, "--version"], 60)[1].strip().splitlines()[-1:],
         "tools": tools,
         "ops": {name: plain[name] for name in ops},
     }
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        records.write_text(arguments.out, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        files.write_text(arguments.out, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     return 0 if all(row["verdict"] == "clean" for row in tools.values()) else 2
 
 

@@ -38,7 +38,7 @@ from benchmarks.parts import Part, Report, Row
 from benchmarks.xlstm_peers import Place
 from torch import Tensor
 
-from wavecrest import cuda_graph, hardware, lookup, numerics, records, registry, timing, tuned
+from wavecrest import cuda_graph, hardware, lookup, numerics, provenance, registry, timing, tuned
 from wavecrest.bench import suites
 from wavecrest.decision import Decision
 from wavecrest.errors import InvalidArgument
@@ -310,7 +310,7 @@ def counted(report: Report, args: argparse.Namespace) -> None:
 def rows(report: Report, args: argparse.Namespace) -> None:
     """What other parts have found, as rows of the table."""
     device, op = hardware.detect(args.device), registry.get("gemm")
-    report.header(records.header(device).model_dump(mode="json"))
+    report.header(provenance.header(device).model_dump(mode="json"))
     path = args.out.with_name(f"{args.out.stem}.tune.json")
     place, fields, called = table_of(op, device), lookup.fields_of(op), session.named(path)
     before = database.read(place, fields)

@@ -37,7 +37,7 @@ from benchmarks import parts
 from benchmarks.parts import Part, Report, Row
 from torch import Tensor
 
-from wavecrest import cuda_graph, hardware, numerics, records, registry, timing
+from wavecrest import cuda_graph, hardware, numerics, provenance, registry, timing
 from wavecrest.bench import ops as bench_ops
 from wavecrest.models.xlstm import generation, xLSTMLarge, xLSTMLargeConfig
 from wavecrest.models.xlstm.generation import Decoder
@@ -106,7 +106,7 @@ class Place:
 def start(report: Report, args: argparse.Namespace) -> Place:
     """The place of a part; the header is reported."""
     device = hardware.detect(args.device)
-    report.header(records.header(device).model_dump(mode="json"))
+    report.header(provenance.header(device).model_dump(mode="json"))
     return Place(device.torch_name, args.small)
 
 

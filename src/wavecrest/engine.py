@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from wavecrest import hardware, records, registry, report, timing
+from wavecrest import hardware, provenance, records, registry, report, timing
 from wavecrest.errors import InvalidArgument, PlanMismatch, Refused
 from wavecrest.plan import EnvironmentSetting, Plan
 from wavecrest.records import OptimizeRecord, Result, Samples, StepOutcome
@@ -117,7 +117,7 @@ class Engine:
         )
         self.plan.min_gain, self.plan.precision = self.options.min_gain, self.options.precision
         self.record = OptimizeRecord(
-            header=records.header(self.device, command=self.command),
+            header=provenance.header(self.device, command=self.command),
             workload=self.workload.name,
             spec=self.workload.spec,
             dtype=self.workload.dtype,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavecrest import records, report
+from wavecrest import files, report
 from wavecrest.engine import MAX_LEVEL, Engine, Options, Progress
 from wavecrest.plan import Plan
 from wavecrest.records import OptimizeRecord, StepOutcome
@@ -109,7 +109,7 @@ def run(
 ) -> OptimizeResult:
     """Run the ladder on a workload; see `optimize`."""
     if out is not None:
-        records.prepare_folder(out)
+        files.prepare_folder(out)
     engine = Engine(workload, options or Options(), out, progress or _Silent(), command)
     if resume:
         engine.resume()

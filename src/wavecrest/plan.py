@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pydantic
 from pydantic import Field
 
-from wavecrest import env, hardware, records
+from wavecrest import env, files, hardware, provenance
 from wavecrest.errors import PlanError, PlanMismatch, StepRefused
 from wavecrest.records import DecisionRow, Result, StepOutcome
 
@@ -33,7 +33,7 @@ class PlanWarning(UserWarning):
     """A plan was applied, but not exactly as it was made; the text says what differs."""
 
 
-class Fingerprint(records.Model):
+class Fingerprint(files.Model):
     """What the measurements depend on."""
 
     arch: str
@@ -48,7 +48,7 @@ class Fingerprint(records.Model):
     @classmethod
     def of(cls, device: hardware.Device) -> Fingerprint:
         """The fingerprint of this process on `device`."""
-        versions = records.versions()
+        versions = provenance.versions()
         return cls(
             arch=device.arch,
             device=device.name,
@@ -66,7 +66,7 @@ class Fingerprint(records.Model):
         return [f"{key} {mine[key]} → {theirs[key]}" for key in mine if mine[key] != theirs[key]]
 
 
-class ModelIdentity(records.Model):
+class ModelIdentity(files.Model):
     """Which model: its class, and a hash over module classes, parameter names, shapes and dtypes (not values)."""
 
     cls: str
@@ -86,7 +86,7 @@ class ModelIdentity(records.Model):
         return cls(cls=type(model).__qualname__, structure=digest.hexdigest()[:32], parameters=count, dtype=dtype)
 
 
-class EnvironmentSetting(records.Model):
+class EnvironmentSetting(files.Model):
     """A variable to set; `when` says from when on it must be set to act."""
 
     name: str
@@ -95,14 +95,14 @@ class EnvironmentSetting(records.Model):
     ratio: float
 
 
-class BucketSpec(records.Model):
+class BucketSpec(files.Model):
     """The shapes a plan was measured for: {input path: "1x32 int64"}."""
 
     name: str
     shapes: dict[str, str]
 
 
-class Plan(records.Model):
+class Plan(files.Model):
     """What `optimize` decided. `steps` has every verdict; those kept are replayed in their order."""
 
     kind: Literal["plan"] = "plan"
@@ -140,7 +140,7 @@ class Plan(records.Model):
         Raises:
             OutputError: the file cannot be written.
         """
-        records.write_text(Path(path), self.model_dump_json(indent=1) + "\n")
+        files.write_text(Path(path), self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -150,7 +150,7 @@ class Plan(records.Model):
             PlanError: no such file, damaged, foreign, or newer than this version.
         """
         path = Path(path)
-        document = records.read_document(path, what="plan", current=FORMAT_VERSION, error=PlanError)
+        document = files.read_document(path, what="plan", current=FORMAT_VERSION, error=PlanError)
         if document.get("kind") != "plan":
             raise PlanError(f"{path} is not a wavecrest plan: kind {document.get('kind')!r}")
         try:

@@ -6,61 +6,19 @@ newer format, of another program, or cut short gets one clear error; older forma
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from datetime import UTC, datetime
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import Field
 
-from wavecrest import __version__, env, hardware
-from wavecrest.errors import OutputError, RecordError, UserError
+from wavecrest.errors import RecordError
+from wavecrest.files import Model, read_document, write_text
+from wavecrest.provenance import Header
 from wavecrest.timing import Interval, Measurement
 
 FORMAT_VERSION = 1
-
-Evidence = Literal["measured", "compiled", "emulated", "model"]
-
-
-class Model(pydantic.BaseModel):
-    """Base of all stored values: unknown fields are an error, so that a foreign file is not half-read."""
-
-    # JSON has no NaN or infinity: strings, so that they come back as what they were
-    model_config = pydantic.ConfigDict(extra="forbid", ser_json_inf_nan="strings")
-
-
-class Versions(Model):
-    """What ran; None where a package is not installed."""
-
-    wavecrest: str
-    python: str
-    torch: str | None
-    triton: str | None
-    transformers: str | None
-    numpy: str
-    platform: str
-
-
-class Header(Model):
-    """Where a result comes from."""
-
-    created: str
-    command: str
-    commit: str | None
-    evidence: Evidence
-    device: dict[str, Any]
-    versions: Versions
-    environment: dict[str, str]
 
 
 class BucketBench(Model):
@@ -532,141 +490,9 @@ R = TypeVar(
 )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-@cache
-def versions() -> Versions:
-    """The versions of this process."""
-    import torch
-
-    return Versions(
-        wavecrest=__version__,
-        python=platform.python_version(),
-        torch=torch.__version__,
-        triton=_version("triton") or _version("pytorch-triton-rocm"),
-        transformers=_version("transformers"),
-        numpy=_version("numpy") or "unknown",
-        platform=platform.platform(terse=True),
-    )
-
-
-@cache
-def _commit() -> str | None:
-    folder = Path(__file__).resolve().parent
-    git = ["git", "-C", str(folder)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
-        dirty = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no", "."], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if head.returncode != 0:
-        return None
-    return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
-
-
-def shown_path(path: str) -> str:
-    """A path as records show it: relative to site-packages or to the working folder if it is inside, else as it is."""
-    if not os.path.isabs(path):
-        return path
-    _, installed, rest = path.rpartition("site-packages/")
-    if installed:
-        return rest
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
-
-
-def command_line() -> str:
-    """How this process was started: the program by its name, absolute paths outside the working folder by theirs.
-
-    Records are shared, and where somebody's home folder is says nothing about a result.
-    """
-    if not sys.argv or not sys.argv[0]:
-        return "python"
-    program = Path(sys.argv[0]).name
-    arguments = [shown_path(argument) for argument in sys.argv[1:]]
-    arguments = [f"…/{Path(argument).name}" if os.path.isabs(argument) else argument for argument in arguments]
-    return shlex.join(["wavecrest" if program == "__main__.py" else program, *arguments])
-
-
-def header(device: hardware.Device, *, evidence: Evidence = "measured", command: str | None = None) -> Header:
-    """The header of a record made now on `device`."""
-    return Header(
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command or command_line(),
-        commit=_commit(),
-        evidence=evidence,
-        device=device.to_dict(),
-        versions=versions(),
-        environment=env.snapshot(),
-    )
-
-
-def prepare_folder(folder: Path) -> Path:
-    """Create a folder for results and prove that it can be written, before any work is done.
-
-    Raises:
-        OutputError: it cannot be created or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OutputError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
-    return folder
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all (a temporary file in the same folder, then a rename)."""
-    temporary: Path | None = None
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as file:
-            temporary = Path(file.name)
-            file.write(text)
-        temporary.chmod(0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-
-
 def save(record: Record, path: Path) -> None:
     """Write a record as JSON."""
     write_text(path, record.model_dump_json(indent=1) + "\n")
-
-
-def read_document(path: Path, *, what: str, current: int, error: type[UserError] = RecordError) -> dict[str, Any]:
-    """Read a JSON object with a `format_version` of at most `current`.
-
-    Raises:
-        RecordError (or `error`): no such file, damaged, foreign, or newer than this version.
-    """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise error(f"no {what} at {path}") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise error(f"cannot read the {what} {path}: {problem}") from problem
-    except json.JSONDecodeError as problem:
-        raise error(f"the {what} {path} is damaged: not JSON at line {problem.lineno}: {problem.msg}") from None
-    if not isinstance(document, dict) or not isinstance(document.get("format_version"), int):
-        raise error(f"{path} is not a wavecrest {what}: it has no format_version")
-    if document["format_version"] > current:
-        raise error(
-            f"the {what} {path} has format {document['format_version']}, this wavecrest ({__version__}) reads up to "
-            f"{current}; upgrade wavecrest"
-        )
-    return document
 
 
 def load(path: Path) -> Record:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from wavecrest import env, hardware, records, timing, workload
+from wavecrest import env, hardware, provenance, timing, workload
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.plan import Plan, replay
 from wavecrest.records import VerifyProcess, VerifyRecord
@@ -58,7 +58,7 @@ def run(
     ratio, ci = timing.bootstrap_processes(buckets)
     passed, reason = _verdict(results, ratio, ci, plan)
     return VerifyRecord(
-        header=records.header(found, command=command),
+        header=provenance.header(found, command=command),
         workload=loaded.name,
         plan=str(plan_path),
         processes=results,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wavecrest import hardware, records, timing
+from wavecrest import hardware, provenance, records, timing
 from wavecrest.cli import _shared, main
 from wavecrest.cli.compare import run
 from wavecrest.errors import InvalidArgument
@@ -29,7 +29,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 records.BucketBench(bucket=bucket, measurement=measured, shapes=shapes, peak_memory_bytes=None)
             )
         record = records.BenchRecord(
-            header=records.header(hardware.cpu(), command="wavecrest bench"),
+            header=provenance.header(hardware.cpu(), command="wavecrest bench"),
             workload="m",
             dtype="float32",
             parameters=8,

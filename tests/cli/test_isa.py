@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from wavecrest import records
+from wavecrest import provenance
 from wavecrest.cli import isa, main
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import cpu
@@ -42,7 +42,7 @@ def _row(arch: str = "gfx942", facts: KernelFacts | None = None, **changes: Any)
 
 
 def _shown(rows: list[Row], capsys: pytest.CaptureFixture[str], **options: bool) -> str:
-    isa.show(IsaRecord(header=records.header(cpu(), evidence="compiled"), target="op", rows=rows), **options)
+    isa.show(IsaRecord(header=provenance.header(cpu(), evidence="compiled"), target="op", rows=rows), **options)
     return capsys.readouterr().out
 
 
@@ -186,7 +186,7 @@ def test_user_errors_exit_1(
     ],
 )
 def test_exit_codes(rows: list[Row], budget: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = IsaRecord(header=records.header(cpu(), evidence="compiled"), target="op", rows=rows)
+    record = IsaRecord(header=provenance.header(cpu(), evidence="compiled"), target="op", rows=rows)
     monkeypatch.setattr(isa, "run", lambda target, **options: record)
     (tmp_path / "budget.toml").write_text(budget)
     assert main.main(["isa", "op", *(["--budget", str(tmp_path / "budget.toml")] if budget else [])]) == code

@@ -9,7 +9,8 @@ import pytest
 
 from wavecrest import records
 from wavecrest.cli import main, report
-from wavecrest.records import Header, OptimizeRecord, Result, Versions
+from wavecrest.provenance import Header, Versions
+from wavecrest.records import OptimizeRecord, Result
 from wavecrest.timing import Interval
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from wavecrest import records
+from wavecrest.provenance import Header, Versions
 from wavecrest.records import (
     BucketBench,
     BucketError,
@@ -18,7 +19,6 @@ from wavecrest.records import (
     CategoryTime,
     DecisionRow,
     GraphBreak,
-    Header,
     OpTime,
     OptimizeRecord,
     QualityResult,
@@ -26,7 +26,6 @@ from wavecrest.records import (
     Samples,
     StepOutcome,
     Verdict,
-    Versions,
 )
 from wavecrest.timing import Interval, Measurement, bootstrap_median, bootstrap_speedup
 

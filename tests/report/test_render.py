@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wavecrest import records, report
+from wavecrest import provenance, records, report
 from wavecrest.errors import OutputError
 from wavecrest.records import BucketError, OptimizeRecord, QualityResult
 from wavecrest.report import breakdown, histograms, numbers, roofline, svg, waterfall, words
@@ -274,7 +274,7 @@ def test_interrupted_claims_nothing(sample: Sample) -> None:
         ("model", "cost model of gfx942, not measured"),
     ],
 )
-def test_evidence_is_labelled(sample: Sample, kind: records.Evidence, expected: str) -> None:
+def test_evidence_is_labelled(sample: Sample, kind: provenance.Evidence, expected: str) -> None:
     record = sample("full")
     record.header.evidence = kind
     assert expected in Page(report.render(record)).text

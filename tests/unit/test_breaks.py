@@ -13,7 +13,8 @@ from torch import nn
 from torch._dynamo import utils
 
 from wavecrest.graphs.breaks import find_breaks
-from wavecrest.records import GraphBreak, shown_path
+from wavecrest.provenance import shown_path
+from wavecrest.records import GraphBreak
 from wavecrest.workload import Inputs
 
 HERE = Path(shown_path(__file__))

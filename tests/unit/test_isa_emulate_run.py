@@ -14,7 +14,7 @@ import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
-from wavecrest import records, registry
+from wavecrest import provenance, registry
 from wavecrest.cli import isa_run
 from wavecrest.errors import (
     EnvironmentProblem,
@@ -350,4 +350,4 @@ def test_the_committed_record_covers_every_kernel(arch: str) -> None:
     missing = set(run.op_names("all")) - {case.op for case in found.cases if case.outcome == "ok"}
     assert not missing, f"run scripts/emulate: no record of {sorted(missing)}"
     assert all(value.startswith("…") or "/" not in value for value in found.header.environment.values())
-    assert isinstance(found.header, records.Header)
+    assert isinstance(found.header, provenance.Header)

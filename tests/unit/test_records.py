@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from wavecrest import hardware, records, timing
+from wavecrest import files, hardware, provenance, records, timing
 from wavecrest.errors import OutputError, RecordError
 
 
@@ -20,7 +20,7 @@ def _bench() -> records.BenchRecord:
         bucket="b1", measurement=measured, shapes={"args[0]": "1x8 float32"}, peak_memory_bytes=None
     )
     return records.BenchRecord(
-        header=records.header(hardware.cpu()), workload="m", dtype="float32", parameters=8, buckets=[bucket]
+        header=provenance.header(hardware.cpu()), workload="m", dtype="float32", parameters=8, buckets=[bucket]
     )
 
 
@@ -128,7 +128,7 @@ def test_a_failed_write_leaves_the_old_file(written: Path, monkeypatch: pytest.M
 
 
 def test_a_write_replaces_and_leaves_nothing_behind(written: Path) -> None:
-    records.write_text(written, "new")
+    files.write_text(written, "new")
     assert written.read_text() == "new"
     assert [entry.name for entry in written.parent.iterdir()] == [written.name]
 
@@ -136,18 +136,18 @@ def test_a_write_replaces_and_leaves_nothing_behind(written: Path) -> None:
 def test_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OutputError, match="cannot write to the output folder"):
-        records.prepare_folder(tmp_path / "file" / "runs")
+        files.prepare_folder(tmp_path / "file" / "runs")
     with pytest.raises(OutputError, match="cannot write"):
-        records.write_text(tmp_path / "nowhere" / "x.json", "{}")
+        files.write_text(tmp_path / "nowhere" / "x.json", "{}")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(OutputError, match="Permission denied"):
-        records.prepare_folder(tmp_path)
+        files.prepare_folder(tmp_path)
 
 
 def test_a_new_folder_is_made(tmp_path: Path) -> None:
-    made = records.prepare_folder(tmp_path / "a" / "b")
+    made = files.prepare_folder(tmp_path / "a" / "b")
     assert made.is_dir() and not list(made.iterdir())

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest import hardware, lookup, records, registry
+from wavecrest import hardware, lookup, provenance, records, registry
 from wavecrest.bench import suites
 from wavecrest.tune import session
 from wavecrest.tuned import Overlay, database
@@ -41,7 +41,7 @@ class Quick:
 
     def send(self, message: dict[str, Any]) -> None:
         if "key" not in message:
-            versions = records.versions()
+            versions = provenance.versions()
             names = ("wavecrest", "torch", "triton")
             found = {name: getattr(versions, name) for name in names}
             self.coming = [{"event": "ready", "name": DEVICE.name, "versions": found}]
@@ -145,7 +145,7 @@ def seeded() -> random.Random:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a fork of a process that uses a GPU cannot use it")
 def test_two_hundred_kills_lose_and_corrupt_nothing(folder: Path, seeded: random.Random) -> None:
     # what every process asks git and the packages, once
-    records.header(DEVICE)
+    provenance.header(DEVICE)
     # how long a whole run takes here, so that kills fall all over it; the shortest of some: with a span of one run that
     # the machine had delayed nearly all of the others ended before they were killed, and 200 kills took half an hour
     span = math.inf

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecrest import hardware, lookup, records, registry
+from wavecrest import hardware, lookup, provenance, records, registry
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
 from wavecrest.registry import Cost, Op
 from wavecrest.timing import Interleaved
@@ -259,7 +259,7 @@ def test_configurations_in_place_of_the_backends_own(op: Op, clock: Clock) -> No
     assert tried == [("torch", {}), ("kernel", {"BLOCK": 16}), ("kernel", {"BLOCK": 16, "num_warps": 2})]
     assert [one.role for one in key.candidates if one.status != "refused"] == ["native", "tried", "tried"]
     # none of them is the default, whose time rows are compared by
-    assert session.evidence_of(key, records.header(DEVICE)).default_us is None
+    assert session.evidence_of(key, provenance.header(DEVICE)).default_us is None
     (left,) = [one for one in key.candidates if one.status == "refused"]
     assert left.reason == "with WIDTH=3, which does not know WIDTH=3" and key.config == {"BLOCK": 16}
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks import xlstm_chain
 
 from tests.unit.test_tune_session import Clock, clock, op
-from wavecrest import records
+from wavecrest import provenance, records
 from wavecrest.decision import Decision
 from wavecrest.errors import InvalidArgument
 from wavecrest.registry import Op
@@ -160,9 +160,9 @@ def test_the_last_word_on_a_key_becomes_its_row(
     monkeypatch.setattr(
         session, "tune", lambda *args, **options: real("double", *args[1:], **options, timer=clock)
     )  # fmt: skip
-    seconds, header = itertools.count(10), records.header
+    seconds, header = itertools.count(10), provenance.header
     monkeypatch.setattr(
-        session.records, "header",
+        session.provenance, "header",
         lambda *args, **more: header(*args, **more).model_copy(
             update={"created": f"2026-11-22T12:00:{next(seconds)}+00:00"}
         ),

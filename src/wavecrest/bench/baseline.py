@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wavecrest import env, hardware, records, timing
+from wavecrest import env, hardware, provenance, records, timing
 from wavecrest.errors import EnvironmentProblem, WavecrestError, WorkloadError
 from wavecrest.workload import Call, Inputs, Workload
 
@@ -100,7 +100,7 @@ def record(
         workload, seconds_per_bucket=seconds_per_bucket, function=function, on_progress=on_progress
     )
     return records.BenchRecord(
-        header=records.header(device, command=command),
+        header=provenance.header(device, command=command),
         workload=workload.name,
         dtype=workload.dtype,
         parameters=sum(parameter.numel() for parameter in workload.model.parameters()),

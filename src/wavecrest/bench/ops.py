@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest import hardware, numerics, records, registry, timing
+from wavecrest import hardware, numerics, provenance, records, registry, timing
 from wavecrest.bench import peers, suites
 from wavecrest.bench.baseline import _first_line
 from wavecrest.errors import InvalidArgument, Unsupported
@@ -102,7 +102,7 @@ def bench_ops(
 
     def record() -> records.OpBenchRecord:
         return records.OpBenchRecord(
-            header=records.header(device, command=command),
+            header=provenance.header(device, command=command),
             suite=settings.suite,
             peers=versions,
             missing=missing,

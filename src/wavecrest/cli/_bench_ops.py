@@ -33,19 +33,19 @@ class Targets:
 
     def prepare(self) -> None:
         """Find out, before anything is measured, whether all of it can be written."""
-        from wavecrest import records
+        from wavecrest import files
         from wavecrest.bench import plot
 
         for path in (self.output, self.plot):
             if path is not None:
                 if path.is_dir():
                     raise OutputError(f"{path} is a folder; give the name of a file in it")
-                records.prepare_folder(path.parent)
+                files.prepare_folder(path.parent)
         if self.plot is not None:
             plot.check(self.plot)
         if self.split is not None:
             plot.check(Path("plot.svg"))
-            records.prepare_folder(self.split)
+            files.prepare_folder(self.split)
 
     def keep(self, record: OpBenchRecord) -> None:
         """Write the record of the ops so far, where a record goes."""
@@ -78,9 +78,9 @@ class Targets:
 
 
 def _named(path: Path | None) -> str:
-    from wavecrest import records
+    from wavecrest import provenance
 
-    return "" if path is None else records.shown_path(str(path))
+    return "" if path is None else provenance.shown_path(str(path))
 
 
 def run_ops(

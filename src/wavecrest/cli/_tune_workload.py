@@ -50,14 +50,14 @@ def run(
         InvalidArgument: it calls nothing that can be tuned.
         OutputError: a file cannot be written; found before measuring.
     """
-    from wavecrest import records, workload
+    from wavecrest import files, records, workload
     from wavecrest.errors import OutputError
     from wavecrest.tune import model, session
 
     if out is not None:
         if out.is_dir():
             raise OutputError(f"{out} is a folder; give the name of a file in it")
-        records.prepare_folder(out.parent)
+        files.prepare_folder(out.parent)
 
     def written(record: WorkloadTuneRecord) -> None:
         if out is not None:

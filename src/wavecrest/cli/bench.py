@@ -43,14 +43,14 @@ def run(
     """
     if not seconds > 0:
         raise InvalidArgument(f"--seconds must be above zero, not {seconds:g}")
-    from wavecrest import hardware, records
+    from wavecrest import files, hardware, records
     from wavecrest.bench import baseline
     from wavecrest.workload import load
 
     if output is not None:
         if output.is_dir():
             raise OutputError(f"{output} is a folder; give the name of a file in it")
-        records.prepare_folder(output.parent)
+        files.prepare_folder(output.parent)
     target = None if device is None else hardware.detect(device).torch_name
     loaded = load(_shared.spec_of(workload, hf), device=target)
     record = baseline.record(

@@ -177,7 +177,7 @@ def run_export(path: Path, form: str = "csv", op: str | None = None, arch: str |
         OutputError: a file cannot be written.
         TableError: the user's database is damaged.
     """
-    from wavecrest import records
+    from wavecrest import files
     from wavecrest.tune import exchange
     from wavecrest.tuned import database
 
@@ -186,8 +186,8 @@ def run_export(path: Path, form: str = "csv", op: str | None = None, arch: str |
         if arch is None:
             raise InvalidArgument("a file of another program is for one architecture: give --arch")
         made = exchange.written(entries, form, arch)
-        records.prepare_folder(path.parent)
-        records.write_text(path, made.text)
+        files.prepare_folder(path.parent)
+        files.write_text(path, made.text)
         return made.rows, list(made.left)
     tables: dict[tuple[str, str, tuple[str, ...]], dict[Any, Row]] = {}
     for entry in sorted(entries, key=lambda entry: (not entry.row.evidence.origin, entry.row.evidence.date)):

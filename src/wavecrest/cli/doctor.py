@@ -31,7 +31,7 @@ def run(device: str | None = None) -> DoctorReport:
         raise EnvironmentProblem(
             f"torch cannot be imported ({error}); install the build for your GPU: https://pytorch.org/get-started"
         ) from error
-    from wavecrest import env, hardware, records
+    from wavecrest import env, hardware, provenance
     from wavecrest.doctor import DoctorReport, collect, run_checks
     from wavecrest.doctor.context import kernel_driver, read_file
 
@@ -48,7 +48,7 @@ def run(device: str | None = None) -> DoctorReport:
     return DoctorReport(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         device=found.to_dict(),
-        versions=records.versions(),
+        versions=provenance.versions(),
         platform_release=rocm or cuda,
         kernel_driver=kernel_driver(found.vendor, read_file),
         compiler=context.compiler,

@@ -56,7 +56,7 @@ def run(
         MissingDependency: triton or, with `mca`, llvm-mca is not installed.
         EnvironmentProblem: TRITON_INTERPRET=1 is set.
     """
-    from wavecrest import hardware, records
+    from wavecrest import hardware, provenance
     from wavecrest.isa import compiler, survey
     from wavecrest.isa import mca as mca_module
     from wavecrest.isa.facts import IsaRecord
@@ -72,7 +72,7 @@ def run(
     tool = mca_module.find() if mca else None
     work = survey.jobs(target, names, overrides, case)
     rows = survey.survey(work, workers=workers, code=code, mca_tool=tool, on_progress=on_progress)
-    header = records.header(hardware.cpu(), evidence="compiled")
+    header = provenance.header(hardware.cpu(), evidence="compiled")
     return IsaRecord(header=header, target=target, rows=rows)
 
 

@@ -75,7 +75,7 @@ def run(
         OutputError: `output` cannot be written; found before anything runs.
         MissingDependency, EnvironmentProblem: there is no emulator here; the message says what to install.
     """
-    from wavecrest import records
+    from wavecrest import files
     from wavecrest.isa import run as emulation
 
     if workers < 1 or resident < 1:
@@ -92,10 +92,10 @@ def run(
     if output is not None:
         if output.is_dir():
             raise OutputError(f"{output} is a folder; give the name of a file in it")
-        records.prepare_folder(output.parent)
+        files.prepare_folder(output.parent)
     record = emulation.run_ops(names, arch, chosen, on_case=on_case, **options)
     if output is not None:
-        records.write_text(output, record.model_dump_json(indent=1) + "\n")
+        files.write_text(output, record.model_dump_json(indent=1) + "\n")
     return record
 
 

@@ -40,11 +40,11 @@ def run(
     display: Display | None = None,
 ) -> OptimizeResult:
     """Load a workload and run the ladder; see `wavecrest.optimize`."""
-    from wavecrest import optimizer, records, workload
+    from wavecrest import files, optimizer, workload
 
     options = optimizer.Options(level, min_gain, budget, precision, processes, steps, skip)
     if out is not None:
-        records.prepare_folder(out)
+        files.prepare_folder(out)
     return optimizer.run(workload.load(spec, device=device), options, out=out, resume=resume, progress=display)
 
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from wavecrest.cli import _shared
-from wavecrest.records import Model
+from wavecrest.files import Model
 
 if TYPE_CHECKING:
     from wavecrest.plan import Plan

@@ -41,13 +41,13 @@ def run(
         EnvironmentProblem: the device is not here.
         OutputError: `out` cannot be written.
     """
-    from wavecrest import hardware, profile, records, workload
+    from wavecrest import files, hardware, profile, records, workload
     from wavecrest.graphs.breaks import find_breaks
 
     if device is not None:
         device = hardware.detect(device).torch_name
     if out is not None:
-        records.prepare_folder(out)
+        files.prepare_folder(out)
     loaded = workload.load(spec, device=device)
     ceilings = profile.measure_ceilings(loaded.device, loaded.dtype)
     buckets = profile.profile_workload(loaded, calls=calls, ceilings=ceilings, traces=out)

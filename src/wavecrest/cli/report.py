@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from wavecrest import records
+from wavecrest import files, records
 from wavecrest.cli import _shared
 from wavecrest.errors import OutputError, RecordError
 
@@ -16,7 +16,7 @@ RECORD_NAME = "run.json"
 REPORT_NAME = "report.html"
 
 
-class Written(records.Model):
+class Written(files.Model):
     """Where the report lies and what its first line says."""
 
     path: str
@@ -59,7 +59,7 @@ def run(run: Path, output: Path | None = None) -> Written:
         target = target / REPORT_NAME
     if target.resolve() == source.resolve():
         raise OutputError(f"the report would overwrite its own record {source}; give another file with -o")
-    records.prepare_folder(target.parent)
+    files.prepare_folder(target.parent)
     report.write(record, target)
     head = report.headline(record)
     return Written(

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wavecrest.records import GraphBreak, shown_path
+from wavecrest.provenance import shown_path
+from wavecrest.records import GraphBreak
 
 if TYPE_CHECKING:
     from wavecrest.workload import Inputs

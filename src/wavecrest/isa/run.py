@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wavecrest import env, hardware, numerics, records, registry
+from wavecrest import env, hardware, numerics, provenance, registry
 from wavecrest.errors import InvalidArgument, MissingDependency, Unsupported, WavecrestError, WorkloadError
 from wavecrest.isa import emulate
 from wavecrest.isa.emulate.record import CaseResult, EmulationRecord, ProgramResult, Work
@@ -119,8 +119,8 @@ def run_ops(
     return EmulationRecord(header=_header(), arch=arch, tinygrad=emulate.commit(), cases=results)
 
 
-def _header() -> records.Header:
-    return records.header(hardware.cpu(), evidence="emulated")
+def _header() -> provenance.Header:
+    return provenance.header(hardware.cpu(), evidence="emulated")
 
 
 def _calls(
@@ -334,7 +334,7 @@ def run_file(
         header=_header(),
         arch=arch,
         tinygrad=emulate.commit(),
-        target=records.shown_path(target),
+        target=provenance.shown_path(target),
         passed=not problem,
         reason=problem,
         work=_work(driver, 0),

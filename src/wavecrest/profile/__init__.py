@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavecrest import hardware, records, timing
+from wavecrest import hardware, provenance, records, timing
 from wavecrest.errors import InvalidArgument, WorkloadError
 from wavecrest.profile import trace
 from wavecrest.profile.roofline import datasheet, measure_ceilings
@@ -118,7 +118,7 @@ def record(
 ) -> records.ProfileRecord:
     """The record of `wavecrest profile`; graph breaks come from `wavecrest.graphs.breaks`."""
     return records.ProfileRecord(
-        header=records.header(hardware.detect(workload.device)),
+        header=provenance.header(hardware.detect(workload.device)),
         workload=workload.name,
         buckets=list(buckets),
         graphs=graphs,

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from wavecrest import records
+from wavecrest import files
 from wavecrest.records import BucketError, DecisionRow, OptimizeRecord, StepOutcome, Verdict
 from wavecrest.report import breakdown, histograms, numbers, roofline, waterfall, words
 
@@ -100,7 +100,7 @@ def write(record: OptimizeRecord, path: Path) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    records.write_text(path, render(record))
+    files.write_text(path, render(record))
 
 
 def _json(record: OptimizeRecord) -> Markup:

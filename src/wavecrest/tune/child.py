@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware, records, registry
+from wavecrest import hardware, provenance, registry
 from wavecrest.bench import suites
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.registry import Op
@@ -134,7 +134,7 @@ def main() -> None:
         importlib.import_module(name)
     device = hardware.Device(**first["device"])
     here = hardware.detect("cpu" if device.kind == "cpu" else "cuda:0")
-    versions = records.versions()
+    versions = provenance.versions()
     found = {name: getattr(versions, name) for name in ("wavecrest", "torch", "triton")}
     say({"event": "ready", "name": here.name, "versions": found})
     while True:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from wavecrest import lookup, records, registry, timing
+from wavecrest import lookup, provenance, records, registry, timing
 from wavecrest.bench import suites
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import Device
@@ -99,7 +99,7 @@ def tune(
     begin = time.perf_counter()
     if overlay is not None:
         overlay.prepare()
-    record = WorkloadTuneRecord(header=records.header(device), workload=workload.spec or workload.name)
+    record = WorkloadTuneRecord(header=provenance.header(device), workload=workload.spec or workload.name)
     by_op = _listed(workload, device, record)
     try:
         for name, wanted in by_op.items():

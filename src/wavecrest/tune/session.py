@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware, lookup, records, registry
+from wavecrest import files, hardware, lookup, provenance, records, registry
 from wavecrest.bench import suites
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
 from wavecrest.registry import Key, Op
@@ -82,7 +82,7 @@ class Targets:
             if path is not None:
                 if path.is_dir():
                     raise OutputError(f"{path} is a folder; give the name of a file in it")
-                records.prepare_folder(path.parent)
+                files.prepare_folder(path.parent)
         if self.table is None:
             return
         if self.record is None:
@@ -117,7 +117,7 @@ def named(path: Path) -> str:
     return path.name
 
 
-def row_of(found: records.TunedKey, fields: tuple[str, ...], record: str, header: records.Header) -> Row:
+def row_of(found: records.TunedKey, fields: tuple[str, ...], record: str, header: provenance.Header) -> Row:
     """The table row of a key that has a winner, with the evidence of its record."""
     assert found.backend is not None and found.us is not None
     config = Config(**found.config) if found.config else None
@@ -125,7 +125,7 @@ def row_of(found: records.TunedKey, fields: tuple[str, ...], record: str, header
     return Row(key, found.backend, config, found.us, found.native_us, record, evidence_of(found, header))
 
 
-def evidence_of(found: records.TunedKey, header: records.Header) -> Evidence:
+def evidence_of(found: records.TunedKey, header: provenance.Header) -> Evidence:
     """What a record says of a key's winner beside its time."""
     won = next((one for one in found.candidates if one.status == "won"), None)
     default = next((one.ms for one in found.candidates if one.role == "default" and one.ms is not None), None)
@@ -215,7 +215,7 @@ def tune(
     targets = targets or Targets()
     targets.prepare(op, device.arch)
     record = records.TuneRecord(
-        header=records.header(device, command=command),
+        header=provenance.header(device, command=command),
         op=op.name,
         suite=settings.suite,
         budget_seconds=settings.budget,

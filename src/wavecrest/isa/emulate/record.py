@@ -8,13 +8,13 @@ from typing import Literal
 import pydantic
 from pydantic import Field
 
-from wavecrest import records
+from wavecrest import files, provenance
 from wavecrest.errors import RecordError
 
 FORMAT_VERSION = 1
 
 
-class Work(records.Model):
+class Work(files.Model):
     """What the emulator did: launches, workgroups, instructions of waves, and the seconds of it all."""
 
     launches: int = 0
@@ -30,7 +30,7 @@ class Work(records.Model):
     unguarded: list[str] = Field(default_factory=list)
 
 
-class CaseResult(records.Model):
+class CaseResult(files.Model):
     """One call of an op as machine code, against the op's oracle.
 
     `relative` and `worst` are the largest over all results (`numerics.Comparison`), `codes` the share of 8-bit results
@@ -50,12 +50,12 @@ class CaseResult(records.Model):
     work: Work = Field(default_factory=Work)
 
 
-class EmulationRecord(records.Model):
+class EmulationRecord(files.Model):
     """`wavecrest isa run OP`."""
 
     kind: Literal["emulation"] = "emulation"
     format_version: int = FORMAT_VERSION
-    header: records.Header
+    header: provenance.Header
     arch: str
     # commit of the checkout that gives opcodes their meaning
     tinygrad: str
@@ -68,12 +68,12 @@ class EmulationRecord(records.Model):
         return "ok" in outcomes and not {"wrong", "failed"} & set(outcomes)
 
 
-class ProgramResult(records.Model):
+class ProgramResult(files.Model):
     """`wavecrest isa run FILE`: a script or a test file whose kernels ran in the emulator."""
 
     kind: Literal["emulated-program"] = "emulated-program"
     format_version: int = FORMAT_VERSION
-    header: records.Header
+    header: provenance.Header
     arch: str
     tinygrad: str
     target: str
@@ -88,7 +88,7 @@ def load(path: Path) -> EmulationRecord:
     Raises:
         RecordError: no such file, damaged, foreign or newer.
     """
-    document = records.read_document(path, what="emulation record", current=FORMAT_VERSION)
+    document = files.read_document(path, what="emulation record", current=FORMAT_VERSION)
     try:
         return EmulationRecord.model_validate(document)
     except pydantic.ValidationError as problem:
