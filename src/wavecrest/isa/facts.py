@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from typing import Any, Literal
 
@@ -66,7 +67,7 @@ class KernelFacts(Model):
     `vgpr` counts architectural registers, `agpr` accumulation registers. `spills` are registers on AMD and spilling
     stores on NVIDIA; `scratch` is bytes a lane, `lds` bytes a workgroup, `code_bytes` the kernel without padding.
     `waves` per SIMD, of `most_waves`, limited by `limit`; `register_waves` is what registers alone allow, and
-    `llvm_waves` what LLVM says of that.
+    `llvm_waves` what LLVM says of that. `code_hash` names the instructions: equal hashes, equal machine code.
     """
 
     warps: int
@@ -83,6 +84,7 @@ class KernelFacts(Model):
     register_waves: int
     llvm_waves: int | None
     code_bytes: int
+    code_hash: str
     kernel: Stretch
     loops: int
     hot: HotLoop | None
@@ -134,6 +136,22 @@ def _stretch(lines: list[assembly.Line], syntax: assembly.Syntax) -> dict[str, A
 
 def _code(lines: list[assembly.Line]) -> list[str]:
     return [line.text if line.label else f"    {line.text}" for line in lines]
+
+
+def _code_hash(compiled: Compiled, lines: list[assembly.Line]) -> str:
+    """SHA-256 of the instructions, LDS and warps, the first 16 digits.
+
+    The kernel's name and labels that only debug information needs are left out: neither is machine code.
+    """
+    places = {line.target: str(index) for index, line in enumerate(lines) if line.target}
+    text = [f"{compiled.lds} {compiled.warps}"]
+    for line in lines:
+        if line.opcode:
+            text.append(line.text.replace(line.target, places[line.target]) if line.target else line.text)
+        elif line.label in places:
+            text.append(f"{places[line.label]}:")
+    joined = "\n".join(text).replace(compiled.kernel, "kernel")
+    return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
 
 def _amd(compiled: Compiled) -> dict[str, int | None]:
@@ -205,6 +223,7 @@ def read(compiled: Compiled, *, code: bool = False, mca_tool: mca.Tool | None = 
         "most_waves": waves.most,
         "limit": waves.limit,
         "register_waves": waves.registers,
+        "code_hash": _code_hash(compiled, lines),
         "kernel": _stretch(lines, syntax),
         "loops": len(assembly.loops(lines)),
         "hot": _stretch(hot, syntax) | {"code": _code(hot) if code else []} if hot else None,
