@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 
-from wavecrest import files, hardware, provenance, timing, workload
+from wavecrest import hardware
 from wavecrest.graphs.capture import CapturedModule
 from wavecrest.graphs.inductor import PRESETS, compile_module, strict_compilation
-from wavecrest.passes.base import structural_copy
-from wavecrest.passes.gate import Gate, failures
-from wavecrest.passes.replace_attention import attention_calls, use_attention
-from wavecrest.workload import Call
+from wavecrest.measure import timing, workload
+from wavecrest.measure.workload import Call
+from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.steps.base import structural_copy
+from wavecrest.optimizer.steps.replace_attention import attention_calls, use_attention
+from wavecrest.records import files, provenance
 
 
 def captured(model: torch.nn.Module) -> torch.nn.Module:

@@ -20,9 +20,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from wavecrest import hardware, records
+from wavecrest.dispatch.tuned.cost_model import CONSTANTS, Constants
 from wavecrest.errors import InvalidArgument
 from wavecrest.tune import modelled
-from wavecrest.tuned.cost_model import CONSTANTS, Constants
 
 RECORDS = Path(__file__).with_name("results") / "nvidia-h200"
 DEVIATION = 0.25

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch
 
-from wavecrest import files, hardware, provenance, timing, workload
-from wavecrest.passes.gate import Gate, failures
-from wavecrest.plan import Plan, replay
-from wavecrest.workload import Call
+from wavecrest import hardware
+from wavecrest.measure import timing, workload
+from wavecrest.measure.workload import Call
+from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.plan import Plan, replay
+from wavecrest.records import files, provenance
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from wavecrest.ops._lib import allow_next, await_previous
+from wavecrest.ops.common.device import allow_next, await_previous
 
 N, K, LAUNCHES = 4096, 4096, 24
 CONFIGS = (

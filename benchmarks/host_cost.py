@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from wavecrest import hardware, ops, registry
+from wavecrest import hardware, ops
+from wavecrest.dispatch import registry
 from wavecrest.errors import EnvironmentProblem, WavecrestError
-from wavecrest.ops import _row_launch
+from wavecrest.ops.rows import launch as _row_launch
 
 ROUNDS = 7
 CALLS = 500

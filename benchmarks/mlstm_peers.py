@@ -26,9 +26,12 @@ from benchmarks import parts
 from benchmarks.parts import Part, Report, Row
 from torch import Tensor
 
-from wavecrest import hardware, numerics, provenance, registry, timing
+from wavecrest import hardware
 from wavecrest.bench import ops as bench_ops
+from wavecrest.dispatch import registry
+from wavecrest.measure import numerics, timing
 from wavecrest.ops import mlstm_chunkwise, mlstm_step
+from wavecrest.records import provenance
 
 Shape = tuple[int, int, int, int, int]
 # B, NH, S, DK, DV

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wavecrest import files
 from wavecrest.errors import RecordError, WavecrestError
+from wavecrest.records import files
 
 # processes of one part that may die before it ends
 DEATHS = 12

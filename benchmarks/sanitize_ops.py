@@ -35,9 +35,11 @@ import torch
 import triton
 import triton.language as tl
 
-from wavecrest import env, files, hardware, provenance, records, registry
+from wavecrest import env, hardware, records
 from wavecrest.bench import ops as bench_ops
+from wavecrest.dispatch import registry
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, Unsupported, WavecrestError
+from wavecrest.records import files, provenance
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 # the tools' summary lines: "ERROR SUMMARY: 2 errors", "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"

@@ -38,15 +38,18 @@ from benchmarks.parts import Part, Report, Row
 from benchmarks.xlstm_peers import Place
 from torch import Tensor
 
-from wavecrest import cuda_graph, hardware, lookup, numerics, provenance, registry, timing, tuned
+from wavecrest import hardware
 from wavecrest.bench import suites
-from wavecrest.decision import Decision
+from wavecrest.dispatch import lookup, registry, tuned
+from wavecrest.dispatch.decision import Decision
+from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.tuned import Config, database, table
 from wavecrest.errors import InvalidArgument
+from wavecrest.measure import cuda_graph, numerics, timing
 from wavecrest.models.xlstm import generation
 from wavecrest.models.xlstm.quantize import quantize
-from wavecrest.registry import Op
+from wavecrest.records import provenance
 from wavecrest.tune import ahead, candidates, misses, session
-from wavecrest.tuned import Config, database, table
 
 # stages beyond those of the row, and starts (EARLY) that are tried with each
 STAGES, STARTS = (0, 2, -1, -2), (0, 1, 2)

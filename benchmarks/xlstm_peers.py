@@ -10,7 +10,7 @@ kernel for them, `prefill-xl` with its other one; `decode…` steps: ours as `ge
 first replay with the step that is judged), the official package eager and as a graph captured by hand. A step's floor
 is the bytes of weights and states over the bandwidth measured in the same process.
 `decode-early`, `decode-late`: the same kernels and configurations, all or none of them started while the launch before
-them runs (EARLY of `wavecrest.ops._rows.start_of`), where `decode` starts each as its configuration says; `token_sum`
+them runs (EARLY of `wavecrest.ops.common.pdl.start_of`), where `decode` starts each as its configuration says; `token_sum`
 is the same where they choose the same tokens. `lengths` counts what is compiled for prompts of other lengths,
 `lengths-ahead` the same behind `compile_ahead`; `cold-…` starts with no compiled kernel on the disk, `…-again` with
 those that the former has left. `named`: prompts with the kernels that released checkpoints name.
@@ -37,15 +37,18 @@ from benchmarks import parts
 from benchmarks.parts import Part, Report, Row
 from torch import Tensor
 
-from wavecrest import cuda_graph, hardware, numerics, provenance, registry, timing
+from wavecrest import hardware
 from wavecrest.bench import ops as bench_ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
+from wavecrest.measure import cuda_graph, numerics, timing
 from wavecrest.models.xlstm import generation, xLSTMLarge, xLSTMLargeConfig
 from wavecrest.models.xlstm.generation import Decoder
 from wavecrest.models.xlstm.kernels import Kernels
 from wavecrest.models.xlstm.quantize import quantize
 from wavecrest.models.xlstm.sampling import Sampling
 from wavecrest.ops import PackedWeight
-from wavecrest.tuned import Config
+from wavecrest.records import provenance
 
 SEVEN_B = {"embedding_dim": 4096, "num_heads": 8, "num_blocks": 32, "vocab_size": 50304}
 SMALL = {"embedding_dim": 64, "num_heads": 2, "num_blocks": 2, "vocab_size": 211}

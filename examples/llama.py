@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-from wavecrest.workload import Inputs, Workload
+from wavecrest.measure.workload import Inputs, Workload
 
 PROMPT = 2048
 # room behind the prompt, as a server would have while it generates

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import wavecrest
-from wavecrest.workload import Inputs, Quality
+from wavecrest.measure.workload import Inputs, Quality
 
 SENTENCES = Path(__file__).with_name("sentences.txt")
 MIN_COSINE = 0.9999

@@ -53,7 +53,7 @@ def standins() -> Iterator[None]:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), before])
     yield
     os.environ["PYTHONPATH"] = before
-    del sys.modules["wavecrest.registry"]._OPS["planted"], sys.modules[name]
+    del sys.modules["wavecrest.dispatch.registry"]._OPS["planted"], sys.modules[name]
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def _nan_in_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def _dispatch_as_found() -> Iterator[None]:
     """No test leaves a forced backend, a pin or strict mode behind."""
     yield
-    registry = sys.modules.get("wavecrest.registry")
+    registry = sys.modules.get("wavecrest.dispatch.registry")
     if registry is not None:
         registry.strict("off")
         for op in list(registry._OPS.values()):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest.ops import _hopper
+from wavecrest.ops.common import hopper as _hopper
 
 # what the files of kernels import of each other
 SHARED = Path(_hopper.__file__)

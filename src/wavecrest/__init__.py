@@ -12,17 +12,17 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it; a module's own name maps to itself
 _LAZY = {
-    "Buckets": "wavecrest.workload",
-    "Plan": "wavecrest.plan",
-    "Workload": "wavecrest.workload",
-    "coverage": "wavecrest.registry",
+    "Buckets": "wavecrest.measure.workload",
+    "Plan": "wavecrest.optimizer.plan",
+    "Workload": "wavecrest.measure.workload",
+    "coverage": "wavecrest.dispatch.registry",
     "env": "wavecrest.env",
     "errors": "wavecrest.errors",
     "hardware": "wavecrest.hardware",
     "nn": "wavecrest.nn",
     "ops": "wavecrest.ops",
-    "optimize": "wavecrest.optimizer",
-    "registry": "wavecrest.registry",
+    "optimize": "wavecrest.optimizer.api",
+    "registry": "wavecrest.dispatch.registry",
 }
 
 __all__ = [
@@ -41,11 +41,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from wavecrest import env, errors, hardware, nn, ops, registry
-    from wavecrest.optimizer import optimize
-    from wavecrest.plan import Plan
-    from wavecrest.registry import coverage
-    from wavecrest.workload import Buckets, Workload
+    from wavecrest import env, errors, hardware, nn, ops
+    from wavecrest.dispatch import registry
+    from wavecrest.dispatch.registry import coverage
+    from wavecrest.measure.workload import Buckets, Workload
+    from wavecrest.optimizer.api import optimize
+    from wavecrest.optimizer.plan import Plan
 
 
 def __getattr__(name: str) -> Any:

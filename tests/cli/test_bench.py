@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from wavecrest import records, registry, timing
+from wavecrest import records
 from wavecrest.cli import _bench_ops, main
 from wavecrest.cli.bench import run
+from wavecrest.dispatch import registry
+from wavecrest.measure import timing
 
 BODY = """
 import torch

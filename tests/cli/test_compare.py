@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wavecrest import hardware, provenance, records, timing
+from wavecrest import hardware, records
 from wavecrest.cli import _shared, main
 from wavecrest.cli.compare import run
 from wavecrest.errors import InvalidArgument
+from wavecrest.measure import timing
+from wavecrest.records import provenance
 
 
 @pytest.fixture

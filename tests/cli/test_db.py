@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest import hardware, lookup, records, registry, timing
+from wavecrest import hardware, records
 from wavecrest.cli import db, explain, main
 from wavecrest.cli import tune as tune_cli
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.tuned import Config, Database, Entry, Evidence, Overlay, Row, aiter_csv, database
+from wavecrest.dispatch.tuned import misses as files
+from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
-from wavecrest.registry import Cost, Op
+from wavecrest.measure import timing
 from wavecrest.tune import evidence, misses, session
-from wavecrest.tuned import Config, Database, Entry, Evidence, Overlay, Row, aiter_csv, database
-from wavecrest.tuned import misses as files
-from wavecrest.tuned.row import here
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest import hardware, registry
+from wavecrest import hardware
 from wavecrest.cli import explain, main
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.errors import InvalidArgument
-from wavecrest.registry import Cost, Op
-from wavecrest.tuned import Config, Database, Row, database
 
 # what M=3 N=64 dtype=float32 are in the key of an op whose key does not call them rows, columns and dtype
 KEYS = {
@@ -238,7 +239,7 @@ def test_what_others_published_is_shown_for_an_architecture(capsys: pytest.Captu
     """Selection by batch on gfx942: which function runs, and that it is prior data; no ranking, and why."""
     for batch, backend, function in (
         ("1", "torch", "wavecrest.backends.torch._mlstm_chunkwise"),
-        ("2", "triton", "wavecrest.ops.mlstm_chunkwise.kernel._mlstm_chunks_kernel"),
+        ("2", "triton", "wavecrest.ops.mlstm.chunkwise.kernel._mlstm_chunks_kernel"),
     ):
         call = ["mlstm_chunkwise", f"B={batch}", "S=2048", "D=64", "bf16", "--arch", "gfx942"]
         assert main.main(["explain", *call, "--json"]) == 0

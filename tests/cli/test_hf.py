@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wavecrest.cli.main import main
-from wavecrest.workload import load
+from wavecrest.measure.workload import load
 
 transformers = pytest.importorskip("transformers")
 

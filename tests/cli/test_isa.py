@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from wavecrest import provenance
 from wavecrest.cli import isa, main
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import cpu
 from wavecrest.isa.facts import HotLoop, IsaRecord, KernelFacts, McaEstimate, Row
-from wavecrest.ops import _triton
+from wavecrest.ops.common import triton as _triton
+from wavecrest.records import provenance
 
 PARTS: dict[str, Any] = {
     "instructions": 200, "matrix": {}, "loads": {16: 8, 2: 1}, "stores": {16: 4},

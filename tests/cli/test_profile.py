@@ -15,7 +15,7 @@ SOURCE = """
 import torch
 from torch import nn
 
-from wavecrest.workload import Buckets
+from wavecrest.measure.workload import Buckets
 
 
 class Model(nn.Module):

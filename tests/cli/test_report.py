@@ -9,9 +9,9 @@ import pytest
 
 from wavecrest import records
 from wavecrest.cli import main, report
-from wavecrest.provenance import Header, Versions
+from wavecrest.measure.timing import Interval
 from wavecrest.records import OptimizeRecord, Result
-from wavecrest.timing import Interval
+from wavecrest.records.provenance import Header, Versions
 
 
 def _record() -> OptimizeRecord:

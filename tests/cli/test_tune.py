@@ -17,15 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecrest import hardware, lookup, records, registry, timing
+from wavecrest import hardware, records
 from wavecrest.cli import main
 from wavecrest.cli import tune as cli
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.tuned import Config, database
+from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
 from wavecrest.integrations import ray
-from wavecrest.registry import Cost, Op
+from wavecrest.measure import timing
 from wavecrest.tune import lanes, session
-from wavecrest.tuned import Config, database
-from wavecrest.tuned.row import here
 
 TIMES = {"torch": 0.02, "kernel 1": 0.015, "kernel 2": 0.01}
 

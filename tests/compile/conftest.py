@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
 from wavecrest.isa.facts import Row
 
 pytest.importorskip("triton", reason="cross-compiling needs triton")

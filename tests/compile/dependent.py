@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware, registry
+import wavecrest.ops.common.launcher as _launcher
+from wavecrest import hardware
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.isa import compiler
-from wavecrest.ops import _rows
-from wavecrest.ops._mlstm_operands import StepOperands
-from wavecrest.ops.gemm.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops.mlstm.call import StepOperands
 
 TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "GROUP_M": 8, "num_warps": 4, "num_stages": 3}
 CONFIGS = {
@@ -31,7 +32,7 @@ SPLIT = {"SPLITS": 8, "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4}
 # as a decode step calls them; each fetches two steps first
 EARLY = {"EARLY": 3}
 SKINNY = {"BLOCK_N": 4, "BLOCK_K": 512, "SPLIT_K": 1, "num_warps": 2, "num_stages": 3}
-Planned = list[tuple[str, _rows.Launch]]
+Planned = list[tuple[str, _launcher.Launch]]
 
 
 def product(M: int, N: int, K: int, weight: torch.dtype, form: str = "plain") -> Operands:
@@ -78,7 +79,7 @@ def first_launches(arch: str, more: dict[str, int]) -> Planned:
     return [*found, (f"norm {launch.kernel.__name__}", launch)]
 
 
-def facts(launch: _rows.Launch, arch: str) -> dict[str, Any]:
+def facts(launch: _launcher.Launch, arch: str) -> dict[str, Any]:
     """If it is launched to start early, and its code."""
     built: Any = compiler.build(launch, arch)
     option = bool(getattr(built.metadata, "launch_pdl", False))

@@ -16,13 +16,13 @@ import torch
 from wavecrest import hardware
 from wavecrest.hardware import Arch
 from wavecrest.isa import assembly, compiler
-from wavecrest.ops._rows import Launch
-from wavecrest.ops.gemm.config import multiplied
-from wavecrest.ops.gemm.key import key_of, shape_of
-from wavecrest.ops.gemm.operands import Operands
+from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.config import multiplied
+from wavecrest.ops._gemm.key import key_of, shape_of
+from wavecrest.ops.common.launcher import Launch
 
 # the function gemm of wavecrest.ops is in the module's place
-launches: Any = importlib.import_module("wavecrest.ops.gemm.multiply")
+launches: Any = importlib.import_module("wavecrest.ops._gemm.launch_gemv")
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 BF16, F32 = torch.bfloat16, torch.float32
 

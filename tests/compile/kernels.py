@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.isa import Launch
-from wavecrest.tuned import Config
 
 
 @triton.jit

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware, registry
+from wavecrest import hardware
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.isa import compiler
-from wavecrest.ops import _mlstm_step
-from wavecrest.ops._mlstm_operands import StepOperands
-from wavecrest.tuned import Config
+from wavecrest.ops.mlstm.call import StepOperands
+from wavecrest.ops.mlstm.step import launch as _mlstm_step
 
 # DK, DV, and rows, columns and warps of a program: as shipped, narrow, wide, of fewer elements than lanes
 CASES = {

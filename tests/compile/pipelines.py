@@ -11,15 +11,15 @@ import sys
 
 import torch
 
+import wavecrest.ops.common.launcher as _launcher
 from wavecrest import hardware
+from wavecrest.dispatch.tuned import Config
 from wavecrest.isa import compiler
-from wavecrest.ops import _rows
-from wavecrest.ops._mlstm_op import example
-from wavecrest.ops._mlstm_operands import Operands
-from wavecrest.ops._triton import tl, triton
-from wavecrest.ops.mlstm_chunkwise import config as configs
-from wavecrest.ops.mlstm_chunkwise import launch as launches
-from wavecrest.tuned import Config
+from wavecrest.ops.common.triton import tl, triton
+from wavecrest.ops.mlstm.backend import example
+from wavecrest.ops.mlstm.call import Operands
+from wavecrest.ops.mlstm.chunkwise import config as configs
+from wavecrest.ops.mlstm.chunkwise import launch as launches
 
 ARCH = "sm_90"
 
@@ -49,7 +49,7 @@ def early(text: str) -> list[str]:
 
 def main() -> None:
     square = torch.empty((256, 64), dtype=torch.bfloat16, device="meta")
-    control = _rows.Launch(
+    control = _launcher.Launch(
         _shared_tile_kernel, (1,), (square, square, square), {"K": 256, "BLOCK": 64}, Config(num_warps=4, num_stages=3)
     )
     found = {"control": control}

@@ -11,13 +11,15 @@ import sys
 
 import torch
 
-from wavecrest import hardware, registry
+import wavecrest.ops.common.launcher as _launcher
+from wavecrest import hardware
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.isa import compiler
-from wavecrest.ops import _mlstm_step, _rows
-from wavecrest.ops._mlstm_op import example
-from wavecrest.ops._mlstm_operands import Operands
-from wavecrest.ops._triton import tl, triton
-from wavecrest.tuned import Config
+from wavecrest.ops.common.triton import tl, triton
+from wavecrest.ops.mlstm.backend import example
+from wavecrest.ops.mlstm.call import Operands
+from wavecrest.ops.mlstm.step import launch as _mlstm_step
 
 ARCH = "sm_90"
 SHUFFLE = re.compile(r"SHFL\.BFLY PT, (R\d+),")
@@ -45,7 +47,7 @@ def merged(code: str) -> tuple[int, int]:
 
 def main() -> None:
     vector = torch.empty(32, device="meta")
-    found = {"control": _rows.Launch(_product_kernel, (1,), (vector,) * 3, {"BLOCK": 32}, Config(num_warps=1))}
+    found = {"control": _launcher.Launch(_product_kernel, (1,), (vector,) * 3, {"BLOCK": 32}, Config(num_warps=1))}
     arch, op = hardware.ARCHS[ARCH], registry.get("mlstm_sequence")
     for dk, dv in ((16, 24), (64, 128), (256, 512)):
         given = Operands(*example((2, 2, 20, dk, dv), torch.float32, "meta"))

@@ -20,7 +20,8 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 
-from wavecrest import hardware, registry
+from wavecrest import hardware
+from wavecrest.dispatch import registry
 from wavecrest.isa import compiler
 
 TARGET = GPUTarget("cuda", 90, 32)

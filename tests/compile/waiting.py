@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import sys
 
-from wavecrest import hardware, registry
+from wavecrest import hardware
+from wavecrest.dispatch import registry
 from wavecrest.isa import assembly, compiler
 
 

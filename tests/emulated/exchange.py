@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-import wavecrest.ops._rows as _rows
-from wavecrest import registry
+import wavecrest.ops.rows.split as _split
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.isa.emulate import emulated
-from wavecrest.tuned import Config
 
 OPS = ("rms_norm", "layer_norm", "softmax", "add_layer_norm_quantize", "rms_norm_quantize")
 
@@ -25,7 +25,7 @@ def bits(op: str, arch: str, patience: int, resident: int) -> tuple[list[bytes],
     torch.manual_seed(0)
     found = registry.get(op)
     args = found.inputs(3, 1000, torch.bfloat16, "cpu")
-    _rows.PATIENCE = patience
+    _split.PATIENCE = patience
     with emulated(arch, resident=resident) as driver:
         results: Any = found.run("triton", *args, config=Config(BLOCK_M=1, BLOCK_N=256, PACKED=1, num_warps=1))
         instructions = driver.runs[-1].stats.instructions

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.emulated.conftest import ARCHS
-from wavecrest import registry
+from wavecrest.dispatch import registry
 from wavecrest.isa.run import CASES, op_names
 
 Emulated = Callable[[str, str], Any]

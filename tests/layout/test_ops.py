@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
 
 ROOT = Path(__file__).parents[2]
 NAMES = registry.names()

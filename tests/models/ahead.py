@@ -16,9 +16,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-import wavecrest.ops._ahead as _ahead
-import wavecrest.ops._triton as _triton
-from wavecrest import registry
+import wavecrest.ops.common.triton as _triton
+import wavecrest.ops.common.warmup as _ahead
+from wavecrest.dispatch import registry
 from wavecrest.models.xlstm import xLSTMLarge, xLSTMLargeConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import wavecrest.ops._ahead as _ahead
+import wavecrest.ops.common.warmup as _ahead
 from tests.models.xlstm_harness import DEVICE, build, tokens
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument

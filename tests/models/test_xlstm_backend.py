@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.models.xlstm_harness import DEVICE, close
 from tests.ops.mlstm_harness import F32, F64, assert_right, case
-from wavecrest import registry
+from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm import ConfigWarning, KernelFallback, kernels, mLSTMBackend, mLSTMBackendConfig
-from wavecrest.ops._mlstm_operands import Operands
+from wavecrest.ops.mlstm.call import Operands
 
 OFFICIAL = {
     "native": ("chunkwise--native_autograd", "native_sequence__native", "native"),

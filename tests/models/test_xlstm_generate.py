@@ -303,8 +303,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         return graph, graph.output
 
     monkeypatch.setattr(generation, "has_graphs", lambda _device: True)
-    monkeypatch.setattr("wavecrest.cuda_graph.warm_up", lambda work: [work() for _ in range(3)])
-    monkeypatch.setattr("wavecrest.cuda_graph.record", record)
+    monkeypatch.setattr("wavecrest.measure.cuda_graph.warm_up", lambda work: [work() for _ in range(3)])
+    monkeypatch.setattr("wavecrest.measure.cuda_graph.record", record)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
 
@@ -391,7 +391,7 @@ def test_what_cannot_be_captured_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_args: Any) -> Any:
         raise StepRefused("the decoding step cannot be captured: no")
 
-    monkeypatch.setattr("wavecrest.cuda_graph.record", refuse)
+    monkeypatch.setattr("wavecrest.measure.cuda_graph.record", refuse)
     model = build()
     with pytest.warns(DecodeFallback, match="cannot be captured: no"):
         found = model.generate(tokens(2, 5), 20)

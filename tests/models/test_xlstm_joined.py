@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tests.models.xlstm_harness import DEVICE, build, close
-from wavecrest import registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Op
 from wavecrest.models.xlstm import xLSTMLarge
 from wavecrest.models.xlstm.joined import MOST_ROWS, Joined
 from wavecrest.models.xlstm.layers import MLSTMLayer, Norm, joins
 from wavecrest.models.xlstm.quantize import quantize
 from wavecrest.nn import Linear
 from wavecrest.ops import pack
-from wavecrest.registry import Op
 
 
 def layers(bias: tuple[bool, bool] = (False, True), **more: Any) -> tuple[Linear, Linear]:

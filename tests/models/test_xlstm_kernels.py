@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.models.xlstm_harness import DEVICE, build, close, tokens
-from wavecrest import registry
+from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm import (
     KernelFallback,

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import wavecrest.ops._rows as _rows
+import wavecrest.ops.common.launcher as _launcher
 from tests.models.xlstm_harness import DEVICE, VOCABULARY, build, close
 from tests.ops.gemm_harness import quicken
-from wavecrest import registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.models.xlstm import xLSTMLarge
 from wavecrest.models.xlstm.generation import Decoder
 from wavecrest.models.xlstm.quantize import quantize
 from wavecrest.models.xlstm.sampling import Sampling
-from wavecrest.ops import _mlstm_step
-from wavecrest.tuned import Config
+from wavecrest.ops.mlstm.step import launch as _mlstm_step
 
 # a decoding step runs on these alone
 OPS = {"gemm": "triton_multiply", "rms_norm": "triton", "add_rms_norm": "triton", "mlstm_step": "triton"}
@@ -51,7 +51,7 @@ class Launches(TorchDispatchMode):
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """What is launched while it is entered; ops run on `OPS`."""
     quicken(monkeypatch)
-    counted, starter = Launches(), _rows.starter
+    counted, starter = Launches(), _launcher.starter
 
     def noted(launch: Any, *args: Any, **options: Any) -> Callable[..., None]:
         start = starter(launch, *args, **options)
@@ -64,7 +64,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
         return run
 
-    monkeypatch.setattr(_rows, "starter", noted)
+    monkeypatch.setattr(_launcher, "starter", noted)
     for name, backend in OPS.items():
         registry.get(name).force(backend)
     yield counted

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tests.models.xlstm_harness import build, close, oracle, tokens
 from tests.ops.gemm_harness import quicken
-from wavecrest import numerics, registry
+from wavecrest.dispatch import registry
+from wavecrest.measure import numerics
 from wavecrest.models.xlstm import layers, quantize, xLSTMLarge
 from wavecrest.ops import PackedWeight
 

@@ -14,7 +14,7 @@ from transformers import xLSTMConfig, xLSTMForCausalLM
 from transformers.models.xlstm.modeling_xlstm import xLSTMCache, xLSTMPreTrainedModel
 
 from tests.models.xlstm_harness import DEVICE, close, native, randomize, tokens
-from wavecrest import registry
+from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.integrations.transformers import patch_transformers_xlstm
 from wavecrest.models.xlstm import convert_single_weights_to_fused_weights, xLSTMLarge, xLSTMLargeConfig

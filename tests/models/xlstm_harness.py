@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest import numerics
+from wavecrest.measure import numerics
 from wavecrest.models.xlstm import xLSTMLarge, xLSTMLargeConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.ops.op_harness import random
-from wavecrest import registry
-from wavecrest.ops.flash_attention.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
+from wavecrest.ops._flash_attention.call import Operands
 
 OP = "flash_attention"
 # half a unit in the last place

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from tests.ops.op_harness import LARGEST, nearest_distance
-from wavecrest import numerics, registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS
-from wavecrest.ops.gemm.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.measure import numerics
+from wavecrest.ops._gemm.call import Operands
 
 OP = "gemm"
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -63,7 +64,7 @@ def fitted(config: Config | None, given: Operands) -> Config | None:
 def machine(monkeypatch: pytest.MonkeyPatch, units: int, xcds: int = 1) -> None:
     """Launches as for a GPU of so many compute units and dies."""
     arch = replace(ARCHS["gfx942"], compute_units=units, xcds=xcds)
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: arch)
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: arch)
 
 
 # --- memory

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wavecrest import registry
-from wavecrest.ops.mla_decode.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
+from wavecrest.ops._mla_decode.call import Operands
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # half a unit in the last place

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wavecrest import registry
-from wavecrest.ops._mlstm_operands import Operands, StepOperands
-from wavecrest.tuned import Config
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
+from wavecrest.ops.mlstm.call import Operands, StepOperands
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 # half a unit in the last place

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tests.ops.op_harness import BACKENDS, assert_refuses, assert_rounds_once, random
-from wavecrest import ops, registry
-from wavecrest.tuned import Config
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 
 X = torch.ones(2, 4)
 CONFIGS = {

@@ -15,9 +15,11 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from wavecrest import numerics, ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
-from wavecrest.tuned import Config
+from wavecrest.measure import numerics
 
 BACKENDS = ("triton", "torch", "reference")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -430,7 +432,7 @@ def assert_never_copies(op: str, monkeypatch: Any, *args: Any) -> None:
         for method in ("reshape", "clone", "copy_", "flatten"):
             patch.setattr(torch.Tensor, method, refuse)
         # what is tested ends at the launch: the interpreter itself moves tensors about
-        patch.setattr("wavecrest.ops._rows.starter", lambda *_args: lambda *_args, **_options: None)
+        patch.setattr("wavecrest.ops.common.launcher.starter", lambda *_args: lambda *_args, **_options: None)
         found.backends["triton"].run(*args, config=config)
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.ops.op_harness import BACKENDS, assert_matches, random
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.tuned import Config
 
 OP = "add_layer_norm"
 SPLIT = Config(BLOCK_M=1, BLOCK_N=16, PACKED=1, num_warps=1)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import wavecrest.ops._ahead as _ahead
-import wavecrest.ops._rows as _rows
-import wavecrest.ops._triton as _triton
-from wavecrest.tuned import Config
+import wavecrest.ops.common.launcher as _launcher
+import wavecrest.ops.common.triton as _triton
+import wavecrest.ops.common.warmup as _ahead
+from wavecrest.dispatch.tuned import Config
 
 active: ContextVar[Mode | None] = ContextVar("active", default=None)
 
@@ -91,8 +91,8 @@ def _modes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def starter(kernel: Kernel) -> Any:
-    launch = _rows.Launch(kernel, (3,), (X, 64), {"BLOCK": 8}, Config(num_warps=2))
-    return _rows.starter(launch, torch.device("cpu"))
+    launch = _launcher.Launch(kernel, (3,), (X, 64), {"BLOCK": 8}, Config(num_warps=2))
+    return _launcher.starter(launch, torch.device("cpu"))
 
 
 def test_a_pass_compiles_what_would_be_launched_and_launches_nothing() -> None:

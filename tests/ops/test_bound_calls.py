@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
 
 KERNELS = [
     (name, backend)

@@ -24,13 +24,15 @@ from tests.ops.op_harness import (
     name,
     random,
 )
-from wavecrest import numerics, ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops.conv2d import config as configs
-from wavecrest.ops.conv2d import launch as launches
-from wavecrest.ops.conv2d.operands import Operands
-from wavecrest.tuned import Config, Database, Row, database
+from wavecrest.measure import numerics
+from wavecrest.ops._conv2d import config as configs
+from wavecrest.ops._conv2d import launch as launches
+from wavecrest.ops._conv2d.call import Operands
 
 OP = "conv2d"
 BY_COPY = "torch_channels_last"
@@ -608,7 +610,7 @@ def test_configurations(blocks: tuple[int, int, int], group_m: int, flat: int, d
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "sm_90"])
 def test_any_architectures_order_and_configuration(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 XCDs deal tiles and groups in another order, which must have each of them once."""
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS[arch])
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS[arch])
     assert_convolves("triton", *case("3x3", torch.bfloat16, "cpu", True))
     if ARCHS[arch].xcds > 1:
         x, weight = random((2, 30, 9, 7), torch.float16, "cpu"), random_filters((60, 10, 3, 3), torch.float16, "cpu")
@@ -631,7 +633,7 @@ TUNED = {
 @pytest.mark.parametrize("arch", TUNED)
 def test_configurations_to_tune_with(arch: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that neither pixels, outputs nor channels fill."""
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS[arch])
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS[arch])
     x = formatted(random((1, 40, 9, 9), torch.float16, "cpu"), last)
     weight = formatted(random_filters((72, 40, 3, 3), torch.float16, "cpu"), last)
     args = arguments(x, weight, None, 1, 1)
@@ -728,7 +730,7 @@ def test_specialised_arguments() -> None:
     """Triton compiles anew for types and alignments of tensors alone; asked of a process without the interpreter."""
     pytest.importorskip("triton", reason="asks Triton about a kernel's arguments")
     code = """
-from wavecrest.ops.conv2d.kernel import _conv2d_kernel
+from wavecrest.ops._conv2d.kernel import _conv2d_kernel
 print(*(p.name for p in _conv2d_kernel.params if not (p.is_constexpr or p.do_not_specialize)))
 """
     assert _child(code).split() == ["x_ptr", "w_ptr", "bias_ptr", "y_ptr"]
@@ -772,7 +774,7 @@ def test_the_kernel_is_traced_for_any_image() -> None:
 import torch, torch.utils._triton
 # Dynamo asks for a driver before it wraps a kernel; nothing is launched here
 torch.utils._triton.has_triton = lambda: True
-import wavecrest.ops._triton as _triton
+import wavecrest.ops.common.triton as _triton
 _triton.emulated = "gfx942"
 from wavecrest import ops, registry
 registry.get("conv2d").force("triton")

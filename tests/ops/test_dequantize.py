@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.ops.op_harness import BACKENDS, E4M3, E5M2, assert_refuses, name, random
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
 from wavecrest.errors import Unsupported
 
 OP = "dequantize"

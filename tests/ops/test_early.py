@@ -18,19 +18,25 @@ import pytest
 import torch
 from torch import Tensor
 
-import wavecrest.ops._rows as _rows
+import wavecrest.ops.common.launcher as _launcher
+import wavecrest.ops.common.pdl as _pdl
+import wavecrest.ops.common.target as _target
 from tests.ops.gemm_harness import BF16, E4M3, I8, multiply, random, scales, tile
 from tests.ops.mlstm_harness import DEVICE, case
-from wavecrest import registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import ARCHS
-from wavecrest.ops import _lib, _mlstm_norm, _mlstm_step, _row_kernel, pack
-from wavecrest.ops._mlstm_operands import StepOperands
-from wavecrest.ops.gemm import kernel as gemm_kernel
-from wavecrest.ops.gemm import multiply as gemm_multiply
-from wavecrest.ops.gemm import multiply_kernel as gemm_multiply_kernel
-from wavecrest.ops.gemm.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.ops import pack
+from wavecrest.ops._gemm import kernel as gemm_kernel
+from wavecrest.ops._gemm import kernel_gemv as gemm_multiply_kernel
+from wavecrest.ops._gemm import launch_gemv as gemm_multiply
+from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops.common import device as _lib
+from wavecrest.ops.mlstm import norm as _mlstm_norm
+from wavecrest.ops.mlstm.call import StepOperands
+from wavecrest.ops.mlstm.step import launch as _mlstm_step
+from wavecrest.ops.rows import kernel as _row_kernel
 
 SECTOR = _lib.SECTOR.value if hasattr(_lib.SECTOR, "value") else _lib.SECTOR
 INTERPRETED = not torch.cuda.is_available()
@@ -238,7 +244,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
         ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, made)
-    monkeypatch.setattr(_rows, "overlaps", lambda _arch: True)
+    monkeypatch.setattr(_pdl, "overlaps", lambda _arch: True)
     return programs
 
 
@@ -435,7 +441,7 @@ def test_a_step_fetches_its_state(name: str, ahead: int, noted: list[Program]) -
 # --- where it is off, and what is refused
 
 
-def planned(config: Config, arch: str) -> list[_rows.Launch]:
+def planned(config: Config, arch: str) -> list[_launcher.Launch]:
     given = Operands(*(torch.empty(shape, dtype=BF16, device="meta") for shape in ((1, 64), (64, 32))))
     given = given._replace(b=given.b.mT.contiguous().mT)
     plan = gemm_multiply.multiply(given, given.a, given.a, config, ARCHS[arch], False)
@@ -451,23 +457,23 @@ def test_kernels_that_do_not_overlap_take_no_notice(arch: str) -> None:
 
 def test_nor_do_they_in_the_interpreter_and_inside_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_early(multiply(16, 32), 3)
-    monkeypatch.setattr("wavecrest.ops._triton.interpreted", True)
-    assert _rows.start_of(config, ARCHS["sm_90"]) == (0, multiply(16, 32))
-    monkeypatch.setattr("wavecrest.ops._triton.interpreted", False)
-    assert _rows.start_of(config, ARCHS["sm_90"]) == (3, Config(**multiply(16, 32).kwargs, launch_pdl=1))
+    monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", True)
+    assert _pdl.start_of(config, ARCHS["sm_90"]) == (0, multiply(16, 32))
+    monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", False)
+    assert _pdl.start_of(config, ARCHS["sm_90"]) == (3, Config(**multiply(16, 32).kwargs, launch_pdl=1))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert _rows.start_of(config, ARCHS["sm_90"]) == (0, multiply(16, 32))
+    assert _pdl.start_of(config, ARCHS["sm_90"]) == (0, multiply(16, 32))
 
 
 def test_it_is_off_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wavecrest.ops._triton.interpreted", False)
+    monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", False)
     first, second = planned(multiply(16, 32, split=2), "sm_90")
     assert first.constants["EARLY"] == 0 and "launch_pdl" not in first.config
     # the sum of parts is right behind what it waits for, and was measured so
     assert first.constants["PDL"] and second.config["launch_pdl"] == 1
 
 
-@pytest.mark.parametrize("early", [-1, _rows.MOST_AHEAD + 2])
+@pytest.mark.parametrize("early", [-1, _pdl.MOST_AHEAD + 2])
 def test_what_it_cannot_be(early: int) -> None:
     with pytest.raises(InvalidArgument, match=f"EARLY is 0, 1, .*, not {early}"):
         run(gemm_call("triton_multiply", MULTIPLIED["one row"])(), early)
@@ -520,9 +526,9 @@ def chain(early: int) -> tuple[Callable[[], None], Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [1, 3])
 def test_chains_that_overlap_give_what_others_give(early: int) -> None:
-    if not _rows.overlaps(_rows.arch()):
+    if not _pdl.overlaps(_target.arch()):
         pytest.skip("kernels do not overlap here")
-    from wavecrest import cuda_graph
+    from wavecrest.measure import cuda_graph
 
     results = []
     for one in (0, early):

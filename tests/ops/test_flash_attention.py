@@ -34,18 +34,20 @@ from tests.ops.attention_harness import (
     wide,
 )
 from tests.ops.op_harness import BACKENDS, DTYPES, assert_never_copies, assert_refuses, name, random
-from wavecrest import hardware, ops, registry
-from wavecrest.decision import PortableKernel
+from wavecrest import hardware, ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.decision import PortableKernel
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops import _hopper, _triton
-from wavecrest.ops.flash_attention import config as configs
-from wavecrest.ops.flash_attention import hopper as hopper_launch
-from wavecrest.ops.flash_attention import hopper_kernel
-from wavecrest.ops.flash_attention import launch as launches
-from wavecrest.ops.flash_attention.op import visible_pairs
-from wavecrest.ops.flash_attention.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.ops._flash_attention import config as configs
+from wavecrest.ops._flash_attention import kernel_hopper as hopper_kernel
+from wavecrest.ops._flash_attention import launch as launches
+from wavecrest.ops._flash_attention import launch_hopper as hopper_launch
+from wavecrest.ops._flash_attention.backend import visible_pairs
+from wavecrest.ops._flash_attention.call import Operands
+from wavecrest.ops.common import hopper as _hopper
+from wavecrest.ops.common import triton as _triton
 
 OURS = ("triton", "reference")
 # queries and keys: none and one of either, a tile and one more or less, several tiles, more of the one or the other
@@ -419,7 +421,7 @@ def test_same_bits_every_time_and_in_any_batch(dtype: torch.dtype, device: str) 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "sm_90"])
 def test_any_architectures_order_and_configuration(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 XCDs deal the programs in another order, which must have each of them once."""
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS[arch])
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS[arch])
     for causal in (False, True):
         args = arguments(*tensors(3, 45, 60, HEADS, 2, dtype=torch.bfloat16), causal=causal)
         assert_attends("triton", args)
@@ -557,7 +559,7 @@ def test_the_kernel_is_traced_for_any_length() -> None:
 import torch, torch.utils._triton
 # Dynamo asks for a driver before it wraps a kernel; nothing is launched here
 torch.utils._triton.has_triton = lambda: True
-import wavecrest.ops._triton as _triton
+import wavecrest.ops.common.triton as _triton
 _triton.emulated = "gfx942"
 from wavecrest import ops, registry
 registry.get("flash_attention").force("triton")
@@ -583,7 +585,7 @@ def test_specialised_arguments() -> None:
     """Triton compiles anew for types and alignments of tensors alone; asked of a process without the interpreter."""
     pytest.importorskip("triton", reason="asks Triton about a kernel's arguments")
     code = """
-from wavecrest.ops.flash_attention.kernel import _flash_attention_kernel
+from wavecrest.ops._flash_attention.kernel import _flash_attention_kernel
 print(*(p.name for p in _flash_attention_kernel.params if not (p.is_constexpr or p.do_not_specialize)))
 """
     assert all(word.endswith("_ptr") for word in _child(code).split()) and len(_child(code).split()) == 13
@@ -956,7 +958,7 @@ def test_replays_in_a_cuda_graph(key: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 7)}], ids=str)
 def test_new_lengths_do_not_compile(options: dict[str, Any]) -> None:
-    from wavecrest.ops.flash_attention.kernel import _flash_attention_kernel
+    from wavecrest.ops._flash_attention.kernel import _flash_attention_kernel
 
     def compiled_for(queries: int, keys: int, batch: int = 2) -> int:
         args = arguments(*tensors(batch, queries, keys, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), **options)
@@ -1071,7 +1073,7 @@ def test_hopper_has_the_same_bits_alone_and_together(causal: bool, hopper: regis
 
 @pytest.mark.gpu
 def test_hopper_replays_in_a_cuda_graph_and_does_not_compile_for_a_length(hopper: registry.Op) -> None:
-    from wavecrest.ops.flash_attention.hopper_kernel import _hopper_attention_kernel
+    from wavecrest.ops._flash_attention.kernel_hopper import _hopper_attention_kernel
 
     hopper.force(HOPPER)
     args = arguments(*tensors(2, 500, 600, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), causal=True)

@@ -28,15 +28,16 @@ from tests.ops.attention_harness import (
     wide,
 )
 from tests.ops.op_harness import DTYPES, assert_refuses, name
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops._philox import philox
-from wavecrest.ops._triton import interpreted, tl, triton
-from wavecrest.ops.flash_attention import hopper as hopper_launch
-from wavecrest.ops.flash_attention import launch as launches
-from wavecrest.ops.flash_attention.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.ops._flash_attention import launch as launches
+from wavecrest.ops._flash_attention import launch_hopper as hopper_launch
+from wavecrest.ops._flash_attention.call import Operands
+from wavecrest.ops.common.philox import philox
+from wavecrest.ops.common.triton import interpreted, tl, triton
 
 OURS = ("triton", "reference")
 WORD = 2**32 - 1
@@ -353,9 +354,9 @@ def test_dispatch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given_call = Operands(*args)
     got = ops.flash_attention(*args[:3], dropout_p=0.4, seed=SEED)
     assert torch.equal(got, found(*args))  # type: ignore[arg-type]
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS["sm_90"])
-    monkeypatch.setattr("wavecrest.ops._triton.interpreted", False)
-    monkeypatch.setattr("wavecrest.ops._triton.no_gluon", None)
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS["sm_90"])
+    monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", False)
+    monkeypatch.setattr("wavecrest.ops.common.triton.no_gluon", None)
     assert hopper_launch.refusal(given_call, "columns 16") == "does not know dropout"
     monkeypatch.setattr(aiter, "_unavailable", lambda: None)
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True))

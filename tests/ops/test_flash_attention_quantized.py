@@ -26,14 +26,15 @@ from tests.ops.attention_harness import (
     wide,
 )
 from tests.ops.op_harness import E4M3, E5M2, INT8, LARGEST, assert_refuses, random
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops.flash_attention import config as configs
-from wavecrest.ops.flash_attention import hopper as hopper_launch
-from wavecrest.ops.flash_attention import launch as launches
-from wavecrest.ops.flash_attention.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.ops._flash_attention import config as configs
+from wavecrest.ops._flash_attention import launch as launches
+from wavecrest.ops._flash_attention import launch_hopper as hopper_launch
+from wavecrest.ops._flash_attention.call import Operands
 
 OURS = ("triton", "reference")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -484,7 +485,7 @@ def test_nothing_beyond_the_ends_is_used(mode: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", [INT8, *HALF_UNITS], ids=str)
 def test_any_architectures_arithmetic(dtype: torch.dtype, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are, or widened where no matrix instruction takes them; what neither does is declined."""
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS[arch])
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS[arch])
     found, fnuz = registry.get(OP), str(dtype).endswith("fnuz")
     native = dtype == INT8 or (ARCHS[arch].fp8 is not None and fnuz == (arch == "gfx942"))
     assert launches.multiplies(dtype, ARCHS[arch]) == native
@@ -533,9 +534,9 @@ def test_dispatch(mode: str, device: str) -> None:
 def test_what_other_kernels_decline(monkeypatch: pytest.MonkeyPatch) -> None:
     from wavecrest.backends import aiter
 
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS["sm_90"])
-    monkeypatch.setattr("wavecrest.ops._triton.interpreted", False)
-    monkeypatch.setattr("wavecrest.ops._triton.no_gluon", None)
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS["sm_90"])
+    monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", False)
+    monkeypatch.setattr("wavecrest.ops.common.triton.no_gluon", None)
     call = Operands(*quantized(Mode(BF16, INT8), tensors(1, 20, 20, d=64)))
     assert hopper_launch.refusal(call, "columns 16") == "takes float16 and bfloat16"
     plain = call._replace(k=call.q, v=call.q, k_descale=None, v_descale=None)

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.op_harness import same_bits
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops.flash_decoding import launch as launches
-from wavecrest.ops.flash_decoding import quantize_cache
-from wavecrest.ops.flash_decoding.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.ops._flash_decoding import launch as launches
+from wavecrest.ops._flash_decoding import quantize_cache
+from wavecrest.ops._flash_decoding.call import Operands
 
 OP = "flash_decoding"
 F32, F16, BF16, I8, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
@@ -709,7 +710,7 @@ def test_pages_before_the_first_key_are_not_looked_up(device: str) -> None:
 
 
 def test_keys_of_calls_without_starts_are_as_they_were(device: str) -> None:
-    from wavecrest.ops.flash_decoding.key import KEY_FIELDS, key_of, shape_of
+    from wavecrest.ops._flash_decoding.key import KEY_FIELDS, key_of, shape_of
 
     plain, begun = case([40, 50]), case([40, 50], starts=[3, 0])
     assert key_of(plain) == (
@@ -725,8 +726,8 @@ def test_keys_of_calls_without_starts_are_as_they_were(device: str) -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
 def test_an_invariant_call_is_split_the_same_in_any_batch(arch: str) -> None:
-    from wavecrest.ops.flash_decoding.config import default
-    from wavecrest.ops.flash_decoding.key import key_of, shape_of
+    from wavecrest.ops._flash_decoding.config import default
+    from wavecrest.ops._flash_decoding.key import key_of, shape_of
 
     chunks: dict[bool, set[int]] = {False: set(), True: set()}
     keys: dict[bool, set[Any]] = {False: set(), True: set()}
@@ -1027,7 +1028,7 @@ def test_appending_again_changes_nothing(device: str) -> None:
 
 
 def test_keys_of_calls_that_append(device: str) -> None:
-    from wavecrest.ops.flash_decoding.key import key_of, shape_of
+    from wavecrest.ops._flash_decoding.key import key_of, shape_of
 
     call = appending(rotary="gptj", lens=[40, 50], starts=[3, 0], table=F16)
     plain = call._replace(k=None, v=None, cos=None, sin=None, seq_starts=None)

@@ -57,16 +57,18 @@ from tests.ops.gemm_harness import (
     wide,
 )
 from tests.ops.op_harness import LARGEST, assert_never_copies, name, same_bits, shape_id
-from wavecrest import numerics, ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.ops._triton import tl, triton
-from wavecrest.ops.gemm.kernel import share_of, spread, tile_at
-from wavecrest.ops.gemm.launch import described
-from wavecrest.ops.gemm.launch import stream as launch_stream
-from wavecrest.ops.gemm.launch import tiles as launch_tiles
-from wavecrest.ops.gemm.op import linear_operands
-from wavecrest.ops.gemm.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.measure import numerics
+from wavecrest.ops._gemm.backend import linear_operands
+from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.kernel import share_of, spread, tile_at
+from wavecrest.ops._gemm.launch import described
+from wavecrest.ops._gemm.launch import stream as launch_stream
+from wavecrest.ops._gemm.launch import tiles as launch_tiles
+from wavecrest.ops.common.triton import tl, triton
 
 FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 INF, NAN = float("inf"), float("nan")
@@ -1557,7 +1559,7 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         noted.append(launch)
         return lambda *_args: None
 
-    monkeypatch.setattr("wavecrest.ops._rows.starter", note)
+    monkeypatch.setattr("wavecrest.ops.common.launcher.starter", note)
     return noted
 
 
@@ -1687,8 +1689,8 @@ from wavecrest.hardware import ARCHS
 from wavecrest.isa.compiler import compile_launch
 from wavecrest.ops.gemm import launch as L
 from wavecrest.ops.gemm import multiply as few
-from wavecrest.ops.gemm.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.ops._gemm.call import Operands
+from wavecrest.dispatch.tuned import Config
 import tests.ops.test_gemm as t
 import tests.ops.gemm_harness as h
 
@@ -1957,7 +1959,7 @@ def test_with_tensor_descriptors_and_without(shape: tuple[int, int, int], dtype:
 
 def test_calls_with_descriptors_are_one_operation_of_a_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses are not traced: the graph calls the op, which decides again. Here without real descriptors."""
-    launch = sys.modules["wavecrest.ops.gemm.launch"]
+    launch = sys.modules["wavecrest.ops._gemm.launch"]
     monkeypatch.setattr(launch, "with_descriptors", lambda _given, _config: torch.compiler.is_compiling())
     a, b, bias = random(20, 48, device=device), random(48, 40, device=device), random(40, dtype=F32, device=device)
     found = registry.get(OP)

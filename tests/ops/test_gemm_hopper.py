@@ -17,17 +17,19 @@ from torch.nn import functional
 from tests import gluon
 from tests.ops.gemm_harness import BF16, F16, F32, I8, OP, Watch, assert_right, declines, random, scales, watched
 from tests.ops.op_harness import name, same_bits, shape_id
-from wavecrest import hardware, registry
-from wavecrest.decision import PortableKernel
+from wavecrest import hardware
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.decision import PortableKernel
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops import _hopper, _triton
-from wavecrest.ops._activation import ACTIVATIONS
-from wavecrest.ops.gemm import hopper as hopper_launch
-from wavecrest.ops.gemm import hopper_kernel
-from wavecrest.ops.gemm.key import key_of
-from wavecrest.ops.gemm.operands import GATED, Operands
-from wavecrest.tuned import Config
+from wavecrest.ops._gemm import kernel_hopper as hopper_kernel
+from wavecrest.ops._gemm import launch_hopper as hopper_launch
+from wavecrest.ops._gemm.call import GATED, Operands
+from wavecrest.ops._gemm.key import key_of
+from wavecrest.ops.common import hopper as _hopper
+from wavecrest.ops.common import triton as _triton
+from wavecrest.ops.common.activation import ACTIVATIONS
 
 HOPPER = "triton_hopper"
 
@@ -200,9 +202,9 @@ def test_planted_errors_are_seen(say: str, instead: str, monkeypatch: pytest.Mon
 @pytest.fixture
 def as_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the launch asks, as on a machine with an sm_90."""
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS["sm_90"])
-    monkeypatch.setattr("wavecrest.ops._triton.interpreted", False)
-    monkeypatch.setattr("wavecrest.ops._triton.no_gluon", None)
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS["sm_90"])
+    monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", False)
+    monkeypatch.setattr("wavecrest.ops.common.triton.no_gluon", None)
 
 
 def test_what_it_does_not_take(as_sm_90: None) -> None:

@@ -29,11 +29,12 @@ from tests.ops.gemm_harness import (
     watched,
 )
 from tests.ops.op_harness import name, same_bits
-from wavecrest import nn, ops, registry
+from wavecrest import nn, ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops.gemm.operands import Operands
-from wavecrest.tuned import Config
+from wavecrest.ops._gemm.call import Operands
 
 INF, NAN = float("inf"), float("nan")
 MULTIPLY = "triton_multiply"

@@ -25,8 +25,9 @@ from tests.ops.gemm_harness import (
     scales,
 )
 from tests.ops.op_harness import name
-from wavecrest import nn, ops, registry
-from wavecrest.ops.gemm.operands import Operands
+from wavecrest import nn, ops
+from wavecrest.dispatch import registry
+from wavecrest.ops._gemm.call import Operands
 
 
 def product(*lead: int, N: int = 10, K: int = 24, dtype: torch.dtype = BF16, device: str = "cpu", **more: Any) -> Any:

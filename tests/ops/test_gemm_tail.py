@@ -26,11 +26,12 @@ from tests.ops.gemm_harness import (
     watched,
 )
 from tests.ops.op_harness import name, same_bits
-from wavecrest import nn, ops, registry
+from wavecrest import nn, ops
+from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import ARCHS
-from wavecrest.ops.gemm.op import linear_operands
-from wavecrest.ops.gemm.operands import Operands
+from wavecrest.ops._gemm.backend import linear_operands
+from wavecrest.ops._gemm.call import Operands
 
 MULTIPLY = "triton_multiply"
 

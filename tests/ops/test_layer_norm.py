@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.ops.op_harness import BACKENDS, assert_matches, random
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.tuned import Config
 
 OP = "layer_norm"
 

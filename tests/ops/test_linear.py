@@ -42,15 +42,16 @@ from tests.ops.gemm_harness import (
     whole,
 )
 from tests.ops.op_harness import assert_never_copies, name, same_bits, shape_id
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS, Arch
-from wavecrest.ops.gemm import space
-from wavecrest.ops.gemm.config import multiplied
-from wavecrest.ops.gemm.key import key_of, shape_of
-from wavecrest.ops.gemm.operands import Operands
+from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.config import multiplied
+from wavecrest.ops._gemm.key import key_of, shape_of
+from wavecrest.ops._gemm.study import space
 from wavecrest.ops.packed import PackedWeight, pack
-from wavecrest.tuned import Config
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 def operands(x: Tensor, weight: Any, bias: Tensor | None = None, **options: Any) -> Operands:
     """What `linear` hands to its backends."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["wavecrest.ops.gemm.op"], "_op", lambda *args: args)
+        patch.setattr(sys.modules["wavecrest.ops._gemm.backend"], "_op", lambda *args: args)
         return Operands(*ops.linear(x, weight, bias, **options))
 
 
@@ -563,7 +564,7 @@ def _placed(codes: Tensor, stride: int, offset: int) -> Tensor:
 @pytest.fixture
 def addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where the weights of launches lie."""
-    starter, found = sys.modules["wavecrest.ops._rows"].starter, []  # type: ignore[var-annotated]
+    starter, found = sys.modules["wavecrest.ops.common.launcher"].starter, []  # type: ignore[var-annotated]
 
     def noted(*args: Any, **options: Any) -> Any:
         start = starter(*args, **options)
@@ -574,7 +575,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return started
 
-    monkeypatch.setattr("wavecrest.ops._rows.starter", noted)
+    monkeypatch.setattr("wavecrest.ops.common.launcher.starter", noted)
     return found
 
 
@@ -615,14 +616,14 @@ def test_a_bound_call_looks_where_its_words_start(watch: Watch, device: str) -> 
 def test_words_are_traced(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph, in which the call is the op as it is: its launch looks at an address."""
     torch._dynamo.reset()
-    monkeypatch.setattr("wavecrest.ops._rows.kernel_refusal", lambda *_args: None)
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS["sm_90"])
+    monkeypatch.setattr("wavecrest.ops.common.checks.kernel_refusal", lambda *_args: None)
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS["sm_90"])
     launched: list[int] = []
 
     def starter(_launch: Any, _device: Any, described: int = 0) -> Callable[..., None]:
         return lambda *args: launched.append(len(args))
 
-    monkeypatch.setattr("wavecrest.ops._rows.starter", starter)
+    monkeypatch.setattr("wavecrest.ops.common.launcher.starter", starter)
     weight = made("int4-64", 16, 128)
     registry.get(OP).force("triton_multiply")
     compiled = torch.compile(lambda x: ops.linear(x, weight), fullgraph=True, dynamic=dynamic, backend="eager")

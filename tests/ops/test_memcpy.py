@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.op_harness import BACKENDS, assert_compiles, assert_never_copies, name
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.tuned import Config
 
 OP = "memcpy"
 MODES = ("copy", "read", "write")

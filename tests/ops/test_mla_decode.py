@@ -14,20 +14,21 @@ from torch import Tensor
 
 from tests.ops.mla_harness import BF16, CONFIGS, F16, F32, NAN, assert_right, case, config, exact, run
 from tests.ops.op_harness import same_bits
-from wavecrest import hardware, ops, registry
-from wavecrest.decision import PortableKernel
+from wavecrest import hardware, ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.decision import PortableKernel
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops import _hopper
-from wavecrest.ops._rows import Launch
-from wavecrest.ops.mla_decode import cases as cases_of_tools
-from wavecrest.ops.mla_decode import config as configs
-from wavecrest.ops.mla_decode import hopper as hopper_launch
-from wavecrest.ops.mla_decode import launch as launches
-from wavecrest.ops.mla_decode.key import key_of, shape_of
-from wavecrest.ops.mla_decode.operands import Operands
-from wavecrest.ops.mla_decode.reference import absorbed, reference
-from wavecrest.tuned import Config
+from wavecrest.ops._mla_decode import config as configs
+from wavecrest.ops._mla_decode import launch as launches
+from wavecrest.ops._mla_decode import launch_hopper as hopper_launch
+from wavecrest.ops._mla_decode.call import Operands
+from wavecrest.ops._mla_decode.key import key_of, shape_of
+from wavecrest.ops._mla_decode.reference import absorbed, reference
+from wavecrest.ops._mla_decode.study import cases as cases_of_tools
+from wavecrest.ops.common import hopper as _hopper
+from wavecrest.ops.common.launcher import Launch
 
 OP = "mla_decode"
 
@@ -231,7 +232,7 @@ def test_nothing_is_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         for method in ("reshape", "clone", "copy_", "flatten", "contiguous", "to"):
             patch.setattr(torch.Tensor, method, refuse)
-        patch.setattr("wavecrest.ops._rows.starter", lambda *_args: lambda *_args, **_options: None)
+        patch.setattr("wavecrest.ops.common.launcher.starter", lambda *_args: lambda *_args, **_options: None)
         registry.get(OP).backends["triton"].run(*call, config=config(part=32))
 
 
@@ -470,7 +471,7 @@ def test_splits_fill_the_units() -> None:
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "sm_90"])
 def test_any_architectures_order_and_configuration(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 XCDs deal the programs in another order, which must have each of them once."""
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS[arch])
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS[arch])
     for name in ("many heads", "everything"):
         call = named(CASES[name], "cpu", dtype=BF16)
         assert_right(call, run(OP, call, None))
@@ -749,7 +750,7 @@ def test_the_kernels_are_traced_for_any_batch() -> None:
 import torch, torch.utils._triton
 # Dynamo asks for a driver before it wraps a kernel; nothing is launched here
 torch.utils._triton.has_triton = lambda: True
-import wavecrest.ops._triton as _triton
+import wavecrest.ops.common.triton as _triton
 _triton.emulated = "gfx942"
 from wavecrest import hardware, ops, registry
 registry.get("mla_decode").force("triton")
@@ -916,7 +917,7 @@ def test_hopper_strides(hopper: registry.Op) -> None:
 @pytest.mark.gpu
 def test_hopper_bits_and_graphs(hopper: registry.Op) -> None:
     """The same in every run, alone, and replayed as sequences grow; nothing is compiled for another length."""
-    from wavecrest.ops.mla_decode.hopper_kernel import _hopper_mla_kernel
+    from wavecrest.ops._mla_decode.kernel_hopper import _hopper_mla_kernel
 
     call = named(WHOLE | HOPPER_CASES["tiles"] | {"batch_invariant": True, "beyond": 0.0}, "cuda")
     hopper.force(HOPPER)

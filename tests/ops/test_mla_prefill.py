@@ -13,12 +13,13 @@ from torch import Tensor
 
 from tests.ops.mla_harness import BF16, CONFIGS, F16, F32, NAN, Exact, assert_right, case, config, exact, run
 from tests.ops.op_harness import same_bits
-from wavecrest import hardware, ops, registry
+from wavecrest import hardware, ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops.mla_decode.operands import Operands
-from wavecrest.ops.mla_prefill import decompressed
-from wavecrest.tuned import Config
+from wavecrest.ops._mla_decode.call import Operands
+from wavecrest.ops._mla_prefill import decompressed
 
 OP = "mla_prefill"
 BACKENDS = ("triton", "decompressed", "torch", "reference")
@@ -170,7 +171,7 @@ def test_the_same_bits_in_any_batch(device: str) -> None:
 
 @pytest.mark.parametrize("arch", list(ARCHS))
 def test_invariant_calls_are_not_split(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: ARCHS[arch])
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS[arch])
     found = registry.get(OP)
     space = found.backends["triton"].space
     assert space is not None

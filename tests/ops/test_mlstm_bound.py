@@ -12,12 +12,13 @@ from torch import Tensor
 from tests.ops import test_mlstm_chunkwise as chunkwise
 from tests.ops import test_mlstm_step as steps
 from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, case, exact, run
-from wavecrest import lookup, records, registry
-from wavecrest.ops import _mlstm_op
-from wavecrest.ops._mlstm_operands import Operands, StepOperands
+from wavecrest import records
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.tuned import Config
+from wavecrest.ops.mlstm import backend as _mlstm_op
+from wavecrest.ops.mlstm.call import Operands, StepOperands
 from wavecrest.tune import misses, trust
 from wavecrest.tune.candidates import Candidate
-from wavecrest.tuned import Config
 
 OPS = ("mlstm_chunkwise", "mlstm_sequence")
 # with every option of the ops in one of them, each dtype in many

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, NAN, assert_near, assert_right, case, exact, moved, run
 from tests.ops.op_harness import same_bits
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops import _mlstm_norm as norms
-from wavecrest.ops._mlstm_operands import Operands
-from wavecrest.ops.mlstm_chunkwise import config as configs
-from wavecrest.ops.mlstm_chunkwise import kernel as kernels
-from wavecrest.ops.mlstm_chunkwise import launch as launches
-from wavecrest.tuned import Config
+from wavecrest.ops.mlstm import norm as norms
+from wavecrest.ops.mlstm.call import Operands
+from wavecrest.ops.mlstm.chunkwise import config as configs
+from wavecrest.ops.mlstm.chunkwise import kernel as kernels
+from wavecrest.ops.mlstm.chunkwise import launch as launches
 
 OP = "mlstm_chunkwise"
 
@@ -251,7 +252,7 @@ def test_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         for method in ("reshape", "clone", "copy_", "flatten", "contiguous", "to"):
             patch.setattr(torch.Tensor, method, refuse)
-        patch.setattr("wavecrest.ops._rows.starter", lambda *_args: lambda *_args, **_options: None)
+        patch.setattr("wavecrest.ops.common.launcher.starter", lambda *_args: lambda *_args, **_options: None)
         registry.get(OP).backends["triton"].run(*call, config=SMALL)
 
 

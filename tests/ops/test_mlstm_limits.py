@@ -12,8 +12,8 @@ from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, assert_right, case, 
 from tests.ops.op_harness import same_bits
 from tests.ops.test_mlstm_chunkwise import CASES, SMALL, config
 from wavecrest import ops
-from wavecrest.ops._mlstm_operands import Operands, StepOperands
-from wavecrest.ops.mlstm_chunkwise import launch as launches
+from wavecrest.ops.mlstm.call import Operands, StepOperands
+from wavecrest.ops.mlstm.chunkwise import launch as launches
 
 OP = "mlstm_chunkwise"
 INF = float("inf")

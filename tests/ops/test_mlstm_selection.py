@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, NAN, case
 from tests.ops.op_harness import same_bits
-from wavecrest import lookup, registry
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.models.xlstm import kernels, xLSTMLargeConfig
-from wavecrest.ops import _triton
-from wavecrest.ops._mlstm_op import KEY_FIELDS, example
-from wavecrest.ops._mlstm_operands import Operands
-from wavecrest.tuned import Config, Database, Row, database
+from wavecrest.ops.common import triton as _triton
+from wavecrest.ops.mlstm.backend import KEY_FIELDS, example
+from wavecrest.ops.mlstm.call import Operands
 
 OP = "mlstm_chunkwise"
 # (batch, tokens) of the published table, and what was the fastest there
@@ -206,7 +206,7 @@ def test_pytorch_is_not_chosen_where_bits_must_not_depend_on_the_batch(on_gpu: N
         torchs = registry.get(name).backends["torch"]
         # as on a GPU that the kernel takes
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("wavecrest.ops._rows.kernel_refusal", lambda *_parts: None)
+            patched.setattr("wavecrest.ops.common.checks.kernel_refusal", lambda *_parts: None)
             assert "round otherwise in another batch" in str(torchs.supports(*meta))
             assert torchs.supports(*meta._replace(batch_invariant=False)) is None
         on_cpu = Operands(*(one.cpu() if isinstance(one, Tensor) else one for one in given))
@@ -219,7 +219,7 @@ def test_pytorch_is_not_chosen_where_bits_must_not_depend_on_the_batch(on_gpu: N
         })  # fmt: skip
         patched.setitem(op.backends, "torch", declining)
         patched.setattr(op, "_order", tuple(declining if one is backend else one for one in op._order))
-        patched.setattr("wavecrest.ops._rows.kernel_refusal", lambda *_parts: None)
+        patched.setattr("wavecrest.ops.common.checks.kernel_refusal", lambda *_parts: None)
         found = op.decide(*given)
         assert found.backend != "torch" and "for torch, which declines it" in found.reason
     registry.forget()

@@ -11,9 +11,10 @@ from torch import Tensor
 from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, NAN, assert_right, case, exact, moved, run
 from tests.ops.op_harness import same_bits
 from tests.ops.test_mlstm_chunkwise import CASES
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import Unsupported
-from wavecrest.tuned import Config
 
 OP = "mlstm_sequence"
 CONFIGS = {"default": None, "several programs": Config(BLOCK_V=8, num_warps=4)}

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, NAN, Exact, assert_near, case, exact, moved, run
 from tests.ops.op_harness import same_bits
-from wavecrest import lookup, ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops import _mlstm_norm as norms
-from wavecrest.ops import _mlstm_step as steps
-from wavecrest.ops._mlstm_operands import Operands, StepOperands
-from wavecrest.tuned import Config
+from wavecrest.ops.mlstm import norm as norms
+from wavecrest.ops.mlstm.call import Operands, StepOperands
+from wavecrest.ops.mlstm.step import launch as steps
 
 OP = "mlstm_step"
 CONFIGS = {"default": None, "several programs": Config(BLOCK_K=8, BLOCK_V=8, num_warps=1)}

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.ops.op_harness import BACKENDS, E4M3, E5M2, LARGEST, assert_refuses, name, random
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
 from wavecrest.errors import Unsupported
 
 OP = "quantize_fp8"
@@ -102,7 +103,7 @@ def test_types_that_the_kernel_does_not_make(dtype: torch.dtype, device: str) ->
 @pytest.mark.parametrize(("fp8", "wanted"), [("e4m3fnuz", torch.float8_e4m3fnuz), ("e4m3fn", E4M3)])
 def test_the_type_is_that_of_the_gpu(fp8: str, wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     registry.get(OP).force("reference")
-    monkeypatch.setattr("wavecrest.ops._rows.arch", lambda: SimpleNamespace(fp8=fp8, name="gfx942"))
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: SimpleNamespace(fp8=fp8, name="gfx942"))
     assert ops.quantize_fp8(torch.ones(2, 8))[0].dtype == wanted
     assert ops.quantize_fp8(torch.ones(2, 8), dtype=E5M2)[0].dtype == E5M2
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.ops.op_harness import BACKENDS, assert_refuses, random
-from wavecrest import ops, registry
-from wavecrest.tuned import Config
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 
 OP = "quantize_int8"
 INF, NAN = float("inf"), float("nan")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.ops.op_harness import BACKENDS, DTYPES, assert_matches, name, random
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument, Unsupported
 
 OP = "rms_norm"

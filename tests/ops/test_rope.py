@@ -23,10 +23,12 @@ from tests.ops.op_harness import (
     random,
     shape_id,
 )
-from wavecrest import numerics, ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.tuned import Config
+from wavecrest.measure import numerics
 
 OP = "rope"
 STYLES = ("neox", "gptj")
@@ -392,7 +394,7 @@ def _launch(tokens: int, heads: int, sequences: int = 1, columns: int = 64) -> A
     config = Config(BLOCK_T=2, BLOCK_H=16, num_warps=1)
     launches: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wavecrest.ops._rows.starter", lambda launch, _device: launches.append(launch))
+        patch.setattr("wavecrest.ops.common.launcher.starter", lambda launch, _device: launches.append(launch))
         found.backends["triton"].bind(x, table, table, config=config)  # type: ignore[misc]
     return launches[0]
 

@@ -38,10 +38,11 @@ from tests.ops.op_harness import (
     second_layout,
     shape_id,
 )
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.tuned import Config
 
 RESIDUAL = [variant for variant, (op, _) in VARIANTS.items() if op.startswith("add_")]
 WEIGHTED = [ROW_OPS[op] for op in ROW_OPS if "norm" in op]
@@ -82,7 +83,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(launch)
         return lambda *_args: None
 
-    monkeypatch.setattr("wavecrest.ops._rows.starter", note)
+    monkeypatch.setattr("wavecrest.ops.common.launcher.starter", note)
     return found
 
 

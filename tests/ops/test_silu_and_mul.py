@@ -21,9 +21,10 @@ from tests.ops.op_harness import (
     second_layout,
     shape_id,
 )
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
-from wavecrest.tuned import Config
 
 OP = "silu_and_mul"
 

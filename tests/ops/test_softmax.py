@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.ops.op_harness import BACKENDS, DTYPES, name, random
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
-from wavecrest.tuned import Config
 
 OP = "softmax"
 INF, NAN = float("inf"), float("nan")

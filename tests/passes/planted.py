@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wavecrest.passes import Found, Prediction, Step, StepContext
+from wavecrest.optimizer.steps import Found, Prediction, Step, StepContext
 
 PAUSE = 0.006
 

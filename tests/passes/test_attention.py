@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from wavecrest import hardware
 from wavecrest.errors import StepRefused
-from wavecrest.passes import Stack, StepContext, build, step_by_id, structural_copy
-from wavecrest.passes.attention import check_causal, register_pack_gqa, watch_sdpa
-from wavecrest.passes.gate import Gate, failures
-from wavecrest.workload import Inputs, Workload, from_example
+from wavecrest.measure.workload import Inputs, Workload, from_example
+from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps.attention import check_causal, register_pack_gqa, watch_sdpa
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from wavecrest import hardware
 from wavecrest.errors import StepRefused
 from wavecrest.graphs.capture import CapturedModule, CaptureWarning
-from wavecrest.passes import StepContext, step_by_id
-from wavecrest.workload import from_example
+from wavecrest.measure.workload import from_example
+from wavecrest.optimizer.steps import StepContext, step_by_id
 
 
 @dataclass

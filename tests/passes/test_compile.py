@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from wavecrest import hardware
 from wavecrest.graphs.inductor import PRESETS, strict_compilation
-from wavecrest.passes import Stack, StepContext, build, step_by_id
-from wavecrest.passes.gate import Gate, failures
-from wavecrest.workload import Buckets, from_example
+from wavecrest.measure.workload import Buckets, from_example
+from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id
 
 
 def model() -> nn.Module:

@@ -11,9 +11,9 @@ from torch import nn
 
 from wavecrest import hardware
 from wavecrest.errors import StepRefused
-from wavecrest.passes import StepContext, environment, step_by_id
-from wavecrest.passes.environment import try_candidates, try_variable
-from wavecrest.workload import from_example, load
+from wavecrest.measure.workload import from_example, load
+from wavecrest.optimizer.steps import StepContext, environment, step_by_id
+from wavecrest.optimizer.steps.environment import try_candidates, try_variable
 
 Child = Callable[[StepContext, dict[str, str | None], float], dict[str, list[float]]]
 

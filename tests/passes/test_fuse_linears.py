@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest import hardware
-from wavecrest.passes import Stack, StepContext, build, step_by_id, structural_copy
-from wavecrest.passes.fuse_linears import FusedSlice
-from wavecrest.workload import from_example
+from wavecrest.measure.workload import from_example
+from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps.fuse_linears import FusedSlice
 
 
 class Attention(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import StepRefused
-from wavecrest.passes.gate import Gate, call_outputs, failures, holding, variation
-from wavecrest.workload import Inputs, Workload, from_example
+from wavecrest.measure.workload import Inputs, Workload, from_example
+from wavecrest.optimizer.gate import Gate, call_outputs, failures, holding, variation
 
 
 class Net(nn.Module):

@@ -23,12 +23,13 @@ from tests.passes.planted import (
     TakePauseOut,
     slow,
 )
-from wavecrest import optimizer, records
+from wavecrest import records
 from wavecrest.errors import InvalidArgument, PlanMismatch
-from wavecrest.optimizer import OptimizeInterrupted, OptimizeResult, Options
-from wavecrest.passes import Step, steps_up_to
-from wavecrest.plan import Plan
-from wavecrest.workload import Quality, Workload, from_example
+from wavecrest.measure.workload import Quality, Workload, from_example
+from wavecrest.optimizer import api as optimizer
+from wavecrest.optimizer.api import OptimizeInterrupted, OptimizeResult, Options
+from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.steps import Step, steps_up_to
 
 Run = Callable[..., OptimizeResult]
 
@@ -36,11 +37,11 @@ Run = Callable[..., OptimizeResult]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the ladder with the given steps in place of the real ones; their effects are large, so sampling is short."""
-    monkeypatch.setattr("wavecrest.engine.LEAST_SECONDS", 0.5)
-    monkeypatch.setattr("wavecrest.engine.Engine._ceilings", lambda self: None)
+    monkeypatch.setattr("wavecrest.optimizer.engine.LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("wavecrest.optimizer.engine.Engine._ceilings", lambda self: None)
 
     def with_steps(*steps: Step, workload: Workload | None = None, **more: object) -> OptimizeResult:
-        monkeypatch.setattr("wavecrest.passes.ladder._steps", lambda: {step.id: step for step in steps})
+        monkeypatch.setattr("wavecrest.optimizer.steps.ladder._steps", lambda: {step.id: step for step in steps})
         options = Options(level=4, budget=more.pop("budget", 60.0))  # type: ignore[arg-type]
         return optimizer.run(workload or from_example(*slow()), options, **more)  # type: ignore[arg-type]
 
@@ -88,9 +89,9 @@ def test_fast_but_wrong_is_refused_unmeasured(run: Run, step: Step) -> None:
 
 def test_asking_for_a_precision_loosens_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of 2e-4 would pass bfloat16's limits; no precision step is in the stack, so float32's hold."""
-    monkeypatch.setattr("wavecrest.engine.LEAST_SECONDS", 0.5)
-    monkeypatch.setattr("wavecrest.engine.Engine._ceilings", lambda self: None)
-    monkeypatch.setattr("wavecrest.passes.ladder._steps", lambda: {"slightly wrong": SlightlyWrong()})
+    monkeypatch.setattr("wavecrest.optimizer.engine.LEAST_SECONDS", 0.5)
+    monkeypatch.setattr("wavecrest.optimizer.engine.Engine._ceilings", lambda self: None)
+    monkeypatch.setattr("wavecrest.optimizer.steps.ladder._steps", lambda: {"slightly wrong": SlightlyWrong()})
     result = optimizer.run(from_example(*slow()), Options(level=4, budget=60.0, precision="bf16"))
     row = outcome(result, "slightly wrong")
     assert row.verdict == "refused" and row.reason.startswith("wrong answers")

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wavecrest import hardware, registry
+from wavecrest import hardware
+from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument, StepRefused, Unsupported
+from wavecrest.measure.workload import Inputs, Workload, from_example
 from wavecrest.nn import attention as ours
-from wavecrest.passes import Stack, StepContext, build, step_by_id, structural_copy
-from wavecrest.passes import replace_attention as step_module
-from wavecrest.passes.attention import check_causal
-from wavecrest.passes.gate import Gate, failures
-from wavecrest.workload import Inputs, Workload, from_example
+from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps import replace_attention as step_module
+from wavecrest.optimizer.steps.attention import check_causal
 
 transformers = pytest.importorskip("transformers")
 masking = pytest.importorskip("transformers.masking_utils")

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wavecrest import hardware, registry
+from wavecrest import hardware
+from wavecrest.dispatch import registry
+from wavecrest.measure.workload import Workload, from_example
 from wavecrest.nn import attention as ours
-from wavecrest.passes import Stack, StepContext, build, step_by_id, structural_copy
-from wavecrest.passes import replace_attention as step_module
-from wavecrest.passes.attention import check_causal
-from wavecrest.passes.gate import Gate, failures
-from wavecrest.workload import Workload, from_example
+from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps import replace_attention as step_module
+from wavecrest.optimizer.steps.attention import check_causal
 
 OP = "flash_attention"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

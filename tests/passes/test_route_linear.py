@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from wavecrest import hardware, registry
+from wavecrest import hardware
 from wavecrest import nn as ours
-from wavecrest.passes import Stack, StepContext, build, step_by_id, structural_copy
-from wavecrest.passes.fuse_linears import FusedSlice
-from wavecrest.passes.gate import Gate, failures
-from wavecrest.passes.route_linear import linear_arguments
-from wavecrest.workload import Buckets, Workload, from_example
+from wavecrest.dispatch import registry
+from wavecrest.measure.workload import Buckets, Workload, from_example
+from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps.fuse_linears import FusedSlice
+from wavecrest.optimizer.steps.route_linear import linear_arguments
 
 
 class Block(nn.Module):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from wavecrest import hardware
 from wavecrest import nn as ours
 from wavecrest.errors import StepRefused
-from wavecrest.passes import Stack, StepContext, build, step_by_id, structural_copy
-from wavecrest.passes.gate import Gate, failures
-from wavecrest.workload import Workload, from_example
+from wavecrest.measure.workload import Workload, from_example
+from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
 
 transformers = pytest.importorskip("transformers")
 GPU = hardware.Device("cuda", 0, "gfx942", "pretended", 304, 1 << 30, "hip")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from wavecrest import timing
-from wavecrest.passes.verdict import claim, judge
+from wavecrest.measure import timing
+from wavecrest.optimizer.verdict import claim, judge
 
 
 def pair(base: float, new: float, blocks: int = 20, wobble: float = 0.002) -> timing.Paired:

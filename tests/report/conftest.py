@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from wavecrest import records
-from wavecrest.provenance import Header, Versions
+from wavecrest.measure.timing import Interval, Measurement, bootstrap_median, bootstrap_speedup
 from wavecrest.records import (
     BucketBench,
     BucketError,
@@ -27,7 +27,7 @@ from wavecrest.records import (
     StepOutcome,
     Verdict,
 )
-from wavecrest.timing import Interval, Measurement, bootstrap_median, bootstrap_speedup
+from wavecrest.records.provenance import Header, Versions
 
 HOSTILE = '<script>alert("x & y")</script>'
 BUCKETS = {"prefill b1 s2048": 41.8, "decode b16": 7.42}

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from wavecrest import provenance, records, report
+from wavecrest import records, report
 from wavecrest.errors import OutputError
-from wavecrest.records import BucketError, OptimizeRecord, QualityResult
+from wavecrest.measure.timing import Interval
+from wavecrest.records import BucketError, OptimizeRecord, QualityResult, provenance
 from wavecrest.report import breakdown, histograms, numbers, roofline, svg, waterfall, words
 from wavecrest.report.page import worst_error
-from wavecrest.timing import Interval
 
 Sample = Callable[[str], OptimizeRecord]
 VOID = {"meta", "link", "br"}

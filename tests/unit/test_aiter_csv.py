@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from wavecrest.dispatch.tuned import aiter_csv
+from wavecrest.dispatch.tuned.aiter_csv import Row
 from wavecrest.errors import TableError
-from wavecrest.tuned import aiter_csv
-from wavecrest.tuned.aiter_csv import Row
 
 OLD = "cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,splitK,us,kernelName,err_ratio,tflops,bw"
 NEW = f"gfx,{OLD}"

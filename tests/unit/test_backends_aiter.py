@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from tests.ops.attention_harness import packed, tensors
-from wavecrest import hardware, registry
+from wavecrest import hardware
 from wavecrest.backends import aiter
-from wavecrest.ops.flash_attention.operands import Operands as Attention
-from wavecrest.ops.gemm.operands import Operands
+from wavecrest.dispatch import registry
+from wavecrest.ops._flash_attention.call import Operands as Attention
+from wavecrest.ops._gemm.call import Operands
 
 FP8 = torch.float8_e4m3fn
 

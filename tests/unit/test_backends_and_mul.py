@@ -9,10 +9,11 @@ import torch
 
 from tests.ops.gemm_harness import BF16, F16, F32, F64, assert_result
 from tests.ops.mlstm_harness import DEVICE
-from wavecrest import numerics, registry
 from wavecrest.backends import and_mul
 from wavecrest.bench import ops as bench
-from wavecrest.ops.gemm.operands import GATED, Operands
+from wavecrest.dispatch import registry
+from wavecrest.measure import numerics
+from wavecrest.ops._gemm.call import GATED, Operands
 
 OP = "gemm"
 

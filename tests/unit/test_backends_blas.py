@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecrest import registry
 from wavecrest.backends import blas
-from wavecrest.ops.gemm.operands import Operands
+from wavecrest.dispatch import registry
+from wavecrest.ops._gemm.call import Operands
 
 ASKED = {"torch_blas": "cublas", "torch_blaslt": "cublaslt", "torch_ck": "ck"}
 

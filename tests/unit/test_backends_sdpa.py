@@ -13,13 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.attention_harness import OP, ROUNDING, arguments, assert_within, by_reference, tensors
 from tests.ops.op_harness import DTYPES, name, random
-from wavecrest import ops, registry
+from wavecrest import ops
 from wavecrest.backends import sdpa
 from wavecrest.backends import torch as torch_backend
 from wavecrest.cli import explain
+from wavecrest.dispatch import registry
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops.flash_attention.operands import Operands
+from wavecrest.ops._flash_attention.call import Operands
 from wavecrest.tune import candidates
 
 NAMES = ("torch_flash", "torch_cudnn", "torch_efficient", "torch_math")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecrest import registry
 from wavecrest.backends import torch as native
-from wavecrest.ops.gemm.operands import Operands
+from wavecrest.dispatch import registry
+from wavecrest.ops._gemm.call import Operands
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from wavecrest import hardware, timing
+from wavecrest import hardware
 from wavecrest.bench import baseline
 from wavecrest.errors import EnvironmentProblem, WorkloadError
-from wavecrest.workload import Buckets, Call, Inputs, Workload, from_example
+from wavecrest.measure import timing
+from wavecrest.measure.workload import Buckets, Call, Inputs, Workload, from_example
 
 
 class Widen(nn.Module):

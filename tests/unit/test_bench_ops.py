@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wavecrest import hardware, records, registry, timing
+from wavecrest import hardware, records
 from wavecrest.bench import ops, peers, plot, suites
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, MissingDependency, OutputError, Unsupported
-from wavecrest.registry import Cost, Op
-from wavecrest.tuned import Config
+from wavecrest.measure import timing
 
 MIB = 1 << 20
 

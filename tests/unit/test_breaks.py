@@ -13,9 +13,9 @@ from torch import nn
 from torch._dynamo import utils
 
 from wavecrest.graphs.breaks import find_breaks
-from wavecrest.provenance import shown_path
+from wavecrest.measure.workload import Inputs
 from wavecrest.records import GraphBreak
-from wavecrest.workload import Inputs
+from wavecrest.records.provenance import shown_path
 
 HERE = Path(shown_path(__file__))
 

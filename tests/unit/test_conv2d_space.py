@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import LAUNCH_OPTIONS, Config
 from wavecrest.hardware import ARCHS, Arch
-from wavecrest.ops.conv2d import config as configs
-from wavecrest.ops.conv2d.operands import Operands
-from wavecrest.tuned import LAUNCH_OPTIONS, Config
+from wavecrest.ops._conv2d import config as configs
+from wavecrest.ops._conv2d.call import Operands
 
 F16, F32 = torch.float16, torch.float32
 OP = registry.get("conv2d")

@@ -14,15 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wavecrest import hardware, records, registry
+from wavecrest import hardware, records
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.tuned import Config, Database, Work, cost_model
+from wavecrest.dispatch.tuned.cost_model import CONSTANTS, Constants, predict, predict_launch, propose, rank, resident
 from wavecrest.hardware import ARCHS, Arch
-from wavecrest.ops import _work
-from wavecrest.ops.gemm import work as gemm_work
-from wavecrest.ops.gemm.config import Shape
-from wavecrest.registry import Cost, Op
+from wavecrest.ops._gemm.config import Shape
+from wavecrest.ops._gemm.study import work as gemm_work
+from wavecrest.ops.common import cost_model_work as _work
 from wavecrest.tune import candidates, modelled
-from wavecrest.tuned import Config, Database, Work, cost_model
-from wavecrest.tuned.cost_model import CONSTANTS, Constants, predict, predict_launch, propose, rank, resident
 
 H200 = ARCHS["sm_90"]
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200"

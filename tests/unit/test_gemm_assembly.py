@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS
-from wavecrest.ops import _triton
-from wavecrest.ops.gemm import kernel, launch
+from wavecrest.ops._gemm import kernel, launch
+from wavecrest.ops.common import triton as _triton
 from wavecrest.ops.packed import pack
-from wavecrest.tuned import Config
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # 32-bit registers of many lanes
@@ -200,7 +201,7 @@ def test_kernels_with_assembly_are_those_without_bit_for_bit(
     x = torch.randn(3, 150, generator=generator).to(dtype)
     args: Any = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["wavecrest.ops.gemm.op"], "_op", lambda *given: given)
+        patch.setattr(sys.modules["wavecrest.ops._gemm.backend"], "_op", lambda *given: given)
         args = ops.linear(x, weight, out_dtype=F32)
     tile = Config(
         BLOCK_M=16, BLOCK_N=16, BLOCK_K=64, GROUP_M=2, SPLIT_K=1, PERSISTENT=0, TMA=0, num_warps=4, num_stages=2

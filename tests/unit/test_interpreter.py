@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from wavecrest.ops._triton import tl, triton
+from wavecrest.ops.common.triton import tl, triton
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels run on a GPU here", allow_module_level=True)

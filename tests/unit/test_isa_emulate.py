@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-import wavecrest.ops._triton as _triton
-from wavecrest import env, registry
+import wavecrest.ops.common.triton as _triton
+from wavecrest import env
+from wavecrest.dispatch import registry
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, MissingDependency, OutOfBounds, Unsupported
 from wavecrest.isa import emulate
 from wavecrest.isa.emulate import checkout, decode, driver, machine

@@ -14,8 +14,8 @@ import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
-from wavecrest import provenance, registry
 from wavecrest.cli import isa_run
+from wavecrest.dispatch import registry
 from wavecrest.errors import (
     EnvironmentProblem,
     InvalidArgument,
@@ -28,6 +28,7 @@ from wavecrest.errors import (
 from wavecrest.isa import run
 from wavecrest.isa.emulate import record
 from wavecrest.isa.emulate.program import Stats
+from wavecrest.records import provenance
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, MissingDependency, WorkloadError
 from wavecrest.isa import Launch, compiler, survey
-from wavecrest.ops import _triton
-from wavecrest.tuned import Config
+from wavecrest.ops.common import triton as _triton
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_launch_that_an_op_does_not_make_is_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("""
 from wavecrest.isa import Launch
-from wavecrest.tuned import Config
+from wavecrest.dispatch.tuned import Config
 
 class kernel:
     __name__ = "kernel"
@@ -107,7 +107,7 @@ def test_functions_of_users(parameters: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(f"""
 from wavecrest.isa import Launch
-from wavecrest.tuned import Config
+from wavecrest.dispatch.tuned import Config
 
 def cases({parameters}):
     return {{"a": Launch(object, (1,), (), {{}}, locals().get("config") or Config(num_warps=2))}}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument
 from wavecrest.nn import MultiHeadLatentAttention
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wavecrest import numerics
-from wavecrest.numerics import Tolerance, compare, tolerance
+from wavecrest.measure import numerics
+from wavecrest.measure.numerics import Tolerance, compare, tolerance
 
 INF, NAN = float("inf"), float("nan")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wavecrest.hardware import ARCHS
-from wavecrest.occupancy import occupancy
+from wavecrest.hardware.occupancy import occupancy
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from benchmarks import mlstm_peers, parts, xlstm_peers
 from benchmarks.parts import Report
 
 from tests.unit import parts_trial
-from wavecrest import registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.models.xlstm.quantize import quantize
-from wavecrest.tuned import Config
 
 ROOT = Path(__file__).parents[2]
 

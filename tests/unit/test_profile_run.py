@@ -12,7 +12,7 @@ from torch import nn
 
 from wavecrest import profile, records
 from wavecrest.errors import InvalidArgument, WorkloadError
-from wavecrest.workload import Buckets, Workload, from_example
+from wavecrest.measure.workload import Buckets, Workload, from_example
 
 CEILINGS = records.Ceilings(source="made up for the test", bandwidth=100.0, peak={"float32": 1.0})
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from wavecrest import files, hardware, provenance, records, timing
+from wavecrest import hardware, records
 from wavecrest.errors import OutputError, RecordError
+from wavecrest.measure import timing
+from wavecrest.records import files, provenance
 
 
 def _bench() -> records.BenchRecord:

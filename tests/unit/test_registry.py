@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest import ops, registry
+from wavecrest import ops
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Cost, DispatchMiss, Op
+from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.errors import InvalidArgument, TableError, Unsupported
-from wavecrest.registry import Cost, DispatchMiss, Op
-from wavecrest.tuned import Config, Database, Row, database
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest import hardware, registry
+from wavecrest import hardware
+from wavecrest.dispatch import registry
 
 ROOT = Path(__file__).parents[2]
 MARK = "sanitize result: "

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wavecrest import timing
 from wavecrest.errors import InvalidArgument
+from wavecrest.measure import timing
 
 
 class Clock:

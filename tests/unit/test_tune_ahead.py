@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.isa import Launch, compiler
 from wavecrest.tune import ahead, worker
 from wavecrest.tune.candidates import Candidate
-from wavecrest.tuned import Config
 
 BF16 = torch.bfloat16
 

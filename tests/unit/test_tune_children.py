@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest import hardware, records, registry
+from wavecrest import hardware, records
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem, InvalidArgument
 from wavecrest.tune import child, lanes, session, shapes, trial
 from wavecrest.tune.candidates import Candidate, Field
-from wavecrest.tuned import Config
 
 pytestmark = pytest.mark.usefixtures("standins")
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from wavecrest import records, timing
-from wavecrest.timing import Interleaved
+from wavecrest import records
+from wavecrest.measure import timing
+from wavecrest.measure.timing import Interleaved
 from wavecrest.tune import contest
 from wavecrest.tune.contest import Entrant
 

@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest import hardware, lookup, provenance, records, registry
+from wavecrest import hardware, records
 from wavecrest.bench import suites
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.tuned import Overlay, database
+from wavecrest.records import provenance
 from wavecrest.tune import session
-from wavecrest.tuned import Overlay, database
 
 KILLS = 200
 KEYS = 5

@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wavecrest import hardware, records, registry, timing
+from wavecrest import hardware, records
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.tuned import Config, Database, Overlay
 from wavecrest.errors import InvalidArgument, OutputError
-from wavecrest.registry import Cost, Op
-from wavecrest.timing import Interval, Paired
+from wavecrest.measure import timing
+from wavecrest.measure.timing import Interval, Paired
+from wavecrest.measure.workload import Buckets, Inputs, Workload, from_example
 from wavecrest.tune import model, session
-from wavecrest.tuned import Config, Database, Overlay
-from wavecrest.workload import Buckets, Inputs, Workload, from_example
 
 FAST = session.Settings(seconds=0.001)
 DEVICE = replace(hardware.cpu(), arch="sm_90")

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from wavecrest import records, registry
+from wavecrest import records
 from wavecrest.bench import suites
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem
-from wavecrest.registry import Cost, Op
 from wavecrest.tune import pool, trial
 from wavecrest.tune.candidates import Candidate, Field
-from wavecrest.tuned import Config
 
 FIELD = Field(
     (Candidate("torch", role="native"), Candidate("kernel", Config(BLOCK=1), "default"), Candidate("library")),

@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecrest import hardware, lookup, provenance, records, registry
+from wavecrest import hardware, records
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.tuned import Config, database
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
-from wavecrest.registry import Cost, Op
-from wavecrest.timing import Interleaved
+from wavecrest.measure.timing import Interleaved
+from wavecrest.records import provenance
 from wavecrest.tune import ahead, candidates, session, trust
-from wavecrest.tuned import Config, database
 
 # an architecture is known, so that spaces are asked and impossible times found, and everything runs on the CPU
 DEVICE = replace(hardware.cpu(), arch="sm_90")

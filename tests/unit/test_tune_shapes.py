@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
 from wavecrest.errors import TableError
 from wavecrest.tune import shapes
 

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import LAUNCH_OPTIONS, Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import ARCHS, Arch
-from wavecrest.ops.gemm import config as defaults
-from wavecrest.ops.gemm import launch, multiply, space
-from wavecrest.ops.gemm.key import key_of, shape_of
-from wavecrest.ops.gemm.operands import Operands
-from wavecrest.tuned import LAUNCH_OPTIONS, Config
+from wavecrest.ops._gemm import config as defaults
+from wavecrest.ops._gemm import launch
+from wavecrest.ops._gemm import launch_gemv as multiply
+from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.key import key_of, shape_of
+from wavecrest.ops._gemm.study import space
 
 BF16, F32, I8, F8 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
 PLANNERS = {"triton": launch.tiles, "triton_stream_k": launch.stream, "triton_multiply": multiply.multiply}

@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecrest import numerics, records, registry
+from wavecrest import records
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops.gemm.operands import Operands
-from wavecrest.registry import Cost, Op
+from wavecrest.measure import numerics
+from wavecrest.ops._gemm.call import Operands
 from wavecrest.tune import trust
 from wavecrest.tune.candidates import Candidate
-from wavecrest.tuned import Config
 
 BF16, F32 = torch.bfloat16, torch.float32
 CONFIG = Config(BLOCK=1)

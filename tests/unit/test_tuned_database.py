@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wavecrest import hardware, registry
+from wavecrest import hardware
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import LAUNCH_OPTIONS, Config, Database, Row, database
 from wavecrest.errors import InvalidArgument, OutputError, TableError
 from wavecrest.isa import survey
-from wavecrest.tuned import LAUNCH_OPTIONS, Config, Database, Row, database
 
 FIELDS = ("rows", "columns", "dtype", "bias", "packed")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

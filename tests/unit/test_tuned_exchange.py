@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest import lookup, registry
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.tuned import Config, Entry, Evidence, Row, aiter_csv, table, tunable_op
 from wavecrest.errors import InvalidArgument, TableError
-from wavecrest.ops.gemm.operands import Operands
+from wavecrest.ops._gemm.call import Operands
 from wavecrest.tune import exchange
-from wavecrest.tuned import Config, Entry, Evidence, Row, aiter_csv, table, tunable_op
 
 OLD = "cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,splitK,us,kernelName,err_ratio,tflops,bw"
 NEW = f"gfx,{OLD}"

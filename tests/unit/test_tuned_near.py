@@ -19,11 +19,12 @@ import pytest
 import torch
 
 import wavecrest
-from wavecrest import hardware, lookup, records, registry
+from wavecrest import hardware, records
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.registry import Cost, DispatchMiss, Op
+from wavecrest.dispatch.tuned import Config, Database, Evidence, Proposal, Row, database, misses, near
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
-from wavecrest.registry import Cost, DispatchMiss, Op
 from wavecrest.tune import leave_one_out
-from wavecrest.tuned import Config, Database, Evidence, Proposal, Row, database, misses, near
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FIELDS = ("rows", "columns", "dtype")

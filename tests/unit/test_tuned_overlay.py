@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from wavecrest import errors, registry
+from wavecrest import errors
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config, Database, Entry, Evidence, Overlay, Row, database, misses, overlay
+from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument, OutputError, TableError
-from wavecrest.tuned import Config, Database, Entry, Evidence, Overlay, Row, database, misses, overlay
-from wavecrest.tuned.row import here
 
 FIELDS = ("rows", "dtype", "bias", "packed")
 EVIDENCE = Evidence(
@@ -114,7 +115,7 @@ def test_an_error_in_a_transaction_undoes_it(user: Overlay, monkeypatch: pytest.
 WRITER = """
 import sys
 from pathlib import Path
-from wavecrest.tuned import Config, Entry, Evidence, Overlay, Row
+from wavecrest.dispatch.tuned import Config, Entry, Evidence, Overlay, Row
 assert "torch" not in sys.modules, "slow to start"
 
 def entry(*key, us=12.3):
@@ -456,7 +457,7 @@ def test_a_damaged_database_is_named_at_the_decision(user: Overlay, tmp_path: Pa
 TABLE_WRITER = """
 import sys
 from pathlib import Path
-from wavecrest.tuned import Config, Row, database
+from wavecrest.dispatch.tuned import Config, Row, database
 path = Path({path!r})
 print("go", flush=True)
 for round_ in range(100_000):
@@ -484,7 +485,7 @@ def test_a_kill_while_a_table_is_written_leaves_a_whole_one(tmp_path: Path) -> N
 MISSES = """
 import sys
 from pathlib import Path
-from wavecrest.tuned.misses import Miss, Recorder
+from wavecrest.dispatch.tuned.misses import Miss, Recorder
 recorder = Recorder(Path({path!r}))
 for place in range(300):
     recorder.add(Miss("op", "sm_00", {{"rows": place, "text": "x" * place, "name": sys.argv[1]}}, "torch", "default"))

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecrest import lookup, registry
-from wavecrest.decision import DispatchMiss
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.decision import DispatchMiss
+from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.tuned import Config, Database, Row, database, published
 from wavecrest.errors import TableError
-from wavecrest.registry import Cost, Op
-from wavecrest.tuned import Config, Database, Row, database, published
 
 HEAD = "rows,dtype,backend,published,source\n"
 FIELDS = ("rows", "columns", "dtype")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from wavecrest import workload
 from wavecrest.errors import WorkloadError
-from wavecrest.workload import Buckets, Inputs, Workload, from_example
+from wavecrest.measure import workload
+from wavecrest.measure.workload import Buckets, Inputs, Workload, from_example
 
 HEAD = "import torch\nfrom torch import nn\nfrom wavecrest import Buckets, Workload\nmodel = nn.Linear(4, 4)\n"
 

@@ -15,13 +15,14 @@ import torch
 from benchmarks import xlstm_chain
 
 from tests.unit.test_tune_session import Clock, clock, op
-from wavecrest import provenance, records
-from wavecrest.decision import Decision
+from wavecrest import records
+from wavecrest.dispatch.decision import Decision
+from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.tuned import Config, database
+from wavecrest.dispatch.tuned.row import Evidence, Row
 from wavecrest.errors import InvalidArgument
-from wavecrest.registry import Op
+from wavecrest.records import provenance
 from wavecrest.tune import ahead, misses, session
-from wavecrest.tuned import Config, database
-from wavecrest.tuned.row import Evidence, Row
 
 __all__ = ["clock", "op"]
 

@@ -19,9 +19,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
 from wavecrest.hardware import ARCHS
-from wavecrest.ops.gemm.operands import Operands
+from wavecrest.ops._gemm.call import Operands
 from wavecrest.tune import ahead
 from wavecrest.tune.candidates import Candidate, configurations
 
@@ -104,7 +104,7 @@ def main() -> None:
 
     triton.runtime.jit.JITFunction.run = without_launching
     knobs.compilation.listener = lambda *, cache_hit, **_facts: hits[now].append(cache_hit)
-    importlib.import_module("wavecrest.ops._rows").arch = lambda: ARCH
+    importlib.import_module("wavecrest.ops.common.target").arch = lambda: ARCH
     for now, (backend, args, _) in CASES.items():
         OP.backends[backend].bind(*args, config=chosen[now].config)(*args)
     found = {

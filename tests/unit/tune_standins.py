@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest.registry import Cost, Op
-from wavecrest.tuned import Config
+from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.tuned import Config
 
 ROWS = (4, 16, 64)
 CALLS: Counter[str] = Counter()

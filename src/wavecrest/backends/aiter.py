@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 import wavecrest.backends.torch as _native
-from wavecrest import env, hardware, registry
+from wavecrest import env, hardware
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import aiter_csv
 from wavecrest.errors import TableError
-from wavecrest.ops.flash_attention.operands import Operands as Attention
-from wavecrest.ops.gemm.operands import Operands, kinds
-from wavecrest.tuned import aiter_csv
+from wavecrest.ops._flash_attention.call import Operands as Attention
+from wavecrest.ops._gemm.call import Operands, kinds
 
 # below PyTorch: it runs where a measured row names it
 PRIORITY = 4

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.cuda import tunable
 
-from wavecrest import env, registry
-from wavecrest.ops.gemm.operands import Operands
+from wavecrest import env
+from wavecrest.dispatch import registry
+from wavecrest.ops._gemm.call import Operands
 
 # below PyTorch's own choice: they run where a measured row names them
 PRIORITY = 3

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import wavecrest.backends.torch as _torch
-from wavecrest import registry
-from wavecrest.ops.flash_attention.operands import Operands
+from wavecrest.dispatch import registry
+from wavecrest.ops._flash_attention.call import Operands
 
 # below PyTorch's own choice and the kernel: they run where a measured row or a pin names them
 PRIORITY = 3

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument
-from wavecrest.ops._mlstm_operands import Operands as MemorySequence
-from wavecrest.ops._mlstm_reference import chunkwise
-from wavecrest.ops._quantized import Quantization
-from wavecrest.ops._quantized import reference as quantized
-from wavecrest.ops.conv2d.operands import Operands as Convolution
-from wavecrest.ops.flash_attention.operands import Operands as Attention
-from wavecrest.ops.flash_decoding.append import appended
-from wavecrest.ops.flash_decoding.operands import Operands as Decoding
-from wavecrest.ops.gemm.operands import FLOATS, GATED, Operands, kinds
-from wavecrest.ops.mla_decode.operands import Operands as Latent
-from wavecrest.ops.mla_decode.reference import absorbed
+from wavecrest.ops._conv2d.call import Operands as Convolution
+from wavecrest.ops._flash_attention.call import Operands as Attention
+from wavecrest.ops._flash_decoding.call import Operands as Decoding
+from wavecrest.ops._flash_decoding.launch_append import appended
+from wavecrest.ops._gemm.call import FLOATS, GATED, Operands, kinds
+from wavecrest.ops._mla_decode.call import Operands as Latent
+from wavecrest.ops._mla_decode.reference import absorbed
+from wavecrest.ops.common.quantized import Quantization
+from wavecrest.ops.common.quantized import reference as quantized
+from wavecrest.ops.mlstm.call import Operands as MemorySequence
+from wavecrest.ops.mlstm.reference import chunkwise
 
 PRIORITY = 10
 ROUNDED = "is set to round float32 before it multiplies, and ieee is asked for"

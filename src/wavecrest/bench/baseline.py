@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wavecrest import env, hardware, provenance, records, timing
+from wavecrest import env, hardware, records
 from wavecrest.errors import EnvironmentProblem, WavecrestError, WorkloadError
-from wavecrest.workload import Call, Inputs, Workload
+from wavecrest.measure import timing
+from wavecrest.measure.workload import Call, Inputs, Workload
+from wavecrest.records import provenance
 
 # (bucket, completed samples, planned samples), for progress displays
 OnBucketProgress = Callable[[str, int, int], None]

@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest import hardware, numerics, provenance, records, registry, timing
+from wavecrest import hardware, records
 from wavecrest.bench import peers, suites
 from wavecrest.bench.baseline import _first_line
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Op
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.registry import Op
+from wavecrest.measure import numerics, timing
+from wavecrest.records import provenance
 
 # the name of our own implementation in results
 OURS = "wavecrest"

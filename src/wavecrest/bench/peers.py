@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wavecrest import env
+from wavecrest.dispatch.registry import Op
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.ops.flash_decoding.operands import Operands as Decoding
-from wavecrest.ops.flash_decoding.reference import stored
-from wavecrest.registry import Op
+from wavecrest.ops._flash_decoding.call import Operands as Decoding
+from wavecrest.ops._flash_decoding.reference import stored
 
 # a call without arguments, ready to be timed
 Call = Callable[[], Any]

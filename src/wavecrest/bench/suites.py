@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from wavecrest.dispatch.registry import Op
 from wavecrest.errors import InvalidArgument
-from wavecrest.registry import Op
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 

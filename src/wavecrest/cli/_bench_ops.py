@@ -33,8 +33,8 @@ class Targets:
 
     def prepare(self) -> None:
         """Find out, before anything is measured, whether all of it can be written."""
-        from wavecrest import files
         from wavecrest.bench import plot
+        from wavecrest.records import files
 
         for path in (self.output, self.plot):
             if path is not None:
@@ -78,7 +78,7 @@ class Targets:
 
 
 def _named(path: Path | None) -> str:
-    from wavecrest import provenance
+    from wavecrest.records import provenance
 
     return "" if path is None else provenance.shown_path(str(path))
 
@@ -107,8 +107,9 @@ def run_ops(
     for option, value in (("--seconds", settings.seconds), ("--budget", settings.budget)):
         if not value > 0:
             raise InvalidArgument(f"{option} must be above zero, not {value:g}")
-    from wavecrest import hardware, registry
+    from wavecrest import hardware
     from wavecrest.bench import ops
+    from wavecrest.dispatch import registry
 
     return ops.bench_ops(names or registry.names(), hardware.detect(device), settings, on_case=on_case, on_op=on_op)
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from wavecrest.decision import OpCoverage
+    from wavecrest.dispatch.decision import OpCoverage
 
 # results go to stdout, everything about the work in progress to stderr
 out = Console(highlight=False)
@@ -95,7 +95,7 @@ def shapes_line(shapes: dict[str, str], limit: int = 4) -> str:
 
 def print_coverage(rows: Sequence[OpCoverage]) -> None:
     """What the dispatch of a run rested on: of each op its calls, and its keys by source; nothing where no op ran."""
-    from wavecrest.decision import SOURCES
+    from wavecrest.dispatch.decision import SOURCES
 
     if not rows:
         return

@@ -13,11 +13,11 @@ from rich.table import Table
 from wavecrest.cli import _shared
 
 if TYPE_CHECKING:
+    from wavecrest.dispatch.tuned import Overlay
     from wavecrest.hardware import Device
     from wavecrest.records import CalledKey, WorkloadTuneRecord
     from wavecrest.tune.lanes import Start
     from wavecrest.tune.session import OnStep, Settings
-    from wavecrest.tuned import Overlay
 
 VERDICTS = {
     "kept": "[green]faster[/green]",
@@ -40,7 +40,7 @@ def run(
     """Load a workload and tune it; with `out` write the record after each op.
 
     Args:
-        spec: as for `wavecrest.workload.load`.
+        spec: as for `wavecrest.measure.workload.load`.
         target: the device to build it on.
         settings, overlay, starts, on_step: as for `wavecrest.tune.model.tune`.
         out: the record's file.
@@ -50,8 +50,10 @@ def run(
         InvalidArgument: it calls nothing that can be tuned.
         OutputError: a file cannot be written; found before measuring.
     """
-    from wavecrest import files, records, workload
+    from wavecrest import records
     from wavecrest.errors import OutputError
+    from wavecrest.measure import workload
+    from wavecrest.records import files
     from wavecrest.tune import model, session
 
     if out is not None:

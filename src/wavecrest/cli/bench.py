@@ -43,9 +43,10 @@ def run(
     """
     if not seconds > 0:
         raise InvalidArgument(f"--seconds must be above zero, not {seconds:g}")
-    from wavecrest import files, hardware, records
+    from wavecrest import hardware, records
     from wavecrest.bench import baseline
-    from wavecrest.workload import load
+    from wavecrest.measure.workload import load
+    from wavecrest.records import files
 
     if output is not None:
         if output.is_dir():
@@ -186,7 +187,7 @@ def _ops_of(targets: list[str], all_ops: bool, source: Path | None, given: list[
         if not targets and given:
             raise InvalidArgument(f"{given[0]} is for ops; give their names, or --all-ops")
         return None
-    from wavecrest import registry
+    from wavecrest.dispatch import registry
 
     known = registry.names()
     for target in plain:
@@ -222,8 +223,8 @@ def _measure_ops(
     seconds: float | None,
     budget: float | None,
 ) -> None:
-    from wavecrest import registry
     from wavecrest.bench.ops import Settings
+    from wavecrest.dispatch import registry
 
     plain = Settings()
     settings = Settings(
@@ -260,7 +261,7 @@ def _finish(record: OpBenchRecord, places: _bench_ops.Targets, json: bool, sourc
 def _measure_workload(
     workload: str | None, hf: str | None, device: str | None, seconds: float, output: Path | None, json: bool
 ) -> None:
-    from wavecrest import registry
+    from wavecrest.dispatch import registry
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("samples"))
     with Progress(*columns, console=_shared.err, transient=True) as progress:

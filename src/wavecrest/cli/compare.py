@@ -15,8 +15,8 @@ from wavecrest.cli import _shared
 from wavecrest.errors import RecordError, Refused, Regression
 
 if TYPE_CHECKING:
+    from wavecrest.measure.timing import Measurement
     from wavecrest.records import BenchRecord
-    from wavecrest.timing import Measurement
 
 Verdict = Literal["faster", "slower", "tie", "unstable"]
 _STYLES: dict[Verdict, str] = {"faster": "green", "slower": "red", "tie": "default", "unstable": "yellow"}
@@ -97,7 +97,7 @@ def run(a: Path, b: Path, *, fail_over: float | None = None) -> CompareRecord:
 
 
 def _change(bucket: str, base: Measurement, other: Measurement, fail_over: float | None) -> BucketChange:
-    from wavecrest import timing
+    from wavecrest.measure import timing
 
     if base.unstable or other.unstable:
         return BucketChange(

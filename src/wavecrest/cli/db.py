@@ -16,8 +16,8 @@ from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument, TableError
 
 if TYPE_CHECKING:
+    from wavecrest.dispatch.tuned import Entry, Overlay, Row
     from wavecrest.tune.leave_one_out import Summary
-    from wavecrest.tuned import Entry, Overlay, Row
 
 app = typer.Typer(
     help="The measured rows that dispatch reads: the user's own database, and the package's tables.",
@@ -67,7 +67,7 @@ def user() -> Overlay:
     Raises:
         InvalidArgument: WAVECREST_DATABASE says that there is none.
     """
-    from wavecrest.tuned import Overlay
+    from wavecrest.dispatch.tuned import Overlay
 
     found = Overlay.of_user()
     if found is None:
@@ -82,8 +82,8 @@ def packaged(arch: str | None = None, op: str | None = None) -> list[Entry]:
         TableError: a table is malformed.
         InvalidArgument: a table is of no op that there is.
     """
-    from wavecrest import lookup, registry
-    from wavecrest.tuned import Entry, database
+    from wavecrest.dispatch import lookup, registry
+    from wavecrest.dispatch.tuned import Entry, database
 
     found = []
     for path in sorted(database.DATA.glob("*/*.csv")):
@@ -101,8 +101,8 @@ def run_show(op: str | None = None, arch: str | None = None) -> DbRecord:
         InvalidArgument: there is no such op.
         TableError: a table, or the user's database, is damaged.
     """
-    from wavecrest import registry
-    from wavecrest.tuned import Overlay
+    from wavecrest.dispatch import registry
+    from wavecrest.dispatch.tuned import Overlay
 
     if op is not None:
         registry.get(op)
@@ -177,9 +177,9 @@ def run_export(path: Path, form: str = "csv", op: str | None = None, arch: str |
         OutputError: a file cannot be written.
         TableError: the user's database is damaged.
     """
-    from wavecrest import files
+    from wavecrest.dispatch.tuned import database
+    from wavecrest.records import files
     from wavecrest.tune import exchange
-    from wavecrest.tuned import database
 
     entries = user().entries(arch, op)
     if form != "csv":
@@ -228,9 +228,10 @@ def run_import(paths: Iterable[Path], arch: str | None = None, op: str | None = 
         InvalidArgument: an architecture or an op is missing or unknown.
         OutputError: the database cannot be written.
     """
-    from wavecrest import hardware, lookup, registry
+    from wavecrest import hardware
+    from wavecrest.dispatch import lookup, registry
+    from wavecrest.dispatch.tuned import Entry, database
     from wavecrest.tune import exchange
-    from wavecrest.tuned import Entry, database
 
     overlay = user()
     entries: list[Entry] = []
@@ -255,7 +256,7 @@ def run_import(paths: Iterable[Path], arch: str | None = None, op: str | None = 
 
 def _is_table(path: Path) -> bool:
     """Whether a file is a table of ours; one that cannot be read is none."""
-    from wavecrest.tuned.table import COLUMNS
+    from wavecrest.dispatch.tuned.table import COLUMNS
 
     try:
         with path.open("rb") as file:
@@ -302,7 +303,7 @@ def run_merge(paths: Iterable[Path]) -> tuple[int, int]:
         TableError: one of them is damaged, or is not there. Nothing is taken then.
         OutputError: the user's cannot be written.
     """
-    from wavecrest.tuned import Overlay
+    from wavecrest.dispatch.tuned import Overlay
 
     overlay = user()
     entries: list[Entry] = []
@@ -328,7 +329,7 @@ def run_check(paths: Iterable[Path] = ()) -> tuple[int, list[str]]:
     Raises:
         TableError: a file is damaged, or has rows that dispatch cannot use.
     """
-    from wavecrest.tuned import Overlay
+    from wavecrest.dispatch.tuned import Overlay
 
     mine = Overlay.of_user()
     given = [Overlay(path) for path in paths]
@@ -356,7 +357,7 @@ def run_check(paths: Iterable[Path] = ()) -> tuple[int, list[str]]:
 
 def _unusable(entry: Entry) -> tuple[str, str]:
     """What is wrong with a row, and what keeps it from being read although it is well."""
-    from wavecrest import lookup, registry
+    from wavecrest.dispatch import lookup, registry
 
     key = " ".join(map(_text, entry.row.key))
     if entry.op not in registry.names():

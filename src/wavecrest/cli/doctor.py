@@ -31,9 +31,10 @@ def run(device: str | None = None) -> DoctorReport:
         raise EnvironmentProblem(
             f"torch cannot be imported ({error}); install the build for your GPU: https://pytorch.org/get-started"
         ) from error
-    from wavecrest import env, hardware, provenance
+    from wavecrest import env, hardware
     from wavecrest.doctor import DoctorReport, collect, run_checks
     from wavecrest.doctor.context import kernel_driver, read_file
+    from wavecrest.records import provenance
 
     found = hardware.detect(device)
     try:

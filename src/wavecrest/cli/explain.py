@@ -19,8 +19,8 @@ from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from wavecrest.dispatch.registry import Cost, Decision, Op
     from wavecrest.hardware import Arch
-    from wavecrest.registry import Cost, Decision, Op
 
 # configurations of a ranking that are shown
 SHOWN = 10
@@ -161,8 +161,9 @@ def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord
     """
     import torch
 
-    from wavecrest import hardware, registry
-    from wavecrest.tuned import cost_model
+    from wavecrest import hardware
+    from wavecrest.dispatch import registry
+    from wavecrest.dispatch.tuned import cost_model
 
     found = registry.get(op)
     target = hardware.ARCHS.get(arch)
@@ -201,16 +202,16 @@ def _decision_on(target: Arch, op: Op, settings: list[str]) -> tuple[ExplainReco
     import torch
     from torch._subclasses import FakeTensor, FakeTensorMode
 
-    from wavecrest import registry
-    from wavecrest.ops import _rows
-    from wavecrest.tuned import Database, Overlay
+    import wavecrest.ops.common.target as _target
+    from wavecrest.dispatch import registry
+    from wavecrest.dispatch.tuned import Database, Overlay
 
     mode, gpu = FakeTensorMode(), torch.device("cuda", 0)
     made = _call(op, settings, target, "meta")
     args = tuple(FakeTensor(mode, one, gpu) if isinstance(one, torch.Tensor) else one for one in made)
     rows = Database(arch=target.name, overlay=Overlay.of_user())
     try:
-        with torch.no_grad(), _rows.assumed(target), registry.measured_in(rows):
+        with torch.no_grad(), _target.assumed(target), registry.measured_in(rows):
             op.check(*args)
             decision = op.decide_as(op.key(*args), *args)
             cost, measured = op.cost(*args), _measured(op, decision.key)
@@ -241,7 +242,7 @@ def run(op: str, settings: list[str] | None = None, device: str | None = None) -
     """The decision for `op` on an example call, without running it.
 
     Args:
-        op: an op's name, see `wavecrest.registry.names()`.
+        op: an op's name, see `wavecrest.dispatch.registry.names()`.
         settings: the op's sizes (`Op.sizes`) and dtype by name in any order, "M=16", "N=4096", "K=4096",
             "dtype=bfloat16" (these are the defaults), or bare: numbers give the sizes not named yet in their order,
             a word the dtype, also as bf16, fp16, fp32, fp64, or fp8.
@@ -253,7 +254,8 @@ def run(op: str, settings: list[str] | None = None, device: str | None = None) -
     """
     import torch
 
-    from wavecrest import hardware, registry
+    from wavecrest import hardware
+    from wavecrest.dispatch import registry
 
     found = registry.get(op)
     target = hardware.detect(device)
@@ -289,7 +291,7 @@ def _explained(
 
 def _measured(op: Op, key: tuple[Any, ...]) -> str:
     """What runs for each measured value of the first size, where there are several: where one overtakes the other."""
-    from wavecrest import registry
+    from wavecrest.dispatch import registry
 
     runs: list[tuple[int, int, str]] = []
     for size, row in registry.measured_along(op, key):

@@ -56,10 +56,11 @@ def run(
         MissingDependency: triton or, with `mca`, llvm-mca is not installed.
         EnvironmentProblem: TRITON_INTERPRET=1 is set.
     """
-    from wavecrest import hardware, provenance
+    from wavecrest import hardware
     from wavecrest.isa import compiler, survey
     from wavecrest.isa import mca as mca_module
     from wavecrest.isa.facts import IsaRecord
+    from wavecrest.records import provenance
 
     compiler.require_compiler()
     names = (

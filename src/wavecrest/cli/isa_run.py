@@ -75,8 +75,8 @@ def run(
         OutputError: `output` cannot be written; found before anything runs.
         MissingDependency, EnvironmentProblem: there is no emulator here; the message says what to install.
     """
-    from wavecrest import files
     from wavecrest.isa import run as emulation
+    from wavecrest.records import files
 
     if workers < 1 or resident < 1:
         raise InvalidArgument("--workers and --resident take numbers of at least 1")

@@ -16,8 +16,8 @@ from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from wavecrest.decision import OpCoverage
-    from wavecrest.optimizer import OptimizeResult
+    from wavecrest.dispatch.decision import OpCoverage
+    from wavecrest.optimizer.api import OptimizeResult
     from wavecrest.records import OptimizeRecord, StepOutcome
 
 STYLES = {"kept": "green", "reverted": "yellow", "tie": "yellow", "refused": "red", "skipped": "dim"}
@@ -40,7 +40,9 @@ def run(
     display: Display | None = None,
 ) -> OptimizeResult:
     """Load a workload and run the ladder; see `wavecrest.optimize`."""
-    from wavecrest import files, optimizer, workload
+    from wavecrest.measure import workload
+    from wavecrest.optimizer import api as optimizer
+    from wavecrest.records import files
 
     options = optimizer.Options(level, min_gain, budget, precision, processes, steps, skip)
     if out is not None:
@@ -126,7 +128,7 @@ def command(
     """
     spec = _shared.spec_of(workload, hf)
     folder = resume or out or Path("runs") / f"{_slug(spec)}-{datetime.now():%Y%m%d-%H%M%S}"
-    from wavecrest.optimizer import OptimizeInterrupted
+    from wavecrest.optimizer.api import OptimizeInterrupted
 
     try:
         with Display() as display:
@@ -198,7 +200,7 @@ def print_summary(record: OptimizeRecord, folder: Path | None) -> None:
 
 def _coverage(record: OptimizeRecord) -> list[OpCoverage]:
     """The record's decisions by op."""
-    from wavecrest.decision import OpCoverage
+    from wavecrest.dispatch.decision import OpCoverage
 
     found: dict[str, OpCoverage] = {}
     for row in record.coverage:

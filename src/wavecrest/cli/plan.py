@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from wavecrest.cli import _shared
-from wavecrest.files import Model
+from wavecrest.records.files import Model
 
 if TYPE_CHECKING:
-    from wavecrest.plan import Plan
+    from wavecrest.optimizer.plan import Plan
 
 app = typer.Typer(no_args_is_help=True, help="Show a plan file, compare two, or check one against this machine.")
 
@@ -39,7 +39,7 @@ class PlanCheck(Model):
 
 def run(path: Path) -> Plan:
     """Load a plan."""
-    from wavecrest.plan import Plan
+    from wavecrest.optimizer.plan import Plan
 
     return Plan.load(path)
 
@@ -135,7 +135,7 @@ def check(plan: PlanArgument, device: _shared.DeviceOption = None, json: _shared
 def check_machine(plan: Plan, device: str | None = None) -> PlanCheck:
     """Compare a plan's fingerprint with this machine's."""
     from wavecrest import hardware
-    from wavecrest.plan import Fingerprint
+    from wavecrest.optimizer.plan import Fingerprint
 
     differences = plan.fingerprint.differences(Fingerprint.of(hardware.detect(device)))
     if not differences:

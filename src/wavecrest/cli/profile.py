@@ -41,8 +41,10 @@ def run(
         EnvironmentProblem: the device is not here.
         OutputError: `out` cannot be written.
     """
-    from wavecrest import files, hardware, profile, records, workload
+    from wavecrest import hardware, profile, records
     from wavecrest.graphs.breaks import find_breaks
+    from wavecrest.measure import workload
+    from wavecrest.records import files
 
     if device is not None:
         device = hardware.detect(device).torch_name

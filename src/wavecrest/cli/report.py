@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from wavecrest import files, records
+from wavecrest import records
 from wavecrest.cli import _shared
 from wavecrest.errors import OutputError, RecordError
+from wavecrest.records import files
 
 RECORD_NAME = "run.json"
 REPORT_NAME = "report.html"

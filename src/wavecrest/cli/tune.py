@@ -21,11 +21,11 @@ from wavecrest.cli.optimize import parse_duration
 from wavecrest.errors import InvalidArgument, Regression
 
 if TYPE_CHECKING:
+    from wavecrest.dispatch.tuned import Config, Overlay
     from wavecrest.hardware import Device
     from wavecrest.records import TuneCandidate, TunedKey, TuneRecord, WorkloadTuneRecord
     from wavecrest.tune.lanes import Start
     from wavecrest.tune.session import OnStep, Settings
-    from wavecrest.tuned import Config, Overlay
 
 # where keys are tuned
 EXECUTORS = ("here", "local", "ray")
@@ -139,7 +139,7 @@ def run_workload(
     """Tune the calls of a workload; the rows are kept only if the workload is faster for them.
 
     Args:
-        spec: as for `wavecrest.workload.load`.
+        spec: as for `wavecrest.measure.workload.load`.
         settings: see `wavecrest.tune.session.Settings`; the budget is that of all keys together.
         out: the record's file.
         device, keep, executor, children, on_step: as for `run`.
@@ -157,9 +157,9 @@ def run_workload(
 
 def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
     """By op, the arguments of `session.tune` that say what is tuned."""
-    from wavecrest import registry
+    from wavecrest.dispatch import registry
+    from wavecrest.dispatch.tuned import misses as files
     from wavecrest.tune import misses, shapes
-    from wavecrest.tuned import misses as files
 
     if path.suffix == ".csv":
         listed = shapes.read(path, target.torch_name)
@@ -219,7 +219,7 @@ def _check(settings: Settings) -> None:
 
 def _configs(texts: list[str] | None) -> tuple[Config, ...] | None:
     """The configurations of `--config`; None where there is none."""
-    from wavecrest.tuned import table
+    from wavecrest.dispatch.tuned import table
 
     if not texts:
         return None
@@ -233,7 +233,7 @@ def _configs(texts: list[str] | None) -> tuple[Config, ...] | None:
 def _target(device: str | None, table: Path | None, keep: bool | None) -> tuple[Device, Overlay | None]:
     """The device, and the user's database where rows are to be kept in it."""
     from wavecrest import hardware
-    from wavecrest.tuned import Overlay
+    from wavecrest.dispatch.tuned import Overlay
 
     target = hardware.detect(device)
     on_gpu = target.kind != "cpu"

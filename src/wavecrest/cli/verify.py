@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def run(spec: str, plan: Path, *, processes: int = 3, seconds: float = 5.0, device: str | None = None) -> VerifyRecord:
-    """Check a plan in fresh processes; see `wavecrest.verify.run`."""
-    from wavecrest import verify
+    """Check a plan in fresh processes; see `wavecrest.optimizer.verify.run`."""
+    from wavecrest.optimizer import verify
 
     return verify.run(spec, plan, processes=processes, seconds=seconds, device=device)
 

@@ -9,8 +9,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from wavecrest.dispatch.tuned import aiter_csv
 from wavecrest.doctor.report import Finding, Level
-from wavecrest.tuned import aiter_csv
 
 _SOURCE = "aiter/jit/core.py and aiter/tuned_gemm.py in ROCm/aiter"
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from wavecrest.files import Model
-from wavecrest.provenance import Versions
+from wavecrest.records.files import Model
+from wavecrest.records.provenance import Versions
 
 Level = Literal["ok", "info", "warn", "problem"]
 LEVELS: tuple[Level, ...] = ("problem", "warn", "info", "ok")

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wavecrest.provenance import shown_path
 from wavecrest.records import GraphBreak
+from wavecrest.records.provenance import shown_path
 
 if TYPE_CHECKING:
-    from wavecrest.workload import Inputs
+    from wavecrest.measure.workload import Inputs
 
 # what Dynamo keeps by default is 64; a large model has more functions
 _METRICS = 8192

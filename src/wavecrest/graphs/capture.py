@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from wavecrest import cuda_graph, timing
 from wavecrest.errors import StepRefused
-from wavecrest.workload import iter_tensors
+from wavecrest.measure import cuda_graph, timing
+from wavecrest.measure.workload import iter_tensors
 
 
 class CaptureWarning(UserWarning):

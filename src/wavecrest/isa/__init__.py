@@ -7,6 +7,6 @@ hot loop.
 
 from __future__ import annotations
 
-from wavecrest.ops._rows import Launch
+from wavecrest.ops.common.launcher import Launch
 
 __all__ = ["Launch"]

@@ -35,8 +35,8 @@ from pydantic import Field
 
 from wavecrest import hardware
 from wavecrest.errors import RecordError
-from wavecrest.files import Model
 from wavecrest.isa.facts import KernelFacts, Row, wide_share
+from wavecrest.records.files import Model
 
 
 class Limits(Model):

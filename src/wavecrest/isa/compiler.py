@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import wavecrest.ops._triton as _triton
+import wavecrest.ops.common.triton as _triton
 from wavecrest import hardware
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, MissingDependency, Unsupported
-from wavecrest.ops._rows import Launch
+from wavecrest.ops.common.launcher import Launch
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from wavecrest.errors import EnvironmentProblem
-from wavecrest.files import Model
+from wavecrest.hardware.occupancy import Limit, occupancy
 from wavecrest.isa import assembly, mca
 from wavecrest.isa.compiler import Compiled, arch_of
-from wavecrest.occupancy import Limit, occupancy
-from wavecrest.provenance import Header
 from wavecrest.records import FORMAT_VERSION
+from wavecrest.records.files import Model
+from wavecrest.records.provenance import Header
 
 # accesses of this many bytes a lane are the widest there are
 WIDE_BYTES = 16

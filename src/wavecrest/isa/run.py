@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wavecrest import env, hardware, numerics, provenance, registry
+from wavecrest import env, hardware
+from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument, MissingDependency, Unsupported, WavecrestError, WorkloadError
 from wavecrest.isa import emulate
 from wavecrest.isa.emulate.record import CaseResult, EmulationRecord, ProgramResult, Work
+from wavecrest.measure import numerics
+from wavecrest.records import provenance
 
 OnCase = Callable[[CaseResult], None]
 

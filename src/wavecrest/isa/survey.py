@@ -14,13 +14,14 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from wavecrest import hardware, registry
+from wavecrest import hardware
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported, WavecrestError, WorkloadError
 from wavecrest.isa import Launch, mca
 from wavecrest.isa.compiler import arch_of, compile_launch, require_compiler
 from wavecrest.isa.facts import Row, read
-from wavecrest.tuned import Config
-from wavecrest.workload import load_function
+from wavecrest.measure.workload import load_function
 
 # done, planned, what was compiled last
 OnProgress = Callable[[int, int, str], None]

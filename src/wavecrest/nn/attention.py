@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Decision
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.ops import flash_attention, flash_decoding
-from wavecrest.ops.flash_attention.operands import FLOATS, MAX_COLUMNS, Operands
-from wavecrest.ops.flash_decoding.operands import Operands as Decoding
-from wavecrest.registry import Decision
+from wavecrest.ops._flash_attention.call import FLOATS, MAX_COLUMNS, Operands
+from wavecrest.ops._flash_decoding.call import Operands as Decoding
 
 # dtypes that mark a compact mask [B, 1, W, Sk]: the last query is aligned with key Sk − 1, keys after that are not
 # used, and a query sees the W keys up to its own. Of KEYS the bytes are flags, 1 for a key that is hidden; of WINDOW

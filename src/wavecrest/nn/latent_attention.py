@@ -11,7 +11,7 @@ from wavecrest.errors import InvalidArgument
 from wavecrest.nn.norm import RMSNorm
 from wavecrest.nn.rotary import STYLES, RotaryEmbedding, Scaling
 from wavecrest.ops import flash_attention, mla_decode, mla_prefill
-from wavecrest.ops.mla_decode.operands import MAX_TOKENS
+from wavecrest.ops._mla_decode.call import MAX_TOKENS
 
 
 class MultiHeadLatentAttention(nn.Module):

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Decision
 from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.ops import PackedWeight, linear, pack
-from wavecrest.ops._activation import ACTIVATIONS
-from wavecrest.ops.gemm.op import linear_operands
-from wavecrest.ops.gemm.operands import GATED
+from wavecrest.ops._gemm.backend import linear_operands
+from wavecrest.ops._gemm.call import GATED
+from wavecrest.ops.common.activation import ACTIVATIONS
 from wavecrest.ops.packed import refuse_other_formats
-from wavecrest.registry import Decision
 
 
 class Linear(nn.Module):

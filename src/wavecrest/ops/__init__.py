@@ -1,35 +1,35 @@
-"""The ops: one function each, dispatched to the fastest correct backend (see `wavecrest.registry`).
+"""The ops: one function each, dispatched to the fastest correct backend (see `wavecrest.dispatch.registry`).
 
 Importing this package touches no GPU and works without Triton.
 """
 
-from wavecrest.ops.add_layer_norm import add_layer_norm
-from wavecrest.ops.add_layer_norm_quantize import add_layer_norm_quantize
-from wavecrest.ops.add_rms_norm import add_rms_norm
-from wavecrest.ops.add_rms_norm_quantize import add_rms_norm_quantize
-from wavecrest.ops.conv2d import conv2d
-from wavecrest.ops.dequantize import dequantize
-from wavecrest.ops.flash_attention import flash_attention
-from wavecrest.ops.flash_decoding import flash_decoding
-from wavecrest.ops.gelu_and_mul import gelu_and_mul
-from wavecrest.ops.gemm import gemm, linear
-from wavecrest.ops.layer_norm import layer_norm
-from wavecrest.ops.layer_norm_quantize import layer_norm_quantize
-from wavecrest.ops.memcpy import memcpy
-from wavecrest.ops.mla_decode import mla_decode
-from wavecrest.ops.mla_prefill import mla_prefill
-from wavecrest.ops.mlstm_chunkwise import mlstm_chunkwise, mlstm_parallel
-from wavecrest.ops.mlstm_sequence import mlstm_sequence
-from wavecrest.ops.mlstm_step import mlstm_step
+from wavecrest.dispatch.registry import load_backends
+from wavecrest.ops._conv2d import conv2d
+from wavecrest.ops._flash_attention import flash_attention
+from wavecrest.ops._flash_decoding import flash_decoding
+from wavecrest.ops._gemm import gemm, linear
+from wavecrest.ops._memcpy import memcpy
+from wavecrest.ops._mla_decode import mla_decode
+from wavecrest.ops._mla_prefill import mla_prefill
+from wavecrest.ops._rope import rope
+from wavecrest.ops.gated.gelu_and_mul import gelu_and_mul
+from wavecrest.ops.gated.silu_and_mul import silu_and_mul
+from wavecrest.ops.mlstm.chunkwise import mlstm_chunkwise, mlstm_parallel
+from wavecrest.ops.mlstm.sequence import mlstm_sequence
+from wavecrest.ops.mlstm.step import mlstm_step
 from wavecrest.ops.packed import PackedWeight, pack
-from wavecrest.ops.quantize_fp8 import quantize_fp8
-from wavecrest.ops.quantize_int8 import quantize_int8
-from wavecrest.ops.rms_norm import rms_norm
-from wavecrest.ops.rms_norm_quantize import rms_norm_quantize
-from wavecrest.ops.rope import rope
-from wavecrest.ops.silu_and_mul import silu_and_mul
-from wavecrest.ops.softmax import softmax
-from wavecrest.registry import load_backends
+from wavecrest.ops.rows.add_layer_norm import add_layer_norm
+from wavecrest.ops.rows.add_layer_norm_quantize import add_layer_norm_quantize
+from wavecrest.ops.rows.add_rms_norm import add_rms_norm
+from wavecrest.ops.rows.add_rms_norm_quantize import add_rms_norm_quantize
+from wavecrest.ops.rows.dequantize import dequantize
+from wavecrest.ops.rows.layer_norm import layer_norm
+from wavecrest.ops.rows.layer_norm_quantize import layer_norm_quantize
+from wavecrest.ops.rows.quantize_fp8 import quantize_fp8
+from wavecrest.ops.rows.quantize_int8 import quantize_int8
+from wavecrest.ops.rows.rms_norm import rms_norm
+from wavecrest.ops.rows.rms_norm_quantize import rms_norm_quantize
+from wavecrest.ops.rows.softmax import softmax
 
 __all__ = [
     "PackedWeight",

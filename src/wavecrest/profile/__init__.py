@@ -13,14 +13,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavecrest import hardware, provenance, records, timing
+from wavecrest import hardware, records
 from wavecrest.errors import InvalidArgument, WorkloadError
+from wavecrest.measure import timing
+from wavecrest.measure.workload import Call
 from wavecrest.profile import trace
 from wavecrest.profile.roofline import datasheet, measure_ceilings
-from wavecrest.workload import Call
+from wavecrest.records import provenance
 
 if TYPE_CHECKING:
-    from wavecrest.workload import Workload
+    from wavecrest.measure.workload import Workload
 
 __all__ = ["datasheet", "measure_ceilings", "profile_workload", "record", "trace_name"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 
-from wavecrest.timing import Interval
+from wavecrest.measure.timing import Interval
 
 DASH = "–"
 NOT_FINITE = "not finite"

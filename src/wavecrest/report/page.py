@@ -14,8 +14,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from wavecrest import files
-from wavecrest.records import BucketError, DecisionRow, OptimizeRecord, StepOutcome, Verdict
+from wavecrest.records import BucketError, DecisionRow, OptimizeRecord, StepOutcome, Verdict, files
 from wavecrest.report import breakdown, histograms, numbers, roofline, waterfall, words
 
 FILTERS = {

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from wavecrest import env, records
+from wavecrest.dispatch.registry import Op
 from wavecrest.errors import EnvironmentProblem, Unsupported
 from wavecrest.hardware import Arch
 from wavecrest.isa import Launch, compiler
-from wavecrest.registry import Op
 from wavecrest.tune import worker
 from wavecrest.tune.candidates import Candidate
 from wavecrest.tune.lanes import importable

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from wavecrest import lookup
+from wavecrest.dispatch import lookup
+from wavecrest.dispatch.registry import Key, Op
+from wavecrest.dispatch.tuned import Config, cost_model
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
-from wavecrest.registry import Key, Op
-from wavecrest.tuned import Config, cost_model
 
 # PyTorch as a backend: in every contest, and what a winner is compared with
 NATIVE = "torch"

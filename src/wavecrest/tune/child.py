@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware, provenance, registry
+from wavecrest import hardware
 from wavecrest.bench import suites
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.registry import Op
+from wavecrest.records import provenance
 from wavecrest.tune import candidates, contest, misses, shapes, trial, trust
-from wavecrest.tuned import Config
 
 Say = Callable[[dict[str, Any]], None]
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from wavecrest import records, timing
-from wavecrest.timing import Interleaved, Interval
+from wavecrest import records
+from wavecrest.measure import timing
+from wavecrest.measure.timing import Interleaved, Interval
 
 # rounds of the quick round: after each those are dropped that take DROP times the best
 RUNGS = (4, 8, 16)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wavecrest import lookup, records, registry
+from wavecrest import records
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.tuned import Config, Evidence, Row, database
 from wavecrest.errors import InvalidArgument, RecordError
 from wavecrest.tune import session
-from wavecrest.tuned import Config, Evidence, Row, database
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware, lookup, records, registry
+from wavecrest import hardware, records
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.tuned import Cell, Entry, Evidence, Row, aiter_csv, tunable_op
+from wavecrest.dispatch.tuned.row import RowKey
 from wavecrest.errors import InvalidArgument, TableError
-from wavecrest.ops.gemm.operands import Operands
+from wavecrest.ops._gemm.call import Operands
 from wavecrest.tune import session, trust
-from wavecrest.tuned import Cell, Entry, Evidence, Row, aiter_csv, tunable_op
-from wavecrest.tuned.row import RowKey
 
 # aiter's tuner lets this share of the elements be off, and lists what is beyond
 MOST_OFF = 0.05

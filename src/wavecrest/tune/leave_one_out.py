@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from wavecrest import lookup, records, registry
-from wavecrest.registry import Op
+from wavecrest import records
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.tuned import Config, Row, near
 from wavecrest.tune import session
 from wavecrest.tune.candidates import NATIVE
-from wavecrest.tuned import Config, Row, near
 
 Choice = tuple[str, Config | None]
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from wavecrest import lookup, registry
 from wavecrest.bench import suites
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.registry import Key, Op
+from wavecrest.dispatch.tuned import Cell
+from wavecrest.dispatch.tuned.misses import Miss
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.registry import Key, Op
-from wavecrest.tuned import Cell
-from wavecrest.tuned.misses import Miss
 
 # the parts of a key that `inputs` of ops over rows have sizes and a dtype for
 ROW_PARTS = ("rows", "columns", "dtype")
@@ -22,7 +22,7 @@ def cases(op: Op, misses: Sequence[Miss], arch: str, device: str) -> tuple[list[
 
     Args:
         op: the op of all of them.
-        misses: from `wavecrest.tuned.misses.read`.
+        misses: from `wavecrest.dispatch.tuned.misses.read`.
         arch: of the device; what was missed on another is not tuned.
         device: where the cases' tensors are to be.
     """

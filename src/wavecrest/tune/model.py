@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from wavecrest import lookup, provenance, records, registry, timing
+from wavecrest import records
 from wavecrest.bench import suites
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.tuned import Cell, Entry, Overlay, Row
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import Device
-from wavecrest.records import CalledKey, TunedKey, WorkloadTuneRecord
-from wavecrest.registry import Op
+from wavecrest.measure import timing
+from wavecrest.measure.workload import Call, Workload
+from wavecrest.records import CalledKey, TunedKey, WorkloadTuneRecord, provenance
 from wavecrest.tune import lanes, misses, session, trust
-from wavecrest.tuned import Cell, Entry, Overlay, Row
-from wavecrest.workload import Call, Workload
 
 # seconds that a bucket is timed for, and blocks of two calls of each side that it has at least
 SECONDS, BLOCKS = 5.0, 10

@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from wavecrest import hardware, records, registry
+from wavecrest import hardware, records
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config, Work, cost_model
+from wavecrest.dispatch.tuned.cost_model import CONSTANTS, Constants
 from wavecrest.errors import InvalidArgument
-from wavecrest.tuned import Config, Work, cost_model
-from wavecrest.tuned.cost_model import CONSTANTS, Constants
 
 # of a ranking, how many are looked at
 TOP = 5

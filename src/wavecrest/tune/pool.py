@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wavecrest import records
+from wavecrest.dispatch.registry import Op
 from wavecrest.errors import EnvironmentProblem
-from wavecrest.registry import Op
 from wavecrest.tune import child, lanes
 from wavecrest.tune.trial import Trial, unsolved
 

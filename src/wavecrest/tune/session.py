@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from wavecrest import files, hardware, lookup, provenance, records, registry
+from wavecrest import hardware, records
 from wavecrest.bench import suites
+from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.registry import Key, Op
+from wavecrest.dispatch.tuned import Config, Entry, Evidence, Overlay, Row, database
+from wavecrest.dispatch.tuned.row import versions_text
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
-from wavecrest.registry import Key, Op
+from wavecrest.records import files, provenance
 from wavecrest.tune import ahead, candidates, child, contest, lanes, pool, trial, trust
-from wavecrest.tuned import Config, Entry, Evidence, Overlay, Row, database
-from wavecrest.tuned.row import versions_text
 
 # what a row names as its record where none is kept
 NO_RECORD = "no record kept"

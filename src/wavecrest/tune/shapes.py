@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wavecrest import registry
 from wavecrest.bench import suites
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Op
 from wavecrest.errors import InvalidArgument, TableError
-from wavecrest.registry import Op
 
 # of a row that names none
 DTYPE = "bfloat16"

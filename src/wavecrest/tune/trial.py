@@ -16,9 +16,9 @@ import torch
 
 from wavecrest import records
 from wavecrest.bench import suites
+from wavecrest.dispatch.registry import Key, Op
 from wavecrest.hardware import Device
-from wavecrest.registry import Key, Op
-from wavecrest.timing import Interleaved
+from wavecrest.measure.timing import Interleaved
 from wavecrest.tune import candidates, contest, trust
 
 # a candidate that is run alone has so many calls, or fewer that take so many seconds

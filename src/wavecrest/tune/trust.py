@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest import numerics, records, registry
+from wavecrest import records
 from wavecrest.bench import ops as bench
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Op
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.hardware import Arch
-from wavecrest.registry import Op
+from wavecrest.measure import numerics
 from wavecrest.tune.candidates import Candidate
 
 # clocks may stand above those of the datasheet's peaks (an H200's: 1,980 MHz above 1,830), and events tick

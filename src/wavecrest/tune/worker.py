@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.isa import compiler
-from wavecrest.tuned import Config
 
 _PLAIN = (bool, int, float, str)
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import wavecrest.ops._triton as _triton
-from wavecrest import hardware, registry
+import wavecrest.ops.common.triton as _triton
+from wavecrest import hardware
+from wavecrest.dispatch import registry
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, MissingDependency, Unsupported
 from wavecrest.isa.emulate import checkout, decode, machine, program
 from wavecrest.isa.emulate.memory import Guard

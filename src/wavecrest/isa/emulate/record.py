@@ -8,8 +8,8 @@ from typing import Literal
 import pydantic
 from pydantic import Field
 
-from wavecrest import files, provenance
 from wavecrest.errors import RecordError
+from wavecrest.records import files, provenance
 
 FORMAT_VERSION = 1
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from wavecrest import cuda_graph, numerics
 from wavecrest.errors import InvalidArgument, StepRefused
+from wavecrest.measure import cuda_graph, numerics
 from wavecrest.models.xlstm.layers import watched
 from wavecrest.models.xlstm.sampling import Sampling
 from wavecrest.models.xlstm.state import State, StatePool, clone_state, lasting
-from wavecrest.ops import PackedWeight, _ahead
-from wavecrest.ops.gemm.config import MULTIPLY_ROWS
+from wavecrest.ops import PackedWeight
+from wavecrest.ops._gemm.config import MULTIPLY_ROWS
+from wavecrest.ops.common import warmup as _ahead
 
 if TYPE_CHECKING:
     from wavecrest.models.xlstm.config import xLSTMLargeConfig

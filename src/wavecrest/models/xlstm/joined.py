@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
 from wavecrest.errors import Unsupported
 from wavecrest.nn import Linear
 from wavecrest.ops import PackedWeight

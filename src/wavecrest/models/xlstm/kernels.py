@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
+from wavecrest.dispatch.registry import Decision
 from wavecrest.errors import InvalidArgument
 from wavecrest.ops import mlstm_parallel
-from wavecrest.ops._mlstm_operands import Operands, StepOperands
-from wavecrest.registry import Decision
+from wavecrest.ops.mlstm.call import Operands, StepOperands
 
 if TYPE_CHECKING:
     from wavecrest.models.xlstm.config import xLSTMLargeConfig

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wavecrest import registry
+from wavecrest.dispatch import registry
 from wavecrest.errors import Unsupported
 from wavecrest.models.xlstm import kernels
 from wavecrest.models.xlstm.config import xLSTMLargeConfig

@@ -1,0 +1,1 @@
+"""Which backend runs a call: ops, backends, decisions, and the measured rows they rest on."""

@@ -1,0 +1,155 @@
+"""What a backend and a dispatch decision are, and which decisions a run rested on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from wavecrest.dispatch.tuned import Config, Work
+from wavecrest.hardware import Arch
+
+Source = Literal["exact", "near", "prior", "model", "default", "forced"]
+# where a decision comes from, the best first; "forced" is the caller's
+SOURCES: tuple[Source, ...] = ("exact", "near", "prior", "model", "default", "forced")
+Key = tuple[Any, ...]
+
+
+class DispatchMiss(UserWarning):
+    """A call has no measured row of its own (strict mode reports it)."""
+
+
+class PortableKernel(UserWarning):
+    """A call that a kernel of one architecture was chosen for runs an op's portable one; the message has the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The least work a call can take: floating-point operations and bytes moved (each operand once)."""
+
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A backend that does not run a call, and why."""
+
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which backend runs the calls of one shape key, where that comes from, and who was declined."""
+
+    op: str
+    key: Key
+    backend: str
+    config: Config | None
+    source: Source
+    reason: str
+    refused: tuple[Refusal, ...]
+
+    def describe(self) -> str:
+        """One line for people."""
+        config = f" {self.config!r}" if self.config is not None else ""
+        return f"{self.op}{self.key}: {self.backend}{config} ({self.source}: {self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One implementation of an op.
+
+    `supports(*args)` returns None, or the reason why this call is declined. It must look only at what the op's key
+    contains (dtype, device, sizes), since its answer is cached by that key. `reserved(*args)` likewise gives the
+    reason why the backend runs a call it supports only when it is forced, pinned or named. `priority`: the highest
+    that does not decline is the default choice. `bind(*args)`, where there is one, does once what is the same for all
+    calls of one signature (shapes, strides, dtypes, device) and returns the function for them. `default_config`: the
+    backend's own, in place of the op's; like that, it names every parameter that the backend needs. `optional`: those
+    that a configuration may have beside them, as rows measured before a parameter was there do not have it.
+    `as_native`: its results are rounded on the way where PyTorch's are, and judged as those.
+
+    For `wavecrest tune`: `space(key, arch)` gives the configurations worth trying for a key, the default first, without
+    those that cannot work. `launches(*args, config, arch)` gives the kernel launches of a call, so that they can be
+    compiled before it, from tensors of the device "meta" too. For the cost model: `work(key, config, arch)` describes
+    them (`wavecrest.dispatch.tuned.Work`), none where the key does not say how much there is to do.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    bind: Callable[..., Callable[..., Any]] | None
+    supports: Callable[..., str | None]
+    reserved: Callable[..., str | None]
+    priority: int
+    takes_config: bool
+    default_config: Callable[[Key], Config] | None
+    space: Callable[[Key, Arch], Iterable[Config]] | None
+    launches: Callable[..., list[Any]] | None
+    optional: tuple[str, ...] = ()
+    work: Callable[[Key, Config, Arch], tuple[Work, ...]] | None = None
+    as_native: bool = False
+
+
+@dataclass(slots=True)
+class OpCoverage:
+    """The decisions of one op: keys and eager calls by source.
+
+    Calls that torch.compile compiled are decided and not counted: their keys have no calls.
+    """
+
+    op: str
+    keys: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def add(self, source: str, calls: int) -> None:
+        """Count one more key."""
+        self.keys[source] = self.keys.get(source, 0) + 1
+        self.calls[source] = self.calls.get(source, 0) + calls
+
+
+class Coverage(list[tuple[Decision, int]]):
+    """Decisions with the number of eager calls that used each: of the process so far, or of a `with` block.
+
+    >>> with wavecrest.coverage() as seen:
+    ...     model(x)
+    >>> print(seen)
+
+    Inside the block it holds what it held before; at its end the decisions that were made or used inside.
+    """
+
+    def __init__(self, now: Callable[[], list[tuple[Decision, int]]]) -> None:
+        super().__init__(now())
+        self._now = now
+
+    def __enter__(self) -> Coverage:
+        self._before = {_identity(decision): calls for decision, calls in self._now()}
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        rows = []
+        for decision, calls in self._now():
+            before = self._before.get(_identity(decision))
+            # decisions that were forgotten inside count anew
+            counted = calls - before if before is not None and calls >= before else calls
+            if before is None or counted > 0:
+                rows.append((decision, counted))
+        self[:] = rows
+
+    def by_op(self) -> list[OpCoverage]:
+        """What the decisions rest on, an op a row, in the order of their names."""
+        found: dict[str, OpCoverage] = {}
+        for decision, calls in sorted(self, key=lambda row: row[0].op):
+            found.setdefault(decision.op, OpCoverage(decision.op)).add(decision.source, calls)
+        return list(found.values())
+
+    def __str__(self) -> str:
+        lines = [f"{'op':24} {'calls':>8}" + "".join(f" {source:>8}" for source in SOURCES)]
+        for row in self.by_op():
+            counts = "".join(f" {row.calls.get(source, 0):8}" for source in SOURCES)
+            lines.append(f"{row.op:24} {sum(row.calls.values()):8}{counts}")
+        return "\n".join(lines)
+
+
+def _identity(decision: Decision) -> tuple[Any, ...]:
+    return decision.op, decision.key, decision.backend, decision.config, decision.source

@@ -1,0 +1,202 @@
+"""What is known of a key: its measured row, a near one, what others published, a model; each held against the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from wavecrest import hardware
+from wavecrest.dispatch.decision import Key, Source
+from wavecrest.dispatch.tuned import LAUNCH_OPTIONS, Cell, Config, Database, Proposal, Row, near
+from wavecrest.hardware import Arch
+
+if TYPE_CHECKING:
+    from wavecrest.dispatch.registry import Op
+
+# parts of a key that measured rows have no column for: they are those of calls on a GPU without gradients. A call that
+# writes over its arguments cannot be timed by repeating it: it runs as the one that writes beside them was measured
+UNLISTED = ("device", "grad", "in_place")
+
+# backend ("" for none), its configuration, source, reason
+Answer = tuple[str, tuple[tuple[str, int], ...], Source, str]
+
+
+def find(op: Op, key: Key, taking: tuple[str, ...], fallback: str, database: Database) -> Answer:
+    """Backend, configuration, source and reason for a key; the backend is "" where nothing that is known can be used.
+
+    Args:
+        op, key: the call's.
+        taking: the backends that take it.
+        fallback: the one that runs where nothing is known; "" for none.
+        database: the measured rows.
+
+    Raises:
+        TableError: a table is malformed.
+    """
+    found = columns(op, key)
+    if found is None:
+        return "", (), "default", ""
+    fields, cells = found
+    exact = database.look_up(op.name, fields, cells)
+    note = ""
+    if exact is not None:
+        problem = unusable(op, key, taking, exact.backend, exact.config)
+        if not problem:
+            return exact.backend, pairs(exact.config), exact.source, exact.reason
+        note = f"; {exact.reason} for {exact.backend}, {problem}"
+    row, reason = _near(op, key, taking, fallback, database, fields, cells)
+    if row is not None:
+        return row.backend, pairs(row.config), "near", reason + note
+    note += f"; {reason}" if reason else ""
+    prior = database.prior(op.name, fields, cells)
+    if prior is not None:
+        problem = _not_here(op, taking, prior.backend)
+        if not problem:
+            return prior.backend, (), prior.source, prior.reason + note
+        note += f"; {prior.reason} for {prior.backend}, {problem}"
+    modelled, problem = _modelled(op, key, taking, fallback, hardware.ARCHS.get(database.arch))
+    if modelled is not None:
+        return modelled.backend, pairs(modelled.config), "model", modelled.reason + note
+    return "", (), "default", note + problem
+
+
+def along(op: Op, key: Key, database: Database) -> list[tuple[int, Row]]:
+    """The measured rows that differ from a key in the first of its sizes alone, and its own, by that size."""
+    found = columns(op, key)
+    if found is None or not op.key_sizes:
+        return []
+    fields, cells = found
+    place = fields.index(op.key_sizes[0])
+    rows = [row for row in database.rows(op.name, fields).values() if isinstance(row.key[place], int)]
+    same = [row for row in rows if row.key[:place] + row.key[place + 1 :] == cells[:place] + cells[place + 1 :]]
+    return sorted(((int(row.key[place] or 0), row) for row in same), key=lambda pair: pair[0])
+
+
+def pairs(config: Config | None) -> tuple[tuple[str, int], ...]:
+    """A configuration's parameters."""
+    return () if config is None else tuple(config.kwargs.items())
+
+
+def columns(op: Op, key: Key) -> tuple[tuple[str, ...], tuple[Cell, ...]] | None:
+    """The parts of a key that measured rows have, by name; None for calls that no rows are for."""
+    parts = dict(zip(op.key_fields, key, strict=False))
+    if parts.get("device") != "cuda" or parts.get("grad", False):
+        return None
+    fields = fields_of(op)
+    return fields, tuple([parts[field] for field in fields])
+
+
+def fields_of(op: Op) -> tuple[str, ...]:
+    """The parts of an op's key that measured rows have columns for."""
+    return tuple([name for name in op.key_fields if name not in UNLISTED])
+
+
+def unusable(op: Op, key: Key, taking: tuple[str, ...], backend: str, config: Config | None) -> str:
+    """Why a call cannot run as measured; "" where it can."""
+    return _not_here(op, taking, backend) or misfit(op, key, backend, config)
+
+
+def _not_here(op: Op, taking: tuple[str, ...], backend: str) -> str:
+    """Why a backend does not run a call; "" where it does."""
+    if backend not in op.backends:
+        return f"which {op.name} does not have"
+    return "" if backend in taking else "which declines it"
+
+
+def _near(
+    op: Op,
+    key: Key,
+    taking: tuple[str, ...],
+    fallback: str,
+    database: Database,
+    fields: tuple[str, ...],
+    cells: tuple[Cell, ...],
+) -> tuple[Row | None, str]:
+    """The row of a neighbouring size to take for a key, with the reason; or None, with the reason why not."""
+    sizes = tuple(place for place, name in enumerate(fields) if name in op.key_sizes)
+    if not sizes or not fallback:
+        return None, ""
+    rows = database.rows(op.name, fields).values()
+    neighbours = [
+        near.Neighbour(one.distance, carried(op, key, one.row, fields)) for one in near.neighbours(rows, cells, sizes)
+    ]
+    arch = hardware.ARCHS.get(database.arch)
+    spaces: dict[str, frozenset[Config]] = {}
+
+    def misfit(row: Row) -> str:
+        problem = unusable(op, key, taking, row.backend, row.config)
+        if problem or row.config is None:
+            return problem
+        if row.backend not in spaces:
+            spaces[row.backend] = _space(op, key, row.backend, arch)
+        return "" if row.config in spaces[row.backend] else f"{row.config!r} is none for this call"
+
+    found = near.choose(neighbours, fallback, partial(baseline, op, taking, fallback), misfit)
+    if found.row is None:
+        return None, found.reason
+    return found.row, f"{database.said(op.name, found.row)} for {_others(fields, found.row, cells)}: {found.reason}"
+
+
+def carried(op: Op, key: Key, row: Row, fields: tuple[str, ...]) -> Row:
+    """A row as it is for another key: where it ran its backend's default configuration, with that of the key.
+
+    What a default makes of sizes (splits that fill all compute units) goes with the sizes.
+    """
+    if row.config is None or row.backend not in op.backends or not op.backends[row.backend].takes_config:
+        return row
+    parts = dict(zip(op.key_fields, key, strict=False)) | dict(zip(fields, row.key, strict=True))
+    there = op.config_of(row.backend, tuple(parts.values()))
+    return replace(row, config=op.config_of(row.backend, key)) if there == row.config else row
+
+
+def baseline(op: Op, taking: tuple[str, ...], fallback: str, row: Row) -> float | None:
+    """What the fallback took in a row's run, in µs: PyTorch is timed in each, and one backend's default."""
+    if fallback == "torch":
+        return row.native_us
+    first = next((one.name for one in op.by_priority() if one.name in taking and one.takes_config), None)
+    return row.evidence.default_us if fallback == first else None
+
+
+def _space(op: Op, key: Key, backend: str, arch: Arch | None) -> frozenset[Config]:
+    """The configurations of a backend that can work for a key: LDS, registers and divisibility allow them."""
+    space = op.backends[backend].space
+    tried = () if space is None or arch is None else space(key, arch)
+    return frozenset([op.config_of(backend, key), *tried])
+
+
+def _others(fields: tuple[str, ...], row: Row, cells: tuple[Cell, ...]) -> str:
+    """The parts of a row's key that are others than a call's."""
+    pairs = zip(fields, row.key, cells, strict=True)
+    return " ".join(f"{name}={there}" for name, there, here in pairs if there != here)
+
+
+def _modelled(
+    op: Op, key: Key, taking: tuple[str, ...], fallback: str, arch: Arch | None
+) -> tuple[Proposal | None, str]:
+    """What the op's cost model proposes, or None with the reason where what it proposes cannot run."""
+    if op.model is None or arch is None:
+        return None, ""
+    proposal = op.model(key, arch, taking, fallback)
+    if proposal is None:
+        return None, ""
+    problem = unusable(op, key, taking, proposal.backend, proposal.config)
+    return (None, f"; modelled {proposal.backend}, {problem}") if problem else (proposal, "")
+
+
+def misfit(op: Op, key: Key, backend: str, config: Config | None) -> str:
+    """What is wrong with a measured configuration: it lacks a parameter of the default one, or has others; or ""."""
+    given = {} if config is None else config.kwargs
+    if not op.backends[backend].takes_config:
+        return f"which takes no configuration ({_words(given)})" if given else ""
+    known, more = op.config_of(backend, key).kwargs, (*op.backends[backend].optional, *LAUNCH_OPTIONS)
+    unknown = {name: value for name, value in given.items() if name not in known and name not in more}
+    if unknown:
+        return f"which does not know {_words(unknown)}"
+    missing = [name for name in known if name not in given and name not in more]
+    return f"which needs {' '.join(missing)} too" if missing else ""
+
+
+def _words(config: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items())

@@ -1,0 +1,101 @@
+"""Calls that ran without a measured row of their own, one JSON object a line: what `wavecrest tune FILE` tunes.
+
+Processes append to one file at once: a line is written by one call, to a file that is opened for appending.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wavecrest.dispatch.tuned.row import Cell
+from wavecrest.errors import OutputError, TableError
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A key without a row: the op, the architecture, the key's parts by name, and what ran instead."""
+
+    op: str
+    arch: str
+    key: Mapping[str, Cell]
+    backend: str
+    source: str
+
+
+class Recorder:
+    """Appends misses to a file.
+
+    Raises:
+        OutputError: the file cannot be written; found when it is made, not at a call.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._append(b"")
+
+    def add(self, miss: Miss) -> None:
+        """Write one miss.
+
+        Raises:
+            OutputError: the file cannot be written any more.
+        """
+        values = {"op": miss.op, "arch": miss.arch, "key": dict(miss.key), "backend": miss.backend}
+        line = json.dumps({**values, "source": miss.source}, ensure_ascii=False)
+        self._append(f"{line}\n".encode())
+
+    def _append(self, data: bytes) -> None:
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(descriptor, data)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise OutputError(f"cannot write misses to {self.path}: {error.strerror or error}") from error
+
+
+def read(path: Path) -> list[Miss]:
+    """The misses of a file, each op and key once, in the order of their first line.
+
+    Raises:
+        TableError: it cannot be read, or has lines that are none; the message names all of them.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise TableError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise TableError(f"{path} is not UTF-8 text ({error.reason})") from None
+    found: dict[tuple[Any, ...], Miss] = {}
+    bad = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            miss = _miss(json.loads(line))
+        except (ValueError, RecursionError) as problem:
+            bad.append(f"line {number}: {problem}")
+            continue
+        found.setdefault((miss.op, miss.arch, *miss.key.items()), miss)
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise TableError(f"{path} is no file of misses: {'; '.join(bad[:5])}{more}: correct or delete the lines")
+    return list(found.values())
+
+
+def _miss(value: Any) -> Miss:
+    if not isinstance(value, dict):
+        raise ValueError("is no object")
+    texts = [text for name in ("op", "arch", "backend", "source") if isinstance(text := value.get(name), str)]
+    key = value.get("key")
+    if len(texts) != 4 or not isinstance(key, dict):
+        raise ValueError("lacks op, arch, key, backend or source")
+    if not all(part is None or isinstance(part, int | str) for part in key.values()):
+        raise ValueError("its key has a part that is no whole number, text, true, false or null")
+    op, arch, backend, source = texts
+    return Miss(op, arch, key, backend, source)

@@ -1,0 +1,1 @@
+"""Measuring: workloads, the timer, accuracy limits, CUDA graphs of one call."""

@@ -1,0 +1,159 @@
+"""The kernel's configurations where nothing measured is known: reasoned from registers and LDS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+import wavecrest.ops.common.layout as _layout
+from wavecrest.dispatch.tuned import Config
+from wavecrest.hardware import Arch
+from wavecrest.ops._flash_attention.launch import multiplies
+
+
+class Shape(NamedTuple):
+    """What a configuration is chosen by: never the batch or the heads, so that they do not change a result's bits.
+
+    `queries`: a bucket; `columns`: of q and k, or of v, whichever has more; `bits`: of q's elements; `more`: how many
+    things are done to scores (bias, slopes, softcap, a window's left edge, dropout), which take registers; `codes`: k's
+    and v's dtype where it is an 8-bit one.
+    """
+
+    queries: int
+    columns: int
+    bits: int
+    causal: bool
+    more: int
+    codes: str | None = None
+    dropout: bool = False
+
+
+# BLOCK_M, BLOCK_N, num_warps, num_stages
+_Tile = tuple[int, int, int, int]
+
+
+def _nvidia(shape: Shape) -> _Tile:
+    """Of D = 128, 128 rows of 8 warps, or 64 of 4, have 128 registers a thread for sums and scores."""
+    if shape.bits == 32:
+        # without matrix units: each thread multiplies its part from registers
+        return (32, 32, 4, 2) if shape.columns <= 64 and shape.codes is None else (32, 16, 8, 2)
+    if shape.bits == 8 and not 64 < shape.columns <= 128:
+        # sums of integers are of one tile: as many registers again
+        return (64, 64, 4, 2) if shape.columns <= 64 else (64, 32, 8, 2)
+    if shape.columns <= 64 and not (shape.codes is not None and shape.more):
+        return 64, 64, 4, 3
+    if shape.columns <= 128:
+        if shape.more:
+            return 64, 32, 4, 2
+        # fewer rows leave less of the diagonal's tiles hidden; a third stage takes registers too
+        return (64, 64, 4, 2) if shape.causal else (128, 64, 8, 2)
+    # two stages of k and v are 64 KiB, which sm_80 has room for beside q
+    return 128, 32, 8, 2
+
+
+def _as_codes(shape: Shape, arch: Arch | None) -> bool:
+    """True where 8-bit q and k are multiplied as they are."""
+    return shape.bits == 8 and shape.codes is not None and multiplies(getattr(torch, shape.codes), arch)
+
+
+def _cdna(shape: Shape, arch: Arch) -> _Tile:
+    """32 rows a wave, as then k and v go from LDS to registers no slower than MFMA multiplies them.
+
+    A step of k and v of 64 keys takes as long through LDS (128 bytes a cycle) with 32 rows a wave as half of its
+    products, and with 16 rows as long as all of them. Two waves a SIMD hide each other's softmax: 256 registers each,
+    which a next step of k and v in registers (num_stages=2) is too much for beside D = 128.
+    """
+    if shape.bits == 32:
+        return (64, 32, 4, 1) if shape.columns <= 128 else (32, 32, 4, 1)
+    if shape.columns <= 128:
+        if shape.more >= 3 and shape.dropout:
+            # the keys of Philox's rounds are scalars too
+            return 64, 16, 8, 1
+        if shape.more >= 3 and shape.columns > 64:
+            # a mask takes two scalar registers an element of a lane, of which there are about 100
+            return 64, 32, 8, 1
+        # 8-bit values as they are loaded, and widened, or sums of a tile's integers, take registers too; masks take
+        # scalar registers
+        crowded = shape.codes is not None and (shape.columns > 64 or shape.causal or not _as_codes(shape, arch))
+        if shape.more or crowded:
+            return 128, 32, 4, 1
+        return 128, 64, 4, 2 if shape.columns <= 64 else 1
+    # sums alone would be 128 registers of 32 rows a wave
+    return 64, 32, 8, 2
+
+
+def _rdna(shape: Shape, arch: Arch) -> _Tile:
+    """256 registers a thread of a wave of 32; on gfx11 each half of a wave holds the operands of all of it."""
+    if shape.bits == 32:
+        # without matrix instructions for it
+        return (32, 16, 8, 1) if shape.columns <= 64 else (16, 16, 16, 1)
+    if shape.columns > 128:
+        return 32, 32, 8, 1
+    if shape.more and (shape.codes is not None or (shape.dropout and shape.columns > 64)):
+        return 32, 16, 4, 1
+    if _as_codes(shape, arch) and shape.columns > 64:
+        # scores may be integers before they are floats, weights floats before they are codes
+        return 64, 16, 4, 1
+    return 64, 16 if shape.more and shape.columns > 64 else 32, 4, 1
+
+
+def _made(shape: Shape, arch: Arch | None, tile: _Tile) -> Config:
+    rows, keys, warps, stages = tile
+    # no more rows than there are queries
+    fewer = max(16, min(rows, _layout.power_of_two(shape.queries)))
+    if rows > 32 >= fewer:
+        warps = 4
+    more = {}
+    if arch is not None and arch.wave_size == 64:
+        # without waves_per_eu the compiler takes accumulation registers too, and moves sums there and back; it is a
+        # limit as well, and 8 waves have two a SIMD without it
+        waves = 2 if shape.bits != 32 and fewer == 128 and warps == 4 else 0
+        more = {"waves_per_eu": waves, "matrix_instr_nonkdim": 16}
+    return Config(BLOCK_M=fewer, BLOCK_N=keys, num_warps=warps, num_stages=stages, **more)
+
+
+def default(shape: Shape, arch: Arch | None) -> Config:
+    """The tile that registers and LDS have room for, for as many rows as there are."""
+    if arch is None or arch.vendor == "nvidia":
+        return _made(shape, arch, _nvidia(shape))
+    return _made(shape, arch, _cdna(shape, arch) if arch.wave_size == 64 else _rdna(shape, arch))
+
+
+# tiles that `wavecrest tune flash_attention` tries of 16-bit types
+_ON_NVIDIA = (
+    (128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
+    (64, 128, 4, 2), (64, 128, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (16, 64, 4, 3), (16, 128, 4, 3), (32, 64, 4, 3),
+    (16, 32, 4, 3),
+)  # fmt: skip
+_ON_AMD = (
+    (128, 64, 4, 2), (128, 64, 4, 1), (128, 32, 4, 2), (128, 128, 4, 1), (128, 128, 8, 2), (256, 64, 8, 2),
+    (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 2), (32, 32, 4, 1), (16, 64, 4, 2),
+    (16, 128, 4, 2), (16, 32, 4, 1),
+)  # fmt: skip
+# and of float32
+_SINGLE = ((32, 32, 4, 2), (64, 32, 4, 1), (64, 32, 8, 1), (32, 64, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
+
+
+def space(shape: Shape, arch: Arch) -> Iterator[Config]:
+    """The configurations worth trying, each once, the default first; none that needs more LDS than there is."""
+    first = default(shape, arch)
+    yield first
+    seen = {first}
+    width = max(16, _layout.power_of_two(shape.columns))
+    most = max(16, _layout.power_of_two(shape.queries))
+    for tile in _SINGLE if shape.bits == 32 else _ON_NVIDIA if arch.vendor == "nvidia" else _ON_AMD:
+        rows, keys, warps, stages = tile
+        kept = max(1, stages - 1) if arch.vendor == "amd" else stages
+        # k and v of the stages, and q
+        if width * (2 * kept * keys + rows) * shape.bits // 8 > arch.lds_kib << 10 or rows > most:
+            continue
+        # sums and scores, at most 160 registers a lane
+        if rows * (width + keys) > 160 * warps * arch.wave_size:
+            continue
+        one = _made(shape, arch, tile)
+        for made in [Config(**(one.kwargs | {"waves_per_eu": n})) for n in (0, 2)] if "waves_per_eu" in one else [one]:
+            if made not in seen:
+                seen.add(made)
+                yield made

@@ -1,0 +1,305 @@
+"""The attention kernel for sm_90: one group of warps copies tiles, two multiply, and each pair of products overlaps.
+
+Gluon, as Triton's own compiler does not put the roles on different warps there (triton 3.6). The schedule is that of
+FlashAttention-3 (Shah et al., 2024): the next tile's scores are multiplied before this one's softmax, and the two
+groups take turns, so that one multiplies while the other works out exponentials.
+"""
+
+from __future__ import annotations
+
+from wavecrest.ops._flash_attention.kernel import LN_2
+from wavecrest.ops.common.device import LOG2_E
+from wavecrest.ops.common.hopper import MULTIPLIES, barriers
+from wavecrest.ops.common.triton import gl, gluon, hopper, load_tile, store_tile
+
+# groups of warps that multiply, each with its own rows
+GROUPS = gl.constexpr(2)
+# barriers, by what they say: of a group, and of a stage of k and v. In arrays of their own, as Triton has all warps
+# wait between two accesses to one array
+Q_FULL, Q_EMPTY, TURN = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+K_FULL, K_EMPTY, V_FULL, V_EMPTY = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5), gl.constexpr(6)
+
+
+@gluon.jit
+def _turns(tiles, section, total):  # type: ignore[no-untyped-def]
+    """How many pieces of work, or gaps, a program has in a section, and in all."""
+    one = gl.cdiv(section * tiles, gl.num_programs(0))
+    return one, one * gl.cdiv(total, section)
+
+
+@gluon.jit
+def _work(turn, turns, tiles, section, total, RIGHT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A turn's tile of queries and its head, of the heads of all sequences; tile −1: a gap, where a section ends.
+
+    With a diagonal the heads of a section, whose k and v stay in the L2 cache, go together, the last queries first:
+    those see the most keys. Every other turn goes backwards through the programs, so that all get as much.
+    """
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    part = turn // turns
+    heads = gl.minimum(total - part * section, section)
+    place = gl.where((turn + part) % 2 == 0, program, programs - 1 - program)
+    inside = (turn - part * turns) * programs + place
+    if RIGHT:
+        tile = tiles - 1 - inside // heads
+        head = part * section + inside % heads
+    else:
+        tile = inside % tiles
+        head = part * section + inside // tiles
+    return gl.where(inside < heads * tiles, tile, -1), head
+
+
+@gluon.jit
+def _ends(tile, queries, keys, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RIGHT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """How many tiles of keys the tile's queries see, and how many of these all of them see in full."""
+    last = keys
+    whole = keys
+    if RIGHT:
+        diagonal = tile * BLOCK_M + keys - queries + right + 1
+        last = gl.minimum(gl.maximum(diagonal + BLOCK_M - 1, 0), keys)
+        whole = gl.minimum(gl.maximum(diagonal, 0), keys)
+    return gl.cdiv(last, BLOCK_N), whole // BLOCK_N
+
+
+@gluon.jit
+def _copy(  # type: ignore[no-untyped-def]
+    q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, bars, queries, keys, heads, group, section, tiles, total, right,
+    RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the tiles that the groups multiply, from the last keys to the first."""
+    ROWS: gl.constexpr = BLOCK_M // GROUPS
+    step = 0
+    done = 0
+    turns, all_turns = _turns(tiles, section, total)
+    for turn in range(all_turns):
+        tile, head = _work(turn, turns, tiles, section, total, RIGHT)
+        if tile >= 0:
+            sequence = head // heads
+            kv_head = (head % heads) // group
+            count, _ = _ends(tile, queries, keys, right, BLOCK_M, BLOCK_N, RIGHT)
+            for one in gl.static_range(GROUPS):
+                hopper.mbarrier.wait(bars[Q_EMPTY].index(one), (done & 1) ^ 1)
+                hopper.mbarrier.expect(bars[Q_FULL].index(one), q_desc.block_type.nbytes)
+                load_tile(
+                    q_desc, [sequence, head % heads, tile * BLOCK_M + one * ROWS, 0], bars[Q_FULL].index(one),
+                    q_tiles.index(one),
+                )  # fmt: skip
+            for i in range(count):
+                start = (count - 1 - i) * BLOCK_N
+                slot = step % STAGES
+                phase = ((step // STAGES) & 1) ^ 1
+                hopper.mbarrier.wait(bars[K_EMPTY].index(slot), phase)
+                hopper.mbarrier.expect(bars[K_FULL].index(slot), k_desc.block_type.nbytes)
+                load_tile(k_desc, [sequence, kv_head, start, 0], bars[K_FULL].index(slot), k_tiles.index(slot))
+                hopper.mbarrier.wait(bars[V_EMPTY].index(slot), phase)
+                hopper.mbarrier.expect(bars[V_FULL].index(slot), v_desc.block_type.nbytes)
+                load_tile(v_desc, [sequence, kv_head, start, 0], bars[V_FULL].index(slot), v_tiles.index(slot))
+                step += 1
+            done += 1
+
+
+@gluon.jit
+def _weighed(  # type: ignore[no-untyped-def]
+    s,
+    top,
+    total,
+    start,
+    upper,
+    keys,
+    scale,
+    MASKED: gl.constexpr,
+    RIGHT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SCORES: gl.constexpr,
+):
+    """Scores as weights; the largest score so far, the weights' total, and what earlier sums shrink by, of each row."""
+    if MASKED:
+        cols = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+        # after the scale, which may be 0
+        s = s * scale
+        if RIGHT:
+            s = gl.where(cols[None, :] <= upper[:, None], s, float("-inf"))
+        else:
+            s = gl.where((cols < keys)[None, :], s, float("-inf"))
+        top_now = gl.maximum(top, gl.max(s, 1))
+        # a row that has seen nothing yet: −inf − −inf would be NaN
+        base = gl.where(top_now == float("-inf"), 0.0, top_now)
+        p = gl.exp2(s - base[:, None])
+    else:
+        # multiplied in with the subtraction
+        top_now = gl.maximum(top, gl.max(s, 1) * scale)
+        base = top_now
+        p = gl.exp2(s * scale - base[:, None])
+    shrink = gl.exp2(top - base)
+    return p, top_now, total * shrink + gl.sum(p, 1), shrink
+
+
+@gluon.jit
+def _scores(  # type: ignore[no-untyped-def]
+    me: gl.constexpr, q, k_tiles, bars, step, ROWS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Begin to multiply q with a step's keys, when they are there and it is this group's turn."""
+    slot = step % STAGES
+    hopper.mbarrier.wait(bars[K_FULL].index(slot), (step // STAGES) & 1)
+    if TURNS:
+        hopper.mbarrier.wait(bars[TURN].index(me), step & 1)
+    k = k_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    return hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _step(  # type: ignore[no-untyped-def]
+    me: gl.constexpr, p, top, total, acc, step, start, q, k_tiles, v_tiles, bars, upper, keys, scale,
+    MASKED: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """Multiply one step's weights with v beside the next step's scores and softmax: both of the next step."""
+    slot = step % STAGES
+    phase = (step // STAGES) & 1
+    s = _scores(me, q, k_tiles, bars, step + 1, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES)
+    hopper.mbarrier.wait(bars[V_FULL].index(slot), phase)
+    v = v_tiles.index(slot).reshape([BLOCK_N, BLOCK_D])
+    acc = hopper.warpgroup_mma(p, v, acc, is_async=True)
+    if TURNS:
+        hopper.mbarrier.arrive(bars[TURN].index(1 - me), count=1)
+    s = hopper.warpgroup_mma_wait(1, deps=[s])
+    hopper.mbarrier.arrive(bars[K_EMPTY].index((step + 1) % STAGES), count=1)
+    weights, top, total, shrink = _weighed(s, top, total, start, upper, keys, scale, MASKED, RIGHT, BLOCK_N, SCORES)
+    p_next = gl.convert_layout(weights.to(v_tiles.dtype), WEIGHTS)
+    # v has been there for long; without a branch here ptxas puts the wait below in front of the softmax (triton 3.6)
+    hopper.mbarrier.wait(bars[V_FULL].index(slot), phase)
+    acc, p, p_next, total, shrink = hopper.warpgroup_mma_wait(0, deps=[acc, p, p_next, total, shrink])
+    hopper.mbarrier.arrive(bars[V_EMPTY].index(slot), count=1)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+    return p_next, top, total, acc
+
+
+@gluon.jit
+def _multiply(  # type: ignore[no-untyped-def]
+    me: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, bars,
+    queries, keys, heads, section, tiles, total, right, stride_sink, scale,
+    RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """The attention of a group's rows of each tile."""
+    ROWS: gl.constexpr = BLOCK_M // GROUPS
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    q = q_tiles.index(me).reshape([ROWS, BLOCK_D])
+    offs_m = gl.arange(0, ROWS, layout=ROW)
+    step = 0
+    done = 0
+    turns, all_turns = _turns(tiles, section, total)
+    for turn in range(all_turns):
+        tile, head = _work(turn, turns, tiles, section, total, RIGHT)
+        if tile >= 0:
+            count, whole = _ends(tile, queries, keys, right, BLOCK_M, BLOCK_N, RIGHT)
+            start_m = tile * BLOCK_M + me * ROWS
+            upper = gl.minimum(start_m + offs_m + keys - queries + right, keys - 1)
+            top = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
+            sums = gl.full([ROWS], 0.0, gl.float32, layout=ROW)
+            if SINKS:
+                # a key without a value, seen first
+                sink = gl.load(sinks_ptr + (head % heads) * stride_sink).to(gl.float32) * LOG2_E
+                top = gl.full([ROWS], 0.0, gl.float32, layout=ROW) + sink
+                sums = gl.where(top == float("-inf"), 0.0, 1.0)
+            acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=SUMS)
+            hopper.mbarrier.wait(bars[Q_FULL].index(me), done & 1)
+            if count > 0:
+                s = _scores(me, q, k_tiles, bars, step, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES)
+                if TURNS:
+                    hopper.mbarrier.arrive(bars[TURN].index(1 - me), count=1)
+                s = hopper.warpgroup_mma_wait(0, deps=[s])
+                hopper.mbarrier.arrive(bars[K_EMPTY].index(step % STAGES), count=1)
+                # the last tile may be ragged, with or without a diagonal
+                p, top, sums, _ = _weighed(
+                    s, top, sums, (count - 1) * BLOCK_N, upper, keys, scale, True, RIGHT, BLOCK_N, SCORES
+                )
+                p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
+                if RIGHT:
+                    for i in range(1, count - whole):
+                        p, top, sums, acc = _step(
+                            me, p, top, sums, acc, step, (count - 1 - i) * BLOCK_N, q, k_tiles, v_tiles, bars, upper,
+                            keys, scale, True, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
+                        )  # fmt: skip
+                        step += 1
+                for _ in range(gl.maximum(count - whole, 1), count):
+                    p, top, sums, acc = _step(
+                        me, p, top, sums, acc, step, 0, q, k_tiles, v_tiles, bars, upper, keys, scale,
+                        False, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
+                    )  # fmt: skip
+                    step += 1
+                slot = step % STAGES
+                hopper.mbarrier.wait(bars[V_FULL].index(slot), (step // STAGES) & 1)
+                acc = hopper.warpgroup_mma(p, v_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+                acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+                hopper.mbarrier.arrive(bars[V_EMPTY].index(slot), count=1)
+                step += 1
+            if LSE:
+                # −inf for a row that has seen nothing
+                logarithm = (top + gl.log2(sums)) * LN_2
+                gl.store(
+                    lse_ptr + head.to(gl.int64) * queries + start_m + offs_m, logarithm, mask=start_m + offs_m < queries
+                )
+            share = gl.convert_layout(1.0 / gl.where(sums == 0.0, 1.0, sums), gl.SliceLayout(1, SUMS))
+            # the result takes the place of q
+            q.store((acc * share[:, None]).to(q_tiles.dtype))
+            hopper.fence_async_shared()
+            store_tile(o_desc, [head // heads, head % heads, start_m, 0], q_tiles.index(me))
+            hopper.tma.store_wait(0)
+            hopper.mbarrier.arrive(bars[Q_EMPTY].index(me), count=1)
+            done += 1
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "scale", "queries", "keys", "heads", "group", "section", "tiles", "total", "right", "stride_sink",
+    ]
+)  # fmt: skip
+def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr,
+    scale, queries, keys, heads, group, section, tiles, total, right, stride_sink,
+    RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """Tiles of BLOCK_M queries of `total` heads, those of all sequences, shared out among the programs.
+
+    Descriptors are over [B, H, S, D] with blocks of BLOCK_M / 2 rows (q, o) or BLOCK_N (k, v); `section`: heads whose
+    tiles go together; `right`: of the window, where there is one (RIGHT).
+    """
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    bars = (
+        barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(STAGES, 1),
+        barriers(STAGES, GROUPS), barriers(STAGES, 1), barriers(STAGES, GROUPS),
+    )  # fmt: skip
+    hopper.fence_async_shared()
+    if TURNS:
+        # the first group begins
+        hopper.mbarrier.arrive(bars[TURN].index(0), count=1)
+    scale = scale * LOG2_E
+    gl.warp_specialize(
+        [
+            (_copy, (
+                q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, bars, queries, keys, heads, group, section, tiles,
+                total, right, RIGHT, BLOCK_M, BLOCK_N, STAGES,
+            )),
+            (_multiply, (
+                gl.constexpr(0), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, bars,
+                queries, keys, heads, section, tiles, total, right, stride_sink, scale,
+                RIGHT, SINKS, LSE, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, TURNS,
+            )),
+            (_multiply, (
+                gl.constexpr(1), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, bars,
+                queries, keys, heads, section, tiles, total, right, stride_sink, scale,
+                RIGHT, SINKS, LSE, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, TURNS,
+            )),
+        ],
+        [4, 4],
+        [MULTIPLIES, MULTIPLIES],
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+"""The kernels' configurations where nothing measured is known."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import wavecrest.ops.common.layout as _layout
+from wavecrest.dispatch.tuned import Config
+from wavecrest.hardware import Arch
+
+# keys of a split where the batch must not change a result's bits
+INVARIANT_CHUNK = 1024
+# programs a compute unit that the keys are split for: what run at once
+PROGRAMS = {"nvidia": 4, "amd": 8}
+# of one split, however many sequences there are: the longest of them would be waited for. One H200, 2026-11-22, 64
+# sequences of 8,192 keys: whole ones 497 µs, splits of 2,048 503 µs; of 256 to 8,192 keys 340 µs and 301 µs
+LEAST_CHUNK, MOST_CHUNK = 128, 2048
+
+
+class Shape(NamedTuple):
+    """What a configuration is chosen by: `pairs`, sequences times heads of the cache; 0 for any number of them.
+
+    `page`: tokens of a page, 0 without pages; `cache`: its dtype's name; `more`: how many things are done to scores
+    (slopes, softcap, a window's left edge), which take registers; `groups`: of columns, of a cache of 4 bits.
+    """
+
+    pairs: int
+    rows: int
+    capacity: int
+    page: int
+    columns: int
+    q_bits: int
+    cache: str
+    more: int
+    groups: int = 0
+
+    @property
+    def kv_bits(self) -> int:
+        """Bits of an element of the cache."""
+        return {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "uint8": 4}.get(self.cache, 8)
+
+
+# BLOCK_N, num_warps, num_stages
+_Tile = tuple[int, int, int]
+
+
+def _nvidia(shape: Shape, rows: int, width: int) -> _Tile:
+    """4 KiB of k a warp and step, three steps under way: what hides the way to memory. Warps share a step's keys.
+
+    Two warps where their registers hold the sums; in pages a step more, as the numbers of pages take one.
+    """
+    if shape.q_bits == 32:
+        # without matrix units: each thread multiplies its part from registers
+        return (16, 8, 2) if rows <= 16 else (16, 16, 2)
+    warps = 2 if rows == 16 and width <= 128 and shape.groups < 2 else 4
+    keys = 4096 * warps * 8 // (width * shape.kv_bits)
+    # 8 bits are widened in registers, 16 KiB of them into 32
+    keys = min(keys, 64 if shape.kv_bits <= 8 or width == 256 else 128)
+    if shape.kv_bits == 4 and rows > 16:
+        # and 4 bits into four tiles, beside scores of more rows
+        keys = min(keys, 16)
+    return keys, warps, 4 if shape.page > 0 else 3
+
+
+def _cdna(shape: Shape, rows: int, width: int) -> _Tile:
+    """A wave for each 16 rows: triton 3.6 lets waves beyond that repeat the first product, and widen k again each.
+
+    8 KiB of k and of v a wave and step are 64 registers of what is loaded; with sums and scores two waves a SIMD are
+    left, and so 8 tiles a compute unit under way (gfx942, D = 128: 429 instructions for 32 keys; two waves 304 each).
+    """
+    waves = rows // 16
+    if shape.q_bits == 32:
+        return (16, waves, 1) if width <= 128 else (16, 2 * waves, 1)
+    if width == 256:
+        # sums alone are 64 registers of one wave
+        return 32, 2 * waves, 1
+    keys = 32 if width == 128 else 64
+    if shape.groups > 1:
+        # a scale and a shift for each byte: one wave has no scalar registers for what it keeps (gfx942: 12 too few)
+        return keys // 2, 2 * waves, 1
+    # scales and shifts of keys in small pages have an address each
+    crowded = shape.kv_bits == 4 and shape.page % 16 != 0
+    # a mask takes two scalar registers an element of a lane, of which there are about 100
+    return keys // 2 if shape.more or crowded else keys, waves, 1
+
+
+def _rdna(shape: Shape, rows: int, width: int) -> _Tile:
+    """Two waves for each 16 rows: one lane of 32 holds twice of what one of 64 does.
+
+    On gfx11 each half of a wave holds the operands of all of it.
+    """
+    waves = rows // 16
+    if shape.q_bits == 32:
+        # without matrix instructions for it
+        return 16, 16, 1
+    if width == 256:
+        return 16, 4 * waves, 1
+    # what is widened takes registers beside what was loaded, of 4 bits four times as many
+    return 16 if shape.kv_bits == 4 else 32, (4 if shape.kv_bits <= 8 and rows > 16 else 2) * waves, 1
+
+
+def default(shape: Shape, arch: Arch | None) -> Config:
+    """Tiles of as many rows as there are queries; keys are split until every compute unit has some programs."""
+    rdna = arch is not None and arch.vendor == "amd" and arch.wave_size == 32
+    # float32 has no matrix instructions there: sums of more rows have no room
+    most = 16 if rdna and shape.q_bits == 32 else 64
+    rows = max(16, min(most, _layout.power_of_two(shape.rows)))
+    width = max(16, _layout.power_of_two(shape.columns))
+    if arch is None or arch.vendor == "nvidia":
+        keys, warps, stages = _nvidia(shape, rows, width)
+    else:
+        keys, warps, stages = _rdna(shape, rows, width) if rdna else _cdna(shape, rows, width)
+    # within one page, where pages are multiples of a tile that matrix units take: its number is then loaded once
+    divides = shape.page & -shape.page
+    keys = min(keys, divides) if divides >= 16 else keys
+    chunk = INVARIANT_CHUNK
+    if shape.pairs > 0:
+        units = 132 if arch is None else arch.compute_units
+        splits = max(1, PROGRAMS["nvidia" if arch is None else arch.vendor] * units // shape.pairs)
+        chunk = _layout.power_of_two(min(MOST_CHUNK, max(LEAST_CHUNK, _layout.ceil_div(shape.capacity, splits))))
+    return Config(BLOCK_M=rows, BLOCK_N=keys, CHUNK=max(chunk, keys), num_warps=warps, num_stages=stages)
+
+
+def space(shape: Shape, arch: Arch) -> Iterator[Config]:
+    """The configurations worth trying, each once, the default first: other tiles, and more or fewer splits."""
+    first = default(shape, arch)
+    yield first
+    seen = {first}
+    nvidia = arch.vendor == "nvidia"
+    stages = ((3, 5) if shape.page > 0 else (2, 3)) if nvidia else (1, 2)
+    waves = (2, 4) if nvidia else (1, 2, 4)
+    halves = (1, 2) if nvidia else (1, 2, 4)
+    for keys, warps, deep, finer in itertools.product((16, 32, 64, 128), waves, stages, halves):
+        # the batch must not change how keys are split
+        chunk = first["CHUNK"] if shape.pairs == 0 else max(keys, first["CHUNK"] // finer)
+        taken = keys * max(16, _layout.power_of_two(shape.columns)) * shape.kv_bits // 8 * 2 * deep
+        made = Config(BLOCK_M=first["BLOCK_M"], BLOCK_N=keys, CHUNK=chunk, num_warps=warps, num_stages=deep)
+        if taken <= arch.lds_kib << 10 and chunk % keys == 0 and made not in seen:
+            seen.add(made)
+            yield made

@@ -1,0 +1,1 @@
+"""What kernels of several ops share: launches, layouts, checks, device functions, quantization."""

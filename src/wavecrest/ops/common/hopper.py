@@ -1,0 +1,56 @@
+"""What the kernels for sm_90 (backends `triton_hopper`) share: where they run, what stands in for them, barriers."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+
+import wavecrest.ops.common.target as _target
+import wavecrest.ops.common.triton as _triton
+from wavecrest.dispatch.decision import PortableKernel
+from wavecrest.ops.common.triton import gl, gluon, hopper
+
+# registers a thread of what multiplies: of the 504 that 3 groups have the first, which copies, has 24 left
+MULTIPLIES = gl.constexpr(240)
+
+
+def refusal() -> str | None:
+    """Why no call runs such a kernel here and now."""
+    if _triton.no_gluon is not None:
+        return _triton.no_gluon
+    if torch.compiler.is_compiling():
+        return "its descriptors are made by a launch, which torch.compile does not trace"
+    arch = _target.arch()
+    if arch is None or arch.name != "sm_90" or _triton.interpreted:
+        return "is for sm_90: it multiplies with Hopper's instructions"
+    return None
+
+
+def aligned(op: str, addresses: int) -> bool:
+    """True if tensors begin at multiples of 16 bytes, as descriptors do and no key says; else there is a warning.
+
+    `addresses`: of all of them, or-ed.
+    """
+    if addresses % 16 == 0:
+        return True
+    replaced(op, "copies from multiples of 16 bytes, where one of the tensors does not begin; a clone of it does")
+    return False
+
+
+@functools.cache
+def replaced(op: str, reason: str) -> None:
+    """Warn that an op's portable kernel runs a call in place of the chosen one; once of each reason."""
+    warnings.warn(
+        f"{op}: its portable kernel runs in place of triton_hopper, which {reason}", PortableKernel, stacklevel=2
+    )
+
+
+@gluon.jit
+def barriers(number: gl.constexpr, count: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Barriers that each are passed when `count` groups of warps have arrived."""
+    made = gl.allocate_shared_memory(gl.int64, [number, 1], hopper.mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        hopper.mbarrier.init(made.index(i), count=count)
+    return made

@@ -1,0 +1,120 @@
+"""A kernel launch as data, and what starts one without Triton's own look-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops.common.warmup as _ahead
+from wavecrest import hardware
+from wavecrest.dispatch.registry import Key, Op
+from wavecrest.dispatch.tuned import Config, Work
+
+# above PyTorch (10) and the reference (0)
+KERNEL_PRIORITY = 20
+
+
+class Launch(NamedTuple):
+    """One kernel launch: `kernel[grid](*args, **options())`."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    config: Config
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return {**self.constants, **self.config.kwargs}
+
+
+def attach_kernel(
+    op: Op,
+    bind: Callable[..., Callable[..., Any]],
+    declines: Callable[..., str | None],
+    reserves: Callable[..., str | None] = lambda *_args, **_kwargs: None,
+    space: Callable[[Key, hardware.Arch], Iterable[Config]] | None = None,
+    launches: Callable[..., list[Any]] | None = None,
+    work: Callable[[Key, Config, hardware.Arch], tuple[Work, ...]] | None = None,
+    optional: tuple[str, ...] = (),
+) -> None:
+    """Attach a Triton kernel to its op, by the function that binds it (see `registry.Backend` for all of them)."""
+
+    def run(*args: Any, config: Config, **kwargs: Any) -> Any:
+        return bind(*args, **kwargs, config=config)(*args, **kwargs)
+
+    def reserved(x: Tensor, *args: Any, **kwargs: Any) -> str | None:
+        if x.device.type == "cpu":
+            return "Triton's interpreter and the emulator are for tests: they run when forced or named"
+        return reserves(x, *args, **kwargs)
+
+    op.attach(
+        "triton",
+        run,
+        supports=declines,
+        reserved=reserved,
+        priority=KERNEL_PRIORITY,
+        takes_config=True,
+        bind=bind,
+        space=space,
+        launches=launches,
+        work=work,
+        optional=optional,
+    )
+
+
+def starter(launch: Launch, device: torch.device, described: int = 0) -> Callable[..., None]:
+    """The function that takes the kernel's positional arguments, tensors first, and launches it.
+
+    The first `described` of them are tensor descriptors, whose addresses the caller knows to be multiples of 16.
+
+    It is for one signature: sizes, strides, dtypes and device are those of `launch`. What Triton then still has to
+    find out on each call is whether the addresses are multiples of 16; where all are, the compiled kernel is called
+    without Triton's own look-up, which is most of the cost of a launch.
+
+    In a pass of `_ahead.rehearse` the kernel is compiled for the arguments, and not launched.
+    """
+    tensors = described + sum(isinstance(value, Tensor) for value in launch.args)
+    # not the launch itself: what is bound is kept, and would keep the tensors of the first call
+    kernel, grid = launch.kernel, launch.grid
+    slow, options = kernel[grid], launch.options()
+    if torch.compiler.is_compiling():
+        return lambda *args: slow(*args, **options)
+    fast: Callable[..., None] | None = None
+    constants: list[Any] = []
+    under_way, rehearsed = _ahead.under_way.get, False
+
+    def start(*args: Any) -> None:
+        nonlocal fast, constants, rehearsed
+        addresses = 0
+        for tensor in args[described:tensors]:
+            addresses |= tensor.data_ptr()
+        ahead = under_way()
+        if ahead is not None:
+            # once is enough for the blocks of a model, which come here one after the other
+            if not rehearsed:
+                ahead.compile(kernel, grid, args, options)
+                rehearsed = addresses % 16 == 0
+        elif addresses % 16 != 0:
+            slow(*args, **options)
+        elif fast is not None:
+            fast(*args, *constants)
+        else:
+            compiled = slow(*args, **options)
+            # None in Triton's interpreter
+            if compiled is not None:
+                constants = [options[parameter.name] for parameter in kernel.params[len(args) :]]
+                fast = compiled[(*grid, 1, 1)]
+
+    if device.type != "cuda" or torch.cuda.device_count() == 1:
+        return start
+
+    def guarded(*args: Any) -> None:
+        # Triton launches on the current device, which need not be the tensors'
+        with torch.cuda.device(device):
+            start(*args)
+
+    return guarded

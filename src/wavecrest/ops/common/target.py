@@ -1,0 +1,44 @@
+"""The architecture that kernels are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import wavecrest.ops.common.triton as _triton
+from wavecrest import hardware
+
+
+@cache
+def _detected() -> hardware.Arch | None:
+    return hardware.detect().known
+
+
+_assumed: hardware.Arch | None = None
+
+
+@contextmanager
+def assumed(known: hardware.Arch) -> Iterator[None]:
+    """`arch` is another inside, for what is said of a device that is not here; nothing can be launched for it."""
+    global _assumed
+    before, _assumed = _assumed, known
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def arch() -> hardware.Arch | None:
+    """The architecture that kernels are made for: the emulated one, or the current GPU's; None where there is none."""
+    if _assumed is not None:
+        return _assumed
+    if _triton.emulated is not None:
+        return hardware.ARCHS[_triton.emulated]
+    return _detected()
+
+
+def wave_size() -> int:
+    """Threads a warp (NVIDIA) or wave (AMD) of `arch`; 32 where there is none."""
+    known = arch()
+    return known.wave_size if known is not None else 32

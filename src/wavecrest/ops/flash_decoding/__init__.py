@@ -1,6 +1,0 @@
-"""Attention of a few queries over a cache of keys and values, with and without pages."""
-
-from wavecrest.ops.flash_decoding.op import flash_decoding
-from wavecrest.ops.flash_decoding.quantized import quantize_cache
-
-__all__ = ["flash_decoding", "quantize_cache"]

@@ -1,5 +1,0 @@
-"""The matrix product with everything around it: types, scales, packed weights, epilogues."""
-
-from wavecrest.ops.gemm.op import gemm, linear
-
-__all__ = ["gemm", "linear"]

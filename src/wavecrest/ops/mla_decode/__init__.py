@@ -1,5 +1,0 @@
-"""Attention of a few queries over a cache of latents that all heads share (MLA)."""
-
-from wavecrest.ops.mla_decode.op import mla_decode
-
-__all__ = ["mla_decode"]

@@ -1,0 +1,48 @@
+"""Residual addition and LayerNorm in one pass: h = x + residual; y = layer_norm(h); returns (y, h)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from wavecrest.ops.rows import backend as _row_op
+
+
+def _operands(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> _row_op.Operands:
+    return _row_op.Operands("layer", x, residual, weight, bias, eps)
+
+
+_op = _row_op.register("add_layer_norm", _operands, kind="layer", residual=True)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """h = x + residual rounded to x's dtype; y = layer_norm(h) · weight + bias in float32, rounded once.
+
+    The norm is that of the rounded sum, as in transformers, where the sum is a tensor of its own.
+
+    Args:
+        x: [..., N], any strides, float32, float16, bfloat16 or float64.
+        residual: the shape, dtype and device of x, strides of its own.
+        weight: [N] of any floating dtype, or None.
+        bias: [N] of any floating dtype, or None; may be given without a weight.
+        eps: added to the (population) variance, inside the root.
+
+    Returns:
+        (y, h): contiguous tensors of x's shape and dtype; h is the residual of the next layer.
+
+    Raises:
+        InvalidArgument: a shape, dtype, device or eps is outside this.
+    """
+    result: tuple[Tensor, Tensor] = _op(x, residual, weight, bias, eps)
+    return result

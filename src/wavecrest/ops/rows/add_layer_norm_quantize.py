@@ -1,0 +1,60 @@
+"""Residual addition, LayerNorm and rounding to 8 bits in one pass: (q, scale, h)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wavecrest.ops.common.quantized import Quantization
+from wavecrest.ops.rows import backend as _row_op
+
+
+def _operands(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    dtype: torch.dtype = torch.int8,
+    granularity: str = "token",
+    scale: Tensor | None = None,
+) -> _row_op.Operands:
+    return _row_op.Operands("layer", x, residual, weight, bias, eps, Quantization(dtype, granularity, scale))
+
+
+_op = _row_op.register("add_layer_norm_quantize", _operands, kind="layer", residual=True, quantized=True)
+
+
+def add_layer_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    dtype: torch.dtype = torch.int8,
+    granularity: str = "token",
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h = x + residual; layer_norm(h, weight, bias, eps) as 8-bit values and their scale.
+
+    Rounded once: the norm's result stays in float32 until it is scaled (see `wavecrest.ops.quantize_int8`).
+
+    Args:
+        x: [..., N], any strides, float32, float16, bfloat16 or float64.
+        residual: the shape, dtype and device of x, strides of its own.
+        weight: [N] of any floating dtype, or None.
+        bias: [N] of any floating dtype, or None; may be given without a weight.
+        eps: added to the (population) variance, inside the root.
+        dtype: int8, float8_e4m3fn, float8_e5m2, or their fnuz forms (gfx942).
+        granularity: of the scale: "token" (one a row), "group" (one for 128 columns) or "tensor" (given).
+        scale: float32 [] for the whole tensor, or None: worked out from the values.
+
+    Returns:
+        (q, scale, h): q contiguous, of x's shape; scale float32 [], [..., 1] or [..., ceil(N / 128)]; y ≈ q · scale.
+        h is the residual of the next layer, of x's dtype.
+
+    Raises:
+        InvalidArgument: a shape, dtype, device, granularity or eps is outside this.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _op(x, residual, weight, bias, eps, dtype, granularity, scale)
+    return result

@@ -1,0 +1,45 @@
+"""Residual addition and RMSNorm in one pass: h = x + residual; y = rms_norm(h) · weight; returns (y, h)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from wavecrest.ops.rows import backend as _row_op
+
+
+def _operands(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> _row_op.Operands:
+    return _row_op.Operands("rms", x, residual, weight, None, eps)
+
+
+_op = _row_op.register("add_rms_norm", _operands, kind="rms", residual=True)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """h = x + residual rounded to x's dtype; y = h / sqrt(mean(h²) + eps) · weight in float32, rounded once.
+
+    The norm is that of the rounded sum, as in transformers, where the sum is a tensor of its own.
+
+    Args:
+        x: [..., N], any strides, float32, float16, bfloat16 or float64.
+        residual: the shape, dtype and device of x, strides of its own.
+        weight: [N] of any floating dtype, or None.
+        eps: added to the mean square, inside the root.
+
+    Returns:
+        (y, h): contiguous tensors of x's shape and dtype; h is the residual of the next layer.
+
+    Raises:
+        InvalidArgument: a shape, dtype, device or eps is outside this.
+    """
+    result: tuple[Tensor, Tensor] = _op(x, residual, weight, eps)
+    return result

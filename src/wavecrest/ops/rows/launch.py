@@ -1,0 +1,209 @@
+"""The row kernel's arguments and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops.common.launcher as _launcher
+import wavecrest.ops.common.layout as _layout
+import wavecrest.ops.common.pdl as _pdl
+import wavecrest.ops.common.quantized as _quantized
+import wavecrest.ops.common.target as _target
+import wavecrest.ops.rows.split as _split
+from wavecrest.dispatch.registry import dtype_name
+from wavecrest.dispatch.tuned import Config
+from wavecrest.errors import InvalidArgument
+from wavecrest.hardware import ARCHS, Arch
+from wavecrest.ops.common.quantized import Quantization
+from wavecrest.ops.rows.config import Shape, configured
+from wavecrest.ops.rows.kernel import KINDS, PEAK, PEAKS, ROUNDINGS, WHOLE, _row_kernel
+
+
+class Operands(NamedTuple):
+    """The arguments of any op of this kernel. `kind`: one of KINDS; `how`: rounded to 8 bits."""
+
+    kind: str
+    x: Tensor
+    residual: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 0.0
+    how: Quantization | None = None
+
+
+def launch(
+    given: Operands,
+    y: Tensor,
+    h: Tensor,
+    scale: Tensor,
+    slots: Tensor,
+    config: Config,
+    rounding: int,
+    arch: Arch | None = None,
+) -> _launcher.Launch:
+    """The kernel's launch: y, h (the sum with the residual), scale and slots are memory for what it writes.
+
+    `rounding`: one of ROUNDINGS, 0 or PEAK; `arch`: None for the current one.
+    """
+    x, residual, weight, bias, how = given.x, given.residual, given.weight, given.bias, given.how
+    if rounding == ROUNDINGS["group", False] and config["BLOCK_N"] % _quantized.GROUP != 0:
+        raise InvalidArgument(f"groups of {_quantized.GROUP} columns need a BLOCK_N that they fill, not {config!r}")
+    arch = arch or _target.arch()
+    operands = (x,) if residual is None else (x, residual)
+    rows, leading, size1, size2, strides = _layout.layout(*operands)
+    columns = x.shape[-1]
+    align = _layout.alignment(columns, *strides)
+    parts = _split.parts(columns, config)
+    early, options = _pdl.start_of(config, arch)
+    return _launcher.Launch(
+        _row_kernel,
+        ((rows + config["BLOCK_M"] - 1) // config["BLOCK_M"] * parts,),
+        (
+            x,
+            x if residual is None else residual,
+            x if weight is None else weight,
+            x if bias is None else bias,
+            y,
+            h,
+            scale,
+            slots,
+            rows,
+            columns // align,
+            parts,
+            size1,
+            size2,
+            *(stride // align for stride in strides[0]),
+            x.stride(-1),
+            *(stride // align for stride in strides[-1]),
+            operands[-1].stride(-1),
+            0 if weight is None else weight.stride(0),
+            0 if bias is None else bias.stride(0),
+            0,
+            given.eps,
+        ),
+        {
+            "KIND": KINDS[given.kind],
+            "RESIDUAL": residual is not None,
+            "HAS_WEIGHT": weight is not None,
+            "HAS_BIAS": bias is not None,
+            "ROUNDING": rounding,
+            "LARGEST": 0.0 if how is None else _quantized.LARGEST.get(how.dtype, 0.0),
+            "GROUP": _quantized.GROUP,
+            "LEADING": leading,
+            "ALIGN": align,
+            "EVEN": columns % config["BLOCK_N"] == 0,
+            "PARTS": _words(parts, config, arch),
+            "FINITE": given.kind in ("rms", "layer") and (arch is None or arch.vendor == "nvidia"),
+            "PATIENCE": _split.patience(),
+            "LOOK": _look(arch) if parts > 1 else 0,
+            "PDL": _pdl.overlaps(arch),
+            "EARLY": early,
+        },
+        options,
+    )
+
+
+def _words(parts: int, config: Config, arch: Arch | None) -> int:
+    """Words that a program of a split row looks at: no fewer than it has threads.
+
+    Triton keeps fewer elements than threads several times over. Copies that were loaded when the last part was just
+    about to be published would differ, and with them what the program's warps do next.
+    """
+    if parts == 1:
+        return 1
+    return max(_layout.power_of_two(parts), config["num_warps"] * (32 if arch is None else arch.wave_size))
+
+
+def _look(arch: Arch | None) -> int:
+    """How split rows look at slots: `_lib.VOLATILE`, UNCACHED or ATOMIC."""
+    if arch is None or arch.vendor == "nvidia":
+        return 0
+    return 2 if arch in LOADS_ARE_CACHED else 1
+
+
+def _rounding(how: Quantization | None) -> int:
+    return 0 if how is None else ROUNDINGS[how.granularity, how.scale is not None]
+
+
+def _outputs(given: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the result, for the sum with the residual, and for the scale; x where there is none of these."""
+    x, how = given.x, given.how
+    h = x if given.residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    if how is None:
+        return torch.empty_like(x, memory_format=torch.contiguous_format), h, x
+    if how.scale is not None:
+        scale = how.scale.contiguous()
+    else:
+        shape = _quantized.scale_shape(x.shape, how.granularity)
+        # a program writes the scales of its rows; without elements there is none
+        allocate = torch.empty if x.numel() > 0 else torch.ones
+        scale = allocate(shape, dtype=torch.float32, device=x.device)
+    return torch.empty(x.shape, dtype=how.dtype, device=x.device), h, scale
+
+
+def _slots(x: Tensor, config: Config, rounding: int) -> Callable[[], Tensor | None]:
+    """What makes the zeros that programs exchange through, for a call; None where they do not."""
+    shape, device = _split.slots_shape(x, config, exchanges=2), x.device
+    if rounding == WHOLE:
+        return lambda: torch.zeros(PEAKS, dtype=torch.int32, device=device)
+    if shape is None:
+        return lambda: None
+    return lambda: torch.zeros(shape, dtype=torch.int64, device=device)
+
+
+def bind(
+    operands: Callable[..., Operands], args: tuple[Any, ...], kwargs: dict[str, Any], config: Config
+) -> Callable[..., Any]:
+    given = operands(*args, **kwargs)
+    x, rounding = given.x, _rounding(given.how)
+    made = launch(given, x, x, x, x, config, rounding)
+    start, sizes = _launcher.starter(made, x.device), made.args[8:]
+    look = None
+    if rounding == WHOLE:
+        look = _launcher.starter(launch(given, x, x, x, x, config, PEAK), x.device)
+    make_slots = _slots(x, config, rounding)
+    some = x.numel() > 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = operands(*args, **kwargs)
+        kind, x, residual, weight, bias, _, how = given
+        y, h, scale = _outputs(given)
+        if some:
+            slots = make_slots()
+            tensors = (
+                x,
+                x if residual is None else residual,
+                x if weight is None else weight,
+                x if bias is None else bias,
+                y,
+                h,
+                scale,
+                x if slots is None else slots,
+            )
+            if look is not None:
+                look(*tensors, *sizes)
+            start(*tensors, *sizes)
+        if how is None or kind == "scaled":
+            return y if residual is None else (y, h)
+        return (y, scale) if residual is None else (y, scale, h)
+
+    return call
+
+
+# triton 3.6 gives a buffer load no cache bits there, whatever the cache modifier says (read in the machine code)
+LOADS_ARE_CACHED = tuple(ARCHS[name] for name in ("gfx90a", "gfx1100", "gfx1201"))
+# columns (narrow with several rows a program, odd, common, held whole or split in few, split in many) for compile tests
+COMPILE_COLUMNS = (64, 1000, 4096, 65536, 262144)
+
+
+def compile_case(given: Operands, arch: Arch, config: Config | None, rows: int = 0) -> _launcher.Launch:
+    x, how = given.x, given.how
+    rounding = () if how is None else (how.granularity, how.scale is not None)
+    shape = Shape(given.kind, dtype_name(x), given.residual is not None, *rounding)
+    slots = torch.empty(1, dtype=torch.int64, device="meta")
+    chosen = config or configured(rows, x.shape[-1], shape, arch)
+    return launch(given, *_outputs(given), slots, chosen, _rounding(how), arch)

@@ -1,0 +1,37 @@
+"""Rounding to int8 with a scale: q = round(x / scale), saturating, x ≈ q · scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wavecrest.ops.common.quantized import Quantization
+from wavecrest.ops.rows import backend as _row_op
+
+
+def _operands(x: Tensor, scale: Tensor | None = None, granularity: str = "token") -> _row_op.Operands:
+    return _row_op.Operands("identity", x, how=Quantization(torch.int8, granularity, scale))
+
+
+_op = _row_op.register("quantize_int8", _operands, kind="identity", quantized=True, dtypes=(torch.int8,))
+
+
+def quantize_int8(x: Tensor, scale: Tensor | None = None, granularity: str = "token") -> tuple[Tensor, Tensor]:
+    """q = round(x / scale) to the nearest, ties to even, within ±127; and the scale.
+
+    Without a scale it is max |x| / 127 (at least 2^-126; 1 where all x are 0), in float32. A NaN gives 0, with a scale
+    worked out that is NaN itself; an infinity likewise, so that neither comes back as an ordinary number.
+
+    Args:
+        x: [..., N], any strides, float32, float16, bfloat16 or float64.
+        scale: float32, of the granularity's shape, or None: worked out from x.
+        granularity: "tensor" (scale []), "token" ([..., 1]) or "group" of 128 columns ([..., ceil(N / 128)]).
+
+    Returns:
+        (q, scale): q int8, contiguous, of x's shape.
+
+    Raises:
+        InvalidArgument: a shape, dtype, device or granularity is outside this.
+    """
+    result: tuple[Tensor, Tensor] = _op(x, scale, granularity)
+    return result

@@ -1,0 +1,53 @@
+"""RMSNorm rounded to 8 bits in the same pass: (q, scale) with q · scale ≈ rms_norm(x, weight, eps)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wavecrest.ops.common.quantized import Quantization
+from wavecrest.ops.rows import backend as _row_op
+
+
+def _operands(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype = torch.int8,
+    granularity: str = "token",
+    scale: Tensor | None = None,
+) -> _row_op.Operands:
+    return _row_op.Operands("rms", x, None, weight, None, eps, Quantization(dtype, granularity, scale))
+
+
+_op = _row_op.register("rms_norm_quantize", _operands, kind="rms", quantized=True)
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype = torch.int8,
+    granularity: str = "token",
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """rms_norm(x, weight, eps) as 8-bit values and their scale.
+
+    Rounded once: the norm's result stays in float32 until it is scaled (see `wavecrest.ops.quantize_int8`).
+
+    Args:
+        x: [..., N], any strides, float32, float16, bfloat16 or float64.
+        weight: [N] of any floating dtype, or None.
+        eps: added to the mean square, inside the root.
+        dtype: int8, float8_e4m3fn, float8_e5m2, or their fnuz forms (gfx942).
+        granularity: of the scale: "token" (one a row), "group" (one for 128 columns) or "tensor" (given).
+        scale: float32 [] for the whole tensor, or None: worked out from the values.
+
+    Returns:
+        (q, scale): q contiguous, of x's shape; scale float32 [], [..., 1] or [..., ceil(N / 128)]; y ≈ q · scale.
+
+    Raises:
+        InvalidArgument: a shape, dtype, device, granularity or eps is outside this.
+    """
+    result: tuple[Tensor, Tensor] = _op(x, weight, eps, dtype, granularity, scale)
+    return result

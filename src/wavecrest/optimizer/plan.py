@@ -1,0 +1,288 @@
+"""The plan file: what was decided, for which machine and model, with the evidence; replayed at serve time.
+
+JSON with a format version, never pickle. Applying a plan: an exact fingerprint replays it; the same architecture with
+other versions verifies the numerics again, step by step; another architecture or another model refuses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from wavecrest import env, hardware
+from wavecrest.errors import PlanError, PlanMismatch, StepRefused
+from wavecrest.records import DecisionRow, Result, StepOutcome, files, provenance
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from wavecrest.measure.workload import Workload
+
+FORMAT_VERSION = 1
+
+
+class PlanWarning(UserWarning):
+    """A plan was applied, but not exactly as it was made; the text says what differs."""
+
+
+class Fingerprint(files.Model):
+    """What the measurements depend on."""
+
+    arch: str
+    device: str
+    compute_units: int
+    driver: str
+    torch: str
+    triton: str | None
+    transformers: str | None
+    wavecrest: str
+
+    @classmethod
+    def of(cls, device: hardware.Device) -> Fingerprint:
+        """The fingerprint of this process on `device`."""
+        versions = provenance.versions()
+        return cls(
+            arch=device.arch,
+            device=device.name,
+            compute_units=device.compute_units,
+            driver=device.driver,
+            torch=versions.torch or "none",
+            triton=versions.triton,
+            transformers=versions.transformers,
+            wavecrest=versions.wavecrest,
+        )
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """What differs, as "torch 2.12 → 2.13"."""
+        mine, theirs = self.model_dump(), other.model_dump()
+        return [f"{key} {mine[key]} → {theirs[key]}" for key in mine if mine[key] != theirs[key]]
+
+
+class ModelIdentity(files.Model):
+    """Which model: its class, and a hash over module classes, parameter names, shapes and dtypes (not values)."""
+
+    cls: str
+    structure: str
+    parameters: int
+    dtype: str
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: str) -> ModelIdentity:
+        """The identity of a model in memory."""
+        digest = hashlib.sha256()
+        for path, module in model.named_modules():
+            digest.update(f"{path} {type(module).__qualname__}\n".encode())
+        for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+            digest.update(f"{path} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        count = sum(parameter.numel() for parameter in model.parameters())
+        return cls(cls=type(model).__qualname__, structure=digest.hexdigest()[:32], parameters=count, dtype=dtype)
+
+
+class EnvironmentSetting(files.Model):
+    """A variable to set; `when` says from when on it must be set to act."""
+
+    name: str
+    value: str
+    when: Literal["before import"] = "before import"
+    ratio: float
+
+
+class BucketSpec(files.Model):
+    """The shapes a plan was measured for: {input path: "1x32 int64"}."""
+
+    name: str
+    shapes: dict[str, str]
+
+
+class Plan(files.Model):
+    """What `optimize` decided. `steps` has every verdict; those kept are replayed in their order."""
+
+    kind: Literal["plan"] = "plan"
+    format_version: int = FORMAT_VERSION
+    created: str
+    workload: str
+    spec: str | None
+    fingerprint: Fingerprint
+    model: ModelIdentity
+    buckets: list[BucketSpec]
+    environment: list[EnvironmentSetting] = Field(default_factory=list)
+    steps: list[StepOutcome] = Field(default_factory=list)
+    # ids of the steps in force at the end, in order; a kept step may have been replaced by a later one of its group
+    stack: list[str] = Field(default_factory=list)
+    dispatch: list[DecisionRow] = Field(default_factory=list)
+    result: Result | None = None
+    min_gain: float = 0.02
+    precision: str | None = None
+
+    @classmethod
+    def start(cls, workload: Workload, device: hardware.Device, shapes: dict[str, dict[str, str]]) -> Plan:
+        """An empty plan for a workload on a device."""
+        return cls(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            workload=workload.name,
+            spec=workload.spec,
+            fingerprint=Fingerprint.of(device),
+            model=ModelIdentity.of(workload.model, workload.dtype),
+            buckets=[BucketSpec(name=name, shapes=shapes[name]) for name in workload.buckets],
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan, whole or not at all.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        files.write_text(Path(path), self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: no such file, damaged, foreign, or newer than this version.
+        """
+        path = Path(path)
+        document = files.read_document(path, what="plan", current=FORMAT_VERSION, error=PlanError)
+        if document.get("kind") != "plan":
+            raise PlanError(f"{path} is not a wavecrest plan: kind {document.get('kind')!r}")
+        try:
+            return cls.model_validate(document)
+        except pydantic.ValidationError as problem:
+            first = problem.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise PlanError(f"the plan {path} is damaged: {where}: {first['msg']}") from None
+
+    def kept(self) -> list[StepOutcome]:
+        """The steps in force, in the order of replay."""
+        latest = {step.id: step for step in self.steps if step.verdict == "kept"}
+        missing = [step_id for step_id in self.stack if step_id not in latest]
+        if missing:
+            raise PlanError(f"the plan is damaged: stack names {missing[0]!r}, which no kept step has")
+        return [latest[step_id] for step_id in self.stack]
+
+    def match(self, workload: Workload, device: hardware.Device) -> list[str]:
+        """What differs between the plan's machine and this one (empty: nothing).
+
+        Raises:
+            PlanMismatch: another architecture, or another model.
+        """
+        here = Fingerprint.of(device)
+        if here.arch != self.fingerprint.arch:
+            raise PlanMismatch(
+                f"the plan was measured on {self.fingerprint.arch} ({self.fingerprint.device}), this is {here.arch} "
+                f"({here.device}); run `wavecrest optimize` here"
+            )
+        model = ModelIdentity.of(workload.model, workload.dtype)
+        if model.structure != self.model.structure:
+            raise PlanMismatch(
+                f"the plan is for {self.model.cls} ({self.model.parameters:,} parameters, {self.model.dtype}), this is "
+                f"{model.cls} ({model.parameters:,} parameters, {model.dtype}) with other modules or shapes"
+            )
+        return self.fingerprint.differences(here)
+
+    def apply(self, model: nn.Module, example_inputs: Any = None, *, strict: bool = False) -> nn.Module:
+        """The optimized model; `model` itself stays as it is, and shares its weights with the result.
+
+        Args:
+            model: the model the plan was made for.
+            example_inputs: as for `optimize`; needed only where versions differ, to verify the numerics again.
+            strict: raise where a step would be dropped or a variable is missing, instead of warning.
+
+        Raises:
+            PlanMismatch: another architecture or model; or other versions and no example inputs to verify with; or,
+                with strict, anything that would have been a PlanWarning.
+        """
+        from wavecrest.measure.workload import Inputs, Workload, from_example
+
+        if example_inputs is None:
+            import torch
+
+            # only the model's side of the workload is looked at
+            workload = Workload(model, {"none": Inputs((torch.zeros(1, device=_home(model)),))})
+        else:
+            workload = from_example(model, example_inputs)
+        device = hardware.detect(workload.device)
+        differences = self.match(workload, device)
+        self._check_environment(strict)
+        if differences and example_inputs is None:
+            raise PlanMismatch(
+                f"versions differ from the plan's ({'; '.join(differences)}): its steps must be verified again. Pass "
+                "example_inputs to apply, or run `wavecrest verify`"
+            )
+        self._pin_dispatch()
+        return replay(self, workload, verify=bool(differences), because=differences, strict=strict).model
+
+    def _check_environment(self, strict: bool) -> None:
+        missing = [row for row in self.environment if env.get(row.name) != row.value]
+        if missing:
+            names = " ".join(f"{row.name}={row.value}" for row in missing)
+            _tell(f"the plan was measured with {names} set before import, which is not so here", strict)
+
+    def _pin_dispatch(self) -> None:
+        from wavecrest.dispatch import registry
+        from wavecrest.dispatch.tuned import Config
+
+        for row in self.dispatch:
+            if row.backend in registry.get(row.op).backends:
+                key = tuple(json.loads(row.key))
+                registry.get(row.op).pin(
+                    key, row.backend, Config(**row.config) if row.config else None, "exact", "plan"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A plan applied to a model: the model, the stack in force, and what was dropped, with reasons."""
+
+    model: nn.Module
+    stack: Any
+    dropped: list[str]
+
+
+def replay(plan: Plan, workload: Workload, *, verify: bool, because: list[str], strict: bool) -> Replay:
+    """Apply the plan's kept steps; with `verify` each must pass the accuracy gate again, or it is dropped."""
+    from wavecrest.optimizer.gate import Gate, failures
+    from wavecrest.optimizer.steps import Stack, build, step_by_id
+    from wavecrest.optimizer.steps.precision import gate_dtype
+
+    stack = Stack()
+    kept = plan.kept()
+    if not verify:
+        for step in kept:
+            stack = stack.plus(step_by_id(step.id), step.params)
+        return Replay(build(workload.model, stack), stack, [])
+    gate = Gate.prepare(workload)
+    dropped = []
+    model = build(workload.model, stack)
+    for step in kept:
+        trial = stack.plus(step_by_id(step.id), step.params)
+        try:
+            candidate = build(workload.model, trial)
+            gate.dtype = gate_dtype(item.step_id for item in trial.applied) or workload.dtype
+            problem = failures(gate.check(candidate))
+        except StepRefused as error:
+            problem = str(error)
+        if problem:
+            dropped.append(f"{step.id}: {problem}")
+            _tell(f"step {step.id} no longer verifies ({'; '.join(because)}): {problem}", strict)
+        else:
+            stack, model = trial, candidate
+    return Replay(model, stack, dropped)
+
+
+def _tell(message: str, strict: bool) -> None:
+    if strict:
+        raise PlanMismatch(message)
+    warnings.warn(message, PlanWarning, stacklevel=4)
+
+
+def _home(model: nn.Module) -> str:
+    return next((str(tensor.device) for tensor in (*model.parameters(), *model.buffers())), "cpu")

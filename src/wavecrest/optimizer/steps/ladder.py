@@ -1,0 +1,77 @@
+"""The steps there are, in the order in which they are tried."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import metadata
+
+from wavecrest.errors import PlanError
+from wavecrest.optimizer.steps.base import Step
+
+# levels of --level, for help and reports
+LEVELS = {
+    1: "environment variables",
+    2: "torch.compile",
+    3: "model surgery",
+    4: "kernels",
+    5: "graph capture",
+}
+ENTRY_POINTS = "wavecrest.steps"
+
+
+@cache
+def _steps() -> dict[str, Step]:
+    from wavecrest.optimizer.steps.attention import attention_steps
+    from wavecrest.optimizer.steps.capture import CaptureGraph
+    from wavecrest.optimizer.steps.channels_last import ChannelsLast
+    from wavecrest.optimizer.steps.compile import compile_steps
+    from wavecrest.optimizer.steps.environment import EnvironmentStep
+    from wavecrest.optimizer.steps.fuse_linears import FuseGateUp, FuseQKV
+    from wavecrest.optimizer.steps.precision import precision_steps
+    from wavecrest.optimizer.steps.replace_activation import ReplaceActivation
+    from wavecrest.optimizer.steps.replace_attention import ReplaceAttention, ReplaceSDPA
+    from wavecrest.optimizer.steps.replace_norm import ReplaceNorm
+    from wavecrest.optimizer.steps.route_linear import RouteLinear
+
+    steps: list[Step] = [
+        EnvironmentStep(),
+        *compile_steps(thorough=False),
+        # before surgery: while the host is the bottleneck, kernels that get faster show no gain
+        CaptureGraph(),
+        ChannelsLast(),
+        *precision_steps(),
+        *attention_steps(),
+        FuseQKV(),
+        FuseGateUp(),
+        # after the fusions, whose wide products have rows of their own in the table
+        RouteLinear(),
+        ReplaceAttention(),
+        ReplaceSDPA(),
+        ReplaceNorm(),
+        ReplaceActivation(),
+        # these search for minutes, so they search once, on the final shape of the model
+        *compile_steps(thorough=True),
+    ]
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        steps.append(entry.load()())
+    return {step.id: step for step in steps}
+
+
+def steps_up_to(level: int) -> list[Step]:
+    """The steps up to a level, in order."""
+    return [step for step in _steps().values() if step.level <= level]
+
+
+def step_by_id(step_id: str) -> Step:
+    """The step of an id.
+
+    Raises:
+        PlanError: there is none, so the plan comes from another version or needs an extension package.
+    """
+    try:
+        return _steps()[step_id]
+    except KeyError:
+        raise PlanError(
+            f"no step {step_id!r} in this wavecrest; the plan comes from another version, or from an extension "
+            "package that is not installed"
+        ) from None

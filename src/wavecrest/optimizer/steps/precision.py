@@ -1,0 +1,88 @@
+"""Lower precision, only where the user asked for it: it changes answers, so the default ladder leaves it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PRECISIONS = {
+    "tf32": "fp32 matrix products in TF32-class precision",
+    "bf16": "weights and activations in bfloat16",
+    "fp16": "weights and activations in float16",
+}
+# whose "model" tolerance applies once the user has asked for this precision
+GATE_DTYPE = {"tf32": "float16", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def gate_dtype(step_ids: Iterable[str]) -> str | None:
+    """Whose tolerance holds for a model with these steps: None (its own dtype's) unless one of them is a precision."""
+    for step_id in step_ids:
+        group, _, name = step_id.partition(":")
+        if group == "precision":
+            return GATE_DTYPE[name]
+    return None
+
+
+class Precision(Step):
+    """Run the model in one lower precision."""
+
+    level = 3
+    phase = "setting"
+    group = "precision"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.id = f"precision:{name}"
+        self.title = f"precision {name}"
+
+    def find(self, context: StepContext) -> Found:
+        """Only a float32 model, and only if asked."""
+        if context.precision != self.name:
+            return Found((), note="not asked for (--precision)")
+        if context.workload.dtype != "float32":
+            return Found((), note=f"the model is {context.workload.dtype}, not float32")
+        if self.name == "tf32" and context.device.kind == "cpu":
+            return Found((), note="TF32-class products exist on GPUs only")
+        return Found(("model",), {"precision": self.name}, PRECISIONS[self.name])
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        """Matrix work at the ratio of the peaks, where known."""
+        share = context.share("gemm", "convolution", "attention")
+        return Prediction(1 / (1 - 0.5 * share), f"matrix work is {share:.0%} of the time")
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        """Autocast around the call, or TF32 inside it."""
+        import torch
+
+        forward = model.forward
+        device_type = next((p.device.type for p in model.parameters()), "cpu")
+        if params["precision"] == "tf32":
+
+            def run_tf32(*args: Any, **kwargs: Any) -> Any:
+                before = torch.get_float32_matmul_precision()
+                torch.set_float32_matmul_precision("high")
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    torch.set_float32_matmul_precision(before)
+
+            model.forward = run_tf32
+            return model
+        dtype = torch.bfloat16 if params["precision"] == "bf16" else torch.float16
+
+        def run_autocast(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device_type, dtype=dtype):
+                return forward(*args, **kwargs)
+
+        model.forward = run_autocast
+        return model
+
+
+def precision_steps() -> list[Step]:
+    """One step per precision."""
+    return [Precision(name) for name in PRECISIONS]

@@ -1,0 +1,130 @@
+"""Linear layers over to `wavecrest.ops.linear` where a measured row names another kernel than PyTorch's for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from wavecrest.dispatch import registry
+from wavecrest.errors import StepRefused, WavecrestError
+from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
+from wavecrest.optimizer.steps.fuse_linears import FusedSlice
+
+if TYPE_CHECKING:
+    from wavecrest.dispatch.registry import Decision
+    from wavecrest.measure.workload import Inputs
+
+# what a layer runs on already
+NATIVE = ("torch", "reference")
+
+
+def decisions(model: nn.Module, inputs: Inputs) -> dict[str, list[Decision]]:
+    """What dispatch would run for each call of each Linear layer in one forward, by the layer's path."""
+    op = registry.get("gemm")
+    found: dict[str, list[Decision]] = {}
+    handles = []
+    for path, module in model.named_modules():
+        if type(module) is not nn.Linear and not (isinstance(module, FusedSlice) and module.first):
+            continue
+
+        def watch(module: nn.Module, args: tuple[Any, ...], path: str = path) -> None:
+            wide = module.fused if isinstance(module, FusedSlice) else module
+            weight, bias = wide.weight, wide.bias
+            assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+            found.setdefault(path, []).append(op.decide(*linear_arguments(args[0], weight, bias)))
+
+        handles.append(module.register_forward_pre_hook(watch))
+    try:
+        with torch.no_grad():
+            inputs.clone().call(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def linear_arguments(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+    """The op gemm's arguments for a plain linear layer."""
+    from wavecrest.ops._gemm.call import Operands
+
+    return tuple(Operands(x, weight.mT, bias))
+
+
+class RouteLinear(Step):
+    """nn.Linear modules whose product a measured row gives to another kernel become wavecrest.nn.Linear.
+
+    The table is asked again at every call, by the bucket of its rows: a layer can run our kernel while decoding and
+    PyTorch's in prefill.
+    """
+
+    id = "route_linear"
+    title = "linear → measured"
+    level = 4
+
+    def find(self, context: StepContext) -> Found:
+        """Layers for which dispatch chooses another backend than PyTorch's, in any bucket of the workload."""
+        assert context.model is not None
+        routed: dict[str, None] = {}
+        routes: list[dict[str, Any]] = []
+        lines: Counter[str] = Counter()
+        for bucket, inputs in context.workload.buckets.items():
+            try:
+                asked = decisions(context.model, inputs)
+            except WavecrestError as error:
+                return Found((), note=f"bucket {bucket}: {error}")
+            for path, rows in asked.items():
+                for decision in rows:
+                    if decision.backend not in NATIVE:
+                        routed[path] = None
+                    lines[f"{bucket}: {_call(decision)} {decision.backend} ({decision.source})"] += 1
+                    routes.append({"bucket": bucket, "layer": path, **_row(decision)})
+        note = "; ".join(f"{count} × {line}" for line, count in lines.items())
+        if not lines:
+            return Found((), note="no Linear layer is called")
+        if not routed:
+            return Found((), note=f"PyTorch's kernel is the choice for every layer: {note}")
+        return Found(tuple(routed), {"sites": list(routed), "routes": routes}, note)
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        """The rows themselves were measured, each product alone; what they are worth in the model is not known."""
+        share = context.share("gemm")
+        return Prediction(None, f"measured rows for {len(found.sites)} layers; GEMM is {share:.0%} of the time")
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        """Swap each site; of fused projections the wide product."""
+        from wavecrest.nn import Linear
+        from wavecrest.ops import linear
+
+        for path in params["sites"]:
+            module = model.get_submodule(path)
+            if isinstance(module, FusedSlice):
+                module.fused.product_of = linear
+            else:
+                if type(module) is not nn.Linear:
+                    raise StepRefused(f"{path} is a {type(module).__name__}, not a plain Linear")
+                set_submodule(model, path, Linear.from_module(module))
+        return model
+
+
+def _part(decision: Decision) -> dict[str, Any]:
+    return dict(zip(registry.get("gemm").key_fields, decision.key, strict=True))
+
+
+def _call(decision: Decision) -> str:
+    part = _part(decision)
+    return f"{part['rows']}×{part['columns']}×{part['k']} {part['a']}"
+
+
+def _row(decision: Decision) -> dict[str, Any]:
+    """A decision as JSON: what runs for which product, and why."""
+    part = _part(decision)
+    return {
+        **{name: part[name] for name in ("rows", "columns", "k", "a", "bias")},
+        "backend": decision.backend,
+        "config": {} if decision.config is None else dict(decision.config.kwargs),
+        "source": decision.source,
+        "reason": decision.reason,
+    }
