@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# public name -> module that defines it; a module's own name maps to itself
+# public name -> module that defines it; a module's own name maps to that module
 _LAZY = {
     "Buckets": "wavecrest.measure.workload",
     "Plan": "wavecrest.optimizer.plan",
@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
     except KeyError:
         raise AttributeError(f"module 'wavecrest' has no attribute {name!r}") from None
     module = importlib.import_module(module_name)
-    value = module if module_name == f"wavecrest.{name}" else getattr(module, name)
+    value = module if module_name.rpartition(".")[2] == name else getattr(module, name)
     globals()[name] = value
     return value
 
