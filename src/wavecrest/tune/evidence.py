@@ -1,4 +1,4 @@
-"""Tables from before rows had evidence: filled in from the records that their rows name, and from nothing else."""
+"""Fill in the evidence of tables written before rows had it, only from the records that their rows name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wavecrest.tune import session
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What became of a table's rows: how many have evidence now that had none, and why others have none."""
+    """The outcome for a table: how many rows gained evidence, and why the others did not."""
 
     filled: int
     left: tuple[str, ...]
@@ -28,7 +28,7 @@ def fill(table: Path, results: Path) -> Filled:
         results: the folder that the rows name their records in, benchmarks/results.
 
     Returns:
-        What was filled; rows whose record is not there, or says something else, are left as they are.
+        The outcome; rows whose record is missing or disagrees are left as they are.
 
     Raises:
         InvalidArgument: the table is not named after an op.
@@ -69,7 +69,7 @@ def _load(path: Path) -> records.TuneRecord | None:
 
 
 def _evidence(row: Row, record: records.TuneRecord | None, fields: tuple[str, ...]) -> Evidence | str:
-    """The evidence of a row, or why there is none."""
+    """The evidence of a row, or the reason why its record gives no evidence."""
     if record is None:
         return f"its record {row.record} is not there"
     keys = [key for key in record.keys if tuple(key.key.get(name) for name in fields) == row.key]

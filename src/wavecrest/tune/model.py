@@ -1,7 +1,7 @@
-"""The calls that a workload makes are tuned, and what is found is kept only if the workload is faster for it.
+"""Tune the calls that a workload makes, and keep the rows only if they make the workload faster.
 
-An op's time is measured with cold caches and nothing around it; in a model the same kernel runs among others. So the
-workload is timed by the rows that were found and without them, call by call in turn, and decides.
+An op is timed alone with cold caches; in a model the same kernel runs among others. So the workload itself is timed
+with the new rows and without them, in turn, and decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wavecrest.measure.workload import Call, Workload
 from wavecrest.records import CalledKey, TunedKey, WorkloadTuneRecord, provenance
 from wavecrest.tune import lanes, misses, session, trust
 
-# seconds that a bucket is timed for, and blocks of two calls of each side that it has at least
+# seconds of timing per bucket, and the least number of blocks (two calls of each side)
 SECONDS, BLOCKS = 5.0, 10
 # sources of decisions that tuning would not change
 SETTLED = {"exact": "has a measured row", "forced": "is forced or pinned"}
@@ -32,7 +32,7 @@ SETTLED = {"exact": "has a measured row", "forced": "is forced or pinned"}
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A key that a workload's calls have: how often in one pass over its buckets, and what runs them."""
+    """A key of a workload's calls: how often one pass over the buckets calls it, and the decision that runs it."""
 
     op: Op
     key: registry.Key
@@ -46,7 +46,7 @@ class Called:
 
 
 def called(workload: Workload) -> list[Called]:
-    """The keys of the ops that one pass over the buckets calls, the most frequent first."""
+    """The keys that one pass over the buckets calls, the most frequent first."""
     registry.forget()
     with registry.coverage() as seen:
         for bucket in workload.buckets:
@@ -56,7 +56,7 @@ def called(workload: Workload) -> list[Called]:
 
 
 def _reason(one: Called, device: str) -> str:
-    """Why a key is not tuned; "" where it is."""
+    """The reason why a key is not tuned; "" if it is."""
     if one.decision.source in SETTLED:
         return SETTLED[one.decision.source]
     if lookup.columns(one.op, one.key) is None:
@@ -84,10 +84,10 @@ def tune(
     """Tune the keys that a workload calls, then time it with what was found and without.
 
     Args:
-        workload: what is run; one pass over its buckets counts the calls of each key.
+        workload: the model; one pass over its buckets counts the calls of each key.
         device: where it is.
         settings: see `session.Settings`; the budget is that of all keys together, the most frequent first.
-        overlay: the user's database, which gets the rows if the workload is faster by them; None: nobody does.
+        overlay: the user's database, which gets the rows if they make the workload faster; None: rows are dropped.
         starts: as for `session.tune`.
         record_name: how rows name the record.
         seconds: of timing each bucket.
@@ -95,7 +95,7 @@ def tune(
         on_step: as for `session.tune`.
 
     Raises:
-        InvalidArgument: the workload calls no op, or none that can be tuned; the message says why.
+        InvalidArgument: the workload calls no op, or no op that can be tuned; the message says why.
         OutputError: the rows cannot be written; trust.DeviceLost, EnvironmentProblem: as for `session.tune`.
     """
     begin = time.perf_counter()
@@ -139,10 +139,10 @@ def tune(
 
 
 def _listed(workload: Workload, device: Device, record: WorkloadTuneRecord) -> dict[str, list[Called]]:
-    """What a workload calls and can be tuned, by op; all of it is noted in the record.
+    """The keys of a workload that can be tuned, by op; the record lists all keys.
 
     Raises:
-        InvalidArgument: there is nothing.
+        InvalidArgument: no key can be tuned.
     """
     keys = called(workload)
     if not keys:
@@ -168,7 +168,7 @@ def _listed(workload: Workload, device: Device, record: WorkloadTuneRecord) -> d
 
 
 def _found(record: WorkloadTuneRecord, name: str) -> dict[str, dict[tuple[Cell, ...], Row]]:
-    """The rows of the keys that have a winner, by op and key; what became of each key is noted at it.
+    """The rows of the keys that have a winner, by op and key; notes the outcome at each key.
 
     `name`: of the record, for the rows.
     """
@@ -191,7 +191,7 @@ def _found(record: WorkloadTuneRecord, name: str) -> dict[str, dict[tuple[Cell, 
 
 
 def _before(one: CalledKey, found: TunedKey) -> float | None:
-    """The time of what ran before, in µs, if it was in the final."""
+    """The time in µs of the backend and configuration that ran before, if it was in the final."""
     for row in found.candidates:
         if (row.backend, row.config) == (one.backend, one.config) and row.ms is not None:
             return row.ms * 1e3
@@ -216,7 +216,7 @@ class _Side:
 def _judge(
     workload: Workload, record: WorkloadTuneRecord, rows: dict[str, dict[tuple[Cell, ...], Row]], seconds: float
 ) -> None:
-    """Time the workload by the rows and without them, if they change anything, and say what becomes of them."""
+    """Time the workload with the rows and without them, if they change anything, and decide whether to keep them."""
     changed = [
         one for one in record.keys if one.winner and (one.winner, one.winner_config) != (one.backend, one.config)
     ]

@@ -1,7 +1,7 @@
-"""What the cost model is worth: its ranking of a tuning record's candidates, held against their times.
+"""Evaluate the cost model: compare its ranking of a tuning record's candidates with their measured times.
 
-A record has a time for every candidate that was found right: that of the final round where it was in it, else that of
-the quick round. Candidates that the model does not describe, such as PyTorch's, take no part.
+A record has a time for every admitted candidate: from the final round if it took part, else from the quick round.
+Candidates that the model does not describe, such as PyTorch's, take no part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wavecrest.dispatch.tuned import Config, Work, cost_model
 from wavecrest.dispatch.tuned.cost_model import CONSTANTS, Constants
 from wavecrest.errors import InvalidArgument
 
-# of a ranking, how many are looked at
+# number of first places of a ranking that are looked at
 TOP = 5
 
 
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A key by the model: the time of the measured best over those of others (1: as fast).
+    """A key judged by the model: time of the measured best over the time of other choices (1: as fast).
 
     Args:
         op, name: the key's.
@@ -83,7 +83,7 @@ def cases(record: records.TuneRecord) -> list[Case]:
     """The keys of a record that have described candidates with a time.
 
     Raises:
-        InvalidArgument: its architecture is none that is known.
+        InvalidArgument: its architecture is unknown.
     """
     op = registry.get(record.op)
     arch = _arch(record)
@@ -111,7 +111,7 @@ def _arch(record: records.TuneRecord) -> hardware.Arch:
 
 
 def judge(case: Case, arch: hardware.Arch, constants: Constants = CONSTANTS) -> Judged:
-    """The model's ranking of a key against the measured one; what it gives no time for comes last."""
+    """Compare the model's ranking of a key with the measured one; candidates without a predicted time come last."""
     best = min(one.us for one in case.candidates)
     times = [cost_model.predict(one.works, arch, constants) for one in case.candidates]
     us = [math.inf if time is None else time.us for time in times]
@@ -133,10 +133,10 @@ def judge(case: Case, arch: hardware.Arch, constants: Constants = CONSTANTS) -> 
 
 
 def summary(op: str, judged: Sequence[Judged]) -> Summary:
-    """What the keys of an op come to.
+    """Summarize the keys of an op.
 
     Raises:
-        InvalidArgument: there are none.
+        InvalidArgument: there are no keys.
     """
     if not judged:
         raise InvalidArgument(f"no key of {op} has a candidate with a time that the cost model describes")
@@ -151,7 +151,7 @@ def summary(op: str, judged: Sequence[Judged]) -> Summary:
 
 
 def geomean(values: Iterable[float]) -> float:
-    """The geometric mean; 1 of nothing."""
+    """The geometric mean; 1 for an empty list."""
     found = [math.log(value) for value in values]
     return math.exp(sum(found) / len(found)) if found else 1.0
 
@@ -159,10 +159,10 @@ def geomean(values: Iterable[float]) -> float:
 def held_out(
     cases: Sequence[Case], arch: hardware.Arch, trials: Sequence[Constants]
 ) -> tuple[list[float], list[float]]:
-    """First choices with the constants that suit all keys best, and of each key with those that suit the others best.
+    """First choices with the constants that suit all keys best, and, for each key, those that suit the other keys best.
 
-    What suits best is the largest mean over ops of their keys' mean logarithm of `Judged.first`, so that an op with
-    many keys does not decide.
+    The best constants have the largest mean, over ops, of each op's mean logarithm of `Judged.first`, so that an op
+    with many keys does not decide alone.
     """
     table = [[math.log(judge(case, arch, trial).first) for case in cases] for trial in trials]
     ops = {name: [place for place, case in enumerate(cases) if case.op == name] for name in {one.op for one in cases}}

@@ -1,4 +1,4 @@
-"""A tuning run: the keys of an op's cases one after another, with what is found written after each."""
+"""A tuning run: tune the keys of an op's cases one after another, and write the results after each."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from wavecrest.errors import InvalidArgument, OutputError, Unsupported
 from wavecrest.records import files, provenance
 from wavecrest.tune import ahead, candidates, child, contest, lanes, pool, trial, trust
 
-# what a row names as its record where none is kept
+# the record that a row names if no record is kept
 NO_RECORD = "no record kept"
 
-# what is going on, how many of it are done, and how many there are
+# (activity, done, total)
 OnStep = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to tune, and for how long.
+    """Settings of a run: which cases and backends, and for how long.
 
     Args:
         suite, matching: the cases, as for `bench.suites.cases`.
-        backends: those to try beside PyTorch; None: all.
+        backends: backends to try beside PyTorch; None: all.
         budget: seconds after which no key is begun.
         seconds: of the final round of a key (`contest.FINAL_ROUNDS` rounds are the least).
-        workers: child processes that compile; None: one less than there are cores.
+        workers: child processes that compile; None: one less than the number of cores.
         timeout: seconds of silence after which a candidate in a child is given up (`pool.Pool`).
-        modules: Python modules that children import first: with ops and backends of one's own.
-        candidates: of a key's configurations beside the default, only so many that the cost model ranks first; None:
-            all.
-        configs: tried in place of the default and of what the backends think worth trying, each by the backends that
-            it fits; a mapping: those of each case, by its name; None: the default and those.
+        modules: Python modules that children import first, such as a user's ops and backends.
+        candidates: number of configurations per key, beside the default, that the cost model ranks first; None:
+        all.
+        configs: configurations to try in place of the default and the backends' spaces, each by the backends that it
+        fits; a mapping gives them by case name; None: the default and the spaces.
     """
 
     suite: str = "shared"
@@ -64,17 +64,17 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Where results go, after each key; None: nowhere. `table` needs `record`, which its rows name."""
+    """Where results are written after each key; None: nowhere. `table` needs `record`, which its rows name."""
 
     record: Path | None = None
     table: Path | None = None
     overlay: Overlay | None = None
 
     def prepare(self, op: Op, arch: str) -> None:
-        """Find out, before anything is measured, whether both can be written.
+        """Check that both can be written, before anything is measured.
 
         Raises:
-            InvalidArgument: the table is one of another op or architecture, or has no record.
+            InvalidArgument: the table belongs to another op or architecture, or has no record.
             OutputError: a file cannot be written.
             TableError: the table, or the user's database, is damaged.
         """
@@ -111,7 +111,7 @@ class Targets:
 
 
 def named(path: Path) -> str:
-    """How a table names a record: by its place under benchmarks/results, or by its name."""
+    """The name of a record in a table: its path under benchmarks/results, or its file name."""
     parts = path.resolve().parts
     for index in range(len(parts) - 2, 0, -1):
         if parts[index - 1 : index + 1] == ("benchmarks", "results"):
@@ -128,7 +128,7 @@ def row_of(found: records.TunedKey, fields: tuple[str, ...], record: str, header
 
 
 def evidence_of(found: records.TunedKey, header: provenance.Header) -> Evidence:
-    """What a record says of a key's winner beside its time."""
+    """The evidence of a key's winner, from the record."""
     won = next((one for one in found.candidates if one.status == "won"), None)
     default = next((one.ms for one in found.candidates if one.role == "default" and one.ms is not None), None)
     versions = versions_text(header.versions.torch, header.versions.triton, header.device["driver"])
@@ -158,11 +158,11 @@ class _Run:
 
     @property
     def deadline(self) -> float:
-        """Of `time.perf_counter`."""
+        """The deadline, in `time.perf_counter` seconds."""
         return self.begin + self.settings.budget
 
     def save(self) -> None:
-        """Write what there is."""
+        """Write the results so far."""
         self.record.seconds = round(time.perf_counter() - self.begin, 3)
         self.targets.write(self.op, self.record)
 
@@ -190,9 +190,10 @@ def tune(
         settings: see `Settings`.
         targets: where results go; they are written after each key, so that an interrupted run keeps what it found.
         resume: keep the keys that the record at its target has, if there is one.
-        cases: what to tune, in place of the suite's.
-        sources: how a child makes such a case, by its name (`trial.Trial.source`); what has none is made from its key.
-        left: cases that are none here, with the reasons, for the record.
+        cases: cases to tune in place of the suite's.
+        sources: how a child makes such a case, by its name (`trial.Trial.source`); a case without a source is made
+        from its key.
+        left: cases that cannot be tuned here, with the reasons, for the record.
         command: for the record's header; None takes this process's.
         starts: the lanes of child processes that the keys are spread over (`lanes.local`, `integrations.ray.lanes`);
             None: everything runs in this process, which a candidate that crashes or hangs takes with it.
@@ -200,11 +201,11 @@ def tune(
         on_step: called before each key, and while kernels are compiled.
 
     Raises:
-        InvalidArgument: an unknown op, suite or backend, no case has `matching` in its name, or there is something
-            to resume that was measured on another device, by another version or for another suite.
+        InvalidArgument: an unknown op, suite or backend; no case has `matching` in its name; or the record to resume
+        was measured on another device, by another version or for another suite.
         OutputError, TableError: results cannot be written where asked; found before anything is measured.
-        trust.DeviceLost: a kernel ended the device; what was found before is written.
-        EnvironmentProblem: no child process is left to tune in; what was found before is written.
+        trust.DeviceLost: a kernel made the device unusable; earlier results are written.
+        EnvironmentProblem: no child process is left to tune in; earlier results are written.
     """
     op = registry.get(name)
     names = candidates.backends(op, settings.backends)
@@ -255,7 +256,7 @@ def tune(
 
 
 def _finished(targets: Targets, record: records.TuneRecord) -> tuple[list[records.TunedKey], dict[str, dict[str, str]]]:
-    """The keys with a winner that the record at its target has, and what is known of those that were begun."""
+    """The tuned keys of the record to resume, and the facts about keys that were begun."""
     if targets.record is None:
         raise InvalidArgument("there is nothing to resume without a record: give --out FILE")
     if not targets.record.exists():
@@ -341,7 +342,7 @@ def _here(run: _Run, planned: list[trial.Trial]) -> None:
 def _spread(run: _Run, planned: list[trial.Trial], starts: Sequence[lanes.Start]) -> None:
     """Tune the keys in children; the results are put in the order of the cases at the end."""
     if run.device.kind != "cpu":
-        # what the cases' tensors had here is the children's
+        # free the memory of the cases' tensors for the children
         torch.cuda.empty_cache()
     settings, versions = run.settings, run.record.header.versions
     expected = {

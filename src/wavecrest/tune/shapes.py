@@ -1,4 +1,4 @@
-"""A file of shapes as cases of a tuning run: a CSV with a row a call, its columns the op's sizes and the dtype."""
+"""A file of shapes as cases of a tuning run: a CSV with one row per call, with the op's sizes and dtype as columns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from wavecrest.dispatch import registry
 from wavecrest.dispatch.registry import Op
 from wavecrest.errors import InvalidArgument, TableError
 
-# of a row that names none
+# dtype of a row that names no dtype
 DTYPE = "bfloat16"
-# of errors in a file, so many are shown
+# number of errors in a file that a message shows
 SHOWN = 5
 
 
@@ -42,7 +42,7 @@ def read(path: Path, device: str) -> dict[str, Shapes]:
         device: where the cases' tensors are to be.
 
     Raises:
-        TableError: it cannot be read, or has rows that are no shapes; the message names the lines.
+        TableError: it cannot be read, or has invalid rows; the message names the lines.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -82,7 +82,7 @@ def _shape(row: dict[str, str]) -> tuple[Op, tuple[int, ...], str]:
     """The op, sizes and dtype of a row.
 
     Raises:
-        InvalidArgument: it has none, or one that is not understood.
+        InvalidArgument: a part is missing or not understood.
     """
     if "op" not in row:
         raise InvalidArgument("names no op")
