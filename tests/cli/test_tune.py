@@ -186,7 +186,7 @@ def work():
 @pytest.mark.parametrize(
     ("interval", "parts"),
     [
-        ((1.5, 1.7), ("workload: faster 1.600×", "rows: not written, as nobody was to keep them")),
+        ((1.5, 1.7), ("workload: faster 1.600×", "rows: not written, as they were not to be kept")),
         ((0.9, 1.1), ("workload: a tie 1.000×", "what ran before stays", "rows: dropped")),
         ((0.8, 0.9), ("workload: slower 0.850×", "rows: dropped")),
     ],

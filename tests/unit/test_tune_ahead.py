@@ -187,7 +187,7 @@ def test_scratch_is_read_in_compiled_code() -> None:
         pytest.skip("no compiler here")
     for arch in ("gfx942", "sm_90"):
         assert found[f"{arch} 1"]["scratch"] > 0 and found[f"{arch} 8"]["scratch"] == 0, found
-    with pytest.raises(EnvironmentProblem, match="does not say its scratch"):
+    with pytest.raises(EnvironmentProblem, match="does not give its scratch"):
         compiler.scratch(SimpleNamespace(asm={"amdgcn": "nothing"}), "gfx942")
 
 

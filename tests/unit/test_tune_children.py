@@ -128,7 +128,7 @@ def test_a_module_that_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
     lane = lanes.Child()
-    assert lane.next(60)["reason"] == "said what is no answer: welcome"
+    assert lane.next(60)["reason"] == "gave an invalid answer: welcome"
     lane.stop()
 
 

@@ -1,4 +1,4 @@
-"""What an op is compared with: PyTorch eager and compiled, and the kernels of other libraries where they are installed.
+"""Peers of an op: PyTorch eager and compiled, and the kernels of other libraries where they are installed.
 
 A peer gets the same tensors as the op. Where it does not offer an op, or not for these arguments, it says why. Calls
 were written from the peers' sources: liger-kernel 0.8.5 (`liger_kernel/ops/*.py`) and ROCm/aiter (`aiter/ops/norm.py`,
@@ -34,7 +34,7 @@ def _as_it_is(result: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A peer's call, and what makes the op's results of the first call's, which is not timed."""
+    """A peer's call, and a function (not timed) that turns its results into the op's results."""
 
     run: Call
     finish: Callable[[Any], Any] = _as_it_is
@@ -44,7 +44,7 @@ class Prepared:
 Maker = Callable[..., Call | Prepared]
 
 PEERS = ("eager", "compile", "liger", "aiter")
-# those that are asked for by name: what PyTorch's own kernels do with a cache that is full and in 16 bits
+# peers used only when named: PyTorch's own kernels, which need a full cache in 16 bits
 SDPA = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 ALL = (*PEERS, *SDPA)
 # peer -> (module, distribution, how to get it)
@@ -55,10 +55,10 @@ _PACKAGES = {
 
 
 def available(names: tuple[str, ...] = PEERS) -> tuple[dict[str, str], dict[str, str]]:
-    """Which peers can run here: versions by name, and reasons by name for those that cannot.
+    """The peers that can run here with their versions, and the others with the reasons.
 
     Raises:
-        InvalidArgument: a name is no peer.
+        InvalidArgument: a name is not a peer's.
     """
     unknown = [name for name in names if name not in ALL]
     if unknown:
@@ -81,7 +81,7 @@ def available(names: tuple[str, ...] = PEERS) -> tuple[dict[str, str], dict[str,
 
 
 def prepare(peer: str, op: Op, args: tuple[Any, ...]) -> Prepared:
-    """What computes `op(*args)` by a peer.
+    """Prepare a peer's computation of `op(*args)`.
 
     Raises:
         Unsupported: the peer does not offer this; the message is the reason.
@@ -108,7 +108,7 @@ def _torch(op: Op, args: tuple[Any, ...], *, compiled: bool) -> Call:
     if backend is None:
         raise Unsupported("the op has no PyTorch backend")
     if op.unpacked is not None:
-        # what PyTorch offers instead: the same product with the weight as it was, unpacked before the clock starts
+        # PyTorch's alternative: the same GEMM with the weight unpacked before the clock starts
         args = op.unpacked(*args)
     reason = backend.supports(*args)
     if reason is not None:
@@ -124,7 +124,7 @@ def _torch(op: Op, args: tuple[Any, ...], *, compiled: bool) -> Call:
 def _sdpa(peer: str, given: Decoding) -> Prepared:
     """PyTorch's attention of one query over whole caches in the query's dtype, made so before the clock starts.
 
-    It takes no lengths: with a mask of them it would read everything, and the mask.
+    It takes no lengths: with a mask for them it would read the whole cache, and the mask.
     """
     if given.tokens > 1 or not bool((given.seq_lens == given.capacity).all()):
         raise Unsupported("is asked for one query over full caches")
@@ -200,7 +200,7 @@ def _liger_softmax(x: Tensor, dim: int = -1) -> Call:
     return lambda: LigerSoftmaxFunction.apply(x)
 
 
-# one program of its kernel holds all heads of a token, so it is asked for no more than models have
+# one program of its kernel holds all heads of a token, so ask for no more heads than models have
 LIGER_ROPE_HEADS = 128
 
 
@@ -211,7 +211,7 @@ def _liger_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = 
         raise Unsupported("offers the NeoX style on one batch of sequences")
     if not 2 <= x.shape[-2] <= LIGER_ROPE_HEADS:
         raise Unsupported(f"rotates queries and keys, here 2 to {LIGER_ROPE_HEADS} heads in all, not {x.shape[-2]}")
-    # it knows no positions: each token's row is chosen beforehand, which is not timed
+    # it takes no positions: the row of each token is selected before the clock starts
     if positions is not None:
         rows = cos[positions], sin[positions]
     else:
@@ -250,7 +250,7 @@ def _aiter_gated(function: str, gate: Tensor, up: Tensor | None) -> Call:
     import aiter
 
     run = getattr(aiter, function)
-    # it takes one packed tensor; packing is not timed, the bytes read are the same
+    # it takes one packed tensor; packing is not timed, and the bytes read are the same
     packed = gate if up is None else torch.cat([gate, up], dim=-1)
 
     def call() -> Tensor:

@@ -126,7 +126,7 @@ def kernels(on_cpu: bool, arch: Arch | None) -> Kernels:
     if on_cpu:
         return Kernels("", note="the CPU runs no compiled kernels")
     if arch is None:
-        return Kernels("", note="the architecture is not one that wavecrest has a record of")
+        return Kernels("", note="wavecrest has no record of the architecture")
     try:
         compiler.require_compiler()
     except EnvironmentProblem as error:

@@ -105,14 +105,14 @@ def _aiter(rows: list[aiter_csv.Row], arch: str | None) -> Imported:
     for row in rows:
         gfx = row.gfx or arch
         if gfx is None:
-            raise InvalidArgument(f"{row.file} is of the form without the column gfx: give --arch")
+            raise InvalidArgument(f"{row.file} has no column gfx: give --arch")
         if arch is not None and gfx != arch:
             left.append(f"line {row.line}: is for {gfx}")
             continue
         dtype = _dtype(row.dtype)
         if dtype is None or not (row.eight or row.dtype in _SIXTEEN) or row.out not in (*_SIXTEEN, "float32"):
             # aiter looks rows up by torch's names
-            bad.append(f"line {row.line}: {row.dtype} to {row.out} are no types that aiter multiplies")
+            bad.append(f"line {row.line}: {row.dtype} to {row.out} are not types that aiter multiplies")
             continue
         reason = _of_no_use(row, gfx, dtype)
         if reason:
@@ -137,7 +137,7 @@ def _of_no_use(row: aiter_csv.Row, gfx: str, dtype: torch.dtype) -> str:
     if row.us is None:
         return "has a placeholder for a time"
     if not row.plain:
-        return "is of scaled or preshuffled operands, which the op's key does not have"
+        return "has scaled or preshuffled operands, which the op's key cannot express"
     if row.error is not None and row.error > MOST_OFF:
         return f"more than the {MOST_OFF:.0%} of the elements that aiter's tuner allows were off"
     least = 2 * row.M * row.N * row.K / (trust.peak(arch, dtype) * 1e6) * trust.PEAK_SLACK
@@ -185,7 +185,7 @@ def _tunable(found: tunable_op.Results, file: str, arch: str | None) -> Imported
     for row in found.rows:
         dtype = _dtype(row.dtype)
         if row.kind not in ("GemmTunableOp", "GemmAndBiasTunableOp") or dtype is None or row.strided:
-            left.append(f"line {row.line}: {row.operator} {row.sizes} is no plain product of two whole matrices")
+            left.append(f"line {row.line}: {row.operator} {row.sizes} is not a plain GEMM of two whole matrices")
             continue
         if row.us is None:
             left.append(f"line {row.line}: has no time")

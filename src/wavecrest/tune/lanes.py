@@ -105,7 +105,7 @@ class Child:
                 message: dict[str, Any] = json.loads(line)
             except ValueError:
                 # an import may print before the child has redirected its output
-                return {"event": "ended", "reason": f"said what is no answer: {line[:200].strip()}", "outside": False}
+                return {"event": "ended", "reason": f"gave an invalid answer: {line[:200].strip()}", "outside": False}
             return message
         # the end of its output, or a line cut off in the middle
         return self._end()

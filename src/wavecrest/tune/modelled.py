@@ -106,7 +106,7 @@ def cases(record: records.TuneRecord) -> list[Case]:
 def _arch(record: records.TuneRecord) -> hardware.Arch:
     name = record.header.device["arch"]
     if name not in hardware.ARCHS:
-        raise InvalidArgument(f"the record of {record.op} is of {name}, of which nothing is known")
+        raise InvalidArgument(f"the record of {record.op} is of {name}, an unknown architecture")
     return hardware.ARCHS[name]
 
 

@@ -53,7 +53,7 @@ def read(path: Path, device: str) -> dict[str, Shapes]:
     lines = csv.reader(text.splitlines())
     header = [name.strip() for name in next(lines, [])]
     if "op" not in header or len(set(header)) != len(header):
-        raise TableError(f"{path} is no file of shapes: its first line names the columns, each once: op,M,N,K,dtype")
+        raise TableError(f"{path} is not a file of shapes: its first line names the columns, each once: op,M,N,K,dtype")
     found: dict[str, Shapes] = {}
     bad: list[str] = []
     for cells in lines:
@@ -74,7 +74,7 @@ def read(path: Path, device: str) -> dict[str, Shapes]:
             own.sources[name] = {"sizes": list(sizes), "dtype": dtype}
     if bad:
         more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-        raise TableError(f"{path} is no file of shapes: {'; '.join(bad[:SHOWN])}{more}: correct or delete the lines")
+        raise TableError(f"{path} is not a file of shapes: {'; '.join(bad[:SHOWN])}{more}: correct or delete the lines")
     return found
 
 
