@@ -21,7 +21,9 @@ from wavecrest import hardware, records
 from wavecrest.cli import main
 from wavecrest.cli import tune as cli
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.legacy import LegacyOp
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, database
 from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
@@ -49,7 +51,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
         ran.append(f"kernel {config['BLOCK']}")
         return 2 * x
 
-    made = Op(
+    made = LegacyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
@@ -81,7 +83,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     monkeypatch.setattr(hardware, "detect", lambda device=None: replace(hardware.cpu(), arch="sm_90"))
     monkeypatch.setenv("COLUMNS", "80")
     yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 def test_table(op: Op, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from wavecrest import ops
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.measure import numerics
@@ -402,7 +403,7 @@ def assert_matches(op: str, backend: str, *args: Any, **kwargs: Any) -> None:
     _assert_unwritten(args, before)
 
 
-def _assert_bound_calls_agree(found: registry.Op, results: tuple[Tensor, ...], args: tuple[Any, ...]) -> None:
+def _assert_bound_calls_agree(found: Op, results: tuple[Tensor, ...], args: tuple[Any, ...]) -> None:
     """The dispatched call, which on a GPU skips Triton's look-up from the second time on, gives the same bits."""
     found.force("triton")
     for _ in range(3 if args[0].is_cuda else 1):

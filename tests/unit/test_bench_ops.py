@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from wavecrest import hardware, records
 from wavecrest.bench import ops, peers, plot, suites
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.legacy import LegacyOp
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, MissingDependency, OutputError, Unsupported
 from wavecrest.measure import timing
@@ -34,7 +36,7 @@ def _takes(*_args: Any, **_kwargs: Any) -> None:
 @pytest.fixture
 def double() -> Iterator[Op]:
     """An op of this test: y = 2x, 8 bytes an element read and written."""
-    op = Op(
+    op = LegacyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
@@ -45,7 +47,7 @@ def double() -> Iterator[Op]:
     )
     op.attach("torch", lambda x: x + x, supports=_takes, priority=10)
     yield op
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 class Timer:

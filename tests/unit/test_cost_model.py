@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 
 from wavecrest import hardware, records
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.keys import dtype_name
+from wavecrest.dispatch.legacy import LegacyOp
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Work, cost_model
 from wavecrest.dispatch.tuned.cost_model import CONSTANTS, Constants, predict, predict_launch, propose, rank, resident
 from wavecrest.hardware import ARCHS, Arch
@@ -181,7 +184,7 @@ def test_no_prediction_is_below_the_roofline(name: str, sizes: tuple[int, ...], 
     op, key, cost = key_of(name, sizes, dtype)
     for arch in (H200, ARCHS["gfx942"], ARCHS["gfx1201"]):
         # true float32 products run at the vector rate, and 8-bit ones at most at the largest
-        peak = max(arch.peak(registry.dtype_name(torch.empty(0, dtype=dtype))), arch.peak_fp32)
+        peak = max(arch.peak(dtype_name(torch.empty(0, dtype=dtype))), arch.peak_fp32)
         floor = max(cost.flops / (peak * 1e6), 0.0)
         for one in rank(op, key, arch):
             assert one.prediction.us >= floor
@@ -259,7 +262,7 @@ def op() -> Iterator[Op]:
     def work(key: tuple[Any, ...], config: Config, arch: Arch) -> tuple[Work, ...]:
         return (replace(SMALL, programs=key[0], steps=100 * config["BLOCK"], shared=config.get("SHARED", 0)),)
 
-    made = Op(
+    made = LegacyOp(
         "described",
         reference=lambda x: x,
         check=takes,
@@ -276,7 +279,7 @@ def op() -> Iterator[Op]:
         space=lambda key, arch: space, work=work,
     )  # fmt: skip
     yield made
-    del registry._OPS["described"]
+    del registry.STATE.ops["described"]
 
 
 def test_ranked_by_time_and_the_default_named(op: Op) -> None:

@@ -13,7 +13,11 @@ import torch
 
 from wavecrest import ops
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, DispatchMiss, Op
+from wavecrest.dispatch.decision import Cost, DispatchMiss
+from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
+from wavecrest.dispatch.legacy import LegacyOp
+from wavecrest.dispatch.lookup import UNLISTED
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.errors import InvalidArgument, TableError, Unsupported
 
@@ -26,11 +30,11 @@ def op() -> Iterator[Op]:
         if x.ndim != 2:
             raise InvalidArgument("sample: takes [M, N]")
 
-    made = Op(
+    made = LegacyOp(
         "sample",
         reference=lambda x, scale=1.0: ("reference", None),
         check=check,
-        key=lambda x, scale=1.0: (registry.m_bucket(x.shape[0]), x.shape[1], registry.dtype_name(x)),
+        key=lambda x, scale=1.0: (m_bucket(x.shape[0]), x.shape[1], dtype_name(x)),
         key_fields=("rows", "columns", "dtype"),
         inputs=lambda M, N, dtype, device: (torch.zeros(M, N, dtype=dtype, device=device),),
         cost=lambda x, scale=1.0: Cost(x.numel(), 2 * x.nbytes),
@@ -52,7 +56,7 @@ def op() -> Iterator[Op]:
         priority=30,
     )
     yield made
-    del registry._OPS["sample"]
+    del registry.STATE.ops["sample"]
 
 
 def test_highest_priority_that_takes_the_call(op: Op) -> None:
@@ -260,7 +264,7 @@ def test_names_and_get() -> None:
 
 def test_a_name_registers_once(op: Op) -> None:
     with pytest.raises(InvalidArgument, match="already registered"):
-        Op("sample", op.reference, op.check, op.key, op.inputs, op.cost, op.default_config)
+        LegacyOp("sample", op.reference, op.check, op.key, op.inputs, op.cost, op.default_config)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +272,7 @@ def test_a_name_registers_once(op: Op) -> None:
     [(0, 0), (1, 1), (8, 8), (9, 16), (16, 16), (17, 32), (65536, 65536), (65537, 131072), (10**9, 131072)],
 )
 def test_m_bucket(rows: int, bucket: int) -> None:
-    assert registry.m_bucket(rows) == bucket
+    assert m_bucket(rows) == bucket
 
 
 def test_compiled_calls_honour_force_and_pins() -> None:
@@ -354,13 +358,13 @@ RECORD = "h200/bench.json"
 @pytest.fixture
 def tabled() -> Iterator[Op]:
     """An op of one tensor whose key says that it is on a GPU, unless it is float64; results tell the backend."""
-    made = Op(
+    made = LegacyOp(
         "tabled",
         reference=lambda x: x * 1,
         check=lambda x: None,
         key=lambda x: (
-            "cpu" if x.dtype == torch.float64 else "cuda", registry.m_bucket(x.shape[0]), registry.needs_grad(x),
-            x.shape[1], registry.dtype_name(x),
+            "cpu" if x.dtype == torch.float64 else "cuda", m_bucket(x.shape[0]), needs_grad(x),
+            x.shape[1], dtype_name(x),
         ),
         key_fields=("device", "rows", "grad", "columns", "dtype"),
         inputs=lambda M, N, dtype, device: (torch.zeros(M, N, dtype=dtype, device=device),),
@@ -378,7 +382,7 @@ def tabled() -> Iterator[Op]:
         takes_config=True,
     )
     yield made
-    del registry._OPS["tabled"]
+    del registry.STATE.ops["tabled"]
 
 
 def measured(key: tuple[Any, ...], backend: str, config: Config | None = None) -> Row:
@@ -574,11 +578,11 @@ assert not read, read
 
 
 def test_the_database_before_is_back_after_an_error(tabled: Op, tmp_path: Path) -> None:
-    before = registry._database
+    before = registry.STATE.database
     with pytest.raises(ZeroDivisionError), registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "shy"))):
         assert tabled(torch.ones(2, 4))[0, 0] == 3
         raise ZeroDivisionError
-    assert registry._database is before
+    assert registry.STATE.database is before
     assert tabled(torch.ones(2, 4))[0, 0] == 2
 
 
@@ -632,4 +636,4 @@ def test_compiled_calls_use_the_backends_own_default_configuration(tabled: Op) -
 def test_sizes_of_keys_are_parts_that_rows_have() -> None:
     for name in registry.names():
         found = registry.get(name)
-        assert set(found.key_sizes) <= set(found.key_fields) - set(registry.UNLISTED)
+        assert set(found.key_sizes) <= set(found.key_fields) - set(UNLISTED)

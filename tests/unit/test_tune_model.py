@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from wavecrest import hardware, records
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.legacy import LegacyOp
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Overlay
 from wavecrest.errors import InvalidArgument, OutputError
 from wavecrest.measure import timing
@@ -58,7 +60,7 @@ def op(rates: _Rates, tmp_path: Path) -> Iterator[Op]:
         time.sleep(own[config["BLOCK"]] / 1e3)
         return (3 if rates.wrong and config["BLOCK"] == 2 else 2) * x
 
-    made = Op(
+    made = LegacyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
@@ -75,7 +77,7 @@ def op(rates: _Rates, tmp_path: Path) -> Iterator[Op]:
     )  # fmt: skip
     with registry.measured_in(Database(tmp_path / "none", "sm_90")):
         yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 class Model(nn.Module):

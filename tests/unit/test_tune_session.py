@@ -14,7 +14,10 @@ from torch import Tensor
 
 from wavecrest import hardware, records
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.keys import row_bucket
+from wavecrest.dispatch.legacy import LegacyOp
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, database
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
 from wavecrest.measure.timing import Interleaved
@@ -72,11 +75,11 @@ def op(clock: Clock) -> Iterator[Op]:
         ran("lib")
         return x * 2
 
-    made = Op(
+    made = LegacyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
-        key=lambda x: (registry.row_bucket(x.shape[0]), x.shape[1], "float32", None, x.device.type, False),
+        key=lambda x: (row_bucket(x.shape[0]), x.shape[1], "float32", None, x.device.type, False),
         key_fields=("rows", "columns", "dtype", "option", "device", "grad"),
         inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
         cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
@@ -94,7 +97,7 @@ def op(clock: Clock) -> Iterator[Op]:
         space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=2), Config(BLOCK=4), Config(BLOCK=2)],
     )
     yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 def plant(op: Op, clock: Clock, name: str, ms: float, run: Callable[[Tensor], Tensor], **more: Any) -> None:

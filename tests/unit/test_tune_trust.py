@@ -12,7 +12,9 @@ from torch import Tensor
 
 from wavecrest import records
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.legacy import LegacyOp
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
@@ -32,7 +34,7 @@ def _takes(*_args: Any, **_kwargs: Any) -> None:
 @pytest.fixture
 def op() -> Iterator[Op]:
     """y = 2x; `planted` runs what a test puts into `op.plant`."""
-    made = Op(
+    made = LegacyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
@@ -42,7 +44,7 @@ def op() -> Iterator[Op]:
         default_config=lambda key: CONFIG,
     )
     yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 def admit(op: Op, run: Callable[[Tensor], Any], x: Tensor, role: str = "tried") -> records.TuneCandidate:

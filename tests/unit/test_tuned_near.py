@@ -21,7 +21,10 @@ import torch
 import wavecrest
 from wavecrest import hardware, records
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Cost, DispatchMiss, Op
+from wavecrest.dispatch.decision import Cost, DispatchMiss
+from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
+from wavecrest.dispatch.legacy import LegacyOp
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Evidence, Proposal, Row, database, misses, near
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
 from wavecrest.tune import leave_one_out
@@ -121,12 +124,12 @@ def test_the_nearest_row_may_agree_with_what_runs_otherwise() -> None:
 @pytest.fixture
 def op(tmp_path: Path) -> Iterator[Op]:
     """An op with sizes whose key says that it is on a GPU; tiles beat PyTorch where the table says so."""
-    made = Op(
+    made = LegacyOp(
         "nearly",
         reference=lambda x: x * 1,
         check=lambda x: None,
         key=lambda x: (
-            registry.m_bucket(x.shape[0]), x.shape[1], registry.dtype_name(x), "cuda", registry.needs_grad(x)
+            m_bucket(x.shape[0]), x.shape[1], dtype_name(x), "cuda", needs_grad(x)
         ),
         key_fields=(*FIELDS, "device", "grad"),
         key_sizes=("rows", "columns"),
@@ -143,7 +146,7 @@ def op(tmp_path: Path) -> Iterator[Op]:
         space=lambda key, arch: [Config(BLOCK=size) for size in (16, 32, 64, 128) if size <= key[1]],
     )  # fmt: skip
     yield made
-    del registry._OPS["nearly"]
+    del registry.STATE.ops["nearly"]
 
 
 def table(folder: Path, *rows: Row, arch: str = "sm_90") -> Database:

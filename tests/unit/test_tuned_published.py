@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.decision import DispatchMiss
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost, DispatchMiss
+from wavecrest.dispatch.legacy import LegacyOp
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Row, database, published
 from wavecrest.errors import TableError
 
@@ -26,7 +27,7 @@ def _takes(*_args: Tensor) -> None:
 @pytest.fixture
 def op() -> Iterator[Op]:
     """An op whose calls say that they are on a GPU, with backends that run there or do not."""
-    made = Op(
+    made = LegacyOp(
         "sample",
         reference=lambda x: x,
         check=_takes,
@@ -41,7 +42,7 @@ def op() -> Iterator[Op]:
     made.attach("tiles", lambda x, *, config: x, supports=_takes, priority=5, takes_config=True)
     made.attach("absent", lambda x: x, supports=lambda x: "its library is not installed", priority=1)
     yield made
-    del registry._OPS["sample"]
+    del registry.STATE.ops["sample"]
 
 
 def priors(folder: Path, text: str) -> Database:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.tuned import Config
 
 ROWS = (4, 16, 64)
@@ -101,7 +102,7 @@ def _noisy(x: Tensor) -> Tensor:
     return _twice(x, random.choice((3.2, 4.1, 4.1, 4.9)))
 
 
-op = Op(
+op = LegacyOp(
     "planted",
     reference=lambda x: 2 * x,
     check=_takes,

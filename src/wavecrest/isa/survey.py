@@ -56,7 +56,7 @@ def cases_of(target: str) -> Cases:
     """
     if ":" in target:
         return _user_cases(target, load_function(target))
-    cases = registry.get(target).compile_cases
+    cases = registry.get(target).study.compile_cases
     if cases is None:
         raise InvalidArgument(f"{target} has no kernel of its own to compile")
     return cases

@@ -87,8 +87,8 @@ def _record(record: records.TuneRecord, name: str) -> Imported:
 def key_of(given: Operands) -> RowKey:
     """The key that a product's rows have."""
     op = registry.get("gemm")
-    op.check(*given)
-    parts = dict(zip(op.key_fields, op.key(*given), strict=True))
+    op.check(given)
+    parts = dict(zip(op.key_fields, op.key(given), strict=True))
     return tuple(parts[name] for name in lookup.fields_of(op))
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from wavecrest import records
 from wavecrest.bench import suites
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.decision import Decision, Key
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Cell, Entry, Overlay, Row
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import Device
@@ -34,9 +35,9 @@ SETTLED = {"exact": "has a measured row", "forced": "is forced or pinned"}
 class Called:
     """A key that a workload's calls have: how often in one pass over its buckets, and what runs them."""
 
-    op: Op
-    key: registry.Key
-    decision: registry.Decision
+    op: AnyOp
+    key: Key
+    decision: Decision
     calls: int
 
     @property
@@ -258,9 +259,7 @@ def _verdict(record: WorkloadTuneRecord, pairs: dict[str, timing.Paired]) -> tup
     return "tie", "no gain of the workload is proven: what ran before stays"
 
 
-def _check_used(
-    record: WorkloadTuneRecord, changed: list[CalledKey], used: dict[tuple[str, registry.Key], registry.Decision]
-) -> None:
+def _check_used(record: WorkloadTuneRecord, changed: list[CalledKey], used: dict[tuple[str, Key], Decision]) -> None:
     """Note at a key if its row did not decide in the second timing."""
     decided = {
         (op, tuple(misses.parts_of(registry.get(op), key).values())): decision for (op, key), decision in used.items()

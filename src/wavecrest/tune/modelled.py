@@ -92,11 +92,12 @@ def cases(record: records.TuneRecord) -> list[Case]:
         timed = []
         for one in key.candidates:
             backend, ms = op.backends.get(one.backend), one.ms or one.quick_ms
-            if backend is None or backend.work is None or not one.config or not ms:
+            work = op.study.kernel(one.backend).work
+            if backend is None or work is None or not one.config or not ms:
                 continue
             if one.status in ("timed", "won", "dropped"):
                 config = Config(**one.config)
-                works = backend.work(tuple(key.key.values()), config, arch)
+                works = work(tuple(key.key.values()), config, arch)
                 timed.append(Timed(one.backend, config, ms * 1e3, one.role == "default", works))
         if timed:
             found.append(Case(record.op, key.case, tuple(timed)))

@@ -14,7 +14,8 @@ import torch
 from wavecrest import hardware, records
 from wavecrest.bench import suites
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Key, Op
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config, Entry, Evidence, Overlay, Row, database
 from wavecrest.dispatch.tuned.row import versions_text
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
@@ -70,7 +71,7 @@ class Targets:
     table: Path | None = None
     overlay: Overlay | None = None
 
-    def prepare(self, op: Op, arch: str) -> None:
+    def prepare(self, op: AnyOp, arch: str) -> None:
         """Find out, before anything is measured, whether both can be written.
 
         Raises:
@@ -95,7 +96,7 @@ class Targets:
             raise InvalidArgument(f"{self.table} is for {self.table.stem}, and this is {op.name}")
         database.read(self.table, lookup.fields_of(op))
 
-    def write(self, op: Op, record: records.TuneRecord) -> None:
+    def write(self, op: AnyOp, record: records.TuneRecord) -> None:
         """Write the record, and the rows of its keys into the tables, each file whole or not at all."""
         if self.record is not None:
             records.save(record, self.record)
@@ -147,7 +148,7 @@ def evidence_of(found: records.TunedKey, header: provenance.Header) -> Evidence:
 class _Run:
     """The state of a run."""
 
-    op: Op
+    op: AnyOp
     device: hardware.Device
     settings: Settings
     targets: Targets
@@ -282,14 +283,14 @@ def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[
     for index, case in enumerate(found):
         run.on_step("cases", index, len(found))
         try:
-            args = case.make()
-            op.check(*args)
-            key = op.key(*args)
+            call = case.make()
+            op.check(call)
+            key = op.key(call)
             if key in seen:
                 run.record.left[case.name] = f"has the key of {seen[key]}"
                 continue
             settings = run.settings
-            field = candidates.field(op, args, key, arch, names, settings.candidates, settings.configs_of(case.name))
+            field = candidates.field(op, call, key, arch, names, settings.candidates, settings.configs_of(case.name))
             one = trial.Trial(case, key, field)
             if not one.field.candidates:
                 reasons = "; ".join(f"{name} {reason}" for name, reason in one.field.refused)
@@ -299,7 +300,7 @@ def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[
             named = {candidates.named(other): place for place, other in enumerate(one.field.candidates)}
             one.ended = {named[text]: reason for text, reason in known.items() if text in named}
             if not kernels.note and arch is not None:
-                kernels.add(op, case.name, args, one.field.candidates, arch)
+                kernels.add(op, case.name, call, one.field.candidates, arch)
         except torch.OutOfMemoryError as error:
             run.record.left[case.name] = f"out of memory: {trust.first_line(error)}"
             continue

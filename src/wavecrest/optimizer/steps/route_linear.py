@@ -14,7 +14,7 @@ from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext,
 from wavecrest.optimizer.steps.fuse_linears import FusedSlice
 
 if TYPE_CHECKING:
-    from wavecrest.dispatch.registry import Decision
+    from wavecrest.dispatch.decision import Decision
     from wavecrest.measure.workload import Inputs
 
 # what a layer runs on already
