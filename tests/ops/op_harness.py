@@ -251,7 +251,7 @@ def unrounded(op: str, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return found.reference(h.double(), *[_widen(values[key]) for key in names]), h
 
 
-def spread(scale: Tensor, shape: tuple[int, ...], granularity: str) -> Tensor:
+def remap_xcd(scale: Tensor, shape: tuple[int, ...], granularity: str) -> Tensor:
     """A scale as a tensor of the shape of what it scales."""
     if granularity != "group":
         return scale.expand(shape)
@@ -289,7 +289,7 @@ def assert_rounded(
         torch.testing.assert_close(
             scale.double(), expected_scale(y, granularity, largest), rtol=2e-6, atol=2e-45, equal_nan=True
         )
-    scaled = (y / spread(scale.double(), tuple(y.shape), granularity)).clamp(-largest, largest)
+    scaled = (y / remap_xcd(scale.double(), tuple(y.shape), granularity)).clamp(-largest, largest)
     got = q.cpu().float().double()
     nan = scaled.isnan().cpu()
     if dtype == torch.int8:
@@ -324,7 +324,7 @@ def check_results(op: str, results: tuple[Tensor, ...], values: dict[str, Any], 
     if op == "dequantize":
         q, scale = values["q"], values["scale"]
         granularity = next(one for one in ("tensor", "token", "group") if scale.shape == scale_shape(q.shape, one))
-        want = (q.float() * spread(scale, tuple(q.shape), granularity)).to(values["dtype"])
+        want = (q.float() * remap_xcd(scale, tuple(q.shape), granularity)).to(values["dtype"])
         assert results[0].dtype == values["dtype"] and results[0].shape == q.shape
         assert torch.equal(results[0].nan_to_num(7.0), want.nan_to_num(7.0))
     else:
