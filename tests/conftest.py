@@ -31,6 +31,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 
+# tests ask the registry for ops, which register when this is imported
+importlib.import_module("wavecrest.ops")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

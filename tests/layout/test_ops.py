@@ -16,7 +16,7 @@ from wavecrest.dispatch import registry
 ROOT = Path(__file__).parents[2]
 NAMES = registry.names()
 # public beside the ops: another way to call one of them, and what it may be given
-BESIDE = ["PackedWeight", "linear", "mlstm_parallel", "pack"]
+BESIDE = ["PackedWeight", "get", "linear", "mlstm_parallel", "names", "pack"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -163,11 +163,10 @@ def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord
     """
     import torch
 
-    from wavecrest import hardware
-    from wavecrest.dispatch import registry
+    from wavecrest import hardware, ops
     from wavecrest.dispatch.tuned import cost_model
 
-    found = registry.get(op)
+    found = ops.get(op)
     target = hardware.ARCHS.get(arch)
     if target is None:
         raise InvalidArgument(f"unknown architecture {arch!r}: known are {', '.join(hardware.ARCHS)}")
@@ -258,10 +257,9 @@ def run(op: str, settings: list[str] | None = None, device: str | None = None) -
     """
     import torch
 
-    from wavecrest import hardware
-    from wavecrest.dispatch import registry
+    from wavecrest import hardware, ops
 
-    found = registry.get(op)
+    found = ops.get(op)
     target = hardware.detect(device)
     call = _call(found, settings or [], target.known, target.torch_name)
     with torch.no_grad():

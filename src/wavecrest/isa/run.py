@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wavecrest import env, hardware
-from wavecrest.dispatch import registry
+from wavecrest import env, hardware, ops
 from wavecrest.dispatch.call import AnyCall, mapped, tensors_of
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, MissingDependency, Unsupported, WavecrestError, WorkloadError
@@ -67,8 +66,8 @@ def op_names(target: str) -> list[str]:
         InvalidArgument: no such op, or it has no kernel.
     """
     if target == "all":
-        return [name for name in registry.names() if "triton" in registry.get(name).backends]
-    if "triton" not in registry.get(target).backends:
+        return [name for name in ops.names() if "triton" in ops.get(name).backends]
+    if "triton" not in ops.get(target).backends:
         raise InvalidArgument(f"{target} has no Triton kernel to run")
     return [target]
 
@@ -113,7 +112,7 @@ def run_ops(
     results = []
     with emulate.emulated(arch, **options) as driver:
         for name in names:
-            op = registry.get(name)
+            op = ops.get(name)
             own = [backend for backend in op.backends if backend.startswith("triton")]
             for backend, (label, dtype, make) in itertools.product(own, list(_calls(op, arch, chosen))):
                 # the first is the kernel that runs where nothing names another

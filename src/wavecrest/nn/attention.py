@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from wavecrest.dispatch import registry
+from wavecrest import ops
 from wavecrest.dispatch.decision import Decision
 from wavecrest.dispatch.keys import dtype_name
 from wavecrest.errors import InvalidArgument, Unsupported
@@ -272,7 +272,7 @@ def _decode(
     q, k, v = (one.transpose(1, 2) for one in (query, key, value))
     if _watchers and not torch.compiler.is_compiling():
         given = Decoding(q, k, v, ends, None, window, scaling, None, softcap, sinks, seq_starts=starts)
-        decision = registry.get("flash_decoding").decide(given)
+        decision = ops.get("flash_decoding").decide(given)
         for calls in _watchers:
             calls.append(Call(type(module).__name__, given.tokens, given.capacity, decision, decision.reason))
     result = flash_decoding(
@@ -309,7 +309,7 @@ def _note(name: str, given: Operands, reason: str, undecoded: str = "") -> None:
     if torch.compiler.is_compiling():
         return
     for calls in _watchers:
-        decision = None if reason else registry.get("flash_attention").decide(given)
+        decision = None if reason else ops.get("flash_attention").decide(given)
         why = reason if decision is None else decision.reason
         if undecoded and decision is not None:
             why = f"{why}; its mask is written out for {undecoded}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wavecrest.dispatch import registry
+from wavecrest import ops
 from wavecrest.dispatch.decision import Decision
 from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.ops import PackedWeight, linear, pack
@@ -95,7 +95,7 @@ class Linear(nn.Module):
             x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
             norm_eps=norm_eps, tail=self.tail,
         )  # fmt: skip
-        return registry.get("gemm").decide(given)
+        return ops.get("gemm").decide(given)
 
     def extra_repr(self) -> str:
         stored = f", {self.weight.format}" if isinstance(self.weight, PackedWeight) else ""

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware
+from wavecrest import hardware, ops
 from wavecrest.bench import suites
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
@@ -99,7 +98,7 @@ def answer(asked: dict[str, Any], device: hardware.Device, seconds: float, say: 
     tell(trial.Step("make"))
     try:
         with torch.no_grad():
-            op = registry.get(asked["op"])
+            op = ops.get(asked["op"])
             one = trial_of(asked, op, device.torch_name)
             timer = contest.timer_of(device.torch_name)
             tuned = trial.tune_key(op, one, device, seconds=seconds, timer=timer, tell=tell)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from wavecrest import records
-from wavecrest.dispatch import lookup, registry
+from wavecrest import ops, records
+from wavecrest.dispatch import lookup
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config, Row, near
 from wavecrest.tune import session
@@ -55,7 +55,7 @@ class Summary:
 
 def decide(record: records.TuneRecord) -> list[Left]:
     """Every key of a record that has a winner, and a default that was timed."""
-    op = registry.get(record.op)
+    op = ops.get(record.op)
     fields = lookup.fields_of(op)
     keys = [key for key in record.keys if key.backend is not None and key.us is not None]
     rows = [session.row_of(key, fields, record.suite, record.header) for key in keys]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from wavecrest import ops
 from wavecrest.bench import suites
-from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch import lookup
 from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.op import AnyOp
@@ -107,6 +108,6 @@ def by_op(misses: Sequence[Miss]) -> dict[str, list[Miss]]:
     """
     found: dict[str, list[Miss]] = {}
     for miss in misses:
-        registry.get(miss.op)
+        ops.get(miss.op)
         found.setdefault(miss.op, []).append(miss)
     return found

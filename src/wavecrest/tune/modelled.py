@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from wavecrest import hardware, records
-from wavecrest.dispatch import registry
+from wavecrest import hardware, ops, records
 from wavecrest.dispatch.tuned import Config, Work, cost_model
 from wavecrest.dispatch.tuned.cost_model import CONSTANTS, Constants
 from wavecrest.errors import InvalidArgument
@@ -85,7 +84,7 @@ def cases(record: records.TuneRecord) -> list[Case]:
     Raises:
         InvalidArgument: its architecture is none that is known.
     """
-    op = registry.get(record.op)
+    op = ops.get(record.op)
     arch = _arch(record)
     found = []
     for key in record.keys:

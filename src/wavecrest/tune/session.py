@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware, records
+from wavecrest import hardware, ops, records
 from wavecrest.bench import suites
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.decision import Key
@@ -92,7 +92,7 @@ class Targets:
             raise InvalidArgument("a table's rows name the record they come from: give --out FILE too")
         if self.table.parent.name in hardware.ARCHS and self.table.parent.name != arch:
             raise InvalidArgument(f"{self.table} is for {self.table.parent.name}, and this is {arch}")
-        if self.table.stem in registry.names() and self.table.stem != op.name:
+        if self.table.stem in ops.names() and self.table.stem != op.name:
             raise InvalidArgument(f"{self.table} is for {self.table.stem}, and this is {op.name}")
         database.read(self.table, lookup.fields_of(op))
 
@@ -207,7 +207,7 @@ def tune(
         trust.DeviceLost: a kernel ended the device; what was found before is written.
         EnvironmentProblem: no child process is left to tune in; what was found before is written.
     """
-    op = registry.get(name)
+    op = ops.get(name)
     names = candidates.backends(op, settings.backends)
     if cases is None:
         found = suites.cases(op, settings.suite, device.torch_name, matching=settings.matching)

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wavecrest import ops
 from wavecrest.bench import suites
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, TableError
@@ -87,7 +87,7 @@ def _shape(row: dict[str, str]) -> tuple[AnyOp, tuple[int, ...], str]:
     """
     if "op" not in row:
         raise InvalidArgument("names no op")
-    op = registry.get(row.pop("op"))
+    op = ops.get(row.pop("op"))
     text = row.pop("dtype", DTYPE)
     try:
         dtype = str(suites.dtype_of(text)).removeprefix("torch.")

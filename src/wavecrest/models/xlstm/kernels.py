@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wavecrest.dispatch import registry
+from wavecrest import ops
 from wavecrest.dispatch.decision import Decision, Key
 from wavecrest.errors import InvalidArgument
 from wavecrest.ops import mlstm_parallel
@@ -98,7 +98,7 @@ UNUSED = frozenset(
     }
 )  # fmt: skip
 # looked up once: torch.compile traces calls of them
-_OPS = {name: registry.get(name) for name in ("mlstm_chunkwise", "mlstm_sequence", "mlstm_step")}
+_OPS = {name: ops.get(name) for name in ("mlstm_chunkwise", "mlstm_sequence", "mlstm_step")}
 _fallbacks: dict[tuple[str, Key], Fallback] = {}
 
 
