@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.toy import ToyOp
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import Cost, DispatchMiss
 from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
-from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.lookup import UNLISTED
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Row, database
@@ -30,7 +30,7 @@ def op() -> Iterator[Op]:
         if x.ndim != 2:
             raise InvalidArgument("sample: takes [M, N]")
 
-    made = LegacyOp(
+    made = ToyOp(
         "sample",
         reference=lambda x, scale=1.0: ("reference", None),
         check=check,
@@ -40,21 +40,14 @@ def op() -> Iterator[Op]:
         cost=lambda x, scale=1.0: Cost(x.numel(), 2 * x.nbytes),
         default_config=lambda key: Config(BLOCK_N=key[1]),
     )
-    made.attach(
+    made.kernel(
         "fast",
         lambda x, scale=1.0, *, config: ("fast", config),
-        supports=lambda x, scale=1.0: None if x.shape[1] <= 8 else "takes 8 columns at most",
+        refuse=lambda x, scale=1.0: None if x.shape[1] <= 8 else "takes 8 columns at most",
         priority=20,
-        takes_config=True,
     )
-    made.attach("plain", lambda x, scale=1.0: ("plain", None), supports=lambda *_a, **_k: None, priority=10)
-    made.attach(
-        "shy",
-        lambda x, scale=1.0: ("shy", None),
-        supports=lambda *_a, **_k: None,
-        reserved=lambda *_a, **_k: "only when asked for",
-        priority=30,
-    )
+    made.native("plain", lambda x, scale=1.0: ("plain", None), priority=10)
+    made.native("shy", lambda x, scale=1.0: ("shy", None), opt_in=lambda *_a, **_k: "only when asked for", priority=30)
     yield made
     del registry.STATE.ops["sample"]
 
@@ -104,7 +97,7 @@ def test_a_signature_is_more_than_its_key(op: Op) -> None:
         seen.append((tuple(x.shape), x.stride(), x.dtype, scale))
         return lambda x, scale=1.0: "bound"
 
-    op.attach("bound", op.backends["plain"].run, bind=bind, supports=lambda *_a, **_k: None, priority=40)
+    op.native("bound", op.backends["plain"].run, bind=bind, priority=40)
     calls = [
         (torch.zeros(9, 4),), (torch.zeros(9, 4),), (torch.zeros(10, 4),), (torch.zeros(4, 9).t(),),
         (torch.zeros(9, 4).half(),), (torch.zeros(9, 4), 2.0), (torch.zeros(9, 4), 2.0),
@@ -195,7 +188,7 @@ def test_a_pinned_backend_that_declines_is_named_in_the_reason(op: Op) -> None:
 
 def test_attach_forgets_decisions(op: Op) -> None:
     assert op(torch.zeros(2, 4))[0] == "fast"
-    op.attach("new", lambda x, scale=1.0: ("new", None), supports=lambda *_a, **_k: None, priority=99)
+    op.native("new", lambda x, scale=1.0: ("new", None), priority=99)
     assert op(torch.zeros(2, 4))[0] == "new"
 
 
@@ -212,7 +205,7 @@ def test_the_epoch_changes_with_decisions_and_not_with_calls(op: Op) -> None:
         lambda: op.pin(op.key(torch.zeros(3, 4)), "shy", None, "exact", "a test"),
         op.unpin,
         lambda: op.swap(None),
-        lambda: op.attach("other", lambda x: x, supports=lambda *_a: "no", priority=1),
+        lambda: op.native("other", lambda x: x, refuse=lambda *_a: "no", priority=1),
         registry.reread,
     ]
     for change in changes:
@@ -264,7 +257,7 @@ def test_names_and_get() -> None:
 
 def test_a_name_registers_once(op: Op) -> None:
     with pytest.raises(InvalidArgument, match="already registered"):
-        LegacyOp("sample", op.reference, op.check, op.key, op.inputs, op.cost, op.default_config)
+        ToyOp("sample", op.reference, op.check, op.key, op.inputs, op.cost, op.default_config)
 
 
 @pytest.mark.parametrize(
@@ -328,12 +321,10 @@ def test_least_cost(name: str, flops: int, bytes_: int) -> None:
 
 def test_a_backend_may_have_its_own_default_configuration(op: Op) -> None:
     x, key = torch.zeros(2, 4), (2, 4, "float32")
-    op.attach(
+    op.kernel(
         "own",
         lambda x, scale=1.0, *, config: ("own", config),
-        supports=lambda *_a, **_k: None,
         priority=40,
-        takes_config=True,
         default_config=lambda key: Config(SPLIT=key[1] + 1),
     )
     assert op.config_of("own", key) == Config(SPLIT=5)
@@ -358,7 +349,7 @@ RECORD = "h200/bench.json"
 @pytest.fixture
 def tabled() -> Iterator[Op]:
     """An op of one tensor whose key says that it is on a GPU, unless it is float64; results tell the backend."""
-    made = LegacyOp(
+    made = ToyOp(
         "tabled",
         reference=lambda x: x * 1,
         check=lambda x: None,
@@ -371,15 +362,13 @@ def tabled() -> Iterator[Op]:
         cost=lambda x: Cost(x.numel(), 2 * x.nbytes),
         default_config=lambda key: Config(BLOCK=10, SPLIT=1, num_warps=4),
     )  # fmt: skip
-    takes = {"supports": lambda *_a, **_k: None}
-    made.attach("plain", lambda x: x * 2, priority=30, **takes)
-    made.attach("shy", lambda x: x * 3, reserved=lambda *_a, **_k: "only when asked for", priority=40, **takes)
-    made.attach(
+    made.native("plain", lambda x: x * 2, priority=30)
+    made.native("shy", lambda x: x * 3, opt_in=lambda *_a, **_k: "only when asked for", priority=40)
+    made.kernel(
         "tiles",
         lambda x, *, config: x * 100 * config["BLOCK"],
-        supports=lambda x: None if x.shape[1] <= 8 else "takes 8 columns at most",
+        refuse=lambda x: None if x.shape[1] <= 8 else "takes 8 columns at most",
         priority=20,
-        takes_config=True,
     )
     yield made
     del registry.STATE.ops["tabled"]
@@ -621,12 +610,10 @@ def test_compiled_calls_run_what_was_measured(tabled: Op, tmp_path: Path, dynami
 
 
 def test_compiled_calls_use_the_backends_own_default_configuration(tabled: Op) -> None:
-    tabled.attach(
+    tabled.kernel(
         "own",
         lambda x, *, config: x * config["SPLIT"],
-        supports=lambda *_a, **_k: None,
         priority=50,
-        takes_config=True,
         default_config=lambda key: Config(SPLIT=key[3] + 5),
     )
     torch._dynamo.reset()
