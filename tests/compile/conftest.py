@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="cross-compiling needs triton")
 
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm_90")
 BUDGETS = Path(__file__).parent / "budgets"
+RECORDED = Path(__file__).with_name("recorded.json")
 KERNELS = Path(__file__).with_name("kernels.py")
 
 

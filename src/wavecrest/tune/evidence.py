@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wavecrest import records
-from wavecrest.dispatch import lookup, registry
+from wavecrest import ops, records
+from wavecrest.dispatch import lookup
 from wavecrest.dispatch.tuned import Config, Evidence, Row, database
 from wavecrest.errors import InvalidArgument, RecordError
 from wavecrest.tune import session
@@ -35,7 +35,7 @@ def fill(table: Path, results: Path) -> Filled:
         TableError, RecordError: a file is damaged.
         OutputError: the table cannot be written.
     """
-    op = registry.get(table.stem)
+    op = ops.get(table.stem)
     fields = lookup.fields_of(op)
     if not table.is_file():
         raise InvalidArgument(f"no table at {table}")
