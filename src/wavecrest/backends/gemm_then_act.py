@@ -16,16 +16,18 @@ from wavecrest.dispatch import registry
 from wavecrest.dispatch.keys import needs_grad
 from wavecrest.dispatch.op import Op
 from wavecrest.ops._gemm.call import GATED, Operands
+from wavecrest.ops.gated.backend import gelu_op, silu_op
+from wavecrest.ops.gated.call import GatedCall
 
 # above PyTorch's own two operations
 PRIORITY = 11
 NAME = "torch_and_mul"
 _PRODUCT = registry.get("gemm")
-# activation: the op, and its option
-OPS: dict[str, tuple[Op, tuple[str, ...]]] = {
-    "silu_and_mul": (registry.get("silu_and_mul"), ()),
-    "gelu_and_mul": (registry.get("gelu_and_mul"), ("none",)),
-    "gelu_tanh_and_mul": (registry.get("gelu_and_mul"), ("tanh",)),
+# activation: the op, and its call's activation and approximation
+OPS: dict[str, tuple[Op[GatedCall, Tensor], str, str]] = {
+    "silu_and_mul": (silu_op, "silu", "none"),
+    "gelu_and_mul": (gelu_op, "gelu", "none"),
+    "gelu_tanh_and_mul": (gelu_op, "gelu", "tanh"),
 }
 
 
@@ -56,10 +58,9 @@ def _reserved(*args: Any) -> str | None:
 def _gemm(*args: Any) -> Tensor:
     given = Operands(*args)
     assert given.activation is not None
-    op, options = OPS[given.activation]
+    op, activation, approximate = OPS[given.activation]
     both = _PRODUCT.backends["torch"].run(*_product(given))
-    result: Tensor = op(both, None, *options)
-    return result
+    return op(GatedCall(activation, both, None, approximate))
 
 
 _PRODUCT.attach(NAME, _gemm, supports=_supports, reserved=_reserved, priority=PRIORITY, as_native=True)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from wavecrest.ops._flash_decoding.call import Operands
 from wavecrest.ops._flash_decoding.quantized import quantize_cache
-from wavecrest.ops._rope import _reference as _rope
+from wavecrest.ops._rope.call import RopeCall
+from wavecrest.ops._rope.reference import reference as _rope
 from wavecrest.ops.common.quantized import LARGEST
 
 # integers as wide as an element of a cache: what is moved keeps its bits, and PyTorch has no `where` of 8-bit floats
@@ -20,8 +21,8 @@ def appended(given: Operands) -> Operands:
     token = torch.arange(given.tokens, device=q.device)
     places = given.seq_lens[:, None] - given.tokens + token
     if given.cos is not None and given.sin is not None:
-        q = _rope(q, given.cos, given.sin, places, given.rotary_style)
-        k = None if k is None else _rope(k, given.cos, given.sin, places, given.rotary_style)
+        q = _rope(RopeCall(q, given.cos, given.sin, places, given.rotary_style))
+        k = None if k is None else _rope(RopeCall(k, given.cos, given.sin, places, given.rotary_style))
     if k is not None and v is not None and given.batch * given.capacity > 0:
         owners = _owners(given, places)
         _write(given, owners, k, given.k_cache, given.k_scale, given.k_shift)
