@@ -9,13 +9,17 @@ import wavecrest.ops.common.layout as _layout
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
-from wavecrest.ops._mla_decode.config import default, default_hopper, with_tile
+from wavecrest.ops._mla_decode.config import Shape, default, default_hopper, with_tile
 from wavecrest.ops._mla_decode.key import shape_of
 
 
 def space(key: Key, arch: Arch) -> Iterator[Config]:
     """The configurations worth trying, each once, the default first: other tiles, and more or fewer splits."""
-    shape = shape_of(key)
+    return space_of(shape_of(key), arch)
+
+
+def space_of(shape: Shape, arch: Arch) -> Iterator[Config]:
+    """The same for what a configuration is chosen by."""
     first = default(shape, arch)
     yield first
     seen = {first}
