@@ -34,6 +34,7 @@ from tests.ops.attention_harness import (
 )
 from tests.ops.op_harness import BACKENDS, DTYPES, assert_never_copies, name, random
 from wavecrest import hardware, ops
+from wavecrest.dispatch.call import mapped
 from wavecrest.dispatch.decision import PortableKernel
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
@@ -82,7 +83,7 @@ def test_definition(key: str, lengths: tuple[int, int], device: str) -> None:
     q, k, v = tensors(2, *lengths, HEADS, 2, 5, 3, device=device)
     call = FlashAttentionCall(q, k, v, **options)
     want = exact(call)
-    out, lse = op.reference(*wide(call))
+    out, lse = op.reference(wide(call))
     torch.testing.assert_close(out, want[0].to(device), rtol=1e-12, atol=1e-12)
     assert torch.equal(lse.isfinite().cpu(), want[1].isfinite())
     torch.testing.assert_close(lse.nan_to_num(), want[1].nan_to_num().to(device), rtol=1e-12, atol=1e-12)
@@ -446,18 +447,17 @@ def test_default_configurations(arch: str) -> None:
 def test_configurations_to_tune_with(arch: str, device: str) -> None:
     call = FlashAttentionCall(*tensors(1, 70, 90, 2, 1, 40, dtype=torch.float16, device=device), causal=True)
     want = by_reference(call)
-    backend = op.backends["triton"]
-    assert backend.space is not None and backend.launches is not None
-    tried = list(backend.space(op.key(call), ARCHS[arch]))
+    study = op.study.kernel("triton")
+    assert study.space is not None and study.launches is not None
+    tried = list(study.space(op.key(call), ARCHS[arch]))
     mine = device == "cpu" or hardware.detect().vendor == ARCHS[arch].vendor
     for config in tried if device == "cuda" else tried[1::5]:
         # another vendor's options are unknown to the compiler
         if mine:
             assert_attends("triton", call, config, want)
-        meta = (one.to("meta") if isinstance(one, Tensor) else one for one in call)
-        (launch,) = backend.launches(*meta, config=config, arch=ARCHS[arch])
+        (launch,) = study.launches(mapped(call, lambda one: one.to("meta")), config, ARCHS[arch])
         assert launch.options()["BLOCK_M"] == config["BLOCK_M"]
-    assert backend.launches(FlashAttentionCall(*tensors(1, 0, 9)), config=SMALL, arch=ARCHS[arch]) == []
+    assert study.launches(FlashAttentionCall(*tensors(1, 0, 9)), SMALL, ARCHS[arch]) == []
 
 
 # gradients, torch.compile, dispatch
@@ -490,7 +490,7 @@ def test_gradients(key: str, device: str) -> None:
 
 
 def test_gradients_of_the_definition(device: str) -> None:
-    """Those of all against differences, with queries that see nothing."""
+    """Those of all arguments, against differences, with queries that see nothing."""
     q, k, v = (one.double().requires_grad_() for one in tensors(1, 5, 4, 2, 1, 3, 2, device=device))
     bias, sinks = (random(shape, torch.float64, device, 5).requires_grad_() for shape in ((2, 5, 4), (2,)))
 
@@ -599,7 +599,7 @@ def test_another_length_does_not_compile_anew(options: dict[str, Any]) -> None:
     for queries, keys, batch, heads in ((101, 200, 2, 8), (100, 1, 2, 8), (1, 77, 5, 2), (4097, 4097, 1, 32)):
         other = _made(queries, keys, batch, heads, **options)
         assert other.constants == base.constants
-        assert [type(value) for value in other.call] == [type(value) for value in base.call]
+        assert [type(value) for value in other.args] == [type(value) for value in base.args]
         assert other.grid != base.grid or batch * heads == 16
     if "window" in options:
         assert _made(100, 200, window=(7, 30)).constants == base.constants
@@ -1012,9 +1012,9 @@ def test_hopper(dtype: torch.dtype, key: str, d: int, hopper: Op) -> None:
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_hopper_configurations(d: int, causal: bool, hopper: Op) -> None:
     call = FlashAttentionCall(*tensors(4, 700, 900, 8, 2, d, dtype=torch.bfloat16, device="cuda"), causal=causal)
-    want, backend = by_reference(call), hopper.backends[HOPPER]
-    assert backend.space is not None
-    for config in backend.space(hopper.key(call), ARCHS["sm_90"]):
+    want, space = by_reference(call), hopper.study.kernel(HOPPER).space
+    assert space is not None
+    for config in space(hopper.key(call), ARCHS["sm_90"]):
         assert_attends(HOPPER, call, config, want)
 
 
@@ -1073,12 +1073,12 @@ def test_hopper_replays_in_a_cuda_graph_and_does_not_compile_for_a_length(hopper
 
     hopper.force(HOPPER)
     call = FlashAttentionCall(*tensors(2, 500, 600, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), causal=True)
-    hopper(*call)
+    hopper(call)
     torch.cuda.synchronize()
     before = len(_hopper_attention_kernel.device_caches[torch.cuda.current_device()][0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = hopper(*call)
+        result = hopper(call)
     for seed in (5, 6):
         fresh = tensors(2, 500, 600, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda", seed=seed)
         for one, other in zip(call[:3], fresh, strict=True):

@@ -62,7 +62,7 @@ def mask(call: FlashAttentionCall, sequence: int, head: int, queries: int, keys:
 
 def weights(call: FlashAttentionCall) -> FlashAttentionCall:
     """The call without dropout in float64 with values that are unit vectors: its result is the weights."""
-    keys = call.k.shape[0] if call.layout == "thd" else call.keys
+    keys = call.k.shape[0] if call.layout == "thd" else call.seqlen_k
     assert keys <= 256
     eye = torch.eye(keys, dtype=torch.float64, device=call.k.device)
     heads = call.kv_heads
@@ -75,10 +75,9 @@ def weights(call: FlashAttentionCall) -> FlashAttentionCall:
     return plain._replace(v=v, dropout_p=0.0, seed=None, return_lse=False)
 
 
-def dropped(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def dropped(call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
     """(the result, Σ p |v| of what is kept) in float64: weights of the definition, masked here, times v."""
-    call = call
-    p = op.reference(*weights(call))
+    p = op.reference(weights(call))
     v = call.v.double()
     kept = torch.zeros_like(p)
     for b in range(call.batch):
@@ -91,7 +90,7 @@ def dropped(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
                 kept[rows, h, cols] = one.to(kept)
             else:
                 place = kept[b, h] if call.layout == "bhsd" else kept[b, :, h]
-                place.copy_(mask(call, b, h, call.queries, call.keys))
+                place.copy_(mask(call, b, h, call.seqlen_q, call.seqlen_k))
     p = p * kept / (1 - call.dropout_p)
     group = call.heads // call.kv_heads
     axis = 1 if call.layout != "bshd" else 2
@@ -103,7 +102,7 @@ def dropped(call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 
 def assert_drops(
-    backend: str, call: tuple[Any, ...], config: Config | None = SMALL, want: tuple[Tensor, Tensor] | None = None
+    backend: str, call: FlashAttentionCall, config: Config | None = SMALL, want: tuple[Tensor, Tensor] | None = None
 ) -> None:
     """A backend's result against the oracle; the logarithms are those without dropout, bit for bit."""
     call = call._replace(return_lse=True)
@@ -298,11 +297,11 @@ def test_a_seed_does_not_compile_anew() -> None:
     for seed, share in ((0, 0.1), (1, 0.7), (WORD, 0.5), (2**64 - 1, 0.999), (2**31, 0.25)):
         one = dropping(5, 7, seed=seed, dropout_p=share)
         made.append(launches.launch(one, *launches.empty_results(one), SMALL, None))
-    words = [one.call[-4:] for one in made]
+    words = [one.args[-4:] for one in made]
     assert all(-(2**31) <= number < 2**31 for four in words for number in four[:3])
     for one in made[1:]:
         assert one.constants == made[0].constants
-        assert [type(value) for value in one.call] == [type(value) for value in made[0].call]
+        assert [type(value) for value in one.args] == [type(value) for value in made[0].call]
 
 
 @pytest.mark.parametrize("backend", OURS)
@@ -321,10 +320,10 @@ def test_gradients(device: str) -> None:
     leaves = [x.clone().requires_grad_() for x in call[:3]]
     op.force("triton")
     wanted = call._replace(q=leaves[0], k=leaves[1], v=leaves[2])
-    decision = op.decide(*wanted)
+    decision = op.decide(wanted)
     assert decision.backend == "reference"
     assert "no backward" in {one.backend: one.reason for one in decision.refused}["triton"]
-    op(*wanted).square().sum().backward()
+    op(wanted).square().sum().backward()
     doubled = [x.double().requires_grad_() for x in call[:3]]
     q, k, v = (x.transpose(1, 2) for x in doubled)
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))

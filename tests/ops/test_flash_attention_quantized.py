@@ -115,7 +115,7 @@ def scales(mode: Mode, heads: int, kv_heads: int, batch: int, shape: str, device
 
 def quantized(
     mode: Mode, qkv: tuple[Tensor, Tensor, Tensor], shape: str = "sequence", seed: int = 0, **options: Any
-) -> tuple[Any, ...]:
+) -> FlashAttentionCall:
     """A call with codes in the place of q, k and v."""
     q, k, v = qkv
     layout = options.get("layout", "bshd")
@@ -156,7 +156,7 @@ def _head(call: FlashAttentionCall, q: Tensor, k: Tensor, v: Tensor, b: int, h: 
     own = torch.arange(q.shape[0], device=q.device)[:, None] + k.shape[0] - q.shape[0]
     j = torch.arange(k.shape[0], device=q.device)[None, :]
     if call.bias is not None:
-        full = call.bias.double().broadcast_to(call.batch, call.heads, call.queries, call.keys)
+        full = call.bias.double().broadcast_to(call.batch, call.heads, call.seqlen_q, call.seqlen_k)
         s = s + full[b, h, : q.shape[0], : k.shape[0]]
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes.double()
@@ -182,9 +182,8 @@ def _head(call: FlashAttentionCall, q: Tensor, k: Tensor, v: Tensor, b: int, h: 
     return p @ v / total, lse, p @ v.abs() / total, seen @ v.abs() / total
 
 
-def exact(call: tuple[Any, ...]) -> Exact:
+def exact(call: FlashAttentionCall) -> Exact:
     """The dequantised call, head by head; weights are not rounded."""
-    call = call
     axis = {"bshd": 2, "bhsd": 1, "thd": 1}[call.layout]
     shape = (*call.q.shape[:-1], call.v.shape[-1])
     out, mass, counted = (torch.zeros(shape, dtype=torch.float64, device=call.q.device) for _ in range(3))
@@ -212,7 +211,7 @@ def exact(call: tuple[Any, ...]) -> Exact:
 
 
 def assert_attends(
-    backend: str, call: tuple[Any, ...], config: Config | None = SMALL, want: Exact | None = None
+    backend: str, call: FlashAttentionCall, config: Config | None = SMALL, want: Exact | None = None
 ) -> Tensor:
     """A backend's result and logarithms against attention of the dequantised tensors, in float64.
 
@@ -278,7 +277,7 @@ def test_definition(mode: str, key: str, device: str) -> None:
     want = exact(call)
     doubled = wide(call)
     # codes of int8 are no floats, which `wide` would widen; their descales are
-    out, lse = op.reference(*doubled._replace(q=doubled.q.double(), k=doubled.k.double(), v=doubled.v.double(),
+    out, lse = op.reference(doubled._replace(q=doubled.q.double(), k=doubled.k.double(), v=doubled.v.double(),
                                                  out_dtype=None))  # fmt: skip
     torch.testing.assert_close(out, want.out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse.nan_to_num(), want.lse.nan_to_num(), rtol=1e-12, atol=1e-12)
@@ -589,7 +588,7 @@ def test_what_does_not_compile_anew() -> None:
     base = made(100, 200, 2, "number", 0.01)
     for other in (made(101, 7, 3, "sequence", 0.3), made(1, 1, 2, "head", 1.0), made(100, 200, 1, "one", 2.0)):
         assert other.constants == base.constants
-        assert [type(value) for value in other.call] == [type(value) for value in base.call]
+        assert [type(value) for value in other.args] == [type(value) for value in base.args]
 
 
 def test_constants_of_floats_are_what_they_were() -> None:
@@ -631,24 +630,24 @@ def test_default_configurations(arch: str) -> None:
 def test_gradients(mode: str, device: str) -> None:
     """Of q where it is a float, and of descales: through the definition."""
     how = MODES[mode]
-    call = FlashAttentionCall(*quantized(how, tensors(1, 9, 12, 2, d=8, device=device), causal=True))
+    call = quantized(how, tensors(1, 9, 12, 2, d=8, device=device), causal=True)
     leaves = {"v_descale": call.v_descale, "k_descale": call.k_descale}
     if how.q not in LARGEST:
         leaves["q"] = call.q
     for name, value in leaves.items():
         leaves[name] = value.clone().requires_grad_()  # type: ignore[union-attr]
-    given_leaves = call._replace(**leaves)
+    wanted = call._replace(**leaves)
     op.force("triton")
-    decision = op.decide(*given_leaves)
+    decision = op.decide(wanted)
     assert decision.backend == "reference"
     assert "no backward" in {one.backend: one.reason for one in decision.refused}["triton"]
-    op(*given_leaves).float().square().sum().backward()
+    op(wanted).float().square().sum().backward()
     doubled = {name: value.detach().double().requires_grad_() for name, value in leaves.items()}  # type: ignore[union-attr]
     more = {name: getattr(call, name).double() for name in ("q_descale",) if getattr(call, name) is not None}
     wider = call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double(), out_dtype=None, **more)._replace(
         **doubled
     )
-    op.reference(*wider).square().sum().backward()
+    op.reference(wider).square().sum().backward()
     for name, leaf in leaves.items():
         want = doubled[name].grad
         assert leaf is not None and leaf.grad is not None and want is not None and want.abs().max() > 1e-3

@@ -682,7 +682,7 @@ def test_same_bits_again_and_in_any_batch(cache: torch.dtype | None, groups: int
         alone = call._replace(
             q=call.q[b : b + 1], seq_lens=call.seq_lens[b : b + 1], block_table=call.block_table[b : b + 1]
         )
-        assert same_bits(op(*alone), whole[b : b + 1])
+        assert same_bits(op(alone), whole[b : b + 1])
 
 
 @pytest.mark.parametrize("window", [-1, 50])
