@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.cli import db, explain, main
 from wavecrest.cli import tune as tune_cli
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.keys import dtype_name, m_bucket
-from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Entry, Evidence, Overlay, Row, aiter_csv, database
 from wavecrest.dispatch.tuned import misses as files
@@ -252,7 +252,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
         ran.append(40.0)
         return x + x
 
-    made = LegacyOp(
+    made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
         check=lambda x: None,
@@ -263,9 +263,8 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
         cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
         default_config=lambda key: Config(BLOCK=1),
     )
-    takes = {"supports": lambda *_a, **_k: None}
-    made.attach("torch", native, priority=10, **takes)
-    made.attach("kernel", kernel, priority=5, takes_config=True, space=lambda key, arch: [Config(BLOCK=2)], **takes)
+    made.native("torch", native, priority=10)
+    made.kernel("kernel", kernel, priority=5, space=lambda key, arch: [Config(BLOCK=2)])
 
     def measured(works: Any, *, device: str, seconds: float, min_rounds: int) -> timing.Interleaved:
         for work in works:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.toy import ToyOp
 from wavecrest import hardware
 from wavecrest.cli import explain, main
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.keys import dtype_name
-from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.errors import InvalidArgument
@@ -34,7 +34,7 @@ def product() -> Iterator[Op]:
     def inputs(M: int, N: int, K: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
         return torch.empty(M, K, dtype=dtype, device=device), torch.empty(N, K, dtype=dtype, device=device)
 
-    made = LegacyOp(
+    made = ToyOp(
         "product",
         reference=lambda a, b: a @ b.t(),
         check=lambda a, b: None,
@@ -46,7 +46,7 @@ def product() -> Iterator[Op]:
         sizes=("M", "N", "K"),
         example_dtypes=("float16", "bfloat16", "float8_e4m3fnuz", "float8_e4m3fn", "int8"),
     )
-    made.attach("tiles", lambda a, b, *, config: a, supports=lambda *_a: None, priority=20, takes_config=True)
+    made.kernel("tiles", lambda a, b, *, config: a, priority=20)
     yield made
     del registry.STATE.ops["product"]
 

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.keys import dtype_name
-from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Work, cost_model
 from wavecrest.dispatch.tuned.cost_model import CONSTANTS, Constants, predict, predict_launch, propose, rank, resident
@@ -262,7 +262,7 @@ def op() -> Iterator[Op]:
     def work(key: tuple[Any, ...], config: Config, arch: Arch) -> tuple[Work, ...]:
         return (replace(SMALL, programs=key[0], steps=100 * config["BLOCK"], shared=config.get("SHARED", 0)),)
 
-    made = LegacyOp(
+    made = ToyOp(
         "described",
         reference=lambda x: x,
         check=takes,
@@ -272,12 +272,9 @@ def op() -> Iterator[Op]:
         cost=lambda x: Cost(0, 0),
         default_config=lambda key: Config(BLOCK=4),
     )
-    made.attach("torch", lambda x: x, supports=takes, priority=1)
+    made.native("torch", lambda x: x, priority=1)
     space = [Config(BLOCK=4), Config(BLOCK=8), Config(BLOCK=1), Config(BLOCK=2), Config(BLOCK=1, SHARED=1 << 20)]
-    made.attach(
-        "kernel", lambda x, *, config: x, supports=takes, priority=5, takes_config=True,
-        space=lambda key, arch: space, work=work,
-    )  # fmt: skip
+    made.kernel('kernel', lambda x, *, config: x, priority=5, space=lambda key, arch: space, work=work)  # fmt: skip
     yield made
     del registry.STATE.ops["described"]
 

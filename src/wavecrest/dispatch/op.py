@@ -227,7 +227,7 @@ class Op(Generic[C, R]):
         name = ("named", backend, *key)
         if name not in self._cache:
             measured, config, _, reason = _measured(self.name, key, (backend,), backend)
-            why = f"named by the caller; {reason if measured else 'no measured row is of it'}"
+            why = f"named by the caller; {reason if measured else 'no measured row for it'}"
             made = Config(**dict(config)) if config else None
             self._cache[name] = _Entry(_decision(self, key, backend, made, "forced", why, ()), chosen)
         return self._cache[name]
