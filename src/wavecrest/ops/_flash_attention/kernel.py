@@ -113,7 +113,7 @@ def _attend(  # type: ignore[no-untyped-def]
     TYPE: tl.constexpr, WIDEN: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr, PTX: tl.constexpr,
     FOREIGN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention to the tiles of keys from `begin` to `end`: of each row (weighted values, sum of weights, largest score).
+    """Attention to keys from `begin` to `end`, in tiles: of each row (weighted values, sum of weights, largest score).
 
     `first`, `last`: the keys that any row sees lie between them; MASKED: tiles may have others, which are not read, and
     a row i sees keys up to upper[i] alone, or with LEFT those from lower[i] to upper[i] further on. `rows`: each row's

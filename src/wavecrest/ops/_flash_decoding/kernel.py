@@ -356,7 +356,7 @@ def _attend(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
     AHEAD: tl.constexpr, STORED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention to the keys from `begin` to `end`, in tiles: of each row (weighted values, sum of weights, largest score).
+    """Attention to keys from `begin` to `end`, in tiles: of each row (weighted values, sum of weights, largest score).
 
     `first`, `last`: the keys that any row sees lie between them; MASKED: tiles may have others, which are not read, and
     a row i sees those from lower[i] to upper[i], none where lower[i] is upper[i] + 1. WHOLE: a tile lies within one
