@@ -445,7 +445,7 @@ def _widen(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) else value
 
 
-def assert_never_copies(op: str, monkeypatch: Any, *args: Any) -> None:
+def assert_never_copies(op: str, monkeypatch: Any, *args: Any, **kwargs: Any) -> None:
     """The kernel path makes no copy of an input, whatever its strides."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
@@ -455,7 +455,7 @@ def assert_never_copies(op: str, monkeypatch: Any, *args: Any) -> None:
         assert value.is_contiguous(), "the input was copied"
         return value
 
-    found, call = registry.get(op), call_of(op, *args)
+    found, call = registry.get(op), call_of(op, *args, **kwargs)
     config = found.config_of("triton", found.key(call))
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "contiguous", contiguous)

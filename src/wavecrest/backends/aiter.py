@@ -21,7 +21,7 @@ from wavecrest.dispatch import registry
 from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
 from wavecrest.dispatch.tuned import aiter_csv
 from wavecrest.errors import TableError
-from wavecrest.ops._flash_attention.call import Operands as Attention
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops._gemm.call import Operands, kinds
 
 # below PyTorch: it runs where a measured row names it
@@ -136,80 +136,78 @@ def _reserved(*args: Any) -> str | None:
     return reason + said
 
 
-def _attention_supports(*args: Any, **kwargs: Any) -> str | None:
-    given = Attention(*args, **kwargs)
+def _attention_refuse(call: FlashAttentionCall) -> str | None:
     reason: str | None = _unavailable()
     if reason is not None:
         return reason
-    if not given.q.is_cuda or needs_grad(given.q, given.k, given.v, given.bias, given.alibi_slopes):
+    if not call.q.is_cuda or needs_grad(call.q, call.k, call.v, call.bias, call.alibi_slopes):
         return "runs on a GPU, without gradients"
-    if given.q.dtype.itemsize != 2 or given.quantized:
-        return f"attends in float16 and bfloat16, not {dtype_name(given.k)}"
-    if given.dropout:
+    if call.q.dtype.itemsize != 2 or call.quantized:
+        return f"attends in float16 and bfloat16, not {dtype_name(call.k)}"
+    if call.dropout:
         return "has no dropout whose mask a seed gives"
-    if given.sinks is not None:
+    if call.sinks is not None:
         return "has sinks of another form in each version"
-    if given.softcap > 0 and not given.packed:
+    if call.softcap > 0 and not call.packed:
         return "caps scores of packed sequences alone"
-    if given.blind or given.batch * given.queries * given.q.shape[0] == 0:
+    if call.blind or call.batch * call.seqlen_q * call.q.shape[0] == 0:
         return "is not asked for queries without keys, nor without queries"
-    if given.packed and given.return_lse:
+    if call.packed and call.return_lse:
         return "leaves open what the logarithms of packed queries without keys are"
-    return _bias_declined(given)
+    return _refuse_bias(call)
 
 
-def _bias_declined(given: Attention) -> str | None:
-    if given.bias is None:
+def _refuse_bias(call: FlashAttentionCall) -> str | None:
+    if call.bias is None:
         return None
-    if given.packed or given.bias.dtype != given.q.dtype or given.alibi_slopes is not None:
+    if call.packed or call.bias.dtype != call.q.dtype or call.alibi_slopes is not None:
         return "adds a bias of q's dtype, without slopes, to sequences that are not packed"
-    whole = (given.queries, given.keys)
-    if given.bias.numel() != given.queries * given.keys or tuple(given.bias.shape[-2:]) != whole:
+    whole = (call.seqlen_q, call.seqlen_k)
+    if call.bias.numel() != call.seqlen_q * call.seqlen_k or tuple(call.bias.shape[-2:]) != whole:
         return "adds one bias [Sq, Sk] to all heads and sequences"
     return None
 
 
-def _window(given: Attention) -> tuple[int, int, int]:
+def _window(call: FlashAttentionCall) -> tuple[int, int, int]:
     """Its window: −1 where a side hides nothing; the third number, of tokens always seen, is of newer versions."""
-    left = -1 if given.left >= given.keys - 1 else given.left
-    right = -1 if given.right >= given.queries - 1 else given.right
+    left = -1 if call.left >= call.seqlen_k - 1 else call.left
+    right = -1 if call.right >= call.seqlen_q - 1 else call.right
     # where causality is all there is it says so by its flag alone, as its kernels written by hand ask for
-    return left, -1 if given.causal and left < 0 else right, 0
+    return left, -1 if call.causal and left < 0 else right, 0
 
 
-def _attention(*args: Any, **kwargs: Any) -> Any:
+def _attention(call: FlashAttentionCall) -> Any:
     import aiter
 
-    given = Attention(*args, **kwargs)
     options: dict[str, Any] = {
-        "softmax_scale": given.scale,
-        "causal": given.causal,
-        "window_size": _window(given),
-        "alibi_slopes": given.alibi_slopes,
-        "return_lse": given.return_lse,
+        "softmax_scale": call.scale,
+        "causal": call.causal,
+        "window_size": _window(call),
+        "alibi_slopes": call.alibi_slopes,
+        "return_lse": call.return_lse,
     }
-    if given.packed:
-        if given.softcap > 0:
-            options["logits_soft_cap"] = float(given.softcap)
-        lengths = (given.cu_seqlens_q, given.cu_seqlens_k, given.queries, given.keys)
-        found = aiter.flash_attn_varlen_func(given.q, given.k, given.v, *lengths, **options)
+    if call.packed:
+        if call.softcap > 0:
+            options["logits_soft_cap"] = float(call.softcap)
+        lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqlen_q, call.seqlen_k)
+        found = aiter.flash_attn_varlen_func(call.q, call.k, call.v, *lengths, **options)
     else:
-        if given.bias is not None:
-            options["bias"] = given.bias.reshape(given.queries, given.keys)
+        if call.bias is not None:
+            options["bias"] = call.bias.reshape(call.seqlen_q, call.seqlen_k)
         # tokens before heads
-        q, k, v = (given.bhsd(one).transpose(1, 2) for one in (given.q, given.k, given.v))
+        q, k, v = (call.bhsd(one).transpose(1, 2) for one in (call.q, call.k, call.v))
         found = aiter.flash_attn_func(q, k, v, **options)
     # a tensor alone, or a tuple with it, by version
     out, *more = found if isinstance(found, (tuple, list)) else (found,)
-    out = (out.transpose(1, 2) if given.layout == "bhsd" else out).contiguous()
-    return (out, more[0].contiguous()) if given.return_lse else out
+    out = (out.transpose(1, 2) if call.layout == "bhsd" else out).contiguous()
+    return (out, more[0].contiguous()) if call.return_lse else out
 
 
-def _attention_reserved(*_args: Any, **_kwargs: Any) -> str:
+def _attention_opt_in(_call: FlashAttentionCall) -> str:
     return "runs where a measured row names it"
 
 
 registry.get("flash_attention").attach(
-    "aiter", _attention, supports=_attention_supports, reserved=_attention_reserved, priority=PRIORITY
+    "aiter", _attention, refuse=_attention_refuse, opt_in=_attention_opt_in, priority=PRIORITY
 )
 registry.get("gemm").attach("aiter", _gemm, supports=_gemm_supports, reserved=_reserved, priority=PRIORITY)
