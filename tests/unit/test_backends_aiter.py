@@ -18,8 +18,8 @@ from tests.ops.attention_harness import packed, tensors
 from wavecrest import hardware
 from wavecrest.backends import aiter
 from wavecrest.dispatch import registry
-from wavecrest.ops._flash_attention.call import Operands as Attention
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._flash_attention.call import GemmCall as Attention
+from wavecrest.ops._gemm.call import GemmCall
 
 FP8 = torch.float8_e4m3fn
 
@@ -75,20 +75,20 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 CASES = {
-    "plain": ("a16w16", lambda: Operands(_random(2, 5, 64), _random(48, 64).mT)),
-    "bias": ("a16w16 bias", lambda: Operands(_random(5, 64), _random(48, 64).mT, bias=_random(48))),
+    "plain": ("a16w16", lambda: GemmCall(_random(2, 5, 64), _random(48, 64).mT)),
+    "bias": ("a16w16 bias", lambda: GemmCall(_random(5, 64), _random(48, 64).mT, bias=_random(48))),
     "bias of another dtype": (
         "a16w16",
-        lambda: Operands(_random(5, 64), _random(48, 64).mT, bias=torch.randn(48), activation="silu", alpha=0.5),
+        lambda: GemmCall(_random(5, 64), _random(48, 64).mT, bias=torch.randn(48), activation="silu", alpha=0.5),
     ),
     "gated, residual": (
         "a16w16",
-        lambda: Operands(_random(5, 64), _random(48, 64).mT, activation="silu_and_mul", residual=_random(5, 24)),
+        lambda: GemmCall(_random(5, 64), _random(48, 64).mT, activation="silu_and_mul", residual=_random(5, 24)),
     ),
-    "int8": ("a8w8", lambda: Operands(_int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48))),
+    "int8": ("a8w8", lambda: GemmCall(_int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48))),
     "fp8 blocks": (
         "blockscale",
-        lambda: Operands(
+        lambda: GemmCall(
             _random(5, 200, dtype=FP8), _random(140, 200, dtype=FP8).mT,
             scale_a=torch.rand(5, 2), scale_b=torch.rand(2, 2),
         ),
@@ -101,13 +101,13 @@ def test_it_gets_what_it_takes_and_the_rest_is_done_after(name: str, calls: list
     torch.manual_seed(0)
     called, make = CASES[name]
     given = make()
-    got, want = aiter._gemm(*given), registry.get("gemm").reference(*given)
+    got, want = aiter._gemm(*given), gemm.reference(given)
     assert calls == [called] and got.shape == want.shape and got.dtype == want.dtype
     assert (got.double() - want.double()).abs().max() <= 2e-2 * want.double().abs().max()
 
 
 def test_without_it_the_reason_is_in_the_decision() -> None:
-    decision = registry.get("gemm").decide(*Operands(_random(5, 64), _random(48, 64).mT))
+    decision = gemm.decide(GemmCall(_random(5, 64), _random(48, 64).mT))
     (reason,) = [refusal.reason for refusal in decision.refused if refusal.backend == "aiter"]
     assert "no ROCm build" in reason or "not installed" in reason
 
@@ -115,20 +115,20 @@ def test_without_it_the_reason_is_in_the_decision() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (lambda: Operands(_random(5, 64), _random(48, 64).mT), "runs where a measured row names it"),
-        (lambda: Operands(_random(5, 64), _random(64, 48)), "contiguous along K"),
-        (lambda: Operands(_random(3, 5, 64), _random(3, 48, 64).mT), "one plain weight"),
-        (lambda: Operands(torch.randn(5, 64), torch.randn(48, 64).mT), "not float32"),
-        (lambda: Operands(_int8(5, 64), _int8(48, 64).mT), "not none and none"),
-        (lambda: Operands(_random(5, 64), _int8(48, 64).mT, scale_b=torch.rand(48)), "one plain weight"),
+        (lambda: GemmCall(_random(5, 64), _random(48, 64).mT), "runs where a measured row names it"),
+        (lambda: GemmCall(_random(5, 64), _random(64, 48)), "contiguous along K"),
+        (lambda: GemmCall(_random(3, 5, 64), _random(3, 48, 64).mT), "one plain weight"),
+        (lambda: GemmCall(torch.randn(5, 64), torch.randn(48, 64).mT), "not float32"),
+        (lambda: GemmCall(_int8(5, 64), _int8(48, 64).mT), "not none and none"),
+        (lambda: GemmCall(_random(5, 64), _int8(48, 64).mT, scale_b=torch.rand(48)), "one plain weight"),
         (
-            lambda: Operands(
+            lambda: GemmCall(
                 _int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48), out_dtype=torch.float32
             ),
             "not torch.float32",
         ),
         (
-            lambda: Operands(_random(5, 64).requires_grad_(), _random(48, 64).mT),
+            lambda: GemmCall(_random(5, 64).requires_grad_(), _random(48, 64).mT),
             "without gradients",
         ),
     ],
@@ -162,7 +162,7 @@ def _row(M: int, us: float, library: str) -> str:
 
 
 def _said(M: int = 30, **given: Any) -> str | None:
-    return aiter._reserved(*Operands(_random(M, 64), _random(48, 64).mT, **given))
+    return aiter._reserved(*GemmCall(_random(M, 64), _random(48, 64).mT, **given))
 
 
 def test_a_decision_says_what_its_own_tables_have(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[
         assert always_seen == 0 and dtype in (torch.float16, torch.bfloat16)
         wide = {one: x.double() for one, x in given._asdict().items() if isinstance(x, Tensor) and x.dtype == dtype}
         given = given._replace(**wide, causal=causal, window=(left, right), return_lse=True)
-        out, lse = registry.get("flash_attention").reference(*given)
+        out, lse = registry.get("flash_attention").reference(given)
         return out.to(dtype), lse.float()
 
     def flash_attn_func(
@@ -274,7 +274,7 @@ def test_attention_gets_what_it_takes(name: str, gpu: None, attention: list[Any]
     given = make()
     assert aiter._attention_supports(*given) is None
     assert aiter._attention_reserved(*given) == "runs where a measured row names it"
-    got, want = aiter._attention(*given), registry.get("flash_attention").reference(*given)
+    got, want = aiter._attention(*given), registry.get("flash_attention").reference(given)
     assert attention == [(function, {"causal": causal, "window_size": window})]
     if given.return_lse:
         torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
@@ -285,7 +285,7 @@ def test_attention_gets_what_it_takes(name: str, gpu: None, attention: list[Any]
 
 
 def test_attention_without_it_says_so() -> None:
-    decision = registry.get("flash_attention").decide(*_attention())
+    decision = registry.get("flash_attention").decide(_attention())
     (reason,) = [refusal.reason for refusal in decision.refused if refusal.backend == "aiter"]
     assert "no ROCm build" in reason or "not installed" in reason
 

@@ -9,36 +9,37 @@ import torch
 
 from tests.ops.gemm_harness import BF16, F16, F32, F64, assert_result
 from tests.ops.mlstm_harness import DEVICE
-from wavecrest.backends import and_mul
+from wavecrest.backends import gemm_then_act
 from wavecrest.bench import ops as bench
-from wavecrest.dispatch import registry
 from wavecrest.measure import numerics
-from wavecrest.ops._gemm.call import GATED, Operands
+from wavecrest.dispatch.call import mapped
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GATED, GemmCall
 
 OP = "gemm"
 
 
-def product(M: int = 33, dtype: torch.dtype = BF16, activation: str | None = "silu_and_mul", **more: Any) -> Operands:
+def product(M: int = 33, dtype: torch.dtype = BF16, activation: str | None = "silu_and_mul", **more: Any) -> GemmCall:
     a = torch.randn(M, 40, device=DEVICE).to(dtype)
-    return Operands(a, torch.randn(48, 40, device=DEVICE).to(dtype).mT, activation=activation, **more)
+    return GemmCall(a, torch.randn(48, 40, device=DEVICE).to(dtype).mT, activation=activation, **more)
 
 
 def _integers(*shape: int) -> torch.Tensor:
     return torch.randint(-127, 128, shape, dtype=torch.int8, device=DEVICE)
 
 
-def run(given: Operands) -> Any:
-    return registry.get(OP).run(and_mul.NAME, *given)
+def run(call: GemmCall) -> Any:
+    return gemm.run(gemm_then_act.NAME, call)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", GATED)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_it_is_right(dtype: torch.dtype, activation: str, bias: bool) -> None:
-    given = product(
+    call = product(
         dtype=dtype, activation=activation, alpha=0.5, bias=torch.randn(48, device=DEVICE) if bias else None
     )
-    assert_result("torch", run(given), given)
+    assert_result("torch", run(call), call)
 
 
 def test_our_kernel_makes_the_activation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +53,8 @@ def test_our_kernel_makes_the_activation(monkeypatch: pytest.MonkeyPatch) -> Non
 
         return run_op
 
-    made = {name: (noted(op), options) for name, (op, options) in and_mul.OPS.items()}
-    monkeypatch.setattr(and_mul, "OPS", made)
+    made = {name: (noted(op), options) for name, (op, options) in gemm_then_act.OPS.items()}
+    monkeypatch.setattr(gemm_then_act, "OPS", made)
     for activation in GATED:
         run(product(activation=activation))
     assert seen == [("silu_and_mul", 48), ("gelu_and_mul", 48, "none"), ("gelu_and_mul", 48, "tanh")]
@@ -72,32 +73,32 @@ DECLINED = {
 
 @pytest.mark.parametrize("name", DECLINED)
 def test_declines(name: str) -> None:
-    given, words = DECLINED[name]
-    assert words in str(registry.get(OP).backends[and_mul.NAME].supports(*given))
+    call, words = DECLINED[name]
+    assert words in str(gemm.backends[gemm_then_act.NAME].refuse(call))
 
 
 def test_it_is_the_choice_on_a_gpu_alone() -> None:
     """Above PyTorch's two operations; on a CPU those run, and the decision says why."""
-    op = registry.get(OP)
+    op = gemm
     order = [one.name for one in op.by_priority()]
-    assert order.index(and_mul.NAME) < order.index("torch")
-    found = op.decide(*product())
-    assert found.backend == (and_mul.NAME if DEVICE == "cuda" else "torch")
+    assert order.index(gemm_then_act.NAME) < order.index("torch")
+    found = op.decide(product())
+    assert found.backend == (gemm_then_act.NAME if DEVICE == "cuda" else "torch")
     if DEVICE == "cpu":
-        assert any(one.backend == and_mul.NAME and "two operations" in one.reason for one in found.refused)
-    meta = Operands(*(one.to("meta") if isinstance(one, torch.Tensor) else one for one in product()))
-    assert op.backends[and_mul.NAME].reserved(*meta) is None
+        assert any(one.backend == gemm_then_act.NAME and "two operations" in one.reason for one in found.refused)
+    meta = GemmCall(*(one.to("meta") if isinstance(one, torch.Tensor) else one for one in product()))
+    assert op.backends[gemm_then_act.NAME].opt_in(meta) is None
 
 
 def test_it_is_judged_as_pytorch_is() -> None:
     """Its product is rounded before the activation, which the op's bound for single kernels does not allow."""
     torch.manual_seed(0)
-    given = product(M=200)
-    op = registry.get(OP)
-    want, got = op.reference(*given), run(given)
-    bound = op.bound(*given)
+    call = product(M=200)
+    op = gemm
+    want, got = op.reference(call), run(call)
+    bound = op.bound(call)
     assert bound is not None and bool(((got.double() - want.double()).abs() > bound).any())
     limits = bench.limits_of(op, "bfloat16").values
     slack = numerics.Tolerance(bench.PEER_SLACK * limits.relative, bench.PEER_SLACK * limits.worst)
     assert numerics.compare(got, want).within(slack)
-    assert [one.name for one in op.backends.values() if one.as_native] == [and_mul.NAME]
+    assert [one.name for one in op.backends.values() if one.as_native] == [gemm_then_act.NAME]

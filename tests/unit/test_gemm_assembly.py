@@ -217,12 +217,12 @@ def test_kernels_with_assembly_are_those_without_bit_for_bit(
         if backend == "triton_multiply" and format not in ("int4-64", "int4-128", "int8"):
             continue
         executed.clear()
-        got = registry.get("gemm").run(backend, *args, config=config)
+        got = gemm.run(backend, *args, config=config)
         assert bool(executed) == has
         with monkeypatch.context() as patch:
             patch.setattr(launch, "assembles", lambda _arch: False)
             executed.clear()
-            want = registry.get("gemm").run(backend, *args, config=config)
+            want = gemm.run(backend, *args, config=config)
             assert not executed
         assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
