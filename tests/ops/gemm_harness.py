@@ -24,7 +24,6 @@ from wavecrest.measure import numerics
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
 
-OP = "gemm"
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 I8, I32, E4M3, E5M2 = torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2
 KERNELS = ("triton", "triton_stream_k", "triton_multiply")

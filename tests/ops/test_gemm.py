@@ -32,7 +32,6 @@ from tests.ops.gemm_harness import (
     I8,
     I32,
     KERNELS,
-    OP,
     PERSISTENT,
     SPLIT,
     Watch,
@@ -56,7 +55,7 @@ from tests.ops.gemm_harness import (
     whole,
     wide,
 )
-from tests.ops.op_harness import LARGEST, assert_never_copies, name, same_bits, shape_id
+from tests.ops.op_harness import LARGEST, assert_call_never_copies, name, same_bits, shape_id
 from wavecrest import ops
 from wavecrest.dispatch.call import mapped
 from wavecrest.dispatch.tuned import Config
@@ -656,7 +655,7 @@ def test_layouts_of_few_rows(a_layout: str, watch: Watch, device: str) -> None:
 def test_no_copy(a_layout: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for b_layout in B_LAYOUTS:
         call = GemmCall(A_LAYOUTS[a_layout](F32, device), B_LAYOUTS[b_layout](F32, device))
-        assert_never_copies(OP, monkeypatch, *call)
+        assert_call_never_copies(gemm, monkeypatch, call)
 
 
 def test_more_leading_dimensions_than_the_kernels_take(device: str) -> None:
@@ -829,9 +828,7 @@ def test_nothing_to_sum_leaves_bias_and_residual(backend: str, device: str) -> N
     got = gemm.run(backend, call)
     torch.testing.assert_close(got, bias.clamp(min=0) + residual, rtol=0, atol=1e-6)
     gated = call._replace(activation="silu_and_mul", residual=None)
-    torch.testing.assert_close(
-        gemm.run(backend, gated), (torch.nn.functional.silu(bias[:3]) * bias[3:]).expand(3, 3)
-    )
+    torch.testing.assert_close(gemm.run(backend, gated), (torch.nn.functional.silu(bias[:3]) * bias[3:]).expand(3, 3))
     for empty in (product(0, 6, 5, device=device), product(3, 0, 5, device=device)):
         assert gemm.run(backend, empty).shape == (empty.a.shape[0], empty.b.shape[1])
 

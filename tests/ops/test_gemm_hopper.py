@@ -23,9 +23,9 @@ from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
+from wavecrest.ops._gemm import config as configs
 from wavecrest.ops._gemm import kernel_hopper as hopper_kernel
 from wavecrest.ops._gemm import launch_hopper as hopper_launch
-from wavecrest.ops._gemm import config as configs
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GATED, GemmCall
 from wavecrest.ops._gemm.key import key_of

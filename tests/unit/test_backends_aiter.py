@@ -1,4 +1,4 @@
-"""aiter behind gemm and flash_attention, with a stand-in for it: what it is given, and what is declined."""
+"""aiter behind gemm and flash_attention, with a stand-in for it: what it is given, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.ops.attention_harness import packed, tensors
 from wavecrest import hardware
 from wavecrest.backends import aiter
 from wavecrest.dispatch import registry
-from wavecrest.ops._flash_attention.call import GemmCall as Attention
+from wavecrest.ops._flash_attention.call import Operands as FlashAttentionCall
+from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
 
 FP8 = torch.float8_e4m3fn
@@ -101,7 +102,7 @@ def test_it_gets_what_it_takes_and_the_rest_is_done_after(name: str, calls: list
     torch.manual_seed(0)
     called, make = CASES[name]
     given = make()
-    got, want = aiter._gemm(*given), gemm.reference(given)
+    got, want = aiter.run_gemm(given), gemm.reference(given)
     assert calls == [called] and got.shape == want.shape and got.dtype == want.dtype
     assert (got.double() - want.double()).abs().max() <= 2e-2 * want.double().abs().max()
 
@@ -134,10 +135,10 @@ def test_without_it_the_reason_is_in_the_decision() -> None:
     ],
     ids=["taken", "other-order", "batch", "float32", "no-scales", "weight-only", "out", "grad"],
 )
-def test_what_it_declines(gpu: None, given: Any, reason: str) -> None:
-    arguments = given()
-    declined = aiter._gemm_supports(*arguments) or aiter._reserved(*arguments)
-    assert declined is not None and reason in declined
+def test_what_it_refuses(gpu: None, given: Any, reason: str) -> None:
+    call = given()
+    refused = aiter._refuse_gemm(call) or aiter._opt_in_gemm(call)
+    assert refused is not None and reason in refused
 
 
 HEADER = "gfx,cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,splitK,us,kernelName"
@@ -161,8 +162,8 @@ def _row(M: int, us: float, library: str) -> str:
     return f"gfx942,304,{M},48,64,False,torch.bfloat16,torch.bfloat16,False,False,{library},1,0,{us},k\n"
 
 
-def _said(M: int = 30, **given: Any) -> str | None:
-    return aiter._reserved(*GemmCall(_random(M, 64), _random(48, 64).mT, **given))
+def _said(M: int = 30, **options: Any) -> str | None:
+    return aiter._opt_in_gemm(GemmCall(_random(M, 64), _random(48, 64).mT, **options))
 
 
 def test_a_decision_says_what_its_own_tables_have(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +202,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[
     """aiter's two functions as their documentation describes them, in float64; what they were given."""
     seen: list[tuple[str, dict[str, Any]]] = []
 
-    def attend(given: Attention, window: tuple[int, int, int], causal: bool, dtype: torch.dtype) -> Any:
+    def attend(given: FlashAttentionCall, window: tuple[int, int, int], causal: bool, dtype: torch.dtype) -> Any:
         # a newer version reads three numbers, an older one two
         left, right, always_seen = window
         assert always_seen == 0 and dtype in (torch.float16, torch.bfloat16)
@@ -217,7 +218,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[
     ) -> Any:  # fmt: skip
         assert q.ndim == 4 and dropout_p == 0.0 and (bias is None or bias.shape == (q.shape[1], k.shape[1]))
         seen.append(("dense", {"causal": causal, "window_size": window_size}))
-        given = Attention(q, k, v, softmax_scale=softmax_scale, bias=bias, alibi_slopes=alibi_slopes)
+        given = FlashAttentionCall(q, k, v, softmax_scale=softmax_scale, bias=bias, alibi_slopes=alibi_slopes)
         out, lse = attend(given, window_size, causal, q.dtype)
         return (out, lse) if return_lse else out
 
@@ -229,7 +230,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[
     ) -> Any:  # fmt: skip
         assert q.ndim == 3 and bias is None and not return_lse
         seen.append(("packed", {"causal": causal, "window_size": window_size}))
-        given = Attention(
+        given = FlashAttentionCall(
             q, k, v, "thd", softmax_scale=softmax_scale, softcap=logits_soft_cap, alibi_slopes=alibi_slopes,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         )  # fmt: skip
@@ -242,13 +243,13 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[
     yield seen
 
 
-def _attention(layout: str = "bshd", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Attention:
-    return Attention(*tensors(2, 12, 20, 4, 2, dtype=dtype, layout=layout), layout, **options)
+def _attention(layout: str = "bshd", dtype: torch.dtype = torch.bfloat16, **options: Any) -> FlashAttentionCall:
+    return FlashAttentionCall(*tensors(2, 12, 20, 4, 2, dtype=dtype, layout=layout), layout, **options)
 
 
-def _packed_attention(**options: Any) -> Attention:
+def _packed_attention(**options: Any) -> FlashAttentionCall:
     (q, k, v), starts = packed([5, 12], [20, 12], 4, 2, 16, torch.float16, "cpu")
-    return Attention(q, k, v, **starts, **options)
+    return FlashAttentionCall(q, k, v, **starts, **options)
 
 
 # name -> the function, what its mask is said by, the call
@@ -272,9 +273,9 @@ ATTENTION = {
 def test_attention_gets_what_it_takes(name: str, gpu: None, attention: list[Any]) -> None:
     function, causal, window, make = ATTENTION[name]
     given = make()
-    assert aiter._attention_supports(*given) is None
-    assert aiter._attention_reserved(*given) == "runs where a measured row names it"
-    got, want = aiter._attention(*given), registry.get("flash_attention").reference(given)
+    assert aiter._attention_refuse(given) is None
+    assert aiter._attention_opt_in(given) == "runs where a measured row names it"
+    got, want = aiter._attention(given), registry.get("flash_attention").reference(given)
     assert attention == [(function, {"causal": causal, "window_size": window})]
     if given.return_lse:
         torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
@@ -311,6 +312,6 @@ def test_attention_without_it_says_so() -> None:
         "bias-heads", "bias-keys", "grad",
     ],
 )  # fmt: skip
-def test_what_attention_declines(gpu: None, given: Any, reason: str) -> None:
-    declined = aiter._attention_supports(*given())
-    assert declined is not None and reason in declined
+def test_what_attention_refuses(gpu: None, given: Any, reason: str) -> None:
+    refused = aiter._attention_refuse(given())
+    assert refused is not None and reason in refused

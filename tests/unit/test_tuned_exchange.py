@@ -12,6 +12,7 @@ import torch
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.tuned import Config, Entry, Evidence, Row, aiter_csv, table, tunable_op
 from wavecrest.errors import InvalidArgument, TableError
+from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.tune import exchange
 
@@ -53,10 +54,9 @@ def key(**changes: Any) -> tuple[Any, ...]:
     M, dtype = changes.pop("M", 16), changes.pop("dtype", torch.bfloat16)
     N, K = changes.pop("N", 6144), changes.pop("K", 4096)
     a = torch.empty(M, K, dtype=dtype)
-    given = GemmCall(a, torch.empty(N, K, dtype=dtype).mT, **changes)
-    op = gemm
-    parts = dict(zip(op.key_fields, op.key(given), strict=True))
-    return tuple(parts[name] for name in lookup.fields_of(op))
+    call = GemmCall(a, torch.empty(N, K, dtype=dtype).mT, **changes)
+    parts = dict(zip(gemm.key_fields, gemm.key(call), strict=True))
+    return tuple(parts[name] for name in lookup.fields_of(gemm))
 
 
 def test_a_table_of_16_bits_in_both_layouts(tmp_path: Path) -> None:
@@ -229,13 +229,12 @@ def test_tunable_op_results(tmp_path: Path) -> None:
     # what F.linear of [M, K] and [N, K] records is tn_N_M_K
     assert rows[0].key == key() and rows[4].key == key(M=1, bias=torch.empty(6144, dtype=torch.bfloat16))
     assert rows[1].key == key(M=100, N=200, K=20, dtype=torch.float16)
-    op = gemm
     for place, a, b in (
         (2, torch.empty(512, 2048), torch.empty(2048, 1024)),
         (3, torch.empty(256, 128, dtype=torch.bfloat16).mT, torch.empty(256, 64, dtype=torch.bfloat16)),
     ):
-        parts = dict(zip(op.key_fields, op.key(GemmCall(a, b)), strict=True))
-        assert rows[place].key == tuple(parts[name] for name in lookup.fields_of(op))
+        parts = dict(zip(gemm.key_fields, gemm.key(GemmCall(a, b)), strict=True))
+        assert rows[place].key == tuple(parts[name] for name in lookup.fields_of(gemm))
     made = exchange.written(found.entries, "tunableop", "gfx942")
     assert made.rows == 5 and made.left == ()
     assert exchange.read(file(tmp_path, *made.text.splitlines()), None).entries == found.entries

@@ -137,7 +137,7 @@ def _opt_in_gemm(call: GemmCall) -> str:
     return MEASURED + said
 
 
-def _refuse_attention(call: FlashAttentionCall) -> str | None:
+def _attention_refuse(call: FlashAttentionCall) -> str | None:
     reason: str | None = _unavailable()
     if reason is not None:
         return reason
@@ -177,8 +177,7 @@ def _window(call: FlashAttentionCall) -> tuple[int, int, int]:
     return left, -1 if call.causal and left < 0 else right, 0
 
 
-def run_attention(call: FlashAttentionCall) -> Any:
-    """One call: the output, or with `return_lse` (output, logarithms)."""
+def _attention(call: FlashAttentionCall) -> Any:
     import aiter
 
     options: dict[str, Any] = {
@@ -205,11 +204,11 @@ def run_attention(call: FlashAttentionCall) -> Any:
     return (out, more[0].contiguous()) if call.return_lse else out
 
 
-def _opt_in_attention(_call: FlashAttentionCall) -> str:
+def _attention_opt_in(_call: FlashAttentionCall) -> str:
     return MEASURED
 
 
 registry.get("flash_attention").attach(
-    "aiter", run_attention, refuse=_refuse_attention, opt_in=_opt_in_attention, priority=PRIORITY
+    "aiter", _attention, refuse=_attention_refuse, opt_in=_attention_opt_in, priority=PRIORITY
 )
 op.attach("aiter", run_gemm, refuse=_refuse_gemm, opt_in=_opt_in_gemm, priority=PRIORITY)
