@@ -159,7 +159,7 @@ def stand_in(call: GemmCall, config: Config, programs: int, monkeypatch: pytest.
         made = hopper_launch.launch(call, y, config, ARCHS["sm_90"])
     kernels = gluon.Kernels(Path(hopper_kernel.__file__), planted, activate=_activate)
     constants = {name: value for name, value in config.kwargs.items() if not name.startswith("num_")}
-    kernels.run("_hopper_gated_kernel", min(programs, *made.grid), made.args, **made.constants, **constants)
+    kernels.run("_hopper_gated_kernel", min(programs, *made.grid), *made.args, **made.constants, **constants)
     return y
 
 
