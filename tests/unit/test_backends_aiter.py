@@ -1,4 +1,4 @@
-"""aiter behind gemm and flash_attention, with a stand-in for it: what it is given, and what is declined."""
+"""aiter behind gemm and flash_attention, with a stand-in for it: what it is given, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from wavecrest import hardware
 from wavecrest.backends import aiter
 from wavecrest.dispatch import registry
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall
 
 FP8 = torch.float8_e4m3fn
 
@@ -75,20 +76,20 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 CASES = {
-    "plain": ("a16w16", lambda: Operands(_random(2, 5, 64), _random(48, 64).mT)),
-    "bias": ("a16w16 bias", lambda: Operands(_random(5, 64), _random(48, 64).mT, bias=_random(48))),
+    "plain": ("a16w16", lambda: GemmCall(_random(2, 5, 64), _random(48, 64).mT)),
+    "bias": ("a16w16 bias", lambda: GemmCall(_random(5, 64), _random(48, 64).mT, bias=_random(48))),
     "bias of another dtype": (
         "a16w16",
-        lambda: Operands(_random(5, 64), _random(48, 64).mT, bias=torch.randn(48), activation="silu", alpha=0.5),
+        lambda: GemmCall(_random(5, 64), _random(48, 64).mT, bias=torch.randn(48), activation="silu", alpha=0.5),
     ),
     "gated, residual": (
         "a16w16",
-        lambda: Operands(_random(5, 64), _random(48, 64).mT, activation="silu_and_mul", residual=_random(5, 24)),
+        lambda: GemmCall(_random(5, 64), _random(48, 64).mT, activation="silu_and_mul", residual=_random(5, 24)),
     ),
-    "int8": ("a8w8", lambda: Operands(_int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48))),
+    "int8": ("a8w8", lambda: GemmCall(_int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48))),
     "fp8 blocks": (
         "blockscale",
-        lambda: Operands(
+        lambda: GemmCall(
             _random(5, 200, dtype=FP8), _random(140, 200, dtype=FP8).mT,
             scale_a=torch.rand(5, 2), scale_b=torch.rand(2, 2),
         ),
@@ -101,13 +102,13 @@ def test_it_gets_what_it_takes_and_the_rest_is_done_after(name: str, calls: list
     torch.manual_seed(0)
     called, make = CASES[name]
     given = make()
-    got, want = aiter._gemm(*given), registry.get("gemm").reference(*given)
+    got, want = aiter.run_gemm(given), gemm.reference(given)
     assert calls == [called] and got.shape == want.shape and got.dtype == want.dtype
     assert (got.double() - want.double()).abs().max() <= 2e-2 * want.double().abs().max()
 
 
 def test_without_it_the_reason_is_in_the_decision() -> None:
-    decision = registry.get("gemm").decide(*Operands(_random(5, 64), _random(48, 64).mT))
+    decision = gemm.decide(GemmCall(_random(5, 64), _random(48, 64).mT))
     (reason,) = [refusal.reason for refusal in decision.refused if refusal.backend == "aiter"]
     assert "no ROCm build" in reason or "not installed" in reason
 
@@ -115,29 +116,29 @@ def test_without_it_the_reason_is_in_the_decision() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (lambda: Operands(_random(5, 64), _random(48, 64).mT), "runs where a measured row names it"),
-        (lambda: Operands(_random(5, 64), _random(64, 48)), "contiguous along K"),
-        (lambda: Operands(_random(3, 5, 64), _random(3, 48, 64).mT), "one plain weight"),
-        (lambda: Operands(torch.randn(5, 64), torch.randn(48, 64).mT), "not float32"),
-        (lambda: Operands(_int8(5, 64), _int8(48, 64).mT), "not none and none"),
-        (lambda: Operands(_random(5, 64), _int8(48, 64).mT, scale_b=torch.rand(48)), "one plain weight"),
+        (lambda: GemmCall(_random(5, 64), _random(48, 64).mT), "runs where a measured row names it"),
+        (lambda: GemmCall(_random(5, 64), _random(64, 48)), "contiguous along K"),
+        (lambda: GemmCall(_random(3, 5, 64), _random(3, 48, 64).mT), "one plain weight"),
+        (lambda: GemmCall(torch.randn(5, 64), torch.randn(48, 64).mT), "not float32"),
+        (lambda: GemmCall(_int8(5, 64), _int8(48, 64).mT), "not none and none"),
+        (lambda: GemmCall(_random(5, 64), _int8(48, 64).mT, scale_b=torch.rand(48)), "one plain weight"),
         (
-            lambda: Operands(
+            lambda: GemmCall(
                 _int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48), out_dtype=torch.float32
             ),
             "not torch.float32",
         ),
         (
-            lambda: Operands(_random(5, 64).requires_grad_(), _random(48, 64).mT),
+            lambda: GemmCall(_random(5, 64).requires_grad_(), _random(48, 64).mT),
             "without gradients",
         ),
     ],
     ids=["taken", "other-order", "batch", "float32", "no-scales", "weight-only", "out", "grad"],
 )
-def test_what_it_declines(gpu: None, given: Any, reason: str) -> None:
-    arguments = given()
-    declined = aiter._gemm_supports(*arguments) or aiter._reserved(*arguments)
-    assert declined is not None and reason in declined
+def test_what_it_refuses(gpu: None, given: Any, reason: str) -> None:
+    call = given()
+    refused = aiter._refuse_gemm(call) or aiter._opt_in_gemm(call)
+    assert refused is not None and reason in refused
 
 
 HEADER = "gfx,cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,splitK,us,kernelName"
@@ -161,8 +162,8 @@ def _row(M: int, us: float, library: str) -> str:
     return f"gfx942,304,{M},48,64,False,torch.bfloat16,torch.bfloat16,False,False,{library},1,0,{us},k\n"
 
 
-def _said(M: int = 30, **given: Any) -> str | None:
-    return aiter._reserved(*Operands(_random(M, 64), _random(48, 64).mT, **given))
+def _said(M: int = 30, **options: Any) -> str | None:
+    return aiter._opt_in_gemm(GemmCall(_random(M, 64), _random(48, 64).mT, **options))
 
 
 def test_a_decision_says_what_its_own_tables_have(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:

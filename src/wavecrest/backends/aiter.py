@@ -1,4 +1,4 @@
-"""AMD's aiter as a backend: its tuned dispatcher for products, with the table rows that it would use; its attention.
+"""AMD's aiter as a backend: its tuned dispatcher for GEMMs, with the table rows that it would use; its attention.
 
 Called as its sources say (ROCm/aiter, aiter/tuned_gemm.py and aiter/ops/gemm_op_a8w8.py, read 2026-11-21, and
 aiter/ops/mha.py, 2026-11-22); it was not run: this project has no AMD GPU. Imported inside functions only.
@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import wavecrest.backends.torch.gemm as _native
+import wavecrest.backends.torch.gemm as native
 from wavecrest import env, hardware
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
 from wavecrest.dispatch.tuned import aiter_csv
 from wavecrest.errors import TableError
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
-from wavecrest.ops._gemm.call import Operands, kinds
+from wavecrest.ops._gemm.backend import MEASURED, op
+from wavecrest.ops._gemm.call import GemmCall, kinds
 
 # below PyTorch: it runs where a measured row names it
 PRIORITY = 4
@@ -46,49 +47,51 @@ def _unavailable() -> str | None:
     return _missing()
 
 
-def _gemm_supports(*args: Any) -> str | None:
-    given = Operands(*args)
+def _refuse_gemm(call: GemmCall) -> str | None:
     reason: str | None = _unavailable()
     if reason is not None:
         return reason
-    if not given.a.is_cuda or needs_grad(given.a, given.b, given.bias, given.residual, given.norm_weight):
+    if not call.a.is_cuda or needs_grad(call.a, call.b, call.bias, call.residual, call.norm_weight):
         return "runs on a GPU, without gradients"
-    if given.form != "plain" or given.weight_only or not given.flat or given.b.stride(-2) != 1:
+    if call.form != "plain" or call.weight_only or not call.flat or call.b.stride(-2) != 1:
         return "takes one plain weight [N, K] that is contiguous along K"
-    if given.a.dtype.itemsize == 2:
+    if call.a.dtype.itemsize == 2:
         return None
-    if given.a.dtype.itemsize != 1:
-        return f"multiplies 16-bit and 8-bit types, not {dtype_name(given.a)}"
-    if kinds(given) not in (("vector", "vector"), ("block", "block")):
-        return f"applies scales of rows and columns, or of blocks, not {' and '.join(kinds(given))}"
-    if kinds(given) == ("block", "block") and given.integers:
+    if call.a.dtype.itemsize != 1:
+        return f"multiplies 16-bit and 8-bit types, not {dtype_name(call.a)}"
+    if kinds(call) not in (("vector", "vector"), ("block", "block")):
+        return f"applies scales of rows and columns, or of blocks, not {' and '.join(kinds(call))}"
+    if kinds(call) == ("block", "block") and call.integers:
         return "applies block scales to 8-bit floats"
-    return None if given.dtype in OUT_DTYPES else f"makes bfloat16 and float16 from 8 bits, not {given.dtype}"
+    return None if call.dtype in OUT_DTYPES else f"makes bfloat16 and float16 from 8 bits, not {call.dtype}"
 
 
-def _gemm(*args: Any) -> Tensor:
-    given = _native.normed(Operands(*args))
-    a, weight, bias = given.a.reshape(given.M, given.K), given.b.mT, given.bias
-    scales = kinds(given)
-    if given.a.dtype.itemsize == 2:
+def run_gemm(call: GemmCall) -> Tensor:
+    """One call."""
+    call = native.normalised(call)
+    a, weight, bias = call.a.reshape(call.M, call.K), call.b.mT, call.bias
+    scales, bias_is_left = kinds(call), True
+    if call.a.dtype.itemsize == 2:
         from aiter.tuned_gemm import gemm_a16w16
 
         # added by it only where nothing comes between, and in its own dtype
-        inside = bias is not None and given.alpha == 1.0 and given.bias_along == "n" and bias.dtype == a.dtype
-        y = gemm_a16w16(a, weight, bias=bias if inside else None, otype=a.dtype)
-        bias = None if inside else bias
+        if bias is not None and call.alpha == 1.0 and call.bias_along == "n" and bias.dtype == a.dtype:
+            bias_is_left = False
+        y = gemm_a16w16(a, weight, bias=None if bias_is_left else bias, otype=a.dtype)
     else:
-        assert given.scale_a is not None and given.scale_b is not None
+        assert call.scale_a is not None and call.scale_b is not None
         if scales == ("block", "block"):
             from aiter import gemm_a8w8_blockscale
 
-            y = gemm_a8w8_blockscale(a, weight, given.scale_a, given.scale_b.mT.contiguous(), dtype=given.dtype)
+            y = gemm_a8w8_blockscale(a, weight, call.scale_a, call.scale_b.mT.contiguous(), dtype=call.dtype)
         else:
             from aiter import gemm_a8w8
 
-            rows, columns = given.scale_a.reshape(-1, 1), given.scale_b.reshape(1, -1)
-            y = gemm_a8w8(a, weight, rows, columns, dtype=given.dtype)
-    return _native.finished(given, y.reshape(*given.a.shape[:-1], given.columns), bias)
+            rows, columns = call.scale_a.reshape(-1, 1), call.scale_b.reshape(1, -1)
+            y = gemm_a8w8(a, weight, rows, columns, dtype=call.dtype)
+    y = y.reshape(*call.a.shape[:-1], call.columns)
+    epilogue = native.bind_epilogue(call, bias_is_left)
+    return y if epilogue is None else epilogue(call, y)
 
 
 @cache
@@ -113,7 +116,7 @@ def _tables() -> tuple[tuple[aiter_csv.Row, ...], str]:
 # Dynamo would trace the search through the rows
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tabled(M: int, N: int, K: int, dtype: str) -> str:
-    """What aiter's own tables say of a product, and which cannot be read; "" where there is nothing to say."""
+    """What aiter's own tables say of a GEMM, and which of them cannot be read; "" where there is nothing to say."""
     device = hardware.detect()
     rows, problem = _tables()
     row = aiter_csv.find(rows, device.arch, device.compute_units, M, N, K, dtype)
@@ -126,14 +129,12 @@ def _tabled(M: int, N: int, K: int, dtype: str) -> str:
     )
 
 
-def _reserved(*args: Any) -> str | None:
-    """Where it runs, and what its own tables have for the rows of the key's bucket."""
-    reason = "runs where a measured row names it"
-    given = Operands(*args)
-    if _unavailable() is not None or given.a.dtype.itemsize != 2:
-        return reason
-    said: str = _tabled(row_bucket(given.M), given.columns, given.K, dtype_name(given.a))
-    return reason + said
+def _opt_in_gemm(call: GemmCall) -> str:
+    """That it is opt-in, and what its own tables have for the rows of the key's bucket."""
+    if _unavailable() is not None or call.a.dtype.itemsize != 2:
+        return MEASURED
+    said: str = _tabled(row_bucket(call.M), call.columns, call.K, dtype_name(call.a))
+    return MEASURED + said
 
 
 def _attention_refuse(call: FlashAttentionCall) -> str | None:
@@ -204,10 +205,10 @@ def _attention(call: FlashAttentionCall) -> Any:
 
 
 def _attention_opt_in(_call: FlashAttentionCall) -> str:
-    return "runs where a measured row names it"
+    return MEASURED
 
 
 registry.get("flash_attention").attach(
     "aiter", _attention, refuse=_attention_refuse, opt_in=_attention_opt_in, priority=PRIORITY
 )
-registry.get("gemm").attach("aiter", _gemm, supports=_gemm_supports, reserved=_reserved, priority=PRIORITY)
+op.attach("aiter", run_gemm, refuse=_refuse_gemm, opt_in=_opt_in_gemm, priority=PRIORITY)
