@@ -167,7 +167,7 @@ def check(budget: Budget, rows: Sequence[Row]) -> list[str]:
 
 
 def over(budget: Budget, row: Row) -> list[str]:
-    """What one kernel has that its budget does not allow, one line each."""
+    """The limits of its budget that one kernel breaks, one line each."""
     where = f"{row.target} {row.case} on {row.arch}"
     if row.facts is None:
         return [f"{where}: {row.reason}"]
