@@ -4,7 +4,7 @@ On a GPU: the bare `kernel[grid](...)`, the op's call, and PyTorch's function, r
 On the CPU: the dispatch alone (checks, key, cached decision), as the op's call minus the backend it runs.
 Each figure is the median of 7 rounds of 500 calls.
 
-    python benchmarks/host_cost.py --out benchmarks/results/<machine>/host_cost.json
+    python benchmarks/host_cost.py --out evidence/<machine>/<date>_host-cost_rms_norm.jsonl.gz
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from wavecrest import hardware, ops
 from wavecrest.dispatch import registry
 from wavecrest.errors import EnvironmentProblem, WavecrestError
 from wavecrest.ops.rows import launch as _row_launch
+from wavecrest.records import files, provenance
 
 ROUNDS = 7
 CALLS = 500
@@ -97,16 +98,14 @@ def main() -> int:
         return error.exit_code
     result = {
         "what": f"host µs a call, rms_norm {ROWS}x{COLUMNS} bfloat16, median of {ROUNDS}x{CALLS}",
-        "evidence": "measured",
-        "device": hardware.detect().to_dict(),
-        "torch": torch.__version__,
+        "header": provenance.header(hardware.detect(), command=provenance.command_line()).model_dump(),
         "us": measured,
     }
     text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
     sys.stdout.write(text)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
+        files.write_document(arguments.out, result)
     return 0
 
 

@@ -23,6 +23,8 @@ from wavecrest.tune import ahead, candidates, child, contest, lanes, pool, trial
 
 # what a row names as its record where none is kept
 NO_RECORD = "no record kept"
+# the folder that holds the records of shipped rows
+FOLDER = "evidence"
 
 # what is going on, how many of it are done, and how many there are
 OnStep = Callable[[str, int, int], None]
@@ -111,12 +113,21 @@ class Targets:
 
 
 def named(path: Path) -> str:
-    """How a table names a record: by its place under benchmarks/results, or by its name."""
-    parts = path.resolve().parts
-    for index in range(len(parts) - 2, 0, -1):
-        if parts[index - 1 : index + 1] == ("benchmarks", "results"):
-            return "/".join(parts[index + 1 :])
-    return path.name
+    """How a table names a record: its `place`, "@", and the hash of its content (`files.content_hash`).
+
+    The hash says which version of the file a row rests on.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return f"{place(path)}@{files.content_hash(path)}"
+
+
+def place(path: Path) -> str:
+    """Where a record is: its path under a folder `evidence`, or its name."""
+    parts = path.resolve().parts[:-1]
+    folder = parts[len(parts) - parts[::-1].index(FOLDER) :] if FOLDER in parts else ()
+    return "/".join((*folder, path.name))
 
 
 def row_of(found: records.TunedKey, fields: tuple[str, ...], record: str, header: provenance.Header) -> Row:
@@ -221,6 +232,7 @@ def tune(
         op=op.name,
         suite=settings.suite,
         budget_seconds=settings.budget,
+        samples="full",
     )
     run = _Run(
         op, device, settings, targets, record,
@@ -267,6 +279,7 @@ def _finished(targets: Targets, record: records.TuneRecord) -> tuple[list[record
         ("device", before.header.device["name"], record.header.device["name"]),
         ("versions", before.header.versions, record.header.versions),
         ("commit", before.header.commit, record.header.commit),
+        ("form of samples", before.samples, record.samples),
     ):
         if was != now:
             raise InvalidArgument(f"{targets.record} has another {what} ({was}, and this is {now}): give another --out")
