@@ -1,6 +1,6 @@
 """The mLSTM ops beside the official kernels of mlstm-kernels, at the shapes that peers are compared on, interleaved.
 
-    PYTHONPATH=src python -m benchmarks.mlstm_peers --out mlstm.peers.json [PART …]
+    PYTHONPATH=src python -m benchmarks.mlstm_peers --out DATE_mlstm-peers_mlstm.jsonl.gz [PART …]
 
 Not peers of `wavecrest bench`, as they cannot be trusted with its process: some abort the compiler. So every one is
 first tried in a process of its own (parts `right-…`, which run side by side and leave compiled kernels behind): on

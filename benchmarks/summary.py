@@ -47,9 +47,10 @@ def text(machine: str) -> str:
 
 
 def _paths(folder: Path, command: str) -> list[Path]:
-    """The records of a command, by subject, then by date."""
-    found = folder.glob(f"*_{command}_*{files.LINES}")
-    return sorted(found, key=lambda path: path.name.partition("_")[::-1])
+    """The records of a command by subject, of each the newest."""
+    found = sorted(folder.glob(f"*_{command}_*{files.LINES}"))
+    newest = {path.name.partition("_")[2]: path for path in found}
+    return [newest[name] for name in sorted(newest)]
 
 
 def _header(path: Path, record: records.OpBenchRecord | records.TuneRecord) -> Line:

@@ -1,6 +1,6 @@
 """xLSTM 7B, random weights of the real shapes, beside the official package with the same weights, interleaved.
 
-    PYTHONPATH=src python -m benchmarks.xlstm_peers --out xlstm.peers.json [PART …]
+    PYTHONPATH=src python -m benchmarks.xlstm_peers --out DATE_xlstm-peers_xlstm_7b.jsonl.gz [PART …]
 
 Answers first: logits of a prompt's last token and of steps behind it, ours by the calls that are timed, are held
 against the model in float32 (PyTorch's operations, the weights as they are stored): each within 1.5 times the official
