@@ -143,13 +143,8 @@ def test_the_hash_is_of_names_and_contents_and_not_of_the_place() -> None:
     for other in ([("a.py", b"1")], [("a.py", b"1"), ("ops/c.py", b"2")], [("a.py", b"1"), ("ops/b.py", b"3")],
                   [("a.py", b"12"), ("ops/b.py", b"")]):  # fmt: skip
         assert provenance.source_hash(other) != found
-    left = [
-        ("__pycache__/a.pyc", b""),
-        ("ops/__pycache__/x", b""),
-        (".hidden", b""),
-        (f"{provenance.TABLES}/sm_90/x.csv", b""),
-    ]
-    assert provenance.source_hash([*files, *left]) == found
+    left = ("__pycache__/a.pyc", "ops/__pycache__/x", ".hidden", f"{provenance.TABLES}/sm_90/x.csv")
+    assert provenance.source_hash([*files, *((name, b"") for name in left)]) == found
 
 
 def _here(monkeypatch: pytest.MonkeyPatch, package: Path) -> None:
@@ -229,8 +224,9 @@ def test_this_package_copied_into_a_repository(tmp_path: Path) -> None:
     copied = tmp_path / "copy" / "src" / "wavecrest"
     shutil.copytree(provenance.PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(Path(__file__).parents[2] / "pyproject.toml", tmp_path / "copy")
+    code = "from wavecrest.records import provenance as p; print(p.__file__, p._commit(), p.source())"
     said = subprocess.run(
-        [sys.executable, "-c", "from wavecrest.records import provenance as p; print(p.__file__, p._commit(), p.source())"],
+        [sys.executable, "-c", code],
         capture_output=True, text=True, check=True, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(copied.parent)},
     ).stdout.split()  # fmt: skip

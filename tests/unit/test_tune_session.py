@@ -393,6 +393,24 @@ def test_rows_are_what_dispatch_reads(op: Op, clock: Clock, tmp_path: Path) -> N
     assert row.us == pytest.approx(900, rel=0.05) and row.native_us == pytest.approx(2000, rel=0.05)
 
 
+@pytest.mark.parametrize("commit", [None, "abc1234+changes", "abc1234"])
+def test_rows_that_ship_are_measured_from_a_commit(
+    op: Op, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str | None
+) -> None:
+    monkeypatch.setattr(database, "DATA", tmp_path / "data")
+    monkeypatch.setattr(provenance, "_commit", lambda: commit)
+    targets = session.Targets(tmp_path / "a.json", tmp_path / "data" / "sm_90" / "double.csv")
+    if commit == "abc1234":
+        tune(clock, targets)
+        assert len(database.read(targets.table, lookup.fields_of(op))) == 3  # type: ignore[arg-type]
+        return
+    with pytest.raises(InvalidArgument, match=r"ships with the package.*(no commit is known|changes): commit first"):
+        tune(clock, targets)
+    # found before anything is measured, and other tables are the user's own
+    assert not clock.calls and not targets.table.exists()  # type: ignore[union-attr]
+    tune(clock, session.Targets(tmp_path / "a.json", tmp_path / "sm_90" / "double.csv"))
+
+
 def test_rows_of_other_keys_stay_and_the_same_are_replaced(op: Op, clock: Clock, tmp_path: Path) -> None:
     targets = session.Targets(tmp_path / "a.json", tmp_path / "double.csv")
     tune(clock, targets)

@@ -72,11 +72,12 @@ class Targets:
     table: Path | None = None
     overlay: Overlay | None = None
 
-    def prepare(self, op: Op, arch: str) -> None:
+    def prepare(self, op: Op, header: provenance.Header) -> None:
         """Find out, before anything is measured, whether both can be written.
 
         Raises:
-            InvalidArgument: the table is one of another op or architecture, or has no record.
+            InvalidArgument: the table is one of another op or architecture, has no record, or is one of the package's
+                own and no commit has what would be measured.
             OutputError: a file cannot be written.
             TableError: the table, or the user's database, is damaged.
         """
@@ -91,6 +92,13 @@ class Targets:
             return
         if self.record is None:
             raise InvalidArgument("a table's rows name the record they come from: give --out FILE too")
+        if self.table.resolve().is_relative_to(database.DATA.resolve()) and not header.reproducible:
+            here = "no commit is known" if header.commit is None else f"this is {header.commit}"
+            raise InvalidArgument(
+                f"{self.table} ships with the package, and its rows are measured with what a commit has; {here}: commit "
+                "first, or give another --table"
+            )
+        arch = header.device["arch"]
         if self.table.parent.name in hardware.ARCHS and self.table.parent.name != arch:
             raise InvalidArgument(f"{self.table} is for {self.table.parent.name}, and this is {arch}")
         if self.table.stem in registry.names() and self.table.stem != op.name:
@@ -226,9 +234,10 @@ def tune(
     if not found:
         raise InvalidArgument(f"no case of suite {settings.suite!r} has {settings.matching!r} in its name")
     targets = targets or Targets()
-    targets.prepare(op, device.arch)
+    header = provenance.header(device, command=command)
+    targets.prepare(op, header)
     record = records.TuneRecord(
-        header=provenance.header(device, command=command),
+        header=header,
         op=op.name,
         suite=settings.suite,
         budget_seconds=settings.budget,
