@@ -18,7 +18,7 @@ from torch import Tensor
 from wavecrest import env, hardware
 from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument, MissingDependency, Unsupported, WavecrestError, WorkloadError
-from wavecrest.isa import emulate
+from wavecrest.isa import emulate, sources
 from wavecrest.isa.emulate.record import CaseResult, EmulationRecord, ProgramResult, Work
 from wavecrest.measure import numerics
 from wavecrest.records import provenance
@@ -119,7 +119,9 @@ def run_ops(
                 results.append(_run_case(op, label, dtype, make, driver, backend))
                 if on_case is not None:
                     on_case(results[-1])
-    return EmulationRecord(header=_header(), arch=arch, tinygrad=emulate.commit(), cases=results)
+    ran = {kernel for result in results for kernel in result.work.kernels}
+    hashes = {name: found for name, found in sources.kernels().items() if name in ran}
+    return EmulationRecord(header=_header(), arch=arch, tinygrad=emulate.commit(), sources=hashes, cases=results)
 
 
 def _header() -> provenance.Header:
