@@ -106,11 +106,13 @@ def cli_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _emulated(found: record.EmulationRecord) -> Iterator[str]:
+def _emulated(path: Path) -> Iterator[str]:
+    found = record.load(path)
     versions = found.header.versions
     yield (
         f"**Emulated {found.arch}**, {found.header.created[:10]}: triton {versions.triton}, torch {versions.torch}, "
-        f"tinygrad {found.tinygrad[:7]}, `{found.header.command}`.\n"
+        f"tinygrad {found.tinygrad[:7]}, `{found.header.command}`. Record: "
+        f"[`{path.name}`](../evidence/emulated/{path.name}).\n"
     )
     yield "| op | cases | outcome | largest error | 8-bit values one step off | workgroups | wave instructions |"
     yield "|---|---|---|---|---|---|---|"
@@ -136,7 +138,7 @@ def emulation_page() -> str:
     text = (DOCS / "emulation.md").read_text(encoding="utf-8")
     head, rest = text.split("<!-- emulated:", 1)
     mark, tail = rest.split("-->", 1)[0], text.split("<!-- end -->", 1)[1]
-    tables = ["\n".join(_emulated(record.load(path))) for path in sorted(EMULATED.glob("*.jsonl.gz"))]
+    tables = ["\n".join(_emulated(path)) for path in sorted(EMULATED.glob("*.jsonl.gz"))]
     return f"{head}<!-- emulated:{mark}-->\n\n" + "\n\n".join(tables) + f"\n\n<!-- end -->{tail}"
 
 
