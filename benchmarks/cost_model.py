@@ -23,8 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wavecrest import hardware, records
-from wavecrest.dispatch import registry
+from wavecrest import hardware, ops, records
 from wavecrest.dispatch.tuned import Config, Work, cost_model
 from wavecrest.dispatch.tuned.cost_model import CONSTANTS, Constants
 from wavecrest.errors import InvalidArgument
@@ -100,18 +99,19 @@ def cases(record: records.TuneRecord) -> list[Case]:
     Raises:
         InvalidArgument: its architecture is none that is known.
     """
-    op = registry.get(record.op)
+    op = ops.get(record.op)
     arch = _arch(record)
     found = []
     for key in record.keys:
         timed = []
         for one in key.candidates:
             backend, ms = op.backends.get(one.backend), one.ms or one.quick_ms
-            if backend is None or backend.work is None or not one.config or not ms:
+            work = op.study.kernel(one.backend).work
+            if backend is None or work is None or not one.config or not ms:
                 continue
             if one.status in ("timed", "won", "dropped"):
                 config = Config(**one.config)
-                works = backend.work(tuple(key.key.values()), config, arch)
+                works = work(tuple(key.key.values()), config, arch)
                 timed.append(Timed(one.backend, config, ms * 1e3, one.role == "default", works))
         if timed:
             found.append(Case(record.op, key.case, tuple(timed)))

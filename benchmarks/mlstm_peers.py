@@ -28,6 +28,7 @@ from torch import Tensor
 from wavecrest import hardware
 from wavecrest.bench import ops as bench_ops
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.keys import dtype_name
 from wavecrest.measure import numerics, timing
 from wavecrest.ops import mlstm_chunkwise, mlstm_step
 from wavecrest.records import provenance
@@ -120,7 +121,7 @@ def judge(name: str, h: Tensor, wanted: Tensor, bound: Tensor) -> Row:
         beyond = int(((h.double() - wanted).abs() <= bound).logical_not().sum())
         row["of_bound"] = float(((h.double() - wanted).abs() / bound).max())
         return row if beyond == 0 else row | {"problem": f"wrong: {beyond} elements are beyond the op's bound"}
-    limits, slack = numerics.tolerance("gemm", registry.dtype_name(h)), bench_ops.PEER_SLACK
+    limits, slack = numerics.tolerance("gemm", dtype_name(h)), bench_ops.PEER_SLACK
     fine = found.within(numerics.Tolerance(slack * limits.relative, slack * limits.worst))
     return row if fine else row | {"problem": f"wrong: error {found.relative:.2g}, at worst {found.worst:.2g}"}
 

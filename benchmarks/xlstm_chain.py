@@ -41,7 +41,7 @@ from wavecrest import hardware
 from wavecrest.bench import suites
 from wavecrest.dispatch import lookup, registry, tuned
 from wavecrest.dispatch.decision import Decision
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, database, table
 from wavecrest.errors import InvalidArgument
 from wavecrest.measure import cuda_graph, numerics, timing

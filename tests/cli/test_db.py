@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.cli import db, explain, main
 from wavecrest.cli import tune as tune_cli
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.keys import dtype_name, m_bucket
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Entry, Evidence, Overlay, Row, aiter_csv, database
 from wavecrest.dispatch.tuned import misses as files
 from wavecrest.dispatch.tuned.row import here
@@ -200,20 +203,19 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
         ran.append(40.0)
         return x + x
 
-    made = Op(
+    made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
         check=lambda x: None,
-        key=lambda x: (registry.m_bucket(x.shape[0]), x.shape[1], registry.dtype_name(x), "cuda", False),
+        key=lambda x: (m_bucket(x.shape[0]), x.shape[1], dtype_name(x), "cuda", False),
         key_fields=("rows", "columns", "dtype", "device", "grad"),
         key_sizes=("rows", "columns"),
         inputs=lambda M, N, dtype, device: (torch.ones(M, N, dtype=dtype, device=device),),
         cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
         default_config=lambda key: Config(BLOCK=1),
     )
-    takes = {"supports": lambda *_a, **_k: None}
-    made.attach("torch", native, priority=10, **takes)
-    made.attach("kernel", kernel, priority=5, takes_config=True, space=lambda key, arch: [Config(BLOCK=2)], **takes)
+    made.native("torch", native, priority=10)
+    made.kernel("kernel", kernel, priority=5, space=lambda key, arch: [Config(BLOCK=2)])
 
     def measured(works: Any, *, device: str, seconds: float, min_rounds: int) -> timing.Interleaved:
         for work in works:
@@ -227,7 +229,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     device = replace(hardware.cpu(), arch="sm_90", name="stand-in", compute_units=77)
     monkeypatch.setattr(hardware, "detect", lambda name=None: _Gpu(device))
     yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 class _Gpu:

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from benchmarks import summary
 
-from wavecrest import records
-from wavecrest.dispatch import lookup, registry
+from wavecrest import ops, records
+from wavecrest.dispatch import lookup
 from wavecrest.dispatch.tuned import Config, Entry, database
 from wavecrest.isa import sources
 from wavecrest.isa.emulate import record as emulation
@@ -131,7 +131,7 @@ def shipped() -> list[Entry]:
     """The rows that come with the package."""
     found = []
     for path in sorted(database.DATA.glob("*/*.csv")):
-        fields = lookup.fields_of(registry.get(path.stem))
+        fields = lookup.fields_of(ops.get(path.stem))
         rows = database.read(path, fields).values()
         found += [Entry(path.parent.name, path.stem, fields, row) for row in rows]
     return found

@@ -26,6 +26,7 @@ from tests.ops.op_harness import (
 )
 from wavecrest import ops
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.lookup import UNLISTED
 from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
@@ -334,7 +335,7 @@ def test_torch_channels_last_runs_where_a_measured_row_names_it(
     monkeypatch.setattr(Tensor, "device", property(lambda _self: torch.device("cuda")))
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True))
     assert found.decide(*args).backend == "torch"
-    fields = tuple(field for field in found.key_fields if field not in registry.UNLISTED)
+    fields = tuple(field for field in found.key_fields if field not in UNLISTED)
     key = dict(zip(found.key_fields, found.key(*args), strict=True))
     assert key["device"] == "cuda"
     rows = Database(tmp_path, "sm_00")

@@ -215,7 +215,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
         if active is not False and getattr(active, "value", active):
             programs[-1].events.append(event)
 
-    def fetch(pointers: Any, wanted: Any) -> None:
+    def prefetch_l2(pointers: Any, wanted: Any) -> None:
         at, where = np.broadcast_arrays(pointers.handle.data, wanted.handle.data)
         programs[-1].events.append("fetch")
         programs[-1].fetched += [int(one) for one in at[where.astype(bool)].ravel()]
@@ -238,9 +238,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     monkeypatch.setattr(builder, "set_grid_idx", begin)
     for module in (gemm_kernel, gemm_multiply_kernel, _row_kernel, _mlstm_step, _mlstm_norm):
         for name, made in (
-            ("fetch", fetch),
-            ("allow_next", lambda active: note("allow", active)),
-            ("await_previous", lambda active: note("wait", active)),
+            ("prefetch_l2", prefetch_l2),
+            ("pdl_launch_dependents", lambda active: note("allow", active)),
+            ("pdl_wait", lambda active: note("wait", active)),
         ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, made)

@@ -37,6 +37,7 @@ from tests.ops.op_harness import BACKENDS, DTYPES, assert_never_copies, assert_r
 from wavecrest import hardware, ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import PortableKernel
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
@@ -989,7 +990,7 @@ HOPPER = "triton_hopper"
 
 
 @pytest.fixture
-def hopper() -> registry.Op:
+def hopper() -> Op:
     if hardware.detect().arch != "sm_90":
         pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
     return registry.get(OP)
@@ -999,7 +1000,7 @@ def hopper() -> registry.Op:
 @pytest.mark.parametrize("d", [16, 40, 64, 80, 128, 256])
 @pytest.mark.parametrize("key", ["plain", "causal", "right", "scale", "no scale", "sinks"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
-def test_hopper(dtype: torch.dtype, key: str, d: int, hopper: registry.Op) -> None:
+def test_hopper(dtype: torch.dtype, key: str, d: int, hopper: Op) -> None:
     """Lengths that fill no tile, fill it, and are of one row; more tiles than programs; heads that share keys."""
     for batch, queries, keys in (
         (2, 300, 533),
@@ -1016,7 +1017,7 @@ def test_hopper(dtype: torch.dtype, key: str, d: int, hopper: registry.Op) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_hopper_configurations(d: int, causal: bool, hopper: registry.Op) -> None:
+def test_hopper_configurations(d: int, causal: bool, hopper: Op) -> None:
     args = arguments(*tensors(4, 700, 900, 8, 2, d, dtype=torch.bfloat16, device="cuda"), causal=causal)
     want, backend = by_reference(args), hopper.backends[HOPPER]
     assert backend.space is not None
@@ -1026,7 +1027,7 @@ def test_hopper_configurations(d: int, causal: bool, hopper: registry.Op) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("key", CASES)
-def test_hopper_says_what_it_does_not_take(key: str, hopper: registry.Op) -> None:
+def test_hopper_says_what_it_does_not_take(key: str, hopper: Op) -> None:
     args = arguments(
         *tensors(2, 100, 130, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), **option(key, 100, 130, "cuda")
     )
@@ -1041,7 +1042,7 @@ def test_hopper_says_what_it_does_not_take(key: str, hopper: registry.Op) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_hopper_strides(layout: str, hopper: registry.Op) -> None:
+def test_hopper_strides(layout: str, hopper: Op) -> None:
     """Views into one projection, in a sea of NaN; an odd address, which the portable kernel takes."""
     sea = torch.full((2, 350, 3, HEADS, 72), math.nan, dtype=torch.float16, device="cuda")
     views = [sea[:, 20:320, i, :, :64] for i in range(3)]
@@ -1061,7 +1062,7 @@ def test_hopper_strides(layout: str, hopper: registry.Op) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_hopper_has_the_same_bits_alone_and_together(causal: bool, hopper: registry.Op) -> None:
+def test_hopper_has_the_same_bits_alone_and_together(causal: bool, hopper: Op) -> None:
     q, k, v = tensors(9, 700, 700, HEADS, 2, 128, dtype=torch.bfloat16, device="cuda")
     together = hopper.run(HOPPER, *arguments(q, k, v, causal=causal))
     for _ in range(3):
@@ -1072,7 +1073,7 @@ def test_hopper_has_the_same_bits_alone_and_together(causal: bool, hopper: regis
 
 
 @pytest.mark.gpu
-def test_hopper_replays_in_a_cuda_graph_and_does_not_compile_for_a_length(hopper: registry.Op) -> None:
+def test_hopper_replays_in_a_cuda_graph_and_does_not_compile_for_a_length(hopper: Op) -> None:
     from wavecrest.ops._flash_attention.kernel_hopper import _hopper_attention_kernel
 
     hopper.force(HOPPER)

@@ -64,7 +64,7 @@ from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.measure import numerics
 from wavecrest.ops._gemm.backend import linear_operands
 from wavecrest.ops._gemm.call import Operands
-from wavecrest.ops._gemm.kernel import share_of, spread, tile_at
+from wavecrest.ops._gemm.kernel import remap_xcd, share_of, swizzle_tile
 from wavecrest.ops._gemm.launch import described
 from wavecrest.ops._gemm.launch import stream as launch_stream
 from wavecrest.ops._gemm.launch import tiles as launch_tiles
@@ -406,7 +406,7 @@ def _spread_kernel(out_ptr, ROWS: tl.constexpr, WIDTH: tl.constexpr, XCDS: tl.co
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     program = tl.arange(0, WIDTH)[None, :]
     programs = row + 1
-    tl.store(out_ptr + row * WIDTH + program, spread(program, programs, XCDS) + programs * 0)
+    tl.store(out_ptr + row * WIDTH + program, remap_xcd(program, programs, XCDS) + programs * 0)
 
 
 @pytest.mark.parametrize("xcds", [1, 2, 4, 8])
@@ -431,7 +431,7 @@ def test_spread_is_a_bijection(xcds: int, device: str, monkeypatch: pytest.Monke
 @triton.jit
 def _tile_at_kernel(m_ptr, n_ptr, MOST: tl.constexpr, WIDTH: tl.constexpr, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
     grid, index = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
-    tile_m, tile_n = tile_at(index, grid // MOST + 1, grid % MOST + 1, GROUP_M)
+    tile_m, tile_n = swizzle_tile(index, grid // MOST + 1, grid % MOST + 1, GROUP_M)
     tl.store(m_ptr + grid * WIDTH + index, tile_m)
     tl.store(n_ptr + grid * WIDTH + index, tile_n)
 

@@ -20,6 +20,7 @@ from tests.ops.op_harness import name, same_bits, shape_id
 from wavecrest import hardware
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import PortableKernel
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
@@ -40,7 +41,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 @pytest.fixture
-def hopper() -> registry.Op:
+def hopper() -> Op:
     if hardware.detect().arch != "sm_90":
         pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
     return registry.get(OP)
@@ -63,14 +64,14 @@ SHAPES = (
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=name)
-def test_values(dtype: torch.dtype, shape: tuple[int, ...], hopper: registry.Op) -> None:
+def test_values(dtype: torch.dtype, shape: tuple[int, ...], hopper: Op) -> None:
     for activation in GATED:
         assert_right(HOPPER, gated(*shape, dtype, activation=activation))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(5, 40, 64), (1000, 328, 520), (2100, 2056, 72)], ids=shape_id)
-def test_configurations(shape: tuple[int, ...], hopper: registry.Op) -> None:
+def test_configurations(shape: tuple[int, ...], hopper: Op) -> None:
     call = gated(*shape, alpha=0.75)
     backend = hopper.backends[HOPPER]
     assert backend.space is not None
@@ -80,7 +81,7 @@ def test_configurations(shape: tuple[int, ...], hopper: registry.Op) -> None:
 
 
 @pytest.mark.gpu
-def test_strides(hopper: registry.Op) -> None:
+def test_strides(hopper: Op) -> None:
     """Views in a sea of NaN; leading dimensions; what descriptors do not take, which the portable kernel does."""
     sea = torch.full((260, 160), math.nan, dtype=BF16, device="cuda")
     rows = torch.full((3, 50, 160), math.nan, dtype=BF16, device="cuda")[:, :, 16:112]
@@ -102,7 +103,7 @@ def test_strides(hopper: registry.Op) -> None:
 
 
 @pytest.mark.gpu
-def test_rows_that_are_one_row(hopper: registry.Op) -> None:
+def test_rows_that_are_one_row(hopper: Op) -> None:
     """Their stride of 0 is not in the key, so that a decision for others is theirs too: the portable kernel runs."""
     call = gated(150, 136, 96)
     expanded = call._replace(a=call.a[:1].expand(150, 96))
@@ -117,7 +118,7 @@ def test_rows_that_are_one_row(hopper: registry.Op) -> None:
 
 
 @pytest.mark.gpu
-def test_the_same_bits_each_time_and_in_a_graph(hopper: registry.Op) -> None:
+def test_the_same_bits_each_time_and_in_a_graph(hopper: Op) -> None:
     call = gated(1500, 1032, 520)
     hopper.force(HOPPER)
     try:

@@ -17,6 +17,7 @@ from tests.ops.op_harness import same_bits
 from wavecrest import hardware, ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import PortableKernel
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
@@ -832,7 +833,7 @@ SPLITS = {
 
 
 @pytest.fixture
-def hopper() -> registry.Op:
+def hopper() -> Op:
     if hardware.detect().arch != "sm_90":
         pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
     return registry.get(OP)
@@ -850,7 +851,7 @@ def run_hopper(call: Operands, how: str = "default") -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", SPLITS)
 @pytest.mark.parametrize("name", HOPPER_CASES)
-def test_hopper(name: str, how: str, hopper: registry.Op) -> None:
+def test_hopper(name: str, how: str, hopper: Op) -> None:
     """Keys that end anywhere in a tile, in any number of tiles and splits, with NaN behind them."""
     call = named(WHOLE | HOPPER_CASES[name], "cuda")
     splits = SPLITS[how]
@@ -872,13 +873,13 @@ def test_hopper_tiles_lie_in_one_page() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["tiles", "several queries", "pages of 64"])
-def test_hopper_in_float16(name: str, hopper: registry.Op) -> None:
+def test_hopper_in_float16(name: str, hopper: Op) -> None:
     call = named(WHOLE | HOPPER_CASES[name] | {"dtype": F16}, "cuda")
     assert_right(call, run_hopper(call))
 
 
 @pytest.mark.gpu
-def test_hopper_on_large_caches(hopper: registry.Op) -> None:
+def test_hopper_on_large_caches(hopper: Op) -> None:
     """As many rows as a unit of several has, and more programs than run at a time."""
     call = case([5000, 1, 2517], 128, capacity=5056, page=64, device="cuda", return_lse=True, **WHOLE)
     assert_right(call, run_hopper(call))
@@ -894,7 +895,7 @@ def test_hopper_on_large_caches(hopper: registry.Op) -> None:
 
 
 @pytest.mark.gpu
-def test_hopper_strides(hopper: registry.Op) -> None:
+def test_hopper_strides(hopper: Op) -> None:
     """Views with room around them; an odd address, which the portable kernel takes; a stride that nothing copies."""
     call = named(WHOLE | HOPPER_CASES["tiles"], "cuda")
     wide = torch.full((10, 512, 640), NAN, dtype=BF16, device="cuda")
@@ -915,7 +916,7 @@ def test_hopper_strides(hopper: registry.Op) -> None:
 
 
 @pytest.mark.gpu
-def test_hopper_bits_and_graphs(hopper: registry.Op) -> None:
+def test_hopper_bits_and_graphs(hopper: Op) -> None:
     """The same in every run, alone, and replayed as sequences grow; nothing is compiled for another length."""
     from wavecrest.ops._mla_decode.kernel_hopper import _hopper_mla_kernel
 
@@ -951,7 +952,7 @@ def test_hopper_bits_and_graphs(hopper: registry.Op) -> None:
         ({"logit_cap": 5.0}, "logit_cap"), ({"tables": "neox"}, "turned"), ({"page": 16}, "one page"),
     ],
 )  # fmt: skip
-def test_hopper_says_what_it_does_not_take(change: dict[str, Any], reason: str, hopper: registry.Op) -> None:
+def test_hopper_says_what_it_does_not_take(change: dict[str, Any], reason: str, hopper: Op) -> None:
     call = case([40, 9], 4, device="cuda", **(WHOLE | change))
     with pytest.raises(Unsupported, match=reason):
         run_hopper(call)

@@ -15,7 +15,7 @@ from tests.ops.attention_harness import OP, ROUNDING, arguments, assert_within, 
 from tests.ops.op_harness import DTYPES, name, random
 from wavecrest import ops
 from wavecrest.backends import sdpa
-from wavecrest.backends import torch as torch_backend
+from wavecrest.backends.torch import flash_attention as torch_backend
 from wavecrest.cli import explain
 from wavecrest.dispatch import registry
 from wavecrest.errors import Unsupported

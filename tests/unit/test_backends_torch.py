@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from wavecrest.backends import torch as native
+from wavecrest.backends.torch import common
+from wavecrest.backends.torch import gemm as native
 from wavecrest.dispatch import registry
 from wavecrest.ops._gemm.call import Operands
 
@@ -17,7 +18,7 @@ from wavecrest.ops._gemm.call import Operands
 @pytest.fixture
 def rounding(device: str) -> Iterator[Any]:
     """The settings of products on the device; put back afterwards."""
-    settings = native._settings(device)
+    settings = common._settings(device)
     before = settings.fp32_precision
     yield settings
     settings.fp32_precision = before

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.bench import ops, peers, plot, suites
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, MissingDependency, OutputError, Unsupported
 from wavecrest.measure import timing
@@ -35,7 +37,7 @@ def _takes(*_args: Any, **_kwargs: Any) -> None:
 @pytest.fixture
 def double() -> Iterator[Op]:
     """An op of this test: y = 2x, 8 bytes an element read and written."""
-    op = Op(
+    op = ToyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
@@ -44,9 +46,9 @@ def double() -> Iterator[Op]:
         cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
         default_config=lambda key: Config(BLOCK_N=key[0]),
     )
-    op.attach("torch", lambda x: x + x, supports=_takes, priority=10)
+    op.native("torch", lambda x: x + x, priority=10)
     yield op
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 class Timer:
@@ -192,13 +194,13 @@ def test_a_peer_may_be_less_exact_than_we_may(double: Op, timer: Timer, monkeypa
     monkeypatch.setattr(peers, "prepare", lambda peer, op, args: peers.Prepared(partial(rough, *args)))
     case = bench(matching="64x").ops[0].cases[0]
     assert case.impls[1].ms is not None and case.ratio is not None
-    double.attach("torch", rough, supports=_takes, priority=30)
+    double.native("torch", rough, priority=30)
     case = bench(matching="64x").ops[0].cases[0]
     assert case.impls[0].problem.startswith("wrong") and case.impls[0].ms is None
 
 
 def test_no_ratio_where_ours_is_wrong(double: Op, timer: Timer) -> None:
-    double.attach("broken", lambda x: 3 * x, supports=_takes, priority=99)
+    double.native("broken", lambda x: 3 * x, priority=99)
     found = bench(matching="64x").ops[0]
     case = found.cases[0]
     assert case.backend == "broken" and case.impls[0].problem.startswith("wrong") and case.impls[0].ms is None
@@ -299,7 +301,7 @@ def test_a_peer_that_needs_too_much_memory(double: Op, timer: Timer, monkeypatch
     monkeypatch.setattr(peers, "prepare", huge)
     case = bench(matching="64x").ops[0].cases[0]
     assert case.impls[0].ms is not None and case.impls[1].problem.startswith("raised OutOfMemoryError: tried")
-    double.attach("huge", huge, supports=_takes, priority=99)
+    double.native("huge", huge, priority=99)
     assert bench(matching="64x").ops[0].cases[0].problem.startswith("out of memory: tried")
 
 
@@ -491,7 +493,7 @@ def test_eager_and_compile_are_the_torch_backend(double: Op, monkeypatch: pytest
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(True))
     torch.testing.assert_close(peers.prepare("compile", double, (x,)).run(), 2 * x)
     assert asked == [{"dynamic": False, "fullgraph": True}] and resets == [True]
-    double.attach("torch", lambda x: x + x, supports=lambda x: "takes float64", priority=10)
+    double.native("torch", lambda x: x + x, refuse=lambda x: "takes float64", priority=10)
     with pytest.raises(Unsupported, match="takes float64"):
         peers.prepare("eager", double, (x,))
     del double.backends["torch"]

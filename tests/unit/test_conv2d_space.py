@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.keys import row_bucket
 from wavecrest.dispatch.tuned import LAUNCH_OPTIONS, Config
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops._conv2d import config as configs
@@ -51,7 +52,7 @@ def shape_of(given: Operands) -> configs.Shape:
     """As the op should have it: rows by bucket, outputs and channels of one group."""
     outputs, channels, taps_r, taps_s = given.weight.shape
     bits = 8 * given.x.dtype.itemsize
-    rows = registry.row_bucket(given.M)
+    rows = row_bucket(given.M)
     return configs.Shape(rows, outputs // given.groups, channels, taps_r * taps_s, given.groups, bits)
 
 

@@ -15,9 +15,12 @@ from benchmarks import cost_model as evaluation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.toy import ToyOp
 from wavecrest import records
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.keys import dtype_name
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Work, cost_model
 from wavecrest.dispatch.tuned.cost_model import CONSTANTS, Constants, predict, predict_launch, propose, rank, resident
 from wavecrest.errors import InvalidArgument
@@ -182,7 +185,7 @@ def test_no_prediction_is_below_the_roofline(name: str, sizes: tuple[int, ...], 
     op, key, cost = key_of(name, sizes, dtype)
     for arch in (H200, ARCHS["gfx942"], ARCHS["gfx1201"]):
         # true float32 products run at the vector rate, and 8-bit ones at most at the largest
-        peak = max(arch.peak(registry.dtype_name(torch.empty(0, dtype=dtype))), arch.peak_fp32)
+        peak = max(arch.peak(dtype_name(torch.empty(0, dtype=dtype))), arch.peak_fp32)
         floor = max(cost.flops / (peak * 1e6), 0.0)
         for one in rank(op, key, arch):
             assert one.prediction.us >= floor
@@ -260,7 +263,7 @@ def op() -> Iterator[Op]:
     def work(key: tuple[Any, ...], config: Config, arch: Arch) -> tuple[Work, ...]:
         return (replace(SMALL, programs=key[0], steps=100 * config["BLOCK"], shared=config.get("SHARED", 0)),)
 
-    made = Op(
+    made = ToyOp(
         "described",
         reference=lambda x: x,
         check=takes,
@@ -270,14 +273,11 @@ def op() -> Iterator[Op]:
         cost=lambda x: Cost(0, 0),
         default_config=lambda key: Config(BLOCK=4),
     )
-    made.attach("torch", lambda x: x, supports=takes, priority=1)
+    made.native("torch", lambda x: x, priority=1)
     space = [Config(BLOCK=4), Config(BLOCK=8), Config(BLOCK=1), Config(BLOCK=2), Config(BLOCK=1, SHARED=1 << 20)]
-    made.attach(
-        "kernel", lambda x, *, config: x, supports=takes, priority=5, takes_config=True,
-        space=lambda key, arch: space, work=work,
-    )  # fmt: skip
+    made.kernel('kernel', lambda x, *, config: x, priority=5, space=lambda key, arch: space, work=work)  # fmt: skip
     yield made
-    del registry._OPS["described"]
+    del registry.STATE.ops["described"]
 
 
 def test_ranked_by_time_and_the_default_named(op: Op) -> None:

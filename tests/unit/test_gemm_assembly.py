@@ -14,7 +14,8 @@ from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS
-from wavecrest.ops._gemm import kernel, launch
+from wavecrest.ops._gemm import launch
+from wavecrest.ops.common import ptx as kernel
 from wavecrest.ops.common import triton as _triton
 from wavecrest.ops.packed import pack
 

@@ -15,9 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.keys import row_bucket
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, database
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
 from wavecrest.measure import timing
@@ -76,29 +79,27 @@ def op(clock: Clock) -> Iterator[Op]:
         ran("lib")
         return x * 2
 
-    made = Op(
+    made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
-        key=lambda x: (registry.row_bucket(x.shape[0]), x.shape[1], "float32", None, x.device.type, False),
+        key=lambda x: (row_bucket(x.shape[0]), x.shape[1], "float32", None, x.device.type, False),
         key_fields=("rows", "columns", "dtype", "option", "device", "grad"),
         inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
         cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
         default_config=lambda key: Config(BLOCK=1),
         bench_cases=lambda suite, device: {f"rows {M}": lambda M=M: (torch.randn(M, 8),) for M in ROWS},
     )
-    made.attach("torch", native, supports=_takes, priority=10)
-    made.attach("library", library, supports=_takes, priority=4)
-    made.attach(
+    made.native("torch", native, priority=10)
+    made.native("library", library, priority=4)
+    made.kernel(
         "kernel",
         kernel,
-        supports=_takes,
         priority=5,
-        takes_config=True,
         space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=2), Config(BLOCK=4), Config(BLOCK=2)],
     )
     yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 def plant(op: Op, clock: Clock, name: str, ms: float, run: Callable[[Tensor], Tensor], **more: Any) -> None:
@@ -107,7 +108,7 @@ def plant(op: Op, clock: Clock, name: str, ms: float, run: Callable[[Tensor], Te
         return run(x)
 
     clock.times[name] = ms
-    op.attach(name, planted, supports=more.pop("supports", _takes), priority=1)
+    op.native(name, planted, refuse=more.pop("supports", _takes), priority=1)
 
 
 def tune(
@@ -183,7 +184,7 @@ def test_native_wins_what_it_is_fastest_in(op: Op, clock: Clock, tmp_path: Path)
 
 
 def test_where_native_declines_there_is_no_time_of_it(op: Op, clock: Clock, tmp_path: Path) -> None:
-    op.attach("torch", lambda x: x, supports=lambda x: "has no such product", priority=10)
+    op.native("torch", lambda x: x, refuse=lambda x: "has no such product", priority=10)
     targets = session.Targets(tmp_path / "a.json", tmp_path / "double.csv")
     (key,) = tune(clock, targets, matching="rows 64").keys
     assert key.native_us is None and key.ratio is None and key.backend == "kernel"
@@ -193,7 +194,7 @@ def test_where_native_declines_there_is_no_time_of_it(op: Op, clock: Clock, tmp_
 
 
 def test_wrong_native_is_no_measure(op: Op, clock: Clock) -> None:
-    op.attach("torch", lambda x: 3 * x, supports=_takes, priority=10)
+    op.native("torch", lambda x: 3 * x, priority=10)
     (key,) = tune(clock, matching="rows 64").keys
     assert rows_of(key)["torch"].status == "wrong" and key.native_us is None and key.backend == "kernel"
 
@@ -219,7 +220,7 @@ def test_a_winner_that_is_wrong_the_second_time_has_not_won(op: Op, clock: Clock
 
 def test_nobody_left_is_no_row(op: Op, clock: Clock, tmp_path: Path) -> None:
     for name in ("torch", "kernel", "library"):
-        op.attach(name, lambda x: 3 * x, supports=_takes, priority=5)
+        op.native(name, lambda x: 3 * x, priority=5)
     record = tune(clock, session.Targets(tmp_path / "a.json", tmp_path / "double.csv"), matching="rows 64")
     assert (
         record.keys[0].backend is None and record.keys[0].problem == "no candidate was found right and could be timed"
@@ -248,7 +249,7 @@ def test_unknown_hardware_leaves_the_default(op: Op) -> None:
 
 
 def test_there_is_one_default(op: Op) -> None:
-    op.attach("other", lambda x, *, config: 2 * x, supports=_takes, priority=5, takes_config=True)
+    op.kernel("other", lambda x, *, config: 2 * x, priority=5)
     x = torch.ones(4, 8)
     field = candidates.field(op, (x,), op.key(x), None, candidates.backends(op, None))
     assert [(one.backend, one.role) for one in field.candidates] == [

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.toy import ToyOp
 from wavecrest import records
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
@@ -32,7 +34,7 @@ def _takes(*_args: Any, **_kwargs: Any) -> None:
 @pytest.fixture
 def op() -> Iterator[Op]:
     """y = 2x; `planted` runs what a test puts into `op.plant`."""
-    made = Op(
+    made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
@@ -42,11 +44,11 @@ def op() -> Iterator[Op]:
         default_config=lambda key: CONFIG,
     )
     yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 def admit(op: Op, run: Callable[[Tensor], Any], x: Tensor, role: str = "tried") -> records.TuneCandidate:
-    op.attach("planted", lambda x, *, config: run(x), supports=_takes, priority=5, takes_config=True)
+    op.kernel("planted", lambda x, *, config: run(x), priority=5)
     row = records.TuneCandidate(backend="planted")
     candidate = Candidate("planted", CONFIG, role)  # type: ignore[arg-type]
     call = trust.admit(op, candidate, (x,), trust.oracle(op, (x,)), row)
@@ -115,7 +117,7 @@ def test_what_is_not_written_is_not_by_luck_right(op: Op, monkeypatch: pytest.Mo
 
 
 def admit_once(op: Op, run: Callable[[Tensor], Any], x: Tensor) -> records.TuneCandidate:
-    op.attach("planted", lambda x, *, config: run(x), supports=_takes, priority=5, takes_config=True)
+    op.kernel("planted", lambda x, *, config: run(x), priority=5)
     row = records.TuneCandidate(backend="planted")
     assert trust.admit(op, Candidate("planted", CONFIG), (x,), trust.oracle(op, (x,)), row) is None
     return row
@@ -209,11 +211,11 @@ def test_a_call_is_bound_once(op: Op) -> None:
         bound.append((tuple(x.shape), config))
         return lambda x: 2 * x
 
-    op.attach("planted", lambda x, *, config: 1 / 0, supports=_takes, priority=5, takes_config=True, bind=bind)
+    op.kernel("planted", lambda x, *, config: 1 / 0, priority=5, bind=bind)
     call = trust.call_of(op, Candidate("planted", CONFIG), (torch.ones(2, 3),))
     assert torch.equal(call(), 2 * torch.ones(2, 3)) and torch.equal(call(), 2 * torch.ones(2, 3))
     assert bound == [((2, 3), CONFIG)]
-    op.attach("plain", lambda x: 3 * x, supports=_takes, priority=5)
+    op.native("plain", lambda x: 3 * x, priority=5)
     assert torch.equal(trust.call_of(op, Candidate("plain"), (torch.ones(2),))(), 3 * torch.ones(2))
 
 

@@ -19,9 +19,12 @@ import pytest
 import torch
 
 import wavecrest
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Cost, DispatchMiss, Op
+from wavecrest.dispatch.decision import Cost, DispatchMiss
+from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Evidence, Proposal, Row, database, misses, near
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
 from wavecrest.tune import leave_one_out
@@ -121,12 +124,12 @@ def test_the_nearest_row_may_agree_with_what_runs_otherwise() -> None:
 @pytest.fixture
 def op(tmp_path: Path) -> Iterator[Op]:
     """An op with sizes whose key says that it is on a GPU; tiles beat PyTorch where the table says so."""
-    made = Op(
+    made = ToyOp(
         "nearly",
         reference=lambda x: x * 1,
         check=lambda x: None,
         key=lambda x: (
-            registry.m_bucket(x.shape[0]), x.shape[1], registry.dtype_name(x), "cuda", registry.needs_grad(x)
+            m_bucket(x.shape[0]), x.shape[1], dtype_name(x), "cuda", needs_grad(x)
         ),
         key_fields=(*FIELDS, "device", "grad"),
         key_sizes=("rows", "columns"),
@@ -134,16 +137,10 @@ def op(tmp_path: Path) -> Iterator[Op]:
         cost=lambda x: Cost(x.numel(), 2 * x.nbytes),
         default_config=lambda key: Config(BLOCK=8),
     )  # fmt: skip
-    takes = {"supports": lambda *_a, **_k: None}
-    made.attach("torch", lambda x: x * 2, priority=10, **takes)
-    made.attach(
-        "tiles", lambda x, *, config: x * config["BLOCK"], supports=lambda x: None if x.shape[1] != 66 else "not 66",
-        priority=5, takes_config=True,
-        # what fits a key depends on it, as shared memory does
-        space=lambda key, arch: [Config(BLOCK=size) for size in (16, 32, 64, 128) if size <= key[1]],
-    )  # fmt: skip
+    made.native("torch", lambda x: x * 2, priority=10)
+    made.kernel('tiles', lambda x, *, config: x * config['BLOCK'], refuse=lambda x: None if x.shape[1] != 66 else 'not 66', priority=5, space=lambda key, arch: [Config(BLOCK=size) for size in (16, 32, 64, 128) if size <= key[1]])  # fmt: skip
     yield made
-    del registry._OPS["nearly"]
+    del registry.STATE.ops["nearly"]
 
 
 def table(folder: Path, *rows: Row, arch: str = "sm_90") -> Database:
@@ -187,8 +184,7 @@ def test_an_architecture_that_is_unknown_has_no_space(op: Op, tmp_path: Path) ->
 def test_where_a_kernel_is_the_default_its_own_time_is_the_baseline(
     op: Op, tmp_path: Path, default: float | None
 ) -> None:
-    op.attach("tiles", op.backends["tiles"].run, supports=lambda x: None, priority=20, takes_config=True,
-              space=op.backends["tiles"].space)  # fmt: skip
+    op.kernel('tiles', op.backends['tiles'].run, refuse=lambda x: None, priority=20, space=op.backends['tiles'].space)  # fmt: skip
     # PyTorch is far behind in any case
     rows = [row(8, 64, native=200.0, default=default), row(16, 256, native=200.0, default=default)]
     with registry.measured_in(table(tmp_path, *rows)):

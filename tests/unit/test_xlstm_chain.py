@@ -17,7 +17,7 @@ from benchmarks import xlstm_chain
 from tests.unit.test_tune_session import Clock, clock, op
 from wavecrest import records
 from wavecrest.dispatch.decision import Decision
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, database
 from wavecrest.dispatch.tuned.row import Evidence, Row
 from wavecrest.errors import InvalidArgument

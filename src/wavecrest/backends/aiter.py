@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import wavecrest.backends.torch as _native
+import wavecrest.backends.torch.gemm as _native
 from wavecrest import env, hardware
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
 from wavecrest.dispatch.tuned import aiter_csv
 from wavecrest.errors import TableError
 from wavecrest.ops._flash_attention.call import Operands as Attention
@@ -50,14 +51,14 @@ def _gemm_supports(*args: Any) -> str | None:
     reason: str | None = _unavailable()
     if reason is not None:
         return reason
-    if not given.a.is_cuda or registry.needs_grad(given.a, given.b, given.bias, given.residual, given.norm_weight):
+    if not given.a.is_cuda or needs_grad(given.a, given.b, given.bias, given.residual, given.norm_weight):
         return "runs on a GPU, without gradients"
     if given.form != "plain" or given.weight_only or not given.flat or given.b.stride(-2) != 1:
         return "takes one plain weight [N, K] that is contiguous along K"
     if given.a.dtype.itemsize == 2:
         return None
     if given.a.dtype.itemsize != 1:
-        return f"multiplies 16-bit and 8-bit types, not {registry.dtype_name(given.a)}"
+        return f"multiplies 16-bit and 8-bit types, not {dtype_name(given.a)}"
     if kinds(given) not in (("vector", "vector"), ("block", "block")):
         return f"applies scales of rows and columns, or of blocks, not {' and '.join(kinds(given))}"
     if kinds(given) == ("block", "block") and given.integers:
@@ -131,7 +132,7 @@ def _reserved(*args: Any) -> str | None:
     given = Operands(*args)
     if _unavailable() is not None or given.a.dtype.itemsize != 2:
         return reason
-    said: str = _tabled(registry.row_bucket(given.M), given.columns, given.K, registry.dtype_name(given.a))
+    said: str = _tabled(row_bucket(given.M), given.columns, given.K, dtype_name(given.a))
     return reason + said
 
 
@@ -140,10 +141,10 @@ def _attention_supports(*args: Any, **kwargs: Any) -> str | None:
     reason: str | None = _unavailable()
     if reason is not None:
         return reason
-    if not given.q.is_cuda or registry.needs_grad(given.q, given.k, given.v, given.bias, given.alibi_slopes):
+    if not given.q.is_cuda or needs_grad(given.q, given.k, given.v, given.bias, given.alibi_slopes):
         return "runs on a GPU, without gradients"
     if given.q.dtype.itemsize != 2 or given.quantized:
-        return f"attends in float16 and bfloat16, not {registry.dtype_name(given.k)}"
+        return f"attends in float16 and bfloat16, not {dtype_name(given.k)}"
     if given.dropout:
         return "has no dropout whose mask a seed gives"
     if given.sinks is not None:

@@ -18,6 +18,8 @@ from torch.cuda import tunable
 
 from wavecrest import env
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.decision import Backend
+from wavecrest.dispatch.keys import dtype_name
 from wavecrest.ops._gemm.call import Operands
 
 # below PyTorch's own choice: they run where a measured row names them
@@ -30,7 +32,7 @@ LIBRARIES = {
 }
 
 
-def _native() -> registry.Backend:
+def _native() -> Backend:
     return registry.get("gemm").backends["torch"]
 
 
@@ -40,7 +42,7 @@ def _declines(words: str, *args: Any) -> str | None:
     if not given.a.is_cuda:
         return f"asks for {words}, on a GPU"
     if given.a.dtype.itemsize == 1 or given.a.dtype == torch.float64:
-        return f"asks for {words}, and PyTorch has one library for products of {registry.dtype_name(given.a)}"
+        return f"asks for {words}, and PyTorch has one library for products of {dtype_name(given.a)}"
     if torch.compiler.is_compiling():
         return "sets a preference around the call, which torch.compile does not record"
     return _native().supports(*args)

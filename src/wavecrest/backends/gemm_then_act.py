@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import needs_grad
+from wavecrest.dispatch.keys import needs_grad
+from wavecrest.dispatch.op import Op
 from wavecrest.ops._gemm.call import GATED, Operands
 
 # above PyTorch's own two operations
@@ -21,7 +22,7 @@ PRIORITY = 11
 NAME = "torch_and_mul"
 _PRODUCT = registry.get("gemm")
 # activation: the op, and its option
-OPS: dict[str, tuple[registry.Op, tuple[str, ...]]] = {
+OPS: dict[str, tuple[Op, tuple[str, ...]]] = {
     "silu_and_mul": (registry.get("silu_and_mul"), ()),
     "gelu_and_mul": (registry.get("gelu_and_mul"), ("none",)),
     "gelu_tanh_and_mul": (registry.get("gelu_and_mul"), ("tanh",)),

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import wavecrest.backends.torch as _torch
+import wavecrest.backends.torch.flash_attention as _torch
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.decision import Backend
 from wavecrest.ops._flash_attention.call import Operands
 
 # below PyTorch's own choice and the kernel: they run where a measured row or a pin names them
@@ -33,7 +34,7 @@ KERNELS = {
 _WHERE, _BESIDE = " (Triggered internally", ("used because:", "has been runtime disabled.")
 
 
-def _native() -> registry.Backend:
+def _native() -> Backend:
     return registry.get("flash_attention").backends["torch"]
 
 

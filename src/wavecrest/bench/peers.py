@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wavecrest import env
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.call import AnyCall
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.ops._flash_decoding.call import Operands as Decoding
 from wavecrest.ops._flash_decoding.reference import stored
+from wavecrest.ops.rows.call import RowCall
 
 # a call without arguments, ready to be timed
 Call = Callable[[], Any]
@@ -80,37 +82,39 @@ def available(names: tuple[str, ...] = PEERS) -> tuple[dict[str, str], dict[str,
     return versions, missing
 
 
-def prepare(peer: str, op: Op, args: tuple[Any, ...]) -> Prepared:
-    """What computes `op(*args)` by a peer.
+def prepare(peer: str, op: AnyOp, call: AnyCall) -> Prepared:
+    """The computation of a call by a peer.
 
     Raises:
         Unsupported: the peer does not offer this; the message is the reason.
     """
     if peer in ("eager", "compile"):
-        return Prepared(_torch(op, args, compiled=peer == "compile"))
+        return Prepared(_torch(op, call, compiled=peer == "compile"))
     if peer in SDPA:
         if op.name != "flash_decoding":
             raise Unsupported("is for flash_decoding")
-        return _sdpa(peer, Decoding(*args))
+        return _sdpa(peer, Decoding(*call))
     makers = {"liger": LIGER, "aiter": AITER}[peer]
     maker = makers.get(op.name)
     if maker is None:
         raise Unsupported("does not offer this op")
-    first = next(value for value in args if isinstance(value, Tensor))
+    first = next(value for value in call if isinstance(value, Tensor))
     if first.device.type == "cpu" and env.get("TRITON_INTERPRET") != "1":
         raise Unsupported("runs on a GPU")
-    made = maker(*args)
+    # ops whose calls are not typed yet take arguments
+    made = maker(*call) if type(call) is tuple else maker(call)
     return made if isinstance(made, Prepared) else Prepared(made)
 
 
-def _torch(op: Op, args: tuple[Any, ...], *, compiled: bool) -> Call:
+def _torch(op: AnyOp, call: AnyCall, *, compiled: bool) -> Call:
     backend = op.backends.get("torch")
     if backend is None:
         raise Unsupported("the op has no PyTorch backend")
-    if op.unpacked is not None:
+    unpacked = op.study.unpacked
+    if unpacked is not None:
         # what PyTorch offers instead: the same product with the weight as it was, unpacked before the clock starts
-        args = op.unpacked(*args)
-    reason = backend.supports(*args)
+        call = unpacked(call)
+    reason = backend.refuse(call)
     if reason is not None:
         raise Unsupported(reason)
     run = backend.run
@@ -118,7 +122,7 @@ def _torch(op: Op, args: tuple[Any, ...], *, compiled: bool) -> Call:
         # a graph break would quietly time eager code; and variants of one function share a limit, so start over
         torch._dynamo.reset()
         run = torch.compile(run, dynamic=False, fullgraph=True)
-    return lambda: run(*args)
+    return lambda: run(call)
 
 
 def _sdpa(peer: str, given: Decoding) -> Prepared:
@@ -151,27 +155,27 @@ def _no_vector(name: str) -> Unsupported:
     return Unsupported(f"needs a {name}")
 
 
-def _liger_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Call:
+def _liger_rms_norm(call: RowCall) -> Call:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     # offset 0, Llama's casting, nothing in place
-    return lambda: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
+    return lambda: LigerRMSNormFunction.apply(call.x, call.weight, call.eps, 0.0, "llama", False)
 
 
-def _liger_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Call:
+def _liger_add_rms_norm(call: RowCall) -> Call:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
-    if weight is None:
+    if call.weight is None:
         raise _no_vector("weight")
-    return lambda: LigerFusedAddRMSNormFunction.apply(x, residual, weight, eps, 0.0, "llama", False)
+    return lambda: LigerFusedAddRMSNormFunction.apply(call.x, call.residual, call.weight, call.eps, 0.0, "llama", False)
 
 
-def _liger_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Call:
+def _liger_layer_norm(call: RowCall) -> Call:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-    if weight is None or bias is None:
+    if call.weight is None or call.bias is None:
         raise _no_vector("weight and a bias")
-    return lambda: LigerLayerNormFunction.apply(x, weight, bias, eps)
+    return lambda: LigerLayerNormFunction.apply(call.x, call.weight, call.bias, call.eps)
 
 
 def _liger_silu_and_mul(gate: Tensor, up: Tensor | None = None) -> Call:
@@ -192,12 +196,10 @@ def _liger_gelu_and_mul(gate: Tensor, up: Tensor | None = None, approximate: str
     return lambda: LigerGELUMulFunction.apply(gate, up)
 
 
-def _liger_softmax(x: Tensor, dim: int = -1) -> Call:
+def _liger_softmax(call: RowCall) -> Call:
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
-    if dim not in (-1, x.ndim - 1):
-        raise Unsupported("takes the last dimension only")
-    return lambda: LigerSoftmaxFunction.apply(x)
+    return lambda: LigerSoftmaxFunction.apply(call.x)
 
 
 # one program of its kernel holds all heads of a token, so it is asked for no more than models have
@@ -232,18 +234,18 @@ def _liger_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = 
     return Prepared(call, finish)
 
 
-def _aiter_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Call:
+def _aiter_rms_norm(call: RowCall) -> Call:
     import aiter
 
-    if weight is None:
+    if call.weight is None:
         raise _no_vector("weight")
-    return lambda: aiter.rms_norm(x, weight, eps)
+    return lambda: aiter.rms_norm(call.x, call.weight, call.eps)
 
 
-def _aiter_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Call:
+def _aiter_layer_norm(call: RowCall) -> Call:
     import aiter
 
-    return lambda: aiter.layer_norm(x, weight, bias, eps)
+    return lambda: aiter.layer_norm(call.x, call.weight, call.bias, call.eps)
 
 
 def _aiter_gated(function: str, gate: Tensor, up: Tensor | None) -> Call:
@@ -269,16 +271,12 @@ def _aiter_gelu_and_mul(gate: Tensor, up: Tensor | None = None, approximate: str
     return _aiter_gated("gelu_tanh_and_mul" if approximate == "tanh" else "gelu_and_mul", gate, up)
 
 
-def _aiter_quantize(x: Tensor, scale: Tensor | None, granularity: str, dtype: torch.dtype) -> Call:
+def _aiter_quantize_int8(call: RowCall) -> Call:
     from aiter.ops.quant import per_token_quant_hip
 
-    if scale is not None or granularity != "token":
+    if call.scale is not None or call.granularity != "token":
         raise Unsupported("is asked for a scale a token, worked out from the values")
-    return lambda: per_token_quant_hip(x, quant_dtype=dtype)
-
-
-def _aiter_quantize_int8(x: Tensor, scale: Tensor | None = None, granularity: str = "token") -> Call:
-    return _aiter_quantize(x, scale, granularity, torch.int8)
+    return lambda: per_token_quant_hip(call.x, quant_dtype=call.dtype)
 
 
 LIGER: dict[str, Maker] = {

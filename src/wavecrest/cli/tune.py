@@ -158,7 +158,7 @@ def run_workload(
 
 def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
     """By op, the arguments of `session.tune` that say what is tuned."""
-    from wavecrest.dispatch import registry
+    from wavecrest import ops
     from wavecrest.dispatch.tuned import misses as files
     from wavecrest.tune import misses, shapes
 
@@ -170,7 +170,7 @@ def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
     planned: dict[str, dict[str, Any]] = {}
     reasons: list[str] = []
     for name, missed in misses.by_op(files.read(path)).items():
-        cases, left = misses.cases(registry.get(name), missed, target.arch, target.torch_name)
+        cases, left = misses.cases(ops.get(name), missed, target.arch, target.torch_name)
         reasons += left.values()
         if cases:
             planned[name] = {"cases": cases, "left": left}

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Decision
+from wavecrest import ops
+from wavecrest.dispatch.decision import Decision
+from wavecrest.dispatch.keys import dtype_name
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.ops import flash_attention, flash_decoding
 from wavecrest.ops._flash_attention.call import FLOATS, MAX_COLUMNS, Operands
@@ -271,7 +272,7 @@ def _decode(
     q, k, v = (one.transpose(1, 2) for one in (query, key, value))
     if _watchers and not torch.compiler.is_compiling():
         given = Decoding(q, k, v, ends, None, window, scaling, None, softcap, sinks, seq_starts=starts)
-        decision = registry.get("flash_decoding").decide(*given)
+        decision = ops.get("flash_decoding").decide(given)
         for calls in _watchers:
             calls.append(Call(type(module).__name__, given.tokens, given.capacity, decision, decision.reason))
     result = flash_decoding(
@@ -308,7 +309,7 @@ def _note(name: str, given: Operands, reason: str, undecoded: str = "") -> None:
     if torch.compiler.is_compiling():
         return
     for calls in _watchers:
-        decision = None if reason else registry.get("flash_attention").decide(*given)
+        decision = None if reason else ops.get("flash_attention").decide(given)
         why = reason if decision is None else decision.reason
         if undecoded and decision is not None:
             why = f"{why}; its mask is written out for {undecoded}"
@@ -414,7 +415,7 @@ def _left_to_pytorch(
     if any(one.ndim != 4 or one.is_nested for one in (query, key, value)):
         return "tensors that are not [B, H, S, D]"
     if query.dtype not in FLOATS or key.dtype != query.dtype or value.dtype != query.dtype:
-        return f"{registry.dtype_name(query)}, {registry.dtype_name(key)} and {registry.dtype_name(value)}"
+        return f"{dtype_name(query)}, {dtype_name(key)} and {dtype_name(value)}"
     if dropout > 0:
         return "dropout, which the op does not have"
     widest = max(query.shape[3], value.shape[3])
@@ -426,7 +427,7 @@ def _left_to_pytorch(
     if is_causal and (mask is not None or query.shape[2] > key.shape[2]):
         return "a causal mask aligned at the upper left of fewer keys than queries, or beside another mask"
     if mask is not None and (mask.dtype not in (torch.bool, query.dtype) or not 1 <= mask.ndim <= 4):
-        return f"a mask {registry.dtype_name(mask)} {list(mask.shape)}"
+        return f"a mask {dtype_name(mask)} {list(mask.shape)}"
     if scale is not None and not 0 <= scale < math.inf:
         return f"a scale of {scale}"
     return ""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Decision
+from wavecrest import ops
+from wavecrest.dispatch.decision import Decision
 from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.ops import PackedWeight, linear, pack
 from wavecrest.ops._gemm.backend import linear_operands
@@ -95,7 +95,7 @@ class Linear(nn.Module):
             x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
             norm_eps=norm_eps, tail=self.tail,
         )  # fmt: skip
-        return registry.get("gemm").decide(*given)
+        return ops.get("gemm").decide(given)
 
     def extra_repr(self) -> str:
         stored = f", {self.weight.format}" if isinstance(self.weight, PackedWeight) else ""

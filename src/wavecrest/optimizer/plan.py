@@ -227,15 +227,13 @@ class Plan(files.Model):
             _tell(f"the plan was measured with {names} set before import, which is not so here", strict)
 
     def _pin_dispatch(self) -> None:
-        from wavecrest.dispatch import registry
+        from wavecrest import ops
         from wavecrest.dispatch.tuned import Config
 
         for row in self.dispatch:
-            if row.backend in registry.get(row.op).backends:
+            if row.backend in ops.get(row.op).backends:
                 key = tuple(json.loads(row.key))
-                registry.get(row.op).pin(
-                    key, row.backend, Config(**row.config) if row.config else None, "exact", "plan"
-                )
+                ops.get(row.op).pin(key, row.backend, Config(**row.config) if row.config else None, "exact", "plan")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware, records
-from wavecrest.dispatch import lookup, registry
+from wavecrest import hardware, ops, records
+from wavecrest.dispatch import lookup
 from wavecrest.dispatch.tuned import Cell, Entry, Evidence, Row, aiter_csv, tunable_op
 from wavecrest.dispatch.tuned.row import RowKey
 from wavecrest.errors import InvalidArgument, TableError
@@ -74,7 +74,7 @@ def read(path: Path, arch: str | None) -> Imported:
 
 
 def _record(record: records.TuneRecord, name: str) -> Imported:
-    op = registry.get(record.op)
+    op = ops.get(record.op)
     fields = lookup.fields_of(op)
     device = record.header.device
     if device["kind"] == "cpu":
@@ -87,9 +87,9 @@ def _record(record: records.TuneRecord, name: str) -> Imported:
 
 def key_of(given: Operands) -> RowKey:
     """The key that a product's rows have."""
-    op = registry.get("gemm")
-    op.check(*given)
-    parts = dict(zip(op.key_fields, op.key(*given), strict=True))
+    op = ops.get("gemm")
+    op.check(given)
+    parts = dict(zip(op.key_fields, op.key(given), strict=True))
     return tuple(parts[name] for name in lookup.fields_of(op))
 
 
@@ -99,7 +99,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _aiter(rows: list[aiter_csv.Row], arch: str | None) -> Imported:
-    fields = lookup.fields_of(registry.get("gemm"))
+    fields = lookup.fields_of(ops.get("gemm"))
     best: dict[tuple[Any, ...], tuple[aiter_csv.Row, Entry]] = {}
     left: list[str] = []
     bad: list[str] = []
@@ -169,7 +169,7 @@ def _aiter_row(row: aiter_csv.Row, dtype: torch.dtype) -> Row:
 
 
 def _tunable(found: tunable_op.Results, file: str, arch: str | None) -> Imported:
-    fields = lookup.fields_of(registry.get("gemm"))
+    fields = lookup.fields_of(ops.get("gemm"))
     gfx = found.arch or arch
     if gfx is None or gfx not in hardware.ARCHS:
         raise InvalidArgument(f"{file} is for {gfx or 'an architecture that it does not name'}: give --arch")

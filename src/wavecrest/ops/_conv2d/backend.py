@@ -16,7 +16,9 @@ import wavecrest.ops._conv2d.study.work as _work
 import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.target as _target
-from wavecrest.dispatch.registry import Cost, Key, Op, dtype_name, needs_grad, row_bucket
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
+from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.tuned import Config, Work
 from wavecrest.dispatch.tuned.cost_model import propose
 from wavecrest.hardware import Arch
@@ -224,7 +226,7 @@ def _run(*args: Any, config: Config, **kwargs: Any) -> Tensor:
     return _bind(*args, config=config, **kwargs)(*args, **kwargs)
 
 
-_op = Op(
+_op = LegacyOp(
     "conv2d",
     reference=_reference,
     check=_check,
@@ -252,7 +254,7 @@ _op.attach(
     launches=_launches,
     work=_work_of,
 )
-_op.model = partial(propose, _op)
+_op.modelled(propose)
 
 
 def _hashable(value: Any) -> Any:

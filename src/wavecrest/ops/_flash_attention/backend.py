@@ -17,7 +17,9 @@ import wavecrest.ops._flash_attention.study.work as _work
 import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.target as _target
-from wavecrest.dispatch.registry import Cost, Key, Op, needs_grad
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.keys import needs_grad
+from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops._flash_attention.call import Operands, Window, check
@@ -158,7 +160,7 @@ def _run(*args: Any, config: Config, **kwargs: Any) -> Any:
     return _bind(*args, config=config, **kwargs)(*args, **kwargs)
 
 
-_op = Op(
+_op = LegacyOp(
     "flash_attention",
     reference=_reference,
     check=_check,

@@ -6,11 +6,10 @@ powers of two: the scale takes log2 e with it.
 
 from __future__ import annotations
 
-from wavecrest.ops._flash_decoding.kernel import widened
-from wavecrest.ops._gemm.kernel import spread
-from wavecrest.ops.common.device import LOG2_E
+from wavecrest.ops.common.device import LOG2_E, remap_xcd
 from wavecrest.ops.common.quantized import whole_numbers
 from wavecrest.ops.common.triton import reciprocal, tl, triton
+from wavecrest.ops.common.widen import widened
 
 # what lies side by side in memory: nothing, the columns of a token, or the tokens of a column
 ANY, COLUMNS, TOKENS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -221,7 +220,7 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     a weight whose word is `least_kept` or more.
     """
     # a head's tiles side by side, and so on one XCD: they read the same keys
-    index = spread(tl.program_id(0), tl.num_programs(0), XCDS)
+    index = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
     tile_m = index % tiles
     if RIGHT:
         # the last queries see the most keys: longest first, so that what runs at the end is short

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import wavecrest.ops._flash_attention.config as _config
 import wavecrest.ops._flash_attention.launch as _launch
-from wavecrest.dispatch.registry import Key, dtype_name, needs_grad, row_bucket
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
 from wavecrest.ops._flash_attention.call import Operands
 
 KEY_FIELDS = (

@@ -16,7 +16,9 @@ import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.quantized as _quantized
 import wavecrest.ops.common.target as _target
-from wavecrest.dispatch.registry import Cost, Key, Op, dtype_name, needs_grad
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.keys import dtype_name, needs_grad
+from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops._flash_decoding.call import EIGHT_BIT_FLOATS, Operands, check
@@ -112,7 +114,7 @@ def _bind(*args: Any, config: Config, **kwargs: Any) -> Callable[..., Any]:
     return _launch.bind(Operands(*args, **kwargs), config)
 
 
-_op = Op(
+_op = LegacyOp(
     "flash_decoding",
     reference=_reference,
     check=_check,

@@ -6,18 +6,17 @@ heads that share a head of keys are rows of one tile, so that the cache is read 
 
 from __future__ import annotations
 
-from wavecrest.ops._gemm.kernel import (
+from wavecrest.ops.common.device import LOG2_E, pdl_launch_dependents, pdl_wait
+from wavecrest.ops.common.ptx import (
     BYTE_PAIRS_BF16,
     BYTE_PAIRS_FP16,
-    BYTES_BF16,
-    BYTES_FP16,
     CODE_PAIRS_BF16,
     CODE_PAIRS_FP16,
     CODES_BF16,
     CODES_FP16,
 )
-from wavecrest.ops.common.device import LOG2_E, allow_next, await_previous
 from wavecrest.ops.common.triton import reciprocal, tl, triton
+from wavecrest.ops.common.widen import narrowed, widened
 
 LN_2 = tl.constexpr(0.6931471805599453)
 # weights of float16 are 2¹⁵ times as large: none that counts beside 1, over any number of keys, is below its range
@@ -48,46 +47,6 @@ SIZES = [
 
 
 @triton.jit
-def _narrowed(wide, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers in float32 that TYPE holds exactly, in TYPE."""
-    if tl.bfloat16 == TYPE:
-        # the lower half is 0: cut off rather than rounded, which takes 5 instructions an element on gfx942
-        wide = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-        wide = wide.to(TYPE, bitcast=True)
-    else:
-        wide = wide.to(TYPE)
-    return wide
-
-
-@triton.jit
-def widened(values, TYPE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys or values in the queries' type, which has all that 8 bits hold.
-
-    FOREIGN: e4m3fn where no instruction takes it; the compiler's own way is 60 instructions an element.
-    """
-    if TYPE.primitive_bitwidth > values.dtype.primitive_bitwidth:
-        if PTX and tl.int8 == values.dtype and tl.bfloat16 == TYPE:
-            values = tl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [values], tl.bfloat16, is_pure=True, pack=4)
-        elif PTX and tl.int8 == values.dtype and tl.float16 == TYPE:
-            values = tl.inline_asm_elementwise(BYTES_FP16, "=r,=r,r", [values], tl.float16, is_pure=True, pack=4)
-        elif PTX and tl.float16 == TYPE:
-            # an instruction for two of them
-            values = values.to(TYPE)
-        else:
-            if FOREIGN:
-                # as float16 of 2⁻⁸ times the value, subnormal ones too, and NaN added where it is one: without a mask,
-                # which takes scalar registers
-                bits = values.to(tl.uint8, bitcast=True).to(tl.int16)
-                half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-                nan = (-(((bits & 0x7F) + 1) >> 7) & 0x7E00).to(tl.float16, bitcast=True)
-                wide = (half * 256.0 + nan).to(tl.float32)
-            else:
-                wide = values.to(tl.float32)
-            values = _narrowed(wide, TYPE)
-    return values
-
-
-@triton.jit
 def _halves(packed, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
     """The low and the high codes of bytes, less 8: about as large as what they stand for, and exact in any TYPE."""
     if PTX and tl.float16 == TYPE:
@@ -101,8 +60,8 @@ def _halves(packed, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-u
         if tl.float32 == TYPE:
             low, high = low.to(tl.float32), high.to(tl.float32)
     else:
-        low = _narrowed((packed & 15).to(tl.float32) - 8.0, TYPE)
-        high = _narrowed((packed >> 4).to(tl.float32) - 8.0, TYPE)
+        low = narrowed((packed & 15).to(tl.float32) - 8.0, TYPE)
+        high = narrowed((packed >> 4).to(tl.float32) - 8.0, TYPE)
     return low, high
 
 
@@ -541,7 +500,7 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     kv_head = tl.program_id(1).to(tl.int64)
     sequence = tl.program_id(2).to(tl.int64)
     # `_joining_kernel`
-    allow_next(PDL and SPLIT)
+    pdl_launch_dependents(PDL and SPLIT)
     keys = tl.load(lens_ptr + sequence * stride_len)
     begin = split * CHUNK
     end = tl.minimum(begin + CHUNK, keys)
@@ -746,7 +705,7 @@ def _joining_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One row of the result from those of its splits, BLOCK_S of them at a time, in their order."""
-    await_previous(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     sequence = tl.program_id(2).to(tl.int64)

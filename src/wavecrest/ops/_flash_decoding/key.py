@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import wavecrest.ops._flash_decoding.config as _config
-from wavecrest.dispatch.registry import Key, dtype_name, needs_grad, row_bucket
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
 from wavecrest.ops._flash_decoding.call import Operands
 
 KEY_FIELDS = (

@@ -20,7 +20,10 @@ import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.quantized as _quantized
 import wavecrest.ops.common.target as _target
-from wavecrest.dispatch.registry import Cost, Key, Op, needs_grad
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.keys import needs_grad
+from wavecrest.dispatch.legacy import LegacyOp
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
@@ -178,7 +181,7 @@ def _hopper_launches(*args: Any, config: Config, arch: Arch) -> list[_launcher.L
     return [_hopper.launch(given, torch.empty(given.shape, dtype=given.dtype, device="meta"), config, arch)]
 
 
-_op = Op(
+_op = LegacyOp(
     "gemm",
     reference=lambda *args: reference(Operands(*args)),
     check=lambda *args: check("gemm", Operands(*args)),

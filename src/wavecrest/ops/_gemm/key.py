@@ -6,7 +6,8 @@ import torch
 
 import wavecrest.ops._gemm.config as _config
 import wavecrest.ops._gemm.launch as _launch
-from wavecrest.dispatch.registry import Key, needs_grad, row_bucket
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.keys import needs_grad, row_bucket
 from wavecrest.ops._gemm.call import GATED, Operands, kinds
 
 KEY_FIELDS = (

@@ -19,7 +19,9 @@ import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
 import wavecrest.ops.common.target as _target
 from wavecrest import hardware
-from wavecrest.dispatch.registry import Cost, Key, Op, m_bucket, needs_grad
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.keys import m_bucket, needs_grad
+from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.tuned import Config, Work
 from wavecrest.dispatch.tuned.cost_model import propose
 from wavecrest.errors import InvalidArgument
@@ -280,7 +282,7 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launc
     return cases
 
 
-_op = Op(
+_op = LegacyOp(
     "memcpy",
     reference=_reference,
     check=_check,
@@ -295,7 +297,7 @@ _op = Op(
     emulate_cases=_emulate_cases,
 )
 _launcher.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=_work_of)
-_op.model = partial(propose, _op)
+_op.modelled(propose)
 
 
 def memcpy(x: Tensor, mode: str = "copy", programs: int | None = None, value: int = 0) -> Tensor:

@@ -16,7 +16,10 @@ import wavecrest.ops._mla_decode.study.work as _work
 import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.target as _target
-from wavecrest.dispatch.registry import Cost, Key, Op, dtype_name, needs_grad
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.keys import dtype_name, needs_grad
+from wavecrest.dispatch.legacy import LegacyOp
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Work
 from wavecrest.dispatch.tuned.cost_model import propose
 from wavecrest.hardware import Arch
@@ -155,7 +158,7 @@ def attach_hopper(
     )
 
 
-_op = Op(
+_op = LegacyOp(
     "mla_decode",
     reference=_reference,
     check=_check,
@@ -172,7 +175,7 @@ _op = Op(
     op_class="gemm",
 )
 _launcher.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=partial(_work.work, "triton"))
-_op.model = partial(propose, _op)
+_op.modelled(propose)
 attach_hopper(_op, work=partial(_work.work, "triton_hopper"))
 
 

@@ -8,8 +8,7 @@ and Sizov, 2023), and what they found is put together in order.
 
 from __future__ import annotations
 
-from wavecrest.ops._gemm.kernel import spread
-from wavecrest.ops.common.device import LOG2_E, allow_next, await_previous
+from wavecrest.ops.common.device import LOG2_E, pdl_launch_dependents, pdl_wait, remap_xcd
 from wavecrest.ops.common.triton import reciprocal, tl, triton
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -136,13 +135,13 @@ def _mla_kernel(  # type: ignore[no-untyped-def]
     total to meta_ptr [B, splits, rows, 2]; a split beyond a sequence's keys writes nothing.
     """
     # programs of a sequence side by side, and so on one XCD: they read the same keys
-    index = spread(tl.program_id(0), tl.num_programs(0), XCDS)
+    index = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
     # the last queries see the most keys: longest first
     block = blocks - 1 - index % blocks
     split = (index // blocks) % splits
     sequence = (index // blocks // splits).to(tl.int64)
     # `_mla_join_kernel`
-    allow_next(PDL and SPLIT)
+    pdl_launch_dependents(PDL and SPLIT)
     keys = tl.load(lens_ptr + sequence * stride_len)
     rows = tokens * heads
     start_m = block * BLOCK_M
@@ -231,7 +230,7 @@ def _mla_join_kernel(  # type: ignore[no-untyped-def]
     LSE: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """One row of the result from those of its splits, in their order."""
-    await_previous(PDL)
+    pdl_wait(PDL)
     rows = tokens * heads
     row = tl.program_id(0) % rows
     sequence = (tl.program_id(0) // rows).to(tl.int64)

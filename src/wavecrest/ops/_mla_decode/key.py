@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import wavecrest.ops._mla_decode.config as _config
 import wavecrest.ops.common.layout as _layout
-from wavecrest.dispatch.registry import Key, dtype_name, needs_grad, row_bucket
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
 from wavecrest.ops._mla_decode.call import Operands
 
 KEY_FIELDS = (

@@ -13,7 +13,7 @@ import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
 import wavecrest.ops.common.target as _target
 import wavecrest.ops.common.triton as _triton
-from wavecrest.dispatch.registry import row_bucket
+from wavecrest.dispatch.keys import row_bucket
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch

@@ -15,7 +15,9 @@ import wavecrest.ops._mla_prefill.decompressed as _decompressed
 import wavecrest.ops._mla_prefill.study.cases as _cases
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.target as _target
-from wavecrest.dispatch.registry import Cost, Key, Op, row_bucket
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.keys import row_bucket
+from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
@@ -125,7 +127,7 @@ def _decompressed_reserved(*args: Any, **kwargs: Any) -> str | None:
     return None
 
 
-_op = Op(
+_op = LegacyOp(
     "mla_prefill",
     reference=_reference,
     check=_check,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest.dispatch.registry import row_bucket
+from wavecrest.dispatch.keys import row_bucket
 from wavecrest.ops._flash_attention import flash_attention
 from wavecrest.ops._mla_decode.call import Operands
 from wavecrest.ops._rope import rope

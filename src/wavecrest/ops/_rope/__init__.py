@@ -19,7 +19,9 @@ import wavecrest.ops.common.cost_model_work as _work
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
 import wavecrest.ops.common.target as _target
-from wavecrest.dispatch.registry import Cost, Key, Op, dtype_name, m_bucket, needs_grad
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
+from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.tuned import Cell, Config, Work
 from wavecrest.dispatch.tuned.cost_model import propose
 from wavecrest.errors import InvalidArgument
@@ -238,7 +240,7 @@ def _bench_cases(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, .
 
 
 def _call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
-    """A call with this key, of one dimension of tokens; see `registry.Op`."""
+    """A call with this key, of one dimension of tokens; see `Op`."""
     tokens, heads, columns, rotated = (int(parts[name] or 0) for name in ("tokens", "heads", "columns", "rotated"))
     dtype, table, positions = (getattr(torch, str(parts[name]), None) for name in ("dtype", "table", "positions"))
     if not isinstance(dtype, torch.dtype) or not isinstance(table, torch.dtype) or min(tokens, heads, columns) < 1:
@@ -575,7 +577,7 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launc
     return cases
 
 
-_op = Op(
+_op = LegacyOp(
     "rope",
     reference=_reference,
     check=_check,
@@ -591,7 +593,7 @@ _op = Op(
     call_of_key=_call_of_key,
 )
 _launcher.attach_kernel(_op, _bind, _declines, space=_space, launches=_launches, work=_work_of)
-_op.model = partial(propose, _op)
+_op.modelled(propose)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, style: str = "neox") -> Tensor:

@@ -11,7 +11,8 @@ import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.target as _target
 import wavecrest.ops.gated.launch as _gated
-from wavecrest.dispatch.registry import Cost, Key, Op
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
@@ -102,7 +103,7 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launc
     return exact | _gated.compile_cases(_gelu_and_mul_kernel, arch, config, {"TANH": True}, " tanh")
 
 
-_op = Op(
+_op = LegacyOp(
     "gelu_and_mul",
     reference=_reference,
     check=_check,

@@ -11,7 +11,8 @@ from torch import Tensor
 import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
-from wavecrest.dispatch.registry import Cost, Key, dtype_name, m_bucket, needs_grad
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch

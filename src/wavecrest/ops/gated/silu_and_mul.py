@@ -11,7 +11,8 @@ import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.target as _target
 import wavecrest.ops.gated.launch as _gated
-from wavecrest.dispatch.registry import Cost, Key, Op
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops.common.activation import silu
@@ -90,7 +91,7 @@ def _compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launc
     return _gated.compile_cases(_silu_and_mul_kernel, arch, config, {})
 
 
-_op = Op(
+_op = LegacyOp(
     "silu_and_mul",
     reference=_reference,
     check=_check,

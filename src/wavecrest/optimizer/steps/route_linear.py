@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wavecrest.dispatch import registry
+from wavecrest import ops
 from wavecrest.errors import StepRefused, WavecrestError
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
 from wavecrest.optimizer.steps.fuse_linears import FusedSlice
 
 if TYPE_CHECKING:
-    from wavecrest.dispatch.registry import Decision
+    from wavecrest.dispatch.decision import Decision
     from wavecrest.measure.workload import Inputs
 
 # what a layer runs on already
@@ -23,7 +23,7 @@ NATIVE = ("torch", "reference")
 
 def decisions(model: nn.Module, inputs: Inputs) -> dict[str, list[Decision]]:
     """What dispatch would run for each call of each Linear layer in one forward, by the layer's path."""
-    op = registry.get("gemm")
+    op = ops.get("gemm")
     found: dict[str, list[Decision]] = {}
     handles = []
     for path, module in model.named_modules():
@@ -110,7 +110,7 @@ class RouteLinear(Step):
 
 
 def _part(decision: Decision) -> dict[str, Any]:
-    return dict(zip(registry.get("gemm").key_fields, decision.key, strict=True))
+    return dict(zip(ops.get("gemm").key_fields, decision.key, strict=True))
 
 
 def _call(decision: Decision) -> str:

@@ -227,7 +227,7 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
 
 
 def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
-    """A call with this key, if nothing but causality and a window is asked for; see `registry.Op`."""
+    """A call with this key, if nothing but causality and a window is asked for; see `Op`."""
     dtype = getattr(torch, str(parts["dtype"]), None)
     more = (parts[name] for name in ("packed", "bias", "alibi", "softcap", "sinks"))
     sizes = _Sizes(*(int(parts[name] or 0) for name in ("batch", "heads", "kv_heads", "queries", "keys", "d", "dv")))

@@ -204,7 +204,7 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
 
 
 def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
-    """A call with this key, if nothing is appended and no option is asked for; see `registry.Op`."""
+    """A call with this key, if nothing is appended and no option is asked for; see `Op`."""
     names = ("batch", "tokens", "heads", "kv_heads", "capacity", "d", "dv", "page")
     sizes = _Sizes(*(int(parts[name] or 0) for name in names))
     dtype, cache = (getattr(torch, str(parts[name]), None) for name in ("dtype", "cache"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import wavecrest.ops.common.cost_model_work as _work
 import wavecrest.ops.common.layout as _layout
-from wavecrest.dispatch.registry import Key
+from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
 from wavecrest.dispatch.tuned.cost_model import Work
 from wavecrest.hardware import Arch

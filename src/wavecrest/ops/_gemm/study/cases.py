@@ -36,7 +36,7 @@ def _scale(*shape: int) -> Tensor:
 
 
 def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launcher.Launch]:
-    """Every algorithm and every path of the loop, at the sizes of a 8B model's layers; see `registry.Op`."""
+    """Every algorithm and every path of the loop, at the sizes of a 8B model's layers; see `Op`."""
     bf16, i8 = torch.bfloat16, torch.int8
     f8 = torch.float8_e4m3fnuz if arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
     given: dict[str, tuple[_launch.Planner, Callable[..., Config], Operands]] = {}
@@ -206,7 +206,7 @@ def bench_cases(suite: str, device: str) -> Cases:
 
 
 def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
-    """A call with this key, if it is a plain or a 4-bit product of two matrices, or with a tail; see `registry.Op`."""
+    """A call with this key, if it is a plain or a 4-bit product of two matrices, or with a tail; see `Op`."""
     rows, results, k, group = (int(parts[name] or 0) for name in ("rows", "columns", "k", "group"))
     form, _, tails = str(parts["form"]).partition(" tail ")
     if parts["batch"] != 0 or form not in ("plain", "int4") or min(rows, results, k) < 1:

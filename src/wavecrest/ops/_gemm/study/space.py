@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import wavecrest.ops._gemm.launch as _launch
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
-from wavecrest.dispatch.registry import Key
+from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import Operands
@@ -372,7 +372,7 @@ SPACES: dict[str, tuple[Made, Judged]] = {
 
 
 def space(backend: str, default: Callable[[Shape, Arch | None], Config], key: Key, arch: Arch) -> Iterator[Config]:
-    """The configurations of a backend worth trying for a key, each once, the default first; see `registry.Backend`."""
+    """The configurations of a backend worth trying for a key, each once, the default first; see `Backend`."""
     shape = shape_of(key)
     make, judge = SPACES[backend]
     first = default(shape, arch)
@@ -385,7 +385,7 @@ def space(backend: str, default: Callable[[Shape, Arch | None], Config], key: Ke
 
 
 def launches(planner: _launch.Planner, *args: Any, config: Config, arch: Arch) -> list[_launcher.Launch]:
-    """The launches of a call, as `launch.bind` makes them; see `registry.Backend`."""
+    """The launches of a call, as `launch.bind` makes them; see `Backend`."""
     given = Operands(*args)
     if math.prod(given.shape) == 0:
         return []

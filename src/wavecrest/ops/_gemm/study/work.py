@@ -9,7 +9,7 @@ from dataclasses import replace
 import wavecrest.ops._gemm.launch as _launch
 import wavecrest.ops.common.cost_model_work as _work
 import wavecrest.ops.common.layout as _layout
-from wavecrest.dispatch.registry import Key
+from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
 from wavecrest.dispatch.tuned.cost_model import Work, l2_bytes
 from wavecrest.hardware import Arch
