@@ -4,7 +4,7 @@ Each op's call beside the cheaper of two: PyTorch's function for the same, and t
 kernel with the arguments that the call launches it with (on a GPU alone). Tensors are small, so that the device waits
 for the host. All are timed in turn: figures are medians over rounds, ratios medians of a round's ratios.
 
-    python benchmarks/host_cost.py [OP …] [--out host_cost.json]
+    python benchmarks/host_cost.py [OP …] [--out evidence/<machine>/<date>_host-cost_ops.jsonl.gz]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import wavecrest.ops.common.launcher as _launcher
 from wavecrest import hardware, ops
 from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.op import AnyOp
-from wavecrest.records import provenance
+from wavecrest.records import files, provenance
 
 ROUNDS, CALLS, WARM = 15, 200, 50
 # an op's call may take as many times the cheaper of the two
@@ -169,7 +169,7 @@ def main() -> int:
     """Measure, print, and write with --out; 1 if an op takes more than MOST times the cheaper of the two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ops", nargs="*", help="ops to measure; all if none is named")
-    parser.add_argument("--out", type=Path, help="write the result to this JSON file")
+    parser.add_argument("--out", type=Path, help="write the result to this file")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = {}
@@ -187,7 +187,7 @@ def main() -> int:
         header = provenance.header(hardware.detect(), command=" ".join(sys.argv)).model_dump(mode="json")
         result = {"kind": "host_cost", "header": header, "unit": "µs a call", "rows": rows}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        files.write_document(arguments.out, result)
     return 1 if over else 0
 
 
