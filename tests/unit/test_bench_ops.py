@@ -789,18 +789,18 @@ def test_an_op_with_several_kernels_shows_each(device: str) -> None:
 )
 def test_pytorch_on_full_caches_in_16_bits(case: str) -> None:
     op = registry.get("flash_decoding")
-    assert op.bench_cases is not None
+    assert op.study.bench_cases is not None
     # PyTorch rounds probabilities to bfloat16, which some values of so few keys put beyond the limit
     torch.manual_seed(0)
-    args = op.bench_cases("quick", "cpu")[case]()
-    made = peers.prepare("sdpa_flash", op, args)
-    want = op.reference(*args)
+    call = op.study.bench_cases("quick", "cpu")[case]()
+    made = peers.prepare("sdpa_flash", op, call)
+    want = op.reference(call)
     assert (
         ops.gate(records.ImplTiming(name="x"), (made.finish(made.run()),), (want,), ops.limits_of(op, "bfloat16")) == ""
     )
     with pytest.raises(Unsupported, match="over full caches"):
-        peers.prepare("sdpa_flash", op, (*args[:3], args[3] - 1, *args[4:]))
+        peers.prepare("sdpa_flash", op, call._replace(seq_lens=call.seq_lens - 1))
     with pytest.raises(Unsupported, match="no window"):
-        peers.prepare("sdpa_flash", op, (*args[:5], 9, *args[6:]))
+        peers.prepare("sdpa_flash", op, call._replace(window=9))
     with pytest.raises(Unsupported, match="is for flash_decoding"):
         peers.prepare("sdpa_flash", registry.get("rms_norm"), (torch.ones(2, 4),))

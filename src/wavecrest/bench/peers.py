@@ -22,7 +22,7 @@ from wavecrest import env
 from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.ops._flash_decoding.call import Operands as Decoding
+from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 from wavecrest.ops._flash_decoding.reference import stored
 from wavecrest.ops._rope.call import RopeCall
 from wavecrest.ops._rope.reference import table_rows
@@ -94,9 +94,9 @@ def prepare(peer: str, op: AnyOp, call: AnyCall) -> Prepared:
     if peer in ("eager", "compile"):
         return Prepared(_torch(op, call, compiled=peer == "compile"))
     if peer in SDPA:
-        if op.name != "flash_decoding":
+        if not isinstance(call, FlashDecodingCall):
             raise Unsupported("is for flash_decoding")
-        return _sdpa(peer, Decoding(*call))
+        return _sdpa(peer, call)
     makers = {"liger": LIGER, "aiter": AITER}[peer]
     maker = makers.get(op.name)
     if maker is None:
@@ -128,30 +128,30 @@ def _torch(op: AnyOp, call: AnyCall, *, compiled: bool) -> Call:
     return lambda: run(call)
 
 
-def _sdpa(peer: str, given: Decoding) -> Prepared:
+def _sdpa(peer: str, call: FlashDecodingCall) -> Prepared:
     """PyTorch's attention of one query over whole caches in the query's dtype, made so before the clock starts.
 
     It takes no lengths: with a mask of them it would read everything, and the mask.
     """
-    if given.tokens > 1 or not bool((given.seq_lens == given.capacity).all()):
+    if call.seqlen_q > 1 or not bool((call.seq_lens == call.capacity).all()):
         raise Unsupported("is asked for one query over full caches")
-    plain = Decoding(given.q, given.k_cache, given.v_cache, given.seq_lens, softmax_scale=given.softmax_scale)
+    plain = FlashDecodingCall(call.q, call.k_cache, call.v_cache, call.seq_lens, softmax_scale=call.softmax_scale)
     places = ("k_cache", "v_cache", "block_table", "k_scale", "v_scale", "k_shift", "v_shift", "batch_invariant")
-    if given != plain._replace(**{name: getattr(given, name) for name in places}):
+    if call != plain._replace(**{name: getattr(call, name) for name in places}):
         raise Unsupported("has no window, slopes, cap, sinks or logarithms")
-    q, dtype = given.q.transpose(1, 2), given.q.dtype
-    k = stored(given, given.k_cache, given.k_scale, given.k_shift, torch.float32).to(dtype).transpose(1, 2)
-    v = stored(given, given.v_cache, given.v_scale, given.v_shift, torch.float32).to(dtype).transpose(1, 2)
+    q, dtype = call.q.transpose(1, 2), call.q.dtype
+    k = stored(call, call.k_cache, call.k_scale, call.k_shift, torch.float32).to(dtype).transpose(1, 2)
+    v = stored(call, call.v_cache, call.v_scale, call.v_shift, torch.float32).to(dtype).transpose(1, 2)
 
-    def call() -> Tensor:
+    def attend() -> Tensor:
         with sdpa_kernel(SDPA[peer]):
-            return F.scaled_dot_product_attention(q, k, v, scale=given.scale, enable_gqa=given.group > 1)
+            return F.scaled_dot_product_attention(q, k, v, scale=call.scale, enable_gqa=call.group > 1)
 
     try:
-        call()
+        attend()
     except RuntimeError as error:
         raise Unsupported(f"PyTorch declines: {str(error).splitlines()[0]}") from error
-    return Prepared(call, lambda y: y.transpose(1, 2).contiguous())
+    return Prepared(attend, lambda y: y.transpose(1, 2).contiguous())
 
 
 def _no_vector(name: str) -> Unsupported:
