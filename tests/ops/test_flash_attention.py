@@ -22,6 +22,7 @@ from tests.ops.attention_harness import (
     OP,
     SMALL,
     TALL,
+    Accesses,
     assert_attends,
     assert_lse,
     assert_within,
@@ -73,6 +74,29 @@ def test_lengths(queries: int, keys: int, causal: bool, device: str) -> None:
     for _ in range(3 if device == "cuda" else 1):
         assert torch.equal(op(call), op.run("triton", call))
     op.force(None)
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window": (-1, 3)}, {"window": (5, -1)}, {"window": (6, 2)}], ids=str
+)
+def test_every_residue_of_the_lengths(options: dict[str, Any], device: str) -> None:
+    """Where a mask's edge lies in a tile of keys: at its first key, its last one, and at each between."""
+    for seqlen_k in range(33, 33 + 2 * SMALL["BLOCK_N"]):
+        call = FlashAttentionCall(*tensors(1, 33, seqlen_k, 1, device=device), **options)
+        assert_attends("triton", call, SMALL)
+
+
+@pytest.mark.parametrize("key", ["plain", "window", "everything"])
+def test_nothing_outside_of_the_arguments_is_touched(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged tiles of views with gaps, and packed sequences of which the last one ends the memory."""
+    accesses = Accesses(monkeypatch)
+    wide = [torch.randn(2, length, 2 * heads, 24) for length, heads in ((19, HEADS), (37, 2), (37, 2))]
+    q, k, v = (one[:, :, ::2, 3:20] for one in wide)
+    op.run("triton", FlashAttentionCall(q, k, v, return_lse=True, **option(key, 19, 37, "cpu")), config=SMALL)
+    (q, k, v), starts = packed([5, 0, 17], [20, 3, 33], HEADS, 2, 17, torch.float32, "cpu")
+    options = option(key, 17, 33, "cpu", 3)
+    op.run("triton", FlashAttentionCall(q, k, v, return_lse=True, **starts, **options), config=SMALL)
+    assert accesses.counted > 10_000
 
 
 @pytest.mark.parametrize("lengths", [(7, 11), (11, 7), (6, 6)], ids=["more keys", "more queries", "square"])
