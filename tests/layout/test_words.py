@@ -126,13 +126,13 @@ RETIRED_MODULES: tuple[Word, ...] = (
     Word("hopper_kernel", "kernel_hopper"),
     Word("and_mul", "gemm_then_act"),
     Word("passes", "optimizer/steps"),
+    Word("modelled", "evaluate_cost_model", "tune"),
 )
 PENDING_MODULES: tuple[Word, ...] = (
     Word("lanes", "workers", "tune"),
     Word("contest", "race", "tune"),
     Word("trust", "admission", "tune"),
     Word("ahead", "warmup", "tune"),
-    Word("modelled", "evaluate_cost_model", "tune"),
     Word("leave_one_out", "evaluate_near_rows", "tune"),
     Word("misses", "untuned_calls"),
     Word("joined", "nn/fused_block", "models"),

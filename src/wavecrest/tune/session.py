@@ -77,7 +77,7 @@ class Targets:
         """Check that both can be written, before anything is measured.
 
         Raises:
-            InvalidArgument: the table is one of another op or architecture, has no record, or is one of the package's
+            InvalidArgument: the table belongs to another op or architecture, has no record, or is one of the package's
                 own and no commit has what would be measured.
             OutputError: a file cannot be written.
             TableError: the table, or the user's database, is damaged.
@@ -122,7 +122,7 @@ class Targets:
 
 
 def named(path: Path) -> str:
-    """How a table names a record: its `place`, "@", and the hash of its content (`files.content_hash`).
+    """The name of a record in a table: its `place`, "@", and the hash of its content (`files.content_hash`).
 
     The hash says which version of the file a row rests on.
 
