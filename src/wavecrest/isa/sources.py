@@ -44,7 +44,7 @@ def _device(value: Any) -> FunctionType | None:
     """The Python function behind what `triton.jit` and its like made of ours; None for anything else."""
     function = getattr(value, "fn", None)
     made = type(value).__module__.startswith("triton.") and isinstance(function, FunctionType)
-    return function if made and not _of_triton(function) else None  # type: ignore[return-value]
+    return function if made and not _of_triton(function) else None
 
 
 def _of_triton(value: Any) -> bool:
