@@ -186,15 +186,15 @@ def _int4(wide: Tensor, low: Tensor, high: Tensor, group: int, symmetric: bool) 
         scale = _scale(torch.maximum(-low, high), INT4_LARGEST)
         centre = torch.full_like(scale, INT4_ZERO)
     else:
-        # 0 is in the range, so that it has a quantized value; float64, as the span of finite values may be infinite in float32
+        # 0 is in the range, so that it has a quantized value; float64, as the span may be infinite in float32
         low, high = low.clamp_max(0), high.clamp_min(0)
         scale = _scale(high.double() - low.double(), INT4_MOST)
         centre = (-low / scale).round().clamp(0, INT4_MOST)
         zero = centre.to(torch.uint8)
-    quantized = (wide / expanded(scale, wide.shape, 1, group)).round() + expanded(centre, wide.shape, 1, group)
+    values = (wide / expanded(scale, wide.shape, 1, group)).round() + expanded(centre, wide.shape, 1, group)
     # columns beyond K have the value 0: the zero point of the last group
     padding = centre[:, -1:].expand(n, ceil(k, INT4_UNIT) * INT4_UNIT - k)
-    padded = torch.cat([quantized.clamp(0, INT4_MOST), padding], dim=1).to(torch.uint8)
+    padded = torch.cat([values.clamp(0, INT4_MOST), padding], dim=1).to(torch.uint8)
     units = padded.view(n, ceil(k, INT4_UNIT), 2, INT4_UNIT // 2)
     return (units[:, :, 0] | (units[:, :, 1] << 4)).reshape(n, padded.shape[1] // 2), scale, zero
 
