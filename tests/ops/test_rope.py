@@ -435,7 +435,7 @@ _TABLE = torch.ones(6, 4)
     [
         pytest.param((3.0, _TABLE, _TABLE), "takes a tensor", id="number"),
         pytest.param((_TENSOR.int(), _TABLE, _TABLE), "floating-point", id="integers"),
-        pytest.param((torch.ones(5, 8), _TABLE, _TABLE), r"\[..., tokens, heads, columns\]", id="no-heads"),
+        pytest.param((torch.ones(5, 8), _TABLE, _TABLE), r"\[..., tokens, heads, head_dim\]", id="no-heads"),
         pytest.param((_TENSOR, "cos", _TABLE), "cos must be", id="cos-text"),
         pytest.param((_TENSOR, torch.ones(4), torch.ones(4)), "cos must be", id="cos-vector"),
         pytest.param((_TENSOR, _TABLE.int(), _TABLE.int()), "cos must be", id="cos-integers"),

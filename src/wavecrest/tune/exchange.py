@@ -23,6 +23,7 @@ from wavecrest.dispatch.tuned.row import RowKey
 from wavecrest.errors import InvalidArgument, TableError
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
+from wavecrest.records import files
 from wavecrest.tune import session, trust
 
 # aiter's tuner lets this share of the elements be off, and lists what is beyond
@@ -62,7 +63,7 @@ def read(path: Path, arch: str | None) -> Imported:
     """
     if arch is not None and arch not in hardware.ARCHS:
         raise InvalidArgument(f"--arch takes {', '.join(hardware.ARCHS)}, not {arch!r}")
-    if path.suffix == ".json":
+    if path.suffix == ".json" or path.name.endswith(files.LINES):
         return _record(records.load_as(path, records.TuneRecord), session.named(path))
     try:
         head = path.read_bytes()[: 1 << 16].decode(errors="replace").lstrip()

@@ -123,8 +123,8 @@ class Decoder:
     """One token a call: tokens, states and noise at fixed addresses, the step eager or a captured graph.
 
     `counted`: programs of `mlstm_step` are counted, and no second launch follows. Not the default: 0.3 to 2 % longer
-    where a second launch starts early (H200, 2026-11-23, `counted` of xlstm_chain.json); not measured on AMD, where
-    none does.
+    where a second launch starts early (H200, `counted` of 2026-11-23_xlstm-chain_times.jsonl.gz); not measured on
+    AMD, where none does.
     """
 
     @lasting()
