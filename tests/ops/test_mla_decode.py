@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.mla_harness import BF16, CONFIGS, F16, F32, NAN, assert_right, case, config, exact, run
-from tests.ops.op_harness import same_bits
+from tests.ops.op_harness import assert_few_calls, same_bits
 from wavecrest import hardware, ops
 from wavecrest.dispatch.call import mapped
 from wavecrest.dispatch.decision import PortableKernel
@@ -44,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "many heads": {"lens": [50, 33], "heads": 70, "return_lse": True},
     "several queries": {"lens": [96, 34], "tokens": 5, "heads": 3, "return_lse": True},
     "sixteen queries": {"lens": [50], "tokens": 16, "heads": 2},
+    # the last split has keys of the last queries alone: rows of the first tile see none of them
+    "a split inside the last queries": {"lens": [36, 70], "tokens": 16, "heads": 4, "return_lse": True},
     "pages of 16": {"lens": [96, 17, 0], "page": 16, "tokens": 2},
     "pages of 6": {"lens": [50, 3], "page": 6},
     "pages of 1": {"lens": [33, 96], "page": 1},
@@ -721,6 +723,14 @@ def test_dispatch_and_keywords(device: str) -> None:
     assert_right(call, got)
     decision = op.decide(call)
     assert decision.backend == ("triton" if device == "cuda" else "torch")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_a_bound_call_is_short(name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = named(CASES[name], device, beyond=0.0)._asdict()
+    tensors = [options.pop(field) for field in ("q_nope", "q_rope", "latent_cache")]
+    assert_few_calls(OP, backend, monkeypatch, *tensors, **options)
 
 
 # torch.compile, graphs
