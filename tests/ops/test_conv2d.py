@@ -678,6 +678,7 @@ def test_results_past_two_to_the_31_are_counted_in_64_bits(device: str, monkeypa
     assert not wide(1000) and wide(1024)
     # the corner of the padding is where taps are counted from
     assert not wide(1, padding=(1000, 0)) and wide(1, padding=(1 << 20, 0), stride=1 << 20)
+    assert not wide(1, padding=(0, 1000)) and wide(1, padding=(0, 1 << 30), stride=1 << 30)
     # the same numbers by the code for it
     monkeypatch.setattr(launches, "_wide", lambda _given: True)
     for key, last in itertools.product(("3x3 odd", "stem", "depthwise", "by axis"), (False, True)):

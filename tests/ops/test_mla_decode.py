@@ -422,6 +422,19 @@ def test_an_invariant_call_has_one_configuration(arch: str) -> None:
     assert len(rows) == 1 and len({configs.gemm_config(count, 16, False) for count in (1, 20, 100)}) == 3
 
 
+def test_the_gemms_of_an_invariant_call_have_one_configuration() -> None:
+    """Other tiles would add in another order: the GEMMs of both weights too must not follow the batch."""
+
+    def gemms(batch: int, invariant: bool) -> tuple[Config, Config]:
+        sizes = cases_of_tools.Sizes(batch, 1, 16, 4096, head_dim_nope=128, head_dim_v=128)
+        call = cases_of_tools.example(sizes, BF16, "meta", batch_invariant=invariant)
+        made = launches.plan(call, configs.default(shape_of(key_of(call)), ARCHS["sm_90"]), ARCHS["sm_90"])
+        assert made.absorb is not None and made.expand is not None
+        return made.absorb.config, made.expand.config
+
+    assert gemms(1, True) == gemms(64, True) and gemms(1, False) != gemms(64, False)
+
+
 # configurations
 
 

@@ -164,7 +164,7 @@ def _conv2d_kernel(  # type: ignore[no-untyped-def]
     XCDS: tl.constexpr, FLAT: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_M, BLOCK_N] of one group. `k_units`: channels of a group, or FLAT all of K, in units of K_ALIGN."""
+    """One tile [BLOCK_M, BLOCK_N] of one group. `k_units`: channels of a group, or with FLAT all of K, over K_ALIGN."""
     N = n_units * N_ALIGN
     K = k_units * K_ALIGN
     x_strides = _strides(stride_xb, stride_xc, stride_xh, stride_xw, X_ORDER, X_ALIGN, WIDE)
