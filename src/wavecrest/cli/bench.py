@@ -137,7 +137,10 @@ def command(
         float | None, typer.Option(help="Ops: seconds after which no case is started; what is left out is named.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", "--out", metavar="FILE", help="Write the result here, as JSON.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", "--out", metavar="FILE", help="Write the result here, as JSON; as .jsonl.gz, compressed."
+        ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Ops: draw the result (.svg or .png).")] = None,
     source: Annotated[

@@ -384,7 +384,13 @@ def command(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write the record here, as JSON, after each key.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="FILE",
+            help="Write the record here after each key, as JSON; as .jsonl.gz, compressed.",
+        ),
     ] = None,
     table: Annotated[
         Path | None,

@@ -1,9 +1,9 @@
 """Hashes of kernels' source code, so that a record can name the code that ran.
 
-A hash is over a kernel and every function of ours that it calls, as the compiler sees them: what a comment, a
-docstring, a line break, a file, or the name of a function, variable or constant is does not change it; an operation, a
-constant's value, a call, the order of parameters does. What Triton itself brings is its version's. Grids and
-configurations are chosen outside of the kernels and are not in it.
+A hash covers a kernel and every function of wavecrest that it calls, as the compiler sees them. Comments, docstrings,
+line breaks, files, and the names of functions, variables and constants do not change it; operations, values of constants,
+calls and the order of parameters do. Triton's own functions are covered by its version. Grids and configurations are
+chosen outside of the kernels and are not part of the hash.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _device(value: Any) -> FunctionType | None:
     """The Python function behind a kernel made by `triton.jit` or the like; None for anything else."""
     function = getattr(value, "fn", None)
     made = type(value).__module__.startswith("triton.") and isinstance(function, FunctionType)
-    return function if made and not _of_triton(function) else None  # type: ignore[return-value]
+    return function if made and not _of_triton(function) else None
 
 
 def _of_triton(value: Any) -> bool:
