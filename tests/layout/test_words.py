@@ -55,6 +55,8 @@ RETIRED: tuple[Word, ...] = (
     Word("shrink", "alpha", "ops/_flash_attention"),
     Word("shrink", "alpha", "ops/_flash_decoding"),
     Word("shrink", "alpha", "ops/_mla_decode"),
+    Word("finish", "epilogue", "ops/_gemm"),
+    Word("codes", "quantized", "ops"),
 )
 
 # identifiers that are still there: who renames one moves its line to RETIRED
@@ -70,11 +72,9 @@ PENDING: tuple[Word, ...] = (
     Word("_row_kernel", "rows.kernel"),
     # GEMM
     Word("_multiply", "_gemv", "ops/_gemm"),
-    Word("finish", "epilogue", "ops/_gemm"),
     Word("tail", "extra_rows", "ops/_gemm"),
     Word("tail", "extra_rows", "nn/linear.py"),
     Word("TAKES_TAILS", "ask the registry", "models"),
-    Word("codes", "quantized", "ops"),
     Word("described", "tma_ok or has_descriptors", "ops"),
     # attention
     Word("queries", "seqlen_q", "ops/_flash_attention"),

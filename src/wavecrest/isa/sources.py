@@ -1,9 +1,9 @@
 """Hashes of kernels' source code, so that a record can name the code that ran.
 
 A hash covers a kernel and every function of wavecrest that it calls, as the compiler sees them. Comments, docstrings,
-line breaks, files, and the names of functions, variables and constants do not change it; operations, values of constants,
-calls and the order of parameters do. Triton's own functions are covered by its version. Grids and configurations are
-chosen outside of the kernels and are not part of the hash.
+line breaks, files, and the names of functions, variables and constants do not change it; operations, values of
+constants, calls and the order of parameters do. Triton's own functions are covered by its version. Grids and
+configurations are chosen outside of the kernels and are not part of the hash.
 """
 
 from __future__ import annotations
