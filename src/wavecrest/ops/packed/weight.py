@@ -243,8 +243,8 @@ def pack(
     """Pack a weight [N, K]: lay it out anew, or round it to 8 or 4 bits with scales.
 
     A scale is max |w| / largest of its row, group or block (largest: 127, 7 for int4, or that of the 8-bit
-    floating-point type), no less than 2^-126, and 1 where all weights are 0. Values are round(w / scale), ties
-    to even. Asymmetric int4: scale = (max − min) / 15 over the group's weights and 0, zero = round(−min / scale).
+    floating-point type), no less than 2^-126, and 1 where all weights are 0. Quantized values are round(w / scale),
+    ties to even. Asymmetric int4: scale = (max − min) / 15 over the group's weights and 0, zero = round(−min / scale).
 
     Args:
         weight: [N, K], float32, float16, bfloat16 or float64, any strides. The plain format shares the memory of a
