@@ -13,9 +13,9 @@ LARGEST_HALF = tl.constexpr(65504.0)
 
 
 @triton.jit
-def columns(offs, stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def dim_offsets(offs, stride, CONTIGUOUS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Offsets of columns: as they are where they lie side by side."""
-    if COLUMNS:
+    if CONTIGUOUS:
         found = offs
     else:
         found = offs.to(tl.int64) * stride
