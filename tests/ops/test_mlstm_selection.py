@@ -19,7 +19,7 @@ from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, NAN, case
 from tests.ops.op_harness import same_bits
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.tuned import Config, Database, Row, database
-from wavecrest.models.xlstm import kernels, xLSTMLargeConfig
+from wavecrest.models.xlstm import xLSTMLargeConfig
 from wavecrest.ops.common import triton as _triton
 from wavecrest.ops.mlstm.call import MlstmCall
 from wavecrest.ops.mlstm.key import KEY_FIELDS
@@ -126,7 +126,7 @@ def test_a_kernel_that_a_configuration_names_wins(on_gpu: None, monkeypatch: pyt
             config = xLSTMLargeConfig(**sizes, chunkwise_kernel=name)
             given = example((batch, 1, 1040, 64, 128), BF16, DEVICE)
             assert op.decide(given).backend != backend
-            kernels.Kernels.of(config).chunkwise(*given[:5])
+            config.selected_kernels().chunkwise(*given[:5])
             assert ran.pop() == backend and not ran
 
 

@@ -217,6 +217,10 @@ class xLSTMLargeConfig:
         """The dtype of the cell state c."""
         return stored_dtype(self.inference_state_dtype)
 
+    def selected_kernels(self) -> kernels.Kernels:
+        """The kernels that it names; its chunk size is of other kernels, and changes no result."""
+        return kernels.Kernels.named(self.chunkwise_kernel, self.sequence_kernel, self.step_kernel, self.state_dtype)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "config") -> xLSTMLargeConfig:
         """From the keys of a file of either vocabulary; keys that are not known are ignored with one warning.

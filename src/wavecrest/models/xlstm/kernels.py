@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
 from wavecrest.ops.mlstm.chunkwise.backend import op as chunkwise
 from wavecrest.ops.mlstm.sequence.backend import op as sequence
 from wavecrest.ops.mlstm.step.backend import op as step
-
-if TYPE_CHECKING:
-    from wavecrest.models.xlstm.config import xLSTMLargeConfig
 
 AUTO = "auto"
 Result = tuple[Tensor, tuple[Tensor, Tensor, Tensor | None] | None]
@@ -185,15 +182,14 @@ class Kernels:
     state_dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: xLSTMLargeConfig) -> Kernels:
-        """Those that a configuration names; its chunk size is of other kernels, and changes no result."""
-        return cls(
-            check("chunkwise", config.chunkwise_kernel),
-            check("sequence", config.sequence_kernel),
-            check("step", config.step_kernel),
-            None,
-            config.state_dtype,
-        )
+    def named(cls, chunkwise: str, sequence: str, step: str, state_dtype: torch.dtype) -> Kernels:
+        """The kernels of these names, in chunks of their own choice.
+
+        Raises:
+            InvalidArgument: there is no kernel of a name; the message lists those there are.
+        """
+        kinds = check("chunkwise", chunkwise), check("sequence", sequence), check("step", step)
+        return cls(*kinds, None, state_dtype)
 
     def chunkwise(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, **options: Any) -> Result:
         """As `wavecrest.ops.mlstm_chunkwise`, but always (h, states or None)."""
