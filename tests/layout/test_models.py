@@ -18,7 +18,7 @@ BACKENDS = {backend for name in ops.names() for backend in ops.get(name).backend
 
 
 def names_of_backends(source: str, table: str | None = None) -> Iterator[str]:
-    """LINE: TEXT of each string that is a backend's name, or begins as our kernels' do; but in the assignment `table`."""
+    """LINE: TEXT of each string that is a backend's name, or begins as our kernels' do; not in assignment `table`."""
     tree = ast.parse(source)
     allowed = {
         id(part)

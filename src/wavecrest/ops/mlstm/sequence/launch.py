@@ -71,8 +71,9 @@ def planned(call: MlstmCall, config: Config, arch: Arch | None) -> list[_launche
     device = call.q.device if torch.compiler.is_compiling() else torch.device("meta")
     split, normed = split_of(call, config), call.norm_weight is not None
     h = torch.empty_like(call.v, device=device)
-    values = (*call, h, *allocated(buffers_of(call, split), device))
-    c, n, m = values[-4:-1]
+    memory = allocated(buffers_of(call, split), device)
+    values = (*call, h, *memory)
+    c, n, m, _ = memory
     gate = call.output_gate if normed and not split.apart else None
     h_strides = (*before_norm(call), 1) if split.apart else strides(h, 4)
     contiguous = unit_stride(call.q, call.k, call.v, gate, None if split.apart else h)

@@ -111,7 +111,7 @@ def planned(call: MlstmStepCall, config: Config, arch: Arch | None) -> list[_lau
     # for strides: a sequence of one token
     row = call.sequence()
     h = torch.empty_like(row.v, device=device)
-    values = (*call, h, *allocated(buffers_of(call, split), device))
+    values: tuple[Any, ...] = (*call, h, *allocated(buffers_of(call, split), device))
     c, n, m = (values[FIELDS.index(name)] for name in written_of(call, split))
     # True: a second launch makes h of what this one leaves in scratch
     later = split.apart and split.second

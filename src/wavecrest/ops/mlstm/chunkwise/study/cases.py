@@ -81,12 +81,15 @@ _CELL = {
 
 def bench_cases(suite: str, device: str) -> dict[str, Callable[[], MlstmCall]]:
     """Prompts of bfloat16 with last states, norm and output gate as in a model; and the cell alone."""
-    made = partial(partial, example)
+
+    def made(shape: _Shape, **options: Any) -> Callable[[], MlstmCall]:
+        return partial(example, shape, torch.bfloat16, device, **options)
+
     model = {"return_last_states": True, "epilogue": True, "gate_soft_cap": 15.0}
     if suite == "quick":
-        return {"nh2 32x64 b1s128": made((1, 2, 128, 32, 64), torch.bfloat16, device, **model)}
-    found = {name: made(shape, torch.bfloat16, device, **model) for name, shape in _BENCH.items()}
-    return found | {name: made(shape, torch.bfloat16, device) for name, shape in _CELL.items()}
+        return {"nh2 32x64 b1s128": made((1, 2, 128, 32, 64), **model)}
+    found = {name: made(shape, **model) for name, shape in _BENCH.items()}
+    return found | {name: made(shape) for name, shape in _CELL.items()}
 
 
 def emulate_cases(arch: str) -> dict[str, Callable[[], MlstmCall]]:
