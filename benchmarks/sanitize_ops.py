@@ -413,7 +413,7 @@ def main() -> int:
     }
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(arguments.out, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        files.write_document(arguments.out, result)
     return 0 if all(row["verdict"] == "clean" for row in tools.values()) else 2
 
 

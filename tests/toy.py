@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ class ToyOp(Op[Any, Any]):
         **study: Any,
     ) -> None:
         self._default = default_config
+        self.call_type = call_type
         self._kernels: dict[str, KernelStudy[Any]] = {}
         made = study.pop("inputs")
         study["inputs"] = lambda *args: self._call(made(*args))
@@ -58,7 +60,6 @@ class ToyOp(Op[Any, Any]):
                 case: lambda make=make: self._call(make()) for case, make in cases(*args).items()
             }
         self.own_study: Study[Any] = Study(kernels=self._kernels, **study)
-        self.call_type = call_type
         super().__init__(
             name, call_type, self._spread(reference), self._spread(check), self._spread(key), "", key_fields,
             key_sizes, op_class,
@@ -73,22 +74,32 @@ class ToyOp(Op[Any, Any]):
 
     def _spread(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function of a call: of as many of its fields as it has parameters."""
-        code = getattr(function, "__code__", None)
-        count = code.co_argcount if code is not None and not code.co_flags & 0x04 else len(self.call_type._fields)
+        names = inspect.signature(function).parameters.values()
+        count = len(self.call_type._fields)
+        if not any(one.kind is one.VAR_POSITIONAL for one in names):
+            count = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in names)
         return lambda call, **options: function(*call[:count], **options)
 
-    def __call__(self, *fields: Any) -> Any:
-        return super().__call__(self.call_type(*fields))
+    def __call__(self, *fields: Any, **named: Any) -> Any:
+        return super().__call__(self.call_type(*fields, **named))
 
-    def of(self, *fields: Any) -> Any:
+    def of(self, *fields: Any, **named: Any) -> Any:
         """A call."""
-        return self.call_type(*fields)
+        return self.call_type(*fields, **named)
 
     def native(self, name: str, run: Callable[..., Any], *, refuse: Callable[..., Any] = takes,
-               opt_in: Callable[..., Any] = takes, priority: int = 10, **more: Any) -> None:  # fmt: skip
+               opt_in: Callable[..., Any] = takes, priority: int = 10, bind: Callable[..., Any] | None = None,
+               as_native: bool = False) -> None:  # fmt: skip
         """Attach a backend without configurations."""
+        bound = None if bind is None else lambda call: self._spread(bind(*call))
         self.attach(
-            name, self._spread(run), refuse=self._spread(refuse), opt_in=self._spread(opt_in), priority=priority, **more
+            name,
+            self._spread(run),
+            refuse=self._spread(refuse),
+            opt_in=self._spread(opt_in),
+            priority=priority,
+            bind=bound,
+            as_native=as_native,
         )
 
     def kernel(

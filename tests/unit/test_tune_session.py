@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +23,10 @@ from wavecrest.dispatch.keys import row_bucket
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, database
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
+from wavecrest.measure import timing
 from wavecrest.measure.timing import Interleaved
-from wavecrest.records import provenance
-from wavecrest.tune import ahead, candidates, session, trust
+from wavecrest.records import files, provenance
+from wavecrest.tune import ahead, candidates, contest, session, trust
 
 # an architecture is known, so that spaces are asked and impossible times found, and everything runs on the CPU
 DEVICE = replace(hardware.cpu(), arch="sm_90")
@@ -327,6 +331,34 @@ def test_an_error_while_several_are_timed_costs_one_key(op: Op, clock: Clock) ->
     assert [key.backend for key in record.keys[1:]] == ["kernel", "kernel"]
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
+def test_every_time_of_a_record_can_be_computed_from_its_file(
+    op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """Also where the final takes many rounds, with the digits that a clock has."""
+
+    def noisy(works: Sequence[Callable[[], Any]], *, rounds: int, seconds: float) -> Interleaved:
+        draw = random.Random(0)
+        for work in works:
+            work()
+        series = [
+            tuple((1 + place) * draw.lognormvariate(0, 0.1) for _ in range(5 * rounds)) for place in range(len(works))
+        ]
+        return Interleaved(tuple(series), "planted")
+
+    session.tune("double", DEVICE, session.Settings(), session.Targets(tmp_path / name), timer=noisy)
+    record = records.load_as(tmp_path / name, records.TuneRecord)
+    timed = [one for key in record.keys for one in key.candidates if one.ms is not None]
+    assert record.samples == "full" and len(record.keys) == 3 and len(timed) >= 6
+    for one in timed:
+        assert len(one.samples) == 5 * contest.FINAL_ROUNDS
+        assert one.ms == statistics.median(one.samples) and one.ci == timing.bootstrap_median(one.samples)
+    for key in record.keys:
+        (won,) = [one for one in key.candidates if one.status == "won"]
+        (native,) = [one for one in key.candidates if one.role == "native"]
+        assert (key.ratio, key.ci) == timing.bootstrap_speedup([(native.samples, won.samples)])
+
+
 def test_a_device_that_is_lost_while_several_are_timed_ends_the_run(
     op: Op, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -348,13 +380,36 @@ def test_a_device_that_is_lost_while_several_are_timed_ends_the_run(
 
 def test_rows_are_what_dispatch_reads(op: Op, clock: Clock, tmp_path: Path) -> None:
     table = tmp_path / "sm_90" / "double.csv"
-    tune(clock, session.Targets(tmp_path / "benchmarks" / "results" / "h200" / "tune.json", table))
+    path = tmp_path / "evidence" / "h200" / "tune.jsonl.gz"
+    tune(clock, session.Targets(path, table))
     fields = ("rows", "columns", "dtype", "option")
     rows = database.read(table, fields)
     assert list(rows) == [(4, 8, "float32", None), (16, 8, "float32", None), (64, 8, "float32", None)]
     row = rows[16, 8, "float32", None]
-    assert (row.backend, row.config, row.record) == ("kernel", Config(BLOCK=4), "h200/tune.json")
+    assert (row.backend, row.config, row.record) == (
+        "kernel",
+        Config(BLOCK=4),
+        f"h200/{path.name}@{files.content_hash(path)}",
+    )
     assert row.us == pytest.approx(900, rel=0.05) and row.native_us == pytest.approx(2000, rel=0.05)
+
+
+@pytest.mark.parametrize("commit", [None, "abc1234+changes", "abc1234"])
+def test_rows_that_ship_are_measured_from_a_commit(
+    op: Op, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str | None
+) -> None:
+    monkeypatch.setattr(database, "DATA", tmp_path / "data")
+    monkeypatch.setattr(provenance, "_commit", lambda: commit)
+    targets = session.Targets(tmp_path / "a.json", tmp_path / "data" / "sm_90" / "double.csv")
+    if commit == "abc1234":
+        tune(clock, targets)
+        assert len(database.read(targets.table, lookup.fields_of(op))) == 3  # type: ignore[arg-type]
+        return
+    with pytest.raises(InvalidArgument, match=r"ships with the package.*(no commit is known|changes): commit first"):
+        tune(clock, targets)
+    # found before anything is measured, and other tables are the user's own
+    assert not clock.calls and not targets.table.exists()  # type: ignore[union-attr]
+    tune(clock, session.Targets(tmp_path / "a.json", tmp_path / "sm_90" / "double.csv"))
 
 
 def test_rows_of_other_keys_stay_and_the_same_are_replaced(op: Op, clock: Clock, tmp_path: Path) -> None:
@@ -364,7 +419,8 @@ def test_rows_of_other_keys_stay_and_the_same_are_replaced(op: Op, clock: Clock,
     tune(clock, session.Targets(tmp_path / "b.json", tmp_path / "double.csv"), matching="rows 16")
     rows = database.read(tmp_path / "double.csv", lookup.fields_of(op))
     assert [(row.config, row.record) for row in rows.values()] == [
-        (Config(BLOCK=4), "a.json"), (Config(BLOCK=2), "b.json"), (Config(BLOCK=4), "a.json"),
+        (Config(BLOCK=4), session.named(tmp_path / "a.json")), (Config(BLOCK=2), session.named(tmp_path / "b.json")),
+        (Config(BLOCK=4), session.named(tmp_path / "a.json")),
     ]  # fmt: skip
 
 
@@ -512,6 +568,7 @@ def test_another_machine_is_not_resumed(op: Op, clock: Clock, tmp_path: Path) ->
     for changes, what in (
         ({"header": other}, "device"), ({"op": "gemm"}, "op"), ({"suite": "quick"}, "suite"),
         ({"header": good.header.model_copy(update={"commit": "another"})}, "commit"),
+        ({"samples": "thinned"}, "form of samples"),
     ):  # fmt: skip
         records.save(good.model_copy(update=changes), path)
         with pytest.raises(InvalidArgument, match=f"has another {what}"):
@@ -575,7 +632,18 @@ def test_what_spills_more_is_not_run(op: Op, clock: Clock, monkeypatch: pytest.M
         assert key.config != {"BLOCK": 2}
 
 
-def test_names_of_records() -> None:
-    assert session.named(Path("/x/benchmarks/results/h200/tune/a.json")) == "h200/tune/a.json"
-    assert session.named(Path("/x/results/a.json")) == "a.json"
-    assert session.named(Path("benchmarks/results/a.json")) == "a.json"
+def test_names_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # sha256 of nothing, and of "{}"
+    nothing, empty = "e3b0c44298fc", "44136fa355b3"
+    for folder, name in (("evidence/h200/tune", "h200/tune/a.json"), ("results", "a.json"), ("evidence", "a.json")):
+        path = tmp_path / folder / "a.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        assert session.named(path) == f"{name}@{nothing}"
+    monkeypatch.chdir(tmp_path)
+    assert session.named(Path("evidence/a.json")) == f"a.json@{nothing}"
+    # of what is in the file, whether it is compressed or not
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    assert session.named(Path("a.json")) == f"a.json@{empty}"
+    assert session.named(Path("a.jsonl.gz")) == f"a.jsonl.gz@{empty}"

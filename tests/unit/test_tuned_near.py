@@ -29,7 +29,7 @@ from wavecrest.dispatch.tuned import Config, Database, Evidence, Proposal, Row, 
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
 from wavecrest.tune import leave_one_out
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+EVIDENCE = Path(__file__).parents[2] / "evidence"
 FIELDS = ("rows", "columns", "dtype")
 SIZES = (0, 1)
 TILES = Config(BLOCK=64)
@@ -379,8 +379,8 @@ def test_a_near_configuration_is_always_one_of_the_ops_space(name: str) -> None:
 
 def test_what_near_rows_are_worth_on_the_shipped_records() -> None:
     """The figures of docs/database.md: no op loses by them over its keys, and gemm gains."""
-    page = (RESULTS.parents[1] / "docs" / "database.md").read_text()
-    for path in sorted(RESULTS.glob("nvidia-h200/tune_*.json")):
+    page = (EVIDENCE.parent / "docs" / "database.md").read_text()
+    for path in sorted(EVIDENCE.glob("nvidia-h200/*_tune_*.jsonl.gz")):
         record = records.load_as(path, records.TuneRecord)
         left = leave_one_out.decide(record)
         found = leave_one_out.summary(record.op, left)
@@ -394,7 +394,7 @@ def test_what_near_rows_are_worth_on_the_shipped_records() -> None:
 
 
 def test_a_key_that_is_left_out_is_not_its_own_neighbour() -> None:
-    record = records.load_as(RESULTS / "nvidia-h200" / "tune_gemm.json", records.TuneRecord)
+    record = records.load_as(EVIDENCE / "nvidia-h200" / "2026-11-21_tune_gemm.jsonl.gz", records.TuneRecord)
     one = next(key for key in record.keys if key.case == "1x4096x4096 bf16")
     alone = record.model_copy(update={"keys": [one]})
     (left,) = leave_one_out.decide(alone)
@@ -403,7 +403,7 @@ def test_a_key_that_is_left_out_is_not_its_own_neighbour() -> None:
 
 def test_a_lead_is_counted_over_what_would_run_and_was_timed() -> None:
     """`default_us` is one backend's default: no lead over `torch_and_mul`, which runs where gated rows are none."""
-    record = records.load_as(RESULTS / "nvidia-h200" / "tune_xlstm_gated.json", records.TuneRecord)
+    record = records.load_as(EVIDENCE / "nvidia-h200" / "2026-11-23_tune_xlstm_gated.jsonl.gz", records.TuneRecord)
     left = {one.case: one for one in leave_one_out.decide(record)}
     gated = [key for key in record.keys if key.key["b"] == "bfloat16"]
     assert gated and not any(left[key.case].taken for key in gated)

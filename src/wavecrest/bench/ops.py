@@ -32,8 +32,6 @@ from wavecrest.records import provenance
 OURS = "wavecrest"
 # bytes of the tensor whose copy is the limit
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
-# samples kept in a record, of each implementation and case
-KEPT_SAMPLES = 50
 # peers may be this much less exact than our own limits before they are left out: one that rounds on the way (in
 # Llama's RMSNorm before the weight) is still a peer, and leaving it out would make us look faster
 PEER_SLACK = 10.0
@@ -111,6 +109,7 @@ def bench_ops(
             suite=settings.suite,
             peers=versions,
             missing=missing,
+            samples="full",
             ops=list(benches),
         )
 
@@ -193,12 +192,13 @@ def _bench_case(
     except (InvalidArgument, Unsupported) as error:
         return records.OpCase(case=case.name, problem=f"the op refuses it: {_first_line(error)}"), None
     row.rounds, row.copy_ms = copied.rounds, statistics.median(copied.samples[-1])
-    step = math.ceil(copied.rounds / KEPT_SAMPLES)
-    for candidate, series in zip(timed, copied.samples, strict=False):
+    for candidate, exact in zip(timed, copied.samples, strict=False):
+        # nanoseconds, as the record has them, so that every figure can be computed again from it
+        series = tuple(round(sample, 6) for sample in exact)
         candidate.series = series
         candidate.timing.ms = statistics.median(series)
         candidate.timing.ci = timing.bootstrap_median(series)
-        candidate.timing.samples = [round(sample, 6) for sample in series[::step]]
+        candidate.timing.samples = list(series)
     row.impls = [candidate.timing for candidate in candidates]
     return row, _compare_with_best(row, candidates)
 

@@ -386,22 +386,6 @@ def check(
     _shared.out.print(f"{count} rows are well")
 
 
-@app.command("migrate")
-def migrate(
-    tables: Annotated[list[Path], typer.Argument(metavar="TABLE…", help="Tables, <arch>/<op>.csv.")],
-    results: Annotated[Path, typer.Option(metavar="DIR", help="Where the records that rows name are.")] = Path(
-        "benchmarks/results"
-    ),
-) -> None:
-    """Fill in the evidence of rows from before tables had it, from their records; nothing is made up."""
-    from wavecrest.tune import evidence
-
-    for table in tables:
-        done = evidence.fill(table, results)
-        _shared.out.print(f"{escape(str(table))}: {done.filled} rows filled in", soft_wrap=True)
-        _list(list(done.left))
-
-
 def run_leave_one_out(paths: Iterable[Path]) -> list[Summary]:
     """What near rows gain and lose over the keys of tuning records; see `wavecrest.tune.leave_one_out`.
 

@@ -107,6 +107,7 @@ def run_file(
         OutputError, EnvironmentProblem, MissingDependency: as for `run`.
     """
     _check(settings)
+    from wavecrest.records import files
     from wavecrest.tune import session
 
     target, overlay = _target(device, table, keep)
@@ -117,7 +118,7 @@ def run_file(
     starts = _starts(executor, target, children, one=_is_one(device))
     found = []
     for name, given in planned.items():
-        file = out if out is None or len(planned) == 1 else out.with_name(f"{out.stem}_{name}{out.suffix}")
+        file = out if out is None or len(planned) == 1 else files.beside(out, name)
         rest = max(1e-3, settings.budget - (time.perf_counter() - begin))
         mine = replace(settings, suite="shapes" if path.suffix == ".csv" else "misses", budget=rest)
         targets = session.Targets(file, table, overlay)

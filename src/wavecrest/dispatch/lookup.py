@@ -122,7 +122,7 @@ def _not_here(op: Described, taking: tuple[str, ...], backend: str) -> str:
     """Why a backend does not run a call; "" where it does."""
     if backend not in op.backends:
         return f"which {op.name} does not have"
-    return "" if backend in taking else "which declines it"
+    return "" if backend in taking else "which refuses it"
 
 
 def _near(

@@ -19,7 +19,7 @@ from wavecrest import env, hardware, ops
 from wavecrest.dispatch.call import AnyCall, mapped, tensors_of
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, MissingDependency, Unsupported, WavecrestError, WorkloadError
-from wavecrest.isa import emulate
+from wavecrest.isa import emulate, sources
 from wavecrest.isa.emulate.record import CaseResult, EmulationRecord, ProgramResult, Work
 from wavecrest.measure import numerics
 from wavecrest.records import provenance
@@ -120,7 +120,9 @@ def run_ops(
                 results.append(_run_case(op, label, dtype, make, driver, backend))
                 if on_case is not None:
                     on_case(results[-1])
-    return EmulationRecord(header=_header(), arch=arch, tinygrad=emulate.commit(), cases=results)
+    ran = {kernel for result in results for kernel in result.work.kernels}
+    hashes = {name: found for name, found in sources.kernels().items() if name in ran}
+    return EmulationRecord(header=_header(), arch=arch, tinygrad=emulate.commit(), sources=hashes, cases=results)
 
 
 def _header() -> provenance.Header:
