@@ -268,6 +268,23 @@ def test_arguments_are_not_written_to() -> None:
         assert not isinstance(one, Tensor) or same_bits(one, kept)
 
 
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_values_before_a_reset_do_not_reach_what_is_behind_its_chunk(dtype: torch.dtype) -> None:
+    """They may be NaN: their keys have no weight in the states behind the chunk, but a product of them has."""
+    call = case(batch=1, heads=2, tokens=60, dtype=dtype, return_last_states=True)
+    resets = torch.zeros(1, 60, dtype=torch.bool, device=DEVICE)
+    resets[0, 20] = True
+    call = call._replace(resets=resets)
+    want = run(OP, call, SMALL)
+    assert_right(call, want)
+    spoiled = call.v.clone()
+    spoiled[:, :, :20] = NAN
+    got = run(OP, call._replace(v=spoiled), SMALL)
+    assert SMALL["CHUNK"] == 32
+    assert same_bits(got[0][:, :, 32:], want[0][:, :, 32:])
+    assert all(map(same_bits, got[1:], want[1:]))
+
+
 def change_memory(
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Tensor], Tensor],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, NAN, case
+from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, NAN, case, own_calls
 from tests.ops.op_harness import same_bits
+from wavecrest import ops
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.models.xlstm import xLSTMLargeConfig
@@ -220,6 +222,28 @@ def test_pytorch_is_not_chosen_where_bits_must_not_depend_on_the_batch(on_gpu: N
         found = op.decide(given)
         assert found.backend != "torch" and "for torch, which declines it" in found.reason
     registry.forget()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("epilogue", ["", "gate"])
+def test_a_bound_call_is_short(epilogue: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the public function to the launches, which are up to five, or to the definition."""
+    whole = case(tokens=20, dv=48, first=True, return_last_states=True, epilogue=epilogue)
+    options = {name: getattr(whole, name) for name in ("norm_weight", "output_gate")}
+    more = dict(zip(("c_initial", "n_initial", "m_initial"), whole.initial, strict=True))
+    sequences = partial(ops.mlstm_chunkwise, *whole[:5], **more, return_last_states=True, **options)
+    short = partial(ops.mlstm_sequence, *whole[:5], **more, return_last_states=True, **options)
+    one = [part[:, :, 0] for part in whole[:5]]
+    gate = None if whole.output_gate is None else whole.output_gate[:, :, 0]
+    step = partial(ops.mlstm_step, *one, *whole.initial, norm_weight=whole.norm_weight, output_gate=gate)
+    for name, function in ((OP, sequences), ("mlstm_sequence", short), ("mlstm_step", step)):
+        op = registry.get(name)
+        op.force(backend)
+        try:
+            found = own_calls(function, monkeypatch)
+        finally:
+            op.force(None)
+        assert 2 <= len(found) <= 4, (name, found)
 
 
 def test_needs_of_gradients_and_float64_still_run(on_gpu: None) -> None:
