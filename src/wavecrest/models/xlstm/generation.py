@@ -130,7 +130,7 @@ class Decoder:
             self._work(model)
 
     def choose(self, model: xLSTMNetwork, capture: bool, count: int) -> None:
-        """Decide how `count` steps run: eagerly, or as a graph, which is captured where there is none yet."""
+        """Decide how `count` steps run: eagerly, or as a graph, which is captured on first use."""
         if not has_graphs(self.token.device):
             self.decoding = "eager: a CPU has no graphs"
         elif not capture:
@@ -221,7 +221,7 @@ def _decoder(model: xLSTMNetwork, state: State, logits: Tensor, sampling: Sampli
     return kept if kept is not None and kept[0] == key else (key, Decoder(state, logits, sampling))
 
 
-# what a pass is for: a prompt of one row or of several, as a size of 1 is compiled apart; steps of so many rows
+# what a pass is for: a prompt of one row or of several, as a size of 1 is compiled apart; steps by their number of rows
 Kind = tuple[str, int]
 # of each model what its kernels were compiled ahead for
 _rehearsed: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
@@ -283,7 +283,7 @@ def compile_ahead(model: xLSTMNetwork, batch: int, longest: int) -> str | None:
 
 
 def _whole(value: Any) -> int:
-    """A whole number of any kind, that of a tensor without dimensions too; TypeError: it is none."""
+    """A whole number of any kind, a tensor without dimensions too; TypeError: it is something else."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool)):
         raise TypeError
     return operator.index(value)

@@ -106,7 +106,7 @@ def check(kind: str, name: str) -> Kernel:
     """The kernel of a name; `kind` is "chunkwise", "sequence" or "step".
 
     Raises:
-        InvalidArgument: there is none; the message lists those there are.
+        InvalidArgument: there is no such kernel; the message lists those there are.
     """
     try:
         return KERNELS[kind][name]

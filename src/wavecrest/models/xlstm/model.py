@@ -150,7 +150,7 @@ class xLSTMLarge(xLSTMNetwork):
                 gives a folder).
             device: None: the GPU if there is one, else the CPU.
             dtype: of the weights, torch.bfloat16 or "bfloat16"; None: as the embedding is stored.
-            weight_mode: of the model: "fused" (fewer, larger products) or "single".
+            weight_mode: of the model: "fused" (fewer, larger GEMMs) or "single".
             quantize: "int8", "fp8" or "int4": see `wavecrest.models.xlstm.quantize`; each weight is packed as it is
                 read.
             changes: fields of the configuration to set, such as inference_state_dtype="float16".
@@ -187,7 +187,7 @@ class xLSTMLarge(xLSTMNetwork):
 
         Raises:
             OutputError: the folder is not empty, or cannot be written.
-            InvalidArgument: `form` or `weight_mode` is none of these.
+            InvalidArgument: `form` or `weight_mode` is another.
             Unsupported: weights are packed.
             MissingDependency: safetensors, or PyYAML for the official form, is not installed.
         """

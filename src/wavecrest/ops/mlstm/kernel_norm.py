@@ -27,8 +27,8 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK_M rows (b, s, h), h fastest: y = σ(gate) · LayerNorm(x) · weight; with STATES n and m to where they belong.
 
-    Strides of x, y and the gate come in units of ALIGN but for those of columns. STATES: of one token, n [B, NH, DK]
-    and m [B, NH] contiguous. NORM off: the states alone.
+    Strides of x, y and the gate come in units of ALIGN, but for the last dimension's. STATES: of one token,
+    n [B, NH, DK] and m [B, NH] contiguous. NORM off: the states alone.
     """
     # divided in 32 bits where rows fit: in 64 a division is a hundred instructions
     first = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)

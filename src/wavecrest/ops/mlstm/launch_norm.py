@@ -31,7 +31,7 @@ TENSORS = (
 
 
 def strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
-    """The strides of a tensor, 0 for dimensions of one element and where there is none."""
+    """The strides of a tensor, 0 for dimensions of one element; zeros for None."""
     if tensor is None:
         return (0,) * dims
     found = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

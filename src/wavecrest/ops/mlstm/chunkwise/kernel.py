@@ -98,10 +98,10 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
     STATE_K: tl.constexpr, STATE_V: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T tokens of one chunk and head, BLOCK_V columns of h; NORM: all of them, normalised and gated.
+    """BLOCK_T tokens of one chunk and head, BLOCK_V of DV of h; NORM: all of DV, normalised and gated.
 
-    They meet the state BLOCK_C of its rows at a time, then BLOCK_S tokens of the chunk after the other, whose products
-    of q and k take BLOCK_K columns at a time. log_scale: the power of two that these are multiplied by. HALF: q is
+    They meet the state BLOCK_C of its rows at a time, then BLOCK_S tokens of the chunk after the other, whose GEMMs
+    of q and k take BLOCK_K of DK at a time. log_scale: the power of two that these are multiplied by. HALF: q is
     float16; tiles of the state, STATE_K by STATE_V, are relative to the unit in scales, and weights to a row's largest.
     """
     tiles_v = tl.cdiv(DV, BLOCK_V)
@@ -205,7 +205,7 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
         n = tl.load(vectors_ptr + offs_k, mask=offs_k < until, other=0.0)
         den = tl.sum(tl.cast(q, tl.float32) * n[None, :], 1)
     else:
-        # in a loop of its own: a tile of q that a product and a sum both read has no spare buffer in triton 3.6's
+        # in a loop of its own: a tile of q that a GEMM and a sum both read has no spare buffer in triton 3.6's
         # pipelines (see tests/compile/test_pipelines.py)
         for part in range(0, until, BLOCK_K):
             mask_k = part + offs_k < DK

@@ -2,7 +2,7 @@
 
 With b the sums of log forget gates since the chunk began (since a reset in it), token t has the weight e^(b_L − b_t +
 i_t) in the state behind the chunk's last token L, and the state before it e^(b_L + m). What is left to the kernel that
-goes through a sequence chunk by chunk is products of what was weighted before, with nothing between them.
+goes through a sequence chunk by chunk is GEMMs of keys that are weighted already, with nothing between them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wavecrest.ops.mlstm.device import PACKED, dim_offsets, half_range, log_forg
 SUMS, REST, LOCAL, TOP, DOCUMENT = (tl.constexpr(plane) for plane in range(5))
 PLANES = tl.constexpr(5)
 # and the kernel of keys for each chunk and head, float32 [LINKS, slots, NH]: by what the state before it is multiplied
-# (−1: a reset takes it away), by what float16's products of it are, m before and behind it, times log2 e
+# (−1: a reset takes it away), by what float16's GEMMs of it are, m before and behind it, times log2 e
 DECAY, SHARE, BEFORE, BEHIND = (tl.constexpr(link) for link in range(4))
 LINKS = 4
 # packed sequences, and chunks, that are looked at at a time
@@ -401,7 +401,7 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
     stride_vs = tl.cast(stride_vs, tl.int64) * ALIGN
     planes_ptr += (slot * PLANES + DOCUMENT) * CHUNK
     c_tile = offs_k[:, None] * DV + offs_v[None, :]
-    # products of the chunk at hand, where they have a unit of their own
+    # GEMMs of the chunk at hand, where they have a unit of their own
     more = c
     share = tl.cast(1.0, tl.float32)
     decay = share

@@ -48,8 +48,8 @@ def _mlstm_recurrent_kernel(  # type: ignore[no-untyped-def]
     """All tokens of one sequence and head, BLOCK_V columns of the state c [DK, DV] with all of its rows.
 
     Strides of q, k, v, h and the gate come in units of ALIGN, those of the states c (`c_new`: x) in units of C_ALIGN,
-    but for strides of columns. Every program of a head works out n and m, the first writes them (`n_new`: y, `m_new`:
-    z). NORM: the program has all columns.
+    but for the last dimension's. Every program of a head works out n and m, the first writes them (`n_new`: y, `m_new`:
+    z). NORM: the program has all of DV.
     """
     tile = tl.program_id(0) % tiles
     head = ((tl.program_id(0) // tiles) % heads).to(tl.int64)

@@ -41,7 +41,7 @@ def _normed(  # type: ignore[no-untyped-def]
     h, weight_ptr, gate_ptr, offs_v, mask_v, stride_w, stride_gd, norm_eps,
     GATE: tl.constexpr, CONTIGUOUS: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """σ(gate) · LayerNorm(h) · weight of all columns of a head [BLOCK], float32; pointers are to the head's first."""
+    """σ(gate) · LayerNorm(h) · weight of a whole head [BLOCK], float32; pointers are to the head's first."""
     y = layer_norm(h[None, :], mask_v[None, :], DV, tl.cast(norm_eps, tl.float32))
     w_at = offs_v.to(tl.int64)[None, :] * stride_w
     y = y * tl.load(weight_ptr + w_at, mask=mask_v[None, :], other=0.0).to(tl.float32)
@@ -68,8 +68,8 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
     """BLOCK_V columns of the state c [DK, DV] of one row and head, BLOCK_K rows of it at a time, the next ones ahead.
 
     Strides of q, k, v, h and the gate come in units of ALIGN, those of the states c (`c_new`: x) in units of C_ALIGN,
-    but for strides of columns. Every program of a head works out n and m, the first writes them (`n_new`: y, `m_new`:
-    z). IN_PLACE: c is c_new, and but with COPIES n and m are n_new and m_new. NORM: the program has all columns, or
+    but for the last dimension's. Every program of a head works out n and m, the first writes them (`n_new`: y, `m_new`:
+    z). IN_PLACE: c is c_new, and but with COPIES n and m are n_new and m_new. NORM: the program has all of DV, or
     gets them. LAST: the last program of a head to come to its end, as `arrivals` [B, NH] count them, has h of the
     others from scratch [B, NH, DV], writes n and m, which the others have read by then, and leaves 0 in `arrivals`.
     DRAIN: a barrier does not wait for stores, as on AMD, where it is `s_barrier` alone (gfx942, triton 3.6).

@@ -34,9 +34,9 @@ FIELDS = MlstmStepCall._fields + MEMORY
 
 
 class Split(NamedTuple):
-    """How a head is taken apart: programs over its columns, and what is left to do behind all of them.
+    """How a head is taken apart: programs over DV, and what is left to do behind all of them.
 
-    `apart`: the norm, which needs all columns. `copies`: in place, n and m go to where the caller has them, which all
+    `apart`: the norm, which needs all of DV. `copies`: in place, n and m go to where the caller has them, which all
     programs of a head read. `counted`: the last program of a head to come to its end does it, else a second launch.
     """
 

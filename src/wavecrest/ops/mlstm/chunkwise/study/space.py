@@ -14,7 +14,7 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
     """The configurations worth trying, each once, the default first.
 
     Kernels are independent of each other: what chunks do is tried beside the default's states and keys, and the other
-    way round, each with chunks half and twice as long too. Longer ones have more products, shorter ones more states to
+    way round, each with chunks half and twice as long too. Longer ones have larger GEMMs, shorter ones more states to
     move.
     """
     first = default(shape, arch)
@@ -44,7 +44,7 @@ def _chunk_changes(shape: Shape, arch: Arch, first: Config) -> Iterator[dict[str
         # sums of a tile of h and of one of scores, registers a lane: above 160 they spill, and few leave matrix units
         # to wait for shared memory (H200, 2026-11-22: 96 µs with 40, 47.5 with 144)
         sums = rows * (columns + keys) // (warps * arch.wave_size)
-        # what the products of a step take of LDS: queries, keys and values
+        # LDS that the GEMMs of a step take: queries, keys and values
         held = (rows * first["BLOCK_K"] + deep * keys * (first["BLOCK_K"] + columns) + rows * keys) * size
         if (64 if matrix else 8) <= sums <= 160 and held <= arch.lds_kib << 10:
             yield {"BLOCK_T": rows, "BLOCK_S": keys, "BLOCK_V": columns, "num_warps": warps, "num_stages": deep}
