@@ -241,7 +241,7 @@ def test_a_ranking_for_an_architecture_that_is_not_here(arch: str, capsys: pytes
 def test_what_others_published_is_shown_for_an_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     """Selection by batch on gfx942: which function runs, and that it is prior data; no ranking, and why."""
     for batch, backend, function in (
-        ("1", "torch", "wavecrest.backends.torch.mlstm._mlstm_chunkwise"),
+        ("1", "torch", "wavecrest.ops.mlstm.reference.chunkwise"),
         ("2", "triton", "wavecrest.ops.mlstm.chunkwise.kernel._mlstm_chunks_kernel"),
     ):
         call = ["mlstm_chunkwise", f"B={batch}", "S=2048", "D=64", "bf16", "--arch", "gfx942"]

@@ -167,7 +167,7 @@ import json, sys, torch
 from wavecrest import registry
 from wavecrest.tune import worker
 op = registry.get("mlstm_step")
-args = op.inputs(4, 8, 256, torch.bfloat16, "meta")
+args = op.study.inputs(4, 8, 256, torch.bfloat16, "meta")
 found = {}
 for arch, columns in (("gfx942", 128), ("sm_90", 32)):
     for warps in (1, 8):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.models.xlstm import xLSTMLargeConfig
 from wavecrest.models.xlstm.config import TOKEN_FIELDS
-from wavecrest.models.xlstm.generation import spans
-from wavecrest.models.xlstm.layers import FeedForward, LayerState, MLSTMLayer, Padding
+from wavecrest.models.xlstm.layers import FeedForward, LayerState, MLSTMLayer
+from wavecrest.models.xlstm.padding import Padding, spans
 from wavecrest.models.xlstm.state import empty_state
 from wavecrest.nn import RMSNorm
 
