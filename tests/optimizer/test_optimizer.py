@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.optimizer.planted import (
+    CLOCK,
     PAUSE,
+    WORK,
     AddPause,
+    FadingGain,
     FastButWrong,
     Interrupts,
     MisalignedCausal,
@@ -20,30 +24,57 @@ from tests.optimizer.planted import (
     RaisesHalfWay,
     RaisesInForward,
     SlightlyWrong,
+    TakeHalfOut,
     TakePauseOut,
     slow,
+    start_clock,
 )
 from wavecrest import records
 from wavecrest.errors import InvalidArgument, PlanMismatch
-from wavecrest.measure.workload import Quality, Workload, from_example
+from wavecrest.measure.workload import Buckets, Quality, Workload, from_example
 from wavecrest.optimizer import api as optimizer
+from wavecrest.optimizer.analysis import Analysis
 from wavecrest.optimizer.api import OptimizeInterrupted, OptimizeResult, Options
+from wavecrest.optimizer.measurer import LEAST_SECONDS
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.steps import Step, steps_up_to
 
 Run = Callable[..., OptimizeResult]
 
 
+class NoAnalysis(Analysis):
+    """Finds nothing: profiles and ceilings take real seconds, and no verdict rests on them."""
+
+    def ceilings(self) -> tuple[records.Ceilings | None, str]:
+        return None, "no ceilings"
+
+    def profile(
+        self, model: torch.nn.Module, ceilings: records.Ceilings | None
+    ) -> tuple[list[records.BucketProfile], str]:
+        return [], ""
+
+    def breaks(self) -> tuple[list[records.GraphBreak], str]:
+        return [], "no breaks"
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the ladder with the given steps in place of the real ones; their effects are large, so sampling is short."""
-    monkeypatch.setattr("wavecrest.optimizer.engine.LEAST_SECONDS", 0.5)
-    monkeypatch.setattr("wavecrest.optimizer.engine.Engine._ceilings", lambda self: None)
+    """Runs the ladder on the simulated clock, with the given steps in place of the real ones."""
+    start_clock()
 
-    def with_steps(*steps: Step, workload: Workload | None = None, **more: object) -> OptimizeResult:
+    def with_steps(
+        *steps: Step,
+        workload: Workload | None = None,
+        budget: float = 60.0,
+        precision: str | None = None,
+        skip: tuple[str, ...] = (),
+        only: tuple[str, ...] | None = None,
+        **more: Any,
+    ) -> OptimizeResult:
         monkeypatch.setattr("wavecrest.optimizer.steps.ladder._steps", lambda: {step.id: step for step in steps})
-        options = Options(level=4, budget=more.pop("budget", 60.0))  # type: ignore[arg-type]
-        return optimizer.run(workload or from_example(*slow()), options, **more)  # type: ignore[arg-type]
+        options = Options(level=4, budget=budget, precision=precision, steps=only, skip=skip)
+        workload = workload or from_example(*slow())
+        return optimizer.run(workload, options, now=CLOCK, analysis=NoAnalysis(workload), **more)
 
     return with_steps
 
@@ -63,7 +94,8 @@ def test_gain_is_kept_and_measured(run: Run) -> None:
     step = outcome(result, "gain")
     assert step.verdict == "kept" and step.ratio is not None and step.ci is not None
     speed = step.speed[0]
-    assert step.ci.low > 5 and speed.base_ms >= 6 and speed.base_ms - speed.new_ms > 5
+    assert speed.base_ms == pytest.approx(7, rel=0.02) and speed.new_ms == pytest.approx(1, rel=0.02)
+    assert step.ratio == pytest.approx(7, rel=0.02) and step.ci.low < 7 < step.ci.high < 7.2
     assert result.record.result is not None and result.record.result.verdict == "faster"
     assert result.model.pause == 0.0 and result.plan.stack == ["gain"]
 
@@ -87,19 +119,28 @@ def test_fast_but_wrong_is_refused_unmeasured(run: Run, step: Step) -> None:
     assert not [sample for sample in result.record.samples if sample.step == step.id]
 
 
-def test_asking_for_a_precision_loosens_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_for_a_precision_loosens_no_other_step(run: Run) -> None:
     """An error of 2e-4 would pass bfloat16's limits; no precision step is in the stack, so float32's hold."""
-    monkeypatch.setattr("wavecrest.optimizer.engine.LEAST_SECONDS", 0.5)
-    monkeypatch.setattr("wavecrest.optimizer.engine.Engine._ceilings", lambda self: None)
-    monkeypatch.setattr("wavecrest.optimizer.steps.ladder._steps", lambda: {"slightly wrong": SlightlyWrong()})
-    result = optimizer.run(from_example(*slow()), Options(level=4, budget=60.0, precision="bf16"))
-    row = outcome(result, "slightly wrong")
+    row = outcome(run(SlightlyWrong(), precision="bf16"), "slightly wrong")
     assert row.verdict == "refused" and row.reason.startswith("wrong answers")
+
+
+def test_a_precision_in_the_stack_has_its_own_limits_and_so_has_what_follows(run: Run) -> None:
+    class Precise(TakePauseOut):
+        id = "precision:bf16"
+
+    result = run(SlightlyWrong(), Precise(), precision="bf16")
+    tries = [(row.id, row.attempt, row.verdict) for row in result.record.steps]
+    # nothing is retried after a refusal
+    assert tries == [("slightly wrong", 1, "refused"), ("precision:bf16", 1, "kept")]
+    after = run(Precise(), SlightlyWrong(), precision="bf16")
+    # twice as much would be refused: 2e-4 is inside bfloat16's floor, and as fast as what is there
+    assert outcome(after, "slightly wrong").verdict == "tie"
 
 
 def test_noise_is_not_kept(run: Run) -> None:
     result = run(Nothing())
-    assert outcome(result, "noise").verdict in ("tie", "reverted")
+    assert outcome(result, "noise").verdict == "tie"
     assert result.plan.stack == []
 
 
@@ -158,10 +199,69 @@ def test_reverted_step_is_retried_once_after_the_ground_changed(run: Run) -> Non
     assert tries == [("slow", 1, "reverted"), ("gain", 1, "kept"), ("slow", 2, "reverted")]
 
 
+def test_a_step_is_not_retried_beside_its_rival_nor_on_the_same_ground(run: Run) -> None:
+    class Rival(AddPause):
+        group = "one of two"
+
+    class Winner(TakePauseOut):
+        group = "one of two"
+
+    for steps in ((Rival(), Winner()), (TakePauseOut(), AddPause())):
+        assert all(row.attempt == 1 for row in run(*steps).record.steps)
+
+
+def test_steps_can_be_left_out(run: Run) -> None:
+    result = run(TakePauseOut(), AddPause(), Nothing(), skip=("slow",), only=("slow", "gain"))
+    assert [row.id for row in result.record.steps] == ["gain"]
+    assert "not tried, as asked: slow" in result.record.notes
+
+
+def test_outcomes_say_how_long_they_took(run: Run) -> None:
+    (row,) = run(TakePauseOut()).record.steps
+    # at least 15 blocks of two calls a side, at most the sampling time of a bucket and its last block
+    assert 30 * (PAUSE + 2 * WORK) * 0.9 < row.seconds < LEAST_SECONDS + 1
+
+
+@pytest.mark.parametrize(
+    ("later", "verdict"), [(0.0, "undecided"), (PAUSE, "already optimal")], ids=["no faster", "slower"]
+)
+def test_what_the_final_measurement_does_not_confirm_goes(run: Run, later: float, verdict: str) -> None:
+    workload = from_example(*slow())
+    result = run(FadingGain(later), workload=workload)
+    row = outcome(result, "fading")
+    assert row.verdict == "reverted" and "final measurement does not confirm it" in row.reason
+    assert result.model is workload.model and result.plan.stack == [] and result.plan.steps == result.record.steps
+    assert result.record.result is not None and result.record.result.ratio == 1.0
+    # without a gain an interval that holds 1 is no proof that there is none
+    ratio = float(row.reason.split("together ")[1].split("×")[0])
+    assert ratio == pytest.approx((PAUSE + WORK) / (PAUSE + WORK + later), rel=0.02)
+    assert result.record.result.verdict == verdict
+
+
+def test_the_final_measurement_is_of_original_against_result(run: Run) -> None:
+    result = run(TakeHalfOut(), TakePauseOut()).record.result
+    assert result is not None and result.ratio == pytest.approx(7, rel=0.02)
+    assert result.speed[0].base_ms == pytest.approx(7, rel=0.02)
+
+
 def test_budget_skips_with_a_reason(run: Run) -> None:
     result = run(TakePauseOut(), budget=0.001)
     row = outcome(result, "gain")
-    assert row.verdict == "skipped" and "budget" in row.reason and result.record.result.verdict == "undecided"
+    assert row.verdict == "skipped" and row.reason.startswith("no time left in the budget of 0 s")
+    assert result.record.result.verdict == "undecided" and row.sites == ["model"] and row.predicted is None
+
+
+def test_time_before_an_interruption_counts_for_the_budget(run: Run, tmp_path: Path) -> None:
+    Interrupts.armed = True
+    with pytest.raises(OptimizeInterrupted):
+        run(AddPause(), Interrupts(), out=tmp_path)
+    saved = records.load_as(tmp_path / "run.json", records.OptimizeRecord)
+    saved.steps[0].seconds = 59.8
+    records.save(saved, tmp_path / "run.json")
+    Interrupts.armed = False
+    result = run(AddPause(), Interrupts(), TakePauseOut(), out=tmp_path, resume=True)
+    # the baseline takes more than the fifth of a second that is left
+    assert [row.verdict for row in result.record.steps] == ["reverted", "skipped", "skipped"]
 
 
 def test_without_a_compiler_a_model_is_not_called_optimal(run: Run) -> None:
@@ -179,8 +279,29 @@ def test_failing_quality_takes_the_step_back(run: Run) -> None:
     ]
     result = run(TakePauseOut(), workload=workload)
     row = outcome(result, "gain")
-    assert row.verdict == "refused" and "final check" in row.reason
+    assert row.verdict == "refused" and "final check" in row.reason and "pause is 0, limit 0.001" in row.reason
     assert result.plan.stack == [] and result.model is workload.model
+
+
+def test_failing_quality_leaves_the_steps_before(run: Run) -> None:
+    workload = from_example(*slow())
+    workload.quality = lambda original, model: [
+        Quality("pause", float(model.pause), 0.001, model.pause > 0.001, "must stay")
+    ]
+    result = run(TakeHalfOut(), TakePauseOut(), workload=workload)
+    assert [row.verdict for row in result.plan.steps] == ["kept", "refused"]
+    assert result.plan.stack == ["half"] and result.model.pause == PAUSE / 2
+    assert result.record.result is not None and result.record.result.verdict == "faster"
+    assert result.record.result.quality[0].passed
+
+
+def test_two_buckets_are_both_measured(run: Run) -> None:
+    model, x = slow()
+    result = run(TakePauseOut(), workload=from_example(model, Buckets(b4=x, b2=x[:2])))
+    assert [row.bucket for row in outcome(result, "gain").speed] == ["b4", "b2"]
+    assert [(row.step, row.bucket) for row in result.record.samples] == [
+        (step, bucket) for step in ("gain", "result") for bucket in ("b4", "b2")
+    ]
 
 
 def test_plan_replays_on_a_fresh_model(run: Run, tmp_path: Path) -> None:
@@ -246,9 +367,11 @@ def test_bad_options(options: dict[str, object], message: str) -> None:
         Options(**options)  # type: ignore[arg-type]
 
 
-def test_unknown_step() -> None:
-    with pytest.raises(InvalidArgument, match="no step nonsense"):
-        optimizer.run(from_example(*slow()), Options(level=3, steps=("nonsense",)))
+def test_unknown_step(run: Run) -> None:
+    with pytest.raises(InvalidArgument, match="no step nonsense at level 4; there are gain"):
+        run(TakePauseOut(), only=("nonsense",))
+    with pytest.raises(InvalidArgument, match="no step nonsense at level 4; there are gain"):
+        run(TakePauseOut(), skip=("nonsense",))
 
 
 def test_real_ladder_has_unique_ids_in_level_order_where_it_matters() -> None:

@@ -7,7 +7,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,10 +106,10 @@ def try_candidates(
 ) -> Trials:
     """Try (name, value) pairs one by one while the next fits into `allowance` seconds; `say` is told what runs."""
     trials = Trials()
-    begin = time.perf_counter()
+    begin = context.now()
     for name, value in candidates:
         text = f"{name}={value}"
-        spent = time.perf_counter() - begin
+        spent = context.now() - begin
         count = len(trials.done)
         needed = spent / count if count else 2 * context.processes * _child_seconds(context)
         if spent + needed > allowance:
