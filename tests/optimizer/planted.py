@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.clock import SimulatedClock
+from wavecrest.measure.workload import Inputs, Quality, Workload
 from wavecrest.optimizer.steps import Found, Prediction, Step, StepContext
 
 CLOCK = SimulatedClock()
@@ -47,6 +48,16 @@ class Slow(nn.Module):
 def slow() -> tuple[Slow, Tensor]:
     torch.manual_seed(0)
     return Slow(), torch.randn(4, 16)
+
+
+def watched() -> Workload:
+    """`slow` with a check of its own: the pause must stay."""
+    model, x = slow()
+
+    def quality(original: Any, candidate: Any) -> list[Quality]:
+        return [Quality("pause", float(candidate.pause), 0.001, candidate.pause > 0.001, "must stay")]
+
+    return Workload(model, {"default": Inputs((x,))}, quality=quality)
 
 
 class Planted(Step):

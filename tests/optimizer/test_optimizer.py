@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.optimizer.conftest import Run
 from tests.optimizer.planted import (
-    CLOCK,
     PAUSE,
     WORK,
     AddPause,
@@ -27,65 +25,14 @@ from tests.optimizer.planted import (
     TakeHalfOut,
     TakePauseOut,
     slow,
-    start_clock,
 )
 from wavecrest import records
 from wavecrest.errors import InvalidArgument, PlanMismatch
-from wavecrest.measure.workload import Buckets, Quality, Workload, from_example
-from wavecrest.optimizer import api as optimizer
-from wavecrest.optimizer.analysis import Analysis
+from wavecrest.measure.workload import Buckets, Quality, from_example
 from wavecrest.optimizer.api import OptimizeInterrupted, OptimizeResult, Options
 from wavecrest.optimizer.measurer import LEAST_SECONDS
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.steps import Step, steps_up_to
-
-Run = Callable[..., OptimizeResult]
-
-
-class NoAnalysis(Analysis):
-    """Finds nothing: profiles and ceilings take real seconds, and no verdict rests on them."""
-
-    def ceilings(self) -> tuple[records.Ceilings | None, str]:
-        return None, "no ceilings"
-
-    def profile(
-        self, model: torch.nn.Module, ceilings: records.Ceilings | None
-    ) -> tuple[list[records.BucketProfile], str]:
-        return [], ""
-
-    def breaks(self) -> tuple[list[records.GraphBreak], str]:
-        return [], "no breaks"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads for a product of a few numbers wait for each other: milliseconds a call on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the ladder on the simulated clock, with the given steps in place of the real ones."""
-    start_clock()
-
-    def with_steps(
-        *steps: Step,
-        workload: Workload | None = None,
-        budget: float = 60.0,
-        precision: str | None = None,
-        skip: tuple[str, ...] = (),
-        only: tuple[str, ...] | None = None,
-        **more: Any,
-    ) -> OptimizeResult:
-        monkeypatch.setattr("wavecrest.optimizer.steps.ladder._steps", lambda: {step.id: step for step in steps})
-        options = Options(level=4, budget=budget, precision=precision, steps=only, skip=skip)
-        workload = workload or from_example(*slow())
-        return optimizer.run(workload, options, now=CLOCK, analysis=NoAnalysis(workload), **more)
-
-    return with_steps
 
 
 def outcome(result: OptimizeResult, step: str) -> records.StepOutcome:
