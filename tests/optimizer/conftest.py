@@ -55,11 +55,12 @@ def run(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Run:
         precision: str | None = None,
         skip: tuple[str, ...] = (),
         only: tuple[str, ...] | None = None,
+        analysis: Analysis | None = None,
         **more: Any,
     ) -> OptimizeResult:
         monkeypatch.setattr("wavecrest.optimizer.steps.ladder._steps", lambda: {step.id: step for step in steps})
         options = Options(level=4, budget=budget, precision=precision, steps=only, skip=skip)
         workload = workload or from_example(*slow())
-        return optimizer.run(workload, options, now=CLOCK, analysis=NoAnalysis(workload), **more)
+        return optimizer.run(workload, options, now=CLOCK, analysis=analysis or NoAnalysis(workload), **more)
 
     return with_steps

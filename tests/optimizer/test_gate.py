@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from wavecrest.errors import StepRefused
 from wavecrest.measure.workload import Inputs, Workload, from_example
-from wavecrest.optimizer.gate import Gate, call_outputs, failures, holding, variation
+from wavecrest.optimizer.gate import INPUT_SETS, Gate, call_outputs, failures, holding, variation
+from wavecrest.records import BucketError
 
 
 class Net(nn.Module):
@@ -156,3 +158,136 @@ def test_holding_restores_after_an_error() -> None:
         raise ValueError
     assert bool(inputs.args[0].all())
     assert torch.equal(call_outputs(lambda x: x * 2, inputs)["output"], torch.full((3,), 2.0))
+
+
+class Known(nn.Module):
+    """Whatever it is given, it answers `exact`, off by `error` where it computes in float32."""
+
+    def __init__(self, exact: Tensor, error: Tensor, name: str = "hidden") -> None:
+        super().__init__()
+        self.register_buffer("exact", exact)
+        self.register_buffer("error", error)
+        self.name = name
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if x.dtype == torch.float32:
+            return {self.name: (self.exact.double() + self.error.double()).float()}
+        return {self.name: self.exact.clone()}
+
+
+SIZE = 4096
+X = torch.ones(2, 2)
+
+
+def judged(exact: Tensor, own: Tensor, candidate: Tensor, name: str = "hidden") -> dict[str, bool]:
+    """Whether each output passes, for an original that is off by `own` and a candidate off by `candidate`."""
+    gate = Gate.prepare(from_example(Known(exact, own, name), X))
+    return {row.output: row.passed for row in gate.check(Known(exact, candidate, name))}
+
+
+# the floors of float32: 2e-5 of the norm, 2e-3 of the largest element
+EXACT = torch.full((SIZE,), 0.25)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(0.0, True), (1.9, True), (2.1, False), (-2.1, False)])
+def test_the_error_may_be_twice_the_original_own(factor: float, passes: bool) -> None:
+    own = torch.full((SIZE,), 0.25 * 1e-3)
+    assert judged(EXACT, own, factor * own) == {"hidden": passes}
+
+
+@pytest.mark.parametrize(("error", "passes"), [(1.9e-5, True), (2.1e-5, False)])
+def test_below_the_floor_an_original_without_error_sets_no_limit(error: float, passes: bool) -> None:
+    assert judged(EXACT, torch.zeros(SIZE), EXACT * error) == {"hidden": passes}
+
+
+def test_the_floor_does_not_hold_where_the_original_is_worse() -> None:
+    own = torch.full((SIZE,), 0.25 * 1e-3)
+    gate = Gate.prepare(from_example(Known(EXACT, own), X))
+    (row,) = gate.check(Known(EXACT, own))
+    assert row.own == pytest.approx(1e-3, rel=1e-3) and row.limit == pytest.approx(2e-3, rel=1e-3)
+    assert row.error == pytest.approx(row.own)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.9, True), (2.1, False)])
+def test_the_largest_element_may_be_twice_as_far_off_as_the_originals(factor: float, passes: bool) -> None:
+    """A single element: its share of the norm is inside the limit on the whole."""
+    own = torch.full((SIZE,), 1e-3)
+    own[7] = 1e-2
+    one = torch.zeros(SIZE)
+    one[7] = factor * 1e-2
+    gate = Gate.prepare(from_example(Known(EXACT, own), X))
+    (row,) = gate.check(Known(EXACT, one))
+    assert row.passed is passes and row.error < row.limit
+    assert ("largest element error 2.10e-02, allowed 2.00e-02" in row.note) is not passes
+
+
+@pytest.mark.parametrize(("error", "passes"), [(1.9e-3, True), (2.1e-3, False)])
+def test_the_floor_of_the_largest_element(error: float, passes: bool) -> None:
+    one = torch.zeros(SIZE * 1024)
+    one[7] = error
+    assert judged(torch.full((SIZE * 1024,), 0.25), torch.zeros(SIZE * 1024), one) == {"hidden": passes}
+
+
+POSITIONS, TOKENS = 1000, 4
+
+
+def _swaps(count: int) -> Tensor:
+    """A tiny error that makes another token the most likely one at `count` of POSITIONS positions."""
+    error = torch.zeros(POSITIONS, TOKENS)
+    error[:count, 1] = 2e-6
+    return error
+
+
+@pytest.mark.parametrize(
+    ("own", "candidate", "passes"), [(0, 9, True), (0, 11, False), (20, 29, True), (20, 31, False), (20, 0, True)]
+)
+def test_one_percent_of_top_1_may_differ_beyond_the_originals_own(own: int, candidate: int, passes: bool) -> None:
+    exact = torch.zeros(POSITIONS, TOKENS)
+    exact[:, 0], exact[:, 1] = 1.0, 1.0 - 1e-6
+    found = judged(exact, _swaps(own), _swaps(candidate), "logits")
+    assert found == {"logits": True, "logits top-1": passes}
+
+
+@pytest.mark.parametrize("value", [1000, 1], ids=["large", "small"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
+def test_whole_numbers_are_exact_everywhere(dtype: torch.dtype, value: int) -> None:
+    """One element of many off by one: far below every limit on floating numbers."""
+    right = torch.full((100_000,), value % 251).to(dtype)
+    wrong = right.clone()
+    wrong[77] = 0 if dtype == torch.bool else wrong[77] + 1
+    gate = Gate.prepare(from_example(Answers(right), X))
+    assert not failures(gate.check(Answers(right)))
+    (row,) = gate.check(Answers(wrong))
+    assert not row.passed and row.limit == 0
+
+
+class Answers(nn.Module):
+    def __init__(self, answer: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("answer", answer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer.clone()
+
+
+def test_one_input_set_of_many_is_enough_to_fail() -> None:
+    """The worst set counts, whichever it is, and passing sets after it do not hide it."""
+    workload = from_example(Net(), torch.randn(8, 64))
+    for bad in range(INPUT_SETS):
+        gate, calls = Gate.prepare(workload), iter(range(INPUT_SETS))
+
+        def candidate(x: Tensor, bad: int = bad, calls: Iterator[int] = calls) -> dict[str, Tensor]:
+            out: dict[str, Tensor] = workload.model(x)
+            return {**out, "hidden": out["hidden"] * (1.001 if next(calls) == bad else 1)}
+
+        assert "hidden" in failures(gate.check(candidate))
+
+
+def test_the_worst_failure_is_named_and_the_others_counted() -> None:
+    def row(name: str, error: float, passed: bool) -> BucketError:
+        return BucketError(bucket="b", output=name, error=error, own=0.1, limit=0.2, passed=passed)
+
+    rows = [row("small", 0.3, False), row("large", 0.9, False), row("fine", 0.1, True)]
+    assert failures(rows) == "large of bucket b: error 9.00e-01, allowed 2.00e-01; 2 outputs fail"
+    assert failures([row("nan", float("nan"), False), *rows]).startswith("nan of bucket b")
+    assert failures([rows[2]]) == ""

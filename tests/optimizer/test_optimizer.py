@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.optimizer.conftest import Run
+from tests.optimizer.conftest import NoAnalysis, Run
 from tests.optimizer.planted import (
     PAUSE,
     WORK,
@@ -28,11 +28,15 @@ from tests.optimizer.planted import (
 )
 from wavecrest import records
 from wavecrest.errors import InvalidArgument, PlanMismatch
+from wavecrest.measure.timing import Interval
 from wavecrest.measure.workload import Buckets, Quality, from_example
+from wavecrest.optimizer import analysis
 from wavecrest.optimizer.api import OptimizeInterrupted, OptimizeResult, Options
-from wavecrest.optimizer.measurer import LEAST_SECONDS
+from wavecrest.optimizer.measurer import LEAST_SECONDS, Measurer
+from wavecrest.optimizer.options import Silent
 from wavecrest.optimizer.plan import Plan
-from wavecrest.optimizer.steps import Step, steps_up_to
+from wavecrest.optimizer.steps import Found, Step, StepContext, steps_up_to
+from wavecrest.optimizer.steps.environment import EnvironmentTrial, Trials
 
 
 def outcome(result: OptimizeResult, step: str) -> records.StepOutcome:
@@ -195,7 +199,10 @@ def test_what_the_final_measurement_does_not_confirm_goes(run: Run, later: float
 
 
 def test_the_final_measurement_is_of_original_against_result(run: Run) -> None:
-    result = run(TakeHalfOut(), TakePauseOut()).record.result
+    record = run(TakeHalfOut(), TakePauseOut()).record
+    # each step is measured against the model before it
+    assert [row.ratio for row in record.steps] == pytest.approx([7 / 4, 4 / 1], rel=0.02)
+    result = record.result
     assert result is not None and result.ratio == pytest.approx(7, rel=0.02)
     assert result.speed[0].base_ms == pytest.approx(7, rel=0.02)
 
@@ -335,3 +342,95 @@ def test_real_ladder_has_unique_ids_in_level_order_where_it_matters() -> None:
     assert len({step.id for step in steps}) == len(steps)
     assert steps[0].id == "environment" and steps[1].id == "compile:default"
     assert {step.level for step in steps_up_to(2)} == {1, 2}
+
+
+def test_a_step_of_level_1_is_not_retried(run: Run) -> None:
+    class Early(AddPause):
+        level = 1
+
+    assert [row.id for row in run(Early(), TakePauseOut()).record.steps] == ["slow", "gain"]
+
+
+def test_the_plan_is_made_from_the_record(run: Run, tmp_path: Path) -> None:
+    result = run(TakePauseOut(), FastButWrong(), out=tmp_path)
+    assert result.plan.steps == result.record.steps and result.plan.result == result.record.result
+    assert result.plan.dispatch == result.record.coverage
+    assert Plan.load(tmp_path / "plan.json").steps == result.record.steps
+
+
+@pytest.mark.parametrize(
+    ("budget", "buckets", "seconds"), [(60.0, 1, 4.0), (600.0, 1, 8.0), (600.0, 2, 4.0), (3000.0, 1, 10.0)]
+)
+def test_sampling_takes_a_part_of_the_budget(budget: float, buckets: int, seconds: float) -> None:
+    model, x = slow()
+    workload = from_example(model, Buckets({f"b{index}": x for index in range(buckets)}))
+    assert Measurer(workload, budget, Silent()).seconds == seconds
+
+
+def test_what_cannot_be_analysed_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = from_example(*slow())
+
+    def fails(*_args: object, **_more: object) -> None:
+        raise InvalidArgument("planted")
+
+    monkeypatch.setattr(analysis, "measure_ceilings", fails)
+    monkeypatch.setattr(analysis, "profile_workload", fails)
+    found = analysis.Analysis(workload)
+    assert found.ceilings() == (None, "no measured ceilings: planted")
+    assert found.profile(workload.model, None) == ([], "no profile: InvalidArgument: planted")
+    breaks, note = analysis.Analysis(from_example(torch.nn.Linear(4, 4), torch.ones(2, 4))).breaks()
+    assert (breaks, note) == ([], "Dynamo sees 1 graph")
+
+
+def test_original_and_result_are_profiled(run: Run) -> None:
+    class Profiles(NoAnalysis):
+        def profile(
+            self, model: torch.nn.Module, ceilings: records.Ceilings | None
+        ) -> tuple[list[records.BucketProfile], str]:
+            pause = float(model.pause) * 1e3
+            row = records.BucketProfile(
+                bucket="default",
+                wall_ms=pause,
+                kernel_ms=0,
+                idle_ms=None,
+                launches=0,
+                categories=[],
+                ops=[],
+                uncategorized=[],
+            )
+            return [row], ""
+
+    workload = from_example(*slow())
+    record = run(TakePauseOut(), workload=workload, analysis=Profiles(workload)).record
+    assert [row.wall_ms for row in (*record.profile_before, *record.profile_after)] == [PAUSE * 1e3, 0]
+    assert record.notes == ["no ceilings", "no breaks"]
+
+
+def test_trials_of_variables_have_their_part_of_the_budget(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    class Environment(Nothing):
+        id = title = "environment"
+        level = 1
+        phase = "environment"
+
+        def find(self, context: StepContext) -> Found:
+            return Found(("A=1",), {"candidates": [("A", "1")]})
+
+    def candidates(_context: StepContext, _pairs: object, *, allowance: float, **_more: object) -> Trials:
+        asked.append(allowance)
+        gain = EnvironmentTrial(
+            "A", "1", {"default": [[2.0], [2.1]]}, {"default": [[1.0], [1.1]]}, 2.0, Interval(1.9, 2.1)
+        )
+        return Trials([gain], [gain], ["A=1 helps"])
+
+    monkeypatch.setattr("wavecrest.optimizer.trial.try_candidates", candidates)
+    result = run(Environment(), budget=100.0)
+    row = outcome(result, "environment")
+    assert asked == [pytest.approx(30.0)] and row.verdict == "kept" and row.ratio == 2.0
+    assert row.params["set"] == {"A": "1"} and "set them before import" in row.reason
+    assert [(setting.name, setting.value) for setting in result.plan.environment] == [("A", "1")]
+    # it acts in other processes alone: nothing is in force in this one
+    assert result.plan.stack == []
+    (samples,) = result.record.samples
+    assert samples.step == "environment A=1" and samples.base == [2.0, 2.1] and samples.new == [1.0, 1.1]
