@@ -1,6 +1,6 @@
 """The mLSTM ops beside the official kernels of mlstm-kernels, at the shapes that peers are compared on, interleaved.
 
-    PYTHONPATH=src python -m benchmarks.mlstm_peers --out mlstm.peers.json [PART …]
+    PYTHONPATH=src python -m benchmarks.mlstm_peers --out DATE_mlstm-peers_mlstm.jsonl.gz [PART …]
 
 Not peers of `wavecrest bench`, as they cannot be trusted with its process: some abort the compiler. So every one is
 first tried in a process of its own (parts `right-…`, which run side by side and leave compiled kernels behind): on
@@ -14,7 +14,6 @@ mlstm-kernels is called by its public names alone (`get_mlstm_kernel`, `get_mlst
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from torch import Tensor
 from wavecrest import hardware
 from wavecrest.bench import ops as bench_ops
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.keys import dtype_name
 from wavecrest.measure import numerics, timing
 from wavecrest.ops import mlstm_chunkwise, mlstm_step
 from wavecrest.records import provenance
@@ -59,8 +59,6 @@ OFFICIAL = (
 )
 # on a CPU, to try this script
 NATIVE = (("chunkwise--native_autograd", 16),)
-# rounds kept of each series in the file
-KEPT = 60
 
 # a call with operands, and what makes of its result the tensors that are compared
 Call = Callable[..., Any]
@@ -123,7 +121,7 @@ def judge(name: str, h: Tensor, wanted: Tensor, bound: Tensor) -> Row:
         beyond = int(((h.double() - wanted).abs() <= bound).logical_not().sum())
         row["of_bound"] = float(((h.double() - wanted).abs() / bound).max())
         return row if beyond == 0 else row | {"problem": f"wrong: {beyond} elements are beyond the op's bound"}
-    limits, slack = numerics.tolerance("gemm", registry.dtype_name(h)), bench_ops.PEER_SLACK
+    limits, slack = numerics.tolerance("gemm", dtype_name(h)), bench_ops.PEER_SLACK
     fine = found.within(numerics.Tolerance(slack * limits.relative, slack * limits.worst))
     return row if fine else row | {"problem": f"wrong: error {found.relative:.2g}, at worst {found.worst:.2g}"}
 
@@ -192,13 +190,13 @@ def timed(works: dict[str, Call], device: str, more: dict[str, Call] | None = No
     """Works in turn: milliseconds, interval and rounds of each."""
     every = works | (more or {})
     taken = timing.measure_interleaved(list(every.values()), device=device, seconds=0.25)
-    step = math.ceil(taken.rounds / KEPT)
     found = {}
-    for name, series in zip(every, taken.samples, strict=True):
+    for name, exact in zip(every, taken.samples, strict=True):
+        series = [round(one, 6) for one in exact]
         interval = timing.bootstrap_median(series)
         found[name] = {
             "ms": statistics.median(series), "ci": [interval.low, interval.high], "clock": taken.clock,
-            "samples": [round(one, 6) for one in series[::step]],
+            "samples": series,
         }  # fmt: skip
     return found
 

@@ -38,6 +38,7 @@ import triton.language as tl
 from wavecrest import env, hardware, records
 from wavecrest.bench import ops as bench_ops
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.op import Op
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, Unsupported, WavecrestError
 from wavecrest.records import files, provenance
 
@@ -121,7 +122,7 @@ def place(tensor: torch.Tensor, rows: int, layout: str, device: str) -> tuple[to
     return wide[..., window], wide.to(device)[..., window]
 
 
-def _row_call(op: registry.Op, case: tuple[int, int, torch.dtype, str], device: str) -> tuple[list[Any], list[Any]]:
+def _row_call(op: Op, case: tuple[int, int, torch.dtype, str], device: str) -> tuple[list[Any], list[Any]]:
     rows, columns, dtype, layout = case
     # an op with a third size has as many products as fit the time
     sizes = (rows, columns, min(columns, 1000))[: len(op.sizes)]
@@ -137,7 +138,7 @@ def _made_call(make: Callable[[], tuple[Any, ...]], device: str) -> tuple[list[A
     return here, [value.to(device) if isinstance(value, torch.Tensor) else value for value in here]
 
 
-def calls(op: registry.Op, device: str) -> dict[str, Callable[[], tuple[list[Any], list[Any]]]]:
+def calls(op: Op, device: str) -> dict[str, Callable[[], tuple[list[Any], list[Any]]]]:
     """The cases of an op by name, each making the arguments on the CPU and the same on `device`.
 
     CASES, where an op is described by rows and columns, and what the emulator runs, where these do not say all of it.
@@ -169,7 +170,7 @@ def filled() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def run_op(op: registry.Op, device: str) -> dict[str, Any]:
+def run_op(op: Op, device: str) -> dict[str, Any]:
     """Run an op's kernels on all cases; {"ran": n, "declined": {case: reason}, "wrong": {case: what}, "idle": [...]}.
 
     Idle are backends that took no case, but those that are for another architecture.
@@ -215,7 +216,7 @@ def _raised(wrong: dict[str, str], backend: str, own: list[str]) -> bool:
     return any(len(own) == 1 or name.endswith(f" {backend}") for name in wrong)
 
 
-def _with_kernels(wanted: list[str]) -> Iterator[registry.Op]:
+def _with_kernels(wanted: list[str]) -> Iterator[Op]:
     for name in wanted or registry.names():
         op = registry.get(name)
         if "triton" in op.backends:
@@ -412,7 +413,7 @@ def main() -> int:
     }
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(arguments.out, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        files.write_document(arguments.out, result)
     return 0 if all(row["verdict"] == "clean" for row in tools.values()) else 2
 
 

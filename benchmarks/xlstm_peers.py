@@ -1,6 +1,6 @@
 """xLSTM 7B, random weights of the real shapes, beside the official package with the same weights, interleaved.
 
-    PYTHONPATH=src python -m benchmarks.xlstm_peers --out xlstm.peers.json [PART …]
+    PYTHONPATH=src python -m benchmarks.xlstm_peers --out DATE_xlstm-peers_xlstm_7b.jsonl.gz [PART …]
 
 Answers first: logits of a prompt's last token and of steps behind it, ours by the calls that are timed, are held
 against the model in float32 (PyTorch's operations, the weights as they are stored): each within 1.5 times the official
@@ -10,7 +10,7 @@ kernel for them, `prefill-xl` with its other one; `decode…` steps: ours as `ge
 first replay with the step that is judged), the official package eager and as a graph captured by hand. A step's floor
 is the bytes of weights and states over the bandwidth measured in the same process.
 `decode-early`, `decode-late`: the same kernels and configurations, all or none of them started while the launch before
-them runs (EARLY of `wavecrest.ops.common.pdl.start_of`), where `decode` starts each as its configuration says; `token_sum`
+them runs (EARLY of `pdl.start_of`), where `decode` starts each as its configuration says; `token_sum`
 is the same where they choose the same tokens. `lengths` counts what is compiled for prompts of other lengths,
 `lengths-ahead` the same behind `compile_ahead`; `cold-…` starts with no compiled kernel on the disk, `…-again` with
 those that the former has left. `named`: prompts with the kernels that released checkpoints name.
@@ -40,6 +40,7 @@ from torch import Tensor
 from wavecrest import hardware
 from wavecrest.bench import ops as bench_ops
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.keys import dtype_name
 from wavecrest.dispatch.tuned import Config
 from wavecrest.measure import cuda_graph, numerics, timing
 from wavecrest.models.xlstm import generation, xLSTMLarge, xLSTMLargeConfig
@@ -211,7 +212,7 @@ def judge(report: Report, place: Place, model: xLSTMLarge, peers: dict[str, Any]
     wanted = [answers(plain, tokens, STEPS) for tokens in prompts]
     del plain
     # what is rounded between layers, and from step to step
-    rounded = (registry.dtype_name(model.embedding.weight), str(model.config.state_dtype).removeprefix("torch."))
+    rounded = (dtype_name(model.embedding.weight), str(model.config.state_dtype).removeprefix("torch."))
     least = max(numerics.tolerance("model", dtype).relative for dtype in rounded)
     # what rounding every step to the model's dtype makes of these weights, where no peer has the same
     others = peers or {"unpacked": reference(model, place, place.dtype)}
@@ -261,8 +262,8 @@ def paired(place: Place, base: Callable[[], Any], new: Callable[[], Any], second
     return {
         "official_ms": pair.base_ms, "wavecrest_ms": pair.new_ms, "ratio": pair.ratio,
         "ratio_ci": [pair.ci.low, pair.ci.high], "blocks": pair.n, "clock": pair.clock,
-        "official_samples": [round(one, 5) for one in pair.base[:60]],
-        "wavecrest_samples": [round(one, 5) for one in pair.new[:60]],
+        "official_samples": list(pair.base),
+        "wavecrest_samples": list(pair.new),
     }  # fmt: skip
 
 

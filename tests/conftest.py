@@ -31,6 +31,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 
+# tests ask the registry for ops, which register when this is imported
+importlib.import_module("wavecrest.ops")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -53,7 +57,7 @@ def standins() -> Iterator[None]:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), before])
     yield
     os.environ["PYTHONPATH"] = before
-    del sys.modules["wavecrest.dispatch.registry"]._OPS["planted"], sys.modules[name]
+    del sys.modules["wavecrest.dispatch.registry"].STATE.ops["planted"], sys.modules[name]
 
 
 @pytest.fixture
@@ -93,6 +97,6 @@ def _dispatch_as_found() -> Iterator[None]:
     registry = sys.modules.get("wavecrest.dispatch.registry")
     if registry is not None:
         registry.strict("off")
-        for op in list(registry._OPS.values()):
+        for op in list(registry.STATE.ops.values()):
             op.force(None)
             op.unpin()

@@ -13,6 +13,7 @@ from wavecrest import records
 from wavecrest.cli import _bench_ops, main
 from wavecrest.cli.bench import run
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.op import Op
 from wavecrest.measure import timing
 
 BODY = """
@@ -251,7 +252,7 @@ def test_what_is_interrupted_leaves_the_ops_that_are_done(
 
     real, done = ops._bench_op, []
 
-    def until_the_second(op: registry.Op, *args: Any) -> records.OpBench:
+    def until_the_second(op: Op, *args: Any) -> records.OpBench:
         done.append(op.name)
         if len(done) == 2:
             raise KeyboardInterrupt

@@ -13,20 +13,23 @@ from typing import Any
 import pytest
 import torch
 
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.cli import db, explain, main
 from wavecrest.cli import tune as tune_cli
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.keys import dtype_name, m_bucket
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Entry, Evidence, Overlay, Row, aiter_csv, database
 from wavecrest.dispatch.tuned import misses as files
 from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
 from wavecrest.measure import timing
-from wavecrest.tune import evidence, misses, session
+from wavecrest.tune import misses, session
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
+EVIDENCE = ROOT / "evidence" / "nvidia-h200"
 SHIPPED = database.DATA / "sm_90"
 ROWS = sum(len(path.read_text().splitlines()) - 1 for path in SHIPPED.glob("*.csv"))
 
@@ -75,55 +78,6 @@ def test_rows_with_their_evidence(user: Overlay, capsys: pytest.CaptureFixture[s
     assert row["versions"] == "torch 2.11.0+cu130; triton 3.6.0; cuda 13.0" and row["units"] == 132
 
 
-def test_every_shipped_row_has_the_evidence_of_its_record() -> None:
-    entries = db.packaged()
-    assert len(entries) == sum(len(path.read_text().splitlines()) - 1 for path in database.DATA.glob("*/*.csv"))
-    named = {entry.row.record for entry in entries}
-    loaded = {name: records.load_as(RESULTS / name, records.TuneRecord) for name in named}
-    for entry in entries:
-        record = loaded[entry.row.record]
-        (key,) = [one for one in record.keys if tuple(one.key[name] for name in entry.fields) == entry.row.key]
-        (won,) = [one for one in key.candidates if one.status == "won"]
-        found = entry.row.evidence
-        assert found.error == won.relative and found.commit == record.header.commit
-        assert (found.date, found.device) == (record.header.created, record.header.device["name"])
-        defaults = [one.ms for one in key.candidates if one.role == "default" and one.ms]
-        assert found.default_us == (round(defaults[0] * 1e3, 3) if defaults else None)
-        assert round(won.ms * 1e3, 3) == entry.row.us  # type: ignore[operator]
-
-
-def test_the_migration_fills_in_what_records_say_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = tmp_path / "sm_90" / "rope.csv"
-    table.parent.mkdir()
-    fields = lookup.fields_of(registry.get("rope"))
-    whole = database.read(SHIPPED / "rope.csv", fields)
-    width = len(fields) + 5
-    # as it was written before
-    old = [",".join(line.split(",")[:width]) for line in (SHIPPED / "rope.csv").read_text().splitlines()]
-    table.write_text("\n".join(old) + "\n")
-    assert all(row.evidence == Evidence() for row in database.read(table, fields).values())
-    assert "11 rows filled in" in said(capsys, "migrate", str(table), "--results", str(RESULTS))
-    assert table.read_bytes() == (SHIPPED / "rope.csv").read_bytes()
-    assert evidence.fill(table, RESULTS) == evidence.Filled(0, ())
-    # another time, another winner, another record, a key that the record has not
-    plain = [replace(row, evidence=Evidence()) for row in whole.values()]
-    plain[0] = replace(plain[0], us=plain[0].us + 0.001)
-    plain[1] = replace(plain[1], config=Config(BLOCK_H=16))
-    plain[2] = replace(plain[2], record="nvidia-h200/gone.json")
-    plain[3] = replace(plain[3], key=(7, *plain[3].key[1:]))
-    database.write(table, fields, plain)
-    done = evidence.fill(table, RESULTS)
-    assert done.filled == 7 and len(done.left) == 4
-    for text in ("another winner, or another time", "gone.json is not there", "has 0 keys like it"):
-        assert any(text in one for one in done.left)
-    again = database.read(table, fields)
-    assert sum(row.evidence == Evidence() for row in again.values()) == 4
-    assert "no table at" in said(capsys, "migrate", str(tmp_path / "rope.csv"), code=1)
-    assert "no op named" in said(capsys, "migrate", str(tmp_path / "x.csv"), code=1)
-
-
 def test_there_and_back(user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(path) for path in sorted(SHIPPED.glob("*.csv"))]
     assert f"{ROWS} rows added" in said(capsys, "import", *paths)
@@ -135,7 +89,7 @@ def test_there_and_back(user: Overlay, tmp_path: Path, capsys: pytest.CaptureFix
     other = tmp_path / "other.sqlite"
     shutil.copy(user.path, other)
     user.path.unlink()
-    assert "12 rows added" in said(capsys, "import", str(RESULTS / "nvidia-h200" / "tune_mla_decode.json"))
+    assert "12 rows added" in said(capsys, "import", str(EVIDENCE / "2026-11-22_tune_mla_decode.jsonl.gz"))
     assert {entry.row for entry in user.entries()} == {
         entry.row for entry in Overlay(other).entries() if entry.op == "mla_decode"
     }
@@ -191,7 +145,7 @@ def test_other_programs_files(user: Overlay, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_record_of_a_cpu_gives_no_rows(user: Overlay, tmp_path: Path) -> None:
-    record = records.load_as(RESULTS / "nvidia-h200" / "tune_rope.json", records.TuneRecord)
+    record = records.load_as(EVIDENCE / "2026-11-21_tune_rope.jsonl.gz", records.TuneRecord)
     record.header.device["kind"] = "cpu"
     records.save(record, tmp_path / "a.json")
     with pytest.raises(InvalidArgument, match="was measured on a CPU"):
@@ -231,9 +185,9 @@ def test_without_a_users_database(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_leave_one_out(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "leave-one-out", str(RESULTS / "nvidia-h200" / "tune_rope.json"))
+    text = said(capsys, "leave-one-out", str(EVIDENCE / "2026-11-21_tune_rope.jsonl.gz"))
     assert "rope 11" in text and "geometric mean" in text
-    assert "not tune" in said(capsys, "leave-one-out", str(RESULTS / "nvidia-h200" / "bench_rope.json"), code=1)
+    assert "not tune" in said(capsys, "leave-one-out", str(EVIDENCE / "2026-11-22_bench_rope.jsonl.gz"), code=1)
 
 
 @pytest.fixture
@@ -249,20 +203,19 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
         ran.append(40.0)
         return x + x
 
-    made = Op(
+    made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
         check=lambda x: None,
-        key=lambda x: (registry.m_bucket(x.shape[0]), x.shape[1], registry.dtype_name(x), "cuda", False),
+        key=lambda x: (m_bucket(x.shape[0]), x.shape[1], dtype_name(x), "cuda", False),
         key_fields=("rows", "columns", "dtype", "device", "grad"),
         key_sizes=("rows", "columns"),
         inputs=lambda M, N, dtype, device: (torch.ones(M, N, dtype=dtype, device=device),),
         cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
         default_config=lambda key: Config(BLOCK=1),
     )
-    takes = {"supports": lambda *_a, **_k: None}
-    made.attach("torch", native, priority=10, **takes)
-    made.attach("kernel", kernel, priority=5, takes_config=True, space=lambda key, arch: [Config(BLOCK=2)], **takes)
+    made.native("torch", native, priority=10)
+    made.kernel("kernel", kernel, priority=5, space=lambda key, arch: [Config(BLOCK=2)])
 
     def measured(works: Any, *, device: str, seconds: float, min_rounds: int) -> timing.Interleaved:
         for work in works:
@@ -276,7 +229,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     device = replace(hardware.cpu(), arch="sm_90", name="stand-in", compute_units=77)
     monkeypatch.setattr(hardware, "detect", lambda name=None: _Gpu(device))
     yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 class _Gpu:
@@ -320,7 +273,7 @@ def test_misses_are_tuned_and_no_misses_any_more(
         registry.strict("error")
         decision = op.decide(torch.ones(4, 8))
         assert (decision.backend, decision.config, decision.source) == ("kernel", Config(BLOCK=2), "exact")
-        assert decision.reason.startswith("measured 15.0 µs, native 40.0 µs (a.json, user database)")
+        assert decision.reason.startswith("measured 15.0 µs, native 40.0 µs (a.json@")
     rows = user.entries()
     assert [entry.row.key for entry in rows] == [(16, 8, "float32"), (4, 8, "float32")]
     assert [entry.row.evidence.default_us for entry in rows] == [30.001] * 2, "the median of the samples made up"

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.toy import ToyOp
 from wavecrest import hardware
 from wavecrest.cli import explain, main
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.keys import dtype_name
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.errors import InvalidArgument
 
@@ -31,11 +34,11 @@ def product() -> Iterator[Op]:
     def inputs(M: int, N: int, K: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
         return torch.empty(M, K, dtype=dtype, device=device), torch.empty(N, K, dtype=dtype, device=device)
 
-    made = Op(
+    made = ToyOp(
         "product",
         reference=lambda a, b: a @ b.t(),
         check=lambda a, b: None,
-        key=lambda a, b: (a.shape[0], b.shape[0], a.shape[1], registry.dtype_name(a), "cuda"),
+        key=lambda a, b: (a.shape[0], b.shape[0], a.shape[1], dtype_name(a), "cuda"),
         key_fields=("M", "N", "K", "dtype", "device"),
         inputs=inputs,
         cost=lambda a, b: Cost(2 * a.numel() * b.shape[0], a.nbytes + b.nbytes),
@@ -43,9 +46,9 @@ def product() -> Iterator[Op]:
         sizes=("M", "N", "K"),
         example_dtypes=("float16", "bfloat16", "float8_e4m3fnuz", "float8_e4m3fn", "int8"),
     )
-    made.attach("tiles", lambda a, b, *, config: a, supports=lambda *_a: None, priority=20, takes_config=True)
+    made.kernel("tiles", lambda a, b, *, config: a, priority=20)
     yield made
-    del registry._OPS["product"]
+    del registry.STATE.ops["product"]
 
 
 # of ops whose calls have other sizes: (settings, what they are in the key)
@@ -238,7 +241,7 @@ def test_a_ranking_for_an_architecture_that_is_not_here(arch: str, capsys: pytes
 def test_what_others_published_is_shown_for_an_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     """Selection by batch on gfx942: which function runs, and that it is prior data; no ranking, and why."""
     for batch, backend, function in (
-        ("1", "torch", "wavecrest.backends.torch._mlstm_chunkwise"),
+        ("1", "torch", "wavecrest.backends.torch.mlstm._mlstm_chunkwise"),
         ("2", "triton", "wavecrest.ops.mlstm.chunkwise.kernel._mlstm_chunks_kernel"),
     ):
         call = ["mlstm_chunkwise", f"B={batch}", "S=2048", "D=64", "bf16", "--arch", "gfx942"]

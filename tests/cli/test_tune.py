@@ -17,11 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.cli import main
 from wavecrest.cli import tune as cli
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, database
 from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
@@ -49,7 +51,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
         ran.append(f"kernel {config['BLOCK']}")
         return 2 * x
 
-    made = Op(
+    made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
@@ -60,11 +62,8 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
         default_config=lambda key: Config(BLOCK=1),
         bench_cases=lambda suite, device: {f"{suite} {M}": lambda M=M: (torch.randn(M, 8),) for M in (4, 16)},
     )
-    made.attach("torch", native, supports=_takes, priority=10)
-    made.attach(
-        "kernel", kernel, supports=_takes, priority=5, takes_config=True,
-        space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=2)],
-    )  # fmt: skip
+    made.native("torch", native, priority=10)
+    made.kernel('kernel', kernel, priority=5, space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=2)])  # fmt: skip
 
     def measured(works: Any, *, device: str, seconds: float, min_rounds: int) -> timing.Interleaved:
         names = []
@@ -81,7 +80,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     monkeypatch.setattr(hardware, "detect", lambda device=None: replace(hardware.cpu(), arch="sm_90"))
     monkeypatch.setenv("COLUMNS", "80")
     yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 def test_table(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,9 +331,9 @@ def liar(x: Tensor, *, config: Config) -> Tensor:
          ["wrong: shared 4, kernel BLOCK=2: result 0 has error"]),
         (lambda op: _attach(op, liar), 2,
          ["the default kernel BLOCK=1 is wrong", "wrong: shared 4, kernel BLOCK=1: result 0 has error"]),
-        (lambda op: (_attach(op, liar), op.attach("torch", lambda x: 3 * x, supports=_takes, priority=10)), 2,
+        (lambda op: (_attach(op, liar), op.native('torch', lambda x: 3 * x, priority=10)), 2,
          ["no winner: shared 4: no candidate was found right", "won by none"]),
-        (lambda op: [op.attach(name, liar, supports=lambda x: "no", priority=5) for name in ("torch", "kernel")], 0,
+        (lambda op: [op.native(name, liar, refuse=lambda x: 'no', priority=5) for name in ("torch", "kernel")], 0,
          ["not tuned: shared 4", "no backend takes it: torch no; kernel no"]),
     ],
     ids=["tried", "default", "all", "declined"],
@@ -356,7 +355,7 @@ def _attach(op: Op, run: Callable[..., Tensor]) -> None:
         ran(x, config=config)
         return run(x, config=config)
 
-    op.attach("kernel", recorded, supports=_takes, priority=5, takes_config=True, space=op.backends["kernel"].space)
+    op.kernel("kernel", recorded, priority=5, space=op.backends["kernel"].space)
 
 
 def test_what_is_left_is_said(op: Op, capsys: pytest.CaptureFixture[str]) -> None:

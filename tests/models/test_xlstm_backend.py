@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.models.xlstm_harness import DEVICE, close
 from tests.ops.mlstm_harness import F32, F64, assert_right, case
-from wavecrest.dispatch import registry
+from wavecrest.dispatch.op import Op
 from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm import ConfigWarning, KernelFallback, kernels, mLSTMBackend, mLSTMBackendConfig
 from wavecrest.ops.mlstm.call import Operands
@@ -56,18 +56,18 @@ def test_a_text_in_parts_is_the_text(name: str, monkeypatch: pytest.MonkeyPatch)
     """A prompt, a few tokens and single ones, each on its kernel, states handed on: the recurrence in float64."""
     given = case(batch=2, heads=2, tokens=43, dk=8, dv=16, return_last_states=True, first=True)
     ran: list[tuple[str, str]] = []
-    run, call = registry.Op.call_on, registry.Op.__call__
+    run, call = Op.call_on, Op.__call__
 
-    def noted(op: registry.Op, which: str, *args: Any, **more: Any) -> Any:
+    def noted(op: Op, which: str, *args: Any, **more: Any) -> Any:
         ran.append((op.name, which))
         return run(op, which, *args, **more)
 
-    def dispatched(op: registry.Op, *args: Any, **more: Any) -> Any:
+    def dispatched(op: Op, *args: Any, **more: Any) -> Any:
         ran.append((op.name, "dispatch"))
         return call(op, *args, **more)
 
-    monkeypatch.setattr(registry.Op, "call_on", noted)
-    monkeypatch.setattr(registry.Op, "__call__", dispatched)
+    monkeypatch.setattr(Op, "call_on", noted)
+    monkeypatch.setattr(Op, "__call__", dispatched)
     model = backend(name, mode="inference", chunk_size=16)
     state, found = given.initial, []
     kept = [one.clone() for one in given.initial if one is not None]

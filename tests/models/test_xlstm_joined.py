@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from tests.models.xlstm_harness import DEVICE, build, close
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.op import Op
 from wavecrest.models.xlstm import xLSTMLarge
 from wavecrest.models.xlstm.joined import MOST_ROWS, Joined
 from wavecrest.models.xlstm.layers import MLSTMLayer, Norm, joins

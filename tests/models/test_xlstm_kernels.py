@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.models.xlstm_harness import DEVICE, build, close, tokens
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.op import Op
 from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm import (
     KernelFallback,
@@ -125,13 +126,13 @@ class _Asked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[tuple[str, str]] = []
-        run = registry.Op.call_on
+        run = Op.call_on
 
-        def noted(op: registry.Op, backend: str, *args: Any) -> Any:
+        def noted(op: Op, backend: str, *args: Any) -> Any:
             self.found.append((op.name, backend))
             return run(op, backend, *args)
 
-        monkeypatch.setattr(registry.Op, "call_on", noted)
+        monkeypatch.setattr(Op, "call_on", noted)
 
 
 def test_a_name_is_the_backend_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

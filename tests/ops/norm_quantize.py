@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.op_harness import BACKENDS, assert_refuses, assert_rounds_once, random
+from tests.ops.op_harness import BACKENDS, assert_refuses, assert_rounds_once, random, reference, run
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
@@ -47,7 +47,7 @@ class NormQuantize:
     residual: bool
 
     def arguments(self, **given: Any) -> tuple[Any, ...]:
-        bound = inspect.signature(registry.get(self.op).reference).bind(**given)
+        bound = inspect.signature(getattr(ops, self.op)).bind(**given)
         bound.apply_defaults()
         return bound.args
 
@@ -56,7 +56,7 @@ class NormQuantize:
         return made | ({"residual": random((3, 140), dtype, device, 1)} if self.residual else {})
 
     def takes(self, name: str) -> bool:
-        return name in inspect.signature(registry.get(self.op).reference).parameters
+        return name in inspect.signature(getattr(ops, self.op)).parameters
 
     @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
     def test_rounds_once(self, config: Config | None, device: str) -> None:
@@ -66,7 +66,7 @@ class NormQuantize:
         registry.get(self.op).force("triton")
         tensors = self.tensors(device)
         public = getattr(ops, self.op)(*tensors.values(), granularity="group")
-        named = registry.get(self.op).run("triton", *tensors.values(), granularity="group")
+        named = run(self.op, "triton", *tensors.values(), granularity="group")
         assert len(public) == len(named)
         assert all(torch.equal(got, want) for got, want in zip(public, named, strict=True))
 
@@ -78,10 +78,10 @@ class NormQuantize:
         for granularity, shape in (("tensor", ()), ("token", (3, 1)), ("group", (3, 2))):
             scale = torch.full(shape, 2.0**-8, device=device)
             given = self.arguments(**tensors, eps=1e-5, granularity=granularity, scale=scale)
-            q, used, *_ = registry.get(self.op).run(backend, *given)
+            q, used, *_ = run(self.op, backend, *given)
             assert used is scale or torch.equal(used, scale)
             assert q.max() == 127 and q.min() == -127
-            y = registry.get(self.norm).reference(summed.double(), eps=1e-5) * 256
+            y = reference(self.norm, summed.double(), eps=1e-5) * 256
             inside = y.abs() < 126
             assert ((q.double() - y).abs()[inside] <= 0.5 + 1e-3).all() and inside.any()
 
@@ -89,7 +89,7 @@ class NormQuantize:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_the_sum_is_rounded_first(self, dtype: torch.dtype, backend: str, device: str) -> None:
         tensors = self.tensors(device, dtype)
-        results = registry.get(self.op).run(backend, *tensors.values())
+        results = run(self.op, backend, *tensors.values())
         if not self.residual:
             assert len(results) == 2
             return
@@ -98,9 +98,9 @@ class NormQuantize:
         assert torch.equal(h, x + r)
         assert len({t.data_ptr() for t in (x, r, h)}) == 3
         # the norm of the rounded sum has another scale than that of the sum in float32
-        y = registry.get(self.norm).reference(h.double())
+        y = reference(self.norm, h.double())
         torch.testing.assert_close(scale.double(), y.abs().amax(-1, keepdim=True) / 127, rtol=1e-6, atol=0.0)
-        other = registry.get(self.norm).reference(x.double() + r.double())
+        other = reference(self.norm, x.double() + r.double())
         assert ((other.abs().amax(-1, keepdim=True) / 127 / scale - 1).abs() > 1e-5).any()
         assert q.dtype == torch.int8
 

@@ -7,6 +7,7 @@ Not a test file: `tests/ops/test_row_kernel.py` has the cases that the ops of on
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from wavecrest import ops
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.measure import numerics
@@ -134,6 +136,35 @@ def five_dims(dtype: torch.dtype, device: str, n: int = 24) -> Tensor:
 PAIRS = _same_shape_pairs()
 
 
+def call_of(op: str, *args: Any, **kwargs: Any) -> Any:
+    """The call that an op's public function makes of its arguments, unchecked."""
+    public = getattr(ops, op)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[public.__module__], "_op", lambda call: call)
+        return public(*args, **kwargs)
+
+
+def run(op: str, backend: str, *args: Any, config: Config | None = None, **kwargs: Any) -> Any:
+    """One backend's results for the arguments of the public function."""
+    return registry.get(op).run(backend, call_of(op, *args, **kwargs), config=config)
+
+
+def reference(op: str, *args: Any, **kwargs: Any) -> Any:
+    """The op's definition for the arguments of the public function."""
+    return registry.get(op).reference(call_of(op, *args, **kwargs))
+
+
+def parameters(op: str) -> list[str]:
+    """The arguments of a row op."""
+    return [name for name in inspect.signature(getattr(ops, op)).parameters if name != "dim"]
+
+
+def example(op: str, M: int, N: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """The arguments of the public function for the op's example call."""
+    call = registry.get(op).study.inputs(M, N, dtype, device)
+    return tuple(value for value in call if isinstance(value, Tensor))
+
+
 def _tuple(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
@@ -201,7 +232,7 @@ def arguments(
 ) -> tuple[Any, ...]:
     """The positional arguments of a variant. `make(dtype, seed)` gives tensors of x's shape; `given` goes first."""
     op, options = VARIANTS[variant]
-    names = list(inspect.signature(registry.get(op).reference).parameters)
+    names = parameters(op)
     options = {**options, **given}
     granularity = options.get("granularity", "token")
     if op == "dequantize":
@@ -230,7 +261,7 @@ def arguments(
 
 
 def by_name(op: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
-    bound = inspect.signature(registry.get(op).reference).bind(*args, **(kwargs or {}))
+    bound = inspect.signature(getattr(ops, op)).bind(*args, **(kwargs or {}))
     bound.apply_defaults()
     return dict(bound.arguments)
 
@@ -245,9 +276,7 @@ def unrounded(op: str, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
     base = op.removeprefix("add_").removesuffix("_quantize")
     if base.startswith("quantize"):
         return h.double(), h
-    found = registry.get(base)
-    names = list(inspect.signature(found.reference).parameters)[1:]
-    return found.reference(h.double(), *[_widen(values[key]) for key in names]), h
+    return reference(base, h.double(), *[_widen(values[key]) for key in parameters(base)[1:]]), h
 
 
 def spread(scale: Tensor, shape: tuple[int, ...], granularity: str) -> Tensor:
@@ -358,11 +387,10 @@ def assert_variant(
     """A backend's results for a variant, right and without a trace in the arguments."""
     op, args = VARIANTS[variant][0], arguments(variant, make, dtype, **given)
     before = [value.clone() if isinstance(value, Tensor) else value for value in args]
-    found = registry.get(op)
-    results = _tuple(found.run(backend, *args, config=config))
+    results = _tuple(run(op, backend, *args, config=config))
     check_results(op, results, by_name(op, args), contiguous=backend == "triton")
     if backend == "triton" and config is None and (args[0].is_cuda or dtype == torch.float32):
-        _assert_bound_calls_agree(found, results, args)
+        _assert_bound_calls_agree(op, results, args)
     _assert_unwritten(args, before)
     return results
 
@@ -388,8 +416,10 @@ def assert_matches(op: str, backend: str, *args: Any, **kwargs: Any) -> None:
     first = next(value for value in args if isinstance(value, Tensor))
     limits = numerics.tolerance(found.op_class, name(first.dtype))
     before = [value.clone() if isinstance(value, Tensor) else value for value in args]
-    results = _tuple(found.run(backend, *args, **kwargs))
-    oracle = _tuple(found.reference(*[_widen(value) for value in args], **kwargs))
+    results = _tuple(run(op, backend, *args, **kwargs))
+    oracle = _tuple(
+        reference(op, *[_widen(value) for value in args], **{k: v for k, v in kwargs.items() if k != "config"})
+    )
     assert len(results) == len(oracle)
     for index, (got, want) in enumerate(zip(results, oracle, strict=True)):
         assert got.dtype == first.dtype
@@ -398,15 +428,16 @@ def assert_matches(op: str, backend: str, *args: Any, **kwargs: Any) -> None:
         if backend == "triton":
             assert got.is_contiguous()
     if backend == "triton" and not kwargs:
-        _assert_bound_calls_agree(found, results, args)
+        _assert_bound_calls_agree(op, results, args)
     _assert_unwritten(args, before)
 
 
-def _assert_bound_calls_agree(found: registry.Op, results: tuple[Tensor, ...], args: tuple[Any, ...]) -> None:
+def _assert_bound_calls_agree(op: str, results: tuple[Tensor, ...], args: tuple[Any, ...]) -> None:
     """The dispatched call, which on a GPU skips Triton's look-up from the second time on, gives the same bits."""
+    found, call = registry.get(op), call_of(op, *args)
     found.force("triton")
     for _ in range(3 if args[0].is_cuda else 1):
-        for again, once in zip(_tuple(found(*args)), results, strict=True):
+        for again, once in zip(_tuple(found(call)), results, strict=True):
             assert again.is_contiguous() and same_bits(again, once)
     found.force(None)
 
@@ -415,8 +446,13 @@ def _widen(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) else value
 
 
-def assert_never_copies(op: str, monkeypatch: Any, *args: Any) -> None:
+def assert_never_copies(op: str, monkeypatch: Any, *args: Any, **kwargs: Any) -> None:
     """The kernel path makes no copy of an input, whatever its strides."""
+    assert_call_never_copies(registry.get(op), monkeypatch, call_of(op, *args, **kwargs))
+
+
+def assert_call_never_copies(found: AnyOp, monkeypatch: Any, call: Any) -> None:
+    """As `assert_never_copies`, of a call that was made already."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise AssertionError("the input was copied")
@@ -425,15 +461,14 @@ def assert_never_copies(op: str, monkeypatch: Any, *args: Any) -> None:
         assert value.is_contiguous(), "the input was copied"
         return value
 
-    found = registry.get(op)
-    config = found.config_of("triton", found.key(*args))
+    config = found.config_of("triton", found.key(call))
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "contiguous", contiguous)
         for method in ("reshape", "clone", "copy_", "flatten"):
             patch.setattr(torch.Tensor, method, refuse)
         # what is tested ends at the launch: the interpreter itself moves tensors about
         patch.setattr("wavecrest.ops.common.launcher.starter", lambda *_args: lambda *_args, **_options: None)
-        found.backends["triton"].run(*args, config=config)
+        found.backends["triton"].run(call, config)
 
 
 def assert_grad_falls_back(op: str, *args: Any) -> None:
@@ -441,16 +476,16 @@ def assert_grad_falls_back(op: str, *args: Any) -> None:
     found = registry.get(op)
     found.force("triton")
     leaves = [value.clone().requires_grad_() if isinstance(value, Tensor) else value for value in args]
-    decision = found.decide(*leaves)
+    decision = found.decide(call_of(op, *leaves))
     assert decision.backend == "torch"
     assert "gradients" in {refusal.backend: refusal.reason for refusal in decision.refused}["triton"]
-    assert found.decide(*args).backend == "triton"
+    assert found.decide(call_of(op, *args)).backend == "triton"
     with torch.no_grad():
-        assert found.decide(*leaves).backend == "triton"
+        assert found.decide(call_of(op, *leaves)).backend == "triton"
     results = _tuple(getattr(ops, op)(*leaves))
     sum(result.float().square().sum() for result in results).backward()  # type: ignore[union-attr]
     wide = [value.detach().double().requires_grad_() if isinstance(value, Tensor) else value for value in args]
-    sum(result.square().sum() for result in _tuple(found.reference(*wide))).backward()  # type: ignore[union-attr]
+    sum(result.square().sum() for result in _tuple(reference(op, *wide))).backward()  # type: ignore[union-attr]
     for leaf, want in zip(leaves, wide, strict=True):
         if isinstance(leaf, Tensor):
             assert leaf.grad is not None and want.grad is not None
@@ -463,7 +498,7 @@ def assert_refuses(op: str, backend: str | None, args: tuple[Any, ...], message:
         if backend is None:
             getattr(ops, op)(*args)
         else:
-            registry.get(op).run(backend, *args)
+            run(op, backend, *args)
 
 
 def assert_rounds_once(op: str, config: Config | None, device: str) -> None:
@@ -471,13 +506,13 @@ def assert_rounds_once(op: str, config: Config | None, device: str) -> None:
     made = {"dtype": torch.int8, "granularity": "token", "scale": None}
     args = arguments(ROW_OPS[op], lambda dtype, seed: random((3, 140), dtype, device, seed), torch.bfloat16, **made)
     values = by_name(op, args)
-    q, scale, *_ = registry.get(op).run("triton", *args, config=config)
+    q, scale, *_ = run(op, "triton", *args, config=config)
     y, _ = unrounded(op, values)
-    in_two = registry.get("quantize_int8").run("reference", y.float())
+    in_two = run("quantize_int8", "reference", y.float())
     assert (q.int() - in_two[0].int()).abs().max() <= 1
     assert (q != in_two[0]).float().mean() < 0.01
     torch.testing.assert_close(scale, in_two[1], rtol=1e-6, atol=0.0)
-    twice = registry.get("quantize_int8").run("reference", y.bfloat16())
+    twice = run("quantize_int8", "reference", y.bfloat16())
     assert (q != twice[0]).float().mean() > 0.02, "the case does not tell rounding once from rounding twice"
 
 
@@ -496,7 +531,7 @@ def assert_compiles(op: str, dynamic: bool, columns: int, extra: tuple[Any, ...]
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=backend)
     with torch.no_grad():
         for rows in (4, 5, 17):
-            args = found.inputs(rows, columns, torch.float32, device)
+            args = example(op, rows, columns, torch.float32, device)
             for got, want in zip(_tuple(compiled(*args)), _tuple(call(*args)), strict=True):
                 torch.testing.assert_close(got.float(), want.float(), rtol=1e-5, atol=1e-5)
     # not calls of the backend: Inductor has a graph traced again where it must take Python floats for constants

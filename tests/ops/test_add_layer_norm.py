@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.op_harness import BACKENDS, assert_matches, random
+from tests.ops.op_harness import BACKENDS, assert_matches, random, run
 from wavecrest import ops
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 
@@ -24,7 +23,7 @@ def test_the_norm_is_of_the_rounded_sum(backend: str, config: Config | None, dev
     x[0, ::2], x[0, 1] = 3.0, 2.0**-8
     r = torch.full_like(x, 2.0**-8)
     w = torch.linspace(0.5, 200.0, 64, device=device).bfloat16()
-    y, h = registry.get(OP).run(backend, x, r, w, None, 0.0, config=config)
+    y, h = run(OP, backend, x, r, w, None, 0.0, config=config)
     rounded = x.clone()
     rounded[0, 1] = 2.0**-7
     assert torch.equal(h, rounded)
@@ -49,7 +48,7 @@ def test_eps_is_inside_the_root(eps: float, backend: str, device: str) -> None:
 def test_results_do_not_alias_the_arguments(device: str) -> None:
     x, r = random((4, 8), torch.float32, device), torch.zeros(4, 8, device=device)
     for backend in BACKENDS:
-        y, h = registry.get(OP).run(backend, x, r)
+        y, h = run(OP, backend, x, r)
         assert len({t.data_ptr() for t in (x, r, y, h)}) == 4
 
 
@@ -65,9 +64,9 @@ def test_float64_stays_float64(device: str) -> None:
 def test_parameters_of_another_dtype_are_not_pytorchs(device: str) -> None:
     x, w = random((5, 40), torch.bfloat16, device), random((40,), torch.float32, device, 2)
     with pytest.raises(Unsupported, match="weight of x's dtype"):
-        registry.get(OP).run("torch", x, x, w)
+        run(OP, "torch", x, x, w)
     with pytest.raises(Unsupported, match="bias of x's dtype"):
-        registry.get(OP).run("torch", x, x, None, w)
+        run(OP, "torch", x, x, None, w)
 
 
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
@@ -88,4 +87,4 @@ def test_wrong_arguments(args: tuple[object, ...], message: str, backend: str | 
         if backend is None:
             ops.add_layer_norm(*args)  # type: ignore[arg-type]
         else:
-            registry.get(OP).run(backend, *args)
+            run(OP, backend, *args)

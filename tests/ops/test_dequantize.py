@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.op_harness import BACKENDS, E4M3, E5M2, assert_refuses, name, random
+from tests.ops.op_harness import BACKENDS, E4M3, E5M2, assert_refuses, call_of, name, random, run
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.errors import Unsupported
@@ -19,7 +19,7 @@ def test_each_value_of_the_type(eight: torch.dtype, out: torch.dtype, backend: s
     q = torch.arange(256, dtype=torch.uint8, device=device).view(eight).view(2, 128)
     # one factor that is a power of two, one that makes each product round
     scale = torch.tensor([[0.5], [1.1]], device=device)
-    got = registry.get(OP).run(backend, q, scale, out)
+    got = run(OP, backend, q, scale, out)
     want = (q.float() * scale).to(out)
     assert got.dtype == out
     assert torch.equal(got.isnan(), want.isnan())
@@ -29,7 +29,7 @@ def test_each_value_of_the_type(eight: torch.dtype, out: torch.dtype, backend: s
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_too_large_for_float16_is_infinite(backend: str, device: str) -> None:
     q = torch.tensor([[127, -127, 0, 1]], dtype=torch.int8, device=device)
-    got = registry.get(OP).run(backend, q, torch.full((), 1000.0, device=device), torch.float16)
+    got = run(OP, backend, q, torch.full((), 1000.0, device=device), torch.float16)
     assert got[0].tolist() == [float("inf"), -float("inf"), 0.0, 1000.0]
 
 
@@ -37,7 +37,7 @@ def test_float64_and_the_default_dtype(device: str) -> None:
     q, scale = random((3, 40), torch.int8, device), torch.rand(3, 1, device=device)
     assert ops.dequantize(q, scale).dtype == torch.bfloat16
     with pytest.raises(Unsupported, match="float64"):
-        registry.get(OP).run("triton", q, scale, torch.float64)
+        run(OP, "triton", q, scale, torch.float64)
     got = ops.dequantize(q, scale, torch.float64)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, q.double() * scale.double(), rtol=1e-7, atol=0.0)
@@ -48,7 +48,7 @@ def test_types_that_the_kernel_does_not_read(eight: torch.dtype, device: str) ->
     found = registry.get(OP)
     q, scale = torch.arange(128, dtype=torch.uint8, device=device).view(eight), torch.full((), 0.5, device=device)
     found.force("triton")
-    assert f"has no {name(eight)}" in found.decide(q, scale, torch.float32).refused[0].reason
+    assert f"has no {name(eight)}" in found.decide(call_of(OP, q, scale, torch.float32)).refused[0].reason
     assert torch.equal(ops.dequantize(q, scale, torch.float32), q.float() * 0.5)
 
 
@@ -57,10 +57,10 @@ def test_types_that_the_kernel_does_not_read(eight: torch.dtype, device: str) ->
 def test_what_was_rounded_comes_back_within_half_a_step(eight: torch.dtype, granularity: str, device: str) -> None:
     x = random((5, 300), torch.float32, device) * 13.0
     if eight == torch.int8:
-        q, scale = registry.get("quantize_int8").run("triton", x, None, granularity)
+        q, scale = run("quantize_int8", "triton", x, None, granularity)
     else:
-        q, scale = registry.get("quantize_fp8").run("triton", x, None, granularity, eight)
-    back = registry.get(OP).run("triton", q, scale, torch.float32)
+        q, scale = run("quantize_fp8", "triton", x, None, granularity, eight)
+    back = run(OP, "triton", q, scale, torch.float32)
     spread = scale if granularity != "group" else scale.repeat_interleave(128, -1)[:, :300]
     # half a step: of the scale; of the value, by the bits of its mantissa, or of the smallest there is
     step = {

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.op_harness import BACKENDS, assert_matches, random
+from tests.ops.op_harness import BACKENDS, assert_matches, random, reference, run
 from wavecrest import ops
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 
@@ -26,9 +25,9 @@ def test_parameter_layouts_and_dtypes(device: str) -> None:
     assert_matches(OP, "triton", x, w, b, 1e-5)
     assert_matches(OP, "reference", x, w, b, 1e-5)
     with pytest.raises(Unsupported, match="weight of x's dtype"):
-        registry.get(OP).run("torch", x, w, b)
+        run(OP, "torch", x, w, b)
     with pytest.raises(Unsupported, match="bias of x's dtype"):
-        registry.get(OP).run("torch", x, None, b)
+        run(OP, "torch", x, None, b)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -41,15 +40,15 @@ def test_eps_is_inside_the_root(eps: float, backend: str, device: str) -> None:
 def test_large_mean_does_not_cancel(config: Config | None, device: str) -> None:
     # E[x²] − E[x]² in float32 would leave nothing of a variance of 1 beside a mean of 4,096
     noise = random((4, 72), torch.float32, device)
-    got = registry.get(OP).run("triton", noise + 4096.0, None, None, 1e-5, config=config)
-    want = registry.get(OP).reference((noise + 4096.0).double())
+    got = run(OP, "triton", noise + 4096.0, None, None, 1e-5, config=config)
+    want = reference(OP, (noise + 4096.0).double())
     torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
 
 
 def test_one_column_is_its_bias(device: str) -> None:
     # nothing is left of it, and 1 / sqrt(eps) is 316 where the difference is not exactly 0
     x, b = torch.tensor([[1000.3], [-0.1], [7.0]], device=device), random((1,), torch.float32, device, 2)
-    got = registry.get(OP).run("triton", x, None, b, 1e-5)
+    got = run(OP, "triton", x, None, b, 1e-5)
     torch.testing.assert_close(got, b.expand(3, 1), rtol=1e-6, atol=1e-6)
 
 
@@ -77,4 +76,4 @@ def test_wrong_arguments(args: tuple[object, ...], message: str, backend: str | 
         if backend is None:
             ops.layer_norm(*args)  # type: ignore[arg-type]
         else:
-            registry.get(OP).run(backend, *args)
+            run(OP, backend, *args)

@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, NAN, case
 from tests.ops.op_harness import same_bits
 from wavecrest.dispatch import lookup, registry
+from wavecrest.dispatch.decision import Backend
 from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.models.xlstm import kernels, xLSTMLargeConfig
 from wavecrest.ops.common import triton as _triton
@@ -213,7 +214,7 @@ def test_pytorch_is_not_chosen_where_bits_must_not_depend_on_the_batch(on_gpu: N
         assert torchs.supports(*meta) is None and torchs.supports(*on_cpu) is None
     with registry.measured_in(_rows(tmp_path, (parts, "torch", None))), pytest.MonkeyPatch.context() as patched:
         backend = op.backends["torch"]
-        declining = registry.Backend(**{
+        declining = Backend(**{
             **{name: getattr(backend, name) for name in backend.__slots__},
             "supports": lambda *args, **kwargs: backend.supports(*meta),
         })  # fmt: skip

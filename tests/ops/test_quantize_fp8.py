@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.ops.op_harness import BACKENDS, E4M3, E5M2, LARGEST, assert_refuses, name, random
+from tests.ops.op_harness import BACKENDS, E4M3, E5M2, LARGEST, assert_refuses, call_of, name, random, run
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.errors import Unsupported
@@ -32,7 +32,7 @@ def test_each_value_of_the_type_comes_back(dtype: torch.dtype, backend: str, dev
     x = torch.stack((values, -values))
     # the largest value is there: the scale worked out is 1
     for scale in (None, torch.ones(2, 1, device=device)):
-        q, used = registry.get(OP).run(backend, x, scale, "token", dtype)
+        q, used = run(OP, backend, x, scale, "token", dtype)
         assert torch.equal(used, torch.ones(2, 1, device=device))
         assert torch.equal(codes(q)[0], torch.arange(values.numel(), device=device, dtype=torch.int32))
         assert torch.equal(q.float(), x)
@@ -45,10 +45,10 @@ def test_ties_go_to_even(dtype: torch.dtype, backend: str, device: str) -> None:
     middle = (values[:-1] + values[1:]) / 2
     below = torch.arange(values.numel() - 1, device=device, dtype=torch.int32)
     one = torch.ones((), device=device)
-    q, _ = registry.get(OP).run(backend, middle, one, "tensor", dtype)
+    q, _ = run(OP, backend, middle, one, "tensor", dtype)
     assert torch.equal(codes(q), below + below % 2)
     for factor, want in ((1 + 2.0**-20, below + 1), (1 - 2.0**-20, below)):
-        q, _ = registry.get(OP).run(backend, middle * factor, one, "tensor", dtype)
+        q, _ = run(OP, backend, middle * factor, one, "tensor", dtype)
         assert torch.equal(codes(q), want)
 
 
@@ -58,7 +58,7 @@ def test_saturates_where_a_given_scale_is_too_small(dtype: torch.dtype, backend:
     largest = LARGEST[dtype]
     x = torch.tensor([[largest * 1.01, 1e30, INF, NAN, -largest * 1.01, -1e30, -INF, 1.0, -0.0]], device=device)
     for granularity, shape in (("tensor", ()), ("token", (1, 1)), ("group", (1, 1))):
-        q, _ = registry.get(OP).run(backend, x, torch.ones(shape, device=device), granularity, dtype)
+        q, _ = run(OP, backend, x, torch.ones(shape, device=device), granularity, dtype)
         got = q.float()[0]
         assert got[3].isnan() and not got.isinf().any()
         want = torch.tensor([largest] * 3 + [-largest] * 3 + [1.0, 0.0], device=device)
@@ -70,12 +70,12 @@ def test_saturates_where_a_given_scale_is_too_small(dtype: torch.dtype, backend:
 def test_what_is_not_finite_shows_in_the_scale(granularity: str, backend: str, device: str) -> None:
     x = random((2, 200), torch.float32, device)
     x[0, 3] = INF
-    q, scale = registry.get(OP).run(backend, x, None, granularity, E4M3)
+    q, scale = run(OP, backend, x, None, granularity, E4M3)
     assert scale.flatten()[0] == INF
     # 0 · inf is NaN when it comes back, as is inf / inf
     assert q.float()[0, 3].isnan() and not q.float()[0, :3].any()
     x[0, 3] = NAN
-    q, scale = registry.get(OP).run(backend, x, None, granularity, E4M3)
+    q, scale = run(OP, backend, x, None, granularity, E4M3)
     assert scale.flatten()[0].isnan() and q.float()[0, :128].isnan().all()
     if granularity != "tensor":
         assert q.float()[1].isfinite().all()
@@ -86,12 +86,12 @@ def test_types_that_the_kernel_does_not_make(dtype: torch.dtype, device: str) ->
     found = registry.get(OP)
     values = finite_values(dtype, device)
     found.force("triton")
-    decision = found.decide(values, None, "token", dtype)
+    decision = found.decide(call_of(OP, values, None, "token", dtype))
     assert decision.backend == "torch"
     reason = {refusal.backend: refusal.reason for refusal in decision.refused}["triton"]
     assert f"has no {name(dtype)}" in reason
     with pytest.raises(Unsupported, match=f"has no {name(dtype)}"):
-        found.run("triton", values, None, "token", dtype)
+        run(OP, "triton", values, None, "token", dtype)
     # the definition has them: each value comes back
     q, scale = ops.quantize_fp8(values, dtype=dtype)
     assert float(scale) == 1.0 and q.dtype == dtype and torch.equal(q.float(), values)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.op_harness import BACKENDS, assert_refuses, random
+from tests.ops.op_harness import BACKENDS, assert_refuses, random, run
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
@@ -15,7 +15,7 @@ ONES = {"tensor": (), "token": (2, 1), "group": (2, 2)}
 
 
 def quantize(backend: str, *args: object, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    q, scale = registry.get(OP).run(backend, *args, config=config)
+    q, scale = run(OP, backend, *args, config=config)
     return q, scale
 
 
@@ -58,7 +58,7 @@ def test_what_is_not_finite_shows_in_the_scale(config: Config | None, backend: s
     q, scale = quantize(backend, x, None, "token", config=config)
     assert scale[[0, 4]].isnan().all() and torch.equal(scale[[1, 2], 0], torch.full((2,), INF, device=device))
     assert not q[[0, 1, 2, 4]].any() and scale[3].isfinite().all() and q[3].any()
-    back = registry.get("dequantize").run(backend, q, scale, torch.float32)
+    back = run("dequantize", backend, q, scale, torch.float32)
     assert not back[[0, 1, 2, 4]].isfinite().any()
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.op_harness import BACKENDS, DTYPES, assert_matches, name, random
+from tests.ops.op_harness import BACKENDS, DTYPES, assert_matches, name, random, reference, run
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument, Unsupported
@@ -19,7 +19,7 @@ def test_weight_dtypes(dtype: torch.dtype, weight: torch.dtype, device: str) -> 
     assert_matches(OP, "reference", x, w, 1e-6)
     if dtype != weight:
         with pytest.raises(Unsupported, match="weight of x's dtype"):
-            registry.get(OP).run("torch", x, w)
+            run(OP, "torch", x, w)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -41,7 +41,7 @@ def test_two_streams_and_new_values(device: str) -> None:
             torch.cuda.current_stream().wait_stream(stream)
         else:
             got = ops.rms_norm(x, None, 0.1 * (seed + 1))
-        want = registry.get(OP).reference(x.double(), None, 0.1 * (seed + 1))
+        want = reference(OP, x.double(), None, 0.1 * (seed + 1))
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -72,4 +72,4 @@ def test_wrong_arguments(args: tuple[object, ...], message: str, backend: str | 
         if backend is None:
             ops.rms_norm(*args)  # type: ignore[arg-type]
         else:
-            registry.get(OP).run(backend, *args)
+            run(OP, backend, *args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -30,10 +29,13 @@ from tests.ops.op_harness import (
     assert_never_copies,
     assert_variant,
     by_name,
+    call_of,
     check_results,
     five_dims,
     layout,
+    parameters,
     random,
+    run,
     same_bits,
     second_layout,
     shape_id,
@@ -64,9 +66,14 @@ def laid_out(key: str, device: str, n: int = 72) -> Callable[[torch.dtype, int],
     return lambda dtype, seed: layout(key, dtype, device, seed, n)
 
 
-def run(variant: str, args: tuple[Any, ...], config: Config | None = None) -> Results:
-    results = registry.get(VARIANTS[variant][0]).run("triton", *args, config=config)
+def run_variant(variant: str, args: tuple[Any, ...], config: Config | None = None) -> Results:
+    results = run(VARIANTS[variant][0], "triton", *args, config=config)
     return results if isinstance(results, tuple) else (results,)
+
+
+def key_of(variant: str, make: Callable[[torch.dtype, int], Tensor], dtype: torch.dtype = torch.bfloat16) -> Any:
+    op = VARIANTS[variant][0]
+    return registry.get(op).key(call_of(op, *arguments(variant, make, dtype)))
 
 
 def narrow(variant: str, block_n: int, dtype: torch.dtype, packed: bool) -> Config:
@@ -90,9 +97,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_every_op_of_the_kernel_is_tested_here() -> None:
     kernels = {}
     for op in registry.names():
-        cases = registry.get(op).compile_cases
+        cases = registry.get(op).study.compile_cases
         if cases is not None:
-            kernels[op] = next(iter(cases(ARCHS["gfx942"]).values())).kernel
+            kernels[op] = next(iter(cases(ARCHS["gfx942"], None).values())).kernel
     assert {op for op, kernel in kernels.items() if kernel is kernels["rms_norm"]} == set(ROW_OPS)
 
 
@@ -187,7 +194,7 @@ def test_threads_of_a_split_row_hold_different_words(arch: str) -> None:
     # what two of them hold of one word need not be the same when the last look ends
     split = 0
     for op in ROW_OPS:
-        for launch in (registry.get(op).compile_cases or (lambda _: {}))(ARCHS[arch]).values():
+        for launch in registry.get(op).study.compile_cases(ARCHS[arch], None).values():
             if launch.constants["PARTS"] > 1:
                 split += 1
                 assert launch.constants["PARTS"] >= launch.config["num_warps"] * ARCHS[arch].wave_size, op
@@ -233,7 +240,7 @@ def test_rows_far_apart(variant: str, device: str) -> None:
 
 @pytest.mark.parametrize("variant", WEIGHTED)
 def test_weights_of_another_dtype_and_stride(variant: str, device: str) -> None:
-    names = inspect.signature(registry.get(VARIANTS[variant][0]).reference).parameters
+    names = parameters(VARIANTS[variant][0])
     shapes = {
         "strided": lambda seed, dtype: random((160,), dtype, device, seed)[::2],
         "expanded": lambda seed, dtype: random((1,), dtype, device, seed).expand(80),
@@ -258,8 +265,8 @@ def test_same_bits_again_and_in_any_batch(variant: str, device: str) -> None:
         # a ragged batch of 7 rows; 3 rows that are split over two programs each
         rows = 7 if config is several else 3
         args = by_name(op, arguments(variant, shaped((rows, 140), device), torch.bfloat16))
-        batch = run(variant, tuple(args.values()), config)
-        again = run(variant, tuple(args.values()), config)
+        batch = run_variant(variant, tuple(args.values()), config)
+        again = run_variant(variant, tuple(args.values()), config)
         assert all(same_bits(a, b) for a, b in zip(batch, again, strict=True)), "other bits in another run"
         if variant in WHOLE:
             continue
@@ -269,17 +276,17 @@ def test_same_bits_again_and_in_any_batch(variant: str, device: str) -> None:
                 key: value[picked] if isinstance(value, Tensor) and value.ndim == 2 else value
                 for key, value in args.items()
             }
-            alone = run(variant, tuple(part.values()), config)
+            alone = run_variant(variant, tuple(part.values()), config)
             for a, b in zip(alone, batch, strict=True):
                 assert same_bits(a, b[picked] if b.ndim == 2 else b), f"{picked} of the batch with {config}"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_default_configuration_does_not_depend_on_the_rows(variant: str, device: str) -> None:
-    found = registry.get(VARIANTS[variant][0])
+    op = VARIANTS[variant][0]
     for columns in (64, 1000, 5000, 40000):
         made = {
-            found.config_of("triton", found.key(*arguments(variant, shaped((rows, columns), device), torch.bfloat16)))
+            registry.get(op).config_of("triton", key_of(variant, shaped((rows, columns), device)))
             for rows in (1, 3, 17)
         }
         assert len(made) == 1
@@ -341,7 +348,7 @@ def test_float64_stays_in_pytorch(variant: str, device: str) -> None:
     op, args = VARIANTS[variant][0], arguments(variant, shaped((3, 140), device), torch.float64)
     found = registry.get(op)
     with pytest.raises(Unsupported, match="takes float32, float16, bfloat16, not float64"):
-        found.run("triton", *args)
+        run(op, "triton", *args)
     found.force("triton")
     results = getattr(ops, op)(*args)
     check_results(op, results if isinstance(results, tuple) else (results,), by_name(op, args))
@@ -352,7 +359,7 @@ def test_more_leading_dims_than_the_kernel_takes(op: str, device: str) -> None:
     args = arguments(ROW_OPS[op], lambda dtype, _seed: five_dims(dtype, device), torch.float32)
     found = registry.get(op)
     found.force("triton")
-    assert "leading dimensions" in found.decide(*args).refused[0].reason
+    assert "leading dimensions" in found.decide(call_of(op, *args)).refused[0].reason
     results = getattr(ops, op)(*args)
     check_results(op, results if isinstance(results, tuple) else (results,), by_name(op, args), contiguous=False)
 
@@ -362,26 +369,29 @@ def test_more_leading_dims_than_the_kernel_takes(op: str, device: str) -> None:
 def test_columns_that_do_not_lie_together_are_left_to_pytorch(op: str) -> None:
     args = arguments(ROW_OPS[op], laid_out("transposed", "cuda"), torch.float32)
     found = registry.get(op)
-    decision = found.decide(*args)
+    decision = found.decide(call_of(op, *args))
     assert decision.backend == "torch"
     assert "one by one" in {refusal.backend: refusal.reason for refusal in decision.refused}["triton"]
-    assert found.decide(*arguments(ROW_OPS[op], laid_out("row-sliced", "cuda"), torch.float32)).backend == "triton"
+    assert (
+        found.decide(call_of(op, *arguments(ROW_OPS[op], laid_out("row-sliced", "cuda"), torch.float32))).backend
+        == "triton"
+    )
     found.force("triton")
-    assert found.decide(*args).backend == "triton"
+    assert found.decide(call_of(op, *args)).backend == "triton"
 
 
 @pytest.mark.parametrize("op", ROW_OPS)
 def test_wrong_configurations(op: str, device: str) -> None:
     args = arguments(ROW_OPS[op], shaped((2, 100), device), torch.float32)
     with pytest.raises(InvalidArgument, match="100 columns can be split only with one row a program"):
-        run(ROW_OPS[op], args, Config(BLOCK_M=2, BLOCK_N=64, PACKED=0, num_warps=1))
+        run_variant(ROW_OPS[op], args, Config(BLOCK_M=2, BLOCK_N=64, PACKED=0, num_warps=1))
 
 
 @pytest.mark.parametrize("variant", GROUPED)
 def test_groups_fill_their_blocks(variant: str, device: str) -> None:
     args = arguments(variant, shaped((2, 100), device), torch.float32)
     with pytest.raises(InvalidArgument, match="need a BLOCK_N that they fill"):
-        run(variant, args, Config(BLOCK_M=1, BLOCK_N=64, PACKED=0, num_warps=1))
+        run_variant(variant, args, Config(BLOCK_M=1, BLOCK_N=64, PACKED=0, num_warps=1))
 
 
 @pytest.mark.parametrize("op", [op for op in ROW_OPS if registry.get(op).op_class != "quantized"])
@@ -394,16 +404,16 @@ def test_calls_that_need_gradients_are_not_the_kernels(variant: str, device: str
     op, args = VARIANTS[variant][0], arguments(variant, shaped((3, 40), device), torch.float32)
     found = registry.get(op)
     found.force("triton")
-    assert found.decide(*args).backend == "triton"
+    assert found.decide(call_of(op, *args)).backend == "triton"
     for key, value in by_name(op, args).items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         values = {**by_name(op, args), key: value.clone().requires_grad_()}
-        decision = found.decide(*values.values())
+        decision = found.decide(call_of(op, *values.values()))
         assert decision.backend == "torch", key
         assert "gradients" in decision.refused[0].reason
         with torch.no_grad():
-            assert found.decide(*values.values()).backend == "triton"
+            assert found.decide(call_of(op, *values.values())).backend == "triton"
 
 
 def test_the_scale_of_dequantize_gets_its_gradient(device: str) -> None:
@@ -442,7 +452,7 @@ def test_what_is_compiled_anew(variant: str, device: str, monkeypatch: pytest.Mo
     for columns in COLUMNS + WIDE_COLUMNS:
         for rows in (1, 2, 5):
             noted.clear()
-            run(variant, arguments(variant, shaped((rows, columns), device), torch.bfloat16))
+            run_variant(variant, arguments(variant, shaped((rows, columns), device), torch.bfloat16))
             for launch in noted:
                 options = launch.options()
                 fills = columns % options["BLOCK_N"] == 0
@@ -464,7 +474,7 @@ def test_new_sizes_do_not_compile(op: str, monkeypatch: pytest.MonkeyPatch) -> N
     noted: list[Any] = []
     with monkeypatch.context() as patch:
         noted = launches(patch)
-        run(ROW_OPS[op], arguments(ROW_OPS[op], shaped((2, 1000), "cuda"), torch.bfloat16))
+        run_variant(ROW_OPS[op], arguments(ROW_OPS[op], shaped((2, 1000), "cuda"), torch.bfloat16))
     kernel = noted[0].kernel
 
     def compiled_for(rows: int, columns: int) -> int:
@@ -494,11 +504,12 @@ def test_replays_in_a_cuda_graph(variant: str) -> None:
     # one row a program, and rows that are split: what programs exchange must be new in each replay
     for columns in (600, 3 * WIDE):
         args = arguments(variant, shaped((4, columns), "cuda"), torch.bfloat16)
-        found(*args)
+        public = getattr(ops, op)
+        public(*args)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = found(*args)
+            results = public(*args)
         for seed in (5, 6):
             args[0].copy_(random(tuple(args[0].shape), args[0].dtype, "cuda", seed))
             graph.replay()
@@ -515,7 +526,7 @@ def test_addresses_of_one_signature_may_differ_in_alignment(first: int, op: str,
     for offset in (first, 1 - first, first, 1 - first, 3):
         x, q = buffer[offset : offset + 256].view(4, 64), codes[offset : offset + 256].view(4, 64)
         args = arguments(ROW_OPS[op], lambda dtype, _seed, x=x, q=q: q if dtype == torch.int8 else x, torch.bfloat16)
-        results = found(*args)
+        results = getattr(ops, op)(*args)
         check_results(op, results if isinstance(results, tuple) else (results,), by_name(op, args))
 
 
@@ -533,7 +544,7 @@ def test_tensors_past_2_to_the_31_elements(variant: str) -> None:
         key: value[ends] if isinstance(value, Tensor) and value.ndim == 2 else value
         for key, value in by_name(op, args).items()
     }
-    check_results(op, tuple(result[ends] for result in run(variant, args)), values)
+    check_results(op, tuple(result[ends] for result in run_variant(variant, args)), values)
 
 
 # --- any shape, strides, dtype and options
@@ -577,7 +588,7 @@ def any_call(data: st.DataObject, variants: list[str]) -> tuple[str, Results, di
     variant = data.draw(st.sampled_from(variants))
     make, dtype = data.draw(tensors()), data.draw(st.sampled_from(DTYPES))
     made = {}
-    names = inspect.signature(registry.get(VARIANTS[variant][0]).reference).parameters
+    names = parameters(VARIANTS[variant][0])
     # values of no variance have nothing but rounding left after centring
     made["eps"] = data.draw(st.sampled_from([0.3, 1.0]))
     for vector in ("weight", "bias"):
@@ -589,7 +600,7 @@ def any_call(data: st.DataObject, variants: list[str]) -> tuple[str, Results, di
         kinds = [E4M3, E5M2] + ([torch.int8] if VARIANTS[variant][0] != "quantize_fp8" else [])
         made["dtype"] = data.draw(st.sampled_from(kinds))
     config = data.draw(configs(variant, make(torch.int8, 0).shape[-1], dtype))
-    if config is None and registry.get(VARIANTS[variant][0]).key(*arguments(variant, make, dtype))[6] > 3:
+    if config is None and key_of(variant, make, dtype)[6] > 3:
         return variant, (), {}
     results = assert_variant(variant, "triton", make, dtype, config, **made)
     return variant, results, by_name(VARIANTS[variant][0], arguments(variant, make, dtype, **made))
@@ -617,7 +628,7 @@ def test_any_softmax(data: st.DataObject) -> None:
 def test_any_rounding_comes_back(data: st.DataObject) -> None:
     variant, (q, scale), values = any_call(data, [v for v in ROUNDING if v.startswith("quantize")])
     x = values["x"].double()
-    back = registry.get("dequantize").run("triton", q, scale, torch.float32).double()
+    back = run("dequantize", "triton", q, scale, torch.float32).double()
     steps = {torch.int8: 0.5 / 127, E4M3: 2.0**-4, E5M2: 2.0**-3}[q.dtype]
     # half a step: of the largest for int8, of the value itself (and the smallest there is) for floating point
     granularity = values["granularity"]

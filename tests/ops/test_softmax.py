@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.op_harness import BACKENDS, DTYPES, name, random
+from tests.ops.op_harness import BACKENDS, DTYPES, name, random, run
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
@@ -31,7 +31,7 @@ def test_every_element(dtype: torch.dtype, config: Config | None, device: str) -
     if config is not None and dtype == torch.float32:
         config = Config(**{**config, "PACKED": 0})
     x = 4.0 * random((5, 70), dtype, device)
-    got = registry.get(OP).run("triton", x, config=config).double()
+    got = run(OP, "triton", x, config=config).double()
     wide = x.double() - x.double().amax(-1, keepdim=True)
     want = wide.exp() / wide.exp().sum(-1, keepdim=True)
     # half a step of the smallest float16 there is
@@ -50,7 +50,7 @@ def test_infinities_and_nan(config: Config | None, device: str) -> None:
     x[4, 40], x[4, 69] = INF, -INF
     x[5, 66] = NAN
     x[6, :64], x[6, 65] = -INF, NAN
-    got = registry.get(OP).run("triton", x, config=config)
+    got = run(OP, "triton", x, config=config)
     assert got[[0, 3, 4, 5, 6]].isnan().all(), "a row of -inf alone, or with +inf or NaN, is NaN"
     torch.testing.assert_close(got[[1, 2, 7, 8]], torch.softmax(x[[1, 2, 7, 8]], -1), rtol=2.0**-7, atol=0.0)
     assert not got[1, 32:64].any() and got[1, :32].all()
@@ -64,7 +64,7 @@ def test_large_values_do_not_overflow(config: Config | None, device: str) -> Non
     # exp(88.8) is beyond float32; the largest is in another part of a split row each time
     x = torch.full((3, 70), -3.0e38, dtype=torch.bfloat16, device=device)
     x[0, 0], x[1, 40], x[2, 69] = 3.0e38, 1000.0, 3.0e38
-    got = registry.get(OP).run("triton", x, config=config)
+    got = run(OP, "triton", x, config=config)
     want = torch.zeros_like(x)
     want[0, 0], want[1, 40], want[2, 69] = 1.0, 1.0, 1.0
     assert torch.equal(got, want)
@@ -100,7 +100,7 @@ def test_wrong_arguments(args: tuple[object, ...], message: str, backend: str | 
         if backend is None:
             ops.softmax(*args)  # type: ignore[arg-type]
         else:
-            registry.get(OP).run(backend, *args)
+            run(OP, backend, *args)
 
 
 @pytest.mark.parametrize(

@@ -292,3 +292,9 @@ def test_the_worst_failure_is_named_and_the_others_counted() -> None:
     assert failures(rows) == "large of bucket b: error 9.00e-01, allowed 2.00e-01; 2 outputs fail"
     assert failures([row("nan", float("nan"), False), *rows]).startswith("nan of bucket b")
     assert failures([rows[2]]) == ""
+
+
+def test_odd_variations_hold_a_few_values_ten_times_as_large() -> None:
+    x = 3 + 0.01 * torch.randn(1000)
+    (odd,), (even,) = variation(Inputs((x,)), 1), variation(Inputs((x,)), 2)
+    assert int((odd > 20).sum()) == 4 and float(odd.max()) < 40 and float(even.max()) < 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.optimizer.planted import (
     TakePauseOut,
     slow,
 )
-from wavecrest import records
+from wavecrest import ops, records
 from wavecrest.errors import InvalidArgument, PlanMismatch
 from wavecrest.measure.timing import Interval
 from wavecrest.measure.workload import Buckets, Quality, from_example
@@ -434,3 +435,19 @@ def test_trials_of_variables_have_their_part_of_the_budget(run: Run, monkeypatch
     assert result.plan.stack == []
     (samples,) = result.record.samples
     assert samples.step == "environment A=1" and samples.base == [2.0, 2.1] and samples.new == [1.0, 1.1]
+
+
+def test_the_coverage_is_that_of_the_result(run: Run) -> None:
+    """Ops that a candidate called which was turned down are not in the table."""
+
+    class Normed(AddPause):
+        id = "normed"
+
+        def apply(self, model: torch.nn.Module, params: dict[str, Any]) -> torch.nn.Module:
+            forward, slower = model.forward, super().apply(model, params)
+            slower.forward = lambda x: forward(x) + 0 * ops.rms_norm(x, torch.ones(16))
+            return slower
+
+    result = run(Normed())
+    assert outcome(result, "normed").verdict == "reverted"
+    assert result.record.coverage == [] == result.plan.dispatch

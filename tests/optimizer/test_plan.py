@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from tests.optimizer.conftest import Run
-from tests.optimizer.planted import TakeHalfOut, TakePauseOut, slow
+from tests.optimizer.planted import PAUSE, SlightlyWrong, TakeHalfOut, TakePauseOut, slow
 from wavecrest import hardware, ops
-from wavecrest.dispatch import registry
 from wavecrest.errors import PlanError, PlanMismatch
 from wavecrest.hardware import Device
 from wavecrest.measure.workload import Workload, from_example
@@ -121,7 +120,7 @@ def test_another_architecture_or_model_is_refused(workload: Workload) -> None:
 
 def test_applying_pins_the_backends_of_the_plan(run: Run) -> None:
     x, weight = torch.randn(4, 16), torch.ones(16)
-    op = registry.get("rms_norm")
+    op = ops.get("rms_norm")
     ops.rms_norm(x, weight)
     ((decision, _),) = op.decisions()
     other = next(name for name in ("reference", "torch", "native") if name in op.backends and name != decision.backend)
@@ -153,6 +152,16 @@ def test_a_variable_that_is_not_set_is_said(run: Run, monkeypatch: pytest.Monkey
         plan.apply(slow()[0], strict=True)
     monkeypatch.setenv("PLANTED", "7")
     assert plan.apply(slow()[0], strict=True).pause == 0
+
+
+def test_other_versions_are_held_to_the_limits_of_the_plans_dtype(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of 2e-4 is wrong in float32, and would be right in bfloat16."""
+    plan = run(TakePauseOut()).plan
+    plan.fingerprint.torch = "2.0.0"
+    monkeypatch.setattr(TakePauseOut, "apply", SlightlyWrong.apply)
+    with pytest.warns(PlanWarning, match="step gain no longer verifies"):
+        made = plan.apply(*slow())
+    assert made.pause == PAUSE
 
 
 def test_the_last_attempt_that_was_kept_is_replayed(run: Run) -> None:

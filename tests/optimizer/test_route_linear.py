@@ -11,11 +11,12 @@ from torch import nn
 from wavecrest import hardware
 from wavecrest import nn as ours
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.op import Op
 from wavecrest.measure.workload import Buckets, Workload, from_example
+from wavecrest.ops._gemm.call import GemmCall, linear_call
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps.fuse_linears import FusedSlice
-from wavecrest.optimizer.steps.route_linear import linear_arguments
 
 
 class Block(nn.Module):
@@ -30,30 +31,30 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def op() -> Iterator[registry.Op]:
+def op() -> Iterator[Op]:
     """gemm, with a backend that counts its calls in place of a kernel of ours."""
     op = registry.get("gemm")
     backends = dict(op.backends)
     calls: list[tuple[int, ...]] = []
 
-    def run(*args: object) -> object:
-        calls.append(tuple(args[0].shape))  # type: ignore[attr-defined]
-        return op.reference(*args)
+    def run(call: GemmCall) -> object:
+        calls.append(tuple(call.a.shape))
+        return op.reference(call)
 
-    op.attach("planted", run, supports=lambda *_args: None, priority=1)
+    op.attach("planted", run, priority=1)
     op.calls = calls  # type: ignore[attr-defined]
     yield op
     op.backends.clear()
     op.backends.update(backends)
-    op.attach("reference", op.reference, supports=lambda *_args: None, priority=0)
+    op.attach("reference", op.reference, priority=0)
     op.unpin()
     del op.calls  # type: ignore[attr-defined]
 
 
-def _pin(op: registry.Op, rows: int, layer: nn.Module) -> None:
+def _pin(op: Op, rows: int, layer: nn.Module) -> None:
     x = torch.randn(rows, layer.weight.shape[1])  # type: ignore[union-attr, index]
     with torch.no_grad():
-        key = op.key(*linear_arguments(x, layer.weight, layer.bias))  # type: ignore[arg-type]
+        key = op.key(linear_call(x, layer.weight, layer.bias))  # type: ignore[arg-type]
     op.pin(key, "planted", None, "exact", "measured 1.0 µs, native 2.0 µs")
 
 
@@ -61,7 +62,7 @@ def _context(workload: Workload) -> StepContext:
     return StepContext(workload, hardware.cpu(), model=structural_copy(workload.model))
 
 
-def test_only_what_the_table_names_is_routed(op: registry.Op) -> None:
+def test_only_what_the_table_names_is_routed(op: Op) -> None:
     torch.manual_seed(0)
     model = Block().eval()
     workload = from_example(model, Buckets(few=torch.randn(4, 16), many=torch.randn(40, 16)))
@@ -91,7 +92,7 @@ def test_only_what_the_table_names_is_routed(op: registry.Op) -> None:
     assert op.calls == [(4, 32)]  # type: ignore[attr-defined]
 
 
-def test_the_wide_product_of_fused_projections_is_routed(op: registry.Op) -> None:
+def test_the_wide_product_of_fused_projections_is_routed(op: Op) -> None:
     torch.manual_seed(0)
     model = Block().eval()
     workload = from_example(model, torch.randn(4, 16))
@@ -111,6 +112,6 @@ def test_the_wide_product_of_fused_projections_is_routed(op: registry.Op) -> Non
     assert op.calls == [(4, 16)]  # type: ignore[attr-defined]
 
 
-def test_no_linear_layer(op: registry.Op) -> None:
+def test_no_linear_layer(op: Op) -> None:
     workload = from_example(nn.Sequential(nn.ReLU()), torch.randn(4, 16))
     assert step_by_id("route_linear").find(_context(workload)).note == "no Linear layer is called"

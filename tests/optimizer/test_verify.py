@@ -159,8 +159,8 @@ def test_the_faster_original_is_what_the_result_is_compared_with(
     run(TakePauseOut(), out=tmp_path)
     real = verify.replay
 
-    def slows_the_original_down(plan: Plan, loaded: workload.Workload, **more: Any) -> Any:
-        made = real(plan, loaded, **more)
+    def slows_the_original_down(steps: Any, loaded: workload.Workload, **more: Any) -> Any:
+        made = real(steps, loaded, **more)
         loaded.model.pause *= 3
         return made
 

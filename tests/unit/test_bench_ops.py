@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -16,10 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.clock import SimulatedClock
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.bench import ops, peers, plot, suites
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, MissingDependency, OutputError, Unsupported
 from wavecrest.measure import timing
@@ -34,7 +37,7 @@ def _takes(*_args: Any, **_kwargs: Any) -> None:
 @pytest.fixture
 def double() -> Iterator[Op]:
     """An op of this test: y = 2x, 8 bytes an element read and written."""
-    op = Op(
+    op = ToyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
@@ -43,9 +46,9 @@ def double() -> Iterator[Op]:
         cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
         default_config=lambda key: Config(BLOCK_N=key[0]),
     )
-    op.attach("torch", lambda x: x + x, supports=_takes, priority=10)
+    op.native("torch", lambda x: x + x, priority=10)
     yield op
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 class Timer:
@@ -191,13 +194,13 @@ def test_a_peer_may_be_less_exact_than_we_may(double: Op, timer: Timer, monkeypa
     monkeypatch.setattr(peers, "prepare", lambda peer, op, args: peers.Prepared(partial(rough, *args)))
     case = bench(matching="64x").ops[0].cases[0]
     assert case.impls[1].ms is not None and case.ratio is not None
-    double.attach("torch", rough, supports=_takes, priority=30)
+    double.native("torch", rough, priority=30)
     case = bench(matching="64x").ops[0].cases[0]
     assert case.impls[0].problem.startswith("wrong") and case.impls[0].ms is None
 
 
 def test_no_ratio_where_ours_is_wrong(double: Op, timer: Timer) -> None:
-    double.attach("broken", lambda x: 3 * x, supports=_takes, priority=99)
+    double.native("broken", lambda x: 3 * x, priority=99)
     found = bench(matching="64x").ops[0]
     case = found.cases[0]
     assert case.backend == "broken" and case.impls[0].problem.startswith("wrong") and case.impls[0].ms is None
@@ -298,7 +301,7 @@ def test_a_peer_that_needs_too_much_memory(double: Op, timer: Timer, monkeypatch
     monkeypatch.setattr(peers, "prepare", huge)
     case = bench(matching="64x").ops[0].cases[0]
     assert case.impls[0].ms is not None and case.impls[1].problem.startswith("raised OutOfMemoryError: tried")
-    double.attach("huge", huge, supports=_takes, priority=99)
+    double.native("huge", huge, priority=99)
     assert bench(matching="64x").ops[0].cases[0].problem.startswith("out of memory: tried")
 
 
@@ -350,23 +353,25 @@ def test_the_record_so_far_after_each_op(double: Op, timer: Timer) -> None:
 # --- records
 
 
-def test_a_record_keeps_the_same_rounds_of_all_and_stays_small(
-    double: Op, timer: Timer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
+def test_every_time_of_a_record_can_be_computed_from_its_file(
+    double: Op, timer: Timer, tmp_path: Path, name: str
 ) -> None:
-    timer.rounds, timer.ms = timing.MAX_ROUNDS, 0.0123456789
-    # the shapes of the shared suite without their tensors
-    shapes = {f"{M}x{N} {dtype}": lambda: (torch.randn(4, 8),) for M, N, dtype in suites.SUITES["shared"]}
-    double.bench_cases = lambda suite, device: shapes
-    monkeypatch.setattr(peers, "available", lambda names: (dict.fromkeys(names, "1"), {}))
-    monkeypatch.setattr(peers, "prepare", lambda peer, op, args: peers.Prepared(lambda: 2 * args[0]))
-    record = bench(suite="shared", peers=("eager", "compile", "liger"))
-    ours, eager, *_ = record.ops[0].cases[0].impls
-    assert len(ours.samples) == len(eager.samples) == 50
-    assert all(a * 2 == pytest.approx(b, rel=1e-3) for a, b in zip(ours.samples, eager.samples, strict=True))
-    path = tmp_path / "ops.json"
-    records.save(record, path)
-    assert path.stat().st_size < 200_000
-    assert records.load_as(path, records.OpBenchRecord) == record
+    timer.rounds, timer.ms = 400, 1 / 3
+    records.save(bench(peers=("eager",)), tmp_path / name)
+    record = records.load_as(tmp_path / name, records.OpBenchRecord)
+    assert record.samples == "full"
+    pairs = []
+    for case in record.ops[0].cases:
+        ours, *_ = timed = [impl for impl in case.impls if impl.ms is not None]
+        assert len(timed) == 2
+        for impl in timed:
+            assert len(impl.samples) == case.rounds == 400
+            assert impl.ms == statistics.median(impl.samples) and impl.ci == timing.bootstrap_median(impl.samples)
+        (peer,) = [impl for impl in timed if impl.name == case.best_peer]
+        pairs.append((peer.samples, ours.samples))
+        assert (case.ratio, case.ci) == timing.bootstrap_speedup(pairs[-1:])
+    assert (record.ops[0].geomean, record.ops[0].ci) == timing.bootstrap_speedup(pairs)
 
 
 def test_one_record_an_op(double: Op, timer: Timer) -> None:
@@ -489,7 +494,7 @@ def test_eager_and_compile_are_the_torch_backend(double: Op, monkeypatch: pytest
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(True))
     torch.testing.assert_close(peers.prepare("compile", double, (x,)).run(), 2 * x)
     assert asked == [{"dynamic": False, "fullgraph": True}] and resets == [True]
-    double.attach("torch", lambda x: x + x, supports=lambda x: "takes float64", priority=10)
+    double.native("torch", lambda x: x + x, refuse=lambda x: "takes float64", priority=10)
     with pytest.raises(Unsupported, match="takes float64"):
         peers.prepare("eager", double, (x,))
     del double.backends["torch"]
@@ -788,18 +793,18 @@ def test_an_op_with_several_kernels_shows_each(device: str) -> None:
 )
 def test_pytorch_on_full_caches_in_16_bits(case: str) -> None:
     op = registry.get("flash_decoding")
-    assert op.bench_cases is not None
+    assert op.study.bench_cases is not None
     # PyTorch rounds probabilities to bfloat16, which some values of so few keys put beyond the limit
     torch.manual_seed(0)
-    args = op.bench_cases("quick", "cpu")[case]()
-    made = peers.prepare("sdpa_flash", op, args)
-    want = op.reference(*args)
+    call = op.study.bench_cases("quick", "cpu")[case]()
+    made = peers.prepare("sdpa_flash", op, call)
+    want = op.reference(call)
     assert (
         ops.gate(records.ImplTiming(name="x"), (made.finish(made.run()),), (want,), ops.limits_of(op, "bfloat16")) == ""
     )
     with pytest.raises(Unsupported, match="over full caches"):
-        peers.prepare("sdpa_flash", op, (*args[:3], args[3] - 1, *args[4:]))
+        peers.prepare("sdpa_flash", op, call._replace(seq_lens=call.seq_lens - 1))
     with pytest.raises(Unsupported, match="no window"):
-        peers.prepare("sdpa_flash", op, (*args[:5], 9, *args[6:]))
+        peers.prepare("sdpa_flash", op, call._replace(window=9))
     with pytest.raises(Unsupported, match="is for flash_decoding"):
         peers.prepare("sdpa_flash", registry.get("rms_norm"), (torch.ones(2, 4),))

@@ -11,22 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import cost_model as evaluation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wavecrest import hardware, records
+from tests.toy import ToyOp
+from wavecrest import records
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.keys import dtype_name
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Work, cost_model
 from wavecrest.dispatch.tuned.cost_model import CONSTANTS, Constants, predict, predict_launch, propose, rank, resident
+from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops._gemm.config import Shape
 from wavecrest.ops._gemm.study import work as gemm_work
 from wavecrest.ops.common import cost_model_work as _work
-from wavecrest.tune import candidates, modelled
+from wavecrest.tune import candidates
 
 H200 = ARCHS["sm_90"]
-RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200"
 # a program that fits many times on each unit, and a step without loads
 SMALL = Work(programs=1, warps=4, steps=10, loaded=0, fresh=0, matrix=1 << 20, dtype="bfloat16", registers=80)
 # op, sizes of its example, dtype, what of the key is changed, what the call launches beside products of other lengths
@@ -181,7 +185,7 @@ def test_no_prediction_is_below_the_roofline(name: str, sizes: tuple[int, ...], 
     op, key, cost = key_of(name, sizes, dtype)
     for arch in (H200, ARCHS["gfx942"], ARCHS["gfx1201"]):
         # true float32 products run at the vector rate, and 8-bit ones at most at the largest
-        peak = max(arch.peak(registry.dtype_name(torch.empty(0, dtype=dtype))), arch.peak_fp32)
+        peak = max(arch.peak(dtype_name(torch.empty(0, dtype=dtype))), arch.peak_fp32)
         floor = max(cost.flops / (peak * 1e6), 0.0)
         for one in rank(op, key, arch):
             assert one.prediction.us >= floor
@@ -259,7 +263,7 @@ def op() -> Iterator[Op]:
     def work(key: tuple[Any, ...], config: Config, arch: Arch) -> tuple[Work, ...]:
         return (replace(SMALL, programs=key[0], steps=100 * config["BLOCK"], shared=config.get("SHARED", 0)),)
 
-    made = Op(
+    made = ToyOp(
         "described",
         reference=lambda x: x,
         check=takes,
@@ -269,14 +273,11 @@ def op() -> Iterator[Op]:
         cost=lambda x: Cost(0, 0),
         default_config=lambda key: Config(BLOCK=4),
     )
-    made.attach("torch", lambda x: x, supports=takes, priority=1)
+    made.native("torch", lambda x: x, priority=1)
     space = [Config(BLOCK=4), Config(BLOCK=8), Config(BLOCK=1), Config(BLOCK=2), Config(BLOCK=1, SHARED=1 << 20)]
-    made.attach(
-        "kernel", lambda x, *, config: x, supports=takes, priority=5, takes_config=True,
-        space=lambda key, arch: space, work=work,
-    )  # fmt: skip
+    made.kernel('kernel', lambda x, *, config: x, priority=5, space=lambda key, arch: space, work=work)  # fmt: skip
     yield made
-    del registry._OPS["described"]
+    del registry.STATE.ops["described"]
 
 
 def test_ranked_by_time_and_the_default_named(op: Op) -> None:
@@ -336,42 +337,42 @@ def test_the_tuner_tries_the_default_and_what_is_ranked_first(op: Op) -> None:
 
 
 def test_judged_by_times_made_up() -> None:
-    def timed(block: int, us: float, *, backend: str = "kernel", default: bool = False) -> modelled.Timed:
+    def timed(block: int, us: float, *, backend: str = "kernel", default: bool = False) -> evaluation.Timed:
         works = (replace(SMALL, steps=100 * block),)
-        return modelled.Timed(backend, Config(BLOCK=block), us, default, works)
+        return evaluation.Timed(backend, Config(BLOCK=block), us, default, works)
 
-    case = modelled.Case("described", "made up", (
+    case = evaluation.Case("described", "made up", (
         timed(4, 8.0, default=True), timed(1, 10.0), timed(2, 4.0), timed(3, 5.0, backend="other"),
     ))  # fmt: skip
-    found = modelled.judge(case, H200)
+    found = evaluation.judge(case, H200)
     assert (found.first, found.top, found.default, found.taken) == (0.4, 1.0, 0.5, 0.4)
     assert found.predicted == pytest.approx(us(case.candidates[1].works[0]) / 10.0)
-    made = modelled.summary("described", [found, replace(found, first=0.9, default=None, taken=None)])
+    made = evaluation.summary("described", [found, replace(found, first=0.9, default=None, taken=None)])
     assert made.first == pytest.approx(0.6) and made.worst_first == 0.4 and made.default == 0.5
     # the best of the first five, where the sixth is the best of all
     many = replace(case, candidates=tuple(timed(block, 10.0 - block) for block in range(1, 7)))
-    assert modelled.judge(many, H200).top == pytest.approx(4 / 5)
+    assert evaluation.judge(many, H200).top == pytest.approx(4 / 5)
     # of two sets of constants the one that suits the other key decides for each
     slow = replace(case, candidates=(timed(1, 4.0, default=True), timed(2, 8.0)))
-    fitted, others = modelled.held_out([case, slow], H200, [CONSTANTS])
+    fitted, others = evaluation.held_out([case, slow], H200, [CONSTANTS])
     assert fitted == others == pytest.approx([0.4, 1.0])
 
 
 def test_on_one_h200_the_ranking_is_worth_what_the_docs_say() -> None:
-    """From measurements on one H200: the records of `wavecrest tune` in benchmarks/results/nvidia-h200."""
+    """From measurements on one H200: the records of `wavecrest tune` in evidence/nvidia-h200."""
     judged = []
-    for path in sorted(RECORDS.glob("tune_*.json")):
+    for path in sorted(evaluation.RECORDS.glob("*_tune_*.jsonl.gz")):
         record = records.load_as(path, records.TuneRecord)
         if all(backend.work is None for backend in registry.get(record.op).backends.values()):
             # mla_prefill and mlstm_chunkwise do not describe their work
             continue
-        mine = [modelled.judge(case, H200) for case in modelled.cases(record)]
-        made = modelled.summary(record.op, mine)
+        mine = [evaluation.judge(case, H200) for case in evaluation.cases(record)]
+        made = evaluation.summary(record.op, mine)
         assert made.first >= 0.9 and made.top >= 0.95, record.op
         if registry.get(record.op).model is not None:
             assert made.taken is not None and made.default is not None and made.taken >= made.default, record.op
         judged += mine
-    every = modelled.summary("all", judged)
+    every = evaluation.summary("all", judged)
     assert every.keys >= 300
     assert every.first >= 0.95 and every.top >= 0.98
     # the keys that docs/cost_model.md names
@@ -381,10 +382,10 @@ def test_on_one_h200_the_ranking_is_worth_what_the_docs_say() -> None:
 
 
 def test_unknown_hardware_of_a_record_is_refused() -> None:
-    record = records.load_as(RECORDS / "tune_rope.json", records.TuneRecord)
+    record = records.load_as(evaluation.RECORDS / "2026-11-21_tune_rope.jsonl.gz", records.TuneRecord)
     record.header.device["arch"] = "sm_75"
-    with pytest.raises(hardware.InvalidArgument, match="sm_75"):
-        modelled.cases(record)
+    with pytest.raises(InvalidArgument, match="sm_75"):
+        evaluation.cases(record)
 
 
 def test_what_is_counted_of_a_product() -> None:

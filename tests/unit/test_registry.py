@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.toy import ToyOp, takes
 from wavecrest import ops
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, DispatchMiss, Op
+from wavecrest.dispatch.decision import Cost, DispatchMiss
+from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
+from wavecrest.dispatch.lookup import UNLISTED
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.errors import InvalidArgument, TableError, Unsupported
+from wavecrest.ops.rows.call import RowCall
 
 
 @pytest.fixture
@@ -26,33 +31,26 @@ def op() -> Iterator[Op]:
         if x.ndim != 2:
             raise InvalidArgument("sample: takes [M, N]")
 
-    made = Op(
+    made = ToyOp(
         "sample",
         reference=lambda x, scale=1.0: ("reference", None),
         check=check,
-        key=lambda x, scale=1.0: (registry.m_bucket(x.shape[0]), x.shape[1], registry.dtype_name(x)),
+        key=lambda x, scale=1.0: (m_bucket(x.shape[0]), x.shape[1], dtype_name(x)),
         key_fields=("rows", "columns", "dtype"),
         inputs=lambda M, N, dtype, device: (torch.zeros(M, N, dtype=dtype, device=device),),
         cost=lambda x, scale=1.0: Cost(x.numel(), 2 * x.nbytes),
         default_config=lambda key: Config(BLOCK_N=key[1]),
     )
-    made.attach(
+    made.kernel(
         "fast",
         lambda x, scale=1.0, *, config: ("fast", config),
-        supports=lambda x, scale=1.0: None if x.shape[1] <= 8 else "takes 8 columns at most",
+        refuse=lambda x, scale=1.0: None if x.shape[1] <= 8 else "takes 8 columns at most",
         priority=20,
-        takes_config=True,
     )
-    made.attach("plain", lambda x, scale=1.0: ("plain", None), supports=lambda *_a, **_k: None, priority=10)
-    made.attach(
-        "shy",
-        lambda x, scale=1.0: ("shy", None),
-        supports=lambda *_a, **_k: None,
-        reserved=lambda *_a, **_k: "only when asked for",
-        priority=30,
-    )
+    made.native("plain", lambda x, scale=1.0: ("plain", None), priority=10)
+    made.native("shy", lambda x, scale=1.0: ("shy", None), opt_in=lambda *_a, **_k: "only when asked for", priority=30)
     yield made
-    del registry._OPS["sample"]
+    del registry.STATE.ops["sample"]
 
 
 def test_highest_priority_that_takes_the_call(op: Op) -> None:
@@ -60,8 +58,8 @@ def test_highest_priority_that_takes_the_call(op: Op) -> None:
     assert op(torch.zeros(2, 16)) == ("plain", None)
 
 
-def test_decision_says_who_was_declined_and_why(op: Op) -> None:
-    decision = op.decide(torch.zeros(2, 16))
+def test_a_decision_says_who_refused_and_why(op: Op) -> None:
+    decision = op.decide(op.of(torch.zeros(2, 16)))
     assert (decision.backend, decision.source, decision.config) == ("plain", "default", None)
     assert {(r.backend, r.reason) for r in decision.refused} == {
         ("shy", "only when asked for"),
@@ -72,7 +70,12 @@ def test_decision_says_who_was_declined_and_why(op: Op) -> None:
 
 def test_check_runs_before_every_path(op: Op) -> None:
     bad = torch.zeros(3)
-    for call in (op, op.decide, lambda x: op.run("plain", x), lambda x: op.run("reference", x)):
+    for call in (
+        op,
+        lambda x: op.decide(op.of(x)),
+        lambda x: op.run("plain", op.of(x)),
+        lambda x: op.run("reference", op.of(x)),
+    ):
         with pytest.raises(InvalidArgument, match="takes"):
             call(bad)
     with pytest.raises(InvalidArgument, match="takes"):
@@ -89,7 +92,7 @@ def test_calls_are_counted_by_key(op: Op) -> None:
 
 
 def test_deciding_is_not_calling(op: Op) -> None:
-    op.decide(torch.zeros(2, 4))
+    op.decide(op.of(torch.zeros(2, 4)))
     assert [calls for _, calls in op.decisions()] == [0]
 
 
@@ -100,7 +103,7 @@ def test_a_signature_is_more_than_its_key(op: Op) -> None:
         seen.append((tuple(x.shape), x.stride(), x.dtype, scale))
         return lambda x, scale=1.0: "bound"
 
-    op.attach("bound", op.backends["plain"].run, bind=bind, supports=lambda *_a, **_k: None, priority=40)
+    op.native("bound", lambda x, scale: "unbound", bind=bind, priority=40)
     calls = [
         (torch.zeros(9, 4),), (torch.zeros(9, 4),), (torch.zeros(10, 4),), (torch.zeros(4, 9).t(),),
         (torch.zeros(9, 4).half(),), (torch.zeros(9, 4), 2.0), (torch.zeros(9, 4), 2.0),
@@ -108,7 +111,7 @@ def test_a_signature_is_more_than_its_key(op: Op) -> None:
     for args in calls:
         assert op(*args) == "bound"
     assert len(seen) == 5
-    assert op(torch.zeros(9, 4), scale=2.0) == ("plain", None), "keyword calls are not bound"
+    assert op(torch.zeros(9, 4), scale=2.0) == "bound" and len(seen) == 5
 
 
 def test_gradients_change_the_signature() -> None:
@@ -127,7 +130,7 @@ def test_gradients_change_the_signature() -> None:
 
 
 def test_the_signature_cache_is_bounded(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_SIGNATURES", 4)
+    monkeypatch.setattr("wavecrest.dispatch.op.MAX_SIGNATURES", 4)
     for rows in range(1, 20):
         op(torch.zeros(rows, 4))
     assert len(op._bound) <= 4
@@ -135,12 +138,12 @@ def test_the_signature_cache_is_bounded(op: Op, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_run_names_a_backend(op: Op) -> None:
-    assert op.run("shy", torch.zeros(2, 4)) == ("shy", None)
-    assert op.run("fast", torch.zeros(2, 4), config=Config(BLOCK_N=2)) == ("fast", Config(BLOCK_N=2))
+    assert op.run("shy", op.of(torch.zeros(2, 4))) == ("shy", None)
+    assert op.run("fast", op.of(torch.zeros(2, 4)), config=Config(BLOCK_N=2)) == ("fast", Config(BLOCK_N=2))
     with pytest.raises(Unsupported, match="takes 8 columns at most"):
-        op.run("fast", torch.zeros(2, 16))
+        op.run("fast", op.of(torch.zeros(2, 16)))
     with pytest.raises(InvalidArgument, match="has no backend 'slow'; it has fast, plain, reference, shy"):
-        op.run("slow", torch.zeros(2, 4))
+        op.run("slow", op.of(torch.zeros(2, 4)))
 
 
 def test_force(op: Op) -> None:
@@ -148,10 +151,10 @@ def test_force(op: Op) -> None:
     assert op(x)[0] == "fast"
     op.force("shy")
     assert op(x)[0] == "shy"
-    assert op.decide(x).source == "forced"
-    assert op.decide(x).refused == ()
-    op.pin(op.key(x), "shy", Config(BLOCK_N=1), "exact", "plan")
-    assert (op.decide(x).source, op.decide(x).config) == ("forced", None)
+    assert op.decide(op.of(x)).source == "forced"
+    assert op.decide(op.of(x)).refused == ()
+    op.pin(op.key(op.of(x)), "shy", Config(BLOCK_N=1), "exact", "plan")
+    assert (op.decide(op.of(x)).source, op.decide(op.of(x)).config) == ("forced", None)
     op.unpin()
     op.force(None)
     assert op(x)[0] == "fast"
@@ -161,9 +164,9 @@ def test_force(op: Op) -> None:
 
 def test_a_forced_backend_that_declines_is_named_in_the_reason(op: Op) -> None:
     op.force("fast")
-    decision = op.decide(torch.zeros(2, 16))
+    decision = op.decide(op.of(torch.zeros(2, 16)))
     assert decision.backend == "plain"
-    assert "fast, forced, declines it" in decision.reason
+    assert "fast, forced, refuses it" in decision.reason
 
 
 def test_pin_fixes_one_key(op: Op) -> None:
@@ -172,7 +175,7 @@ def test_pin_fixes_one_key(op: Op) -> None:
     assert op(torch.zeros(2, 4)) == ("fast", Config(BLOCK_N=1))
     assert op(torch.zeros(3, 4)) == ("fast", Config(BLOCK_N=4))
     assert op(torch.zeros(4, 4))[0] == "shy"
-    assert op.decide(torch.zeros(2, 4)).source == "exact"
+    assert op.decide(op.of(torch.zeros(2, 4))).source == "exact"
     op.unpin()
     assert op(torch.zeros(4, 4))[0] == "fast"
 
@@ -185,13 +188,13 @@ def test_a_pin_after_calls_takes_effect(op: Op) -> None:
 
 def test_a_pinned_backend_that_declines_is_named_in_the_reason(op: Op) -> None:
     op.pin((2, 16, "float32"), "fast", None, "exact", "measured")
-    decision = op.decide(torch.zeros(2, 16))
-    assert decision.backend == "plain" and "fast, pinned, declines it" in decision.reason
+    decision = op.decide(op.of(torch.zeros(2, 16)))
+    assert decision.backend == "plain" and "fast, pinned, refuses it" in decision.reason
 
 
 def test_attach_forgets_decisions(op: Op) -> None:
     assert op(torch.zeros(2, 4))[0] == "fast"
-    op.attach("new", lambda x, scale=1.0: ("new", None), supports=lambda *_a, **_k: None, priority=99)
+    op.native("new", lambda x, scale=1.0: ("new", None), priority=99)
     assert op(torch.zeros(2, 4))[0] == "new"
 
 
@@ -200,15 +203,15 @@ def test_the_epoch_changes_with_decisions_and_not_with_calls(op: Op) -> None:
     before = Op.epoch
     op(torch.zeros(3, 4))
     op(torch.zeros(3, 5))
-    op.decide(torch.zeros(3, 6))
+    op.decide(op.of(torch.zeros(3, 6)))
     assert Op.epoch == before
     changes: list[Callable[[], Any]] = [
         lambda: op.force("plain"),
         lambda: op.force(None),
-        lambda: op.pin(op.key(torch.zeros(3, 4)), "shy", None, "exact", "a test"),
+        lambda: op.pin(op.key(op.of(torch.zeros(3, 4))), "shy", None, "exact", "a test"),
         op.unpin,
         lambda: op.swap(None),
-        lambda: op.attach("other", lambda x: x, supports=lambda *_a: "no", priority=1),
+        lambda: op.native("other", lambda x: x, refuse=lambda *_a: "no", priority=1),
         registry.reread,
     ]
     for change in changes:
@@ -253,14 +256,21 @@ def test_strict_from_the_environment(value: str, code: int) -> None:
 
 
 def test_names_and_get() -> None:
-    assert set(registry.names()) == set(ops.__all__) - {"PackedWeight", "linear", "mlstm_parallel", "pack"}
+    assert set(registry.names()) == set(ops.__all__) - {
+        "PackedWeight",
+        "get",
+        "linear",
+        "mlstm_parallel",
+        "names",
+        "pack",
+    }
     with pytest.raises(InvalidArgument, match="no op named 'norm'; there are add_layer_norm"):
         registry.get("norm")
 
 
 def test_a_name_registers_once(op: Op) -> None:
     with pytest.raises(InvalidArgument, match="already registered"):
-        Op("sample", op.reference, op.check, op.key, op.inputs, op.cost, op.default_config)
+        ToyOp("sample", reference=takes, key=takes, inputs=takes, cost=takes)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +278,7 @@ def test_a_name_registers_once(op: Op) -> None:
     [(0, 0), (1, 1), (8, 8), (9, 16), (16, 16), (17, 32), (65536, 65536), (65537, 131072), (10**9, 131072)],
 )
 def test_m_bucket(rows: int, bucket: int) -> None:
-    assert registry.m_bucket(rows) == bucket
+    assert m_bucket(rows) == bucket
 
 
 def test_compiled_calls_honour_force_and_pins() -> None:
@@ -286,14 +296,14 @@ def test_compiled_calls_honour_force_and_pins() -> None:
     found.force("reference")
     assert compiled() == "reference forced"
     found.force(None)
-    found.pin((0, *found.key(x)[1:]), "reference", None, "exact", "plan")
+    found.pin((0, *found.key(RowCall("rms", x))[1:]), "reference", None, "exact", "plan")
     assert compiled() == "reference exact"
 
 
 def test_interpreted_kernels_are_not_the_default_on_the_cpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("kernels run on the GPU here")
-    decision = registry.get("rms_norm").decide(torch.randn(3, 8))
+    decision = registry.get("rms_norm").decide(RowCall("rms", torch.randn(3, 8)))
     assert decision.backend == "torch"
     assert "interpreter" in decision.refused[0].reason
 
@@ -318,27 +328,25 @@ def test_config_is_immutable_enough_to_be_a_key() -> None:
 )
 def test_least_cost(name: str, flops: int, bytes_: int) -> None:
     found = registry.get(name)
-    cost = found.cost(*found.inputs(3, 8, torch.float32, "cpu"))
+    cost = found.study.cost(found.study.inputs(3, 8, torch.float32, "cpu"))
     assert (cost.flops, cost.bytes) == (flops, bytes_)
 
 
 def test_a_backend_may_have_its_own_default_configuration(op: Op) -> None:
     x, key = torch.zeros(2, 4), (2, 4, "float32")
-    op.attach(
+    op.kernel(
         "own",
         lambda x, scale=1.0, *, config: ("own", config),
-        supports=lambda *_a, **_k: None,
         priority=40,
-        takes_config=True,
         default_config=lambda key: Config(SPLIT=key[1] + 1),
     )
     assert op.config_of("own", key) == Config(SPLIT=5)
-    assert op.config_of("fast", key) == op.default_config(key) == Config(BLOCK_N=4)
-    assert op.run("own", x) == ("own", Config(SPLIT=5))
-    assert op.run("own", x, config=Config(SPLIT=9)) == ("own", Config(SPLIT=9))
-    assert op.run("fast", x) == ("fast", Config(BLOCK_N=4))
+    assert op.config_of("fast", key) == Config(BLOCK_N=4)
+    assert op.run("own", op.of(x)) == ("own", Config(SPLIT=5))
+    assert op.run("own", op.of(x), config=Config(SPLIT=9)) == ("own", Config(SPLIT=9))
+    assert op.run("fast", op.of(x)) == ("fast", Config(BLOCK_N=4))
     assert op(x) == op(x, scale=2.0) == ("own", Config(SPLIT=5))
-    assert op.decide(x).config == Config(SPLIT=5)
+    assert op.decide(op.of(x)).config == Config(SPLIT=5)
     op.pin(key, "fast", None, "exact", "plan")
     assert op(x) == ("fast", Config(BLOCK_N=4))
     op.pin(key, "own", None, "exact", "plan")
@@ -354,31 +362,29 @@ RECORD = "h200/bench.json"
 @pytest.fixture
 def tabled() -> Iterator[Op]:
     """An op of one tensor whose key says that it is on a GPU, unless it is float64; results tell the backend."""
-    made = Op(
+    made = ToyOp(
         "tabled",
         reference=lambda x: x * 1,
         check=lambda x: None,
         key=lambda x: (
-            "cpu" if x.dtype == torch.float64 else "cuda", registry.m_bucket(x.shape[0]), registry.needs_grad(x),
-            x.shape[1], registry.dtype_name(x),
+            "cpu" if x.dtype == torch.float64 else "cuda", m_bucket(x.shape[0]), needs_grad(x),
+            x.shape[1], dtype_name(x),
         ),
         key_fields=("device", "rows", "grad", "columns", "dtype"),
         inputs=lambda M, N, dtype, device: (torch.zeros(M, N, dtype=dtype, device=device),),
         cost=lambda x: Cost(x.numel(), 2 * x.nbytes),
         default_config=lambda key: Config(BLOCK=10, SPLIT=1, num_warps=4),
     )  # fmt: skip
-    takes = {"supports": lambda *_a, **_k: None}
-    made.attach("plain", lambda x: x * 2, priority=30, **takes)
-    made.attach("shy", lambda x: x * 3, reserved=lambda *_a, **_k: "only when asked for", priority=40, **takes)
-    made.attach(
+    made.native("plain", lambda x: x * 2, priority=30)
+    made.native("shy", lambda x: x * 3, opt_in=lambda *_a, **_k: "only when asked for", priority=40)
+    made.kernel(
         "tiles",
         lambda x, *, config: x * 100 * config["BLOCK"],
-        supports=lambda x: None if x.shape[1] <= 8 else "takes 8 columns at most",
+        refuse=lambda x: None if x.shape[1] <= 8 else "takes 8 columns at most",
         priority=20,
-        takes_config=True,
     )
     yield made
-    del registry._OPS["tabled"]
+    del registry.STATE.ops["tabled"]
 
 
 def measured(key: tuple[Any, ...], backend: str, config: Config | None = None) -> Row:
@@ -401,35 +407,35 @@ def test_a_measured_row_decides_its_key_alone(tabled: Op, tmp_path: Path) -> Non
     with registry.measured_in(table(tmp_path, *rows)):
         assert tabled(one)[0, 0] == 700
         assert tabled(torch.ones(13, 4))[0, 0] == 1
-        decision = tabled.decide(one)
+        decision = tabled.decide(tabled.of(one))
         assert (decision.backend, decision.config, decision.source) == ("tiles", TILED, "exact")
         assert decision.reason == "measured 12.3 µs, native 15.0 µs (h200/bench.json)"
         assert [(refusal.backend, refusal.reason) for refusal in decision.refused] == [("shy", "only when asked for")]
         for other in (two, torch.ones(2, 5), one.half(), one.double(), one.clone().requires_grad_()):
-            decision = tabled.decide(other)
+            decision = tabled.decide(tabled.of(other))
             assert (decision.backend, decision.source) == ("plain", "default")
             assert decision.reason == "highest priority that takes the call"
         with torch.no_grad():
-            assert tabled.decide(one.clone().requires_grad_()).source == "exact"
+            assert tabled.decide(tabled.of(one.clone().requires_grad_())).source == "exact"
     assert tabled(one)[0, 0] == 2
 
 
 def test_other_architectures_have_other_rows(tabled: Op, tmp_path: Path) -> None:
     table(tmp_path, measured((2, 4, "float32"), "tiles", TILED))
     with registry.measured_in(Database(tmp_path, "sm_01")):
-        assert tabled.decide(torch.ones(2, 4)).source == "default"
+        assert tabled.decide(tabled.of(torch.ones(2, 4))).source == "default"
     with registry.measured_in(Database(tmp_path)):
-        assert tabled.decide(torch.ones(2, 4)).source == "default"
+        assert tabled.decide(tabled.of(torch.ones(2, 4))).source == "default"
 
 
 def test_an_op_whose_key_has_no_device_has_no_rows(op: Op, tmp_path: Path) -> None:
     with registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "plain"), op="sample")):
-        assert op.decide(torch.zeros(2, 4)).source == "default"
+        assert op.decide(op.of(torch.zeros(2, 4))).source == "default"
 
 
 def test_a_measurement_stands_above_a_reservation(tabled: Op, tmp_path: Path) -> None:
     with registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "shy"))):
-        decision = tabled.decide(torch.ones(2, 4))
+        decision = tabled.decide(tabled.of(torch.ones(2, 4)))
     assert (decision.backend, decision.source, decision.refused) == ("shy", "exact", ())
 
 
@@ -437,19 +443,19 @@ def test_pins_and_force_come_before_measured_rows(tabled: Op, tmp_path: Path) ->
     x, wide = torch.ones(2, 4), torch.ones(2, 16)
     rows = (measured((2, 4, "float32"), "tiles", TILED), measured((2, 16, "float32"), "shy"))
     with registry.measured_in(table(tmp_path, *rows)):
-        tabled.pin(tabled.key(x), "reference", None, "exact", "plan")
-        assert tabled.decide(x).reason == "plan"
-        tabled.pin(tabled.key(wide), "tiles", None, "exact", "plan")
-        decision = tabled.decide(wide)
+        tabled.pin(tabled.key(tabled.of(x)), "reference", None, "exact", "plan")
+        assert tabled.decide(tabled.of(x)).reason == "plan"
+        tabled.pin(tabled.key(tabled.of(wide)), "tiles", None, "exact", "plan")
+        decision = tabled.decide(tabled.of(wide))
         assert (decision.backend, decision.source) == ("shy", "exact")
-        assert decision.reason.startswith("measured 12.3") and decision.reason.endswith("; tiles, pinned, declines it")
+        assert decision.reason.startswith("measured 12.3") and decision.reason.endswith("; tiles, pinned, refuses it")
         tabled.unpin()
         tabled.force("plain")
-        assert tabled.decide(x).source == "forced"
+        assert tabled.decide(tabled.of(x)).source == "forced"
         tabled.force("tiles")
-        assert tabled.decide(x).config == Config(BLOCK=10, SPLIT=1, num_warps=4)
-        assert tabled.decide(wide).reason.endswith("; tiles, forced, declines it")
-        assert tabled.decide(wide).backend == "shy"
+        assert tabled.decide(tabled.of(x)).config == Config(BLOCK=10, SPLIT=1, num_warps=4)
+        assert tabled.decide(tabled.of(wide)).reason.endswith("; tiles, forced, refuses it")
+        assert tabled.decide(tabled.of(wide)).backend == "shy"
 
 
 def test_a_backend_named_by_the_caller_runs_as_measured(tabled: Op, tmp_path: Path) -> None:
@@ -458,44 +464,44 @@ def test_a_backend_named_by_the_caller_runs_as_measured(tabled: Op, tmp_path: Pa
     rows = (measured((2, 4, "float32"), "tiles", TILED), measured((3, 4, "float32"), "reference"))
     with registry.measured_in(table(tmp_path, *rows)):
         registry.strict("error")
-        assert tabled.call_on("tiles", x)[0, 0] == 700
-        assert tabled.call_on("tiles", other)[0, 0] == 1000
-        assert tabled.call_on("plain", x)[0, 0] == 2
+        assert tabled.call_on("tiles", tabled.of(x))[0, 0] == 700
+        assert tabled.call_on("tiles", tabled.of(other))[0, 0] == 1000
+        assert tabled.call_on("plain", tabled.of(x))[0, 0] == 2
         assert tabled(x)[0, 0] == 700 and tabled(other)[0, 0] == 1
-        tabled.call_on("tiles", x)
+        tabled.call_on("tiles", tabled.of(x))
         made = {(one.backend, one.key[1], one.source): (one.reason, count) for one, count in tabled.decisions()}
         assert made["tiles", 2, "forced"][0].startswith("named by the caller; measured 12.3")
-        assert made["tiles", 3, "forced"][0] == "named by the caller; no measured row is of it"
+        assert made["tiles", 3, "forced"][0] == "named by the caller; no measured row for it"
         assert {key: count for key, (_, count) in made.items()} == {
             ("tiles", 2, "forced"): 2, ("tiles", 3, "forced"): 1, ("plain", 2, "forced"): 1,
             ("tiles", 2, "exact"): 1, ("reference", 3, "exact"): 1,
         }  # fmt: skip
-    assert tabled.call_on("tiles", x)[0, 0] == 1000
-    with pytest.raises(Unsupported, match="tiles declines: takes 8 columns at most"):
-        tabled.call_on("tiles", torch.ones(2, 16))
+    assert tabled.call_on("tiles", tabled.of(x))[0, 0] == 1000
+    with pytest.raises(Unsupported, match="tiles refuses: takes 8 columns at most"):
+        tabled.call_on("tiles", tabled.of(torch.ones(2, 16)))
     with pytest.raises(InvalidArgument, match="no backend 'gone'"):
-        tabled.call_on("gone", x)
+        tabled.call_on("gone", tabled.of(x))
 
 
 def test_a_named_backend_is_bound_once(op: Op) -> None:
     made = []
 
-    def bind(x: torch.Tensor, *, config: Config) -> Callable[..., Any]:
+    def bind(call: Any, config: Config) -> Callable[..., Any]:
         made.append(config)
-        return lambda x: ("bound", config)
+        return lambda call: ("bound", config)
 
     op.backends["fast"] = replace(op.backends["fast"], bind=bind)
     for _ in range(3):
-        assert op.call_on("fast", torch.zeros(2, 4)) == ("bound", Config(BLOCK_N=4))
+        assert op.call_on("fast", op.of(torch.zeros(2, 4))) == ("bound", Config(BLOCK_N=4))
     assert len(made) == 1
     op.forget()
-    op.call_on("fast", torch.zeros(2, 4))
+    op.call_on("fast", op.of(torch.zeros(2, 4)))
     assert len(made) == 2
 
 
 UNUSABLE = [
     (4, "gone", None, "for gone, which tabled does not have"),
-    (16, "tiles", TILED, "for tiles, which declines it"),
+    (16, "tiles", TILED, "for tiles, which refuses it"),
     (4, "tiles", Config(BLOCK=1, SPLIT=1, BLOCK_Q=3, STAGE=5), "for tiles, which does not know BLOCK_Q=3 STAGE=5"),
     (4, "tiles", Config(BLOCK=1), "for tiles, which needs SPLIT too"),
     (4, "tiles", None, "for tiles, which needs BLOCK SPLIT too"),
@@ -509,7 +515,7 @@ def test_a_row_may_lack_what_is_optional(tabled: Op, tmp_path: Path, more: dict[
     tabled.backends["tiles"] = replace(tabled.backends["tiles"], optional=("DEPTH",))
     config = Config(**(TILED.kwargs | more))
     with registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "tiles", config))):
-        decision = tabled.decide(torch.ones(2, 4))
+        decision = tabled.decide(tabled.of(torch.ones(2, 4)))
         assert (decision.backend, decision.config, decision.source) == ("tiles", config, "exact")
 
 
@@ -520,7 +526,7 @@ def test_a_row_that_cannot_be_used_is_said_in_the_reason(
     x = torch.ones(2, columns)
     with registry.measured_in(table(tmp_path, measured((2, columns, "float32"), backend, config))):
         assert tabled(x)[0, 0] == 2
-        decision = tabled.decide(x)
+        decision = tabled.decide(tabled.of(x))
         assert (decision.backend, decision.source) == ("plain", "default")
         assert decision.reason == (
             f"highest priority that takes the call; measured 12.3 µs, native 15.0 µs ({RECORD}) {said}"
@@ -574,11 +580,11 @@ assert not read, read
 
 
 def test_the_database_before_is_back_after_an_error(tabled: Op, tmp_path: Path) -> None:
-    before = registry._database
+    before = registry.STATE.database
     with pytest.raises(ZeroDivisionError), registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "shy"))):
         assert tabled(torch.ones(2, 4))[0, 0] == 3
         raise ZeroDivisionError
-    assert registry._database is before
+    assert registry.STATE.database is before
     assert tabled(torch.ones(2, 4))[0, 0] == 2
 
 
@@ -617,12 +623,10 @@ def test_compiled_calls_run_what_was_measured(tabled: Op, tmp_path: Path, dynami
 
 
 def test_compiled_calls_use_the_backends_own_default_configuration(tabled: Op) -> None:
-    tabled.attach(
+    tabled.kernel(
         "own",
         lambda x, *, config: x * config["SPLIT"],
-        supports=lambda *_a, **_k: None,
         priority=50,
-        takes_config=True,
         default_config=lambda key: Config(SPLIT=key[3] + 5),
     )
     torch._dynamo.reset()
@@ -632,4 +636,4 @@ def test_compiled_calls_use_the_backends_own_default_configuration(tabled: Op) -
 def test_sizes_of_keys_are_parts_that_rows_have() -> None:
     for name in registry.names():
         found = registry.get(name)
-        assert set(found.key_sizes) <= set(found.key_fields) - set(registry.UNLISTED)
+        assert set(found.key_sizes) <= set(found.key_fields) - set(UNLISTED)

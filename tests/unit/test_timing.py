@@ -139,6 +139,15 @@ def test_sampling_stops_when_the_interval_is_narrow() -> None:
     assert machine.seconds < 10
 
 
+def test_sampling_goes_on_until_the_interval_is_one_percent_either_way() -> None:
+    """At 5 % noise thirty samples give twice that."""
+    measured = Machine(noise=0.05).measure(seconds=1e6)
+    assert measured.n > 2 * timing.MIN_SAMPLES
+    assert (measured.ci.high - measured.ci.low) / 2 <= 0.01 * measured.median
+    pair = Machine(noise=0.1).pair(seconds=1e6)
+    assert pair.n > timing.MIN_SAMPLES and (pair.ci.high - pair.ci.low) / 2 <= 0.01 * pair.ratio
+
+
 def test_sampling_lasts_while_the_interval_is_wide_and_no_longer_than_allowed() -> None:
     machine = Machine(noise=0.3, ms=50.0)
     measured = machine.measure(seconds=6.0)

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Overlay
 from wavecrest.errors import InvalidArgument, OutputError
 from wavecrest.measure import timing
@@ -58,7 +60,7 @@ def op(rates: _Rates, tmp_path: Path) -> Iterator[Op]:
         time.sleep(own[config["BLOCK"]] / 1e3)
         return (3 if rates.wrong and config["BLOCK"] == 2 else 2) * x
 
-    made = Op(
+    made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
@@ -68,14 +70,11 @@ def op(rates: _Rates, tmp_path: Path) -> Iterator[Op]:
         cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
         default_config=lambda key: Config(BLOCK=1),
     )
-    made.attach("torch", native, supports=_takes, priority=10)
-    made.attach(
-        "kernel", kernel, supports=_takes, priority=5, takes_config=True,
-        space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=2)],
-    )  # fmt: skip
+    made.native("torch", native, priority=10)
+    made.kernel('kernel', kernel, priority=5, space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=2)])  # fmt: skip
     with registry.measured_in(Database(tmp_path / "none", "sm_90")):
         yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 class Model(nn.Module):

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.toy import ToyOp
 from wavecrest import records
 from wavecrest.bench import suites
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.tune import pool, trial
@@ -39,11 +41,11 @@ FIRST, ROUND = [step("make"), step("first", 2)], [step("make"), step("first", 2)
 
 @pytest.fixture
 def op() -> Iterator[Op]:
-    yield Op(
+    yield ToyOp(
         "spread", reference=lambda x: x, check=lambda x: None, key=lambda x: (x, "cpu"), key_fields=("rows", "device"),
         inputs=lambda M, N, dtype, device: (), cost=lambda x: Cost(0, 0), default_config=lambda key: Config(),
     )  # fmt: skip
-    del registry._OPS["spread"]
+    del registry.STATE.ops["spread"]
 
 
 def trials(count: int) -> list[trial.Trial]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.keys import row_bucket
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, database
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
+from wavecrest.measure import timing
 from wavecrest.measure.timing import Interleaved
-from wavecrest.records import provenance
-from wavecrest.tune import ahead, candidates, session, trust
+from wavecrest.records import files, provenance
+from wavecrest.tune import ahead, candidates, contest, session, trust
 
 # an architecture is known, so that spaces are asked and impossible times found, and everything runs on the CPU
 DEVICE = replace(hardware.cpu(), arch="sm_90")
@@ -72,29 +79,27 @@ def op(clock: Clock) -> Iterator[Op]:
         ran("lib")
         return x * 2
 
-    made = Op(
+    made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
-        key=lambda x: (registry.row_bucket(x.shape[0]), x.shape[1], "float32", None, x.device.type, False),
+        key=lambda x: (row_bucket(x.shape[0]), x.shape[1], "float32", None, x.device.type, False),
         key_fields=("rows", "columns", "dtype", "option", "device", "grad"),
         inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
         cost=lambda x: Cost(flops=x.numel(), bytes=2 * x.nbytes),
         default_config=lambda key: Config(BLOCK=1),
         bench_cases=lambda suite, device: {f"rows {M}": lambda M=M: (torch.randn(M, 8),) for M in ROWS},
     )
-    made.attach("torch", native, supports=_takes, priority=10)
-    made.attach("library", library, supports=_takes, priority=4)
-    made.attach(
+    made.native("torch", native, priority=10)
+    made.native("library", library, priority=4)
+    made.kernel(
         "kernel",
         kernel,
-        supports=_takes,
         priority=5,
-        takes_config=True,
         space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=2), Config(BLOCK=4), Config(BLOCK=2)],
     )
     yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 def plant(op: Op, clock: Clock, name: str, ms: float, run: Callable[[Tensor], Tensor], **more: Any) -> None:
@@ -103,7 +108,7 @@ def plant(op: Op, clock: Clock, name: str, ms: float, run: Callable[[Tensor], Te
         return run(x)
 
     clock.times[name] = ms
-    op.attach(name, planted, supports=more.pop("supports", _takes), priority=1)
+    op.native(name, planted, refuse=more.pop("supports", _takes), priority=1)
 
 
 def tune(
@@ -179,7 +184,7 @@ def test_native_wins_what_it_is_fastest_in(op: Op, clock: Clock, tmp_path: Path)
 
 
 def test_where_native_declines_there_is_no_time_of_it(op: Op, clock: Clock, tmp_path: Path) -> None:
-    op.attach("torch", lambda x: x, supports=lambda x: "has no such product", priority=10)
+    op.native("torch", lambda x: x, refuse=lambda x: "has no such product", priority=10)
     targets = session.Targets(tmp_path / "a.json", tmp_path / "double.csv")
     (key,) = tune(clock, targets, matching="rows 64").keys
     assert key.native_us is None and key.ratio is None and key.backend == "kernel"
@@ -189,7 +194,7 @@ def test_where_native_declines_there_is_no_time_of_it(op: Op, clock: Clock, tmp_
 
 
 def test_wrong_native_is_no_measure(op: Op, clock: Clock) -> None:
-    op.attach("torch", lambda x: 3 * x, supports=_takes, priority=10)
+    op.native("torch", lambda x: 3 * x, priority=10)
     (key,) = tune(clock, matching="rows 64").keys
     assert rows_of(key)["torch"].status == "wrong" and key.native_us is None and key.backend == "kernel"
 
@@ -215,7 +220,7 @@ def test_a_winner_that_is_wrong_the_second_time_has_not_won(op: Op, clock: Clock
 
 def test_nobody_left_is_no_row(op: Op, clock: Clock, tmp_path: Path) -> None:
     for name in ("torch", "kernel", "library"):
-        op.attach(name, lambda x: 3 * x, supports=_takes, priority=5)
+        op.native(name, lambda x: 3 * x, priority=5)
     record = tune(clock, session.Targets(tmp_path / "a.json", tmp_path / "double.csv"), matching="rows 64")
     assert (
         record.keys[0].backend is None and record.keys[0].problem == "no candidate was found right and could be timed"
@@ -244,7 +249,7 @@ def test_unknown_hardware_leaves_the_default(op: Op) -> None:
 
 
 def test_there_is_one_default(op: Op) -> None:
-    op.attach("other", lambda x, *, config: 2 * x, supports=_takes, priority=5, takes_config=True)
+    op.kernel("other", lambda x, *, config: 2 * x, priority=5)
     x = torch.ones(4, 8)
     field = candidates.field(op, (x,), op.key(x), None, candidates.backends(op, None))
     assert [(one.backend, one.role) for one in field.candidates] == [
@@ -326,6 +331,34 @@ def test_an_error_while_several_are_timed_costs_one_key(op: Op, clock: Clock) ->
     assert [key.backend for key in record.keys[1:]] == ["kernel", "kernel"]
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
+def test_every_time_of_a_record_can_be_computed_from_its_file(
+    op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """Also where the final takes many rounds, with the digits that a clock has."""
+
+    def noisy(works: Sequence[Callable[[], Any]], *, rounds: int, seconds: float) -> Interleaved:
+        draw = random.Random(0)
+        for work in works:
+            work()
+        series = [
+            tuple((1 + place) * draw.lognormvariate(0, 0.1) for _ in range(5 * rounds)) for place in range(len(works))
+        ]
+        return Interleaved(tuple(series), "planted")
+
+    session.tune("double", DEVICE, session.Settings(), session.Targets(tmp_path / name), timer=noisy)
+    record = records.load_as(tmp_path / name, records.TuneRecord)
+    timed = [one for key in record.keys for one in key.candidates if one.ms is not None]
+    assert record.samples == "full" and len(record.keys) == 3 and len(timed) >= 6
+    for one in timed:
+        assert len(one.samples) == 5 * contest.FINAL_ROUNDS
+        assert one.ms == statistics.median(one.samples) and one.ci == timing.bootstrap_median(one.samples)
+    for key in record.keys:
+        (won,) = [one for one in key.candidates if one.status == "won"]
+        (native,) = [one for one in key.candidates if one.role == "native"]
+        assert (key.ratio, key.ci) == timing.bootstrap_speedup([(native.samples, won.samples)])
+
+
 def test_a_device_that_is_lost_while_several_are_timed_ends_the_run(
     op: Op, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -347,13 +380,36 @@ def test_a_device_that_is_lost_while_several_are_timed_ends_the_run(
 
 def test_rows_are_what_dispatch_reads(op: Op, clock: Clock, tmp_path: Path) -> None:
     table = tmp_path / "sm_90" / "double.csv"
-    tune(clock, session.Targets(tmp_path / "benchmarks" / "results" / "h200" / "tune.json", table))
+    path = tmp_path / "evidence" / "h200" / "tune.jsonl.gz"
+    tune(clock, session.Targets(path, table))
     fields = ("rows", "columns", "dtype", "option")
     rows = database.read(table, fields)
     assert list(rows) == [(4, 8, "float32", None), (16, 8, "float32", None), (64, 8, "float32", None)]
     row = rows[16, 8, "float32", None]
-    assert (row.backend, row.config, row.record) == ("kernel", Config(BLOCK=4), "h200/tune.json")
+    assert (row.backend, row.config, row.record) == (
+        "kernel",
+        Config(BLOCK=4),
+        f"h200/{path.name}@{files.content_hash(path)}",
+    )
     assert row.us == pytest.approx(900, rel=0.05) and row.native_us == pytest.approx(2000, rel=0.05)
+
+
+@pytest.mark.parametrize("commit", [None, "abc1234+changes", "abc1234"])
+def test_rows_that_ship_are_measured_from_a_commit(
+    op: Op, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str | None
+) -> None:
+    monkeypatch.setattr(database, "DATA", tmp_path / "data")
+    monkeypatch.setattr(provenance, "_commit", lambda: commit)
+    targets = session.Targets(tmp_path / "a.json", tmp_path / "data" / "sm_90" / "double.csv")
+    if commit == "abc1234":
+        tune(clock, targets)
+        assert len(database.read(targets.table, lookup.fields_of(op))) == 3  # type: ignore[arg-type]
+        return
+    with pytest.raises(InvalidArgument, match=r"ships with the package.*(no commit is known|changes): commit first"):
+        tune(clock, targets)
+    # found before anything is measured, and other tables are the user's own
+    assert not clock.calls and not targets.table.exists()  # type: ignore[union-attr]
+    tune(clock, session.Targets(tmp_path / "a.json", tmp_path / "sm_90" / "double.csv"))
 
 
 def test_rows_of_other_keys_stay_and_the_same_are_replaced(op: Op, clock: Clock, tmp_path: Path) -> None:
@@ -363,7 +419,8 @@ def test_rows_of_other_keys_stay_and_the_same_are_replaced(op: Op, clock: Clock,
     tune(clock, session.Targets(tmp_path / "b.json", tmp_path / "double.csv"), matching="rows 16")
     rows = database.read(tmp_path / "double.csv", lookup.fields_of(op))
     assert [(row.config, row.record) for row in rows.values()] == [
-        (Config(BLOCK=4), "a.json"), (Config(BLOCK=2), "b.json"), (Config(BLOCK=4), "a.json"),
+        (Config(BLOCK=4), session.named(tmp_path / "a.json")), (Config(BLOCK=2), session.named(tmp_path / "b.json")),
+        (Config(BLOCK=4), session.named(tmp_path / "a.json")),
     ]  # fmt: skip
 
 
@@ -511,6 +568,7 @@ def test_another_machine_is_not_resumed(op: Op, clock: Clock, tmp_path: Path) ->
     for changes, what in (
         ({"header": other}, "device"), ({"op": "gemm"}, "op"), ({"suite": "quick"}, "suite"),
         ({"header": good.header.model_copy(update={"commit": "another"})}, "commit"),
+        ({"samples": "thinned"}, "form of samples"),
     ):  # fmt: skip
         records.save(good.model_copy(update=changes), path)
         with pytest.raises(InvalidArgument, match=f"has another {what}"):
@@ -574,7 +632,18 @@ def test_what_spills_more_is_not_run(op: Op, clock: Clock, monkeypatch: pytest.M
         assert key.config != {"BLOCK": 2}
 
 
-def test_names_of_records() -> None:
-    assert session.named(Path("/x/benchmarks/results/h200/tune/a.json")) == "h200/tune/a.json"
-    assert session.named(Path("/x/results/a.json")) == "a.json"
-    assert session.named(Path("benchmarks/results/a.json")) == "a.json"
+def test_names_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # sha256 of nothing, and of "{}"
+    nothing, empty = "e3b0c44298fc", "44136fa355b3"
+    for folder, name in (("evidence/h200/tune", "h200/tune/a.json"), ("results", "a.json"), ("evidence", "a.json")):
+        path = tmp_path / folder / "a.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        assert session.named(path) == f"{name}@{nothing}"
+    monkeypatch.chdir(tmp_path)
+    assert session.named(Path("evidence/a.json")) == f"a.json@{nothing}"
+    # of what is in the file, whether it is compressed or not
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    assert session.named(Path("a.json")) == f"a.json@{empty}"
+    assert session.named(Path("a.jsonl.gz")) == f"a.jsonl.gz@{empty}"

@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.toy import ToyOp
 from wavecrest import records
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.measure import numerics
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.tune import trust
 from wavecrest.tune.candidates import Candidate
 
@@ -32,7 +34,7 @@ def _takes(*_args: Any, **_kwargs: Any) -> None:
 @pytest.fixture
 def op() -> Iterator[Op]:
     """y = 2x; `planted` runs what a test puts into `op.plant`."""
-    made = Op(
+    made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
         check=_takes,
@@ -42,11 +44,11 @@ def op() -> Iterator[Op]:
         default_config=lambda key: CONFIG,
     )
     yield made
-    del registry._OPS["double"]
+    del registry.STATE.ops["double"]
 
 
 def admit(op: Op, run: Callable[[Tensor], Any], x: Tensor, role: str = "tried") -> records.TuneCandidate:
-    op.attach("planted", lambda x, *, config: run(x), supports=_takes, priority=5, takes_config=True)
+    op.kernel("planted", lambda x, *, config: run(x), priority=5)
     row = records.TuneCandidate(backend="planted")
     candidate = Candidate("planted", CONFIG, role)  # type: ignore[arg-type]
     call = trust.admit(op, candidate, (x,), trust.oracle(op, (x,)), row)
@@ -115,7 +117,7 @@ def test_what_is_not_written_is_not_by_luck_right(op: Op, monkeypatch: pytest.Mo
 
 
 def admit_once(op: Op, run: Callable[[Tensor], Any], x: Tensor) -> records.TuneCandidate:
-    op.attach("planted", lambda x, *, config: run(x), supports=_takes, priority=5, takes_config=True)
+    op.kernel("planted", lambda x, *, config: run(x), priority=5)
     row = records.TuneCandidate(backend="planted")
     assert trust.admit(op, Candidate("planted", CONFIG), (x,), trust.oracle(op, (x,)), row) is None
     return row
@@ -209,11 +211,11 @@ def test_a_call_is_bound_once(op: Op) -> None:
         bound.append((tuple(x.shape), config))
         return lambda x: 2 * x
 
-    op.attach("planted", lambda x, *, config: 1 / 0, supports=_takes, priority=5, takes_config=True, bind=bind)
+    op.kernel("planted", lambda x, *, config: 1 / 0, priority=5, bind=bind)
     call = trust.call_of(op, Candidate("planted", CONFIG), (torch.ones(2, 3),))
     assert torch.equal(call(), 2 * torch.ones(2, 3)) and torch.equal(call(), 2 * torch.ones(2, 3))
     assert bound == [((2, 3), CONFIG)]
-    op.attach("plain", lambda x: 3 * x, supports=_takes, priority=5)
+    op.native("plain", lambda x: 3 * x, priority=5)
     assert torch.equal(trust.call_of(op, Candidate("plain"), (torch.ones(2),))(), 3 * torch.ones(2))
 
 
@@ -241,7 +243,7 @@ def product(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[Any, ...]:
     def made(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    return tuple(Operands(made(M, K), made(N, K).mT))
+    return tuple(GemmCall(made(M, K), made(N, K).mT))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,7 @@ def test_gfx90a_has_no_8_bit_floats_but_int8() -> None:
 # --- the bound of products
 
 
-def cases() -> dict[str, Operands]:
+def cases() -> dict[str, GemmCall]:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -284,21 +286,21 @@ def cases() -> dict[str, Operands]:
 
     a, w = random(9, 70), random(24, 70)
     return {
-        "plain": Operands(a, w.mT),
-        "fp16": Operands(a.half(), w.half().mT),
-        "fp32": Operands(a.float(), w.float().mT),
-        "tf32": Operands(a.float(), w.float().mT, precision="tf32"),
-        "bias and residual": Operands(a, w.mT, bias=random(24), residual=random(9, 24), alpha=0.3),
-        "bias along m": Operands(a, w.mT, bias=random(9), bias_along="m"),
-        "silu": Operands(a, w.mT, activation="silu", out_dtype=F32),
-        "leaky": Operands(a, w.mT, activation="leaky_relu", slope=-3.0),
-        "gated": Operands(a, w.mT, bias=random(24), activation="gelu_and_mul"),
-        "int8": Operands(random(9, 70, dtype=torch.int8), random(24, 70, dtype=torch.int8).mT, scale_a=positive(9),
+        "plain": GemmCall(a, w.mT),
+        "fp16": GemmCall(a.half(), w.half().mT),
+        "fp32": GemmCall(a.float(), w.float().mT),
+        "tf32": GemmCall(a.float(), w.float().mT, precision="tf32"),
+        "bias and residual": GemmCall(a, w.mT, bias=random(24), residual=random(9, 24), alpha=0.3),
+        "bias along m": GemmCall(a, w.mT, bias=random(9), bias_along="m"),
+        "silu": GemmCall(a, w.mT, activation="silu", out_dtype=F32),
+        "leaky": GemmCall(a, w.mT, activation="leaky_relu", slope=-3.0),
+        "gated": GemmCall(a, w.mT, bias=random(24), activation="gelu_and_mul"),
+        "int8": GemmCall(random(9, 70, dtype=torch.int8), random(24, 70, dtype=torch.int8).mT, scale_a=positive(9),
                          scale_b=positive(24)),
-        "fp8": Operands(random(9, 70, dtype=torch.float8_e4m3fn), random(24, 70, dtype=torch.float8_e4m3fn).mT),
-        "batch": Operands(random(3, 9, 70), random(3, 70, 24)),
-        "batch, bias along m": Operands(random(3, 9, 70), random(3, 70, 24), bias=random(9), bias_along="m"),
-        "vector": Operands(random(70), random(24, 70).mT),
+        "fp8": GemmCall(random(9, 70, dtype=torch.float8_e4m3fn), random(24, 70, dtype=torch.float8_e4m3fn).mT),
+        "batch": GemmCall(random(3, 9, 70), random(3, 70, 24)),
+        "batch, bias along m": GemmCall(random(3, 9, 70), random(3, 70, 24), bias=random(9), bias_along="m"),
+        "vector": GemmCall(random(70), random(24, 70).mT),
     }  # fmt: skip
 
 
@@ -313,7 +315,7 @@ def test_rounding_once_is_within_the_bound_and_another_number_is_not(name: str) 
     bound = op.bound(*given) if op.bound is not None else None
     assert bound is not None and bound.shape == want.shape and bound.dtype == torch.float64
     # the exact result, rounded once: the reference in float64
-    exact = Operands(
+    exact = GemmCall(
         *(v.double() if isinstance(v, Tensor) and v.dtype.itemsize > 1 and i < 2 else v for i, v in enumerate(given))
     )
     near = op.reference(*(exact._replace(out_dtype=want.dtype))).double()
@@ -340,7 +342,7 @@ def test_the_bound_of_a_product_is_no_wider_than_its_factors() -> None:
         other = op.bound(*given._replace(**changes))
         assert other is not None and float((other / plain).median()) == pytest.approx(factor, rel=0.2), changes
     # a limit on what float32 is really off by, not on what it might be
-    exact = op.reference(*Operands(given.a.double(), given.b.double()))
+    exact = op.reference(*GemmCall(given.a.double(), given.b.double()))
     off = (op.reference(*given).double() - exact).abs().median()
     assert 3 * off < plain.median() < 300 * off
 
@@ -350,14 +352,14 @@ def test_no_bound_for_codes_and_sums_of_integers() -> None:
     assert op.bound is not None
     given = CASES["plain"]
     assert op.bound(*given._replace(out_dtype=torch.int8, out_scale=torch.ones(()))) is None
-    ints = Operands(torch.ones(2, 8, dtype=torch.int8), torch.ones(8, 4, dtype=torch.int8))
+    ints = GemmCall(torch.ones(2, 8, dtype=torch.int8), torch.ones(8, 4, dtype=torch.int8))
     assert op.bound(*ints) is None
-    assert op.bound(*Operands(torch.ones(2, 8).double(), torch.ones(8, 4).double())) is None
+    assert op.bound(*GemmCall(torch.ones(2, 8).double(), torch.ones(8, 4).double())) is None
 
 
 def test_a_kernel_in_the_interpreter_is_admitted(device: str) -> None:
     op = registry.get("gemm")
-    given = Operands(torch.randn(5, 96, device=device).to(BF16), torch.randn(40, 96, device=device).to(BF16).mT)
+    given = GemmCall(torch.randn(5, 96, device=device).to(BF16), torch.randn(40, 96, device=device).to(BF16).mT)
     try:
         config = Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, GROUP_M=2, SPLIT_K=2, PERSISTENT=0, TMA=0, num_warps=4,
                         num_stages=2)  # fmt: skip

@@ -19,14 +19,17 @@ import pytest
 import torch
 
 import wavecrest
+from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Cost, DispatchMiss, Op
+from wavecrest.dispatch.decision import Cost, DispatchMiss
+from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Evidence, Proposal, Row, database, misses, near
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
 from wavecrest.tune import leave_one_out
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+EVIDENCE = Path(__file__).parents[2] / "evidence"
 FIELDS = ("rows", "columns", "dtype")
 SIZES = (0, 1)
 TILES = Config(BLOCK=64)
@@ -121,12 +124,12 @@ def test_the_nearest_row_may_agree_with_what_runs_otherwise() -> None:
 @pytest.fixture
 def op(tmp_path: Path) -> Iterator[Op]:
     """An op with sizes whose key says that it is on a GPU; tiles beat PyTorch where the table says so."""
-    made = Op(
+    made = ToyOp(
         "nearly",
         reference=lambda x: x * 1,
         check=lambda x: None,
         key=lambda x: (
-            registry.m_bucket(x.shape[0]), x.shape[1], registry.dtype_name(x), "cuda", registry.needs_grad(x)
+            m_bucket(x.shape[0]), x.shape[1], dtype_name(x), "cuda", needs_grad(x)
         ),
         key_fields=(*FIELDS, "device", "grad"),
         key_sizes=("rows", "columns"),
@@ -134,16 +137,10 @@ def op(tmp_path: Path) -> Iterator[Op]:
         cost=lambda x: Cost(x.numel(), 2 * x.nbytes),
         default_config=lambda key: Config(BLOCK=8),
     )  # fmt: skip
-    takes = {"supports": lambda *_a, **_k: None}
-    made.attach("torch", lambda x: x * 2, priority=10, **takes)
-    made.attach(
-        "tiles", lambda x, *, config: x * config["BLOCK"], supports=lambda x: None if x.shape[1] != 66 else "not 66",
-        priority=5, takes_config=True,
-        # what fits a key depends on it, as shared memory does
-        space=lambda key, arch: [Config(BLOCK=size) for size in (16, 32, 64, 128) if size <= key[1]],
-    )  # fmt: skip
+    made.native("torch", lambda x: x * 2, priority=10)
+    made.kernel('tiles', lambda x, *, config: x * config['BLOCK'], refuse=lambda x: None if x.shape[1] != 66 else 'not 66', priority=5, space=lambda key, arch: [Config(BLOCK=size) for size in (16, 32, 64, 128) if size <= key[1]])  # fmt: skip
     yield made
-    del registry._OPS["nearly"]
+    del registry.STATE.ops["nearly"]
 
 
 def table(folder: Path, *rows: Row, arch: str = "sm_90") -> Database:
@@ -187,8 +184,7 @@ def test_an_architecture_that_is_unknown_has_no_space(op: Op, tmp_path: Path) ->
 def test_where_a_kernel_is_the_default_its_own_time_is_the_baseline(
     op: Op, tmp_path: Path, default: float | None
 ) -> None:
-    op.attach("tiles", op.backends["tiles"].run, supports=lambda x: None, priority=20, takes_config=True,
-              space=op.backends["tiles"].space)  # fmt: skip
+    op.kernel('tiles', op.backends['tiles'].run, refuse=lambda x: None, priority=20, space=op.backends['tiles'].space)  # fmt: skip
     # PyTorch is far behind in any case
     rows = [row(8, 64, native=200.0, default=default), row(16, 256, native=200.0, default=default)]
     with registry.measured_in(table(tmp_path, *rows)):
@@ -383,8 +379,8 @@ def test_a_near_configuration_is_always_one_of_the_ops_space(name: str) -> None:
 
 def test_what_near_rows_are_worth_on_the_shipped_records() -> None:
     """The figures of docs/database.md: no op loses by them over its keys, and gemm gains."""
-    page = (RESULTS.parents[1] / "docs" / "database.md").read_text()
-    for path in sorted(RESULTS.glob("nvidia-h200/tune_*.json")):
+    page = (EVIDENCE.parent / "docs" / "database.md").read_text()
+    for path in sorted(EVIDENCE.glob("nvidia-h200/*_tune_*.jsonl.gz")):
         record = records.load_as(path, records.TuneRecord)
         left = leave_one_out.decide(record)
         found = leave_one_out.summary(record.op, left)
@@ -398,7 +394,7 @@ def test_what_near_rows_are_worth_on_the_shipped_records() -> None:
 
 
 def test_a_key_that_is_left_out_is_not_its_own_neighbour() -> None:
-    record = records.load_as(RESULTS / "nvidia-h200" / "tune_gemm.json", records.TuneRecord)
+    record = records.load_as(EVIDENCE / "nvidia-h200" / "2026-11-21_tune_gemm.jsonl.gz", records.TuneRecord)
     one = next(key for key in record.keys if key.case == "1x4096x4096 bf16")
     alone = record.model_copy(update={"keys": [one]})
     (left,) = leave_one_out.decide(alone)
@@ -407,7 +403,7 @@ def test_a_key_that_is_left_out_is_not_its_own_neighbour() -> None:
 
 def test_a_lead_is_counted_over_what_would_run_and_was_timed() -> None:
     """`default_us` is one backend's default: no lead over `torch_and_mul`, which runs where gated rows are none."""
-    record = records.load_as(RESULTS / "nvidia-h200" / "tune_xlstm_gated.json", records.TuneRecord)
+    record = records.load_as(EVIDENCE / "nvidia-h200" / "2026-11-23_tune_xlstm_gated.jsonl.gz", records.TuneRecord)
     left = {one.case: one for one in leave_one_out.decide(record)}
     gated = [key for key in record.keys if key.key["b"] == "bfloat16"]
     assert gated and not any(left[key.case].taken for key in gated)

@@ -379,7 +379,7 @@ def test_a_folder_that_nobody_may_write_is_read(user: Overlay) -> None:
 
 def test_where_the_users_database_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert os.environ["WAVECREST_DATABASE"] == "off" and Overlay.of_user() is None
-    assert registry._database.overlay is None
+    assert registry.STATE.database.overlay is None
     monkeypatch.setenv("WAVECREST_DATABASE", str(tmp_path / "a.sqlite"))
     found = Overlay.of_user()
     assert found is not None and found.path == tmp_path / "a.sqlite"

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.toy import ToyOp
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.decision import DispatchMiss
-from wavecrest.dispatch.registry import Cost, Op
+from wavecrest.dispatch.decision import Cost, DispatchMiss
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Row, database, published
 from wavecrest.errors import TableError
 
@@ -26,7 +27,7 @@ def _takes(*_args: Tensor) -> None:
 @pytest.fixture
 def op() -> Iterator[Op]:
     """An op whose calls say that they are on a GPU, with backends that run there or do not."""
-    made = Op(
+    made = ToyOp(
         "sample",
         reference=lambda x: x,
         check=_takes,
@@ -37,11 +38,11 @@ def op() -> Iterator[Op]:
         cost=lambda x: Cost(x.numel(), x.nbytes),
         default_config=lambda key: Config(BLOCK=16),
     )
-    made.attach("torch", lambda x: x, supports=_takes, priority=10)
-    made.attach("tiles", lambda x, *, config: x, supports=_takes, priority=5, takes_config=True)
-    made.attach("absent", lambda x: x, supports=lambda x: "its library is not installed", priority=1)
+    made.native("torch", lambda x: x, priority=10)
+    made.kernel("tiles", lambda x, *, config: x, priority=5)
+    made.native("absent", lambda x: x, refuse=lambda x: "its library is not installed", priority=1)
     yield made
-    del registry._OPS["sample"]
+    del registry.STATE.ops["sample"]
 
 
 def priors(folder: Path, text: str) -> Database:

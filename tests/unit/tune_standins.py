@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest.dispatch.registry import Cost, Op
+from tests.toy import ToyOp
+from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Config
 
 ROWS = (4, 16, 64)
@@ -101,7 +102,7 @@ def _noisy(x: Tensor) -> Tensor:
     return _twice(x, random.choice((3.2, 4.1, 4.1, 4.9)))
 
 
-op = Op(
+op = ToyOp(
     "planted",
     reference=lambda x: 2 * x,
     check=_takes,
@@ -112,11 +113,8 @@ op = Op(
     default_config=lambda key: Config(BLOCK=1),
     bench_cases=lambda suite, device: {f"rows {M}": lambda M=M: (torch.randn(M, 8),) for M in ROWS},
 )
-op.attach("torch", _native, supports=_takes, priority=10)
-op.attach(
-    "kernel", _kernel, supports=_takes, priority=5, takes_config=True,
-    space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=3)],
-)  # fmt: skip
+op.native("torch", _native, priority=10)
+op.kernel('kernel', _kernel, priority=5, space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=3)])  # fmt: skip
 for liar in (*BEFORE, "wrong", "tail", "nan"):
-    op.attach(liar, partial(_planted, liar), supports=_takes, priority=1)
-op.attach("noisy", _noisy, supports=_takes, priority=1)
+    op.native(liar, partial(_planted, liar), priority=1)
+op.native("noisy", _noisy, priority=1)

@@ -21,7 +21,9 @@ from wavecrest import hardware, records
 from wavecrest.bench import peers, suites
 from wavecrest.bench.baseline import _first_line
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.call import AnyCall
+from wavecrest.dispatch.keys import dtype_name
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.measure import numerics, timing
 from wavecrest.records import provenance
@@ -30,8 +32,6 @@ from wavecrest.records import provenance
 OURS = "wavecrest"
 # bytes of the tensor whose copy is the limit
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
-# samples kept in a record, of each implementation and case
-KEPT_SAMPLES = 50
 # peers may be this much less exact than our own limits before they are left out: one that rounds on the way (in
 # Llama's RMSNorm before the weight) is still a peer, and leaving it out would make us look faster
 PEER_SLACK = 10.0
@@ -109,6 +109,7 @@ def bench_ops(
             suite=settings.suite,
             peers=versions,
             missing=missing,
+            samples="full",
             ops=list(benches),
         )
 
@@ -129,7 +130,7 @@ def bench_ops(
 
 
 def _bench_op(
-    op: Op,
+    op: AnyOp,
     found: list[suites.Case],
     device: str,
     wanted: tuple[str, ...],
@@ -173,12 +174,12 @@ def _copy(size: int, device: str) -> Callable[[], Any]:
 
 
 def _bench_case(
-    op: Op, case: suites.Case, device: str, wanted: tuple[str, ...], seconds: float
+    op: AnyOp, case: suites.Case, device: str, wanted: tuple[str, ...], seconds: float
 ) -> tuple[records.OpCase, tuple[Sequence[float], Sequence[float]] | None]:
     try:
-        args = case.make()
-        row = _describe(op, case.name, args)
-        candidates = _candidates(op, args, wanted)
+        call = case.make()
+        row = _describe(op, case.name, call)
+        candidates = _candidates(op, call, wanted)
         timed = [candidate for candidate in candidates if candidate.call is not None]
         # bytes read and written as the case's: half of them are the copied tensor
         copied = timing.measure_interleaved(
@@ -191,12 +192,13 @@ def _bench_case(
     except (InvalidArgument, Unsupported) as error:
         return records.OpCase(case=case.name, problem=f"the op refuses it: {_first_line(error)}"), None
     row.rounds, row.copy_ms = copied.rounds, statistics.median(copied.samples[-1])
-    step = math.ceil(copied.rounds / KEPT_SAMPLES)
-    for candidate, series in zip(timed, copied.samples, strict=False):
+    for candidate, exact in zip(timed, copied.samples, strict=False):
+        # nanoseconds, as the record has them, so that every figure can be computed again from it
+        series = tuple(round(sample, 6) for sample in exact)
         candidate.series = series
         candidate.timing.ms = statistics.median(series)
         candidate.timing.ci = timing.bootstrap_median(series)
-        candidate.timing.samples = [round(sample, 6) for sample in series[::step]]
+        candidate.timing.samples = list(series)
     row.impls = [candidate.timing for candidate in candidates]
     return row, _compare_with_best(row, candidates)
 
@@ -214,18 +216,16 @@ def _compare_with_best(
     return best.series, ours.series
 
 
-def _describe(op: Op, name: str, args: tuple[Any, ...]) -> records.OpCase:
-    tensors = [value for value in args if isinstance(value, Tensor)]
-    cost, decision = op.cost(*args), op.decide(*args)
+def _describe(op: AnyOp, name: str, call: AnyCall) -> records.OpCase:
+    tensors = [value for value in call if isinstance(value, Tensor)]
+    cost, decision = op.study.cost(call), op.decide(call)
     return records.OpCase(
         case=name,
-        dtype=registry.dtype_name(tensors[0]),
+        dtype=dtype_name(tensors[0]),
         columns=tensors[0].shape[-1] if tensors[0].ndim > 1 else 0,
         shapes=[
-            f"{'x'.join(map(str, value.shape))} {registry.dtype_name(value)}"
-            if isinstance(value, Tensor)
-            else repr(value)
-            for value in args
+            f"{'x'.join(map(str, value.shape))} {dtype_name(value)}" if isinstance(value, Tensor) else repr(value)
+            for value in call
         ],
         bytes=cost.bytes,
         flops=cost.flops,
@@ -235,39 +235,39 @@ def _describe(op: Op, name: str, args: tuple[Any, ...]) -> records.OpCase:
     )
 
 
-def _candidates(op: Op, args: tuple[Any, ...], wanted: tuple[str, ...]) -> list[_Candidate]:
+def _candidates(op: AnyOp, call: AnyCall, wanted: tuple[str, ...]) -> list[_Candidate]:
     """Ours and the peers, each called once and held against the reference; those that fail have no call."""
-    oracle = results_of(op.reference(*args))
-    first = next(value for value in args if isinstance(value, Tensor))
-    limits = limits_of(op, registry.dtype_name(first))
+    oracle = results_of(op.reference(call))
+    first = next(value for value in call if isinstance(value, Tensor))
+    limits = limits_of(op, dtype_name(first))
     loose = Limits(
         numerics.Tolerance(PEER_SLACK * limits.values.relative, PEER_SLACK * limits.values.worst), PEER_CODE_SHARE
     )
-    found = [_candidate(OURS, lambda: peers.Prepared(partial(op, *args)), oracle, limits)]
+    found = [_candidate(OURS, lambda: peers.Prepared(partial(op, call)), oracle, limits)]
     for backend in _own_backends(op):
-        found.append(_candidate(backend, partial(_forced, op, backend, args), oracle, limits))
+        found.append(_candidate(backend, partial(_forced, op, backend, call), oracle, limits))
     for peer in wanted:
-        found.append(_candidate(peer, partial(peers.prepare, peer, op, args), oracle, loose))
+        found.append(_candidate(peer, partial(peers.prepare, peer, op, call), oracle, loose))
     return found
 
 
-def _own_backends(op: Op) -> list[str]:
+def _own_backends(op: AnyOp) -> list[str]:
     """The kernels to show beside the dispatched call, of an op that has several; where there is one, it is that."""
     own = [name for name in op.backends if name.startswith("triton")]
     return own if len(own) > 1 else []
 
 
-def _forced(op: Op, backend: str, args: tuple[Any, ...]) -> peers.Prepared:
+def _forced(op: AnyOp, backend: str, call: AnyCall) -> peers.Prepared:
     """One backend's call with its default configuration, or with that of a measured row which names it."""
     chosen = op.backends[backend]
-    reason = chosen.supports(*args)
+    reason = chosen.refuse(call)
     if reason is not None:
         raise Unsupported(reason)
-    decision = op.decide(*args)
+    decision = op.decide(call)
     config = decision.config if decision.backend == backend else None
     config = config or op.config_of(backend, decision.key)
-    run = partial(chosen.run, config=config) if chosen.bind is None else chosen.bind(*args, config=config)
-    return peers.Prepared(lambda: run(*args))
+    run = partial(chosen.run, config=config) if chosen.bind is None else chosen.bind(call, config)
+    return peers.Prepared(lambda: run(call))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ class Limits:
     code_share: float
 
 
-def limits_of(op: Op, dtype: str) -> Limits:
+def limits_of(op: AnyOp, dtype: str) -> Limits:
     """Our own limits; ops that quantize are held to those of "row" in what they return besides codes."""
     known = op.op_class if op.op_class in numerics.TOLERANCES else "row"
     return Limits(numerics.tolerance(known, dtype), CODE_SHARE)

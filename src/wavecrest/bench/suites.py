@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.call import AnyCall
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -43,9 +44,9 @@ SUITES: dict[str, tuple[Shape, ...]] = {
     "quick": ((16, 1024, "bfloat16"), (64, 4096, "bfloat16"), (7, 1000, "float32")),
 }
 
-# arguments after those of `Op.inputs` that a peer needs to have a counterpart (liger-kernel's GELU is the tanh form);
-# measured on all but the cases of LIMIT
-VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {"gelu_and_mul": {"tanh": ("tanh",)}}
+# options that a peer needs to have a counterpart (liger-kernel's GELU is the tanh form), measured on all but the
+# cases of LIMIT
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {"gelu_and_mul": {"tanh": {"approximate": "tanh"}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Case:
     """One set of arguments of one op, made when it is its turn (the large ones do not fit into memory together)."""
 
     name: str
-    make: Callable[[], tuple[Any, ...]]
+    make: Callable[[], AnyCall]
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -69,7 +70,7 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def cases(op: Op, suite: str, device: str, *, dtype: str | None = None, matching: str = "") -> list[Case]:
+def cases(op: AnyOp, suite: str, device: str, *, dtype: str | None = None, matching: str = "") -> list[Case]:
     """The cases of an op in a suite whose name contains `matching`; with `dtype` every shape once, in that dtype.
 
     Raises:
@@ -79,21 +80,23 @@ def cases(op: Op, suite: str, device: str, *, dtype: str | None = None, matching
         raise InvalidArgument(f"no suite {suite!r}; there are {', '.join(SUITES)}")
     if dtype is not None:
         dtype = str(dtype_of(dtype)).removeprefix("torch.")
-    if op.bench_cases is not None:
-        found = [Case(name, make) for name, make in op.bench_cases(suite, device).items()]
+    bench_cases = op.study.bench_cases
+    if bench_cases is not None:
+        found = [Case(name, make) for name, make in bench_cases(suite, device).items()]
     else:
         shapes = dict.fromkeys((M, N, dtype or own) for M, N, own in SUITES[suite])
         found = []
-        for label, extra in {"": (), **VARIANTS.get(op.name, {})}.items():
+        for label, extra in {"": {}, **VARIANTS.get(op.name, {})}.items():
             found += [_case(op, shape, device, label, extra) for shape in shapes if not label or shape not in LIMIT]
     return [case for case in found if matching in case.name]
 
 
-def _case(op: Op, shape: Shape, device: str, label: str, extra: tuple[Any, ...]) -> Case:
+def _case(op: AnyOp, shape: Shape, device: str, label: str, extra: dict[str, Any]) -> Case:
     M, N, dtype = shape
     name = f"{M}x{N} {SHORT_DTYPES.get(dtype, dtype)}{f' {label}' if label else ''}"
     return Case(name, partial(_make, op, M, N, dtype_of(dtype), device, extra))
 
 
-def _make(op: Op, M: int, N: int, dtype: torch.dtype, device: str, extra: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*op.inputs(M, N, dtype, device), *extra)
+def _make(op: AnyOp, M: int, N: int, dtype: torch.dtype, device: str, extra: dict[str, Any]) -> AnyCall:
+    call = op.study.inputs(M, N, dtype, device)
+    return call._replace(**extra) if extra else call

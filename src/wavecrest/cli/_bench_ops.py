@@ -107,11 +107,10 @@ def run_ops(
     for option, value in (("--seconds", settings.seconds), ("--budget", settings.budget)):
         if not value > 0:
             raise InvalidArgument(f"{option} must be above zero, not {value:g}")
-    from wavecrest import hardware
-    from wavecrest.bench import ops
-    from wavecrest.dispatch import registry
+    from wavecrest import hardware, ops
+    from wavecrest.bench.ops import bench_ops
 
-    return ops.bench_ops(names or registry.names(), hardware.detect(device), settings, on_case=on_case, on_op=on_op)
+    return bench_ops(names or ops.names(), hardware.detect(device), settings, on_case=on_case, on_op=on_op)
 
 
 def measure(names: list[str], settings: Settings, device: str | None, places: Targets) -> OpBenchRecord:

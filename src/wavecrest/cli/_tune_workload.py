@@ -68,7 +68,8 @@ def run(
     loaded = workload.load(spec, device=target.torch_name)
     return model.tune(
         loaded, target, settings, overlay=overlay, starts=starts, on_record=written, on_step=on_step,
-        record_name=session.NO_RECORD if out is None else session.named(out),
+        # without a hash: the record is complete only when the rows are written
+        record_name=session.NO_RECORD if out is None else session.place(out),
     )  # fmt: skip
 
 

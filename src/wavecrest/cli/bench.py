@@ -187,9 +187,9 @@ def _ops_of(targets: list[str], all_ops: bool, source: Path | None, given: list[
         if not targets and given:
             raise InvalidArgument(f"{given[0]} is for ops; give their names, or --all-ops")
         return None
-    from wavecrest.dispatch import registry
+    from wavecrest import ops
 
-    known = registry.names()
+    known = ops.names()
     for target in plain:
         if target not in known:
             raise InvalidArgument(

@@ -82,13 +82,14 @@ def packaged(arch: str | None = None, op: str | None = None) -> list[Entry]:
         TableError: a table is malformed.
         InvalidArgument: a table is of no op that there is.
     """
-    from wavecrest.dispatch import lookup, registry
+    from wavecrest import ops
+    from wavecrest.dispatch import lookup
     from wavecrest.dispatch.tuned import Entry, database
 
     found = []
     for path in sorted(database.DATA.glob("*/*.csv")):
         if (arch is None or path.parent.name == arch) and (op is None or path.stem == op):
-            fields = lookup.fields_of(registry.get(path.stem))
+            fields = lookup.fields_of(ops.get(path.stem))
             rows = database.read(path, fields).values()
             found += [Entry(path.parent.name, path.stem, fields, row) for row in rows]
     return found
@@ -101,11 +102,11 @@ def run_show(op: str | None = None, arch: str | None = None) -> DbRecord:
         InvalidArgument: there is no such op.
         TableError: a table, or the user's database, is damaged.
     """
-    from wavecrest.dispatch import registry
+    from wavecrest import ops
     from wavecrest.dispatch.tuned import Overlay
 
     if op is not None:
-        registry.get(op)
+        ops.get(op)
     overlay = Overlay.of_user()
     mine = [] if overlay is None else overlay.entries(arch, op)
     rows = [_shown(entry, "user") for entry in mine]
@@ -228,8 +229,8 @@ def run_import(paths: Iterable[Path], arch: str | None = None, op: str | None = 
         InvalidArgument: an architecture or an op is missing or unknown.
         OutputError: the database cannot be written.
     """
-    from wavecrest import hardware
-    from wavecrest.dispatch import lookup, registry
+    from wavecrest import hardware, ops
+    from wavecrest.dispatch import lookup
     from wavecrest.dispatch.tuned import Entry, database
     from wavecrest.tune import exchange
 
@@ -241,7 +242,7 @@ def run_import(paths: Iterable[Path], arch: str | None = None, op: str | None = 
             name = arch or path.parent.name
             if name not in hardware.ARCHS:
                 raise InvalidArgument(f"{path} does not say which architecture it is for: give --arch")
-            found = registry.get(op or path.stem)
+            found = ops.get(op or path.stem)
             fields = lookup.fields_of(found)
             entries += [Entry(name, found.name, fields, row) for row in database.read(path, fields).values()]
             continue
@@ -357,12 +358,13 @@ def run_check(paths: Iterable[Path] = ()) -> tuple[int, list[str]]:
 
 def _unusable(entry: Entry) -> tuple[str, str]:
     """What is wrong with a row, and what keeps it from being read although it is well."""
-    from wavecrest.dispatch import lookup, registry
+    from wavecrest import ops
+    from wavecrest.dispatch import lookup
 
     key = " ".join(map(_text, entry.row.key))
-    if entry.op not in registry.names():
+    if entry.op not in ops.names():
         return "", f"{entry.op} {key}: there is no such op here"
-    op = registry.get(entry.op)
+    op = ops.get(entry.op)
     if entry.fields != lookup.fields_of(op):
         return "", f"{entry.op} {key}: the op's keys have other parts now; tune it again"
     given = dict(zip(entry.fields, entry.row.key, strict=True)) | {"device": "cuda", "grad": False}
@@ -382,22 +384,6 @@ def check(
     for note in notes:
         _shared.err.print(f"[yellow]not read[/yellow]: {escape(note)}", soft_wrap=True)
     _shared.out.print(f"{count} rows are well")
-
-
-@app.command("migrate")
-def migrate(
-    tables: Annotated[list[Path], typer.Argument(metavar="TABLE…", help="Tables, <arch>/<op>.csv.")],
-    results: Annotated[Path, typer.Option(metavar="DIR", help="Where the records that rows name are.")] = Path(
-        "benchmarks/results"
-    ),
-) -> None:
-    """Fill in the evidence of rows from before tables had it, from their records; nothing is made up."""
-    from wavecrest.tune import evidence
-
-    for table in tables:
-        done = evidence.fill(table, results)
-        _shared.out.print(f"{escape(str(table))}: {done.filled} rows filled in", soft_wrap=True)
-        _list(list(done.left))
 
 
 def run_leave_one_out(paths: Iterable[Path]) -> list[Summary]:

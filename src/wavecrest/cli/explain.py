@@ -19,7 +19,9 @@ from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from wavecrest.dispatch.registry import Cost, Decision, Op
+    from wavecrest.dispatch.call import AnyCall
+    from wavecrest.dispatch.decision import Cost, Decision
+    from wavecrest.dispatch.op import AnyOp
     from wavecrest.hardware import Arch
 
 # configurations of a ranking that are shown
@@ -80,8 +82,8 @@ class RankingRecord(pydantic.BaseModel):
     note: str = ""
 
 
-def _settings(op: Op, items: list[str], fp8: str | None) -> tuple[list[int], str]:
-    """The sizes in the order of `op.sizes`, and the dtype's name; `fp8` is the flavour that the device computes in."""
+def _settings(op: AnyOp, items: list[str], fp8: str | None) -> tuple[list[int], str]:
+    """The sizes in the order of `Study.sizes`, and the dtype's name; `fp8`: the flavour that the device computes in."""
     defaults = _defaults(op)
     given: dict[str, str] = {}
     for item in items:
@@ -93,19 +95,19 @@ def _settings(op: Op, items: list[str], fp8: str | None) -> tuple[list[int], str
         if name in given:
             raise InvalidArgument(f"{item!r}: {name} is already {given[name]}; give {_example(defaults)}")
         given[name] = value
-    for name in op.sizes:
+    for name in op.study.sizes:
         if name in given and (not given[name].isdecimal() or int(given[name]) < 1):
             raise InvalidArgument(f"{name}={given[name]}: must be a whole number of at least 1")
     values = defaults | given
     dtype = _spelled(op, fp8).get(values["dtype"])
     if dtype is None:
-        raise InvalidArgument(f"dtype={values['dtype']}: {op.name} takes {', '.join(op.example_dtypes)}")
-    return [int(values[name]) for name in op.sizes], dtype
+        raise InvalidArgument(f"dtype={values['dtype']}: {op.name} takes {', '.join(op.study.example_dtypes)}")
+    return [int(values[name]) for name in op.study.sizes], dtype
 
 
-def _defaults(op: Op) -> dict[str, str]:
-    dtypes = op.example_dtypes
-    sizes = {name: str(DEFAULTS.get(name, OTHER_SIZE)) for name in op.sizes}
+def _defaults(op: AnyOp) -> dict[str, str]:
+    dtypes = op.study.example_dtypes
+    sizes = {name: str(DEFAULTS.get(name, OTHER_SIZE)) for name in op.study.sizes}
     return {**sizes, "dtype": "bfloat16" if "bfloat16" in dtypes else dtypes[0]}
 
 
@@ -113,38 +115,38 @@ def _example(values: dict[str, str]) -> str:
     return f"'{' '.join(values.values())}' or '{' '.join(f'{name}={value}' for name, value in values.items())}'"
 
 
-def _place(op: Op, word: str, given: dict[str, str]) -> str:
+def _place(op: AnyOp, word: str, given: dict[str, str]) -> str:
     """The name of what a bare word gives: the first size not given yet, the dtype, or "" where it fits nowhere."""
     if word[:1].isdecimal():
-        return next((name for name in op.sizes if name not in given), "")
-    return "dtype" if word.isidentifier() and word not in op.sizes else ""
+        return next((name for name in op.study.sizes if name not in given), "")
+    return "dtype" if word.isidentifier() and word not in op.study.sizes else ""
 
 
-def _spelled(op: Op, fp8: str | None) -> dict[str, str]:
+def _spelled(op: AnyOp, fp8: str | None) -> dict[str, str]:
     """The dtypes of an op by every name that is understood."""
-    found = {name: name for name in op.example_dtypes}
+    found = {name: name for name in op.study.example_dtypes}
     found |= {short: name for short, name in SHORT.items() if name in found}
-    eight = [name for name in op.example_dtypes if name.startswith("float8")]
+    eight = [name for name in op.study.example_dtypes if name.startswith("float8")]
     if eight:
         found["fp8"] = next((name for name in eight if name == f"float8_{fp8}"), eight[0])
     return found
 
 
-def _usage(op: Op) -> str:
-    example = [str(DEFAULTS.get(name, DEFAULTS["N"])) for name in op.sizes]
-    named = " ".join(f"{name}={value}" for name, value in zip(op.sizes, example, strict=True))
+def _usage(op: AnyOp) -> str:
+    example = [str(DEFAULTS.get(name, DEFAULTS["N"])) for name in op.study.sizes]
+    named = " ".join(f"{name}={value}" for name, value in zip(op.study.sizes, example, strict=True))
     return f"give sizes and dtype as in '{' '.join(example)} bf16' or '{named} dtype=bfloat16'"
 
 
-def _call(op: Op, settings: list[str], arch: Arch | None, device: str) -> tuple[Any, ...]:
-    """The arguments of the call that the settings are of."""
+def _call(op: AnyOp, settings: list[str], arch: Arch | None, device: str) -> AnyCall:
+    """The call that the settings are of."""
     import torch
 
     sizes, dtype = _settings(op, settings, arch.fp8 if arch is not None else None)
     try:
-        return op.inputs(*sizes, getattr(torch, dtype), device)
+        return op.study.inputs(*sizes, getattr(torch, dtype), device)
     except RuntimeError as error:
-        shown = " ".join(f"{name}={size}" for name, size in zip(op.sizes, sizes, strict=True))
+        shown = " ".join(f"{name}={size}" for name, size in zip(op.study.sizes, sizes, strict=True))
         raise InvalidArgument(f"{shown} does not fit on {device}: {error}") from error
 
 
@@ -161,24 +163,23 @@ def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord
     """
     import torch
 
-    from wavecrest import hardware
-    from wavecrest.dispatch import registry
+    from wavecrest import hardware, ops
     from wavecrest.dispatch.tuned import cost_model
 
-    found = registry.get(op)
+    found = ops.get(op)
     target = hardware.ARCHS.get(arch)
     if target is None:
         raise InvalidArgument(f"unknown architecture {arch!r}: known are {', '.join(hardware.ARCHS)}")
-    args = _call(found, settings or [], target, "cpu")
-    found.check(*args)
+    call = _call(found, settings or [], target, "cpu")
+    found.check(call)
     with torch.no_grad():
-        key = dict(zip(found.key_fields, found.key(*args), strict=True))
+        key = dict(zip(found.key_fields, found.key(call), strict=True))
     if "device" in key:
         key["device"] = "cuda"
     decision, notes = _decision_on(target, found, settings or [])
-    ranking = cost_model.rank(found, tuple(key.values()), target)
+    ranking = cost_model.rank(found.study.kernels, tuple(key.values()), target)
     if not ranking:
-        described = any(backend.work is not None for backend in found.backends.values())
+        described = any(kernel.work is not None for kernel in found.study.kernels.values())
         why = "no configuration of it fits" if described else "no backend of it describes its work to the cost model"
         notes = [*notes, f"no ranking by the cost model: {why}"]
     rows = [
@@ -193,7 +194,7 @@ def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord
     )
 
 
-def _decision_on(target: Arch, op: Op, settings: list[str]) -> tuple[ExplainRecord | None, list[str]]:
+def _decision_on(target: Arch, op: AnyOp, settings: list[str]) -> tuple[ExplainRecord | None, list[str]]:
     """What runs a call on a GPU of an architecture that need not be here, or None with the reason.
 
     Arguments are tensors that say that they are on a GPU and have no memory. What software a backend asks for is looked
@@ -204,18 +205,19 @@ def _decision_on(target: Arch, op: Op, settings: list[str]) -> tuple[ExplainReco
 
     import wavecrest.ops.common.target as _target
     from wavecrest.dispatch import registry
+    from wavecrest.dispatch.call import mapped
     from wavecrest.dispatch.tuned import Database, Overlay
 
     mode, gpu = FakeTensorMode(), torch.device("cuda", 0)
     made = _call(op, settings, target, "meta")
-    args = tuple(FakeTensor(mode, one, gpu) if isinstance(one, torch.Tensor) else one for one in made)
+    call = mapped(made, lambda tensor: FakeTensor(mode, tensor, gpu))
     rows = Database(arch=target.name, overlay=Overlay.of_user())
     try:
         with torch.no_grad(), _target.assumed(target), registry.measured_in(rows):
-            op.check(*args)
-            decision = op.decide_as(op.key(*args), *args)
-            cost, measured = op.cost(*args), _measured(op, decision.key)
-            function = _function(op, decision, args, target)
+            op.check(call)
+            decision = op.decide_as(op.key(call), call)
+            cost, measured = op.study.cost(call), _measured(op, decision.key)
+            function = _function(op, decision, call, target)
     # without CUDA in PyTorch some operations on such tensors have no kernel
     except (RuntimeError, NotImplementedError) as error:
         return None, [f"the decision is made where the GPU is: {str(error).splitlines()[0]}"]
@@ -223,11 +225,12 @@ def _decision_on(target: Arch, op: Op, settings: list[str]) -> tuple[ExplainReco
     return _explained(op, decision, cost, target.part, target.name, note, measured, function), []
 
 
-def _function(op: Op, decision: Decision, args: tuple[Any, ...], target: Arch | None) -> str:
+def _function(op: AnyOp, decision: Decision, call: AnyCall, target: Arch | None) -> str:
     """What runs a decision's calls: the kernels where they are known without launching them, or a Python function."""
     backend = op.backends[decision.backend]
-    if backend.launches is not None and target is not None and decision.config is not None:
-        launched = [one.kernel for one in backend.launches(*args, config=decision.config, arch=target)]
+    launches = op.study.kernel(decision.backend).launches
+    if launches is not None and target is not None and decision.config is not None:
+        launched = [one.kernel for one in launches(call, decision.config, target)]
         plain = [getattr(kernel, "fn", kernel) for kernel in launched]
         return ", ".join(dict.fromkeys(f"{one.__module__}.{one.__name__}" for one in plain))
     run: Any = backend.bind or backend.run
@@ -243,7 +246,7 @@ def run(op: str, settings: list[str] | None = None, device: str | None = None) -
 
     Args:
         op: an op's name, see `wavecrest.dispatch.registry.names()`.
-        settings: the op's sizes (`Op.sizes`) and dtype by name in any order, "M=16", "N=4096", "K=4096",
+        settings: the op's sizes (`Study.sizes`) and dtype by name in any order, "M=16", "N=4096", "K=4096",
             "dtype=bfloat16" (these are the defaults), or bare: numbers give the sizes not named yet in their order,
             a word the dtype, also as bf16, fp16, fp32, fp64, or fp8.
         device: as for `wavecrest.hardware.detect`.
@@ -254,22 +257,21 @@ def run(op: str, settings: list[str] | None = None, device: str | None = None) -
     """
     import torch
 
-    from wavecrest import hardware
-    from wavecrest.dispatch import registry
+    from wavecrest import hardware, ops
 
-    found = registry.get(op)
+    found = ops.get(op)
     target = hardware.detect(device)
-    args = _call(found, settings or [], target.known, target.torch_name)
+    call = _call(found, settings or [], target.known, target.torch_name)
     with torch.no_grad():
-        decision = found.decide(*args)
-        function = _function(found, decision, args, target.known)
+        decision = found.decide(call)
+        function = _function(found, decision, call, target.known)
     note = "" if target.kind == "cuda" else "decided for the CPU: no GPU was asked for or none is here"
     measured = _measured(found, decision.key)
-    return _explained(found, decision, found.cost(*args), target.name, target.arch, note, measured, function)
+    return _explained(found, decision, found.study.cost(call), target.name, target.arch, note, measured, function)
 
 
 def _explained(
-    op: Op, decision: Decision, cost: Cost, device: str, arch: str, note: str, measured: str, function: str
+    op: AnyOp, decision: Decision, cost: Cost, device: str, arch: str, note: str, measured: str, function: str
 ) -> ExplainRecord:
     return ExplainRecord(
         op=op.name,
@@ -289,7 +291,7 @@ def _explained(
     )
 
 
-def _measured(op: Op, key: tuple[Any, ...]) -> str:
+def _measured(op: AnyOp, key: tuple[Any, ...]) -> str:
     """What runs for each measured value of the first size, where there are several: where one overtakes the other."""
     from wavecrest.dispatch import registry
 

@@ -95,7 +95,7 @@ def run(
         files.prepare_folder(output.parent)
     record = emulation.run_ops(names, arch, chosen, on_case=on_case, **options)
     if output is not None:
-        files.write_text(output, record.model_dump_json(indent=1) + "\n")
+        files.write_model(output, record)
     return record
 
 

@@ -107,6 +107,7 @@ def run_file(
         OutputError, EnvironmentProblem, MissingDependency: as for `run`.
     """
     _check(settings)
+    from wavecrest.records import files
     from wavecrest.tune import session
 
     target, overlay = _target(device, table, keep)
@@ -117,7 +118,7 @@ def run_file(
     starts = _starts(executor, target, children, one=_is_one(device))
     found = []
     for name, given in planned.items():
-        file = out if out is None or len(planned) == 1 else out.with_name(f"{out.stem}_{name}{out.suffix}")
+        file = out if out is None or len(planned) == 1 else files.beside(out, name)
         rest = max(1e-3, settings.budget - (time.perf_counter() - begin))
         mine = replace(settings, suite="shapes" if path.suffix == ".csv" else "misses", budget=rest)
         targets = session.Targets(file, table, overlay)
@@ -157,7 +158,7 @@ def run_workload(
 
 def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
     """By op, the arguments of `session.tune` that say what is tuned."""
-    from wavecrest.dispatch import registry
+    from wavecrest import ops
     from wavecrest.dispatch.tuned import misses as files
     from wavecrest.tune import misses, shapes
 
@@ -169,7 +170,7 @@ def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
     planned: dict[str, dict[str, Any]] = {}
     reasons: list[str] = []
     for name, missed in misses.by_op(files.read(path)).items():
-        cases, left = misses.cases(registry.get(name), missed, target.arch, target.torch_name)
+        cases, left = misses.cases(ops.get(name), missed, target.arch, target.torch_name)
         reasons += left.values()
         if cases:
             planned[name] = {"cases": cases, "left": left}

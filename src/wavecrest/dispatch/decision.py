@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
-from wavecrest.dispatch.tuned import Config, Work
-from wavecrest.hardware import Arch
+from wavecrest.dispatch.tuned import Config
 
 Source = Literal["exact", "near", "prior", "model", "default", "forced"]
 # where a decision comes from, the best first; "forced" is the caller's
 SOURCES: tuple[Source, ...] = ("exact", "near", "prior", "model", "default", "forced")
 Key = tuple[Any, ...]
+
+C = TypeVar("C", bound=tuple[Any, ...])
+R = TypeVar("R")
 
 
 class DispatchMiss(UserWarning):
@@ -41,7 +43,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which backend runs the calls of one shape key, where that comes from, and who was declined."""
+    """Which backend runs the calls of one shape key, where that comes from, and who refused."""
 
     op: str
     key: Key
@@ -58,37 +60,39 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class Backend(Generic[C, R]):
     """One implementation of an op.
 
-    `supports(*args)` returns None, or the reason why this call is declined. It must look only at what the op's key
-    contains (dtype, device, sizes), since its answer is cached by that key. `reserved(*args)` likewise gives the
-    reason why the backend runs a call it supports only when it is forced, pinned or named. `priority`: the highest
-    that does not decline is the default choice. `bind(*args)`, where there is one, does once what is the same for all
-    calls of one signature (shapes, strides, dtypes, device) and returns the function for them. `default_config`: the
-    backend's own, in place of the op's; like that, it names every parameter that the backend needs. `optional`: those
-    that a configuration may have beside them, as rows measured before a parameter was there do not have it.
-    `as_native`: its results are rounded on the way where PyTorch's are, and judged as those.
-
-    For `wavecrest tune`: `space(key, arch)` gives the configurations worth trying for a key, the default first, without
-    those that cannot work. `launches(*args, config, arch)` gives the kernel launches of a call, so that they can be
-    compiled before it, from tensors of the device "meta" too. For the cost model: `work(key, config, arch)` describes
-    them (`wavecrest.dispatch.tuned.Work`), none where the key does not say how much there is to do.
+    Attributes:
+        name: unique within its op.
+        run: runs one call: `run(call)`, or `run(call, config)` where it takes a configuration.
+        bind: does once what is the same for all calls of one signature (shapes, strides, dtypes, device) and returns
+            the function for them: `bind(call)` or `bind(call, config)`; None: `run` is called.
+        refuse: the reason why this call cannot run here, or None. It must look only at what the op's key contains
+            (dtype, device, sizes), since its answer is cached by that key.
+        opt_in: the reason why a call that it takes runs here only when forced, pinned, named or measured, or None.
+        priority: the highest that neither refuses nor is opt-in is the default choice.
+        default_config: the configuration of a key where nothing measured is known; it names every parameter that the
+            backend needs. None: it takes no configuration.
+        optional: parameters that a configuration may have beside them, as rows measured before a parameter was there
+            do not have it.
+        as_native: its results are rounded on the way where PyTorch's are, and judged as those.
     """
 
     name: str
-    run: Callable[..., Any]
-    bind: Callable[..., Callable[..., Any]] | None
-    supports: Callable[..., str | None]
-    reserved: Callable[..., str | None]
+    run: Callable[..., R]
+    bind: Callable[..., Callable[[C], R]] | None
+    refuse: Callable[[C], str | None]
+    opt_in: Callable[[C], str | None]
     priority: int
-    takes_config: bool
-    default_config: Callable[[Key], Config] | None
-    space: Callable[[Key, Arch], Iterable[Config]] | None
-    launches: Callable[..., list[Any]] | None
+    default_config: Callable[[Key], Config] | None = None
     optional: tuple[str, ...] = ()
-    work: Callable[[Key, Config, Arch], tuple[Work, ...]] | None = None
     as_native: bool = False
+
+    @property
+    def takes_config(self) -> bool:
+        """True for a kernel with configurations."""
+        return self.default_config is not None
 
 
 @dataclass(slots=True)

@@ -45,6 +45,11 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
 }
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype without the "torch." prefix."""
+    return _DTYPE_NAMES[dtype]
+
+
 def dtype_name(tensor: Tensor) -> str:
     """A tensor's dtype without the "torch." prefix."""
     return _DTYPE_NAMES[tensor.dtype]

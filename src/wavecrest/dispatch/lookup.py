@@ -1,19 +1,17 @@
-"""What is known of a key: its measured row, a near one, what others published, a model; each held against the call."""
+"""Pick a configuration for a shape key: its measured row, then a near row, a published one, the cost model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from wavecrest import hardware
-from wavecrest.dispatch.decision import Key, Source
+from wavecrest.dispatch.decision import Backend, Key, Source
+from wavecrest.dispatch.study import Study
 from wavecrest.dispatch.tuned import LAUNCH_OPTIONS, Cell, Config, Database, Proposal, Row, near
 from wavecrest.hardware import Arch
-
-if TYPE_CHECKING:
-    from wavecrest.dispatch.registry import Op
 
 # parts of a key that measured rows have no column for: they are those of calls on a GPU without gradients. A call that
 # writes over its arguments cannot be timed by repeating it: it runs as the one that writes beside them was measured
@@ -23,7 +21,29 @@ UNLISTED = ("device", "grad", "in_place")
 Answer = tuple[str, tuple[tuple[str, int], ...], Source, str]
 
 
-def find(op: Op, key: Key, taking: tuple[str, ...], fallback: str, database: Database) -> Answer:
+class Described(Protocol):
+    """What a look-up reads of an op (see `wavecrest.dispatch.op.Op`)."""
+
+    name: str
+    key_fields: tuple[str, ...]
+    key_sizes: tuple[str, ...]
+
+    @property
+    def backends(self) -> Mapping[str, Backend[Any, Any]]:
+        """The backends by name."""
+
+    @property
+    def study(self) -> Study[Any]:
+        """What tuning needs."""
+
+    def by_priority(self) -> tuple[Backend[Any, Any], ...]:
+        """The backends by falling priority."""
+
+    def config_of(self, backend: str, key: Key) -> Config:
+        """A backend's default configuration."""
+
+
+def find(op: Described, key: Key, taking: tuple[str, ...], fallback: str, database: Database) -> Answer:
     """Backend, configuration, source and reason for a key; the backend is "" where nothing that is known can be used.
 
     Args:
@@ -62,7 +82,7 @@ def find(op: Op, key: Key, taking: tuple[str, ...], fallback: str, database: Dat
     return "", (), "default", note + problem
 
 
-def along(op: Op, key: Key, database: Database) -> list[tuple[int, Row]]:
+def along(op: Described, key: Key, database: Database) -> list[tuple[int, Row]]:
     """The measured rows that differ from a key in the first of its sizes alone, and its own, by that size."""
     found = columns(op, key)
     if found is None or not op.key_sizes:
@@ -79,7 +99,7 @@ def pairs(config: Config | None) -> tuple[tuple[str, int], ...]:
     return () if config is None else tuple(config.kwargs.items())
 
 
-def columns(op: Op, key: Key) -> tuple[tuple[str, ...], tuple[Cell, ...]] | None:
+def columns(op: Described, key: Key) -> tuple[tuple[str, ...], tuple[Cell, ...]] | None:
     """The parts of a key that measured rows have, by name; None for calls that no rows are for."""
     parts = dict(zip(op.key_fields, key, strict=False))
     if parts.get("device") != "cuda" or parts.get("grad", False):
@@ -88,25 +108,25 @@ def columns(op: Op, key: Key) -> tuple[tuple[str, ...], tuple[Cell, ...]] | None
     return fields, tuple([parts[field] for field in fields])
 
 
-def fields_of(op: Op) -> tuple[str, ...]:
+def fields_of(op: Described) -> tuple[str, ...]:
     """The parts of an op's key that measured rows have columns for."""
     return tuple([name for name in op.key_fields if name not in UNLISTED])
 
 
-def unusable(op: Op, key: Key, taking: tuple[str, ...], backend: str, config: Config | None) -> str:
+def unusable(op: Described, key: Key, taking: tuple[str, ...], backend: str, config: Config | None) -> str:
     """Why a call cannot run as measured; "" where it can."""
     return _not_here(op, taking, backend) or misfit(op, key, backend, config)
 
 
-def _not_here(op: Op, taking: tuple[str, ...], backend: str) -> str:
+def _not_here(op: Described, taking: tuple[str, ...], backend: str) -> str:
     """Why a backend does not run a call; "" where it does."""
     if backend not in op.backends:
         return f"which {op.name} does not have"
-    return "" if backend in taking else "which declines it"
+    return "" if backend in taking else "which refuses it"
 
 
 def _near(
-    op: Op,
+    op: Described,
     key: Key,
     taking: tuple[str, ...],
     fallback: str,
@@ -139,7 +159,7 @@ def _near(
     return found.row, f"{database.said(op.name, found.row)} for {_others(fields, found.row, cells)}: {found.reason}"
 
 
-def carried(op: Op, key: Key, row: Row, fields: tuple[str, ...]) -> Row:
+def carried(op: Described, key: Key, row: Row, fields: tuple[str, ...]) -> Row:
     """A row as it is for another key: where it ran its backend's default configuration, with that of the key.
 
     What a default makes of sizes (splits that fill all compute units) goes with the sizes.
@@ -151,7 +171,7 @@ def carried(op: Op, key: Key, row: Row, fields: tuple[str, ...]) -> Row:
     return replace(row, config=op.config_of(row.backend, key)) if there == row.config else row
 
 
-def baseline(op: Op, taking: tuple[str, ...], fallback: str, row: Row) -> float | None:
+def baseline(op: Described, taking: tuple[str, ...], fallback: str, row: Row) -> float | None:
     """What the fallback took in a row's run, in µs: PyTorch is timed in each, and one backend's default."""
     if fallback == "torch":
         return row.native_us
@@ -159,9 +179,9 @@ def baseline(op: Op, taking: tuple[str, ...], fallback: str, row: Row) -> float 
     return row.evidence.default_us if fallback == first else None
 
 
-def _space(op: Op, key: Key, backend: str, arch: Arch | None) -> frozenset[Config]:
+def _space(op: Described, key: Key, backend: str, arch: Arch | None) -> frozenset[Config]:
     """The configurations of a backend that can work for a key: LDS, registers and divisibility allow them."""
-    space = op.backends[backend].space
+    space = op.study.kernel(backend).space
     tried = () if space is None or arch is None else space(key, arch)
     return frozenset([op.config_of(backend, key), *tried])
 
@@ -173,19 +193,20 @@ def _others(fields: tuple[str, ...], row: Row, cells: tuple[Cell, ...]) -> str:
 
 
 def _modelled(
-    op: Op, key: Key, taking: tuple[str, ...], fallback: str, arch: Arch | None
+    op: Described, key: Key, taking: tuple[str, ...], fallback: str, arch: Arch | None
 ) -> tuple[Proposal | None, str]:
     """What the op's cost model proposes, or None with the reason where what it proposes cannot run."""
-    if op.model is None or arch is None:
+    model = None if arch is None else op.study.model
+    if model is None or arch is None:
         return None, ""
-    proposal = op.model(key, arch, taking, fallback)
+    proposal = model(key, arch, taking, fallback)
     if proposal is None:
         return None, ""
     problem = unusable(op, key, taking, proposal.backend, proposal.config)
     return (None, f"; modelled {proposal.backend}, {problem}") if problem else (proposal, "")
 
 
-def misfit(op: Op, key: Key, backend: str, config: Config | None) -> str:
+def misfit(op: Described, key: Key, backend: str, config: Config | None) -> str:
     """What is wrong with a measured configuration: it lacks a parameter of the default one, or has others; or ""."""
     given = {} if config is None else config.kwargs
     if not op.backends[backend].takes_config:

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wavecrest import env, hardware
-from wavecrest.dispatch import registry
+from wavecrest import env, hardware, ops
+from wavecrest.dispatch.call import AnyCall, mapped, tensors_of
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, MissingDependency, Unsupported, WavecrestError, WorkloadError
-from wavecrest.isa import emulate
+from wavecrest.isa import emulate, sources
 from wavecrest.isa.emulate.record import CaseResult, EmulationRecord, ProgramResult, Work
 from wavecrest.measure import numerics
 from wavecrest.records import provenance
@@ -39,7 +40,7 @@ CODES_OFF = 0.01
 
 
 class Case(NamedTuple):
-    """Arguments that `Op.inputs` makes; `strided`: every tensor of two or more dimensions is a view with gaps."""
+    """Arguments that `Study.inputs` makes; `strided`: every tensor of two or more dimensions is a view with gaps."""
 
     name: str
     rows: int
@@ -65,8 +66,8 @@ def op_names(target: str) -> list[str]:
         InvalidArgument: no such op, or it has no kernel.
     """
     if target == "all":
-        return [name for name in registry.names() if "triton" in registry.get(name).backends]
-    if "triton" not in registry.get(target).backends:
+        return [name for name in ops.names() if "triton" in ops.get(name).backends]
+    if "triton" not in ops.get(target).backends:
         raise InvalidArgument(f"{target} has no Triton kernel to run")
     return [target]
 
@@ -101,7 +102,7 @@ def run_ops(
     Args:
         names: of ops that have a Triton kernel.
         arch: an AMD architecture.
-        chosen: the cases from `cases`; None: the standard ones, and those the op itself adds (`Op.emulate_cases`).
+        chosen: the cases from `cases`; None: the standard ones, and those the op itself adds (`Study.emulate_cases`).
         on_case: called after each.
         options: as for `emulate.emulated`.
 
@@ -111,7 +112,7 @@ def run_ops(
     results = []
     with emulate.emulated(arch, **options) as driver:
         for name in names:
-            op = registry.get(name)
+            op = ops.get(name)
             own = [backend for backend in op.backends if backend.startswith("triton")]
             for backend, (label, dtype, make) in itertools.product(own, list(_calls(op, arch, chosen))):
                 # the first is the kernel that runs where nothing names another
@@ -119,35 +120,35 @@ def run_ops(
                 results.append(_run_case(op, label, dtype, make, driver, backend))
                 if on_case is not None:
                     on_case(results[-1])
-    return EmulationRecord(header=_header(), arch=arch, tinygrad=emulate.commit(), cases=results)
+    ran = {kernel for result in results for kernel in result.work.kernels}
+    hashes = {name: found for name, found in sources.kernels().items() if name in ran}
+    return EmulationRecord(header=_header(), arch=arch, tinygrad=emulate.commit(), sources=hashes, cases=results)
 
 
 def _header() -> provenance.Header:
     return provenance.header(hardware.cpu(), evidence="emulated")
 
 
-def _calls(
-    op: registry.Op, arch: str, chosen: Sequence[Case] | None
-) -> Iterator[tuple[str, str, Callable[[], tuple[Any, ...]]]]:
+def _calls(op: AnyOp, arch: str, chosen: Sequence[Case] | None) -> Iterator[tuple[str, str, Callable[[], AnyCall]]]:
     """Name, dtype and a function that makes the arguments of each call."""
-    rows_and_columns = op.sizes == ("M", "N")
+    rows_and_columns = op.study.sizes == ("M", "N")
     if chosen is not None and not rows_and_columns:
         raise InvalidArgument(
-            f"{op.name} has sizes {', '.join(op.sizes)}: it runs its own cases, without --shapes or --dtype"
+            f"{op.name} has sizes {', '.join(op.study.sizes)}: it runs its own cases, without --shapes or --dtype"
         )
     standard = CASES if rows_and_columns else ()
     for case in standard if chosen is None else chosen:
-        yield case.name, case.dtype, lambda case=case: _arguments(op, case)  # type: ignore[misc]
-    if chosen is None and op.emulate_cases is not None:
-        for name, make in op.emulate_cases(arch).items():
+        yield case.name, case.dtype, lambda case=case: _example(op, case)  # type: ignore[misc]
+    if chosen is None and op.study.emulate_cases is not None:
+        for name, make in op.study.emulate_cases(arch).items():
             yield name, "", make
 
 
-def _arguments(op: registry.Op, case: Case) -> tuple[Any, ...]:
-    args = op.inputs(case.rows, case.columns, getattr(torch, case.dtype), "cpu")
+def _example(op: AnyOp, case: Case) -> AnyCall:
+    call = op.study.inputs(case.rows, case.columns, getattr(torch, case.dtype), "cpu")
     if not case.strided:
-        return args
-    return tuple(_with_gaps(arg) if isinstance(arg, Tensor) and arg.ndim > 1 else arg for arg in args)
+        return call
+    return mapped(call, lambda tensor: _with_gaps(tensor) if tensor.ndim > 1 else tensor)
 
 
 def _with_gaps(tensor: Tensor) -> Tensor:
@@ -165,10 +166,10 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _run_case(
-    op: registry.Op,
+    op: AnyOp,
     label: str,
     dtype: str,
-    make: Callable[[], tuple[Any, ...]],
+    make: Callable[[], AnyCall],
     driver: emulate.EmulatedDriver,
     backend: str = "triton",
 ) -> CaseResult:
@@ -177,13 +178,13 @@ def _run_case(
     before = len(driver.runs)
     result = CaseResult(op=op.name, case=label, shapes=[], dtype=dtype, outcome="ok")
     try:
-        args = make()
-        tensors = [value for value in args if isinstance(value, Tensor)]
+        call = make()
+        tensors = tensors_of(call)
         result.shapes = ["x".join(map(str, tensor.shape)) for tensor in tensors]
         result.dtype = dtype or str(tensors[0].dtype).removeprefix("torch.")
-        kept = _copies(args)
+        kept = _copies(call)
         with _nan_in_uninitialised_memory():
-            got = op.run(backend, *args)
+            got = op.run(backend, call)
     except (Unsupported, InvalidArgument) as error:
         # a standard case may be outside of what the kernel, or the op itself, takes
         return result.model_copy(update={"outcome": "refused", "reason": str(error)})
@@ -194,19 +195,19 @@ def _run_case(
         reason = f"{type(error).__name__}: {str(error)[:500]}"
         return result.model_copy(update={"outcome": "failed", "reason": reason, "work": _work(driver, before)})
     compared = _compare(op, _copies(kept), got)
-    if op.stores:
+    if op.study.stores:
         # what the reference writes, in the arguments' own dtypes
-        op.reference(*kept)
-    if not all(_same_bits(now, wanted) for now, wanted in zip(args, kept, strict=True) if isinstance(now, Tensor)):
-        reason = "what is stored differs from the reference's" if op.stores else "an argument was written to"
+        op.reference(kept)
+    if not all(_same_bits(now, wanted) for now, wanted in zip(call, kept, strict=True) if isinstance(now, Tensor)):
+        reason = "what is stored differs from the reference's" if op.study.stores else "an argument was written to"
         compared |= {"outcome": "wrong", "reason": reason}
     if len(driver.runs) == before:
         compared |= {"outcome": "failed", "reason": "no kernel was launched"}
     return result.model_copy(update=compared | {"work": _work(driver, before)})
 
 
-def _copies(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(value.clone() if isinstance(value, Tensor) else value for value in args)
+def _copies(call: AnyCall) -> AnyCall:
+    return mapped(call, Tensor.clone)
 
 
 @contextlib.contextmanager
@@ -229,23 +230,22 @@ def _tuple(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _oracle(op: registry.Op, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def _oracle(op: AnyOp, call: AnyCall) -> tuple[Tensor, ...]:
     """The reference in float64; where results are 8-bit codes, in float32 as the op defines its own rounding steps."""
     if op.op_class == "quantized":
-        return _tuple(op.reference(*args))
-    wide = [
-        value.double() if isinstance(value, Tensor) and value.is_floating_point() and index not in op.stores else value
-        for index, value in enumerate(args)
-    ]
-    return _tuple(op.reference(*wide))
+        return _tuple(op.reference(call))
+    # what the call writes to keeps its dtype
+    stored = {name: getattr(call, name) for name in op.study.stores}
+    wide = mapped(call, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    return _tuple(op.reference(wide._replace(**stored)))
 
 
-def _compare(op: registry.Op, args: tuple[Any, ...], got: Any) -> dict[str, Any]:
+def _compare(op: AnyOp, call: AnyCall, got: Any) -> dict[str, Any]:
     """What the comparison of all results adds to a CaseResult."""
-    first = next(value for value in args if isinstance(value, Tensor))
+    first = next(value for value in call if isinstance(value, Tensor))
     found: dict[str, Any] = {}
     wrong = []
-    for index, (result, want) in enumerate(zip(_tuple(got), _oracle(op, args), strict=True)):
+    for index, (result, want) in enumerate(zip(_tuple(got), _oracle(op, call), strict=True)):
         if result.dtype in _CODES and want.dtype == result.dtype:
             off, far = _codes_off(result, want)
             found["codes"] = max(off, found.get("codes", 0.0))

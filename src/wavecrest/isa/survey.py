@@ -14,8 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from wavecrest import hardware
-from wavecrest.dispatch import registry
+from wavecrest import hardware, ops
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported, WavecrestError, WorkloadError
 from wavecrest.isa import Launch, mca
@@ -56,7 +55,7 @@ def cases_of(target: str) -> Cases:
     """
     if ":" in target:
         return _user_cases(target, load_function(target))
-    cases = registry.get(target).compile_cases
+    cases = ops.get(target).study.compile_cases
     if cases is None:
         raise InvalidArgument(f"{target} has no kernel of its own to compile")
     return cases

@@ -41,7 +41,8 @@ class Stopwatch:
         """Enqueue a read of FLUSH_BYTES, which leaves nothing of what ran before in a GPU's caches.
 
         Not a write: it would leave them full of lines that go back to memory while the timed call runs. Behind one,
-        reading 64 MiB reached 61 % of the bandwidth of reading 1 GiB (H200, 2026-11-20, bench_memcpy.json).
+        reading 64 MiB reached 61 % of the bandwidth of reading 1 GiB (H200,
+        evidence/nvidia-h200/2026-11-20_bench_memcpy.jsonl.gz).
         """
         import torch
 

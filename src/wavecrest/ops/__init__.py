@@ -3,7 +3,7 @@
 Importing this package touches no GPU and works without Triton.
 """
 
-from wavecrest.dispatch.registry import load_backends
+from wavecrest.dispatch.registry import get, load_backends, names
 from wavecrest.ops._conv2d import conv2d
 from wavecrest.ops._flash_attention import flash_attention
 from wavecrest.ops._flash_decoding import flash_decoding
@@ -43,6 +43,7 @@ __all__ = [
     "flash_decoding",
     "gelu_and_mul",
     "gemm",
+    "get",
     "layer_norm",
     "layer_norm_quantize",
     "linear",
@@ -53,6 +54,7 @@ __all__ = [
     "mlstm_parallel",
     "mlstm_sequence",
     "mlstm_step",
+    "names",
     "pack",
     "quantize_fp8",
     "quantize_int8",

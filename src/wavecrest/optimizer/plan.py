@@ -15,7 +15,7 @@ import pydantic
 from pydantic import Field
 
 from wavecrest import hardware
-from wavecrest.errors import PlanError, PlanMismatch
+from wavecrest.errors import PlanError, PlanMismatch, PlanWarning
 from wavecrest.records import DecisionRow, Result, StepOutcome, files, provenance
 
 if TYPE_CHECKING:
@@ -23,11 +23,17 @@ if TYPE_CHECKING:
 
     from wavecrest.measure.workload import Workload
 
+__all__ = [
+    "FORMAT_VERSION",
+    "BucketSpec",
+    "EnvironmentSetting",
+    "Fingerprint",
+    "ModelIdentity",
+    "Plan",
+    "PlanWarning",
+]
+
 FORMAT_VERSION = 1
-
-
-class PlanWarning(UserWarning):
-    """A plan was applied, but not exactly as it was made; the text says what differs."""
 
 
 class Fingerprint(files.Model):
@@ -210,14 +216,14 @@ class Plan(files.Model):
             workload = from_example(model, example_inputs)
         device = hardware.detect(workload.device)
         differences = self.match(workload, device)
-        check_environment(self, strict)
+        check_environment({row.name: row.value for row in self.environment}, strict)
         if differences and example_inputs is None:
             raise PlanMismatch(
                 f"versions differ from the plan's ({'; '.join(differences)}): its steps must be verified again. Pass "
                 "example_inputs to apply, or run `wavecrest verify`"
             )
-        pin_dispatch(self)
-        return replay(self, workload, verify=bool(differences), because=differences, strict=strict).model
+        pin_dispatch(self.dispatch)
+        return replay(self.kept(), workload, verify=bool(differences), because=differences, strict=strict).model
 
 
 def _home(model: nn.Module) -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wavecrest import env
-from wavecrest.dispatch import registry
+from wavecrest import env, ops
 from wavecrest.dispatch.tuned import Config
-from wavecrest.errors import PlanMismatch, StepRefused
+from wavecrest.errors import PlanMismatch, PlanWarning, StepRefused
 from wavecrest.optimizer.gate import Gate, failures
-from wavecrest.optimizer.plan import Plan, PlanWarning
 from wavecrest.optimizer.steps import Stack, build, step_by_id
 from wavecrest.optimizer.steps.precision import gate_dtype
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wavecrest.measure.workload import Workload
+    from wavecrest.records import DecisionRow, StepOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,13 @@ class Replay:
     dropped: list[str]
 
 
-def replay(plan: Plan, workload: Workload, *, verify: bool, because: list[str], strict: bool) -> Replay:
-    """Apply the plan's kept steps to the workload's model, which stays as it is.
+def replay(
+    steps: Sequence[StepOutcome], workload: Workload, *, verify: bool, because: list[str], strict: bool
+) -> Replay:
+    """Apply the kept steps of a plan to the workload's model, which stays as it is.
 
     Args:
-        plan: whose steps.
+        steps: `Plan.kept()`, in the order of replay.
         workload: the model, and with `verify` the inputs to check it on.
         verify: every step must pass the accuracy gate again, or it is dropped with a PlanWarning.
         because: what differs from the plan's machine, for that warning.
@@ -47,15 +49,14 @@ def replay(plan: Plan, workload: Workload, *, verify: bool, because: list[str], 
         StepRefused: without `verify`, a step does not fit the model.
     """
     stack = Stack()
-    kept = plan.kept()
     if not verify:
-        for step in kept:
+        for step in steps:
             stack = stack.plus(step_by_id(step.id), step.params)
         return Replay(build(workload.model, stack), stack, [])
     gate = Gate.prepare(workload)
     dropped = []
     model = build(workload.model, stack)
-    for step in kept:
+    for step in steps:
         trial = stack.plus(step_by_id(step.id), step.params)
         try:
             candidate = build(workload.model, trial)
@@ -71,18 +72,18 @@ def replay(plan: Plan, workload: Workload, *, verify: bool, because: list[str], 
     return Replay(model, stack, dropped)
 
 
-def check_environment(plan: Plan, strict: bool) -> None:
-    """Warn, or with `strict` raise PlanMismatch, if variables that the plan was measured with are not set."""
-    missing = [row for row in plan.environment if env.get(row.name) != row.value]
+def check_environment(variables: Mapping[str, str], strict: bool) -> None:
+    """Warn, or with `strict` raise PlanMismatch, if variables that a plan was measured with are not set."""
+    missing = [f"{name}={value}" for name, value in variables.items() if env.get(name) != value]
     if missing:
-        names = " ".join(f"{row.name}={row.value}" for row in missing)
+        names = " ".join(missing)
         _tell(f"the plan was measured with {names} set before import, which is not so here", strict)
 
 
-def pin_dispatch(plan: Plan) -> None:
-    """Pin the backends and configurations that the plan was measured with; backends not present here are left out."""
-    for row in plan.dispatch:
-        op = registry.get(row.op)
+def pin_dispatch(rows: Iterable[DecisionRow]) -> None:
+    """Pin the backends and configurations that a plan was measured with; backends not present here are left out."""
+    for row in rows:
+        op = ops.get(row.op)
         if row.backend in op.backends:
             op.pin(
                 tuple(json.loads(row.key)), row.backend, Config(**row.config) if row.config else None, "exact", "plan"

@@ -155,7 +155,7 @@ def check_here(
     }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        made = replay(plan, loaded, verify=bool(differences), because=differences, strict=False)
+        made = replay(plan.kept(), loaded, verify=bool(differences), because=differences, strict=False)
         texts = [str(row.message) for row in caught if row.category.__module__.startswith("wavecrest")]
     gate = Gate.prepare(loaded, dtype=gate_dtype(plan.stack))
     numerics = gate.check(made.model)

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from wavecrest import env, records
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.call import AnyCall
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import EnvironmentProblem, Unsupported
 from wavecrest.hardware import Arch
 from wavecrest.isa import Launch, compiler
@@ -72,16 +73,16 @@ class Kernels:
     scratch: dict[Identity, int] = field(default_factory=dict)
     _needed: dict[tuple[str, Candidate], tuple[Identity, ...]] = field(default_factory=dict)
 
-    def add(self, op: Op, case: str, args: tuple[Any, ...], candidates: Iterable[Candidate], arch: Arch) -> None:
+    def add(self, op: AnyOp, case: str, call: AnyCall, candidates: Iterable[Candidate], arch: Arch) -> None:
         """Note the kernels of a case's candidates; those of a backend without `launches` compile when they are run."""
         found: list[Any] | None = None
         for candidate in candidates:
-            launches = op.backends[candidate.backend].launches
+            launches = op.study.kernel(candidate.backend).launches
             if launches is None or candidate.config is None:
                 continue
             try:
-                found = worker.described(args) if found is None else found
-                made = launches(*args, config=candidate.config, arch=arch)
+                found = worker.described(call) if found is None else found
+                made = launches(call, candidate.config, arch)
             except Unsupported:
                 # its reason comes up again, and is recorded, when the candidate is run
                 continue

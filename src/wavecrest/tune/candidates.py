@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from wavecrest.dispatch import lookup
-from wavecrest.dispatch.registry import Key, Op
+from wavecrest.dispatch.call import AnyCall
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config, cost_model
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
@@ -47,7 +49,7 @@ def _words(config: Config) -> str:
     return " ".join(f"{name}={value}" for name, value in config.kwargs.items())
 
 
-def backends(op: Op, wanted: Iterable[str] | None) -> tuple[str, ...]:
+def backends(op: AnyOp, wanted: Iterable[str] | None) -> tuple[str, ...]:
     """The backends of an op that take part beside `NATIVE`, by falling priority; `wanted`: only these.
 
     Raises:
@@ -62,20 +64,20 @@ def backends(op: Op, wanted: Iterable[str] | None) -> tuple[str, ...]:
     return tuple(sorted(chosen, key=lambda name: -op.backends[name].priority))
 
 
-def configurations(op: Op, backend: str, key: Key, arch: Arch | None) -> tuple[Config, ...]:
+def configurations(op: AnyOp, backend: str, key: Key, arch: Arch | None) -> tuple[Config, ...]:
     """What is tried of a backend for a key, each once, its default first.
 
     `arch`: None where the hardware is unknown, which leaves the default.
     """
     default = op.config_of(backend, key)
-    space = op.backends[backend].space
+    space = op.study.kernel(backend).space
     more = () if space is None or arch is None else space(key, arch)
     return tuple(dict.fromkeys((default, *more)))
 
 
 def field(
-    op: Op,
-    args: tuple[Any, ...],
+    op: AnyOp,
+    call: AnyCall,
     key: Key,
     arch: Arch | None,
     names: tuple[str, ...],
@@ -85,7 +87,7 @@ def field(
     """Who takes part for a checked call.
 
     Args:
-        op, args, key: the call.
+        op, call, key: the op, the call and its key.
         arch: as for `configurations`.
         names: from `backends`.
         limit: of configurations that are not seeded, only so many that the cost model ranks first; None: all.
@@ -97,7 +99,7 @@ def field(
     has_default = False
     for name in (NATIVE, *names):
         backend = op.backends.get(name)
-        reason = "the op has no such backend" if backend is None else backend.supports(*args)
+        reason = "the op has no such backend" if backend is None else backend.refuse(call)
         if backend is None or reason is not None:
             refused.append((name, reason or ""))
         elif name == NATIVE:
@@ -122,13 +124,13 @@ def field(
 
 
 def _likeliest(
-    op: Op, found: list[Candidate], key: Key, arch: Arch, limit: int
+    op: AnyOp, found: list[Candidate], key: Key, arch: Arch, limit: int
 ) -> tuple[list[Candidate], list[tuple[str, str]]]:
     """The candidates without configurations beyond the first `limit` by the model, in its order; and what was left.
 
     What is in every contest stays, and so do backends that the model does not describe.
     """
-    ranked = cost_model.rank(op, key, arch)
+    ranked = cost_model.rank(op.study.kernels, key, arch)
     places = {(choice.backend, choice.config): place for place, choice in enumerate(ranked)}
     described = {choice.backend for choice in ranked}
     tried = [one for one in found if one.role == "tried" and one.config is not None and one.backend in described]

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware
+from wavecrest import hardware, ops
 from wavecrest.bench import suites
-from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.records import provenance
@@ -36,7 +36,7 @@ def greeting(device: hardware.Device, modules: tuple[str, ...], seconds: float) 
     return {"device": device.to_dict() | {"index": 0}, "modules": list(modules), "seconds": seconds}
 
 
-def job(op: Op, one: trial.Trial) -> dict[str, Any]:
+def job(op: AnyOp, one: trial.Trial) -> dict[str, Any]:
     """A key as JSON."""
     return {
         "op": op.name,
@@ -55,7 +55,7 @@ def job(op: Op, one: trial.Trial) -> dict[str, Any]:
     }
 
 
-def trial_of(asked: dict[str, Any], op: Op, device: str) -> trial.Trial:
+def trial_of(asked: dict[str, Any], op: AnyOp, device: str) -> trial.Trial:
     """What `job` was given, with a case of this process.
 
     Raises:
@@ -71,7 +71,7 @@ def trial_of(asked: dict[str, Any], op: Op, device: str) -> trial.Trial:
     return trial.Trial(case, key, field, dict(asked["refused"]), dict(asked["ended"]), asked["alone"], asked["source"])
 
 
-def _case(name: str, source: dict[str, Any], op: Op, key: registry.Key, device: str) -> suites.Case:
+def _case(name: str, source: dict[str, Any], op: AnyOp, key: Key, device: str) -> suites.Case:
     if "suite" in source:
         case = next((case for case in suites.cases(op, source["suite"], device) if case.name == name), None)
         if case is None:
@@ -81,9 +81,9 @@ def _case(name: str, source: dict[str, Any], op: Op, key: registry.Key, device: 
     else:
         # a call that is made from its key has that key, or is refused
         return suites.Case(name, partial(misses.call, op, misses.parts_of(op, key), device))
-    args = case.make()
-    op.check(*args)
-    other = op.key(*args)
+    call = case.make()
+    op.check(call)
+    other = op.key(call)
     if other != key:
         raise InvalidArgument(f"{name} has the key {other} in this process, not {key}: is this the same wavecrest?")
     return case
@@ -98,7 +98,7 @@ def answer(asked: dict[str, Any], device: hardware.Device, seconds: float, say: 
     tell(trial.Step("make"))
     try:
         with torch.no_grad():
-            op = registry.get(asked["op"])
+            op = ops.get(asked["op"])
             one = trial_of(asked, op, device.torch_name)
             timer = contest.timer_of(device.torch_name)
             tuned = trial.tune_key(op, one, device, seconds=seconds, timer=timer, tell=tell)

@@ -24,8 +24,6 @@ FINALISTS = 3
 FINAL_ROUNDS = 60
 # a lead that may be smaller than this is none
 TIE = 0.01
-# samples kept in a record, of each finalist
-KEPT_SAMPLES = 50
 
 
 class Timer(Protocol):
@@ -118,13 +116,14 @@ def final(
     if not entrants:
         return [], None
     taken = timer([entrant.call for entrant in entrants], rounds=FINAL_ROUNDS, seconds=seconds)
-    step = math.ceil(taken.rounds / KEPT_SAMPLES)
-    for entrant, series in zip(entrants, taken.samples, strict=True):
+    for entrant, exact in zip(entrants, taken.samples, strict=True):
+        # nanoseconds, as the record has them, so that what is judged can be computed again from it
+        series = tuple(round(sample, 6) for sample in exact)
         entrant.series = series
         entrant.row.status = "timed"
         entrant.row.ms = statistics.median(series)
         entrant.row.ci = timing.bootstrap_median(series)
-        entrant.row.samples = [round(sample, 6) for sample in series[::step]]
+        entrant.row.samples = list(series)
     return [entrant for entrant in entrants if not _impossible(entrant, entrant.row.ms, least_ms)], taken
 
 

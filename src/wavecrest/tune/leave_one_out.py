@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from wavecrest import records
-from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Op
+from wavecrest import ops, records
+from wavecrest.dispatch import lookup
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config, Row, near
 from wavecrest.tune import session
 from wavecrest.tune.candidates import NATIVE
@@ -55,7 +55,7 @@ class Summary:
 
 def decide(record: records.TuneRecord) -> list[Left]:
     """Every key of a record that has a winner, and a default that was timed."""
-    op = registry.get(record.op)
+    op = ops.get(record.op)
     fields = lookup.fields_of(op)
     keys = [key for key in record.keys if key.backend is not None and key.us is not None]
     rows = [session.row_of(key, fields, record.suite, record.header) for key in keys]
@@ -95,7 +95,7 @@ def _times(key: records.TunedKey) -> dict[Choice, float]:
     }
 
 
-def _fallback(op: Op, key: records.TunedKey) -> Choice:
+def _fallback(op: AnyOp, key: records.TunedKey) -> Choice:
     """What runs where nothing is measured: the backend of the highest priority that took the call."""
     taking = _taking(key)
     first = next((backend.name for backend in op.by_priority() if backend.name in taking), NATIVE)
@@ -110,7 +110,7 @@ def _taking(key: records.TunedKey) -> tuple[str, ...]:
 
 
 def _chosen(
-    op: Op,
+    op: AnyOp,
     row: Row,
     rows: Sequence[Row],
     times: dict[Choice, float],

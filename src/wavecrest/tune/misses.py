@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
+from wavecrest import ops
 from wavecrest.bench import suites
-from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Key, Op
+from wavecrest.dispatch import lookup
+from wavecrest.dispatch.call import AnyCall
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Cell
 from wavecrest.dispatch.tuned.misses import Miss
 from wavecrest.errors import InvalidArgument, Unsupported
@@ -17,7 +19,7 @@ from wavecrest.errors import InvalidArgument, Unsupported
 ROW_PARTS = ("rows", "columns", "dtype")
 
 
-def cases(op: Op, misses: Sequence[Miss], arch: str, device: str) -> tuple[list[suites.Case], dict[str, str]]:
+def cases(op: AnyOp, misses: Sequence[Miss], arch: str, device: str) -> tuple[list[suites.Case], dict[str, str]]:
     """The cases of an op's misses, and those that cannot be tuned here, with the reasons.
 
     Args:
@@ -38,7 +40,7 @@ def cases(op: Op, misses: Sequence[Miss], arch: str, device: str) -> tuple[list[
     return found, left
 
 
-def _reason(op: Op, miss: Miss, arch: str) -> str:
+def _reason(op: AnyOp, miss: Miss, arch: str) -> str:
     """Why a miss is no case; "" where it is one."""
     if miss.arch != arch:
         return f"was missed on {miss.arch}, and this is {arch}"
@@ -53,42 +55,43 @@ def _reason(op: Op, miss: Miss, arch: str) -> str:
     return ""
 
 
-def parts_of(op: Op, key: Key) -> dict[str, Cell]:
+def parts_of(op: AnyOp, key: Key) -> dict[str, Cell]:
     """What `call` takes, of a key of the op."""
     fields = lookup.fields_of(op)
     return {name: part for name, part in zip(op.key_fields, key, strict=True) if name in fields}
 
 
-def call(op: Op, parts: Mapping[str, Cell], device: str) -> tuple[Any, ...]:
-    """The arguments of a call with a key, whose parts have their names.
+def call(op: AnyOp, parts: Mapping[str, Cell], device: str) -> AnyCall:
+    """A call with a key, whose parts have their names.
 
     Raises:
         InvalidArgument: the op cannot make one.
     """
     try:
-        args = _arguments(op, parts, device)
+        found = _made(op, parts, device)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{op.name} has no such key: {type(error).__name__}: {error}") from error
-    if args is not None:
-        op.check(*args)
-        made = dict(zip(op.key_fields, op.key(*args), strict=True))
+    if found is not None:
+        op.check(found)
+        made = dict(zip(op.key_fields, op.key(found), strict=True))
         other = [name for name in parts if made.get(name) != parts[name]]
         if not other:
-            return args
+            return found
         raise InvalidArgument(f"{op.name} makes no call from this key: {', '.join(other)} would be other")
     unknown = " (of a call inside torch.compile, whose rows are not known)" if parts.get("rows") == 0 else ""
     raise InvalidArgument(f"{op.name} makes no call from this key{unknown}: tune its suite, or pin a backend")
 
 
-def _arguments(op: Op, parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
-    if op.call_of_key is not None:
-        return op.call_of_key(parts, device)
-    if op.sizes != ("M", "N") or not all(name in parts for name in ROW_PARTS):
+def _made(op: AnyOp, parts: Mapping[str, Cell], device: str) -> AnyCall | None:
+    study = op.study
+    if study.call_of_key is not None:
+        return study.call_of_key(parts, device)
+    if study.sizes != ("M", "N") or not all(name in parts for name in ROW_PARTS):
         return None
     rows, columns, dtype = (parts[name] for name in ROW_PARTS)
     if not isinstance(rows, int) or not isinstance(columns, int) or min(rows, columns) < 1:
         return None
-    return op.inputs(rows, columns, suites.dtype_of(str(dtype)), device)
+    return study.inputs(rows, columns, suites.dtype_of(str(dtype)), device)
 
 
 def _text(value: Cell) -> str:
@@ -105,6 +108,6 @@ def by_op(misses: Sequence[Miss]) -> dict[str, list[Miss]]:
     """
     found: dict[str, list[Miss]] = {}
     for miss in misses:
-        registry.get(miss.op)
+        ops.get(miss.op)
         found.setdefault(miss.op, []).append(miss)
     return found

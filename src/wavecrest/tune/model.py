@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from wavecrest import records
+from wavecrest import ops, records
 from wavecrest.bench import suites
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.decision import Decision, Key
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Cell, Entry, Overlay, Row
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import Device
@@ -34,9 +35,9 @@ SETTLED = {"exact": "has a measured row", "forced": "is forced or pinned"}
 class Called:
     """A key that a workload's calls have: how often in one pass over its buckets, and what runs them."""
 
-    op: Op
-    key: registry.Key
-    decision: registry.Decision
+    op: AnyOp
+    key: Key
+    decision: Decision
     calls: int
 
     @property
@@ -51,7 +52,7 @@ def called(workload: Workload) -> list[Called]:
     with registry.coverage() as seen:
         for bucket in workload.buckets:
             workload.run(bucket)
-    found = [Called(registry.get(one.op), one.key, one, calls) for one, calls in seen]
+    found = [Called(ops.get(one.op), one.key, one, calls) for one, calls in seen]
     return sorted(found, key=lambda one: -one.calls)
 
 
@@ -123,7 +124,7 @@ def tune(
             arch = record.header.device["arch"]
             entries = []
             for name, own in rows.items():
-                fields = lookup.fields_of(registry.get(name))
+                fields = lookup.fields_of(ops.get(name))
                 entries += [Entry(arch, name, fields, row) for row in own.values()]
             overlay.write(entries)
             registry.reread()
@@ -174,7 +175,7 @@ def _found(record: WorkloadTuneRecord, name: str) -> dict[str, dict[tuple[Cell, 
     """
     rows: dict[str, dict[tuple[Cell, ...], Row]] = {}
     for made in record.tunes:
-        fields = lookup.fields_of(registry.get(made.op))
+        fields = lookup.fields_of(ops.get(made.op))
         tuned = {one.case: one for one in made.keys}
         for one in record.keys:
             if one.op != made.op or one.left:
@@ -258,12 +259,10 @@ def _verdict(record: WorkloadTuneRecord, pairs: dict[str, timing.Paired]) -> tup
     return "tie", "no gain of the workload is proven: what ran before stays"
 
 
-def _check_used(
-    record: WorkloadTuneRecord, changed: list[CalledKey], used: dict[tuple[str, registry.Key], registry.Decision]
-) -> None:
+def _check_used(record: WorkloadTuneRecord, changed: list[CalledKey], used: dict[tuple[str, Key], Decision]) -> None:
     """Note at a key if its row did not decide in the second timing."""
     decided = {
-        (op, tuple(misses.parts_of(registry.get(op), key).values())): decision for (op, key), decision in used.items()
+        (op, tuple(misses.parts_of(ops.get(op), key).values())): decision for (op, key), decision in used.items()
     }
     for one in changed:
         decision = decided.get((one.op, tuple(one.key.values())))

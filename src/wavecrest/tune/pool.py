@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wavecrest import records
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.tune import child, lanes
 from wavecrest.tune.trial import Trial, unsolved
@@ -73,7 +73,7 @@ class Pool:
         expected: what a child must say of itself when it is ready, by name.
     """
 
-    op: Op
+    op: AnyOp
     hello: dict[str, Any]
     timeout: float
     deadline: float = math.inf

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from wavecrest import hardware, records
+from wavecrest import hardware, ops, records
 from wavecrest.bench import suites
 from wavecrest.dispatch import lookup, registry
-from wavecrest.dispatch.registry import Key, Op
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config, Entry, Evidence, Overlay, Row, database
 from wavecrest.dispatch.tuned.row import versions_text
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
@@ -23,6 +24,8 @@ from wavecrest.tune import ahead, candidates, child, contest, lanes, pool, trial
 
 # what a row names as its record where none is kept
 NO_RECORD = "no record kept"
+# the folder that holds the records of shipped rows
+FOLDER = "evidence"
 
 # what is going on, how many of it are done, and how many there are
 OnStep = Callable[[str, int, int], None]
@@ -70,11 +73,12 @@ class Targets:
     table: Path | None = None
     overlay: Overlay | None = None
 
-    def prepare(self, op: Op, arch: str) -> None:
+    def prepare(self, op: AnyOp, header: provenance.Header) -> None:
         """Find out, before anything is measured, whether both can be written.
 
         Raises:
-            InvalidArgument: the table is one of another op or architecture, or has no record.
+            InvalidArgument: the table is one of another op or architecture, has no record, or is one of the package's
+                own and no commit has what would be measured.
             OutputError: a file cannot be written.
             TableError: the table, or the user's database, is damaged.
         """
@@ -89,13 +93,20 @@ class Targets:
             return
         if self.record is None:
             raise InvalidArgument("a table's rows name the record they come from: give --out FILE too")
+        if self.table.resolve().is_relative_to(database.DATA.resolve()) and not header.reproducible:
+            here = "no commit is known" if header.commit is None else f"this is {header.commit}"
+            raise InvalidArgument(
+                f"{self.table} ships with the package, and its rows are measured with what a commit has; {here}: "
+                "commit first, or give another --table"
+            )
+        arch = header.device["arch"]
         if self.table.parent.name in hardware.ARCHS and self.table.parent.name != arch:
             raise InvalidArgument(f"{self.table} is for {self.table.parent.name}, and this is {arch}")
-        if self.table.stem in registry.names() and self.table.stem != op.name:
+        if self.table.stem in ops.names() and self.table.stem != op.name:
             raise InvalidArgument(f"{self.table} is for {self.table.stem}, and this is {op.name}")
         database.read(self.table, lookup.fields_of(op))
 
-    def write(self, op: Op, record: records.TuneRecord) -> None:
+    def write(self, op: AnyOp, record: records.TuneRecord) -> None:
         """Write the record, and the rows of its keys into the tables, each file whole or not at all."""
         if self.record is not None:
             records.save(record, self.record)
@@ -111,12 +122,21 @@ class Targets:
 
 
 def named(path: Path) -> str:
-    """How a table names a record: by its place under benchmarks/results, or by its name."""
-    parts = path.resolve().parts
-    for index in range(len(parts) - 2, 0, -1):
-        if parts[index - 1 : index + 1] == ("benchmarks", "results"):
-            return "/".join(parts[index + 1 :])
-    return path.name
+    """How a table names a record: its `place`, "@", and the hash of its content (`files.content_hash`).
+
+    The hash says which version of the file a row rests on.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return f"{place(path)}@{files.content_hash(path)}"
+
+
+def place(path: Path) -> str:
+    """Where a record is: its path under a folder `evidence`, or its name."""
+    parts = path.resolve().parts[:-1]
+    folder = parts[len(parts) - parts[::-1].index(FOLDER) :] if FOLDER in parts else ()
+    return "/".join((*folder, path.name))
 
 
 def row_of(found: records.TunedKey, fields: tuple[str, ...], record: str, header: provenance.Header) -> Row:
@@ -147,7 +167,7 @@ def evidence_of(found: records.TunedKey, header: provenance.Header) -> Evidence:
 class _Run:
     """The state of a run."""
 
-    op: Op
+    op: AnyOp
     device: hardware.Device
     settings: Settings
     targets: Targets
@@ -206,7 +226,7 @@ def tune(
         trust.DeviceLost: a kernel ended the device; what was found before is written.
         EnvironmentProblem: no child process is left to tune in; what was found before is written.
     """
-    op = registry.get(name)
+    op = ops.get(name)
     names = candidates.backends(op, settings.backends)
     if cases is None:
         found = suites.cases(op, settings.suite, device.torch_name, matching=settings.matching)
@@ -215,12 +235,14 @@ def tune(
     if not found:
         raise InvalidArgument(f"no case of suite {settings.suite!r} has {settings.matching!r} in its name")
     targets = targets or Targets()
-    targets.prepare(op, device.arch)
+    header = provenance.header(device, command=command)
+    targets.prepare(op, header)
     record = records.TuneRecord(
-        header=provenance.header(device, command=command),
+        header=header,
         op=op.name,
         suite=settings.suite,
         budget_seconds=settings.budget,
+        samples="full",
     )
     run = _Run(
         op, device, settings, targets, record,
@@ -267,6 +289,7 @@ def _finished(targets: Targets, record: records.TuneRecord) -> tuple[list[record
         ("device", before.header.device["name"], record.header.device["name"]),
         ("versions", before.header.versions, record.header.versions),
         ("commit", before.header.commit, record.header.commit),
+        ("form of samples", before.samples, record.samples),
     ):
         if was != now:
             raise InvalidArgument(f"{targets.record} has another {what} ({was}, and this is {now}): give another --out")
@@ -282,14 +305,14 @@ def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[
     for index, case in enumerate(found):
         run.on_step("cases", index, len(found))
         try:
-            args = case.make()
-            op.check(*args)
-            key = op.key(*args)
+            call = case.make()
+            op.check(call)
+            key = op.key(call)
             if key in seen:
                 run.record.left[case.name] = f"has the key of {seen[key]}"
                 continue
             settings = run.settings
-            field = candidates.field(op, args, key, arch, names, settings.candidates, settings.configs_of(case.name))
+            field = candidates.field(op, call, key, arch, names, settings.candidates, settings.configs_of(case.name))
             one = trial.Trial(case, key, field)
             if not one.field.candidates:
                 reasons = "; ".join(f"{name} {reason}" for name, reason in one.field.refused)
@@ -299,7 +322,7 @@ def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[
             named = {candidates.named(other): place for place, other in enumerate(one.field.candidates)}
             one.ended = {named[text]: reason for text, reason in known.items() if text in named}
             if not kernels.note and arch is not None:
-                kernels.add(op, case.name, args, one.field.candidates, arch)
+                kernels.add(op, case.name, call, one.field.candidates, arch)
         except torch.OutOfMemoryError as error:
             run.record.left[case.name] = f"out of memory: {trust.first_line(error)}"
             continue

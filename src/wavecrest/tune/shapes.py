@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wavecrest import ops
 from wavecrest.bench import suites
-from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.call import AnyCall
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, TableError
 
 # of a row that names none
@@ -28,16 +29,16 @@ class Shapes:
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def call(op: Op, sizes: Sequence[int], dtype: str, device: str) -> tuple[Any, ...]:
-    """The arguments of a call with sizes, as `Op.inputs` makes them."""
-    return op.inputs(*sizes, suites.dtype_of(dtype), device)
+def call(op: AnyOp, sizes: Sequence[int], dtype: str, device: str) -> AnyCall:
+    """A call with sizes, as `Study.inputs` makes it."""
+    return op.study.inputs(*sizes, suites.dtype_of(dtype), device)
 
 
 def read(path: Path, device: str) -> dict[str, Shapes]:
     """The shapes of a file, by op, each once.
 
     Args:
-        path: CSV with a header: `op`, the op's sizes by name (gemm: M, N, K; others `Op.sizes`), and, if wanted,
+        path: CSV with a header: `op`, the op's sizes by name (gemm: M, N, K; others `Study.sizes`), and, if wanted,
             `dtype` (bfloat16 where it is empty). Sizes of other ops are left empty.
         device: where the cases' tensors are to be.
 
@@ -78,7 +79,7 @@ def read(path: Path, device: str) -> dict[str, Shapes]:
     return found
 
 
-def _shape(row: dict[str, str]) -> tuple[Op, tuple[int, ...], str]:
+def _shape(row: dict[str, str]) -> tuple[AnyOp, tuple[int, ...], str]:
     """The op, sizes and dtype of a row.
 
     Raises:
@@ -86,16 +87,16 @@ def _shape(row: dict[str, str]) -> tuple[Op, tuple[int, ...], str]:
     """
     if "op" not in row:
         raise InvalidArgument("names no op")
-    op = registry.get(row.pop("op"))
+    op = ops.get(row.pop("op"))
     text = row.pop("dtype", DTYPE)
     try:
         dtype = str(suites.dtype_of(text)).removeprefix("torch.")
     except InvalidArgument:
         raise InvalidArgument(f"dtype is {text!r}, and must be one of {', '.join(suites.SHORT_DTYPES)}") from None
-    if set(row) != set(op.sizes):
-        raise InvalidArgument(f"{op.name} has the sizes {', '.join(op.sizes)}, not {', '.join(row) or 'none'}")
+    if set(row) != set(op.study.sizes):
+        raise InvalidArgument(f"{op.name} has the sizes {', '.join(op.study.sizes)}, not {', '.join(row) or 'none'}")
     sizes = []
-    for name in op.sizes:
+    for name in op.study.sizes:
         if not row[name].isdecimal() or int(row[name]) < 1:
             raise InvalidArgument(f"{name} is {row[name]!r}, and must be a whole number above zero")
         sizes.append(int(row[name]))

@@ -16,7 +16,8 @@ import torch
 
 from wavecrest import records
 from wavecrest.bench import suites
-from wavecrest.dispatch.registry import Key, Op
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.hardware import Device
 from wavecrest.measure.timing import Interleaved
 from wavecrest.tune import candidates, contest, trust
@@ -70,7 +71,7 @@ class Trial:
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def empty(op: Op, trial: Trial) -> records.TunedKey:
+def empty(op: AnyOp, trial: Trial) -> records.TunedKey:
     """A key without a result yet, with what declined it."""
     fields = op.key_fields or tuple(f"part {index}" for index in range(len(trial.key)))
     tuned = records.TunedKey(case=trial.case.name, key=dict(zip(fields, trial.key, strict=True)))
@@ -95,7 +96,7 @@ def row_of(trial: Trial, index: int) -> records.TuneCandidate:
     return row
 
 
-def unsolved(op: Op, trial: Trial, problem: str) -> records.TunedKey:
+def unsolved(op: AnyOp, trial: Trial, problem: str) -> records.TunedKey:
     """A key that could not be tuned, with what is known of its candidates."""
     tuned = empty(op, trial)
     known = [index for index in range(len(trial.field.candidates)) if index in trial.refused or index in trial.ended]
@@ -105,7 +106,7 @@ def unsolved(op: Op, trial: Trial, problem: str) -> records.TunedKey:
 
 
 def tune_key(
-    op: Op, trial: Trial, device: Device, *, seconds: float, timer: contest.Timer, tell: Tell = untold
+    op: AnyOp, trial: Trial, device: Device, *, seconds: float, timer: contest.Timer, tell: Tell = untold
 ) -> records.TunedKey:
     """The result of a key; its `problem` says why it has no winner.
 
@@ -153,12 +154,12 @@ class _Told:
 
 
 def _contest(
-    op: Op, trial: Trial, device: Device, seconds: float, timer: contest.Timer, tell: Tell, tuned: records.TunedKey
+    op: AnyOp, trial: Trial, device: Device, seconds: float, timer: contest.Timer, tell: Tell, tuned: records.TunedKey
 ) -> None:
     tell(Step("make"))
-    args = trial.case.make()
-    right = trust.oracle(op, args)
-    least_ms = trust.least_ms(op, args, right, device.known)
+    call = trial.case.make()
+    right = trust.oracle(op, call)
+    least_ms = trust.least_ms(op, call, right, device.known)
     tuned.least_us = None if least_ms is None else round(least_ms * 1e3, 3)
     entrants: list[contest.Entrant] = []
     places: dict[int, int] = {}
@@ -168,9 +169,9 @@ def _contest(
         if index in trial.refused or index in trial.ended:
             continue
         tell(Step("first", (index,)))
-        call = trust.admit(op, candidate, args, right, row)
-        if call is not None:
-            entrants.append(contest.Entrant(row, call))
+        run = trust.admit(op, candidate, call, right, row)
+        if run is not None:
+            entrants.append(contest.Entrant(row, run))
             places[id(row)] = index
     if trial.alone:
         for entrant in entrants:
@@ -189,7 +190,7 @@ def _contest(
         # once more after thousands of calls: an error that comes and goes is a race
         place = places[id(winner.row)]
         tell(Step("again", (place,)))
-        if trust.admit(op, trial.field.candidates[place], args, right, winner.row) is not None:
+        if trust.admit(op, trial.field.candidates[place], call, right, winner.row) is not None:
             break
         winner.row.reason = f"after it was timed: {winner.row.reason}"
         # others were dropped because of its time

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from wavecrest import records
 from wavecrest.bench import ops as bench
-from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Op
+from wavecrest.dispatch.call import AnyCall
+from wavecrest.dispatch.keys import dtype_name
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.hardware import Arch
 from wavecrest.measure import numerics
@@ -48,19 +49,19 @@ class Oracle:
     bounds: tuple[Tensor, ...] | None
 
 
-def oracle(op: Op, args: tuple[Any, ...]) -> Oracle:
+def oracle(op: AnyOp, call: AnyCall) -> Oracle:
     """The oracle for a checked call."""
-    bound = None if op.bound is None else op.bound(*args)
-    return Oracle(bench.results_of(op.reference(*args)), None if bound is None else bench.results_of(bound))
+    bound = None if op.study.bound is None else op.study.bound(call)
+    return Oracle(bench.results_of(op.reference(call)), None if bound is None else bench.results_of(bound))
 
 
-def call_of(op: Op, candidate: Candidate, args: tuple[Any, ...]) -> Callable[[], Any]:
+def call_of(op: AnyOp, candidate: Candidate, call: AnyCall) -> Callable[[], Any]:
     """The call of a candidate as dispatch makes it once its signature is known."""
     backend = op.backends[candidate.backend]
-    options = {} if candidate.config is None else {"config": candidate.config}
+    config = () if candidate.config is None else (candidate.config,)
     if backend.bind is not None:
-        return partial(backend.bind(*args, **options), *args)
-    return partial(backend.run, *args, **options)
+        return partial(backend.bind(call, *config), call)
+    return partial(backend.run, call, *config)
 
 
 @contextmanager
@@ -87,7 +88,7 @@ def poisoned() -> Iterator[None]:
 
 
 def admit(
-    op: Op, candidate: Candidate, args: tuple[Any, ...], right: Oracle, row: records.TuneCandidate
+    op: AnyOp, candidate: Candidate, call: AnyCall, right: Oracle, row: records.TuneCandidate
 ) -> Callable[[], Any] | None:
     """Run a candidate once; its call if it is right, else None with status and reason in `row`.
 
@@ -99,11 +100,11 @@ def admit(
     try:
         # PyTorch chooses other kernels where memory is filled for it, and writes its results whole
         with nullcontext() if candidate.role == "native" else poisoned():
-            call = call_of(op, candidate, args)
-            results = bench.results_of(call())
+            run = call_of(op, candidate, call)
+            results = bench.results_of(run())
             _synchronize(device)
         row.first_ms = row.first_ms or round((time.perf_counter() - begin) * 1e3, 3)
-        wrong = _wrong(op, candidate, args, results, right, row)
+        wrong = _wrong(op, candidate, call, results, right, row)
     # whatever a kernel or its compiler raises is this candidate's fate alone, if the device survives it
     except Exception as error:
         row.status, row.reason = "failed", f"raised {type(error).__name__}: {first_line(error)}"
@@ -112,7 +113,7 @@ def admit(
     if wrong:
         row.status, row.reason = "wrong", wrong
         return None
-    return call
+    return run
 
 
 def require(device: torch.device, what: str) -> None:
@@ -133,16 +134,16 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _wrong(
-    op: Op,
+    op: AnyOp,
     candidate: Candidate,
-    args: tuple[Any, ...],
+    call: AnyCall,
     results: tuple[Tensor, ...],
     right: Oracle,
     row: records.TuneCandidate,
 ) -> str:
     """What is wrong with results, or an empty string."""
-    first = next(value for value in args if isinstance(value, Tensor))
-    limits = bench.limits_of(op, registry.dtype_name(first))
+    first = next(value for value in call if isinstance(value, Tensor))
+    limits = bench.limits_of(op, dtype_name(first))
     native = candidate.role == "native" or op.backends[candidate.backend].as_native
     if native:
         values = limits.values
@@ -187,7 +188,7 @@ def _beyond(got: Tensor, want: Tensor, bound: Tensor, row: records.TuneCandidate
     return f"{count} of {share.numel()} elements are beyond the bound, {place} by {worst:.3g} times it"
 
 
-def least_ms(op: Op, args: tuple[Any, ...], right: Oracle, arch: Arch | None) -> float | None:
+def least_ms(op: AnyOp, call: AnyCall, right: Oracle, arch: Arch | None) -> float | None:
     """The time in ms below which no measurement of a call can be true; None where the hardware is unknown.
 
     Bytes that must be read over the peak of the memory, or operations over the peak of their type, whichever takes
@@ -195,9 +196,9 @@ def least_ms(op: Op, args: tuple[Any, ...], right: Oracle, arch: Arch | None) ->
     """
     if arch is None:
         return None
-    cost = op.cost(*args)
+    cost = op.study.cost(call)
     read = max(0, cost.bytes - sum(result.nbytes for result in right.results))
-    first = next(value for value in args if isinstance(value, Tensor))
+    first = next(value for value in call if isinstance(value, Tensor))
     seconds = max(read / (arch.bandwidth * 1e9), cost.flops / (peak(arch, first.dtype) * 1e12))
     return seconds * 1e3 * PEAK_SLACK
 

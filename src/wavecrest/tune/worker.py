@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavecrest.dispatch import registry
+from wavecrest import ops
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
@@ -66,9 +66,10 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     try:
         arch = ARCHS[job["arch"]]
-        launches = registry.get(job["op"]).backends[job["backend"]].launches
+        op = ops.get(job["op"])
+        launches = op.study.kernel(job["backend"]).launches
         assert launches is not None
-        made = launches(*arguments(job["args"]), config=Config(**job["config"]), arch=arch)
+        made = launches(op.call_of(arguments(job["args"])), Config(**job["config"]), arch)
         compiled = compiler.build(made[job["index"]], arch.name)
     except (Unsupported, InvalidArgument) as error:
         return {"error": str(error)}

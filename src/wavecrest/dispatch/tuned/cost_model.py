@@ -21,17 +21,14 @@ Peaks, bandwidth, clock, L2 size and compute units are those of `hardware.Arch`,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from wavecrest.dispatch.tuned.config import Config
 from wavecrest.dispatch.tuned.row import Proposal
 from wavecrest.hardware import Arch
 from wavecrest.hardware.occupancy import occupancy, unit
-
-if TYPE_CHECKING:
-    from wavecrest.dispatch.registry import Op
 
 # bytes a cycle and compute unit: its port to the L2 (NVIDIA: 64, AMD CDNA 2 white paper: 64), and LDS
 L2_BYTES, LDS_BYTES = 64, 128
@@ -234,37 +231,56 @@ def predict(works: Sequence[Work], arch: Arch, constants: Constants = CONSTANTS)
     return Prediction(sum(terms.values()), terms) if works else None
 
 
+class Described(Protocol):
+    """A kernel that says what its launches do (see `wavecrest.dispatch.study.KernelStudy`)."""
+
+    @property
+    def space(self) -> Callable[[tuple[Any, ...], Arch], Iterable[Config]] | None:
+        """The configurations worth trying for a key, the default first."""
+
+    @property
+    def work(self) -> Callable[[tuple[Any, ...], Config, Arch], tuple[Work, ...]] | None:
+        """What the launches of a key do."""
+
+
 def rank(
-    op: Op, key: tuple[Any, ...], arch: Arch, backends: Iterable[str] | None = None, constants: Constants = CONSTANTS
+    kernels: Mapping[str, Described],
+    key: tuple[Any, ...],
+    arch: Arch,
+    backends: Iterable[str] | None = None,
+    constants: Constants = CONSTANTS,
 ) -> list[Choice]:
-    """The configurations of an op's backends for a key, the fastest by the model first, in order of trial where equal.
+    """The configurations of an op's kernels for a key, the fastest by the model first, in order of trial where equal.
 
     Args:
-        op, key: the call's; of a key that does not say how much there is to do there are none.
+        kernels: by backend, the one of the highest priority first.
+        key: the call's; of a key that does not say how much there is to do nothing is ranked.
         arch: where it would run, here or not.
         backends: only these; None: all that describe their work.
         constants: see `Constants`.
     """
     found = []
-    for backend in op.by_priority():
-        if backend.work is None or backend.space is None or (backends is not None and backend.name not in backends):
+    for name, kernel in kernels.items():
+        if kernel.work is None or kernel.space is None or (backends is not None and name not in backends):
             continue
-        for place, config in enumerate(dict.fromkeys(backend.space(key, arch))):
-            prediction = predict(backend.work(key, config, arch), arch, constants)
+        for place, config in enumerate(dict.fromkeys(kernel.space(key, arch))):
+            prediction = predict(kernel.work(key, config, arch), arch, constants)
             if prediction is not None:
-                found.append(Choice(backend.name, config, place == 0, prediction))
+                found.append(Choice(name, config, place == 0, prediction))
     return sorted(found, key=lambda choice: choice.prediction.us)
 
 
-def propose(op: Op, key: tuple[Any, ...], arch: Arch, _taking: Sequence[str], fallback: str) -> Proposal | None:
-    """What to run in place of the fallback's default configuration, or None to keep it; see `registry.Op.model`.
+def propose(
+    kernels: Mapping[str, Described], key: tuple[Any, ...], arch: Arch, _taking: Sequence[str], fallback: str
+) -> Proposal | None:
+    """What to run in place of the fallback's default configuration, or None to keep it; see `Study.model`.
 
     Of the fallback alone: a library's time is not modelled, and other kernels of ours run where a measured row names
     them. On architectures that the model was not held against the default stays.
     """
     if arch.name not in HELD_AGAINST:
         return None
-    found = rank(op, key, arch, (fallback,))
+    found = rank(kernels, key, arch, (fallback,))
     default = next((one for one in found if one.default), None)
     if default is None or default.prediction.us < LEAD * found[0].prediction.us:
         return None

@@ -249,7 +249,7 @@ def emulated(
 ) -> Iterator[EmulatedDriver]:
     """Run Triton kernels, those of the ops too, as machine code of an AMD architecture on the CPU.
 
-    Inside, `kernel[grid](...)` takes CPU tensors and `registry.get(name).run("triton", ...)` launches with the
+    Inside, `kernel[grid](...)` takes CPU tensors and `ops.get(name).run("triton", ...)` launches with the
     configuration that is shipped for `arch`. On leaving all is as before.
 
     Args:

@@ -51,7 +51,10 @@ class CaseResult(files.Model):
 
 
 class EmulationRecord(files.Model):
-    """`wavecrest isa run OP`."""
+    """`wavecrest isa run OP`.
+
+    `sources` has the hashes (`isa.sources`) of the kernels that ran, by name; none in records from before 2026-11-24.
+    """
 
     kind: Literal["emulation"] = "emulation"
     format_version: int = FORMAT_VERSION
@@ -59,6 +62,7 @@ class EmulationRecord(files.Model):
     arch: str
     # commit of the checkout that gives opcodes their meaning
     tinygrad: str
+    sources: dict[str, list[str]] = Field(default_factory=dict)
     cases: list[CaseResult]
 
     @property
@@ -66,6 +70,19 @@ class EmulationRecord(files.Model):
         """True if something ran and nothing was wrong."""
         outcomes = [case.outcome for case in self.cases]
         return "ok" in outcomes and not {"wrong", "failed"} & set(outcomes)
+
+    def stale(self, now: dict[str, list[str]]) -> dict[str, list[str]]:
+        """The kernels that no longer exist as they ran, by op.
+
+        Args:
+            now: the hashes of today's kernels (`isa.sources.kernels`). A kernel may have another name since.
+        """
+        there = {one for hashes in now.values() for one in hashes}
+        found: dict[str, set[str]] = {}
+        for case in self.cases:
+            gone = {name for name in case.work.kernels if not there.issuperset(self.sources.get(name, [""]))}
+            found.setdefault(case.op, set()).update(gone)
+        return {op: sorted(names) for op, names in found.items() if names}
 
 
 class ProgramResult(files.Model):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from wavecrest.dispatch import registry
+from wavecrest.dispatch.op import Op
 from wavecrest.errors import Unsupported
 from wavecrest.nn import Linear
 from wavecrest.ops import PackedWeight
@@ -131,7 +131,7 @@ class Joined:
 
     def _runs_tailed(self, both: Linear, x: Tensor, norm: Norm | None) -> bool:
         """True if the kernel that takes a tail is chosen for the wide layer, and takes this one; kept for a while."""
-        key = (registry.Op.epoch, x.shape, x.stride(), x.dtype, x.device, norm)
+        key = (Op.epoch, x.shape, x.stride(), x.dtype, x.device, norm)
         if key != self._key:
             given = (x,) if norm is None else (x, None, norm.weight, norm.eps)
             try:

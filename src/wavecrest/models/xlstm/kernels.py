@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wavecrest.dispatch import registry
-from wavecrest.dispatch.registry import Decision
+from wavecrest import ops
+from wavecrest.dispatch.decision import Decision, Key
 from wavecrest.errors import InvalidArgument
 from wavecrest.ops import mlstm_parallel
 from wavecrest.ops.mlstm.call import Operands, StepOperands
@@ -98,8 +98,8 @@ UNUSED = frozenset(
     }
 )  # fmt: skip
 # looked up once: torch.compile traces calls of them
-_OPS = {name: registry.get(name) for name in ("mlstm_chunkwise", "mlstm_sequence", "mlstm_step")}
-_fallbacks: dict[tuple[str, registry.Key], Fallback] = {}
+_OPS = {name: ops.get(name) for name in ("mlstm_chunkwise", "mlstm_sequence", "mlstm_step")}
+_fallbacks: dict[tuple[str, Key], Fallback] = {}
 
 
 def check(kind: str, name: str) -> Kernel:
@@ -131,7 +131,7 @@ def _call(kernel: Kernel, operands: Operands | StepOperands) -> Any:
         return op(*operands)
     op.check(*operands)
     attached = op.backends.get(kernel.backend)
-    reason = "this version has no such kernel" if attached is None else attached.supports(*operands)
+    reason = "this version has no such kernel" if attached is None else attached.refuse(operands)
     if reason is None:
         return op.call_on(kernel.backend, *operands)
     key = (kernel.name, op.key(*operands))

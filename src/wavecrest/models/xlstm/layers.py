@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wavecrest.dispatch import registry
+from wavecrest.dispatch.op import Op
 from wavecrest.errors import Unsupported
 from wavecrest.models.xlstm import kernels
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
@@ -69,7 +69,7 @@ class Choice:
         """
         if torch.compiler.is_compiling():
             return (False,) * len(asked)
-        key: list[Any] = [registry.Op.epoch, x.shape, x.dtype, x.device, torch.is_grad_enabled()]
+        key: list[Any] = [Op.epoch, x.shape, x.dtype, x.device, torch.is_grad_enabled()]
         for layers, norm in asked:
             key += [id(layer.weight) if plain(layer, Linear) else None for layer in layers]
             if norm is not None:

@@ -181,7 +181,7 @@ class xLSTMLarge(nn.Module):
         its rounding makes far beyond the cap.
         """
         # by index: nn.Embedding takes 10.9 us for 16 rows of 4096 and 2.1 for one (H200, 2026-11-23, "kernels" of
-        # xlstm.peers.json), as its kernel for up to 16 has them one after the other
+        # 2026-11-24_xlstm-peers_xlstm_7b.jsonl.gz), as its kernel for up to 16 has them one after the other
         found = self.embedding.weight[token] if plain(self.embedding, nn.Embedding) else self.embedding(token)
         x = found.unsqueeze(1)
         norm = self.backbone.out_norm

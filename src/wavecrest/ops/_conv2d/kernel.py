@@ -6,8 +6,8 @@ memory: a row knows its pixel, a step over K its taps and channels, and what is 
 
 from __future__ import annotations
 
-from wavecrest.ops._gemm.kernel import spread, tile_at
 from wavecrest.ops.common.activation import activate
+from wavecrest.ops.common.device import remap_xcd, swizzle_tile
 from wavecrest.ops.common.triton import tl, triton
 
 # what is contiguous: in x nothing, a pixel's channels or a line's pixels; in weight nothing, a tap's channels with
@@ -169,10 +169,10 @@ def _conv2d_kernel(  # type: ignore[no-untyped-def]
     K = k_units * K_ALIGN
     x_strides = _strides(stride_xb, stride_xc, stride_xh, stride_xw, X_ORDER, X_ALIGN, WIDE)
     w_strides = _strides(stride_wo, stride_wc, stride_wr, stride_ws, W_ORDER, W_ALIGN, WIDE)
-    index = spread(tl.program_id(0), tl.num_programs(0), XCDS)
+    index = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
     # groups side by side: where channels are, they read the same lines of memory
     group = index % groups
-    tile_m, tile_n = tile_at(index // groups, tiles_m, tiles_n, GROUP_M)
+    tile_m, tile_n = swizzle_tile(index // groups, tiles_m, tiles_n, GROUP_M)
     if WIDE:
         # with the strides, all that makes offsets 64 bits
         tile_m = tile_m.to(tl.int64)

@@ -6,10 +6,17 @@ finished tile (`finish`). Operands are walked by their strides; sizes are run-ti
 
 from __future__ import annotations
 
-from typing import Any
-
 from wavecrest.ops.common.activation import activate
-from wavecrest.ops.common.device import SECTOR, allow_next, await_previous, fetch, row_offsets
+from wavecrest.ops.common.device import (
+    SECTOR,
+    pdl_launch_dependents,
+    pdl_wait,
+    prefetch_l2,
+    remap_xcd,
+    row_offsets,
+    swizzle_tile,
+)
+from wavecrest.ops.common.ptx import BYTES_BF16, BYTES_FP16, BYTES_FP32, CODES_BF16, CODES_FP16, OF_BYTES_FP32
 from wavecrest.ops.common.quantized import rounded
 from wavecrest.ops.common.triton import tl, triton
 
@@ -28,29 +35,6 @@ ANY, BY_K, ACROSS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def spread(program, programs, XCDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The place of a program in the order of tiles, so that neighbours share a chiplet's L2 cache.
-
-    Workgroups are dealt to the XCDs in turn (AMD CDNA 3 and 4): those that one XCD gets are made neighbours. A
-    bijection for any number of programs.
-    """
-    if XCDS > 1:
-        xcd = program % XCDS
-        program = xcd * (programs // XCDS) + tl.minimum(xcd, programs % XCDS) + program // XCDS
-    return program
-
-
-@triton.jit
-def tile_at(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Row and column of a tile in grouped order: GROUP_M rows of tiles are gone through together, column by column."""
-    group = index // (GROUP_M * tiles_n)
-    first = group * GROUP_M
-    height = tl.minimum(tiles_m - first, GROUP_M)
-    within = index % (GROUP_M * tiles_n)
-    return first + within % height, within // height
-
-
-@triton.jit
 def _shuffled_offsets(n, k, K, KV: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where column n, row k of b lies in the (16, 16) shuffle of [N, K], KV elements a 16-byte vector."""
     block = (n // 16) * (K // 32) + k // 32
@@ -65,7 +49,7 @@ def fetch_columns(columns, mask_n, first, last, COUNT: tl.constexpr):  # type: i
     """
     each: tl.constexpr = SECTOR // (columns.dtype.element_ty.primitive_bitwidth // 8)
     offs = first + tl.arange(0, COUNT // each if each <= COUNT else 1) * each
-    fetch(columns + offs[None, :], mask_n & (offs < last)[None, :])
+    prefetch_l2(columns + offs[None, :], mask_n & (offs < last)[None, :])
 
 
 @triton.jit
@@ -113,90 +97,6 @@ def _zero_points(scales, n, k, N, K, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr
         where = n * stride_sbn + (k // GROUP) * stride_sbk
         zero = tl.load(zero_ptr + where[None, :], mask=(n < N)[None, :] & (k < K), other=8).to(tl.int16)
     return zero
-
-
-# whole numbers as 16-bit floats on NVIDIA, four bytes at a time: a number set into the mantissa of 128 (bfloat16) or
-# 1,024 (float16), whose unit is 1, less what it was set into, both exact. Conversions take 4 to 5 instructions each,
-# some of them at a quarter of the rate; this 1.5 for a 4-bit code and 2 for a byte (1.25 in float16)
-_SPREAD = """{
-.reg .b32 x0, x1, y0, y1, one, off;
-mov.b32 one, ONE;
-mov.b32 off, OFF;
-prmt.b32 x0, $BYTES, 0, FIRST;
-prmt.b32 x1, $BYTES, 0, SECOND;
-"""
-# pairs of bytes, which need no spreading: two bytes of 16 bits are of two columns
-_SHIFT = """{
-.reg .b32 x0, x1, y0, y1, one, off;
-mov.b32 one, ONE;
-mov.b32 off, OFF;
-mov.b32 x0, $BYTES;
-shr.b32 x1, $BYTES, 8;
-"""
-_CODES = """shr.b32 y0, x0, 4;
-shr.b32 y1, x1, 4;
-lop3.b32 x0, x0, 0x000F000F, MAGIC, 0xEA;
-lop3.b32 x1, x1, 0x000F000F, MAGIC, 0xEA;
-lop3.b32 y0, y0, 0x000F000F, MAGIC, 0xEA;
-lop3.b32 y1, y1, 0x000F000F, MAGIC, 0xEA;
-fma.rn.TYPEx2 $0, x0, one, off;
-fma.rn.TYPEx2 $1, x1, one, off;
-fma.rn.TYPEx2 $2, y0, one, off;
-fma.rn.TYPEx2 $3, y1, one, off;
-}"""
-# 128 + the low 7 bits, less 128, or 256 where the sign is set
-_BYTES_BF16 = """lop3.b32 y0, x0, 0x00800080, 0xC300C300, 0xEA;
-lop3.b32 y1, x1, 0x00800080, 0xC300C300, 0xEA;
-lop3.b32 x0, x0, 0x007F007F, 0x43004300, 0xEA;
-lop3.b32 x1, x1, 0x007F007F, 0x43004300, 0xEA;
-fma.rn.bf16x2 $0, x0, one, y0;
-fma.rn.bf16x2 $1, x1, one, y1;
-}"""
-# 1,024 + 128 + the number
-_BYTES_FP16 = """{
-.reg .b32 x0, x1, one, off;
-mov.b32 one, 0x3C003C00;
-mov.b32 off, 0xE480E480;
-xor.b32 x1, $BYTES, 0x80808080;
-prmt.b32 x0, x1, 0x64646464, FIRST;
-prmt.b32 x1, x1, 0x64646464, SECOND;
-fma.rn.f16x2 $0, x0, one, off;
-fma.rn.f16x2 $1, x1, one, off;
-}"""
-
-
-def _assembly(text: str, source: str, **names: str) -> Any:
-    # bytes 0 and 1, and 2 and 3, each as the lower half of 16 bits
-    for name, value in {"BYTES": source, "FIRST": "0x4140", "SECOND": "0x4342", **names}.items():
-        text = text.replace(name, value)
-    # Inductor (torch 2.11) writes the text into a file, where a line's end would end it
-    return tl.constexpr(text.replace("\n", " "))
-
-
-CODES_BF16 = _assembly(_SPREAD + _CODES, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
-CODES_FP16 = _assembly(_SPREAD + _CODES, "4", MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
-BYTES_BF16 = _assembly(_SPREAD + _BYTES_BF16, "2", ONE="0x3F803F80", OFF="0")
-BYTES_FP16 = _assembly(_BYTES_FP16, "2")
-# the same of two pairs of bytes: the first bytes of both, and the second ones
-_OF_PAIRS = {"FIRST": "0x4240", "SECOND": "0x4341"}
-CODE_PAIRS_BF16 = _assembly(_SHIFT + _CODES, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
-CODE_PAIRS_FP16 = _assembly(_SHIFT + _CODES, "4", MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
-BYTE_PAIRS_BF16 = _assembly(_SPREAD + _BYTES_BF16, "2", ONE="0x3F803F80", OFF="0", **_OF_PAIRS)
-BYTE_PAIRS_FP16 = _assembly(_BYTES_FP16, "2", **_OF_PAIRS)
-# the same in float32: 2²³ + 128 + the number. 2.25 instructions a byte, where a conversion has a quarter of their rate
-BYTES_FP32 = _assembly(
-    """{
-.reg .b32 x;
-xor.b32 x, $BYTES, 0x80808080;
-prmt.b32 $0, x, MAGIC, 0x7650;
-prmt.b32 $1, x, MAGIC, 0x7651;
-prmt.b32 $2, x, MAGIC, 0x7652;
-prmt.b32 $3, x, MAGIC, 0x7653;
-}""",
-    "4",
-    MAGIC="0x4B000000",
-)
-OF_BYTES_FP32 = tl.constexpr(2.0**23 + 128)
 
 
 @triton.jit
@@ -557,7 +457,7 @@ def _tile(  # type: ignore[no-untyped-def]
     M, N, K, _, _ = sizes
     tiles = tiles_m * tiles_n
     split = index // tiles if SPLIT_K > 1 else 0
-    tile_m, tile_n = tile_at(index - split * tiles, tiles_m, tiles_n, GROUP_M)
+    tile_m, tile_n = swizzle_tile(index - split * tiles, tiles_m, tiles_n, GROUP_M)
     first = split * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K)) if SPLIT_K > 1 else steps
     acc, acc_up = _accumulated(
@@ -571,7 +471,7 @@ def _tile(  # type: ignore[no-untyped-def]
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
             PRECISION, ACC, PTX, CHAINS, False, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-    allow_next(NEXT)
+    pdl_launch_dependents(NEXT)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if SPLIT_K > 1:
@@ -614,16 +514,16 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     operands = (a, b, c_ptr, part_ptr)
     scales = (scale_a_ptr, scale_b_ptr, zero_ptr, stride_sam, stride_sak, stride_sbn, stride_sbk)
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
-    begin = spread(tl.program_id(0), tl.num_programs(0), XCDS)
+    begin = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
     batch = tl.program_id(1)
     # `_sum_kernel`
-    allow_next(PDL and SPLIT_K > 1)
+    pdl_launch_dependents(PDL and SPLIT_K > 1)
     if EARLY:
         if EARLY > 1 and not TMA and B_ORDER == BY_K and FORMAT != SHUFFLED:
             _, _, stride = walks[1]
             tiles = tiles_m * tiles_n
             split = begin // tiles if SPLIT_K > 1 else 0
-            _, tile_n = tile_at(begin - split * tiles, tiles_m, tiles_n, GROUP_M)
+            _, tile_n = swizzle_tile(begin - split * tiles, tiles_m, tiles_n, GROUP_M)
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             columns = b + batch.to(tl.int64) * walks[1][0] + cols.to(tl.int64)[:, None] * stride
             # 4-bit codes come in units of 64, two a byte
@@ -635,7 +535,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
                 if GATED:
                     up = tl.cast(N, tl.int64) * stride
                     fetch_columns(columns + up, (cols < N)[:, None], first, last, step)
-        await_previous(True)
+        pdl_wait(True)
     if PERSISTENT:
         for index in range(begin, tiles_m * tiles_n * SPLIT_K, tl.num_programs(0)):
             _tile(
@@ -644,7 +544,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
                 BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, BOTH, False, NORM_EPS,
                 BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-        allow_next(PDL and SPLIT_K == 1)
+        pdl_launch_dependents(PDL and SPLIT_K == 1)
     else:
         _tile(
             begin, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
@@ -663,7 +563,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     SUM_M: tl.constexpr, SUM_N: tl.constexpr,
 ):  # fmt: skip
     """The parts [splits, batch, M, N] of a split product, added in their order, and finished."""
-    await_previous(PDL)
+    pdl_wait(PDL)
     N = n_units * ALIGN_N
     batch = tl.program_id(1)
     rows = (tl.program_id(0) // tiles_n) * SUM_M + tl.arange(0, SUM_M)
@@ -678,7 +578,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
         acc += tl.load(part + split * step, mask=mask, other=0)
         if GATED:
             acc_up += tl.load(part + split * step + N, mask=mask, other=0)
-    allow_next(PDL)
+    pdl_launch_dependents(PDL)
     scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
     ends = (
         bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
@@ -727,17 +627,17 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
     sizes = (M, N, K, size1, size2)
     scales = (scale_a_ptr, scale_b_ptr, zero_ptr, stride_sam, stride_sak, stride_sbn, stride_sbk)
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
-    program = spread(tl.program_id(0), tl.num_programs(0), XCDS)
+    program = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
     batch = tl.program_id(1)
     begin, end = share_of(program, tl.num_programs(0), tiles_m * tiles_n, steps)
     # `_join_kernel`
-    allow_next(PDL)
+    pdl_launch_dependents(PDL)
     at = begin
     while at < end:
         index = (at // steps).to(tl.int32)
         first = (at % steps).to(tl.int32)
         last = tl.minimum(end - at + first, steps).to(tl.int32)
-        tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = swizzle_tile(index, tiles_m, tiles_n, GROUP_M)
         acc, _ = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
@@ -770,7 +670,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
 
     A program a boundary between shares; the first boundary inside a tile does the whole tile.
     """
-    await_previous(PDL)
+    pdl_wait(PDL)
     N = n_units * ALIGN_N
     program = tl.program_id(0) + 1
     batch = tl.program_id(1)
@@ -791,7 +691,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
             acc += tl.load(part_ptr + place * (BLOCK_M * BLOCK_N) + offs)
             other += 1
             start, _ = share_of(other, splits, tiles, steps)
-        tile_m, tile_n = tile_at(index.to(tl.int32), tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = swizzle_tile(index.to(tl.int32), tiles_m, tiles_n, GROUP_M)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)

@@ -7,7 +7,7 @@ with the kernels over tiles.
 from __future__ import annotations
 
 from wavecrest.ops._gemm.kernel import NO_SCALE, NORMED, SIZES, as_type, fetch_columns, finish
-from wavecrest.ops.common.device import allow_next, await_previous
+from wavecrest.ops.common.device import pdl_launch_dependents, pdl_wait
 from wavecrest.ops.common.triton import tl, triton
 
 
@@ -39,7 +39,7 @@ def _multiply_columns(  # type: ignore[no-untyped-def]
     first = split * steps
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
     # `_sum_kernel`
-    allow_next(PDL and SPLIT_K > 1)
+    pdl_launch_dependents(PDL and SPLIT_K > 1)
     if EARLY:
         for ahead in tl.static_range(EARLY - 1):
             fetch_columns(b_rows, mask_n, (first + ahead) * BLOCK_K, K, BLOCK_K)
@@ -48,7 +48,7 @@ def _multiply_columns(  # type: ignore[no-untyped-def]
             if SCALE_A == NORMED:
                 start = scale_a_ptr + tl.zeros([1, 1], tl.int32)
                 fetch_columns(start, tl.full([1, 1], True, tl.int1), (first + ahead) * BLOCK_K, K, BLOCK_K)
-        await_previous(True)
+        pdl_wait(True)
     # told so, as without matrix instructions it would load nothing ahead
     for step in tl.range(first, last, num_stages=STAGES):
         k = step * BLOCK_K + offs_k[None, :]
@@ -83,7 +83,7 @@ def _multiply_columns(  # type: ignore[no-untyped-def]
         sums = more
         sums_up = more_up
         squares = more_squares
-    allow_next(PDL and SPLIT_K == 1)
+    pdl_launch_dependents(PDL and SPLIT_K == 1)
     for m in tl.static_range(ROWS):
         total = tl.sum(sums[m], axis=1)
         total_up = tl.sum(sums_up[m], axis=1) if GATED else total
@@ -222,7 +222,7 @@ def _words_kernel(  # type: ignore[no-untyped-def]
             if SCALE_A == NORMED:
                 start = scale_a_ptr + tl.zeros([1, 1], tl.int32)
                 fetch_columns(start, tl.full([1, 1], True, tl.int1), ahead * BLOCK_K, K, BLOCK_K)
-        await_previous(True)
+        pdl_wait(True)
     sums = (tl.zeros([BLOCK_N, GROUPS], tl.float32),)
     for _ in tl.static_range(1, ROWS):
         sums = sums + (tl.zeros([BLOCK_N, GROUPS], tl.float32),)  # type: ignore[assignment]
@@ -266,7 +266,7 @@ def _words_kernel(  # type: ignore[no-untyped-def]
         for m in tl.static_range(1, ROWS):
             totals = totals + (sums[m] + _shared(products[m], GROUPS) * scale,)  # type: ignore[assignment]
         sums = totals
-    allow_next(PDL)
+    pdl_launch_dependents(PDL)
     scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
     ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     for m in tl.static_range(ROWS):

@@ -17,7 +17,7 @@ GROUPS = gl.constexpr(2)
 
 @gluon.jit
 def _place(index, tiles_m, tiles_n, GROUP_M: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Row and column of a tile in grouped order, as of `kernel.tile_at`."""
+    """Row and column of a tile in grouped order, as of `kernel.swizzle_tile`."""
     group = index // (GROUP_M * tiles_n)
     first = group * GROUP_M
     height = gl.minimum(tiles_m - first, GROUP_M)

@@ -1,4 +1,4 @@
-"""What kernels have in common when they describe their work to the cost model (`wavecrest.dispatch.tuned.cost_model`)."""
+"""Helpers that kernels share to describe their work to `wavecrest.dispatch.tuned.cost_model`."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ _FETCH = tl.constexpr(
 
 
 @triton.jit
-def allow_next(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def pdl_launch_dependents(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel of the stream start once every program of this one has come here."""
     if PDL:
         tl.inline_asm_elementwise(
@@ -106,7 +106,7 @@ def allow_next(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def await_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def pdl_wait(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Wait until the kernel before this one has ended and what it has written can be read."""
     if PDL:
         tl.inline_asm_elementwise(
@@ -115,10 +115,10 @@ def await_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def fetch(pointers, wanted):  # type: ignore[no-untyped-def]
+def prefetch_l2(pointers, wanted):  # type: ignore[no-untyped-def]
     """Have the sectors of global memory that pointers lie in brought to the L2 cache, where `wanted`.
 
-    Nothing is read by it: a kernel may do so before `await_previous`, also of memory that another one still writes, as
+    Nothing is read by it: a kernel may do so before `pdl_wait`, also of memory that another one still writes, as
     the L2 is where writes and reads of a device meet.
     """
     tl.inline_asm_elementwise(
@@ -194,3 +194,26 @@ def with_part(words, part, first, second):  # type: ignore[no-untyped-def]
     high = first.to(tl.int32, bitcast=True).to(tl.int64) << 32
     word = high | (second.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     return tl.where(tl.arange(0, words.shape[0]) == part, ~word, words)
+
+
+@triton.jit
+def remap_xcd(program, programs, XCDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The place of a program in the order of tiles, so that neighbours share a chiplet's L2 cache.
+
+    Workgroups are dealt to the XCDs in turn (AMD CDNA 3 and 4): those that one XCD gets are made neighbours. A
+    bijection for any number of programs.
+    """
+    if XCDS > 1:
+        xcd = program % XCDS
+        program = xcd * (programs // XCDS) + tl.minimum(xcd, programs % XCDS) + program // XCDS
+    return program
+
+
+@triton.jit
+def swizzle_tile(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Row and column of a tile in grouped order: GROUP_M rows of tiles are gone through together, column by column."""
+    group = index // (GROUP_M * tiles_n)
+    first = group * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    within = index % (GROUP_M * tiles_n)
+    return first + within % height, within // height

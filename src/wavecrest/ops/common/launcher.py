@@ -10,7 +10,8 @@ from torch import Tensor
 
 import wavecrest.ops.common.warmup as _ahead
 from wavecrest import hardware
-from wavecrest.dispatch.registry import Key, Op
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Work
 
 # above PyTorch (10) and the reference (0)
@@ -41,7 +42,7 @@ def attach_kernel(
     work: Callable[[Key, Config, hardware.Arch], tuple[Work, ...]] | None = None,
     optional: tuple[str, ...] = (),
 ) -> None:
-    """Attach a Triton kernel to its op, by the function that binds it (see `registry.Backend` for all of them)."""
+    """Attach a Triton kernel to its op, by the function that binds it (see `Backend` for all of them)."""
 
     def run(*args: Any, config: Config, **kwargs: Any) -> Any:
         return bind(*args, **kwargs, config=config)(*args, **kwargs)

@@ -1,7 +1,7 @@
 """How tensors [..., N] are walked as rows: strides, alignment, counts.
 
-Nothing here copies: leading dimensions that have one common stride are merged, up to three that do not are passed to the
-kernel with their strides, more than three are refused.
+Nothing here copies: leading dimensions that have one common stride are merged, up to three that do not are passed to
+the kernel with their strides, more than three are refused.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import wavecrest.ops.common.checks as _checks
-from wavecrest.dispatch.registry import Cost, Key, dtype_name, m_bucket, needs_grad
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
 from wavecrest.dispatch.tuned import Cell
 from wavecrest.ops.mlstm.call import Operands, StepOperands
 
@@ -100,7 +101,7 @@ def example(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: s
 
 
 def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
-    """A call with this key; see `registry.Op`.
+    """A call with this key; see `Op`.
 
     Sequences of equal length; with `batch_invariant`, whose key does not say how many, 4 of 2,048 tokens.
     """

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wavecrest.dispatch.registry import needs_grad
+from wavecrest.dispatch.keys import needs_grad
 from wavecrest.errors import InvalidArgument
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -10,7 +10,7 @@ import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
-from wavecrest.ops.common.device import SECTOR, allow_next, await_previous, fetch
+from wavecrest.ops.common.device import SECTOR, pdl_launch_dependents, pdl_wait, prefetch_l2
 from wavecrest.ops.common.triton import tl, triton
 from wavecrest.ops.mlstm.call import Operands
 from wavecrest.ops.mlstm.device import PACKED, PADDED, columns, layer_norm, sigmoid
@@ -64,10 +64,10 @@ def _mlstm_norm_kernel(  # type: ignore[no-untyped-def]
             offs_s = tl.arange(0, BLOCK_V // each if each <= BLOCK_V else 1) * each
             w_at = (head * DV)[:, None] + offs_s[None, :]
             # rows beyond the last one have heads too
-            fetch(weight_ptr + columns(w_at, stride_w, W_COLUMNS), (offs_s < DV)[None, :])
-        await_previous(PDL)
+            prefetch_l2(weight_ptr + columns(w_at, stride_w, W_COLUMNS), (offs_s < DV)[None, :])
+        pdl_wait(PDL)
         # not before: what waits beside programs that wait would crowd where the launch before both runs dry
-        allow_next(PDL)
+        pdl_launch_dependents(PDL)
     # all loads first: none waits for a sum
     if STATES:
         offs_k = tl.arange(0, BLOCK_K)

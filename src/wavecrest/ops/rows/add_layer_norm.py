@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wavecrest.ops.rows import backend as _row_op
+from wavecrest.dispatch.op import Op
+from wavecrest.ops.rows.backend import register
+from wavecrest.ops.rows.call import RowCall, Spec
 
-
-def _operands(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> _row_op.Operands:
-    return _row_op.Operands("layer", x, residual, weight, bias, eps)
-
-
-_op = _row_op.register("add_layer_norm", _operands, kind="layer", residual=True)
+_op: Op[RowCall, tuple[Tensor, Tensor]] = register(Spec("add_layer_norm", "layer", residual=True))
 
 
 def add_layer_norm(
@@ -44,5 +35,4 @@ def add_layer_norm(
     Raises:
         InvalidArgument: a shape, dtype, device or eps is outside this.
     """
-    result: tuple[Tensor, Tensor] = _op(x, residual, weight, bias, eps)
-    return result
+    return _op(RowCall("layer", x, residual, weight, bias, eps))

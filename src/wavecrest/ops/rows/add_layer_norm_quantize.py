@@ -5,24 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecrest.ops.common.quantized import Quantization
-from wavecrest.ops.rows import backend as _row_op
+from wavecrest.dispatch.op import Op
+from wavecrest.ops.rows.backend import register
+from wavecrest.ops.rows.call import RowCall, Spec
 
-
-def _operands(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    dtype: torch.dtype = torch.int8,
-    granularity: str = "token",
-    scale: Tensor | None = None,
-) -> _row_op.Operands:
-    return _row_op.Operands("layer", x, residual, weight, bias, eps, Quantization(dtype, granularity, scale))
-
-
-_op = _row_op.register("add_layer_norm_quantize", _operands, kind="layer", residual=True, quantized=True)
+_op: Op[RowCall, tuple[Tensor, Tensor, Tensor]] = register(
+    Spec("add_layer_norm_quantize", "layer", residual=True, quantized=True)
+)
 
 
 def add_layer_norm_quantize(
@@ -56,5 +45,4 @@ def add_layer_norm_quantize(
     Raises:
         InvalidArgument: a shape, dtype, device, granularity or eps is outside this.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _op(x, residual, weight, bias, eps, dtype, granularity, scale)
-    return result
+    return _op(RowCall("layer", x, residual, weight, bias, eps, dtype, granularity, scale))

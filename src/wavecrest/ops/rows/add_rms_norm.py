@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wavecrest.ops.rows import backend as _row_op
+from wavecrest.dispatch.op import Op
+from wavecrest.ops.rows.backend import register
+from wavecrest.ops.rows.call import RowCall, Spec
 
-
-def _operands(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-) -> _row_op.Operands:
-    return _row_op.Operands("rms", x, residual, weight, None, eps)
-
-
-_op = _row_op.register("add_rms_norm", _operands, kind="rms", residual=True)
+_op: Op[RowCall, tuple[Tensor, Tensor]] = register(Spec("add_rms_norm", "rms", residual=True))
 
 
 def add_rms_norm(
@@ -41,5 +33,4 @@ def add_rms_norm(
     Raises:
         InvalidArgument: a shape, dtype, device or eps is outside this.
     """
-    result: tuple[Tensor, Tensor] = _op(x, residual, weight, eps)
-    return result
+    return _op(RowCall("rms", x, residual, weight, None, eps))

@@ -5,17 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecrest.ops.common import quantized as _quantized
-from wavecrest.ops.common.quantized import Quantization
-from wavecrest.ops.rows import backend as _row_op
+from wavecrest.dispatch.op import Op
+from wavecrest.ops.rows.backend import register
+from wavecrest.ops.rows.call import RowCall, Spec
 
-
-def _operands(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> _row_op.Operands:
-    how = Quantization(dtype, _quantized.granularity_of(q, scale), scale)
-    return _row_op.Operands("scaled", q, how=how)
-
-
-_op = _row_op.register("dequantize", _operands, kind="scaled", quantized=True)
+_op: Op[RowCall, Tensor] = register(Spec("dequantize", "scaled", quantized=True))
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -32,5 +26,4 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) ->
     Raises:
         InvalidArgument: a shape, dtype or device is outside this.
     """
-    result: Tensor = _op(q, scale, dtype)
-    return result
+    return _op(RowCall("scaled", q, dtype=dtype, scale=scale))

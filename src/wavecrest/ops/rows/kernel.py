@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from wavecrest.ops.common.device import (
     SECTOR,
-    allow_next,
-    await_previous,
     collect,
     column_mask,
     column_offsets,
     exp,
-    fetch,
     first_of,
     load_row_vector,
     magnitude,
+    pdl_launch_dependents,
+    pdl_wait,
+    prefetch_l2,
     publish,
     row_mask,
     row_offsets,
@@ -198,7 +198,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    allow_next(PDL and not EARLY)
+    pdl_launch_dependents(PDL and not EARLY)
     # columns and row strides come in units of ALIGN, which tells the compiler how wide accesses may be
     N = columns * ALIGN
     # Inductor (torch 2.11) passes a Python float as float64, and all that it meets would become that
@@ -229,10 +229,10 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             # as wide as a sector or narrower, whatever the type and if elements lie side by side
             each: tl.constexpr = SECTOR // 4 if SECTOR <= 4 * BLOCK_N else BLOCK_N
             some = part * BLOCK_N + tl.arange(0, BLOCK_N // each) * each
-            fetch(weight_ptr + column_offsets(some, stride_wn), some < N)
-        await_previous(True)
+            prefetch_l2(weight_ptr + column_offsets(some, stride_wn), some < N)
+        pdl_wait(True)
         # not before: what waits beside programs that wait would crowd where the launch before both runs dry
-        allow_next(True)
+        pdl_launch_dependents(True)
     x = _load(x_rows, r_rows, cols, stride_xn, stride_rn, mask, KIND, RESIDUAL)
     if RESIDUAL:
         tl.store(h_ptr + out_rows + cols[None, :], x, mask=mask)

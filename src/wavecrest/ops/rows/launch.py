@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,29 +14,16 @@ import wavecrest.ops.common.pdl as _pdl
 import wavecrest.ops.common.quantized as _quantized
 import wavecrest.ops.common.target as _target
 import wavecrest.ops.rows.split as _split
-from wavecrest.dispatch.registry import dtype_name
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops.common.quantized import Quantization
-from wavecrest.ops.rows.config import Shape, configured
+from wavecrest.ops.rows.call import RowCall
 from wavecrest.ops.rows.kernel import KINDS, PEAK, PEAKS, ROUNDINGS, WHOLE, _row_kernel
 
 
-class Operands(NamedTuple):
-    """The arguments of any op of this kernel. `kind`: one of KINDS; `how`: rounded to 8 bits."""
-
-    kind: str
-    x: Tensor
-    residual: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    eps: float = 0.0
-    how: Quantization | None = None
-
-
 def launch(
-    given: Operands,
+    call: RowCall,
     y: Tensor,
     h: Tensor,
     scale: Tensor,
@@ -49,7 +36,7 @@ def launch(
 
     `rounding`: one of ROUNDINGS, 0 or PEAK; `arch`: None for the current one.
     """
-    x, residual, weight, bias, how = given.x, given.residual, given.weight, given.bias, given.how
+    x, residual, weight, bias, how = call.x, call.residual, call.weight, call.bias, call.quantization
     if rounding == ROUNDINGS["group", False] and config["BLOCK_N"] % _quantized.GROUP != 0:
         raise InvalidArgument(f"groups of {_quantized.GROUP} columns need a BLOCK_N that they fill, not {config!r}")
     arch = arch or _target.arch()
@@ -83,10 +70,10 @@ def launch(
             0 if weight is None else weight.stride(0),
             0 if bias is None else bias.stride(0),
             0,
-            given.eps,
+            call.eps,
         ),
         {
-            "KIND": KINDS[given.kind],
+            "KIND": KINDS[call.kind],
             "RESIDUAL": residual is not None,
             "HAS_WEIGHT": weight is not None,
             "HAS_BIAS": bias is not None,
@@ -97,7 +84,7 @@ def launch(
             "ALIGN": align,
             "EVEN": columns % config["BLOCK_N"] == 0,
             "PARTS": _words(parts, config, arch),
-            "FINITE": given.kind in ("rms", "layer") and (arch is None or arch.vendor == "nvidia"),
+            "FINITE": call.kind in ("rms", "layer") and (arch is None or arch.vendor == "nvidia"),
             "PATIENCE": _split.patience(),
             "LOOK": _look(arch) if parts > 1 else 0,
             "PDL": _pdl.overlaps(arch),
@@ -125,14 +112,15 @@ def _look(arch: Arch | None) -> int:
     return 2 if arch in LOADS_ARE_CACHED else 1
 
 
-def _rounding(how: Quantization | None) -> int:
+def rounding_of(how: Quantization | None) -> int:
+    """What becomes of the result, as the kernel counts it: see `kernel.ROUNDINGS`."""
     return 0 if how is None else ROUNDINGS[how.granularity, how.scale is not None]
 
 
-def _outputs(given: Operands) -> tuple[Tensor, Tensor, Tensor]:
+def outputs(call: RowCall) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the result, for the sum with the residual, and for the scale; x where there is none of these."""
-    x, how = given.x, given.how
-    h = x if given.residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, how = call.x, call.quantization
+    h = x if call.residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     if how is None:
         return torch.empty_like(x, memory_format=torch.contiguous_format), h, x
     if how.scale is not None:
@@ -155,28 +143,26 @@ def _slots(x: Tensor, config: Config, rounding: int) -> Callable[[], Tensor | No
     return lambda: torch.zeros(shape, dtype=torch.int64, device=device)
 
 
-def bind(
-    operands: Callable[..., Operands], args: tuple[Any, ...], kwargs: dict[str, Any], config: Config
-) -> Callable[..., Any]:
-    given = operands(*args, **kwargs)
-    x, rounding = given.x, _rounding(given.how)
-    made = launch(given, x, x, x, x, config, rounding)
+def bind(call: RowCall, config: Config) -> Callable[[RowCall], Any]:
+    """The function that launches the kernel for calls with the signature of this one."""
+    x, how = call.x, call.quantization
+    rounding = rounding_of(how)
+    made = launch(call, x, x, x, x, config, rounding)
     start, sizes = _launcher.starter(made, x.device), made.args[8:]
     look = None
     if rounding == WHOLE:
-        look = _launcher.starter(launch(given, x, x, x, x, config, PEAK), x.device)
+        look = _launcher.starter(launch(call, x, x, x, x, config, PEAK), x.device)
     make_slots = _slots(x, config, rounding)
-    some = x.numel() > 0
+    some, scaled, residual = x.numel() > 0, how is not None and call.kind != "scaled", call.residual is not None
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = operands(*args, **kwargs)
-        kind, x, residual, weight, bias, _, how = given
-        y, h, scale = _outputs(given)
+    def run(call: RowCall) -> Any:
+        x, weight, bias = call.x, call.weight, call.bias
+        y, h, scale = outputs(call)
         if some:
             slots = make_slots()
             tensors = (
                 x,
-                x if residual is None else residual,
+                x if call.residual is None else call.residual,
                 x if weight is None else weight,
                 x if bias is None else bias,
                 y,
@@ -187,23 +173,12 @@ def bind(
             if look is not None:
                 look(*tensors, *sizes)
             start(*tensors, *sizes)
-        if how is None or kind == "scaled":
-            return y if residual is None else (y, h)
-        return (y, scale) if residual is None else (y, scale, h)
+        if not scaled:
+            return (y, h) if residual else y
+        return (y, scale, h) if residual else (y, scale)
 
-    return call
+    return run
 
 
 # triton 3.6 gives a buffer load no cache bits there, whatever the cache modifier says (read in the machine code)
 LOADS_ARE_CACHED = tuple(ARCHS[name] for name in ("gfx90a", "gfx1100", "gfx1201"))
-# columns (narrow with several rows a program, odd, common, held whole or split in few, split in many) for compile tests
-COMPILE_COLUMNS = (64, 1000, 4096, 65536, 262144)
-
-
-def compile_case(given: Operands, arch: Arch, config: Config | None, rows: int = 0) -> _launcher.Launch:
-    x, how = given.x, given.how
-    rounding = () if how is None else (how.granularity, how.scale is not None)
-    shape = Shape(given.kind, dtype_name(x), given.residual is not None, *rounding)
-    slots = torch.empty(1, dtype=torch.int64, device="meta")
-    chosen = config or configured(rows, x.shape[-1], shape, arch)
-    return launch(given, *_outputs(given), slots, chosen, _rounding(how), arch)

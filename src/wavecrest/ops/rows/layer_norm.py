@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wavecrest.ops.rows import backend as _row_op
+from wavecrest.dispatch.op import Op
+from wavecrest.ops.rows.backend import register
+from wavecrest.ops.rows.call import RowCall, Spec
 
-
-def _operands(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> _row_op.Operands:
-    return _row_op.Operands("layer", x, None, weight, bias, eps)
-
-
-_op = _row_op.register("layer_norm", _operands, kind="layer")
+_op: Op[RowCall, Tensor] = register(Spec("layer_norm", "layer"))
 
 
 def layer_norm(
@@ -39,5 +31,4 @@ def layer_norm(
     Raises:
         InvalidArgument: a shape, dtype, device or eps is outside this.
     """
-    result: Tensor = _op(x, weight, bias, eps)
-    return result
+    return _op(RowCall("layer", x, None, weight, bias, eps))

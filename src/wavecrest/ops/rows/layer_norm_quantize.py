@@ -5,23 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecrest.ops.common.quantized import Quantization
-from wavecrest.ops.rows import backend as _row_op
+from wavecrest.dispatch.op import Op
+from wavecrest.ops.rows.backend import register
+from wavecrest.ops.rows.call import RowCall, Spec
 
-
-def _operands(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    dtype: torch.dtype = torch.int8,
-    granularity: str = "token",
-    scale: Tensor | None = None,
-) -> _row_op.Operands:
-    return _row_op.Operands("layer", x, None, weight, bias, eps, Quantization(dtype, granularity, scale))
-
-
-_op = _row_op.register("layer_norm_quantize", _operands, kind="layer", quantized=True)
+_op: Op[RowCall, tuple[Tensor, Tensor]] = register(Spec("layer_norm_quantize", "layer", quantized=True))
 
 
 def layer_norm_quantize(
@@ -52,5 +40,4 @@ def layer_norm_quantize(
     Raises:
         InvalidArgument: a shape, dtype, device, granularity or eps is outside this.
     """
-    result: tuple[Tensor, Tensor] = _op(x, weight, bias, eps, dtype, granularity, scale)
-    return result
+    return _op(RowCall("layer", x, None, weight, bias, eps, dtype, granularity, scale))

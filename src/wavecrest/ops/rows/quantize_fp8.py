@@ -6,22 +6,14 @@ import torch
 from torch import Tensor
 
 import wavecrest.ops.common.target as _target
-from wavecrest.ops.common.quantized import Quantization
-from wavecrest.ops.rows import backend as _row_op
+from wavecrest.dispatch.op import Op
+from wavecrest.ops.rows.backend import register
+from wavecrest.ops.rows.call import RowCall, Spec
 
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
-def _operands(
-    x: Tensor,
-    scale: Tensor | None = None,
-    granularity: str = "token",
-    dtype: torch.dtype = torch.float8_e4m3fn,
-) -> _row_op.Operands:
-    return _row_op.Operands("identity", x, how=Quantization(dtype, granularity, scale))
-
-
-_op = _row_op.register("quantize_fp8", _operands, kind="identity", quantized=True, dtypes=FLOATS)
+_op: Op[RowCall, tuple[Tensor, Tensor]] = register(Spec("quantize_fp8", "identity", quantized=True, dtypes=FLOATS))
 
 
 # a constant where Dynamo traces a call
@@ -53,5 +45,6 @@ def quantize_fp8(
     Raises:
         InvalidArgument: a shape, dtype, device or granularity is outside this.
     """
-    result: tuple[Tensor, Tensor] = _op(x, scale, granularity, _native() if dtype is None else dtype)
-    return result
+    return _op(
+        RowCall("identity", x, dtype=_native() if dtype is None else dtype, granularity=granularity, scale=scale)
+    )

@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecrest.ops.common.quantized import Quantization
-from wavecrest.ops.rows import backend as _row_op
+from wavecrest.dispatch.op import Op
+from wavecrest.ops.rows.backend import register
+from wavecrest.ops.rows.call import RowCall, Spec
 
-
-def _operands(x: Tensor, scale: Tensor | None = None, granularity: str = "token") -> _row_op.Operands:
-    return _row_op.Operands("identity", x, how=Quantization(torch.int8, granularity, scale))
-
-
-_op = _row_op.register("quantize_int8", _operands, kind="identity", quantized=True, dtypes=(torch.int8,))
+_op: Op[RowCall, tuple[Tensor, Tensor]] = register(
+    Spec("quantize_int8", "identity", quantized=True, dtypes=(torch.int8,))
+)
 
 
 def quantize_int8(x: Tensor, scale: Tensor | None = None, granularity: str = "token") -> tuple[Tensor, Tensor]:
@@ -33,5 +31,4 @@ def quantize_int8(x: Tensor, scale: Tensor | None = None, granularity: str = "to
     Raises:
         InvalidArgument: a shape, dtype, device or granularity is outside this.
     """
-    result: tuple[Tensor, Tensor] = _op(x, scale, granularity)
-    return result
+    return _op(RowCall("identity", x, dtype=torch.int8, granularity=granularity, scale=scale))

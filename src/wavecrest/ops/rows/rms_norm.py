@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wavecrest.ops.rows import backend as _row_op
+from wavecrest.dispatch.op import Op
+from wavecrest.ops.rows.backend import register
+from wavecrest.ops.rows.call import RowCall, Spec
 
-
-def _operands(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-) -> _row_op.Operands:
-    return _row_op.Operands("rms", x, None, weight, None, eps)
-
-
-_op = _row_op.register("rms_norm", _operands, kind="rms")
+_op: Op[RowCall, Tensor] = register(Spec("rms_norm", "rms"))
 
 
 def rms_norm(
@@ -36,5 +29,4 @@ def rms_norm(
     Raises:
         InvalidArgument: a shape, dtype, device or eps is outside this.
     """
-    result: Tensor = _op(x, weight, eps)
-    return result
+    return _op(RowCall("rms", x, None, weight, None, eps))

@@ -5,22 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecrest.ops.common.quantized import Quantization
-from wavecrest.ops.rows import backend as _row_op
+from wavecrest.dispatch.op import Op
+from wavecrest.ops.rows.backend import register
+from wavecrest.ops.rows.call import RowCall, Spec
 
-
-def _operands(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype = torch.int8,
-    granularity: str = "token",
-    scale: Tensor | None = None,
-) -> _row_op.Operands:
-    return _row_op.Operands("rms", x, None, weight, None, eps, Quantization(dtype, granularity, scale))
-
-
-_op = _row_op.register("rms_norm_quantize", _operands, kind="rms", quantized=True)
+_op: Op[RowCall, tuple[Tensor, Tensor]] = register(Spec("rms_norm_quantize", "rms", quantized=True))
 
 
 def rms_norm_quantize(
@@ -49,5 +38,4 @@ def rms_norm_quantize(
     Raises:
         InvalidArgument: a shape, dtype, device, granularity or eps is outside this.
     """
-    result: tuple[Tensor, Tensor] = _op(x, weight, eps, dtype, granularity, scale)
-    return result
+    return _op(RowCall("rms", x, None, weight, None, eps, dtype, granularity, scale))

@@ -6,15 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
+from wavecrest.dispatch.op import Op
 from wavecrest.errors import InvalidArgument
-from wavecrest.ops.rows import backend as _row_op
+from wavecrest.ops.rows.backend import register
+from wavecrest.ops.rows.call import RowCall, Spec
 
-
-def _operands(x: Tensor) -> _row_op.Operands:
-    return _row_op.Operands("softmax", x)
-
-
-_op = _row_op.register("softmax", _operands, kind="softmax")
+_op: Op[RowCall, Tensor] = register(Spec("softmax", "softmax"))
 
 
 def _dimension(x: Any, dim: Any) -> int:
@@ -42,8 +39,6 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         InvalidArgument: a shape, dtype or dim is outside this.
     """
     if dim in (-1, getattr(x, "ndim", 0) - 1):
-        last: Tensor = _op(x)
-        return last
+        return _op(RowCall("softmax", x))
     dim = _dimension(x, dim)
-    moved: Tensor = _op(x.movedim(dim, -1))
-    return moved.movedim(-1, dim)
+    return _op(RowCall("softmax", x.movedim(dim, -1))).movedim(-1, dim)

@@ -15,7 +15,8 @@ import wavecrest.ops.mlstm.backend as _shared
 import wavecrest.ops.mlstm.reference as _reference_module
 import wavecrest.ops.mlstm.sequence.launch as _recurrent
 import wavecrest.ops.mlstm.study.bound as _bound
-from wavecrest.dispatch.registry import Cost, Key, Op
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops.mlstm.call import Operands, check
@@ -98,7 +99,7 @@ def _emulate_cases(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     }
 
 
-_op = Op(
+_op = LegacyOp(
     "mlstm_sequence",
     reference=_reference,
     check=_check,

@@ -15,7 +15,9 @@ import wavecrest.ops.mlstm.backend as _shared
 import wavecrest.ops.mlstm.reference as _reference_module
 import wavecrest.ops.mlstm.step.launch as _step
 import wavecrest.ops.mlstm.study.bound as _bound
-from wavecrest.dispatch.registry import Cost, Key, Op, dtype_name, needs_grad
+from wavecrest.dispatch.decision import Cost, Key
+from wavecrest.dispatch.keys import dtype_name, needs_grad
+from wavecrest.dispatch.legacy import LegacyOp
 from wavecrest.dispatch.tuned import Cell, Config
 from wavecrest.hardware import Arch
 from wavecrest.ops.mlstm.call import Operands, StepOperands, check_step
@@ -84,7 +86,7 @@ def _example(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, 
 
 
 def _call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
-    """A step of 16 rows with this key, as the key does not say how many; see `registry.Op`."""
+    """A step of 16 rows with this key, as the key does not say how many; see `Op`."""
     dtype, state, after = (getattr(torch, str(parts[name]), None) for name in ("dtype", "state", "new_state"))
     if not isinstance(dtype, torch.dtype):
         return None
@@ -194,7 +196,7 @@ def _emulate_cases(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     }
 
 
-_op = Op(
+_op = LegacyOp(
     "mlstm_step",
     reference=_reference,
     check=_check,

@@ -14,7 +14,7 @@ import wavecrest.ops.common.pdl as _pdl
 import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
-from wavecrest.ops.common.device import SECTOR, allow_next, await_previous, exp, fetch
+from wavecrest.ops.common.device import SECTOR, exp, pdl_launch_dependents, pdl_wait, prefetch_l2
 from wavecrest.ops.common.triton import tl, triton
 from wavecrest.ops.mlstm.call import Operands
 from wavecrest.ops.mlstm.device import columns, denominator, half_range, layer_norm, log_forget, log_input, sigmoid
@@ -97,7 +97,7 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
     second launch of the call follows.
     """
     # the norm, or what moves n and m
-    allow_next(PDL and SECOND)
+    pdl_launch_dependents(PDL and SECOND)
     EVEN_K: tl.constexpr = DK % BLOCK_K == 0
     EVEN_V: tl.constexpr = DV % BLOCK_V == 0
     EVEN_D: tl.constexpr = DK == BLOCK_D
@@ -129,8 +129,8 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
         for part in tl.static_range(PARTS if EARLY > PARTS else EARLY - 1):
             here = part * BLOCK_K + offs_k
             at = _strip(here, offs_s, stride_ck, stride_cd, C_COLUMNS, C_ALIGN)
-            fetch(c_ptr + at, (here < DK)[:, None] & (offs_s < DV)[None, :])
-        await_previous(True)
+            prefetch_l2(c_ptr + at, (here < DK)[:, None] & (offs_s < DV)[None, :])
+        pdl_wait(True)
     # all loads first: what gates and sums need has come when the state has
     i = tl.load(i_ptr + row * stride_ib + head * stride_ih)
     f = tl.load(f_ptr + row * stride_fb + head * stride_fh)
@@ -185,7 +185,7 @@ def _mlstm_step_kernel(  # type: ignore[no-untyped-def]
             c = next_c
             k = next_k
             q = next_q
-    allow_next(PDL and not SECOND)
+    pdl_launch_dependents(PDL and not SECOND)
     h = tl.sum(total, 0)
     n = forget * n + take * k_all
     if NORMALIZE:

@@ -1,0 +1,66 @@
+"""What PyTorch's backends share: their priority, float32 precision, dtypes, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wavecrest.dispatch.keys import dtype_name
+
+PRIORITY = 10
+# settings of fp32_precision that do not round float32 before it is multiplied; "none" is PyTorch's own default
+UNROUNDED = ("ieee", "none")
+ROUNDED = "is set to round float32 before it multiplies, and ieee is asked for"
+
+
+def other_dtype(x: Tensor, **vectors: Tensor | None) -> str | None:
+    """PyTorch's norms promote or refuse a weight of another dtype; ours keep its precision."""
+    for name, vector in vectors.items():
+        if vector is not None and vector.dtype != x.dtype:
+            return f"takes a {name} of x's dtype ({dtype_name(x)}), not {dtype_name(vector)}"
+    return None
+
+
+def settings_of(device: str) -> Any:
+    """PyTorch's settings of matrix products on a device; `fp32_precision` is one of them."""
+    return torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+# Dynamo would trace a setting it knows as a guard on global state, which only repeats its own
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def rounds(device: str) -> bool:
+    """True if float32 is rounded (to tf32, to bfloat16) before it is multiplied."""
+    return settings_of(device).fp32_precision not in UNROUNDED
+
+
+def unrounded(device: str, wanted: bool, make: Callable[[], Tensor]) -> Tensor:
+    """What `make` returns, its float32 products as they are where that is wanted.
+
+    Looked at on every call: what a user has set may change between two, and decisions are kept.
+    """
+    if torch.compiler.is_compiling() or not (wanted and rounds(device)):
+        return make()
+    settings = settings_of(device)
+    before = settings.fp32_precision
+    settings.fp32_precision = "ieee"
+    try:
+        return make()
+    finally:
+        settings.fp32_precision = before
+
+
+def activated(y: Tensor, name: str | None, slope: float) -> Tensor:
+    """An activation by its name; `slope` is that of leaky_relu below 0."""
+    if name == "relu":
+        return F.relu(y)
+    if name == "leaky_relu":
+        return F.leaky_relu(y, slope)
+    if name == "silu":
+        return F.silu(y)
+    if name in ("gelu", "gelu_tanh"):
+        return F.gelu(y, approximate="tanh" if name == "gelu_tanh" else "none")
+    return y

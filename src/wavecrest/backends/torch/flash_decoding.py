@@ -1,0 +1,68 @@
+"""Decoding attention by PyTorch's scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wavecrest.backends.torch.common import PRIORITY
+from wavecrest.ops._flash_decoding.backend import _op
+from wavecrest.ops._flash_decoding.call import FlashDecodingCall
+from wavecrest.ops._flash_decoding.reference import appended
+
+
+def _refuse(call: FlashDecodingCall) -> str | None:
+    if call.block_table is not None or call.k_scale is not None:
+        return "would copy a cache of pages, 8 or 4 bits on every call"
+    for name, asked in (
+        ("softcap", call.softcap > 0),
+        ("sinks", call.sinks is not None),
+        ("ALiBi slopes in float32", call.alibi_slopes is not None),
+        ("logarithms to return", call.return_lse),
+    ):
+        if asked:
+            return f"has no {name}"
+    return None
+
+
+def bind(call: FlashDecodingCall) -> Callable[[FlashDecodingCall], Tensor]:
+    """The function that calls scaled_dot_product_attention for calls with the signature of this one.
+
+    Fixed here: scale, shared heads, window, sizes, and whether keys are written first. The mask depends on the lengths,
+    and is made by each call.
+    """
+    options: dict[str, Any] = {"scale": call.scale} | ({"enable_gqa": True} if call.group > 1 else {})
+    prepares, window, seqlen_q, capacity, device = call.prepares, call.window, call.seqlen_q, call.page, call.q.device
+
+    def run(call: FlashDecodingCall) -> Tensor:
+        if prepares:
+            call = appended(call)
+        q, k, v = call.q.transpose(1, 2), call.k_cache.transpose(1, 2), call.v_cache.transpose(1, 2)
+        token = torch.arange(seqlen_q, device=device)
+        own = (call.seq_lens[:, None] - seqlen_q + token)[:, None, :, None]
+        j = torch.arange(capacity, device=device)
+        visible = j <= own
+        if window >= 0:
+            visible = visible & (j >= own - window)
+        taking_part = j < call.seq_lens[:, None]
+        if call.seq_starts is not None:
+            taking_part = taking_part & (j >= call.seq_starts[:, None])
+            visible = visible & taking_part[:, None, None, :]
+        # what the cache holds where a sequence has no keys may be anything: 0 · NaN would be NaN
+        v = v.where(taking_part[:, None, :, None], 0.0)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
+        sees = own >= (0 if call.seq_starts is None else call.seq_starts.clamp(min=0)[:, None, None, None])
+        return y.where(sees, 0.0).transpose(1, 2).contiguous()
+
+    return run
+
+
+def _run(call: FlashDecodingCall) -> Tensor:
+    return bind(call)(call)
+
+
+_op.attach("torch", _run, refuse=_refuse, priority=PRIORITY, bind=bind)

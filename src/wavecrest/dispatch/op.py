@@ -1,0 +1,474 @@
+"""An op, its backends, and the decision which of them runs a call.
+
+An `Op` is one mathematical function with one definition (its reference). A call of it is one typed object (see
+`wavecrest.dispatch.call`). Backends attach to it by name; one that refuses a call gives its reason. A `Decision` is
+made once per shape key and cached, and what runs it is bound once per signature, so that the cost of a call stays near
+the cost of a bare kernel launch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+
+from wavecrest.dispatch import lookup
+from wavecrest.dispatch.call import Signature, device_of, signature_function
+from wavecrest.dispatch.decision import Backend, Decision, DispatchMiss, Key, Refusal, Source
+from wavecrest.dispatch.study import Study
+from wavecrest.dispatch.tuned import Config, Database, Overlay, misses
+from wavecrest.errors import InvalidArgument, OutputError, Unsupported
+
+C = TypeVar("C", bound=tuple[Any, ...])
+R = TypeVar("R")
+
+Strict = Literal["off", "warn", "error"]
+
+# of a vendor's or our kernel that runs in the interpreter or the emulator
+ON_THE_CPU = "Triton's interpreter and the emulator are for tests: they run when forced or named"
+
+# signatures kept before starting over: a bound on memory where every call has another shape
+MAX_SIGNATURES = 4096
+
+
+@dataclass(slots=True)
+class _Entry:
+    decision: Decision
+    backend: Backend[Any, Any]
+    calls: int = 0
+
+
+@dataclass(slots=True)
+class _Bound:
+    """What runs the calls of one signature."""
+
+    run: Callable[..., Any]
+    entry: _Entry
+
+
+# (backend, its configuration, source, reason, backends that refused with their reasons)
+_Choice = tuple[Backend[Any, Any], Config | None, Source, str, tuple[tuple[str, str], ...]]
+
+# decisions by key, what runs calls by signature, decisions of traced calls
+Decisions = tuple[dict[Key, _Entry], dict[tuple[Any, ...], _Bound], dict[Key, Decision]]
+
+
+@dataclass(slots=True)
+class State:
+    """What decides in this process: the ops, the measured rows, what a missing row does, where misses are recorded."""
+
+    ops: dict[str, Op[Any, Any]] = field(default_factory=dict)
+    database: Database = field(default_factory=lambda: Database(overlay=Overlay.of_user()))
+    strict: Strict = "off"
+    recorder: misses.Recorder | None = None
+
+
+STATE = State()
+
+
+def _never(_call: Any) -> None:
+    return None
+
+
+@dataclass(eq=False)
+class Op(Generic[C, R]):
+    """One op: its definition, its checks, and the backends that compute it.
+
+    Args:
+        name: the op's one name (test, documentation page, `wavecrest explain NAME`).
+        call_type: the type of its calls, a NamedTuple.
+        reference: the definition, dull and in float32 (or better) inside; also the path of last resort.
+        check: raises InvalidArgument; runs before every path, so that oracle and kernel refuse alike.
+        key: the shape key of a call: hashable, made of strings, numbers and None, and all that the choice of a backend
+            may depend on (whether gradients are needed is part of it).
+        study_module: the module whose STUDY says what tuning, benchmarking and evidence need; imported on request.
+        key_fields: the names of the key's parts, for people; but for `UNLISTED` also the columns of measured rows.
+        key_sizes: those of them that are sizes: a measured row that differs in them alone is a near one.
+        op_class: which tolerance its results are judged by.
+    """
+
+    name: str
+    call_type: type[C]
+    reference: Callable[[C], R]
+    check: Callable[[C], None]
+    key: Callable[[C], Key]
+    study_module: str
+    key_fields: tuple[str, ...] = ()
+    key_sizes: tuple[str, ...] = ()
+    op_class: str = "row"
+    backends: dict[str, Backend[C, R]] = field(default_factory=dict)
+    _cache: dict[Key, _Entry] = field(default_factory=dict)
+    _pins: dict[Key, tuple[str, Config | None, Source, str]] = field(default_factory=dict)
+    _bound: dict[tuple[Any, ...], _Bound] = field(default_factory=dict)
+    # decisions made while Dynamo traced a call; their compiled calls are not counted
+    _traced: dict[Key, Decision] = field(default_factory=dict)
+    # the backends by falling priority
+    _order: tuple[Backend[C, R], ...] = ()
+    # the signature of a call, written for the fields of `call_type`
+    _signature: Callable[[C], Signature] = field(init=False)
+    # backend that every key uses, set by `force`; None: decide per key
+    _forced: str | None = None
+    # grows whenever any op's decisions are dropped: what was kept of them is stale
+    epoch: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.name in STATE.ops:
+            raise InvalidArgument(f"an op named {self.name} is already registered")
+        STATE.ops[self.name] = self
+        self._signature = signature_function(self.call_type)
+        self.attach("reference", self.reference, priority=0)
+
+    @property
+    def study(self) -> Study[C]:
+        """What tuning, benchmarking and evidence need to know of the op."""
+        study: Study[C] = importlib.import_module(self.study_module).studies()[self.name]
+        return study
+
+    def call_of(self, values: Iterable[Any]) -> C:
+        """The call with these values of its fields, in their order."""
+        return self.call_type(*values)
+
+    def attach(
+        self,
+        name: str,
+        run: Callable[[C], R],
+        *,
+        refuse: Callable[[C], str | None] = _never,
+        opt_in: Callable[[C], str | None] = _never,
+        priority: int,
+        bind: Callable[[C], Callable[[C], R]] | None = None,
+        as_native: bool = False,
+    ) -> None:
+        """Add a backend without configurations (see `Backend`); decisions made before are forgotten."""
+        self._add(Backend(name, run, bind, refuse, opt_in, priority, as_native=as_native))
+
+    def attach_kernel(
+        self,
+        name: str,
+        bind: Callable[[C, Config], Callable[[C], R]],
+        *,
+        refuse: Callable[[C], str | None],
+        opt_in: Callable[[C], str | None] = _never,
+        priority: int,
+        default_config: Callable[[Key], Config],
+        run: Callable[[C, Config], R] | None = None,
+        optional: tuple[str, ...] = (),
+    ) -> None:
+        """Add a kernel of ours, by the function that binds it (see `Backend`); decisions made before are forgotten.
+
+        `run`: for one call; None: bound and called. On the CPU it runs where it is forced, pinned or named.
+        """
+
+        def bound_and_called(call: C, config: Config) -> R:
+            return bind(call, config)(call)
+
+        def asked_for(call: C) -> str | None:
+            return ON_THE_CPU if device_of(call) == "cpu" else opt_in(call)
+
+        self._add(Backend(name, run or bound_and_called, bind, refuse, asked_for, priority, default_config, optional))
+
+    def _add(self, backend: Backend[C, R]) -> None:
+        self.backends[backend.name] = backend
+        self._order = tuple(sorted(self.backends.values(), key=lambda one: -one.priority))
+        self.forget()
+
+    def __call__(self, call: C) -> R:
+        """Check a call, pick the backend for its key, run it.
+
+        A call whose signature was seen before goes straight to what was bound for it.
+        """
+        if torch.compiler.is_compiling():
+            self.check(call)
+            return self._call_traced(self.key(call), call)
+        try:
+            signature = self._signature(call)
+            bound = self._bound.get(signature)
+        except (AttributeError, TypeError):
+            # an argument that is no tensor, or has no hash, is none that check lets pass
+            self.check(call)
+            raise
+        if bound is None:
+            self.check(call)
+            bound = self._bind_signature(signature, call, self._entry(self.key(call), call))
+        bound.entry.calls += 1
+        result: R = bound.run(call)
+        return result
+
+    def call_on(self, backend: str, call: C) -> R:
+        """Run a call on the backend that its caller names, with the configuration that was measured for it, if one was.
+
+        Bound for its signature and counted as `__call__` does it; a decision of its own, whose source is "forced".
+
+        Raises:
+            InvalidArgument: there is no backend of that name.
+            Unsupported: the backend refuses this call.
+        """
+        if torch.compiler.is_compiling():
+            return self.run(backend, call)
+        signature = (backend, *self._signature(call))
+        bound = self._bound.get(signature)
+        if bound is None:
+            bound = self._bind_signature(signature, call, self._named(backend, call))
+        bound.entry.calls += 1
+        result: R = bound.run(call)
+        return result
+
+    def _entry(self, key: Key, call: C) -> _Entry:
+        return self._cache.get(key) or self._decide(key, call)
+
+    def _named(self, backend: str, call: C) -> _Entry:
+        """The entry of calls whose backend is named."""
+        chosen = self._taking(backend, call)
+        key = self.key(call)
+        # beside the decisions for the same key that are the dispatcher's
+        name = ("named", backend, *key)
+        if name not in self._cache:
+            measured, config, _, reason = _measured(self.name, key, (backend,), backend)
+            why = f"named by the caller; {reason if measured else 'no measured row for it'}"
+            made = Config(**dict(config)) if config else None
+            self._cache[name] = _Entry(_decision(self, key, backend, made, "forced", why, ()), chosen)
+        return self._cache[name]
+
+    def _taking(self, backend: str, call: C) -> Backend[C, R]:
+        """A backend that takes a call, which is checked here."""
+        self.check(call)
+        chosen = self._backend(backend)
+        reason = chosen.refuse(call)
+        if reason is not None:
+            raise Unsupported(f"{self.name}: backend {backend} refuses: {reason}")
+        return chosen
+
+    def _bind_signature(self, signature: tuple[Any, ...], call: C, entry: _Entry) -> _Bound:
+        if len(self._bound) >= MAX_SIGNATURES:
+            self._bound.clear()
+        bound = self._bound[signature] = _Bound(_bind(entry, call), entry)
+        return bound
+
+    def decide(self, call: C) -> Decision:
+        """The decision for a call, without running it."""
+        self.check(call)
+        return self._entry(self.key(call), call).decision
+
+    def decide_as(self, key: Key, call: C) -> Decision:
+        """The decision for calls with a key that need not be that of the call, which refusals look at.
+
+        For devices that are not here: it is neither kept nor counted, and no miss is reported.
+        """
+        backend, config, source, reason, refused = self._choose(key, call)
+        if config is None and backend.takes_config:
+            config = self.config_of(backend.name, key)
+        return Decision(self.name, key, backend.name, config, source, reason, tuple(Refusal(*pair) for pair in refused))
+
+    def swap(self, decisions: Decisions | None) -> Decisions:
+        """Put decisions that were made before (None: none) in place of those made since, which are returned."""
+        now = self._cache, self._bound, self._traced
+        Op.epoch += 1
+        self._cache, self._bound, self._traced = decisions or ({}, {}, {})
+        return now
+
+    def run(self, backend: str, call: C, *, config: Config | None = None) -> R:
+        """Run one named backend, whatever the dispatcher would choose (tests, benchmarks, tuning).
+
+        Raises:
+            InvalidArgument: there is no backend of that name.
+            Unsupported: the backend refuses this call.
+        """
+        chosen = self._taking(backend, call)
+        result: R
+        if chosen.takes_config:
+            result = chosen.run(call, config or self.config_of(backend, self.key(call)))
+        else:
+            result = chosen.run(call)
+        return result
+
+    def config_of(self, backend: str, key: Key) -> Config:
+        """The configuration that a backend runs a key with where nothing measured is known.
+
+        Raises:
+            InvalidArgument: there is no backend of that name, or it takes no configuration.
+        """
+        default = self._backend(backend).default_config
+        if default is None:
+            raise InvalidArgument(f"{self.name}: backend {backend} takes no configuration")
+        return default(key)
+
+    def pin(self, key: Key, backend: str, config: Config | None, source: Source, reason: str) -> None:
+        """Fix the backend of one key (a plan's dispatch rows); before measured rows.
+
+        A key whose row bucket is 0 is that of calls inside torch.compile, where the row count is not known.
+        """
+        self._backend(backend)
+        self._pins[key] = (backend, config, source, reason)
+        self.forget()
+
+    def force(self, backend: str | None) -> None:
+        """Run every call on one backend that takes it; None goes back to deciding per key."""
+        if backend is not None:
+            self._backend(backend)
+        self._forced = backend
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the decisions made so far (pins stay)."""
+        self._bound.clear()
+        self._cache.clear()
+        self._traced.clear()
+        Op.epoch += 1
+
+    def unpin(self) -> None:
+        """Drop all pins, and the decisions made so far."""
+        self._pins.clear()
+        self.forget()
+
+    def decisions(self) -> list[tuple[Decision, int]]:
+        """The decisions made so far with the number of eager calls that used each (0 for those of compiled calls)."""
+        eager = [(entry.decision, entry.calls) for entry in self._cache.values()]
+        return eager + [(decision, 0) for decision in self._traced.values()]
+
+    def by_priority(self) -> tuple[Backend[C, R], ...]:
+        """The backends by falling priority: the first that takes a call is the default choice."""
+        return self._order
+
+    def _backend(self, name: str) -> Backend[C, R]:
+        try:
+            return self.backends[name]
+        except KeyError:
+            raise InvalidArgument(
+                f"{self.name} has no backend {name!r}; it has {', '.join(sorted(self.backends))}"
+            ) from None
+
+    def _choose(self, key: Key, call: C) -> _Choice:
+        """The backend for a call; plain enough for Dynamo to trace."""
+        pin = self._pins.get(key) if self._pins else None
+        wanted = self._forced if self._forced is not None else (pin[0] if pin is not None else None)
+        taking: tuple[str, ...] = ()
+        refused: tuple[tuple[str, str], ...] = ()
+        fallback: Backend[C, R] | None = None
+        for backend in self._order:
+            reason = backend.refuse(call)
+            if reason is None:
+                taking = (*taking, backend.name)
+                if backend.name != wanted:
+                    reason = backend.opt_in(call)
+                    if reason is None and fallback is None:
+                        fallback = backend
+            if reason is not None:
+                refused = (*refused, (backend.name, reason))
+        if wanted is not None and wanted in taking:
+            if self._forced is not None or pin is None:
+                return self.backends[wanted], None, "forced", "forced by the caller", refused
+            return self.backends[wanted], pin[1], pin[2], pin[3], refused
+        note = ""
+        if wanted is not None:
+            note = f"; {wanted}, {'forced' if self._forced is not None else 'pinned'}, refuses it"
+        measured, config, source, reason = _measured(self.name, key, taking, "" if fallback is None else fallback.name)
+        if measured:
+            # a measurement stands above what a backend is opt-in for
+            refused = tuple([pair for pair in refused if pair[0] != measured])
+            return self.backends[measured], Config(**dict(config)) if config else None, source, reason + note, refused
+        if fallback is None:
+            raise Unsupported(f"{self.name}: no backend takes this call: {refused}")
+        return fallback, None, "default", f"highest priority that takes the call{note}{reason}", refused
+
+    def _decide(self, key: Key, call: C) -> _Entry:
+        backend, config, source, reason, refused = self._choose(key, call)
+        entry = _Entry(_decision(self, key, backend.name, config, source, reason, refused), backend)
+        self._cache[key] = entry
+        return entry
+
+    def _call_traced(self, key: Key, call: C) -> R:
+        """A call inside torch.compile: decided while tracing, so that the compiled code holds the backend alone."""
+        # sizes in the key (columns; rows are 0) may be symbolic: the configuration is made for their values
+        key = tuple(operator.index(part) if type(part) is int else part for part in key)
+        backend, config, source, reason, refused = self._choose(key, call)
+        pairs = _note_traced(self.name, key, backend.name, lookup.pairs(config), source, reason, refused)
+        result: R
+        if backend.takes_config:
+            result = backend.run(call, Config(**dict(pairs)))
+        else:
+            result = backend.run(call)
+        return result
+
+
+# an op whose calls and results are not looked into: tools work on any
+AnyOp = Op[Any, Any]
+
+
+def _bind(entry: _Entry, call: Any) -> Callable[..., Any]:
+    """The function that runs an entry's backend for calls with the signature of this one."""
+    backend, config = entry.backend, entry.decision.config
+    if backend.takes_config:
+        return partial(backend.run, config=config) if backend.bind is None else backend.bind(call, config)
+    return backend.run if backend.bind is None else backend.bind(call)
+
+
+def _decision(
+    op: Op[Any, Any],
+    key: Key,
+    backend: str,
+    config: Config | None,
+    source: Source,
+    reason: str,
+    refused: tuple[tuple[str, str], ...],
+) -> Decision:
+    if config is None and op.backends[backend].takes_config:
+        config = op.config_of(backend, key)
+    decision = Decision(op.name, key, backend, config, source, reason, tuple(Refusal(*pair) for pair in refused))
+    if source not in ("exact", "forced"):
+        _report_miss(op, decision)
+    return decision
+
+
+# Dynamo runs this while it traces and keeps the result as a constant, so that it does not trace the reading of a file
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _measured(
+    name: str, key: Key, taking: tuple[str, ...], fallback: str
+) -> tuple[str, tuple[tuple[str, int], ...], Source, str]:
+    """Backend, configuration, source and reason for a key by what was measured, among the backends `taking` the call.
+
+    Where there is nothing that can be used the backend is "", and the reason says why what there is cannot. `fallback`
+    is the backend that runs then.
+    """
+    return lookup.find(STATE.ops[name], key, taking, fallback, STATE.database)
+
+
+# Dynamo runs this while it traces and keeps the result as a constant, so that recording leaves no trace in the graph
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_traced(
+    name: str,
+    key: Key,
+    backend: str,
+    config: tuple[tuple[str, int], ...],
+    source: Source,
+    reason: str,
+    refused: tuple[tuple[str, str], ...],
+) -> tuple[tuple[str, int], ...]:
+    op = STATE.ops[name]
+    decision = _decision(op, key, backend, Config(**dict(config)) if config else None, source, reason, refused)
+    op._traced[key] = decision
+    return lookup.pairs(decision.config)
+
+
+def _report_miss(op: Op[Any, Any], decision: Decision) -> None:
+    """Record and report a decision that no measured row of the key's own stands behind."""
+    columns = lookup.columns(op, decision.key)
+    if STATE.recorder is not None and columns is not None:
+        key = dict(zip(*columns, strict=True))
+        try:
+            STATE.recorder.add(misses.Miss(op.name, STATE.database.arch, key, decision.backend, decision.source))
+        except OutputError as error:
+            # the call itself is well
+            warnings.warn(f"{error}; no more misses are recorded", DispatchMiss, stacklevel=6)
+            STATE.recorder = None
+    if STATE.strict == "off":
+        return
+    message = f"no measured row: {decision.describe()}"
+    if STATE.strict == "error":
+        raise Unsupported(message)
+    warnings.warn(message, DispatchMiss, stacklevel=6)

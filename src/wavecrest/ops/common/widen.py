@@ -1,0 +1,46 @@
+"""8-bit keys and values widened in the kernel to the dtype that they are multiplied in."""
+
+from __future__ import annotations
+
+from wavecrest.ops.common.ptx import BYTES_BF16, BYTES_FP16
+from wavecrest.ops.common.triton import tl, triton
+
+
+@triton.jit
+def narrowed(wide, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers in float32 that TYPE holds exactly, in TYPE."""
+    if tl.bfloat16 == TYPE:
+        # the lower half is 0: cut off rather than rounded, which takes 5 instructions an element on gfx942
+        wide = (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+        wide = wide.to(TYPE, bitcast=True)
+    else:
+        wide = wide.to(TYPE)
+    return wide
+
+
+@triton.jit
+def widened(values, TYPE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys or values in the queries' type, which has all that 8 bits hold.
+
+    FOREIGN: e4m3fn where no instruction takes it; the compiler's own way is 60 instructions an element.
+    """
+    if TYPE.primitive_bitwidth > values.dtype.primitive_bitwidth:
+        if PTX and tl.int8 == values.dtype and tl.bfloat16 == TYPE:
+            values = tl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [values], tl.bfloat16, is_pure=True, pack=4)
+        elif PTX and tl.int8 == values.dtype and tl.float16 == TYPE:
+            values = tl.inline_asm_elementwise(BYTES_FP16, "=r,=r,r", [values], tl.float16, is_pure=True, pack=4)
+        elif PTX and tl.float16 == TYPE:
+            # an instruction for two of them
+            values = values.to(TYPE)
+        else:
+            if FOREIGN:
+                # as float16 of 2⁻⁸ times the value, subnormal ones too, and NaN added where it is one: without a mask,
+                # which takes scalar registers
+                bits = values.to(tl.uint8, bitcast=True).to(tl.int16)
+                half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+                nan = (-(((bits & 0x7F) + 1) >> 7) & 0x7E00).to(tl.float16, bitcast=True)
+                wide = (half * 256.0 + nan).to(tl.float32)
+            else:
+                wide = values.to(tl.float32)
+            values = narrowed(wide, TYPE)
+    return values

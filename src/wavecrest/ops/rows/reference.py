@@ -1,0 +1,35 @@
+"""The definition of the row ops, in PyTorch's operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import wavecrest.ops.common.checks as _checks
+import wavecrest.ops.common.quantized as _quantized
+from wavecrest.ops.rows.call import RowCall
+
+
+def reference(call: RowCall) -> Any:
+    """The results in float32 (float64 for float64) inside, rounded once."""
+    x, how = call.x, call.quantization
+    # the norm is that of the rounded sum, as in a model that adds first
+    h = x if call.residual is None else (_checks.widen(x) + _checks.widen(call.residual)).to(x.dtype)
+    y = _checks.widen(h)
+    if call.kind == "scaled":
+        return _quantized.dequantized(y, how)
+    if call.kind == "softmax":
+        y = torch.softmax(y, -1)
+    if call.kind == "layer":
+        y = y - y.mean(-1, keepdim=True)
+    if call.kind in ("rms", "layer"):
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + call.eps)
+    if call.weight is not None:
+        y = y * call.weight.to(y.dtype)
+    if call.bias is not None:
+        y = y + call.bias.to(y.dtype)
+    results = (y.to(x.dtype),) if how is None else _quantized.reference(y, how)
+    if call.residual is not None:
+        results = (*results, h)
+    return results[0] if len(results) == 1 else results
