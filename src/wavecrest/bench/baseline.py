@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def bench_bucket(
     function: Callable[..., Any] | None = None,
     seconds: float = 5.0,
     on_progress: timing.OnProgress | None = None,
+    now: timing.Clock = time.perf_counter,
 ) -> records.BucketBench:
     """Time one bucket under `torch.no_grad()`: at least 30 samples, cold start apart, then the memory of one more call.
 
@@ -53,7 +55,7 @@ def bench_bucket(
         raise EnvironmentProblem(f"the workload is on device {workload.device}; only cpu and cuda devices can be timed")
     work = _NamedCall(workload, bucket, function)
     before = shapes(workload.buckets[bucket])
-    measurement = timing.measure(work, device=workload.device, seconds=seconds, on_progress=on_progress)
+    measurement = timing.measure(work, device=workload.device, seconds=seconds, on_progress=on_progress, now=now)
     work.prepare()
     after = shapes(workload.buckets[bucket])
     if before != after:
@@ -77,13 +79,14 @@ def bench_workload(
     seconds_per_bucket: float = 5.0,
     function: Callable[..., Any] | None = None,
     on_progress: OnBucketProgress | None = None,
+    now: timing.Clock = time.perf_counter,
 ) -> list[records.BucketBench]:
     """`bench_bucket` for every bucket, in their order."""
     results = []
     for bucket in workload.buckets:
         progress = None if on_progress is None else _for_bucket(on_progress, bucket)
         results.append(
-            bench_bucket(workload, bucket, function=function, seconds=seconds_per_bucket, on_progress=progress)
+            bench_bucket(workload, bucket, function=function, seconds=seconds_per_bucket, on_progress=progress, now=now)
         )
     return results
 
