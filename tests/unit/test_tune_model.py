@@ -119,7 +119,7 @@ def test_rows_that_make_the_workload_faster_are_kept(op: Op, rates: _Rates, tmp_
     (bucket,) = record.buckets
     assert record.ci is not None and record.ci.low > 2 and bucket.base_ms > 2 * bucket.new_ms and bucket.blocks >= 10
     with registry.measured_in(Database(tmp_path / "none", "sm_90", overlay)):
-        decision = op.decide(torch.ones(4, 8))
+        decision = op.decide(op.of(torch.ones(4, 8)))
         assert (decision.backend, decision.config, decision.source) == ("kernel", Config(BLOCK=2), "exact")
         assert "(a.json, user database)" in decision.reason
         # a second run finds that all have rows
@@ -137,7 +137,7 @@ def test_what_is_faster_alone_and_slower_in_the_workload_is_not_kept(op: Op, rat
     assert {one.winner for one in record.keys} == {"kernel"}
     assert (record.verdict, record.kept, record.written) == ("slower", False, False)
     assert record.ci is not None and record.ci.high < 1 and "slower" in record.reason
-    assert not overlay.entries() and op.decide(torch.ones(4, 8)).backend == "torch"
+    assert not overlay.entries() and op.decide(op.of(torch.ones(4, 8))).backend == "torch"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_an_interrupted_run_says_so(op: Op, rates: _Rates, monkeypatch: pytest.M
         tuned(workload(op, rates), overlay=overlay, on_record=kept.append)
     assert kept[-1].problem == "interrupted" and kept[-1].tunes and not overlay.entries()
     # dispatch is as it was
-    assert op.decide(torch.ones(4, 8)).backend == "torch"
+    assert op.decide(op.of(torch.ones(4, 8))).backend == "torch"
 
 
 def test_databases_decide_in_turn(op: Op, tmp_path: Path) -> None:
@@ -259,4 +259,4 @@ def test_databases_decide_in_turn(op: Op, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), registry.in_turn(before) as (old,):
         old()
         raise ZeroDivisionError
-    assert op.decisions() == outside and op.decide(x).backend == "torch"
+    assert op.decisions() == outside and op.decide(op.of(x)).backend == "torch"
