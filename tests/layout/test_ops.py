@@ -1,4 +1,4 @@
-"""One op, one name, one place each: module, test, documentation page, compile cases."""
+"""One op, one name, one place each; an op folder has fixed file names; a call is typed and cheap."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,36 @@ from wavecrest import ops
 from wavecrest.dispatch import registry
 
 ROOT = Path(__file__).parents[2]
+OPS = ROOT / "src/wavecrest/ops"
 NAMES = registry.names()
-# public beside the ops: another way to call one of them, and what it may be given
+# public beside the ops: other ways to call one of them, what it may be given, and the registry's look-up
 BESIDE = ["PackedWeight", "get", "linear", "mlstm_parallel", "names", "pack"]
+# rooms of ops/ that are no op: what kernels share, and packed weights
+SHARED = {"common", "packed"}
+# families: ops over one kernel or one state, with a public function a file or a folder
+FAMILIES = {"rows", "gated", "mlstm"}
+GRAMMAR = {"__init__", "call", "key", "reference", "kernel", "launch", "config", "backend", "study"}
+STUDY = {"__init__", "cases", "space", "work", "bound"}
+
+
+def _home(name: str) -> Path:
+    """The file of an op's public function."""
+    return Path(inspect.getfile(getattr(ops, name)))
+
+
+def _folders() -> Iterator[Path]:
+    """The folders of one op, those of families included."""
+    for path in sorted(OPS.iterdir()):
+        if path.is_dir() and path.name not in SHARED and path.name != "__pycache__":
+            yield path
+            yield from (
+                one for one in sorted(path.iterdir()) if one.is_dir() and one.name not in ("study", "__pycache__")
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_has_its_places(name: str) -> None:
-    module = ROOT / "src/wavecrest/ops" / f"{name}.py"
-    folder = ROOT / "src/wavecrest/ops" / name / "op.py"
-    assert module.exists() or folder.exists(), "no module of the op's name"
+    assert OPS in _home(name).parents
     assert (ROOT / "tests/ops" / f"test_{name}.py").exists(), "no test file"
     page = ROOT / "docs/ops" / f"{name}.md"
     assert page.exists(), "no documentation page"
@@ -37,21 +58,59 @@ def test_is_public(name: str) -> None:
     assert function.__doc__ and "Raises:" in function.__doc__
 
 
+def test_an_op_stands_where_its_name_says() -> None:
+    found = {}
+    for name in NAMES:
+        place = _home(name).relative_to(OPS)
+        family = place.parts[0] in FAMILIES
+        # a folder that carries the name of a public function has an underscore, so that neither replaces the other
+        found[name] = f"{place.parts[0]}/{name}.py" if family and len(place.parts) == 2 else f"_{name}/__init__.py"
+        if place.parts[0] == "mlstm":
+            found[name] = f"mlstm/{name.removeprefix('mlstm_')}/__init__.py"
+        assert str(place) == found[name]
+
+
+def test_folders_have_the_fixed_file_names() -> None:
+    wrong = []
+    for folder in _folders():
+        own = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if path.is_dir()}
+        for name in sorted(own - {"__pycache__"} - GRAMMAR):
+            variant = name.startswith(("kernel_", "launch_"))
+            in_family = folder.name in FAMILIES and (name in NAMES or name in {"device", "split", *_subfolders(folder)})
+            if not variant and not in_family:
+                wrong.append(f"{folder.relative_to(OPS)}/{name}")
+        study = {path.stem for path in (folder / "study").glob("*.py")}
+        wrong += [f"{folder.relative_to(OPS)}/study/{name}" for name in sorted(study - STUDY)]
+    assert not wrong, wrong
+
+
+def _subfolders(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_dir()}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_declares_what_tools_need(name: str) -> None:
     op = registry.get(name)
     assert "reference" in op.backends and "torch" in op.backends
     if "triton" in op.backends:
-        assert op.compile_cases is not None, "a kernel without compile_cases is not held to any budget"
+        assert op.study.compile_cases is not None, "a kernel without compile_cases is not held to any budget"
     assert op.key_fields
-    signatures = [inspect.signature(part).parameters for part in (op.reference, op.check, op.key, op.cost)]
-    assert all(list(parameters) == list(signatures[0]) for parameters in signatures), "the parts take other arguments"
+    assert issubclass(op.call_type, tuple) and op.call_type.__name__.endswith("Call")
 
 
-def test_every_module_is_an_op_or_private() -> None:
-    modules = {path.stem for path in (ROOT / "src/wavecrest/ops").glob("*.py") if not path.stem.startswith("_")}
-    folders = {path.parent.name for path in (ROOT / "src/wavecrest/ops").glob("*/op.py")}
-    assert modules - {"packed"} | folders == set(NAMES)
+def test_nothing_takes_untyped_arguments() -> None:
+    found = []
+    for room in ("ops", "backends"):
+        for path in (ROOT / "src/wavecrest" / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, (ast.FunctionDef, ast.Lambda)) and node.args.vararg is not None:
+                    annotation = node.args.vararg.annotation
+                    if annotation is None or ast.unparse(annotation) == "Any":
+                        found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    # a kernel's positional arguments are its own; a class's refused constructor takes anything
+    allowed = ("ops/common/launcher.py", "ops/common/triton.py", "ops/common/warmup.py", "ops/packed/weight.py")
+    found = [one for one in found if not one.split(":")[0].endswith(allowed)]
+    assert not found, "\n".join(found)
 
 
 def test_all_is_sorted_and_complete() -> None:
@@ -60,7 +119,7 @@ def test_all_is_sorted_and_complete() -> None:
 
 def test_only_one_file_asks_whether_triton_is_there() -> None:
     found = set()
-    for path in (ROOT / "src/wavecrest/ops").rglob("*.py"):
+    for path in OPS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
             if isinstance(node, ast.Import):
@@ -68,45 +127,93 @@ def test_only_one_file_asks_whether_triton_is_there() -> None:
             elif isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
             if any(name.split(".")[0] == "triton" for name in names):
-                found.add(path.name)
-    assert found == {"_triton.py"}
+                found.add(str(path.relative_to(OPS)))
+    assert found == {"common/triton.py"}
+
+
+def _python(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_ops_import_and_run_without_triton() -> None:
-    code = """
+    _python("""
 import sys
 sys.modules["triton"] = None
 import torch
-import wavecrest.ops.rms_norm
-from wavecrest import ops, registry
+from wavecrest import ops
 assert ops.rms_norm(torch.ones(2, 8)).shape == (2, 8)
-for name in registry.names():
-    op = registry.get(name)
-    decision = op.decide(*op.inputs(*(2, 8, 8, 8)[: len(op.sizes)], torch.float32, "cpu"))
+for name in ops.names():
+    op = ops.get(name)
+    decision = op.decide(op.study.inputs(*(2, 8, 8, 8)[: len(op.study.sizes)], torch.float32, "cpu"))
     assert decision.backend == "torch", decision
     assert any("triton is not importable" in refusal.reason for refusal in decision.refused), decision
-from wavecrest.ops import _lib
+from wavecrest.ops.common import device
 try:
-    _lib.row_offsets[(1,)]()
+    device.row_offsets[(1,)]()
 except Exception as error:
     assert "triton is not importable" in str(error), error
 else:
     raise AssertionError("the stand-in was launched")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+""")
 
 
-def test_a_name_is_the_function_however_it_is_imported() -> None:
-    code = """
-import wavecrest.ops.rms_norm
-import wavecrest.ops as a
-from wavecrest import ops as b
+def test_a_call_loads_nothing_of_the_studies() -> None:
+    _python("""
+import sys
+import torch
+from wavecrest import ops
+ops.rms_norm(torch.ones(2, 8))
+ops.linear(torch.ones(2, 8), torch.ones(4, 8))
+loaded = [name for name in sys.modules if name.startswith("wavecrest.ops.") and ".study" in name]
+assert not loaded, loaded
+assert ops.get("rms_norm").study.sizes == ("M", "N") and "wavecrest.ops.rows.study" in sys.modules
+""")
+
+
+def test_packages_and_functions_do_not_replace_each_other() -> None:
+    _python("""
 import inspect
-assert inspect.isfunction(a.rms_norm) and a.rms_norm is b.rms_norm is wavecrest.ops.rms_norm
-import importlib
-assert importlib.import_module("wavecrest.ops.rms_norm").rms_norm is a.rms_norm
-assert inspect.isfunction(a.rms_norm)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+import wavecrest.ops
+import wavecrest.ops._gemm.call as c
+import wavecrest.ops.rows.rms_norm as module
+assert inspect.ismodule(c) and inspect.ismodule(module)
+assert inspect.isfunction(wavecrest.ops.gemm) and inspect.isfunction(wavecrest.ops.rms_norm)
+""")
+
+
+# Python calls of ours from the public function to the library or the launch, once a signature is bound
+MOST_CALLS = 8
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "softmax", "linear", "flash_attention"])
+def test_a_bound_call_is_short(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    x = torch.randn(2, 4, 4, 16)
+    arguments = {"linear": (x, torch.randn(8, 16)), "flash_attention": (x, x, x), "add_rms_norm": (x, x)}
+    given = arguments.get(name, (x,))
+    function = getattr(ops, name)
+    op = registry.get({"linear": "gemm"}.get(name, name))
+    if backend not in op.backends:
+        pytest.skip(f"{name} has no backend {backend}")
+    op.force(backend)
+    # what is counted ends at the launch
+    starter = "wavecrest.ops.common.launcher.starter"
+    monkeypatch.setattr(starter, lambda *_args, **_options: lambda *_args, **_options: None)
+    calls: list[str] = []
+
+    def count(frame: object, event: str, _argument: object) -> None:
+        code = frame.f_code  # type: ignore[attr-defined]
+        if event == "call" and ("wavecrest" in code.co_filename or code.co_filename.startswith("<signature")):
+            calls.append(code.co_name)
+
+    with torch.no_grad():
+        function(*given)
+        sys.setprofile(count)
+        try:
+            function(*given)
+        finally:
+            sys.setprofile(None)
+    assert 0 < len(calls) <= MOST_CALLS, calls

@@ -34,7 +34,7 @@ FILTERS = {
 
 @cache
 def _asset(name: str) -> str:
-    return resources.files("wavecrest.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 @cache

@@ -122,7 +122,7 @@ def _declarations() -> str:
 
 def source() -> str:
     """The whole C program."""
-    folder = resources.files("wavecrest.isa.emulate").joinpath("machine")
+    folder = resources.files(__package__).joinpath("machine")
     parts = [folder.joinpath(name).read_text(encoding="utf-8") for name in SOURCES]
     return "\n".join([_declarations(), *parts])
 
