@@ -137,6 +137,13 @@ def child(changes: Mapping[str, str | None]) -> dict[str, str]:
     return environment
 
 
+def python_child(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """`child` for a Python process that imports this copy of wavecrest, installed or not."""
+    source = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return child({**changes, "PYTHONPATH": path})
+
+
 def clean_child() -> dict[str, str]:
     """The environment of a child that shows defaults: paths and device visibility only."""
     paths = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.clock import SimulatedClock
 from tests.toy import ToyOp
 from wavecrest import hardware, records
 from wavecrest.bench import ops, peers, plot, suites
@@ -392,10 +392,16 @@ def test_works_run_in_turn() -> None:
 
 
 def test_rounds_go_on_for_the_time_given_and_end() -> None:
-    begin = time.perf_counter()
-    rounds = timing.measure_interleaved([partial(time.sleep, 0.002)], device="cpu", seconds=0.1, min_rounds=3).rounds
-    assert 10 <= rounds <= 60 and time.perf_counter() - begin < 5
-    assert timing.measure_interleaved([int], device="cpu", seconds=60.0).rounds == timing.MAX_ROUNDS
+    clock = SimulatedClock()
+    taken = timing.measure_interleaved(
+        [partial(clock.advance, 0.002)], device="cpu", seconds=0.1, min_rounds=3, now=clock
+    )
+    # warm-up calls come before; 0.1 s of 2 ms each, or one more where sums of floats fall short
+    assert 50 <= taken.rounds <= 51 and taken.samples[0] == pytest.approx([2.0] * taken.rounds)
+    one = timing.measure_interleaved([partial(clock.advance, 0.5)], device="cpu", seconds=0.1, min_rounds=3, now=clock)
+    assert one.rounds == 3
+    endless = timing.measure_interleaved([partial(clock.advance, 0.01)], device="cpu", seconds=60.0, now=clock)
+    assert endless.rounds == timing.MAX_ROUNDS
     with pytest.raises(InvalidArgument, match="at least one work"):
         timing.measure_interleaved([], device="cpu")
 
@@ -444,15 +450,10 @@ def test_flushes_last_longer_than_the_slowest_host_call(
 ) -> None:
     FakeGpu(monkeypatch)
     # a flush lasts 2 steps of 1 ms, plus the step of its own; 10 ms of host need 15 ms of flush
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-
-    def slow() -> None:
-        now[0] += host
-
-    watch = timing.Stopwatch("cuda:0")
+    clock = SimulatedClock()
+    watch = timing.Stopwatch("cuda:0", now=clock)
     monkeypatch.setattr(timing.Stopwatch, "time", lambda self, work: (4.0, 4.0))
-    assert timing._flushes(watch, [lambda: None, slow]) == wanted
+    assert timing._flushes(watch, [lambda: None, partial(clock.advance, host)]) == wanted
 
 
 @pytest.mark.gpu

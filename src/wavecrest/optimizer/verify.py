@@ -88,9 +88,7 @@ def _verdict(results: list[VerifyProcess], ratio: float, ci: timing.Interval, pl
 
 
 def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, plan: Plan) -> VerifyProcess:
-    source = str(Path(__file__).resolve().parents[1])
-    changes: dict[str, str | None] = {row.name: row.value for row in plan.environment}
-    changes["PYTHONPATH"] = ":".join([source, *filter(None, [env.get("PYTHONPATH")])])
+    changes = {row.name: row.value for row in plan.environment}
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "process.json"
         command = [
@@ -99,7 +97,7 @@ def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, 
         ]  # fmt: skip
         try:
             done = subprocess.run(
-                command, env=env.child(changes), capture_output=True, text=True, timeout=CHILD_TIMEOUT
+                command, env=env.python_child(changes), capture_output=True, text=True, timeout=CHILD_TIMEOUT
             )
         except subprocess.TimeoutExpired:
             raise EnvironmentProblem(f"process {index} took more than {CHILD_TIMEOUT:.0f} s") from None

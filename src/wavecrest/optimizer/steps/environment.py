@@ -163,8 +163,6 @@ def try_variable(context: StepContext, name: str, value: str, *, seconds: float 
 
 def _child(context: StepContext, changes: dict[str, str | None], seconds: float) -> dict[str, list[float]]:
     assert context.workload.spec is not None
-    source = str(Path(__file__).resolve().parents[2])
-    path = [source, *filter(None, [env.get("PYTHONPATH")])]
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "samples.json"
         command = [
@@ -174,7 +172,7 @@ def _child(context: StepContext, changes: dict[str, str | None], seconds: float)
         try:
             done = subprocess.run(
                 command,
-                env=env.child({**changes, "PYTHONPATH": ":".join(path)}),
+                env=env.python_child(changes),
                 capture_output=True,
                 text=True,
                 timeout=CHILD_TIMEOUT,

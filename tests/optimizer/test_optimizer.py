@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.passes.planted import (
+from tests.optimizer.planted import (
     PAUSE,
     AddPause,
     FastButWrong,
