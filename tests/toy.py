@@ -20,6 +20,10 @@ class ToyCall(NamedTuple):
     scale: float = 1.0
 
 
+class OneCall(NamedTuple):
+    x: Tensor
+
+
 class TwoCall(NamedTuple):
     a: Tensor
     b: Tensor
@@ -63,7 +67,9 @@ class ToyOp(Op[Any, Any]):
         return self._study
 
     def __call__(self, *fields: Any, **named: Any) -> Any:
-        return super().__call__(self.call_type(*fields, **named))
+        """Run a call, or the call with these fields."""
+        given = len(fields) == 1 and isinstance(fields[0], self.call_type)
+        return super().__call__(fields[0] if given else self.call_type(*fields, **named))
 
     def of(self, *fields: Any, **named: Any) -> Any:
         """A call."""

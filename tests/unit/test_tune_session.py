@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.clock import SimulatedClock
 from tests.toy import ToyOp, takes
 from wavecrest import hardware, records
 from wavecrest.dispatch import lookup, registry
@@ -450,21 +451,10 @@ def test_each_key_is_written_when_it_is_found(op: ToyOp, clock: Clock, tmp_path:
     assert seen == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_a_budget(op: ToyOp, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    class Time:
-        @staticmethod
-        def perf_counter() -> float:
-            return now
-
-    monkeypatch.setattr(session, "time", Time)
-
-    def pass_time() -> None:
-        nonlocal now
-        now = 100.0
-
-    record = tune(Stopping(clock, 2, pass_time), budget=60.0)
+def test_a_budget(op: ToyOp, clock: Clock) -> None:
+    now = SimulatedClock()
+    timer = Stopping(clock, 2, lambda: now.advance(100.0))
+    record = session.tune("double", DEVICE, session.Settings(budget=60.0), timer=timer, now=now)
     assert [key.case for key in record.keys] == ["rows 4"]
     assert record.left == dict.fromkeys(["rows 16", "rows 64"], "no time left of the budget")
     assert record.budget_seconds == 60.0 and record.problem == "" and record.seconds == 100.0

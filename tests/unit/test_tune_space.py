@@ -17,7 +17,7 @@ from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops._gemm import config as defaults
 from wavecrest.ops._gemm import launch
 from wavecrest.ops._gemm import launch_gemv as multiply
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.call import Operands as GemmCall
 from wavecrest.ops._gemm.key import key_of, shape_of
 from wavecrest.ops._gemm.study import space
 
@@ -32,21 +32,21 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def product(
     M: int, N: int, K: int, dtype: torch.dtype = BF16, weight: torch.dtype | None = None, **more: Any
-) -> Operands:
-    return Operands(meta(M, K, dtype=dtype), meta(N, K, dtype=weight or dtype).mT, **more)
+) -> GemmCall:
+    return GemmCall(meta(M, K, dtype=dtype), meta(N, K, dtype=weight or dtype).mT, **more)
 
 
 def scale(*shape: int) -> torch.Tensor:
     return meta(*shape, dtype=F32)
 
 
-def int4(M: int, N: int, K: int, group: int) -> Operands:
+def int4(M: int, N: int, K: int, group: int) -> GemmCall:
     padded = -(-K // 64) * 64
     codes = meta(N, padded // 2, dtype=torch.uint8).mT
-    return Operands(meta(M, K), codes, scale_b=scale(-(-K // group), N), form="int4", group=group)
+    return GemmCall(meta(M, K), codes, scale_b=scale(-(-K // group), N), form="int4", group=group)
 
 
-def products() -> Iterator[tuple[str, Operands]]:
+def products() -> Iterator[tuple[str, GemmCall]]:
     for M in (1, 3, 8, 16, 20, 64, 200, 256, 1000, 4096):
         for N, K in ((4096, 4096), (28672, 4096), (64, 14336), (24, 40), (1001, 1003)):
             yield f"bf16 {M}x{N}x{K}", product(M, N, K)
@@ -60,20 +60,20 @@ def products() -> Iterator[tuple[str, Operands]]:
         yield f"weight int8 groups {M}", product(M, 4096, 4096, BF16, I8, scale_b=scale(64, 4096), group=64)
         for group in (32, 64, 128):
             yield f"int4 {group} {M}", int4(M, 4096, 4096, group)
-        yield f"batch {M}", Operands(meta(6, M, 512), meta(6, 512, 256))
+        yield f"batch {M}", GemmCall(meta(6, M, 512), meta(6, 512, 256))
 
 
 PRODUCTS = dict(products())
 
 
-def spaces(arch: Arch, given: Operands) -> Iterator[tuple[str, Config, list[Config]]]:
+def spaces(arch: Arch, call: GemmCall) -> Iterator[tuple[str, Config, list[Config]]]:
     """(backend, default, what else is tried) of the backends that take a product."""
     for backend, make in MAKERS.items():
-        if backend == "triton_multiply" and multiply.multiplies(given):
+        if backend == "triton_multiply" and multiply.multiplies(call):
             continue
-        if backend == "triton_stream_k" and given.activation == "silu_and_mul":
+        if backend == "triton_stream_k" and call.activation == "silu_and_mul":
             continue
-        key = key_of(given)
+        key = key_of(call)
         first, *others = space.space(backend, make, key, arch)
         yield backend, first, others
 
@@ -81,57 +81,57 @@ def spaces(arch: Arch, given: Operands) -> Iterator[tuple[str, Config, list[Conf
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=str)
 def test_every_configuration_is_within_the_limits_and_planned(arch: Arch) -> None:
     checked = 0
-    for name, given in PRODUCTS.items():
-        shape = shape_of(key_of(given))
-        y, parts = given.a.new_empty(0, dtype=given.dtype), given.a.new_empty(0, dtype=torch.float32)
-        for backend, first, others in spaces(arch, given):
+    for name, call in PRODUCTS.items():
+        shape = shape_of(key_of(call))
+        y, parts = call.a.new_empty(0, dtype=call.dtype), call.a.new_empty(0, dtype=torch.float32)
+        for backend, first, others in spaces(arch, call):
             assert first == MAKERS[backend](shape, arch), (name, backend)
             assert len({first, *others}) == 1 + len(others), f"{name} {backend}: twice the same"
             for config in others:
                 where = f"{name}, {backend}, {arch.name}: {config}"
-                within_limits(where, config, given, arch)
+                within_limits(where, config, call, arch)
                 optional = {"CHAINS"} if backend == "triton" else set()
                 different = (set(config) ^ set(first)) - {*LAUNCH_OPTIONS, *optional}
                 assert not different, f"{where} has other parameters than the default: {different}"
-                plan = PLANNERS[backend](given, y, parts, config, arch, bool(config.get("TMA")))
+                plan = PLANNERS[backend](call, y, parts, config, arch, bool(config.get("TMA")))
                 assert all(size >= 1 for size in plan.first.grid), where
                 checked += 1
     assert checked > 3000
 
 
-def within_limits(where: str, config: Config, given: Operands, arch: Arch) -> None:
+def within_limits(where: str, config: Config, call: GemmCall, arch: Arch) -> None:
     n, k, warps = config["BLOCK_N"], config["BLOCK_K"], config["num_warps"]
     lanes = warps * arch.wave_size
-    halves = 2 if given.activation == "silu_and_mul" else 1
+    halves = 2 if call.activation == "silu_and_mul" else 1
     for value in (n, k, warps, config.get("SPLIT_K", 1), config.get("BLOCK_M", 1), config.get("GROUP_M", 1)):
         assert value >= 1 and value & (value - 1) == 0, f"{where}: {value} is no power of two"
     assert lanes <= 1024, where
     assert 1 <= config.get("SPLIT_K", 1) <= 16, where
-    steps = math.ceil(given.K / k)
+    steps = math.ceil(call.K / k)
     assert config.get("SPLIT_K", 1) <= max(1, steps // 2), f"{where}: parts of less than two steps"
     if "BLOCK_M" not in config:
-        if given.form == "int4":
+        if call.form == "int4":
             # the codes of a word are made one after another
-            assert k % given.group == 0, f"{where}: part of a group"
+            assert k % call.group == 0, f"{where}: part of a group"
             k //= 8
-        assert n * k >= lanes and n * k * (given.M + 1) * halves / lanes <= 200, f"{where}: registers"
+        assert n * k >= lanes and n * k * (call.M + 1) * halves / lanes <= 200, f"{where}: registers"
         return
     m = config["BLOCK_M"]
-    assert m >= 16 and n >= 16 and k >= (32 if given.a.dtype.itemsize == 1 else 16), f"{where}: no matrix instruction"
-    bits_b = 4 if given.form == "int4" else 8 * given.b.dtype.itemsize
-    step = m * k * given.a.dtype.itemsize + n * k * bits_b // 8
+    assert m >= 16 and n >= 16 and k >= (32 if call.a.dtype.itemsize == 1 else 16), f"{where}: no matrix instruction"
+    bits_b = 4 if call.form == "int4" else 8 * call.b.dtype.itemsize
+    step = m * k * call.a.dtype.itemsize + n * k * bits_b // 8
     kept = max(1, config["num_stages"] - 1)
     if arch.name in ("sm_90", "sm_100") and m >= 64 and warps % 4 == 0:
         kept = config["num_stages"]
     assert kept * step <= arch.lds_kib * 1024, f"{where}: shared memory"
-    blocks = given.group or (128 if given.scale_a is not None and given.scale_a.ndim == 2 else 0)
+    blocks = call.group or (128 if call.scale_a is not None and call.scale_a.ndim == 2 else 0)
     assert m * n * halves * (2 if blocks else 1) / lanes <= 128, f"{where}: registers"
-    if blocks and not (given.form == "int4" and k == 64):
+    if blocks and not (call.form == "int4" and k == 64):
         assert blocks % k == 0, f"{where}: columns of several scales in a step"
     if "CHAINS" in config:
         assert not blocks and not config["TMA"] and k // config["CHAINS"] >= 64, f"{where}: divided too far"
     if config.get("TMA"):
-        assert arch.name in ("sm_90", "sm_100") and launch.described(given), f"{where}: no descriptors"
+        assert arch.name in ("sm_90", "sm_100") and launch.described(call), f"{where}: no descriptors"
     assert config.get("matrix_instr_nonkdim", 16) <= min(m, n), f"{where}: the instruction is larger than the tile"
 
 
@@ -197,8 +197,8 @@ def test_amd_has_instructions_and_waves_to_choose_from() -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    arch, given = ARCHS["sm_90"], PRODUCTS["bf16 4096x4096x4096"]
-    shape = shape_of(key_of(given))
+    arch, call = ARCHS["sm_90"], PRODUCTS["bf16 4096x4096x4096"]
+    shape = shape_of(key_of(call))
     good = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "SPLIT_K": 1, "PERSISTENT": 0, "TMA": 1,
             "num_warps": 8, "num_stages": 4}  # fmt: skip
 
@@ -240,24 +240,24 @@ def test_what_does_not_fit_is_named() -> None:
 def test_a_backend_says_its_space_through_the_op() -> None:
     op, arch = registry.get("gemm"), ARCHS["sm_90"]
     for backend in MAKERS:
-        attached = op.backends[backend].space
+        attached = op.study.kernel(backend).space
         key = key_of(PRODUCTS["bf16 1x4096x4096"])
         assert attached is not None
         assert list(attached(key, arch)) == list(space.space(backend, MAKERS[backend], key, arch))
 
 
 def test_launches_refuse_what_the_planner_refuses_and_have_none_for_nothing() -> None:
-    launches = registry.get("gemm").backends["triton"].launches
+    launches = registry.get("gemm").study.kernel("triton").launches
     assert launches is not None
     config = Config(
         BLOCK_M=16, BLOCK_N=16, BLOCK_K=256, GROUP_M=8, SPLIT_K=1, PERSISTENT=0, TMA=0, num_warps=4, num_stages=2
     )
     with pytest.raises(InvalidArgument, match="does not fit 4-bit codes"):
-        launches(*PRODUCTS["int4 64 16"], config=config, arch=ARCHS["sm_90"])
-    assert launches(*product(0, 64, 64), config=config, arch=ARCHS["sm_90"]) == []
+        launches(PRODUCTS["int4 64 16"], config, ARCHS["sm_90"])
+    assert launches(product(0, 64, 64), config, ARCHS["sm_90"]) == []
     split = Config(**(config.kwargs | {"SPLIT_K": 4}))
-    first, second = launches(*product(4, 64, 4096), config=split, arch=ARCHS["sm_90"])
+    first, second = launches(product(4, 64, 4096), split, ARCHS["sm_90"])
     assert first.args[3].dtype == F32 and second.kernel is not first.kernel
-    (whole,) = launches(*product(4, 64, 4096), config=config, arch=ARCHS["sm_90"])
+    (whole,) = launches(product(4, 64, 4096), config, ARCHS["sm_90"])
     # as a call passes it: the result where there are no partial sums
     assert whole.args[3].dtype == BF16

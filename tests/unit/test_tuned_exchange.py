@@ -12,7 +12,7 @@ import torch
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.tuned import Config, Entry, Evidence, Row, aiter_csv, table, tunable_op
 from wavecrest.errors import InvalidArgument, TableError
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.call import Operands as GemmCall
 from wavecrest.tune import exchange
 
 OLD = "cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,splitK,us,kernelName,err_ratio,tflops,bw"
@@ -53,9 +53,9 @@ def key(**changes: Any) -> tuple[Any, ...]:
     M, dtype = changes.pop("M", 16), changes.pop("dtype", torch.bfloat16)
     N, K = changes.pop("N", 6144), changes.pop("K", 4096)
     a = torch.empty(M, K, dtype=dtype)
-    given = Operands(a, torch.empty(N, K, dtype=dtype).mT, **changes)
+    call = GemmCall(a, torch.empty(N, K, dtype=dtype).mT, **changes)
     op = registry.get("gemm")
-    parts = dict(zip(op.key_fields, op.key(*given), strict=True))
+    parts = dict(zip(op.key_fields, op.key(call), strict=True))
     return tuple(parts[name] for name in lookup.fields_of(op))
 
 
@@ -234,7 +234,7 @@ def test_tunable_op_results(tmp_path: Path) -> None:
         (2, torch.empty(512, 2048), torch.empty(2048, 1024)),
         (3, torch.empty(256, 128, dtype=torch.bfloat16).mT, torch.empty(256, 64, dtype=torch.bfloat16)),
     ):
-        parts = dict(zip(op.key_fields, op.key(*Operands(a, b)), strict=True))
+        parts = dict(zip(op.key_fields, op.key(GemmCall(a, b)), strict=True))
         assert rows[place].key == tuple(parts[name] for name in lookup.fields_of(op))
     made = exchange.written(found.entries, "tunableop", "gfx942")
     assert made.rows == 5 and made.left == ()
