@@ -16,7 +16,7 @@ from wavecrest import hardware
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.isa import compiler
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.ops.mlstm.call import StepOperands
 
 TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "GROUP_M": 8, "num_warps": 4, "num_stages": 3}
@@ -35,28 +35,28 @@ SKINNY = {"BLOCK_N": 4, "BLOCK_K": 512, "SPLIT_K": 1, "num_warps": 2, "num_stage
 Planned = list[tuple[str, _launcher.Launch]]
 
 
-def product(M: int, N: int, K: int, weight: torch.dtype, form: str = "plain") -> Operands:
+def product(M: int, N: int, K: int, weight: torch.dtype, form: str = "plain") -> GemmCall:
     """x @ weightᵀ with the scales of the weight, gated where it is of 8 bits."""
     a = torch.empty(M, K, dtype=torch.bfloat16, device="meta")
     if form == "int4":
         b, scale = a.new_empty(N, K // 2, dtype=weight).mT, a.new_empty(N, K // 128, dtype=torch.float32).mT
-        return Operands(a, b, scale_b=scale, form=form, group=128)
+        return GemmCall(a, b, scale_b=scale, form=form, group=128)
     b = a.new_empty(N, K, dtype=weight).mT
     if weight.itemsize == 2:
-        return Operands(a, b)
-    return Operands(a, b, scale_b=a.new_empty(N, dtype=torch.float32), activation="silu_and_mul")
+        return GemmCall(a, b)
+    return GemmCall(a, b, scale_b=a.new_empty(N, dtype=torch.float32), activation="silu_and_mul")
 
 
-def normed(given: Operands) -> Operands:
+def normed(call: GemmCall) -> GemmCall:
     """The same with rows that are normalised on the way."""
-    return given._replace(norm_weight=given.a.new_empty(given.K))
+    return call._replace(norm_weight=call.a.new_empty(call.K))
 
 
 def first_launches(arch: str, more: dict[str, int]) -> Planned:
     """The launches of calls whose first one may start early, by name; `more`: of their configurations."""
     gemm, step, norm = (registry.get(name) for name in ("gemm", "mlstm_step", "add_rms_norm"))
     bf16, int8, fp8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
-    token = StepOperands(*step.inputs(1, 8, 256, bf16, "meta"))._replace(in_place=True)
+    token = StepOperands(*step.study.inputs(1, 8, 256, bf16, "meta"))._replace(in_place=True)
     words = SKINNY | {"BLOCK_K": 1024, "num_stages": 1}
     described = TILE | {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "SPLIT_K": 1, "PERSISTENT": 0, "TMA": 1}
     cases: list[tuple[str, Any, str, dict[str, int], Any]] = [
@@ -68,14 +68,14 @@ def first_launches(arch: str, more: dict[str, int]) -> Planned:
         ("gated tiles", gemm, "triton", TILE | {"SPLIT_K": 1, "PERSISTENT": 1, "TMA": 0}, product(16, 4096, 4096, fp8)),
         ("descriptors", gemm, "triton", described, product(1024, 4096, 4096, bf16)),
         ("words", gemm, "triton_multiply", words, product(1, 4096, 4096, torch.uint8, "int4")),
-        ("step", step, "triton", step.config_of("triton", step.key(*token)).kwargs, token),
+        ("step", step, "triton", step.config_of("triton", step.key(token)).kwargs, token),
     ]
     found = []
     for name, op, backend, config, args in cases:
-        launches = op.backends[backend].launches(*args, config=Config(**config, **more), arch=hardware.ARCHS[arch])
+        launches = op.study.kernel(backend).launches(args, Config(**config, **more), hardware.ARCHS[arch])
         found += [(f"{name} {launch.kernel.__name__}", launch) for launch in launches]
     config = {"BLOCK_M": 1, "BLOCK_N": 4096, "PACKED": 0, "num_warps": 8}
-    launch = norm.compile_cases(hardware.ARCHS[arch], Config(**config, **more))["N=4096"]
+    launch = norm.study.compile_cases(hardware.ARCHS[arch], Config(**config, **more))["N=4096"]
     return [*found, (f"norm {launch.kernel.__name__}", launch)]
 
 
@@ -88,20 +88,20 @@ def facts(launch: _launcher.Launch, arch: str) -> dict[str, Any]:
 
 def main() -> None:
     gemm, decoding, found = registry.get("gemm"), registry.get("flash_decoding"), {}
-    product = gemm.inputs(4, 4096, 4096, torch.bfloat16, "meta")
+    product = gemm.study.inputs(4, 4096, 4096, torch.bfloat16, "meta")
     calls = [(gemm, backend, config, product) for backend, config in CONFIGS.items()]
-    calls.append((decoding, "triton", DECODING, decoding.inputs(1, 8, 4096, 128, torch.bfloat16, "meta")))
+    calls.append((decoding, "triton", DECODING, decoding.study.inputs(1, 8, 4096, 128, torch.bfloat16, "meta")))
     latent = registry.get("mla_decode")
-    cached = latent.inputs(1, 128, 8192, torch.bfloat16, "meta")
-    calls.append((latent, "triton", latent.config_of("triton", latent.key(*cached)).kwargs | SPLIT, cached))
+    cached = latent.study.inputs(1, 128, 8192, torch.bfloat16, "meta")
+    calls.append((latent, "triton", latent.config_of("triton", latent.key(cached)).kwargs | SPLIT, cached))
     step = registry.get("mlstm_step")
-    token = StepOperands(*step.inputs(1, 8, 256, torch.bfloat16, "meta"))._replace(in_place=True)
-    calls.append((step, "triton", step.config_of("triton", step.key(*token)).kwargs, token))
+    token = StepOperands(*step.study.inputs(1, 8, 256, torch.bfloat16, "meta"))._replace(in_place=True)
+    calls.append((step, "triton", step.config_of("triton", step.key(token)).kwargs, token))
     for arch in ("sm_90", "sm_80", "gfx942"):
         for op, backend, config, args in calls:
-            launches = op.backends[backend].launches
+            launches = op.study.kernel(backend).launches
             assert launches is not None
-            for launch in launches(*args, config=Config(**config), arch=hardware.ARCHS[arch]):
+            for launch in launches(args, Config(**config), hardware.ARCHS[arch]):
                 found[f"{arch} {backend} {launch.kernel.__name__}"] = facts(launch, arch)
     found |= {f"early {name}": facts(launch, "sm_90") for name, launch in first_launches("sm_90", EARLY)}
     json.dump(found, sys.stdout)

@@ -1,25 +1,37 @@
 """Compile targets for architectures and print the rows as JSON: `python everything.py gfx942,sm_90 rms_norm softmax`.
 
-A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
+With `--known FILE` (see `recorded.py`) kernels whose sources, constants and options are as recorded are not compiled
+again, but for those of `recorded.ALWAYS`. A process of its own, since kernels defined for Triton's interpreter cannot
+be compiled.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from pydantic import TypeAdapter
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.compile import recorded
 from wavecrest.isa import survey
-from wavecrest.isa.facts import Row
 
 
 def main(archs: str, *targets: str) -> None:
+    known = None
+    if targets[:1] == ("--known",):
+        known, targets = Path(targets[1]), targets[2:]
     work = [job for target in targets for job in survey.jobs(target, archs.split(","))]
+    keys: list[recorded.Place] = []
+    if known is not None:
+        keys = recorded.places(work)
+        before = recorded.load(known)
+        work = [job for job, place in zip(work, keys, strict=True) if not before.has(place)]
 
     def note(done: int, planned: int, what: str) -> None:
         sys.stderr.write(f"{done}/{planned} {what}\n")
 
-    sys.stdout.buffer.write(TypeAdapter(list[Row]).dump_json(survey.survey(work, code=True, on_progress=note)))
+    rows = survey.survey(work, code=True, on_progress=note)
+    sys.stdout.write(recorded.Compiled(places=keys, rows=rows).model_dump_json())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What lanes hand to each other in the loops of products of few rows, as JSON: `python exchanges.py`.
+"""What lanes hand to each other in the loops of the GEMV kernels, as JSON: `python exchanges.py`.
 
 A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
 """
@@ -16,8 +16,8 @@ import torch
 from wavecrest import hardware
 from wavecrest.hardware import Arch
 from wavecrest.isa import assembly, compiler
-from wavecrest.ops._gemm.call import Operands
-from wavecrest.ops._gemm.config import multiplied
+from wavecrest.ops._gemm.call import GemmCall
+from wavecrest.ops._gemm.config import gemv
 from wavecrest.ops._gemm.key import key_of, shape_of
 from wavecrest.ops.common.launcher import Launch
 
@@ -35,9 +35,9 @@ def launch(arch: Arch, dtype: torch.dtype, rows: int = 1, a: torch.dtype = BF16,
     """The first launch of rows times a weight [4096, 4096], as it is configured where nothing is measured."""
     b = empty(4096, 4096, dtype=dtype).mT
     scale = None if dtype == BF16 else empty(4096, dtype=F32)
-    given = Operands(empty(rows, 4096, dtype=a), b, scale_b=scale, **more)
-    config = multiplied(shape_of(key_of(given)), arch)
-    made: Launch = launches.multiply(given, empty(0, dtype=a), empty(0, dtype=F32), config, arch, False).first
+    call = GemmCall(empty(rows, 4096, dtype=a), b, scale_b=scale, **more)
+    config = gemv(shape_of(key_of(call)), arch)
+    made: Launch = launches.gemv(call, empty(0, dtype=a), empty(0, dtype=F32), config, arch, False).first
     return made
 
 

@@ -5,22 +5,40 @@ After a change that is meant to: python tests/compile/write_recorded.py [OP ...]
 
 from __future__ import annotations
 
-import json
 from importlib.metadata import version
 
 import pytest
 
-from tests.compile.conftest import RECORDED, ops_with_kernels
-from wavecrest.isa.facts import Row
+from tests.compile import recorded
+from tests.compile.conftest import ops_with_kernels
+from tests.compile.recorded import Compiled
 
 
 @pytest.mark.parametrize("op", ops_with_kernels())
-def test_machine_code_is_as_recorded(op: str, rows: dict[str, list[Row]]) -> None:
-    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
-    if version("triton") != recorded["triton"]:
-        pytest.skip(f"recorded with triton {recorded['triton']}, this is {version('triton')}")
-    now = {(row.case, row.arch): row.facts.code_hash for row in rows[op] if row.facts is not None}
-    before = {(case, arch): code for case, archs in recorded["ops"][op].items() for arch, code in archs.items()}
-    assert now.keys() == before.keys(), "other cases: run write_recorded.py"
-    changed = sorted(place for place, code in now.items() if code != before[place])
-    assert not changed, f"{len(changed)} of {len(now)} kernels changed: {changed[:8]}"
+def test_machine_code_is_as_recorded(op: str, kernels: dict[str, Compiled]) -> None:
+    record, found = recorded.load(), kernels[op]
+    if version("triton") != record.triton:
+        pytest.skip(f"recorded with triton {record.triton}, this is {version('triton')}")
+    there = {(case, arch) for case, archs in record.ops[op].items() for arch in archs}
+    assert {(one.case, one.arch) for one in found.places} == there, "other cases: run write_recorded.py"
+    changed = []
+    for row in found.rows:
+        before = record.of(op, row.case, row.arch)
+        assert before is not None
+        if row.facts is None or row.facts.code_hash != before[1]:
+            changed.append((row.case, row.arch))
+    assert not changed, f"{len(changed)} of {len(found.rows)} kernels changed: {changed[:8]}"
+
+
+def test_a_kernel_is_known_by_compiler_budget_and_key() -> None:
+    place = recorded.Place(op="rms_norm", case="N=64", arch="gfx950", key="k")
+    record = recorded.Recorded(
+        triton=version("triton"), budgets={"rms_norm": recorded.budget("rms_norm")},
+        ops={"rms_norm": {"N=64": {"gfx950": ("k", "code"), recorded.ALWAYS: ("k", "code")}}},
+    )  # fmt: skip
+    assert record.has(place)
+    assert not record.has(place.model_copy(update={"key": "other"}))
+    assert not record.has(place.model_copy(update={"case": "N=65"}))
+    assert not record.has(place.model_copy(update={"arch": recorded.ALWAYS}))
+    assert not record.model_copy(update={"triton": "0.0"}).has(place)
+    assert not record.model_copy(update={"budgets": {"rms_norm": "other"}}).has(place)

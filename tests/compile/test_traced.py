@@ -14,8 +14,7 @@ import pytest
 # kernel: what it writes in any of its forms
 WRITTEN = {
     "_row_kernel": {"y_ptr", "h_ptr", "scale_ptr", "slots_ptr"},
-    "_silu_and_mul_kernel": {"y_ptr"},
-    "_gelu_and_mul_kernel": {"y_ptr"},
+    "_gated_kernel": {"y_ptr"},
     "_rope_kernel": {"y_ptr"},
     "_memcpy_kernel": {"y_ptr"},
     "_conv2d_kernel": {"y_ptr"},

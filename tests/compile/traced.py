@@ -79,8 +79,8 @@ def main() -> None:
     torch.compiler.is_compiling = lambda: True  # type: ignore[assignment]
     found: dict[str, dict[str, Any]] = {}
     for name in registry.names():
-        cases = registry.get(name).compile_cases
-        for case, launch in cases(hardware.ARCHS["sm_90"]).items() if cases is not None else ():
+        cases = registry.get(name).study.compile_cases
+        for case, launch in cases(hardware.ARCHS["sm_90"], None).items() if cases is not None else ():
             described = any(type(value).__name__ == "TensorDescriptor" for value in launch.args)
             # neither runs while torch.compile traces
             if launch.kernel.is_gluon() or described:

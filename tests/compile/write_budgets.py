@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.compile.conftest import ARCHS, BUDGETS, compile_rows, ops_with_kernels
+from tests.compile.conftest import ARCHS, compile_rows, ops_with_kernels
+from tests.compile.recorded import BUDGETS
 from wavecrest.isa import budget
 from wavecrest.isa.facts import Row
 

@@ -1,41 +1,44 @@
-"""Write the hashes of kernels' machine code that test_recorded.py compares with.
+"""Write the record of kernels that test_recorded.py and test_budgets.py start from; see `recorded`.
 
 python tests/compile/write_recorded.py [OP ...]      every op with a kernel if none is named
+python tests/compile/write_recorded.py --keys        keys alone, where sources moved and machine code is as recorded
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.compile.conftest import RECORDED, compile_rows, ops_with_kernels
+from tests.compile import recorded
+from tests.compile.conftest import compiled, ops_with_kernels
 
 
-def main(ops: list[str]) -> None:
-    recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {"ops": {}}
-    for op in ops or ops_with_kernels():
-        cases: dict[str, dict[str, str]] = {}
-        for row in compile_rows([op]):
-            if row.facts is None:
-                raise SystemExit(f"{row.target} {row.case} {row.arch}: {row.reason}")
-            cases.setdefault(row.case, {})[row.arch] = row.facts.code_hash
-        recorded["ops"][op] = cases
-    write(version("triton"), recorded["ops"])
-
-
-def write(triton: str, ops: dict[str, dict[str, dict[str, str]]]) -> None:
-    """A case a line, so that a change shows as the cases it touches."""
-    blocks = []
-    for op, cases in sorted(ops.items()):
-        lines = [f"{json.dumps(case)}: {json.dumps(archs)}" for case, archs in sorted(cases.items())]
-        blocks.append(f"{json.dumps(op)}: {{\n" + ",\n".join(lines) + "\n}")
-    text = f'{{"triton": {json.dumps(triton)}, "ops": {{\n' + ",\n".join(blocks) + "\n}}\n"
-    RECORDED.write_text(text, encoding="utf-8")
+def main(arguments: list[str]) -> int:
+    record = recorded.load()
+    if record.triton not in ("", version("triton")):
+        record = recorded.Recorded(triton="", budgets={}, ops={})
+    changed = 0
+    for op in [name for name in arguments if name != "--keys"] or ops_with_kernels():
+        found = compiled([op], known=recorded.FILE)
+        codes = {(row.case, row.arch): row.facts.code_hash if row.facts else row.reason for row in found.rows}
+        cases: dict[str, dict[str, tuple[str, str]]] = {}
+        for place in found.places:
+            before = record.of(op, place.case, place.arch)
+            code = codes.get((place.case, place.arch)) or (before or ("", ""))[1]
+            if before is not None and before[1] != code:
+                changed += 1
+                if "--keys" in arguments:
+                    raise SystemExit(f"{op} {place.case} {place.arch}: the machine code is another")
+            cases.setdefault(place.case, {})[place.arch] = (place.key, code)
+        record.ops[op], record.budgets[op] = cases, recorded.budget(op)
+        record.triton = version("triton")
+        recorded.save(record)
+    sys.stdout.write(f"{changed} kernels have other machine code than before\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

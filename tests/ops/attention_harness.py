@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.ops.op_harness import random
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
-from wavecrest.ops._flash_attention.call import Operands
+from wavecrest.ops._flash_attention.backend import _op as op
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
 OP = "flash_attention"
 # half a unit in the last place
@@ -24,10 +24,6 @@ SMALL = Config(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)
 LONG = Config(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)
 TALL = Config(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1)
 HEADS = 4
-
-
-def arguments(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Any, ...]:
-    return tuple(Operands(q, k, v, **options))
 
 
 def tensors(
@@ -114,17 +110,19 @@ def packed(
     return (q, k, v), options
 
 
-def loops(q: Tensor, k: Tensor, v: Tensor, given: Operands, sequence: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+def loops(
+    q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall, sequence: int, head: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """One head of one sequence, query by query and key by key, in Python's floats: result, its logarithms, Σ p |v|.
 
     q [Sq, D], k [Sk, D], v [Sk, Dv]; no code in common with the reference.
     """
     Sq, Sk, Dv = q.shape[0], k.shape[0], v.shape[1]
     queries, keys, values = q.double().tolist(), k.double().tolist(), v.double().cpu()
-    scale = q.shape[1] ** -0.5 if given.softmax_scale is None else given.softmax_scale
-    bias, slopes = given.bias, given.alibi_slopes
+    scale = q.shape[1] ** -0.5 if call.softmax_scale is None else call.softmax_scale
+    bias, slopes = call.bias, call.alibi_slopes
     if bias is not None:
-        bias = bias.double().broadcast_to(given.batch, given.heads, given.queries, given.keys)[sequence, head].cpu()
+        bias = bias.double().broadcast_to(call.batch, call.heads, call.seqlen_q, call.seqlen_k)[sequence, head].cpu()
     if slopes is not None:
         slope = float((slopes if slopes.ndim == 1 else slopes[sequence])[head])
     out, lse = torch.zeros(Sq, Dv, dtype=torch.float64), torch.full((Sq,), -math.inf, dtype=torch.float64)
@@ -133,22 +131,22 @@ def loops(q: Tensor, k: Tensor, v: Tensor, given: Operands, sequence: int, head:
         own = i + Sk - Sq
         scores, seen = [], []
         for j in range(Sk):
-            if given.causal and j > own:
+            if call.causal and j > own:
                 continue
-            if given.window[0] != -1 and j < own - given.window[0]:
+            if call.window[0] != -1 and j < own - call.window[0]:
                 continue
-            if given.window[1] != -1 and j > own + given.window[1]:
+            if call.window[1] != -1 and j > own + call.window[1]:
                 continue
             s = scale * math.fsum(a * b for a, b in zip(queries[i], keys[j], strict=True))
-            if given.softcap > 0:
-                s = given.softcap * math.tanh(s / given.softcap)
+            if call.softcap > 0:
+                s = call.softcap * math.tanh(s / call.softcap)
             if bias is not None:
                 s += float(bias[i, j])
             if slopes is not None:
                 s -= slope * abs(own - j)
             scores.append(s)
             seen.append(j)
-        every = [*scores, float(given.sinks[head])] if given.sinks is not None else scores
+        every = [*scores, float(call.sinks[head])] if call.sinks is not None else scores
         top = max(every, default=-math.inf)
         if top == -math.inf:
             continue
@@ -161,73 +159,69 @@ def loops(q: Tensor, k: Tensor, v: Tensor, given: Operands, sequence: int, head:
     return out, lse, mass
 
 
-def exact(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def exact(call: FlashAttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """(the result, its logarithms, Σ p |v|) in float64, by the loops; for few tokens."""
-    given = Operands(*args)
-    if given.packed:
-        assert given.cu_seqlens_q is not None and given.cu_seqlens_k is not None
-        q_at, k_at = given.cu_seqlens_q.tolist(), given.cu_seqlens_k.tolist()
-        out = torch.zeros(given.shape, dtype=torch.float64)
-        mass, lse = torch.zeros_like(out), torch.full(given.lse_shape, -math.inf, dtype=torch.float64)
-        for b in range(given.batch):
+    if call.packed:
+        assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+        q_at, k_at = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+        out = torch.zeros(call.shape, dtype=torch.float64)
+        mass, lse = torch.zeros_like(out), torch.full(call.lse_shape, -math.inf, dtype=torch.float64)
+        for b in range(call.batch):
             rows, cols = slice(q_at[b], q_at[b + 1]), slice(k_at[b], k_at[b + 1])
-            for h in range(given.heads):
-                kv = h // given.group
-                parts = loops(given.q[rows, h], given.k[cols, kv], given.v[cols, kv], given, b, h)
+            for h in range(call.heads):
+                kv = h // call.group
+                parts = loops(call.q[rows, h], call.k[cols, kv], call.v[cols, kv], call, b, h)
                 out[rows, h], lse[h, rows], mass[rows, h] = parts
         return out, lse, mass
-    q, k, v = (one.transpose(1, 2) if given.layout == "bshd" else one for one in (given.q, given.k, given.v))
+    q, k, v = (one.transpose(1, 2) if call.layout == "bshd" else one for one in (call.q, call.k, call.v))
     out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.float64)
     mass, lse = torch.zeros_like(out), torch.zeros(q.shape[:-1], dtype=torch.float64)
-    for b in range(given.batch):
-        for h in range(given.heads):
-            out[b, h], lse[b, h], mass[b, h] = loops(
-                q[b, h], k[b, h // given.group], v[b, h // given.group], given, b, h
-            )
-    if given.layout == "bshd":
+    for b in range(call.batch):
+        for h in range(call.heads):
+            out[b, h], lse[b, h], mass[b, h] = loops(q[b, h], k[b, h // call.group], v[b, h // call.group], call, b, h)
+    if call.layout == "bshd":
         out, mass = out.transpose(1, 2), mass.transpose(1, 2)
     return out, lse, mass
 
 
-def wide(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def wide(call: FlashAttentionCall) -> FlashAttentionCall:
     """The same call in float64, with its logarithms."""
-    given = Operands(*args)
-    doubled = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in given]
-    return tuple(Operands(*doubled)._replace(return_lse=True))
+    doubled = [one.double() if isinstance(one, Tensor) and one.is_floating_point() else one for one in call]
+    return FlashAttentionCall(*doubled)._replace(return_lse=True)
 
 
-def by_reference(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def by_reference(call: FlashAttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """As `exact`, by the op's reference in float64."""
-    given, found = Operands(*wide(args)), registry.get(OP)
-    out, lse = found.reference(*given)
-    mass = found.reference(*given._replace(v=given.v.abs(), return_lse=False))
+    call = wide(call)
+    out, lse = op.reference(call)
+    mass = op.reference(call._replace(v=call.v.abs(), return_lse=False))
     return out, lse, mass
 
 
-def score_error(given: Operands, lse: Tensor) -> Tensor:
+def score_error(call: FlashAttentionCall, lse: Tensor) -> Tensor:
     """How far a row's scores may be off in float32, [..., 1] beside the result: of the sums, and of the scores.
 
     A sum of products has partial sums as large as |q| |k| (Cauchy and Schwarz) and a rounding of each; scores that
     count are of the size of the logarithm, which slopes and bias may make large.
     """
-    if given.q.numel() == 0 or given.k.numel() == 0:
+    if call.q.numel() == 0 or call.k.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=lse.device)
-    norms = [one.double().norm(dim=-1).max().item() for one in (given.q, given.k)]
+    norms = [one.double().norm(dim=-1).max().item() for one in (call.q, call.k)]
     size = 2.0**-22 * lse.abs().nan_to_num(0.0, posinf=0.0)
-    return 2.0**-23 * given.scale * norms[0] * norms[1] + _beside_result(size, given.layout)
+    return 2.0**-23 * call.scale * norms[0] * norms[1] + _beside_result(size, call.layout)
 
 
 def _beside_result(row: Tensor, layout: str) -> Tensor:
     return (row if layout == "bhsd" else row.transpose(-1, -2))[..., None]
 
 
-def lost_to_subnormals(given: Operands) -> Tensor:
+def lost_to_subnormals(call: FlashAttentionCall) -> Tensor:
     """What weights under 2⁻¹⁴ lose in float16, against Σ |v|, [B, 1, Hq, Dv] beside the result."""
-    if given.v.dtype != torch.float16:
-        return torch.zeros((), dtype=torch.float64, device=given.v.device)
-    tokens = 0 if given.packed else 2 if given.layout == "bhsd" else 1
-    total = given.v.double().abs().sum(dim=tokens, keepdim=True)
-    return 2.0**-25 * total.repeat_interleave(given.group, dim=1 if given.layout != "bshd" else 2)
+    if call.v.dtype != torch.float16:
+        return torch.zeros((), dtype=torch.float64, device=call.v.device)
+    tokens = 0 if call.packed else 2 if call.layout == "bhsd" else 1
+    total = call.v.double().abs().sum(dim=tokens, keepdim=True)
+    return 2.0**-25 * total.repeat_interleave(call.group, dim=1 if call.layout != "bshd" else 2)
 
 
 def assert_within(got: Tensor, want: Tensor, mass: Tensor, inner: float | Tensor, more: float | Tensor = 0.0) -> None:
@@ -250,32 +244,34 @@ def assert_lse(got: Tensor, want: Tensor, dtype: torch.dtype, more: float = 0.0)
 
 
 def assert_attends(
-    backend: str, args: tuple[Any, ...], config: Config | None = None, want: tuple[Tensor, Tensor, Tensor] | None = None
+    backend: str,
+    call: FlashAttentionCall,
+    config: Config | None = None,
+    want: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """A backend's result and logarithms against float64; contiguous; arguments as they were."""
-    given, found = Operands(*args), registry.get(OP)
-    given = given._replace(return_lse=backend != "torch")
-    before = [one.clone() if isinstance(one, Tensor) else one for one in given]
-    chosen = {"config": config} if found.backends[backend].takes_config else {}
-    got = found.run(backend, *given, **chosen)
-    want = want or by_reference(tuple(given))
+    call = call._replace(return_lse=backend != "torch")
+    before = [one.clone() if isinstance(one, Tensor) else one for one in call]
+    chosen = {"config": config} if op.backends[backend].takes_config else {}
+    got = op.run(backend, call, **chosen)
+    want = want or by_reference(call)
     if backend != "torch":
         got, lse = got
-        more = 2 * score_error(given, torch.zeros_like(want[1])).max().item() if got.is_cuda else 0.0
-        assert_lse(lse, want[1], given.q.dtype, more)
+        more = 2 * score_error(call, torch.zeros_like(want[1])).max().item() if got.is_cuda else 0.0
+        assert_lse(lse, want[1], call.q.dtype, more)
         assert lse.is_contiguous()
-    assert got.dtype == given.q.dtype and got.is_contiguous() and got.shape == given.shape
+    assert got.dtype == call.q.dtype and got.is_contiguous() and got.shape == call.shape
     # weights are rounded to v's dtype before they are multiplied, PyTorch's scores too
-    inner = 1.01 * ROUNDING[given.q.dtype] + 1.5e-5
+    inner = 1.01 * ROUNDING[call.q.dtype] + 1.5e-5
     if backend == "torch":
-        inner = 8 * ROUNDING[given.q.dtype] + 1.5e-5
+        inner = 8 * ROUNDING[call.q.dtype] + 1.5e-5
     if not got.is_cuda:
         assert_within(got, want[0], want[2], inner)
     else:
         # sums of products by matrix units and chains of fused multiply-adds, longer calls
-        off = inner + score_error(given, want[1]).to(got.device)
-        assert_within(got, want[0], want[2], off, lost_to_subnormals(given).to(got.device))
-    for one, kept in zip(given, before, strict=True):
+        off = inner + score_error(call, want[1]).to(got.device)
+        assert_within(got, want[0], want[2], off, lost_to_subnormals(call).to(got.device))
+    for one, kept in zip(call, before, strict=True):
         if isinstance(one, Tensor):
             assert torch.equal(one.nan_to_num(7.0), kept.nan_to_num(7.0)), "an argument was written to"
     return got  # type: ignore[no-any-return]

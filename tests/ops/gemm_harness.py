@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from tests.ops.op_harness import LARGEST, nearest_distance
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS
 from wavecrest.measure import numerics
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall
 
-OP = "gemm"
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 I8, I32, E4M3, E5M2 = torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2
 KERNELS = ("triton", "triton_stream_k", "triton_multiply")
@@ -54,9 +53,9 @@ def multiply(n: int = 16, k: int = 64, split: int = 1) -> Config:
     return Config(BLOCK_N=n, BLOCK_K=k, SPLIT_K=split, num_warps=4, num_stages=2)
 
 
-def fitted(config: Config | None, given: Operands) -> Config | None:
+def fitted(config: Config | None, call: GemmCall) -> Config | None:
     """The configuration for a call: matrix instructions take 32 columns of an 8-bit a at least, of others 16."""
-    if config is None or "BLOCK_M" not in config.kwargs or given.a.dtype.itemsize > 1:
+    if config is None or "BLOCK_M" not in config.kwargs or call.a.dtype.itemsize > 1:
         return config
     return Config(**(config.kwargs | {"BLOCK_K": max(32, config["BLOCK_K"])}))
 
@@ -273,12 +272,12 @@ def scaled_b(b: Tensor, scale: Tensor | None, group: int = 0) -> Tensor:
     return b.double() * scale[torch.arange(K) // 128][:, torch.arange(N) // 128]
 
 
-def _cpu(given: Operands) -> Operands:
-    return Operands(*(value.detach().cpu() if isinstance(value, Tensor) else value for value in given))
+def _cpu(call: GemmCall) -> GemmCall:
+    return GemmCall(*(value.detach().cpu() if isinstance(value, Tensor) else value for value in call))
 
 
 def oracle(
-    given: Operands,
+    call: GemmCall,
     b: Tensor | None = None,
     *,
     unit: float = 2.0**-24,
@@ -295,43 +294,43 @@ def oracle(
     two products. That root rests on a sum of K squares, whose errors are one for the row: √K of half a unit, four times
     that as a limit, of which a root leaves half.
     """
-    given = _cpu(given)
-    normed = given.norm_weight is not None
-    a = normed_a(given.a, given.norm_weight, given.norm_eps) if normed else scaled_a(given.a, given.scale_a)
-    b = scaled_b(given.b, given.scale_b, given.group) if b is None else b.cpu()
-    if given.tail is not None:
-        b = torch.cat((b, given.tail.double()), dim=1)
-    a = a[None] if given.a.ndim == 1 else a
+    call = _cpu(call)
+    normed = call.norm_weight is not None
+    a = normed_a(call.a, call.norm_weight, call.norm_eps) if normed else scaled_a(call.a, call.scale_a)
+    b = scaled_b(call.b, call.scale_b, call.group) if b is None else b.cpu()
+    if call.tail is not None:
+        b = torch.cat((b, call.tail.double()), dim=1)
+    a = a[None] if call.a.ndim == 1 else a
     product = a @ b
     # and what float64 itself loses where products cancel
     slack = numerics.product_bound(a, b, unit=unit, sums=sums, shrink=shrink) + 2.0**-50 * (a.abs() @ b.abs())
-    if normed and given.a.dtype != F64:
+    if normed and call.a.dtype != F64:
         slack = slack + 4 * (norm + 3 * 2.0**-24) * (a.square() @ b.square()).sqrt()
         slack = slack + (2 * a.shape[-1] ** 0.5 + 8) * 2.0**-24 * product.abs()
-    slack = slack * abs(given.alpha)
-    y = product * given.alpha
+    slack = slack * abs(call.alpha)
+    y = product * call.alpha
     size = y.abs()
-    if given.bias is not None:
-        bias = given.bias.double()
-        along = bias if given.bias_along == "n" else bias.reshape(*(y.shape[:-1] if b.ndim == 2 else (-1,)), 1)
+    if call.bias is not None:
+        bias = call.bias.double()
+        along = bias if call.bias_along == "n" else bias.reshape(*(y.shape[:-1] if b.ndim == 2 else (-1,)), 1)
         y = y + along
         size = size + along.abs() + y.abs()
     slack = slack + 4 * step * size
-    if given.activation in GATED:
+    if call.activation in GATED:
         gate, up = y.chunk(2, -1)
         gate_slack, up_slack = slack.chunk(2, -1)
-        gate = ACTIVATIONS[GATED[given.activation]](gate, given.slope)
+        gate = ACTIVATIONS[GATED[call.activation]](gate, call.slope)
         gate_slack = STEEPEST * gate_slack + 8 * step * (1 + gate.abs())
         y, slack = gate * up, gate_slack * (up.abs() + up_slack) + gate.abs() * up_slack
         slack = slack + 2 * step * y.abs()
-    elif given.activation is not None:
-        y = ACTIVATIONS[given.activation](y, given.slope)
+    elif call.activation is not None:
+        y = ACTIVATIONS[call.activation](y, call.slope)
         slack = STEEPEST * slack + 8 * step * (1 + y.abs())
-    if given.residual is not None:
-        residual = given.residual.double()
-        y = y + (residual[None] if given.a.ndim == 1 else residual)
+    if call.residual is not None:
+        residual = call.residual.double()
+        y = y + (residual[None] if call.a.ndim == 1 else residual)
         slack = slack + 2 * step * y.abs()
-    return (y[0], slack[0]) if given.a.ndim == 1 else (y, slack)
+    return (y[0], slack[0]) if call.a.ndim == 1 else (y, slack)
 
 
 def half_unit(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -376,61 +375,61 @@ def assert_near(got: Tensor, want: Tensor, slack: Tensor, out_scale: Tensor | No
     )
 
 
-def steps_of(backend: str, given: Operands) -> float:
+def steps_of(backend: str, call: GemmCall) -> float:
     """What a backend rounds to between its steps: float32, but PyTorch the dtype of a."""
-    if F64 in (given.a.dtype, given.b.dtype):
+    if F64 in (call.a.dtype, call.b.dtype):
         return 2.0**-53
-    if backend == "torch" and given.a.dtype in (E4M3, E5M2):
-        return _step_after_float8(given)
-    finished = given.alpha != 1.0 or out_dtype(given) != given.a.dtype
-    finished |= any(value is not None for value in (*given[2:7], given.out_scale))
-    if backend == "torch" and given.a.dtype in (F16, BF16) and (finished or given.a.is_cuda):
-        return float(2.0 ** -_FLOATS[given.a.dtype][0])
+    if backend == "torch" and call.a.dtype in (E4M3, E5M2):
+        return _step_after_float8(call)
+    finished = call.alpha != 1.0 or out_dtype(call) != call.a.dtype
+    finished |= any(value is not None for value in (*call[2:7], call.out_scale))
+    if backend == "torch" and call.a.dtype in (F16, BF16) and (finished or call.a.is_cuda):
+        return float(2.0 ** -_FLOATS[call.a.dtype][0])
     return 2.0**-24
 
 
-def _step_after_float8(given: Operands) -> float:
+def _step_after_float8(call: GemmCall) -> float:
     """PyTorch rounds its product to the result's dtype before what follows; to bfloat16 where it makes no other."""
-    rows_and_columns = given.scale_a is not None and given.scale_a.numel() > 1
-    inner = BF16 if rows_and_columns or out_dtype(given) not in _FLOATS else out_dtype(given)
-    follows = given.alpha != 1.0 or inner != out_dtype(given)
-    follows |= any(value is not None for value in (given.bias, given.residual, given.activation, given.out_scale))
+    rows_and_columns = call.scale_a is not None and call.scale_a.numel() > 1
+    inner = BF16 if rows_and_columns or out_dtype(call) not in _FLOATS else out_dtype(call)
+    follows = call.alpha != 1.0 or inner != out_dtype(call)
+    follows |= any(value is not None for value in (call.bias, call.residual, call.activation, call.out_scale))
     return float(2.0 ** -_FLOATS[inner][0]) if follows else 2.0**-24
 
 
-def bound_of(backend: str, given: Operands) -> dict[str, float]:
+def bound_of(backend: str, call: GemmCall) -> dict[str, float]:
     """How exact a backend is, for `oracle`."""
-    step = steps_of(backend, given)
-    if F64 in (given.a.dtype, given.b.dtype):
+    step = steps_of(backend, call)
+    if F64 in (call.a.dtype, call.b.dtype):
         return {"unit": 2.0**-52, "sums": 2.0**-52, "step": step}
     # sums of integers are exact, unless scales of blocks are part of them
-    blocks = given.scale_a is not None and given.scale_a.ndim == 2 and given.scale_a.shape[1] > 1
-    if given.scale_b is not None and given.scale_b.numel() > 1:
-        blocks |= given.scale_b.shape not in ((given.b.shape[-1],), (1, given.b.shape[-1]))
-    sums = unit = 0.0 if given.a.dtype == I8 and not blocks else 2.0**-24
+    blocks = call.scale_a is not None and call.scale_a.ndim == 2 and call.scale_a.shape[1] > 1
+    if call.scale_b is not None and call.scale_b.numel() > 1:
+        blocks |= call.scale_b.shape not in ((call.b.shape[-1],), (1, call.b.shape[-1]))
+    sums = unit = 0.0 if call.a.dtype == I8 and not blocks else 2.0**-24
     shrink = 0.0
-    if given.precision == "tf32" and given.a.dtype == F32:
+    if call.precision == "tf32" and call.a.dtype == F32:
         unit = numerics.PRODUCT_UNITS["tf32"]
-    if given.a.is_cuda:
+    if call.a.is_cuda:
         # sm_90 keeps 14 bits of sums of 8-bit floats; PyTorch may add parts of 16-bit products in their own type
-        sums = 2.0**-13 if given.a.dtype in (E4M3, E5M2) else max(sums, step)
-        if given.a.dtype != I8 or blocks:
-            bits = 8 if given.a.dtype in (E4M3, E5M2) else max(16, 8 * given.a.itemsize)
-            shrink, _ = numerics.matrix_unit_shrink(given.a.shape[-1], bits, given.precision)
+        sums = 2.0**-13 if call.a.dtype in (E4M3, E5M2) else max(sums, step)
+        if call.a.dtype != I8 or blocks:
+            bits = 8 if call.a.dtype in (E4M3, E5M2) else max(16, 8 * call.a.itemsize)
+            shrink, _ = numerics.matrix_unit_shrink(call.a.shape[-1], bits, call.precision)
     made = {"unit": unit, "sums": sums, "shrink": shrink, "step": step}
-    if given.norm_weight is not None and backend in ("torch", "triton") and given.a.dtype != F32:
+    if call.norm_weight is not None and backend in ("torch", "triton") and call.a.dtype != F32:
         # the row is rounded to a's dtype before it is multiplied
-        made["norm"] = 2.0 ** -_FLOATS[given.a.dtype][0]
+        made["norm"] = 2.0 ** -_FLOATS[call.a.dtype][0]
     return made
 
 
-def copies(given: Operands) -> list[Any]:
+def copies(call: GemmCall) -> list[Any]:
     """The arguments' values, to see later that they were not written to."""
-    return [value.detach().clone() if isinstance(value, Tensor) else value for value in given]
+    return [value.detach().clone() if isinstance(value, Tensor) else value for value in call]
 
 
-def assert_unwritten(given: Operands, before: list[Any]) -> None:
-    for name, value, kept in zip(Operands._fields, given, before, strict=True):
+def assert_unwritten(call: GemmCall, before: list[Any]) -> None:
+    for name, value, kept in zip(GemmCall._fields, call, before, strict=True):
         if isinstance(value, Tensor):
             size = (
                 torch.uint8 if value.itemsize == 1 else {2: torch.int16, 4: torch.int32, 8: torch.int64}[value.itemsize]
@@ -438,63 +437,63 @@ def assert_unwritten(given: Operands, before: list[Any]) -> None:
             assert torch.equal(value.detach().contiguous().view(size), kept.contiguous().view(size)), f"{name} changed"
 
 
-def out_dtype(given: Operands) -> torch.dtype:
+def out_dtype(call: GemmCall) -> torch.dtype:
     """The dtype that a call's result must have."""
-    if given.out_dtype is not None:
-        return given.out_dtype
-    if given.a.dtype in _FLOATS:
-        return given.a.dtype
-    plain = given.alpha == 1.0 and all(value is None for value in (*given[2:7], given.out_scale))
-    return I32 if given.a.dtype == I8 and plain else BF16
+    if call.out_dtype is not None:
+        return call.out_dtype
+    if call.a.dtype in _FLOATS:
+        return call.a.dtype
+    plain = call.alpha == 1.0 and all(value is None for value in (*call[2:7], call.out_scale))
+    return I32 if call.a.dtype == I8 and plain else BF16
 
 
-def out_shape(given: Operands) -> tuple[int, ...]:
+def out_shape(call: GemmCall) -> tuple[int, ...]:
     """The shape that a call's result must have."""
-    N = given.b.shape[-1] // (2 if given.activation in GATED else 1)
-    N += 0 if given.tail is None else given.tail.shape[-1]
-    if given.b.ndim == 2:
-        return (*given.a.shape[:-1], N)
-    lead = torch.broadcast_shapes(given.a.shape[:-2], given.b.shape[:-2])  # type: ignore[no-untyped-call]
-    return (*lead, given.a.shape[-2], N)
+    N = call.b.shape[-1] // (2 if call.activation in GATED else 1)
+    N += 0 if call.tail is None else call.tail.shape[-1]
+    if call.b.ndim == 2:
+        return (*call.a.shape[:-1], N)
+    lead = torch.broadcast_shapes(call.a.shape[:-2], call.b.shape[:-2])  # type: ignore[no-untyped-call]
+    return (*lead, call.a.shape[-2], N)
 
 
-def assert_result(backend: str, got: Tensor, given: Operands, b: Tensor | None = None) -> None:
+def assert_result(backend: str, got: Tensor, call: GemmCall, b: Tensor | None = None) -> None:
     """A result of a call: dtype, shape, layout and values."""
-    assert got.dtype == out_dtype(given)
-    assert tuple(got.shape) == out_shape(given)
+    assert got.dtype == out_dtype(call)
+    assert tuple(got.shape) == out_shape(call)
     assert got.is_contiguous()
     if got.dtype == I32:
-        flat = _cpu(given)
+        flat = _cpu(call)
         assert torch.equal(got.cpu().long(), flat.a.long() @ flat.b.long())
         return
-    want, slack = oracle(given, b, **bound_of(backend, given))
-    assert_near(got, want, slack, given.out_scale)
+    want, slack = oracle(call, b, **bound_of(backend, call))
+    assert_near(got, want, slack, call.out_scale)
 
 
 def assert_right(
-    backend: str, given: Operands, config: Config | None = None, watch: Watch | None = None, b: Tensor | None = None
+    backend: str, call: GemmCall, config: Config | None = None, watch: Watch | None = None, b: Tensor | None = None
 ) -> Tensor:
     """A backend's result for a call is right, each element written once, no argument written to."""
-    before = copies(given)
+    before = copies(call)
     already = 0 if watch is None else watch.stored["c_ptr"]
-    got: Tensor = registry.get(OP).run(backend, *given, config=fitted(config, given))
+    got = gemm.run(backend, call, config=fitted(config, call))
     if watch is not None and watch.active and backend in KERNELS:
         assert watch.stored["c_ptr"] - already == got.numel(), "elements written twice, or not at all"
-    assert_result(backend, got, given, b)
-    assert_unwritten(given, before)
+    assert_result(backend, got, call, b)
+    assert_unwritten(call, before)
     return got
 
 
-def declines(backend: str, given: Operands) -> str | None:
-    """The reason why a backend does not take a call."""
-    return registry.get(OP).backends[backend].supports(*given)
+def refuses(backend: str, call: GemmCall) -> str | None:
+    """The reason why a backend refuses a call."""
+    return gemm.backends[backend].refuse(call)
 
 
-def takes(backend: str, given: Operands) -> bool:
+def takes(backend: str, call: GemmCall) -> bool:
     """Whether a backend takes a call that each takes on the CPU: on a GPU PyTorch's product of int8 has limits."""
-    reason = declines(backend, given)
+    reason = refuses(backend, call)
     if reason is None:
         return True
-    limited = given.M <= 16 or any(size == 0 or size % 8 != 0 for size in (given.K, given.columns))
-    assert backend == "torch" and given.a.is_cuda and given.a.dtype == I8 and limited, reason
+    limited = call.M <= 16 or any(size == 0 or size % 8 != 0 for size in (call.K, call.columns))
+    assert backend == "torch" and call.a.is_cuda and call.a.dtype == I8 and limited, reason
     return False

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
-from wavecrest.ops._mla_decode.call import Operands
+from wavecrest.ops._mla_decode.call import MlaDecodeCall
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # half a unit in the last place
@@ -43,7 +43,7 @@ def case(
     lens: list[int], heads: int = 4, tokens: int = 1, latent: int = 32, rotary: int = 16, nope: int = 0,
     values: int = 0, capacity: int = 96, page: int = 0, dtype: torch.dtype = F32, device: str = "cpu",
     beyond: float = NAN, tables: str | None = None, places: torch.dtype | None = None, seed: int = 0, **options: Any,
-) -> Operands:  # fmt: skip
+) -> MlaDecodeCall:  # fmt: skip
     """A call; `beyond`: what the cache and pages of no sequence hold; `tables`: the rotary part's style."""
     generator = torch.Generator().manual_seed(seed + 7 * len(lens) + heads)
 
@@ -78,7 +78,7 @@ def case(
         options.setdefault("softmax_scale", (latent + rotary) ** -0.5)
     lengths = torch.tensor(lens, dtype=torch.int32, device=device)
     q = made(batch, tokens, heads, nope or latent)
-    return Operands(q, made(batch, tokens, heads, rotary), cache, lengths, **options)
+    return MlaDecodeCall(q, made(batch, tokens, heads, rotary), cache, lengths, **options)
 
 
 class Exact(NamedTuple):
@@ -100,16 +100,16 @@ def _turned(x: Tensor, angles: tuple[Tensor, Tensor], style: str) -> Tensor:
     return y
 
 
-def _row(call: Operands, b: int, length: int) -> Tensor:
+def _row(call: MlaDecodeCall, b: int, length: int) -> Tensor:
     """The cached rows [length, R + Dr] of a sequence, looked up one by one."""
     if call.block_table is None:
         return call.latent_cache[b, :length].cpu().double()
     table = call.block_table[b].tolist()
-    found = [call.latent_cache[table[j // call.page], j % call.page] for j in range(length)]
+    found = [call.latent_cache[table[j // call.page_size], j % call.page_size] for j in range(length)]
     return torch.stack(found).cpu().double() if found else call.latent_cache[0, :0].cpu().double()
 
 
-def exact(call: Operands, rounded: bool = False) -> Exact:
+def exact(call: MlaDecodeCall, rounded: bool = False) -> Exact:
     """Keys and values of each head made from the latents, and one softmax a query and head; nothing of the ops in it.
 
     The bound counts what the kernels round: the turned part and the absorbed query (scores), weights, the latents of
@@ -120,14 +120,14 @@ def exact(call: Operands, rounded: bool = False) -> Exact:
     lse = torch.full(call.lse_shape, -math.inf, dtype=torch.float64)
     lse_bound = torch.zeros_like(lse)
     unit, single = ROUNDING[call.q_nope.dtype], ROUNDING[torch.float64 if call.q_nope.dtype == torch.float64 else F32]
-    latent, rotary = call.latent, call.rotary
+    latent, rotary = call.latent_dim, call.head_dim_rope
     # of sums of so many products, each rounded; errors of either sign
-    sums = 4 * math.sqrt(latent + rotary + call.nope) * single
+    sums = 4 * math.sqrt(latent + rotary + call.head_dim_nope) * single
     uk, uv = (None if one is None else one.cpu().double() for one in (call.w_uk, call.w_uv))
     for b, length in enumerate(call.seq_lens.tolist()):
         row = _row(call, b, length)
-        for t in range(call.tokens):
-            own = length - call.tokens + t
+        for t in range(call.seqlen_q):
+            own = length - call.seqlen_q + t
             if own < 0:
                 continue
             c, k_rope = row[: own + 1, :latent], row[: own + 1, latent:]
@@ -172,7 +172,7 @@ def exact(call: Operands, rounded: bool = False) -> Exact:
     return Exact(y, lse, bound + (2.0**-25 if call.q_nope.dtype == F16 else 0.0), lse_bound)
 
 
-def assert_right(call: Operands, got: Any, want: Exact | None = None) -> None:
+def assert_right(call: MlaDecodeCall, got: Any, want: Exact | None = None) -> None:
     """Every element, and logarithm, within its bound."""
     want = want or exact(call)
     result, logarithms = got if call.return_lse else (got, None)
@@ -194,12 +194,11 @@ def assert_right(call: Operands, got: Any, want: Exact | None = None) -> None:
     assert bool(((found - want.lse).abs()[seen] <= want.lse_bound[seen]).all())
 
 
-def run(op: str, call: Operands, config: Config | None = SMALL, backend: str = "triton") -> Any:
+def run(op: str, call: MlaDecodeCall, config: Config | None = SMALL, backend: str = "triton") -> Any:
     """One backend by name; a configuration with PART wider than the latent takes all of its columns."""
-    found = registry.get(op)
     if backend != "triton":
-        return found.run(backend, *call)
+        config = None
     if config is not None:
-        width = max(16, 1 << (call.latent - 1).bit_length())
+        width = max(16, 1 << (call.latent_dim - 1).bit_length())
         config = Config(**(config.kwargs | {"PART": min(config["PART"], width)}))
-    return found.run("triton", *call, config=config)
+    return registry.get(op).run(backend, call, config=config)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wavecrest import ops
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.measure import numerics
@@ -445,8 +446,13 @@ def _widen(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) else value
 
 
-def assert_never_copies(op: str, monkeypatch: Any, *args: Any) -> None:
+def assert_never_copies(op: str, monkeypatch: Any, *args: Any, **kwargs: Any) -> None:
     """The kernel path makes no copy of an input, whatever its strides."""
+    assert_call_never_copies(registry.get(op), monkeypatch, call_of(op, *args, **kwargs))
+
+
+def assert_call_never_copies(found: AnyOp, monkeypatch: Any, call: Any) -> None:
+    """As `assert_never_copies`, of a call that was made already."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise AssertionError("the input was copied")
@@ -455,7 +461,6 @@ def assert_never_copies(op: str, monkeypatch: Any, *args: Any) -> None:
         assert value.is_contiguous(), "the input was copied"
         return value
 
-    found, call = registry.get(op), call_of(op, *args)
     config = found.config_of("triton", found.key(call))
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "contiguous", contiguous)

@@ -23,9 +23,12 @@ from tests.ops.op_harness import (
     assert_refuses,
     name,
     random,
+    run,
 )
 from wavecrest import ops
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.call import mapped
+from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.lookup import UNLISTED
 from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.errors import Unsupported
@@ -33,7 +36,8 @@ from wavecrest.hardware import ARCHS
 from wavecrest.measure import numerics
 from wavecrest.ops._conv2d import config as configs
 from wavecrest.ops._conv2d import launch as launches
-from wavecrest.ops._conv2d.call import Operands
+from wavecrest.ops._conv2d.backend import op as conv2d_op
+from wavecrest.ops._conv2d.call import Conv2dCall
 
 OP = "conv2d"
 BY_COPY = "torch_channels_last"
@@ -62,8 +66,8 @@ def arguments(
     dilation: Any = 1,
     groups: int = 1,
     activation: str | None = None,
-) -> tuple[Any, ...]:
-    return x, weight, bias, stride, padding, dilation, groups, activation
+) -> Conv2dCall:
+    return Conv2dCall(x, weight, bias, stride, padding, dilation, groups, activation)
 
 
 def pair(value: Any) -> tuple[int, int]:
@@ -133,17 +137,16 @@ def assert_within(got: Tensor, want: Tensor, bound: Tensor, roundings: float) ->
 
 def assert_convolves(backend: str, *args: Any, config: Config | None = None) -> Tensor:
     """A backend's result against float64, element by element; its format; arguments as they were."""
-    args = arguments(*args)
-    found = registry.get(OP)
-    before = [value.clone() if isinstance(value, Tensor) else value for value in args]
-    got = found.run(backend, *args, config=config) if backend == "triton" else found.run(backend, *args)
-    assert got.dtype == args[0].dtype and got.device == args[0].device
+    call = arguments(*args)
+    before = [value.clone() if isinstance(value, Tensor) else value for value in call]
+    got = conv2d_op.run(backend, call, config=config)
+    assert got.dtype == call.x.dtype and got.device == call.x.device
     # PyTorch rounds to its dtype before the bias and the activation too
     early = 1.0 if backend in ("torch", BY_COPY) else 0.0
-    assert_within(got, *exact(*args, early), 1.001)
-    last = channels_last_by_torch(args[0]) or channels_last_by_torch(args[1])
+    assert_within(got, *exact(*call, early), 1.001)
+    last = channels_last_by_torch(call.x) or channels_last_by_torch(call.weight)
     assert got.is_contiguous(memory_format=LAST if last else CONTIGUOUS)
-    for value, kept in zip(args, before, strict=True):
+    for value, kept in zip(call, before, strict=True):
         if isinstance(value, Tensor):
             assert torch.equal(value.nan_to_num(7.0), kept.nan_to_num(7.0)), "an argument was written to"
     return got
@@ -184,7 +187,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-def case(key: str, dtype: torch.dtype, device: str, last: bool = False) -> tuple[Any, ...]:
+def case(key: str, dtype: torch.dtype, device: str, last: bool = False) -> Conv2dCall:
     x_shape, w_shape, options = CASES[key]
     x, weight = random(x_shape, dtype, device), random_filters(w_shape, dtype, device)
     return arguments(formatted(x, last), formatted(weight, last), **options)
@@ -198,13 +201,12 @@ def test_triton(key: str, last: bool, device: str) -> None:
     for dtype in dtypes:
         args = case(key, dtype, device, last)
         got = assert_convolves("triton", *args)
-        found = registry.get(OP)
-        found.force("triton")
+        conv2d_op.force("triton")
         # the bound call, which on a GPU skips Triton's look-up from the second time on
         for _ in range(3 if device == "cuda" else 1):
             again = ops.conv2d(*args)
             assert torch.equal(again, got) and again.stride() == got.stride()
-        found.force(None)
+        conv2d_op.force(None)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -268,7 +270,7 @@ def test_torch_channels_last_takes_any_strides(device: str) -> None:
         x = make(device)
         if channels_last_by_torch(x):
             with pytest.raises(Unsupported, match="in that layout already"):
-                registry.get(OP).run(BY_COPY, x, weight, None, (1, 2), (1, 2))
+                conv2d_op.run(BY_COPY, arguments(x, weight, None, (1, 2), (1, 2)))
             continue
         taken.add(layout)
         assert_convolves(BY_COPY, x, weight, None, (1, 2), (1, 2))
@@ -277,38 +279,34 @@ def test_torch_channels_last_takes_any_strides(device: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["x", "weight", "both"])
-def test_torch_channels_last_declines_what_is_there(which: str, device: str) -> None:
+def test_torch_channels_last_refuses_what_is_there(which: str, device: str) -> None:
     x, weight, *rest = case("3x3", torch.float16, device)
-    given = (formatted(x, which != "weight"), formatted(weight, which != "x"), *rest)
-    found = registry.get(OP)
-    with pytest.raises(Unsupported, match="torch_channels_last declines: has the image, or the weight, in that layout"):
-        found.run(BY_COPY, *given)
-    found.force(BY_COPY)
-    decision = found.decide(*given)
-    assert decision.backend == "torch" and "torch_channels_last, forced, declines it" in decision.reason
+    given = arguments(formatted(x, which != "weight"), formatted(weight, which != "x"), *rest)
+    with pytest.raises(Unsupported, match="torch_channels_last refuses: has the image, or the weight, in that layout"):
+        conv2d_op.run(BY_COPY, given)
+    conv2d_op.force(BY_COPY)
+    decision = conv2d_op.decide(given)
+    assert decision.backend == "torch" and "torch_channels_last, forced, refuses it" in decision.reason
     assert "in that layout already" in {refusal.backend: refusal.reason for refusal in decision.refused}[BY_COPY]
-    assert found.decide(x, weight, *rest).backend == BY_COPY
+    assert conv2d_op.decide(arguments(x, weight, *rest)).backend == BY_COPY
 
 
-def test_torch_channels_last_declines_what_pytorch_does(device: str) -> None:
+def test_torch_channels_last_refuses_what_pytorch_does(device: str) -> None:
     x, weight, *_ = case("3x3 odd", torch.float16, device)
     with pytest.raises(Unsupported, match="bias of x's dtype"):
-        registry.get(OP).run(BY_COPY, x, weight, random((19,), torch.float32, device, 5), 1, 1)
+        conv2d_op.run(BY_COPY, arguments(x, weight, random((19,), torch.float32, device, 5), 1, 1))
 
 
 def test_torch_channels_last_is_not_the_default(device: str) -> None:
-    found = registry.get(OP)
     for dtype in (*DTYPES, torch.float64):
-        args = case("3x3", dtype, device)
-        decision = found.decide(*args)
+        decision = conv2d_op.decide(case("3x3", dtype, device))
         assert decision.backend == "torch" and decision.source == "default"
         assert "where a measured row names it" in {one.backend: one.reason for one in decision.refused}[BY_COPY]
 
 
 def test_torch_channels_last_runs_where_a_pin_names_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = case("3x3", torch.float32, device)
-    found = registry.get(OP)
-    found.pin(found.key(*args), BY_COPY, None, "exact", "measured")
+    conv2d_op.pin(conv2d_op.key(args), BY_COPY, None, "exact", "measured")
     native, layouts = F.conv2d, []
 
     def convolve(x: Tensor, *others: Any) -> Tensor:
@@ -329,39 +327,37 @@ def test_torch_channels_last_runs_where_a_measured_row_names_it(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of calls on a GPU, its own key alone; the other layout and calls with gradients stay with PyTorch."""
-    found = registry.get(OP)
     args, last = (case("3x3", torch.float16, device, value) for value in (False, True))
     # rows are for calls on a GPU: to the dispatcher these are
     monkeypatch.setattr(Tensor, "device", property(lambda _self: torch.device("cuda")))
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True))
-    assert found.decide(*args).backend == "torch"
-    fields = tuple(field for field in found.key_fields if field not in UNLISTED)
-    key = dict(zip(found.key_fields, found.key(*args), strict=True))
+    assert conv2d_op.decide(args).backend == "torch"
+    fields = tuple(field for field in conv2d_op.key_fields if field not in UNLISTED)
+    key = dict(zip(conv2d_op.key_fields, conv2d_op.key(args), strict=True))
     assert key["device"] == "cuda"
     rows = Database(tmp_path, "sm_00")
     row = Row(tuple(key[field] for field in fields), BY_COPY, None, 12.3, 15.0, "h200/tune.json")
     database.write(rows.path(OP), fields, [row])
     with registry.measured_in(rows):
-        decision = found.decide(*args)
+        decision = conv2d_op.decide(args)
         assert (decision.backend, decision.config, decision.source) == (BY_COPY, None, "exact")
         assert BY_COPY not in {refusal.backend for refusal in decision.refused}
-        assert found.decide(*last).backend == "torch"
-        assert found.decide(args[0].clone().requires_grad_(), *args[1:]).backend == "torch"
-    assert found.decide(*args).backend == "torch"
+        assert conv2d_op.decide(last).backend == "torch"
+        assert conv2d_op.decide(args._replace(x=args.x.clone().requires_grad_())).backend == "torch"
+    assert conv2d_op.decide(args).backend == "torch"
 
 
 @pytest.mark.parametrize("key", ["3x3", "groups", "by axis", "same"])
 def test_torch_channels_last_gradients(key: str, device: str) -> None:
     """A copy has gradients as PyTorch's convolution has: forced, it keeps a call that needs them."""
     x, weight, _, *rest = case(key, torch.float32, device)
-    args = (x, weight / 8, random((weight.shape[0],), torch.float32, device, 3), *rest[:-1], "silu")
-    found = registry.get(OP)
-    found.force(BY_COPY)
-    leaves = [value.clone().requires_grad_() if isinstance(value, Tensor) else value for value in args]
-    assert found.decide(*leaves).backend == BY_COPY
+    args = arguments(x, weight / 8, random((weight.shape[0],), torch.float32, device, 3), *rest[:-1], "silu")
+    conv2d_op.force(BY_COPY)
+    leaves = mapped(args, lambda tensor: tensor.clone().requires_grad_())
+    assert conv2d_op.decide(leaves).backend == BY_COPY
     ops.conv2d(*leaves).square().sum().backward()
-    wide = [value.double().requires_grad_() if isinstance(value, Tensor) else value for value in args]
-    found.reference(*wide).square().sum().backward()
+    wide = mapped(args, lambda tensor: tensor.double().requires_grad_())
+    conv2d_op.reference(wide).square().sum().backward()
     for leaf, want in zip(leaves[:3], wide[:3], strict=True):
         assert leaf.grad is not None and leaf.grad.abs().max() > 0.1
         torch.testing.assert_close(leaf.grad.double(), want.grad, rtol=1e-4, atol=1e-4)
@@ -369,7 +365,7 @@ def test_torch_channels_last_gradients(key: str, device: str) -> None:
 
 def test_torch_channels_last_has_no_images(device: str) -> None:
     x, weight = random((0, 8, 6, 5), torch.float16, device), random_filters((4, 8, 3, 3), torch.float16, device)
-    got = registry.get(OP).run(BY_COPY, x, weight, None, 2, 1)
+    got = conv2d_op.run(BY_COPY, arguments(x, weight, None, 2, 1))
     assert got.shape == (0, 4, 3, 3) and got.dtype == torch.float16
 
 
@@ -377,23 +373,22 @@ def test_torch_channels_last_compiles(device: str) -> None:
     """One graph, which a measured row may put it into."""
     torch._dynamo.reset()
     args = case("groups", torch.float32, device)
-    registry.get(OP).force(BY_COPY)
+    conv2d_op.force(BY_COPY)
     compiled = torch.compile(ops.conv2d, fullgraph=True, backend="eager")
     with torch.no_grad():
         got = compiled(*args)
     assert_within(got, *exact(*args, 1.0), 1.001)
     assert got.is_contiguous() and not got.is_contiguous(memory_format=LAST)
-    assert BY_COPY in {decision.backend for decision, _ in registry.get(OP).decisions()}
+    assert BY_COPY in {decision.backend for decision, _ in conv2d_op.decisions()}
 
 
 def test_numbers_anybody_can_check(device: str) -> None:
     x = torch.arange(1.0, 10.0, device=device).reshape(1, 1, 3, 3)
     weight = torch.tensor([[1.0, 10.0], [100.0, 1000.0]], device=device).reshape(1, 1, 2, 2)
     for backend in BACKENDS:
-        run = registry.get(OP).run
         # the kernel is not turned round: the tap at (0, 1) meets the pixel on the right
-        assert run(backend, x, weight).flatten().tolist() == [5421.0, 6532.0, 8754.0, 9865.0]
-        padded = run(backend, x, weight, None, (2, 1), (0, 1))
+        assert conv2d_op.run(backend, arguments(x, weight)).flatten().tolist() == [5421.0, 6532.0, 8754.0, 9865.0]
+        padded = conv2d_op.run(backend, arguments(x, weight, None, (2, 1), (0, 1)))
         assert padded.shape == (1, 1, 1, 4) and padded.flatten().tolist() == [4010.0, 5421.0, 6532.0, 603.0]
 
 
@@ -428,7 +423,7 @@ def test_format_is_pytorchs(shape: tuple[int, ...], device: str) -> None:
         filters = formatted(weight, last)
         want = F.conv2d(view, filters)
         for backend in BACKENDS:
-            got = registry.get(OP).run(backend, moved(view, device), moved(filters, device))
+            got = conv2d_op.run(backend, arguments(moved(view, device), moved(filters, device)))
             assert got.is_contiguous(memory_format=LAST) == want.is_contiguous(memory_format=LAST)
             assert got.is_contiguous() == want.is_contiguous()
 
@@ -439,7 +434,7 @@ def test_format_does_not_depend_on_the_library(device: str, monkeypatch: pytest.
     monkeypatch.setattr(F, "conv2d", lambda *args: native(*args).contiguous())
     args = case("3x3", torch.float32, device, True)
     assert_convolves("torch", *args)
-    registry.get(OP).force("torch")
+    conv2d_op.force("torch")
     assert ops.conv2d(*args).is_contiguous(memory_format=LAST)
 
 
@@ -499,8 +494,7 @@ W_LAYOUTS: dict[str, Callable[[str], Tensor]] = {
 
 
 def config_of(*args: Any, **changes: int) -> Config:
-    found = registry.get(OP)
-    return Config(**(found.config_of("triton", found.key(*args)).kwargs | changes))
+    return Config(**(conv2d_op.config_of("triton", conv2d_op.key(arguments(*args))).kwargs | changes))
 
 
 @pytest.mark.parametrize("layout", X_LAYOUTS)
@@ -545,9 +539,9 @@ def test_a_bias_of_another_dtype_is_not_pytorchs(device: str) -> None:
     x, weight, *_ = case("3x3 odd", torch.float16, device)
     bias = random((19,), torch.float32, device, 5)
     with pytest.raises(Unsupported, match="bias of x's dtype"):
-        registry.get(OP).run("torch", x, weight, bias, 1, 1)
+        conv2d_op.run("torch", arguments(x, weight, bias, 1, 1))
     if device == "cpu":
-        assert registry.get(OP).decide(x, weight, bias, 1, 1).backend == "reference"
+        assert conv2d_op.decide(arguments(x, weight, bias, 1, 1)).backend == "reference"
     assert_within(ops.conv2d(x, weight, bias, 1, 1), *exact(*arguments(x, weight, bias, 1, 1)), 1.001)
 
 
@@ -569,9 +563,9 @@ def test_no_images(last: bool, backend: str, device: str) -> None:
     x = formatted(random((0, 8, 6, 5), torch.float16, device), last)
     weight = formatted(random_filters((4, 8, 3, 3), torch.float16, device), last)
     bias = random((4,), torch.float16, device)
-    got = registry.get(OP).run(backend, x, weight, bias, 2, 1, 1, 1, "relu")
+    got = conv2d_op.run(backend, arguments(x, weight, bias, 2, 1, 1, 1, "relu"))
     assert got.shape == (0, 4, 3, 3) and got.dtype == torch.float16
-    registry.get(OP).force(backend)
+    conv2d_op.force(backend)
     assert ops.conv2d(x, weight, bias, 2, 1, 1, 1, "relu").shape == (0, 4, 3, 3)
 
 
@@ -583,11 +577,11 @@ def test_special_values(last: bool, flat: int, device: str) -> None:
     x[0, 3, 0, 0], x[0, 12, 6, 3], x[0, 5, 3, 4] = float("nan"), float("inf"), -float("inf")
     weight[7, 2, 1, 1] = float("nan")
     args = arguments(x, weight, None, (1, 2), (2, 1))
-    want = registry.get(OP).reference(*(value.double() if isinstance(value, Tensor) else value for value in args))
-    got = registry.get(OP).run("triton", *args, config=config_of(*args, FLAT=flat))
+    want = conv2d_op.reference(mapped(args, lambda tensor: tensor.double()))
+    got = conv2d_op.run("triton", args, config=config_of(*args, FLAT=flat))
     limits = numerics.tolerance("gemm", "float32")
     assert numerics.compare(got, want).within(limits)
-    assert numerics.compare(registry.get(OP).run("reference", *args), want).within(limits)
+    assert numerics.compare(conv2d_op.run("reference", args), want).within(limits)
     # a filter with a NaN is NaN where that tap is in the image and, as padding is a number, where it is not
     assert got[0, :7].isnan().sum() == got[0, 8].isnan().sum() * 7
 
@@ -617,7 +611,7 @@ def test_any_architectures_order_and_configuration(arch: str, monkeypatch: pytes
         x, weight = random((2, 30, 9, 7), torch.float16, "cpu"), random_filters((60, 10, 3, 3), torch.float16, "cpu")
         args = arguments(x, weight, None, 1, 1, 1, 3)
         config = config_of(*args, BLOCK_M=16, BLOCK_N=16, GROUP_M=3)
-        made = launches.launch(Operands(*args), x, config, ARCHS[arch])
+        made = launches.launch(args, x, config, ARCHS[arch])
         assert made.constants["XCDS"] == 8 and made.grid[0] == 8 * 2 * 3
         assert_convolves("triton", *args, config=config)
 
@@ -638,11 +632,10 @@ def test_configurations_to_tune_with(arch: str, last: bool, monkeypatch: pytest.
     x = formatted(random((1, 40, 9, 9), torch.float16, "cpu"), last)
     weight = formatted(random_filters((72, 40, 3, 3), torch.float16, "cpu"), last)
     args = arguments(x, weight, None, 1, 1)
-    found = registry.get(OP)
-    space = found.backends["triton"].space
+    space = conv2d_op.study.kernel("triton").space
     assert space is not None
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "GROUP_M")
-    tried = {tuple(config[name] for name in names): config for config in space(found.key(*args), ARCHS[arch])}
+    tried = {tuple(config[name] for name in names): config for config in space(conv2d_op.key(args), ARCHS[arch])}
     for sizes in TUNED[arch]:
         assert_convolves("triton", *args, config=tried[sizes])
 
@@ -668,7 +661,7 @@ def test_elements_past_two_to_the_31(far: str, flat: int, device: str) -> None:
     _filled(weight, 1)
     args = arguments(x, weight, None, 1, 1)
     config = config_of(*args, FLAT=flat)
-    assert launches.launch(Operands(*args), x, config, None).constants["WIDE"]
+    assert launches.launch(args, x, config, None).constants["WIDE"]
     assert_convolves("triton", *args, config=config)
 
 
@@ -678,8 +671,8 @@ def test_results_past_two_to_the_31_are_counted_in_64_bits(device: str, monkeypa
     def wide(outputs: int, **padding: Any) -> bool:
         weight = torch.empty(outputs, 16, 1, 1, dtype=torch.float16, device="meta")
         config = Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=16, FLAT=0)
-        given = Operands(x, weight, **padding)
-        return bool(launches.launch(given, x, config, None).constants["WIDE"])
+        call = Conv2dCall(x, weight, **padding)
+        return bool(launches.launch(call, x, config, None).constants["WIDE"])
 
     assert not wide(1000) and wide(1024)
     # the corner of the padding is where taps are counted from
@@ -695,7 +688,7 @@ def test_results_past_two_to_the_31_are_counted_in_64_bits(device: str, monkeypa
 def test_results_past_two_to_the_31(last: bool) -> None:
     x = formatted(torch.randn(1, 8, 8192, 8192, dtype=torch.float16, device="cuda"), last)
     weight = formatted(random_filters((33, 8, 1, 1), torch.float16, "cuda"), last)
-    got = registry.get(OP).run("triton", *arguments(x, weight))
+    got = conv2d_op.run("triton", arguments(x, weight))
     for corner in (slice(None, 5), slice(-5, None)):
         want = exact(*arguments(x[..., corner, corner], weight))
         assert_within(got[..., corner, corner], *want, 1.001)
@@ -705,10 +698,10 @@ def _made(side: int, batch: int = 2, channels: int = 64, last: bool = True, padd
     layout = LAST if last else CONTIGUOUS
     x = torch.empty((batch, channels, side, side + 3), dtype=torch.float16, device="meta", memory_format=layout)
     weight = torch.empty((64, channels, taps, taps), dtype=torch.float16, device="meta", memory_format=layout)
-    given = Operands(*arguments(x, weight, None, 1, padding))
+    call = arguments(x, weight, None, 1, padding)
     flat = int(channels < 8)
     config = Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=8, FLAT=flat, num_warps=4)
-    return launches.launch(given, x, config, None)
+    return launches.launch(call, x, config, None)
 
 
 @pytest.mark.parametrize("channels", [3, 64, 13])
@@ -765,7 +758,7 @@ def test_compile_fullgraph(dynamic: bool, device: str) -> None:
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
                 assert got.stride() == want.stride()
     assert counter.frame_count == (2 if dynamic else 6)
-    assert any(calls == 0 for _, calls in registry.get(OP).decisions()), "the decision made while tracing is not kept"
+    assert any(calls == 0 for _, calls in conv2d_op.decisions()), "the decision made while tracing is not kept"
 
 
 def test_the_kernel_is_traced_for_any_image() -> None:
@@ -803,11 +796,11 @@ def test_gradients(key: str, device: str) -> None:
     assert_grad_falls_back(OP, x, weight / 8, bias, *rest[:-1], "silu")
 
 
-def test_what_the_kernel_declines(device: str) -> None:
+def test_what_the_kernel_refuses(device: str) -> None:
     args = case("3x3", torch.float64, device)
     with pytest.raises(Unsupported, match="not float64"):
-        registry.get(OP).run("triton", *args)
-    decision = registry.get(OP).decide(*args)
+        conv2d_op.run("triton", args)
+    decision = conv2d_op.decide(args)
     assert decision.backend == "torch"
     assert_convolves("reference", *args)
 
@@ -815,16 +808,15 @@ def test_what_the_kernel_declines(device: str) -> None:
 def test_dispatch(device: str) -> None:
     """PyTorch by default; the kernel where a pin names it, with its configuration."""
     args = case("3x3", torch.float16, device)
-    found = registry.get(OP)
-    decision = found.decide(*args)
+    decision = conv2d_op.decide(args)
     assert decision.backend == "torch"
-    assert 0 < found.backends["triton"].priority < found.backends["torch"].priority
+    assert 0 < conv2d_op.backends["triton"].priority < conv2d_op.backends["torch"].priority
     if device == "cpu":
         assert "are for tests" in {refusal.backend: refusal.reason for refusal in decision.refused}["triton"]
     config = config_of(*args, BLOCK_M=16)
-    found.pin(found.key(*args), "triton", config, "exact", "measured")
-    assert found.decide(*args).backend == "triton" and found.decide(*args).config == config
-    assert torch.equal(ops.conv2d(*args), found.run("triton", *args, config=config))
+    conv2d_op.pin(conv2d_op.key(args), "triton", config, "exact", "measured")
+    assert conv2d_op.decide(args).backend == "triton" and conv2d_op.decide(args).config == config
+    assert torch.equal(ops.conv2d(*args), conv2d_op.run("triton", args, config=config))
 
 
 def test_lists_and_keywords(device: str) -> None:
@@ -832,7 +824,7 @@ def test_lists_and_keywords(device: str) -> None:
     want = ops.conv2d(x, weight, None, (1, 2), (3, 1), (2, 3))
     assert torch.equal(ops.conv2d(x, weight, stride=[1, 2], padding=[3, 1], dilation=[2, 3]), want)
     for backend in BACKENDS:
-        got = registry.get(OP).run(backend, x, weight, stride=(1, 2), padding=(3, 1), dilation=(2, 3))
+        got = run(OP, backend, x, weight, stride=[1, 2], padding=(3, 1), dilation=[2, 3])
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -888,7 +880,10 @@ def test_wrong_arguments(args: tuple[Any, ...], message: str, backend: str | Non
 
 
 def test_key_has_all_the_choice_depends_on() -> None:
-    key = registry.get(OP).key
+
+    def key(*args: Any) -> Key:
+        return conv2d_op.key(arguments(*args))
+
     bias = torch.ones(8)
     variants = [
         key(_X, _W),
@@ -911,7 +906,7 @@ def test_key_has_all_the_choice_depends_on() -> None:
         key(_X, _W.clone().requires_grad_()),
     ]
     assert len(set(variants)) == len(variants)
-    assert all(len(found) == len(registry.get(OP).key_fields) for found in variants)
+    assert all(len(found) == len(conv2d_op.key_fields) for found in variants)
     # made of what a table of measured rows can hold, and the same for sizes of one bucket
     assert all(part is None or type(part) in (int, str, bool) for found in variants for part in found)
     assert key(torch.ones(2, 4, 9, 9), _W) == key(torch.ones(1, 4, 11, 13), _W)
@@ -919,22 +914,23 @@ def test_key_has_all_the_choice_depends_on() -> None:
 
 def test_cost() -> None:
     x, weight = torch.empty(2, 8, 6, 5, dtype=torch.float16), torch.empty(12, 4, 3, 3, dtype=torch.float16)
-    cost = registry.get(OP).cost(x, weight, torch.ones(12), 1, 1, 1, 2)
+    cost = conv2d_op.study.cost(arguments(x, weight, torch.ones(12), 1, 1, 1, 2))
     assert cost.flops == 2 * (2 * 6 * 5) * 12 * (4 * 9)
     assert cost.bytes == x.nbytes + weight.nbytes + 2 * (2 * 12 * 6 * 5) + 4 * 12
 
 
 def test_the_cases_of_tools_are_calls(device: str) -> None:
-    found = registry.get(OP)
-    quick = found.bench_cases("quick", device)  # type: ignore[misc]
-    assert len(quick) == 4 and len(found.bench_cases("shared", device)) == 8  # type: ignore[misc]
-    for make in (*quick.values(), *found.emulate_cases("gfx942").values()):  # type: ignore[misc]
-        args = make()
-        found.check(*args)
-        assert_within(found(*args), *exact(*args, 1.0), 1.001)
-    x, weight, *rest = found.inputs(2, 8, 6, 12, torch.float16, device)
-    assert x.shape == (2, 8, 6, 6) and weight.shape == (12, 8, 3, 3)
-    assert found(x, weight, *rest).shape == (2, 12, 6, 6)
+    study = conv2d_op.study
+    assert study.bench_cases is not None and study.emulate_cases is not None
+    quick = study.bench_cases("quick", device)
+    assert len(quick) == 4 and len(study.bench_cases("shared", device)) == 8
+    for make in (*quick.values(), *study.emulate_cases("gfx942").values()):
+        call = make()
+        conv2d_op.check(call)
+        assert_within(conv2d_op(call), *exact(*call, 1.0), 1.001)
+    call = study.inputs(2, 8, 6, 12, torch.float16, device)
+    assert call.x.shape == (2, 8, 6, 6) and call.weight.shape == (12, 8, 3, 3)
+    assert conv2d_op(call).shape == (2, 12, 6, 6)
 
 
 @pytest.mark.parametrize("arch", list(ARCHS))

@@ -24,24 +24,26 @@ import wavecrest.ops.common.target as _target
 from tests.ops.gemm_harness import BF16, E4M3, I8, multiply, random, scales, tile
 from tests.ops.mlstm_harness import DEVICE, case
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import ARCHS
 from wavecrest.ops import pack
 from wavecrest.ops._gemm import kernel as gemm_kernel
-from wavecrest.ops._gemm import kernel_gemv as gemm_multiply_kernel
-from wavecrest.ops._gemm import launch_gemv as gemm_multiply
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm import kernel_gemv, launch_gemv
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.ops.common import device as _lib
 from wavecrest.ops.mlstm import norm as _mlstm_norm
 from wavecrest.ops.mlstm.call import StepOperands
 from wavecrest.ops.mlstm.step import launch as _mlstm_step
 from wavecrest.ops.rows import kernel as _row_kernel
+from wavecrest.ops.rows.call import RowCall
 
 SECTOR = _lib.SECTOR.value if hasattr(_lib.SECTOR, "value") else _lib.SECTOR
 INTERPRETED = not torch.cuda.is_available()
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="notes what Triton's interpreter runs")
-Call = tuple[str, str, Config, tuple[Any, ...]]
+Call = tuple[str, str, Config, AnyCall]
 
 
 def with_early(config: Config, early: int) -> Config:
@@ -51,27 +53,27 @@ def with_early(config: Config, early: int) -> Config:
 # --- what is called
 
 
-def product(M: int, N: int, K: int, weight: torch.dtype = BF16, **more: Any) -> Operands:
+def product(M: int, N: int, K: int, weight: torch.dtype = BF16, **more: Any) -> GemmCall:
     """x @ weightᵀ; a weight of 8 bits has a scale for each column."""
     b = random(N, K, dtype=weight, device=DEVICE, seed=1).mT
     scale = scales(N, device=DEVICE, size=0.02) if weight.itemsize == 1 else None
-    return Operands(random(M, K, device=DEVICE), b, scale_b=scale, **more)
+    return GemmCall(random(M, K, device=DEVICE), b, scale_b=scale, **more)
 
 
-def codes(M: int, N: int, K: int) -> Operands:
-    """The same with 4-bit codes in groups of 64."""
+def int4(M: int, N: int, K: int) -> GemmCall:
+    """The same with 4-bit values in groups of 64."""
     packed = pack(random(N, K, device=DEVICE, seed=2), "int4", group=64)
     assert packed.scale is not None
-    return Operands(random(M, K, device=DEVICE), packed.stored.mT, scale_b=packed.scale.mT, form="int4", group=64)
+    return GemmCall(random(M, K, device=DEVICE), packed.stored.mT, scale_b=packed.scale.mT, form="int4", group=64)
 
 
-def batches(M: int, N: int, K: int) -> Operands:
-    return Operands(random(3, M, K, device=DEVICE), random(3, N, K, device=DEVICE, seed=3).mT)
+def batches(M: int, N: int, K: int) -> GemmCall:
+    return GemmCall(random(3, M, K, device=DEVICE), random(3, N, K, device=DEVICE, seed=3).mT)
 
 
 GATE: dict[str, Any] = {"activation": "silu_and_mul"}
 # rows and columns that are no whole tiles, steps that are not full, one program and several for a column
-MULTIPLIED: dict[str, tuple[Callable[[], Operands], Config]] = {
+MULTIPLIED: dict[str, tuple[Callable[[], GemmCall], Config]] = {
     "one row": (lambda: product(1, 21, 200), multiply(8, 64)),
     "split": (lambda: product(3, 21, 400), multiply(8, 32, split=3)),
     "gated int8": (lambda: product(2, 26, 200, I8, **GATE), multiply(8, 64)),
@@ -79,7 +81,7 @@ MULTIPLIED: dict[str, tuple[Callable[[], Operands], Config]] = {
     "batches": (lambda: batches(2, 9, 96), multiply(8, 32)),
     "narrow steps": (lambda: product(1, 6, 31), multiply(2, 8)),
 }
-TILED: dict[str, tuple[Callable[[], Operands], Config]] = {
+TILED: dict[str, tuple[Callable[[], GemmCall], Config]] = {
     "plain": (lambda: product(5, 40, 200), tile(k=64)),
     "rows of tiles": (lambda: product(50, 40, 96), tile(k=32)),
     "split": (lambda: product(5, 40, 200), tile(k=32, SPLIT_K=3)),
@@ -88,21 +90,21 @@ TILED: dict[str, tuple[Callable[[], Operands], Config]] = {
     "batches": (lambda: batches(5, 20, 64), tile()),
 }
 # of these nothing is fetched: rows of b lie side by side, or 16 × 16 blocks
-UNFETCHED: dict[str, tuple[Callable[[], Operands], Config]] = {
-    "b by rows": (lambda: Operands(random(3, 64, device=DEVICE), random(64, 40, device=DEVICE)), tile()),
+UNFETCHED: dict[str, tuple[Callable[[], GemmCall], Config]] = {
+    "b by rows": (lambda: GemmCall(random(3, 64, device=DEVICE), random(64, 40, device=DEVICE)), tile()),
     "shuffled": (
-        lambda: Operands(
+        lambda: GemmCall(
             random(3, 64, device=DEVICE), pack(random(32, 64, device=DEVICE), "shuffled").stored.mT, form="shuffled"
         ),
         tile(),
     ),
 }
-WORDS = (lambda: codes(2, 13, 256), Config(BLOCK_N=4, BLOCK_K=64, SPLIT_K=1, num_warps=1, num_stages=1))
-CODES = (lambda: codes(3, 40, 256), tile(k=64))
+WORDS = (lambda: int4(2, 13, 256), Config(BLOCK_N=4, BLOCK_K=64, SPLIT_K=1, num_warps=1, num_stages=1))
+CODES = (lambda: int4(3, 40, 256), tile(k=64))
 
 
 def rows(op: str, columns: int, config: Config) -> Call:
-    args = registry.get(op).inputs(3, columns, BF16, DEVICE)
+    args = registry.get(op).study.inputs(3, columns, BF16, DEVICE)
     return op, "triton", config, args
 
 
@@ -146,8 +148,8 @@ STEPS: dict[str, Callable[[], Call]] = {
 }
 
 
-def gemm_call(backend: str, made: tuple[Callable[[], Operands], Config]) -> Callable[[], Call]:
-    return lambda: ("gemm", backend, made[1], tuple(made[0]()))
+def gemm_call(backend: str, made: tuple[Callable[[], GemmCall], Config]) -> Callable[[], Call]:
+    return lambda: ("gemm", backend, made[1], made[0]())
 
 
 CALLS: dict[str, Callable[[], Call]] = {
@@ -178,7 +180,7 @@ def tensors(result: Any) -> list[Tensor]:
 def run(call: Call, early: int | None) -> list[Tensor]:
     op, backend, config, args = call
     made = config if early is None else with_early(config, early)
-    return tensors(registry.get(op).run(backend, *args, config=made))
+    return tensors(registry.get(op).run(backend, args, config=made))
 
 
 # --- what programs do
@@ -236,7 +238,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
         accessed(name, event)
     monkeypatch.setattr(executor, "__call__", launch)
     monkeypatch.setattr(builder, "set_grid_idx", begin)
-    for module in (gemm_kernel, gemm_multiply_kernel, _row_kernel, _mlstm_step, _mlstm_norm):
+    for module in (gemm_kernel, kernel_gemv, _row_kernel, _mlstm_step, _mlstm_norm):
         for name, made in (
             ("prefetch_l2", prefetch_l2),
             ("pdl_launch_dependents", lambda active: note("allow", active)),
@@ -320,15 +322,15 @@ def sectors(start: int, first: int, last: int, end: int) -> list[int]:
     return list(range(start + first, start + min(last, end), SECTOR))
 
 
-def columns_of(given: Operands, n: int, width: int) -> list[int]:
+def columns_of(call: GemmCall, n: int, width: int) -> list[int]:
     """Columns of b of one tile, of both halves where gated."""
-    inside = range(n * width, min((n + 1) * width, given.N))
-    return [*inside, *(given.N + one for one in inside if given.activation is not None)]
+    inside = range(n * width, min((n + 1) * width, call.N))
+    return [*inside, *(call.N + one for one in inside if call.activation is not None)]
 
 
-def fetched_columns(given: Operands, batch: int, columns: list[int], first: int, steps: int, size: int) -> list[int]:
+def fetched_columns(call: GemmCall, batch: int, columns: list[int], first: int, steps: int, size: int) -> list[int]:
     """The sectors of `steps` steps of `size` elements of b as it is stored."""
-    b, bits = given.b, given.b.itemsize
+    b, bits = call.b, call.b.itemsize
     batch_stride = b.stride(0) if b.ndim == 3 else 0
     found = []
     for column in columns:
@@ -343,15 +345,15 @@ def fetched_columns(given: Operands, batch: int, columns: list[int], first: int,
 @pytest.mark.parametrize("name", MULTIPLIED)
 def test_multiply_fetches_its_first_steps(name: str, ahead: int, noted: list[Program]) -> None:
     make, config = MULTIPLIED[name]
-    given = make()
-    run(("gemm", "triton_multiply", config, tuple(given)), 1 + ahead)
-    steps = math.ceil(math.ceil(given.K / config["BLOCK_K"]) / config["SPLIT_K"])
+    call = make()
+    run(("gemm", "triton_multiply", config, call), 1 + ahead)
+    steps = math.ceil(math.ceil(call.K / config["BLOCK_K"]) / config["SPLIT_K"])
     first = [program for program in noted if program.kernel == "_multiply_kernel"]
     assert len(first) > 1
     for program in first:
         n, batch, split = program.index
-        columns = columns_of(given, n, config["BLOCK_N"])
-        wanted = fetched_columns(given, batch, columns, split * steps, ahead, config["BLOCK_K"])
+        columns = columns_of(call, n, config["BLOCK_N"])
+        wanted = fetched_columns(call, batch, columns, split * steps, ahead, config["BLOCK_K"])
         assert sorted(program.fetched) == sorted(wanted), program
 
 
@@ -360,10 +362,10 @@ def test_multiply_fetches_its_first_steps(name: str, ahead: int, noted: list[Pro
 @pytest.mark.parametrize("name", TILED)
 def test_tiles_fetch_their_first_steps(name: str, ahead: int, noted: list[Program]) -> None:
     make, config = TILED[name]
-    given = make()
-    run(("gemm", "triton", config, tuple(given)), 1 + ahead)
-    m, n = math.ceil(given.M / config["BLOCK_M"]), math.ceil(given.N / config["BLOCK_N"])
-    steps = math.ceil(math.ceil(given.K / config["BLOCK_K"]) / config["SPLIT_K"])
+    call = make()
+    run(("gemm", "triton", config, call), 1 + ahead)
+    m, n = math.ceil(call.M / config["BLOCK_M"]), math.ceil(call.N / config["BLOCK_N"])
+    steps = math.ceil(math.ceil(call.K / config["BLOCK_K"]) / config["SPLIT_K"])
     # in groups of GROUP_M rows of tiles, column by column
     order = [
         column
@@ -375,8 +377,8 @@ def test_tiles_fetch_their_first_steps(name: str, ahead: int, noted: list[Progra
     assert len(first) > 1
     for program in first:
         split, index = divmod(program.index[0], m * n)
-        columns = columns_of(given, order[index], config["BLOCK_N"])
-        wanted = fetched_columns(given, program.index[1], columns, split * steps, ahead, config["BLOCK_K"])
+        columns = columns_of(call, order[index], config["BLOCK_N"])
+        wanted = fetched_columns(call, program.index[1], columns, split * steps, ahead, config["BLOCK_K"])
         assert sorted(program.fetched) == sorted(wanted), program
 
 
@@ -384,7 +386,7 @@ def test_tiles_fetch_their_first_steps(name: str, ahead: int, noted: list[Progra
 @pytest.mark.parametrize("name", UNFETCHED)
 def test_nothing_is_fetched_of_weights_that_steps_are_no_rows_of(name: str, noted: list[Program]) -> None:
     make, config = UNFETCHED[name]
-    run(("gemm", "triton", config, tuple(make())), 3)
+    run(("gemm", "triton", config, make()), 3)
     assert noted and not any(program.fetched for program in noted)
 
 
@@ -392,11 +394,11 @@ def test_nothing_is_fetched_of_weights_that_steps_are_no_rows_of(name: str, note
 @pytest.mark.parametrize("backend", ["triton", "triton_multiply"])
 def test_codes_are_fetched_two_a_byte(backend: str, noted: list[Program]) -> None:
     make, config = CODES if backend == "triton" else WORDS
-    given = make()
-    run(("gemm", backend, config, tuple(given)), 3)
+    call = make()
+    run(("gemm", backend, config, call), 3)
     for program in noted:
-        columns = columns_of(given, program.index[0], config["BLOCK_N"])
-        wanted = fetched_columns(given, 0, columns, 0, 2, config["BLOCK_K"] // 2)
+        columns = columns_of(call, program.index[0], config["BLOCK_N"])
+        wanted = fetched_columns(call, 0, columns, 0, 2, config["BLOCK_K"] // 2)
         assert sorted(program.fetched) == sorted(wanted), program
 
 
@@ -442,9 +444,9 @@ def test_a_step_fetches_its_state(name: str, ahead: int, noted: list[Program]) -
 
 
 def planned(config: Config, arch: str) -> list[_launcher.Launch]:
-    given = Operands(*(torch.empty(shape, dtype=BF16, device="meta") for shape in ((1, 64), (64, 32))))
-    given = given._replace(b=given.b.mT.contiguous().mT)
-    plan = gemm_multiply.multiply(given, given.a, given.a, config, ARCHS[arch], False)
+    call = GemmCall(*(torch.empty(shape, dtype=BF16, device="meta") for shape in ((1, 64), (64, 32))))
+    call = call._replace(b=call.b.mT.contiguous().mT)
+    plan = launch_gemv.gemv(call, call.a, call.a, config, ARCHS[arch], False)
     return [one for one in (plan.first, plan.second) if one is not None]
 
 
@@ -492,28 +494,25 @@ def chain(early: int) -> tuple[Callable[[], None], Tensor]:
     generator = torch.Generator().manual_seed(5)
     weights = [(torch.randn(512, 512, generator=generator) / 23).to(DEVICE, BF16) for _ in range(4)]
     gamma = torch.ones(512, dtype=BF16, device=DEVICE)
-    gemm, norm = registry.get("gemm"), registry.get("add_rms_norm")
+    norm = registry.get("add_rms_norm")
     x = torch.randn(2, 512, generator=generator).to(DEVICE, BF16)
     found = torch.empty(2, 2, 512, dtype=BF16, device=DEVICE)
-    product = (None, None, None, None, None, None, None, 1.0, 0.01, "n", "ieee", "plain", 0, None)
     configs = (
         ("triton_multiply", Config(BLOCK_N=4, BLOCK_K=512, SPLIT_K=1, num_warps=2, num_stages=3)),
         ("triton", tile(16, 16, 128, num_stages=3)),
         ("triton_multiply", Config(BLOCK_N=8, BLOCK_K=128, SPLIT_K=4, num_warps=2, num_stages=3)),
     )
-    gemms = [
-        gemm.backends[backend].bind(x, weights[0].mT, *product, config=with_early(config, early))
-        for backend, config in configs
-    ]
-    config = with_early(norm.config_of("triton", norm.key(x, x, gamma)), early)
-    add = norm.backends["triton"].bind(x, x, gamma, 1e-6, config=config)
+    first = GemmCall(x, weights[0].mT)
+    gemms = [gemm.backends[backend].bind(first, with_early(config, early)) for backend, config in configs]
+    added = RowCall("rms", x, x, gamma, eps=1e-6)
+    add = norm.backends["triton"].bind(added, with_early(norm.config_of("triton", norm.key(added)), early))
 
     def work() -> None:
         here, delta = x, x
         for index in range(24):
             # what both held is free at once: the allocator gives it to the launch after the next
-            normed, here = add(delta, here, gamma, 1e-6)
-            delta = gemms[index % 3](normed, weights[index % 4].mT, *product)
+            normed, here = add(added._replace(x=delta, residual=here))
+            delta = gemms[index % 3](GemmCall(normed, weights[index % 4].mT))
             if index % 6 == 0:
                 # a weight that a kernel has just written is what the next product reads
                 weights[(index + 1) % 4].neg_()

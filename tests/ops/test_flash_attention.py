@@ -22,7 +22,6 @@ from tests.ops.attention_harness import (
     OP,
     SMALL,
     TALL,
-    arguments,
     assert_attends,
     assert_lse,
     assert_within,
@@ -33,20 +32,21 @@ from tests.ops.attention_harness import (
     tensors,
     wide,
 )
-from tests.ops.op_harness import BACKENDS, DTYPES, assert_never_copies, assert_refuses, name, random
+from tests.ops.op_harness import BACKENDS, DTYPES, assert_never_copies, name, random
 from wavecrest import hardware, ops
-from wavecrest.dispatch import registry
+from wavecrest.dispatch.call import mapped
 from wavecrest.dispatch.decision import PortableKernel
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
-from wavecrest.errors import Unsupported
+from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._flash_attention import config as configs
 from wavecrest.ops._flash_attention import kernel_hopper as hopper_kernel
 from wavecrest.ops._flash_attention import launch as launches
 from wavecrest.ops._flash_attention import launch_hopper as hopper_launch
-from wavecrest.ops._flash_attention.backend import visible_pairs
-from wavecrest.ops._flash_attention.call import Operands
+from wavecrest.ops._flash_attention.backend import _op as op
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
+from wavecrest.ops._flash_attention.study import visible_pairs
 from wavecrest.ops.common import hopper as _hopper
 from wavecrest.ops.common import triton as _triton
 
@@ -61,19 +61,18 @@ LENGTHS = (
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 def test_lengths(queries: int, keys: int, causal: bool, device: str) -> None:
-    args = arguments(*tensors(2, queries, keys, device=device), causal=causal)
-    want = by_reference(args)
+    call = FlashAttentionCall(*tensors(2, queries, keys, device=device), causal=causal)
+    want = by_reference(call)
     for config in (SMALL, LONG):
-        assert_attends("triton", args, config, want)
-    assert_attends("reference", args, None, want)
-    if not Operands(*args).blind:
-        assert_attends("torch", args, None, want)
-    found = registry.get(OP)
-    found.force("triton")
+        assert_attends("triton", call, config, want)
+    assert_attends("reference", call, None, want)
+    if not call.blind:
+        assert_attends("torch", call, None, want)
+    op.force("triton")
     # the bound call with the default configuration, which on a GPU skips Triton's look-up from the second time on
     for _ in range(3 if device == "cuda" else 1):
-        assert torch.equal(found(*args), found.run("triton", *args))
-    found.force(None)
+        assert torch.equal(op(call), op.run("triton", call))
+    op.force(None)
 
 
 @pytest.mark.parametrize("lengths", [(7, 11), (11, 7), (6, 6)], ids=["more keys", "more queries", "square"])
@@ -82,25 +81,25 @@ def test_definition(key: str, lengths: tuple[int, int], device: str) -> None:
     """Each option against plain loops: the reference to the last digits, the kernel to those of float32."""
     options = option(key, *lengths, device)
     q, k, v = tensors(2, *lengths, HEADS, 2, 5, 3, device=device)
-    args = arguments(q, k, v, **options)
-    want = exact(args)
-    out, lse = registry.get(OP).reference(*wide(args))
+    call = FlashAttentionCall(q, k, v, **options)
+    want = exact(call)
+    out, lse = op.reference(wide(call))
     torch.testing.assert_close(out, want[0].to(device), rtol=1e-12, atol=1e-12)
     assert torch.equal(lse.isfinite().cpu(), want[1].isfinite())
     torch.testing.assert_close(lse.nan_to_num(), want[1].nan_to_num().to(device), rtol=1e-12, atol=1e-12)
-    assert_attends("triton", args, SMALL, want)
+    assert_attends("triton", call, SMALL, want)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(70, 70), (37, 90), (90, 37)])
 @pytest.mark.parametrize("key", CASES)
 def test_options(key: str, queries: int, keys: int, device: str) -> None:
     """Several tiles of each, for heads that share keys."""
-    args = arguments(*tensors(2, queries, keys, HEADS, 2, device=device), **option(key, queries, keys, device))
-    want = by_reference(args)
+    call = FlashAttentionCall(*tensors(2, queries, keys, HEADS, 2, device=device), **option(key, queries, keys, device))
+    want = by_reference(call)
     for config in (SMALL, TALL) if device == "cuda" else ((SMALL, TALL)[len(key) % 2],):
-        assert_attends("triton", args, config, want)
-    if registry.get(OP).backends["torch"].supports(*args) is None:
-        assert_attends("torch", args, None, want)
+        assert_attends("triton", call, config, want)
+    if op.backends["torch"].refuse(call) is None:
+        assert_attends("torch", call, None, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -109,8 +108,8 @@ def test_options(key: str, queries: int, keys: int, device: str) -> None:
 def test_dtypes(dtype: torch.dtype, layout: str, backend: str, device: str) -> None:
     if dtype == torch.float64 and backend == "triton":
         pytest.skip("declined")
-    args = arguments(*tensors(2, 40, 50, 4, 2, 32, 24, dtype, device, layout), layout=layout, causal=True)
-    got = assert_attends(backend, args, SMALL if backend == "triton" else None)
+    call = FlashAttentionCall(*tensors(2, 40, 50, 4, 2, 32, 24, dtype, device, layout), layout=layout, causal=True)
+    got = assert_attends(backend, call, SMALL if backend == "triton" else None)
     assert got.shape == ((2, 40, 4, 24) if layout == "bshd" else (2, 4, 40, 24))
 
 
@@ -121,24 +120,23 @@ def test_dtypes(dtype: torch.dtype, layout: str, backend: str, device: str) -> N
 def test_columns(d: int, dv: int, device: str) -> None:
     dtype = DTYPES[(d + dv) % 3]
     bias = random((4, 19, 37), dtype, device, 5)
-    args = arguments(*tensors(1, 19, 37, 4, 1, d, dv, dtype, device), causal=True, bias=bias)
-    want = by_reference(args)
+    call = FlashAttentionCall(*tensors(1, 19, 37, 4, 1, d, dv, dtype, device), causal=True, bias=bias)
+    want = by_reference(call)
     for backend in BACKENDS:
-        assert_attends(backend, args, SMALL if backend == "triton" else None, want)
+        assert_attends(backend, call, SMALL if backend == "triton" else None, want)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_heads_that_share_keys(layout: str, kv_heads: int, device: str) -> None:
-    args = arguments(*tensors(2, 20, 33, 6, kv_heads, device=device, layout=layout), layout=layout)
-    want = by_reference(args)
+    call = FlashAttentionCall(*tensors(2, 20, 33, 6, kv_heads, device=device, layout=layout), layout=layout)
+    want = by_reference(call)
     for backend in BACKENDS:
-        assert_attends(backend, args, SMALL if backend == "triton" else None, want)
-    given = Operands(*args)
+        assert_attends(backend, call, SMALL if backend == "triton" else None, want)
     axis = 2 if layout == "bshd" else 1
     # the same with each head of k and v as often as it is read
-    k, v = (one.repeat_interleave(given.group, axis) for one in (given.k, given.v))
-    torch.testing.assert_close(exact(tuple(given._replace(k=k, v=v)))[0], exact(args)[0])
+    k, v = (one.repeat_interleave(call.group, axis) for one in (call.k, call.v))
+    torch.testing.assert_close(exact(call._replace(k=k, v=v))[0], exact(call)[0])
 
 
 def _surrounded(*shape: int, device: str) -> Tensor:
@@ -192,17 +190,17 @@ def test_strides(strides: str, which: str, device: str, monkeypatch: pytest.Monk
         one: STRIDES[strides if which in (one, "all") else "dense"](*size, device, seed)
         for seed, (one, size) in enumerate(sizes.items())
     }
-    args = arguments(made["q"], made["k"], made["v"], causal=True)
-    want = by_reference(args)
+    call = FlashAttentionCall(made["q"], made["k"], made["v"], causal=True)
+    want = by_reference(call)
     for backend in BACKENDS if which == "all" else ("triton",):
-        assert_attends(backend, args, SMALL if backend == "triton" else None, want)
+        assert_attends(backend, call, SMALL if backend == "triton" else None, want)
     if which != "all":
         return
     # the same views with heads before tokens
-    across = arguments(*(one.transpose(1, 2) for one in made.values()), layout="bhsd", causal=True)
-    got = registry.get(OP).run("triton", *across, config=SMALL)
-    assert torch.equal(got.transpose(1, 2), registry.get(OP).run("triton", *args, config=SMALL))
-    assert_never_copies(OP, monkeypatch, *args)
+    across = FlashAttentionCall(*(one.transpose(1, 2) for one in made.values()), layout="bhsd", causal=True)
+    got = op.run("triton", across, config=SMALL)
+    assert torch.equal(got.transpose(1, 2), op.run("triton", call, config=SMALL))
+    assert_never_copies(OP, monkeypatch, *call[:3], causal=True)
 
 
 @pytest.mark.parametrize("far", ["tokens", "heads", "columns", "batch"])
@@ -218,14 +216,14 @@ def test_elements_past_two_to_the_31(which: str, far: str, device: str) -> None:
     for seed, (one, size) in enumerate(sizes.items()):
         strides = dense[far] if one == which else (27, 9, 3, 1)
         made[one] = _filled(storage[1024 * seed :].as_strided(size, strides), seed)
-    assert_attends("triton", arguments(**made), SMALL)
+    assert_attends("triton", FlashAttentionCall(**made), SMALL)
 
 
 def test_bias_past_two_to_the_31(device: str) -> None:
     storage = torch.empty((1 << 31) + (1 << 13), dtype=torch.float16, device=device)
     for strides in ((1 << 30, 9, 3, 1), (9, 1 << 30, 3, 1), (27, 9, 1 << 30, 1), (27, 9, 1, 1 << 30)):
         bias = _filled(storage.as_strided((3, 3, 3, 3), strides), 5)
-        assert_attends("triton", arguments(*tensors(3, 3, 3, 3, device=device), bias=bias), SMALL)
+        assert_attends("triton", FlashAttentionCall(*tensors(3, 3, 3, 3, device=device), bias=bias), SMALL)
 
 
 PACKED = {
@@ -248,32 +246,32 @@ def test_packed(lengths: str, key: str, device: str) -> None:
         # at least the longest, not exactly it
         starts["max_seqlen_q"] += 20
         options = option(key, max(queries) + 20, max(keys), device, len(queries))
-    args = arguments(q, k, v, **starts, **options)
-    want = exact(args)
+    call = FlashAttentionCall(q, k, v, **starts, **options)
+    want = exact(call)
     for backend in OURS:
-        assert_attends(backend, args, SMALL if backend == "triton" else None, want)
+        assert_attends(backend, call, SMALL if backend == "triton" else None, want)
 
 
 def test_packed_by_itself(device: str) -> None:
     """Every sequence has the bits that it has alone, whatever lies around it."""
     queries, keys = [5, 40, 17], [20, 33, 17]
     (q, k, v), starts = packed(queries, keys, HEADS, 2, 16, torch.bfloat16, device)
-    run = registry.get(OP).run
-    got, lse = run("triton", *arguments(q, k, v, causal=True, return_lse=True, **starts), config=SMALL)
+    run = op.run
+    got, lse = run("triton", FlashAttentionCall(q, k, v, causal=True, return_lse=True, **starts), config=SMALL)
     at_q, at_k = starts["cu_seqlens_q"].tolist(), starts["cu_seqlens_k"].tolist()
     for b in range(3):
         rows, cols = slice(at_q[b], at_q[b + 1]), slice(at_k[b], at_k[b + 1])
-        one = arguments(q[rows][None], k[cols][None], v[cols][None], causal=True, return_lse=True)
-        alone, alone_lse = run("triton", *one, config=SMALL)
+        one = FlashAttentionCall(q[rows][None], k[cols][None], v[cols][None], causal=True, return_lse=True)
+        alone, alone_lse = run("triton", one, config=SMALL)
         assert torch.equal(alone[0], got[rows]) and torch.equal(alone_lse[0], lse[:, rows])
 
 
 def test_starts_of_sequences_may_have_gaps(device: str) -> None:
     (q, k, v), starts = packed([5, 17], [20, 9], 2, 2, 16, torch.float32, device)
-    want = registry.get(OP).run("triton", *arguments(q, k, v, **starts), config=SMALL)
+    want = op.run("triton", FlashAttentionCall(q, k, v, **starts), config=SMALL)
     for which in ("cu_seqlens_q", "cu_seqlens_k"):
         starts[which] = torch.stack((starts[which], starts[which] + 99), -1)[:, 0]
-    assert torch.equal(registry.get(OP).run("triton", *arguments(q, k, v, **starts), config=SMALL), want)
+    assert torch.equal(op.run("triton", FlashAttentionCall(q, k, v, **starts), config=SMALL), want)
 
 
 @pytest.mark.parametrize("backend", OURS)
@@ -283,14 +281,14 @@ def test_nothing_beyond_the_ends_is_used(key: str, backend: str, device: str) ->
     queries, keys = 19, 37
     q, k, v = tensors(1, queries, keys, HEADS, 2, device=device)
     options = option(key, queries, keys, device, 1)
-    run, config = registry.get(OP).run, {"config": SMALL} if backend == "triton" else {}
-    want = run(backend, *arguments(q, k, v, **options), **config)
+    run, config = op.run, {"config": SMALL} if backend == "triton" else {}
+    want = run(backend, FlashAttentionCall(q, k, v, **options), **config)
     for bad in (float("nan"), float("inf"), -float("inf")):
         long = [torch.full((1, keys + 27, 2, 16), bad, device=device) for _ in range(2)]
         for one, inside in zip(long, (k, v), strict=True):
             one[:, 11 : 11 + keys] = inside
         parts = [one[:, 11 : 11 + keys] for one in long]
-        assert torch.equal(run(backend, *arguments(q, *parts, **options), **config), want)
+        assert torch.equal(run(backend, FlashAttentionCall(q, *parts, **options), **config), want)
         # the same as one of three packed sequences
         starts = {
             "layout": "thd",
@@ -299,29 +297,28 @@ def test_nothing_beyond_the_ends_is_used(key: str, backend: str, device: str) ->
             "max_seqlen_q": queries,
             "max_seqlen_k": keys,
         }
-        got = run(backend, *arguments(q[0], long[0][0], long[1][0], **starts, **options), **config)
+        got = run(backend, FlashAttentionCall(q[0], long[0][0], long[1][0], **starts, **options), **config)
         torch.testing.assert_close(got, want[0], rtol=1e-6, atol=1e-6)
 
 
 def test_hidden_keys_hold_anything(device: str) -> None:
     """k may hold NaN wherever a mask hides it; v wherever no query of a tile sees it; the reference ignores both."""
     q, k, v = tensors(1, 64, 64, device=device)
-    found = registry.get(OP)
-    args = arguments(q, k, v, causal=True, window=(20, 0))
-    want = found.run("triton", *args, config=SMALL)
+    call = FlashAttentionCall(q, k, v, causal=True, window=(20, 0))
+    want = op.run("triton", call, config=SMALL)
     for at in (0, 17, 40, 63):
         bad_k, bad_v = k.clone(), v.clone()
         bad_k[:, at], bad_v[:, at] = float("nan"), float("nan")
         # queries at to at + 20 see the key
         seen = torch.arange(64).ge(at) & torch.arange(64).le(at + 20)
-        got = found.run("triton", *arguments(q, bad_k, v, causal=True, window=(20, 0)), config=SMALL)
+        got = op.run("triton", FlashAttentionCall(q, bad_k, v, causal=True, window=(20, 0)), config=SMALL)
         assert torch.equal(got[:, ~seen], want[:, ~seen]) and got[:, seen].isnan().all()
-        got = found.run("triton", *arguments(q, k, bad_v, causal=True, window=(20, 0)), config=SMALL)
+        got = op.run("triton", FlashAttentionCall(q, k, bad_v, causal=True, window=(20, 0)), config=SMALL)
         tile = torch.arange(64) // 16
         near = (tile >= at // 16) & (tile <= (at + 20) // 16)
         assert torch.equal(got[:, ~near], want[:, ~near]) and got[:, seen].isnan().all()
         for which in ((bad_k, v), (k, bad_v)):
-            got = found.run("reference", *arguments(q, *which, causal=True, window=(20, 0)))
+            got = op.run("reference", FlashAttentionCall(q, *which, causal=True, window=(20, 0)))
             assert got[:, seen].isnan().all()
             torch.testing.assert_close(got[:, ~seen], want[:, ~seen], rtol=1e-5, atol=1e-5)
 
@@ -329,25 +326,25 @@ def test_hidden_keys_hold_anything(device: str) -> None:
 @pytest.mark.parametrize("backend", OURS)
 def test_queries_that_see_nothing(backend: str, device: str) -> None:
     q, k, v = tensors(2, 40, 23, device=device)
-    run, config = registry.get(OP).run, {"config": SMALL} if backend == "triton" else {}
+    run, config = op.run, {"config": SMALL} if backend == "triton" else {}
     sinks = torch.tensor([0.5, -3.0], device=device)
     for options, blind in (
         ({"causal": True}, 17),
         ({"window": (-1, 4)}, 13),
         ({"causal": True, "window": (5, -1), "softcap": 2.0}, 17),
     ):
-        out, lse = run(backend, *arguments(q, k, v, return_lse=True, **options), **config)
+        out, lse = run(backend, FlashAttentionCall(q, k, v, return_lse=True, **options), **config)
         assert not out[:, :blind].any() and (lse[:, :, :blind] == -math.inf).all()
         assert out[:, blind:].abs().sum(-1).min() > 0 and lse[:, :, blind:].isfinite().all()
-        out, lse = run(backend, *arguments(q, k, v, return_lse=True, sinks=sinks, **options), **config)
+        out, lse = run(backend, FlashAttentionCall(q, k, v, return_lse=True, sinks=sinks, **options), **config)
         assert not out[:, :blind].any()
         torch.testing.assert_close(lse[:, :, :blind], sinks[:, None].expand(2, 2, blind), rtol=1e-6, atol=1e-6)
     # without keys at all, and with a bias that hides all of them
-    out, lse = run(backend, *arguments(q, k[:, :0], v[:, :0], return_lse=True), **config)
+    out, lse = run(backend, FlashAttentionCall(q, k[:, :0], v[:, :0], return_lse=True), **config)
     assert not out.any() and (lse == -math.inf).all()
     bias = torch.zeros(40, 23, device=device)
     bias[7] = -math.inf
-    out, lse = run(backend, *arguments(q, k, v, return_lse=True, bias=bias), **config)
+    out, lse = run(backend, FlashAttentionCall(q, k, v, return_lse=True, bias=bias), **config)
     assert not out[:, 7].any() and (lse[:, :, 7] == -math.inf).all() and lse[:, :, 8].isfinite().all()
 
 
@@ -357,23 +354,23 @@ def test_a_bias_of_minus_infinity_hides(backend: str, device: str) -> None:
     # the first tiles of keys for some queries, so that their first scores are all −inf
     hidden = (torch.arange(50) < 35)[None, :] & (torch.arange(20) % 3 == 0)[:, None]
     bias = torch.zeros(20, 50).masked_fill(hidden, -math.inf).to(device)
-    want = exact(arguments(q, k, v, bias=bias))
-    assert_attends(backend, arguments(q, k, v, bias=bias), SMALL if backend == "triton" else None, want)
-    torch.testing.assert_close(want[0][:, 0], exact(arguments(q[:, :1], k[:, 35:], v[:, 35:]))[0][:, 0])
+    want = exact(FlashAttentionCall(q, k, v, bias=bias))
+    assert_attends(backend, FlashAttentionCall(q, k, v, bias=bias), SMALL if backend == "triton" else None, want)
+    torch.testing.assert_close(want[0][:, 0], exact(FlashAttentionCall(q[:, :1], k[:, 35:], v[:, 35:]))[0][:, 0])
 
 
 @pytest.mark.parametrize("backend", OURS)
 def test_sinks_take_part_in_the_sum_alone(backend: str, device: str) -> None:
     q, k, v = tensors(1, 18, 20, HEADS, device=device)
-    run, config = registry.get(OP).run, {"config": SMALL} if backend == "triton" else {}
-    plain, lse = run(backend, *arguments(q, k, v, return_lse=True), **config)
+    run, config = op.run, {"config": SMALL} if backend == "triton" else {}
+    plain, lse = run(backend, FlashAttentionCall(q, k, v, return_lse=True), **config)
     sinks = torch.tensor([-math.inf, -1.0, 3.0, 300.0], device=device)
-    out, with_sink = run(backend, *arguments(q, k, v, sinks=sinks, return_lse=True), **config)
+    out, with_sink = run(backend, FlashAttentionCall(q, k, v, sinks=sinks, return_lse=True), **config)
     share = torch.sigmoid(lse - sinks[:, None])
     torch.testing.assert_close(out, plain * share.transpose(1, 2)[..., None], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(with_sink, torch.logaddexp(lse, sinks[:, None].expand_as(lse)), rtol=1e-6, atol=1e-6)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        assert_attends(backend, arguments(q, k, v, sinks=sinks[1:3].to(dtype).repeat(2)), config.get("config"))
+        assert_attends(backend, FlashAttentionCall(q, k, v, sinks=sinks[1:3].to(dtype).repeat(2)), config.get("config"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -381,41 +378,39 @@ def test_large_scores_do_not_overflow(backend: str, device: str) -> None:
     q, k, v = tensors(1, 20, 40, device=device)
     # rising along the keys, so that every tile moves the maximum
     k = k + torch.arange(40, device=device)[None, :, None, None] / 4
-    args = arguments(40 * q.abs(), k, v)
-    assert by_reference(args)[1].min() > 500
-    want = by_reference(args)
-    got = registry.get(OP).run(backend, *args, **({"config": SMALL} if backend == "triton" else {}))
+    call = FlashAttentionCall(40 * q.abs(), k, v)
+    assert by_reference(call)[1].min() > 500
+    want = by_reference(call)
+    got = op.run(backend, call, **({"config": SMALL} if backend == "triton" else {}))
     torch.testing.assert_close(got.double(), want[0], rtol=2e-3, atol=2e-3)
 
 
 def test_the_bound_can_fail(device: str) -> None:
     """What the tests allow is less than one key left out, or one head for another, makes."""
     for dtype in (torch.float32, torch.float16):
-        args = arguments(*tensors(1, 20, 40, 4, 2, dtype=dtype, device=device))
-        given = Operands(*args)
-        want = by_reference(args)
+        call = FlashAttentionCall(*tensors(1, 20, 40, 4, 2, dtype=dtype, device=device))
+        want = by_reference(call)
         inner = 1.01 * 2.0**-11 + 1.5e-5
-        for wrong in (given._replace(k=given.k[:, 1:], v=given.v[:, 1:]), given._replace(k=given.k.flip(2))):
+        for wrong in (call._replace(k=call.k[:, 1:], v=call.v[:, 1:]), call._replace(k=call.k.flip(2))):
             with pytest.raises(AssertionError, match="are off"):
-                assert_within(by_reference(tuple(wrong))[0].to(dtype), want[0], want[2], inner)
+                assert_within(by_reference(wrong)[0].to(dtype), want[0], want[2], inner)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_same_bits_every_time_and_in_any_batch(dtype: torch.dtype, device: str) -> None:
     q, k, v = tensors(3, 40, 50, HEADS, 2, dtype=dtype, device=device)
-    found = registry.get(OP)
-    run = found.backends["triton"].run
-    whole = found.run("triton", *arguments(q, k, v, causal=True))
-    assert torch.equal(found.run("triton", *arguments(q, k, v, causal=True)), whole)
+    run = op.backends["triton"].run
+    whole = op.run("triton", FlashAttentionCall(q, k, v, causal=True))
+    assert torch.equal(op.run("triton", FlashAttentionCall(q, k, v, causal=True)), whole)
     for b in range(3):
-        one = arguments(*(x[b : b + 1] for x in (q, k, v)), causal=True)
-        assert torch.equal(found.run("triton", *one), whole[b : b + 1])
+        one = FlashAttentionCall(*(x[b : b + 1] for x in (q, k, v)), causal=True)
+        assert torch.equal(op.run("triton", one), whole[b : b + 1])
         # the default configuration does not know the batch, nor the heads
-        assert found.config_of("triton", found.key(*one)) == found.config_of(
-            "triton", found.key(*arguments(q, k, v, causal=True))
+        assert op.config_of("triton", op.key(one)) == op.config_of(
+            "triton", op.key(FlashAttentionCall(q, k, v, causal=True))
         )
-    pair = arguments(q[:, :, :2], k[:, :, :1], v[:, :, :1], causal=True)
-    assert torch.equal(run(*pair, config=SMALL), run(*arguments(q, k, v, causal=True), config=SMALL)[:, :, :2])
+    pair = FlashAttentionCall(q[:, :, :2], k[:, :, :1], v[:, :, :1], causal=True)
+    assert torch.equal(run(pair, config=SMALL), run(FlashAttentionCall(q, k, v, causal=True), config=SMALL)[:, :, :2])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the order of programs is the GPU's own there")
@@ -424,9 +419,9 @@ def test_any_architectures_order_and_configuration(arch: str, monkeypatch: pytes
     """8 XCDs deal the programs in another order, which must have each of them once."""
     monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS[arch])
     for causal in (False, True):
-        args = arguments(*tensors(3, 45, 60, HEADS, 2, dtype=torch.bfloat16), causal=causal)
-        assert_attends("triton", args)
-        assert_attends("triton", args, SMALL)
+        call = FlashAttentionCall(*tensors(3, 45, 60, HEADS, 2, dtype=torch.bfloat16), causal=causal)
+        assert_attends("triton", call)
+        assert_attends("triton", call, SMALL)
 
 
 @pytest.mark.parametrize("arch", list(ARCHS))
@@ -450,20 +445,19 @@ def test_default_configurations(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx1100"])
 def test_configurations_to_tune_with(arch: str, device: str) -> None:
-    args = arguments(*tensors(1, 70, 90, 2, 1, 40, dtype=torch.float16, device=device), causal=True)
-    found, want = registry.get(OP), by_reference(args)
-    backend = found.backends["triton"]
-    assert backend.space is not None and backend.launches is not None
-    tried = list(backend.space(found.key(*args), ARCHS[arch]))
+    call = FlashAttentionCall(*tensors(1, 70, 90, 2, 1, 40, dtype=torch.float16, device=device), causal=True)
+    want = by_reference(call)
+    study = op.study.kernel("triton")
+    assert study.space is not None and study.launches is not None
+    tried = list(study.space(op.key(call), ARCHS[arch]))
     mine = device == "cpu" or hardware.detect().vendor == ARCHS[arch].vendor
     for config in tried if device == "cuda" else tried[1::5]:
         # another vendor's options are unknown to the compiler
         if mine:
-            assert_attends("triton", args, config, want)
-        meta = (one.to("meta") if isinstance(one, Tensor) else one for one in args)
-        (launch,) = backend.launches(*meta, config=config, arch=ARCHS[arch])
+            assert_attends("triton", call, config, want)
+        (launch,) = study.launches(mapped(call, lambda one: one.to("meta")), config, ARCHS[arch])
         assert launch.options()["BLOCK_M"] == config["BLOCK_M"]
-    assert backend.launches(*arguments(*tensors(1, 0, 9)), config=SMALL, arch=ARCHS[arch]) == []
+    assert study.launches(FlashAttentionCall(*tensors(1, 0, 9)), SMALL, ARCHS[arch]) == []
 
 
 # gradients, torch.compile, dispatch
@@ -475,22 +469,21 @@ def test_gradients(key: str, device: str) -> None:
     lengths = (12, 12)
     tensors_ = tensors(2, *lengths, HEADS, 2, device=device)
     options = option(key, *lengths, device)
-    found = registry.get(OP)
-    found.force("triton")
+    op.force("triton")
     leaves = [one.clone().requires_grad_() for one in tensors_]
-    decision = found.decide(*arguments(*leaves, **options))
+    decision = op.decide(FlashAttentionCall(*leaves, **options))
     assert decision.backend == ("torch" if key in ("plain", "causal", "window", "bias") else "reference")
     assert "no backward" in {one.backend: one.reason for one in decision.refused}["triton"]
     with torch.no_grad():
-        assert found.decide(*arguments(*leaves, **options)).backend == "triton"
+        assert op.decide(FlashAttentionCall(*leaves, **options)).backend == "triton"
     for which in ("bias", "sinks"):
         if which in options:
             one = options[which].clone().requires_grad_()
-            assert found.decide(*arguments(*tensors_, **(options | {which: one}))).backend != "triton"
+            assert op.decide(FlashAttentionCall(*tensors_, **(options | {which: one}))).backend != "triton"
     ops.flash_attention(*leaves, **options).square().sum().backward()
     doubled = [one.double().requires_grad_() for one in tensors_]
     more = {one: x.double() if isinstance(x, Tensor) else x for one, x in options.items()}
-    found.reference(*arguments(*doubled, **more)).square().sum().backward()
+    op.reference(FlashAttentionCall(*doubled, **more)).square().sum().backward()
     for leaf, want in zip(leaves, doubled, strict=True):
         assert leaf.grad is not None and want.grad is not None and leaf.grad.abs().max() > 1e-3
         torch.testing.assert_close(leaf.grad.double(), want.grad, rtol=1e-4, atol=1e-4)
@@ -502,14 +495,14 @@ def test_gradients_of_the_definition(device: str) -> None:
     bias, sinks = (random(shape, torch.float64, device, 5).requires_grad_() for shape in ((2, 5, 4), (2,)))
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
-        out, lse = registry.get(OP).reference(
-            *arguments(q, k, v, causal=True, softcap=2.0, bias=bias, sinks=sinks, return_lse=True)
+        out, lse = op.reference(
+            FlashAttentionCall(q, k, v, causal=True, softcap=2.0, bias=bias, sinks=sinks, return_lse=True)
         )
         return out.sum() + (out * out).sum() + lse.square().sum()
 
     assert torch.autograd.gradcheck(call, (q, k, v, bias, sinks))
     leaf = q.detach().clone().requires_grad_()
-    registry.get(OP).reference(*arguments(leaf, k.detach(), v.detach(), causal=True)).sum().backward()
+    op.reference(FlashAttentionCall(leaf, k.detach(), v.detach(), causal=True)).sum().backward()
     assert leaf.grad is not None and leaf.grad.isfinite().all()
 
 
@@ -527,10 +520,10 @@ def test_compile_fullgraph(key: str, dynamic: bool, device: str) -> None:
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="eager" if device == "cpu" else "inductor")
     with torch.no_grad():
         for length in (20, 21, 25):
-            args = tensors(3, length, length + 4, HEADS, 2, device=device)
-            torch.testing.assert_close(compiled(*args), call(*args), rtol=1e-5, atol=1e-5)
+            qkv = tensors(3, length, length + 4, HEADS, 2, device=device)
+            torch.testing.assert_close(compiled(*qkv), call(*qkv), rtol=1e-5, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dynamic else 3)
-    assert any(calls == 0 for _, calls in registry.get(OP).decisions()), "the decision made while tracing is not kept"
+    assert any(calls == 0 for _, calls in op.decisions()), "the decision made while tracing is not kept"
 
 
 def test_compile_packed(device: str) -> None:
@@ -582,7 +575,7 @@ print(len(graphs), sum("triton_kernel" in target for target in graphs[0]))
     assert _child(code).split() == ["1", "1"]
 
 
-def test_specialised_arguments() -> None:
+def test_specialised_FlashAttentionCall() -> None:
     """Triton compiles anew for types and alignments of tensors alone; asked of a process without the interpreter."""
     pytest.importorskip("triton", reason="asks Triton about a kernel's arguments")
     code = """
@@ -595,7 +588,7 @@ print(*(p.name for p in _flash_attention_kernel.params if not (p.is_constexpr or
 def _made(queries: int, keys: int, batch: int = 2, heads: int = 8, **options: Any) -> Any:
     shapes = ((batch, queries, heads, 64), (batch, keys, 2, 64), (batch, keys, 2, 64))
     q, k, v = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes)
-    operands = Operands(q, k, v, **options)
+    operands = FlashAttentionCall(q, k, v, **options)
     config = Config(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
     return launches.launch(operands, *launches.empty_results(operands), config, None)
 
@@ -613,10 +606,10 @@ def test_another_length_does_not_compile_anew(options: dict[str, Any]) -> None:
 
 
 def test_what_the_kernel_declines(device: str) -> None:
-    args = arguments(*tensors(1, 5, 6, dtype=torch.float64, device=device))
+    call = FlashAttentionCall(*tensors(1, 5, 6, dtype=torch.float64, device=device))
     with pytest.raises(Unsupported, match="not float64"):
-        registry.get(OP).run("triton", *args)
-    assert registry.get(OP).decide(*args).backend == "torch"
+        op.run("triton", call)
+    assert op.decide(call).backend == "torch"
 
 
 @pytest.mark.parametrize(
@@ -633,11 +626,11 @@ def test_what_the_kernel_declines(device: str) -> None:
 )
 def test_what_pytorch_declines(options: dict[str, Any], reason: str, device: str) -> None:
     options = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
-    args = arguments(*tensors(1, 9, 5, device=device), **options)
+    call = FlashAttentionCall(*tensors(1, 9, 5, device=device), **options)
     with pytest.raises(Unsupported, match=reason):
-        registry.get(OP).run("torch", *args)
+        op.run("torch", call)
     if device == "cpu":
-        assert registry.get(OP).decide(*args).backend == "reference"
+        assert op.decide(call).backend == "reference"
 
 
 def test_pytorchs_causal_mask_is_aligned_elsewhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -660,46 +653,45 @@ def test_pytorchs_causal_mask_is_aligned_elsewhere(device: str, monkeypatch: pyt
         ((7, 9), {"window": (7, 6)}, (False, True)),
         ((7, 9), {"window": (8, 5)}, (False, True)),
     ):
-        assert_attends("torch", arguments(*tensors(1, *lengths, device=device), **options))
+        assert_attends("torch", FlashAttentionCall(*tensors(1, *lengths, device=device), **options))
         assert seen.pop() == how and not seen
 
 
 def test_a_mask_of_all_pairs_is_not_the_default_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What PyTorch needs a mask for is the kernel's there, without gradients; the rest is PyTorch's until measured."""
-    found, seen = registry.get(OP), {}
+    seen = {}
     q, k, v = tensors(1, 7, 7, device=device)
     bias = torch.zeros(7, 7, device=device)
     cases = {
-        "plain": arguments(q, k, v),
-        "causal": arguments(q, k, v, causal=True),
-        "bias": arguments(q, k, v, bias=bias),
-        "one query": arguments(q[:, :1], k, v, causal=True),
-        "more keys": arguments(q[:, :5], k, v, causal=True),
-        "left": arguments(q, k, v, window=(3, -1)),
-        "right": arguments(q, k, v, window=(-1, 1)),
-        "causal bias": arguments(q, k, v, causal=True, bias=bias),
+        "plain": FlashAttentionCall(q, k, v),
+        "causal": FlashAttentionCall(q, k, v, causal=True),
+        "bias": FlashAttentionCall(q, k, v, bias=bias),
+        "one query": FlashAttentionCall(q[:, :1], k, v, causal=True),
+        "more keys": FlashAttentionCall(q[:, :5], k, v, causal=True),
+        "left": FlashAttentionCall(q, k, v, window=(3, -1)),
+        "right": FlashAttentionCall(q, k, v, window=(-1, 1)),
+        "causal bias": FlashAttentionCall(q, k, v, causal=True, bias=bias),
     }
     # to the dispatcher these are on a GPU
     monkeypatch.setattr(Tensor, "device", property(lambda _self: torch.device("cuda")))
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True))
-    for key, args in cases.items():
-        seen[key] = found.decide(*args).backend
-        leaf = args[0].clone().requires_grad_()
-        assert found.decide(leaf, *args[1:]).backend == "torch"
+    for key, call in cases.items():
+        seen[key] = op.decide(call).backend
+        leaf = call[0].clone().requires_grad_()
+        assert op.decide(call._replace(q=leaf)).backend == "torch"
     by_pytorch = {"plain", "causal", "bias", "one query"}
     assert seen == {key: "torch" if key in by_pytorch else "triton" for key in cases}
 
 
 def test_dispatch_and_keywords(device: str) -> None:
     q, k, v = tensors(1, 20, 20, device=device)
-    found = registry.get(OP)
     if device == "cpu":
-        decision = found.decide(*arguments(q, k, v))
+        decision = op.decide(FlashAttentionCall(q, k, v))
         assert decision.backend == "torch"
         assert "are for tests" in {one.backend: one.reason for one in decision.refused}["triton"]
-    found.pin(found.key(*arguments(q, k, v)), "triton", SMALL, "exact", "measured")
-    assert found.decide(*arguments(q, k, v)).config == SMALL
-    assert torch.equal(ops.flash_attention(q, k, v), found.run("triton", *arguments(q, k, v), config=SMALL))
+    op.pin(op.key(FlashAttentionCall(q, k, v)), "triton", SMALL, "exact", "measured")
+    assert op.decide(FlashAttentionCall(q, k, v)).config == SMALL
+    assert torch.equal(ops.flash_attention(q, k, v), op.run("triton", FlashAttentionCall(q, k, v), config=SMALL))
     windowed = ops.flash_attention(q, k, v, window=[3, 0])  # type: ignore[arg-type]
     assert torch.equal(windowed, ops.flash_attention(q, k, v, window=(3, 5), causal=True))
     out, lse = ops.flash_attention(q, k, v, return_lse=True)
@@ -761,18 +753,17 @@ _T = torch.ones(5, 2, 8)
     ],
 )
 def test_wrong_arguments(args: tuple[Any, ...], options: dict[str, Any], message: str, backend: str | None) -> None:
-    if backend is not None:
-        assert_refuses(OP, backend, arguments(*args, **options), message)
-        return
-    with pytest.raises(registry.InvalidArgument, match=message):
-        ops.flash_attention(*args, **options)
+    with pytest.raises(InvalidArgument, match=message):
+        if backend is None:
+            ops.flash_attention(*args, **options)
+        else:
+            op.run(backend, FlashAttentionCall(*args, **options))
 
 
 def test_key_has_all_the_choice_depends_on() -> None:
-    found = registry.get(OP)
 
     def key(q: Tensor = _Q, k: Tensor = _K, v: Tensor = _K, **options: Any) -> tuple[Any, ...]:
-        return found.key(*arguments(q, k, v, **options))
+        return op.key(FlashAttentionCall(q, k, v, **options))
 
     variants = [
         key(),
@@ -799,10 +790,10 @@ def test_key_has_all_the_choice_depends_on() -> None:
         key(return_lse=True),
         key(_Q.clone().requires_grad_()),
         key(sinks=torch.ones(4).requires_grad_()),
-        found.key(*arguments(_T, _T, _T, **_PACKED)),
+        op.key(FlashAttentionCall(_T, _T, _T, **_PACKED)),
     ]
     assert len(set(variants)) == len(variants)
-    assert all(len(one) == len(found.key_fields) for one in variants)
+    assert all(len(one) == len(op.key_fields) for one in variants)
     # made of what a table of measured rows can hold, and the same for lengths of one bucket and either layout
     assert all(part is None or type(part) in (int, str, bool) for one in variants for part in one)
     assert key(*tensors(2, 20, 40)) == key(*tensors(2, 30, 50))
@@ -827,30 +818,31 @@ def test_cost() -> None:
             for j in range(keys)
         )
         assert visible_pairs(queries, keys, left, right) == pairs
-    cost = registry.get(OP).cost
+    cost = op.study.cost
     q, k, v = tensors(2, 5, 7, 4, 2, 8, 3, torch.float16)
-    counted = cost(*arguments(q, k, v, causal=True, return_lse=True, sinks=torch.ones(4)))
+    counted = cost(FlashAttentionCall(q, k, v, causal=True, return_lse=True, sinks=torch.ones(4)))
     assert counted.flops == 2 * 2 * 4 * visible_pairs(5, 7, -1, 0) * (8 + 3)
     assert counted.bytes == q.nbytes + k.nbytes + v.nbytes + 2 * 5 * 4 * 3 * 2 + 4 * 4 + 4 * 2 * 5 * 4
     (q, k, v), starts = packed([5, 0, 3], [4, 2, 9], 2, 2, 8, torch.float32, "cpu")
     pairs = visible_pairs(5, 4, -1, 0) + visible_pairs(3, 9, -1, 0)
-    assert cost(*arguments(q, k, v, causal=True, **starts)).flops == 2 * 2 * pairs * 16
+    assert cost(FlashAttentionCall(q, k, v, causal=True, **starts)).flops == 2 * 2 * pairs * 16
 
 
 def test_the_cases_of_tools_are_calls(device: str) -> None:
-    found = registry.get(OP)
-    quick = found.bench_cases("quick", device)  # type: ignore[misc]
-    assert len(quick) == 2 and len(found.bench_cases("shared", "meta")) == 12  # type: ignore[misc]
-    for label, make in found.bench_cases("shared", "meta").items():  # type: ignore[misc]
-        found.check(*make())
-        assert Operands(*make()).causal == label.endswith("c")
-    for make in (*quick.values(), *found.emulate_cases("gfx942").values()):  # type: ignore[misc]
-        args = make()
-        found.check(*args)
-        for starts, tokens in ((Operands(*args).cu_seqlens_q, args[0]), (Operands(*args).cu_seqlens_k, args[1])):
+    study = op.study
+    assert study.bench_cases is not None and study.emulate_cases is not None
+    quick = study.bench_cases("quick", device)
+    assert len(quick) == 2 and len(study.bench_cases("shared", "meta")) == 12
+    for label, make in study.bench_cases("shared", "meta").items():
+        op.check(make())
+        assert make().causal == label.endswith("c")
+    for make in (*quick.values(), *study.emulate_cases("gfx942").values()):
+        call = make()
+        op.check(call)
+        for starts, tokens in ((call.cu_seqlens_q, call[0]), (call.cu_seqlens_k, call[1])):
             assert starts is None or (starts[0] == 0 and starts[-1] == tokens.shape[0])
-        want = by_reference(args)
-        got = found(*args)
+        want = by_reference(call)
+        got = op(call)
         got, lse = got if isinstance(got, tuple) else (got, None)
         assert_within(got, want[0], want[2], 8 * 2.0**-8 + 1e-5)
         if lse is not None:
@@ -919,8 +911,8 @@ def test_any_call(call: dict[str, Any]) -> None:
         options["alibi_slopes"] = random(shape, torch.float32, device, call["seed"] + 6).abs() / 8
     if call["sinks"]:
         options["sinks"] = random((heads,), torch.float32, device, call["seed"] + 7)
-    args = arguments(*(_view(call, i, shape, device) for i, shape in enumerate(shapes)), **options)
-    assert_attends("triton", args, call["config"])
+    call = FlashAttentionCall(*(_view(call, i, shape, device) for i, shape in enumerate(shapes)), **options)
+    assert_attends("triton", call, call["config"])
 
 
 # on a GPU alone
@@ -933,26 +925,25 @@ def test_large_on_a_gpu(dtype: torch.dtype, key: str) -> None:
     """The default configuration, lengths that fill no tile."""
     for queries, keys, d in ((1000, 1500, 64), (1500, 1000, 128), (700, 700, 80), (1, 3000, 128), (300, 300, 256)):
         q, k, v = tensors(2, queries, keys, HEADS, 2, d, dtype=dtype, device="cuda")
-        assert_attends("triton", arguments(q, k, v, **option(key, queries, keys, "cuda")))
+        assert_attends("triton", FlashAttentionCall(q, k, v, **option(key, queries, keys, "cuda")))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("key", ["plain", "causal", "everything"])
 def test_replays_in_a_cuda_graph(key: str) -> None:
-    found = registry.get(OP)
-    found.force("triton")
-    args = arguments(*tensors(2, 100, 130, HEADS, 2, 64, device="cuda"), **option(key, 100, 130, "cuda"))
-    found(*args)
+    op.force("triton")
+    call = FlashAttentionCall(*tensors(2, 100, 130, HEADS, 2, 64, device="cuda"), **option(key, 100, 130, "cuda"))
+    op(call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = found(*args)
+        result = op(call)
     for seed in (5, 6):
-        for one, other in zip(args[:3], tensors(2, 100, 130, HEADS, 2, 64, device="cuda", seed=seed), strict=True):
+        for one, other in zip(call[:3], tensors(2, 100, 130, HEADS, 2, 64, device="cuda", seed=seed), strict=True):
             one.copy_(other)
         result.fill_(0)
         graph.replay()
-        want = by_reference(args)
+        want = by_reference(call)
         assert_within(result, want[0], want[2], 1.01 * 2.0**-24 + 1.5e-5)
 
 
@@ -962,8 +953,10 @@ def test_new_lengths_do_not_compile(options: dict[str, Any]) -> None:
     from wavecrest.ops._flash_attention.kernel import _flash_attention_kernel
 
     def compiled_for(queries: int, keys: int, batch: int = 2) -> int:
-        args = arguments(*tensors(batch, queries, keys, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), **options)
-        assert_attends("triton", args)
+        call = FlashAttentionCall(
+            *tensors(batch, queries, keys, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), **options
+        )
+        assert_attends("triton", call)
         return len(_flash_attention_kernel.device_caches[torch.cuda.current_device()][0])
 
     before = compiled_for(1000, 1000)
@@ -979,8 +972,8 @@ def test_scores_past_two_to_the_31() -> None:
     q, k, v = tensors(1, queries, keys, 1, 1, 64, dtype=torch.bfloat16, device="cuda")
     bias = torch.zeros(queries, keys, dtype=torch.bfloat16, device="cuda")
     bias[-1, :-3] = -math.inf
-    got = registry.get(OP).run("triton", *arguments(q, k, v, bias=bias, causal=True))
-    want = by_reference(arguments(q[:, -1:], k[:, -3:], v[:, -3:]))
+    got = op.run("triton", FlashAttentionCall(q, k, v, bias=bias, causal=True))
+    want = by_reference(FlashAttentionCall(q[:, -1:], k[:, -3:], v[:, -3:]))
     assert_within(got[:, -1:], want[0], want[2], 1.01 * 2.0**-8 + 1.5e-5)
 
 
@@ -993,7 +986,7 @@ HOPPER = "triton_hopper"
 def hopper() -> Op:
     if hardware.detect().arch != "sm_90":
         pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
-    return registry.get(OP)
+    return op
 
 
 @pytest.mark.gpu
@@ -1011,33 +1004,33 @@ def test_hopper(dtype: torch.dtype, key: str, d: int, hopper: Op) -> None:
         (20, 1000, 1000),
     ):
         q, k, v = tensors(batch, queries, keys, HEADS, 2, d, dtype=dtype, device="cuda")
-        assert_attends(HOPPER, arguments(q, k, v, **option(key, queries, keys, "cuda", batch)))
+        assert_attends(HOPPER, FlashAttentionCall(q, k, v, **option(key, queries, keys, "cuda", batch)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_hopper_configurations(d: int, causal: bool, hopper: Op) -> None:
-    args = arguments(*tensors(4, 700, 900, 8, 2, d, dtype=torch.bfloat16, device="cuda"), causal=causal)
-    want, backend = by_reference(args), hopper.backends[HOPPER]
-    assert backend.space is not None
-    for config in backend.space(hopper.key(*args), ARCHS["sm_90"]):
-        assert_attends(HOPPER, args, config, want)
+    call = FlashAttentionCall(*tensors(4, 700, 900, 8, 2, d, dtype=torch.bfloat16, device="cuda"), causal=causal)
+    want, space = by_reference(call), hopper.study.kernel(HOPPER).space
+    assert space is not None
+    for config in space(hopper.key(call), ARCHS["sm_90"]):
+        assert_attends(HOPPER, call, config, want)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("key", CASES)
 def test_hopper_says_what_it_does_not_take(key: str, hopper: Op) -> None:
-    args = arguments(
+    call = FlashAttentionCall(
         *tensors(2, 100, 130, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), **option(key, 100, 130, "cuda")
     )
     taken = key in ("plain", "causal", "right", "scale", "no scale", "sinks")
-    assert (hopper.backends[HOPPER].supports(*args) is None) == taken
+    assert (hopper.backends[HOPPER].refuse(call) is None) == taken
     if taken:
-        assert_attends(HOPPER, args)
+        assert_attends(HOPPER, call)
     else:
         with pytest.raises(Unsupported, match="does not know"):
-            hopper.run(HOPPER, *args)
+            hopper.run(HOPPER, call)
 
 
 @pytest.mark.gpu
@@ -1049,26 +1042,28 @@ def test_hopper_strides(layout: str, hopper: Op) -> None:
     for seed, one in enumerate(views):
         one.copy_(random(tuple(one.shape), torch.float16, "cuda", seed))
     given = [one.transpose(1, 2) for one in views] if layout == "bhsd" else views
-    assert_attends(HOPPER, arguments(*given, layout=layout, causal=True))
+    assert_attends(HOPPER, FlashAttentionCall(*given, layout=layout, causal=True))
     odd = torch.empty(2 * 300 * HEADS * 64 + 1, dtype=torch.float16, device="cuda")[1:].view(2, 300, HEADS, 64)
     odd.copy_(views[0])
     _hopper.replaced.cache_clear()
     with pytest.warns(PortableKernel, match="flash_attention: "):
-        assert_attends(HOPPER, arguments(odd, *views[1:], causal=True))
+        assert_attends(HOPPER, FlashAttentionCall(odd, *views[1:], causal=True))
     expanded = views[1][:, :, :1].expand(2, 300, HEADS, 64)
     with pytest.raises(Unsupported, match="not 0"):
-        hopper.run(HOPPER, *arguments(views[0], expanded, views[2]))
+        hopper.run(HOPPER, FlashAttentionCall(views[0], expanded, views[2]))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_hopper_has_the_same_bits_alone_and_together(causal: bool, hopper: Op) -> None:
     q, k, v = tensors(9, 700, 700, HEADS, 2, 128, dtype=torch.bfloat16, device="cuda")
-    together = hopper.run(HOPPER, *arguments(q, k, v, causal=causal))
+    together = hopper.run(HOPPER, FlashAttentionCall(q, k, v, causal=causal))
     for _ in range(3):
-        assert torch.equal(hopper.run(HOPPER, *arguments(q, k, v, causal=causal)), together)
+        assert torch.equal(hopper.run(HOPPER, FlashAttentionCall(q, k, v, causal=causal)), together)
     for one in (0, 4, 8):
-        alone = hopper.run(HOPPER, *arguments(q[one : one + 1], k[one : one + 1], v[one : one + 1], causal=causal))
+        alone = hopper.run(
+            HOPPER, FlashAttentionCall(q[one : one + 1], k[one : one + 1], v[one : one + 1], causal=causal)
+        )
         assert torch.equal(alone, together[one : one + 1])
 
 
@@ -1077,24 +1072,24 @@ def test_hopper_replays_in_a_cuda_graph_and_does_not_compile_for_a_length(hopper
     from wavecrest.ops._flash_attention.kernel_hopper import _hopper_attention_kernel
 
     hopper.force(HOPPER)
-    args = arguments(*tensors(2, 500, 600, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), causal=True)
-    hopper(*args)
+    call = FlashAttentionCall(*tensors(2, 500, 600, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda"), causal=True)
+    hopper(call)
     torch.cuda.synchronize()
     before = len(_hopper_attention_kernel.device_caches[torch.cuda.current_device()][0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = hopper(*args)
+        result = hopper(call)
     for seed in (5, 6):
         fresh = tensors(2, 500, 600, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda", seed=seed)
-        for one, other in zip(args[:3], fresh, strict=True):
+        for one, other in zip(call[:3], fresh, strict=True):
             one.copy_(other)
         result.fill_(math.nan)
         graph.replay()
-        want = by_reference(args)
+        want = by_reference(call)
         assert_within(result, want[0], want[2], 1.01 * 2.0**-8 + 1.5e-5)
     for queries, keys, batch in ((501, 600, 2), (16, 4096, 3), (1024, 1, 1), (333, 777, 7)):
         other = tensors(batch, queries, keys, HEADS, 2, 64, dtype=torch.bfloat16, device="cuda")
-        hopper(*arguments(*other, causal=True))
+        hopper(FlashAttentionCall(*other, causal=True))
     assert len(_hopper_attention_kernel.device_caches[torch.cuda.current_device()][0]) == before
 
 
@@ -1148,6 +1143,6 @@ def test_hopper_configurations_fit(d: int) -> None:
 def test_hopper_is_for_sm_90(device: str) -> None:
     if device == "cuda":
         pytest.skip("without a GPU")
-    args = arguments(*tensors(1, 4, 4, d=64, dtype=torch.float16, device=device))
-    reason = registry.get(OP).backends[HOPPER].supports(*args)
+    call = FlashAttentionCall(*tensors(1, 4, 4, d=64, dtype=torch.float16, device=device))
+    reason = op.backends[HOPPER].refuse(call)
     assert reason is not None and "sm_90" in reason

@@ -16,26 +16,24 @@ from tests.ops.attention_harness import (
     CASES,
     HEADS,
     LONG,
-    OP,
     ROUNDING,
     SMALL,
     TALL,
-    arguments,
     assert_within,
     option,
     packed,
     tensors,
     wide,
 )
-from tests.ops.op_harness import DTYPES, assert_refuses, name
+from tests.ops.op_harness import DTYPES, name
 from wavecrest import ops
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
-from wavecrest.errors import Unsupported
+from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._flash_attention import launch as launches
 from wavecrest.ops._flash_attention import launch_hopper as hopper_launch
-from wavecrest.ops._flash_attention.call import Operands
+from wavecrest.ops._flash_attention.backend import _op as op
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops.common.philox import philox
 from wavecrest.ops.common.triton import interpreted, tl, triton
 
@@ -54,7 +52,7 @@ def word(seed: int, i: int, j: int, head: int, sequence: int) -> int:
     return c[j % 4]
 
 
-def mask(call: Operands, sequence: int, head: int, queries: int, keys: int) -> Tensor:
+def mask(call: FlashAttentionCall, sequence: int, head: int, queries: int, keys: int) -> Tensor:
     """What is kept of one head of one sequence, [queries, keys]."""
     assert call.seed is not None
     least = math.floor(call.dropout_p * 2**32)
@@ -62,9 +60,9 @@ def mask(call: Operands, sequence: int, head: int, queries: int, keys: int) -> T
     return torch.tensor(rows, dtype=torch.bool).reshape(queries, keys)
 
 
-def weights(call: Operands) -> Operands:
+def weights(call: FlashAttentionCall) -> FlashAttentionCall:
     """The call without dropout in float64 with values that are unit vectors: its result is the weights."""
-    keys = call.k.shape[0] if call.layout == "thd" else call.keys
+    keys = call.k.shape[0] if call.layout == "thd" else call.seqlen_k
     assert keys <= 256
     eye = torch.eye(keys, dtype=torch.float64, device=call.k.device)
     heads = call.kv_heads
@@ -73,14 +71,13 @@ def weights(call: Operands) -> Operands:
     )  # fmt: skip
     if call.layout == "bhsd":
         v = v.transpose(1, 2)
-    plain = Operands(*wide(tuple(call)))
+    plain = wide(call)
     return plain._replace(v=v, dropout_p=0.0, seed=None, return_lse=False)
 
 
-def dropped(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def dropped(call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
     """(the result, Σ p |v| of what is kept) in float64: weights of the definition, masked here, times v."""
-    call = Operands(*args)
-    p = registry.get(OP).reference(*weights(call))
+    p = op.reference(weights(call))
     v = call.v.double()
     kept = torch.zeros_like(p)
     for b in range(call.batch):
@@ -93,7 +90,7 @@ def dropped(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
                 kept[rows, h, cols] = one.to(kept)
             else:
                 place = kept[b, h] if call.layout == "bhsd" else kept[b, :, h]
-                place.copy_(mask(call, b, h, call.queries, call.keys))
+                place.copy_(mask(call, b, h, call.seqlen_q, call.seqlen_k))
     p = p * kept / (1 - call.dropout_p)
     group = call.heads // call.kv_heads
     axis = 1 if call.layout != "bshd" else 2
@@ -105,25 +102,25 @@ def dropped(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 
 def assert_drops(
-    backend: str, args: tuple[Any, ...], config: Config | None = SMALL, want: tuple[Tensor, Tensor] | None = None
+    backend: str, call: FlashAttentionCall, config: Config | None = SMALL, want: tuple[Tensor, Tensor] | None = None
 ) -> None:
     """A backend's result against the oracle; the logarithms are those without dropout, bit for bit."""
-    found, call = registry.get(OP), Operands(*args)._replace(return_lse=True)
+    call = call._replace(return_lse=True)
     chosen = {"config": config} if backend == "triton" else {}
-    got, lse = found.run(backend, *call, **chosen)
-    plain = found.run(backend, *call._replace(dropout_p=0.0), **chosen)
+    got, lse = op.run(backend, call, **chosen)
+    plain = op.run(backend, call._replace(dropout_p=0.0), **chosen)
     assert torch.equal(lse, plain[1])
-    want = want or dropped(args)
+    want = want or dropped(call)
     inner = 1.01 * ROUNDING[got.dtype] + 1.5e-5
     assert_within(got, want[0], want[1], inner)
 
 
-def call(
+def dropping(
     queries: int, keys: int, *, dtype: torch.dtype = torch.float32, layout: str = "bshd", batch: int = 2,
     device: str = "cpu", d: int = 16, dv: int = 8, **options: Any,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> FlashAttentionCall:  # fmt: skip
     qkv = tensors(batch, queries, keys, HEADS, 2, d, dv, dtype, device, layout)
-    return arguments(*qkv, **{"layout": layout, "dropout_p": 0.4, "seed": SEED, **options})
+    return FlashAttentionCall(*qkv, **{"layout": layout, "dropout_p": 0.4, "seed": SEED, **options})
 
 
 # of Random123's file of known answers: key, counter, words
@@ -177,26 +174,26 @@ def test_philox_is_that_of_triton(seed: int, device: str) -> None:
 def test_options(key: str, backend: str, device: str) -> None:
     """Several tiles, heads that share keys, with every option."""
     for queries, keys in ((19, 40), (40, 19)):
-        args = call(queries, keys, device=device, **option(key, queries, keys, device))
-        assert_drops(backend, args)
+        call = dropping(queries, keys, device=device, **option(key, queries, keys, device))
+        assert_drops(backend, call)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_dtypes_and_layouts(dtype: torch.dtype, layout: str, device: str) -> None:
-    args = call(19, 37, dtype=dtype, layout=layout, causal=True, device=device)
-    want = dropped(args)
+    call = dropping(19, 37, dtype=dtype, layout=layout, causal=True, device=device)
+    want = dropped(call)
     for backend in OURS:
-        assert_drops(backend, args, want=want)
+        assert_drops(backend, call, want=want)
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.1, 0.5, 0.9, 1 - 2.0**-40])
 @pytest.mark.parametrize("seed", [0, 1, WORD, 2**32, 2**64 - 1])
 def test_shares_and_seeds(share: float, seed: int, device: str) -> None:
-    args = call(17, 33, batch=1, dropout_p=share, seed=seed, device=device)
-    want = dropped(args)
+    call = dropping(17, 33, batch=1, dropout_p=share, seed=seed, device=device)
+    want = dropped(call)
     for backend in OURS:
-        assert_drops(backend, args, want=want)
+        assert_drops(backend, call, want=want)
 
 
 @pytest.mark.parametrize("backend", OURS)
@@ -208,8 +205,8 @@ def test_a_word_that_is_the_least_is_kept(backend: str, device: str) -> None:
     for j in range(6):
         own = word(SEED, 2, j, 1, 0)
         for bound, kept in ((own, True), (own + 1, False)):
-            args = arguments(q, k, eye, dropout_p=bound / 2**32, seed=SEED)
-            got = registry.get(OP).run(backend, *args, **config)
+            call = FlashAttentionCall(q, k, eye, dropout_p=bound / 2**32, seed=SEED)
+            got = op.run(backend, call, **config)
             assert bool(got[0, 2, 1, j] > 0) == kept
 
 
@@ -220,33 +217,33 @@ def test_packed(key: str, backend: str, device: str) -> None:
     queries, keys = [5, 0, 17, 9], [20, 9, 17, 33]
     qkv, starts = packed(queries, keys, HEADS, 2, 16, torch.float32, device)
     options = option(key, max(queries), max(keys), device, len(queries))
-    args = arguments(*qkv, dropout_p=0.4, seed=SEED, **starts, **options)
-    assert_drops(backend, args)
+    call = FlashAttentionCall(*qkv, dropout_p=0.4, seed=SEED, **starts, **options)
+    assert_drops(backend, call)
     if key != "causal" or backend == "reference":
         return
-    run, config = registry.get(OP).run, {"config": SMALL}
-    alone = arguments(
+    run, config = op.run, {"config": SMALL}
+    alone = FlashAttentionCall(
         *(x[: queries[0] if which == 0 else keys[0]][None] for which, x in enumerate(qkv)),
         causal=True, dropout_p=0.4, seed=SEED,
     )  # fmt: skip
-    assert torch.equal(run(backend, *alone, **config)[0], run(backend, *args, **config)[: queries[0]])
+    assert torch.equal(run(backend, *alone, **config)[0], run(backend, call, **config)[: queries[0]])
 
 
 def test_the_mask_does_not_know_tiles_and_layouts(device: str) -> None:
     """Read off a call whose weights are alike and whose values are unit vectors."""
-    run, keys = registry.get(OP).run, 64
+    run, keys = op.run, 64
     q, k = torch.zeros(2, 70, HEADS, 16, device=device), torch.zeros(2, keys, HEADS, 16, device=device)
     v = torch.eye(keys, device=device)[None, :, None].expand(2, keys, HEADS, keys)
-    args = Operands(q, k, v, dropout_p=0.3, seed=SEED)
-    want = run("reference", *args) > 0
+    call = FlashAttentionCall(q, k, v, dropout_p=0.3, seed=SEED)
+    want = run("reference", call) > 0
     for config in (SMALL, LONG, TALL, Config(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)):
-        assert torch.equal(run("triton", *args, config=config) > 0, want)
-    across = args._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2), layout="bhsd")
-    assert torch.equal(run("triton", *across, config=LONG).transpose(1, 2) > 0, want)
+        assert torch.equal(run("triton", call, config=config) > 0, want)
+    across = call._replace(q=q.transpose(1, 2), k=k.transpose(1, 2), v=v.transpose(1, 2), layout="bhsd")
+    assert torch.equal(run("triton", across, config=LONG).transpose(1, 2) > 0, want)
     # another one for each seed, head and sequence; a share like the one asked for, within 5 deviations
     deviation = math.sqrt(0.3 * 0.7 / want.numel())
     assert abs((~want).double().mean().item() - 0.3) < 5 * deviation
-    apart = [run("reference", *args._replace(seed=seed)) > 0 for seed in (SEED + 1, SEED + 2**32)]
+    apart = [run("reference", call._replace(seed=seed)) > 0 for seed in (SEED + 1, SEED + 2**32)]
     parts = [*apart, want.flip(0), want.roll(1, 2), want.roll(1, 1), want.roll(1, 3), want.roll(4, 3)]
     for other in parts:
         # of two masks that know nothing of each other 0.42 of all pairs differ
@@ -265,74 +262,74 @@ def test_eight_bits(dtype: torch.dtype, device: str) -> None:
     k = torch.randint(0, 4, (1, 70, 2, 16), generator=torch.Generator().manual_seed(3)).to(device)
     v = tensors(1, 33, 70, HEADS, 2, 16, 8, device=device)[2].mul(20).round().clamp(-100, 100)
     one = torch.ones((), device=device)
-    floats = arguments(q, k.float(), v.to(dtype).float(), softmax_scale=math.log(2.0), dropout_p=0.4, seed=SEED)
+    floats = FlashAttentionCall(
+        q, k.float(), v.to(dtype).float(), softmax_scale=math.log(2.0), dropout_p=0.4, seed=SEED
+    )
     want = dropped(floats)
     for p_descale in (None, 2.0**-6):
-        codes = Operands(*floats)._replace(
+        codes = FlashAttentionCall(*floats)._replace(
             q=q.to(dtype), k=k.to(dtype), v=v.to(dtype), q_descale=one, k_descale=one, v_descale=one,
             p_descale=p_descale, out_dtype=torch.float32,
         )  # fmt: skip
         for backend in OURS:
-            got = registry.get(OP).run(backend, *codes, **({"config": LONG} if backend == "triton" else {}))
+            got = op.run(backend, *codes, **({"config": LONG} if backend == "triton" else {}))
             assert_within(got, want[0], want[1], 4e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_no_dropout_is_the_call_without(dtype: torch.dtype, device: str) -> None:
     """The same key, constants and bits, whatever the seed."""
-    found = registry.get(OP)
-    none = Operands(*call(19, 40, dtype=dtype, causal=True, device=device, dropout_p=0.0, seed=None))
+    none = dropping(19, 40, dtype=dtype, causal=True, device=device, dropout_p=0.0, seed=None)
     for seed in (None, 0, SEED):
         other = none._replace(dropout_p=0, seed=seed)
-        assert found.key(*other) == found.key(*none)
-        assert torch.equal(found.run("triton", *other, config=SMALL), found.run("triton", *none, config=SMALL))
+        assert op.key(*other) == op.key(*none)
+        assert torch.equal(op.run("triton", *other, config=SMALL), op.run("triton", *none, config=SMALL))
         made = [launches.launch(one, *launches.empty_results(one), SMALL, None) for one in (none, other)]
         assert made[0].constants == made[1].constants and not made[0].constants["DROPOUT"]
-    with_it = found.key(*none._replace(dropout_p=0.1, seed=1))
-    at = found.key_fields.index("dtype")
+    with_it = op.key(*none._replace(dropout_p=0.1, seed=1))
+    at = op.key_fields.index("dtype")
     assert with_it[at] == f"{name(dtype)} dropout"
-    assert with_it[:at] + with_it[at + 1 :] == found.key(*none)[:at] + found.key(*none)[at + 1 :]
+    assert with_it[:at] + with_it[at + 1 :] == op.key(*none)[:at] + op.key(*none)[at + 1 :]
 
 
 def test_a_seed_does_not_compile_anew() -> None:
     made = []
     for seed, share in ((0, 0.1), (1, 0.7), (WORD, 0.5), (2**64 - 1, 0.999), (2**31, 0.25)):
-        one = Operands(*call(5, 7, seed=seed, dropout_p=share))
+        one = dropping(5, 7, seed=seed, dropout_p=share)
         made.append(launches.launch(one, *launches.empty_results(one), SMALL, None))
     words = [one.args[-4:] for one in made]
     assert all(-(2**31) <= number < 2**31 for four in words for number in four[:3])
     for one in made[1:]:
         assert one.constants == made[0].constants
-        assert [type(value) for value in one.args] == [type(value) for value in made[0].args]
+        assert [type(value) for value in one.args] == [type(value) for value in made[0].call]
 
 
 @pytest.mark.parametrize("backend", OURS)
 def test_queries_that_see_nothing(backend: str, device: str) -> None:
     config = {"config": SMALL} if backend == "triton" else {}
-    out, lse = registry.get(OP).run(backend, *call(40, 23, causal=True, return_lse=True, device=device), **config)
+    out, lse = op.run(backend, dropping(40, 23, causal=True, return_lse=True, device=device), **config)
     assert not out[:, :17].any() and (lse[:, :, :17] == -math.inf).all() and out[:, 30:].any()
-    empty = Operands(*call(4, 0, return_lse=True, device=device))
-    out, lse = registry.get(OP).run(backend, *empty, **config)
+    empty = dropping(4, 0, return_lse=True, device=device)
+    out, lse = op.run(backend, *empty, **config)
     assert not out.any() and (lse == -math.inf).all()
 
 
 def test_gradients(device: str) -> None:
     """Through the definition, with the same mask."""
-    args = Operands(*call(9, 12, d=8, causal=True, device=device))
-    found = registry.get(OP)
-    leaves = [x.clone().requires_grad_() for x in args[:3]]
-    found.force("triton")
-    wanted = args._replace(q=leaves[0], k=leaves[1], v=leaves[2])
-    decision = found.decide(*wanted)
+    call = dropping(9, 12, d=8, causal=True, device=device)
+    leaves = [x.clone().requires_grad_() for x in call[:3]]
+    op.force("triton")
+    wanted = call._replace(q=leaves[0], k=leaves[1], v=leaves[2])
+    decision = op.decide(wanted)
     assert decision.backend == "reference"
     assert "no backward" in {one.backend: one.reason for one in decision.refused}["triton"]
-    found(*wanted).square().sum().backward()
-    doubled = [x.double().requires_grad_() for x in args[:3]]
+    op(wanted).square().sum().backward()
+    doubled = [x.double().requires_grad_() for x in call[:3]]
     q, k, v = (x.transpose(1, 2) for x in doubled)
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    s = q @ k.mT * args.scale
+    s = q @ k.mT * call.scale
     s = s.masked_fill(torch.ones(9, 12, dtype=torch.bool, device=device).triu(4), -math.inf)
-    kept = torch.stack([torch.stack([mask(args, b, h, 9, 12) for h in range(HEADS)]) for b in range(2)]).to(device)
+    kept = torch.stack([torch.stack([mask(call, b, h, 9, 12) for h in range(HEADS)]) for b in range(2)]).to(device)
     (s.softmax(-1) * kept / 0.6 @ v).square().sum().backward()
     for leaf, want in zip(leaves, doubled, strict=True):
         assert leaf.grad is not None and want.grad is not None and want.grad.abs().max() > 1e-3
@@ -343,17 +340,16 @@ def test_dispatch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch, aiter and the kernel for sm_90, which draw otherwise or not at all, decline with a reason."""
     from wavecrest.backends import aiter
 
-    found = registry.get(OP)
-    args = call(20, 20, d=64, dv=64, dtype=torch.bfloat16, device=device)
-    decision = found.decide(*args)
+    call = dropping(20, 20, d=64, dv=64, dtype=torch.bfloat16, device=device)
+    decision = op.decide(call)
     assert decision.backend == ("reference" if device == "cpu" else "triton")
     refused = {one.backend: one.reason for one in decision.refused}
     assert "dropout" in refused["torch"] and {"torch_flash", "torch_math"} <= refused.keys()
     with pytest.raises(Unsupported, match="dropout"):
-        found.run("torch", *args)
-    given_call = Operands(*args)
-    got = ops.flash_attention(*args[:3], dropout_p=0.4, seed=SEED)
-    assert torch.equal(got, found(*args))  # type: ignore[arg-type]
+        op.run("torch", call)
+    given_call = call
+    got = ops.flash_attention(*call[:3], dropout_p=0.4, seed=SEED)
+    assert torch.equal(got, op(call))  # type: ignore[arg-type]
     monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS["sm_90"])
     monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", False)
     monkeypatch.setattr("wavecrest.ops.common.triton.no_gluon", None)
@@ -373,7 +369,7 @@ def test_compile_fullgraph(device: str) -> None:
         return ops.flash_attention(q, k, v, causal=True, dropout_p=0.4, seed=seed)  # type: ignore[return-value]
 
     compiled = torch.compile(run, fullgraph=True, backend="eager" if device == "cpu" else "inductor")
-    q, k, v = call(20, 24, device=device)[:3]
+    q, k, v = dropping(20, 24, device=device)[:3]
     with torch.no_grad():
         for seed in (3, 4, 2**31 + 7, 2**40, 2**62):
             torch.testing.assert_close(compiled(q, k, v, seed), run(q, k, v, seed), rtol=1e-5, atol=1e-5)
@@ -400,11 +396,11 @@ _Q = torch.ones(2, 5, 4, 8)
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], message: str, backend: str | None) -> None:
-    if backend is not None:
-        assert_refuses(OP, backend, arguments(_Q, _Q, _Q, **options), message)
-        return
-    with pytest.raises(registry.InvalidArgument, match=message):
-        ops.flash_attention(_Q, _Q, _Q, **options)
+    with pytest.raises(InvalidArgument, match=message):
+        if backend is None:
+            ops.flash_attention(_Q, _Q, _Q, **options)
+        else:
+            op.run(backend, FlashAttentionCall(_Q, _Q, _Q, **options))
 
 
 @st.composite
@@ -428,10 +424,10 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
 def test_any_call(drawn: dict[str, Any]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = {name: drawn[name] for name in ("causal", "window", "softcap", "layout", "dtype", "seed")}
-    args = call(*drawn["lengths"], device=device, dropout_p=drawn["share"], **options)
-    want = dropped(args)
-    assert_drops("triton", args, drawn["config"], want)
-    assert_drops("reference", args, None, want)
+    call = dropping(*drawn["lengths"], device=device, dropout_p=drawn["share"], **options)
+    want = dropped(call)
+    assert_drops("triton", call, drawn["config"], want)
+    assert_drops("reference", call, None, want)
 
 
 @pytest.mark.gpu
@@ -441,6 +437,6 @@ def test_the_mask_on_a_gpu(dtype: torch.dtype) -> None:
     for d in (64, 128):
         q, k = (torch.zeros(2, 300, HEADS, d, dtype=dtype, device="cuda") for _ in range(2))
         v = torch.eye(300, 256, dtype=dtype, device="cuda")[None, :, None].expand(2, 300, HEADS, 256)
-        args = Operands(q, k, v, causal=True, dropout_p=0.3, seed=SEED)
-        run = registry.get(OP).run
-        assert torch.equal(run("triton", *args) > 0, run("reference", *args) > 0)
+        call = FlashAttentionCall(q, k, v, causal=True, dropout_p=0.3, seed=SEED)
+        run = op.run
+        assert torch.equal(run("triton", call) > 0, run("reference", call) > 0)

@@ -15,9 +15,7 @@ from torch import Tensor
 from tests.ops.attention_harness import (
     CASES,
     HEADS,
-    OP,
     ROUNDING,
-    arguments,
     assert_lse,
     assert_within,
     option,
@@ -25,16 +23,16 @@ from tests.ops.attention_harness import (
     tensors,
     wide,
 )
-from tests.ops.op_harness import E4M3, E5M2, INT8, LARGEST, assert_refuses, random
+from tests.ops.op_harness import E4M3, E5M2, INT8, LARGEST, random
 from wavecrest import ops
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
-from wavecrest.errors import Unsupported
+from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._flash_attention import config as configs
 from wavecrest.ops._flash_attention import launch as launches
 from wavecrest.ops._flash_attention import launch_hopper as hopper_launch
-from wavecrest.ops._flash_attention.call import Operands
+from wavecrest.ops._flash_attention.backend import _op as op
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
 OURS = ("triton", "reference")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -117,7 +115,7 @@ def scales(mode: Mode, heads: int, kv_heads: int, batch: int, shape: str, device
 
 def quantized(
     mode: Mode, qkv: tuple[Tensor, Tensor, Tensor], shape: str = "sequence", seed: int = 0, **options: Any
-) -> tuple[Any, ...]:
+) -> FlashAttentionCall:
     """A call with codes in the place of q, k and v."""
     q, k, v = qkv
     layout = options.get("layout", "bshd")
@@ -125,7 +123,7 @@ def quantized(
     batch = options["cu_seqlens_q"].shape[0] - 1 if layout == "thd" else q.shape[0]
     made = (codes(q, mode.q, seed), codes(k, mode.kv, seed + 1), codes(v, mode.kv, seed + 2))
     found = scales(mode, q.shape[axis], k.shape[axis], batch, shape, q.device.type)
-    return arguments(*made, **found, **options)
+    return FlashAttentionCall(*made, **found, **options)
 
 
 class Exact(NamedTuple):
@@ -146,7 +144,7 @@ def _value(scale: Tensor | None, sequence: int, head: int) -> float:
     return float(scale) if scale.numel() == 1 else float(scale[head] if scale.ndim == 1 else scale[sequence, head])
 
 
-def _head(call: Operands, q: Tensor, k: Tensor, v: Tensor, b: int, h: int) -> tuple[Tensor, ...]:
+def _head(call: FlashAttentionCall, q: Tensor, k: Tensor, v: Tensor, b: int, h: int) -> tuple[Tensor, ...]:
     """One head of one sequence from codes [S, D]: attention written out, with no code of the package."""
     kv = h // (call.heads // call.kv_heads)
     q = q.double() * _value(call.q_descale, b, h)
@@ -158,7 +156,7 @@ def _head(call: Operands, q: Tensor, k: Tensor, v: Tensor, b: int, h: int) -> tu
     own = torch.arange(q.shape[0], device=q.device)[:, None] + k.shape[0] - q.shape[0]
     j = torch.arange(k.shape[0], device=q.device)[None, :]
     if call.bias is not None:
-        full = call.bias.double().broadcast_to(call.batch, call.heads, call.queries, call.keys)
+        full = call.bias.double().broadcast_to(call.batch, call.heads, call.seqlen_q, call.seqlen_k)
         s = s + full[b, h, : q.shape[0], : k.shape[0]]
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes.double()
@@ -184,9 +182,8 @@ def _head(call: Operands, q: Tensor, k: Tensor, v: Tensor, b: int, h: int) -> tu
     return p @ v / total, lse, p @ v.abs() / total, seen @ v.abs() / total
 
 
-def exact(args: tuple[Any, ...]) -> Exact:
+def exact(call: FlashAttentionCall) -> Exact:
     """The dequantised call, head by head; weights are not rounded."""
-    call = Operands(*args)
     axis = {"bshd": 2, "bhsd": 1, "thd": 1}[call.layout]
     shape = (*call.q.shape[:-1], call.v.shape[-1])
     out, mass, counted = (torch.zeros(shape, dtype=torch.float64, device=call.q.device) for _ in range(3))
@@ -214,7 +211,7 @@ def exact(args: tuple[Any, ...]) -> Exact:
 
 
 def assert_attends(
-    backend: str, args: tuple[Any, ...], config: Config | None = SMALL, want: Exact | None = None
+    backend: str, call: FlashAttentionCall, config: Config | None = SMALL, want: Exact | None = None
 ) -> Tensor:
     """A backend's result and logarithms against attention of the dequantised tensors, in float64.
 
@@ -224,12 +221,11 @@ def assert_attends(
     is the sum of values over the weights' sum, which has them as they were: so each element is off by no more than the
     sum over seen keys of |v| times that, over the weights' sum, counted from the largest score of all.
     """
-    call, found = Operands(*args), registry.get(OP)
     call = call._replace(return_lse=True)
     before = [one.clone() if isinstance(one, Tensor) else one for one in call]
     chosen = {"config": config} if backend == "triton" else {}
-    got, lse = found.run(backend, *call, **chosen)
-    want = want or exact(args)
+    got, lse = op.run(backend, call, **chosen)
+    want = want or exact(call)
     on_gpu = got.is_cuda and backend == "triton"
     result = call.out_dtype or (BF16 if call.q.dtype in LARGEST else call.q.dtype)
     assert got.dtype == result and got.is_contiguous() and lse.is_contiguous()
@@ -260,7 +256,7 @@ def _bits(x: Tensor) -> Tensor:
     return x.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def _score_error(call: Operands, want: Exact) -> float:
+def _score_error(call: FlashAttentionCall, want: Exact) -> float:
     """How far scores may be off on a GPU: as in `attention_harness.score_error`; sm_90 keeps 14 bits of sums of fp8."""
     if call.q.numel() == 0 or call.k.numel() == 0:
         return 0.0
@@ -277,15 +273,15 @@ def _score_error(call: Operands, want: Exact) -> float:
 def test_definition(mode: str, key: str, device: str) -> None:
     """The reference to the last digits of float64, with every option."""
     q, k, v = tensors(2, 7, 11, HEADS, 2, 5, 3, device=device)
-    args = quantized(MODES[mode], (q, k, v), **option(key, 7, 11, device))
-    want, found = exact(args), registry.get(OP)
-    doubled = Operands(*wide(args))
+    call = quantized(MODES[mode], (q, k, v), **option(key, 7, 11, device))
+    want = exact(call)
+    doubled = wide(call)
     # codes of int8 are no floats, which `wide` would widen; their descales are
-    out, lse = found.reference(*doubled._replace(q=doubled.q.double(), k=doubled.k.double(), v=doubled.v.double(),
+    out, lse = op.reference(doubled._replace(q=doubled.q.double(), k=doubled.k.double(), v=doubled.v.double(),
                                                  out_dtype=None))  # fmt: skip
     torch.testing.assert_close(out, want.out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse.nan_to_num(), want.lse.nan_to_num(), rtol=1e-12, atol=1e-12)
-    assert_attends("reference", args, None, want)
+    assert_attends("reference", call, None, want)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(37, 90), (90, 37)])
@@ -297,8 +293,8 @@ def test_options(key: str, queries: int, keys: int, device: str) -> None:
     for step in range(len(names) if device == "cuda" else 2):
         mode = MODES[names[(start + 4 * step) % len(names)]]
         qkv = tensors(1, queries, keys, HEADS, 2, device=device)
-        args = quantized(mode, qkv, **option(key, queries, keys, device, 1))
-        assert_attends("triton", args, (SMALL, TALL, LONG)[step % 3])
+        call = quantized(mode, qkv, **option(key, queries, keys, device, 1))
+        assert_attends("triton", call, (SMALL, TALL, LONG)[step % 3])
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
@@ -308,8 +304,8 @@ def test_modes(mode: str, causal: bool, device: str) -> None:
     for queries, keys, d, dv, layout in ((33, 75, 20, 33, "bshd"), (1, 40, 1, 1, "bhsd"), (40, 17, 32, 16, "bhsd")):
         qkv = tensors(2, queries, keys, 3, 1, d, dv, device=device, layout=layout)
         for shape in ("number", "sequence"):
-            args = quantized(MODES[mode], qkv, shape, layout=layout, causal=causal)
-            assert_attends("triton", args)
+            call = quantized(MODES[mode], qkv, shape, layout=layout, causal=causal)
+            assert_attends("triton", call)
 
 
 @pytest.mark.parametrize("mode", ["int8 p", "e4m3fn p float32", "int8 float32", "float16 kv int8"])
@@ -326,49 +322,49 @@ def test_packed(mode: str, key: str, device: str) -> None:
     qkv, starts = packed(queries, keys, HEADS, 2, 16, F32, device)
     options = option(key, max(queries), max(keys), device, len(queries))
     for shape in ("head", "sequence"):
-        args = quantized(MODES[mode], qkv, shape, **starts, **options)
-        want = exact(args)
+        call = quantized(MODES[mode], qkv, shape, **starts, **options)
+        want = exact(call)
         for backend in OURS:
-            assert_attends(backend, args, want=want)
+            assert_attends(backend, call, want=want)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_v_may_be_transposed(mode: str, device: str) -> None:
     """[B, H, Dv, S] in memory, and views into one projection, with other codes between."""
     q, k, v = tensors(1, 33, 70, HEADS, 2, 20, device=device, layout="bhsd")
-    call = Operands(*quantized(MODES[mode], (q, k, v), layout="bhsd", causal=True))
-    want = registry.get(OP).run("triton", *call, config=SMALL)
+    call = FlashAttentionCall(*quantized(MODES[mode], (q, k, v), layout="bhsd", causal=True))
+    want = op.run("triton", call, config=SMALL)
     stored = call.v.mT.contiguous()
-    assert torch.equal(registry.get(OP).run("triton", *call._replace(v=stored.mT), config=SMALL), want)
+    assert torch.equal(op.run("triton", call._replace(v=stored.mT), config=SMALL), want)
     sea = codes(torch.empty(1, 2, 3, 75, 41, device=device), call.k.dtype, 9)
     inside = sea[:, :, 1, 3:73, 1::2]
     inside.copy_(call.v)
-    assert_attends("triton", tuple(call._replace(v=inside)))
-    assert torch.equal(registry.get(OP).run("triton", *call._replace(v=inside), config=SMALL), want)
+    assert_attends("triton", call._replace(v=inside))
+    assert torch.equal(op.run("triton", call._replace(v=inside), config=SMALL), want)
 
 
 @pytest.mark.parametrize("mode", ["int8 p", "int8 float32", "e4m3fn", "float32 kv int8"])
 def test_what_a_descale_is_of(mode: str, device: str) -> None:
     """The same numbers in any shape and with any strides have the same bits."""
-    run = registry.get(OP).run
-    call = Operands(*quantized(MODES[mode], tensors(2, 17, 33, HEADS, 2, device=device), "number"))
-    want = run("triton", *call, config=SMALL)
+    run = op.run
+    call = FlashAttentionCall(*quantized(MODES[mode], tensors(2, 17, 33, HEADS, 2, device=device), "number"))
+    want = run("triton", call, config=SMALL)
     names = ["q_descale", "k_descale", "v_descale"] if call.q_descale is not None else ["k_descale", "v_descale"]
     for name in names:
         count = HEADS if name == "q_descale" else 2
         number = getattr(call, name)
         strided = torch.full((2, 2 * count + 1), math.nan, device=device)[:, 1::2]
         for same in (number[None], number.expand(count), number.expand(2, count), strided.copy_(number)):
-            assert torch.equal(run("triton", *call._replace(**{name: same}), config=SMALL), want)
-        assert not torch.equal(run("triton", *call._replace(**{name: 1.5 * number}), config=SMALL), want)
+            assert torch.equal(run("triton", call._replace(**{name: same}), config=SMALL), want)
+        assert not torch.equal(run("triton", call._replace(**{name: 1.5 * number}), config=SMALL), want)
     # 8-bit floats have descales of 1 where none are given
     if MODES[mode].kv != INT8:
         ones = {name: torch.ones((), device=device) for name in names}
         none = dict.fromkeys(names)
         small = {"softmax_scale": 1e-5}
-        got = run("triton", *call._replace(**none, **small), config=SMALL)
-        assert torch.equal(got, run("triton", *call._replace(**ones, **small), config=SMALL))
-        assert_attends("triton", tuple(call._replace(**none, **small)))
+        got = run("triton", call._replace(**none, **small), config=SMALL)
+        assert torch.equal(got, run("triton", call._replace(**ones, **small), config=SMALL))
+        assert_attends("triton", call._replace(**none, **small))
 
 
 @pytest.mark.parametrize("mode", ["int8 p float32", "e4m3fn p float32"])
@@ -383,7 +379,7 @@ def test_weights_that_codes_have_are_not_rounded(mode: str, device: str) -> None
     found = {"q_descale": torch.ones((), device=device), "k_descale": torch.ones((), device=device)}
     found["v_descale"] = torch.full((2,), 2.0 / LARGEST[how.kv], device=device)
     for options in ({}, {"causal": True}, {"window": (20, 3), "sinks": torch.zeros(2, device=device)}):
-        args = arguments(
+        call = FlashAttentionCall(
             q.to(how.kv),
             k.to(how.kv),
             v,
@@ -393,11 +389,11 @@ def test_weights_that_codes_have_are_not_rounded(mode: str, device: str) -> None
             **found,
             **options,
         )
-        want = exact(args)
-        got = registry.get(OP).run("triton", *args, config=SMALL)
+        want = exact(call)
+        got = op.run("triton", call, config=SMALL)
         assert_within(got, want.out, want.mass, 4e-6)
         # in another unit weights are rounded, and it shows
-        coarse = registry.get(OP).run("triton", *Operands(*args)._replace(p_descale=0.3), config=SMALL)
+        coarse = op.run("triton", call._replace(p_descale=0.3), config=SMALL)
         with pytest.raises(AssertionError, match="are off"):
             assert_within(coarse, want.out, want.mass, 4e-6)
 
@@ -406,12 +402,12 @@ def test_weights_that_codes_have_are_not_rounded(mode: str, device: str) -> None
 def test_weights_above_the_largest_code(mode: str, device: str) -> None:
     """They are that code; the weights' sum has them as they are. One tile, where all are counted from one score."""
     q, k, v = tensors(1, 12, 30, 2, 2, device=device)
-    call = Operands(*quantized(MODES[mode], (q, k, v), "number"))
+    call = FlashAttentionCall(*quantized(MODES[mode], (q, k, v), "number"))
     limit = 0.25
     call = call._replace(p_descale=limit / LARGEST[call.k.dtype], return_lse=True)
-    got, lse = registry.get(OP).run("triton", *call, config=SMALL)
+    got, lse = op.run("triton", call, config=SMALL)
     plain = call._replace(p_descale=None)
-    assert torch.equal(lse, registry.get(OP).run("triton", *plain, config=SMALL)[1])
+    assert torch.equal(lse, op.run("triton", *plain, config=SMALL)[1])
     codes_q, codes_k, codes_v = (
         one.double()[0].transpose(0, 1) * float(scale)  # type: ignore[arg-type]
         for one, scale in ((call.q, call.q_descale), (call.k, call.k_descale), (call.v, call.v_descale))
@@ -433,11 +429,11 @@ def test_weights_above_the_largest_code(mode: str, device: str) -> None:
 @pytest.mark.parametrize("key", ["plain", "causal", "everything"])
 def test_logarithms_do_not_know_codes_of_weights(mode: str, key: str, device: str) -> None:
     qkv = tensors(2, 33, 70, HEADS, 2, device=device)
-    call = Operands(*quantized(MODES[mode], qkv, return_lse=True, **option(key, 33, 70, device)))
-    run = registry.get(OP).run
+    call = FlashAttentionCall(*quantized(MODES[mode], qkv, return_lse=True, **option(key, 33, 70, device)))
+    run = op.run
     with_codes, without = (
-        run("triton", *call, config=SMALL),
-        run("triton", *call._replace(p_descale=None), config=SMALL),
+        run("triton", call, config=SMALL),
+        run("triton", call._replace(p_descale=None), config=SMALL),
     )
     assert torch.equal(with_codes[1], without[1]) and not torch.equal(with_codes[0], without[0])
 
@@ -448,19 +444,19 @@ def test_queries_that_see_nothing(mode: str, backend: str, device: str) -> None:
     q, k, v = tensors(2, 40, 23, 2, device=device)
     sinks = torch.tensor([0.5, -3.0], device=device)
     config = {"config": SMALL} if backend == "triton" else {}
-    run = registry.get(OP).run
+    run = op.run
     for options, blind in (({"causal": True}, 17), ({"window": (-1, 4)}, 13)):
-        call = Operands(*quantized(MODES[mode], (q, k, v), return_lse=True, **options))
-        out, lse = run(backend, *call, **config)
+        call = FlashAttentionCall(*quantized(MODES[mode], (q, k, v), return_lse=True, **options))
+        out, lse = run(backend, call, **config)
         assert not out[:, :blind].any() and (lse[:, :, :blind] == -math.inf).all()
         assert out[:, blind:].abs().sum(-1).min() > 0 and lse[:, :, blind:].isfinite().all()
-        out, lse = run(backend, *call._replace(sinks=sinks), **config)
+        out, lse = run(backend, call._replace(sinks=sinks), **config)
         assert not out[:, :blind].any()
         torch.testing.assert_close(lse[:, :, :blind], sinks[:, None].expand(2, 2, blind), rtol=1e-6, atol=1e-6)
-    call = Operands(*quantized(MODES[mode], (q, k[:, :0], v[:, :0]), return_lse=True))
-    out, lse = run(backend, *call, **config)
+    call = FlashAttentionCall(*quantized(MODES[mode], (q, k[:, :0], v[:, :0]), return_lse=True))
+    out, lse = run(backend, call, **config)
     assert not out.any() and (lse == -math.inf).all()
-    empty = Operands(*quantized(MODES[mode], (q[:, :0], k, v)))
+    empty = FlashAttentionCall(*quantized(MODES[mode], (q[:, :0], k, v)))
     assert run(backend, *empty, **config).shape == (2, 0, 2, 16)
 
 
@@ -468,16 +464,16 @@ def test_queries_that_see_nothing(mode: str, backend: str, device: str) -> None:
 def test_nothing_beyond_the_ends_is_used(mode: str, device: str) -> None:
     """The largest codes, or NaN, behind the last key, before the first and in other sequences."""
     q, k, v = tensors(1, 19, 37, HEADS, 2, device=device)
-    run = registry.get(OP).run
+    run = op.run
     for key in ("plain", "causal", "window"):
-        call = Operands(*quantized(MODES[mode], (q, k, v), **option(key, 19, 37, device, 1)))
-        want = run("triton", *call, config=SMALL)
+        call = FlashAttentionCall(*quantized(MODES[mode], (q, k, v), **option(key, 19, 37, device, 1)))
+        want = run("triton", call, config=SMALL)
         fill = 127 if call.k.dtype == INT8 else math.nan
         longer = [torch.full((1, 64, 2, 16), fill, device=device).to(call.k.dtype) for _ in range(2)]
         for one, inside in zip(longer, (call.k, call.v), strict=True):
             one[:, 11:48] = inside
         parts = [one[:, 11:48] for one in longer]
-        assert torch.equal(run("triton", *call._replace(k=parts[0], v=parts[1]), config=SMALL), want)
+        assert torch.equal(run("triton", call._replace(k=parts[0], v=parts[1]), config=SMALL), want)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what multiplies 8-bit values is the GPU's own there")
@@ -486,49 +482,48 @@ def test_nothing_beyond_the_ends_is_used(mode: str, device: str) -> None:
 def test_any_architectures_arithmetic(dtype: torch.dtype, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are, or widened where no matrix instruction takes them; what neither does is declined."""
     monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS[arch])
-    found, fnuz = registry.get(OP), str(dtype).endswith("fnuz")
+    fnuz = str(dtype).endswith("fnuz")
     native = dtype == INT8 or (ARCHS[arch].fp8 is not None and fnuz == (arch == "gfx942"))
     assert launches.multiplies(dtype, ARCHS[arch]) == native
     for mode in (Mode(dtype, dtype), Mode(dtype, dtype, True, F32), Mode(BF16, dtype, out=F32)):
-        args = quantized(mode, tensors(2, 33, 70, HEADS, 2, 20, 40), causal=True)
+        call = quantized(mode, tensors(2, 33, 70, HEADS, 2, 20, 40), causal=True)
         if arch == "sm_90" and fnuz:
             with pytest.raises(Unsupported, match="sm_90 has no float8"):
-                found.run("triton", *args)
+                op.run("triton", call)
             continue
-        made = launches.launch(Operands(*args), *launches.empty_results(Operands(*args)), SMALL, ARCHS[arch])
+        made = launches.launch(call, *launches.empty_results(call), SMALL, ARCHS[arch])
         assert made.constants["WIDEN"] == (mode.q == BF16 or not native)
         assert made.constants["ROUNDED"] == (0 if not mode.p else 2 if native else 1)
         if fnuz:
             # which the interpreter does not know
             continue
-        assert_attends("triton", args)
-        assert_attends("triton", args, found.config_of("triton", found.key(*args)))
+        assert_attends("triton", call)
+        assert_attends("triton", call, op.config_of("triton", op.key(call)))
 
 
 def test_8_bit_floats_that_have_no_interpreter() -> None:
     if torch.cuda.is_available():
         pytest.skip("is about the interpreter")
-    args = quantized(Mode(torch.float8_e4m3fnuz, torch.float8_e4m3fnuz), tensors(1, 3, 4))
+    call = quantized(Mode(torch.float8_e4m3fnuz, torch.float8_e4m3fnuz), tensors(1, 3, 4))
     with pytest.raises(Unsupported, match="interpreter has no float8_e4m3fnuz"):
-        registry.get(OP).run("triton", *args)
-    assert_attends("reference", args)
+        op.run("triton", call)
+    assert_attends("reference", call)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dispatch(mode: str, device: str) -> None:
     """PyTorch, aiter and the kernel for sm_90 decline with a reason; the reference runs on the CPU."""
-    args = quantized(MODES[mode], tensors(1, 20, 20, d=64, device=device))
-    found = registry.get(OP)
-    decision = found.decide(*args)
+    call = quantized(MODES[mode], tensors(1, 20, 20, d=64, device=device))
+    decision = op.decide(call)
     refused = {one.backend: one.reason for one in decision.refused}
     assert decision.backend == ("reference" if device == "cpu" else "triton")
     assert "8-bit" in refused["torch"] and {"torch_flash", "torch_math"} <= refused.keys()
-    assert found.backends["triton_hopper"].supports(*args) is not None
+    assert op.backends["triton_hopper"].refuse(call) is not None
     with pytest.raises(Unsupported, match="8-bit"):
-        found.run("torch", *args)
-    named = Operands(*args)._asdict()
+        op.run("torch", call)
+    named = call._asdict()
     q, k, v = (named.pop(name) for name in "qkv")
-    assert torch.equal(ops.flash_attention(q, k, v, **named), found(*args))
+    assert torch.equal(ops.flash_attention(q, k, v, **named), op(call))
 
 
 def test_what_other_kernels_decline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,22 +532,21 @@ def test_what_other_kernels_decline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS["sm_90"])
     monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", False)
     monkeypatch.setattr("wavecrest.ops.common.triton.no_gluon", None)
-    call = Operands(*quantized(Mode(BF16, INT8), tensors(1, 20, 20, d=64)))
+    call = FlashAttentionCall(*quantized(Mode(BF16, INT8), tensors(1, 20, 20, d=64)))
     assert hopper_launch.refusal(call, "columns 16") == "takes float16 and bfloat16"
     plain = call._replace(k=call.q, v=call.q, k_descale=None, v_descale=None)
     assert hopper_launch.refusal(plain, "columns 16") is None
     monkeypatch.setattr(aiter, "_unavailable", lambda: None)
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True))
-    assert "not int8" in (aiter._attention_supports(*call) or "")
+    assert "not int8" in (aiter._attention_refuse(call) or "")
     assert aiter._attention_supports(*plain) is None
 
 
 def test_key() -> None:
     """Words in the dtype of 8-bit calls; of others it is q's dtype, as it was."""
-    found = registry.get(OP)
-    at = found.key_fields.index("dtype")
+    at = op.key_fields.index("dtype")
     qkv = tensors(1, 20, 20)
-    words = {name: found.key(*quantized(mode, qkv))[at] for name, mode in MODES.items()}
+    words = {name: op.key(*quantized(mode, qkv))[at] for name, mode in MODES.items()}
     assert words == {
         "int8": "int8",
         "int8 float16": "int8 to float16",
@@ -571,24 +565,24 @@ def test_key() -> None:
         "float32 kv e4m3fn": "float32 kv float8_e4m3fn",
     }
     # what the default is may also be said
-    int8 = Operands(*quantized(MODES["int8"], qkv))
-    assert found.key(*int8._replace(out_dtype=BF16)) == found.key(*int8)
+    int8 = FlashAttentionCall(*quantized(MODES["int8"], qkv))
+    assert op.key(*int8._replace(out_dtype=BF16)) == op.key(*int8)
     for one in (F32, F16, BF16, torch.float64):
-        args = arguments(*(x.to(one) for x in qkv))
-        assert found.key(*args)[at] == str(one).removeprefix("torch.")
-        assert found.key(*Operands(*args)._replace(out_dtype=one)) == found.key(*args)
+        call = FlashAttentionCall(*(x.to(one) for x in qkv))
+        assert op.key(call)[at] == str(one).removeprefix("torch.")
+        assert op.key(call._replace(out_dtype=one)) == op.key(call)
     # neither what descales are of, nor how weights are scaled
-    keys = {found.key(*quantized(MODES["int8 p"], qkv, shape)) for shape in ("number", "one", "head", "sequence")}
-    keys.add(found.key(*Operands(*quantized(MODES["int8 p"], qkv))._replace(p_descale=0.5)))
+    keys = {op.key(*quantized(MODES["int8 p"], qkv, shape)) for shape in ("number", "one", "head", "sequence")}
+    keys.add(op.key(*FlashAttentionCall(*quantized(MODES["int8 p"], qkv))._replace(p_descale=0.5)))
     assert len(keys) == 1
     leaf = int8._replace(v_descale=int8.v_descale.clone().requires_grad_())  # type: ignore[union-attr]
-    assert found.key(*leaf) != found.key(*int8)
+    assert op.key(*leaf) != op.key(*int8)
 
 
 def test_what_does_not_compile_anew() -> None:
     def made(queries: int, keys: int, batch: int, shape: str, p: float) -> Any:
         meta = tensors(batch, queries, keys, HEADS, 2, 64)
-        call = Operands(*quantized(MODES["int8 p"], meta, shape))._replace(p_descale=p)
+        call = FlashAttentionCall(*quantized(MODES["int8 p"], meta, shape))._replace(p_descale=p)
         return launches.launch(call, *launches.empty_results(call), SMALL, None)
 
     base = made(100, 200, 2, "number", 0.01)
@@ -600,7 +594,7 @@ def test_what_does_not_compile_anew() -> None:
 def test_constants_of_floats_are_what_they_were() -> None:
     """On every architecture alike, so that no kernel is another one for what 8-bit calls need."""
     for dtype in (F32, F16, BF16):
-        call = Operands(*tensors(1, 5, 6, dtype=dtype))
+        call = FlashAttentionCall(*tensors(1, 5, 6, dtype=dtype))
         for arch in (None, *ARCHS.values()):
             constants = launches.launch(call, *launches.empty_results(call), SMALL, arch).constants
             assert not any(constants[name] for name in ("QUANTIZED", "WIDEN", "ROUNDED", "LARGEST", "PTX", "FOREIGN"))
@@ -608,10 +602,10 @@ def test_constants_of_floats_are_what_they_were() -> None:
 
 
 def test_cost(device: str) -> None:
-    call = Operands(*quantized(MODES["int8 float32"], tensors(2, 5, 7, 4, 2, 8, 3, device=device), "head"))
-    counted = registry.get(OP).cost(*call)
+    call = FlashAttentionCall(*quantized(MODES["int8 float32"], tensors(2, 5, 7, 4, 2, 8, 3, device=device), "head"))
+    counted = op.study.cost(call)
     assert counted.bytes == call.q.numel() + call.k.numel() + call.v.numel() + 4 * 2 * 5 * 4 * 3 + 4 * (4 + 2 + 2)
-    assert registry.get(OP).cost(*call._replace(out_dtype=None)).bytes == counted.bytes - 2 * 2 * 5 * 4 * 3
+    assert op.study.cost(call._replace(out_dtype=None)).bytes == counted.bytes - 2 * 2 * 5 * 4 * 3
 
 
 @pytest.mark.parametrize("arch", list(ARCHS))
@@ -636,25 +630,24 @@ def test_default_configurations(arch: str) -> None:
 def test_gradients(mode: str, device: str) -> None:
     """Of q where it is a float, and of descales: through the definition."""
     how = MODES[mode]
-    call = Operands(*quantized(how, tensors(1, 9, 12, 2, d=8, device=device), causal=True))
+    call = quantized(how, tensors(1, 9, 12, 2, d=8, device=device), causal=True)
     leaves = {"v_descale": call.v_descale, "k_descale": call.k_descale}
     if how.q not in LARGEST:
         leaves["q"] = call.q
     for name, value in leaves.items():
         leaves[name] = value.clone().requires_grad_()  # type: ignore[union-attr]
-    given_leaves = call._replace(**leaves)
-    found = registry.get(OP)
-    found.force("triton")
-    decision = found.decide(*given_leaves)
+    wanted = call._replace(**leaves)
+    op.force("triton")
+    decision = op.decide(wanted)
     assert decision.backend == "reference"
     assert "no backward" in {one.backend: one.reason for one in decision.refused}["triton"]
-    found(*given_leaves).float().square().sum().backward()
+    op(wanted).float().square().sum().backward()
     doubled = {name: value.detach().double().requires_grad_() for name, value in leaves.items()}  # type: ignore[union-attr]
     more = {name: getattr(call, name).double() for name in ("q_descale",) if getattr(call, name) is not None}
     wider = call._replace(q=call.q.double(), k=call.k.double(), v=call.v.double(), out_dtype=None, **more)._replace(
         **doubled
     )
-    found.reference(*wider).square().sum().backward()
+    op.reference(wider).square().sum().backward()
     for name, leaf in leaves.items():
         want = doubled[name].grad
         assert leaf is not None and leaf.grad is not None and want is not None and want.abs().max() > 1e-3
@@ -677,8 +670,8 @@ def test_compile_fullgraph(mode: str, dynamic: bool, device: str) -> None:
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="eager" if device == "cpu" else "inductor")
     with torch.no_grad():
         for length in (20, 21, 25):
-            args = quantized(how, tensors(1, length, length + 4, HEADS, 2, device=device))[:3]
-            torch.testing.assert_close(compiled(*args), call(*args), rtol=1e-5, atol=1e-5)
+            qkv = quantized(how, tensors(1, length, length + 4, HEADS, 2, device=device))[:3]
+            torch.testing.assert_close(compiled(*qkv), call(*qkv), rtol=1e-5, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dynamic else 3)
 
 
@@ -719,11 +712,11 @@ _ALL = {"q_descale": _ONE, "k_descale": _ONE, "v_descale": _ONE}
     ],
 )  # fmt: skip
 def test_wrong_arguments(args: tuple[Any, ...], options: dict[str, Any], message: str, backend: str | None) -> None:
-    if backend is not None:
-        assert_refuses(OP, backend, arguments(*args, **options), message)
-        return
-    with pytest.raises(registry.InvalidArgument, match=message):
-        ops.flash_attention(*args, **options)
+    with pytest.raises(InvalidArgument, match=message):
+        if backend is None:
+            ops.flash_attention(*args, **options)
+        else:
+            op.run(backend, FlashAttentionCall(*args, **options))
 
 
 @st.composite
@@ -785,10 +778,10 @@ def test_any_call(call: dict[str, Any]) -> None:
     dtypes = (mode.q, mode.kv, mode.kv)
     qkv = [_view(call, i, *of, device) for i, of in enumerate(zip(shapes, dtypes, strict=True))]
     found = scales(mode, heads, kv_heads, batch, call["descales"], device, call["seed"])
-    args = arguments(qkv[0], qkv[1], qkv[2], **found, **options)
-    want = exact(args)
-    assert_attends("triton", args, call["config"], want)
-    assert_attends("reference", args, None, want)
+    call = FlashAttentionCall(qkv[0], qkv[1], qkv[2], **found, **options)
+    want = exact(call)
+    assert_attends("triton", call, call["config"], want)
+    assert_attends("reference", call, None, want)
 
 
 @pytest.mark.gpu
@@ -804,18 +797,17 @@ def test_large_on_a_gpu(mode: str, key: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["int8 p", "e4m3fn p float32", "bfloat16 kv e4m3fn"])
 def test_replays_in_a_cuda_graph(mode: str) -> None:
-    found = registry.get(OP)
-    args = quantized(MODES[mode], tensors(2, 100, 130, HEADS, 2, 64, device="cuda"), causal=True)
-    found(*args)
+    call = quantized(MODES[mode], tensors(2, 100, 130, HEADS, 2, 64, device="cuda"), causal=True)
+    op(call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = found(*args)
+        result = op(call)
     for seed in (5, 6):
         other = quantized(MODES[mode], tensors(2, 100, 130, HEADS, 2, 64, device="cuda"), causal=True, seed=seed)
-        for one, fresh in zip(args[:3], other[:3], strict=True):
+        for one, fresh in zip(call[:3], other[:3], strict=True):
             one.copy_(fresh)
         result.fill_(math.nan)
         graph.replay()
-        assert torch.equal(result, found(*args))
-        assert_attends("triton", args, None)
+        assert torch.equal(result, op(call))
+        assert_attends("triton", call, None)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.ops.op_harness import same_bits
 from wavecrest import ops
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._flash_decoding import launch as launches
-from wavecrest.ops._flash_decoding import quantize_cache
-from wavecrest.ops._flash_decoding.call import Operands
+from wavecrest.ops._flash_decoding.backend import _op as op
+from wavecrest.ops._flash_decoding.call import FlashDecodingCall
+from wavecrest.ops.packed import quantize_cache
 
 OP = "flash_decoding"
 F32, F16, BF16, I8, E4M3 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
@@ -40,7 +40,7 @@ def case(
     keys: int = 128, page: int = 0, dtype: torch.dtype = F32, device: str = "cpu", cache: torch.dtype | None = None,
     beyond: float = float("nan"), groups: int = 0, scales: torch.dtype = F16, starts: list[int] | None = None,
     **options: Any,
-) -> Operands:  # fmt: skip
+) -> FlashDecodingCall:  # fmt: skip
     """A call whose caches hold `beyond` where no sequence has a key (an 8-bit one a large number).
 
     `groups`: of a cache of 4 bits; of one of 8 bits 1 for scales of tokens. Scales and shifts are `beyond` there too.
@@ -101,10 +101,10 @@ def case(
     if starts is not None:
         options["seq_starts"] = torch.tensor(starts, dtype=torch.int32, device=device)
     place = None if table is None else table.to(torch.int32).to(device)
-    return Operands(q, k, v, torch.tensor(lens, dtype=torch.int32, device=device), place, **options)
+    return FlashDecodingCall(q, k, v, torch.tensor(lens, dtype=torch.int32, device=device), place, **options)
 
 
-def in_order(call: Operands, stored: Tensor, b: int, length: int) -> Tensor:
+def in_order(call: FlashDecodingCall, stored: Tensor, b: int, length: int) -> Tensor:
     """What a sequence's tokens have in a cache, in their order."""
     if call.block_table is None:
         return stored[b, :length].cpu()
@@ -113,7 +113,7 @@ def in_order(call: Operands, stored: Tensor, b: int, length: int) -> Tensor:
     return (torch.stack(found) if found else stored[:0, 0]).cpu()
 
 
-def values(call: Operands, which: str, b: int, length: int) -> tuple[Tensor, Tensor]:
+def values(call: FlashDecodingCall, which: str, b: int, length: int) -> tuple[Tensor, Tensor]:
     """(what a sequence's tokens hold in float64, how large what is added up to that is), one column at a time."""
     cache = call.k_cache if which == "k" else call.v_cache
     scale, shift = (call.k_scale, call.k_shift) if which == "k" else (call.v_scale, call.v_shift)
@@ -141,16 +141,16 @@ def values(call: Operands, which: str, b: int, length: int) -> tuple[Tensor, Ten
     return rows, size
 
 
-def definition(call: Operands) -> tuple[Tensor, Tensor, Tensor]:
+def definition(call: FlashDecodingCall) -> tuple[Tensor, Tensor, Tensor]:
     """(result, logarithms, how large its terms are) in float64, one query and head at a time."""
     y = torch.zeros(call.shape, dtype=torch.float64)
-    lse = torch.full((call.batch, call.heads, call.tokens), -math.inf, dtype=torch.float64)
+    lse = torch.full((call.batch, call.heads, call.seqlen_q), -math.inf, dtype=torch.float64)
     size = torch.zeros_like(y)
     for b, length in enumerate(call.seq_lens.tolist()):
         k, _ = values(call, "k", b, length)
         v, v_size = values(call, "v", b, length)
-        for t in range(call.tokens):
-            own = length - call.tokens + t
+        for t in range(call.seqlen_q):
+            own = length - call.seqlen_q + t
             first = 0 if call.window < 0 else max(0, own - call.window)
             first = first if call.seq_starts is None else max(first, int(call.seq_starts[b]))
             seen = list(range(first, own + 1))
@@ -174,7 +174,7 @@ def definition(call: Operands) -> tuple[Tensor, Tensor, Tensor]:
     return y, lse, size
 
 
-def keys_rounded(call: Operands) -> float:
+def keys_rounded(call: FlashDecodingCall) -> float:
     """How far scores may be off because keys of several groups are rounded to q's type before they are multiplied."""
     if call.groups < 2:
         return 0.0
@@ -188,7 +188,7 @@ def keys_rounded(call: Operands) -> float:
     return off * call.scale * ROUNDING[call.q.dtype]
 
 
-def assert_right(call: Operands, got: Any, more: float = 0.0) -> None:
+def assert_right(call: FlashDecodingCall, got: Any, more: float = 0.0) -> None:
     """Within what rounds off scores, weights and sums of the kernel's types, and values of several groups.
 
     `more`: how far scores may be off besides.
@@ -198,7 +198,7 @@ def assert_right(call: Operands, got: Any, more: float = 0.0) -> None:
     assert result.dtype == call.q.dtype and result.shape == call.shape and result.is_contiguous()
     unit = ROUNDING[call.q.dtype]
     # weights are rounded to q's type, the result once more; scores are sums of D products in float32
-    scores = 2.0**-24 * 4 * call.columns**0.5 * 8
+    scores = 2.0**-24 * 4 * call.head_dim**0.5 * 8
     keys = keys_rounded(call) + more
     bound = size * (3 * unit + scores + math.expm1(2 * keys)) + y.abs() * unit + 1e-12
     off = (result.cpu().double() - y).abs()
@@ -210,9 +210,8 @@ def assert_right(call: Operands, got: Any, more: float = 0.0) -> None:
         torch.testing.assert_close(logarithms.cpu().double()[seen], lse[seen], rtol=1e-5, atol=1e-4 + keys)
 
 
-def run(call: Operands, config: Config | None = SMALL, backend: str = "triton") -> Any:
-    found = registry.get(OP)
-    return found.run(backend, *call, config=config) if backend == "triton" else found.run(backend, *call)
+def run(call: FlashDecodingCall, config: Config | None = SMALL, backend: str = "triton") -> Any:
+    return op.run(backend, call, config=config) if backend == "triton" else op.run(backend, call)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -308,7 +307,7 @@ def test_other_backends(name: str, backend: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, torch.float64])
 def test_dtypes(dtype: torch.dtype, device: str) -> None:
     call = case([90, 33], tokens=2, dtype=dtype, return_lse=True, device=device)
-    assert_right(call, registry.get(OP)(*call))
+    assert_right(call, op(call))
     if dtype != torch.float64:
         assert_right(call, run(call))
 
@@ -349,12 +348,12 @@ def test_tiles_that_reach_beyond_32_bits(device: str) -> None:
     assert_right(call, run(call))
 
 
-def test_columns_that_do_not_lie_together_are_declined(device: str) -> None:
+def test_rows_that_do_not_lie_together_are_refused(device: str) -> None:
     call = case([40], device=device)
     call = call._replace(k_cache=call.k_cache.mT.contiguous().mT)
-    with pytest.raises(Unsupported, match="that lie next to each other"):
+    with pytest.raises(Unsupported, match="lie next to each other"):
         run(call)
-    assert_right(call._replace(k_cache=call.k_cache.nan_to_num(0.0)), registry.get(OP)(*call._replace(
+    assert_right(call._replace(k_cache=call.k_cache.nan_to_num(0.0)), op(call._replace(
         k_cache=call.k_cache.nan_to_num(0.0), v_cache=call.v_cache.nan_to_num(0.0)
     )))  # fmt: skip
 
@@ -402,7 +401,7 @@ def test_every_number_of_8_bits(cache: torch.dtype, dtype: torch.dtype, device: 
     # 16 heads, each of which picks one column of the key
     columns = torch.eye(256, dtype=dtype, device=device).view(16, 1, 1, 16, 256)
     for q, wanted in zip(columns, keys, strict=True):
-        call = Operands(q, finite, codes, lens, softmax_scale=1.0, k_scale=one, v_scale=one, return_lse=True)
+        call = FlashDecodingCall(q, finite, codes, lens, softmax_scale=1.0, k_scale=one, v_scale=one, return_lse=True)
         got, lse = run(call)
         assert torch.equal(got.float().nan_to_num(999.0), numbers.nan_to_num(999.0).expand(1, 1, 16, 256))
         torch.testing.assert_close(lse[0, :, 0], wanted, rtol=1e-6, atol=0)
@@ -418,7 +417,7 @@ def test_every_code_and_its_place(dtype: torch.dtype, device: str) -> None:
         scale = torch.arange(1, groups + 1, device=device).to(F16).expand(2, 1, 1, groups)
         shift = -8.0 * scale + torch.arange(groups, device=device).to(F16)
         q = torch.zeros(2, 1, 1, 256, dtype=dtype, device=device)
-        call = Operands(q, codes, codes, lens, k_scale=scale, v_scale=scale, k_shift=shift, v_shift=shift)
+        call = FlashDecodingCall(q, codes, codes, lens, k_scale=scale, v_scale=scale, k_shift=shift, v_shift=shift)
         wanted = torch.empty(2, 256)
         half = 128 // groups
         for sequence in range(2):
@@ -445,7 +444,7 @@ def test_codes_as_each_vendor_reads_them(
     options: dict[str, Any] = {"lens": [90, 33, 0], "page": page} if page else {"lens": [30, 9, 0], "keys": 32}
     options |= {"sinks": None if page else True, "dtype": dtype, "cache": cache, "groups": groups}
     call = case(tokens=2, d=64, dv=40, device=device, **options)
-    made = launches.described(call, SMALL, None)[0].constants
+    made = launches.launches(call, SMALL, None)[0].constants
     narrow = nvidia and groups < 2
     wanted = (narrow, narrow and dtype == BF16, nvidia and groups == 1)
     assert (made["PAIRS"], made["HALF"], made["AHEAD"]) == wanted
@@ -463,10 +462,10 @@ def test_values_that_begin_at_an_odd_byte(
     odd = even._replace(v_cache=memory[1:].view_as(even.v_cache).copy_(even.v_cache))
     assert odd.v_cache.data_ptr() % 2 == 1
     bind, again = launches.bind, []
-    monkeypatch.setattr(launches, "bind", lambda *given: again.append(given[2]) or bind(*given))
+    monkeypatch.setattr(launches, "bind", lambda *parts: again.append(parts[2]) or bind(*parts))
     bound = bind(odd if odd_first else even, SMALL)
     for call in (odd, even, odd) if odd_first else (even, odd, even):
-        assert_right(call, bound(*call))
+        assert_right(call, bound(call))
     # in the interpreter an odd address is no fault
     assert again == ([] if odd_first else [False])
 
@@ -530,7 +529,7 @@ def test_values_of_groups_are_rounded_to_nearest(dtype: torch.dtype, device: str
     lens = torch.ones(32, dtype=torch.int32)
     q = torch.zeros(32, 1, 1, 128, dtype=dtype)
     tensors = [one.to(device) for one in (q, codes, lens, scale, shift)]
-    call = Operands(
+    call = FlashDecodingCall(
         tensors[0], tensors[1], tensors[1], tensors[2], k_scale=tensors[3], v_scale=tensors[3], k_shift=tensors[4],
         v_shift=tensors[4],
     )  # fmt: skip
@@ -576,7 +575,7 @@ def test_any_strides_of_scales(groups: int, device: str) -> None:
     if groups == 1:
         assert same_bits(run(call), wanted)
     else:
-        with pytest.raises(Unsupported, match="groups of them, that lie next to each other"):
+        with pytest.raises(Unsupported, match="groups of scales, lie next to each other"):
             run(call)
 
 
@@ -591,7 +590,7 @@ def test_quantize_cache(groups: int, scales: torch.dtype, dtype: torch.dtype, de
     for one in (scale, shift):
         assert one.dtype == scales and one.shape == (3, 5, 2, groups)
     lens = torch.full((3,), 5, dtype=torch.int32, device=device)
-    call = Operands(x, codes, codes, lens, k_scale=scale, v_scale=scale, k_shift=shift, v_shift=shift)
+    call = FlashDecodingCall(x, codes, codes, lens, k_scale=scale, v_scale=scale, k_shift=shift, v_shift=shift)
     wide, unit = x.cpu().double(), ROUNDING[scales]
     for b in range(3):
         back, _ = values(call, "k", b, 5)
@@ -625,9 +624,9 @@ def test_quantize_cache_of_what_is_not_a_number(device: str) -> None:
 @pytest.mark.parametrize(
     ("x", "groups", "dtype", "message"),
     [
-        (torch.zeros(3, 12), 4, F16, "columns must be a multiple of 2"),
+        (torch.zeros(3, 12), 4, F16, "D must be a multiple of 2"),
         (torch.zeros(3, 12), 3, F16, "groups one of"),
-        (torch.zeros(3, 0), 1, F16, "columns must be a multiple"),
+        (torch.zeros(3, 0), 1, F16, "D must be a multiple"),
         (torch.zeros(3, 12, dtype=I8), 1, F16, "x must be a floating-point tensor"),
         (torch.zeros(3, 12), 1, torch.float64, "dtype must be one of"),
     ],
@@ -675,16 +674,15 @@ def test_same_bits_again_and_in_any_batch(cache: torch.dtype | None, groups: int
         [90, 33, 128, 1], tokens=2, page=16, dtype=F32 if cache is None else BF16, cache=cache, groups=groups,
         batch_invariant=True, device=device,
     )  # fmt: skip
-    op = registry.get(OP)
     op.force("triton")
-    whole = op(*call)
-    assert same_bits(op(*call), whole)
+    whole = op(call)
+    assert same_bits(op(call), whole)
     for b in range(4):
         assert call.block_table is not None
         alone = call._replace(
             q=call.q[b : b + 1], seq_lens=call.seq_lens[b : b + 1], block_table=call.block_table[b : b + 1]
         )
-        assert same_bits(op(*alone), whole[b : b + 1])
+        assert same_bits(op(alone), whole[b : b + 1])
 
 
 @pytest.mark.parametrize("window", [-1, 50])
@@ -736,10 +734,10 @@ def test_an_invariant_call_is_split_the_same_in_any_batch(arch: str) -> None:
             q = torch.empty(batch, 1, 32, 128, dtype=BF16, device="meta")
             k = torch.empty(batch, 8192, 8, 128, dtype=BF16, device="meta")
             lens = torch.empty(batch, dtype=torch.int32, device="meta")
-            given_ = Operands(q, k, k, lens, batch_invariant=invariant)
+            call = FlashDecodingCall(q, k, k, lens, batch_invariant=invariant)
             # one key, so that measured rows say the same for all too
-            keys[invariant].add(key_of(given_))
-            chunks[invariant].add(default(shape_of(key_of(given_)), ARCHS[arch])["CHUNK"])
+            keys[invariant].add(key_of(call))
+            chunks[invariant].add(default(shape_of(key_of(call)), ARCHS[arch])["CHUNK"])
     assert len(chunks[True]) == 1 and len(chunks[False]) == 3
     assert len(keys[True]) == 1 and len(keys[False]) == 3
 
@@ -749,15 +747,15 @@ def test_an_invariant_call_is_split_the_same_in_any_batch(arch: str) -> None:
 
 def appending(
     rotary: str = "", rotated: int = 0, table: torch.dtype = F32, new: bool = True, **options: Any
-) -> Operands:
+) -> FlashDecodingCall:
     """A call with new keys and values, whose caches hold `beyond` at their places too."""
     call = case(**options)
     generator = torch.Generator().manual_seed(7)
     device = str(call.q.device)
     if new:
-        for name, columns in (("k", call.columns), ("v", call.v_columns)):
+        for name, columns in (("k", call.head_dim), ("v", call.head_dim_v)):
             # a middle of its own, so that a shift that is left out shows
-            one = torch.randn(call.batch, call.tokens, call.kv_heads, columns, generator=generator) * 1.5 + 0.5
+            one = torch.randn(call.batch, call.seqlen_q, call.kv_heads, columns, generator=generator) * 1.5 + 0.5
             call = call._replace(**{name: one.to(call.q.dtype).to(device)})
         for _, _, page, at in places(call):
             for cache in (call.k_cache, call.v_cache):
@@ -766,33 +764,33 @@ def appending(
                 if one is not None and one.ndim == 4:
                     one[page, at] = math.nan
     if rotary:
-        angles = torch.rand(call.capacity, (rotated or call.columns) // 2, generator=generator).to(device) * 6
+        angles = torch.rand(call.capacity, (rotated or call.head_dim) // 2, generator=generator).to(device) * 6
         cos, sin = angles.cos().to(table), angles.sin().to(table)
         call = call._replace(cos=cos, sin=sin, rotary_style=rotary)
     return call
 
 
-def places(call: Operands) -> list[tuple[int, int, int, int]]:
+def places(call: FlashDecodingCall) -> list[tuple[int, int, int, int]]:
     """(sequence, token, page, place in it) of each new token that has one."""
     found = []
     for b, length in enumerate(call.seq_lens.tolist()):
-        for t in range(call.tokens):
-            place = length - call.tokens + t
+        for t in range(call.seqlen_q):
+            place = length - call.seqlen_q + t
             if place >= 0:
                 page = b if call.block_table is None else int(call.block_table[b, place // call.page])
                 found.append((b, t, page, place % call.page))
     return found
 
 
-def turned(call: Operands, x: Tensor) -> Tensor:
+def turned(call: FlashDecodingCall, x: Tensor) -> Tensor:
     """x [B, T, H, D] in float64 with its columns turned, one pair at a time."""
     y = x.cpu().double().clone()
     if call.cos is None or call.sin is None:
         return y
     half = call.cos.shape[1]
     for b, length in enumerate(call.seq_lens.tolist()):
-        for t in range(call.tokens):
-            place = length - call.tokens + t
+        for t in range(call.seqlen_q):
+            place = length - call.seqlen_q + t
             for i in range(half):
                 one, two = (i, i + half) if call.rotary_style == "neox" else (2 * i, 2 * i + 1)
                 known = 0 <= place < call.cos.shape[0]
@@ -805,7 +803,7 @@ def turned(call: Operands, x: Tensor) -> Tensor:
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "k_shift", "v_shift")
 
 
-def assert_appended(call: Operands, run_it: Any) -> Any:
+def assert_appended(call: FlashDecodingCall, run_it: Any) -> Any:
     """Run the call; its caches changed at the new places alone, and there as they should; and its result is right."""
     before = {name: one.clone() for name in WRITTEN if (one := getattr(call, name)) is not None}
     got = run_it(call)
@@ -878,7 +876,7 @@ def assert_appended(call: Operands, run_it: Any) -> Any:
             float(values(call, "k", b, n)[0].nan_to_num().abs().amax()) if n else 0.0
             for b, n in enumerate(call.seq_lens.tolist())
         )
-        off = float(2 * unit * largest * call.columns**0.5 * call.scale)
+        off = float(2 * unit * largest * call.head_dim**0.5 * call.scale)
     assert_right(call._replace(q=q.to(call.q.dtype).to(call.q.device)), got, off)
     return got
 
@@ -931,7 +929,7 @@ def test_append_of_other_backends(name: str, backend: str, device: str) -> None:
 def test_kernel_and_definition_write_the_same(name: str, device: str) -> None:
     """Bit for bit where nothing is turned, which float32 may round otherwise."""
     one = appending(**APPENDS[name], beyond=0.0, device=device)
-    two = Operands(*(part.clone() if isinstance(part, Tensor) else part for part in one))
+    two = FlashDecodingCall(*(part.clone() if isinstance(part, Tensor) else part for part in one))
     run(one)
     run(two, backend="reference")
     for field in WRITTEN if one.cos is None else ("v_cache", "v_scale", "v_shift"):
@@ -1014,7 +1012,7 @@ def test_strides_of_what_is_appended(layout: str, device: str) -> None:
     call = call._replace(**{name: placed(getattr(call, name)) for name in names})
     assert_appended(call, run)
     apart = call._replace(k=call.k.mT.contiguous().mT if call.k is not None else None)
-    with pytest.raises(Unsupported, match="that lie next to each other"):
+    with pytest.raises(Unsupported, match="lie next to each other"):
         run(apart)
 
 
@@ -1055,7 +1053,7 @@ def test_append_compiles_fullgraph(name: str, backend: str, device: str) -> None
         call = appending(**options | {"lens": lens}, beyond=0.0, device=device)
         torch._dynamo.utils.counters.clear()
 
-        def both(call: Operands) -> Any:
+        def both(call: FlashDecodingCall) -> Any:
             with torch.no_grad():
                 got, total = compiled(call._asdict())
             want = call.k_cache.float().nan_to_num(0.0).sum((0, 2, 3))
@@ -1071,9 +1069,12 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "q dtype": ("q must be float32", {"q": torch.zeros(2, 1, 4, 32, dtype=I8)}),
     "tokens": ("takes 1 to 16 queries", {"q": torch.zeros(2, 17, 4, 32)}),
     "cache dtype": ("k_cache must be", {"k_cache": torch.zeros(2, 128, 2, 32, dtype=F16)}),
-    "caches": ("must agree in all but their columns", {"v_cache": torch.zeros(2, 64, 2, 32)}),
-    "columns": ("q and k as many", {"k_cache": torch.zeros(2, 128, 2, 16)}),
-    "heads": ("4 heads of q are no multiple of the 3", dict.fromkeys(("k_cache", "v_cache"), torch.zeros(2, 9, 3, 32))),
+    "caches": ("may differ in head_dim alone", {"v_cache": torch.zeros(2, 64, 2, 32)}),
+    "columns": ("the same for q and k", {"k_cache": torch.zeros(2, 128, 2, 16)}),
+    "heads": (
+        r"heads of q \(4\) must be a multiple of those of the cache \(3\)",
+        dict.fromkeys(("k_cache", "v_cache"), torch.zeros(2, 9, 3, 32)),
+    ),
     "lens dtype": (r"seq_lens must be int32 \[2\]", {"seq_lens": torch.zeros(2, dtype=torch.int64)}),
     "starts dtype": (r"seq_starts must be int32 \[2\]", {"seq_starts": torch.zeros(2, dtype=torch.int64)}),
     "starts shape": (r"seq_starts must be int32 \[2\]", {"seq_starts": torch.zeros(1, dtype=torch.int32)}),
@@ -1123,10 +1124,11 @@ BAD |= {
         "k_shift must be torch.float16", _quantized(I4, 2, k_shift=torch.ones(2, 128, 2, 4, dtype=F16)),
     ),
     "int4 columns": (
-        "q and k as many; a byte of uint8 is two", _quantized(I4, 1, k_cache=torch.zeros(2, 128, 2, 32, dtype=I4)),
+        "the same for q and k; a byte of uint8 holds two elements",
+        _quantized(I4, 1, k_cache=torch.zeros(2, 128, 2, 32, dtype=I4)),
     ),
     "int4 columns and groups": (
-        "4 groups of columns need 8 or a multiple of it, got 32 and 12",
+        "4 groups need a head_dim that is a multiple of 8, got 32 and 12",
         _quantized(I4, 4, v_cache=torch.zeros(2, 128, 2, 6, dtype=I4)),
     ),
     "int8 shift": ("k_shift belongs to a cache of 4 bits", _quantized(I8, 1, k_shift=torch.ones(2, 128, 2, 1))),
@@ -1177,7 +1179,7 @@ def test_gradients_are_the_references(device: str) -> None:
     call = call._replace(q=call.q.requires_grad_())
     with pytest.raises(Unsupported, match="no backward"):
         run(call)
-    registry.get(OP)(*call).sum().backward()
+    op(call).sum().backward()
     assert call.q.grad is not None and bool(call.q.grad.isfinite().all())
 
 
@@ -1213,13 +1215,12 @@ def test_compile_fullgraph(page: int, groups: int, device: str) -> None:
 @pytest.mark.gpu
 def test_replays_in_a_cuda_graph_as_sequences_grow() -> None:
     call = case([90, 33], page=16, dtype=BF16, device="cuda", beyond=0.0)
-    op = registry.get(OP)
     op.force("triton")
-    op(*call)
+    op(call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = op(*call)
+        result = op(call)
     for lengths in ([90, 33], [128, 1], [0, 77]):
         call.seq_lens.copy_(torch.tensor(lengths))
         graph.replay()
@@ -1233,15 +1234,14 @@ def test_appends_in_a_cuda_graph_at_the_lengths_of_each_replay(cache: torch.dtyp
         "neox", lens=[90, 33], page=16, dtype=BF16, cache=cache, groups=0 if cache is None else 1, device="cuda",
         beyond=0.0,
     )  # fmt: skip
-    op = registry.get(OP)
     op.force("triton")
-    op(*call)
+    op(call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = op(*call)
+        result = op(call)
 
-    def replay(_call: Operands) -> Any:
+    def replay(_call: FlashDecodingCall) -> Any:
         graph.replay()
         return result
 

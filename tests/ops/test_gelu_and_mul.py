@@ -14,10 +14,13 @@ from tests.ops.op_harness import (
     assert_grad_falls_back,
     assert_matches,
     assert_never_copies,
+    call_of,
     five_dims,
     layout,
     name,
     random,
+    reference,
+    run,
     second_layout,
     shape_id,
 )
@@ -44,9 +47,9 @@ def test_packed(shape: tuple[int, ...], backend: str, approximate: str, device: 
     packed = random(shape, torch.float32, device)
     assert_matches(OP, backend, packed, None, approximate)
     gate, up = packed.chunk(2, dim=-1)
-    got = registry.get(OP).run(backend, packed, None, approximate)
+    got = run(OP, backend, packed, None, approximate)
     assert got.shape == gate.shape
-    torch.testing.assert_close(got, registry.get(OP).reference(gate, up, approximate), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, reference(OP, gate, up, approximate), rtol=1e-5, atol=1e-6)
 
 
 def test_definition(device: str) -> None:
@@ -84,8 +87,8 @@ def test_several_column_blocks(packed: bool, device: str) -> None:
     config = Config(BLOCK_M=2, BLOCK_N=16, num_warps=1)
     gate, up = random((5, 72), torch.bfloat16, device), random((5, 72), torch.bfloat16, device, 1)
     args = (torch.cat((gate, up), dim=-1), None) if packed else (gate, up)
-    got = registry.get(OP).run("triton", *args, config=config)
-    torch.testing.assert_close(got, registry.get(OP).reference(gate, up), rtol=8e-3, atol=1e-3)
+    got = run(OP, "triton", *args, config=config)
+    torch.testing.assert_close(got, reference(OP, gate, up), rtol=8e-3, atol=1e-3)
 
 
 def test_wide_rows(device: str) -> None:
@@ -105,8 +108,8 @@ def test_special_values(backend: str, approximate: str, device: str) -> None:
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)], ids=shape_id)
 def test_empty(shape: tuple[int, ...], backend: str, device: str) -> None:
     x = random(shape, torch.float32, device)
-    assert registry.get(OP).run(backend, x, x).shape == shape
-    assert registry.get(OP).run(backend, x).shape == (*shape[:-1], shape[-1] // 2)
+    assert run(OP, backend, x, x).shape == shape
+    assert run(OP, backend, x).shape == (*shape[:-1], shape[-1] // 2)
 
 
 def test_float64_stays_float64(device: str) -> None:
@@ -118,8 +121,8 @@ def test_float64_stays_float64(device: str) -> None:
 def test_more_leading_dims_than_the_kernel_takes(device: str) -> None:
     x = five_dims(torch.float32, device)
     registry.get(OP).force("triton")
-    assert "leading dimensions" in registry.get(OP).decide(x).refused[0].reason
-    torch.testing.assert_close(ops.gelu_and_mul(x), registry.get(OP).reference(x), rtol=1e-5, atol=1e-6)
+    assert "leading dimensions" in registry.get(OP).decide(call_of(OP, x)).refused[0].reason
+    torch.testing.assert_close(ops.gelu_and_mul(x), reference(OP, x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
@@ -141,7 +144,7 @@ def test_wrong_arguments(args: tuple[object, ...], message: str, backend: str | 
         if backend is None:
             ops.gelu_and_mul(*args)  # type: ignore[arg-type]
         else:
-            registry.get(OP).run(backend, *args)
+            run(OP, backend, *args)
 
 
 def test_gradients(device: str) -> None:

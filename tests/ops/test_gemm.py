@@ -32,7 +32,6 @@ from tests.ops.gemm_harness import (
     I8,
     I32,
     KERNELS,
-    OP,
     PERSISTENT,
     SPLIT,
     Watch,
@@ -40,7 +39,6 @@ from tests.ops.gemm_harness import (
     assert_result,
     assert_right,
     bound_of,
-    declines,
     fitted,
     machine,
     moved,
@@ -48,6 +46,7 @@ from tests.ops.gemm_harness import (
     oracle,
     quicken,
     random,
+    refuses,
     scales,
     stream,
     takes,
@@ -56,16 +55,16 @@ from tests.ops.gemm_harness import (
     whole,
     wide,
 )
-from tests.ops.op_harness import LARGEST, assert_never_copies, name, same_bits, shape_id
+from tests.ops.op_harness import LARGEST, assert_call_never_copies, name, same_bits, shape_id
 from wavecrest import ops
-from wavecrest.dispatch import registry
+from wavecrest.dispatch.call import mapped
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.measure import numerics
-from wavecrest.ops._gemm.backend import linear_operands
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall, linear_call
 from wavecrest.ops._gemm.kernel import remap_xcd, share_of, swizzle_tile
-from wavecrest.ops._gemm.launch import described
+from wavecrest.ops._gemm.launch import has_descriptors
 from wavecrest.ops._gemm.launch import stream as launch_stream
 from wavecrest.ops._gemm.launch import tiles as launch_tiles
 from wavecrest.ops.common.triton import tl, triton
@@ -91,12 +90,12 @@ def configs(backend: str) -> tuple[Config | None, ...]:
 
 def product(
     M: int, N: int, K: int, a: torch.dtype = BF16, b: torch.dtype | None = None, device: str = "cpu", **more: Any
-) -> Operands:
+) -> GemmCall:
     """a [M, K], and b the transpose of a weight [N, K]."""
-    return Operands(random(M, K, dtype=a, device=device), random(N, K, dtype=b or a, device=device, seed=1).mT, **more)
+    return GemmCall(random(M, K, dtype=a, device=device), random(N, K, dtype=b or a, device=device, seed=1).mT, **more)
 
 
-def scaled(given: Operands, size: float = 0.1) -> Operands:
+def scaled(given: GemmCall, size: float = 0.1) -> GemmCall:
     """With one scale for a and one for b, of the size that is right for integers or floats."""
     device = given.a.device.type
     return given._replace(
@@ -113,7 +112,7 @@ def _quantized(device: str) -> dict[str, Any]:
 
 
 # id -> M, device, N, K -> a call
-TYPES: dict[str, Callable[..., Operands]] = {
+TYPES: dict[str, Callable[..., GemmCall]] = {
     "fp32": lambda m, d, n=37, k=75: product(m, n, k, F32, device=d),
     "tf32": lambda m, d, n=37, k=75: product(m, n, k, F32, device=d, precision="tf32"),
     "fp16": lambda m, d, n=37, k=75: product(m, n, k, F16, device=d),
@@ -143,9 +142,9 @@ TYPES: dict[str, Callable[..., Operands]] = {
 # type -> backends that do not have it, with a word of their reason
 DECLINED = {
     "fp64": dict.fromkeys(KERNELS, "not float64"),
-    **{key: {"triton_multiply": "sums of integers"} for key in TYPES if key.startswith("int8")},
+    **{key: {"triton_multiply": "no int8 a"} for key in TYPES if key.startswith("int8")},
     **{key: {"torch": "stored in fewer bits"} for key in TYPES if "weight" in key},
-    "bf16-fp32": {"torch": "rounds a product"},
+    "bf16-fp32": {"torch": "rounds the result"},
 }
 
 
@@ -168,9 +167,9 @@ def test_types(kind: str, backend: str, watch: Watch, device: str) -> None:
         call = TYPES[kind](7 if backend == "triton_multiply" else 19, device, n, k)
         word = _declined(kind, backend, device, n % 16 != 0)
         if word is not None:
-            assert word in str(declines(backend, call))
-            with pytest.raises(Unsupported, match="declines"):
-                registry.get(OP).run(backend, *call)
+            assert word in str(refuses(backend, call))
+            with pytest.raises(Unsupported, match="refuses"):
+                gemm.run(backend, call)
             continue
         for config in configs(backend):
             assert_right(backend, call, config, watch)
@@ -184,7 +183,7 @@ def test_types_that_the_interpreter_does_not_have(dtype: torch.dtype, device: st
         product(5, 18, 40, device=device, out_dtype=dtype, out_scale=torch.tensor(0.05, device=device)),
     ):
         for backend in KERNELS:
-            assert f"has no {name(dtype)}" in str(declines(backend, call))
+            assert f"has no {name(dtype)}" in str(refuses(backend, call))
         assert_right("reference", call)
 
 
@@ -193,7 +192,7 @@ def test_integers_are_exact_where_floats_are_not(watch: Watch, device: str) -> N
     a = torch.full((17, 2056), 127, dtype=I8, device=device)
     b = torch.full((24, 2056), 127, dtype=I8, device=device).mT
     a[1, -1], b[-1, 3] = 126, -127
-    call = Operands(a, b)
+    call = GemmCall(a, b)
     for backend, config in (
         ("triton", tile(k=256)),
         ("triton", tile(k=256, **SPLIT)),
@@ -212,7 +211,7 @@ def test_each_byte_of_a_weight_is_the_number_that_it_is(dtype: torch.dtype, watc
     for place in (0, 1, 2, 3, 21, 63):
         b = torch.zeros(256, 64, dtype=I8, device=device)
         b[:, place] = numbers.to(I8)
-        call = Operands(torch.ones(2, 64, dtype=dtype, device=device), b.mT, out_dtype=F32)
+        call = GemmCall(torch.ones(2, 64, dtype=dtype, device=device), b.mT, out_dtype=F32)
         for backend, config in (("triton", tile(k=64)), ("triton_multiply", multiply(k=64))):
             got = assert_right(backend, call, config, watch)
             assert torch.equal(got, numbers.float().expand(2, 256))
@@ -222,7 +221,7 @@ def test_sums_of_16_bit_products_are_float32(watch: Watch, device: str) -> None:
     # 1 is less than half a unit of what is there already, in 16 bits
     a = torch.ones(2, 513, dtype=BF16, device=device)
     a[:, 0] = 4096.0
-    call = Operands(a, torch.ones(16, 513, dtype=BF16, device=device).mT, out_dtype=F32)
+    call = GemmCall(a, torch.ones(16, 513, dtype=BF16, device=device).mT, out_dtype=F32)
     for backend in KERNELS:
         for config in configs(backend):
             got = assert_right(backend, call, config, watch)
@@ -272,18 +271,17 @@ def test_sums_of_their_own_are_added(kind: tuple[torch.dtype, torch.dtype], k: i
         assert_right("triton", gated, tile(16, 32, 64), watch)
 
 
-def _packed(format: str, device: str, **options: Any) -> tuple[Operands, Tensor]:
+def _packed(format: str, device: str, **options: Any) -> tuple[GemmCall, Tensor]:
     """5 rows times a packed weight [64, 96], and that as a plain b."""
     weight = ops.pack(random(64, 96, device=device, seed=1), format, **options)
-    given = Operands(*linear_operands(random(5, 96, device=device), weight))
-    return given, weight.dequantize_float32().double().mT
+    return linear_call(random(5, 96, device=device), weight), weight.dequantize_float32().double().mT
 
 
 # whether both halves of a gated product are sums of one loop: of all that have no scale a step
-HALVES: dict[str, tuple[bool, Callable[[str], Operands | tuple[Operands, Tensor]]]] = {
+HALVES: dict[str, tuple[bool, Callable[[str], GemmCall | tuple[GemmCall, Tensor]]]] = {
     "bf16": (True, lambda device: product(5, 36, 100, device=device)),
     "40 rows": (True, lambda device: product(40, 36, 100, device=device)),
-    "a batch": (True, lambda device: Operands(random(2, 5, 100, device=device), random(2, 100, 36, device=device))),
+    "a batch": (True, lambda device: GemmCall(random(2, 5, 100, device=device), random(2, 100, 36, device=device))),
     "int8": (True, lambda device: product(5, 36, 100, BF16, I8, device=device, scale_b=scales(36, device=device))),
     "a norm": (True, lambda device: product(5, 36, 100, device=device, norm_weight=random(100, device=device))),
     "shuffled": (True, lambda device: _packed("shuffled", device)),
@@ -298,7 +296,7 @@ def test_both_halves_of_a_gate_in_one_loop(
 ) -> None:
     both, make = HALVES[case]
     made = make(device)
-    call, b = (made, None) if isinstance(made, Operands) else made
+    call, b = (made, None) if isinstance(made, GemmCall) else made
     call = call._replace(activation="silu_and_mul", out_dtype=F32)
     tried = [(tile(k=64), both), (tile(32, 32, 64), both)]
     if case != "a norm":
@@ -309,7 +307,7 @@ def test_both_halves_of_a_gate_in_one_loop(
         assert_right("triton", call, config, watch, b)
         with monkeypatch.context() as patch:
             noted = _launches(patch)
-            registry.get(OP).run("triton", *call, config=config)
+            gemm.run("triton", call, config=config)
         assert noted[0].options()["BOTH"] == together
 
 
@@ -339,11 +337,11 @@ def test_stream_k_of_several_programs_a_unit(watch: Watch, device: str, monkeypa
     machine(monkeypatch, units=2)
     noted = _launches(monkeypatch)
     call = product(40, 40, 64, device=device)
-    registry.get(OP).run("triton_stream_k", *call, config=stream(k=16, programs=3))
+    gemm.run("triton_stream_k", call, config=stream(k=16, programs=3))
     assert [launch.grid for launch in noted] == [(6, 1), (5, 1)]
     # as many programs as steps, and not one more
     noted.clear()
-    registry.get(OP).run("triton_stream_k", *call, config=stream(k=64, programs=3, n=64))
+    gemm.run("triton_stream_k", call, config=stream(k=64, programs=3, n=64))
     assert [launch.grid for launch in noted] == [(3, 1), (2, 1)]
 
 
@@ -359,7 +357,7 @@ def test_multiply(rows: int, watch: Watch, device: str) -> None:
         assert_right("triton_multiply", product(rows, *shape, device=device, out_dtype=F32), config, watch)
     gated = product(rows, 36, 70, device=device, activation="silu_and_mul")
     assert_right("triton_multiply", gated, multiply(16, 32, split=rows % 3 + 1), watch)
-    assert "up to 8 rows" in str(declines("triton_multiply", product(9, 16, 32, device=device)))
+    assert "up to 8 rows" in str(refuses("triton_multiply", product(9, 16, 32, device=device)))
 
 
 @pytest.mark.parametrize(
@@ -376,16 +374,15 @@ def test_the_same_bits_again(
 ) -> None:
     """Launched again and again, by a bound call, among launches of another shape and other data."""
     machine(monkeypatch, units=5, xcds=2)
-    found = registry.get(OP)
     calls = [product(7, 28, 70, device=device, out_dtype=F32), product(6, 20, 50, device=device, out_dtype=F32)]
     first = [assert_right(backend, call, config, watch) for call in calls]
     for call in calls:
-        found.pin(found.key(*call), backend, config, "exact", "a test")
+        gemm.pin(gemm.key(call), backend, config, "exact", "a test")
     for turn in range(5):
         for call, want in zip(calls, first, strict=True):
-            assert same_bits(found(*call), want), f"other bits in launch {turn + 2}"
+            assert same_bits(gemm(call), want), f"other bits in launch {turn + 2}"
     other = calls[0]._replace(a=calls[0].a * 3)
-    assert_result(backend, found(*other), other)
+    assert_result(backend, gemm(other), other)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.gpu), "triton_multiply"])
@@ -393,7 +390,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(backend: str, watch: Watch,
     # in the interpreter rows of a tile go through numpy's product, which looks at where they are
     call = product(8, 20, 70, device=device, out_dtype=F32)
     for config in configs(backend):
-        whole = registry.get(OP).run(backend, *call, config=config)
+        whole = gemm.run(backend, call, config=config)
         for some in (slice(0, 1), slice(7, 8), slice(2, 7)):
             assert same_bits(assert_right(backend, call._replace(a=call.a[some]), config, watch), whole[some])
 
@@ -518,7 +515,7 @@ def test_scales(a_kind: str, b_kind: str, dtype: torch.dtype, watch: Watch, devi
     a_shape = {"tensor": "one", "vector": "column"}.get(a_kind, a_kind) if turn % 2 else a_kind
     b_shape = {"tensor": "one", "vector": "row"}.get(b_kind, b_kind) if turn // 2 % 2 else b_kind
 
-    def made(M: int, N: int, K: int) -> Operands:
+    def made(M: int, N: int, K: int) -> GemmCall:
         return product(
             M, N, K, dtype, device=device, out_dtype=F32, scale_a=_scale_of_a(a_shape, M, K, dtype, device),
             scale_b=_scale_of_b(b_shape, N, K, dtype, device),
@@ -532,7 +529,7 @@ def test_scales(a_kind: str, b_kind: str, dtype: torch.dtype, watch: Watch, devi
         ("triton_multiply", multiply(64, 128, split=1 + turn % 2)),
     ]
     for backend, config in runs:
-        if declines(backend, call) is None:
+        if refuses(backend, call) is None:
             assert_right(backend, call, config, watch)
     assert_right("reference", call)
     # sizes that PyTorch's products of 8 bits have on a GPU too
@@ -541,7 +538,7 @@ def test_scales(a_kind: str, b_kind: str, dtype: torch.dtype, watch: Watch, devi
         taken = "block" not in (a_kind, b_kind)
     else:
         taken = device == "cuda" and a_kind == b_kind != "block"
-    assert (declines("torch", larger) is None) == taken
+    assert (refuses("torch", larger) is None) == taken
     if taken:
         assert_right("torch", larger)
     if taken and dtype == I8 and takes("torch", call):
@@ -566,10 +563,10 @@ def test_scales_have_strides_of_their_own(watch: Watch, device: str) -> None:
 
 def test_scales_of_the_rows_of_many_dimensions(watch: Watch, device: str) -> None:
     a = random(2, 3, 4, 40, dtype=I8, device=device)
-    call = Operands(a, random(40, 24, dtype=I8, device=device), scale_a=scales(24, device=device, size=0.01))
+    call = GemmCall(a, random(40, 24, dtype=I8, device=device), scale_a=scales(24, device=device, size=0.01))
     for backend in ("triton", "torch", "reference"):
         assert_right(backend, call, None, watch)
-    one = Operands(a[0, 0, 0], call.b, scale_b=scales(24, device=device, size=0.01))
+    one = GemmCall(a[0, 0, 0], call.b, scale_b=scales(24, device=device, size=0.01))
     for backend in ("triton", "torch", "reference"):
         if takes(backend, one):
             assert_right(backend, one, None, watch)
@@ -579,9 +576,9 @@ def test_scales_of_the_rows_of_many_dimensions(watch: Watch, device: str) -> Non
 @pytest.mark.parametrize("shape", [(1, 1), (1, 20)], ids=shape_id)
 def test_scales_of_two_dimensions_add_none_to_a_vector(shape: tuple[int, int], backend: str, device: str) -> None:
     a, b = random(40, dtype=I8, device=device), random(40, 20, dtype=I8, device=device)
-    call = Operands(a, b, scale_b=scales(*shape, device=device, size=0.01))
+    call = GemmCall(a, b, scale_b=scales(*shape, device=device, size=0.01))
     if not takes(backend, call):
-        pytest.skip(str(declines(backend, call)))
+        pytest.skip(str(refuses(backend, call)))
     assert_right(backend, call)
 
 
@@ -628,7 +625,7 @@ def test_layouts(a_layout: str, watch: Watch, device: str) -> None:
         dtype = (BF16, F16, F32, I8)[(turn + len(a_layout)) % 4]
         a, b = A_LAYOUTS[a_layout](dtype, device), B_LAYOUTS[b_layout](dtype, device)
         assert a.shape[-1] == 40 and b.shape == (40, 24)
-        call = Operands(a, b, out_dtype=I32 if dtype == I8 else F32)
+        call = GemmCall(a, b, out_dtype=I32 if dtype == I8 else F32)
         assert_right("triton", call, tile(16, 32, 32), watch)
         if turn % 2 == len(a_layout) % 2 or device == "cuda":
             assert_right("triton_stream_k", call, stream(16, 32, 32), watch)
@@ -644,9 +641,9 @@ def test_layouts_of_few_rows(a_layout: str, watch: Watch, device: str) -> None:
     a = A_LAYOUTS[a_layout](F16, device)
     a = a[:5] if a.ndim == 2 else a[0] if a.ndim == 3 else a[0, 0] if a.ndim > 3 else a
     for b_layout in B_LAYOUTS:
-        call = Operands(a, B_LAYOUTS[b_layout](F16, device))
+        call = GemmCall(a, B_LAYOUTS[b_layout](F16, device))
         along_k = a.stride(-1) == 1 and call.b.stride(-2) == 1
-        reason = declines("triton_multiply", call)
+        reason = refuses("triton_multiply", call)
         assert (reason is None) == along_k, reason
         if along_k:
             assert_right("triton_multiply", call, multiply(32, 32), watch)
@@ -657,18 +654,17 @@ def test_layouts_of_few_rows(a_layout: str, watch: Watch, device: str) -> None:
 @pytest.mark.parametrize("a_layout", A_LAYOUTS)
 def test_no_copy(a_layout: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for b_layout in B_LAYOUTS:
-        call = Operands(A_LAYOUTS[a_layout](F32, device), B_LAYOUTS[b_layout](F32, device))
-        assert_never_copies(OP, monkeypatch, *call)
+        call = GemmCall(A_LAYOUTS[a_layout](F32, device), B_LAYOUTS[b_layout](F32, device))
+        assert_call_never_copies(gemm, monkeypatch, call)
 
 
 def test_more_leading_dimensions_than_the_kernels_take(device: str) -> None:
     a = random(2, 3, 2, 3, 40, device=device).permute(3, 2, 1, 0, 4)
-    call = Operands(a, random(40, 20, device=device))
-    found = registry.get(OP)
+    call = GemmCall(a, random(40, 20, device=device))
     for backend in KERNELS:
-        assert "3 dimensions of rows without a common stride, not 4" in str(declines(backend, call))
-    found.force("triton")
-    decision = found.decide(*call)
+        assert "3 dimensions of rows without a common stride, not 4" in str(refuses(backend, call))
+    gemm.force("triton")
+    decision = gemm.decide(call)
     assert decision.backend == "torch"
     assert "without a common stride" in {one.backend: one.reason for one in decision.refused}["triton"]
     assert_result("torch", ops.gemm(call.a, call.b), call)
@@ -705,17 +701,17 @@ def test_batches(shapes: tuple[tuple[int, ...], tuple[int, ...]], watch: Watch, 
     a = random(*a_shape, device=device)
     weight = random(*b_shape[:-2], 18, 20, device=device, seed=1).mT
     for backend, config in _batch_backends():
-        assert_right(backend, Operands(a, weight, out_dtype=F32 if backend != "torch" else None), config, watch)
+        assert_right(backend, GemmCall(a, weight, out_dtype=F32 if backend != "torch" else None), config, watch)
     rows = random(*b_shape, device=device, seed=1)
-    assert_right("triton", Operands(a, rows), tile(16, 32, 32), watch)
-    assert "contiguous" in str(declines("triton_multiply", Operands(a, rows)))
+    assert_right("triton", GemmCall(a, rows), tile(16, 32, 32), watch)
+    assert "contiguous" in str(refuses("triton_multiply", GemmCall(a, rows)))
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_batches_with_all_around(gated: bool, watch: Watch, device: str) -> None:
     a, b = random(2, 5, 20, device=device), random(2, 18, 20, device=device, seed=1).mT
     N = 9 if gated else 18
-    call = Operands(
+    call = GemmCall(
         a, b, random(18, dtype=F32, device=device, seed=2), activation="gelu_and_mul" if gated else "gelu", alpha=0.7,
         residual=random(5, 2, N, dtype=F16, device=device, seed=3).transpose(0, 1),
     )  # fmt: skip
@@ -725,24 +721,24 @@ def test_batches_with_all_around(gated: bool, watch: Watch, device: str) -> None
         for backend, config in _batch_backends():
             if not (gated and backend == "triton_stream_k"):
                 assert_right(backend, given_too, config, watch)
-    integers = Operands(random(2, 5, 20, dtype=I8, device=device), random(2, 20, 18, dtype=I8, device=device))
+    integers = GemmCall(random(2, 5, 20, dtype=I8, device=device), random(2, 20, 18, dtype=I8, device=device))
     assert_right("triton", integers, tile(), watch)
     assert_right("triton", scaled(integers), tile(**SPLIT), watch)
     assert_right("reference", scaled(integers))
-    assert "batch of int8" in str(declines("torch", integers))
+    assert "batch of int8" in str(refuses("torch", integers))
 
 
 # id -> a call whose strides the kernels do not walk
-UNWALKED: dict[str, Callable[[str], Operands]] = {
-    "a": lambda d: Operands(random(2, 1, 5, 20, device=d), random(2, 3, 20, 18, device=d)),
-    "a-permuted": lambda d: Operands(random(3, 2, 5, 20, device=d).transpose(0, 1), random(2, 3, 20, 18, device=d)),
-    "b": lambda d: Operands(random(2, 3, 5, 20, device=d), random(1, 3, 20, 18, device=d)),
-    "b-sliced": lambda d: Operands(random(2, 3, 5, 20, device=d), random(2, 4, 20, 18, device=d)[:, 1:]),
-    "residual": lambda d: Operands(
+UNWALKED: dict[str, Callable[[str], GemmCall]] = {
+    "a": lambda d: GemmCall(random(2, 1, 5, 20, device=d), random(2, 3, 20, 18, device=d)),
+    "a-permuted": lambda d: GemmCall(random(3, 2, 5, 20, device=d).transpose(0, 1), random(2, 3, 20, 18, device=d)),
+    "b": lambda d: GemmCall(random(2, 3, 5, 20, device=d), random(1, 3, 20, 18, device=d)),
+    "b-sliced": lambda d: GemmCall(random(2, 3, 5, 20, device=d), random(2, 4, 20, 18, device=d)[:, 1:]),
+    "residual": lambda d: GemmCall(
         random(2, 3, 5, 20, device=d), random(2, 3, 20, 18, device=d),
         residual=random(3, 2, 5, 18, device=d).transpose(0, 1),
     ),
-    "residual-of-rows": lambda d: Operands(
+    "residual-of-rows": lambda d: GemmCall(
         random(2, 3, 20, device=d), random(20, 18, device=d), residual=random(3, 2, 18, device=d).transpose(0, 1)
     ),
 }  # fmt: skip
@@ -751,32 +747,31 @@ UNWALKED: dict[str, Callable[[str], Operands]] = {
 @pytest.mark.parametrize("case", UNWALKED)
 def test_strides_that_do_not_merge_are_declined(case: str, device: str) -> None:
     call = UNWALKED[case](device)
-    found = registry.get(OP)
     for backend in KERNELS:
-        assert "one stride" in str(declines(backend, call))
+        assert "one stride" in str(refuses(backend, call))
         with pytest.raises(Unsupported, match="one stride"):
-            found.run(backend, *call)
-    found.force("triton")
+            gemm.run(backend, call)
+    gemm.force("triton")
     # a call of the same shapes that the kernel takes, and has taken
-    walked = Operands(*(value.contiguous() if isinstance(value, Tensor) else value for value in call))
+    walked = mapped(call, Tensor.contiguous)
     walked = walked._replace(
         a=walked.a.expand(2, 3, 5, 20).contiguous() if walked.a.ndim == 4 else walked.a,
         b=walked.b.expand(2, 3, 20, 18).contiguous() if walked.b.ndim == 4 else walked.b,
     )
-    assert found.decide(*walked).backend == "triton"
-    assert_result("triton", found(*walked), walked)
-    assert found.decide(*call).backend == "torch"
-    assert_result("torch", found(*call), call)
+    assert gemm.decide(walked).backend == "triton"
+    assert_result("triton", gemm(walked), walked)
+    assert gemm.decide(call).backend == "torch"
+    assert_result("torch", gemm(call), call)
 
 
 def test_more_products_in_a_batch_than_a_grid_has_programs(device: str) -> None:
     one = random(1, 1, 2, dtype=F32, device=device)
     for count in (65535, 65536):
-        call = Operands(one.expand(count, 1, 2), one.mT)
-        reasons = [declines(backend, call) for backend in KERNELS]
-        assert all(("65535 products" in str(reason)) == (count == 65536) for reason in reasons)
-    registry.get(OP).force("triton")
-    assert registry.get(OP).decide(*call).backend == "torch"
+        call = GemmCall(one.expand(count, 1, 2), one.mT)
+        reasons = [refuses(backend, call) for backend in KERNELS]
+        assert all(("65535 GEMMs" in str(reason)) == (count == 65536) for reason in reasons)
+    gemm.force("triton")
+    assert gemm.decide(call).backend == "torch"
     assert_result("torch", ops.gemm(call.a, call.b), call)
 
 
@@ -816,7 +811,7 @@ def test_sizes(shape: tuple[int, int, int], watch: Watch, device: str) -> None:
     if takes("torch", integers):
         assert_right("torch", integers)
     if K == 0:
-        assert "K is 0" in str(declines("triton_stream_k", call))
+        assert "K is 0" in str(refuses("triton_stream_k", call))
     else:
         assert_right("triton_stream_k", call, stream(64, 64, 32), watch)
     if M <= 8:
@@ -828,16 +823,14 @@ def test_nothing_to_sum_leaves_bias_and_residual(backend: str, device: str) -> N
     bias, residual = random(6, dtype=F32, device=device), random(3, 6, dtype=F32, device=device)
     call = product(3, 6, 0, F32, device=device, bias=bias, residual=residual, activation="relu")
     if backend == "triton_stream_k":
-        assert "K is 0" in str(declines(backend, call))
+        assert "K is 0" in str(refuses(backend, call))
         return
-    got = registry.get(OP).run(backend, *call)
+    got = gemm.run(backend, call)
     torch.testing.assert_close(got, bias.clamp(min=0) + residual, rtol=0, atol=1e-6)
     gated = call._replace(activation="silu_and_mul", residual=None)
-    torch.testing.assert_close(
-        registry.get(OP).run(backend, *gated), (torch.nn.functional.silu(bias[:3]) * bias[3:]).expand(3, 3)
-    )
+    torch.testing.assert_close(gemm.run(backend, gated), (torch.nn.functional.silu(bias[:3]) * bias[3:]).expand(3, 3))
     for empty in (product(0, 6, 5, device=device), product(3, 0, 5, device=device)):
-        assert registry.get(OP).run(backend, *empty).shape == (empty.a.shape[0], empty.b.shape[1])
+        assert gemm.run(backend, empty).shape == (empty.a.shape[0], empty.b.shape[1])
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
@@ -856,7 +849,7 @@ def test_nothing_to_sum_leaves_bias_and_residual(backend: str, device: str) -> N
     ids=lambda shapes: "-".join(map(shape_id, shapes)),
 )
 def test_empty_of_other_ranks(shapes: tuple[tuple[int, ...], tuple[int, ...]], backend: str, device: str) -> None:
-    call = Operands(random(*shapes[0], dtype=F32, device=device), random(*shapes[1], dtype=F32, device=device))
+    call = GemmCall(random(*shapes[0], dtype=F32, device=device), random(*shapes[1], dtype=F32, device=device))
     assert_right(backend, call)
     assert_right(backend, call._replace(bias=random(5, dtype=F32, device=device), activation="gelu"))
 
@@ -916,10 +909,10 @@ def test_epilogues(kind: str, activation: str | None, bias: str, residual: str, 
     )
     assert_right("triton", call, tile(16, 32, 64), watch)
     for backend, config in FINISHERS if device == "cuda" else (FINISHERS[turn % 5],):
-        if declines(backend, call) is None:
+        if refuses(backend, call) is None:
             assert_right(backend, call, config, watch)
     for other_backend in ("torch", "reference"):
-        if declines(other_backend, call) is None:
+        if refuses(other_backend, call) is None:
             assert_right(other_backend, call)
 
 
@@ -931,10 +924,10 @@ def test_a_bias_along_the_rows_of_many_dimensions(kind: str, shape: tuple[int, .
         random(20, 40, dtype=CLASSES[kind]["a"], device=device),
     )
     rows = a.numel() // 40
-    call = Operands(a, b.mT, 100 * random(rows, dtype=F32, device=device), bias_along="m", out_dtype=BF16, alpha=0.5)
+    call = GemmCall(a, b.mT, 100 * random(rows, dtype=F32, device=device), bias_along="m", out_dtype=BF16, alpha=0.5)
     call = call._replace(residual=random(*shape[:-1], 20, dtype=F32, device=device))
     for backend, config in (*SPECIAL_RUNS[:2], *FINISHERS[1:3], ("torch", None), ("reference", None)):
-        if declines(backend, call) is None:
+        if refuses(backend, call) is None:
             assert_right(backend, call, config, watch)
 
 
@@ -951,7 +944,7 @@ def test_gated(activation: str, kind: str, watch: Watch, device: str) -> None:
         )
     bias = random(42, dtype=F32, device=device, seed=6)
     calls = (call, call._replace(bias=bias, alpha=0.5, residual=_residual("strided", 6, 21, device)))
-    assert "gated" in str(declines("triton_stream_k", call))
+    assert "gated" in str(refuses("triton_stream_k", call))
     for each in calls:
         runs = [
             ("triton", tile(16, 16, 64)),
@@ -959,7 +952,7 @@ def test_gated(activation: str, kind: str, watch: Watch, device: str) -> None:
             ("triton_multiply", multiply(16, 64, split=2)),
         ]
         for backend, config in (*runs, ("torch", None), ("reference", None)):
-            if declines(backend, each) is None:
+            if refuses(backend, each) is None:
                 assert_right(backend, each, config, watch)
 
 
@@ -987,16 +980,16 @@ def test_activations_of_numbers_anybody_can_check(device: str) -> None:
     }
     for activation, values in known.items():
         for backend in ("triton", "triton_multiply", "torch", "reference"):
-            got = registry.get(OP).run(backend, *Operands(x, one.mT, activation=activation, slope=0.25))
+            got = gemm.run(backend, GemmCall(x, one.mT, activation=activation, slope=0.25))
             torch.testing.assert_close(got.flatten().cpu(), torch.tensor(values), rtol=2e-6, atol=2e-7)
 
 
 def test_the_residual_comes_after_the_activation_and_alpha_before_the_bias(device: str) -> None:
     a = torch.ones(1, 1, device=device)
     for backend in BACKENDS:
-        got = registry.get(OP).run(
+        got = gemm.run(
             backend,
-            *Operands(3 * a, 2 * a, -10 * torch.ones(1, device=device), residual=-5 * a, activation="relu", alpha=4.0),
+            GemmCall(3 * a, 2 * a, -10 * torch.ones(1, device=device), residual=-5 * a, activation="relu", alpha=4.0),
         )
         # relu(4 · 6 − 10) − 5
         assert float(got) == 9.0
@@ -1009,8 +1002,8 @@ def test_rounding_to_8_bits_saturates(dtype: torch.dtype, backend: str, device: 
     values = [largest * 1.5, -largest * 1.5, largest, -largest, 1e30, -1e30, INF, -INF, NAN, 1.0, -1.0, 0.0]
     a = torch.ones(1, 1, device=device)
     b = torch.tensor([values], device=device)
-    call = Operands(a, b.as_strided((1, 12), (1, 1)), out_dtype=dtype, out_scale=torch.tensor(1.0, device=device))
-    got = registry.get(OP).run(backend, *call).float().flatten().tolist()
+    call = GemmCall(a, b.as_strided((1, 12), (1, 1)), out_dtype=dtype, out_scale=torch.tensor(1.0, device=device))
+    got = gemm.run(backend, call).float().flatten().tolist()
     assert got[:8] == [largest, -largest] * 4
     assert got[8] == 0.0 if dtype == I8 else got[8] != got[8]
     assert got[9:] == [1.0, -1.0, 0.0]
@@ -1018,7 +1011,7 @@ def test_rounding_to_8_bits_saturates(dtype: torch.dtype, backend: str, device: 
     half = call._replace(
         out_scale=torch.tensor([[0.5]], device=device), residual=torch.full((1, 12), 2.0, device=device)
     )
-    assert registry.get(OP).run(backend, *half).float().flatten().tolist()[9:] == [6.0, 2.0, 4.0]
+    assert gemm.run(backend, half).float().flatten().tolist()[9:] == [6.0, 2.0, 4.0]
 
 
 @pytest.mark.parametrize("dtype", [I8, E4M3, E5M2], ids=name)
@@ -1087,7 +1080,7 @@ def test_special_values_of_what_is_around(place: str, watch: Watch, device: str)
         values[2] = NAN
         call = call._replace(**{place: values})
     for backend, config in SPECIAL_RUNS:
-        if declines(backend, call) is None:
+        if refuses(backend, call) is None:
             got = assert_right(backend, call, config, watch)
             assert int(got.float().isnan().sum()) == {"bias": 6, "scale_b": 6, "out_scale": 120}.get(place, 20)
 
@@ -1110,9 +1103,9 @@ def test_what_lies_beside_the_operands_has_no_part(watch: Watch, device: str) ->
         parts = {key: framed(value) for key, value in given_too._asdict().items() if isinstance(value, Tensor)}
         inner = given_too._replace(**(parts | {"b": framed(given_too.b.mT).mT}))
         for backend, config in SPECIAL_RUNS:
-            if declines(backend, inner) is None:
+            if refuses(backend, inner) is None:
                 got = assert_right(backend, inner, config, watch)
-                around = registry.get(OP).run(backend, *given_too, config=fitted(config, given_too))
+                around = gemm.run(backend, given_too, config=fitted(config, given_too))
                 assert same_bits(got, around) or backend == "torch"
 
 
@@ -1148,9 +1141,9 @@ def test_elements_past_two_to_the_31(
         b = b.expand(2, 32, 16)
     else:
         b = placed((2, 16, 32), (step, 32, 1), 1).mT
-    call = Operands(a, b, out_dtype=F32)
+    call = GemmCall(a, b, out_dtype=F32)
     for backend, config in (("triton", tile()), ("triton_stream_k", stream(k=16)), ("triton_multiply", multiply())):
-        if declines(backend, call) is None:
+        if refuses(backend, call) is None:
             assert_right(backend, call, config, watch)
         else:
             assert backend == "triton_multiply" and far.startswith("K of")
@@ -1163,7 +1156,7 @@ def test_rows_that_are_far_apart_together(watch: Watch, device: str, monkeypatch
     storage = torch.empty(7 * step + 64, dtype=I8, device=device)
     a = storage.as_strided((8, 32), (step, 1)).copy_(random(8, 32, dtype=I8, device=device)).view(E5M2)
     a = a.copy_(random(8, 32, dtype=E5M2, device=device))
-    call = Operands(a, random(18, 32, dtype=E5M2, device=device, seed=1).mT, out_dtype=F32)
+    call = GemmCall(a, random(18, 32, dtype=E5M2, device=device, seed=1).mT, out_dtype=F32)
     for backend, config in (("triton", tile()), ("triton_stream_k", stream(k=16)), ("triton_multiply", multiply())):
         assert_right(backend, call, config, watch)
 
@@ -1175,23 +1168,21 @@ def test_rows_that_are_far_apart_together(watch: Watch, device: str, monkeypatch
 @pytest.mark.parametrize("first", [0, 1], ids=["aligned-first", "misaligned-first"])
 def test_addresses_of_one_signature_may_differ_in_alignment(first: int, backend: str, device: str) -> None:
     # 16-byte accesses at an address that is not a multiple of 16 are an error on a GPU
-    found = registry.get(OP)
-    found.force(backend)
+    gemm.force(backend)
     rows, weights = random(4 * 64 + 8, device=device), random(8 * 64 + 8, device=device, seed=1)
     for turn, offset in enumerate((first, 1 - first, first, 1 - first, 3)):
-        call = Operands(rows[offset : offset + 256].view(4, 64), weights[offset : offset + 512].view(8, 64).mT)
+        call = GemmCall(rows[offset : offset + 256].view(4, 64), weights[offset : offset + 512].view(8, 64).mT)
         call = call._replace(bias=random(8, device=device, seed=turn))
-        assert_result(backend, found(*call), call)
+        assert_result(backend, gemm(call), call)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "e4m3"])
 def test_a_bound_call_takes_each_of_its_tensors_anew(kind: str, device: str) -> None:
-    found = registry.get(OP)
     for backend in ("triton", "triton_stream_k"):
-        found.force(backend)
+        gemm.force(backend)
         for seed in range(3):
             dtype = {"bf16": BF16, "int8": I8, "e4m3": E4M3}[kind]
-            call = Operands(
+            call = GemmCall(
                 random(5, 40, dtype=dtype, device=device, seed=seed),
                 random(40, 20, dtype=dtype, device=device, seed=seed + 9),
                 random(20, dtype=F32, device=device, seed=seed),
@@ -1203,30 +1194,29 @@ def test_a_bound_call_takes_each_of_its_tensors_anew(kind: str, device: str) -> 
                     scale_a=scales(5, device=device, seed=seed, size=wide(0.1, dtype)),
                     scale_b=scales(20, device=device, seed=seed + 5, size=wide(0.1, dtype)),
                 )
-            assert_result(backend, found(*call), call)
-        assert len(found._bound) == 1
+            assert_result(backend, gemm(call), call)
+        assert len(gemm._bound) == 1
 
 
 # --- what the choice depends on
 
 
-def _refused(call: Operands) -> dict[str, str]:
-    return {refusal.backend: refusal.reason for refusal in registry.get(OP).decide(*call).refused}
+def _refused(call: GemmCall) -> dict[str, str]:
+    return {refusal.backend: refusal.reason for refusal in gemm.decide(call).refused}
 
 
 def test_the_default_is_pytorch_and_others_say_why(device: str) -> None:
     call = product(5, 20, 40, device=device)
-    decision = registry.get(OP).decide(*call)
+    decision = gemm.decide(call)
     assert decision.backend == "torch"
     assert set(_refused(call)) >= (set(KERNELS) if device == "cpu" else {"triton_stream_k", "triton_multiply"})
     assert all(_refused(call).values())
     if device == "cpu":
-        assert registry.get(OP).decide(*scaled(product(5, 20, 40, E4M3))).backend == "reference"
-        assert registry.get(OP).decide(*product(5, 20, 40, BF16, I8)).backend == "reference"
+        assert gemm.decide(scaled(product(5, 20, 40, E4M3))).backend == "reference"
+        assert gemm.decide(product(5, 20, 40, BF16, I8)).backend == "reference"
 
 
 def test_key_has_all_the_choice_depends_on(device: str) -> None:
-    found = registry.get(OP)
     base = product(5, 32, 64, device=device)
     eight = product(5, 32, 64, I8, device=device, out_dtype=BF16)
     calls = [
@@ -1262,20 +1252,19 @@ def test_key_has_all_the_choice_depends_on(device: str) -> None:
         eight._replace(scale_b=scales(32, device=device)),
         *(UNWALKED[case](device) for case in ("a", "residual", "residual-of-rows")),
     ]
-    keys = [found.key(*call) for call in calls]
+    keys = [gemm.key(call) for call in calls]
     for call in calls:
-        found.check(*call)
+        gemm.check(call)
     same = [(i, j) for i, j in itertools.combinations(range(len(keys)), 2) if keys[i] == keys[j]]
     assert not same
-    assert all(len(key) == len(found.key_fields) for key in keys)
+    assert all(len(key) == len(gemm.key_fields) for key in keys)
     # sizes of a bucket share a key
-    assert found.key(*product(17, 32, 64)) == found.key(*product(32, 32, 64)) != found.key(*product(33, 32, 64))
+    assert gemm.key(product(17, 32, 64)) == gemm.key(product(32, 32, 64)) != gemm.key(product(33, 32, 64))
 
 
 @pytest.mark.parametrize("which", ["a", "b", "bias", "residual", "scale_a", "scale_b", "norm_weight"])
 def test_gradients(which: str, device: str) -> None:
     """A call that needs gradients gets them, from no kernel, and the decision says why."""
-    found = registry.get(OP)
     if which.startswith("scale"):
         # sizes that PyTorch takes on a GPU too
         call = product(20, 24, 40, I8, device=device, out_dtype=F32)
@@ -1289,12 +1278,12 @@ def test_gradients(which: str, device: str) -> None:
     call = call._replace(**{which: leaf})
     # stream-K normalises nothing
     for forced in KERNELS[:1] if which == "norm_weight" else KERNELS[:2]:
-        found.force(forced)
+        gemm.force(forced)
         assert "gradients" in _refused(call)[forced]
-        assert found.decide(*call).backend == "torch"
+        assert gemm.decide(call).backend == "torch"
         with torch.no_grad():
-            assert found.decide(*call).backend == forced
-    found(*call).square().sum().backward()
+            assert gemm.decide(call).backend == forced
+    gemm(call).square().sum().backward()
     assert leaf.grad is not None
     # by the definition, in float64
     parts = {
@@ -1326,40 +1315,39 @@ def test_float8_scales_get_their_gradient(device: str) -> None:
 
 
 def test_cost(device: str) -> None:
-    cost = registry.get(OP).cost
+    cost = gemm.study.cost
     call = product(6, 20, 40, device=device, bias=random(20, dtype=F32, device=device))
-    assert cost(*call).flops == 2 * 6 * 20 * 40
-    assert cost(*call).bytes == 2 * (6 * 40 + 40 * 20 + 6 * 20) + 4 * 20
-    batch = Operands(random(3, 6, 40, device=device), random(3, 40, 20, device=device), out_dtype=F32)
-    assert cost(*batch).flops == 3 * 2 * 6 * 20 * 40
-    assert cost(*batch).bytes == 3 * (2 * (6 * 40 + 40 * 20) + 4 * 6 * 20)
+    assert cost(call).flops == 2 * 6 * 20 * 40
+    assert cost(call).bytes == 2 * (6 * 40 + 40 * 20 + 6 * 20) + 4 * 20
+    batch = GemmCall(random(3, 6, 40, device=device), random(3, 40, 20, device=device), out_dtype=F32)
+    assert cost(batch).flops == 3 * 2 * 6 * 20 * 40
+    assert cost(batch).bytes == 3 * (2 * (6 * 40 + 40 * 20) + 4 * 6 * 20)
     normed = product(6, 20, 40, device=device, norm_weight=random(40, dtype=F32, device=device))
-    assert cost(*normed).bytes == 2 * (6 * 40 + 40 * 20 + 6 * 20) + 4 * 40
+    assert cost(normed).bytes == 2 * (6 * 40 + 40 * 20 + 6 * 20) + 4 * 40
     gated = product(6, 20, 40, device=device, activation="silu_and_mul")
-    assert cost(*gated).flops == 2 * 6 * 20 * 40 and cost(*gated).bytes == 2 * (6 * 40 + 40 * 20 + 6 * 10)
-    three = Operands(random(2, 3, 40, device=device), random(40, 20, device=device))
-    assert cost(*three).flops == 2 * 6 * 20 * 40
+    assert cost(gated).flops == 2 * 6 * 20 * 40 and cost(gated).bytes == 2 * (6 * 40 + 40 * 20 + 6 * 10)
+    three = GemmCall(random(2, 3, 40, device=device), random(40, 20, device=device))
+    assert cost(three).flops == 2 * 6 * 20 * 40
 
 
 def test_bench_and_emulate_cases_are_calls(device: str) -> None:
-    found = registry.get(OP)
-    quick = found.bench_cases("quick", device)  # type: ignore[misc]
+    quick = gemm.study.bench_cases("quick", device)  # type: ignore[misc]
     assert len(quick) == 3
     for case in quick.values():
-        found.check(*case())
-    assert len(found.bench_cases("shared", "meta")) > 80  # type: ignore[misc]
-    for case in found.bench_cases("shared", "meta").values():  # type: ignore[misc]
-        found.check(*case())
-    for label, case in found.emulate_cases("gfx942").items():  # type: ignore[misc]
+        gemm.check(case())
+    assert len(gemm.study.bench_cases("shared", "meta")) > 80  # type: ignore[misc]
+    for case in gemm.study.bench_cases("shared", "meta").values():  # type: ignore[misc]
+        gemm.check(case())
+    for label, case in gemm.study.emulate_cases("gfx942").items():  # type: ignore[misc]
         # they are made on the CPU
-        call = Operands(*(moved(value, device) if isinstance(value, Tensor) else value for value in case()))
+        call = mapped(case(), lambda value: moved(value, device))
         if call.a.dtype in FNUZ:
-            assert device == "cuda" or "has no" in str(declines("triton", call)), label
+            assert device == "cuda" or "has no" in str(refuses("triton", call)), label
         elif call.form == "plain":
             assert_right("triton" if call.tail is None else "triton_multiply", call)
         else:
-            assert numerics.compare(found.run("triton", *call), found.reference(*call)).within(
-                numerics.tolerance(OP, "bfloat16")
+            assert numerics.compare(gemm.run("triton", call), gemm.reference(call)).within(
+                numerics.tolerance("gemm", "bfloat16")
             ), label
 
 
@@ -1370,8 +1358,8 @@ def _t(*shape: int, dtype: torch.dtype = F32) -> Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-def _bad(message: str, a: Any = None, b: Any = None, **more: Any) -> tuple[str, Operands]:
-    return message, Operands(_t(3, 8) if a is None else a, _t(8, 6) if b is None else b, **more)
+def _bad(message: str, a: Any = None, b: Any = None, **more: Any) -> tuple[str, GemmCall]:
+    return message, GemmCall(_t(3, 8) if a is None else a, _t(8, 6) if b is None else b, **more)
 
 
 _A8, _B8 = _t(3, 8, dtype=I8), _t(8, 6, dtype=I8)
@@ -1389,9 +1377,9 @@ BAD = {
     "K": _bad("do not fit: K is 8 and 7", b=_t(7, 6)),
     "K-vector": _bad("do not fit: K is 7 and 8", _t(7)),
     "K-batch": _bad("do not fit: K is 8 and 7", b=_t(2, 7, 6)),
-    "dtypes": _bad("no product of torch.float32 and torch.float16", b=_t(8, 6, dtype=F16)),
-    "int8-float": _bad("no product of torch.int8 and torch.float32", _A8),
-    "int8-float8": _bad("no product of torch.int8 and torch.float8_e4m3fn", _A8, _B8.float().to(E4M3)),
+    "dtypes": _bad("cannot multiply torch.float32 by torch.float16", b=_t(8, 6, dtype=F16)),
+    "int8-float": _bad("cannot multiply torch.int8 by torch.float32", _A8),
+    "int8-float8": _bad("cannot multiply torch.int8 by torch.float8_e4m3fn", _A8, _B8.float().to(E4M3)),
     "devices": _bad("a is on cpu, b on meta", b=_t(8, 6).to("meta")),
     "batch-of-a-vector": _bad(r"needs an a \[..., M, K\]", _t(8), _t(2, 8, 6)),
     "batches": _bad("batches of a .* and b .* do not fit", _t(3, 4, 8), _t(2, 8, 6)),
@@ -1469,7 +1457,7 @@ BAD_FORMS = {
     "int4-bytes": _bad(r"uint8 \[32, N\]", b=_t(4, 6, dtype=torch.uint8), form="int4", group=32),
     "int4-dtype": _bad(r"uint8 \[32, N\]", b=_t(32, 6, dtype=I8), form="int4", group=32),
     "int4-group": _bad("groups of 32, 64, 128, not 0", b=_t(32, 6, dtype=torch.uint8), form="int4"),
-    "int4-int8": _bad("no product of torch.int8", _A8, _t(32, 6, dtype=torch.uint8), form="int4", group=32),
+    "int4-int8": _bad("cannot multiply torch.int8", _A8, _t(32, 6, dtype=torch.uint8), form="int4", group=32),
     "zero-plain": _bad("zero points are for 4-bit", b=_B8, scale_b=_t(6), zero=_t(6)),
     "zero-shape": _bad(
         "zero must have scale_b's shape", b=_t(32, 6, dtype=torch.uint8), form="int4", group=32, scale_b=_t(1, 6),
@@ -1490,14 +1478,13 @@ BAD_FORMS = {
 def test_wrong_arguments(case: str) -> None:
     """One clear error on every path, before any of them looks at its backend."""
     message, call = (BAD | BAD_FORMS)[case]
-    found = registry.get(OP)
     for backend in BACKENDS:
         with pytest.raises(InvalidArgument, match=message):
-            found.run(backend, *call)
+            gemm.run(backend, call)
     with pytest.raises(InvalidArgument, match=message):
-        found.decide(*call)
+        gemm.decide(call)
     with pytest.raises(InvalidArgument, match=message):
-        found(*call)
+        gemm(call)
     if case in BAD:
         options = {key: value for key, value in call._asdict().items() if key not in WITHIN}
         with pytest.raises(InvalidArgument, match=message):
@@ -1506,18 +1493,18 @@ def test_wrong_arguments(case: str) -> None:
 
 def test_every_message_of_the_checks_is_asked_for() -> None:
     """By the lines that raise: a check that is added here needs its case above."""
-    source = Path(inspect.getfile(Operands))
+    source = Path(inspect.getfile(GemmCall))
     raising = {node.lineno for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Raise)}
     asked = set()
     for _, call in (BAD | BAD_FORMS).values():
         with pytest.raises(InvalidArgument) as error:
-            registry.get(OP).check(*call)
+            gemm.check(call)
         asked.add(error.traceback[-1].lineno + 1)
     assert raising == asked
 
 
 def test_configurations_that_do_not_fit(device: str) -> None:
-    run = registry.get(OP).run
+    run = gemm.run
     for dtype, config, what in (
         (I8, {"k": 16}, "BLOCK_K of 16 .* take 32"),
         (E4M3, {"k": 16}, "BLOCK_K of 16 .* take 32"),
@@ -1527,23 +1514,23 @@ def test_configurations_that_do_not_fit(device: str) -> None:
     ):
         for backend, make in (("triton", tile), ("triton_stream_k", stream)):
             with pytest.raises(InvalidArgument, match=what):
-                run(backend, *product(3, 20, 64, dtype, device=device), config=make(**config))
+                run(backend, product(3, 20, 64, dtype, device=device), config=make(**config))
     blocks = product(3, 130, 256, E4M3, device=device, scale_b=scales(2, 2, device=device))
     with pytest.raises(InvalidArgument, match="more than one block of scales"):
-        run("triton", *blocks, config=tile(k=256))
+        run("triton", blocks, config=tile(k=256))
     with pytest.raises(InvalidArgument, match="more than one block of scales"):
-        run("triton_stream_k", *blocks, config=stream(k=256))
+        run("triton_stream_k", blocks, config=stream(k=256))
     groups = product(3, 20, 256, BF16, I8, device=device, scale_b=scales(4, 20, device=device), group=64)
     with pytest.raises(InvalidArgument, match="more than one group of 64"):
-        run("triton", *groups, config=tile(k=128))
+        run("triton", groups, config=tile(k=128))
     for chains, size in ((0, 64), (3, 64), (4, 32)):
         with pytest.raises(InvalidArgument, match=f"cannot be divided into {chains} CHAINS"):
-            run("triton", *product(3, 20, 64, device=device), config=tile(k=size, CHAINS=chains))
+            run("triton", product(3, 20, 64, device=device), config=tile(k=size, CHAINS=chains))
     stored = torch.zeros(20, 128, dtype=torch.uint8, device=device).mT
-    int4 = Operands(random(3, 256, device=device), stored, scale_b=scales(8, 20, device=device), form="int4", group=32)
+    int4 = GemmCall(random(3, 256, device=device), stored, scale_b=scales(8, 20, device=device), form="int4", group=32)
     for k in (32, 128):
-        with pytest.raises(InvalidArgument, match="does not fit 4-bit codes in groups of 32"):
-            run("triton", *int4, config=tile(k=k))
+        with pytest.raises(InvalidArgument, match="does not fit 4-bit values in groups of 32"):
+            run("triton", int4, config=tile(k=k))
 
 
 # --- compilation
@@ -1592,11 +1579,11 @@ def test_what_is_compiled_anew(backend: str, config: Config, monkeypatch: pytest
     for i, K in enumerate(sizes):
         for j, N in enumerate(sizes):
             M = (1, 5, 8)[(i + j) % 3] if few else (1, 5, 16, 700, 4096)[(i + j) % 5]
-            call = Operands(
+            call = GemmCall(
                 torch.empty(M, K, dtype=BF16, device="meta"), torch.empty(N, K, dtype=BF16, device="meta").mT
             )
             noted.clear()
-            registry.get(OP).backends[backend].run(*call, config=config)
+            gemm.backends[backend].run(call, config=config)
             for launch in noted:
                 options = launch.options()
                 # one row has any stride; one column of K lies together with its neighbours
@@ -1619,7 +1606,7 @@ def test_what_is_compiled_anew(backend: str, config: Config, monkeypatch: pytest
 def test_new_sizes_do_not_compile(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         noted = _launches(patch)
-        registry.get(OP).run(backend, *product(40, 96, 64, device="cuda"), config=configs(backend)[-1])
+        gemm.run(backend, product(40, 96, 64, device="cuda"), config=configs(backend)[-1])
     kernels = [launch.kernel for launch in noted]
 
     def compiled_for(M: int, N: int, K: int) -> int:
@@ -1669,7 +1656,7 @@ def test_compile_fullgraph(kind: str, dynamic: bool, device: str) -> None:
     # not calls of the backend: Inductor has a graph traced again where it must take Python floats for constants
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if dynamic else 2)
     # the decision made while tracing is on record
-    assert any(calls == 0 and decision.key[2] == 48 for decision, calls in registry.get(OP).decisions())
+    assert any(calls == 0 and decision.key[2] == 48 for decision, calls in gemm.decisions())
 
 
 def test_compile_with_gradients(device: str) -> None:
@@ -1687,9 +1674,10 @@ import itertools
 import torch
 from wavecrest.hardware import ARCHS
 from wavecrest.isa.compiler import compile_launch
-from wavecrest.ops.gemm import launch as L
-from wavecrest.ops.gemm import multiply as few
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm import launch as L
+from wavecrest.ops._gemm import launch_gemv as few
+from wavecrest.ops._gemm.call import GemmCall
+from wavecrest.dispatch.call import mapped
 from wavecrest.dispatch.tuned import Config
 import tests.ops.test_gemm as t
 import tests.ops.gemm_harness as h
@@ -1700,51 +1688,51 @@ def empty(*shape, dtype=torch.float32):
 calls = {}
 for dtype in (torch.int8, torch.float8_e4m3fn):
     for blocks_a, blocks_b in itertools.product((0, 1), repeat=2):
-        calls[f"{dtype} {blocks_a}{blocks_b}"] = Operands(
+        calls[f"{dtype} {blocks_a}{blocks_b}"] = GemmCall(
             empty(5, 300, dtype=dtype), empty(20, 300, dtype=dtype).mT, out_dtype=torch.float32,
             scale_a=empty(5, 3) if blocks_a else empty(5), scale_b=empty(3, 1) if blocks_b else empty(20))
 bf16 = torch.bfloat16
 int4 = empty(20, 160, dtype=torch.uint8).mT
 zero = empty(3, 20, dtype=torch.uint8)
-calls["int4"] = Operands(empty(5, 300, dtype=bf16), int4, scale_b=empty(3, 20), form="int4", group=128, zero=zero)
-calls["weight groups"] = Operands(
+calls["int4"] = GemmCall(empty(5, 300, dtype=bf16), int4, scale_b=empty(3, 20), form="int4", group=128, zero=zero)
+calls["weight groups"] = GemmCall(
     empty(5, 300, dtype=bf16), empty(20, 300, dtype=torch.int8).mT, scale_b=empty(10, 20), group=32)
-calls["shuffled"] = Operands(empty(5, 320, dtype=bf16), empty(32, 320, dtype=bf16).mT, form="shuffled")
+calls["shuffled"] = GemmCall(empty(5, 320, dtype=bf16), empty(32, 320, dtype=bf16).mT, form="shuffled")
 far = torch.empty_strided((5, 320), (2**31 + 16, 1), dtype=bf16, device="meta")
-calls["far rows"] = Operands(far, empty(32, 320, dtype=bf16).mT)
+calls["far rows"] = GemmCall(far, empty(32, 320, dtype=bf16).mT)
 far = torch.empty_strided((3, 20), (2**31 + 16, 1), dtype=bf16, device="meta")
-calls["far columns"] = Operands(empty(5, 3, dtype=bf16), far)
+calls["far columns"] = GemmCall(empty(5, 3, dtype=bf16), far)
 three = empty(2, 3, 4, 320, dtype=bf16).permute(2, 1, 0, 3)
-calls["three strides"] = Operands(three, empty(32, 320, dtype=bf16).mT)
-calls["steps"] = Operands(empty(10, 600, dtype=bf16)[::2, ::2], empty(300, 60, dtype=bf16)[:, ::3])
-calls["columns"] = Operands(empty(300, 5, dtype=bf16).t(), empty(300, 20, dtype=bf16))
-calls["gated int8 out"] = Operands(
+calls["three strides"] = GemmCall(three, empty(32, 320, dtype=bf16).mT)
+calls["steps"] = GemmCall(empty(10, 600, dtype=bf16)[::2, ::2], empty(300, 60, dtype=bf16)[:, ::3])
+calls["columns"] = GemmCall(empty(300, 5, dtype=bf16).t(), empty(300, 20, dtype=bf16))
+calls["gated int8 out"] = GemmCall(
     empty(5, 300), empty(40, 300).mT, empty(40), activation="gelu_and_mul", residual=empty(5, 20), out_dtype=torch.int8,
     out_scale=empty())
-calls["batch"] = Operands(empty(3, 5, 300), empty(3, 300, 20), empty(5), bias_along="m", activation="leaky_relu")
-calls["int32"] = Operands(empty(5, 300, dtype=torch.int8), empty(20, 300, dtype=torch.int8).mT)
+calls["batch"] = GemmCall(empty(3, 5, 300), empty(3, 300, 20), empty(5), bias_along="m", activation="leaky_relu")
+calls["int32"] = GemmCall(empty(5, 300, dtype=torch.int8), empty(20, 300, dtype=torch.int8).mT)
 normed = {"norm_weight": empty(300, dtype=bf16)}
-calls["normed"] = Operands(empty(8, 300, dtype=bf16), empty(20, 300, dtype=bf16).mT, **normed)
-calls["normed gated"] = Operands(
+calls["normed"] = GemmCall(empty(8, 300, dtype=bf16), empty(20, 300, dtype=bf16).mT, **normed)
+calls["normed gated"] = GemmCall(
     empty(3, 300, dtype=torch.float16), empty(40, 300, dtype=torch.float8_e5m2).mT, empty(40), None, empty(40),
     empty(3, 20), activation="silu_and_mul", **normed)
-calls["normed tiles"] = Operands(
+calls["normed tiles"] = GemmCall(
     empty(40, 300, dtype=bf16), empty(40, 300, dtype=torch.int8).mT, empty(40), None, empty(40), empty(40, 20),
     activation="silu_and_mul", **normed)
-calls["normed fp32"] = Operands(empty(5, 300), empty(300, 20), **normed)
-calls["normed int4"] = Operands(
+calls["normed fp32"] = GemmCall(empty(5, 300), empty(300, 20), **normed)
+calls["normed int4"] = GemmCall(
     empty(2, 300, dtype=bf16), int4, scale_b=empty(3, 20), form="int4", group=128, **normed)
-plans = [(L.tiles, h.tile(k=64, num_warps=1)), (L.stream, h.stream(k=64)), (few.multiply, h.multiply(split=2)),
+plans = [(L.tiles, h.tile(k=64, num_warps=1)), (L.stream, h.stream(k=64)), (few.gemv, h.multiply(split=2)),
          (L.tiles, h.tile(k=64, num_warps=1, SPLIT_K=2, PERSISTENT=1))]
 count = 0
 for turn, (name, call) in enumerate(calls.items()):
     planner, config = plans[turn % 4]
-    if planner is L.stream and call.activation in h.GATED or planner is few.multiply and few.multiplies(call):
+    if planner is L.stream and call.activation in h.GATED or planner is few.gemv and few.refusal(call):
         planner, config = plans[3]
     if call.norm_weight is not None:
         planner, config = L.tiles, h.tile(k=64, num_warps=1)
         if L.cannot_normalise(call) or name == "normed":
-            planner, config = few.multiply, h.multiply(k=128)
+            planner, config = few.gemv, h.multiply(k=128)
     if call.group == 32:
         config = Config(**(config.kwargs | {"BLOCK_K": 32}))
     arch = ARCHS["gfx942" if turn % 3 else "sm_90"]
@@ -1776,8 +1764,8 @@ def test_tensor_descriptors(orders: str, watch: Watch, device: str) -> None:
     M, N, K = 40, 48, 72
     a = random(M, K, device=device) if orders[0] == "k" else random(K, M, device=device).t()
     b = random(K, N, device=device) if orders[2] == "n" else random(N, K, device=device).mT
-    call = Operands(a, b, random(N, dtype=F32, device=device), activation="relu", out_dtype=F32)
-    assert described(call)
+    call = GemmCall(a, b, random(N, dtype=F32, device=device), activation="relu", out_dtype=F32)
+    assert has_descriptors(call)
     for planner, config in (
         (launch_tiles, tile(32, 32, 32)),
         (launch_tiles, tile(32, 32, 32, **SPLIT)),
@@ -1795,7 +1783,7 @@ def test_tensor_descriptors(orders: str, watch: Watch, device: str) -> None:
 
 def test_what_tensor_descriptors_stand_for() -> None:
     fine = product(40, 48, 64)
-    assert described(fine)
+    assert has_descriptors(fine)
     for call in (
         product(40, 48, 68),
         fine._replace(a=random(64, 40).t(), b=random(64, 40)[:, 2:38]),
@@ -1808,14 +1796,14 @@ def test_what_tensor_descriptors_stand_for() -> None:
         fine._replace(a=random(1, 64).expand(40, 64)),
         fine._replace(b=random(1, 64).expand(48, 64).mT),
     ):
-        assert not described(call)
+        assert not has_descriptors(call)
 
 
 # --- any call
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[Operands, str, Config | None]:
+def calls(draw: st.DrawFn) -> tuple[GemmCall, str, Config | None]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     M, N, K = (draw(st.integers(1, most)) for most in (24, 40, 90))
     activation = draw(st.sampled_from([None, *list(ACTIVATIONS)[1:], *GATED]))
@@ -1837,7 +1825,7 @@ def calls(draw: st.DrawFn) -> tuple[Operands, str, Config | None]:
         return x[:rows, :cols].expand(rows, cols)
 
     a, b = laid_out(M, K, 0), laid_out(columns, K, 50).mT
-    call = Operands(a, b, activation=activation, out_dtype=F32)
+    call = GemmCall(a, b, activation=activation, out_dtype=F32)
     if dtype in (I8, E4M3, E5M2):
         kinds = st.sampled_from(["none", "tensor", "vector", "block"])
         call = call._replace(
@@ -1864,10 +1852,10 @@ def calls(draw: st.DrawFn) -> tuple[Operands, str, Config | None]:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls(), st.integers(1, 9))
-def test_any_call(made: tuple[Operands, str, Config | None], units: int) -> None:
+def test_any_call(made: tuple[GemmCall, str, Config | None], units: int) -> None:
     """Any shape, strides, type, scales, epilogue, algorithm and configuration."""
     call, backend, config = made
-    if declines(backend, call) is not None:
+    if refuses(backend, call) is not None:
         backend, config = "triton", tile(16, 32, 32)
     with pytest.MonkeyPatch.context() as patch:
         machine(patch, units=units, xcds=1 + units % 3)
@@ -1895,9 +1883,9 @@ def test_tensors_past_2_to_the_31_elements(shape: tuple[int, int, int], backend:
     """The result; a; b."""
     M, N, K = shape
     a, weight = _far_rows("cuda", M, K), _far_rows("cuda", N, K)
-    got = registry.get(OP).run(backend, a, weight.mT, *Operands(a, a)[2:])
+    got = gemm.run(backend, a, weight.mT, GemmCall(a, a)[2:])
     rows, columns = (torch.tensor(sorted({0, 1, n // 2, n - 2, n - 1}), device="cuda") for n in (M, N))
-    some = Operands(a[rows], weight[columns].mT)
+    some = GemmCall(a[rows], weight[columns].mT)
     assert_result(backend, got[rows][:, columns].contiguous(), some)
     # the rest is zeros, written
     assert int(got.count_nonzero()) <= rows.numel() * columns.numel()
@@ -1911,11 +1899,11 @@ def test_batches_and_parts_past_2_to_the_31_elements() -> None:
     b = torch.zeros(2, 32776, 65544, dtype=torch.float8_e5m2, device="cuda")
     b[1, :, -16:] = random(32776, 16, dtype=E5M2, device="cuda")
     a = random(2, 4, 32776, dtype=E5M2, device="cuda")
-    got = registry.get(OP).run("triton", *Operands(a, b))
-    assert_result("triton", got[1:, :, -16:].contiguous(), Operands(a[1:], b[1:, :, -16:]))
+    got = gemm.run("triton", GemmCall(a, b))
+    assert_result("triton", got[1:, :, -16:].contiguous(), GemmCall(a[1:], b[1:, :, -16:]))
     del b
     tall = product(65544, 16392, 64, device="cuda", out_dtype=F32)
-    got = registry.get(OP).run("triton", *tall, config=tile(128, 128, 32, SPLIT_K=2, num_warps=8))
+    got = gemm.run("triton", tall, config=tile(128, 128, 32, SPLIT_K=2, num_warps=8))
     assert_result("triton", got[-3:].contiguous(), tall._replace(a=tall.a[-3:]))
 
 
@@ -1924,15 +1912,14 @@ def test_batches_and_parts_past_2_to_the_31_elements() -> None:
 @pytest.mark.parametrize("backend", KERNELS)
 def test_replays_in_a_cuda_graph(backend: str, kind: str) -> None:
     call = TYPES[kind](7, "cuda")
-    if declines(backend, call) is not None:
+    if refuses(backend, call) is not None:
         pytest.skip("a type of the others")
-    found = registry.get(OP)
-    found.pin(found.key(*call), backend, configs(backend)[-1], "exact", "a test")
-    found(*call)
+    gemm.pin(gemm.key(call), backend, configs(backend)[-1], "exact", "a test")
+    gemm(call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = found(*call)
+        result = gemm(call)
     for seed in (5, 6):
         for value, other in zip(call[:2], TYPES[kind](7, "cuda")[:2], strict=True):
             value.copy_(random(*other.shape, dtype=value.dtype, device="cuda", seed=seed))
@@ -1960,10 +1947,9 @@ def test_with_tensor_descriptors_and_without(shape: tuple[int, int, int], dtype:
 def test_calls_with_descriptors_are_one_operation_of_a_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses are not traced: the graph calls the op, which decides again. Here without real descriptors."""
     launch = sys.modules["wavecrest.ops._gemm.launch"]
-    monkeypatch.setattr(launch, "with_descriptors", lambda _given, _config: torch.compiler.is_compiling())
+    monkeypatch.setattr(launch, "with_descriptors", lambda _call, _config: torch.compiler.is_compiling())
     a, b, bias = random(20, 48, device=device), random(48, 40, device=device), random(40, dtype=F32, device=device)
-    found = registry.get(OP)
-    found.force("triton")
+    gemm.force("triton")
     graphs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
@@ -1975,7 +1961,7 @@ def test_calls_with_descriptors_are_one_operation_of_a_graph(device: str, monkey
         lambda x: ops.gemm(x, b, bias, activation="silu", out_dtype=F32), fullgraph=True, backend=backend
     )
     with torch.no_grad():
-        assert_result("triton", compiled(a), Operands(a, b, bias, activation="silu", out_dtype=F32))
+        assert_result("triton", compiled(a), GemmCall(a, b, bias, activation="silu", out_dtype=F32))
     assert len(graphs) == 1 and "wavecrest.gemm" in graphs[0], graphs
 
 
@@ -1984,15 +1970,14 @@ def test_calls_with_descriptors_are_one_operation_of_a_graph(device: str, monkey
 def test_descriptors_inside_compile(orders: str) -> None:
     a, b = random(304, 512, device="cuda"), random(512, 640, device="cuda")
     a, b = (a, b.mT.contiguous().mT) if orders == "by k" else (a.mT.contiguous().mT, b)
-    found = registry.get(OP)
-    call = Operands(a, b, bias=random(640, device="cuda"), activation="silu")
+    call = GemmCall(a, b, bias=random(640, device="cuda"), activation="silu")
     config = tile(128, 128, 64, TMA=1, num_warps=8, num_stages=3)
-    found.pin(found.key(*call), "triton", config, "exact", "a test")
+    gemm.pin(gemm.key(call), "triton", config, "exact", "a test")
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: ops.gemm(x, b, call.bias, activation="silu"), fullgraph=True)
     with torch.no_grad():
         assert_result("triton", compiled(a), call)
-        assert found.decide(*call).backend == "triton"
+        assert gemm.decide(call).backend == "triton"
 
 
 @pytest.mark.gpu
@@ -2007,9 +1992,8 @@ def test_descriptors_inside_compile(orders: str) -> None:
 def test_the_same_bits_whatever_memory_held(backend: str, config: Config) -> None:
     """Workspaces from fresh memory, from memory full of NaN, and from the cache: the same bits; none is kept."""
     call = product(8 if backend == "triton_multiply" else 300, 1000, 2056, device="cuda", out_dtype=F32)
-    found = registry.get(OP)
-    found.pin(found.key(*call), backend, config, "exact", "a test")
-    first = found(*call)
+    gemm.pin(gemm.key(call), backend, config, "exact", "a test")
+    first = gemm(call)
     assert_result(backend, first, call)
 
     def held() -> int:
@@ -2022,7 +2006,7 @@ def test_the_same_bits_whatever_memory_held(backend: str, config: Config) -> Non
         before = held()
         if turn % 2:
             torch.full((1 << 26,), NAN, device="cuda")
-        again = found(*call)
+        again = gemm(call)
         assert torch.equal(again, first)
         assert held() - before == first.untyped_storage().nbytes()
         del again
@@ -2037,5 +2021,5 @@ def test_own_configurations_on_layers(kind: str, shape: tuple[int, int, int]) ->
     call = product(M, N, K, like.a.dtype, like.b.dtype, device="cuda", precision=like.precision)
     call = scaled(call) if like.scale_a is not None else call
     for backend in BACKENDS:
-        if declines(backend, call) is None:
+        if refuses(backend, call) is None:
             assert_right(backend, call)

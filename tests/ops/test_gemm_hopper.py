@@ -15,19 +15,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests import gluon
-from tests.ops.gemm_harness import BF16, F16, F32, I8, OP, Watch, assert_right, declines, random, scales, watched
+from tests.ops.gemm_harness import BF16, F16, F32, I8, Watch, assert_right, random, refuses, scales, watched
 from tests.ops.op_harness import name, same_bits, shape_id
 from wavecrest import hardware
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import PortableKernel
-from wavecrest.dispatch.op import Op
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
+from wavecrest.ops._gemm import config as configs
 from wavecrest.ops._gemm import kernel_hopper as hopper_kernel
 from wavecrest.ops._gemm import launch_hopper as hopper_launch
-from wavecrest.ops._gemm.call import GATED, Operands
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GATED, GemmCall
 from wavecrest.ops._gemm.key import key_of
+from wavecrest.ops._gemm.study import space
 from wavecrest.ops.common import hopper as _hopper
 from wavecrest.ops.common import triton as _triton
 from wavecrest.ops.common.activation import ACTIVATIONS
@@ -41,16 +43,16 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 @pytest.fixture
-def hopper() -> Op:
+def hopper() -> AnyOp:
     if hardware.detect().arch != "sm_90":
         pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
-    return registry.get(OP)
+    return gemm
 
 
-def gated(M: int, N: int, K: int, dtype: torch.dtype = BF16, device: str = "cuda", **more: Any) -> Operands:
+def gated(M: int, N: int, K: int, dtype: torch.dtype = BF16, device: str = "cuda", **more: Any) -> GemmCall:
     """a [M, K] and a weight [2N, K]: results [M, N] of about 1."""
     b = random(2 * N, K, dtype=dtype, device=device, seed=1) * max(1, K) ** -0.5
-    return Operands(random(M, K, dtype=dtype, device=device), b.mT, **({"activation": "silu_and_mul"} | more))
+    return GemmCall(random(M, K, dtype=dtype, device=device), b.mT, **({"activation": "silu_and_mul"} | more))
 
 
 # a tile and its edges; less than one, of a row and of a step; K that fills no step; more tiles than programs; groups of
@@ -64,79 +66,78 @@ SHAPES = (
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=name)
-def test_values(dtype: torch.dtype, shape: tuple[int, ...], hopper: Op) -> None:
+def test_values(dtype: torch.dtype, shape: tuple[int, ...], hopper: AnyOp) -> None:
     for activation in GATED:
         assert_right(HOPPER, gated(*shape, dtype, activation=activation))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(5, 40, 64), (1000, 328, 520), (2100, 2056, 72)], ids=shape_id)
-def test_configurations(shape: tuple[int, ...], hopper: Op) -> None:
+def test_configurations(shape: tuple[int, ...], hopper: AnyOp) -> None:
     call = gated(*shape, alpha=0.75)
-    backend = hopper.backends[HOPPER]
-    assert backend.space is not None
-    results = [assert_right(HOPPER, call, one) for one in backend.space(hopper.key(*call), ARCHS["sm_90"])]
+    tried = space.hopper_space(hopper.key(call), ARCHS["sm_90"])
+    results = [assert_right(HOPPER, call, one) for one in tried]
     # a result's products are added in one order, whatever is copied when
     assert all(same_bits(one, results[0]) for one in results)
 
 
 @pytest.mark.gpu
-def test_strides(hopper: Op) -> None:
+def test_strides(hopper: AnyOp) -> None:
     """Views in a sea of NaN; leading dimensions; what descriptors do not take, which the portable kernel does."""
     sea = torch.full((260, 160), math.nan, dtype=BF16, device="cuda")
     rows = torch.full((3, 50, 160), math.nan, dtype=BF16, device="cuda")[:, :, 16:112]
     weight = sea[2:258, 8:104]
     rows.copy_(random(3, 50, 96, device="cuda"))
     weight.copy_(random(256, 96, device="cuda", seed=1) / 10)
-    call = Operands(rows, weight.mT, activation="silu_and_mul")
+    call = GemmCall(rows, weight.mT, activation="silu_and_mul")
     assert_right(HOPPER, call)
     # an odd address is not in the key either
     odd = torch.empty(3 * 50 * 96 + 1, dtype=BF16, device="cuda")[1:].view(3, 50, 96)
     odd.copy_(rows)
-    expected = registry.get(OP).run("triton", odd, *call[1:])
+    expected = gemm.run("triton", call._replace(a=odd))
     _hopper.replaced.cache_clear()
     with pytest.warns(PortableKernel, match="a clone of it does"):
         assert same_bits(assert_right(HOPPER, call._replace(a=odd)), expected)
     for refused in (call._replace(a=rows[:, :1].expand(3, 50, 96)), call._replace(b=weight.mT.contiguous())):
         with pytest.raises(Unsupported, match="along K"):
-            hopper.run(HOPPER, *refused)
+            hopper.run(HOPPER, refused)
 
 
 @pytest.mark.gpu
-def test_rows_that_are_one_row(hopper: Op) -> None:
+def test_rows_that_are_one_row(hopper: AnyOp) -> None:
     """Their stride of 0 is not in the key, so that a decision for others is theirs too: the portable kernel runs."""
     call = gated(150, 136, 96)
     expanded = call._replace(a=call.a[:1].expand(150, 96))
     assert key_of(expanded) == key_of(call)
-    hopper.pin(hopper.key(*call), HOPPER, None, "user", "for this test")
+    hopper.pin(hopper.key(call), HOPPER, None, "user", "for this test")
     try:
-        assert hopper.decide(*call).backend == hopper.decide(*expanded).backend == HOPPER
+        assert hopper.decide(call).backend == hopper.decide(expanded).backend == HOPPER
         for one, backend in ((call, HOPPER), (expanded, "triton"), (call, HOPPER)):
-            assert same_bits(hopper(*one), hopper.run(backend, *one))
+            assert same_bits(hopper(one), hopper.run(backend, one))
     finally:
         hopper.unpin()
 
 
 @pytest.mark.gpu
-def test_the_same_bits_each_time_and_in_a_graph(hopper: Op) -> None:
+def test_the_same_bits_each_time_and_in_a_graph(hopper: AnyOp) -> None:
     call = gated(1500, 1032, 520)
     hopper.force(HOPPER)
     try:
-        first = hopper(*call)
-        assert all(torch.equal(hopper(*call), first) for _ in range(5))
+        first = hopper(call)
+        assert all(torch.equal(hopper(call), first) for _ in range(5))
         torch.cuda.synchronize()
         kernels = hopper_kernel._hopper_gated_kernel.device_caches[torch.cuda.current_device()][0]
         before = len(kernels)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = hopper(*call)
+            result = hopper(call)
         for seed in (5, 6):
             call.a.copy_(random(1500, 520, device="cuda", seed=seed))
             result.fill_(math.nan)
             graph.replay()
-            assert torch.equal(result, hopper(*call))
+            assert torch.equal(result, hopper(call))
         for shape in ((1, 8, 8), (333, 512, 1000), (5000, 24, 72)):
-            hopper(*gated(*shape))
+            hopper(gated(*shape))
         assert len(kernels) == before, "compiled anew for a size"
     finally:
         hopper.force(None)
@@ -150,7 +151,7 @@ def _activate(x: Tensor, _slope: float, activation: int) -> Tensor:
     return how[names[activation]](x)
 
 
-def stand_in(call: Operands, config: Config, programs: int, monkeypatch: pytest.MonkeyPatch, **planted: str) -> Tensor:
+def stand_in(call: GemmCall, config: Config, programs: int, monkeypatch: pytest.MonkeyPatch, **planted: str) -> Tensor:
     """A call with the kernel's own text on a CPU; `planted`: what it says, and what it says instead."""
     y = torch.full(call.shape, math.nan, dtype=call.dtype)
     with monkeypatch.context() as patch:
@@ -174,7 +175,7 @@ def test_tiles_and_barriers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPa
         a, b = (one.double() for one in (call.a, call.b))
         gate, up = (0.75 * (a @ b)).chunk(2, -1)
         want = _activate(gate, 0.0, ACTIVATIONS[GATED[activation]]) * up
-        for config in hopper_launch.space(ARCHS["sm_90"]):
+        for config in space.hopper_space(None, ARCHS["sm_90"]):
             found = stand_in(call, config, 2, monkeypatch).double()
             assert ((found - want).abs() <= 2.0**-8 * want.abs() + 1e-4).all()
 
@@ -196,7 +197,7 @@ def test_planted_errors_are_seen(say: str, instead: str, monkeypatch: pytest.Mon
     gate, up = (call.a.double() @ call.b.double()).chunk(2, -1)
     want = functional.silu(gate) * up
     with pytest.raises((AssertionError, TimeoutError)):
-        found = stand_in(call, hopper_launch.default(), 2, monkeypatch, **{say: instead}).double()
+        found = stand_in(call, configs.hopper(), 2, monkeypatch, **{say: instead}).double()
         assert ((found - want).abs() <= 2.0**-8 * want.abs() + 1e-4).all()
 
 
@@ -212,15 +213,15 @@ def test_what_it_does_not_take(as_sm_90: None) -> None:
     call = gated(20, 40, 64, device="cpu")
     assert hopper_launch.refusal(call) is None
     assert hopper_launch.refusal(gated(20, 40, 64, F16, "cpu", alpha=2.0, activation="gelu_tanh_and_mul")) is None
-    given = {
+    refusals = {
         "gated activations": call._replace(activation="silu"),
         "float16 and bfloat16": gated(20, 40, 64, F32, "cpu"),
-        "gives what it takes": call._replace(out_dtype=F32),
-        "does not know bias": call._replace(bias=random(80)),
-        "does not know a residual": call._replace(residual=random(20, 40)),
-        "scales and norms": call._replace(norm_weight=random(64)),
+        "returns the same": call._replace(out_dtype=F32),
+        "takes no bias": call._replace(bias=random(80)),
+        "takes no residual": call._replace(residual=random(20, 40)),
+        "scales or norm": call._replace(norm_weight=random(64)),
     }
-    for reason, refused in given.items():
+    for reason, refused in refusals.items():
         assert reason in str(hopper_launch.refusal(refused)), reason
     weight = call._replace(b=random(80, 64, dtype=I8).mT, scale_b=scales(80))
     assert "float16 and bfloat16" in str(hopper_launch.refusal(weight))
@@ -231,7 +232,7 @@ def test_what_it_does_not_take(as_sm_90: None) -> None:
         call._replace(b=call.b.contiguous()),
         call._replace(a=random(1, 64).expand(20, 64)),
         call._replace(a=random(64, 20).mT),
-        Operands(random(2, 20, 64), random(2, 64, 80).contiguous(), activation="silu_and_mul"),
+        GemmCall(random(2, 20, 64), random(2, 64, 80).contiguous(), activation="silu_and_mul"),
     ):
         assert strides in str(hopper_launch.refusal(refused))
 
@@ -242,21 +243,21 @@ def test_the_portable_kernel_says_why_it_runs(as_sm_90: None) -> None:
     expanded = random(1, 64).expand(20, 64)
     ran: list[Tensor] = []
 
-    def portable(a: Tensor, *_more: Any) -> Tensor:
-        ran.append(a)
-        return a
+    def portable(call: GemmCall) -> Tensor:
+        ran.append(call.a)
+        return call.a
 
-    for given, reason in ((odd, "where one of the tensors does not begin"), (expanded, "every other stride")):
+    for a, reason in ((odd, "where one of the tensors does not begin"), (expanded, "every other stride")):
         _hopper.replaced.cache_clear()
-        args = tuple(call._replace(a=given))
+        changed = call._replace(a=a)
         with pytest.warns(PortableKernel, match=f"gemm: its portable kernel .* which copies .*{reason}"):
-            hopper_launch.bind(Operands, args, hopper_launch.default(), portable)(*args)
-        assert ran.pop() is given
+            hopper_launch.bind(changed, configs.hopper(), portable)(changed)
+        assert ran.pop() is a
         # once is enough
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            hopper_launch.bind(Operands, args, hopper_launch.default(), portable)(*args)
-        assert ran.pop() is given
+            hopper_launch.bind(changed, configs.hopper(), portable)(changed)
+        assert ran.pop() is a
 
 
 def test_it_is_not_for_torch_compile(as_sm_90: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,21 +269,20 @@ def test_it_is_not_for_torch_compile(as_sm_90: None, monkeypatch: pytest.MonkeyP
 def test_it_is_for_sm_90(device: str) -> None:
     if device == "cuda" and hardware.detect().arch == "sm_90":
         pytest.skip("this is one")
-    reason = declines(HOPPER, gated(8, 16, 32, device=device))
+    reason = refuses(HOPPER, gated(8, 16, 32, device=device))
     assert reason is not None and ("sm_90" in reason or reason == _triton.no_gluon)
 
 
 def test_it_runs_where_a_measured_row_names_it(device: str) -> None:
-    found = registry.get(OP)
-    assert found.backends[HOPPER].reserved(*gated(8, 16, 32, device=device)) is not None
-    assert found.decide(*gated(8, 16, 32, device=device)).backend != HOPPER
+    assert gemm.backends[HOPPER].opt_in(gated(8, 16, 32, device=device)) is not None
+    assert gemm.decide(gated(8, 16, 32, device=device)).backend != HOPPER
 
 
 def test_configurations_fit() -> None:
-    tried = list(hopper_launch.space(ARCHS["sm_90"]))
-    assert tried[0] == hopper_launch.default() and len(tried) == len(set(tried)) > 1
+    tried = list(space.hopper_space(None, ARCHS["sm_90"]))
+    assert tried[0] == configs.hopper() and len(tried) == len(set(tried)) > 1
     for one in tried:
-        assert one["BEHIND"] < one["STAGES"] and hopper_launch.shared_bytes(one) <= 227 << 10
+        assert one["BEHIND"] < one["STAGES"] and space.hopper_shared_bytes(one) <= 227 << 10
         # the sums of a thread of the 128 that have 64 rows
         assert 64 * 2 * one["BLOCK_N"] // 128 <= 128
 
@@ -290,7 +290,7 @@ def test_configurations_fit() -> None:
 def test_a_group_that_would_wait_for_ever_is_refused(as_sm_90: None) -> None:
     call = gated(300, 136, 264, device="meta")
     y = torch.empty(300, 136, dtype=BF16, device="meta")
-    config = hopper_launch.default()
+    config = configs.hopper()
     made = hopper_launch.launch(call, y, config, ARCHS["sm_90"])
     # 3 × 2 tiles, a program each; five steps of 64
     assert made.grid == (6,) and made.args[hopper_launch.DESCRIPTORS :] == (136, 3, 2, 5, 1.0)

@@ -17,29 +17,27 @@ from tests.ops.gemm_harness import (
     F64,
     I8,
     KERNELS,
-    OP,
     assert_result,
     copies,
-    declines,
     random,
+    refuses,
     scales,
 )
 from tests.ops.op_harness import name
 from wavecrest import nn, ops
-from wavecrest.dispatch import registry
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall
 
 
 def product(*lead: int, N: int = 10, K: int = 24, dtype: torch.dtype = BF16, device: str = "cpu", **more: Any) -> Any:
     """a [*lead, K] times b [K, N], and a residual that may be overwritten."""
-    given = {"residual": random(*lead, N, dtype=dtype, device=device, seed=2), "overwrite_residual": True} | more
+    options = {"residual": random(*lead, N, dtype=dtype, device=device, seed=2), "overwrite_residual": True} | more
     b = random(N, K, dtype=dtype, device=device, seed=1).mT
-    return Operands(random(*lead, K, dtype=dtype, device=device), b, **given)
+    return GemmCall(random(*lead, K, dtype=dtype, device=device), b, **options)
 
 
-def run(given: Operands, backend: str = "torch") -> Tensor:
-    result: Tensor = registry.get(OP).run(backend, *given)
-    return result
+def run(call: GemmCall, backend: str = "torch") -> Tensor:
+    return gemm.run(backend, call)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32, F64], ids=name)
@@ -52,15 +50,15 @@ def test_the_result_is_the_residual(lead: tuple[int, ...], dtype: torch.dtype, d
     assert_result("torch", result, wanted)
 
 
-WAYS: dict[str, Callable[[Operands], Tensor]] = {
-    "gemm": lambda given: ops.gemm(
-        given.a, given.b, residual=given.residual, overwrite_residual=given.overwrite_residual
+WAYS: dict[str, Callable[[GemmCall], Tensor]] = {
+    "gemm": lambda call: ops.gemm(
+        call.a, call.b, residual=call.residual, overwrite_residual=call.overwrite_residual
     ),
-    "linear": lambda given: ops.linear(
-        given.a, given.b.mT, residual=given.residual, overwrite_residual=given.overwrite_residual
+    "linear": lambda call: ops.linear(
+        call.a, call.b.mT, residual=call.residual, overwrite_residual=call.overwrite_residual
     ),
-    "Linear": lambda given: nn.Linear(given.b.mT)(
-        given.a, given.residual, overwrite_residual=given.overwrite_residual
+    "Linear": lambda call: nn.Linear(call.b.mT)(
+        call.a, call.residual, overwrite_residual=call.overwrite_residual
     ),
 }  # fmt: skip
 
@@ -80,21 +78,21 @@ def test_rows_that_are_strided_or_normalised(device: str) -> None:
     apart = random(24, 6, device=device).mT
     gain = random(24, dtype=BF16, device=device, seed=3)
     for more in ({"a": apart}, {"norm_weight": gain}):
-        given = call._replace(residual=call.residual.clone(), **more)
-        wanted = given._replace(residual=given.residual.clone())
-        result = run(given)
-        assert result is given.residual
+        call = call._replace(residual=call.residual.clone(), **more)
+        wanted = call._replace(residual=call.residual.clone())
+        result = run(call)
+        assert result is call.residual
         assert_result("torch", result, wanted)
 
 
-def _inside(given: Operands, other: str) -> Operands:
+def _inside(call: GemmCall, other: str) -> GemmCall:
     """The residual in the memory of another operand, which this call reads too."""
-    shared = random(8, 8, dtype=BF16, device=str(given.a.device))
-    square = {"a": random(8, 8, device=str(given.a.device)), "b": random(8, 8, device=str(given.a.device)).mT}
-    return given._replace(**(square | {other: shared if other == "a" else shared.mT, "residual": shared}))
+    shared = random(8, 8, dtype=BF16, device=str(call.a.device))
+    square = {"a": random(8, 8, device=str(call.a.device)), "b": random(8, 8, device=str(call.a.device)).mT}
+    return call._replace(**(square | {other: shared if other == "a" else shared.mT, "residual": shared}))
 
 
-KEPT: dict[str, Callable[[str], Operands]] = {
+KEPT: dict[str, Callable[[str], GemmCall]] = {
     "a bias": lambda device: product(6, device=device, bias=random(10, dtype=BF16, device=device)),
     "an activation": lambda device: product(6, device=device, activation="silu"),
     "a factor": lambda device: product(6, device=device, alpha=0.5),
@@ -124,7 +122,7 @@ def test_what_stays(case: str, device: str) -> None:
     before = copies(call)
     result = run(call)
     assert result.data_ptr() != call.residual.data_ptr()
-    assert torch.equal(call.residual, before[Operands._fields.index("residual")])
+    assert torch.equal(call.residual, before[GemmCall._fields.index("residual")])
     if not case.startswith("gradients"):
         assert_result("torch", result, call)
 
@@ -138,7 +136,7 @@ def test_a_frozen_product_under_grad_is_overwritten(device: str) -> None:
 @pytest.mark.parametrize("backend", KERNELS)
 def test_our_kernels_leave_it(backend: str, device: str) -> None:
     call = product(3, device=device)
-    if declines(backend, call) is not None:
+    if refuses(backend, call) is not None:
         pytest.skip("a call of the others")
     before = call.residual.clone()
     assert_result(backend, run(call, backend), call)
@@ -172,11 +170,11 @@ def test_a_graph_keeps_it(device: str) -> None:
 def test_8_bit_products_leave_it(dtype: torch.dtype, device: str) -> None:
     a, b = (random(32, 32, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
     residual = random(32, 32, dtype=BF16, device=device, seed=2)
-    call = Operands(
+    call = GemmCall(
         a, b.mT, scale_a=scales(device=device), scale_b=scales(device=device), residual=residual,
         overwrite_residual=True,
     )  # fmt: skip
-    if declines("torch", call) is not None:
+    if refuses("torch", call) is not None:
         pytest.skip("PyTorch has no product of these on this device")
     before = residual.clone()
     assert_result("torch", run(call), call)
@@ -185,6 +183,5 @@ def test_8_bit_products_leave_it(dtype: torch.dtype, device: str) -> None:
 
 def test_the_decision_is_that_of_any_residual(device: str) -> None:
     """It is no part of the key: rows are measured for both."""
-    op = registry.get(OP)
     call = product(6, device=device)
-    assert op.key(*call) == op.key(*call._replace(overwrite_residual=False))
+    assert gemm.key(call) == gemm.key(call._replace(overwrite_residual=False))

@@ -16,22 +16,20 @@ from tests.ops.gemm_harness import (
     F64,
     I8,
     KERNELS,
-    OP,
     Watch,
     assert_right,
-    declines,
     multiply,
     random,
+    refuses,
     scales,
     watched,
 )
 from tests.ops.op_harness import name, same_bits
 from wavecrest import nn, ops
-from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import ARCHS
-from wavecrest.ops._gemm.backend import linear_operands
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall, linear_call
 
 MULTIPLY = "triton_multiply"
 
@@ -43,12 +41,12 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 def product(
     M: int, N: int, T: int, K: int, a: torch.dtype = BF16, b: torch.dtype = I8, device: str = "cpu", **more: Any
-) -> Operands:
+) -> GemmCall:
     """a [M, K] times a weight [N, K] in 8 bits, a scale a row, and T rows of a's dtype, larger than those."""
     scale = {"scale_b": scales(N, device=device, size=0.02)} | more
     tail = 3 * random(T, K, dtype=a, device=device, seed=2)
     weight = random(N, K, dtype=b, device=device, seed=1)
-    return Operands(random(M, K, dtype=a, device=device), weight.mT, tail=tail.mT, **scale)
+    return GemmCall(random(M, K, dtype=a, device=device), weight.mT, tail=tail.mT, **scale)
 
 
 @pytest.mark.parametrize("rows", range(1, 9))
@@ -78,15 +76,15 @@ def test_all_that_comes_behind(activation: str | None, bias: torch.dtype | None,
 
 def test_it_is_both_products(device: str) -> None:
     """Each column has the bits that it has without the other columns, and an infinite weight stays in its own."""
-    run = registry.get(OP).run
+    run = gemm.run
     call = product(3, 20, 4, 128, device=device, out_dtype=F32)
-    both = run(MULTIPLY, *call, config=multiply(4, 64))
-    alone = run(MULTIPLY, *call._replace(tail=None), config=multiply(4, 64))
-    narrow = Operands(call.a, call.tail, out_dtype=F32)  # type: ignore[arg-type]
-    behind = run(MULTIPLY, *narrow, config=multiply(1, 64))
+    both = run(MULTIPLY, call, config=multiply(4, 64))
+    alone = run(MULTIPLY, call._replace(tail=None), config=multiply(4, 64))
+    narrow = GemmCall(call.a, call.tail, out_dtype=F32)  # type: ignore[arg-type]
+    behind = run(MULTIPLY, narrow, config=multiply(1, 64))
     assert same_bits(both[:, :20].contiguous(), alone) and same_bits(both[:, 20:].contiguous(), behind)
     call.tail[0, 1] = float("inf")  # type: ignore[index]
-    found = run(MULTIPLY, *call, config=multiply(4, 64))
+    found = run(MULTIPLY, call, config=multiply(4, 64))
     assert found[:, 21].isinf().all() and int((~found.isfinite()).sum()) == 3
 
 
@@ -106,63 +104,60 @@ def test_public_functions_are_the_op(device: str) -> None:
     torch.testing.assert_close(layer(x), want)
     assert layer.out_features == 24 and set(layer.state_dict()) >= {"bias", "tail"}
     assert "tail" not in nn.Linear(weight).state_dict()
-    given = linear_operands(x, packed, bias, tail=tail)
-    assert layer.decision(x).key == registry.get(OP).key(*given)
-    torch.testing.assert_close(torch.ops.wavecrest.gemm(*given), want)
-    torch.library.opcheck(torch.ops.wavecrest.gemm, given, test_utils=("test_schema", "test_faketensor"))
+    call = linear_call(x, packed, bias, tail=tail)
+    assert layer.decision(x).key == gemm.key(call)
+    torch.testing.assert_close(torch.ops.wavecrest.gemm(*call), want)
+    torch.library.opcheck(torch.ops.wavecrest.gemm, tuple(call), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_its_kernel_needs_no_row_and_no_other_takes_it(device: str) -> None:
-    found = registry.get(OP)
     call = product(2, 20, 3, 64, device=device)
-    for backend in found.backends:
-        reason = declines(backend, call)
+    for backend in gemm.backends:
+        reason = refuses(backend, call)
         assert (reason is None) == (backend in (MULTIPLY, "reference")), (backend, reason)
         if backend in KERNELS and reason is not None:
             assert "one dtype for all columns" in reason
     # on a CPU kernels run where they are asked for
-    decision = found.decide(*call)
+    decision = gemm.decide(call)
     assert decision.backend == (MULTIPLY if device == "cuda" else "reference")
     strided = call._replace(tail=random(6, 64, device=device)[::2].mT)
-    assert "one behind the other" in str(declines(MULTIPLY, strided))
+    assert "that is contiguous" in str(refuses(MULTIPLY, strided))
     assert_right("reference", strided)
-    assert "up to 8 rows" in str(declines(MULTIPLY, product(9, 20, 3, 64, device=device)))
+    assert "up to 8 rows" in str(refuses(MULTIPLY, product(9, 20, 3, 64, device=device)))
 
 
 def test_the_key_names_it(device: str) -> None:
-    found = registry.get(OP)
     call = product(3, 20, 4, 64, device=device, bias=random(24, device=device))
-    parts = dict(zip(found.key_fields, found.key(*call), strict=True))
+    parts = dict(zip(gemm.key_fields, gemm.key(call), strict=True))
     assert parts["form"] == "plain tail 4" and parts["columns"] == 24 and parts["scales"] == "none vector"
-    again = found.call_of_key(parts, device)  # type: ignore[misc]
-    assert again is not None and found.key(*again) == found.key(*call)
-    plain = found.unpacked(*call)  # type: ignore[misc]
-    torch.testing.assert_close(found.reference(*plain), found.reference(*call), rtol=1e-2, atol=1e-1)
-    limit = found.bound(*call)  # type: ignore[misc]
+    again = gemm.study.call_of_key(parts, device)  # type: ignore[misc]
+    assert again is not None and gemm.key(again) == gemm.key(call)
+    plain = gemm.study.unpacked(call)  # type: ignore[misc]
+    torch.testing.assert_close(gemm.reference(plain), gemm.reference(call), rtol=1e-2, atol=1e-1)
+    limit = gemm.study.bound(call)  # type: ignore[misc]
     wrong = call._replace(tail=call.tail.roll(1, 1))  # type: ignore[union-attr]
-    off = (found.reference(*wrong).double() - found.reference(*call).double()).abs() > limit
+    off = (gemm.reference(wrong).double() - gemm.reference(call).double()).abs() > limit
     assert off[:, 20:].double().mean() > 0.9 and not off[:, :20].any()
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx1100"])
 def test_configurations_leave_k_whole(arch: str) -> None:
-    found = registry.get(OP)
-    backend = found.backends[MULTIPLY]
+    kernels = gemm.study.kernel(MULTIPLY)
     meta = {"device": "meta"}
-    call = Operands(
+    call = GemmCall(
         torch.empty(2, 8192, dtype=BF16, **meta), torch.empty(64, 8192, dtype=I8, **meta).mT,
         scale_b=torch.empty(64, **meta), tail=torch.empty(16, 8192, dtype=BF16, **meta).mT,
     )  # fmt: skip
-    assert backend.space is not None and backend.launches is not None and backend.work is not None
-    spaces = [list(backend.space(found.key(*one), ARCHS[arch])) for one in (call, call._replace(tail=None))]
+    assert kernels.space is not None and kernels.launches is not None and kernels.work is not None
+    spaces = [list(kernels.space(gemm.key(one), ARCHS[arch])) for one in (call, call._replace(tail=None))]
     assert any(config["SPLIT_K"] > 1 for config in spaces[1])
     assert len(spaces[0]) > 5 and all(config["SPLIT_K"] == 1 for config in spaces[0])
     for config in spaces[0][::3]:
-        launch, *second = backend.launches(*call, config=config, arch=ARCHS[arch])
+        launch, *second = kernels.launches(call, config, ARCHS[arch])
         assert not second and launch.grid[0] == 16 + -(-64 // config["BLOCK_N"])
-        assert len(backend.work(found.key(*call), config, ARCHS[arch])) == 1
+        assert len(kernels.work(gemm.key(call), config, ARCHS[arch])) == 1
     with pytest.raises(InvalidArgument, match="tail have all of K in one program: SPLIT_K is 1"):
-        backend.launches(*call, config=multiply(8, 32, split=2), arch=ARCHS[arch])
+        kernels.launches(call, multiply(8, 32, split=2), ARCHS[arch])
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -184,7 +179,7 @@ def test_wrong_arguments(case: str) -> None:
     more, words = WRONG[case]
     call = product(2, 20, 3, 64)._replace(**more)
     with pytest.raises(InvalidArgument, match=words):
-        registry.get(OP)(*call)
+        gemm(call)
 
 
 @pytest.mark.parametrize("tail", [torch.zeros(64), ops.pack(torch.randn(3, 64), "int8"), [1.0]], ids=str)

@@ -21,19 +21,18 @@ from tests.ops.gemm_harness import (
     F32,
     I8,
     KERNELS,
-    OP,
     SPLIT,
     Watch,
     assert_near,
     assert_result,
     assert_right,
     bound_of,
-    declines,
     machine,
     multiply,
     oracle,
     quicken,
     random,
+    refuses,
     scaled_b,
     scales,
     stream,
@@ -41,14 +40,15 @@ from tests.ops.gemm_harness import (
     watched,
     whole,
 )
-from tests.ops.op_harness import assert_never_copies, name, same_bits, shape_id
+from tests.ops.op_harness import assert_call_never_copies, name, same_bits, shape_id
 from wavecrest import ops
-from wavecrest.dispatch import registry
-from wavecrest.dispatch.tuned import Config
+from wavecrest.dispatch.tuned import Config, spaces
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS, Arch
-from wavecrest.ops._gemm.call import Operands
-from wavecrest.ops._gemm.config import multiplied
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall
+from wavecrest.ops._gemm.call import linear_call as operands
+from wavecrest.ops._gemm.config import gemv
 from wavecrest.ops._gemm.key import key_of, shape_of
 from wavecrest.ops._gemm.study import space
 from wavecrest.ops.packed import PackedWeight, pack
@@ -57,13 +57,6 @@ from wavecrest.ops.packed import PackedWeight, pack
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return watched(monkeypatch)
-
-
-def operands(x: Tensor, weight: Any, bias: Tensor | None = None, **options: Any) -> Operands:
-    """What `linear` hands to its backends."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["wavecrest.ops._gemm.backend"], "_op", lambda *args: args)
-        return Operands(*ops.linear(x, weight, bias, **options))
 
 
 # --- packed weights
@@ -187,12 +180,12 @@ def test_own_configurations_and_the_public_function(format: str, watch: Watch, d
             (random(k, device=device), {}),
         ):
             call = operands(x, weight, **more)
-            if backend is not None and declines(backend, call) is not None:
+            if backend is not None and refuses(backend, call) is not None:
                 continue
-            registry.get(OP).force(backend)
+            gemm.force(backend)
             assert_result(backend or "torch", ops.linear(x, weight, **more), call, values)
-    registry.get(OP).force("triton")
-    assert registry.get(OP).decide(*operands(random(6, k, device=device), weight)).backend == "triton"
+    gemm.force("triton")
+    assert gemm.decide(operands(random(6, k, device=device), weight)).backend == "triton"
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -230,7 +223,7 @@ def test_each_4_bit_code_with_each_zero_point(group: int, device: str) -> None:
     for backend, config in (("triton", tile(128, 256, 64)), ("triton", None), ("reference", None)):
         if config is None and backend == "triton":
             call = operands(picks[:16], weight)
-        got = registry.get(OP).run(backend, *call, config=config)
+        got = gemm.run(backend, call, config=config)
         assert torch.equal(got.cpu().double(), want.double().mT[::3][: got.shape[0]])
 
 
@@ -257,10 +250,10 @@ def test_shuffled_is_plain_bit_for_bit(format: str, watch: Watch, device: str) -
             ("triton_stream_k", stream(16, 32, 64)),
         ):
             got = assert_right(backend, call, config, watch, values_of(weight).mT)
-            assert same_bits(got, registry.get(OP).run(backend, *same, config=config))
-        assert same_bits(registry.get(OP).run("reference", *call), registry.get(OP).run("reference", *same))
+            assert same_bits(got, gemm.run(backend, same, config=config))
+        assert same_bits(gemm.run("reference", call), gemm.run("reference", same))
     few = call._replace(a=call.a[:4])
-    assert "shuffled" in str(declines("triton_multiply", few)) and "shuffled" in str(declines("torch", call))
+    assert "shuffled" in str(refuses("triton_multiply", few)) and "shuffled" in str(refuses("torch", call))
 
 
 @pytest.mark.parametrize("format", ["int8", "int4-64-zeros", "e4m3", "e4m3-block", "shuffled-int8-64"])
@@ -293,31 +286,30 @@ def test_packed_weights_with_8_bit_results_and_gates(format: str, watch: Watch, 
     ):
         call = operands(x, weight, **options)
         for backend, config in runs(format):
-            if declines(backend, call) is None:
+            if refuses(backend, call) is None:
                 assert_right(backend, call, config, watch, values)
 
 
 def test_a_weight_is_looked_at_in_each_call(device: str) -> None:
-    found = registry.get(OP)
     for forced in ("triton", None):
-        found.force(forced)
+        gemm.force(forced)
         for seed in range(3):
             weight = pack(random(40, 128, device=device, seed=seed), "int4", group=32, symmetric=False)
             call = operands(random(4, 128, device=device, seed=seed + 5), weight)
             assert_result("reference", ops.linear(call.a, weight), call, values_of(weight).mT)
-        assert len(found._bound) == 1
+        assert len(gemm._bound) == 1
 
 
 @pytest.mark.parametrize("format", [key for key in FORMATS if key != "plain"])
 def test_no_copy(format: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = made(format, 40, 200, BF16, device)
-    assert_never_copies(OP, monkeypatch, *operands(random(5, weight.shape[1], device=device), weight))
+    assert_call_never_copies(gemm, monkeypatch, operands(random(5, weight.shape[1], device=device), weight))
 
 
 def test_formats_that_are_not_pytorchs_say_so(device: str) -> None:
     for format in FORMATS:
         weight = made(format, 32, 64, BF16, device)
-        reason = declines("torch", operands(random(3, 64, device=device), weight))
+        reason = refuses("torch", operands(random(3, 64, device=device), weight))
         assert (reason is None) == (format == "plain")
         assert reason is None or "unpack it on every call" in reason
 
@@ -326,7 +318,7 @@ def test_formats_that_are_not_pytorchs_say_so(device: str) -> None:
 def test_gemm_takes_no_packed_weight(format: str, device: str) -> None:
     weight = made(format, 64, 64, BF16, device)
     for backend in (None, "triton", "reference"):
-        registry.get(OP).force(backend)
+        gemm.force(backend)
         with pytest.raises(Unsupported, match=r"packed weight|shuffled does not store"):
             ops.gemm(random(3, 64, device=device), weight)
 
@@ -336,7 +328,7 @@ def test_gemm_takes_no_packed_weight(format: str, device: str) -> None:
 
 def few(
     group: int, rows: int, n: int, k: int, dtype: torch.dtype = BF16, device: str = "cpu", **options: Any
-) -> tuple[Operands, Tensor]:
+) -> tuple[GemmCall, Tensor]:
     """A call of so many rows with 4-bit codes without zero points, and the weight's values [K, N]."""
     weight = made(f"int4-{group}", n, k, dtype, device)
     call = operands(random(rows, k, dtype=dtype, device=device, seed=8), weight, **({"out_dtype": F32} | options))
@@ -383,8 +375,8 @@ def test_words_of_each_number_of_rows(rows: int, watch: Watch, device: str) -> N
 def test_steps_of_words_are_whole_groups(device: str) -> None:
     for group, k in ((128, 64), (64, 32)):
         call, _ = few(group, 3, 16, 256, device=device)
-        with pytest.raises(InvalidArgument, match=f"a BLOCK_K of {k} is no multiple of a group of {group}"):
-            registry.get(OP).run("triton_multiply", *call, config=multiply(16, k))
+        with pytest.raises(InvalidArgument, match=f"a BLOCK_K of {k} is not a multiple of a group of {group}"):
+            gemm.run("triton_multiply", call, config=multiply(16, k))
 
 
 @pytest.mark.parametrize("k", [1, 63, 65, 130, 1000, 4096])
@@ -399,7 +391,7 @@ def test_own_configurations_of_words(k: int, group: int, watch: Watch, device: s
 def test_configurations_of_words(arch: Arch | None) -> None:
     """The interpreter has no warps: those that a backend starts with, and that are tried, can be launched."""
     for rows, (n, k), group in itertools.product((1, 2, 8), ((24, 40), (4096, 1000), (28672, 16384)), (64, 128)):
-        given = Operands(
+        given = GemmCall(
             torch.empty(rows, k, dtype=BF16, device="meta"),
             torch.empty(n, -(-k // 64) * 32, dtype=torch.uint8, device="meta").mT,
             scale_b=torch.empty(-(-k // group), n, device="meta"),
@@ -407,10 +399,10 @@ def test_configurations_of_words(arch: Arch | None) -> None:
             group=group,
         )
         key = key_of(given)
-        found = [multiplied(shape_of(key), arch)]
+        found = [gemv(shape_of(key), arch)]
         if arch is not None:
-            found = list(space.space("triton_multiply", multiplied, key, arch))
-            assert found[0] == multiplied(shape_of(key), arch)
+            found = list(space.space("triton_multiply", gemv, key, arch))
+            assert found[0] == gemv(shape_of(key), arch)
         for one in found:
             for size in (one["BLOCK_N"], one["BLOCK_K"], one["num_warps"]):
                 assert size >= 1 and size & (size - 1) == 0, one
@@ -418,7 +410,7 @@ def test_configurations_of_words(arch: Arch | None) -> None:
             # K is not divided: another number would be the same launch again
             assert one["SPLIT_K"] == 1, one
         tried = {(one["BLOCK_N"], one["BLOCK_K"], one["num_warps"]) for one in found[1:]}
-        for columns, wide, warps in space._WORDS if arch is not None else ():
+        for columns, wide, warps in spaces.rows("gemm")["gemv"]["int4"] if arch is not None else ():
             # up to 8 rows all of them fit; what is left out has lanes without a word
             one_step = max(group, min(wide, 1 << (k - 1).bit_length()))
             fits = columns * one_step // 8 >= warps * arch.wave_size  # type: ignore[union-attr]
@@ -493,13 +485,13 @@ def test_nothing_is_read_beyond_k(watch: Watch, device: str) -> None:
     codes[:, 38:] ^= 0x5F
     codes[:, 32:38] ^= 0xF0
     same = call._replace(b=codes.mT)
-    assert same_bits(registry.get(OP).run("triton_multiply", *same, config=multiply(4, 256)), want)
+    assert same_bits(gemm.run("triton_multiply", same, config=multiply(4, 256)), want)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_words_and_values_that_are_not_finite(value: float, watch: Watch, device: str) -> None:
     call, values = few(64, 5, 9, 150, F16, device)
-    usual = registry.get(OP).run("triton_multiply", *call, config=multiply(4, 128))
+    usual = gemm.run("triton_multiply", call, config=multiply(4, 128))
     # of x: its row alone
     for column in (0, 37, 149):
         x = call.a.clone()
@@ -512,7 +504,7 @@ def test_words_and_values_that_are_not_finite(value: float, watch: Watch, device
     for group in range(3):
         scale = call.scale_b.clone()
         scale[group, 6] = value
-        got = registry.get(OP).run("triton_multiply", *call._replace(scale_b=scale), config=multiply(4, 128))
+        got = gemm.run("triton_multiply", call._replace(scale_b=scale), config=multiply(4, 128))
         assert not bool(got[:, 6].isfinite().any())
         others = [0, 1, 2, 3, 4, 5, 7, 8]
         assert same_bits(got[:, others], usual[:, others])
@@ -523,9 +515,9 @@ def test_words_of_one_row_are_those_of_many_bit_for_bit(watch: Watch, device: st
     together = assert_right("triton_multiply", call, multiply(4, 256), watch, values)
     for row in range(8):
         alone = call._replace(a=call.a[row : row + 1])
-        assert same_bits(registry.get(OP).run("triton_multiply", *alone, config=multiply(4, 256))[0], together[row])
+        assert same_bits(gemm.run("triton_multiply", alone, config=multiply(4, 256))[0], together[row])
     other = call._replace(a=torch.cat([random(4, 300, device=device, seed=9), call.a[4:]]))
-    assert same_bits(registry.get(OP).run("triton_multiply", *other, config=multiply(4, 256))[4:], together[4:])
+    assert same_bits(gemm.run("triton_multiply", other, config=multiply(4, 256))[4:], together[4:])
 
 
 @pytest.mark.parametrize("far", ["columns", "rows"])
@@ -601,15 +593,14 @@ def test_bytes_are_read_where_they_lie(watch: Watch, addresses: list[int], devic
 
 
 def test_a_bound_call_looks_where_its_words_start(watch: Watch, device: str) -> None:
-    found = registry.get(OP)
-    found.force("triton_multiply")
+    gemm.force("triton_multiply")
     for turn, offset in enumerate((0, 1, 0, 3, 4, 2)):
         call, _ = few(64, 3, 7, 128, BF16, device)
         weight = pack(weights(7, 128, device=device) * (turn - 2.5), "int4", group=64)
         call = operands(call.a, weight, random(7, device=device, seed=turn), out_dtype=F32)
         call = call._replace(b=_placed(weight.stored, 64, offset).mT)
-        assert_result("triton_multiply", found(*call), call, values_of(weight).mT)
-    assert len(found._bound) == 1 and found.decide(*call).backend == "triton_multiply"
+        assert_result("triton_multiply", gemm(call), call, values_of(weight).mT)
+    assert len(gemm._bound) == 1 and gemm.decide(call).backend == "triton_multiply"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -625,20 +616,20 @@ def test_words_are_traced(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("wavecrest.ops.common.launcher.starter", starter)
     weight = made("int4-64", 16, 128)
-    registry.get(OP).force("triton_multiply")
+    gemm.force("triton_multiply")
     compiled = torch.compile(lambda x: ops.linear(x, weight), fullgraph=True, dynamic=dynamic, backend="eager")
     assert tuple(compiled(random(4, 128)).shape) == (4, 16)
     # one while tracing, one when it runs
-    assert [decision.backend for decision, _ in registry.get(OP).decisions()] == ["triton_multiply"] * 2
+    assert [decision.backend for decision, _ in gemm.decisions()] == ["triton_multiply"] * 2
     assert len(launched) == 1
 
 
-def _words_of(weight: PackedWeight, rows: int = 4, **options: Any) -> Operands:
+def _words_of(weight: PackedWeight, rows: int = 4, **options: Any) -> GemmCall:
     return operands(random(rows, weight.shape[1], device=weight.device.type), weight, **options)
 
 
 # why a call is not read as words, and such a call, which but for that would be
-NOT_WORDS: dict[str, tuple[str, Callable[[str], Operands]]] = {
+NOT_WORDS: dict[str, tuple[str, Callable[[str], GemmCall]]] = {
     "9-rows": ("is for up to 8 rows", lambda d: few(64, 9, 16, 128, device=d)[0]),
     "9-rows-of-three-dimensions": (
         "is for up to 8 rows",
@@ -651,7 +642,7 @@ NOT_WORDS: dict[str, tuple[str, Callable[[str], Operands]]] = {
     "groups-of-32": ("groups of 64 or 128", lambda d: _words_of(made("int4-32", 16, 128, device=d))),
     "columns-40-bytes-apart": ("multiples of 16 bytes", lambda d: _strided(few(64, 3, 16, 32, device=d)[0], 40)),
     "columns-72-bytes-apart": ("multiples of 16 bytes", lambda d: _strided(few(64, 3, 16, 32, device=d)[0], 72)),
-    "shuffled": ("no shuffled weights", lambda d: _words_of(made("shuffled-int8", 16, 128, device=d))),
+    "shuffled": ("no shuffled weight", lambda d: _words_of(made("shuffled-int8", 16, 128, device=d))),
     "x-across": (
         "along K, which must be contiguous",
         lambda d: operands(random(128, 4, device=d).t(), made("int4-64", 16, 128, device=d)),
@@ -667,56 +658,53 @@ NOT_WORDS: dict[str, tuple[str, Callable[[str], Operands]]] = {
 }
 
 
-def _batched(call: Operands) -> Operands:
+def _batched(call: GemmCall) -> GemmCall:
     return call._replace(a=torch.stack([call.a, call.a]), b=torch.stack([call.b.mT, call.b.mT]).mT)
 
 
-def _strided(call: Operands, stride: int) -> Operands:
+def _strided(call: GemmCall, stride: int) -> GemmCall:
     return call._replace(b=_placed(call.b.mT, stride, 0).mT)
 
 
 @pytest.mark.parametrize("case", NOT_WORDS)
 def test_what_is_not_read_as_words_says_why(case: str, device: str) -> None:
     reason, call = NOT_WORDS[case][0], NOT_WORDS[case][1](device)
-    assert re.search(reason, str(declines("triton_multiply", call)))
+    assert re.search(reason, str(refuses("triton_multiply", call)))
     if case != "batch":
         # a batch with 4-bit codes is no product at all
-        with pytest.raises(Unsupported, match=f"triton_multiply declines: .*{reason}"):
-            registry.get(OP).run("triton_multiply", *call)
+        with pytest.raises(Unsupported, match=f"triton_multiply refuses: .*{reason}"):
+            gemm.run("triton_multiply", call)
         for backend in (None, "triton_multiply"):
-            registry.get(OP).force(backend)
-            assert registry.get(OP).decide(*call).backend != "triton_multiply"
+            gemm.force(backend)
+            assert gemm.decide(call).backend != "triton_multiply"
 
 
 def test_what_is_read_as_words(device: str) -> None:
-    found = registry.get(OP)
-    found.force("triton_multiply")
+    gemm.force("triton_multiply")
     for group, rows, (n, k) in itertools.product((64, 128), (1, 8), ((16, 128), (1, 1), (3, 129))):
         call, _ = few(group, rows, n, k, device=device)
-        assert declines("triton_multiply", call) is None
-        assert found.decide(*call).backend == "triton_multiply"
+        assert refuses("triton_multiply", call) is None
+        assert gemm.decide(call).backend == "triton_multiply"
 
 
 def test_a_decision_knows_of_zero_points(device: str) -> None:
     """Weights that differ in nothing but zero points, one after the other."""
-    found = registry.get(OP)
     for order in (("int4-64", "int4-64-zeros"), ("int4-64-zeros", "int4-64")):
-        found.force("triton_multiply")
+        gemm.force("triton_multiply")
         for format in order:
             weight = made(format, 40, 128, BF16, device)
             call = operands(random(4, 128, device=device), weight, out_dtype=F32)
-            assert (found.decide(*call).backend == "triton_multiply") == (format == "int4-64"), order
-            assert_result("reference", found(*call), call, values_of(weight).mT)
+            assert (gemm.decide(call).backend == "triton_multiply") == (format == "int4-64"), order
+            assert_result("reference", gemm(call), call, values_of(weight).mT)
 
 
 def test_a_decision_knows_how_far_columns_are_apart(device: str) -> None:
-    found = registry.get(OP)
-    found.force("triton_multiply")
+    gemm.force("triton_multiply")
     call, values = few(64, 3, 6, 31, device=device)
     for stride in (32, 40, 48):
         one = call._replace(b=_placed(call.b.mT, stride, 0).mT)
-        assert (found.decide(*one).backend == "triton_multiply") == (stride != 40)
-        assert_result("reference", found(*one), one, values)
+        assert (gemm.decide(one).backend == "triton_multiply") == (stride != 40)
+        assert_result("reference", gemm(one), one, values)
 
 
 # --- plain weights
@@ -778,7 +766,7 @@ def test_scales_of_a_plain_weight(kind: str, dtype: torch.dtype, watch: Watch, d
         call = operands(x, weight, scale_x=scale_x, scale_weight=scale, out_dtype=F32)
         assert torch.allclose(scaled_b(call.b.cpu(), call.scale_b.cpu()), values)  # type: ignore[union-attr]
         for backend, config in (("triton", tile(16, 64, 64)), ("reference", None), ("torch", None)):
-            if declines(backend, call) is None:
+            if refuses(backend, call) is None:
                 assert_right(backend, call, config, watch, values)
         got = ops.linear(x, weight, scale_x=scale_x, scale_weight=scale, out_dtype=F32)
         assert_result("reference", got, call, values)
@@ -803,9 +791,9 @@ BAD: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "weight-batch": (r"weight must be a tensor \[N, K\], got \[2, 16, 64\]", (_X, torch.ones(2, 16, 64)), {}),
     "K": ("do not fit: K is 64 and 32", (_X, torch.ones(16, 32)), {}),
     "transposed": ("do not fit: K is 64 and 16", (_X, _W.t()), {}),
-    "dtypes": ("no product of torch.float32 and torch.float16", (_X, _W.half()), {}),
-    "shuffled-dtypes": ("no product of torch.float32", (_X, pack(_W.bfloat16(), "shuffled")), {}),
-    "int8-by-int4": ("no product of torch.int8", (_X.to(I8), _INT4), {}),
+    "dtypes": ("cannot multiply torch.float32 by torch.float16", (_X, _W.half()), {}),
+    "shuffled-dtypes": ("cannot multiply torch.float32", (_X, pack(_W.bfloat16(), "shuffled")), {}),
+    "int8-by-int4": ("cannot multiply torch.int8", (_X.to(I8), _INT4), {}),
     "bias": (r"bias must be floating-point \[16\]", (_X, _W, torch.ones(64)), {}),
     "scale_x": ("scale_a is for an 8-bit a", (_X, _INT4), {"scale_x": torch.ones(3)}),
     "scale_weight-packed": ("a packed weight has its own scales", (_X, _INT4), {"scale_weight": torch.ones(16)}),
@@ -823,7 +811,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 def test_wrong_arguments(case: str) -> None:
     message, args, options = BAD[case]
     for forced in (None, "triton", "reference"):
-        registry.get(OP).force(forced)
+        gemm.force(forced)
         with pytest.raises(InvalidArgument, match=message):
             ops.linear(*args, **options)
 
@@ -833,13 +821,12 @@ def test_wrong_arguments(case: str) -> None:
 
 def test_gradients_of_a_layer(device: str) -> None:
     """What nn.Linear has, also where a kernel is forced."""
-    found = registry.get(OP)
     layer = nn.Linear(40, 18, device=device)
     x = random(2, 3, 40, dtype=F32, device=device).requires_grad_()
     for forced in (None, *KERNELS):
-        found.force(forced)
+        gemm.force(forced)
         call = operands(x, layer.weight, layer.bias)
-        decision = found.decide(*call)
+        decision = gemm.decide(call)
         assert decision.backend == "torch"
         if forced is not None:
             assert "gradients" in {one.backend: one.reason for one in decision.refused}[forced]
@@ -847,22 +834,21 @@ def test_gradients_of_a_layer(device: str) -> None:
         want = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other)
-    found.force("triton")
+    gemm.force("triton")
     with torch.no_grad():
-        assert found.decide(*call).backend == "triton"
+        assert gemm.decide(call).backend == "triton"
         torch.testing.assert_close(ops.linear(x, layer.weight, layer.bias), layer(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_gradients_pass_through_a_packed_weight(format: str, device: str) -> None:
     """x gets its own, from what the weight stands for; no kernel takes the call."""
-    found = registry.get(OP)
     weight = made(format, 32, 96, F32 if format != "shuffled" else BF16, device)
     x = random(3, weight.shape[1], dtype=weight.dtype, device=device).requires_grad_()
     upstream = random(3, weight.shape[0], dtype=F32, device=device, seed=7)
     for forced in ("triton", None):
-        found.force(forced)
-        decision = found.decide(*operands(x, weight))
+        gemm.force(forced)
+        decision = gemm.decide(operands(x, weight))
         assert decision.backend == ("torch" if format == "plain" else "reference")
         assert "gradients" in {one.backend: one.reason for one in decision.refused}["triton"]
         (got,) = torch.autograd.grad(ops.linear(x, weight, activation="relu", out_dtype=F32), x, upstream)
@@ -922,7 +908,7 @@ def test_layers(shape: tuple[int, int, int], format: str) -> None:
     weight = made(format, n, k, BF16, "cuda")
     call = operands(random(m, weight.shape[1], device="cuda"), weight, out_dtype=F32)
     for backend in (*KERNELS, "reference"):
-        if declines(backend, call) is None:
+        if refuses(backend, call) is None:
             assert_right(backend, call, None, None, values_of(weight).mT)
 
 
@@ -931,7 +917,7 @@ def test_layers(shape: tuple[int, int, int], format: str) -> None:
 def test_replays_in_a_cuda_graph(format: str) -> None:
     weight = made(format, 1024, 512, BF16, "cuda")
     x = random(4, 512, device="cuda")
-    registry.get(OP).force("triton")
+    gemm.force("triton")
     ops.linear(x, weight)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -955,7 +941,7 @@ def test_weights_past_2_to_the_31_elements() -> None:
     scale = torch.ones(n, k // 128, device="cuda")
     weight = PackedWeight.from_parts("int4", stored, scale=scale, group=128, dtype=BF16)
     x = random(3, k, device="cuda")
-    registry.get(OP).force("triton")
+    gemm.force("triton")
     got = ops.linear(x, weight, out_dtype=F32)
     assert not bool(got[:, :-1].any())
     last = PackedWeight.from_parts("int4", stored[-1:], scale=scale[-1:], group=128, dtype=BF16)

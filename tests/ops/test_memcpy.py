@@ -8,12 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.op_harness import BACKENDS, assert_compiles, assert_never_copies, name
+from tests.ops.op_harness import BACKENDS, assert_compiles, assert_never_copies, name, reference, run
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
+from wavecrest.ops._memcpy.backend import op as memcpy_op
+from wavecrest.ops._memcpy.call import MemcpyCall
 
 OP = "memcpy"
 MODES = ("copy", "read", "write")
@@ -42,11 +44,10 @@ def backends(programs: int | None) -> tuple[str, ...]:
 
 
 def assert_moves(x: Tensor, backend: str, programs: int | None, config: Config | None = None) -> None:
-    run = registry.get(OP).run
     before = bits(x).clone()
-    copied = run(backend, x, "copy", programs, config=config)
-    read = run(backend, x, "read", programs, config=config)
-    written = run(backend, x, "write", programs, 0x8BADF00D, config=config)
+    copied = run(OP, backend, x, "copy", programs, config=config)
+    read = run(OP, backend, x, "read", programs, config=config)
+    written = run(OP, backend, x, "write", programs, 0x8BADF00D, config=config)
     assert torch.equal(bits(copied), before) and torch.equal(bits(x), before)
     assert copied.data_ptr() != x.data_ptr()
     assert read.dtype == torch.int64 and read.shape == () and int(read) == total(x)
@@ -71,7 +72,7 @@ def test_dtypes(dtype: torch.dtype, backend: str, device: str) -> None:
 def test_bool(device: str) -> None:
     x = torch.arange(64, device=device) % 3 == 0
     for backend in BACKENDS:
-        assert torch.equal(registry.get(OP).run(backend, x), x)
+        assert torch.equal(run(OP, backend, x), x)
 
 
 @pytest.mark.parametrize("config", [(64, 1), (1024, 2), (8192, 4)])
@@ -84,19 +85,18 @@ def test_configurations(config: tuple[int, int], device: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_what_is_tried_by_tune(arch: str, mode: str, device: str) -> None:
-    found, known = registry.get("memcpy"), ARCHS[arch]
-    backend = found.backends["triton"]
-    assert backend.space is not None and backend.launches is not None
-    x = torch.arange(5 * 4096 + 12, dtype=torch.int32, device=device)
-    want = found.run("reference", x, mode)
-    configs = list(backend.space(found.key(x, mode), known))
+    known, study = ARCHS[arch], memcpy_op.study.kernel("triton")
+    assert study.space is not None and study.launches is not None
+    call = MemcpyCall(torch.arange(5 * 4096 + 12, dtype=torch.int32, device=device), mode)
+    want = memcpy_op.run("reference", call)
+    configs = list(study.space(memcpy_op.key(call), known))
     assert len(configs) == len(set(configs)) > 8
     for config in configs:
         assert 4 * config["BLOCK"] >= 16 and config["num_warps"] * known.wave_size <= 1024
-        assert torch.equal(found.run("triton", x, mode, config=config), want)
-        (launch,) = backend.launches(x.to("meta"), mode, config=config, arch=known)
-        assert launch.grid == (-(-x.numel() // config["BLOCK"]),)
-    assert backend.launches(x[:0], mode, config=configs[0], arch=known) == []
+        assert torch.equal(memcpy_op.run("triton", call, config=config), want)
+        (launch,) = study.launches(call._replace(x=call.x.to("meta")), config, known)
+        assert launch.grid == (-(-call.x.numel() // config["BLOCK"]),)
+    assert study.launches(call._replace(x=call.x[:0]), configs[0], known) == []
 
 
 def test_read_reads_every_word(device: str) -> None:
@@ -106,20 +106,20 @@ def test_read_reads_every_word(device: str) -> None:
         for i in range(64):
             x.zero_()
             x[i] = 1 << (i % 31)
-            assert int(registry.get(OP).run("triton", x, "read", programs, config=config)) == 1 << (i % 31)
+            assert int(run(OP, "triton", x, "read", programs, config=config)) == 1 << (i % 31)
 
 
 def test_sum_of_extremes_does_not_wrap_at_32_bits(device: str) -> None:
     x = torch.full((4096,), -(1 << 31), dtype=torch.int32, device=device)
     for backend in BACKENDS:
-        assert int(registry.get(OP).run(backend, x, "read")) == -(1 << 43)
+        assert int(run(OP, backend, x, "read")) == -(1 << 43)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [0, 1, -1, (1 << 32) - 1, -(1 << 31), 1 << 31])
 def test_value(value: int, backend: str, device: str) -> None:
     x = torch.empty(16, dtype=torch.float32, device=device)
-    got = registry.get(OP).run(backend, x, "write", None, value)
+    got = run(OP, backend, x, "write", None, value)
     assert set(bits(got).tolist()) == {value - (1 << 32) if value >= 1 << 31 else value}
 
 
@@ -134,9 +134,9 @@ def test_write_does_not_read(device: str) -> None:
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
 def test_empty(shape: tuple[int, ...], backend: str, device: str) -> None:
     x = torch.empty(shape, device=device)
-    assert registry.get(OP).run(backend, x).shape == shape
-    assert int(registry.get(OP).run(backend, x, "read")) == 0
-    assert registry.get(OP).run(backend, x, "write").shape == shape
+    assert run(OP, backend, x).shape == shape
+    assert int(run(OP, backend, x, "read")) == 0
+    assert run(OP, backend, x, "write").shape == shape
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -147,8 +147,8 @@ def test_bound_call(mode: str, programs: int | None, device: str) -> None:
     found.force("triton")
     longer = words(2048, device, 2)
     for x in (words(1024, device), words(1024, device, 1), longer[1:1025], longer[4:1028]):
-        got = found(x, mode, programs)
-        want = found.reference(x, mode, programs)
+        got = ops.memcpy(x, mode, programs)
+        want = reference(OP, x, mode, programs)
         assert torch.equal(got, want)
 
 
@@ -159,10 +159,10 @@ def test_inside_a_word(mode: str, backend: str, device: str) -> None:
     x = words(64, device).view(torch.bfloat16)
     found = registry.get(OP)
     found.force(backend)
-    assert found(x[2:66], mode).numel() in (1, 64)
+    assert ops.memcpy(x[2:66], mode).numel() in (1, 64)
     # the signature is the same, the start is not
     with pytest.raises(InvalidArgument, match="inside a 32-bit word"):
-        found(x[1:65], mode)
+        ops.memcpy(x[1:65], mode)
 
 
 def test_no_copy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,21 +197,21 @@ def test_wrong_arguments(args: tuple[Any, ...], message: str, backend: str | Non
         if backend is None:
             ops.memcpy(*args)
         else:
-            registry.get(OP).run(backend, *args)
+            run(OP, backend, *args)
 
 
 def test_torch_says_that_it_takes_no_number_of_programs(device: str) -> None:
     x = words(64, device)
     with pytest.raises(Unsupported, match="number of programs"):
-        registry.get(OP).run("torch", x, "copy", 4)
-    reasons = {refusal.backend: refusal.reason for refusal in registry.get(OP).decide(x, "copy", 4).refused}
+        run(OP, "torch", x, "copy", 4)
+    reasons = {refusal.backend: refusal.reason for refusal in memcpy_op.decide(MemcpyCall(x, "copy", 4)).refused}
     assert "number of programs" in reasons["torch"]
 
 
 def test_gradients(device: str) -> None:
     x = torch.randn(8, device=device, requires_grad=True)
     registry.get(OP).force("triton")
-    decision = registry.get(OP).decide(x)
+    decision = memcpy_op.decide(MemcpyCall(x))
     assert decision.backend == "torch"
     assert "gradients" in {refusal.backend: refusal.reason for refusal in decision.refused}["triton"]
     ops.memcpy(x).square().sum().backward()  # type: ignore[no-untyped-call]
@@ -220,27 +220,29 @@ def test_gradients(device: str) -> None:
 
 
 def test_key_and_cost() -> None:
-    found = registry.get(OP)
     x = torch.empty(4096)
-    keys = [
-        found.key(x),
-        found.key(x[:1024]),
-        found.key(x, "read"),
-        found.key(x, "copy", 4),
-        found.key(x.clone().requires_grad_()),
+    calls = [
+        MemcpyCall(x),
+        MemcpyCall(x[:1024]),
+        MemcpyCall(x, "read"),
+        MemcpyCall(x, "copy", 4),
+        MemcpyCall(x.clone().requires_grad_()),
     ]
-    assert len(set(keys)) == len(keys) and all(len(key) == len(found.key_fields) for key in keys)
-    assert [found.cost(x, mode).bytes for mode in MODES] == [2 * 16384, 16384, 16384]
+    keys = [memcpy_op.key(call) for call in calls]
+    assert len(set(keys)) == len(keys) and all(len(key) == len(memcpy_op.key_fields) for key in keys)
+    assert [memcpy_op.study.cost(MemcpyCall(x, mode)).bytes for mode in MODES] == [2 * 16384, 16384, 16384]
 
 
 def test_bench_cases(device: str) -> None:
-    made = registry.get(OP).bench_cases("quick", device)  # type: ignore[misc]
+    bench_cases = memcpy_op.study.bench_cases
+    assert bench_cases is not None
+    made = bench_cases("quick", device)
     assert sorted(made) == ["copy 1 MiB", "read 1 MiB", "write 1 MiB"]
     for label, case in made.items():
-        x, mode, programs = case()
-        assert x.nbytes == 1 << 20 and label.startswith(mode)
-        assert programs is None
-        registry.get(OP).check(x, mode, programs)
+        call = case()
+        assert call.x.nbytes == 1 << 20 and label.startswith(call.mode)
+        assert call.programs is None
+        memcpy_op.check(call)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -264,7 +266,7 @@ def test_any_size(units: int, programs: int | None, block: int, dtype: torch.dty
     if units:
         assert_moves(x, "triton", programs, Config(BLOCK=block, num_warps=1))
     else:
-        assert registry.get(OP).run("triton", x, "copy", programs).shape == x.shape
+        assert run(OP, "triton", x, "copy", programs).shape == x.shape
 
 
 @pytest.mark.gpu
@@ -273,9 +275,8 @@ def test_words_past_two_to_the_31(programs: int | None) -> None:
     count = (1 << 31) + 4096 + 4
     x = torch.zeros(count, dtype=torch.int32, device="cuda")
     x[-1], x[0] = 7, 3
-    run = registry.get(OP).run
-    assert int(run("triton", x, "read", programs)) == 10
-    copied = run("triton", x, "copy", programs)
+    assert int(run(OP, "triton", x, "read", programs)) == 10
+    copied = run(OP, "triton", x, "copy", programs)
     assert (int(copied[-1]), int(copied[0]), int(copied.sum())) == (7, 3, 10)
     del copied
-    assert int(run("triton", x, "write", programs, 2).sum()) == 2 * count
+    assert int(run(OP, "triton", x, "write", programs, 2).sum()) == 2 * count

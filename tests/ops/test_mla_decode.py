@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +16,20 @@ from torch import Tensor
 from tests.ops.mla_harness import BF16, CONFIGS, F16, F32, NAN, assert_right, case, config, exact, run
 from tests.ops.op_harness import same_bits
 from wavecrest import hardware, ops
-from wavecrest.dispatch import registry
+from wavecrest.dispatch.call import mapped
 from wavecrest.dispatch.decision import PortableKernel
-from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._mla_decode import config as configs
 from wavecrest.ops._mla_decode import launch as launches
 from wavecrest.ops._mla_decode import launch_hopper as hopper_launch
-from wavecrest.ops._mla_decode.call import Operands
+from wavecrest.ops._mla_decode.backend import op
+from wavecrest.ops._mla_decode.call import MlaDecodeCall
 from wavecrest.ops._mla_decode.key import key_of, shape_of
-from wavecrest.ops._mla_decode.reference import absorbed, reference
+from wavecrest.ops._mla_decode.reference import reference
 from wavecrest.ops._mla_decode.study import cases as cases_of_tools
+from wavecrest.ops._mla_decode.study.space import space_hopper, space_of
 from wavecrest.ops.common import hopper as _hopper
 from wavecrest.ops.common.launcher import Launch
 
@@ -67,7 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def named(values: dict[str, Any], device: str, **options: Any) -> Operands:
+def named(values: dict[str, Any], device: str, **options: Any) -> MlaDecodeCall:
     return case(**(values | options), device=device)
 
 
@@ -90,8 +92,8 @@ def test_definitions(name: str, device: str) -> None:
     """Decompressed, absorbed and plain loops are one function, to the last digits of float64."""
     call = named(CASES[name], device, dtype=torch.float64)
     want = exact(call)
-    for form in (reference, absorbed):
-        got = form(call)
+    for backend in ("reference", "torch"):
+        got = run(OP, call, None, backend)
         y, lse = got if isinstance(got, tuple) else (got, None)
         # tables are float32, as the kernel's are; the turned part is rounded to the queries' float64
         torch.testing.assert_close(y.cpu(), want.y, rtol=1e-11, atol=1e-11)
@@ -173,9 +175,9 @@ def test_large_scores_do_not_overflow(device: str) -> None:
     # so large that one key has all the weight
     first = call._replace(q_nope=call.q_nope.abs() * 100, q_rope=call.q_rope * 0)
     cache = first.latent_cache.nan_to_num(0.0).abs()
-    cache[:, 5, : call.latent] += 5
+    cache[:, 5, : call.latent_dim] += 5
     got, _ = run(OP, first._replace(latent_cache=cache))
-    torch.testing.assert_close(got, cache[:, None, None, 5, : call.latent].expand(got.shape))
+    torch.testing.assert_close(got, cache[:, None, None, 5, : call.latent_dim].expand(got.shape))
 
 
 # strides
@@ -234,7 +236,7 @@ def test_nothing_is_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None
         for method in ("reshape", "clone", "copy_", "flatten", "contiguous", "to"):
             patch.setattr(torch.Tensor, method, refuse)
         patch.setattr("wavecrest.ops.common.launcher.starter", lambda *_args: lambda *_args, **_options: None)
-        registry.get(OP).backends["triton"].run(*call, config=config(part=32))
+        op.backends["triton"].run(call, config(part=32))
 
 
 def test_arguments_are_not_written_to(device: str) -> None:
@@ -248,22 +250,25 @@ def test_arguments_are_not_written_to(device: str) -> None:
 @pytest.mark.parametrize("how", ["default", "three splits", "queries in parts"])
 @pytest.mark.parametrize("name", ["many heads", "several queries", "weights", "everything", "odd columns", "empty"])
 def test_nothing_is_written_around_results(name: str, how: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and columns of tiles that are none stay away from memory: what lies before and after it is kept."""
-    around, real, kept = 1 << 14, launches.allocate, []
+    """Rows and columns of a tile that do not exist are not written: what lies before and after a buffer is kept."""
+    around, real, kept = 1 << 14, launches.allocator, []
 
-    def allocate(given: Operands, where: Any, parts: Any) -> launches.Memory:
-        memory = real(given, where, parts)
-        if torch.device(where).type == "meta":
-            return memory
-        views: dict[int, Tensor] = {}
-        for one in memory:
-            if id(one) not in views:
-                whole = torch.full((one.numel() + 2 * around,), 7.0, dtype=one.dtype, device=device)
-                kept.append(whole)
-                views[id(one)] = whole[around:-around].view(one.shape)
-        return launches.Memory(*(views[id(one)] for one in memory))
+    def allocator(call: MlaDecodeCall, where: torch.device, partial_shape: Any) -> Callable[..., launches.Buffers]:
+        allocate = real(call, where, partial_shape)
 
-    monkeypatch.setattr(launches, "allocate", allocate)
+        def surrounded(call: MlaDecodeCall) -> launches.Buffers:
+            views: dict[int, Tensor] = {}
+            buffers = allocate(call)
+            for one in buffers:
+                if id(one) not in views:
+                    whole = torch.full((one.numel() + 2 * around,), 7.0, dtype=one.dtype, device=device)
+                    kept.append(whole)
+                    views[id(one)] = whole[around:-around].view(one.shape)
+            return launches.Buffers(*(views[id(one)] for one in buffers))
+
+        return allocate if where.type == "meta" else surrounded
+
+    monkeypatch.setattr(launches, "allocator", allocator)
     call = named(CASES[name], device)
     assert_right(call, run(OP, call, CONFIGS[how]))
     assert kept and all(bool((one[:around] == 7).all() and (one[-around:] == 7).all()) for one in kept)
@@ -342,11 +347,11 @@ def test_sequences_do_not_see_each_other(values: dict[str, Any], data: st.DataOb
 
 @pytest.mark.parametrize("name", ["plain", "several queries", "weights", "everything", "pages of 6"])
 def test_same_bits_again(name: str, device: str) -> None:
-    call, found = named(CASES[name], device), registry.get(OP)
-    found.force("triton")
-    first = found(*call)
+    call = named(CASES[name], device)
+    op.force("triton")
+    first = op(call)
     for _ in range(3):
-        again = found(*call)
+        again = op(call)
         for a, b in zip(*((one if isinstance(one, tuple) else (one,)) for one in (first, again)), strict=True):
             assert same_bits(a, b)
 
@@ -358,13 +363,13 @@ def test_invariant_calls_have_the_same_bits_in_any_batch_and_cache(
 ) -> None:
     """A sequence alone, in any batch, and with room for more keys, which is more splits."""
     monkeypatch.setattr(configs, "INVARIANT_KEYS", 64)
-    lens, found = [90, 33, 192, 1, 64], registry.get(OP)
+    lens = [90, 33, 192, 1, 64]
     options: dict[str, Any] = {"tokens": 2, "heads": 6, "tables": "neox", "capacity": 192, "return_lse": True}
     # numpy's sums in float32 depend on a row's place in a tile, which the batch changes where weights are multiplied
     weights = {"nope": 16, "values": 24} if dtype == BF16 or device == "cuda" else {}
     call = case(lens, page=page, dtype=dtype, device=device, batch_invariant=True, **options, **weights)
-    found.force("triton")
-    whole = found(*call)
+    op.force("triton")
+    whole = op(call)
     assert_right(call, whole)
     for chosen in ([0], [3], [1, 2], [4, 0, 3]):
         pick = torch.tensor(chosen, device=device)
@@ -373,14 +378,16 @@ def test_invariant_calls_have_the_same_bits_in_any_batch_and_cache(
             some = some._replace(latent_cache=call.latent_cache[pick])
         else:
             some = some._replace(block_table=call.block_table[pick])
-        for got, want in zip(found(*some), whole, strict=True):
+        for got, want in zip(op(some), whole, strict=True):
             assert same_bits(got, want[pick])
     # another room for keys: of 192 of them there are 3 splits, of 400 are 7, of 64 there is one
     for room, chosen in ((192, [0, 1, 2, 4]), (400, [0, 1, 2, 4]), (64, [1, 3, 4])):
         pick = torch.tensor(chosen, device=device)
         some = call._replace(q_nope=call.q_nope[pick], q_rope=call.q_rope[pick], seq_lens=call.seq_lens[pick])
         if call.block_table is None:
-            cache = torch.full((len(chosen), room, call.latent + call.rotary), NAN, dtype=dtype, device=device)
+            cache = torch.full(
+                (len(chosen), room, call.latent_dim + call.head_dim_rope), NAN, dtype=dtype, device=device
+            )
             kept = min(room, 192)
             cache[:, :kept] = call.latent_cache[pick][:, :kept]
             some = some._replace(latent_cache=cache)
@@ -388,7 +395,7 @@ def test_invariant_calls_have_the_same_bits_in_any_batch_and_cache(
             more = torch.zeros(len(chosen), max(0, room // 16 - 12), dtype=torch.int32, device=device)
             table = torch.cat((call.block_table[pick], more), 1)[:, : room // 16].contiguous()
             some = some._replace(block_table=table)
-        for got, want in zip(found(*some), whole, strict=True):
+        for got, want in zip(op(some), whole, strict=True):
             assert same_bits(got, want[pick])
 
 
@@ -409,21 +416,21 @@ def test_an_invariant_call_has_one_configuration(arch: str) -> None:
         found[invariant].add(configs.default(shape_of(key_of(call)), ARCHS[arch]))
     assert len(found[True]) == 1 and len(found[False]) > 2
     assert all(one["SPLITS"] == 0 for one in found[True])
-    rows = {configs.product(count, bits, True) for count in (1, 16, 100) for bits in (16,)}
-    assert len(rows) == 1 and len({configs.product(count, 16, False) for count in (1, 20, 100)}) == 3
+    rows = {configs.gemm_config(count, bits, True) for count in (1, 16, 100) for bits in (16,)}
+    assert len(rows) == 1 and len({configs.gemm_config(count, 16, False) for count in (1, 20, 100)}) == 3
 
 
 # configurations
 
 
-def _meta(batch: int, capacity: int, heads: int = 128, tokens: int = 1, page: int = 0, **options: Any) -> Operands:
+def _meta(batch: int, capacity: int, heads: int = 128, tokens: int = 1, page: int = 0, **options: Any) -> MlaDecodeCall:
     q, rope = (torch.empty(batch, tokens, heads, n, dtype=BF16, device="meta") for n in (512, 64))
     pages = (batch * (capacity // page), page) if page else (batch, capacity)
     cache = torch.empty(*pages, 576, dtype=BF16, device="meta")
     if page:
         options["block_table"] = torch.empty(batch, capacity // page, dtype=torch.int32, device="meta")
     lens = torch.empty(batch, dtype=torch.int32, device="meta")
-    return Operands(q, rope, cache, lens, softmax_scale=0.1, **options)
+    return MlaDecodeCall(q, rope, cache, lens, softmax_scale=0.1, **options)
 
 
 @pytest.mark.parametrize("arch", list(ARCHS))
@@ -434,7 +441,7 @@ def test_default_configurations(arch: str) -> None:
         (0, 64), (1, 16, 128, 4096), (16, 131072), (16, 512), (16, 32), (0, 1), (0, 2)
     ):
         shape = configs.Shape(batch, rows, capacity, width, bits, page, more)
-        tried = list(configs.space(shape, known))
+        tried = list(space_of(shape, known))
         made = tried[0]
         assert made == configs.default(shape, known) and len(tried) == len(set(tried)) > 1
         for one in tried:
@@ -482,28 +489,27 @@ def test_any_architectures_order_and_configuration(arch: str, monkeypatch: pytes
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx1100"])
 def test_configurations_to_tune_with(arch: str, device: str) -> None:
     call = named(CASES["weights"], device, dtype=F16)
-    backend = registry.get(OP).backends["triton"]
-    assert backend.space is not None and backend.launches is not None
-    tried = list(backend.space(registry.get(OP).key(*call), ARCHS[arch]))
+    study = op.study.kernel("triton")
+    assert study.space is not None and study.launches is not None
+    tried = list(study.space(op.key(call), ARCHS[arch]))
     mine = device == "cpu" or hardware.detect().vendor == ARCHS[arch].vendor
     for one in tried if device == "cuda" else tried[1::9]:
         # another vendor's options are unknown to the compiler
         if mine:
             assert_right(call, run(OP, call, one))
-        meta = (value.to("meta") if isinstance(value, Tensor) else value for value in call)
-        made = backend.launches(*meta, config=one, arch=ARCHS[arch])
+        made = study.launches(mapped(call, lambda tensor: tensor.to("meta")), one, ARCHS[arch])
         kernels = [launch.kernel.__name__ for launch in made]
         assert kernels[0] == kernels[-1] == "_mla_product_kernel" and kernels[1] == "_mla_kernel"
         assert made[1].options()["BLOCK_N"] == one["BLOCK_N"] and "SPLITS" not in made[1].options()
 
 
 def test_wrong_configurations(device: str) -> None:
-    with pytest.raises(InvalidArgument, match="KEYS=40 of a split are no multiple of BLOCK_N=16"):
+    with pytest.raises(InvalidArgument, match="KEYS=40 of a split must be a multiple of BLOCK_N=16"):
         run(OP, case([40], device=device), config(share=40))
 
 
-def _launches(call: Operands, splits: int = 4) -> list[Launch]:
-    return launches.described(call, config(rows=64, keys=64, part=512, splits=splits, share=128), ARCHS["sm_90"])
+def _launches(call: MlaDecodeCall, splits: int = 4) -> list[Launch]:
+    return launches.launches(call, config(rows=64, keys=64, part=512, splits=splits, share=128), ARCHS["sm_90"])
 
 
 @pytest.mark.parametrize("page", [0, 64])
@@ -524,7 +530,7 @@ def test_specialised_arguments() -> None:
     from tests.ops.test_flash_attention import _child
 
     code = """
-from wavecrest.ops.mla_decode import kernel
+from wavecrest.ops._mla_decode import kernel
 for one in (kernel._mla_kernel, kernel._mla_join_kernel, kernel._mla_product_kernel):
     print(*(p.name for p in one.params if not (p.is_constexpr or p.do_not_specialize)))
 """
@@ -540,7 +546,7 @@ _Q, _ROPE, _CACHE = torch.zeros(2, 1, 4, 32), torch.zeros(2, 1, 4, 16), torch.ze
 _TABLE = torch.zeros(9, 8)
 
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
-    "q dims": (r"q_nope must be float32, .* \[B, T, H, columns\]", {"q_nope": torch.zeros(2, 4, 32)}),
+    "q dims": (r"q_nope must be float32, .* \[B, T, H, head_dim\]", {"q_nope": torch.zeros(2, 4, 32)}),
     "q dtype": ("q_nope must be float32", {"q_nope": torch.zeros(2, 1, 4, 32, dtype=torch.int8)}),
     "tokens": ("takes 1 to 16 queries", {"q_nope": torch.zeros(2, 17, 4, 32)}),
     "no heads": ("needs a head", {"q_nope": torch.zeros(2, 1, 0, 32)}),
@@ -600,10 +606,10 @@ def test_bad_arguments(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^mla_decode: .*{message}"):
         ops.mla_decode(*arguments, **call)
     with pytest.raises(InvalidArgument, match=message):
-        registry.get(OP).run("triton", **(good | change))
+        op.run("triton", MlaDecodeCall(**(good | change)))
 
 
-def test_what_the_kernel_declines(device: str) -> None:
+def test_what_the_kernel_refuses(device: str) -> None:
     call = case([40], nope=16, values=8, tables="neox", device=device, beyond=0.0)
     assert call.cos is not None and call.sin is not None and call.w_uk is not None
     apart = {
@@ -617,23 +623,22 @@ def test_what_the_kernel_declines(device: str) -> None:
     for reason, one in apart.items():
         with pytest.raises(Unsupported, match=reason):
             run(OP, one)
-        assert registry.get(OP).decide(*one).backend == "torch"
+        assert op.decide(one).backend == "torch"
         if reason not in ("no backward",):
-            assert_right(one, registry.get(OP)(*one))
+            assert_right(one, op(one))
 
 
 def test_gradients(device: str) -> None:
     call = case([40, 7], tokens=2, nope=16, values=8, beyond=0.0, device=device)
     names = ("q_nope", "q_rope", "latent_cache", "w_uk", "w_uv")
 
-    def leaves(form: Operands, dtype: torch.dtype) -> Operands:
+    def leaves(form: MlaDecodeCall, dtype: torch.dtype) -> MlaDecodeCall:
         return form._replace(**{name: getattr(form, name).to(dtype).clone().requires_grad_() for name in names})
 
-    found = registry.get(OP)
-    found.force("triton")
+    op.force("triton")
     narrow, wide = leaves(call, F32), leaves(call, torch.float64)
-    found(*narrow).square().sum().backward()
-    found.reference(*wide).square().sum().backward()
+    op(narrow).square().sum().backward()
+    op.reference(wide).square().sum().backward()
     for name in names:
         got, want = getattr(narrow, name).grad, getattr(wide, name).grad
         assert float(want.abs().max()) > 0
@@ -665,47 +670,47 @@ def test_key_has_all_the_choice_depends_on(device: str) -> None:
         {"tables": None}, {"places": torch.int32}, {"places": torch.int64}, {"logit_cap": 1.0}, {"return_lse": True},
         {"batch_invariant": True},
     ]  # fmt: skip
-    found = registry.get(OP)
-    keys = [found.key(*case(**(base | change), device=device)) for change in changes]
+    keys = [op.key(case(**(base | change), device=device)) for change in changes]
     call = case(**base, device=device)
     assert call.cos is not None and call.sin is not None and call.w_uk is not None
     keys += [
-        found.key(*call._replace(cos=call.cos.half(), sin=call.sin.half())),
-        found.key(*call._replace(latent_cache=call.latent_cache.mT.contiguous().mT)),
-        found.key(*call._replace(w_uk=call.w_uk.repeat_interleave(2, -1)[..., ::2])),
-        found.key(*call._replace(w_uk=call.w_uk.clone().requires_grad_())),
+        op.key(call._replace(cos=call.cos.half(), sin=call.sin.half())),
+        op.key(call._replace(latent_cache=call.latent_cache.mT.contiguous().mT)),
+        op.key(call._replace(w_uk=call.w_uk.repeat_interleave(2, -1)[..., ::2])),
+        op.key(call._replace(w_uk=call.w_uk.clone().requires_grad_())),
     ]
-    assert len(set(keys)) == len(keys) and all(len(one) == len(found.key_fields) for one in keys)
+    assert len(set(keys)) == len(keys) and all(len(one) == len(op.key_fields) for one in keys)
     assert all(part is None or type(part) in (int, str, bool) for one in keys for part in one)
     again = case(**(base | {"lens": [3, 96], "capacity": 80}), device=device)
-    assert found.key(*again) == keys[0]
+    assert op.key(again) == keys[0]
 
 
 def test_cost() -> None:
-    cost = registry.get(OP).cost
+    cost = op.study.cost
     call = case([9, 0, 2], heads=3, tokens=4, latent=8, rotary=2, nope=5, values=6, dtype=F16, capacity=10)
     pairs = (6 + 7 + 8 + 9) + 0 + (0 + 0 + 1 + 2)
-    counted = cost(*call)
+    counted = cost(call)
     assert counted.flops == 2 * pairs * 3 * (8 + 8 + 2) + 2 * 3 * 4 * 3 * 8 * (5 + 6)
     assert counted.bytes == 2 * (11 * 10 + 3 * 4 * 3 * (5 + 2 + 6) + 3 * (5 + 6) * 8)
     # H200 at 64 sequences of 8192 keys and 128 heads: bytes and FLOPs bind about as much
-    counted = cost(*_meta(64, 8192))
+    counted = cost(_meta(64, 8192))
     assert counted.flops == 2 * 64 * 8192 * 128 * 1088
     assert counted.bytes == 2 * (64 * 8192 * 576 + 64 * 128 * (512 + 64 + 512))
 
 
 def test_the_cases_of_tools_are_calls(device: str) -> None:
-    found = registry.get(OP)
-    quick = found.bench_cases("quick", device)  # type: ignore[misc]
+    study = op.study
+    assert study.bench_cases is not None and study.emulate_cases is not None
+    quick = study.bench_cases("quick", device)
     assert len(quick) == 3
-    shared = found.bench_cases("shared", "meta")  # type: ignore[misc]
+    shared = study.bench_cases("shared", "meta")
     assert {"b64h128t4096", "b64h128t8192", "b64h128t8192 pages=64"} <= set(shared)
     for make in shared.values():
-        found.check(*make())
-    for make in (*quick.values(), *found.emulate_cases("gfx942").values()):  # type: ignore[misc]
-        call = Operands(*make())
-        found.check(*call)
-        assert_right(call, found(*call))
+        op.check(make())
+    for make in (*quick.values(), *study.emulate_cases("gfx942").values()):
+        call = make()
+        op.check(call)
+        assert_right(call, op(call))
 
 
 def test_dispatch_and_keywords(device: str) -> None:
@@ -714,7 +719,7 @@ def test_dispatch_and_keywords(device: str) -> None:
     positional = [options.pop(name) for name in ("q_nope", "q_rope", "latent_cache")]
     got = ops.mla_decode(*positional, **options)
     assert_right(call, got)
-    decision = registry.get(OP).decide(*call)
+    decision = op.decide(call)
     assert decision.backend == ("triton" if device == "cuda" else "torch")
 
 
@@ -739,7 +744,7 @@ def test_compile_fullgraph(name: str, device: str) -> None:
             lens = (call.seq_lens - less).clamp(min=0)
             assert_right(call._replace(seq_lens=lens), compiled(*moving[:3], lens))
     assert counter.frame_count == 1
-    assert any(count == 0 for _, count in registry.get(OP).decisions()), "the decision made while tracing is not kept"
+    assert any(count == 0 for _, count in op.decisions()), "the decision made while tracing is not kept"
 
 
 def test_the_kernels_are_traced_for_any_batch() -> None:
@@ -782,13 +787,12 @@ print(len(graphs), sum("triton_kernel" in target for target in graphs[0]))
 @pytest.mark.parametrize("name", ["plain", "pages of 16", "weights"])
 def test_replays_in_a_cuda_graph_as_sequences_grow(name: str) -> None:
     call = named(CASES[name], "cuda", dtype=BF16, beyond=0.0)
-    found = registry.get(OP)
-    found.force("triton")
-    found(*call)
+    op.force("triton")
+    op(call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = found(*call)
+        result = op(call)
     for less in (0, 1, 9):
         call.seq_lens.copy_((call.seq_lens - less).clamp(min=0))
         graph.replay()
@@ -833,29 +837,28 @@ SPLITS = {
 
 
 @pytest.fixture
-def hopper() -> Op:
+def hopper() -> None:
     if hardware.detect().arch != "sm_90":
         pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
-    return registry.get(OP)
 
 
-def run_hopper(call: Operands, how: str = "default") -> Any:
-    found, splits = registry.get(OP), SPLITS[how]
+def run_hopper(call: MlaDecodeCall, how: str = "default") -> Any:
+    splits = SPLITS[how]
     if splits is None:
-        return found.run(HOPPER, *call)
+        return op.run(HOPPER, call)
     parts, least, keys, stages = splits
     config = Config(BLOCK_M=64, BLOCK_N=keys, STAGES=stages, SPLITS=parts, KEYS=least, num_warps=4, num_stages=1)
-    return found.run(HOPPER, *call, config=config)
+    return op.run(HOPPER, call, config=config)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", SPLITS)
 @pytest.mark.parametrize("name", HOPPER_CASES)
-def test_hopper(name: str, how: str, hopper: Op) -> None:
+def test_hopper(name: str, how: str, hopper: None) -> None:
     """Keys that end anywhere in a tile, in any number of tiles and splits, with NaN behind them."""
     call = named(WHOLE | HOPPER_CASES[name], "cuda")
     splits = SPLITS[how]
-    if call.block_table is not None and splits is not None and call.page % splits[2] != 0:
+    if call.block_table is not None and splits is not None and call.page_size % splits[2] != 0:
         with pytest.raises(InvalidArgument, match="must lie in one page"):
             run_hopper(call, how)
         return
@@ -865,21 +868,21 @@ def test_hopper(name: str, how: str, hopper: Op) -> None:
 def test_hopper_tiles_lie_in_one_page() -> None:
     """Where a launch is described: without a GPU too."""
     call = cases_of_tools.compiled_for_hopper()["H=16 pages of 32"]
-    config = hopper_launch.default(shape_of(key_of(call)), ARCHS["sm_90"])
-    assert hopper_launch.described(call, config, ARCHS["sm_90"])
+    config = configs.default_hopper(shape_of(key_of(call)), ARCHS["sm_90"])
+    assert hopper_launch.launches(call, config, ARCHS["sm_90"])
     with pytest.raises(InvalidArgument, match="must lie in one page, of 32"):
-        hopper_launch.described(call, Config(**(config.kwargs | {"BLOCK_N": 64})), ARCHS["sm_90"])
+        hopper_launch.launches(call, Config(**(config.kwargs | {"BLOCK_N": 64})), ARCHS["sm_90"])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["tiles", "several queries", "pages of 64"])
-def test_hopper_in_float16(name: str, hopper: Op) -> None:
+def test_hopper_in_float16(name: str, hopper: None) -> None:
     call = named(WHOLE | HOPPER_CASES[name] | {"dtype": F16}, "cuda")
     assert_right(call, run_hopper(call))
 
 
 @pytest.mark.gpu
-def test_hopper_on_large_caches(hopper: Op) -> None:
+def test_hopper_on_large_caches(hopper: None) -> None:
     """As many rows as a unit of several has, and more programs than run at a time."""
     call = case([5000, 1, 2517], 128, capacity=5056, page=64, device="cuda", return_lse=True, **WHOLE)
     assert_right(call, run_hopper(call))
@@ -895,7 +898,7 @@ def test_hopper_on_large_caches(hopper: Op) -> None:
 
 
 @pytest.mark.gpu
-def test_hopper_strides(hopper: Op) -> None:
+def test_hopper_strides(hopper: None) -> None:
     """Views with room around them; an odd address, which the portable kernel takes; a stride that nothing copies."""
     call = named(WHOLE | HOPPER_CASES["tiles"], "cuda")
     wide = torch.full((10, 512, 640), NAN, dtype=BF16, device="cuda")
@@ -916,31 +919,31 @@ def test_hopper_strides(hopper: Op) -> None:
 
 
 @pytest.mark.gpu
-def test_hopper_bits_and_graphs(hopper: Op) -> None:
+def test_hopper_bits_and_graphs(hopper: None) -> None:
     """The same in every run, alone, and replayed as sequences grow; nothing is compiled for another length."""
     from wavecrest.ops._mla_decode.kernel_hopper import _hopper_mla_kernel
 
     call = named(WHOLE | HOPPER_CASES["tiles"] | {"batch_invariant": True, "beyond": 0.0}, "cuda")
-    hopper.force(HOPPER)
-    first = hopper(*call)
+    op.force(HOPPER)
+    first = op(call)
     for _ in range(5):
-        assert all(same_bits(a, b) for a, b in zip(hopper(*call), first, strict=True))
+        assert all(same_bits(a, b) for a, b in zip(op(call), first, strict=True))
     for one in (0, 4, 8):
         alone = call._replace(
             q_nope=call.q_nope[one : one + 1], q_rope=call.q_rope[one : one + 1],
             latent_cache=call.latent_cache[one : one + 1], seq_lens=call.seq_lens[one : one + 1],
         )  # fmt: skip
-        assert all(same_bits(a, b[one : one + 1]) for a, b in zip(hopper(*alone), first, strict=True))
+        assert all(same_bits(a, b[one : one + 1]) for a, b in zip(op(alone), first, strict=True))
     torch.cuda.synchronize()
     before = len(_hopper_mla_kernel.device_caches[torch.cuda.current_device()][0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = hopper(*call)
+        result = op(call)
     for less in (0, 1, 70):
         call.seq_lens.copy_((call.seq_lens - less).clamp(min=0))
         graph.replay()
         assert_right(call, result)
-    hopper(*case([777, 3], 70, capacity=800, device="cuda", batch_invariant=True, **WHOLE))
+    op(case([777, 3], 70, capacity=800, device="cuda", batch_invariant=True, **WHOLE))
     assert len(_hopper_mla_kernel.device_caches[torch.cuda.current_device()][0]) <= before + 1
 
 
@@ -952,7 +955,7 @@ def test_hopper_bits_and_graphs(hopper: Op) -> None:
         ({"logit_cap": 5.0}, "logit_cap"), ({"tables": "neox"}, "turned"), ({"page": 16}, "one page"),
     ],
 )  # fmt: skip
-def test_hopper_says_what_it_does_not_take(change: dict[str, Any], reason: str, hopper: Op) -> None:
+def test_hopper_says_what_it_does_not_take(change: dict[str, Any], reason: str, hopper: None) -> None:
     call = case([40, 9], 4, device="cuda", **(WHOLE | change))
     with pytest.raises(Unsupported, match=reason):
         run_hopper(call)
@@ -961,7 +964,7 @@ def test_hopper_says_what_it_does_not_take(change: dict[str, Any], reason: str, 
 def test_hopper_is_for_sm_90(device: str) -> None:
     if device == "cuda":
         pytest.skip("without a GPU")
-    reason = registry.get(OP).backends[HOPPER].supports(*case([40], 4, **WHOLE))
+    reason = op.backends[HOPPER].refuse(case([40], 4, **WHOLE))
     assert reason is not None and "sm_90" in reason
 
 
@@ -969,10 +972,10 @@ def test_hopper_is_for_sm_90(device: str) -> None:
 def test_hopper_configurations(heads: int) -> None:
     """A program a unit, of which each takes 64 rows; an invariant call has one."""
     arch = ARCHS["sm_90"]
-    call = Operands(*(cases_of_tools.call(cases_of_tools.Sizes(8, 1, heads, 8192), BF16, "meta")))
-    tried = list(hopper_launch.space(shape_of(key_of(call)), arch))
-    assert len(tried) == len(set(tried)) == 2 and tried[0] == hopper_launch.default(shape_of(key_of(call)), arch)
+    call = cases_of_tools.example(cases_of_tools.Sizes(8, 1, heads, 8192), BF16, "meta")
+    tried = list(space_hopper(key_of(call), arch))
+    assert len(tried) == len(set(tried)) == 2 and tried[0] == configs.default_hopper(shape_of(key_of(call)), arch)
     programs = 8 * max(1, heads // 64) * tried[0]["SPLITS"]
     assert arch.compute_units // 2 < programs <= arch.compute_units
     same = call._replace(batch_invariant=True)
-    assert {one["SPLITS"] for one in hopper_launch.space(shape_of(key_of(same)), arch)} == {0}
+    assert {one["SPLITS"] for one in space_hopper(key_of(same), arch)} == {0}

@@ -14,12 +14,12 @@ from torch import Tensor
 from tests.ops.mla_harness import BF16, CONFIGS, F16, F32, NAN, Exact, assert_right, case, config, exact, run
 from tests.ops.op_harness import same_bits
 from wavecrest import hardware, ops
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops._mla_decode.call import Operands
-from wavecrest.ops._mla_prefill import decompressed
+from wavecrest.ops._mla_prefill import launch as launches
+from wavecrest.ops._mla_prefill.backend import op
+from wavecrest.ops._mla_prefill.call import MlaPrefillCall
 
 OP = "mla_prefill"
 BACKENDS = ("triton", "decompressed", "torch", "reference")
@@ -45,11 +45,15 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def named(values: dict[str, Any], device: str, **options: Any) -> Operands:
-    return case(**(SIZES | values | options), device=device)
+def prefill(*values: Any, **options: Any) -> MlaPrefillCall:
+    return MlaPrefillCall(*case(*values, **options))
 
 
-def wanted(call: Operands, backend: str) -> Exact:
+def named(values: dict[str, Any], device: str, **options: Any) -> MlaPrefillCall:
+    return prefill(**(SIZES | values | options), device=device)
+
+
+def wanted(call: MlaPrefillCall, backend: str) -> Exact:
     """Keys and values that are rounded to the call's dtype, as the decompressed form's are, are further off."""
     return exact(call, rounded=backend == "decompressed")
 
@@ -104,7 +108,7 @@ def test_any_call(
 ) -> None:  # fmt: skip
     """Any sizes and options, in both forms."""
     latent, rotary, nope, values = columns
-    call = case(
+    call = prefill(
         lens, heads, tokens, latent, rotary, nope, values, 48, page, dtype,
         "cuda" if torch.cuda.is_available() else "cpu", tables=tables, logit_cap=cap, return_lse=lse, seed=seed,
     )  # fmt: skip
@@ -120,26 +124,25 @@ def test_flops(tokens: int, keys: int) -> None:
     """Counted pair by pair for small ones; from 171 queries of many keys on, DeepSeek-V3 has fewer decompressed."""
     if keys < 100:
         seen = sum(j <= i + keys - tokens for i in range(tokens) for j in range(keys))
-        assert decompressed.pairs(tokens, keys) == seen
-    absorbed, expanded = decompressed.flops(tokens, keys, 512, 64, 128, 128)
+        assert launches.pairs(tokens, keys) == seen
+    absorbed, expanded = launches.flops(tokens, keys, 512, 64, 128, 128)
     if keys == 100000:
         assert (absorbed < expanded) == (tokens < 171)
     if tokens == keys:
         assert expanded <= absorbed
-    one, two = decompressed.flops(5, 9, 8, 2, 3, 4)
+    one, two = launches.flops(5, 9, 8, 2, 3, 4)
     assert one == 2 * 35 * (16 + 2) + 5 * 2 * 8 * 7 and two == 2 * 35 * (3 + 2 + 4) + 9 * 2 * 8 * 7
 
 
 def test_the_form_with_fewer_flops_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = registry.get(OP)
     makes = {
         "prompt": (1, 16, 4096, 4096), "chunk": (1, 16, 512, 8192), "few": (1, 16, 64, 65536),
         "more": (4, 128, 512, 65536),
     }  # fmt: skip
-    calls = {name: found.inputs(*sizes, BF16, "meta") for name, sizes in makes.items()}
+    calls = {name: op.study.inputs(*sizes, BF16, "meta") for name, sizes in makes.items()}
     # to the dispatcher these are on a GPU
     monkeypatch.setattr(Tensor, "device", property(lambda _self: torch.device("cuda")))
-    decided = {name: found.decide(*call) for name, call in calls.items()}
+    decided = {name: op.decide(call) for name, call in calls.items()}
     backends = {name: decision.backend for name, decision in decided.items()}
     assert backends == {"prompt": "decompressed", "chunk": "decompressed", "few": "triton", "more": "triton"}
     reasons = {name: {one.backend: one.reason for one in decided[name].refused} for name in ("few", "more")}
@@ -150,35 +153,33 @@ def test_the_form_with_fewer_flops_is_chosen(monkeypatch: pytest.MonkeyPatch) ->
 def test_on_the_cpu_it_is_pytorchs(device: str) -> None:
     if device == "cuda":
         pytest.skip("on a CPU alone")
-    decision = registry.get(OP).decide(*named(CASES["chunk"], device))
+    decision = op.decide(named(CASES["chunk"], device))
     assert decision.backend == "torch"
     assert {one.backend for one in decision.refused} == {"triton", "triton_hopper", "decompressed"}
 
 
 def test_the_same_bits_in_any_batch(device: str) -> None:
     call = named(CASES["chunk"], device, dtype=BF16, batch_invariant=True, tables="neox")
-    found = registry.get(OP)
-    found.force("triton")
-    whole = found(*call)
+    op.force("triton")
+    whole = op(call)
     for b in range(2):
         alone = call._replace(
             q_nope=call.q_nope[b : b + 1], q_rope=call.q_rope[b : b + 1], seq_lens=call.seq_lens[b : b + 1],
             latent_cache=call.latent_cache[b : b + 1],
         )  # fmt: skip
-        assert all(same_bits(x, y[b : b + 1]) for x, y in zip(found(*alone), whole, strict=True))
-    assert all(same_bits(x, y) for x, y in zip(found(*call), whole, strict=True))
+        assert all(same_bits(x, y[b : b + 1]) for x, y in zip(op(alone), whole, strict=True))
+    assert all(same_bits(x, y) for x, y in zip(op(call), whole, strict=True))
 
 
 @pytest.mark.parametrize("arch", list(ARCHS))
 def test_invariant_calls_are_not_split(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS[arch])
-    found = registry.get(OP)
-    space = found.backends["triton"].space
+    space = op.study.kernel("triton").space
     assert space is not None
     for tokens in (17, 4096):
-        call = Operands(*found.inputs(1, 16, tokens, 8192, BF16, "meta"))._replace(batch_invariant=True)
-        tried = list(space(found.key(*call), ARCHS[arch]))
-        assert tried[0] == found.config_of("triton", found.key(*call)) and len(set(tried)) == len(tried)
+        call = op.study.inputs(1, 16, tokens, 8192, BF16, "meta")._replace(batch_invariant=True)
+        tried = list(space(op.key(call), ARCHS[arch]))
+        assert tried[0] == op.config_of("triton", op.key(call)) and len(set(tried)) == len(tried)
         assert all(one["SPLITS"] == 1 for one in tried)
 
 
@@ -203,7 +204,7 @@ def test_bad_arguments(name: str) -> None:
         ops.mla_prefill(*arguments, **options)
 
 
-def test_what_is_declined(device: str) -> None:
+def test_what_is_refused(device: str) -> None:
     call = named({"lens": [20], "tokens": 5, "beyond": 0.0}, device)
     with pytest.raises(Unsupported, match="no backward"):
         run(OP, call._replace(q_nope=call.q_nope.clone().requires_grad_()))
@@ -214,10 +215,10 @@ def test_what_is_declined(device: str) -> None:
 def test_gradients(device: str) -> None:
     call = named({"lens": [20, 7], "tokens": 5, "beyond": 0.0}, device)
     names = ("q_nope", "q_rope", "latent_cache", "w_uk", "w_uv")
-    found, grads = registry.get(OP), []
+    grads = []
     for dtype, backend in ((F32, "torch"), (F32, "decompressed"), (torch.float64, "reference")):
         leaves = {name: getattr(call, name).to(dtype).clone().requires_grad_() for name in names}
-        found.run(backend, *call._replace(**leaves)).square().sum().backward()
+        op.run(backend, call._replace(**leaves)).square().sum().backward()
         grads.append([leaves[name].grad for name in names])
     for mine, other, want in zip(*grads, strict=True):
         assert float(want.abs().max()) > 0
@@ -227,24 +228,25 @@ def test_gradients(device: str) -> None:
 
 def test_cost() -> None:
     """The lesser of both forms."""
-    cost = registry.get(OP).cost
+    cost = op.study.cost
     few, many = ([30], 5), ([30], 30)
     for lens, tokens in (few, many):
         call = named({"lens": lens, "tokens": tokens, "capacity": 30}, "cpu")
-        absorbed, expanded = decompressed.flops(tokens, 30, 32, 16, 16, 24)
-        assert cost(*call).flops == 3 * min(absorbed, expanded)
-        assert cost(*call).bytes == 4 * (30 * 48 + tokens * 3 * (16 + 16 + 24) + 3 * 40 * 32)
+        absorbed, expanded = launches.flops(tokens, 30, 32, 16, 16, 24)
+        assert cost(call).flops == 3 * min(absorbed, expanded)
+        assert cost(call).bytes == 4 * (30 * 48 + tokens * 3 * (16 + 16 + 24) + 3 * 40 * 32)
 
 
 def test_the_cases_of_tools_are_calls(device: str) -> None:
-    found = registry.get(OP)
-    for make in found.bench_cases("shared", "meta").values():  # type: ignore[misc]
-        found.check(*make())
-    quick = found.bench_cases("quick", device)  # type: ignore[misc]
+    study = op.study
+    assert study.bench_cases is not None and study.emulate_cases is not None
+    for make in study.bench_cases("shared", "meta").values():
+        op.check(make())
+    quick = study.bench_cases("quick", device)
     assert len(quick) == 1
-    for make in (*quick.values(), *found.emulate_cases("gfx942").values()):  # type: ignore[misc]
-        call = Operands(*make())
-        assert_right(call, found(*call), wanted(call, "decompressed"))
+    for make in (*quick.values(), *study.emulate_cases("gfx942").values()):
+        call = make()
+        assert_right(call, op(call), wanted(call, "decompressed"))
 
 
 @pytest.mark.parametrize("backend", ["torch", "decompressed"])
@@ -252,14 +254,14 @@ def test_compile_fullgraph(backend: str, device: str) -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager" if device == "cpu" else "inductor")
     call = named(CASES["everything"], device, beyond=0.0)
-    registry.get(OP).force(backend)
+    op.force(backend)
     options = call._asdict()
     moving = [options.pop(key) for key in ("q_nope", "q_rope", "latent_cache", "seq_lens")]
 
-    def prefill(q: Tensor, q_rope: Tensor, cache: Tensor, lens: Tensor) -> Any:
+    def attend(q: Tensor, q_rope: Tensor, cache: Tensor, lens: Tensor) -> Any:
         return ops.mla_prefill(q, q_rope, cache, seq_lens=lens, **options)
 
-    compiled = torch.compile(prefill, fullgraph=True, backend=counter)
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
     with torch.no_grad():
         for less in (0, 2):
             lens = (call.seq_lens - less).clamp(min=0)
@@ -271,7 +273,7 @@ def test_compile_fullgraph(backend: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "decompressed"])
 def test_large_on_a_gpu(backend: str) -> None:
-    call = case(
+    call = prefill(
         [700, 130], 16, 130, 512, 64, 128, 128, 768, 64, BF16, "cuda", tables="neox", return_lse=True
     )  # fmt: skip
     assert_right(call, run(OP, call, None, backend), wanted(call, backend))
@@ -294,4 +296,4 @@ def test_hopper(values: dict[str, Any]) -> None:
     if hardware.detect().arch != "sm_90":
         pytest.skip(f"is for sm_90; this is {hardware.detect().arch}")
     call = named(values, "cuda", dtype=BF16, latent=512, rotary=64)
-    assert_right(call, registry.get(OP).run("triton_hopper", *call))
+    assert_right(call, op.run("triton_hopper", call))

@@ -21,14 +21,21 @@ from tests.ops.op_harness import (
     assert_never_copies,
     name,
     random,
+    reference,
+    run,
     shape_id,
 )
 from wavecrest import ops
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.call import mapped
+from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.measure import numerics
+from wavecrest.ops._rope.backend import op as rope_op
+from wavecrest.ops._rope.call import RopeCall
+from wavecrest.ops._rope.launch import bind
 
 OP = "rope"
 STYLES = ("neox", "gptj")
@@ -68,8 +75,8 @@ def assert_rotates(
     """The backend against the reference in float64; x's dtype and order of memory; the bound call gives the same."""
     found = registry.get(OP)
     before = [tensor.clone() for tensor in (x, cos, sin)]
-    got = found.run(backend, x, cos, sin, positions, style, config=config)
-    want = found.reference(x.double(), cos.double(), sin.double(), positions, style)
+    got = run(OP, backend, x, cos, sin, positions, style, config=config)
+    want = reference(OP, x.double(), cos.double(), sin.double(), positions, style)
     limits = numerics.tolerance(found.op_class, name(x.dtype))
     compared = numerics.compare(got, want)
     assert compared.within(limits), f"{backend} {style}: {compared} outside {limits}"
@@ -82,7 +89,7 @@ def assert_rotates(
         found.force("triton")
         # from the second call on a GPU skips Triton's look-up
         for _ in range(3 if x.is_cuda else 1):
-            again = found(x, cos, sin, positions, style)
+            again = ops.rope(x, cos, sin, positions, style)
             assert same_order(again, got) and torch.equal(again.nan_to_num(7.0), got.nan_to_num(7.0))
         found.force(None)
     return got
@@ -136,8 +143,8 @@ def test_quarter_turn(device: str) -> None:
     x = torch.arange(1.0, 6.0, device=device).reshape(1, 1, 5)
     cos, sin = torch.zeros(1, 2, device=device), torch.ones(1, 2, device=device)
     for backend in BACKENDS:
-        neox = registry.get(OP).run(backend, x, cos, sin)
-        gptj = registry.get(OP).run(backend, x, cos, sin, None, "gptj")
+        neox = run(OP, backend, x, cos, sin)
+        gptj = run(OP, backend, x, cos, sin, None, "gptj")
         assert neox.flatten().tolist() == [-3.0, -4.0, 1.0, 2.0, 5.0]
         assert gptj.flatten().tolist() == [-2.0, 1.0, -4.0, 3.0, 5.0]
 
@@ -173,7 +180,7 @@ def test_transposed_view_comes_back(device: str) -> None:
     x = random((2, 3, 5, 16), torch.float32, device)
     cos, sin = tables(5, 16, torch.float32, device)
     for backend in BACKENDS:
-        y = registry.get(OP).run(backend, x.transpose(1, 2), cos, sin).transpose(1, 2)
+        y = run(OP, backend, x.transpose(1, 2), cos, sin).transpose(1, 2)
         assert y.is_contiguous() and y.shape == x.shape
 
 
@@ -219,8 +226,8 @@ def test_a_row_a_token_of_five_dimensions(device: str) -> None:
     x = random((2, 3, 5, 2, 8), torch.float32, device)
     cos, sin = (random((2, 1, 5, 4), torch.float32, device, seed) for seed in (3, 4))
     assert_rotates("triton", x, cos, sin)
-    got = registry.get(OP).run("triton", x, cos[1], sin[1])
-    torch.testing.assert_close(got[1], registry.get(OP).run("triton", x[1], cos[1], sin[1]), rtol=0, atol=0)
+    got = run(OP, "triton", x, cos[1], sin[1])
+    torch.testing.assert_close(got[1], run(OP, "triton", x[1], cos[1], sin[1]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -249,10 +256,10 @@ def test_positions_outside_the_table(dtype: torch.dtype, backend: str, style: st
     outside = [-1, 4, 5, torch.iinfo(dtype).min, torch.iinfo(dtype).max]
     positions = torch.tensor([0, 3, *outside], dtype=dtype, device=device)
     x = random((7, 3, 10), torch.float32, device)
-    got = registry.get(OP).run(backend, x, cos, sin, positions, style)
+    got = run(OP, backend, x, cos, sin, positions, style)
     assert got[2:, :, :8].isnan().all()
     assert torch.equal(got[..., 8:], x[..., 8:])
-    inside = registry.get(OP).reference(x[:2], cos, sin, positions[:2], style)
+    inside = reference(OP, x[:2], cos, sin, positions[:2], style)
     torch.testing.assert_close(got[:2], inside, rtol=1e-5, atol=1e-6)
 
 
@@ -262,8 +269,8 @@ def test_special_values(backend: str, style: str, device: str) -> None:
     x = random((4, 2, 8), torch.float32, device)
     x[0, 0, 0], x[1, 1, 2], x[2, 0, 7] = float("nan"), float("inf"), -float("inf")
     cos, sin = tables(4, 8, torch.float32, device)
-    got = registry.get(OP).run(backend, x, cos, sin, None, style)
-    want = registry.get(OP).reference(x.double(), cos.double(), sin.double(), None, style)
+    got = run(OP, backend, x, cos, sin, None, style)
+    want = reference(OP, x.double(), cos.double(), sin.double(), None, style)
     assert numerics.compare(got, want).within(numerics.tolerance("row", "float32"))
     # a NaN stays in its pair
     assert int(got[0].isnan().sum()) == 2
@@ -274,9 +281,9 @@ def test_special_values(backend: str, style: str, device: str) -> None:
 def test_empty(shape: tuple[int, ...], backend: str, device: str) -> None:
     x = random(shape, torch.float32, device)
     cos, sin = tables(6, 8, torch.float32, device)
-    assert registry.get(OP).run(backend, x, cos, sin).shape == shape
+    assert run(OP, backend, x, cos, sin).shape == shape
     positions = torch.zeros(shape[:-2], dtype=torch.int64, device=device)
-    assert registry.get(OP).run(backend, x, cos, sin, positions).shape == shape
+    assert run(OP, backend, x, cos, sin, positions).shape == shape
 
 
 @pytest.mark.parametrize("config", [(1, 1), (1, 4), (4, 1), (4, 2), (8, 8)], ids=shape_id)
@@ -288,38 +295,34 @@ def test_configurations(config: tuple[int, int], style: str, device: str) -> Non
     made = Config(BLOCK_T=config[0], BLOCK_H=config[1], num_warps=1)
     for positions in (None, torch.tensor([8, 1, 0, 3, 5, 2, 7], device=device)):
         got = assert_rotates("triton", x, cos, sin, positions, style, made)
-        assert torch.equal(got, registry.get(OP).run("triton", x, cos, sin, positions, style))
+        assert torch.equal(got, run(OP, "triton", x, cos, sin, positions, style))
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx1100"])
 def test_what_is_tried_by_tune(arch: str, device: str) -> None:
     """The default first, each once; a few of them by what they compute, which is the same bits."""
-    found, known = registry.get("rope"), ARCHS[arch]
-    backend = found.backends["triton"]
-    assert backend.space is not None and backend.launches is not None
-    x = random((2, 7, 20, 24), torch.bfloat16, device)
-    cos, sin = tables(9, 20, torch.float32, device)
-    want = found.run("triton", x, cos, sin)
-    configs = list(backend.space(found.key(x, cos, sin), known))
+    known, study = ARCHS[arch], rope_op.study.kernel("triton")
+    assert study.space is not None and study.launches is not None
+    call = RopeCall(random((2, 7, 20, 24), torch.bfloat16, device), *tables(9, 20, torch.float32, device))
+    want = rope_op.run("triton", call)
+    configs = list(study.space(rope_op.key(call), known))
     assert len(configs) == len(set(configs)) > 8
     threads = [config["num_warps"] * known.wave_size for config in configs]
     assert max(threads) <= 1024 and len(set(threads)) > 2
     for config in configs[:: max(1, len(configs) // 6)]:
-        assert torch.equal(found.run("triton", x, cos, sin, config=config), want)
-        (launch,) = backend.launches(x.to("meta"), cos.to("meta"), sin.to("meta"), config=config, arch=known)
+        assert torch.equal(rope_op.run("triton", call, config=config), want)
+        (launch,) = study.launches(mapped(call, lambda tensor: tensor.to("meta")), config, known)
         assert launch.options()["BLOCK_H"] == config["BLOCK_H"] and launch.grid[0] >= 1
-    assert backend.launches(x[:0], cos, sin, config=configs[0], arch=known) == []
+    assert study.launches(call._replace(x=call.x[:0]), configs[0], known) == []
 
 
 def test_a_token_does_not_depend_on_the_batch_around_it(device: str) -> None:
     x = random((9, 3, 64), torch.bfloat16, device)
     cos, sin = tables(9, 64, torch.float32, device)
     positions = torch.arange(9, device=device)
-    whole = registry.get(OP).run("triton", x, cos, sin, positions)
+    whole = run(OP, "triton", x, cos, sin, positions)
     for i in range(9):
-        assert torch.equal(
-            registry.get(OP).run("triton", x[i : i + 1], cos, sin, positions[i : i + 1]), whole[i : i + 1]
-        )
+        assert torch.equal(run(OP, "triton", x[i : i + 1], cos, sin, positions[i : i + 1]), whole[i : i + 1])
 
 
 # with the odd step strides cannot be counted in units of 16
@@ -350,8 +353,8 @@ def test_rounded_once(dtype: torch.dtype, half_a_unit: float, backend: str, styl
     """With float32 tables the result alone is rounded to 16 bits: half a unit off, also where a − b is small."""
     x = random((6, 8, 64), dtype, device)
     cos, sin = tables(6, 64, torch.float32, device)
-    got = registry.get(OP).run(backend, x, cos, sin, None, style).double()
-    want = registry.get(OP).reference(x.double(), cos.double(), sin.double(), None, style)
+    got = run(OP, backend, x, cos, sin, None, style).double()
+    want = reference(OP, x.double(), cos.double(), sin.double(), None, style)
     assert bool(((got - want).abs() <= half_a_unit * 1.001 * want.abs() + 2e-6).all())
 
 
@@ -361,20 +364,19 @@ def test_float64_stays_float64(device: str) -> None:
     want = turned_by_complex_numbers(x, cos, sin, torch.arange(5, device=device), "neox")
     torch.testing.assert_close(ops.rope(x, cos, sin), want, rtol=1e-13, atol=1e-13)
     registry.get(OP).force("triton")
-    assert "not float64" in registry.get(OP).decide(x, cos, sin).refused[0].reason
-    assert "tables" in registry.get(OP).decide(x.float(), cos, sin).refused[0].reason
+    assert "not float64" in rope_op.decide(RopeCall(x, cos, sin)).refused[0].reason
+    assert "tables" in rope_op.decide(RopeCall(x.float(), cos, sin)).refused[0].reason
 
 
-def test_what_the_kernel_declines(device: str) -> None:
-    found = registry.get(OP)
+def test_what_the_kernel_refuses(device: str) -> None:
     x = random((2, 3, 2, 3, 2, 8), torch.float32, device).permute(3, 2, 1, 0, 4, 5)
     cos, sin = tables(9, 8, torch.float32, device)
     with pytest.raises(Unsupported, match="leading dimensions"):
-        found.run("triton", x, cos, sin)
+        run(OP, "triton", x, cos, sin)
     with pytest.raises(Unsupported, match="same strides"):
-        found.run("triton", x[0], cos, sin.t().contiguous().t())
+        run(OP, "triton", x[0], cos, sin.t().contiguous().t())
     torch.testing.assert_close(
-        ops.rope(x[0], cos, sin.t().contiguous().t()), found.reference(x[0], cos, sin), rtol=1e-5, atol=1e-6
+        ops.rope(x[0], cos, sin.t().contiguous().t()), reference(OP, x[0], cos, sin), rtol=1e-5, atol=1e-6
     )
 
 
@@ -390,12 +392,11 @@ def test_no_copy(layout: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
 def _launch(tokens: int, heads: int, sequences: int = 1, columns: int = 64) -> Any:
     x = torch.empty(sequences, tokens, heads, columns, dtype=torch.bfloat16, device="meta")
     table = torch.empty(4096, columns // 2, device="meta")
-    found = registry.get(OP)
     config = Config(BLOCK_T=2, BLOCK_H=16, num_warps=1)
     launches: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wavecrest.ops.common.launcher.starter", lambda launch, _device: launches.append(launch))
-        found.backends["triton"].bind(x, table, table, config=config)  # type: ignore[misc]
+        bind(RopeCall(x, table, table), config)
     return launches[0]
 
 
@@ -403,7 +404,7 @@ def test_specialised_arguments() -> None:
     """Triton compiles anew for column strides (1 or not) alone; asked of a process that defines it for a GPU."""
     pytest.importorskip("triton", reason="asks Triton about a kernel's arguments")
     code = """
-from wavecrest.ops.rope import _rope_kernel
+from wavecrest.ops._rope.kernel import _rope_kernel
 print(*(p.name for p in _rope_kernel.params if not (p.is_constexpr or p.do_not_specialize)))
 """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -467,31 +468,34 @@ def test_wrong_arguments(args: tuple[object, ...], message: str, backend: str | 
         if backend is None:
             ops.rope(*args)  # type: ignore[arg-type]
         else:
-            registry.get(OP).run(backend, *args)
+            run(OP, backend, *args)
 
 
 def test_key_has_all_the_choice_depends_on() -> None:
-    key = registry.get(OP).key
-    variants = [
-        key(_TENSOR, _TABLE, _TABLE),
-        key(_TENSOR[:1], _TABLE, _TABLE),
-        key(_TENSOR[:, :, :2], _TABLE, _TABLE),
-        key(_TENSOR[..., :8].half(), _TABLE, _TABLE),
-        key(torch.ones(2, 5, 3, 10), _TABLE, _TABLE),
-        key(_TENSOR, _TABLE[:, :2], _TABLE[:, :2]),
-        key(_TENSOR, _TABLE.half(), _TABLE.half()),
-        key(_TENSOR, _TABLE, _TABLE, torch.arange(5)),
-        key(_TENSOR, _TABLE, _TABLE, torch.arange(5, dtype=torch.int32)),
-        key(_TENSOR, _TABLE, _TABLE, None, "gptj"),
-        key(_TENSOR, _TABLE, _TABLE.t().contiguous().t()),
-        key(_TENSOR, _TABLE, _TABLE.clone().requires_grad_()),
+    calls = [
+        RopeCall(_TENSOR, _TABLE, _TABLE),
+        RopeCall(_TENSOR[:1], _TABLE, _TABLE),
+        RopeCall(_TENSOR[:, :, :2], _TABLE, _TABLE),
+        RopeCall(_TENSOR[..., :8].half(), _TABLE, _TABLE),
+        RopeCall(torch.ones(2, 5, 3, 10), _TABLE, _TABLE),
+        RopeCall(_TENSOR, _TABLE[:, :2], _TABLE[:, :2]),
+        RopeCall(_TENSOR, _TABLE.half(), _TABLE.half()),
+        RopeCall(_TENSOR, _TABLE, _TABLE, torch.arange(5)),
+        RopeCall(_TENSOR, _TABLE, _TABLE, torch.arange(5, dtype=torch.int32)),
+        RopeCall(_TENSOR, _TABLE, _TABLE, None, "gptj"),
+        RopeCall(_TENSOR, _TABLE, _TABLE.t().contiguous().t()),
+        RopeCall(_TENSOR, _TABLE, _TABLE.clone().requires_grad_()),
     ]
-    assert len(set(variants)) == len(variants)
-    assert all(len(found) == len(registry.get(OP).key_fields) for found in variants)
+    keys = [rope_op.key(call) for call in calls]
+    assert len(set(keys)) == len(keys)
+    assert all(len(key) == len(rope_op.key_fields) for key in keys)
 
 
 def test_cost() -> None:
-    cost = registry.get(OP).cost
+
+    def cost(*args: Any) -> Cost:
+        return rope_op.study.cost(RopeCall(*args))
+
     x = torch.empty(2, 5, 3, 8, dtype=torch.bfloat16)
     moved = 2 * x.nbytes
     assert cost(x, _TABLE, _TABLE).bytes == moved + 2 * 5 * 4 * 4
@@ -503,13 +507,14 @@ def test_cost() -> None:
 
 
 def test_bench_cases_are_calls(device: str) -> None:
-    found = registry.get(OP)
-    made = found.bench_cases("quick", device)  # type: ignore[misc]
+    bench_cases = rope_op.study.bench_cases
+    assert bench_cases is not None
+    made = bench_cases("quick", device)
     assert len(made) == 3
     for case in made.values():
-        args = case()
-        assert numerics.compare(found(*args), found.reference(*args)).within(numerics.tolerance("row", "bfloat16"))
-    assert len(found.bench_cases("shared", device)) >= 8  # type: ignore[misc]
+        call = case()
+        assert numerics.compare(rope_op(call), rope_op.reference(call)).within(numerics.tolerance("row", "bfloat16"))
+    assert len(bench_cases("shared", device)) >= 8
 
 
 def test_gradients(device: str) -> None:

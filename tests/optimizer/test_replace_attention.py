@@ -329,7 +329,7 @@ def test_what_flash_decoding_does_not_take(unwarned: None) -> None:
         dropped, _ = ours.attend(nn.Module(), query, key, value, mask, dropout=1e-9)
     torch.testing.assert_close(dropped, want, rtol=1e-5, atol=1e-5)
     wide = [torch.randn(2, heads, 9, 300)[:, :, :size] for heads, size in ((4, 2), (2, 9), (2, 9))]
-    with pytest.warns(ours.AttentionFallback, match="300 columns"):
+    with pytest.warns(ours.AttentionFallback, match="head_dim of 300"):
         ours.attend(nn.Module(), *wide, mask)
     for bad in ({"ends": ends.long()}, {"ends": ends[:1], "starts": starts}, {"ends": ends, "window": -2}):
         with pytest.raises(InvalidArgument, match="lengths_mask"):
@@ -612,7 +612,7 @@ def test_dropout_runs_in_pytorch_and_says_so(unwarned: None) -> None:
     hidden[1, :2] = True
     for mask in (None, ours.compact_mask(None, 3, 6, DEVICE), ours.compact_mask(hidden, 6, 6, DEVICE)):
         ours._warned.clear()
-        with pytest.warns(ours.AttentionFallback, match="dropout"):
+        with pytest.warns(ours.AttentionFallback, match="dropout without the seed that flash_attention needs"):
             # of nothing: 1e-9 of the weights, so that values can be compared
             got, _ = ours.attend(module, query, key, value, mask, dropout=1e-9)
         with warnings.catch_warnings():
@@ -622,19 +622,19 @@ def test_dropout_runs_in_pytorch_and_says_so(unwarned: None) -> None:
         sees = torch.ones(2, 6, dtype=torch.bool)
         sees[1, :2] = mask is None or mask.dtype != ours.KEYS
         torch.testing.assert_close(got[sees], want[sees], rtol=1e-5, atol=1e-5)
-    ours._warned.add("dropout, which the op does not have")
+    ours._warned.add(ours.NO_SEED)
     halved, _ = ours.attend(module, query, key, value, None, dropout=0.5)
     assert not torch.allclose(halved, ours.attend(module, query, key, value)[0])
 
 
 def test_what_the_op_does_not_take(unwarned: None) -> None:
     query, key, value = torch.randn(1, 2, 5, 300), torch.randn(1, 2, 5, 300), torch.randn(1, 2, 5, 8)
-    with pytest.warns(ours.AttentionFallback, match="300 columns"), ours.watching() as calls:
+    with pytest.warns(ours.AttentionFallback, match="head_dim of 300"), ours.watching() as calls:
         got, _ = ours.attend(nn.Module(), query, key, value)
-    assert calls[0].decision is None and "300 columns" in calls[0].reason
+    assert calls[0].decision is None and "head_dim of 300" in calls[0].reason
     want = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
     torch.testing.assert_close(got, want)
-    with pytest.raises(Unsupported, match="softcap or sinks and 300 columns"):
+    with pytest.raises(Unsupported, match="softcap or sinks and a head_dim of 300"):
         ours.attend(nn.Module(), query, key, value, softcap=3.0)
     with pytest.raises(Unsupported, match="dropout"):
         ours.attend(nn.Module(), *_call(), s_aux=torch.zeros(4), dropout=0.1)

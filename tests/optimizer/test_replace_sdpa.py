@@ -119,11 +119,11 @@ def test_pytorchs_meaning(name: str, backend: str) -> None:
 
 
 LEFT: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "dropout": (parts, {"dropout_p": 1e-9}, "dropout"),
+    "dropout": (parts, {"dropout_p": 1e-9}, "dropout without the seed"),
     "three dimensions": (lambda: tuple(one[:, 0] for one in parts()), {}, "not \\[B, H, S, D\\]"),
     "more queries than keys": (lambda: parts(9, 4), {"is_causal": True}, "upper left"),
     "one sequence for all": (lambda: (parts()[0], parts()[1][:1], parts()[2][:1]), {}, "broadcast"),
-    "columns": (lambda: (torch.ones(1, 1, 2, 300),) * 3, {}, "300 columns"),
+    "head_dim": (lambda: (torch.ones(1, 1, 2, 300),) * 3, {}, "head_dim of 300"),
     "negative scale": (parts, {"scale": -1.0}, "scale of -1.0"),
 }
 

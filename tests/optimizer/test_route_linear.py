@@ -13,10 +13,10 @@ from wavecrest import nn as ours
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.op import Op
 from wavecrest.measure.workload import Buckets, Workload, from_example
+from wavecrest.ops._gemm.call import GemmCall, linear_call
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps.fuse_linears import FusedSlice
-from wavecrest.optimizer.steps.route_linear import linear_arguments
 
 
 class Block(nn.Module):
@@ -37,16 +37,16 @@ def op() -> Iterator[Op]:
     backends = dict(op.backends)
     calls: list[tuple[int, ...]] = []
 
-    def run(*args: object) -> object:
-        calls.append(tuple(args[0].shape))  # type: ignore[attr-defined]
-        return op.reference(*args)
+    def run(call: GemmCall) -> object:
+        calls.append(tuple(call.a.shape))
+        return op.reference(call)
 
-    op.attach("planted", run, supports=lambda *_args: None, priority=1)
+    op.attach("planted", run, priority=1)
     op.calls = calls  # type: ignore[attr-defined]
     yield op
     op.backends.clear()
     op.backends.update(backends)
-    op.attach("reference", op.reference, supports=lambda *_args: None, priority=0)
+    op.attach("reference", op.reference, priority=0)
     op.unpin()
     del op.calls  # type: ignore[attr-defined]
 
@@ -54,7 +54,7 @@ def op() -> Iterator[Op]:
 def _pin(op: Op, rows: int, layer: nn.Module) -> None:
     x = torch.randn(rows, layer.weight.shape[1])  # type: ignore[union-attr, index]
     with torch.no_grad():
-        key = op.key(*linear_arguments(x, layer.weight, layer.bias))  # type: ignore[arg-type]
+        key = op.key(linear_call(x, layer.weight, layer.bias))  # type: ignore[arg-type]
     op.pin(key, "planted", None, "exact", "measured 1.0 µs, native 2.0 µs")
 
 

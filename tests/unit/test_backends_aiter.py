@@ -1,4 +1,4 @@
-"""aiter behind gemm and flash_attention, with a stand-in for it: what it is given, and what is declined."""
+"""aiter behind gemm and flash_attention, with a stand-in for it: what it is given, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tests.ops.attention_harness import packed, tensors
 from wavecrest import hardware
 from wavecrest.backends import aiter
 from wavecrest.dispatch import registry
-from wavecrest.ops._flash_attention.call import Operands as Attention
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall
 
 FP8 = torch.float8_e4m3fn
 
@@ -75,20 +76,20 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 CASES = {
-    "plain": ("a16w16", lambda: Operands(_random(2, 5, 64), _random(48, 64).mT)),
-    "bias": ("a16w16 bias", lambda: Operands(_random(5, 64), _random(48, 64).mT, bias=_random(48))),
+    "plain": ("a16w16", lambda: GemmCall(_random(2, 5, 64), _random(48, 64).mT)),
+    "bias": ("a16w16 bias", lambda: GemmCall(_random(5, 64), _random(48, 64).mT, bias=_random(48))),
     "bias of another dtype": (
         "a16w16",
-        lambda: Operands(_random(5, 64), _random(48, 64).mT, bias=torch.randn(48), activation="silu", alpha=0.5),
+        lambda: GemmCall(_random(5, 64), _random(48, 64).mT, bias=torch.randn(48), activation="silu", alpha=0.5),
     ),
     "gated, residual": (
         "a16w16",
-        lambda: Operands(_random(5, 64), _random(48, 64).mT, activation="silu_and_mul", residual=_random(5, 24)),
+        lambda: GemmCall(_random(5, 64), _random(48, 64).mT, activation="silu_and_mul", residual=_random(5, 24)),
     ),
-    "int8": ("a8w8", lambda: Operands(_int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48))),
+    "int8": ("a8w8", lambda: GemmCall(_int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48))),
     "fp8 blocks": (
         "blockscale",
-        lambda: Operands(
+        lambda: GemmCall(
             _random(5, 200, dtype=FP8), _random(140, 200, dtype=FP8).mT,
             scale_a=torch.rand(5, 2), scale_b=torch.rand(2, 2),
         ),
@@ -101,13 +102,13 @@ def test_it_gets_what_it_takes_and_the_rest_is_done_after(name: str, calls: list
     torch.manual_seed(0)
     called, make = CASES[name]
     given = make()
-    got, want = aiter._gemm(*given), registry.get("gemm").reference(*given)
+    got, want = aiter.run_gemm(given), gemm.reference(given)
     assert calls == [called] and got.shape == want.shape and got.dtype == want.dtype
     assert (got.double() - want.double()).abs().max() <= 2e-2 * want.double().abs().max()
 
 
 def test_without_it_the_reason_is_in_the_decision() -> None:
-    decision = registry.get("gemm").decide(*Operands(_random(5, 64), _random(48, 64).mT))
+    decision = gemm.decide(GemmCall(_random(5, 64), _random(48, 64).mT))
     (reason,) = [refusal.reason for refusal in decision.refused if refusal.backend == "aiter"]
     assert "no ROCm build" in reason or "not installed" in reason
 
@@ -115,29 +116,29 @@ def test_without_it_the_reason_is_in_the_decision() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (lambda: Operands(_random(5, 64), _random(48, 64).mT), "runs where a measured row names it"),
-        (lambda: Operands(_random(5, 64), _random(64, 48)), "contiguous along K"),
-        (lambda: Operands(_random(3, 5, 64), _random(3, 48, 64).mT), "one plain weight"),
-        (lambda: Operands(torch.randn(5, 64), torch.randn(48, 64).mT), "not float32"),
-        (lambda: Operands(_int8(5, 64), _int8(48, 64).mT), "not none and none"),
-        (lambda: Operands(_random(5, 64), _int8(48, 64).mT, scale_b=torch.rand(48)), "one plain weight"),
+        (lambda: GemmCall(_random(5, 64), _random(48, 64).mT), "runs where a measured row names it"),
+        (lambda: GemmCall(_random(5, 64), _random(64, 48)), "contiguous along K"),
+        (lambda: GemmCall(_random(3, 5, 64), _random(3, 48, 64).mT), "one plain weight"),
+        (lambda: GemmCall(torch.randn(5, 64), torch.randn(48, 64).mT), "not float32"),
+        (lambda: GemmCall(_int8(5, 64), _int8(48, 64).mT), "not none and none"),
+        (lambda: GemmCall(_random(5, 64), _int8(48, 64).mT, scale_b=torch.rand(48)), "one plain weight"),
         (
-            lambda: Operands(
+            lambda: GemmCall(
                 _int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48), out_dtype=torch.float32
             ),
             "not torch.float32",
         ),
         (
-            lambda: Operands(_random(5, 64).requires_grad_(), _random(48, 64).mT),
+            lambda: GemmCall(_random(5, 64).requires_grad_(), _random(48, 64).mT),
             "without gradients",
         ),
     ],
     ids=["taken", "other-order", "batch", "float32", "no-scales", "weight-only", "out", "grad"],
 )
-def test_what_it_declines(gpu: None, given: Any, reason: str) -> None:
-    arguments = given()
-    declined = aiter._gemm_supports(*arguments) or aiter._reserved(*arguments)
-    assert declined is not None and reason in declined
+def test_what_it_refuses(gpu: None, given: Any, reason: str) -> None:
+    call = given()
+    refused = aiter._refuse_gemm(call) or aiter._opt_in_gemm(call)
+    assert refused is not None and reason in refused
 
 
 HEADER = "gfx,cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,splitK,us,kernelName"
@@ -161,8 +162,8 @@ def _row(M: int, us: float, library: str) -> str:
     return f"gfx942,304,{M},48,64,False,torch.bfloat16,torch.bfloat16,False,False,{library},1,0,{us},k\n"
 
 
-def _said(M: int = 30, **given: Any) -> str | None:
-    return aiter._reserved(*Operands(_random(M, 64), _random(48, 64).mT, **given))
+def _said(M: int = 30, **options: Any) -> str | None:
+    return aiter._opt_in_gemm(GemmCall(_random(M, 64), _random(48, 64).mT, **options))
 
 
 def test_a_decision_says_what_its_own_tables_have(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,13 +202,13 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[
     """aiter's two functions as their documentation describes them, in float64; what they were given."""
     seen: list[tuple[str, dict[str, Any]]] = []
 
-    def attend(given: Attention, window: tuple[int, int, int], causal: bool, dtype: torch.dtype) -> Any:
+    def attend(call: FlashAttentionCall, window: tuple[int, int, int], causal: bool, dtype: torch.dtype) -> Any:
         # a newer version reads three numbers, an older one two
         left, right, always_seen = window
         assert always_seen == 0 and dtype in (torch.float16, torch.bfloat16)
-        wide = {one: x.double() for one, x in given._asdict().items() if isinstance(x, Tensor) and x.dtype == dtype}
-        given = given._replace(**wide, causal=causal, window=(left, right), return_lse=True)
-        out, lse = registry.get("flash_attention").reference(*given)
+        wide = {one: x.double() for one, x in call._asdict().items() if isinstance(x, Tensor) and x.dtype == dtype}
+        call = call._replace(**wide, causal=causal, window=(left, right), return_lse=True)
+        out, lse = registry.get("flash_attention").reference(call)
         return out.to(dtype), lse.float()
 
     def flash_attn_func(
@@ -217,8 +218,8 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[
     ) -> Any:  # fmt: skip
         assert q.ndim == 4 and dropout_p == 0.0 and (bias is None or bias.shape == (q.shape[1], k.shape[1]))
         seen.append(("dense", {"causal": causal, "window_size": window_size}))
-        given = Attention(q, k, v, softmax_scale=softmax_scale, bias=bias, alibi_slopes=alibi_slopes)
-        out, lse = attend(given, window_size, causal, q.dtype)
+        call = FlashAttentionCall(q, k, v, softmax_scale=softmax_scale, bias=bias, alibi_slopes=alibi_slopes)
+        out, lse = attend(call, window_size, causal, q.dtype)
         return (out, lse) if return_lse else out
 
     def flash_attn_varlen_func(
@@ -229,12 +230,12 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[
     ) -> Any:  # fmt: skip
         assert q.ndim == 3 and bias is None and not return_lse
         seen.append(("packed", {"causal": causal, "window_size": window_size}))
-        given = Attention(
+        call = FlashAttentionCall(
             q, k, v, "thd", softmax_scale=softmax_scale, softcap=logits_soft_cap, alibi_slopes=alibi_slopes,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         )  # fmt: skip
         # an older version's result
-        return (attend(given, window_size, causal, q.dtype)[0],)
+        return (attend(call, window_size, causal, q.dtype)[0],)
 
     package = ModuleType("aiter")
     package.flash_attn_func, package.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func  # type: ignore[attr-defined]
@@ -242,13 +243,13 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[
     yield seen
 
 
-def _attention(layout: str = "bshd", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Attention:
-    return Attention(*tensors(2, 12, 20, 4, 2, dtype=dtype, layout=layout), layout, **options)
+def _attention(layout: str = "bshd", dtype: torch.dtype = torch.bfloat16, **options: Any) -> FlashAttentionCall:
+    return FlashAttentionCall(*tensors(2, 12, 20, 4, 2, dtype=dtype, layout=layout), layout, **options)
 
 
-def _packed_attention(**options: Any) -> Attention:
+def _packed_attention(**options: Any) -> FlashAttentionCall:
     (q, k, v), starts = packed([5, 12], [20, 12], 4, 2, 16, torch.float16, "cpu")
-    return Attention(q, k, v, **starts, **options)
+    return FlashAttentionCall(q, k, v, **starts, **options)
 
 
 # name -> the function, what its mask is said by, the call
@@ -271,12 +272,12 @@ ATTENTION = {
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_gets_what_it_takes(name: str, gpu: None, attention: list[Any]) -> None:
     function, causal, window, make = ATTENTION[name]
-    given = make()
-    assert aiter._attention_supports(*given) is None
-    assert aiter._attention_reserved(*given) == "runs where a measured row names it"
-    got, want = aiter._attention(*given), registry.get("flash_attention").reference(*given)
+    call = make()
+    assert aiter._attention_refuse(call) is None
+    assert aiter._attention_opt_in(call) == "runs where a measured row names it"
+    got, want = aiter._attention(call), registry.get("flash_attention").reference(call)
     assert attention == [(function, {"causal": causal, "window_size": window})]
-    if given.return_lse:
+    if call.return_lse:
         torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
         assert got[1].is_contiguous()
         got, want = got[0], want[0]
@@ -285,13 +286,13 @@ def test_attention_gets_what_it_takes(name: str, gpu: None, attention: list[Any]
 
 
 def test_attention_without_it_says_so() -> None:
-    decision = registry.get("flash_attention").decide(*_attention())
+    decision = registry.get("flash_attention").decide(_attention())
     (reason,) = [refusal.reason for refusal in decision.refused if refusal.backend == "aiter"]
     assert "no ROCm build" in reason or "not installed" in reason
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("make", "reason"),
     [
         (lambda: _attention(dtype=torch.float32), "not float32"),
         (lambda: _attention(sinks=torch.zeros(4)), "sinks"),
@@ -311,6 +312,6 @@ def test_attention_without_it_says_so() -> None:
         "bias-heads", "bias-keys", "grad",
     ],
 )  # fmt: skip
-def test_what_attention_declines(gpu: None, given: Any, reason: str) -> None:
-    declined = aiter._attention_supports(*given())
-    assert declined is not None and reason in declined
+def test_what_attention_refuses(gpu: None, make: Any, reason: str) -> None:
+    refused = aiter._attention_refuse(make())
+    assert refused is not None and reason in refused

@@ -1,4 +1,4 @@
-"""PyTorch's products by another library: what is asked for, for how long, and what is declined."""
+"""PyTorch's products by another library: what is asked for, for how long, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from wavecrest.backends import blas
-from wavecrest.dispatch import registry
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall
 
 ASKED = {"torch_blas": "cublas", "torch_blaslt": "cublaslt", "torch_ck": "ck"}
 
@@ -35,14 +35,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def product(dtype: torch.dtype = torch.float16, **more: Any) -> Operands:
-    return Operands(torch.randn(20, 24).to(dtype), torch.randn(24, 16).to(dtype), **more)
+def product(dtype: torch.dtype = torch.float16, **more: Any) -> GemmCall:
+    return GemmCall(torch.randn(20, 24).to(dtype), torch.randn(24, 16).to(dtype), **more)
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_the_preference_lasts_for_the_call(name: str, asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     call = product(bias=torch.randn(16), activation="silu")
-    native = registry.get("gemm").backends["torch"]
+    native = gemm.backends["torch"]
     during: list[Any] = []
 
     def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -50,9 +50,9 @@ def test_the_preference_lasts_for_the_call(name: str, asked: list[Any], monkeypa
         return a @ b
 
     monkeypatch.setattr(torch, "matmul", matmul)
-    got = blas._gemm(name, *call)
+    got = blas.run_library(name, call)
     assert during == [ASKED[name]] and asked == ["default", ASKED[name], "default"]
-    assert torch.equal(got, native.run(*call))
+    assert torch.equal(got, native.run(call))
 
 
 def test_the_preference_does_not_outlive_an_error(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,27 +61,27 @@ def test_the_preference_does_not_outlive_an_error(asked: list[Any], monkeypatch:
 
     monkeypatch.setattr(torch, "matmul", matmul)
     with pytest.raises(torch.OutOfMemoryError):
-        blas._gemm("torch_blaslt", *product())
+        blas.run_library("torch_blaslt", product())
     assert asked == ["default", "cublaslt", "default"]
 
 
 @pytest.mark.parametrize("rocm", [False, True])
 def test_what_is_declined(rocm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def declined(name: str, call: Operands) -> str | None:
-        return registry.get("gemm").backends[name].supports(*call)
+    def refused(name: str, call: GemmCall) -> str | None:
+        return gemm.backends[name].refuse(call)
 
     for name in ASKED:
-        assert "on a GPU" in str(declined(name, product()))
+        assert "on a GPU" in str(refused(name, product()))
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True), raising=False)
     monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
-    assert declined("torch_blaslt", product()) is None
-    assert (declined("torch_blas", product()) is None) == rocm
-    assert (declined("torch_ck", product()) is None) == rocm
+    assert refused("torch_blaslt", product()) is None
+    assert (refused("torch_blas", product()) is None) == rocm
+    assert (refused("torch_ck", product()) is None) == rocm
     weight = torch.zeros(24, 16, dtype=torch.int8)
-    assert "one library" in str(declined("torch_blaslt", Operands(weight.mT.contiguous(), weight)))
-    assert "one library" in str(declined("torch_blaslt", product(torch.float64)))
-    # and what PyTorch declines itself
-    assert "fewer bits" in str(declined("torch_blaslt", product()._replace(b=weight)))
+    assert "one library" in str(refused("torch_blaslt", GemmCall(weight.mT.contiguous(), weight)))
+    assert "one library" in str(refused("torch_blaslt", product(torch.float64)))
+    # and what PyTorch refuses itself
+    assert "fewer bits" in str(refused("torch_blaslt", product()._replace(b=weight)))
 
 
 def test_the_warning_of_an_experiment_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +98,8 @@ def test_the_warning_of_an_experiment_is_not_the_users(monkeypatch: pytest.Monke
     blas._take_warning.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        blas._gemm("torch_blaslt", *product())
-        blas._gemm("torch_blaslt", *product())
+        blas.run_library("torch_blaslt", product())
+        blas.run_library("torch_blaslt", product())
     assert asked == ["default", *["cublaslt", "default"] * 3]
 
 
@@ -147,9 +147,9 @@ def test_tunable_op_lasts_for_the_call(
 
     monkeypatch.setattr(torch, "matmul", matmul)
     call = product(activation="relu")
-    assert torch.equal(blas._tuned_gemm(*call), torch.relu(product_of_torch(call.a, call.b)))
+    assert torch.equal(blas.run_tunable(call), torch.relu(product_of_torch(call.a, call.b)))
     with pytest.raises(torch.OutOfMemoryError):
-        blas._tuned_gemm(*call)
+        blas.run_tunable(call)
     assert during == [[True, not capturing]] * 2 and stand_in.state == [enabled, tuning]
     # not in the working directory, and one for each GPU
     assert stand_in.file == (str(tmp_path / "wavecrest" / "tunableop.csv"), True)
@@ -162,18 +162,18 @@ def test_tunable_op_lasts_for_the_call(
 
 
 @pytest.mark.parametrize("rocm", [False, True])
-def test_what_tunable_op_declines(rocm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = registry.get("gemm").backends["torch_tunable"]
+def test_what_tunable_op_refuses(rocm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = gemm.backends["torch_tunable"]
     monkeypatch.setattr(blas, "tunable", _Tunable())
-    assert "on a GPU" in str(backend.supports(*product()))
+    assert "on a GPU" in str(backend.refuse(product()))
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True), raising=False)
     monkeypatch.setattr(torch.version, "hip", "7.0" if rocm else None)
-    assert ("on ROCm" in str(backend.supports(*product()))) != rocm
+    assert ("on ROCm" in str(backend.refuse(product()))) != rocm
     monkeypatch.setattr(blas, "tunable", _Tunable(enabled=True))
-    assert ("enabled for all" in str(backend.supports(*product()))) == rocm
-    assert "measured row" in str(backend.reserved(*product()))
+    assert ("enabled for all" in str(backend.refuse(product()))) == rocm
+    assert "measured row" in str(backend.opt_in(product()))
 
 
 def test_it_runs_only_where_a_row_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True), raising=False)
-    assert "measured row" in str(registry.get("gemm").backends["torch_blaslt"].reserved(*product()))
+    assert "measured row" in str(gemm.backends["torch_blaslt"].opt_in(product()))

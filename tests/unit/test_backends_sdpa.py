@@ -1,4 +1,4 @@
-"""PyTorch's attention by a named kernel: values, which kernel ran, and what is declined in which words."""
+"""PyTorch's attention by a named kernel: values, which kernel ran, and what is refused in which words."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ops.attention_harness import OP, ROUNDING, arguments, assert_within, by_reference, tensors
+from tests.ops.attention_harness import OP, ROUNDING, assert_within, by_reference, tensors
 from tests.ops.op_harness import DTYPES, name, random
 from wavecrest import ops
 from wavecrest.backends import sdpa
 from wavecrest.backends.torch import flash_attention as torch_backend
 from wavecrest.cli import explain
-from wavecrest.dispatch import registry
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops._flash_attention.call import Operands
+from wavecrest.ops._flash_attention.backend import _op as op
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.tune import candidates
 
 NAMES = ("torch_flash", "torch_cudnn", "torch_efficient", "torch_math")
@@ -53,8 +53,8 @@ def options(key: str, queries: int, keys: int, dtype: torch.dtype, device: str) 
     }[key]()
 
 
-def _declined(backend: str, *args: Any) -> str | None:
-    return registry.get(OP).backends[backend].supports(*args)
+def _refused(backend: str, call: FlashAttentionCall) -> str | None:
+    return op.backends[backend].refuse(call)
 
 
 @pytest.mark.parametrize("lengths", [(24, 24), (5, 33), (1, 40)], ids=str)
@@ -64,17 +64,17 @@ def _declined(backend: str, *args: Any) -> str | None:
 def test_values(backend: str, dtype: torch.dtype, key: str, lengths: tuple[int, int], device: str) -> None:
     layout = "bhsd" if sum(lengths) % 2 else "bshd"
     q, k, v = tensors(2, *lengths, 4, 2, 32, dtype=dtype, device=device, layout=layout)
-    args = arguments(q, k, v, layout=layout, **options(key, *lengths, dtype, device))
-    reason = _declined(backend, *args)
+    call = FlashAttentionCall(q, k, v, layout=layout, **options(key, *lengths, dtype, device))
+    reason = _refused(backend, call)
     if reason is not None:
         # a CPU has both kernels for all of these
         assert device == "cuda" or backend not in ON_CPU
         with pytest.raises(Unsupported, match=backend):
-            registry.get(OP).run(backend, *args)
+            op.run(backend, call)
         return
     with _Seen() as seen:
-        got = registry.get(OP).run(backend, *args)
-    want = by_reference(args)
+        got = op.run(backend, call)
+    want = by_reference(call)
     assert got.dtype == dtype and got.is_contiguous()
     # as of PyTorch's own choice: its scores are rounded to the dtype too where they are written out
     assert_within(got, want[0], want[2], 8 * ROUNDING[dtype] + 1.5e-5)
@@ -85,8 +85,8 @@ def test_values(backend: str, dtype: torch.dtype, key: str, lengths: tuple[int, 
 
 def test_the_bound_can_fail(device: str) -> None:
     q, k, v = tensors(1, 9, 24, 4, 2, 32, device=device)
-    want = by_reference(arguments(q, k, v))
-    got = registry.get(OP).run("torch_math", *arguments(q, k[:, 1:], v[:, 1:]))
+    want = by_reference(FlashAttentionCall(q, k, v))
+    got = op.run("torch_math", FlashAttentionCall(q, k[:, 1:], v[:, 1:]))
     with pytest.raises(AssertionError, match="are off"):
         assert_within(got, want[0], want[2], 8 * ROUNDING[torch.float32] + 1.5e-5)
 
@@ -94,7 +94,7 @@ def test_the_bound_can_fail(device: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has all of them")
 @pytest.mark.parametrize(("backend", "words"), [("torch_cudnn", "cuDNN"), ("torch_efficient", "memory-efficient")])
 def test_kernels_of_gpus_say_so(backend: str, words: str) -> None:
-    reason = _declined(backend, *arguments(*tensors(1, 4, 4)))
+    reason = _refused(backend, FlashAttentionCall(*tensors(1, 4, 4)))
     assert words in str(reason) and "on a GPU" in str(reason)
 
 
@@ -105,13 +105,13 @@ def test_pytorchs_own_words(device: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            reason = _declined("torch_flash", *arguments(q, k, v))
-            assert "PyTorch declines" in str(reason) and "same last dimension" in str(reason)
+            reason = _refused("torch_flash", FlashAttentionCall(q, k, v))
+            assert "PyTorch refuses" in str(reason) and "same last dimension" in str(reason)
             assert "Triggered internally" not in str(reason) and "not used because" not in str(reason)
             assert "runtime disabled" not in str(reason)
-        assert "stride 1" in str(_declined("torch_flash", *arguments(q.mT.contiguous().mT, k, k)))
+        assert "stride 1" in str(_refused("torch_flash", FlashAttentionCall(q.mT.contiguous().mT, k, k)))
         # attention written out takes both
-        assert _declined("torch_math", *arguments(q, k, v)) is None
+        assert _refused("torch_math", FlashAttentionCall(q, k, v)) is None
     # and the settings of the user are as they were
     assert torch.backends.cuda.math_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
 
@@ -130,26 +130,32 @@ def test_asking_makes_no_mask_of_all_pairs(device: str, monkeypatch: pytest.Monk
         {"bias": torch.zeros(40, 1, device=device)},
     ):
         seen.clear()
-        assert _declined("torch_flash", *arguments(q, k, v, **options)) is None
+        call = FlashAttentionCall(q, k, v, **options)
+        assert _refused("torch_flash", call) is None
         (mask,) = seen
-        made = torch_backend.attention_call(Operands(q, k, v, **options))[1]["attn_mask"]
-        assert isinstance(mask, Tensor) and (mask.shape, mask.dtype) == (made.shape, made.dtype)
+        mask_of = torch_backend._options(call)[1]
+        made = None if mask_of is None else mask_of(call.bias)
+        assert (
+            isinstance(mask, Tensor)
+            and isinstance(made, Tensor)
+            and (mask.shape, mask.dtype) == (made.shape, made.dtype)
+        )
         assert mask.untyped_storage().nbytes() <= 4 * 50
 
 
 def test_a_kernel_that_does_not_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_args, **_options: -1)
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: False), raising=False)
-    assert "does not say why" in str(_declined("torch_flash", *arguments(*tensors(1, 4, 4))))
+    assert "does not say why" in str(_refused("torch_flash", FlashAttentionCall(*tensors(1, 4, 4))))
 
 
 @pytest.mark.parametrize("backend", NAMES)
 def test_what_pytorch_has_not_at_all(backend: str, device: str) -> None:
     q, k, v = tensors(1, 8, 8, device=device)
-    assert "no softcap" in str(_declined(backend, *arguments(q, k, v, softcap=2.0)))
-    assert "no sinks" in str(_declined(backend, *arguments(q, k, v, sinks=torch.zeros(2, device=device))))
-    assert "no logarithms" in str(_declined(backend, *arguments(q, k, v, return_lse=True)))
-    assert "without keys" in str(_declined(backend, *arguments(q, k[:, :3], v[:, :3], causal=True)))
+    assert "no softcap" in str(_refused(backend, FlashAttentionCall(q, k, v, softcap=2.0)))
+    assert "no sinks" in str(_refused(backend, FlashAttentionCall(q, k, v, sinks=torch.zeros(2, device=device))))
+    assert "no logarithms" in str(_refused(backend, FlashAttentionCall(q, k, v, return_lse=True)))
+    assert "without keys" in str(_refused(backend, FlashAttentionCall(q, k[:, :3], v[:, :3], causal=True)))
 
 
 ASK = {"torch_flash": "flash", "torch_cudnn": "cudnn", "torch_efficient": "efficient"}
@@ -176,46 +182,50 @@ def test_a_gpu_is_asked_about_the_call_itself(backend: str, monkeypatch: pytest.
     q, k, v = tensors(2, 6, 6, 4, 2)
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "is_cuda", property(lambda _self: True), raising=False)
-        assert "built for CPUs" in str(sdpa._unwilling(backend, Operands(q, k, v))) or torch.backends.cuda.is_built()
+        assert (
+            "built for CPUs" in str(sdpa._refused(backend, FlashAttentionCall(q, k, v)))
+            or torch.backends.cuda.is_built()
+        )
         patch.setattr(torch.backends.cuda, "is_built", lambda: True)
         patch.setattr(torch.backends.cuda, "SDPAParams", params)
         patch.setattr(torch.backends.cuda, f"can_use_{ASK[backend]}_attention", can_use)
         patch.setattr(torch, "_fused_sdp_choice", choice)
-        assert sdpa._unwilling(backend, Operands(q, k, v, causal=True)) is None
-        reason = sdpa._unwilling(backend, Operands(q, k, v, bias=torch.zeros(6, 6)))
+        assert sdpa._refused(backend, FlashAttentionCall(q, k, v, causal=True)) is None
+        reason = sdpa._refused(backend, FlashAttentionCall(q, k, v, bias=torch.zeros(6, 6)))
     (given, debug, allowed), (masked, *_) = asked
     assert given[0].shape == (2, 4, 6, 16) and given[1].shape == (2, 2, 6, 16) and given[3:] == (None, 0.0, True, True)
     # its reasons would go to standard error
     assert not debug and allowed == [backend == "torch_flash", backend == "torch_efficient"]
     assert masked[3].shape == (2, 4, 6, 6) and masked[5] is False
-    assert reason is not None and reason.endswith("which PyTorch declines: it takes no mask.")
+    assert reason is not None and reason.endswith("which PyTorch refuses: it takes no mask.")
 
 
 def test_a_length_of_the_bucket_that_it_does_not_take(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decision is for a bucket; what PyTorch declines inside one runs, and a warning carries the reason."""
-    found, real = registry.get(OP), sdpa._native().run
-    args = arguments(*tensors(1, 20, 20, device=device))
-    failing = [True]
+    """A decision is for a bucket; what PyTorch refuses inside one runs, and a warning carries the reason."""
+    bind = torch_backend.bind
+    call = FlashAttentionCall(*tensors(1, 20, 20, device=device))
+    want, failing = bind(call)(call), [True]
 
-    def run(*given: Any, **more: Any) -> Tensor:
-        if failing and failing.pop():
-            raise RuntimeError("No available kernel. Aborting execution.")
-        return real(*given, **more)
+    def failing_bind(call: FlashAttentionCall) -> Any:
+        bound = bind(call)
 
-    monkeypatch.setitem(found.backends, "torch", found.backends["torch"])
-    object.__setattr__(found.backends["torch"], "run", run)
-    try:
-        monkeypatch.setattr(sdpa, "_unwilling", lambda *_args: "asks for what it has not")
-        with pytest.warns(UserWarning, match="torch_flash asks for what it has not; PyTorch's own choice"):
-            got = sdpa._run("torch_flash", *args)
-        assert torch.equal(got, real(*args))
-        # an error of another kind is the caller's
-        failing.append(True)
-        monkeypatch.setattr(sdpa, "_unwilling", lambda *_args: None)
-        with pytest.raises(RuntimeError, match="No available kernel"):
-            sdpa._run("torch_flash", *args)
-    finally:
-        object.__setattr__(found.backends["torch"], "run", real)
+        def run(call: FlashAttentionCall) -> Tensor:
+            if failing and failing.pop():
+                raise RuntimeError("No available kernel. Aborting execution.")
+            return bound(call)
+
+        return run
+
+    monkeypatch.setattr(torch_backend, "bind", failing_bind)
+    monkeypatch.setattr(sdpa, "_refused", lambda *_args: "asks for what it has not")
+    with pytest.warns(UserWarning, match="torch_flash asks for what it has not; PyTorch's own choice"):
+        got = sdpa._run("torch_flash", call)
+    assert torch.equal(got, want)
+    # an error of another kind is the caller's
+    failing.append(True)
+    monkeypatch.setattr(sdpa, "_refused", lambda *_args: None)
+    with pytest.raises(RuntimeError, match="No available kernel"):
+        sdpa._run("torch_flash", call)
     assert torch.backends.cuda.math_sdp_enabled()
 
 
@@ -225,11 +235,11 @@ def test_gradients(backend: str, device: str) -> None:
     half = device == "cuda" and backend == "torch_flash"
     dtype = torch.float16 if half else torch.float32
     leaves = [one.requires_grad_() for one in tensors(1, 12, 12, 4, 2, dtype=dtype, device=device)]
-    args = arguments(*leaves, causal=True)
-    assert _declined(backend, *args) is None
-    registry.get(OP).run(backend, *args).square().sum().backward()
+    call = FlashAttentionCall(*leaves, causal=True)
+    assert _refused(backend, call) is None
+    op.run(backend, call).square().sum().backward()
     wide = [one.detach().double().requires_grad_() for one in leaves]
-    registry.get(OP).reference(*arguments(*wide, causal=True)).square().sum().backward()
+    op.reference(FlashAttentionCall(*wide, causal=True)).square().sum().backward()
     for leaf, want in zip(leaves, wide, strict=True):
         assert leaf.grad is not None and want.grad is not None and leaf.grad.abs().max() > 1e-3
         near = 8 * ROUNDING[torch.float16] if half else 1e-4
@@ -237,30 +247,28 @@ def test_gradients(backend: str, device: str) -> None:
 
 
 def test_they_run_only_where_they_are_named(device: str) -> None:
-    found = registry.get(OP)
-    args = arguments(*tensors(1, 16, 16, device=device))
-    decision = found.decide(*args)
+    call = FlashAttentionCall(*tensors(1, 16, 16, device=device))
+    decision = op.decide(call)
     assert decision.backend == "torch"
     refused = {one.backend: one.reason for one in decision.refused}
     assert "measured row" in refused["torch_math"] and set(NAMES) <= set(refused)
-    assert all(found.backends[one].priority < found.backends["torch"].priority for one in (*NAMES, "aiter"))
-    found.pin(decision.key, "torch_math", None, "exact", "a row")
-    pinned = found.decide(*args)
+    assert all(op.backends[one].priority < op.backends["torch"].priority for one in (*NAMES, "aiter"))
+    op.pin(decision.key, "torch_math", None, "exact", "a row")
+    pinned = op.decide(call)
     assert (pinned.backend, pinned.reason) == ("torch_math", "a row")
     with _Seen() as seen:
-        found(*args)
+        op(call)
     assert not any(one.startswith("_scaled_dot_product") for one in seen.ops)
-    found.unpin()
+    op.unpin()
     with _Seen() as seen:
-        found(*args)
+        op(call)
     assert any(one.startswith("_scaled_dot_product") for one in seen.ops)
 
 
 @pytest.mark.parametrize("backend", NAMES)
-def test_compiled_calls_decline_in_one_graph(backend: str, device: str) -> None:
+def test_compiled_calls_are_refused_in_one_graph(backend: str, device: str) -> None:
     torch._dynamo.reset()
-    found = registry.get(OP)
-    found.force(backend)
+    op.force(backend)
     q, k, v = tensors(1, 12, 12, device=device)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -268,9 +276,9 @@ def test_compiled_calls_decline_in_one_graph(backend: str, device: str) -> None:
 
     with torch.no_grad():
         got = torch.compile(call, fullgraph=True, backend="eager")(q, k, v)
-        torch.testing.assert_close(got, found.run("torch", *arguments(q, k, v, causal=True)))
-    traced = [decision for decision, calls in found.decisions() if calls == 0]
-    assert traced and traced[0].backend == "torch" and f"{backend}, forced, declines it" in traced[0].reason
+        torch.testing.assert_close(got, op.run("torch", FlashAttentionCall(q, k, v, causal=True)))
+    traced = [decision for decision, calls in op.decisions() if calls == 0]
+    assert traced and traced[0].backend == "torch" and f"{backend}, forced, refuses it" in traced[0].reason
     assert "torch.compile" in {one.backend: one.reason for one in traced[0].refused}[backend]
 
 
@@ -283,10 +291,9 @@ def test_explain_has_all_of_them() -> None:
 
 
 def test_tune_tries_them(device: str) -> None:
-    found = registry.get(OP)
     dtype = torch.float16 if device == "cuda" else torch.float32
-    args = arguments(*tensors(1, 16, 16, dtype=dtype, device=device))
-    made = candidates.field(found, args, found.key(*args), ARCHS["sm_90"], candidates.backends(found, None))
+    call = FlashAttentionCall(*tensors(1, 16, 16, dtype=dtype, device=device))
+    made = candidates.field(op, call, op.key(call), ARCHS["sm_90"], candidates.backends(op, None))
     tried = [one.backend for one in made.candidates]
     assert tried[0] == "torch" and {"torch_flash", "torch_math"} <= set(tried)
     if device == "cpu":

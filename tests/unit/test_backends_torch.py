@@ -11,14 +11,14 @@ from torch import Tensor
 
 from wavecrest.backends.torch import common
 from wavecrest.backends.torch import gemm as native
-from wavecrest.dispatch import registry
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall
 
 
 @pytest.fixture
 def rounding(device: str) -> Iterator[Any]:
     """The settings of products on the device; put back afterwards."""
-    settings = common._settings(device)
+    settings = common.settings_of(device)
     before = settings.fp32_precision
     yield settings
     settings.fp32_precision = before
@@ -40,35 +40,34 @@ def during(rounding: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def _call(rows: int, device: str, **given: Any) -> Operands:
-    return Operands(torch.randn(rows, 64, device=device), torch.randn(64, 32, device=device), **given)
+def _call(rows: int, device: str, **options: Any) -> GemmCall:
+    return GemmCall(torch.randn(rows, 64, device=device), torch.randn(64, 32, device=device), **options)
 
 
 def test_ieee_is_not_rounded_by_a_later_setting(rounding: Any, during: list[str], device: str) -> None:
-    op = registry.get("gemm")
-    op.force("torch")
+    gemm.force("torch")
     call = _call(8, device)
     rounding.fp32_precision = "ieee"
-    op(*call)
+    gemm(call)
     rounding.fp32_precision = "tf32"
-    op(*call)
+    gemm(call)
     assert during == ["ieee", "ieee"] and rounding.fp32_precision == "tf32"
     # who asks for tf32 leaves it to the setting
-    op(*call._replace(precision="tf32"))
+    gemm(call._replace(precision="tf32"))
     assert during[2:] == ["tf32"]
 
 
 def test_the_setting_is_put_back_after_an_error(rounding: Any, during: list[str], device: str) -> None:
     rounding.fp32_precision = "tf32"
     with pytest.raises(torch.OutOfMemoryError):
-        native._gemm(*_call(13, device))
+        native.run(_call(13, device))
     assert during == ["ieee"] and rounding.fp32_precision == "tf32"
 
 
 def test_16_bits_have_no_such_setting(rounding: Any, during: list[str], device: str) -> None:
     rounding.fp32_precision = "tf32"
     call = _call(8, device)
-    native._gemm(*call._replace(a=call.a.bfloat16(), b=call.b.bfloat16()))
+    native.run(call._replace(a=call.a.bfloat16(), b=call.b.bfloat16()))
     assert during == ["tf32"]
 
 
@@ -79,7 +78,7 @@ def test_an_ieee_product_is_one_on_a_gpu(rounding: Any) -> None:
     errors = {}
     for precision in ("ieee", "tf32"):
         rounding.fp32_precision = precision
-        errors[precision] = float((native._gemm(*call).double() - exact).abs().max())
+        errors[precision] = float((native.run(call).double() - exact).abs().max())
     # no more than rounds off float32, with the setting too
     assert errors["tf32"] < 1e-4 and errors["ieee"] < 1e-4
     assert float((torch.matmul(call.a, call.b).double() - exact).abs().max()) > 1e-3

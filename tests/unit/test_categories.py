@@ -130,6 +130,7 @@ NAMES: dict[str, list[str]] = {
         "triton_poi_fused_mul_silu_4",
         "triton_red_fused_sum_7",
         "cpp_fused_add_gelu_0",
+        "_gated_kernel",
         "_silu_and_mul_kernel",
         "void scaled_add_kernel<float>",
         "aten::gelu",

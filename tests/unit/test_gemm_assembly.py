@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from wavecrest import ops
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._gemm import launch
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import linear_call
 from wavecrest.ops.common import ptx as kernel
 from wavecrest.ops.common import triton as _triton
 from wavecrest.ops.packed import pack
@@ -200,10 +200,7 @@ def test_kernels_with_assembly_are_those_without_bit_for_bit(
     generator = torch.Generator().manual_seed(1)
     weight = pack(torch.randn(24, 150, generator=generator).to(dtype), **FORMATS[format])
     x = torch.randn(3, 150, generator=generator).to(dtype)
-    args: Any = None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["wavecrest.ops._gemm.backend"], "_op", lambda *given: given)
-        args = ops.linear(x, weight, out_dtype=F32)
+    call = linear_call(x, weight, out_dtype=F32)
     tile = Config(
         BLOCK_M=16, BLOCK_N=16, BLOCK_K=64, GROUP_M=2, SPLIT_K=1, PERSISTENT=0, TMA=0, num_warps=4, num_stages=2
     )
@@ -217,12 +214,12 @@ def test_kernels_with_assembly_are_those_without_bit_for_bit(
         if backend == "triton_multiply" and format not in ("int4-64", "int4-128", "int8"):
             continue
         executed.clear()
-        got = registry.get("gemm").run(backend, *args, config=config)
+        got = gemm.run(backend, call, config=config)
         assert bool(executed) == has
         with monkeypatch.context() as patch:
             patch.setattr(launch, "assembles", lambda _arch: False)
             executed.clear()
-            want = registry.get("gemm").run(backend, *args, config=config)
+            want = gemm.run(backend, call, config=config)
             assert not executed
         assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 

@@ -112,8 +112,8 @@ def test_compiled_copied_and_shown() -> None:
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (nn.Bilinear(2, 2, 2), "Bilinear is no nn.Linear"),
-        (type("Mine", (nn.Linear,), {})(2, 2), "Mine is no nn.Linear"),
+        (nn.Bilinear(2, 2, 2), "Bilinear is not an nn.Linear"),
+        (type("Mine", (nn.Linear,), {})(2, 2), "Mine is not an nn.Linear"),
     ],
     ids=["bilinear", "derived"],
 )

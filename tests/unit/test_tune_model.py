@@ -222,7 +222,11 @@ def test_a_choice_that_a_captured_call_keeps_is_noted(
     plain = model._judge
 
     def captured(*args: Any) -> None:
-        work.model.forward = lambda x: x  # type: ignore[method-assign]
+        def forward(x: Tensor) -> Tensor:
+            rates.clock.advance(0.001)
+            return x
+
+        work.model.forward = forward  # type: ignore[method-assign]
         plain(*args)
 
     monkeypatch.setattr(model, "_judge", captured)

@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import LAUNCH_OPTIONS, Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import ARCHS, Arch
 from wavecrest.ops._gemm import config as defaults
-from wavecrest.ops._gemm import launch
-from wavecrest.ops._gemm import launch_gemv as multiply
-from wavecrest.ops._gemm.call import Operands as GemmCall
+from wavecrest.ops._gemm import launch, launch_gemv
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.ops._gemm.key import key_of, shape_of
 from wavecrest.ops._gemm.study import space
 
 BF16, F32, I8, F8 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
-PLANNERS = {"triton": launch.tiles, "triton_stream_k": launch.stream, "triton_multiply": multiply.multiply}
-MAKERS = {"triton": defaults.tiled, "triton_stream_k": defaults.stream_k, "triton_multiply": defaults.multiplied}
+PLANNERS = {"triton": launch.tiles, "triton_stream_k": launch.stream, "triton_multiply": launch_gemv.gemv}
+MAKERS = {"triton": defaults.tiled, "triton_stream_k": defaults.stream_k, "triton_multiply": defaults.gemv}
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -69,7 +68,7 @@ PRODUCTS = dict(products())
 def spaces(arch: Arch, call: GemmCall) -> Iterator[tuple[str, Config, list[Config]]]:
     """(backend, default, what else is tried) of the backends that take a product."""
     for backend, make in MAKERS.items():
-        if backend == "triton_multiply" and multiply.multiplies(call):
+        if backend == "triton_multiply" and launch_gemv.refusal(call):
             continue
         if backend == "triton_stream_k" and call.activation == "silu_and_mul":
             continue
@@ -131,7 +130,7 @@ def within_limits(where: str, config: Config, call: GemmCall, arch: Arch) -> Non
     if "CHAINS" in config:
         assert not blocks and not config["TMA"] and k // config["CHAINS"] >= 64, f"{where}: divided too far"
     if config.get("TMA"):
-        assert arch.name in ("sm_90", "sm_100") and launch.described(call), f"{where}: no descriptors"
+        assert arch.name in ("sm_90", "sm_100") and launch.has_descriptors(call), f"{where}: no descriptors"
     assert config.get("matrix_instr_nonkdim", 16) <= min(m, n), f"{where}: the instruction is larger than the tile"
 
 
@@ -238,21 +237,21 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_a_backend_says_its_space_through_the_op() -> None:
-    op, arch = registry.get("gemm"), ARCHS["sm_90"]
+    arch = ARCHS["sm_90"]
     for backend in MAKERS:
-        attached = op.study.kernel(backend).space
+        attached = gemm.study.kernel(backend).space
         key = key_of(PRODUCTS["bf16 1x4096x4096"])
         assert attached is not None
         assert list(attached(key, arch)) == list(space.space(backend, MAKERS[backend], key, arch))
 
 
 def test_launches_refuse_what_the_planner_refuses_and_have_none_for_nothing() -> None:
-    launches = registry.get("gemm").study.kernel("triton").launches
+    launches = gemm.study.kernel("triton").launches
     assert launches is not None
     config = Config(
         BLOCK_M=16, BLOCK_N=16, BLOCK_K=256, GROUP_M=8, SPLIT_K=1, PERSISTENT=0, TMA=0, num_warps=4, num_stages=2
     )
-    with pytest.raises(InvalidArgument, match="does not fit 4-bit codes"):
+    with pytest.raises(InvalidArgument, match="does not fit 4-bit values"):
         launches(PRODUCTS["int4 64 16"], config, ARCHS["sm_90"])
     assert launches(product(0, 64, 64), config, ARCHS["sm_90"]) == []
     split = Config(**(config.kwargs | {"SPLIT_K": 4}))

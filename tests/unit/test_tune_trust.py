@@ -17,7 +17,7 @@ from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS
 from wavecrest.measure import numerics
-from wavecrest.ops._gemm.call import Operands as GemmCall
+from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.tune import trust
 from wavecrest.tune.candidates import Candidate
 

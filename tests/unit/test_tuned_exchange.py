@@ -12,7 +12,8 @@ import torch
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.tuned import Config, Entry, Evidence, Row, aiter_csv, table, tunable_op
 from wavecrest.errors import InvalidArgument, TableError
-from wavecrest.ops._gemm.call import Operands as GemmCall
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.tune import exchange
 
 OLD = "cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,splitK,us,kernelName,err_ratio,tflops,bw"
@@ -54,9 +55,8 @@ def key(**changes: Any) -> tuple[Any, ...]:
     N, K = changes.pop("N", 6144), changes.pop("K", 4096)
     a = torch.empty(M, K, dtype=dtype)
     call = GemmCall(a, torch.empty(N, K, dtype=dtype).mT, **changes)
-    op = registry.get("gemm")
-    parts = dict(zip(op.key_fields, op.key(call), strict=True))
-    return tuple(parts[name] for name in lookup.fields_of(op))
+    parts = dict(zip(gemm.key_fields, gemm.key(call), strict=True))
+    return tuple(parts[name] for name in lookup.fields_of(gemm))
 
 
 def test_a_table_of_16_bits_in_both_layouts(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_table_of_16_bits_in_both_layouts(tmp_path: Path) -> None:
     old = exchange.read(file(tmp_path, OLD, line(gfx=""), line(gfx="", libtype="torch", M=32, bias=True)), "gfx942")
     assert new == old and new.left == ()
     asm, native = new.entries
-    assert (asm.arch, asm.op, asm.fields) == ("gfx942", "gemm", lookup.fields_of(registry.get("gemm")))
+    assert (asm.arch, asm.op, asm.fields) == ("gfx942", "gemm", lookup.fields_of(gemm))
     assert asm.row.key == key() and native.row.key == key(M=32, bias=torch.empty(6144, dtype=torch.bfloat16))
     assert (asm.row.backend, asm.row.config, asm.row.us, asm.row.native_us) == ("aiter", None, 50.5, None)
     assert native.row.backend == "torch"
@@ -182,7 +182,7 @@ def test_figures_that_follow_from_sizes_and_time(tmp_path: Path) -> None:
 
 def own(row_key: tuple[Any, ...], backend: str = "torch", **evidence: Any) -> Entry:
     made = Row(row_key, backend, None, 10.0, 10.0, "a.json", Evidence(**{"units": 304} | evidence))
-    return Entry("gfx942", "gemm", lookup.fields_of(registry.get("gemm")), made)
+    return Entry("gfx942", "gemm", lookup.fields_of(gemm), made)
 
 
 def test_rows_that_a_table_cannot_say_are_listed() -> None:
@@ -229,13 +229,12 @@ def test_tunable_op_results(tmp_path: Path) -> None:
     # what F.linear of [M, K] and [N, K] records is tn_N_M_K
     assert rows[0].key == key() and rows[4].key == key(M=1, bias=torch.empty(6144, dtype=torch.bfloat16))
     assert rows[1].key == key(M=100, N=200, K=20, dtype=torch.float16)
-    op = registry.get("gemm")
     for place, a, b in (
         (2, torch.empty(512, 2048), torch.empty(2048, 1024)),
         (3, torch.empty(256, 128, dtype=torch.bfloat16).mT, torch.empty(256, 64, dtype=torch.bfloat16)),
     ):
-        parts = dict(zip(op.key_fields, op.key(GemmCall(a, b)), strict=True))
-        assert rows[place].key == tuple(parts[name] for name in lookup.fields_of(op))
+        parts = dict(zip(gemm.key_fields, gemm.key(GemmCall(a, b)), strict=True))
+        assert rows[place].key == tuple(parts[name] for name in lookup.fields_of(gemm))
     made = exchange.written(found.entries, "tunableop", "gfx942")
     assert made.rows == 5 and made.left == ()
     assert exchange.read(file(tmp_path, *made.text.splitlines()), None).entries == found.entries

@@ -21,7 +21,7 @@ from triton.runtime.driver import driver
 
 from wavecrest.dispatch import registry
 from wavecrest.hardware import ARCHS
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.tune import ahead
 from wavecrest.tune.candidates import Candidate, configurations
 
@@ -43,7 +43,7 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def product(M: int, N: int, K: int, dtype: torch.dtype = BF16, **more: Any) -> tuple[Any, ...]:
-    return tuple(Operands(meta(M, K, dtype=dtype), meta(N, K, dtype=dtype).mT, **more))
+    return tuple(GemmCall(meta(M, K, dtype=dtype), meta(N, K, dtype=dtype).mT, **more))
 
 
 def scale(*shape: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...], Wanted]] = {
     "int4": (
         "triton",
         tuple(
-            Operands(meta(16, 512), meta(256, 256, dtype=torch.uint8).mT, scale_b=scale(4, 256), form="int4", group=128)
+            GemmCall(meta(16, 512), meta(256, 256, dtype=torch.uint8).mT, scale_b=scale(4, 256), form="int4", group=128)
         ),
         lambda c: True,
     ),

@@ -1,4 +1,4 @@
-"""AMD's aiter as a backend: its tuned dispatcher for products, with the table rows that it would use; its attention.
+"""AMD's aiter as a backend: its tuned dispatcher for GEMMs, with the table rows that it would use; its attention.
 
 Called as its sources say (ROCm/aiter, aiter/tuned_gemm.py and aiter/ops/gemm_op_a8w8.py, read 2026-11-21, and
 aiter/ops/mha.py, 2026-11-22); it was not run: this project has no AMD GPU. Imported inside functions only.
@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import wavecrest.backends.torch.gemm as _native
+import wavecrest.backends.torch.gemm as native
 from wavecrest import env, hardware
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
 from wavecrest.dispatch.tuned import aiter_csv
 from wavecrest.errors import TableError
-from wavecrest.ops._flash_attention.call import Operands as Attention
-from wavecrest.ops._gemm.call import Operands, kinds
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
+from wavecrest.ops._gemm.backend import MEASURED, op
+from wavecrest.ops._gemm.call import GemmCall, kinds
 
 # below PyTorch: it runs where a measured row names it
 PRIORITY = 4
@@ -46,49 +47,51 @@ def _unavailable() -> str | None:
     return _missing()
 
 
-def _gemm_supports(*args: Any) -> str | None:
-    given = Operands(*args)
+def _refuse_gemm(call: GemmCall) -> str | None:
     reason: str | None = _unavailable()
     if reason is not None:
         return reason
-    if not given.a.is_cuda or needs_grad(given.a, given.b, given.bias, given.residual, given.norm_weight):
+    if not call.a.is_cuda or needs_grad(call.a, call.b, call.bias, call.residual, call.norm_weight):
         return "runs on a GPU, without gradients"
-    if given.form != "plain" or given.weight_only or not given.flat or given.b.stride(-2) != 1:
+    if call.form != "plain" or call.weight_only or not call.flat or call.b.stride(-2) != 1:
         return "takes one plain weight [N, K] that is contiguous along K"
-    if given.a.dtype.itemsize == 2:
+    if call.a.dtype.itemsize == 2:
         return None
-    if given.a.dtype.itemsize != 1:
-        return f"multiplies 16-bit and 8-bit types, not {dtype_name(given.a)}"
-    if kinds(given) not in (("vector", "vector"), ("block", "block")):
-        return f"applies scales of rows and columns, or of blocks, not {' and '.join(kinds(given))}"
-    if kinds(given) == ("block", "block") and given.integers:
+    if call.a.dtype.itemsize != 1:
+        return f"multiplies 16-bit and 8-bit types, not {dtype_name(call.a)}"
+    if kinds(call) not in (("vector", "vector"), ("block", "block")):
+        return f"applies scales of rows and columns, or of blocks, not {' and '.join(kinds(call))}"
+    if kinds(call) == ("block", "block") and call.integers:
         return "applies block scales to 8-bit floats"
-    return None if given.dtype in OUT_DTYPES else f"makes bfloat16 and float16 from 8 bits, not {given.dtype}"
+    return None if call.dtype in OUT_DTYPES else f"makes bfloat16 and float16 from 8 bits, not {call.dtype}"
 
 
-def _gemm(*args: Any) -> Tensor:
-    given = _native.normed(Operands(*args))
-    a, weight, bias = given.a.reshape(given.M, given.K), given.b.mT, given.bias
-    scales = kinds(given)
-    if given.a.dtype.itemsize == 2:
+def run_gemm(call: GemmCall) -> Tensor:
+    """One call."""
+    call = native.normalised(call)
+    a, weight, bias = call.a.reshape(call.M, call.K), call.b.mT, call.bias
+    scales, bias_is_left = kinds(call), True
+    if call.a.dtype.itemsize == 2:
         from aiter.tuned_gemm import gemm_a16w16
 
         # added by it only where nothing comes between, and in its own dtype
-        inside = bias is not None and given.alpha == 1.0 and given.bias_along == "n" and bias.dtype == a.dtype
-        y = gemm_a16w16(a, weight, bias=bias if inside else None, otype=a.dtype)
-        bias = None if inside else bias
+        if bias is not None and call.alpha == 1.0 and call.bias_along == "n" and bias.dtype == a.dtype:
+            bias_is_left = False
+        y = gemm_a16w16(a, weight, bias=None if bias_is_left else bias, otype=a.dtype)
     else:
-        assert given.scale_a is not None and given.scale_b is not None
+        assert call.scale_a is not None and call.scale_b is not None
         if scales == ("block", "block"):
             from aiter import gemm_a8w8_blockscale
 
-            y = gemm_a8w8_blockscale(a, weight, given.scale_a, given.scale_b.mT.contiguous(), dtype=given.dtype)
+            y = gemm_a8w8_blockscale(a, weight, call.scale_a, call.scale_b.mT.contiguous(), dtype=call.dtype)
         else:
             from aiter import gemm_a8w8
 
-            rows, columns = given.scale_a.reshape(-1, 1), given.scale_b.reshape(1, -1)
-            y = gemm_a8w8(a, weight, rows, columns, dtype=given.dtype)
-    return _native.finished(given, y.reshape(*given.a.shape[:-1], given.columns), bias)
+            rows, columns = call.scale_a.reshape(-1, 1), call.scale_b.reshape(1, -1)
+            y = gemm_a8w8(a, weight, rows, columns, dtype=call.dtype)
+    y = y.reshape(*call.a.shape[:-1], call.columns)
+    epilogue = native.bind_epilogue(call, bias_is_left)
+    return y if epilogue is None else epilogue(call, y)
 
 
 @cache
@@ -113,7 +116,7 @@ def _tables() -> tuple[tuple[aiter_csv.Row, ...], str]:
 # Dynamo would trace the search through the rows
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tabled(M: int, N: int, K: int, dtype: str) -> str:
-    """What aiter's own tables say of a product, and which cannot be read; "" where there is nothing to say."""
+    """What aiter's own tables say of a GEMM, and which of them cannot be read; "" where there is nothing to say."""
     device = hardware.detect()
     rows, problem = _tables()
     row = aiter_csv.find(rows, device.arch, device.compute_units, M, N, K, dtype)
@@ -126,90 +129,86 @@ def _tabled(M: int, N: int, K: int, dtype: str) -> str:
     )
 
 
-def _reserved(*args: Any) -> str | None:
-    """Where it runs, and what its own tables have for the rows of the key's bucket."""
-    reason = "runs where a measured row names it"
-    given = Operands(*args)
-    if _unavailable() is not None or given.a.dtype.itemsize != 2:
-        return reason
-    said: str = _tabled(row_bucket(given.M), given.columns, given.K, dtype_name(given.a))
-    return reason + said
+def _opt_in_gemm(call: GemmCall) -> str:
+    """That it is opt-in, and what its own tables have for the rows of the key's bucket."""
+    if _unavailable() is not None or call.a.dtype.itemsize != 2:
+        return MEASURED
+    said: str = _tabled(row_bucket(call.M), call.columns, call.K, dtype_name(call.a))
+    return MEASURED + said
 
 
-def _attention_supports(*args: Any, **kwargs: Any) -> str | None:
-    given = Attention(*args, **kwargs)
+def _attention_refuse(call: FlashAttentionCall) -> str | None:
     reason: str | None = _unavailable()
     if reason is not None:
         return reason
-    if not given.q.is_cuda or needs_grad(given.q, given.k, given.v, given.bias, given.alibi_slopes):
+    if not call.q.is_cuda or needs_grad(call.q, call.k, call.v, call.bias, call.alibi_slopes):
         return "runs on a GPU, without gradients"
-    if given.q.dtype.itemsize != 2 or given.quantized:
-        return f"attends in float16 and bfloat16, not {dtype_name(given.k)}"
-    if given.dropout:
+    if call.q.dtype.itemsize != 2 or call.quantized:
+        return f"attends in float16 and bfloat16, not {dtype_name(call.k)}"
+    if call.dropout:
         return "has no dropout whose mask a seed gives"
-    if given.sinks is not None:
+    if call.sinks is not None:
         return "has sinks of another form in each version"
-    if given.softcap > 0 and not given.packed:
+    if call.softcap > 0 and not call.packed:
         return "caps scores of packed sequences alone"
-    if given.blind or given.batch * given.queries * given.q.shape[0] == 0:
+    if call.blind or call.batch * call.seqlen_q * call.q.shape[0] == 0:
         return "is not asked for queries without keys, nor without queries"
-    if given.packed and given.return_lse:
+    if call.packed and call.return_lse:
         return "leaves open what the logarithms of packed queries without keys are"
-    return _bias_declined(given)
+    return _refuse_bias(call)
 
 
-def _bias_declined(given: Attention) -> str | None:
-    if given.bias is None:
+def _refuse_bias(call: FlashAttentionCall) -> str | None:
+    if call.bias is None:
         return None
-    if given.packed or given.bias.dtype != given.q.dtype or given.alibi_slopes is not None:
+    if call.packed or call.bias.dtype != call.q.dtype or call.alibi_slopes is not None:
         return "adds a bias of q's dtype, without slopes, to sequences that are not packed"
-    whole = (given.queries, given.keys)
-    if given.bias.numel() != given.queries * given.keys or tuple(given.bias.shape[-2:]) != whole:
+    whole = (call.seqlen_q, call.seqlen_k)
+    if call.bias.numel() != call.seqlen_q * call.seqlen_k or tuple(call.bias.shape[-2:]) != whole:
         return "adds one bias [Sq, Sk] to all heads and sequences"
     return None
 
 
-def _window(given: Attention) -> tuple[int, int, int]:
+def _window(call: FlashAttentionCall) -> tuple[int, int, int]:
     """Its window: −1 where a side hides nothing; the third number, of tokens always seen, is of newer versions."""
-    left = -1 if given.left >= given.keys - 1 else given.left
-    right = -1 if given.right >= given.queries - 1 else given.right
+    left = -1 if call.left >= call.seqlen_k - 1 else call.left
+    right = -1 if call.right >= call.seqlen_q - 1 else call.right
     # where causality is all there is it says so by its flag alone, as its kernels written by hand ask for
-    return left, -1 if given.causal and left < 0 else right, 0
+    return left, -1 if call.causal and left < 0 else right, 0
 
 
-def _attention(*args: Any, **kwargs: Any) -> Any:
+def _attention(call: FlashAttentionCall) -> Any:
     import aiter
 
-    given = Attention(*args, **kwargs)
     options: dict[str, Any] = {
-        "softmax_scale": given.scale,
-        "causal": given.causal,
-        "window_size": _window(given),
-        "alibi_slopes": given.alibi_slopes,
-        "return_lse": given.return_lse,
+        "softmax_scale": call.scale,
+        "causal": call.causal,
+        "window_size": _window(call),
+        "alibi_slopes": call.alibi_slopes,
+        "return_lse": call.return_lse,
     }
-    if given.packed:
-        if given.softcap > 0:
-            options["logits_soft_cap"] = float(given.softcap)
-        lengths = (given.cu_seqlens_q, given.cu_seqlens_k, given.queries, given.keys)
-        found = aiter.flash_attn_varlen_func(given.q, given.k, given.v, *lengths, **options)
+    if call.packed:
+        if call.softcap > 0:
+            options["logits_soft_cap"] = float(call.softcap)
+        lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqlen_q, call.seqlen_k)
+        found = aiter.flash_attn_varlen_func(call.q, call.k, call.v, *lengths, **options)
     else:
-        if given.bias is not None:
-            options["bias"] = given.bias.reshape(given.queries, given.keys)
+        if call.bias is not None:
+            options["bias"] = call.bias.reshape(call.seqlen_q, call.seqlen_k)
         # tokens before heads
-        q, k, v = (given.bhsd(one).transpose(1, 2) for one in (given.q, given.k, given.v))
+        q, k, v = (call.bhsd(one).transpose(1, 2) for one in (call.q, call.k, call.v))
         found = aiter.flash_attn_func(q, k, v, **options)
     # a tensor alone, or a tuple with it, by version
     out, *more = found if isinstance(found, (tuple, list)) else (found,)
-    out = (out.transpose(1, 2) if given.layout == "bhsd" else out).contiguous()
-    return (out, more[0].contiguous()) if given.return_lse else out
+    out = (out.transpose(1, 2) if call.layout == "bhsd" else out).contiguous()
+    return (out, more[0].contiguous()) if call.return_lse else out
 
 
-def _attention_reserved(*_args: Any, **_kwargs: Any) -> str:
-    return "runs where a measured row names it"
+def _attention_opt_in(_call: FlashAttentionCall) -> str:
+    return MEASURED
 
 
 registry.get("flash_attention").attach(
-    "aiter", _attention, supports=_attention_supports, reserved=_attention_reserved, priority=PRIORITY
+    "aiter", _attention, refuse=_attention_refuse, opt_in=_attention_opt_in, priority=PRIORITY
 )
-registry.get("gemm").attach("aiter", _gemm, supports=_gemm_supports, reserved=_reserved, priority=PRIORITY)
+op.attach("aiter", run_gemm, refuse=_refuse_gemm, opt_in=_opt_in_gemm, priority=PRIORITY)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import wavecrest.backends.torch.flash_attention as _torch
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import Backend
-from wavecrest.ops._flash_attention.call import Operands
+from wavecrest.ops._flash_attention.backend import _op
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
 # below PyTorch's own choice and the kernel: they run where a measured row or a pin names them
 PRIORITY = 3
@@ -34,8 +34,8 @@ KERNELS = {
 _WHERE, _BESIDE = " (Triggered internally", ("used because:", "has been runtime disabled.")
 
 
-def _native() -> Backend:
-    return registry.get("flash_attention").backends["torch"]
+def _native() -> Backend[FlashAttentionCall, Any]:
+    return _op.backends["torch"]
 
 
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -47,9 +47,9 @@ def _asked_on_a_gpu(kernel: SDPBackend, tensors: Tensors, mask: Tensor | None, *
         SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
         SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.can_use_efficient_attention,
     }[kernel]
-    given = (*tensors, mask, 0.0, options.get("is_causal", False), options.get("enable_gqa", False))
+    call = (*tensors, mask, 0.0, options.get("is_causal", False), options.get("enable_gqa", False))
     # without its reasons, which it writes to standard error
-    return ask(torch.backends.cuda.SDPAParams(*given), False)
+    return ask(torch.backends.cuda.SDPAParams(*call), False)
 
 
 def _chosen(kernel: SDPBackend, tensors: Tensors, mask: Tensor | None, **options: Any) -> bool:
@@ -61,59 +61,71 @@ def _chosen(kernel: SDPBackend, tensors: Tensors, mask: Tensor | None, **options
         return False
 
 
-def _unwilling(name: str, given: Operands) -> str | None:
-    """Why PyTorch's kernel does not take a call that PyTorch takes, in PyTorch's words."""
+def _refused(name: str, call: FlashAttentionCall) -> str | None:
+    """The reason why PyTorch's kernel does not take a call that PyTorch takes, in PyTorch's words."""
     kernel, words = KERNELS[name]
     if kernel == SDPBackend.MATH:
         return None
-    if not given.q.is_cuda and kernel != SDPBackend.FLASH_ATTENTION:
+    if not call.q.is_cuda and kernel != SDPBackend.FLASH_ATTENTION:
         return f"asks for {words}, on a GPU"
-    if given.q.is_cuda and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+    if call.q.is_cuda and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"asks for {words} on a GPU, of a PyTorch that is built for CPUs"
     # the mask of all pairs may be larger than all else, and the call may go to a kernel that needs none
-    tensors, options = _torch.attention_call(given, asked=True)
+    tensors, options = _torch.attention_call(call)
     mask = options.pop("attn_mask", None)
-    ask = _asked_on_a_gpu if given.q.is_cuda else _chosen
+    ask = _asked_on_a_gpu if call.q.is_cuda else _chosen
     with warnings.catch_warnings(record=True) as said:
         # all of them, also those that were shown before
         warnings.simplefilter("always")
         with sdpa_kernel(kernel):
             if ask(kernel, tensors, mask, **options):
                 return None
-            if given.q.is_cuda:
+            if call.q.is_cuda:
                 _chosen(kernel, tensors, mask, **options)
     reasons = [str(one.message).partition(_WHERE)[0].strip() for one in said]
     reasons = [reason for reason in dict.fromkeys(reasons) if not reason.endswith(_BESIDE)]
-    return f"asks for {words}, which PyTorch declines: {'; '.join(reasons) or 'it does not say why'}"
+    return f"asks for {words}, which PyTorch refuses: {'; '.join(reasons) or 'it does not say why'}"
 
 
-def _supports(name: str, *args: Any, **kwargs: Any) -> str | None:
+def _refuse(name: str, call: FlashAttentionCall) -> str | None:
     if torch.compiler.is_compiling():
         return "is asked of PyTorch with a call's own tensors, which torch.compile does not have"
-    return _native().supports(*args, **kwargs) or _unwilling(name, Operands(*args, **kwargs))
+    return _native().refuse(call) or _refused(name, call)
 
 
-def _run(name: str, *args: Any, **kwargs: Any) -> Tensor:
-    kernel = KERNELS[name][0]
-    try:
-        with sdpa_kernel(kernel):
-            result: Tensor = _native().run(*args, **kwargs)
-            return result
-    except RuntimeError:
-        # a decision is for a bucket of lengths, and PyTorch's answer may differ inside one
-        reason = _unwilling(name, Operands(*args, **kwargs))
-        if reason is None:
-            raise
-    warnings.warn(f"flash_attention: {name} {reason}; PyTorch's own choice runs in its place", stacklevel=2)
-    result = _native().run(*args, **kwargs)
-    return result
+def _bind(name: str, call: FlashAttentionCall) -> Callable[[FlashAttentionCall], Tensor]:
+    """The function that runs calls with the signature of this one by PyTorch's kernel of that name."""
+    kernel, native = KERNELS[name][0], _torch.bind(call)
+
+    def run(call: FlashAttentionCall) -> Tensor:
+        try:
+            with sdpa_kernel(kernel):
+                return native(call)
+        except RuntimeError:
+            # a decision is for a bucket of lengths, and PyTorch's answer may differ inside one
+            reason = _refused(name, call)
+            if reason is None:
+                raise
+        warnings.warn(f"flash_attention: {name} {reason}; PyTorch's own choice runs in its place", stacklevel=2)
+        return native(call)
+
+    return run
 
 
-def _reserved(*_args: Any, **_kwargs: Any) -> str:
+def _run(name: str, call: FlashAttentionCall) -> Tensor:
+    return _bind(name, call)(call)
+
+
+def _opt_in(_call: FlashAttentionCall) -> str:
     return "runs where a measured row names it"
 
 
 for _name in KERNELS:
-    registry.get("flash_attention").attach(
-        _name, partial(_run, _name), supports=partial(_supports, _name), reserved=_reserved, priority=PRIORITY
+    _op.attach(
+        _name,
+        partial(_run, _name),
+        refuse=partial(_refuse, _name),
+        opt_in=_opt_in,
+        priority=PRIORITY,
+        bind=partial(_bind, _name),
     )

@@ -22,8 +22,11 @@ from wavecrest import env
 from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.ops._flash_decoding.call import Operands as Decoding
+from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 from wavecrest.ops._flash_decoding.reference import stored
+from wavecrest.ops._rope.call import RopeCall
+from wavecrest.ops._rope.reference import table_rows
+from wavecrest.ops.gated.call import GatedCall
 from wavecrest.ops.rows.call import RowCall
 
 # a call without arguments, ready to be timed
@@ -91,9 +94,9 @@ def prepare(peer: str, op: AnyOp, call: AnyCall) -> Prepared:
     if peer in ("eager", "compile"):
         return Prepared(_torch(op, call, compiled=peer == "compile"))
     if peer in SDPA:
-        if op.name != "flash_decoding":
+        if not isinstance(call, FlashDecodingCall):
             raise Unsupported("is for flash_decoding")
-        return _sdpa(peer, Decoding(*call))
+        return _sdpa(peer, call)
     makers = {"liger": LIGER, "aiter": AITER}[peer]
     maker = makers.get(op.name)
     if maker is None:
@@ -125,30 +128,30 @@ def _torch(op: AnyOp, call: AnyCall, *, compiled: bool) -> Call:
     return lambda: run(call)
 
 
-def _sdpa(peer: str, given: Decoding) -> Prepared:
+def _sdpa(peer: str, call: FlashDecodingCall) -> Prepared:
     """PyTorch's attention of one query over whole caches in the query's dtype, made so before the clock starts.
 
     It takes no lengths: with a mask of them it would read everything, and the mask.
     """
-    if given.tokens > 1 or not bool((given.seq_lens == given.capacity).all()):
+    if call.seqlen_q > 1 or not bool((call.seq_lens == call.capacity).all()):
         raise Unsupported("is asked for one query over full caches")
-    plain = Decoding(given.q, given.k_cache, given.v_cache, given.seq_lens, softmax_scale=given.softmax_scale)
+    plain = FlashDecodingCall(call.q, call.k_cache, call.v_cache, call.seq_lens, softmax_scale=call.softmax_scale)
     places = ("k_cache", "v_cache", "block_table", "k_scale", "v_scale", "k_shift", "v_shift", "batch_invariant")
-    if given != plain._replace(**{name: getattr(given, name) for name in places}):
+    if call != plain._replace(**{name: getattr(call, name) for name in places}):
         raise Unsupported("has no window, slopes, cap, sinks or logarithms")
-    q, dtype = given.q.transpose(1, 2), given.q.dtype
-    k = stored(given, given.k_cache, given.k_scale, given.k_shift, torch.float32).to(dtype).transpose(1, 2)
-    v = stored(given, given.v_cache, given.v_scale, given.v_shift, torch.float32).to(dtype).transpose(1, 2)
+    q, dtype = call.q.transpose(1, 2), call.q.dtype
+    k = stored(call, call.k_cache, call.k_scale, call.k_shift, torch.float32).to(dtype).transpose(1, 2)
+    v = stored(call, call.v_cache, call.v_scale, call.v_shift, torch.float32).to(dtype).transpose(1, 2)
 
-    def call() -> Tensor:
+    def attend() -> Tensor:
         with sdpa_kernel(SDPA[peer]):
-            return F.scaled_dot_product_attention(q, k, v, scale=given.scale, enable_gqa=given.group > 1)
+            return F.scaled_dot_product_attention(q, k, v, scale=call.scale, enable_gqa=call.group > 1)
 
     try:
-        call()
+        attend()
     except RuntimeError as error:
         raise Unsupported(f"PyTorch declines: {str(error).splitlines()[0]}") from error
-    return Prepared(call, lambda y: y.transpose(1, 2).contiguous())
+    return Prepared(attend, lambda y: y.transpose(1, 2).contiguous())
 
 
 def _no_vector(name: str) -> Unsupported:
@@ -178,22 +181,22 @@ def _liger_layer_norm(call: RowCall) -> Call:
     return lambda: LigerLayerNormFunction.apply(call.x, call.weight, call.bias, call.eps)
 
 
-def _liger_silu_and_mul(gate: Tensor, up: Tensor | None = None) -> Call:
+def _liger_silu_and_mul(call: GatedCall) -> Call:
     from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction, LigerSiLUMulFunction
 
-    if up is None:
-        return lambda: LigerFusedGateUpSiLUMulFunction.apply(gate)
-    return lambda: LigerSiLUMulFunction.apply(gate, up)
+    if call.up is None:
+        return lambda: LigerFusedGateUpSiLUMulFunction.apply(call.gate)
+    return lambda: LigerSiLUMulFunction.apply(call.gate, call.up)
 
 
-def _liger_gelu_and_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Call:
+def _liger_gelu_and_mul(call: GatedCall) -> Call:
     from liger_kernel.ops.geglu import LigerGELUMulFunction
 
-    if approximate != "tanh":
+    if call.approximate != "tanh":
         raise Unsupported("offers the tanh form only")
-    if up is None:
+    if call.up is None:
         raise Unsupported("takes gate and up as two tensors")
-    return lambda: LigerGELUMulFunction.apply(gate, up)
+    return lambda: LigerGELUMulFunction.apply(call.gate, call.up)
 
 
 def _liger_softmax(call: RowCall) -> Call:
@@ -206,32 +209,29 @@ def _liger_softmax(call: RowCall) -> Call:
 LIGER_ROPE_HEADS = 128
 
 
-def _liger_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, style: str = "neox") -> Prepared:
+def _liger_rope(call: RopeCall) -> Prepared:
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    if style != "neox" or x.ndim not in (3, 4):
+    x = call.x
+    if call.style != "neox" or x.ndim not in (3, 4):
         raise Unsupported("offers the NeoX style on one batch of sequences")
     if not 2 <= x.shape[-2] <= LIGER_ROPE_HEADS:
         raise Unsupported(f"rotates queries and keys, here 2 to {LIGER_ROPE_HEADS} heads in all, not {x.shape[-2]}")
     # it knows no positions: each token's row is chosen beforehand, which is not timed
-    if positions is not None:
-        rows = cos[positions], sin[positions]
-    else:
-        rows = (cos, sin) if cos.ndim > 2 else (cos[: x.shape[-3]], sin[: x.shape[-3]])
-    tables = [row.contiguous() for row in rows]
+    tables = [rows.contiguous() for rows in table_rows(call)]
     # it rotates queries and keys in place: half of the heads each, in copies of its own
     batch = x if x.ndim == 4 else x.unsqueeze(0)
     half = x.shape[-2] // 2
     halves = (part.clone(memory_format=torch.contiguous_format) for part in (batch[:, :, :half], batch[:, :, half:]))
     q, k = (part.transpose(1, 2) for part in halves)
 
-    def call() -> Any:
-        return LigerRopeFunction.apply(q, k, *tables, None, 1, 2 * cos.shape[-1])
+    def run() -> Any:
+        return LigerRopeFunction.apply(q, k, *tables, None, 1, 2 * call.cos.shape[-1])
 
     def finish(result: tuple[Tensor, Tensor]) -> Tensor:
         return torch.cat([part.transpose(1, 2) for part in result], dim=2).reshape(x.shape)
 
-    return Prepared(call, finish)
+    return Prepared(run, finish)
 
 
 def _aiter_rms_norm(call: RowCall) -> Call:
@@ -248,27 +248,19 @@ def _aiter_layer_norm(call: RowCall) -> Call:
     return lambda: aiter.layer_norm(call.x, call.weight, call.bias, call.eps)
 
 
-def _aiter_gated(function: str, gate: Tensor, up: Tensor | None) -> Call:
+def _aiter_gated(call: GatedCall) -> Call:
     import aiter
 
-    run = getattr(aiter, function)
+    kernel = getattr(aiter, f"{call.function}_and_mul")
     # it takes one packed tensor; packing is not timed, the bytes read are the same
-    packed = gate if up is None else torch.cat([gate, up], dim=-1)
+    packed = call.gate if call.up is None else torch.cat([call.gate, call.up], dim=-1)
 
-    def call() -> Tensor:
+    def run() -> Tensor:
         out = torch.empty(*packed.shape[:-1], packed.shape[-1] // 2, dtype=packed.dtype, device=packed.device)
-        run(out, packed)
+        kernel(out, packed)
         return out
 
-    return call
-
-
-def _aiter_silu_and_mul(gate: Tensor, up: Tensor | None = None) -> Call:
-    return _aiter_gated("silu_and_mul", gate, up)
-
-
-def _aiter_gelu_and_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Call:
-    return _aiter_gated("gelu_tanh_and_mul" if approximate == "tanh" else "gelu_and_mul", gate, up)
+    return run
 
 
 def _aiter_quantize_int8(call: RowCall) -> Call:
@@ -289,9 +281,9 @@ LIGER: dict[str, Maker] = {
     "softmax": _liger_softmax,
 }
 AITER: dict[str, Maker] = {
-    "gelu_and_mul": _aiter_gelu_and_mul,
+    "gelu_and_mul": _aiter_gated,
     "layer_norm": _aiter_layer_norm,
     "quantize_int8": _aiter_quantize_int8,
     "rms_norm": _aiter_rms_norm,
-    "silu_and_mul": _aiter_silu_and_mul,
+    "silu_and_mul": _aiter_gated,
 }

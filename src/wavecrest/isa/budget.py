@@ -163,20 +163,22 @@ def check(budget: Budget, rows: Sequence[Row]) -> list[str]:
         budget: from `load`.
         rows: every case of the op on the architectures to check.
     """
-    found = []
-    for row in rows:
-        where = f"{row.target} {row.case} on {row.arch}"
-        if row.facts is None:
-            found.append(f"{where}: {row.reason}")
-            continue
-        found += [f"{where}: {line}" for line in _over(row.facts, budget.limits_of(row), hardware.ARCHS[row.arch])]
-        least = budget.waves_of(row)
-        if least is None:
-            found.append(f"{where}: no least number of waves in the budget; it reaches {row.facts.waves:g}")
-        elif row.facts.waves < least:
-            limit = f", limited by {row.facts.limit}" if row.facts.limit else ""
-            found.append(f"{where}: {row.facts.waves:g} waves per SIMD, at least {least:g}{limit}")
-    return found + unused(budget, rows)
+    return [line for row in rows for line in over(budget, row)] + unused(budget, rows)
+
+
+def over(budget: Budget, row: Row) -> list[str]:
+    """What one kernel has that its budget does not allow, one line each."""
+    where = f"{row.target} {row.case} on {row.arch}"
+    if row.facts is None:
+        return [f"{where}: {row.reason}"]
+    found = [f"{where}: {line}" for line in _over(row.facts, budget.limits_of(row), hardware.ARCHS[row.arch])]
+    least = budget.waves_of(row)
+    if least is None:
+        found.append(f"{where}: no least number of waves in the budget; it reaches {row.facts.waves:g}")
+    elif row.facts.waves < least:
+        limit = f", limited by {row.facts.limit}" if row.facts.limit else ""
+        found.append(f"{where}: {row.facts.waves:g} waves per SIMD, at least {least:g}{limit}")
+    return found
 
 
 def unused(budget: Budget, rows: Sequence[Row]) -> list[str]:

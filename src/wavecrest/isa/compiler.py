@@ -7,6 +7,7 @@ these arguments would run: 16-byte alignment of every address, and on AMD 32-bit
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -124,6 +125,19 @@ def build(launch: Launch, arch: str) -> Any:
     # anything may come out of a compiler; the reason is the caller's to show
     except Exception as error:
         raise Unsupported(f"{launch.kernel.__name__} does not compile for {arch}: {_reason(error)}") from error
+
+
+def source_key(launch: Launch, arch: str) -> str:
+    """A hash of all that `build` makes machine code from: sources, types, constants, options and the compiler.
+
+    Args, Raises: as of `build`.
+    """
+    require_compiler()
+    from triton.compiler import make_backend
+
+    backend = make_backend(_target(arch_of(arch)))
+    source, options = _source(launch, backend)
+    return hashlib.sha256(f"{source.hash()} {backend.hash()} {options.hash()}".encode()).hexdigest()[:12]
 
 
 def compile_launch(launch: Launch, arch: str) -> Compiled:

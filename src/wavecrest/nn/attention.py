@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from wavecrest import ops
 from wavecrest.dispatch.decision import Decision
 from wavecrest.dispatch.keys import dtype_name
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.ops import flash_attention, flash_decoding
-from wavecrest.ops._flash_attention.call import FLOATS, MAX_COLUMNS, Operands
-from wavecrest.ops._flash_decoding.call import Operands as Decoding
+from wavecrest.ops._flash_attention.backend import _op as _flash_attention
+from wavecrest.ops._flash_attention.call import FLOATS, MAX_HEAD_DIM, FlashAttentionCall
+from wavecrest.ops._flash_decoding.backend import _op as _flash_decoding
+from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 
 # dtypes that mark a compact mask [B, 1, W, Sk]: the last query is aligned with key Sk − 1, keys after that are not
 # used, and a query sees the W keys up to its own. Of KEYS the bytes are flags, 1 for a key that is hidden; of WINDOW
@@ -38,6 +38,8 @@ KEYS, WINDOW = torch.float8_e5m2, torch.float8_e4m3fn
 # no other has (for Inductor there are these two types on every GPU, and no third). Its bytes are int32, the place
 # behind the last key of each sequence, which is the last query's own, and of 8 bytes also that of the first one seen
 ROWS = 10
+# models ask for dropout by PyTorch's generator
+NO_SEED = "dropout without the seed that flash_attention needs"
 
 
 class AttentionFallback(UserWarning):
@@ -223,7 +225,7 @@ def attend(
 
     Raises:
         InvalidArgument: shapes or dtypes are not those of attention.
-        Unsupported: a paged cache; dropout, or columns beyond 256, together with softcap or sinks.
+        Unsupported: a paged cache; dropout, or a head_dim above 256, together with softcap or sinks.
     """
     if cache is not None:
         raise Unsupported("attention of transformers' continuous batching keeps its keys in pages: use sdpa for it")
@@ -241,18 +243,15 @@ def attend(
         bias = added if bias is None else added + bias
     # of the scores' dtype: PyTorch takes no other
     bias = None if bias is None else bias.to(query.dtype)
-    given = Operands(
+    call = FlashAttentionCall(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), "bshd", seen.causal, seen.window, scaling,
         bias, None, float(softcap or 0.0), s_aux,
     )  # fmt: skip
-    reason = _declined(given, dropout, attention_mask)
-    _note(type(module).__name__, given, reason, undecoded)
+    reason = _refuse(call, dropout, attention_mask)
+    _note(type(module).__name__, call, reason, undecoded)
     if reason:
-        return _by_torch(given, dropout, reason), None
-    result = flash_attention(
-        given.q, given.k, given.v, causal=seen.causal, window=seen.window, softmax_scale=scaling, bias=bias,
-        softcap=given.softcap, sinks=s_aux,
-    )  # fmt: skip
+        return _by_torch(call, dropout, reason), None
+    result = _flash_attention(call)
     assert isinstance(result, Tensor)
     return result, None
 
@@ -270,50 +269,49 @@ def _decode(
     """Attention under a mask of lengths, over the cache as it lies."""
     ends, starts, window = _lengths(mask)
     q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+    call = FlashDecodingCall(q, k, v, ends, None, window, scaling, None, softcap, sinks, seq_starts=starts)
     if _watchers and not torch.compiler.is_compiling():
-        given = Decoding(q, k, v, ends, None, window, scaling, None, softcap, sinks, seq_starts=starts)
-        decision = ops.get("flash_decoding").decide(given)
+        decision = _flash_decoding.decide(call)
         for calls in _watchers:
-            calls.append(Call(type(module).__name__, given.tokens, given.capacity, decision, decision.reason))
-    result = flash_decoding(
-        q, k, v, seq_lens=ends, window=window, softmax_scale=scaling, softcap=softcap, sinks=sinks, seq_starts=starts
-    )
+            calls.append(Call(type(module).__name__, call.seqlen_q, call.capacity, decision, decision.reason))
+    result = _flash_decoding(call)
     assert isinstance(result, Tensor)
     return result
 
 
 def _undecoded(query: Tensor, value: Tensor, dropout: float, position_bias: Tensor | None) -> str:
-    """Why flash_decoding does not take a call under a mask of lengths, or ""."""
+    """The reason why flash_decoding does not take a call under a mask of lengths, or ""."""
     if dropout > 0:
-        return "dropout, which the op does not have"
+        return "dropout, which flash_decoding does not have"
     if position_bias is not None:
         return "a bias of positions, which flash_decoding does not have"
-    columns = max(query.shape[3], value.shape[3])
-    if columns > MAX_COLUMNS:
-        return f"{columns} columns, of which the op takes {MAX_COLUMNS}"
+    head_dim = max(query.shape[3], value.shape[3])
+    if head_dim > MAX_HEAD_DIM:
+        return f"a head_dim of {head_dim}, above the {MAX_HEAD_DIM} that the op takes"
     return ""
 
 
-def _declined(given: Operands, dropout: float, mask: Tensor | None) -> str:
-    """Why the op does not take a call, or ""."""
+def _refuse(call: FlashAttentionCall, dropout: float, mask: Tensor | None) -> str:
+    """The reason why the op does not take a call, or ""."""
     if dropout > 0:
-        return "dropout, which the op does not have"
-    if max(given.columns, given.v_columns) > MAX_COLUMNS:
-        return f"{max(given.columns, given.v_columns)} columns, of which the op takes {MAX_COLUMNS}"
-    if mask is None and given.causal and given.queries > given.keys:
+        return NO_SEED
+    head_dim = max(call.head_dim, call.head_dim_v)
+    if head_dim > MAX_HEAD_DIM:
+        return f"a head_dim of {head_dim}, above the {MAX_HEAD_DIM} that the op takes"
+    if mask is None and call.causal and call.seqlen_q > call.seqlen_k:
         return "a causal mask aligned at the upper left of fewer keys than queries"
     return ""
 
 
-def _note(name: str, given: Operands, reason: str, undecoded: str = "") -> None:
+def _note(name: str, call: FlashAttentionCall, reason: str, undecoded: str = "") -> None:
     if torch.compiler.is_compiling():
         return
     for calls in _watchers:
-        decision = None if reason else ops.get("flash_attention").decide(given)
+        decision = None if reason else _flash_attention.decide(call)
         why = reason if decision is None else decision.reason
         if undecoded and decision is not None:
             why = f"{why}; its mask is written out for {undecoded}"
-        calls.append(Call(name, given.queries, given.keys, decision, why))
+        calls.append(Call(name, call.seqlen_q, call.seqlen_k, decision, why))
 
 
 # Dynamo runs this while it traces, so that a warning is no break of the graph
@@ -329,22 +327,22 @@ def warn_written_out(reason: str) -> None:
     _warn(reason, "reads a written-out mask and the whole cache")
 
 
-def _by_torch(given: Operands, dropout: float, reason: str) -> Tensor:
+def _by_torch(call: FlashAttentionCall, dropout: float, reason: str) -> Tensor:
     """PyTorch's attention of a call that the op does not take."""
-    if given.softcap > 0 or given.sinks is not None:
+    if call.softcap > 0 or call.sinks is not None:
         raise Unsupported(f"attention with softcap or sinks and {reason}: set the model's attention to eager for it")
     _warn(reason)
-    q, k, v = (given.bhsd(one) for one in (given.q, given.k, given.v))
-    options: dict[str, Any] = {"scale": given.softmax_scale, "dropout_p": dropout, "enable_gqa": given.group > 1}
-    if given.causal and given.left < 0 and given.bias is None and given.queries >= given.keys:
+    q, k, v = (call.bhsd(one) for one in (call.q, call.k, call.v))
+    options: dict[str, Any] = {"scale": call.softmax_scale, "dropout_p": dropout, "enable_gqa": call.group > 1}
+    if call.causal and call.left < 0 and call.bias is None and call.seqlen_q >= call.seqlen_k:
         options["is_causal"] = True
-    elif given.causal:
-        i = torch.arange(given.queries, device=q.device)[:, None] + (given.keys - given.queries)
-        j = torch.arange(given.keys, device=q.device)[None, :]
-        visible = (j <= i) if given.left < 0 else (j <= i) & (j >= i - given.left)
-        options["attn_mask"] = visible if given.bias is None else given.bias + as_bias(visible, q.dtype)
+    elif call.causal:
+        i = torch.arange(call.seqlen_q, device=q.device)[:, None] + (call.seqlen_k - call.seqlen_q)
+        j = torch.arange(call.seqlen_k, device=q.device)[None, :]
+        visible = (j <= i) if call.left < 0 else (j <= i) & (j >= i - call.left)
+        options["attn_mask"] = visible if call.bias is None else call.bias + as_bias(visible, q.dtype)
     else:
-        options["attn_mask"] = given.bias
+        options["attn_mask"] = call.bias
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).contiguous()
 
 
@@ -379,13 +377,13 @@ def sdpa(
     Returns:
         [B, H, Sq, Dv] with the strides of a contiguous [B, Sq, H, Dv].
     """
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
-    reason = _left_to_pytorch(*given, scale, enable_gqa)
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+    reason = _left_to_pytorch(*arguments, scale, enable_gqa)
     if reason:
         for calls in () if torch.compiler.is_compiling() else _watchers:
             calls.append(Call("scaled_dot_product_attention", query.shape[-2], key.shape[-2], None, reason))
         _warn(reason)
-        return F.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
     keys = query.shape[2] if is_causal and key.shape[2] > query.shape[2] else key.shape[2]
     if keys != key.shape[2]:
         # PyTorch's causal mask is aligned at the upper left: no query sees these
@@ -395,8 +393,9 @@ def sdpa(
         bias = as_bias(attn_mask, query.dtype)
     q, k, v = (one.transpose(1, 2) for one in (query, key, value))
     causal = is_causal and query.shape[2] > 1
-    _note("scaled_dot_product_attention", Operands(q, k, v, causal=causal, softmax_scale=scale, bias=bias), "")
-    result = flash_attention(q, k, v, causal=causal, softmax_scale=scale, bias=bias)
+    call = FlashAttentionCall(q, k, v, causal=causal, softmax_scale=scale, bias=bias)
+    _note("scaled_dot_product_attention", call, "")
+    result = _flash_attention(call)
     assert isinstance(result, Tensor)
     return result.transpose(1, 2)
 
@@ -411,16 +410,16 @@ def _left_to_pytorch(
     scale: float | None,
     enable_gqa: bool,
 ) -> str:
-    """Why the op does not take a call of PyTorch's attention, or ""; also where PyTorch will raise."""
+    """The reason why the op does not take a call of PyTorch's attention, or ""; also where PyTorch will raise."""
     if any(one.ndim != 4 or one.is_nested for one in (query, key, value)):
         return "tensors that are not [B, H, S, D]"
     if query.dtype not in FLOATS or key.dtype != query.dtype or value.dtype != query.dtype:
         return f"{dtype_name(query)}, {dtype_name(key)} and {dtype_name(value)}"
     if dropout > 0:
-        return "dropout, which the op does not have"
-    widest = max(query.shape[3], value.shape[3])
-    if widest > MAX_COLUMNS:
-        return f"{widest} columns, of which the op takes {MAX_COLUMNS}"
+        return NO_SEED
+    head_dim = max(query.shape[3], value.shape[3])
+    if head_dim > MAX_HEAD_DIM:
+        return f"a head_dim of {head_dim}, above the {MAX_HEAD_DIM} that the op takes"
     heads = key.shape[1] == query.shape[1] or (enable_gqa and query.shape[1] % max(key.shape[1], 1) == 0)
     if key.shape[:3] != value.shape[:3] or key.shape[0] != query.shape[0] or not heads:
         return "batches or heads that are broadcast"

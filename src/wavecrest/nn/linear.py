@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wavecrest import ops
 from wavecrest.dispatch.decision import Decision
 from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.ops import PackedWeight, linear, pack
-from wavecrest.ops._gemm.backend import linear_operands
-from wavecrest.ops._gemm.call import GATED
+from wavecrest.ops._gemm.backend import op
+from wavecrest.ops._gemm.call import GATED, linear_call
 from wavecrest.ops.common.activation import ACTIVATIONS
 from wavecrest.ops.packed import refuse_other_formats
 
@@ -33,7 +32,7 @@ class Linear(nn.Module):
         """Take a weight [N, K], plain or a `PackedWeight`, a bias [N], and a tail [T, K] as of `wavecrest.ops.linear`.
 
         Raises:
-            InvalidArgument: the weight is no matrix, or there is no such activation.
+            InvalidArgument: the weight is not a matrix, or the activation is unknown.
         """
         super().__init__()
         if not isinstance(weight, Tensor) or weight.ndim != 2:
@@ -91,11 +90,12 @@ class Linear(nn.Module):
         norm_eps: float = 1e-6,
     ) -> Decision:
         """Which backend `forward` would run for these arguments, and what that rests on."""
-        given = linear_operands(
-            x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
-            norm_eps=norm_eps, tail=self.tail,
+        return op.decide(
+            linear_call(
+                x, self.weight, self.bias, tail=self.tail, residual=residual, activation=self.activation,
+                norm_weight=norm_weight, norm_eps=norm_eps,
+            )
         )  # fmt: skip
-        return ops.get("gemm").decide(given)
 
     def extra_repr(self) -> str:
         stored = f", {self.weight.format}" if isinstance(self.weight, PackedWeight) else ""
@@ -118,7 +118,7 @@ class Linear(nn.Module):
             InvalidArgument: it cannot be packed so; the message says why.
         """
         if type(module) is not nn.Linear:
-            raise StepRefused(f"{type(module).__name__} is no nn.Linear")
+            raise StepRefused(f"{type(module).__name__} is not an nn.Linear")
         if module._forward_hooks or module._forward_pre_hooks:
             raise StepRefused("it has hooks, which would not run any more")
         weight: Tensor = module.weight

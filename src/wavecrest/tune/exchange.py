@@ -21,7 +21,8 @@ from wavecrest.dispatch import lookup
 from wavecrest.dispatch.tuned import Cell, Entry, Evidence, Row, aiter_csv, tunable_op
 from wavecrest.dispatch.tuned.row import RowKey
 from wavecrest.errors import InvalidArgument, TableError
-from wavecrest.ops._gemm.call import Operands
+from wavecrest.ops._gemm.backend import op as gemm
+from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.tune import session, trust
 
 # aiter's tuner lets this share of the elements be off, and lists what is beyond
@@ -84,12 +85,11 @@ def _record(record: records.TuneRecord, name: str) -> Imported:
     return Imported(tuple(Entry(device["arch"], record.op, fields, row) for row in rows), tuple(left))
 
 
-def key_of(given: Operands) -> RowKey:
-    """The key that a product's rows have."""
-    op = ops.get("gemm")
-    op.check(given)
-    parts = dict(zip(op.key_fields, op.key(given), strict=True))
-    return tuple(parts[name] for name in lookup.fields_of(op))
+def key_of(call: GemmCall) -> RowKey:
+    """The key that measured rows of a GEMM have."""
+    gemm.check(call)
+    parts = dict(zip(gemm.key_fields, gemm.key(call), strict=True))
+    return tuple(parts[name] for name in lookup.fields_of(gemm))
 
 
 def _dtype(name: str) -> torch.dtype | None:
@@ -98,7 +98,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _aiter(rows: list[aiter_csv.Row], arch: str | None) -> Imported:
-    fields = lookup.fields_of(ops.get("gemm"))
+    fields = lookup.fields_of(gemm)
     best: dict[tuple[Any, ...], tuple[aiter_csv.Row, Entry]] = {}
     left: list[str] = []
     bad: list[str] = []
@@ -152,23 +152,23 @@ def _aiter_row(row: aiter_csv.Row, dtype: torch.dtype) -> Row:
     out = _dtype(row.out)
     if row.eight:
         scale_a, scale_b = torch.empty(row.M, device="meta"), torch.empty(row.N, device="meta")
-        given = Operands(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out)
+        call = GemmCall(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out)
     else:
         bias = torch.empty(row.N, dtype=dtype, device="meta") if row.bias else None
-        given = Operands(a, b, bias, out_dtype=out)
+        call = GemmCall(a, b, bias, out_dtype=out)
     detail: dict[str, Any] = {
         "M": row.M, "libtype": row.library, "solution": row.solution, "splitK": row.split_k, "kernelName": row.kernel,
         "error": row.error,
     }  # fmt: skip
     assert row.us is not None
     return Row(
-        key_of(given), "torch" if row.library == "torch" else "aiter", None, row.us, None, row.file,
+        key_of(call), "torch" if row.library == "torch" else "aiter", None, row.us, None, row.file,
         Evidence(units=row.compute_units, origin=AITER, detail=json.dumps(detail)),
     )  # fmt: skip
 
 
 def _tunable(found: tunable_op.Results, file: str, arch: str | None) -> Imported:
-    fields = lookup.fields_of(ops.get("gemm"))
+    fields = lookup.fields_of(gemm)
     gfx = found.arch or arch
     if gfx is None or gfx not in hardware.ARCHS:
         raise InvalidArgument(f"{file} is for {gfx or 'an architecture that it does not name'}: give --arch")
@@ -195,7 +195,7 @@ def _tunable(found: tunable_op.Results, file: str, arch: str | None) -> Imported
         b = (row.N, row.K) if row.transposed[0] == "t" else (row.K, row.N)
         first, second = torch.empty(a, dtype=dtype, device="meta"), torch.empty(b, dtype=dtype, device="meta")
         bias = torch.empty(row.N, dtype=dtype, device="meta") if row.kind.startswith("GemmAndBias") else None
-        given = Operands(
+        call = GemmCall(
             first if row.transposed[1] == "n" else first.mT, second.mT if row.transposed[0] == "t" else second, bias
         )
         detail = json.dumps(
@@ -204,7 +204,7 @@ def _tunable(found: tunable_op.Results, file: str, arch: str | None) -> Imported
         )  # fmt: skip
         backend = "torch" if row.solution == "Default" else "torch_tunable"
         evidence = Evidence(versions=versions, origin=TUNABLE, detail=detail)
-        entry = Entry(gfx, "gemm", fields, Row(key_of(given), backend, None, row.us, None, file, evidence))
+        entry = Entry(gfx, "gemm", fields, Row(key_of(call), backend, None, row.us, None, file, evidence))
         before = best.get(entry.row.key)
         if before is not None and before[0] >= row.M:
             left.append(f"line {row.line}: another line stands for its numbers of rows")

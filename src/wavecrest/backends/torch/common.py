@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from wavecrest.dispatch.keys import dtype_name
 
 PRIORITY = 10
+# settings of fp32_precision that do not round float32 before it is multiplied; "none" is PyTorch's own default
+UNROUNDED = ("ieee", "none")
 ROUNDED = "is set to round float32 before it multiplies, and ieee is asked for"
 
 
@@ -23,16 +25,16 @@ def other_dtype(x: Tensor, **vectors: Tensor | None) -> str | None:
     return None
 
 
-def _settings(device: str) -> Any:
-    """PyTorch's of products on a device."""
+def settings_of(device: str) -> Any:
+    """PyTorch's settings of matrix products on a device; `fp32_precision` is one of them."""
     return torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 # Dynamo would trace a setting it knows as a guard on global state, which only repeats its own
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def rounds(device: str) -> bool:
-    """True if float32 is rounded (to tf32, to bfloat16) before it is multiplied; "none" is PyTorch's own default."""
-    return _settings(device).fp32_precision not in ("ieee", "none")
+    """True if float32 is rounded (to tf32, to bfloat16) before it is multiplied."""
+    return settings_of(device).fp32_precision not in UNROUNDED
 
 
 def unrounded(device: str, wanted: bool, make: Callable[[], Tensor]) -> Tensor:
@@ -42,7 +44,7 @@ def unrounded(device: str, wanted: bool, make: Callable[[], Tensor]) -> Tensor:
     """
     if torch.compiler.is_compiling() or not (wanted and rounds(device)):
         return make()
-    settings = _settings(device)
+    settings = settings_of(device)
     before = settings.fp32_precision
     settings.fp32_precision = "ieee"
     try:

@@ -3,63 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from wavecrest.backends.torch.common import PRIORITY, activated, other_dtype
-from wavecrest.dispatch import registry
-from wavecrest.ops._conv2d.call import Operands as Convolution
+from wavecrest.ops._conv2d.backend import op
+from wavecrest.ops._conv2d.call import Conv2dCall
+
+# below `torch`: it copies image and weight
+BY_COPY_PRIORITY = PRIORITY - 6
 
 
-def _conv2d_bind(*args: Any, **kwargs: Any) -> Callable[..., Tensor]:
-    given = Convolution(*args, **kwargs)
-    # these alone, as what is bound is kept: not the tensors of one call
-    stride, padding, dilation, groups, activation = given[3:]
+def _bind(call: Conv2dCall) -> Callable[[Conv2dCall], Tensor]:
+    stride, padding, dilation, groups, activation = call[3:]
     # the op's memory format, which is PyTorch's own, also where its library has no channels_last (MIOpen)
-    layout = given.memory_format
+    layout = call.memory_format
 
-    def call(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_args: Any, **_kwargs: Any) -> Tensor:
-        y = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    def run(call: Conv2dCall) -> Tensor:
+        y = F.conv2d(call.x, call.weight, call.bias, stride, padding, dilation, groups)
         if activation is not None:
             y = activated(y, activation, 0.01)
         return y.contiguous(memory_format=layout)
 
-    return call
+    return run
 
 
-def _conv2d_run(*args: Any, **kwargs: Any) -> Tensor:
-    return _conv2d_bind(*args, **kwargs)(*args, **kwargs)
+def _run(call: Conv2dCall) -> Tensor:
+    return _bind(call)(call)
 
 
-def _conv2d_last(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    given = Convolution(x, weight, *args, **kwargs)
-    last = torch.channels_last
-    y = _conv2d_run(*given._replace(x=x.contiguous(memory_format=last), weight=weight.contiguous(memory_format=last)))
-    return y.contiguous(memory_format=given.memory_format)
+def _refuse(call: Conv2dCall) -> str | None:
+    return other_dtype(call.x, bias=call.bias)
 
 
-def _conv2d_last_supports(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> str | None:
-    if Convolution(x, weight, *args, **kwargs).channels_last:
+def _bind_by_copy(call: Conv2dCall) -> Callable[[Conv2dCall], Tensor]:
+    stride, padding, dilation, groups, activation = call[3:]
+    layout, last = call.memory_format, torch.channels_last
+
+    def run(call: Conv2dCall) -> Tensor:
+        x, weight = call.x.contiguous(memory_format=last), call.weight.contiguous(memory_format=last)
+        y = F.conv2d(x, weight, call.bias, stride, padding, dilation, groups)
+        if activation is not None:
+            y = activated(y, activation, 0.01)
+        return y.contiguous(memory_format=layout)
+
+    return run
+
+
+def _run_by_copy(call: Conv2dCall) -> Tensor:
+    return _bind_by_copy(call)(call)
+
+
+def _refuse_by_copy(call: Conv2dCall) -> str | None:
+    if call.channels_last:
         return "has the image, or the weight, in that layout already"
-    return _conv2d_supports(x, weight, *args, **kwargs)
+    return _refuse(call)
 
 
-def _conv2d_last_reserved(*_args: Any, **_kwargs: Any) -> str:
+def _opt_in_by_copy(_call: Conv2dCall) -> str:
     return "copies image and weight: it runs where a measured row names it"
 
 
-def _conv2d_supports(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_args: Any, **_kwargs: Any) -> str | None:
-    return other_dtype(x, bias=bias)
-
-
-registry.get("conv2d").attach(
+op.attach(
     "torch_channels_last",
-    _conv2d_last,
-    supports=_conv2d_last_supports,
-    reserved=_conv2d_last_reserved,
-    priority=PRIORITY - 6,
+    _run_by_copy,
+    refuse=_refuse_by_copy,
+    opt_in=_opt_in_by_copy,
+    priority=BY_COPY_PRIORITY,
+    bind=_bind_by_copy,
 )
-registry.get("conv2d").attach("torch", _conv2d_run, supports=_conv2d_supports, priority=PRIORITY, bind=_conv2d_bind)
+op.attach("torch", _run, refuse=_refuse, priority=PRIORITY, bind=_bind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,112 +11,150 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wavecrest.backends.torch.common import PRIORITY, ROUNDED, other_dtype, rounds, unrounded
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.keys import needs_grad
-from wavecrest.ops._flash_attention.call import Operands as Attention
+from wavecrest.ops._flash_attention.backend import _op
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
+
+# what makes the mask of a call from its bias
+Mask = Callable[[Tensor | None], Tensor | None]
 
 
-def _flash_attention_supports(*args: Any, **kwargs: Any) -> str | None:
-    given = Attention(*args, **kwargs)
-    if given.quantized:
+def _refuse(call: FlashAttentionCall) -> str | None:
+    if call.quantized:
         return "multiplies no 8-bit q, k and v"
-    if given.packed:
+    if call.packed:
         return "has no packed sequences"
-    if given.return_lse:
+    if call.return_lse:
         return "returns no logarithms"
     for name, asked in (
-        ("softcap", given.softcap > 0),
-        ("sinks", given.sinks is not None),
-        ("ALiBi slopes in float32", given.alibi_slopes is not None),
-        ("dropout whose mask a seed gives", given.dropout),
+        ("softcap", call.softcap > 0),
+        ("sinks", call.sinks is not None),
+        ("ALiBi slopes in float32", call.alibi_slopes is not None),
+        ("dropout whose mask a seed gives", call.dropout),
     ):
         if asked:
             return f"has no {name}"
-    if given.blind:
+    if call.blind:
         return "leaves to its kernels what a query without keys gives"
-    if torch.compiler.is_compiling() and given.q.dtype == torch.float32 and rounds(given.q.device.type):
+    if torch.compiler.is_compiling() and call.q.dtype == torch.float32 and rounds(call.q.device.type):
         return ROUNDED
-    return other_dtype(given.q, bias=given.bias)
+    return other_dtype(call.q, bias=call.bias)
 
 
-def _flash_attention_reserved(*args: Any, **kwargs: Any) -> str | None:
-    given = Attention(*args, **kwargs)
-    if not given.q.is_cuda or needs_grad(given.q, given.k, given.v, given.bias):
+def _opt_in(call: FlashAttentionCall) -> str | None:
+    if not call.q.is_cuda or needs_grad(call.q, call.k, call.v, call.bias):
         return None
-    diagonal = given.right > 0 or (given.right == 0 and not given.square and given.queries != 1)
-    if given.left >= 0 or diagonal or (given.right == 0 and given.bias is not None):
+    diagonal = call.right > 0 or (call.right == 0 and not call.square and call.seqlen_q != 1)
+    if call.left >= 0 or diagonal or (call.right == 0 and call.bias is not None):
         return "makes a mask of all queries and keys: it runs where it is named, and for gradients"
     return None
 
 
-def _flash_attention_mask(given: Attention, asked: bool) -> Tensor | None:
-    """What is added to the scores, or which pairs are visible, with the diagonal at the bottom right.
+def _mask_of(call: FlashAttentionCall, asked: bool = False) -> Mask | None:
+    """What makes the mask of calls like this one: added to the scores, or which pairs are visible; None: there is none.
 
-    `asked`: of the same shape and dtype with a row for all, for who asks what PyTorch takes and calls nothing.
+    The diagonal of a mask is at the bottom right. It is made for each call: kept, it might be larger than all else.
+    `asked`: of the same shape and dtype but one row in memory, to ask PyTorch what it takes without a call.
     """
+    left, right, seqlen_q, seqlen_k, device = call.left, call.right, call.seqlen_q, call.seqlen_k, call.q.device
     # the first query's last key, and the last one's first: where those are in sight all are
-    if not (0 <= given.right < given.queries - 1 or 0 <= given.left < given.keys - 1):
-        return given.broadcast_bias()
-    bias, device = given.bias, given.q.device
+    if not (0 <= right < seqlen_q - 1 or 0 <= left < seqlen_k - 1):
+        if call.bias is None:
+            return None
+        whole = (call.batch, call.heads, seqlen_q, seqlen_k)
+        return lambda bias: None if bias is None else bias.expand(whole)
     # PyTorch takes masks of two dimensions and of four
-    shape = () if bias is None else (1,) * (4 - bias.ndim) + tuple(bias.shape)
-    if asked:
-        row = torch.empty(given.keys, dtype=torch.bool if bias is None else bias.dtype, device=device)
-        return row.expand(*shape[:2], given.queries, given.keys)
-    i = torch.arange(given.queries, device=device)[:, None] + (given.keys - given.queries)
-    j = torch.arange(given.keys, device=device)[None, :]
-    visible = torch.ones_like(i == j) if given.right < 0 else j <= i + given.right
-    if given.left >= 0:
-        visible = visible & (j >= i - given.left)
-    return visible if bias is None else torch.where(visible, bias.reshape(shape), float("-inf"))
+    shape = () if call.bias is None else (1,) * (4 - call.bias.ndim) + tuple(call.bias.shape)
+
+    def one_row(bias: Tensor | None) -> Tensor:
+        row = torch.empty(seqlen_k, dtype=torch.bool if bias is None else bias.dtype, device=device)
+        return row.expand(*shape[:2], seqlen_q, seqlen_k)
+
+    def made(bias: Tensor | None) -> Tensor:
+        i = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
+        j = torch.arange(seqlen_k, device=device)[None, :]
+        visible = torch.ones_like(i == j) if right < 0 else j <= i + right
+        if left >= 0:
+            visible = visible & (j >= i - left)
+        return visible if bias is None else torch.where(visible, bias.reshape(shape), float("-inf"))
+
+    return one_row if asked else made
 
 
-def _sixteen_bytes(x: Tensor) -> Tensor:
-    """On a GPU a copy of what does not begin and go on in steps of 16 bytes, or has steps of 0.
+def _options(call: FlashAttentionCall, asked: bool = False) -> tuple[dict[str, Any], Mask | None]:
+    """The options of scaled_dot_product_attention that calls like this one share, and what makes their masks."""
+    # branches: torch.compile may not know sizes, and what they make of flags is no constant
+    options: dict[str, Any] = {"scale": call.scale} | ({"enable_gqa": True} if call.group > 1 else {})
+    # PyTorch's causal mask is aligned at the upper left
+    if call.right == 0 and call.left < 0 and call.bias is None and call.square:
+        return options | {"is_causal": True}, None
+    return options, _mask_of(call, asked)
+
+
+def attention_call(call: FlashAttentionCall) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """q, k and v [B, H, S, D] and options of scaled_dot_product_attention, to ask PyTorch what it takes.
+
+    A mask has the shape and dtype of the one that a call makes, and one row in memory.
+    """
+    options, mask_of = _options(call, asked=True)
+    if "is_causal" not in options:
+        options["attn_mask"] = None if mask_of is None else mask_of(call.bias)
+    return (call.bhsd(call.q), call.bhsd(call.k), call.bhsd(call.v)), options
+
+
+def _copied(x: Tensor) -> bool:
+    """True if scaled_dot_product_attention is given a copy: on a GPU, of strides that are no multiples of 16 bytes.
 
     PyTorch 2.11 takes such views: a result had NaN from beside rows of odd strides, and cuDNN raised for a q that was
     expanded, as the result would have had its strides (H200, 2026-11-22).
     """
     if not x.is_cuda:
-        return x
+        return False
     unit = 16 // x.element_size()
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return x.stride(-1) != 1 or not all(step > 0 and step % unit == 0 for step in steps)
+
+
+def _prepared(copied: bool, unit: int, transposed: bool, x: Tensor) -> Tensor:
+    """q, k or v on a GPU as [B, H, S, D]: a copy of strides or, as each call shows, of a begin that do not fit."""
     # Dynamo does not trace where a view begins
-    fits = x.stride(-1) == 1 and (torch.compiler.is_compiling() or x.storage_offset() % unit == 0)
-    if fits and all(step > 0 and step % unit == 0 for step in steps):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    if copied or (not torch.compiler.is_compiling() and x.storage_offset() % unit != 0):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.transpose(1, 2) if transposed else x
 
 
-def attention_call(given: Attention, asked: bool = False) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """q, k and v [B, H, S, D] and the options that scaled_dot_product_attention is called with.
+def bind(call: FlashAttentionCall) -> Callable[[FlashAttentionCall], Tensor]:
+    """The function that calls scaled_dot_product_attention for calls with the signature of this one.
 
-    `asked`: with a mask that has not been worked out, for who asks what PyTorch takes.
+    Fixed here: scale, kind of mask, shared heads, layout, and which strides need a copy. Looked up by each call: where
+    its tensors begin, and whether the user has PyTorch round float32.
     """
-    # branches: torch.compile may not know sizes, and what they make of flags is no constant
-    options: dict[str, Any] = {"scale": given.scale} | ({"enable_gqa": True} if given.group > 1 else {})
-    # PyTorch's causal mask is aligned at the upper left
-    if given.right == 0 and given.left < 0 and given.bias is None and given.square:
-        options["is_causal"] = True
-    else:
-        options["attn_mask"] = _flash_attention_mask(given, asked)
-    tensors = (given.q, given.k, given.v)
-    q, k, v = (given.bhsd(one if asked else _sixteen_bytes(one)) for one in tensors)
-    return (q, k, v), options
+    options, mask_of = _options(call)
+    transposed, on_gpu = call.layout == "bshd", call.q.is_cuda
+    unit = 16 // call.q.element_size()
+    prepare = [partial(_prepared, _copied(one), unit, transposed) for one in (call.q, call.k, call.v)]
+    device, single = call.q.device.type, call.q.dtype == torch.float32
+
+    def run(call: FlashAttentionCall) -> Tensor:
+        if on_gpu:
+            q, k, v = prepare[0](call.q), prepare[1](call.k), prepare[2](call.v)
+        elif transposed:
+            q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
+        else:
+            q, k, v = call.q, call.k, call.v
+        mask = None if mask_of is None else mask_of(call.bias)
+        if single:
+            attend = partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask, **options)
+            y = unrounded(device, True, attend)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+        return (y.transpose(1, 2) if transposed else y).contiguous()
+
+    return run
 
 
-def _flash_attention(*args: Any, **kwargs: Any) -> Tensor:
-    given = Attention(*args, **kwargs)
-    tensors, options = attention_call(given)
-    attend = partial(F.scaled_dot_product_attention, *tensors, **options)
-    y = unrounded(given.q.device.type, given.q.dtype == torch.float32, attend)
-    return (y.transpose(1, 2) if given.layout == "bshd" else y).contiguous()
+def _run(call: FlashAttentionCall) -> Tensor:
+    return bind(call)(call)
 
 
-registry.get("flash_attention").attach(
-    "torch",
-    _flash_attention,
-    supports=_flash_attention_supports,
-    reserved=_flash_attention_reserved,
-    priority=PRIORITY,
-)
+_op.attach("torch", _run, refuse=_refuse, opt_in=_opt_in, priority=PRIORITY, bind=bind)

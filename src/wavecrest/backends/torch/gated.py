@@ -6,20 +6,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wavecrest.backends.torch.common import PRIORITY
-from wavecrest.dispatch import registry
+from wavecrest.ops.gated.backend import gelu_op, silu_op
+from wavecrest.ops.gated.call import GatedCall
 
 
-def _silu_and_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    if up is None:
-        gate, up = gate.chunk(2, dim=-1)
+def _silu_and_mul(call: GatedCall) -> Tensor:
+    gate, up = (call.gate, call.up) if call.up is not None else call.gate.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def _gelu_and_mul(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
-    if up is None:
-        gate, up = gate.chunk(2, dim=-1)
-    return F.gelu(gate, approximate=approximate) * up
+def _gelu_and_mul(call: GatedCall) -> Tensor:
+    gate, up = (call.gate, call.up) if call.up is not None else call.gate.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=call.approximate) * up
 
 
-registry.get("silu_and_mul").attach("torch", _silu_and_mul, priority=PRIORITY)
-registry.get("gelu_and_mul").attach("torch", _gelu_and_mul, priority=PRIORITY)
+silu_op.attach("torch", _silu_and_mul, priority=PRIORITY)
+gelu_op.attach("torch", _gelu_and_mul, priority=PRIORITY)

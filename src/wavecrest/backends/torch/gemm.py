@@ -1,151 +1,186 @@
-"""GEMM by PyTorch: cuBLAS, hipBLASLt or oneDNN behind torch.matmul, torch._int_mm and torch._scaled_mm."""
+"""GEMM by PyTorch: cuBLAS, hipBLASLt or oneDNN behind torch.matmul, torch._int_mm and torch._scaled_mm.
+
+`bind` decides all that the signature of a call fixes; what it returns reads tensors of its call alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wavecrest.backends.torch.common import PRIORITY, ROUNDED, activated, rounds, unrounded
-from wavecrest.dispatch import registry
+from wavecrest.backends.torch.common import PRIORITY, ROUNDED, UNROUNDED, rounds, settings_of
 from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
-from wavecrest.ops._gemm.call import FLOATS, GATED, Operands, kinds
+from wavecrest.ops._gemm.backend import op
+from wavecrest.ops._gemm.call import FLOATS, GATED, GemmCall, kinds
 from wavecrest.ops.common.quantized import Quantization
 from wavecrest.ops.common.quantized import reference as quantized
 
+Bound = Callable[[GemmCall], Tensor]
 
-def _gemm_supports(*args: Any) -> str | None:
-    given = Operands(*args)
-    if given.form != "plain" or given.weight_only:
-        return "has no product with a weight stored in fewer bits, or shuffled: it would unpack it on every call"
-    if given.a.dtype == torch.int8:
-        return _int8_supports(given)
-    if given.a.dtype.itemsize == 1:
-        return _float8_supports(given)
-    if given.a.dtype.itemsize == 2 and given.dtype in (torch.float32, torch.float64):
-        return f"rounds a product of {dtype_name(given.a)} to that before it is made {given.dtype}"
-    if torch.compiler.is_compiling() and _is_ieee(given) and rounds(given.a.device.type):
+
+def refuse(call: GemmCall) -> str | None:
+    """The reason why PyTorch cannot run a call as it is defined."""
+    if call.form != "plain" or call.weight_only:
+        return "has no GEMM with a weight stored in fewer bits, or shuffled: it would unpack it on every call"
+    if call.a.dtype == torch.int8:
+        return _refuse_int8(call)
+    if call.a.dtype.itemsize == 1:
+        return _refuse_float8(call)
+    if call.a.dtype.itemsize == 2 and call.dtype in (torch.float32, torch.float64):
+        return f"rounds the result to {dtype_name(call.a)} before it is made {call.dtype}"
+    if torch.compiler.is_compiling() and _is_ieee(call) and rounds(call.a.device.type):
         return ROUNDED
     return None
 
 
-def _is_ieee(given: Operands) -> bool:
-    return given.precision == "ieee" and given.a.dtype == torch.float32
+def _is_ieee(call: GemmCall) -> bool:
+    return call.precision == "ieee" and call.a.dtype == torch.float32
 
 
-def _int8_supports(given: Operands) -> str | None:
-    if not given.flat:
-        return "has no batch of int8 products"
+def _refuse_int8(call: GemmCall) -> str | None:
+    if not call.flat:
+        return "has no batch of int8 GEMMs"
     # torch._int_mm on CUDA: more than 16 rows, and multiples of 8
-    sides = (given.K, given.columns)
-    if given.a.is_cuda and (row_bucket(given.M) <= 16 or any(side == 0 or side % 8 != 0 for side in sides)):
+    sides = (call.K, call.columns)
+    if call.a.is_cuda and (row_bucket(call.M) <= 16 or any(side == 0 or side % 8 != 0 for side in sides)):
         return "multiplies int8 for more than 16 rows, and K and N that are multiples of 8"
-    return "applies no block scales" if "block" in kinds(given) else None
+    return "applies no block scales" if "block" in kinds(call) else None
 
 
-def _float8_supports(given: Operands) -> str | None:
-    if not given.a.is_cuda:
+def _refuse_float8(call: GemmCall) -> str | None:
+    if not call.a.is_cuda:
         return "multiplies 8-bit floats on a GPU"
-    if not given.flat or given.K % 16 != 0 or given.columns % 16 != 0:
+    if not call.flat or call.K % 16 != 0 or call.columns % 16 != 0:
         return "multiplies 8-bit floats of one matrix b, with K and N that are multiples of 16"
-    if given.a.dtype == given.b.dtype == torch.float8_e5m2:
+    if call.a.dtype == call.b.dtype == torch.float8_e5m2:
         return "does not multiply float8_e5m2 by float8_e5m2"
-    if kinds(given) not in (("tensor", "tensor"), ("vector", "vector"), ("none", "none")):
-        return f"applies scales to tensors, or to rows and columns, not {' and '.join(kinds(given))}"
-    if given.b.stride(-2) != 1 or given.dtype == torch.int8:
+    if kinds(call) not in (("tensor", "tensor"), ("vector", "vector"), ("none", "none")):
+        return f"applies scales to tensors, or to rows and columns, not {' and '.join(kinds(call))}"
+    if call.b.stride(-2) != 1 or call.dtype == torch.int8:
         return "multiplies 8-bit floats with b contiguous along K"
     return None
 
 
-def normed(given: Operands) -> Operands:
-    """The product of an a that is normalised first, rounded to its dtype, where that is asked for."""
-    weight = given.norm_weight
+def bind(call: GemmCall) -> Bound:
+    """The function for all calls with the signature of this one."""
+    normed, into_residual = call.norm_weight is not None, _bind_residual(call)
+    multiply, bias_is_left = _multiplication(call)
+    epilogue = bind_epilogue(call, bias_is_left)
+    # a user may change them between two calls. Dynamo does not trace them: `refuse` looks while it compiles
+    settings = settings_of(call.a.device.type) if _is_ieee(call) and not torch.compiler.is_compiling() else None
+
+    def run(call: GemmCall) -> Tensor:
+        if normed:
+            call = normalised(call)
+        before = None
+        if settings is not None and settings.fp32_precision not in UNROUNDED:
+            before, settings.fp32_precision = settings.fp32_precision, "ieee"
+        try:
+            if into_residual is not None and (result := into_residual(call)) is not None:
+                return result
+            y = multiply(call)
+        finally:
+            if before is not None:
+                settings.fp32_precision = before
+        return y if epilogue is None else epilogue(call, y)
+
+    return run
+
+
+def run(call: GemmCall) -> Tensor:
+    """One call."""
+    return bind(call)(call)
+
+
+def normalised(call: GemmCall) -> GemmCall:
+    """The call with RMSNorm(a), rounded to a's dtype, in place of a and norm_weight."""
+    a, weight = call.a, call.norm_weight
     if weight is None:
-        return given
-    a, size = given.a, (given.K,)
+        return call
+    size = a.shape[-1:]
     if weight.dtype == a.dtype:
-        return given._replace(a=F.rms_norm(a, size, weight, given.norm_eps), norm_weight=None)
+        return call._replace(a=F.rms_norm(a, size, weight, call.norm_eps), norm_weight=None)
     # of different dtypes, of which neither may be rounded before
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    y = F.rms_norm(a.to(wide), size, weight.to(wide), given.norm_eps)
-    return given._replace(a=y.to(a.dtype), norm_weight=None)
+    y = F.rms_norm(a.to(wide), size, weight.to(wide), call.norm_eps)
+    return call._replace(a=y.to(a.dtype), norm_weight=None)
 
 
-def _gemm(*args: Any) -> Tensor:
-    given = normed(Operands(*args))
-    return unrounded(given.a.device.type, _is_ieee(given), partial(_product, given))
+def _bind_residual(call: GemmCall) -> Callable[[GemmCall], Tensor | None] | None:
+    """What adds a @ b to the residual where that lies; None where a library cannot, or is not asked to."""
+    a, b, r = call.a, call.b, call.residual
+    # a graph's residual is the graph's
+    if r is None or not call.overwrite_residual or torch.compiler.is_compiling():
+        return None
+    plain = call.flat and call.bias is None and call.activation is None and call.alpha == 1.0
+    if not plain or not r.dtype == a.dtype == b.dtype == call.dtype or a.dtype not in FLOATS:
+        return None
+    if not r.is_contiguous() or needs_grad(a, b, r):
+        return None
+    M, N, K = call.M, call.N, call.K
+
+    def into_residual(call: GemmCall) -> Tensor | None:
+        a, b, r = call.a, call.b, call.residual
+        assert r is not None
+        # what is written must not be read by another part of the GEMM
+        if r.untyped_storage().data_ptr() in (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()):
+            return None
+        r.view(M, N).addmm_(a.reshape(M, K), b)
+        return r
+
+    return into_residual
 
 
-def _ends_in_residual(given: Operands) -> bool:
-    """True if a library can add its product to the residual where that lies."""
-    a, b, r = given.a, given.b, given.residual
-    # what a graph has in its residual is the graph's
-    if r is None or not given.overwrite_residual or torch.compiler.is_compiling():
-        return False
-    plain = given.flat and given.bias is None and given.activation is None and given.alpha == 1.0
-    if not plain or not r.dtype == a.dtype == b.dtype == given.dtype or a.dtype not in FLOATS:
-        return False
-    # what is written must not be read by another part of the product
-    read = {one.untyped_storage().data_ptr() for one in (a, b)}
-    return r.is_contiguous() and r.untyped_storage().data_ptr() not in read and not needs_grad(a, b, r)
+def _multiplication(call: GemmCall) -> tuple[Bound, bool]:
+    """What multiplies a by b and applies their scales; and whether the bias is left to the epilogue."""
+    bias = call.bias
+    if call.a.dtype == torch.int8:
+        return _bind_int8(call), True
+    if call.a.dtype.itemsize == 1:
+        return _bind_float8(call), True
+    if bias is not None and call.flat and call.bias_along == "n" and bias.dtype == call.a.dtype and call.alpha == 1.0:
+        # the library adds it in the same pass
+        return _with_bias, False
+    return _plain, True
 
 
-def _product(given: Operands) -> Tensor:
-    if _ends_in_residual(given):
-        assert given.residual is not None
-        given.residual.view(given.M, given.N).addmm_(given.a.reshape(given.M, given.K), given.b)
-        return given.residual
-    a, b, bias = given.a, given.b, given.bias
-    inner = given.dtype if given.dtype in FLOATS else torch.bfloat16
-    if a.dtype == torch.int8:
-        y = _int8_mm(given).reshape(*a.shape[:-1], given.columns)
-        if given.dtype == torch.int32:
+def _plain(call: GemmCall) -> Tensor:
+    return torch.matmul(call.a, call.b)
+
+
+def _with_bias(call: GemmCall) -> Tensor:
+    return F.linear(call.a, call.b.mT, call.bias)
+
+
+def _bind_int8(call: GemmCall) -> Bound:
+    M, K, shape, is_int32 = call.M, call.K, (*call.a.shape[:-1], call.columns), call.dtype == torch.int32
+    a_shape = None if call.scale_a is None else _by_rows(call.scale_a, call.a)
+    b_shape = None if call.scale_b is None else () if call.scale_b.numel() == 1 else (-1,)
+    is_cuda = call.a.is_cuda
+    # PyTorch 2.13's int8 GEMM on the CPU is wrong where an operand is expanded, and for K = 1
+    copies = K == 1 or 0 in (*call.a.reshape(M, K).stride(), *call.b.stride())
+
+    def run(call: GemmCall) -> Tensor:
+        a, b, scale_a, scale_b = call.a.reshape(M, K), call.b, call.scale_a, call.scale_b
+        if copies or (is_cuda and not _whole_lines(a)):
+            a = a.clone(memory_format=torch.contiguous_format)
+        if copies or (is_cuda and not _whole_lines(b)):
+            b = b.clone(memory_format=torch.contiguous_format)
+        y = torch._int_mm(a, b).reshape(shape)
+        if is_int32:
             return y
         y = y.float()
-        if given.scale_a is not None:
-            y = y * _rows_of(given.scale_a, y)
-        if given.scale_b is not None:
-            y = y * given.scale_b.reshape(() if given.scale_b.numel() == 1 else (-1,))
-    elif a.dtype.itemsize == 1:
-        y = _float8_mm(given, inner).reshape(*a.shape[:-1], given.columns)
-    elif bias is not None and given.flat and given.bias_along == "n" and bias.dtype == a.dtype and given.alpha == 1.0:
-        # the library adds it in the same pass
-        y, bias = F.linear(a, b.mT, bias), None
-    else:
-        y = torch.matmul(a, b)
-    return finished(given, y, bias)
+        if scale_a is not None and a_shape is not None:
+            y = y * scale_a.reshape(a_shape)
+        if scale_b is not None and b_shape is not None:
+            y = y * scale_b.reshape(b_shape)
+        return y
 
-
-def finished(given: Operands, y: Tensor, bias: Tensor | None) -> Tensor:
-    """What a library leaves to do after a product y: alpha, bias (None: it is in y), activation, residual, rounding."""
-    if given.alpha != 1.0:
-        y = y * given.alpha
-    if bias is not None:
-        y = y + (bias if given.bias_along == "n" else _rows_of(bias, y) if given.flat else bias[:, None])
-    if given.activation in GATED:
-        gate, up = y.chunk(2, dim=-1)
-        y = activated(gate, GATED[given.activation], given.slope) * up
-    else:
-        y = activated(y, given.activation, given.slope)
-    if given.residual is not None:
-        y = y + given.residual
-    if given.out_scale is not None:
-        how = Quantization(given.dtype, "tensor", given.out_scale.reshape(()))
-        return quantized(y.float(), how)[0]
-    return y.to(given.dtype)
-
-
-def _int8_mm(given: Operands) -> Tensor:
-    a, b = given.a.reshape(given.M, given.K), given.b
-    # PyTorch 2.13's product on the CPU is wrong where an operand is expanded, and for K = 1
-    if given.K == 1 or 0 in (*a.stride(), *b.stride()):
-        a, b = (x.clone(memory_format=torch.contiguous_format) for x in (a, b))
-    elif a.is_cuda:
-        a, b = (x if _whole_lines(x) else x.clone(memory_format=torch.contiguous_format) for x in (a, b))
-    return torch._int_mm(a, b)
+    return run
 
 
 def _whole_lines(x: Tensor) -> bool:
@@ -155,22 +190,74 @@ def _whole_lines(x: Tensor) -> bool:
     return inner == 1 and outer % 8 == 0 and (torch.compiler.is_compiling() or x.data_ptr() % 8 == 0)
 
 
-def _rows_of(vector: Tensor, y: Tensor) -> Tensor:
-    """One value a row of y [..., N], or one for all."""
-    return vector.reshape(()) if vector.numel() == 1 else vector.reshape(*y.shape[:-1], 1)
+def _by_rows(vector: Tensor, like: Tensor) -> tuple[int, ...]:
+    """The shape in which one value a row, or one for all, broadcasts against rows [..., N] as those of `like`."""
+    return () if vector.numel() == 1 else (*like.shape[:-1], 1)
 
 
-def _float8_mm(given: Operands, out: torch.dtype) -> Tensor:
-    a = given.a.reshape(given.M, given.K)
-    a = a if a.stride(-1) == 1 else a.contiguous()
-    if given.scale_a is None or given.scale_b is None:
-        scale_a = scale_b = torch.ones((), device=a.device)
-    elif kinds(given)[0] == "tensor":
-        scale_a, scale_b = given.scale_a.reshape(()), given.scale_b.reshape(())
-    else:
+def _bind_float8(call: GemmCall) -> Bound:
+    M, K, shape, kind = call.M, call.K, (*call.a.shape[:-1], call.columns), kinds(call)[0]
+    out = call.dtype if call.dtype in FLOATS else torch.bfloat16
+    is_contiguous = call.a.reshape(M, K).stride(-1) == 1
+    a_shape: tuple[int, ...] = ()
+    b_shape: tuple[int, ...] = ()
+    if kind == "vector":
         # by rows and columns PyTorch makes bfloat16 only
-        scale_a, scale_b, out = given.scale_a.reshape(-1, 1), given.scale_b.reshape(1, -1), torch.bfloat16
-    return torch._scaled_mm(a, given.b, scale_a=scale_a.contiguous(), scale_b=scale_b.contiguous(), out_dtype=out)
+        a_shape, b_shape, out = (-1, 1), (1, -1), torch.bfloat16
+
+    def run(call: GemmCall) -> Tensor:
+        a = call.a.reshape(M, K)
+        a = a if is_contiguous else a.contiguous()
+        if call.scale_a is None or call.scale_b is None:
+            scale_a = scale_b = torch.ones((), device=a.device)
+        else:
+            scale_a, scale_b = call.scale_a.reshape(a_shape).contiguous(), call.scale_b.reshape(b_shape).contiguous()
+        return torch._scaled_mm(a, call.b, scale_a=scale_a, scale_b=scale_b, out_dtype=out).reshape(shape)
+
+    return run
 
 
-registry.get("gemm").attach("torch", _gemm, supports=_gemm_supports, priority=PRIORITY)
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def bind_epilogue(call: GemmCall, bias_is_left: bool = True) -> Callable[[GemmCall, Tensor], Tensor] | None:
+    """What a library leaves to do after y = a @ b: alpha, bias, activation, residual, rounding; None for nothing.
+
+    `bias_is_left`: the bias is not in y yet.
+    """
+    alpha, slope, dtype, bias = call.alpha, call.slope, call.dtype, call.bias if bias_is_left else None
+    is_left = alpha != 1.0 or any(part is not None for part in (bias, call.activation, call.residual, call.out_scale))
+    if not is_left and dtype in (torch.int32, call.a.dtype):
+        return None
+    bias_shape: tuple[int, ...] | None = None
+    if bias is not None:
+        bias_shape = (-1,) if call.bias_along == "n" else _by_rows(bias, call.a) if call.flat else (-1, 1)
+    gated, has_residual = call.activation in GATED, call.residual is not None
+    name = GATED.get(call.activation or "", call.activation)
+    act = partial(F.leaky_relu, negative_slope=slope) if name == "leaky_relu" else _ACTIVATIONS.get(name or "")
+
+    def epilogue(call: GemmCall, y: Tensor) -> Tensor:
+        if alpha != 1.0:
+            y = y * alpha
+        if bias_shape is not None and call.bias is not None:
+            y = y + call.bias.reshape(bias_shape)
+        if act is not None and gated:
+            gate, up = y.chunk(2, dim=-1)
+            y = act(gate) * up
+        elif act is not None:
+            y = act(y)
+        if has_residual:
+            y = y + call.residual
+        if call.out_scale is not None:
+            return quantized(y.float(), Quantization(dtype, "tensor", call.out_scale.reshape(())))[0]
+        return y.to(dtype)
+
+    return epilogue
+
+
+op.attach("torch", run, refuse=refuse, bind=bind, priority=PRIORITY)

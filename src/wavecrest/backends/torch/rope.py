@@ -6,20 +6,18 @@ import torch
 from torch import Tensor
 
 from wavecrest.backends.torch.common import PRIORITY
-from wavecrest.dispatch import registry
 from wavecrest.dispatch.keys import dtype_name
+from wavecrest.ops._rope.backend import op
+from wavecrest.ops._rope.call import RopeCall
+from wavecrest.ops._rope.reference import table_rows
 
 
-def _rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, style: str = "neox") -> Tensor:
-    if positions is not None:
-        # as the op defines it: indexing itself would raise, end the GPU's context, or count from the end
-        inside = positions.clamp(0, cos.shape[0] - 1)
-        cos, sin = cos[inside].masked_fill((inside != positions).unsqueeze(-1), float("nan")), sin[inside]
-    elif cos.ndim == 2:
-        cos, sin = cos[: x.shape[-3]], sin[: x.shape[-3]]
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+def _rope(call: RopeCall) -> Tensor:
+    x = call.x
+    rows_cos, rows_sin = table_rows(call)
+    cos, sin = rows_cos.unsqueeze(-2), rows_sin.unsqueeze(-2)
     half = cos.shape[-1]
-    if style == "neox":
+    if call.style == "neox":
         first, second = x[..., :half], x[..., half : 2 * half]
         parts = [first * cos - second * sin, second * cos + first * sin]
     else:
@@ -30,13 +28,11 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, 
     return y if x.is_contiguous() else torch.empty_like(x).copy_(y)
 
 
-def _rope_supports(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, style: str = "neox"
-) -> str | None:
-    for tensor in (x, cos):
+def _refuse(call: RopeCall) -> str | None:
+    for tensor in (call.x, call.cos):
         if tensor.element_size() == 1:
             return f"does not multiply {dtype_name(tensor)}"
     return None
 
 
-registry.get("rope").attach("torch", _rope, supports=_rope_supports, priority=PRIORITY)
+op.attach("torch", _rope, refuse=_refuse, priority=PRIORITY)

@@ -20,7 +20,7 @@ from wavecrest.models.xlstm.layers import watched
 from wavecrest.models.xlstm.sampling import Sampling
 from wavecrest.models.xlstm.state import State, StatePool, clone_state, lasting
 from wavecrest.ops import PackedWeight
-from wavecrest.ops._gemm.config import MULTIPLY_ROWS
+from wavecrest.ops._gemm.config import GEMV_ROWS
 from wavecrest.ops.common import warmup as _ahead
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def compile_ahead(model: xLSTMLarge, batch: int, longest: int) -> str | None:
         return "a hook, torch.compile or a module of others would see it"
     # few rows have a variant for each number; else measured rows and defaults choose by ranges of rows, which have a
     # power of two in them each
-    lengths = {*range(1, MULTIPLY_ROWS + 1), *(2**power for power in range(longest.bit_length())), longest}
+    lengths = {*range(1, GEMV_ROWS + 1), *(2**power for power in range(longest.bit_length())), longest}
 
     def work() -> None:
         for length in sorted(length for length in lengths if length <= longest):

@@ -1,4 +1,4 @@
-"""The arguments of a convolution: what they may be, and what follows from their shapes."""
+"""A call of a convolution: its arguments, their checks, and the sizes that follow from their shapes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wavecrest.dispatch.keys import needs_grad
 from wavecrest.errors import InvalidArgument
 from wavecrest.ops.common.activation import ACTIVATIONS
 
@@ -22,9 +23,9 @@ def pair(value: Pair) -> tuple[int, int]:
 
 
 def like_channels_last(x: Tensor) -> bool:
-    """PyTorch's rule for strides: those of C, W, H, B in this order, each past what lies inside it.
+    """True if PyTorch takes a tensor's strides for channels_last: those of C, W, H and B grow in this order.
 
-    Where all sizes but the batch are 1 and strides do not tell, it is not.
+    False where all sizes but the batch are 1 and strides do not tell.
     """
     _, channels, height, width = x.shape
     stride_b, stride_c, stride_h, stride_w = x.stride()
@@ -34,11 +35,10 @@ def like_channels_last(x: Tensor) -> bool:
     return inside and stride_h * height != stride_c
 
 
-class Operands(NamedTuple):
-    """act(conv(x, weight) + bias), in the order that the op's backends get them; properties are of checked arguments.
+class Conv2dCall(NamedTuple):
+    """act(conv(x, weight) + bias); see `wavecrest.ops.conv2d` for the arguments. Properties are of a checked call.
 
-    As a product of matrices: rows are the M pixels of the result, columns the N outputs of a group, and a sum has K
-    products.
+    As an implicit GEMM each group has M rows (pixels of the result), N columns (its outputs) and a depth of K.
     """
 
     x: Tensor
@@ -110,7 +110,7 @@ class Operands(NamedTuple):
 
     @property
     def K(self) -> int:
-        """Products a sum has."""
+        """Depth of the implicit GEMM: channels of a group times taps."""
         taps_r, taps_s = self.kernel
         return self.channels * taps_r * taps_s
 
@@ -118,6 +118,11 @@ class Operands(NamedTuple):
     def channels_last(self) -> bool:
         """True if the result is channels_last: where x or weight is, which is PyTorch's rule."""
         return like_channels_last(self.x) or like_channels_last(self.weight)
+
+    @property
+    def needs_grad(self) -> bool:
+        """True if autograd would record the call."""
+        return needs_grad(self.x, self.weight, self.bias)
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -130,13 +135,13 @@ def _describe(value: Any) -> str:
 
 
 def _is_pair(value: Any, least: int) -> bool:
-    given = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
-    return all(isinstance(one, int) and not isinstance(one, bool) and one >= least for one in given)
+    numbers = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+    return all(isinstance(one, int) and not isinstance(one, bool) and one >= least for one in numbers)
 
 
-def check(given: Operands) -> None:
+def check(call: Conv2dCall) -> None:
     """Raise InvalidArgument unless the arguments are a convolution, naming what is wrong."""
-    x, weight = given.x, given.weight
+    x, weight = call.x, call.weight
     for name, value, form in (("x", x, "B, C, H, W"), ("weight", weight, "O, C / groups, R, S")):
         if not isinstance(value, Tensor) or value.ndim != 4 or value.dtype not in FLOATS:
             raise InvalidArgument(
@@ -148,45 +153,45 @@ def check(given: Operands) -> None:
         raise InvalidArgument(
             f"conv2d: only the batch may be of size 0, got x {list(x.shape)} and weight {list(weight.shape)}"
         )
-    _check_options(given)
+    _check_options(call)
     outputs, channels = weight.shape[0], x.shape[1]
-    if channels % given.groups != 0 or outputs % given.groups != 0:
-        raise InvalidArgument(f"conv2d: {given.groups} groups do not divide {channels} channels and {outputs} outputs")
-    if given.channels != channels // given.groups:
+    if channels % call.groups != 0 or outputs % call.groups != 0:
+        raise InvalidArgument(f"conv2d: {call.groups} groups do not divide {channels} channels and {outputs} outputs")
+    if call.channels != channels // call.groups:
         raise InvalidArgument(
-            f"conv2d: weight {list(weight.shape)} takes {given.channels} channels a group, x {list(x.shape)} in "
-            f"{given.groups} groups has {channels // given.groups}"
+            f"conv2d: weight {list(weight.shape)} takes {call.channels} channels a group, x {list(x.shape)} in "
+            f"{call.groups} groups has {channels // call.groups}"
         )
-    bias = given.bias
+    bias = call.bias
     if bias is not None:
         fits = isinstance(bias, Tensor) and bias.shape == (outputs,) and bias.dtype in FLOATS
         if not fits or bias.device != x.device:
             raise InvalidArgument(
                 f"conv2d: bias must be floating-point [{outputs}] on {x.device}, got {_describe(bias)}"
             )
-    if min(given.image) < 1:
-        above, below, left, right = given.pads
-        (dil_h, dil_w), (taps_r, taps_s) = given.dilations, given.kernel
+    if min(call.image) < 1:
+        above, below, left, right = call.pads
+        (dil_h, dil_w), (taps_r, taps_s) = call.dilations, call.kernel
         raise InvalidArgument(
             f"conv2d: the kernel covers {dil_h * (taps_r - 1) + 1} × {dil_w * (taps_s - 1) + 1} pixels, more than the "
             f"padded input has ({x.shape[2] + above + below} × {x.shape[3] + left + right})"
         )
 
 
-def _check_options(given: Operands) -> None:
-    for name, value in (("stride", given.stride), ("dilation", given.dilation)):
+def _check_options(call: Conv2dCall) -> None:
+    for name, value in (("stride", call.stride), ("dilation", call.dilation)):
         if not _is_pair(value, 1):
             raise InvalidArgument(f"conv2d: {name} must be a whole number of at least 1, or two, got {value!r}")
-    if isinstance(given.padding, str):
-        if given.padding not in PADDINGS:
-            raise InvalidArgument(f"conv2d: padding takes same, valid or numbers, not {given.padding!r}")
-        if given.padding == "same" and given.strides != (1, 1):
-            raise InvalidArgument(f"conv2d: padding 'same' goes with a stride of 1, not {given.stride!r}")
-    elif not _is_pair(given.padding, 0):
+    if isinstance(call.padding, str):
+        if call.padding not in PADDINGS:
+            raise InvalidArgument(f"conv2d: padding takes same, valid or numbers, not {call.padding!r}")
+        if call.padding == "same" and call.strides != (1, 1):
+            raise InvalidArgument(f"conv2d: padding 'same' goes with a stride of 1, not {call.stride!r}")
+    elif not _is_pair(call.padding, 0):
         raise InvalidArgument(
-            f"conv2d: padding must be a whole number of at least 0, or two, or same or valid, got {given.padding!r}"
+            f"conv2d: padding must be a whole number of at least 0, or two, or same or valid, got {call.padding!r}"
         )
-    if not isinstance(given.groups, int) or isinstance(given.groups, bool) or given.groups < 1:
-        raise InvalidArgument(f"conv2d: groups must be a whole number of at least 1, got {given.groups!r}")
-    if given.activation is not None and given.activation not in ACTIVATIONS:
-        raise InvalidArgument(f"conv2d: activation takes {', '.join(ACTIVATIONS)}, not {given.activation!r}")
+    if not isinstance(call.groups, int) or isinstance(call.groups, bool) or call.groups < 1:
+        raise InvalidArgument(f"conv2d: groups must be a whole number of at least 1, got {call.groups!r}")
+    if call.activation is not None and call.activation not in ACTIVATIONS:
+        raise InvalidArgument(f"conv2d: activation takes {', '.join(ACTIVATIONS)}, not {call.activation!r}")

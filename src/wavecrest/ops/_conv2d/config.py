@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import wavecrest.ops.common.layout as _layout
@@ -27,7 +26,7 @@ class Shape(NamedTuple):
 
 
 def _block_k(shape: Shape, flat: bool) -> int:
-    """Up to 64 (32 of float32), and no more than a quarter of it padding where a smaller one has less."""
+    """Channels of a step: up to 64 (32 of float32); fewer where more than a quarter of a step would be padding."""
     along = shape.channels * shape.taps if flat else shape.channels
     for block in (64, 32) if shape.bits == 16 else (32,):
         if -(-along // block) * block <= (1 + PADDING) * along:
@@ -62,42 +61,3 @@ def default(shape: Shape, arch: Arch | None) -> Config:
         BLOCK_M=m, BLOCK_N=n, BLOCK_K=_block_k(shape, flat), GROUP_M=8, FLAT=int(flat), num_warps=warps,
         num_stages=3 if nvidia else 2, **more,
     )  # fmt: skip
-
-
-# BLOCK_M, BLOCK_N, BLOCK_K, num_warps and num_stages that `wavecrest tune conv2d` tries of 16-bit types
-_NVIDIA = (
-    (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 4, 4), (128, 128, 32, 8, 4),
-    (256, 64, 64, 8, 3), (256, 128, 64, 8, 3), (128, 64, 64, 4, 4), (128, 64, 32, 4, 4), (64, 64, 64, 4, 4),
-    (64, 128, 64, 4, 4), (256, 64, 32, 8, 4), (256, 128, 32, 8, 4), (128, 128, 128, 8, 2), (64, 64, 32, 4, 4),
-    (256, 32, 32, 4, 4), (32, 64, 64, 4, 4),
-)  # fmt: skip
-_AMD = (
-    (256, 256, 32, 8, 2), (256, 128, 64, 8, 2), (128, 256, 32, 8, 2), (128, 128, 64, 8, 2), (128, 128, 32, 4, 2),
-    (256, 64, 64, 8, 2), (128, 64, 64, 4, 2), (128, 64, 32, 4, 2), (64, 64, 64, 4, 2), (64, 128, 64, 4, 2),
-    (64, 64, 32, 4, 2), (32, 64, 64, 4, 2),
-)  # fmt: skip
-# and of float32, or with waves of 32
-_SMALL = ((64, 64, 32, 4, 2), (128, 64, 32, 8, 2), (64, 128, 32, 8, 2), (32, 64, 32, 4, 2), (32, 32, 32, 4, 2))
-
-
-def space(shape: Shape, arch: Arch) -> Iterator[Config]:
-    """The configurations worth trying, each once, the default first; none that needs more LDS than there is."""
-    first = default(shape, arch)
-    yield first
-    seen = {first}
-    rdna = arch.vendor == "amd" and arch.wave_size == 32
-    widest = max(16, _layout.power_of_two(shape.outputs))
-    along = shape.channels * shape.taps if first["FLAT"] else shape.channels
-    for m, n, k, warps, stages in _SMALL if shape.bits == 32 or rdna else _NVIDIA if arch.vendor == "nvidia" else _AMD:
-        if n > widest or k > max(16, _layout.power_of_two(along)):
-            continue
-        # on AMD the step that is multiplied is in registers; sums take at most 128 of them a lane
-        kept = stages - 1 if arch.vendor == "amd" else stages
-        if kept * k * (m + n) * shape.bits // 8 > arch.lds_kib << 10 or m * n > 128 * warps * arch.wave_size:
-            continue
-        for group in (8, 1) if m * n >= 128 * 128 else (8,):
-            sizes = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP_M": group}
-            made = Config(**(first.kwargs | sizes | {"num_warps": warps, "num_stages": stages}))
-            if made not in seen:
-                seen.add(made)
-                yield made

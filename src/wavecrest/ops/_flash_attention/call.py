@@ -1,4 +1,4 @@
-"""The arguments of attention: what they may be, and what follows from their shapes."""
+"""A call of attention: its arguments, their checks, and what follows from their shapes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ EIGHT_BITS = (torch.int8, *EIGHT_BIT_FLOATS)
 # of the result, where k and v are 8-bit
 OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("bshd", "bhsd", "thd")
-MAX_COLUMNS = 256
+MAX_HEAD_DIM = 256
 # positions, and what a window adds to them, are counted in 32 bits
 MAX_LENGTH = 1 << 29
 
 Window = tuple[int, int]
 
 
-class Operands(NamedTuple):
-    """softmax(q · kᵀ …) · v, in the order that the op's backends get them; properties are of checked arguments.
+class FlashAttentionCall(NamedTuple):
+    """softmax(q · kᵀ …) · v over the keys that a query sees; properties are of checked arguments.
 
     H query heads share the heads of k and v in groups of `group`. Sizes S are those of the longest sequence where
     sequences are packed.
@@ -68,7 +68,7 @@ class Operands(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """What 8-bit values are multiplied in with values that are not: q's dtype, or of 8-bit q 16 bits."""
+        """The dtype that 8-bit values are widened to: q's, or one of 16 bits for 8-bit q."""
         if self.q.dtype not in EIGHT_BITS:
             return self.q.dtype
         # a result of 32 bits keeps more of weights in float16
@@ -106,29 +106,29 @@ class Operands(NamedTuple):
         return self.heads // self.kv_heads
 
     @property
-    def queries(self) -> int:
+    def seqlen_q(self) -> int:
         """Queries of a sequence, or of the longest."""
         return self.q.shape[2 if self.layout == "bhsd" else 1] if self.max_seqlen_q is None else self.max_seqlen_q
 
     @property
-    def keys(self) -> int:
+    def seqlen_k(self) -> int:
         """Keys of a sequence, or of the longest."""
         return self.k.shape[2 if self.layout == "bhsd" else 1] if self.max_seqlen_k is None else self.max_seqlen_k
 
     @property
-    def columns(self) -> int:
-        """Columns of q and k."""
+    def head_dim(self) -> int:
+        """The size of a query and of a key."""
         return self.q.shape[-1]
 
     @property
-    def v_columns(self) -> int:
-        """Columns of v and of the result."""
+    def head_dim_v(self) -> int:
+        """The size of a value, and of a result."""
         return self.v.shape[-1]
 
     @property
     def scale(self) -> float:
         """The factor of q · kᵀ."""
-        return float(self.columns**-0.5) if self.softmax_scale is None else self.softmax_scale
+        return float(self.head_dim**-0.5) if self.softmax_scale is None else self.softmax_scale
 
     @property
     def left(self) -> int:
@@ -157,23 +157,23 @@ class Operands(NamedTuple):
 
     @property
     def square(self) -> bool:
-        """True if there are as many queries as keys, so that PyTorch's causal mask is ours."""
-        return not self.packed and self.queries == self.keys
+        """True if seqlen_q is seqlen_k, where PyTorch's causal mask is ours."""
+        return not self.packed and self.seqlen_q == self.seqlen_k
 
     @property
     def blind(self) -> bool:
-        """True if lengths and window leave a query without a key (packed: not known)."""
-        return self.keys == 0 or (self.right >= 0 and self.keys - self.queries + self.right < 0)
+        """True if lengths and window leave a query without a key; not known for packed sequences."""
+        return self.seqlen_k == 0 or (self.right >= 0 and self.seqlen_k - self.seqlen_q + self.right < 0)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the result."""
-        return (*self.q.shape[:-1], self.v_columns)
+        return (*self.q.shape[:-1], self.head_dim_v)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
         """The shape of the logarithms."""
-        return (self.heads, self.q.shape[0]) if self.packed else (self.batch, self.heads, self.queries)
+        return (self.heads, self.q.shape[0]) if self.packed else (self.batch, self.heads, self.seqlen_q)
 
     def bhsd(self, tensor: Tensor) -> Tensor:
         """q, k or v as [B, H, S, D], packed sequences as one."""
@@ -185,7 +185,7 @@ class Operands(NamedTuple):
         """The bias as [B, H, Sq, Sk], with strides of 0 where it is broadcast."""
         if self.bias is None:
             return None
-        return self.bias.expand(self.batch, self.heads, self.queries, self.keys)
+        return self.bias.expand(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
 
 
 def _describe(value: Any) -> str:
@@ -196,14 +196,14 @@ def _is_length(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def check(given: Operands) -> None:
-    """Raise InvalidArgument unless the arguments are those of attention, naming what is wrong."""
-    if given.layout not in LAYOUTS:
-        raise InvalidArgument(f"flash_attention: layout takes {', '.join(LAYOUTS)}, not {given.layout!r}")
-    q, form = given.q, f"[{', '.join(given.layout.upper())}]"
-    for name, value in (("q", q), ("k", given.k), ("v", given.v)):
+def check(call: FlashAttentionCall) -> None:
+    """Raise InvalidArgument, with what is wrong, unless the op takes the arguments."""
+    if call.layout not in LAYOUTS:
+        raise InvalidArgument(f"flash_attention: layout takes {', '.join(LAYOUTS)}, not {call.layout!r}")
+    q, form = call.q, f"[{', '.join(call.layout.upper())}]"
+    for name, value in (("q", q), ("k", call.k), ("v", call.v)):
         known = isinstance(value, Tensor) and value.dtype in (*FLOATS, *EIGHT_BITS)
-        if not known or value.ndim != len(given.layout):
+        if not known or value.ndim != len(call.layout):
             raise InvalidArgument(
                 f"flash_attention: {name} must be float32, float16, bfloat16, float64, int8 or an 8-bit float {form}, "
                 f"got {_describe(value)}"
@@ -214,41 +214,39 @@ def check(given: Operands) -> None:
             raise InvalidArgument(
                 f"flash_attention: {name} must be {q.dtype} on {q.device} as q is{other}, got {_describe(value)}"
             )
-        if not 1 <= value.shape[-1] <= MAX_COLUMNS:
+        if not 1 <= value.shape[-1] <= MAX_HEAD_DIM:
             raise InvalidArgument(
-                f"flash_attention: {name} must have 1 to {MAX_COLUMNS} columns, got {_describe(value)}"
+                f"flash_attention: {name} must have a head_dim of 1 to {MAX_HEAD_DIM}, got {_describe(value)}"
             )
-    if given.k.dtype != given.v.dtype:
-        raise InvalidArgument(f"flash_attention: v must be {given.k.dtype} as k is, got {_describe(given.v)}")
-    _check_sizes(given)
-    _check_options(given)
-    _check_sequences(given)
-    _check_additions(given)
-    _check_descales(given)
-    _check_dropout(given)
+    if call.k.dtype != call.v.dtype:
+        raise InvalidArgument(f"flash_attention: v must be {call.k.dtype} as k is, got {_describe(call.v)}")
+    _check_sizes(call)
+    _check_options(call)
+    _check_sequences(call)
+    _check_additions(call)
+    _check_descales(call)
+    _check_dropout(call)
 
 
-def _check_sizes(given: Operands) -> None:
-    q, k, v = given.q, given.k, given.v
+def _check_sizes(call: FlashAttentionCall) -> None:
+    q, k, v = call.q, call.k, call.v
     if k.shape[:-1] != v.shape[:-1]:
+        raise InvalidArgument(f"flash_attention: k {list(k.shape)} and v {list(v.shape)} may differ in head_dim alone")
+    if k.shape[-1] != q.shape[-1] or (not call.packed and k.shape[0] != q.shape[0]):
         raise InvalidArgument(
-            f"flash_attention: k {list(k.shape)} and v {list(v.shape)} must agree in all but their columns"
+            f"flash_attention: q {list(q.shape)} and k {list(k.shape)} must have the same head_dim and batch"
         )
-    if k.shape[-1] != q.shape[-1] or (not given.packed and k.shape[0] != q.shape[0]):
+    if call.kv_heads == 0 or call.heads == 0 or call.heads % call.kv_heads != 0:
         raise InvalidArgument(
-            f"flash_attention: q {list(q.shape)} and k {list(k.shape)} must have as many columns and sequences"
-        )
-    if given.kv_heads == 0 or given.heads == 0 or given.heads % given.kv_heads != 0:
-        raise InvalidArgument(
-            f"flash_attention: {given.heads} heads of q are no multiple of the {given.kv_heads} of k and v"
+            f"flash_attention: the heads of q ({call.heads}) must be a multiple of those of k and v ({call.kv_heads})"
         )
 
 
-def _check_options(given: Operands) -> None:
-    for name, flag in (("causal", given.causal), ("return_lse", given.return_lse)):
+def _check_options(call: FlashAttentionCall) -> None:
+    for name, flag in (("causal", call.causal), ("return_lse", call.return_lse)):
         if not isinstance(flag, bool):
             raise InvalidArgument(f"flash_attention: {name} must be True or False, got {flag!r}")
-    window = given.window
+    window = call.window
     if (
         not isinstance(window, tuple)
         or len(window) != 2
@@ -257,26 +255,26 @@ def _check_options(given: Operands) -> None:
         raise InvalidArgument(
             f"flash_attention: window must be two whole numbers (left, right) of at least -1, got {window!r}"
         )
-    for name, number in (("softmax_scale", given.softmax_scale), ("softcap", given.softcap)):
+    for name, number in (("softmax_scale", call.softmax_scale), ("softcap", call.softcap)):
         if number is None and name == "softmax_scale":
             continue
         if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 <= number < math.inf:
             raise InvalidArgument(f"flash_attention: {name} must be a finite number of at least 0, got {number!r}")
 
 
-def _check_sequences(given: Operands) -> None:
+def _check_sequences(call: FlashAttentionCall) -> None:
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     # anything, as callers may pass anything
-    values: tuple[Any, ...] = (given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
+    values: tuple[Any, ...] = (call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k)
     for name, value in zip(names, values, strict=True):
-        if not given.packed and value is not None:
-            raise InvalidArgument(f"flash_attention: {name} goes with layout thd, not {given.layout}")
-    if given.packed:
+        if not call.packed and value is not None:
+            raise InvalidArgument(f"flash_attention: {name} goes with layout thd, not {call.layout}")
+    if call.packed:
         for name, starts in zip(names[:2], values[:2], strict=True):
             fits = isinstance(starts, Tensor) and starts.dtype == torch.int32 and starts.ndim == 1
-            if not fits or starts.shape[0] == 0 or starts.device != given.q.device:
+            if not fits or starts.shape[0] == 0 or starts.device != call.q.device:
                 raise InvalidArgument(
-                    f"flash_attention: {name} must be int32 [B + 1] on {given.q.device}, got {_describe(starts)}"
+                    f"flash_attention: {name} must be int32 [B + 1] on {call.q.device}, got {_describe(starts)}"
                 )
         if values[0].shape != values[1].shape:
             raise InvalidArgument(
@@ -286,15 +284,15 @@ def _check_sequences(given: Operands) -> None:
         for name, length in zip(names[2:], values[2:], strict=True):
             if not _is_length(length):
                 raise InvalidArgument(f"flash_attention: {name} must be a whole number of at least 0, got {length!r}")
-    if given.queries > MAX_LENGTH or given.keys > MAX_LENGTH:
+    if call.seqlen_q > MAX_LENGTH or call.seqlen_k > MAX_LENGTH:
         raise InvalidArgument(
-            f"flash_attention: sequences have up to {MAX_LENGTH} tokens, not {given.queries} and {given.keys}"
+            f"flash_attention: sequences have up to {MAX_LENGTH} tokens, not {call.seqlen_q} and {call.seqlen_k}"
         )
 
 
-def _check_additions(given: Operands) -> None:
-    device, heads, batch = given.q.device, given.heads, given.batch
-    slopes, sinks, bias = given.alibi_slopes, given.sinks, given.bias
+def _check_additions(call: FlashAttentionCall) -> None:
+    device, heads, batch = call.q.device, call.heads, call.batch
+    slopes, sinks, bias = call.alibi_slopes, call.sinks, call.bias
     if slopes is not None:
         fits = isinstance(slopes, Tensor) and slopes.dtype == torch.float32 and slopes.device == device
         if not fits or tuple(slopes.shape) not in ((heads,), (batch, heads)):
@@ -309,7 +307,7 @@ def _check_additions(given: Operands) -> None:
                 f"flash_attention: sinks must be floating-point [{heads}] on {device}, got {_describe(sinks)}"
             )
     if bias is not None:
-        whole = (batch, heads, given.queries, given.keys)
+        whole = (batch, heads, call.seqlen_q, call.seqlen_k)
         fits = isinstance(bias, Tensor) and bias.dtype in FLOATS and bias.device == device and 1 <= bias.ndim <= 4
         if not fits or not all(
             size in (1, wanted) for size, wanted in zip(bias.shape, whole[4 - bias.ndim :], strict=True)
@@ -320,11 +318,11 @@ def _check_additions(given: Operands) -> None:
             )
 
 
-def _check_descales(given: Operands) -> None:
+def _check_descales(call: FlashAttentionCall) -> None:
     for name, tensor, descale, heads in (
-        ("q", given.q, given.q_descale, given.heads),
-        ("k", given.k, given.k_descale, given.kv_heads),
-        ("v", given.v, given.v_descale, given.kv_heads),
+        ("q", call.q, call.q_descale, call.heads),
+        ("k", call.k, call.k_descale, call.kv_heads),
+        ("v", call.v, call.v_descale, call.kv_heads),
     ):
         if tensor.dtype not in EIGHT_BITS:
             if descale is not None:
@@ -335,33 +333,33 @@ def _check_descales(given: Operands) -> None:
         if descale is None and tensor.dtype != torch.int8:
             continue
         fits = isinstance(descale, Tensor) and descale.dtype == torch.float32 and descale.device == tensor.device
-        if not fits or tuple(descale.shape) not in ((), (1,), (heads,), (given.batch, heads)):  # type: ignore[union-attr]
+        if not fits or tuple(descale.shape) not in ((), (1,), (heads,), (call.batch, heads)):  # type: ignore[union-attr]
             raise InvalidArgument(
                 f"flash_attention: {name}_descale of {tensor.dtype} must be float32, one number, [{heads}] or "
-                f"[{given.batch}, {heads}], on {tensor.device}, got {_describe(descale)}"
+                f"[{call.batch}, {heads}], on {tensor.device}, got {_describe(descale)}"
             )
-    number = given.p_descale
+    number = call.p_descale
     if number is not None:
         if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < math.inf:
             raise InvalidArgument(f"flash_attention: p_descale must be a finite number above 0, got {number!r}")
-        if given.q.dtype not in EIGHT_BITS:
+        if call.q.dtype not in EIGHT_BITS:
             raise InvalidArgument(
-                f"flash_attention: p_descale goes with 8-bit q, k and v; leave it out for q of {given.q.dtype}"
+                f"flash_attention: p_descale goes with 8-bit q, k and v; leave it out for q of {call.q.dtype}"
             )
-    if given.out_dtype is not None:
-        if given.quantized and given.out_dtype not in OUT_DTYPES:
+    if call.out_dtype is not None:
+        if call.quantized and call.out_dtype not in OUT_DTYPES:
             raise InvalidArgument(
-                f"flash_attention: out_dtype takes float32, float16 or bfloat16, not {given.out_dtype!r}"
+                f"flash_attention: out_dtype takes float32, float16 or bfloat16, not {call.out_dtype!r}"
             )
-        if not given.quantized and given.out_dtype != given.q.dtype:
+        if not call.quantized and call.out_dtype != call.q.dtype:
             raise InvalidArgument(
-                f"flash_attention: out_dtype goes with 8-bit k and v; leave it out for {given.q.dtype}, not "
-                f"{given.out_dtype!r}"
+                f"flash_attention: out_dtype goes with 8-bit k and v; leave it out for {call.q.dtype}, not "
+                f"{call.out_dtype!r}"
             )
 
 
-def _check_dropout(given: Operands) -> None:
-    share, seed = given.dropout_p, given.seed
+def _check_dropout(call: FlashAttentionCall) -> None:
+    share, seed = call.dropout_p, call.seed
     if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
         raise InvalidArgument(f"flash_attention: dropout_p must be a number from 0 up to, not with, 1, got {share!r}")
     if seed is None:

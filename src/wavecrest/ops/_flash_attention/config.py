@@ -14,19 +14,19 @@ from wavecrest.ops._flash_attention.launch import multiplies
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by: never the batch or the heads, so that they do not change a result's bits.
+    """What a configuration is chosen by. Batch and heads are left out, so that they do not change a result's bits.
 
-    `queries`: a bucket; `columns`: of q and k, or of v, whichever has more; `bits`: of q's elements; `more`: how many
-    things are done to scores (bias, slopes, softcap, a window's left edge, dropout), which take registers; `codes`: k's
-    and v's dtype where it is an 8-bit one.
+    `seqlen_q`: a bucket; `head_dim`: the larger one of q and of v; `bits`: of an element of q; `more`: the number of
+    operations on scores (bias, slopes, softcap, a window's left edge, dropout), which take registers; `kv_dtype`: the
+    dtype of 8-bit k and v, else None.
     """
 
-    queries: int
-    columns: int
+    seqlen_q: int
+    head_dim: int
     bits: int
     causal: bool
     more: int
-    codes: str | None = None
+    kv_dtype: str | None = None
     dropout: bool = False
 
 
@@ -38,13 +38,13 @@ def _nvidia(shape: Shape) -> _Tile:
     """Of D = 128, 128 rows of 8 warps, or 64 of 4, have 128 registers a thread for sums and scores."""
     if shape.bits == 32:
         # without matrix units: each thread multiplies its part from registers
-        return (32, 32, 4, 2) if shape.columns <= 64 and shape.codes is None else (32, 16, 8, 2)
-    if shape.bits == 8 and not 64 < shape.columns <= 128:
+        return (32, 32, 4, 2) if shape.head_dim <= 64 and shape.kv_dtype is None else (32, 16, 8, 2)
+    if shape.bits == 8 and not 64 < shape.head_dim <= 128:
         # sums of integers are of one tile: as many registers again
-        return (64, 64, 4, 2) if shape.columns <= 64 else (64, 32, 8, 2)
-    if shape.columns <= 64 and not (shape.codes is not None and shape.more):
+        return (64, 64, 4, 2) if shape.head_dim <= 64 else (64, 32, 8, 2)
+    if shape.head_dim <= 64 and not (shape.kv_dtype is not None and shape.more):
         return 64, 64, 4, 3
-    if shape.columns <= 128:
+    if shape.head_dim <= 128:
         if shape.more:
             return 64, 32, 4, 2
         # fewer rows leave less of the diagonal's tiles hidden; a third stage takes registers too
@@ -53,9 +53,9 @@ def _nvidia(shape: Shape) -> _Tile:
     return 128, 32, 8, 2
 
 
-def _as_codes(shape: Shape, arch: Arch | None) -> bool:
+def _multiplies_8_bits(shape: Shape, arch: Arch | None) -> bool:
     """True where 8-bit q and k are multiplied as they are."""
-    return shape.bits == 8 and shape.codes is not None and multiplies(getattr(torch, shape.codes), arch)
+    return shape.bits == 8 and shape.kv_dtype is not None and multiplies(getattr(torch, shape.kv_dtype), arch)
 
 
 def _cdna(shape: Shape, arch: Arch) -> _Tile:
@@ -66,20 +66,22 @@ def _cdna(shape: Shape, arch: Arch) -> _Tile:
     which a next step of k and v in registers (num_stages=2) is too much for beside D = 128.
     """
     if shape.bits == 32:
-        return (64, 32, 4, 1) if shape.columns <= 128 else (32, 32, 4, 1)
-    if shape.columns <= 128:
+        return (64, 32, 4, 1) if shape.head_dim <= 128 else (32, 32, 4, 1)
+    if shape.head_dim <= 128:
         if shape.more >= 3 and shape.dropout:
             # the keys of Philox's rounds are scalars too
             return 64, 16, 8, 1
-        if shape.more >= 3 and shape.columns > 64:
+        if shape.more >= 3 and shape.head_dim > 64:
             # a mask takes two scalar registers an element of a lane, of which there are about 100
             return 64, 32, 8, 1
         # 8-bit values as they are loaded, and widened, or sums of a tile's integers, take registers too; masks take
         # scalar registers
-        crowded = shape.codes is not None and (shape.columns > 64 or shape.causal or not _as_codes(shape, arch))
+        crowded = shape.kv_dtype is not None and (
+            shape.head_dim > 64 or shape.causal or not _multiplies_8_bits(shape, arch)
+        )
         if shape.more or crowded:
             return 128, 32, 4, 1
-        return 128, 64, 4, 2 if shape.columns <= 64 else 1
+        return 128, 64, 4, 2 if shape.head_dim <= 64 else 1
     # sums alone would be 128 registers of 32 rows a wave
     return 64, 32, 8, 2
 
@@ -88,21 +90,21 @@ def _rdna(shape: Shape, arch: Arch) -> _Tile:
     """256 registers a thread of a wave of 32; on gfx11 each half of a wave holds the operands of all of it."""
     if shape.bits == 32:
         # without matrix instructions for it
-        return (32, 16, 8, 1) if shape.columns <= 64 else (16, 16, 16, 1)
-    if shape.columns > 128:
+        return (32, 16, 8, 1) if shape.head_dim <= 64 else (16, 16, 16, 1)
+    if shape.head_dim > 128:
         return 32, 32, 8, 1
-    if shape.more and (shape.codes is not None or (shape.dropout and shape.columns > 64)):
+    if shape.more and (shape.kv_dtype is not None or (shape.dropout and shape.head_dim > 64)):
         return 32, 16, 4, 1
-    if _as_codes(shape, arch) and shape.columns > 64:
-        # scores may be integers before they are floats, weights floats before they are codes
+    if _multiplies_8_bits(shape, arch) and shape.head_dim > 64:
+        # scores may be integers before they are floats, weights floats before they are rounded to 8 bits
         return 64, 16, 4, 1
-    return 64, 16 if shape.more and shape.columns > 64 else 32, 4, 1
+    return 64, 16 if shape.more and shape.head_dim > 64 else 32, 4, 1
 
 
 def _made(shape: Shape, arch: Arch | None, tile: _Tile) -> Config:
     rows, keys, warps, stages = tile
     # no more rows than there are queries
-    fewer = max(16, min(rows, _layout.power_of_two(shape.queries)))
+    fewer = max(16, min(rows, _layout.power_of_two(shape.seqlen_q)))
     if rows > 32 >= fewer:
         warps = 4
     more = {}
@@ -141,8 +143,8 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
     first = default(shape, arch)
     yield first
     seen = {first}
-    width = max(16, _layout.power_of_two(shape.columns))
-    most = max(16, _layout.power_of_two(shape.queries))
+    width = max(16, _layout.power_of_two(shape.head_dim))
+    most = max(16, _layout.power_of_two(shape.seqlen_q))
     for tile in _SINGLE if shape.bits == 32 else _ON_NVIDIA if arch.vendor == "nvidia" else _ON_AMD:
         rows, keys, warps, stages = tile
         kept = max(1, stages - 1) if arch.vendor == "amd" else stages

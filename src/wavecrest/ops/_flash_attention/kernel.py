@@ -11,15 +11,15 @@ from wavecrest.ops.common.quantized import whole_numbers
 from wavecrest.ops.common.triton import reciprocal, tl, triton
 from wavecrest.ops.common.widen import widened
 
-# what lies side by side in memory: nothing, the columns of a token, or the tokens of a column
+# what is contiguous in memory: nothing, the elements of a token, or the tokens of an element
 ANY, COLUMNS, TOKENS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LN_2 = tl.constexpr(0.6931471805599453)
-# weights of 8-bit values: as wide as the sums of products allow; those, but not above the largest code; codes
-WEIGHTS, CAPPED, CODES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# weights of 8-bit values: in TYPE; in TYPE, but cut off at the largest 8-bit value; rounded to 8 bits
+WEIGHTS, CAPPED, EIGHT_BITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # values that do not make the kernel anew when they change
 SIZES = [
-    "scale", "softcap", "queries", "keys", "heads", "group", "tiles", "d_units", "dv_units", "left", "right",
+    "scale", "softcap", "seqlen_q", "seqlen_k", "heads", "group", "tiles", "d_units", "dv_units", "left", "right",
     "stride_qb", "stride_qh", "stride_qs", "stride_qd", "stride_kb", "stride_kh", "stride_ks", "stride_kd",
     "stride_vb", "stride_vh", "stride_vs", "stride_vd", "stride_ob", "stride_oh", "stride_os", "stride_lb", "stride_lh",
     "stride_bb", "stride_bh", "stride_bm", "stride_bn", "stride_ab", "stride_ah", "stride_sink", "stride_cq",
@@ -30,7 +30,7 @@ SIZES = [
 
 @triton.jit
 def _strides(stride_s, stride_d, ORDER: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The strides of tokens and columns: what is contiguous as 1, the other as a multiple of ALIGN."""
+    """The strides of tokens and of head_dim: the contiguous one as 1, the other as a multiple of ALIGN."""
     if WIDE:
         stride_s = tl.cast(stride_s, tl.int64)
         stride_d = tl.cast(stride_d, tl.int64)
@@ -44,7 +44,7 @@ def _strides(stride_s, stride_d, ORDER: tl.constexpr, ALIGN: tl.constexpr, WIDE:
 
 
 @triton.jit
-def _products_of_codes(q, k, TYPE: tl.constexpr, WIDEN: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _qk_8_bits(q, k, TYPE: tl.constexpr, WIDEN: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr):  # type: ignore[no-untyped-def]
     """q · k in float32, of 8-bit q and k as they are, or with WIDEN both in TYPE, which q is then."""
     if WIDEN:
         s = tl.dot(q, widened(k, TYPE, PTX, FOREIGN), input_precision="ieee", out_dtype=tl.float32)
@@ -57,28 +57,28 @@ def _products_of_codes(q, k, TYPE: tl.constexpr, WIDEN: tl.constexpr, PTX: tl.co
 
 
 @triton.jit
-def _sums_of_codes(  # type: ignore[no-untyped-def]
-    acc, p, shrink, v, p_descale, TYPE: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr, PTX: tl.constexpr,
+def _pv_8_bits(  # type: ignore[no-untyped-def]
+    acc, p, alpha, v, p_descale, TYPE: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr, PTX: tl.constexpr,
     FOREIGN: tl.constexpr,
 ):  # fmt: skip
-    """acc · shrink + p · v for 8-bit v: p in TYPE, or with ROUNDED as CODES of v's type, in units of p_descale."""
-    if ROUNDED == CODES:
+    """acc · alpha + p · v for 8-bit v: p in TYPE, or where ROUNDED is EIGHT_BITS in v's type, in units of p_descale."""
+    if ROUNDED == EIGHT_BITS:
         inverse = 1.0 / p_descale
         # a weight of NaN, which this may lose, is in the sum that results are divided by
         p = tl.minimum(p, LARGEST * p_descale)
         if tl.int8 == v.dtype:
             product = tl.dot(whole_numbers(p, inverse), v, out_dtype=tl.int32)
-            acc = acc * shrink[:, None] + product.to(tl.float32)
+            acc = acc * alpha[:, None] + product.to(tl.float32)
         else:
             # on sm_90 sums of 8-bit floats keep 14 bits: one tile's at a time are added in float32
             TILE: tl.constexpr = v.shape[0]
-            acc = acc * shrink[:, None]
+            acc = acc * alpha[:, None]
             p = (p * inverse).to(v.dtype)
             acc = tl.dot(p, v, acc, out_dtype=tl.float32, max_num_imprecise_acc=TILE)
     else:
         if ROUNDED == CAPPED:
             p = tl.minimum(p, LARGEST * p_descale)
-        acc = acc * shrink[:, None]
+        acc = acc * alpha[:, None]
         v = widened(v, TYPE, PTX, FOREIGN)
         acc = tl.dot(p.to(TYPE), v, acc, input_precision="ieee", out_dtype=tl.float32)
     return acc
@@ -93,11 +93,11 @@ def _word(number):  # type: ignore[no-untyped-def]
 @triton.jit
 def _kept(dropout, start, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which weights of keys from `start` on dropout keeps: a word of Philox-4x32-10 a pair, four keys a counter."""
-    seed_low, seed_high, least, queries, head, sequence = dropout
+    seed_low, seed_high, least, rows, head, sequence = dropout
     seed = _word(seed_high).to(tl.uint64) << 32 | _word(seed_low).to(tl.uint64)
     least = _word(least)
     fours = (start // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
-    a, b, c, d = tl.philox(seed, fours, queries[:, None], head.to(tl.int32), sequence.to(tl.int32))
+    a, b, c, d = tl.philox(seed, fours, rows[:, None], head.to(tl.int32), sequence.to(tl.int32))
     # bytes, as these change hands between lanes
     first = tl.join((a >= least).to(tl.int8), (c >= least).to(tl.int8))
     second = tl.join((b >= least).to(tl.int8), (d >= least).to(tl.int8))
@@ -106,14 +106,14 @@ def _kept(dropout, start, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # type: i
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
+    acc, l_i, m_i, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
     begin, end, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope, p_descale,
     dropout, MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, QUANTIZED: tl.constexpr,
     TYPE: tl.constexpr, WIDEN: tl.constexpr, ROUNDED: tl.constexpr, LARGEST: tl.constexpr, PTX: tl.constexpr,
     FOREIGN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Let tiles of keys from `begin` to `end` pass: (sums, their weights' total, the largest score so far) of each row.
+    """Attention to keys from `begin` to `end`, in tiles: of each row (weighted values, sum of weights, largest score).
 
     `first`, `last`: the keys that any row sees lie between them; MASKED: tiles may have others, which are not read, and
     a row i sees keys up to upper[i] alone, or with LEFT those from lower[i] to upper[i] further on. `rows`: each row's
@@ -141,7 +141,7 @@ def _attend(  # type: ignore[no-untyped-def]
         else:
             k = tl.load(k_at + k_tile)
         if QUANTIZED:
-            s = _products_of_codes(q, k, TYPE, WIDEN, PTX, FOREIGN)
+            s = _qk_8_bits(q, k, TYPE, WIDEN, PTX, FOREIGN)
         else:
             s = tl.dot(q, k, input_precision="ieee", out_dtype=tl.float32)
         if SOFTCAP or BIAS or ALIBI or MASKED:
@@ -166,38 +166,38 @@ def _attend(  # type: ignore[no-untyped-def]
                 elif RIGHT:
                     visible = cols[None, :] <= upper[:, None]
                 s = tl.where(visible, s, float("-inf"))
-            top_now = tl.maximum(top, tl.max(s, 1))
+            m_new = tl.maximum(m_i, tl.max(s, 1))
             # a row that has seen nothing yet: −inf − −inf would be NaN
-            base = tl.where(top_now == float("-inf"), 0.0, top_now)
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.exp2(s - base[:, None])
         else:
             # the scale is not negative: it is multiplied in with the subtraction
-            top_now = tl.maximum(top, tl.max(s, 1) * scale)
-            base = top_now
+            m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
+            base = m_new
             p = tl.exp2(s * scale - base[:, None])
-        shrink = tl.exp2(top - base)
-        top = top_now
-        total = total * shrink + tl.sum(p, 1)
+        alpha = tl.exp2(m_i - base)
+        m_i = m_new
+        l_i = l_i * alpha + tl.sum(p, 1)
         if DROPOUT:
             p = tl.where(_kept(dropout, start, p.shape[0], BLOCK_N), p, 0.0)
         if not QUANTIZED:
-            acc = acc * shrink[:, None]
+            acc = acc * alpha[:, None]
         if MASKED or not EVEN_DV:
             v = tl.load(v_at + v_tile, mask=mask_v, other=0.0)
         else:
             v = tl.load(v_at + v_tile)
         if QUANTIZED:
-            acc = _sums_of_codes(acc, p, shrink, v, p_descale, TYPE, ROUNDED, LARGEST, PTX, FOREIGN)
+            acc = _pv_8_bits(acc, p, alpha, v, p_descale, TYPE, ROUNDED, LARGEST, PTX, FOREIGN)
         else:
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee", out_dtype=tl.float32)
-    return acc, total, top
+    return acc, l_i, m_i
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, bias_ptr, alibi_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, o_ptr, lse_ptr,
     q_descale_ptr, k_descale_ptr, v_descale_ptr,
-    scale, softcap, queries, keys, heads, group, tiles, d_units, dv_units, left, right,
+    scale, softcap, seqlen_q, seqlen_k, heads, group, tiles, d_units, dv_units, left, right,
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_lb, stride_lh,
     stride_bb, stride_bh, stride_bm, stride_bn, stride_ab, stride_ah, stride_sink, stride_cq, stride_ck,
@@ -214,9 +214,9 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK_M queries of one head of one sequence.
 
-    Strides of q, k, v and bias come in units of their ALIGN, columns in units of D_ALIGN and DV_ALIGN, those of o in
+    Strides of q, k, v and bias come in units of their ALIGN, head_dim in units of D_ALIGN and DV_ALIGN, those of o in
     DV_ALIGN. `left`, `right`: of the window, where there is one (LEFT, RIGHT). QUANTIZED: k and v are 8-bit; what is
-    multiplied in more bits has TYPE, q and k with WIDEN, weights but those that are ROUNDED to codes. DROPOUT keeps
+    multiplied in more bits has TYPE, q and k with WIDEN, weights unless they are ROUNDED to 8 bits. DROPOUT keeps
     a weight whose word is `least_kept` or more.
     """
     # a head's tiles side by side, and so on one XCD: they read the same keys
@@ -233,9 +233,9 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     if PACKED:
         q_start = tl.load(cu_q_ptr + sequence * stride_cq)
         k_start = tl.load(cu_k_ptr + sequence * stride_ck)
-        queries = tl.load(cu_q_ptr + (sequence + 1) * stride_cq) - q_start
-        keys = tl.load(cu_k_ptr + (sequence + 1) * stride_ck) - k_start
-        if start_m >= queries:
+        seqlen_q = tl.load(cu_q_ptr + (sequence + 1) * stride_cq) - q_start
+        seqlen_k = tl.load(cu_k_ptr + (sequence + 1) * stride_ck) - k_start
+        if start_m >= seqlen_q:
             return
 
     scale = tl.cast(scale, tl.float32)
@@ -276,7 +276,7 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    mask_m = start_m + offs_m < queries
+    mask_m = start_m + offs_m < seqlen_q
     mask_d = offs_d < d_units * D_ALIGN
     mask_dv = offs_dv < dv_units * DV_ALIGN
     if EVEN_D:
@@ -293,23 +293,23 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     k_tile = offs_d[:, None] * stride_kd + offs_n[None, :] * stride_ks
     v_tile = offs_n[:, None] * stride_vs + offs_dv[None, :] * stride_vd
     # rows that are no queries take the last one's bias: without a mask, which would be kept in scalar registers
-    bias_rows = tl.minimum(offs_m, queries - 1 - start_m)
+    bias_rows = tl.minimum(offs_m, seqlen_q - 1 - start_m)
     bias_tile = bias_rows[:, None] * stride_bm + offs_n[None, :] * stride_bn
 
     # keys that any row of this tile sees are [first, last); tiles of them, [begin, end); tiles that every row sees in
     # full, [whole, rest)
-    rows = start_m + offs_m + keys - queries
-    top_row = start_m + keys - queries
-    bottom_row = tl.minimum(start_m + BLOCK_M, queries) - 1 + keys - queries
+    rows = start_m + offs_m + seqlen_k - seqlen_q
+    top_row = start_m + seqlen_k - seqlen_q
+    bottom_row = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1 + seqlen_k - seqlen_q
     first = 0
     begin = 0
-    last = keys
-    rest = keys
+    last = seqlen_k
+    rest = seqlen_k
     lower = rows
-    upper = tl.zeros([BLOCK_M], tl.int32) + (keys - 1)
+    upper = tl.zeros([BLOCK_M], tl.int32) + (seqlen_k - 1)
     if RIGHT:
-        last = tl.minimum(tl.maximum(bottom_row + right + 1, 0), keys)
-        rest = tl.minimum(tl.maximum(top_row + right + 1, 0), keys)
+        last = tl.minimum(tl.maximum(bottom_row + right + 1, 0), seqlen_k)
+        rest = tl.minimum(tl.maximum(top_row + right + 1, 0), seqlen_k)
         upper = tl.minimum(rows + right, upper)
     if LEFT:
         first = tl.maximum(top_row - left, 0)
@@ -327,45 +327,45 @@ def _flash_attention_kernel(  # type: ignore[no-untyped-def]
     slope = 0.0
     if ALIBI:
         slope = tl.load(alibi_ptr + sequence * stride_ab + head * stride_ah) * LOG2_E
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
         # a key without a value, seen first
         sink = tl.load(sinks_ptr + head * stride_sink).to(tl.float32) * LOG2_E
-        top = tl.zeros([BLOCK_M], tl.float32) + sink
-        total = tl.where(top == float("-inf"), 0.0, 1.0)
+        m_i = tl.zeros([BLOCK_M], tl.float32) + sink
+        l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     dropout = (seed_low, seed_high, least_kept, start_m + offs_m, head, sequence)
 
     if LEFT:
-        acc, total, top = _attend(
-            acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
+        acc, l_i, m_i = _attend(
+            acc, l_i, m_i, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
             begin, whole, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
             p_descale, dropout, True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, EVEN_D, EVEN_DV,
             QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
         )  # fmt: skip
-    acc, total, top = _attend(
-        acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
+    acc, l_i, m_i = _attend(
+        acc, l_i, m_i, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
         whole, rest, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
         p_descale, dropout, False, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, EVEN_D, EVEN_DV,
         QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
     )  # fmt: skip
-    acc, total, top = _attend(
-        acc, total, top, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
+    acc, l_i, m_i = _attend(
+        acc, l_i, m_i, q, k_ptr, v_ptr, bias_ptr, k_tile, v_tile, bias_tile, stride_ks, stride_vs, stride_bn,
         rest, end, first, last, lower, upper, rows, mask_d, mask_dv, scale, softcap, slope,
         p_descale, dropout, True, LEFT, RIGHT, SOFTCAP, BIAS, ALIBI, DROPOUT, EVEN_D, EVEN_DV,
         QUANTIZED, TYPE, WIDEN, ROUNDED, LARGEST, PTX, FOREIGN, BLOCK_N,
     )  # fmt: skip
 
     # compared in another way than above: the compiler would keep those masks in scalar registers all along
-    mask_m = offs_m < queries - start_m
+    mask_m = offs_m < seqlen_q - start_m
     if LSE:
         # −inf for a row that has seen nothing
-        tl.store(lse_ptr + offs_m, (top + tl.log2(total)) * LN_2, mask=mask_m)
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+        tl.store(lse_ptr + offs_m, (m_i + tl.log2(l_i)) * LN_2, mask=mask_m)
+    share = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)
     if V_DESCALE:
         share *= tl.load(v_descale_ptr + sequence * stride_vdb + kv_head * stride_vdh)
-    if ROUNDED == CODES:
+    if ROUNDED == EIGHT_BITS:
         share *= p_descale
     if DROPOUT:
         share *= tl.cast(kept_share, tl.float32)

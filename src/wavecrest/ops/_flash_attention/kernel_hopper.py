@@ -1,4 +1,4 @@
-"""The attention kernel for sm_90: one group of warps copies tiles, two multiply, and each pair of products overlaps.
+"""The attention kernel for sm_90: one group of warps copies tiles, two multiply, and each pair of GEMMs overlaps.
 
 Gluon, as Triton's own compiler does not put the roles on different warps there (triton 3.6). The schedule is that of
 FlashAttention-3 (Shah et al., 2024): the next tile's scores are multiplied before this one's softmax, and the two
@@ -50,21 +50,21 @@ def _work(turn, turns, tiles, section, total, RIGHT: gl.constexpr):  # type: ign
 
 
 @gluon.jit
-def _ends(tile, queries, keys, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RIGHT: gl.constexpr):  # type: ignore[no-untyped-def]
+def _ends(tile, seqlen_q, seqlen_k, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RIGHT: gl.constexpr):  # type: ignore[no-untyped-def]
     """How many tiles of keys the tile's queries see, and how many of these all of them see in full."""
-    last = keys
-    whole = keys
+    last = seqlen_k
+    whole = seqlen_k
     if RIGHT:
-        diagonal = tile * BLOCK_M + keys - queries + right + 1
-        last = gl.minimum(gl.maximum(diagonal + BLOCK_M - 1, 0), keys)
-        whole = gl.minimum(gl.maximum(diagonal, 0), keys)
+        diagonal = tile * BLOCK_M + seqlen_k - seqlen_q + right + 1
+        last = gl.minimum(gl.maximum(diagonal + BLOCK_M - 1, 0), seqlen_k)
+        whole = gl.minimum(gl.maximum(diagonal, 0), seqlen_k)
     return gl.cdiv(last, BLOCK_N), whole // BLOCK_N
 
 
 @gluon.jit
 def _copy(  # type: ignore[no-untyped-def]
-    q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, bars, queries, keys, heads, group, section, tiles, total, right,
-    RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, bars, seqlen_q, seqlen_k, heads, group, section, tiles, total,
+    right, RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles that the groups multiply, from the last keys to the first."""
     ROWS: gl.constexpr = BLOCK_M // GROUPS
@@ -76,7 +76,7 @@ def _copy(  # type: ignore[no-untyped-def]
         if tile >= 0:
             sequence = head // heads
             kv_head = (head % heads) // group
-            count, _ = _ends(tile, queries, keys, right, BLOCK_M, BLOCK_N, RIGHT)
+            count, _ = _ends(tile, seqlen_q, seqlen_k, right, BLOCK_M, BLOCK_N, RIGHT)
             for one in gl.static_range(GROUPS):
                 hopper.mbarrier.wait(bars[Q_EMPTY].index(one), (done & 1) ^ 1)
                 hopper.mbarrier.expect(bars[Q_FULL].index(one), q_desc.block_type.nbytes)
@@ -101,18 +101,18 @@ def _copy(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _weighed(  # type: ignore[no-untyped-def]
     s,
-    top,
-    total,
+    m_i,
+    l_i,
     start,
     upper,
-    keys,
+    seqlen_k,
     scale,
     MASKED: gl.constexpr,
     RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SCORES: gl.constexpr,
 ):
-    """Scores as weights; the largest score so far, the weights' total, and what earlier sums shrink by, of each row."""
+    """(weights, m_i, l_i, alpha): of each row the largest score and sum of weights so far; alpha scales older sums."""
     if MASKED:
         cols = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
         # after the scale, which may be 0
@@ -120,18 +120,18 @@ def _weighed(  # type: ignore[no-untyped-def]
         if RIGHT:
             s = gl.where(cols[None, :] <= upper[:, None], s, float("-inf"))
         else:
-            s = gl.where((cols < keys)[None, :], s, float("-inf"))
-        top_now = gl.maximum(top, gl.max(s, 1))
+            s = gl.where((cols < seqlen_k)[None, :], s, float("-inf"))
+        m_new = gl.maximum(m_i, gl.max(s, 1))
         # a row that has seen nothing yet: −inf − −inf would be NaN
-        base = gl.where(top_now == float("-inf"), 0.0, top_now)
+        base = gl.where(m_new == float("-inf"), 0.0, m_new)
         p = gl.exp2(s - base[:, None])
     else:
         # multiplied in with the subtraction
-        top_now = gl.maximum(top, gl.max(s, 1) * scale)
-        base = top_now
+        m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
+        base = m_new
         p = gl.exp2(s * scale - base[:, None])
-    shrink = gl.exp2(top - base)
-    return p, top_now, total * shrink + gl.sum(p, 1), shrink
+    alpha = gl.exp2(m_i - base)
+    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
@@ -151,7 +151,7 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    me: gl.constexpr, p, top, total, acc, step, start, q, k_tiles, v_tiles, bars, upper, keys, scale,
+    me: gl.constexpr, p, m_i, l_i, acc, step, start, q, k_tiles, v_tiles, bars, upper, seqlen_k, scale,
     MASKED: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, TURNS: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
 ):  # fmt: skip
@@ -166,24 +166,24 @@ def _step(  # type: ignore[no-untyped-def]
         hopper.mbarrier.arrive(bars[TURN].index(1 - me), count=1)
     s = hopper.warpgroup_mma_wait(1, deps=[s])
     hopper.mbarrier.arrive(bars[K_EMPTY].index((step + 1) % STAGES), count=1)
-    weights, top, total, shrink = _weighed(s, top, total, start, upper, keys, scale, MASKED, RIGHT, BLOCK_N, SCORES)
+    weights, m_i, l_i, alpha = _weighed(s, m_i, l_i, start, upper, seqlen_k, scale, MASKED, RIGHT, BLOCK_N, SCORES)
     p_next = gl.convert_layout(weights.to(v_tiles.dtype), WEIGHTS)
     # v has been there for long; without a branch here ptxas puts the wait below in front of the softmax (triton 3.6)
     hopper.mbarrier.wait(bars[V_FULL].index(slot), phase)
-    acc, p, p_next, total, shrink = hopper.warpgroup_mma_wait(0, deps=[acc, p, p_next, total, shrink])
+    acc, p, p_next, l_i, alpha = hopper.warpgroup_mma_wait(0, deps=[acc, p, p_next, l_i, alpha])
     hopper.mbarrier.arrive(bars[V_EMPTY].index(slot), count=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-    return p_next, top, total, acc
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
+    return p_next, m_i, l_i, acc
 
 
 @gluon.jit
 def _multiply(  # type: ignore[no-untyped-def]
     me: gl.constexpr, o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, bars,
-    queries, keys, heads, section, tiles, total, right, stride_sink, scale,
+    seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
     RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The attention of a group's rows of each tile."""
+    """The attention of one group's rows, tile after tile."""
     ROWS: gl.constexpr = BLOCK_M // GROUPS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -197,16 +197,16 @@ def _multiply(  # type: ignore[no-untyped-def]
     for turn in range(all_turns):
         tile, head = _work(turn, turns, tiles, section, total, RIGHT)
         if tile >= 0:
-            count, whole = _ends(tile, queries, keys, right, BLOCK_M, BLOCK_N, RIGHT)
+            count, whole = _ends(tile, seqlen_q, seqlen_k, right, BLOCK_M, BLOCK_N, RIGHT)
             start_m = tile * BLOCK_M + me * ROWS
-            upper = gl.minimum(start_m + offs_m + keys - queries + right, keys - 1)
-            top = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
-            sums = gl.full([ROWS], 0.0, gl.float32, layout=ROW)
+            upper = gl.minimum(start_m + offs_m + seqlen_k - seqlen_q + right, seqlen_k - 1)
+            m_i = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
+            l_i = gl.full([ROWS], 0.0, gl.float32, layout=ROW)
             if SINKS:
                 # a key without a value, seen first
                 sink = gl.load(sinks_ptr + (head % heads) * stride_sink).to(gl.float32) * LOG2_E
-                top = gl.full([ROWS], 0.0, gl.float32, layout=ROW) + sink
-                sums = gl.where(top == float("-inf"), 0.0, 1.0)
+                m_i = gl.full([ROWS], 0.0, gl.float32, layout=ROW) + sink
+                l_i = gl.where(m_i == float("-inf"), 0.0, 1.0)
             acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout=SUMS)
             hopper.mbarrier.wait(bars[Q_FULL].index(me), done & 1)
             if count > 0:
@@ -216,20 +216,20 @@ def _multiply(  # type: ignore[no-untyped-def]
                 s = hopper.warpgroup_mma_wait(0, deps=[s])
                 hopper.mbarrier.arrive(bars[K_EMPTY].index(step % STAGES), count=1)
                 # the last tile may be ragged, with or without a diagonal
-                p, top, sums, _ = _weighed(
-                    s, top, sums, (count - 1) * BLOCK_N, upper, keys, scale, True, RIGHT, BLOCK_N, SCORES
+                p, m_i, l_i, _ = _weighed(
+                    s, m_i, l_i, (count - 1) * BLOCK_N, upper, seqlen_k, scale, True, RIGHT, BLOCK_N, SCORES
                 )
                 p = gl.convert_layout(p.to(v_tiles.dtype), WEIGHTS)
                 if RIGHT:
                     for i in range(1, count - whole):
-                        p, top, sums, acc = _step(
-                            me, p, top, sums, acc, step, (count - 1 - i) * BLOCK_N, q, k_tiles, v_tiles, bars, upper,
-                            keys, scale, True, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
+                        p, m_i, l_i, acc = _step(
+                            me, p, m_i, l_i, acc, step, (count - 1 - i) * BLOCK_N, q, k_tiles, v_tiles, bars, upper,
+                            seqlen_k, scale, True, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
                         )  # fmt: skip
                         step += 1
                 for _ in range(gl.maximum(count - whole, 1), count):
-                    p, top, sums, acc = _step(
-                        me, p, top, sums, acc, step, 0, q, k_tiles, v_tiles, bars, upper, keys, scale,
+                    p, m_i, l_i, acc = _step(
+                        me, p, m_i, l_i, acc, step, 0, q, k_tiles, v_tiles, bars, upper, seqlen_k, scale,
                         False, RIGHT, ROWS, BLOCK_D, BLOCK_N, STAGES, TURNS, SCORES, SUMS, WEIGHTS,
                     )  # fmt: skip
                     step += 1
@@ -241,11 +241,13 @@ def _multiply(  # type: ignore[no-untyped-def]
                 step += 1
             if LSE:
                 # −inf for a row that has seen nothing
-                logarithm = (top + gl.log2(sums)) * LN_2
+                logarithm = (m_i + gl.log2(l_i)) * LN_2
                 gl.store(
-                    lse_ptr + head.to(gl.int64) * queries + start_m + offs_m, logarithm, mask=start_m + offs_m < queries
+                    lse_ptr + head.to(gl.int64) * seqlen_q + start_m + offs_m,
+                    logarithm,
+                    mask=start_m + offs_m < seqlen_q,
                 )
-            share = gl.convert_layout(1.0 / gl.where(sums == 0.0, 1.0, sums), gl.SliceLayout(1, SUMS))
+            share = gl.convert_layout(1.0 / gl.where(l_i == 0.0, 1.0, l_i), gl.SliceLayout(1, SUMS))
             # the result takes the place of q
             q.store((acc * share[:, None]).to(q_tiles.dtype))
             hopper.fence_async_shared()
@@ -257,12 +259,12 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "queries", "keys", "heads", "group", "section", "tiles", "total", "right", "stride_sink",
+        "scale", "seqlen_q", "seqlen_k", "heads", "group", "section", "tiles", "total", "right", "stride_sink",
     ]
 )  # fmt: skip
 def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr,
-    scale, queries, keys, heads, group, section, tiles, total, right, stride_sink,
+    scale, seqlen_q, seqlen_k, heads, group, section, tiles, total, right, stride_sink,
     RIGHT: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
@@ -286,17 +288,17 @@ def _hopper_attention_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_copy, (
-                q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, bars, queries, keys, heads, group, section, tiles,
-                total, right, RIGHT, BLOCK_M, BLOCK_N, STAGES,
+                q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, bars, seqlen_q, seqlen_k, heads, group, section,
+                tiles, total, right, RIGHT, BLOCK_M, BLOCK_N, STAGES,
             )),
             (_multiply, (
                 gl.constexpr(0), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, bars,
-                queries, keys, heads, section, tiles, total, right, stride_sink, scale,
+                seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
                 RIGHT, SINKS, LSE, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, TURNS,
             )),
             (_multiply, (
                 gl.constexpr(1), o_desc, lse_ptr, sinks_ptr, q_tiles, k_tiles, v_tiles, bars,
-                queries, keys, heads, section, tiles, total, right, stride_sink, scale,
+                seqlen_q, seqlen_k, heads, section, tiles, total, right, stride_sink, scale,
                 RIGHT, SINKS, LSE, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, TURNS,
             )),
         ],

@@ -1,4 +1,4 @@
-"""Attention's shape key, and what a configuration sees of it."""
+"""The shape key of an attention call, and the part of it that configurations are chosen by."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import wavecrest.ops._flash_attention.config as _config
 import wavecrest.ops._flash_attention.launch as _launch
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
-from wavecrest.ops._flash_attention.call import Operands
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
 KEY_FIELDS = (
     "batch", "queries", "keys", "heads", "kv_heads", "d", "dv", "dtype", "packed", "left", "right", "diagonal",
@@ -14,45 +14,45 @@ KEY_FIELDS = (
 )  # fmt: skip
 
 
-def _dtypes(given: Operands) -> str:
-    """q's dtype; with 8-bit k and v also theirs, whether weights are too, the result's if it is chosen; dropout."""
-    words = [dtype_name(given.q)]
-    if given.quantized:
-        if given.q.dtype != given.k.dtype:
-            words.append(f"kv {dtype_name(given.k)}")
-        if given.p_descale is not None:
+def _dtypes(call: FlashAttentionCall) -> str:
+    """q's dtype; with 8-bit k and v also theirs, "p" for 8-bit weights, a chosen out_dtype; "dropout"."""
+    words = [dtype_name(call.q)]
+    if call.quantized:
+        if call.q.dtype != call.k.dtype:
+            words.append(f"kv {dtype_name(call.k)}")
+        if call.p_descale is not None:
             words.append("p")
-        if given.dtype != given._replace(out_dtype=None).dtype:
-            words.append(f"to {str(given.dtype).removeprefix('torch.')}")
-    if given.dropout:
+        if call.dtype != call._replace(out_dtype=None).dtype:
+            words.append(f"to {str(call.dtype).removeprefix('torch.')}")
+    if call.dropout:
         words.append("dropout")
     return " ".join(words)
 
 
-def key_of(given: Operands) -> Key:
+def key_of(call: FlashAttentionCall) -> Key:
     """The shape key of a call; `left` and `right` −1 where nothing is hidden on that side."""
     return (
-        row_bucket(given.batch),
-        row_bucket(given.queries),
-        row_bucket(given.keys),
-        given.heads,
-        given.kv_heads,
-        given.columns,
-        given.v_columns,
-        _dtypes(given),
-        given.packed,
-        row_bucket(given.left),
-        row_bucket(given.right),
+        row_bucket(call.batch),
+        row_bucket(call.seqlen_q),
+        row_bucket(call.seqlen_k),
+        call.heads,
+        call.kv_heads,
+        call.head_dim,
+        call.head_dim_v,
+        _dtypes(call),
+        call.packed,
+        row_bucket(call.left),
+        row_bucket(call.right),
         # words: inside torch.compile a comparison of lengths is no constant
-        "blind" if given.blind else "square" if given.square else "other",
-        None if given.bias is None else dtype_name(given.bias),
-        given.alibi_slopes is not None,
-        given.capped,
-        given.sinks is not None,
-        given.return_lse,
-        _launch.access(given),
-        given.q.device.type,
-        needs_grad(*given.differentiable),
+        "blind" if call.blind else "square" if call.square else "other",
+        None if call.bias is None else dtype_name(call.bias),
+        call.alibi_slopes is not None,
+        call.capped,
+        call.sinks is not None,
+        call.return_lse,
+        _launch.access(call),
+        call.q.device.type,
+        needs_grad(*call.differentiable),
     )
 
 
@@ -63,5 +63,5 @@ def shape_of(key: Key) -> _config.Shape:
     bits = 32 if words[0] in ("float32", "float64") else 16 if words[0] in ("float16", "bfloat16") else 8
     dropout = "dropout" in words
     more = [part["bias"] is not None, part["alibi"], part["softcap"] == 1, part["left"] >= 0, dropout].count(True)
-    codes = words[0] if bits == 8 else words[2] if "kv" in words else None
-    return _config.Shape(part["queries"], max(part["d"], part["dv"]), bits, part["right"] >= 0, more, codes, dropout)
+    kv_dtype = words[0] if bits == 8 else words[2] if "kv" in words else None
+    return _config.Shape(part["queries"], max(part["d"], part["dv"]), bits, part["right"] >= 0, more, kv_dtype, dropout)

@@ -1,4 +1,4 @@
-"""The kernel's launch: how tensors are walked, and what the kernel is compiled for."""
+"""The kernel's launch: how tensors are walked, and what the kernel is compiled for; and its binding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import wavecrest.ops.common.target as _target
 import wavecrest.ops.common.triton as _triton
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
-from wavecrest.ops._flash_attention.call import EIGHT_BITS, Operands
+from wavecrest.ops._flash_attention.call import EIGHT_BITS, FlashAttentionCall
 from wavecrest.ops._flash_attention.kernel import _flash_attention_kernel
 from wavecrest.ops.common.triton import tl
 
@@ -24,7 +24,7 @@ ANY, COLUMNS, TOKENS = 0, 1, 2
 ORDERS = ("any", "columns", "tokens")
 TENSORS = 13
 # matrix units take no fewer, of 8-bit values no fewer than the second
-LEAST_BLOCK, LEAST_BLOCK_OF_CODES = 16, 32
+LEAST_BLOCK, LEAST_BLOCK_8_BITS = 16, 32
 # offsets in a tile from which on 32 bits are too few
 FAR = 1 << 31
 
@@ -51,14 +51,14 @@ def walk(tensor: Tensor) -> Walk:
     return Walk(ANY, align, (b // align, h // align, s // align, d // align))
 
 
-def access(given: Operands) -> str:
+def access(call: FlashAttentionCall) -> str:
     """What is contiguous in q, k and v, the bytes that their accesses may have, up to 16, and whether one repeats."""
-    views = [given.bhsd(one) for one in (given.q, given.k, given.v)]
+    views = [call.bhsd(one) for one in (call.q, call.k, call.v)]
     walks = [walk(one) for one in views]
     again = any(size > 1 and step == 0 for one in views for size, step in zip(one.shape, one.stride(), strict=True))
     names = [ORDERS[one.order] for one in walks]
     together = names[0] if len(set(names)) == 1 else " ".join(names)
-    width = min(16, min(one.align for one in walks) * given.k.element_size())
+    width = min(16, min(one.align for one in walks) * call.k.element_size())
     return f"{together} {width}{' expanded' if again else ''}"
 
 
@@ -68,9 +68,9 @@ def _slot(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
     return (0,) * (dims - len(strides)) + tuple(strides)
 
 
-def _wide(walks: tuple[Walk, ...], config: Config, columns: int) -> bool:
+def _wide(walks: tuple[Walk, ...], config: Config, head_dim: int) -> bool:
     """True if an offset inside a tile may need more than 31 bits."""
-    rows = max(config["BLOCK_M"], config["BLOCK_N"], columns)
+    rows = max(config["BLOCK_M"], config["BLOCK_N"], head_dim)
     return any(2 * rows * walked.align * max(walked.strides[2:]) >= FAR for walked in walks)
 
 
@@ -85,90 +85,92 @@ def multiplies(dtype: torch.dtype, arch: Arch | None) -> bool:
 
 
 def unreadable(dtype: torch.dtype, arch: Arch | None) -> str | None:
-    """Why the kernel does not take 8-bit tensors; on AMD's GPUs the compiler writes out what has no instruction."""
+    """The reason why the kernel cannot read an 8-bit dtype; for AMD the compiler emulates a missing instruction."""
     if multiplies(dtype, arch) or (arch is not None and arch.vendor == "amd"):
         return None
     name = str(dtype).removeprefix("torch.")
     return f"Triton's interpreter has no {name}" if arch is None else f"{arch.name} has no {name}"
 
 
-def _arithmetic(given: Operands, arch: Arch | None) -> dict[str, Any]:
-    """What is multiplied as it is and what is widened; of tensors that are not 8-bit always the same."""
+def _arithmetic(call: FlashAttentionCall, arch: Arch | None) -> dict[str, Any]:
+    """The constants for 8-bit tensors: what is multiplied as it is, and what is widened; fixed for other dtypes."""
     found = {
-        "QUANTIZED": given.quantized, "TYPE": tl.float32, "WIDEN": False, "ROUNDED": 0, "LARGEST": 0.0, "PTX": False,
-        "FOREIGN": False, "Q_DESCALE": given.q_descale is not None, "K_DESCALE": given.k_descale is not None,
-        "V_DESCALE": given.v_descale is not None,
+        "QUANTIZED": call.quantized, "TYPE": tl.float32, "WIDEN": False, "ROUNDED": 0, "LARGEST": 0.0, "PTX": False,
+        "FOREIGN": False, "Q_DESCALE": call.q_descale is not None, "K_DESCALE": call.k_descale is not None,
+        "V_DESCALE": call.v_descale is not None,
     }  # fmt: skip
-    if given.quantized:
-        kept = multiplies(given.k.dtype, arch)
+    if call.quantized:
+        kept = multiplies(call.k.dtype, arch)
         native = arch is not None and (arch.vendor == "nvidia" or arch.name == "gfx950")
         found |= {
-            "TYPE": getattr(tl, str(given.wide).removeprefix("torch.")),
-            "WIDEN": given.q.dtype not in EIGHT_BITS or not kept,
+            "TYPE": getattr(tl, str(call.wide).removeprefix("torch.")),
+            "WIDEN": call.q.dtype not in EIGHT_BITS or not kept,
             # weights are as little below 8 bits as values where nothing multiplies them as they are
-            "ROUNDED": 0 if given.p_descale is None else 2 if kept else 1,
-            "LARGEST": _quantized.LARGEST[given.k.dtype],
+            "ROUNDED": 0 if call.p_descale is None else 2 if kept else 1,
+            "LARGEST": _quantized.LARGEST[call.k.dtype],
             "PTX": arch is not None and arch.vendor == "nvidia" and not _triton.interpreted,
-            "FOREIGN": given.k.dtype == torch.float8_e4m3fn and not native,
+            "FOREIGN": call.k.dtype == torch.float8_e4m3fn and not native,
         }
     return found
 
 
-def _columns(tensor: Tensor) -> int:
-    """The power of two that holds a tensor's columns, and that matrix units take."""
-    least = LEAST_BLOCK_OF_CODES if tensor.dtype in EIGHT_BITS else LEAST_BLOCK
+def _block_d(tensor: Tensor) -> int:
+    """The power of two that holds a tensor's head_dim, and that matrix units take."""
+    least = LEAST_BLOCK_8_BITS if tensor.dtype in EIGHT_BITS else LEAST_BLOCK
     return max(least, _layout.power_of_two(tensor.shape[-1]))
 
 
-def _words(given: Operands) -> tuple[int, int, int]:
+def _words(call: FlashAttentionCall) -> tuple[int, int, int]:
     """The seed's halves and the least word that is kept, as signed numbers of 32 bits: their type is always one."""
-    seed = 0 if given.seed is None else given.seed
-    numbers = (seed % 2**32, seed // 2**32, given.least_kept)
+    seed = 0 if call.seed is None else call.seed
+    numbers = (seed % 2**32, seed // 2**32, call.least_kept)
     # without a branch, of which torch.compile would make a graph each
     low, high, least = ((number + 2**31) % 2**32 - 2**31 for number in numbers)
     return low, high, least
 
 
-def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch: Arch | None) -> _launcher.Launch:
+def launch(
+    call: FlashAttentionCall, o: Tensor, lse: Tensor | None, config: Config, arch: Arch | None
+) -> _launcher.Launch:
     """The kernel for a checked call that has queries; `o` and `lse` contiguous."""
-    q, k, v = (given.bhsd(one) for one in (given.q, given.k, given.v))
-    if given.packed:
+    q, k, v = (call.bhsd(one) for one in (call.q, call.k, call.v))
+    if call.packed:
         # sequences begin where cu_seqlens says
-        q, k, v = (one.expand(given.batch, *one.shape[1:]) for one in (q, k, v))
-    bias = given.broadcast_bias()
+        q, k, v = (one.expand(call.batch, *one.shape[1:]) for one in (q, k, v))
+    bias = call.broadcast_bias()
     walks = tuple(walk(one) for one in (q, k, v, q if bias is None else bias))
-    block_d, block_dv = _columns(q), max(LEAST_BLOCK, _layout.power_of_two(v.shape[-1]))
+    block_d, block_dv = _block_d(q), max(LEAST_BLOCK, _layout.power_of_two(v.shape[-1]))
     d_align, dv_align = (_layout.alignment(one.shape[-1]) for one in (q, v))
-    o_strides = given.bhsd(o).stride()
-    tiles = _layout.ceil_div(given.queries, config["BLOCK_M"])
+    o_strides = call.bhsd(o).stride()
+    tiles = _layout.ceil_div(call.seqlen_q, config["BLOCK_M"])
     # left and right of all there is
-    most = given.queries + given.keys
+    most = call.seqlen_q + call.seqlen_k
     return _launcher.Launch(
         _flash_attention_kernel,
-        (tiles * given.heads * given.batch,),
+        (tiles * call.heads * call.batch,),
         (
-            *_tensors(given, o, lse),
-            given.scale, float(given.softcap), given.queries, given.keys, given.heads, given.group, tiles,
-            given.columns // d_align, given.v_columns // dv_align, min(given.left, most), min(given.right, most),
+            *_tensors(call, o, lse),
+            call.scale, float(call.softcap), call.seqlen_q, call.seqlen_k, call.heads, call.group, tiles,
+            call.head_dim // d_align, call.head_dim_v // dv_align, min(call.left, most), min(call.right, most),
             *walks[0].strides, *walks[1].strides, *walks[2].strides,
-            0 if given.packed else o_strides[0] // dv_align, o_strides[1] // dv_align, o_strides[2] // dv_align,
-            *_lse_strides(given), *((0, 0, 0, 0) if bias is None else walks[3].strides),
-            *_slot(given.alibi_slopes, 2), *_slot(given.sinks, 1),
-            *_slot(given.cu_seqlens_q, 1), *_slot(given.cu_seqlens_k, 1),
-            1.0 if given.p_descale is None else float(given.p_descale),
-            *_slot(given.q_descale, 2), *_slot(given.k_descale, 2), *_slot(given.v_descale, 2),
-            *_words(given), 1.0 / (1.0 - given.dropout_p),
+            0 if call.packed else o_strides[0] // dv_align, o_strides[1] // dv_align, o_strides[2] // dv_align,
+            *_lse_strides(call), *((0, 0, 0, 0) if bias is None else walks[3].strides),
+            *_slot(call.alibi_slopes, 2), *_slot(call.sinks, 1),
+            *_slot(call.cu_seqlens_q, 1), *_slot(call.cu_seqlens_k, 1),
+            1.0 if call.p_descale is None else float(call.p_descale),
+            *_slot(call.q_descale, 2), *_slot(call.k_descale, 2), *_slot(call.v_descale, 2),
+            *_words(call), 1.0 / (1.0 - call.dropout_p),
         ),
         {
-            "PACKED": given.packed,
-            "LEFT": given.left >= 0,
-            "RIGHT": given.right >= 0,
-            "SOFTCAP": given.capped,
+            "PACKED": call.packed,
+            "LEFT": call.left >= 0,
+            "RIGHT": call.right >= 0,
+            "SOFTCAP": call.capped,
             "BIAS": bias is not None,
-            "ALIBI": given.alibi_slopes is not None,
-            "SINKS": given.sinks is not None,
-            "LSE": given.return_lse,
-            "DROPOUT": given.dropout,
+            "ALIBI": call.alibi_slopes is not None,
+            "SINKS": call.sinks is not None,
+            "LSE": call.return_lse,
+            "DROPOUT": call.dropout,
             "Q_ORDER": walks[0].order,
             "K_ORDER": walks[1].order,
             "V_ORDER": walks[2].order,
@@ -179,10 +181,10 @@ def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch:
             "BIAS_ALIGN": 1 if bias is None else walks[3].align,
             "D_ALIGN": d_align,
             "DV_ALIGN": dv_align,
-            "EVEN_D": given.columns == block_d,
-            "EVEN_DV": given.v_columns == block_dv,
+            "EVEN_D": call.head_dim == block_d,
+            "EVEN_DV": call.head_dim_v == block_dv,
             "WIDE": _wide(walks, config, max(block_d, block_dv)),
-            **_arithmetic(given, arch),
+            **_arithmetic(call, arch),
             "XCDS": 1 if arch is None else arch.xcds,
             "BLOCK_D": block_d,
             "BLOCK_DV": block_dv,
@@ -191,48 +193,58 @@ def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch:
     )  # fmt: skip
 
 
-def _tensors(given: Operands, o: Tensor, lse: Tensor | None) -> tuple[Tensor, ...]:
-    """The kernel's tensors; q, which is not read through them, where there is none."""
-    q = given.q
-    optional = (given.bias, given.alibi_slopes, given.sinks, given.cu_seqlens_q, given.cu_seqlens_k)
-    descales = (given.q_descale, given.k_descale, given.v_descale)
+def _tensors(call: FlashAttentionCall, o: Tensor, lse: Tensor | None) -> tuple[Tensor, ...]:
+    """The kernel's tensors; q, which is not read through them, in the place of an absent one."""
+    q = call.q
     return (
-        q, given.k, given.v, *(q if one is None else one for one in optional), o, q if lse is None else lse,
-        *(q if one is None else one for one in descales),
-    )  # fmt: skip
+        q,
+        call.k,
+        call.v,
+        q if call.bias is None else call.bias,
+        q if call.alibi_slopes is None else call.alibi_slopes,
+        q if call.sinks is None else call.sinks,
+        q if call.cu_seqlens_q is None else call.cu_seqlens_q,
+        q if call.cu_seqlens_k is None else call.cu_seqlens_k,
+        o,
+        q if lse is None else lse,
+        q if call.q_descale is None else call.q_descale,
+        q if call.k_descale is None else call.k_descale,
+        q if call.v_descale is None else call.v_descale,
+    )
 
 
-def _lse_strides(given: Operands) -> tuple[int, int]:
-    if given.packed:
-        return 0, given.q.shape[0]
-    return given.heads * given.queries, given.queries
+def _lse_strides(call: FlashAttentionCall) -> tuple[int, int]:
+    if call.packed:
+        return 0, call.q.shape[0]
+    return call.heads * call.seqlen_q, call.seqlen_q
 
 
-def empty_results(given: Operands) -> tuple[Tensor, Tensor | None]:
-    """The result and its logarithms, not yet written."""
-    device = given.q.device
-    o = torch.empty(given.shape, dtype=given.dtype, device=device)
-    if not given.return_lse:
+def empty_results(call: FlashAttentionCall) -> tuple[Tensor, Tensor | None]:
+    """Memory for the result and its logarithms."""
+    device = call.q.device
+    o = torch.empty(call.shape, dtype=call.dtype, device=device)
+    if not call.return_lse:
         return o, None
-    return o, torch.empty(given.lse_shape, dtype=torch.float32, device=device)
+    return o, torch.empty(call.lse_shape, dtype=torch.float32, device=device)
 
 
-def bind(given: Operands, config: Config) -> Callable[..., Any]:
-    """The function for all calls with arguments like these."""
+def bind(call: FlashAttentionCall, config: Config) -> Callable[[FlashAttentionCall], Tensor | tuple[Tensor, Tensor]]:
+    """The function that launches the kernel for calls with the signature of this one."""
     # what is kept must not keep the tensors of one call
-    meta = given._replace(q=given.q.to("meta")) if not torch.compiler.is_compiling() else given
-    some = given.batch * given.queries * given.q.numel() > 0
+    meta = call._replace(q=call.q.to("meta")) if not torch.compiler.is_compiling() else call
+    shape, dtype, device = call.shape, call.dtype, call.q.device
+    lse_shape = call.lse_shape if call.return_lse else None
     start: Callable[..., None] | None = None
     sizes: tuple[Any, ...] = ()
-    if some:
-        made = launch(given, *empty_results(meta), config, _target.arch())
-        start, sizes = _launcher.starter(made, given.q.device), made.args[TENSORS:]
+    if call.batch * call.seqlen_q * call.q.numel() > 0:
+        made = launch(call, *empty_results(meta), config, _target.arch())
+        start, sizes = _launcher.starter(made, device), made.args[TENSORS:]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        now = Operands(*args, **kwargs)
-        o, lse = empty_results(now)
+    def run(call: FlashAttentionCall) -> Tensor | tuple[Tensor, Tensor]:
+        o = torch.empty(shape, dtype=dtype, device=device)
+        lse = None if lse_shape is None else torch.empty(lse_shape, dtype=torch.float32, device=device)
         if start is not None:
-            start(*_tensors(now, o, lse), *sizes)
-        return (o, lse) if now.return_lse else o
+            start(*_tensors(call, o, lse), *sizes)
+        return o if lse is None else (o, lse)
 
-    return call
+    return run

@@ -1,4 +1,4 @@
-"""The launch of the kernel for sm_90 (`hopper_kernel.py`), and the calls and configurations that it takes."""
+"""The launch of the kernel for sm_90 (`kernel_hopper.py`), and the calls and configurations that it takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import wavecrest.ops.common.target as _target
 import wavecrest.ops.common.triton as _triton
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
-from wavecrest.ops._flash_attention.call import Operands
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops._flash_attention.config import Shape
 from wavecrest.ops._flash_attention.kernel_hopper import _hopper_attention_kernel
 from wavecrest.ops._flash_attention.launch import LEAST_BLOCK, empty_results
@@ -27,22 +27,22 @@ GROUPS = 2
 SECTION_BYTES = 16 << 20
 
 
-def refusal(given: Operands, access: str) -> str | None:
-    """Why a call that the portable kernel takes is none for this one."""
+def refusal(call: FlashAttentionCall, access: str) -> str | None:
+    """The reason why this kernel refuses a call that the portable one takes."""
     reason = _hopper.refusal()
     if reason is not None:
         return reason
-    if given.q.dtype not in (torch.float16, torch.bfloat16) or given.quantized:
+    if call.q.dtype not in (torch.float16, torch.bfloat16) or call.quantized:
         return "takes float16 and bfloat16"
     for name, asked in (
-        ("packed sequences", given.packed),
-        ("the left edge of a window", given.left >= 0),
-        ("bias", given.bias is not None),
-        ("ALiBi slopes", given.alibi_slopes is not None),
-        ("softcap", given.capped > 0),
-        ("dropout", given.dropout),
-        ("columns of v that are not as many as of q", given.v_columns != given.columns),
-        ("calls without keys", given.keys == 0),
+        ("packed sequences", call.packed),
+        ("the left edge of a window", call.left >= 0),
+        ("bias", call.bias is not None),
+        ("ALiBi slopes", call.alibi_slopes is not None),
+        ("softcap", call.capped > 0),
+        ("dropout", call.dropout),
+        ("a head_dim of v that is not that of q", call.head_dim_v != call.head_dim),
+        ("calls without keys", call.seqlen_k == 0),
     ):
         if asked:
             return f"does not know {name}"
@@ -53,7 +53,7 @@ def refusal(given: Operands, access: str) -> str | None:
 
 def default(shape: Shape) -> Config:
     """128 queries, 64 of a group: sums and scores of 128 keys are 128 registers of 240. Two stages."""
-    if shape.columns > 128:
+    if shape.head_dim > 128:
         return _made(128, 64, 2, 1)
     return _made(128, 128, 2, 1)
 
@@ -74,7 +74,7 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
     """The configurations worth trying, each once, the default first."""
     first = default(shape)
     yield first
-    width = max(LEAST_BLOCK, _layout.power_of_two(shape.columns))
+    width = max(LEAST_BLOCK, _layout.power_of_two(shape.head_dim))
     for tile in _TILES:
         rows, keys, stages, _ = tile
         made = _made(*tile)
@@ -86,67 +86,72 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
             yield made
 
 
-def launch(given: Operands, o: Tensor, lse: Tensor | None, config: Config, arch: Arch | None) -> _launcher.Launch:
-    """The kernel for a checked call that `refusal` says nothing against and that has queries."""
-    tiles = _layout.ceil_div(given.queries, config["BLOCK_M"])
-    total = given.heads * given.batch
+def launch(
+    call: FlashAttentionCall, o: Tensor, lse: Tensor | None, config: Config, arch: Arch | None
+) -> _launcher.Launch:
+    """The kernel for a checked call that `refusal` does not refuse and that has queries."""
+    tiles = _layout.ceil_div(call.seqlen_q, config["BLOCK_M"])
+    total = call.heads * call.batch
     section = total
-    if given.right >= 0:
-        kept = 2 * given.keys * given.columns * given.k.element_size()
-        section = min(total, given.group * max(1, SECTION_BYTES // kept))
+    if call.right >= 0:
+        kept = 2 * call.seqlen_k * call.head_dim * call.k.element_size()
+        section = min(total, call.group * max(1, SECTION_BYTES // kept))
     units = 132 if arch is None else arch.compute_units
     return _launcher.Launch(
         _hopper_attention_kernel,
         (min(tiles * total, units),),
         (
-            *_descriptors(given, o, config), *_tensors(given, lse),
-            given.scale, given.queries, given.keys, given.heads, given.group, section, tiles, total,
-            min(given.right, given.queries + given.keys), 0 if given.sinks is None else given.sinks.stride(0),
+            *_descriptors(call, o, config), *_tensors(call, lse),
+            call.scale, call.seqlen_q, call.seqlen_k, call.heads, call.group, section, tiles, total,
+            min(call.right, call.seqlen_q + call.seqlen_k), 0 if call.sinks is None else call.sinks.stride(0),
         ),
         {
-            "RIGHT": given.right >= 0,
-            "SINKS": given.sinks is not None,
-            "LSE": given.return_lse,
-            "BLOCK_D": max(LEAST_BLOCK, _layout.power_of_two(given.columns)),
+            "RIGHT": call.right >= 0,
+            "SINKS": call.sinks is not None,
+            "LSE": call.return_lse,
+            "BLOCK_D": max(LEAST_BLOCK, _layout.power_of_two(call.head_dim)),
         },
         config,
     )  # fmt: skip
 
 
-def _descriptors(given: Operands, o: Tensor, config: Config) -> tuple[Any, ...]:
+def _descriptors(call: FlashAttentionCall, o: Tensor, config: Config) -> tuple[Any, ...]:
     rows, keys = config["BLOCK_M"] // GROUPS, config["BLOCK_N"]
-    width = max(LEAST_BLOCK, _layout.power_of_two(given.columns))
+    width = max(LEAST_BLOCK, _layout.power_of_two(call.head_dim))
     return tuple(
-        _triton.described_tiles(given.bhsd(one), [1, 1, count, width])
-        for one, count in ((given.q, rows), (given.k, keys), (given.v, keys), (o, rows))
+        _triton.described_tiles(call.bhsd(one), [1, 1, count, width])
+        for one, count in ((call.q, rows), (call.k, keys), (call.v, keys), (o, rows))
     )
 
 
-def _tensors(given: Operands, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What the kernel reads and writes without descriptors; q, which it does not, where there is none."""
-    return (given.q if lse is None else lse, given.q if given.sinks is None else given.sinks)
+def _tensors(call: FlashAttentionCall, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The tensors without descriptors; q, which is not read through them, in the place of an absent one."""
+    return (call.q if lse is None else lse, call.q if call.sinks is None else call.sinks)
 
 
-def bind(given: Operands, config: Config, portable: Callable[..., Any]) -> Callable[..., Any]:
-    """The function for all calls with arguments like these.
+def bind(
+    call: FlashAttentionCall, config: Config, portable: Callable[[FlashAttentionCall], Any]
+) -> Callable[[FlashAttentionCall], Tensor | tuple[Tensor, Tensor]]:
+    """The function that launches the kernel for calls with the signature of this one.
 
     `portable`: the other kernel's, for a call whose tensors do not begin at multiples of 16 bytes, as descriptors must.
     """
-    device, arch = given.q.device, _target.arch()
+    device, arch = call.q.device, _target.arch()
+    some = call.batch * call.seqlen_q * call.q.numel() > 0
     start: Callable[..., None] | None = None
     sizes: tuple[Any, ...] = ()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def run(call: FlashAttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         nonlocal start, sizes
-        now = Operands(*args, **kwargs)
-        if not _hopper.aligned("flash_attention", now.q.data_ptr() | now.k.data_ptr() | now.v.data_ptr()):
-            return portable(*args, **kwargs)
-        o, lse = empty_results(now)
-        if now.batch * now.queries * now.q.numel() > 0:
+        if not _hopper.aligned("flash_attention", call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()):
+            result: Tensor | tuple[Tensor, Tensor] = portable(call)
+            return result
+        o, lse = empty_results(call)
+        if some:
             if start is None:
-                made = launch(now, o, lse, config, arch)
+                made = launch(call, o, lse, config, arch)
                 start, sizes = _launcher.starter(made, device, described=DESCRIPTORS), made.args[DESCRIPTORS + 2 :]
-            start(*_descriptors(now, o, config), *_tensors(now, lse), *sizes)
-        return (o, lse) if now.return_lse else o
+            start(*_descriptors(call, o, config), *_tensors(call, lse), *sizes)
+        return o if lse is None else (o, lse)
 
-    return call
+    return run

@@ -1,4 +1,4 @@
-"""The arguments of decoding: what they may be, and what follows from their shapes."""
+"""A call of decoding: its arguments, their checks, and what follows from their shapes."""
 
 from __future__ import annotations
 
@@ -9,27 +9,21 @@ from torch import Tensor
 
 from wavecrest.dispatch.keys import needs_grad
 from wavecrest.errors import InvalidArgument
+from wavecrest.ops.packed.cache import FLOATS, GROUPS, SCALE_DTYPES
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # what a cache may hold in 8 bits, with scales
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 EIGHT_BITS = (torch.int8, *EIGHT_BIT_FLOATS)
-# two codes of 4 bits a byte, with scales and shifts; groups of columns that have their own
+# two quantized values of 4 bits a byte, with scales and shifts
 FOUR_BITS = torch.uint8
-GROUPS = (1, 2, 4, 8)
-# of scales and shifts that tokens have
-SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_COLUMNS = 256
+MAX_HEAD_DIM = 256
 STYLES = ("neox", "gptj")
 # queries of a sequence in one call
 MAX_TOKENS = 16
 
 
-class Operands(NamedTuple):
-    """The arguments in the order that the op's backends get them; properties are of checked arguments.
-
-    T queries of each sequence are its last tokens, whose keys are in the cache.
-    """
+class FlashDecodingCall(NamedTuple):
+    """Causal attention of the last T tokens of sequences over cached keys; properties are of checked arguments."""
 
     q: Tensor
     k_cache: Tensor
@@ -60,7 +54,7 @@ class Operands(NamedTuple):
         return self.q.shape[0]
 
     @property
-    def tokens(self) -> int:
+    def seqlen_q(self) -> int:
         """Queries of a sequence."""
         return self.q.shape[1]
 
@@ -80,18 +74,18 @@ class Operands(NamedTuple):
         return self.heads // self.kv_heads
 
     @property
-    def columns(self) -> int:
-        """Columns of q and k."""
+    def head_dim(self) -> int:
+        """The size of a query and of a key."""
         return self.q.shape[-1]
 
     @property
-    def v_columns(self) -> int:
-        """Columns of v and of the result."""
+    def head_dim_v(self) -> int:
+        """The size of a value, and of a result."""
         return self.v_cache.shape[-1] * (2 if self.four_bits else 1)
 
     @property
     def four_bits(self) -> bool:
-        """True for a cache of two codes a byte."""
+        """True for a cache in 4 bits, two values a byte."""
         return self.k_cache.dtype == FOUR_BITS
 
     @property
@@ -101,15 +95,15 @@ class Operands(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """True where columns, and groups of them, lie next to each other."""
+        """True where the elements of a row, and its groups' scales, lie next to each other."""
         rows = (self.q, self.k_cache, self.v_cache, self.k, self.v, self.cos, self.sin)
-        columns = all(one is None or one.stride(-1) == 1 for one in rows)
+        together = all(one is None or one.stride(-1) == 1 for one in rows)
         scales = (self.k_scale, self.v_scale, self.k_shift, self.v_shift)
-        return columns and (self.groups < 2 or all(one is None or one.stride(-1) == 1 for one in scales))
+        return together and (self.groups < 2 or all(one is None or one.stride(-1) == 1 for one in scales))
 
     @property
     def groups(self) -> int:
-        """Groups of columns that have their own scale and shift, of a cache of 4 bits; 0 for others."""
+        """Groups of a row with a scale and a shift each, of a cache in 4 bits; 0 for others."""
         return self.k_scale.shape[-1] if self.four_bits and self.k_scale is not None else 0
 
     @property
@@ -119,7 +113,7 @@ class Operands(NamedTuple):
 
     @property
     def style(self) -> str:
-        """How columns are turned; "none": they are not."""
+        """The rotary style; "none" without cos and sin."""
         return "none" if self.cos is None else self.rotary_style
 
     @property
@@ -135,12 +129,12 @@ class Operands(NamedTuple):
     @property
     def scale(self) -> float:
         """The factor of q · kᵀ."""
-        return float(self.columns**-0.5) if self.softmax_scale is None else self.softmax_scale
+        return float(self.head_dim**-0.5) if self.softmax_scale is None else self.softmax_scale
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the result."""
-        return (self.batch, self.tokens, self.heads, self.v_columns)
+        return (self.batch, self.seqlen_q, self.heads, self.head_dim_v)
 
 
 def _describe(value: Any) -> str:
@@ -151,14 +145,14 @@ def _fail(text: str) -> InvalidArgument:
     return InvalidArgument(f"flash_decoding: {text}")
 
 
-def check(given: Operands) -> None:
-    """Raise InvalidArgument unless the arguments are those of decoding, naming what is wrong."""
-    q = given.q
+def check(call: FlashDecodingCall) -> None:
+    """Raise InvalidArgument, with what is wrong, unless the op takes the arguments."""
+    q = call.q
     if not isinstance(q, Tensor) or q.ndim != 4 or q.dtype not in FLOATS:
         raise _fail(f"q must be float32, float16, bfloat16 or float64 [B, T, H, D], got {_describe(q)}")
     if not 1 <= q.shape[1] <= MAX_TOKENS:
         raise _fail(f"takes 1 to {MAX_TOKENS} queries of a sequence, got {_describe(q)}; more are flash_attention's")
-    for name, cache in (("k_cache", given.k_cache), ("v_cache", given.v_cache)):
+    for name, cache in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
         if not isinstance(cache, Tensor) or cache.ndim != 4 or cache.dtype not in (q.dtype, *EIGHT_BITS, FOUR_BITS):
             raise _fail(
                 f"{name} must be [B, S, H, D] or [pages, page, H, D] of {q.dtype} or 8 bits, or [..., D / 2] of uint8, "
@@ -166,144 +160,146 @@ def check(given: Operands) -> None:
             )
         if cache.device != q.device:
             raise _fail(f"{name} is on {cache.device}, q on {q.device}")
-    k, v = given.k_cache, given.v_cache
+    k, v = call.k_cache, call.v_cache
     if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype:
-        raise _fail(f"k_cache {_describe(k)} and v_cache {_describe(v)} must agree in all but their columns")
-    codes = 2 if given.four_bits else 1
-    d, dv = q.shape[3], given.v_columns
-    if k.shape[3] * codes != d or not 1 <= d <= MAX_COLUMNS or not 1 <= dv <= MAX_COLUMNS:
+        raise _fail(f"k_cache {_describe(k)} and v_cache {_describe(v)} may differ in head_dim alone")
+    packed = 2 if call.four_bits else 1
+    d, dv = q.shape[3], call.head_dim_v
+    if k.shape[3] * packed != d or not 1 <= d <= MAX_HEAD_DIM or not 1 <= dv <= MAX_HEAD_DIM:
         raise _fail(
-            f"q {list(q.shape)}, k_cache {list(k.shape)} and v_cache {list(v.shape)} must have 1 to {MAX_COLUMNS} "
-            f"columns, q and k as many{'; a byte of uint8 is two' if codes == 2 else ''}"
+            f"q {list(q.shape)}, k_cache {list(k.shape)} and v_cache {list(v.shape)} must have a head_dim of 1 to "
+            f"{MAX_HEAD_DIM}, the same for q and k{'; a byte of uint8 holds two elements' if packed == 2 else ''}"
         )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0 or q.shape[2] == 0:
-        raise _fail(f"{q.shape[2]} heads of q are no multiple of the {k.shape[2]} of the cache")
-    _check_places(given)
-    _check_options(given)
-    _check_appended(given)
+        raise _fail(f"the heads of q ({q.shape[2]}) must be a multiple of those of the cache ({k.shape[2]})")
+    _check_places(call)
+    _check_options(call)
+    _check_appended(call)
 
 
-def _check_appended(given: Operands) -> None:
+def _check_appended(call: FlashDecodingCall) -> None:
     """New keys and values like q's tokens, which no gradient follows into a cache; tables as `rope` takes them."""
-    q, cos, sin = given.q, given.cos, given.sin
-    if (given.k is None) != (given.v is None):
+    q, cos, sin = call.q, call.cos, call.sin
+    if (call.k is None) != (call.v is None):
         raise _fail("k and v are written together: pass both or neither")
-    for name, new, columns in (("k", given.k, given.columns), ("v", given.v, given.v_columns)):
-        shape = (given.batch, given.tokens, given.kv_heads, columns)
-        if new is not None and not _is(new, given, (q.dtype,), (shape,)):
+    for name, new, head_dim in (("k", call.k, call.head_dim), ("v", call.v, call.head_dim_v)):
+        shape = (call.batch, call.seqlen_q, call.kv_heads, head_dim)
+        if new is not None and not _is(new, call, (q.dtype,), (shape,)):
             raise _fail(f"{name} must be {q.dtype} {list(shape)} on {q.device}, got {_describe(new)}")
-    if given.k is not None:
+    if call.k is not None:
         written = {
-            "k_cache": given.k_cache, "v_cache": given.v_cache,
-            **({"k_scale": given.k_scale, "v_scale": given.v_scale} if given.by_token else {}),
-            "k_shift": given.k_shift, "v_shift": given.v_shift,
+            "k_cache": call.k_cache, "v_cache": call.v_cache,
+            **({"k_scale": call.k_scale, "v_scale": call.v_scale} if call.by_token else {}),
+            "k_shift": call.k_shift, "v_shift": call.v_shift,
         }  # fmt: skip
         for name, one in written.items():
             if one is not None and any(
                 size > 1 and stride == 0 for size, stride in zip(one.shape, one.stride(), strict=True)
             ):
                 raise _fail(f"{name} is written to, and must not be expanded: strides {list(one.stride())}")
-        if needs_grad(given.k, given.v, *written.values()):
+        if needs_grad(call.k, call.v, *written.values()):
             raise _fail("k and v are written into caches without gradients: detach them, or call under torch.no_grad")
-    if given.rotary_style not in STYLES:
-        raise _fail(f"rotary_style is neox or gptj, not {given.rotary_style!r}")
+    if call.rotary_style not in STYLES:
+        raise _fail(f"rotary_style is neox or gptj, not {call.rotary_style!r}")
     if (cos is None) != (sin is None):
         raise _fail("cos and sin go together: pass both or neither")
     for name, table in (("cos", cos), ("sin", sin)):
         if table is None or cos is None:
             continue
         fits = isinstance(table, Tensor) and table.ndim == 2 and table.shape[0] > 0 and table.dtype in FLOATS
-        if not fits or not 1 <= table.shape[1] <= given.columns // 2 or table.device != q.device:
+        if not fits or not 1 <= table.shape[1] <= call.head_dim // 2 or table.device != q.device:
             raise _fail(
-                f"{name} must be floating-point [positions, R / 2] on {q.device}, of up to {given.columns} columns R, "
+                f"{name} must be floating-point [positions, R / 2] on {q.device}, with R up to {call.head_dim}, "
                 f"got {_describe(table)}"
             )
         if table.shape != cos.shape or table.dtype != cos.dtype:
             raise _fail(f"sin {_describe(table)} must be as cos, {_describe(cos)}")
 
 
-def _integers(given: Operands, name: str, value: Any, shape: tuple[int | None, ...]) -> None:
+def _integers(call: FlashDecodingCall, name: str, value: Any, shape: tuple[int | None, ...]) -> None:
     wanted = ", ".join("…" if size is None else str(size) for size in shape)
     if (
         not isinstance(value, Tensor)
         or value.dtype != torch.int32
         or value.ndim != len(shape)
         or any(size not in (None, found) for size, found in zip(shape, value.shape, strict=True))
-        or value.device != given.q.device
+        or value.device != call.q.device
     ):
-        raise _fail(f"{name} must be int32 [{wanted}] on {given.q.device}, got {_describe(value)}")
+        raise _fail(f"{name} must be int32 [{wanted}] on {call.q.device}, got {_describe(value)}")
 
 
-def _check_places(given: Operands) -> None:
-    _integers(given, "seq_lens", given.seq_lens, (given.q.shape[0],))
-    if given.seq_starts is not None:
-        _integers(given, "seq_starts", given.seq_starts, (given.q.shape[0],))
-    if given.block_table is not None:
-        _integers(given, "block_table", given.block_table, (given.q.shape[0], None))
-    elif given.k_cache.shape[0] != given.q.shape[0]:
+def _check_places(call: FlashDecodingCall) -> None:
+    _integers(call, "seq_lens", call.seq_lens, (call.q.shape[0],))
+    if call.seq_starts is not None:
+        _integers(call, "seq_starts", call.seq_starts, (call.q.shape[0],))
+    if call.block_table is not None:
+        _integers(call, "block_table", call.block_table, (call.q.shape[0], None))
+    elif call.k_cache.shape[0] != call.q.shape[0]:
         raise _fail(
-            f"q {list(given.q.shape)} and k_cache {list(given.k_cache.shape)} must have as many sequences; "
+            f"q {list(call.q.shape)} and k_cache {list(call.k_cache.shape)} must have the same batch; "
             "pages need a block_table"
         )
 
 
-def _is(value: Any, given: Operands, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...]) -> bool:
+def _is(
+    value: Any, call: FlashDecodingCall, dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...]
+) -> bool:
     """True for a tensor beside q of one of these dtypes and shapes."""
     if not isinstance(value, Tensor):
         return False
-    return value.dtype in dtypes and tuple(value.shape) in shapes and value.device == given.q.device
+    return value.dtype in dtypes and tuple(value.shape) in shapes and value.device == call.q.device
 
 
-def _check_options(given: Operands) -> None:
-    for name, flag in (("return_lse", given.return_lse), ("batch_invariant", given.batch_invariant)):
+def _check_options(call: FlashDecodingCall) -> None:
+    for name, flag in (("return_lse", call.return_lse), ("batch_invariant", call.batch_invariant)):
         if not isinstance(flag, bool):
             raise _fail(f"{name} must be True or False, got {flag!r}")
-    if not isinstance(given.window, int) or isinstance(given.window, bool) or given.window < -1:
-        raise _fail(f"window must be the keys before its own that a query sees, or -1 for all, got {given.window!r}")
-    for name, value in (("softmax_scale", given.scale), ("softcap", given.softcap)):
+    if not isinstance(call.window, int) or isinstance(call.window, bool) or call.window < -1:
+        raise _fail(f"window must be the keys before its own that a query sees, or -1 for all, got {call.window!r}")
+    for name, value in (("softmax_scale", call.scale), ("softcap", call.softcap)):
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
             raise _fail(f"{name} must be a number of at least 0, got {value!r}")
-    heads = given.heads
-    slopes, sinks = given.alibi_slopes, given.sinks
-    if slopes is not None and not _is(slopes, given, (torch.float32,), ((heads,), (given.batch, heads))):
-        raise _fail(f"alibi_slopes must be float32 [{heads}] or [{given.batch}, {heads}], got {_describe(slopes)}")
-    if sinks is not None and not _is(sinks, given, FLOATS, ((heads,),)):
+    heads = call.heads
+    slopes, sinks = call.alibi_slopes, call.sinks
+    if slopes is not None and not _is(slopes, call, (torch.float32,), ((heads,), (call.batch, heads))):
+        raise _fail(f"alibi_slopes must be float32 [{heads}] or [{call.batch}, {heads}], got {_describe(slopes)}")
+    if sinks is not None and not _is(sinks, call, FLOATS, ((heads,),)):
         raise _fail(f"sinks must be floating-point [{heads}], got {_describe(sinks)}")
-    _check_scales(given)
+    _check_scales(call)
 
 
-def _check_scales(given: Operands) -> None:
+def _check_scales(call: FlashDecodingCall) -> None:
     """8 bits: one number, one a head or one a token and head; 4 bits: some a token and head, and shifts like them."""
-    kv, dtype, eight = given.kv_heads, given.k_cache.dtype, given.k_cache.dtype in EIGHT_BITS
-    scales = {"k_scale": given.k_scale, "v_scale": given.v_scale}
-    shifts = {"k_shift": given.k_shift, "v_shift": given.v_shift}
+    kv, dtype, eight = call.kv_heads, call.k_cache.dtype, call.k_cache.dtype in EIGHT_BITS
+    scales = {"k_scale": call.k_scale, "v_scale": call.v_scale}
+    shifts = {"k_shift": call.k_shift, "v_shift": call.v_shift}
     for name, scale in scales.items():
-        if (scale is not None) != (eight or given.four_bits):
+        if (scale is not None) != (eight or call.four_bits):
             raise _fail(f"{name} belongs to a cache of 8 bits or 4, and one of these needs it; this is {dtype}")
     for name, shift in shifts.items():
-        if (shift is not None) != given.four_bits:
+        if (shift is not None) != call.four_bits:
             raise _fail(f"{name} belongs to a cache of 4 bits, uint8, and one of 4 bits needs it; this is {dtype}")
-    leading = tuple(given.k_cache.shape[:3])
+    leading = tuple(call.k_cache.shape[:3])
     for name, scale in scales.items():
-        whole = eight and _is(scale, given, (torch.float32,), ((), (1,), (kv,)))
-        shapes = tuple((*leading, groups) for groups in (GROUPS if given.four_bits else (1,)))
-        if scale is not None and not whole and not _is(scale, given, SCALE_DTYPES, shapes):
+        whole = eight and _is(scale, call, (torch.float32,), ((), (1,), (kv,)))
+        shapes = tuple((*leading, groups) for groups in (GROUPS if call.four_bits else (1,)))
+        if scale is not None and not whole and not _is(scale, call, SCALE_DTYPES, shapes):
             least = f"float32, one number or [{kv}], or " if eight else ""
-            counts = f"one of {list(GROUPS)}" if given.four_bits else "1"
+            counts = f"one of {list(GROUPS)}" if call.four_bits else "1"
             raise _fail(
                 f"{name} must be {least}floating-point of up to 32 bits {list(leading)} and {counts}, "
                 f"got {_describe(scale)}"
             )
-    k_scale, v_scale = given.k_scale, given.v_scale
+    k_scale, v_scale = call.k_scale, call.v_scale
     if k_scale is None or v_scale is None:
         return
     if (k_scale.ndim == 4) != (v_scale.ndim == 4) or (k_scale.ndim == 4 and k_scale.shape != v_scale.shape):
         raise _fail(f"k_scale {_describe(k_scale)} and v_scale {_describe(v_scale)} must both be of tokens, and alike")
     for (name, shift), scale in zip(shifts.items(), (k_scale, v_scale), strict=True):
-        if shift is not None and not _is(shift, given, (scale.dtype,), (tuple(scale.shape),)):
+        if shift is not None and not _is(shift, call, (scale.dtype,), (tuple(scale.shape),)):
             raise _fail(f"{name} must be {scale.dtype} {list(scale.shape)} as its scale is, got {_describe(shift)}")
-    if given.four_bits and (given.columns % (2 * given.groups) or given.v_columns % (2 * given.groups)):
+    if call.four_bits and (call.head_dim % (2 * call.groups) or call.head_dim_v % (2 * call.groups)):
         raise _fail(
-            f"{given.groups} groups of columns need {2 * given.groups} or a multiple of it, "
-            f"got {given.columns} and {given.v_columns}"
+            f"{call.groups} groups need a head_dim that is a multiple of {2 * call.groups}, "
+            f"got {call.head_dim} and {call.head_dim_v}"
         )

@@ -23,14 +23,14 @@ class Shape(NamedTuple):
     """What a configuration is chosen by: `pairs`, sequences times heads of the cache; 0 for any number of them.
 
     `page`: tokens of a page, 0 without pages; `cache`: its dtype's name; `more`: how many things are done to scores
-    (slopes, softcap, a window's left edge), which take registers; `groups`: of columns, of a cache of 4 bits.
+    (slopes, softcap, a window's left edge), which take registers; `groups`: of a row, of a cache in 4 bits.
     """
 
     pairs: int
     rows: int
     capacity: int
     page: int
-    columns: int
+    head_dim: int
     q_bits: int
     cache: str
     more: int
@@ -107,7 +107,7 @@ def default(shape: Shape, arch: Arch | None) -> Config:
     # float32 has no matrix instructions there: sums of more rows have no room
     most = 16 if rdna and shape.q_bits == 32 else 64
     rows = max(16, min(most, _layout.power_of_two(shape.rows)))
-    width = max(16, _layout.power_of_two(shape.columns))
+    width = max(16, _layout.power_of_two(shape.head_dim))
     if arch is None or arch.vendor == "nvidia":
         keys, warps, stages = _nvidia(shape, rows, width)
     else:
@@ -135,7 +135,7 @@ def space(shape: Shape, arch: Arch) -> Iterator[Config]:
     for keys, warps, deep, finer in itertools.product((16, 32, 64, 128), waves, stages, halves):
         # the batch must not change how keys are split
         chunk = first["CHUNK"] if shape.pairs == 0 else max(keys, first["CHUNK"] // finer)
-        taken = keys * max(16, _layout.power_of_two(shape.columns)) * shape.kv_bits // 8 * 2 * deep
+        taken = keys * max(16, _layout.power_of_two(shape.head_dim)) * shape.kv_bits // 8 * 2 * deep
         made = Config(BLOCK_M=first["BLOCK_M"], BLOCK_N=keys, CHUNK=chunk, num_warps=warps, num_stages=deep)
         if taken <= arch.lds_kib << 10 and chunk % keys == 0 and made not in seen:
             seen.add(made)

@@ -22,7 +22,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # weights of float16 are 2¹⁵ times as large: none that counts beside 1, over any number of keys, is below its range
 LIFT = tl.constexpr(15.0)
 
-# e4m3 of two columns and two keys as 16-bit floats, an instruction for two of them
+# e4m3 of two elements of two keys as 16-bit floats, an instruction for two of them
 _E4M3_PAIRS = """{ .reg .b32 x0, x1; .reg .b16 h0, h1, l0, l1; .reg .f32 f0, f1;
 prmt.b32 x0, $2, 0, 0x4420; prmt.b32 x1, $2, 0, 0x4431; cvt.u16.u32 h0, x0; cvt.u16.u32 h1, x1;
 """
@@ -38,7 +38,7 @@ E4M3_PAIRS_BF16 = tl.constexpr((_E4M3_PAIRS + _AS_BF16 + "}").replace("\n", " ")
 
 # values that do not make a kernel anew when they change
 SIZES = [
-    "scale", "softcap", "left", "tokens", "kv_heads", "group", "page", "splits", "d_units", "dv_units",
+    "scale", "softcap", "left", "seqlen_q", "kv_heads", "group", "page", "splits", "d_units", "dv_units",
     "stride_qb", "stride_qt", "stride_qh", "stride_kp", "stride_kt", "stride_kh", "stride_vp", "stride_vt", "stride_vh",
     "stride_tb", "stride_len", "stride_start", "stride_ab", "stride_ah", "stride_sink",
     "stride_ksp", "stride_kst", "stride_ksh", "stride_vsp", "stride_vst", "stride_vsh",
@@ -48,7 +48,7 @@ SIZES = [
 
 @triton.jit
 def _halves(packed, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The low and the high codes of bytes, less 8: about as large as what they stand for, and exact in any TYPE."""
+    """The low and the high 4 bits of bytes, minus 8: about as large as the values, and exact in any TYPE."""
     if PTX and tl.float16 == TYPE:
         low, high = tl.inline_asm_elementwise(
             CODES_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), is_pure=True, pack=4
@@ -66,28 +66,28 @@ def _halves(packed, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
-def _byte(pairs, SECOND: tl.constexpr, CODE: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first or the second bytes of pairs [rows, columns] of int16, numbers of CODE, in TYPE."""
-    if tl.int8 == CODE:
+def _byte(pairs, SECOND: tl.constexpr, STORED: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first or the second bytes of pairs [rows, head_dim / 2] of int16, numbers of type STORED, in TYPE."""
+    if tl.int8 == STORED:
         wide = pairs if SECOND else pairs << 8
         values = (wide >> 8).to(tl.float32)
     else:
         wide = pairs >> 8 if SECOND else pairs
-        values = (wide & 0xFF).to(tl.uint8).to(CODE, bitcast=True).to(tl.float32)
+        values = (wide & 0xFF).to(tl.uint8).to(STORED, bitcast=True).to(tl.float32)
     return values.to(TYPE)
 
 
 @triton.jit
-def _of_pairs(pairs, CODE: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values of two columns in 16 bits, each in TYPE: those of even columns, of odd ones.
+def _of_pairs(pairs, STORED: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values of two elements in 16 bits, each in TYPE: (even elements, odd ones).
 
-    Of 4 bits the low codes of both, then the high ones, all less 8.
+    In 4 bits: the low ones of both, then the high ones, all minus 8.
 
-    Matrix units take a column's values of two keys side by side. There is an instruction that turns 16 bits that way on
-    the way from shared memory (`ldmatrix`), and none for 8: int8 values of 64 keys of 128 columns took 128 loads of a
-    byte a thread and as many to put them together (sm_90, triton 3.6).
+    Matrix units take an element of two keys side by side. There is an instruction that turns 16 bits that way on
+    the way from shared memory (`ldmatrix`), and none for 8: int8 values of 64 keys with head_dim 128 took 128 loads of
+    a byte a thread and as many instructions to put them together (sm_90, triton 3.6).
     """
-    if tl.uint8 == CODE:
+    if tl.uint8 == STORED:
         if PTX and tl.bfloat16 == TYPE:
             values = tl.inline_asm_elementwise(
                 CODE_PAIRS_BF16,
@@ -112,24 +112,24 @@ def _of_pairs(pairs, CODE: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr):
                 (((pairs >> 4) & 15).to(tl.float32) - 8.0).to(TYPE),
                 (((pairs >> 12) & 15).to(tl.float32) - 8.0).to(TYPE),
             )  # fmt: skip
-    elif PTX and tl.int8 == CODE and tl.bfloat16 == TYPE:
+    elif PTX and tl.int8 == STORED and tl.bfloat16 == TYPE:
         values = tl.inline_asm_elementwise(
             BYTE_PAIRS_BF16, "=r,=r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
-    elif PTX and tl.int8 == CODE:
+    elif PTX and tl.int8 == STORED:
         values = tl.inline_asm_elementwise(
             BYTE_PAIRS_FP16, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
         )
-    elif PTX and tl.float8e4nv == CODE and tl.float16 == TYPE:
+    elif PTX and tl.float8e4nv == STORED and tl.float16 == TYPE:
         values = tl.inline_asm_elementwise(
             E4M3_PAIRS_FP16, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
         )
-    elif PTX and tl.float8e4nv == CODE:
+    elif PTX and tl.float8e4nv == STORED:
         values = tl.inline_asm_elementwise(
             E4M3_PAIRS_BF16, "=r,=r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     else:
-        values = (_byte(pairs, False, CODE, TYPE), _byte(pairs, True, CODE, TYPE))
+        values = (_byte(pairs, False, STORED, TYPE), _byte(pairs, True, STORED, TYPE))
     return values
 
 
@@ -217,7 +217,7 @@ def _plain_nan(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _by_groups(half, scale, shift, TYPE: tl.constexpr, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes times scales and shifts, rounded to TYPE. ROUNDS: by an instruction, to bfloat16 too."""
+    """Quantized values times scales plus shifts, rounded to TYPE. ROUNDS: by an instruction, to bfloat16 too."""
     wide = half * scale + shift
     if tl.bfloat16 == TYPE and not ROUNDS:
         # to nearest even; the compiler's own way asks each for NaN, which takes 2 instructions and scalar registers
@@ -233,7 +233,7 @@ def _scores(  # type: ignore[no-untyped-def]
     q, k, scale, scales, PTX: tl.constexpr, FOREIGN: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
     ROUNDS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """scale · q · keys of a tile. Where a key has one scale it multiplies sums of codes, which are exact."""
+    """scale · q · keys of a tile. A single scale of a key multiplies the sum of quantized values, which is exact."""
     TYPE: tl.constexpr = q[0].dtype
     if TOKENS:
         factor = scales[0].to(tl.float32)
@@ -269,10 +269,10 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _summed(  # type: ignore[no-untyped-def]
-    acc, p, shrink, v, scales, TYPE: tl.constexpr, CODE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
+    acc, p, alpha, v, scales, TYPE: tl.constexpr, STORED: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """acc · shrink + weights p · values of a tile.
+    """acc · alpha + weights p · values of a tile.
 
     Where a value has one scale it multiplies the weight, in float32 and before that is rounded, but not in float16:
     that has no room for a weight times a scale.
@@ -282,7 +282,7 @@ def _summed(  # type: ignore[no-untyped-def]
     # of 4 bits those in float32 are exact in any type
     WIDE: tl.constexpr = tl.float32 if BEFORE and GROUPS > 0 and not PAIRS else TYPE
     if PAIRS:
-        parts = _of_pairs(v, CODE, WIDE, PTX)
+        parts = _of_pairs(v, STORED, WIDE, PTX)
     elif GROUPS > 0:
         parts = _halves(v, WIDE, PTX)
     else:
@@ -311,18 +311,18 @@ def _summed(  # type: ignore[no-untyped-def]
     weight = weight.to(TYPE)
     sums = ()
     for i in tl.static_range(len(parts)):
-        one = tl.dot(weight, parts[i], acc[i] * shrink[:, None], input_precision="ieee", out_dtype=tl.float32)
+        one = tl.dot(weight, parts[i], acc[i] * alpha[:, None], input_precision="ieee", out_dtype=tl.float32)
         sums = sums + (one,)  # type: ignore[assignment]
     if GROUPS > 0 and not BEFORE:
-        sums = sums + (acc[len(parts)] * shrink + tl.sum(p * shift[None, :], 1),)  # type: ignore[assignment]
+        sums = sums + (acc[len(parts)] * alpha + tl.sum(p * shift[None, :], 1),)  # type: ignore[assignment]
     return sums
 
 
 @triton.jit
-def _columns(units, ALIGN: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns, which of them there are, and how many of them there are or, of 4 bits, bytes of a group.
+def _head_dim(units, ALIGN: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(elements, their mask, size): `size` is the count of elements or, in 4 bits, the bytes of a group.
 
-    Of 4 bits the columns are those of low codes, a group's bytes beside the next's.
+    In 4 bits they are the elements in the low bits, a group's bytes beside the next group's.
     """
     offs = tl.arange(0, BLOCK)
     size = units * ALIGN
@@ -342,29 +342,29 @@ def _columns(units, ALIGN: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexp
 
 @triton.jit
 def _q_tile(ptr, rows, cols, mask_m, mask):  # type: ignore[no-untyped-def]
-    """Columns of queries; what is masked is 0."""
+    """Elements of queries; what is masked is 0."""
     return tl.load(ptr + rows[:, None] + cols[None, :], mask=mask_m[:, None] & mask[None, :], other=0.0)
 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
+    acc, l_i, m_i, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
     k_scale, k_shift, v_scale, v_shift,
     begin, end, first, last, lower, upper, mask_d, mask_dv, scale, softcap, slope,
     MASKED: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, LEFT: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr,
     TOKENS: tl.constexpr, GROUPS: tl.constexpr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    AHEAD: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    AHEAD: tl.constexpr, STORED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Let tiles of keys from `begin` to `end` pass: (sums, their weights' total, the largest score so far) of each row.
+    """Attention to keys from `begin` to `end`, in tiles: of each row (weighted values, sum of weights, largest score).
 
     `first`, `last`: the keys that any row sees lie between them; MASKED: tiles may have others, which are not read, and
     a row i sees those from lower[i] to upper[i], none where lower[i] is upper[i] + 1. WHOLE: a tile lies within one
-    page. TOKENS: each key and value has a scale. GROUPS: of 4 bits, in so many groups of columns; q is then (columns of
-    low codes, of high ones, its sum), and the sums are (columns of low codes, of high ones, those of shifts where they
-    are apart). PAIRS: values are read two columns at a time, and sums are apart for even and odd ones. HALF: q is in
-    float16, over powers of two that are its last part. AHEAD: scales are loaded a step ahead. CODE: the dtype of
-    values.
+    page. TOKENS: each key and value has a scale. GROUPS: groups of a row in 4 bits, else 0; q is then (elements of the
+    low bits, of the high ones, their sum), and acc is (elements of the low bits, of the high ones, and the shifts' part
+    where that is summed apart). PAIRS: values are read two elements at a time, and acc is apart for even and odd ones.
+    HALF: q is in float16, over powers of two that are its last part. AHEAD: scales are loaded a step ahead. STORED: the
+    dtype of values in the cache.
     """
     # float16 has no room for a weight times a scale
     TYPE: tl.constexpr = tl.bfloat16 if HALF and TOKENS else q[0].dtype
@@ -440,30 +440,30 @@ def _attend(  # type: ignore[no-untyped-def]
             else:
                 visible = cols[None, :] <= upper[:, None]
             s = tl.where(visible, s, float("-inf"))
-        top_now = tl.maximum(top, tl.max(s, 1))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
         # a row that has seen nothing yet: −inf − −inf would be NaN
-        base = tl.where(top_now == float("-inf"), 0.0, top_now)
-        shrink = tl.exp2(top - base)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m_i - base)
         if HALF and not TOKENS:
             base -= LIFT
         p = tl.exp2(s - base[:, None])
-        top = top_now
-        total = total * shrink + tl.sum(p, 1)
+        m_i = m_new
+        l_i = l_i * alpha + tl.sum(p, 1)
         v = _loaded(v_ptr, v_at, v_tile, mask_v, MASKED or not EVEN_DV)
         if AHEAD:
             scales = v_scales
         elif TOKENS:
             scales = _pair(v_scale, v_shift, number, place, seen, MASKED, PAGED, WHOLE, GROUPS, BLOCK_N)
-        acc = _summed(acc, p, shrink, v, scales, TYPE, CODE, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, PAIRS, BLOCK_N)
-    return acc, total, top
+        acc = _summed(acc, p, alpha, v, scales, TYPE, STORED, PTX, FOREIGN, TOKENS, GROUPS, ROUNDS, PAIRS, BLOCK_N)
+    return acc, l_i, m_i
 
 
 @triton.jit
-def _hidden(starts_ptr, at, keys, STARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _hidden(starts_ptr, at, seqlen_k, STARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many of a sequence's keys are hidden before the first that is not."""
     hidden = 0
     if STARTS:
-        hidden = tl.minimum(tl.maximum(tl.load(starts_ptr + at), 0), keys)
+        hidden = tl.minimum(tl.maximum(tl.load(starts_ptr + at), 0), seqlen_k)
     return hidden
 
 
@@ -471,7 +471,7 @@ def _hidden(starts_ptr, at, keys, STARTS: tl.constexpr):  # type: ignore[no-unty
 def _decoding_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, lens_ptr, starts_ptr, table_ptr, alibi_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, k_shift_ptr,
     v_shift_ptr, o_ptr, lse_ptr, part_ptr, meta_ptr,
-    scale, softcap, left, tokens, kv_heads, group, page, splits, d_units, dv_units,
+    scale, softcap, left, seqlen_q, kv_heads, group, page, splits, d_units, dv_units,
     stride_qb, stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
     stride_tb, stride_len, stride_start, stride_ab, stride_ah, stride_sink,
     stride_ksp, stride_kst, stride_ksh, stride_vsp, stride_vst, stride_vsh,
@@ -488,10 +488,11 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
 
     Not SPLIT: the result. SPLIT: sums to part_ptr [B, Hk, splits, rows, Dv], their largest score and total to meta_ptr
     [B, Hk, splits, rows, 2]; a split beyond a sequence's keys writes nothing. GROUPS: a cache of 4 bits, where D and Dv
-    (`d_units`, `dv_units`) are the bytes of one group's columns, and BLOCK_D and BLOCK_DV hold those of all groups.
-    PAIRS: values are read as 16 bits. HALF: products are of float16, where q is bfloat16 and codes are exact in both.
+    (`d_units`, `dv_units`) are the bytes of one group, and BLOCK_D and BLOCK_DV hold those of all groups.
+    PAIRS: values are read as 16 bits. HALF: GEMMs are of float16, where q is bfloat16 and quantized values are exact in
+    both.
     """
-    CODE: tl.constexpr = v_ptr.dtype.element_ty
+    STORED: tl.constexpr = v_ptr.dtype.element_ty
     V_ALIGN: tl.constexpr = KV_ALIGN // 2 if PAIRS else KV_ALIGN
     if PAIRS:
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -501,23 +502,23 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     sequence = tl.program_id(2).to(tl.int64)
     # `_joining_kernel`
     pdl_launch_dependents(PDL and SPLIT)
-    keys = tl.load(lens_ptr + sequence * stride_len)
+    seqlen_k = tl.load(lens_ptr + sequence * stride_len)
     begin = split * CHUNK
-    end = tl.minimum(begin + CHUNK, keys)
+    end = tl.minimum(begin + CHUNK, seqlen_k)
     # the keys that any query sees
     first = 0
-    hidden = _hidden(starts_ptr, sequence * stride_start, keys, STARTS)
+    hidden = _hidden(starts_ptr, sequence * stride_start, seqlen_k, STARTS)
     if LEFT:
-        first = tl.maximum(keys - tokens - left, hidden)
+        first = tl.maximum(seqlen_k - seqlen_q - left, hidden)
         begin = tl.maximum(begin, (first // BLOCK_N) * BLOCK_N)
     if SPLIT and begin >= end:
         return
 
     offs_m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    offs_d, mask_d, size_d = _columns(d_units, D_ALIGN, EVEN_D, GROUPS, BLOCK_D)
-    offs_dv, mask_dv, size_dv = _columns(dv_units, DV_ALIGN, EVEN_DV, GROUPS, BLOCK_DV)
-    rows = tokens * group
+    offs_d, mask_d, size_d = _head_dim(d_units, D_ALIGN, EVEN_D, GROUPS, BLOCK_D)
+    offs_dv, mask_dv, size_dv = _head_dim(dv_units, DV_ALIGN, EVEN_DV, GROUPS, BLOCK_DV)
+    rows = seqlen_q * group
     mask_m = offs_m < rows
     token = offs_m // group
     head = kv_head * group + offs_m % group
@@ -541,7 +542,7 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     if HALF:
         q = q + ((exponents << 23).to(tl.float32, bitcast=True),)  # type: ignore[assignment]
     # the last key that a query sees: the last query sees the last
-    upper = keys - tokens + token
+    upper = seqlen_k - seqlen_q + token
     lower = upper
     if LEFT:
         lower = upper - left
@@ -615,14 +616,14 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slope = tl.load(alibi_ptr + sequence * stride_ab + head * stride_ah, mask=mask_m, other=0.0) * LOG2_E
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
         # a key without a value, of the first split alone
         sink = tl.load(sinks_ptr + head * stride_sink, mask=mask_m, other=float("-inf")).to(tl.float32) * LOG2_E
         if not SPLIT:
-            top = sink
-            total = tl.where(sink == float("-inf"), 0.0, 2.0**LIFT if HALF and not TOKENS else 1.0)
+            m_i = sink
+            l_i = tl.where(sink == float("-inf"), 0.0, 2.0**LIFT if HALF and not TOKENS else 1.0)
     zeros = tl.zeros([BLOCK_M, BLOCK_DV // 2 if PAIRS else BLOCK_DV], tl.float32)
     acc = (zeros,)
     if GROUPS > 0:
@@ -636,25 +637,25 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
     # tiles that every query sees in full are [whole, rest)
     whole = begin
     if LEFT:
-        whole = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(keys - 1 - left, hidden), BLOCK_N) * BLOCK_N, begin), end)
-        acc, total, top = _attend(
-            acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp,
+        whole = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(seqlen_k - 1 - left, hidden), BLOCK_N) * BLOCK_N, begin), end)
+        acc, l_i, m_i = _attend(
+            acc, l_i, m_i, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp,
             stride_vt, k_scale, k_shift, v_scale, v_shift, begin, whole, first, end, lower, upper, bytes_d, bytes_dv,
             scale, softcap, slope, True, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS,
-            GROUPS, ROUNDS, PAIRS, HALF, AHEAD, CODE, BLOCK_N,
+            GROUPS, ROUNDS, PAIRS, HALF, AHEAD, STORED, BLOCK_N,
         )  # fmt: skip
-    rest = whole + tl.maximum(tl.minimum(end, keys - tokens + 1) - whole, 0) // BLOCK_N * BLOCK_N
-    acc, total, top = _attend(
-        acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
+    rest = whole + tl.maximum(tl.minimum(end, seqlen_k - seqlen_q + 1) - whole, 0) // BLOCK_N * BLOCK_N
+    acc, l_i, m_i = _attend(
+        acc, l_i, m_i, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
         k_scale, k_shift, v_scale, v_shift, whole, rest, first, end, lower, upper, bytes_d, bytes_dv,
         scale, softcap, slope, False, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS, GROUPS,
-        ROUNDS, PAIRS, HALF, AHEAD, CODE, BLOCK_N,
+        ROUNDS, PAIRS, HALF, AHEAD, STORED, BLOCK_N,
     )  # fmt: skip
-    acc, total, top = _attend(
-        acc, total, top, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
+    acc, l_i, m_i = _attend(
+        acc, l_i, m_i, q, k_ptr, v_ptr, table_ptr, page, k_tile, v_tile, stride_kp, stride_kt, stride_vp, stride_vt,
         k_scale, k_shift, v_scale, v_shift, rest, end, first, end, lower, upper, bytes_d, bytes_dv,
         scale, softcap, slope, True, PAGED, WHOLE, LEFT, SOFTCAP, ALIBI, EVEN_D, EVEN_DV, PTX, FOREIGN, TOKENS, GROUPS,
-        ROUNDS, PAIRS, HALF, AHEAD, CODE, BLOCK_N,
+        ROUNDS, PAIRS, HALF, AHEAD, STORED, BLOCK_N,
     )  # fmt: skip
     low = acc[0]
     high = acc[0]
@@ -667,7 +668,7 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
         high = acc[1]
     if HALF and not TOKENS:
         low *= 2.0**-LIFT
-        total *= 2.0**-LIFT
+        l_i *= 2.0**-LIFT
     if SCALED:
         low *= tl.load(v_scale_ptr)
     if GROUPS > 0:
@@ -683,14 +684,14 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
         tl.store(part, low, mask=mask)
         if GROUPS > 0:
             tl.store(part + size_dv, high, mask=mask)
-        tl.store(meta_ptr + at * 2, top, mask=mask_m)
-        tl.store(meta_ptr + at * 2 + 1, total, mask=mask_m)
+        tl.store(meta_ptr + at * 2, m_i, mask=mask_m)
+        tl.store(meta_ptr + at * 2 + 1, l_i, mask=mask_m)
     else:
-        at = (sequence * tokens + token) * (kv_heads * group) + head
+        at = (sequence * seqlen_q + token) * (kv_heads * group) + head
         if LSE:
-            lse_at = (sequence * (kv_heads * group) + head) * tokens + token
-            tl.store(lse_ptr + lse_at, (top + tl.log2(total)) * LN_2, mask=mask_m)
-        share = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+            lse_at = (sequence * (kv_heads * group) + head) * seqlen_q + token
+            tl.store(lse_ptr + lse_at, (m_i + tl.log2(l_i)) * LN_2, mask=mask_m)
+        share = (1.0 / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
         out = o_ptr + at[:, None] * Dv + offs_dv[None, :]
         tl.store(out, (low * share).to(o_ptr.dtype.element_ty), mask=mask)
         if GROUPS > 0:
@@ -700,7 +701,7 @@ def _decoding_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=SIZES)
 def _joining_kernel(  # type: ignore[no-untyped-def]
     part_ptr, meta_ptr, lens_ptr, starts_ptr, sinks_ptr, o_ptr, lse_ptr,
-    left, tokens, kv_heads, group, splits, dv_units, stride_len, stride_start, stride_sink,
+    left, seqlen_q, kv_heads, group, splits, dv_units, stride_len, stride_start, stride_sink,
     LEFT: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, DV_ALIGN: tl.constexpr,
     PDL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -709,26 +710,26 @@ def _joining_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     sequence = tl.program_id(2).to(tl.int64)
-    rows = tokens * group
+    rows = seqlen_q * group
     token = row // group
     head = kv_head * group + row % group
-    keys = tl.load(lens_ptr + sequence * stride_len)
+    seqlen_k = tl.load(lens_ptr + sequence * stride_len)
     first = 0
     if LEFT:
-        hidden = _hidden(starts_ptr, sequence * stride_start, keys, STARTS)
-        first = tl.maximum(keys - tokens - left, hidden) // BLOCK_N * BLOCK_N // CHUNK
+        hidden = _hidden(starts_ptr, sequence * stride_start, seqlen_k, STARTS)
+        first = tl.maximum(seqlen_k - seqlen_q - left, hidden) // BLOCK_N * BLOCK_N // CHUNK
     Dv = dv_units * DV_ALIGN
     offs_dv = tl.arange(0, BLOCK_DV)
     mask_dv = offs_dv < Dv
     offs_s = tl.arange(0, BLOCK_S)
-    top = float("-inf")
-    total = 0.0
+    m_i = float("-inf")
+    l_i = 0.0
     if SINKS:
-        top = tl.load(sinks_ptr + head * stride_sink).to(tl.float32) * LOG2_E
-        total = tl.where(top == float("-inf"), 0.0, 1.0)
+        m_i = tl.load(sinks_ptr + head * stride_sink).to(tl.float32) * LOG2_E
+        l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([BLOCK_DV], tl.float32)
     base_at = (sequence * kv_heads + kv_head) * splits
-    last = tl.cdiv(keys, CHUNK)
+    last = tl.cdiv(seqlen_k, CHUNK)
     # from multiples of BLOCK_S on, so that what is added to what does not depend on how many there are
     for start in range(first // BLOCK_S * BLOCK_S, last, BLOCK_S):
         split = start + offs_s
@@ -739,17 +740,17 @@ def _joining_kernel(  # type: ignore[no-untyped-def]
         part = tl.load(
             part_ptr + at[:, None] * Dv + offs_dv[None, :], mask=inside[:, None] & mask_dv[None, :], other=0.0
         )
-        top_now = tl.maximum(top, tl.max(other, 0))
+        m_new = tl.maximum(m_i, tl.max(other, 0))
         # a row that has seen nothing yet: −inf − −inf would be NaN
-        base = tl.where(top_now == float("-inf"), 0.0, top_now)
-        shrink = tl.exp2(top - base)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m_i - base)
         weight = tl.exp2(other - base)
-        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
-        total = total * shrink + tl.sum(more * weight, 0)
-        top = top_now
+        acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+        l_i = l_i * alpha + tl.sum(more * weight, 0)
+        m_i = m_new
     if LSE:
-        at_lse = (sequence * (kv_heads * group) + head) * tokens + token
-        tl.store(lse_ptr + at_lse, (top + tl.log2(total)) * LN_2)
-    out = ((sequence * tokens + token) * (kv_heads * group) + head) * Dv
-    acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))
+        at_lse = (sequence * (kv_heads * group) + head) * seqlen_q + token
+        tl.store(lse_ptr + at_lse, (m_i + tl.log2(l_i)) * LN_2)
+    out = ((sequence * seqlen_q + token) * (kv_heads * group) + head) * Dv
+    acc = acc * (1.0 / tl.where(l_i == 0.0, 1.0, l_i))
     tl.store(o_ptr + out + offs_dv, acc.to(o_ptr.dtype.element_ty), mask=mask_dv)

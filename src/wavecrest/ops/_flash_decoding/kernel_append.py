@@ -5,13 +5,13 @@ from __future__ import annotations
 from wavecrest.ops.common.quantized import whole_numbers
 from wavecrest.ops.common.triton import tl, triton
 
-# how columns are paired
+# which elements are a rotary pair
 NONE, NEOX, GPTJ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 STYLES = {"none": 0, "neox": 1, "gptj": 2}
 
 # values that do not make a kernel anew when they change
 SIZES = [
-    "tokens", "writers", "heads", "page", "capacity", "table_rows", "half", "size_q", "size_k", "size_v",
+    "seqlen_q", "writers", "heads", "page", "capacity", "table_rows", "half", "size_q", "size_k", "size_v",
     "stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt", "stride_vh",
     "stride_kcp", "stride_kct", "stride_kch", "stride_vcp", "stride_vct", "stride_vch",
     "stride_tb", "stride_len", "stride_cos", "stride_sin",
@@ -21,8 +21,8 @@ SIZES = [
 
 
 @triton.jit
-def _columns_of(ptr, cols, mask, cos_ptr, sin_ptr, known, half, STYLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns of a row in float32, turned and rounded as `rope` does; NaN for a place that the tables do not have."""
+def _turned(ptr, cols, mask, cos_ptr, sin_ptr, known, half, STYLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Elements of a row in float32, turned and rounded as `rope` does; NaN for a place that the tables do not have."""
     x = tl.load(ptr + cols, mask=mask, other=0.0)
     y = x.to(tl.float32)
     if STYLE != NONE:
@@ -45,13 +45,13 @@ def _columns_of(ptr, cols, mask, cos_ptr, sin_ptr, known, half, STYLE: tl.conste
 
 @triton.jit
 def _not_zero(scale):  # type: ignore[no-untyped-def]
-    """What to divide by: codes of a scale of 0 are 0."""
+    """The divisor for a scale: 1 for a scale of 0, whose quantized values are 0."""
     return tl.where(scale == 0.0, 1.0, scale)
 
 
 @triton.jit
-def _codes(x, shift, scale):  # type: ignore[no-untyped-def]
-    """Codes from 0 to 15 as `quantize_cache` rounds them; 0 for NaN."""
+def _rounded_4_bits(x, shift, scale):  # type: ignore[no-untyped-def]
+    """Values from 0 to 15, rounded as by `quantize_cache`; 0 for NaN."""
     steps = tl.div_rn(x - shift, tl.broadcast_to(_not_zero(scale), x.shape))
     steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, 0.0), 15.0), 0.0)
     return whole_numbers(steps, 1.0).to(tl.uint8, bitcast=True)
@@ -63,15 +63,15 @@ def _write(  # type: ignore[no-untyped-def]
     STYLE: tl.constexpr, SCALED: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row of one head to its place, in the cache's type; `size`: its columns or, of 4 bits, bytes of a group."""
+    """A row of one head to its place, in the cache's type; `size`: its elements or, in 4 bits, the bytes of a group."""
     TYPE: tl.constexpr = cache_ptr.dtype.element_ty
     if GROUPS > 0:
         group = tl.arange(0, GROUPS)
         byte = tl.arange(0, BLOCK // GROUPS)
         mask = (group >= 0)[:, None] & (byte < size)[None, :]
         cols = (group * 2 * size)[:, None] + byte[None, :]
-        low = _columns_of(x_ptr, cols, mask, cos_ptr, sin_ptr, known, half, STYLE)
-        high = _columns_of(x_ptr, cols + size, mask, cos_ptr, sin_ptr, known, half, STYLE)
+        low = _turned(x_ptr, cols, mask, cos_ptr, sin_ptr, known, half, STYLE)
+        high = _turned(x_ptr, cols + size, mask, cos_ptr, sin_ptr, known, half, STYLE)
         least = tl.min(tl.where(mask, tl.minimum(low, high), float("inf")), 1)
         most = tl.max(tl.where(mask, tl.maximum(low, high), float("-inf")), 1)
         # a minimum may lose a NaN; the difference with it is one too
@@ -83,12 +83,12 @@ def _write(  # type: ignore[no-untyped-def]
         tl.store(shift_ptr + group, shift)
         scale = scale.to(tl.float32)[:, None]
         shift = shift.to(tl.float32)[:, None]
-        codes = _codes(low, shift, scale) | (_codes(high, shift, scale) << 4)
-        tl.store(cache_ptr + (group * size)[:, None] + byte[None, :], codes, mask=mask)
+        quantized = _rounded_4_bits(low, shift, scale) | (_rounded_4_bits(high, shift, scale) << 4)
+        tl.store(cache_ptr + (group * size)[:, None] + byte[None, :], quantized, mask=mask)
     else:
         offs = tl.arange(0, BLOCK)
         mask = offs < size
-        x = _columns_of(x_ptr, offs, mask, cos_ptr, sin_ptr, known, half, STYLE)
+        x = _turned(x_ptr, offs, mask, cos_ptr, sin_ptr, known, half, STYLE)
         if SCALED or TOKENS:
             if TOKENS:
                 peak = tl.max(tl.where(mask, tl.abs(x), 0.0), 0)
@@ -111,7 +111,7 @@ def _write(  # type: ignore[no-untyped-def]
 def _append_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, lens_ptr, table_ptr, cos_ptr, sin_ptr,
     k_scale_ptr, v_scale_ptr, k_shift_ptr, v_shift_ptr, turned_ptr,
-    tokens, writers, heads, page, capacity, table_rows, half, size_q, size_k, size_v,
+    seqlen_q, writers, heads, page, capacity, table_rows, half, size_q, size_k, size_v,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_kcp, stride_kct, stride_kch, stride_vcp, stride_vct, stride_vch,
     stride_tb, stride_len, stride_cos, stride_sin,
@@ -122,10 +122,10 @@ def _append_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One token and head: of the first `writers` heads a key and a value to the caches, of those after them a query."""
     row = tl.program_id(0)
-    sequence = (row // tokens).to(tl.int64)
-    token = row % tokens
+    sequence = (row // seqlen_q).to(tl.int64)
+    token = row % seqlen_q
     head = tl.program_id(1).to(tl.int64)
-    place = tl.load(lens_ptr + sequence * stride_len) - tokens + token
+    place = tl.load(lens_ptr + sequence * stride_len) - seqlen_q + token
     known = (place >= 0) & (place < table_rows)
     cos_ptr += place.to(tl.int64) * stride_cos
     sin_ptr += place.to(tl.int64) * stride_sin
@@ -155,6 +155,6 @@ def _append_kernel(  # type: ignore[no-untyped-def]
         offs = tl.arange(0, BLOCK_Q)
         mask = offs < size_q
         q_row = q_ptr + sequence * stride_qb + token * stride_qt + head * stride_qh
-        q = _columns_of(q_row, offs, mask, cos_ptr, sin_ptr, known, half, STYLE)
+        q = _turned(q_row, offs, mask, cos_ptr, sin_ptr, known, half, STYLE)
         out = turned_ptr + (row.to(tl.int64) * heads + head) * size_q + offs
         tl.store(out, q.to(turned_ptr.dtype.element_ty), mask=mask)

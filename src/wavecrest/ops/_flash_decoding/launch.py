@@ -1,4 +1,4 @@
-"""Decoding's launches: the splits of the keys, and what puts them together."""
+"""Decoding's launches: the append, the splits of the keys, and the kernel that joins them; and their binding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
+import wavecrest.ops.common.pdl as _pdl
 import wavecrest.ops.common.target as _target
 import wavecrest.ops.common.triton as _triton
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
-from wavecrest.ops._flash_decoding.call import Operands
+from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 from wavecrest.ops._flash_decoding.kernel import _decoding_kernel, _joining_kernel
 from wavecrest.ops._flash_decoding.kernel_append import STYLES, _append_kernel
 from wavecrest.ops.common.quantized import LARGEST
@@ -23,15 +24,16 @@ from wavecrest.ops.common.quantized import LARGEST
 # matrix units take no fewer
 LEAST_BLOCK = 16
 TENSORS = 16
-JOINED_TENSORS = 7
-PREPARED_TENSORS = 14
+JOIN_TENSORS = 7
+APPEND_TENSORS = 14
 # splits that are put together at a time
 JOINED = 16
 
 
 class Plan(NamedTuple):
-    """What runs: what is turned and written before; the launch over keys; where they are split the shape of its sums,
-    and the launch after.
+    """The launches of a call: the append, or None; the one over keys; where those are split, the join, or None.
+
+    `parts`: the shape of the splits' sums without head_dim.
     """
 
     before: _launcher.Launch | None
@@ -40,21 +42,15 @@ class Plan(NamedTuple):
     second: _launcher.Launch | None
 
 
-def _overlaps(arch: Arch | None) -> bool:
-    """True where a kernel may start before the one in front of it has ended."""
-    nvidia = arch is not None and arch.vendor == "nvidia" and arch.name != "sm_80" and not _triton.interpreted
-    return nvidia and not torch.compiler.is_compiling()
-
-
 def _assembles(arch: Arch | None) -> bool:
     """True where the kernel's NVIDIA assembly is what runs it."""
     return arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
 
 
-def _foreign(given: Operands, arch: Arch | None) -> bool:
+def _foreign(call: FlashDecodingCall, arch: Arch | None) -> bool:
     """True where the cache holds e4m3fn and no instruction that triton 3.6 makes takes it."""
     native = arch is not None and (arch.vendor == "nvidia" or arch.name == "gfx950")
-    return given.k_cache.dtype == torch.float8_e4m3fn and not native
+    return call.k_cache.dtype == torch.float8_e4m3fn and not native
 
 
 def _rounds(arch: Arch | None) -> bool:
@@ -67,9 +63,9 @@ def _is_nvidia(arch: Arch | None) -> bool:
     return arch is None or arch.vendor == "nvidia"
 
 
-def _narrow(given: Operands, arch: Arch | None) -> bool:
-    """True where codes of 8 bits, or of 4 with a scale a token, meet NVIDIA's matrix units, or the interpreter's."""
-    return _is_nvidia(arch) and given.k_cache.element_size() == 1 and given.q.element_size() == 2 and given.groups < 2
+def _narrow(call: FlashDecodingCall, arch: Arch | None) -> bool:
+    """True for a cache of 8 bits, or of 4 with one scale a token, on NVIDIA's matrix units or in the interpreter."""
+    return _is_nvidia(arch) and call.k_cache.element_size() == 1 and call.q.element_size() == 2 and call.groups < 2
 
 
 def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
@@ -87,59 +83,81 @@ def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
     return (0, 0, *_strides(scale, 1))
 
 
-def _tensors(given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor) -> tuple[Tensor, ...]:
-    q = given.q
-    some = (
-        given.seq_starts, given.block_table, given.alibi_slopes, given.sinks, given.k_scale, given.v_scale,
-        given.k_shift, given.v_shift,
-    )  # fmt: skip
+def _tensors(
+    call: FlashDecodingCall, q: Tensor, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The tensors of the kernel over keys, and of the one that joins splits; `q`: turned, where it is.
+
+    q, which is not read through them, stands in the place of an absent one.
+    """
+    starts = q if call.seq_starts is None else call.seq_starts
+    sinks = q if call.sinks is None else call.sinks
+    logarithms = q if lse is None else lse
+    first = (
+        q,
+        call.k_cache,
+        call.v_cache,
+        call.seq_lens,
+        starts,
+        q if call.block_table is None else call.block_table,
+        q if call.alibi_slopes is None else call.alibi_slopes,
+        sinks,
+        q if call.k_scale is None else call.k_scale,
+        q if call.v_scale is None else call.v_scale,
+        q if call.k_shift is None else call.k_shift,
+        q if call.v_shift is None else call.v_shift,
+        o,
+        logarithms,
+        parts,
+        meta,
+    )
+    return first, (parts, meta, call.seq_lens, starts, sinks, o, logarithms)
+
+
+def _append_tensors(call: FlashDecodingCall, turned: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of the append; q, which is not read through them, in the place of an absent one."""
+    q = call.q
     return (
-        q, given.k_cache, given.v_cache, given.seq_lens, *(q if one is None else one for one in some),
-        o, q if lse is None else lse, parts, meta,
-    )  # fmt: skip
+        q,
+        q if call.k is None else call.k,
+        q if call.v is None else call.v,
+        call.k_cache,
+        call.v_cache,
+        call.seq_lens,
+        q if call.block_table is None else call.block_table,
+        q if call.cos is None else call.cos,
+        q if call.sin is None else call.sin,
+        q if call.k_scale is None else call.k_scale,
+        q if call.v_scale is None else call.v_scale,
+        q if call.k_shift is None else call.k_shift,
+        q if call.v_shift is None else call.v_shift,
+        turned,
+    )
 
 
-def _joined_tensors(given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor) -> tuple[Tensor, ...]:
-    q = given.q
-    starts, sinks = (q if one is None else one for one in (given.seq_starts, given.sinks))
-    return parts, meta, given.seq_lens, starts, sinks, o, q if lse is None else lse
-
-
-def _prepared_tensors(given: Operands, turned: Tensor) -> tuple[Tensor, ...]:
-    q = given.q
-    some = (given.k, given.v)
-    more = (
-        given.block_table, given.cos, given.sin, given.k_scale, given.v_scale, given.k_shift, given.v_shift,
-    )  # fmt: skip
-    return (
-        q, *(q if one is None else one for one in some), given.k_cache, given.v_cache, given.seq_lens,
-        *(q if one is None else one for one in more), turned,
-    )  # fmt: skip
-
-
-def preparation(given: Operands, turned: Tensor) -> _launcher.Launch:
+def append(call: FlashDecodingCall, turned: Tensor) -> _launcher.Launch:
     """The launch that turns queries and writes new keys and values: a program a token and head."""
-    writers = 0 if given.k is None else given.kv_heads
-    groups = max(1, given.groups)
-    size_k, size_v = given.k_cache.shape[3] // groups, given.v_cache.shape[3] // groups
-    tables = (given.cos, given.sin)
+    writers = 0 if call.k is None else call.kv_heads
+    groups = max(1, call.groups)
+    size_k, size_v = call.k_cache.shape[3] // groups, call.v_cache.shape[3] // groups
+    tables = (call.cos, call.sin)
     return _launcher.Launch(
         _append_kernel,
-        (given.batch * given.tokens, writers + (0 if given.cos is None else given.heads)),
+        (call.batch * call.seqlen_q, writers + (0 if call.cos is None else call.heads)),
         (
-            *_prepared_tensors(given, turned), given.tokens, writers, given.heads, given.page, given.capacity,
-            0 if given.cos is None else given.cos.shape[0], 0 if given.cos is None else given.cos.shape[1],
-            given.columns, size_k, size_v, *_strides(given.q, 3), *_strides(given.k, 3), *_strides(given.v, 3),
-            *_strides(given.k_cache, 3), *_strides(given.v_cache, 3),
-            0 if given.block_table is None else given.block_table.stride(0), given.seq_lens.stride(0),
-            *(0 if table is None else table.stride(0) for table in tables), *_scale_strides(given.k_scale),
-            *_scale_strides(given.v_scale), *_scale_strides(given.k_shift), *_scale_strides(given.v_shift),
+            *_append_tensors(call, turned), call.seqlen_q, writers, call.heads, call.page, call.capacity,
+            0 if call.cos is None else call.cos.shape[0], 0 if call.cos is None else call.cos.shape[1],
+            call.head_dim, size_k, size_v, *_strides(call.q, 3), *_strides(call.k, 3), *_strides(call.v, 3),
+            *_strides(call.k_cache, 3), *_strides(call.v_cache, 3),
+            0 if call.block_table is None else call.block_table.stride(0), call.seq_lens.stride(0),
+            *(0 if table is None else table.stride(0) for table in tables), *_scale_strides(call.k_scale),
+            *_scale_strides(call.v_scale), *_scale_strides(call.k_shift), *_scale_strides(call.v_shift),
         ),
         {
-            "APPEND": given.k is not None, "STYLE": STYLES[given.style], "PAGED": given.block_table is not None,
-            "SCALED": given.k_scale is not None and not given.by_token, "TOKENS": given.by_token,
-            "GROUPS": given.groups, "LARGEST": LARGEST.get(given.k_cache.dtype, 0.0),
-            "BLOCK_Q": _layout.power_of_two(given.columns), "BLOCK_K": _layout.power_of_two(size_k) * groups,
+            "APPEND": call.k is not None, "STYLE": STYLES[call.style], "PAGED": call.block_table is not None,
+            "SCALED": call.k_scale is not None and not call.by_token, "TOKENS": call.by_token,
+            "GROUPS": call.groups, "LARGEST": LARGEST.get(call.k_cache.dtype, 0.0),
+            "BLOCK_Q": _layout.power_of_two(call.head_dim), "BLOCK_K": _layout.power_of_two(size_k) * groups,
             "BLOCK_V": _layout.power_of_two(size_v) * groups,
         },
         Config(num_warps=1),
@@ -147,62 +165,68 @@ def preparation(given: Operands, turned: Tensor) -> _launcher.Launch:
 
 
 def plan(
-    given: Operands, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor, config: Config, arch: Arch | None,
+    call: FlashDecodingCall,
+    o: Tensor,
+    lse: Tensor | None,
+    parts: Tensor,
+    meta: Tensor,
+    config: Config,
+    arch: Arch | None,
     even: bool = True,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The launches of a call; parts and meta are memory for the sums of splits, `even`: v begins at an even byte.
 
     Where queries are turned they are read from memory [B, T, Hq, D] without gaps.
     """
-    before = preparation(given, given.q) if given.prepares else None
-    if given.cos is not None:
-        given = given._replace(q=torch.empty(given.q.shape, dtype=given.q.dtype, device="meta"))
+    before = append(call, call.q) if call.prepares else None
+    if call.cos is not None:
+        call = call._replace(q=torch.empty(call.q.shape, dtype=call.q.dtype, device="meta"))
     chunk, keys = config["CHUNK"], config["BLOCK_N"]
     if chunk % keys != 0:
         raise InvalidArgument(f"flash_decoding: a CHUNK of {chunk} keys is no multiple of a BLOCK_N of {keys}")
-    splits = max(1, _layout.ceil_div(given.capacity, chunk))
-    rows, width, out = given.tokens * given.group, given.columns, given.v_columns
-    q_strides, k_strides, v_strides = (_strides(one, 3) for one in (given.q, given.k_cache, given.v_cache))
+    splits = max(1, _layout.ceil_div(call.capacity, chunk))
+    first_tensors, join_tensors = _tensors(call, call.q, o, lse, parts, meta)
+    rows, width, out = call.seqlen_q * call.group, call.head_dim, call.head_dim_v
+    q_strides, k_strides, v_strides = (_strides(one, 3) for one in (call.q, call.k_cache, call.v_cache))
     q_align, kv_align = _layout.alignment(0, q_strides), _layout.alignment(0, k_strides, v_strides)
     # of 4 bits, the bytes of a group, and a power of two of them for each group
-    groups = max(1, given.groups)
-    size_d, size_dv = (width // (2 * groups), out // (2 * groups)) if given.four_bits else (width, out)
+    groups = max(1, call.groups)
+    size_d, size_dv = (width // (2 * groups), out // (2 * groups)) if call.four_bits else (width, out)
     d_align, dv_align = _layout.alignment(size_d), _layout.alignment(size_dv)
     block_d = max(LEAST_BLOCK, _layout.power_of_two(size_d) * groups)
     block_dv = max(LEAST_BLOCK, _layout.power_of_two(size_dv) * groups)
-    paged = given.block_table is not None
+    paged = call.block_table is not None
     # all keys are seen by a window as large as the cache; differences with it then fit into 32 bits
-    left = given.capacity if given.window < 0 else min(given.window, given.capacity)
-    overlaps, narrow, nvidia = _overlaps(arch), _narrow(given, arch), _is_nvidia(arch)
+    left = call.capacity if call.window < 0 else min(call.window, call.capacity)
+    overlaps, narrow, nvidia = _pdl.overlaps(arch), _narrow(call, arch), _is_nvidia(arch)
     # how far a tile reaches, in elements
     reach = max(k_strides[1], v_strides[1]) * keys + max(block_d, block_dv)
     constants = {
-        "LEFT": given.window >= 0 or given.seq_starts is not None, "STARTS": given.seq_starts is not None,
-        "SINKS": given.sinks is not None, "LSE": given.return_lse, "PDL": overlaps,
+        "LEFT": call.window >= 0 or call.seq_starts is not None, "STARTS": call.seq_starts is not None,
+        "SINKS": call.sinks is not None, "LSE": call.return_lse, "PDL": overlaps,
     }  # fmt: skip
     first = _launcher.Launch(
         _decoding_kernel,
-        (splits * _layout.ceil_div(rows, config["BLOCK_M"]), given.kv_heads, given.batch),
+        (splits * _layout.ceil_div(rows, config["BLOCK_M"]), call.kv_heads, call.batch),
         (
-            *_tensors(given, o, lse, parts, meta), float(given.scale), float(given.softcap), left, given.tokens,
-            given.kv_heads, given.group, given.page, splits, size_d // d_align, size_dv // dv_align,
+            *first_tensors, float(call.scale), float(call.softcap), left, call.seqlen_q,
+            call.kv_heads, call.group, call.page, splits, size_d // d_align, size_dv // dv_align,
             *(stride // q_align for stride in q_strides), *(stride // kv_align for stride in (*k_strides, *v_strides)),
-            0 if given.block_table is None else given.block_table.stride(0), given.seq_lens.stride(0),
-            *_strides(given.seq_starts, 1), *_strides(given.alibi_slopes, 2), *_strides(given.sinks, 1),
-            *_scale_strides(given.k_scale), *_scale_strides(given.v_scale), *_scale_strides(given.k_shift),
-            *_scale_strides(given.v_shift),
+            0 if call.block_table is None else call.block_table.stride(0), call.seq_lens.stride(0),
+            *_strides(call.seq_starts, 1), *_strides(call.alibi_slopes, 2), *_strides(call.sinks, 1),
+            *_scale_strides(call.k_scale), *_scale_strides(call.v_scale), *_scale_strides(call.k_shift),
+            *_scale_strides(call.v_shift),
         ),
         {
-            **constants, "PAGED": paged, "WHOLE": paged and given.page % keys == 0, "SOFTCAP": given.softcap > 0,
-            "ALIBI": given.alibi_slopes is not None, "SPLIT": splits > 1,
-            "SCALED": given.k_scale is not None and not given.by_token, "TOKENS": given.by_token,
-            "GROUPS": given.groups, "Q_ALIGN": q_align, "KV_ALIGN": kv_align, "D_ALIGN": d_align, "DV_ALIGN": dv_align,
-            
+            **constants, "PAGED": paged, "WHOLE": paged and call.page % keys == 0, "SOFTCAP": call.softcap > 0,
+            "ALIBI": call.alibi_slopes is not None, "SPLIT": splits > 1,
+            "SCALED": call.k_scale is not None and not call.by_token, "TOKENS": call.by_token,
+            "GROUPS": call.groups, "Q_ALIGN": q_align, "KV_ALIGN": kv_align, "D_ALIGN": d_align, "DV_ALIGN": dv_align,
             "EVEN_D": size_d * groups == block_d, "EVEN_DV": size_dv * groups == block_dv,
             "WIDE": reach >= 2**31, "PTX": _assembles(arch),
-            "FOREIGN": _foreign(given, arch), "ROUNDS": _rounds(arch),
+            "FOREIGN": _foreign(call, arch), "ROUNDS": _rounds(arch),
             "PAIRS": narrow and even and block_dv >= 2 * LEAST_BLOCK and kv_align % 2 == 0 and size_dv % 2 == 0,
-            "HALF": narrow and given.q.dtype == torch.bfloat16, "AHEAD": nvidia and given.by_token and given.groups < 2,
+            "HALF": narrow and call.q.dtype == torch.bfloat16, "AHEAD": nvidia and call.by_token and call.groups < 2,
             "BLOCK_D": block_d, "BLOCK_DV": block_dv,
         },
         config,
@@ -212,10 +236,10 @@ def plan(
     out_align = _layout.alignment(out)
     second = _launcher.Launch(
         _joining_kernel,
-        (rows, given.kv_heads, given.batch),
+        (rows, call.kv_heads, call.batch),
         (
-            *_joined_tensors(given, o, lse, parts, meta), left, given.tokens, given.kv_heads, given.group, splits,
-            out // out_align, given.seq_lens.stride(0), *_strides(given.seq_starts, 1), *_strides(given.sinks, 1),
+            *join_tensors, left, call.seqlen_q, call.kv_heads, call.group, splits,
+            out // out_align, call.seq_lens.stride(0), *_strides(call.seq_starts, 1), *_strides(call.sinks, 1),
         ),
         {
             **constants, "CHUNK": chunk, "BLOCK_N": keys, "BLOCK_S": JOINED, "DV_ALIGN": out_align,
@@ -223,58 +247,64 @@ def plan(
         },
         Config(num_warps=4, **({"launch_pdl": 1} if overlaps else {})),
     )  # fmt: skip
-    return Plan(before, first, (given.batch, given.kv_heads, splits, rows), second)
+    return Plan(before, first, (call.batch, call.kv_heads, splits, rows), second)
 
 
-def bind(given: Operands, config: Config, even: bool | None = None) -> Callable[..., Any]:
-    """The function for all calls with arguments like these; `even` as in `plan`, None: as it is here."""
-    device, shape, dtype = given.q.device, given.shape, given.q.dtype
+def bind(
+    call: FlashDecodingCall, config: Config, even: bool | None = None
+) -> Callable[[FlashDecodingCall], Tensor | tuple[Tensor, Tensor]]:
+    """The function that launches the kernels for calls with the signature of this one; `even` as in `plan`, None: as
+    v begins in this call.
+    """
+    device, shape, dtype = call.q.device, call.shape, call.q.dtype
     # inductor copies what does not begin as it did when it compiled, and Dynamo has no begin of a view
-    even = (torch.compiler.is_compiling() or given.v_cache.data_ptr() % 2 == 0) if even is None else even
+    even = (torch.compiler.is_compiling() or call.v_cache.data_ptr() % 2 == 0) if even is None else even
     nothing = torch.empty(0, dtype=dtype, device=device)
     sums = torch.empty(0, dtype=torch.float32, device=device)
-    made = plan(given, nothing, sums if given.return_lse else None, sums, sums, config, _target.arch(), even)
+    made = plan(call, nothing, sums if call.return_lse else None, sums, sums, config, _target.arch(), even)
     start, numbers = _launcher.starter(made.first, device), made.first.args[TENSORS:]
     prepare = None if made.before is None else _launcher.starter(made.before, device)
-    prepare_numbers = () if made.before is None else made.before.args[PREPARED_TENSORS:]
+    prepare_numbers = () if made.before is None else made.before.args[APPEND_TENSORS:]
     join = None if made.second is None else _launcher.starter(made.second, device)
-    join_numbers = () if made.second is None else made.second.args[JOINED_TENSORS:]
-    parts_shape, out, q_shape = made.parts, given.v_columns, given.q.shape
-    lse_shape = (given.batch, given.heads, given.tokens)
+    join_numbers = () if made.second is None else made.second.args[JOIN_TENSORS:]
+    parts_shape, out, q_shape, turns = made.parts, call.head_dim_v, call.q.shape, call.cos is not None
+    lse_shape = (call.batch, call.heads, call.seqlen_q) if call.return_lse else None
     paired = made.first.constants["PAIRS"] and not torch.compiler.is_compiling()
-    single: Callable[..., Any] | None = None
+    single: Callable[[FlashDecodingCall], Any] | None = None
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def run(call: FlashDecodingCall) -> Tensor | tuple[Tensor, Tensor]:
         nonlocal single
-        now = Operands(*args, **kwargs)
-        if paired and now.v_cache.data_ptr() % 2 != 0:
-            single = bind(now, config, False) if single is None else single
-            return single(*args, **kwargs)
+        q = call.q
+        if paired and call.v_cache.data_ptr() % 2 != 0:
+            single = bind(call, config, False) if single is None else single
+            result: Tensor | tuple[Tensor, Tensor] = single(call)
+            return result
         o = torch.empty(shape, dtype=dtype, device=device)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=device) if now.return_lse else None
+        lse = None if lse_shape is None else torch.empty(lse_shape, dtype=torch.float32, device=device)
         # not the result: a torch.compile that takes every tensor for written would lose it
-        parts = meta = now.q
+        parts = meta = q
         if parts_shape is not None:
             parts = torch.empty((*parts_shape, out), dtype=torch.float32, device=device)
             meta = torch.empty((*parts_shape, 2), dtype=torch.float32, device=device)
         if o.numel() > 0:
             if prepare is not None:
-                turned = now.q if now.cos is None else torch.empty(q_shape, dtype=dtype, device=device)
-                prepare(*_prepared_tensors(now, turned), *prepare_numbers)
-                now = now._replace(q=turned)
-            start(*_tensors(now, o, lse, parts, meta), *numbers)
+                turned = torch.empty(q_shape, dtype=dtype, device=device) if turns else q
+                prepare(*_append_tensors(call, turned), *prepare_numbers)
+                q = turned
+            first, joined = _tensors(call, q, o, lse, parts, meta)
+            start(*first, *numbers)
             if join is not None:
-                join(*_joined_tensors(now, o, lse, parts, meta), *join_numbers)
-        return (o, lse) if now.return_lse else o
+                join(*joined, *join_numbers)
+        return o if lse is None else (o, lse)
 
-    return call
+    return run
 
 
-def described(given: Operands, config: Config, arch: Arch | None) -> list[_launcher.Launch]:
+def launches(call: FlashDecodingCall, config: Config, arch: Arch | None) -> list[_launcher.Launch]:
     """The launches of a call, without memory for what they write."""
-    if given.batch == 0:
+    if call.batch == 0:
         return []
-    o = torch.empty(0, dtype=given.q.dtype, device="meta")
+    o = torch.empty(0, dtype=call.q.dtype, device="meta")
     sums = torch.empty(0, dtype=torch.float32, device="meta")
-    made = plan(given, o, sums if given.return_lse else None, sums, sums, config, arch)
+    made = plan(call, o, sums if call.return_lse else None, sums, sums, config, arch)
     return [launch for launch in (made.before, made.first, made.second) if launch is not None]

@@ -1,4 +1,4 @@
-"""The arguments of a product: what they may be, and what follows from their shapes."""
+"""A call of gemm: its arguments, what follows from their shapes, and their checks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 import wavecrest.ops.common.layout as _layout
+from wavecrest.dispatch.keys import needs_grad
 from wavecrest.errors import InvalidArgument
 from wavecrest.ops.common.activation import ACTIVATIONS
 from wavecrest.ops.common.quantized import LARGEST
+from wavecrest.ops.packed import PackedWeight
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FLOAT8 = tuple(dtype for dtype in LARGEST if dtype.is_floating_point)
@@ -21,7 +23,7 @@ GATED = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "g
 # rows or columns of a block that shares a scale
 SCALE_BLOCK = 128
 GROUPS = (32, 64, 128)
-# columns of K that a 4-bit weight is padded to (see `wavecrest.ops.packed`)
+# K of a 4-bit weight is padded to a multiple of this (see `wavecrest.ops.packed`)
 INT4_UNIT = 64
 
 
@@ -30,12 +32,16 @@ def _broadcast(a: Tensor, b: Tensor) -> torch.Size:
     return size
 
 
-class Operands(NamedTuple):
-    """act(alpha · (scale_a · a) @ (scale_b · b) + bias) + residual, in the order that the op's backends get them.
+class GemmCall(NamedTuple):
+    """act(alpha · (scale_a · a) @ (scale_b · b) + bias) + residual.
 
-    a [..., M, K]; b [K, N] or [..., K, N], or a weight's stored form transposed (`form`, see FORMATS); `group`: rows of
-    b that share a scale, 0 where they do not. With `norm_weight` [K] it is RMSNorm(a) in place of a. `tail` [K, T]:
-    more columns, behind those of a weight b in 8 bits, in a's dtype.
+    The options are those of `wavecrest.ops.gemm`. `linear` adds four:
+
+    Attributes:
+        form: how b is stored (see FORMATS): as it is, or as the transpose of a packed weight's values.
+        group: the rows of b that share a scale; 0 where scales are not by group.
+        zero: uint8 of scale_b's shape: the zero points of 4-bit values; None: 8.
+        tail: [K, T] of a's dtype: more columns behind those of an 8-bit b.
     """
 
     a: Tensor
@@ -62,7 +68,7 @@ class Operands(NamedTuple):
 
     @property
     def K(self) -> int:
-        """Products a sum has."""
+        """The length of the sums: columns of a, rows of b."""
         return self.a.shape[-1]
 
     @property
@@ -82,19 +88,19 @@ class Operands(NamedTuple):
 
     @property
     def flat(self) -> bool:
-        """True if b is one matrix: all rows of a are rows of one product."""
+        """True if b is one matrix: all rows of a are rows of one GEMM."""
         return self.b.ndim == 2
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """The leading sizes of a batch of products; () where b is one matrix."""
+        """The leading sizes of a batch of GEMMs; () where b is one matrix."""
         if self.flat:
             return ()
         return tuple(_broadcast(self.a, self.b))
 
     @property
     def batches(self) -> int:
-        """Products in the batch."""
+        """GEMMs in the batch."""
         count = 1
         for size in self.batch:
             count = count * size
@@ -102,7 +108,7 @@ class Operands(NamedTuple):
 
     @property
     def M(self) -> int:
-        """Rows of a product."""
+        """Rows of a GEMM."""
         if not self.flat:
             return self.a.shape[-2]
         return _layout.row_count(self.a)
@@ -120,29 +126,80 @@ class Operands(NamedTuple):
             return self.out_dtype
         if self.a.dtype.is_floating_point and self.a.dtype.itemsize > 1:
             return self.a.dtype
-        return torch.int32 if self.integers and not self.finished else torch.bfloat16
+        return torch.int32 if self.integers and not self.has_epilogue else torch.bfloat16
 
     @property
     def integers(self) -> bool:
-        """True if products are summed as integers."""
+        """True if the sums are of integers."""
         return self.a.dtype == torch.int8
 
     @property
-    def finished(self) -> bool:
-        """True if anything is done to the sums."""
-        given = (self.bias, self.scale_a, self.scale_b, self.residual, self.activation, self.out_scale)
-        return self.alpha != 1.0 or any(value is not None for value in given)
+    def has_epilogue(self) -> bool:
+        """True if anything is done to the sums before they are rounded."""
+        options = (self.bias, self.scale_a, self.scale_b, self.residual, self.activation, self.out_scale)
+        return self.alpha != 1.0 or any(value is not None for value in options)
 
     @property
     def weight_only(self) -> bool:
-        """True if b alone is stored in fewer bits, and made a's type on the way."""
+        """True if b alone is stored in fewer bits; kernels widen it to a's dtype."""
         return self.a.dtype.itemsize > 1 and (self.form == "int4" or self.b.dtype.itemsize == 1)
+
+    @property
+    def needs_grad(self) -> bool:
+        """True if autograd would record the call."""
+        return needs_grad(
+            self.a, self.b, self.bias, self.scale_a, self.scale_b, self.residual, self.out_scale, self.norm_weight,
+            self.tail,
+        )  # fmt: skip
+
+
+def linear_call(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    tail: Tensor | None = None,
+    **options: Any,
+) -> GemmCall:
+    """The call that `linear` makes of its arguments; `options`: those that `gemm` has too, by their names.
+
+    Raises:
+        InvalidArgument: the weight, its scales, x or the tail do not fit.
+    """
+    form, group = "plain", 0
+    stored: Tensor = weight
+    scale, zero = scale_weight, None
+    if isinstance(weight, PackedWeight):
+        if scale_weight is not None:
+            raise InvalidArgument("linear: a packed weight has its own scales; leave scale_weight out")
+        if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+            found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidArgument(f"linear: x {found} and weight {list(weight.shape)} do not fit")
+        form = weight.format if weight.format in ("shuffled", "int4") else "plain"
+        stored, scale = weight.stored, weight.scale
+        if scale is not None:
+            # one scale a row is a vector, whatever the group is called
+            by_group = weight.format == "int4" or (weight.format != "fp8_block" and scale.shape[1] != 1)
+            group = weight.group if by_group else 0
+            zero = None if weight.zero is None else weight.zero.mT
+    if not isinstance(stored, Tensor) or stored.ndim != 2:
+        found = list(stored.shape) if isinstance(stored, Tensor) else type(stored).__name__
+        raise InvalidArgument(f"linear: weight must be a tensor [N, K], got {found}")
+    if isinstance(scale, Tensor) and scale.ndim == 2:
+        scale = scale.mT
+    if tail is not None:
+        if not isinstance(tail, Tensor) or isinstance(tail, PackedWeight) or tail.ndim != 2:
+            raise InvalidArgument("linear: a tail is a plain tensor [T, K]")
+        tail = tail.mT
+    return GemmCall(x, stored.mT, bias, scale_x, scale, form=form, group=group, zero=zero, tail=tail, **options)
 
 
 def scale_kind(scale: Tensor | None, rows: int, K: int, *, of_b: bool, group: int = 0) -> str | None:
-    """What shares a scale: "none", "tensor", "vector", "block" or "group"; None where the shape is none of theirs.
+    """What shares a scale: "none", "tensor", "vector", "block" or "group"; None where the shape fits none of them.
 
-    `rows`: M for a, N (the columns) for b.
+    `rows`: M for a, the columns for b.
     """
     if scale is None:
         return "none"
@@ -159,12 +216,12 @@ def scale_kind(scale: Tensor | None, rows: int, K: int, *, of_b: bool, group: in
     return None
 
 
-def kinds(given: Operands) -> tuple[str, str]:
-    """The kinds of scale_a and scale_b of arguments that were checked; "norm" for an a that is normalised."""
-    b = scale_kind(given.scale_b, given.b.shape[-1], given.K, of_b=True, group=given.group)
-    if given.norm_weight is not None:
+def kinds(call: GemmCall) -> tuple[str, str]:
+    """The kinds of scale_a and scale_b of a checked call; "norm" for an a that is normalised."""
+    b = scale_kind(call.scale_b, call.b.shape[-1], call.K, of_b=True, group=call.group)
+    if call.norm_weight is not None:
         return "norm", b or "none"
-    a = scale_kind(given.scale_a, given.M, given.K, of_b=False)
+    a = scale_kind(call.scale_a, call.M, call.K, of_b=False)
     return a or "none", b or "none"
 
 
@@ -172,188 +229,188 @@ def _describe(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def check(op: str, given: Operands) -> None:
-    """Raise InvalidArgument unless the arguments are a product, naming what is wrong."""
-    _check_options(op, given)
-    a, b = given.a, given.b
+def check(call: GemmCall) -> None:
+    """Raise InvalidArgument unless the arguments make a GEMM, naming what is wrong."""
+    _check_options(call)
+    a, b = call.a, call.b
     for name, value in (("a", a), ("b", b)):
         least = 1 if name == "a" else 2
         if not isinstance(value, Tensor) or value.ndim < least:
             raise InvalidArgument(
-                f"{op}: {name} must be a tensor of at least {least} dimensions, got {_describe(value)}"
+                f"gemm: {name} must be a tensor of at least {least} dimensions, got {_describe(value)}"
             )
-        if value.dtype not in (*FLOATS, *LARGEST) and not (name == "b" and given.form == "int4"):
+        if value.dtype not in (*FLOATS, *LARGEST) and not (name == "b" and call.form == "int4"):
             raise InvalidArgument(
-                f"{op}: {name} must be floating-point, int8 or 8-bit floating-point, got {value.dtype}"
+                f"gemm: {name} must be floating-point, int8 or 8-bit floating-point, got {value.dtype}"
             )
-    _check_forms(op, given)
-    _check_types(op, given)
+    _check_forms(call)
+    _check_types(call)
     if a.device != b.device:
-        raise InvalidArgument(f"{op}: a is on {a.device}, b on {b.device}")
-    if not given.flat:
+        raise InvalidArgument(f"gemm: a is on {a.device}, b on {b.device}")
+    if not call.flat:
         if a.ndim < 2:
-            raise InvalidArgument(f"{op}: a batch of b {list(b.shape)} needs an a [..., M, K], got {list(a.shape)}")
+            raise InvalidArgument(f"gemm: a batch of b {list(b.shape)} needs an a [..., M, K], got {list(a.shape)}")
         try:
             _broadcast(a, b)
         except RuntimeError:
-            raise InvalidArgument(f"{op}: the batches of a {list(a.shape)} and b {list(b.shape)} do not fit") from None
-    _check_scales(op, given)
-    _check_norm(op, given)
-    _check_tail(op, given)
-    _check_finish(op, given)
+            raise InvalidArgument(f"gemm: the batches of a {list(a.shape)} and b {list(b.shape)} do not fit") from None
+    _check_scales(call)
+    _check_norm(call)
+    _check_tail(call)
+    _check_epilogue(call)
 
 
-def _check_options(op: str, given: Operands) -> None:
-    """Those that the properties of the operands ask for, whatever they are."""
-    activation, known = given.activation, (*ACTIVATIONS, *GATED)
+def _check_options(call: GemmCall) -> None:
+    """The options that the properties of a call read; before all other checks."""
+    activation, known = call.activation, (*ACTIVATIONS, *GATED)
     if activation is not None and activation not in known:
-        raise InvalidArgument(f"{op}: activation takes {', '.join(known)}, not {activation!r}")
-    for name, value in (("alpha", given.alpha), ("slope", given.slope)):
+        raise InvalidArgument(f"gemm: activation takes {', '.join(known)}, not {activation!r}")
+    for name, value in (("alpha", call.alpha), ("slope", call.slope)):
         if type(value) not in (float, int):
-            raise InvalidArgument(f"{op}: {name} must be a number, got {value!r}")
-    if type(given.overwrite_residual) is not bool:
-        raise InvalidArgument(f"{op}: overwrite_residual is True or False, not {given.overwrite_residual!r}")
-    if given.overwrite_residual and given.residual is None:
-        raise InvalidArgument(f"{op}: there is no residual to overwrite")
+            raise InvalidArgument(f"gemm: {name} must be a number, got {value!r}")
+    if type(call.overwrite_residual) is not bool:
+        raise InvalidArgument(f"gemm: overwrite_residual is True or False, not {call.overwrite_residual!r}")
+    if call.overwrite_residual and call.residual is None:
+        raise InvalidArgument("gemm: there is no residual to overwrite")
 
 
-def _check_forms(op: str, given: Operands) -> None:
-    a, b = given.a, given.b
-    if given.form not in FORMATS:
-        raise InvalidArgument(f"{op}: form takes {', '.join(FORMATS)}, not {given.form!r}")
-    K = given.K
+def _check_forms(call: GemmCall) -> None:
+    a, b = call.a, call.b
+    if call.form not in FORMATS:
+        raise InvalidArgument(f"gemm: form takes {', '.join(FORMATS)}, not {call.form!r}")
+    K = call.K
     rows = b.shape[-2]
-    if given.form == "int4":
+    if call.form == "int4":
         padded = _layout.ceil_div(K, INT4_UNIT) * INT4_UNIT
         if b.dtype != torch.uint8 or b.ndim != 2 or rows != padded // 2:
-            raise InvalidArgument(f"{op}: 4-bit codes for K = {K} are uint8 [{padded // 2}, N], got {_describe(b)}")
-        if given.group not in GROUPS:
-            raise InvalidArgument(f"{op}: 4-bit codes have groups of {', '.join(map(str, GROUPS))}, not {given.group}")
+            raise InvalidArgument(f"gemm: 4-bit values for K = {K} are uint8 [{padded // 2}, N], got {_describe(b)}")
+        if call.group not in GROUPS:
+            raise InvalidArgument(f"gemm: 4-bit values have groups of {', '.join(map(str, GROUPS))}, not {call.group}")
         return
     if rows != K:
-        raise InvalidArgument(f"{op}: a {list(a.shape)} and b {list(b.shape)} do not fit: K is {K} and {rows}")
-    if given.form == "shuffled" and (b.ndim != 2 or b.shape[-1] % 16 != 0 or K % 32 != 0 or not b.mT.is_contiguous()):
+        raise InvalidArgument(f"gemm: a {list(a.shape)} and b {list(b.shape)} do not fit: K is {K} and {rows}")
+    if call.form == "shuffled" and (b.ndim != 2 or b.shape[-1] % 16 != 0 or K % 32 != 0 or not b.mT.is_contiguous()):
         raise InvalidArgument(
-            f"{op}: a shuffled weight is contiguous [N, K] with N % 16 = K % 32 = 0, got {_describe(b.mT)}"
+            f"gemm: a shuffled weight is contiguous [N, K] with N % 16 = K % 32 = 0, got {_describe(b.mT)}"
         )
-    if given.group and given.group not in GROUPS:
-        raise InvalidArgument(f"{op}: groups have {', '.join(map(str, GROUPS))} rows of b, not {given.group}")
-    if given.group and not given.weight_only:
-        raise InvalidArgument(f"{op}: groups are for 8-bit and 4-bit weights with a 16-bit or wider a")
+    if call.group and call.group not in GROUPS:
+        raise InvalidArgument(f"gemm: groups have {', '.join(map(str, GROUPS))} rows of b, not {call.group}")
+    if call.group and not call.weight_only:
+        raise InvalidArgument("gemm: groups are for 8-bit and 4-bit weights with a 16-bit or wider a")
 
 
-def _check_types(op: str, given: Operands) -> None:
-    a, b = given.a, given.b
+def _check_types(call: GemmCall) -> None:
+    a, b = call.a, call.b
     same = a.dtype == b.dtype
     both_float8 = a.dtype in FLOAT8 and b.dtype in FLOAT8
-    if not (same or both_float8 or given.weight_only):
+    if not (same or both_float8 or call.weight_only):
         raise InvalidArgument(
-            f"{op}: no product of {a.dtype} and {b.dtype}; give both one dtype, or b as an 8-bit weight"
+            f"gemm: cannot multiply {a.dtype} by {b.dtype}; give both one dtype, or b as an 8-bit weight"
         )
-    if given.zero is not None and given.form != "int4":
-        raise InvalidArgument(f"{op}: zero points are for 4-bit weights")
-    if given.zero is not None and (given.scale_b is None or given.zero.shape != given.scale_b.shape):
-        raise InvalidArgument(f"{op}: zero must have scale_b's shape, got {_describe(given.zero)}")
-    if given.precision not in PRECISIONS:
-        raise InvalidArgument(f"{op}: precision takes {', '.join(PRECISIONS)}, not {given.precision!r}")
+    if call.zero is not None and call.form != "int4":
+        raise InvalidArgument("gemm: zero points are for 4-bit weights")
+    if call.zero is not None and (call.scale_b is None or call.zero.shape != call.scale_b.shape):
+        raise InvalidArgument(f"gemm: zero must have scale_b's shape, got {_describe(call.zero)}")
+    if call.precision not in PRECISIONS:
+        raise InvalidArgument(f"gemm: precision takes {', '.join(PRECISIONS)}, not {call.precision!r}")
 
 
-def _check_scales(op: str, given: Operands) -> None:
+def _check_scales(call: GemmCall) -> None:
     for name, scale, rows, of_b in (
-        ("scale_a", given.scale_a, given.M, False),
-        ("scale_b", given.scale_b, given.b.shape[-1], True),
+        ("scale_a", call.scale_a, call.M, False),
+        ("scale_b", call.scale_b, call.b.shape[-1], True),
     ):
         if scale is None:
             continue
-        if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.device != given.a.device:
-            raise InvalidArgument(f"{op}: {name} must be a float32 tensor on {given.a.device}, got {_describe(scale)}")
-        kind = scale_kind(scale, rows, given.K, of_b=of_b, group=given.group if of_b else 0)
+        if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.device != call.a.device:
+            raise InvalidArgument(f"gemm: {name} must be a float32 tensor on {call.a.device}, got {_describe(scale)}")
+        kind = scale_kind(scale, rows, call.K, of_b=of_b, group=call.group if of_b else 0)
         if kind is None:
             part, block = ("column", "128 × 128 block, nor one a group") if of_b else ("row", "1 × 128 block")
             raise InvalidArgument(
-                f"{op}: {name} {list(scale.shape)} is not one for the tensor ([]), nor one a {part} ([{rows}]), nor "
+                f"gemm: {name} {list(scale.shape)} is not one for the tensor ([]), nor one a {part} ([{rows}]), nor "
                 f"one a {block}"
             )
-        if not given.flat and kind != "tensor":
-            raise InvalidArgument(f"{op}: in a batch of matrices b, {name} is for the whole tensor")
-    if given.scale_a is not None and given.weight_only:
-        raise InvalidArgument(f"{op}: scale_a is for an 8-bit a, not {given.a.dtype}")
+        if not call.flat and kind != "tensor":
+            raise InvalidArgument(f"gemm: in a batch of matrices b, {name} is for the whole tensor")
+    if call.scale_a is not None and call.weight_only:
+        raise InvalidArgument(f"gemm: scale_a is for an 8-bit a, not {call.a.dtype}")
 
 
-def _check_norm(op: str, given: Operands) -> None:
-    a, weight = given.a, given.norm_weight
+def _check_norm(call: GemmCall) -> None:
+    a, weight = call.a, call.norm_weight
     if weight is None:
         return
-    fits = isinstance(weight, Tensor) and weight.shape == (given.K,) and weight.dtype in FLOATS
+    fits = isinstance(weight, Tensor) and weight.shape == (call.K,) and weight.dtype in FLOATS
     if not fits or weight.device != a.device:
         raise InvalidArgument(
-            f"{op}: norm_weight must be floating-point [{given.K}] on {a.device}, got {_describe(weight)}"
+            f"gemm: norm_weight must be floating-point [{call.K}] on {a.device}, got {_describe(weight)}"
         )
     if a.dtype not in FLOATS:
-        raise InvalidArgument(f"{op}: norm_weight is for a floating-point a of 16 bits or more, not {a.dtype}")
-    if given.scale_a is not None:
-        raise InvalidArgument(f"{op}: norm_weight and scale_a exclude each other: a norm has a scale of its own")
-    if not given.flat:
-        raise InvalidArgument(f"{op}: norm_weight is for one matrix b, not a batch {list(given.b.shape)}")
-    if type(given.norm_eps) not in (float, int) or not 0 <= given.norm_eps < float("inf"):
-        raise InvalidArgument(f"{op}: norm_eps must be a number of at least 0, got {given.norm_eps!r}")
+        raise InvalidArgument(f"gemm: norm_weight is for a floating-point a of 16 bits or more, not {a.dtype}")
+    if call.scale_a is not None:
+        raise InvalidArgument("gemm: norm_weight and scale_a exclude each other: a norm has a scale of its own")
+    if not call.flat:
+        raise InvalidArgument(f"gemm: norm_weight is for one matrix b, not a batch {list(call.b.shape)}")
+    if type(call.norm_eps) not in (float, int) or not 0 <= call.norm_eps < float("inf"):
+        raise InvalidArgument(f"gemm: norm_eps must be a number of at least 0, got {call.norm_eps!r}")
 
 
-def _check_tail(op: str, given: Operands) -> None:
-    a, tail = given.a, given.tail
+def _check_tail(call: GemmCall) -> None:
+    a, tail = call.a, call.tail
     if tail is None:
         return
-    if not isinstance(tail, Tensor) or tail.shape != (given.K, given.tails) or tail.dtype != a.dtype:
-        raise InvalidArgument(f"{op}: a tail is {a.dtype} [{given.K}, T], as a is, got {_describe(tail)}")
+    if not isinstance(tail, Tensor) or tail.shape != (call.K, call.tails) or tail.dtype != a.dtype:
+        raise InvalidArgument(f"gemm: a tail is {a.dtype} [{call.K}, T], as a is, got {_describe(tail)}")
     if tail.device != a.device:
-        raise InvalidArgument(f"{op}: the tail must be on {a.device}, got {_describe(tail)}")
-    if given.form != "plain" or not given.weight_only or not given.flat or kinds(given)[1] not in ("vector", "tensor"):
-        raise InvalidArgument(f"{op}: a tail goes with a weight in 8 bits that has one scale, or one a column")
-    if given.activation in GATED or given.residual is not None or given.bias_along != "n" or given.dtype in LARGEST:
-        raise InvalidArgument(f"{op}: with a tail there is no gated activation, residual, bias along m or 8-bit result")
+        raise InvalidArgument(f"gemm: the tail must be on {a.device}, got {_describe(tail)}")
+    if call.form != "plain" or not call.weight_only or not call.flat or kinds(call)[1] not in ("vector", "tensor"):
+        raise InvalidArgument("gemm: a tail goes with a weight in 8 bits that has one scale, or one a column")
+    if call.activation in GATED or call.residual is not None or call.bias_along != "n" or call.dtype in LARGEST:
+        raise InvalidArgument("gemm: with a tail there is no gated activation, residual, bias along m or 8-bit result")
 
 
-def _check_finish(op: str, given: Operands) -> None:
-    activation, out = given.activation, given.dtype
-    if activation in GATED and given.columns % 2 != 0:
-        raise InvalidArgument(f"{op}: {activation} needs an even number of columns, got {given.columns}")
-    if given.bias_along not in ("n", "m"):
-        raise InvalidArgument(f"{op}: bias_along takes n or m, not {given.bias_along!r}")
-    if given.bias_along == "m" and activation in GATED:
-        raise InvalidArgument(f"{op}: {activation} takes a bias along n")
-    if given.bias is not None:
-        length = given.columns if given.bias_along == "n" else given.M
-        fits = isinstance(given.bias, Tensor) and given.bias.shape == (length,) and given.bias.dtype in FLOATS
-        if not fits or given.bias.device != given.a.device:
+def _check_epilogue(call: GemmCall) -> None:
+    activation, out = call.activation, call.dtype
+    if activation in GATED and call.columns % 2 != 0:
+        raise InvalidArgument(f"gemm: {activation} needs an even number of columns, got {call.columns}")
+    if call.bias_along not in ("n", "m"):
+        raise InvalidArgument(f"gemm: bias_along takes n or m, not {call.bias_along!r}")
+    if call.bias_along == "m" and activation in GATED:
+        raise InvalidArgument(f"gemm: {activation} takes a bias along n")
+    if call.bias is not None:
+        length = call.columns if call.bias_along == "n" else call.M
+        fits = isinstance(call.bias, Tensor) and call.bias.shape == (length,) and call.bias.dtype in FLOATS
+        if not fits or call.bias.device != call.a.device:
             raise InvalidArgument(
-                f"{op}: bias must be floating-point [{length}] on {given.a.device}, got {_describe(given.bias)}"
+                f"gemm: bias must be floating-point [{length}] on {call.a.device}, got {_describe(call.bias)}"
             )
-    if given.residual is not None:
-        r = given.residual
+    if call.residual is not None:
+        r = call.residual
         if (
             not isinstance(r, Tensor)
-            or tuple(r.shape) != given.shape
+            or tuple(r.shape) != call.shape
             or r.dtype not in FLOATS
-            or r.device != given.a.device
+            or r.device != call.a.device
         ):
             raise InvalidArgument(
-                f"{op}: residual must be floating-point {list(given.shape)} on {given.a.device}, got {_describe(r)}"
+                f"gemm: residual must be floating-point {list(call.shape)} on {call.a.device}, got {_describe(r)}"
             )
     if out not in (*FLOATS, *LARGEST, torch.int32):
         raise InvalidArgument(
-            f"{op}: out_dtype takes float32, float16, bfloat16, int8, int32 or an 8-bit float, not {out}"
+            f"gemm: out_dtype takes float32, float16, bfloat16, int8, int32 or an 8-bit float, not {out}"
         )
-    if out == torch.int32 and (not given.integers or given.finished):
-        raise InvalidArgument(f"{op}: int32 is the plain sum of int8 products: no scale, bias, activation or residual")
+    if out == torch.int32 and (not call.integers or call.has_epilogue):
+        raise InvalidArgument("gemm: int32 is the plain sum of int8 GEMMs: no scale, bias, activation or residual")
     eight_bits = out in LARGEST
-    if eight_bits != (given.out_scale is not None):
-        raise InvalidArgument(f"{op}: out_scale goes with an 8-bit out_dtype, and an 8-bit out_dtype with out_scale")
-    if given.out_scale is not None:
-        scale = given.out_scale
+    if eight_bits != (call.out_scale is not None):
+        raise InvalidArgument("gemm: out_scale goes with an 8-bit out_dtype, and an 8-bit out_dtype with out_scale")
+    if call.out_scale is not None:
+        scale = call.out_scale
         if (
             not isinstance(scale, Tensor)
             or scale.dtype != torch.float32
             or scale.numel() != 1
-            or scale.device != given.a.device
+            or scale.device != call.a.device
         ):
-            raise InvalidArgument(f"{op}: out_scale must be float32 [] on {given.a.device}, got {_describe(scale)}")
+            raise InvalidArgument(f"gemm: out_scale must be float32 [] on {call.a.device}, got {_describe(scale)}")

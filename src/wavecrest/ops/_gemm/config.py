@@ -1,4 +1,4 @@
-"""The product's configurations where nothing measured is known: reasoned from tile sizes, registers and LDS."""
+"""The configurations where nothing measured is known: reasoned from tile sizes, registers and LDS."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import wavecrest.ops.common.layout as _layout
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 
-# rows up to which a product is limited by reading b, and a tile has 16 rows
+# rows up to which reading b is the limit, and a tile has 16 rows
 FEW_ROWS = 16
-# most rows of the kernel without matrix instructions
-MULTIPLY_ROWS = 8
+# most rows of the GEMV kernels
+GEMV_ROWS = 8
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by. `rows`: of a product, a bucket; `columns`: of the result, of which a gated one
-    has half as many as b; `bits`: of an element of a and of b.
+    """What a configuration is chosen by.
+
+    `rows`: of a GEMM, a bucket; `columns`: of the result, half of b's where the activation is gated; `a_bits`,
+    `b_bits`: of an element.
     """
 
     rows: int
@@ -25,25 +27,25 @@ class Shape(NamedTuple):
     a_bits: int
     b_bits: int
     batch: int = 1
-    # products are made step by step with scales between them, of at most this many columns; 0: they are not
+    # columns of K that share a scale, which is applied to the sums of each step; 0: no scale changes along K
     step: int = 0
     gated: bool = False
     # contiguous along K, or along the other dimension, and aligned: what tensor descriptors need
-    described: bool = False
-    # true float32 products
+    has_descriptors: bool = False
+    # float32 that is not rounded before it is multiplied
     ieee: bool = False
     # bytes that one access to a and b may have
     access: int = 16
-    # a is normalised on its way: one program has all of K
+    # a is normalised by the kernel: one program has all of K
     normed: bool = False
-    # columns of a's own width lie behind those of b: one program has all of K too
+    # there are columns of a tail: one program has all of K
     tail: bool = False
 
 
 def in_one_loop(gated: bool, scaled: bool, config: Config) -> bool:
-    """True if `_tile_kernel` makes both halves of a gated result in one loop over K, which reads a once.
+    """True if `_tile_kernel` sums both halves of a gated GEMM in one loop over K, which reads a once.
 
-    Two loops, one after the other, where steps have a scale of their own or are divided.
+    It is two loops, one after the other, where each step has a scale or is divided into CHAINS.
     """
     return gated and not scaled and config.get("CHAINS", 1) == 1
 
@@ -70,7 +72,7 @@ def tiled(shape: Shape, arch: Arch | None) -> Config:
 
 
 def _clamped(shape: Shape, block_k: int) -> int:
-    """BLOCK_K within what shares a scale and not much more than K; at least 64 for 4-bit weights, else 32."""
+    """BLOCK_K within the columns that share a scale, and not much more than K; at least 64 for 4-bit b, else 32."""
     least = 64 if shape.b_bits == 4 else 32
     block_k = min(block_k, max(least, _layout.power_of_two(shape.K)))
     if shape.step:
@@ -101,7 +103,7 @@ def _nvidia(shape: Shape, arch: Arch | None) -> Config:
         return _made(shape, arch, 16, 32 if shape.gated else 64, 2048 // wide, 4, 4)
     if 0 < shape.rows <= 64:
         return _made(shape, arch, 64, 32 if shape.gated else 64, 2048 // wide, 4, 3)
-    descriptors = shape.described and arch is not None and arch.name in ("sm_90", "sm_100") and shape.batch == 1
+    descriptors = shape.has_descriptors and arch is not None and arch.name in ("sm_90", "sm_100") and shape.batch == 1
     if shape.gated and descriptors and wide < 32 and not 0 < shape.rows <= 128:
         # both halves: as many sums as of 256 columns
         return _made(shape, arch, 128, 128, 1024 // wide, 8, 4, TMA=1)
@@ -153,8 +155,8 @@ def stream_k(shape: Shape, arch: Arch | None) -> Config:
     return Config(**made, PROGRAMS=1)
 
 
-def multiplied(shape: Shape, arch: Arch | None) -> Config:
-    """For `_multiply_kernel`: 16 bytes of b a thread, threads side by side along K, so that a is laid out alike."""
+def gemv(shape: Shape, arch: Arch | None) -> Config:
+    """For the GEMV kernels: 16 bytes of b a thread, threads side by side along K, so that a is laid out alike."""
     wave = 32 if arch is None else arch.wave_size
     warps = 1 if shape.rows > 2 else 2
     block_k = min(warps * wave * 128 // max(shape.b_bits, 8), _layout.power_of_two(shape.K))
@@ -165,8 +167,20 @@ def multiplied(shape: Shape, arch: Arch | None) -> Config:
     # on AMD many waves hide the loads; stages would take LDS
     stages = 1 if arch is not None and arch.vendor == "amd" else 3
     if shape.b_bits == 4:
-        # a word of 8 codes four times a thread, and whole groups
+        # a word of 8 values four times a thread, and whole groups
         block_k = max(shape.step, min(2048, _layout.power_of_two(shape.K)))
         warps = max(1, block_k // (32 * wave))
         return Config(BLOCK_N=4, BLOCK_K=block_k, SPLIT_K=1, num_warps=warps, num_stages=stages)
     return Config(BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps, num_stages=stages)
+
+
+def hopper(columns: int = 128, stages: int = 4, group: int = 8, behind: int = 2) -> Config:
+    """For `_hopper_gated_kernel`: 128 rows, 64 of each group of warps.
+
+    The sums of 128 columns of gate and up are 128 registers of 240. `behind`: steps that the second group stays behind
+    the first.
+    """
+    # warps of the group that the launch counts: the kernel adds the other groups, and its stages are its own
+    return Config(
+        BLOCK_M=128, BLOCK_N=columns, BLOCK_K=64, GROUP_M=group, STAGES=stages, BEHIND=behind, num_warps=4, num_stages=1
+    )

@@ -1,14 +1,12 @@
-"""The product's shape key, and what a configuration sees of it."""
+"""The shape key of a GEMM, and what a configuration is chosen by."""
 
 from __future__ import annotations
-
-import torch
 
 import wavecrest.ops._gemm.config as _config
 import wavecrest.ops._gemm.launch as _launch
 from wavecrest.dispatch.decision import Key
-from wavecrest.dispatch.keys import needs_grad, row_bucket
-from wavecrest.ops._gemm.call import GATED, Operands, kinds
+from wavecrest.dispatch.keys import name_of, row_bucket
+from wavecrest.ops._gemm.call import GATED, GemmCall, kinds
 
 KEY_FIELDS = (
     "rows", "columns", "k", "a", "b", "form", "group", "scales", "bias", "activation", "residual", "out", "precision",
@@ -16,54 +14,45 @@ KEY_FIELDS = (
 )  # fmt: skip
 
 
-def dtype_text(dtype: torch.dtype) -> str:
-    """A dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _form(given: Operands) -> str:
-    """How b is stored, with what keeps backends from 4-bit codes."""
-    text = given.form
-    if given.zero is not None:
+def _form(call: GemmCall) -> str:
+    """How b is stored, with what keeps backends from 4-bit values."""
+    text = call.form
+    if call.zero is not None:
         text += " zeros"
-    if given.form == "int4" and given.b.stride(-1) % 16 != 0:
+    if call.form == "int4" and call.b.stride(-1) % 16 != 0:
         text += " unaligned"
-    if given.tail is not None:
-        text += f" tail {given.tails}"
+    if call.tail is not None:
+        text += f" tail {call.tails}"
     return text
 
 
-def key_of(given: Operands) -> Key:
+def key_of(call: GemmCall) -> Key:
     """The shape key of a call."""
-    a_kind, b_kind = kinds(given)
-    a_order, b_order = _launch.orders(given)
-    walked = _launch.leading(given)
-    if walked <= 3 and _launch.cannot_walk(given) is not None:
-        # strides of a batch, the residual or the norm that the kernels decline, which the choice must know
+    a_kind, b_kind = kinds(call)
+    a_order, b_order = _launch.orders(call)
+    walked = _launch.leading(call)
+    if walked <= 3 and _launch.cannot_walk(call) is not None:
+        # the kernels refuse the strides of the batch, the residual or the norm, which the choice must know
         walked = 0
-    tensors = (
-        given.a, given.b, given.bias, given.scale_a, given.scale_b, given.residual, given.out_scale, given.norm_weight,
-        given.tail,
-    )  # fmt: skip
     return (
-        row_bucket(given.M),
-        given.N,
-        given.K,
-        dtype_text(given.a.dtype),
-        dtype_text(given.b.dtype),
-        _form(given),
-        given.group,
+        row_bucket(call.M),
+        call.N,
+        call.K,
+        name_of(call.a.dtype),
+        name_of(call.b.dtype),
+        _form(call),
+        call.group,
         f"{a_kind} {b_kind}",
-        None if given.bias is None else given.bias_along,
-        given.activation,
-        given.residual is not None,
-        dtype_text(given.dtype),
-        given.precision,
-        0 if given.flat else row_bucket(given.batches),
-        f"{('any', 'k', 'm')[a_order]} {('any', 'k', 'n')[b_order]} {_launch.access_bytes(given)}",
-        given.a.device.type,
+        None if call.bias is None else call.bias_along,
+        call.activation,
+        call.residual is not None,
+        name_of(call.dtype),
+        call.precision,
+        0 if call.flat else row_bucket(call.batches),
+        f"{('any', 'k', 'm')[a_order]} {('any', 'k', 'n')[b_order]} {_launch.access_bytes(call)}",
+        call.a.device.type,
         walked,
-        needs_grad(*tensors),
+        call.needs_grad,
     )
 
 
@@ -75,11 +64,12 @@ def shape_of(key: Key) -> _config.Shape:
     b_bits = 4 if part["form"].startswith("int4") else bits.get(part["b"], 8)
     step = 128 if "block" in part["scales"] else part["group"]
     access = int(part["order"].split()[-1])
-    described = access == 16 and part["form"] == "plain" and part["a"][:4] == part["b"][:4] and part["leading"] == 1
+    plain = part["form"] == "plain" and part["a"][:4] == part["b"][:4]
     normed = part["scales"].startswith("norm")
-    described = described and part["batch"] == 0 and part["k"] > 0 and not normed
+    walked = part["leading"] == 1 and part["batch"] == 0 and part["k"] > 0
+    has_descriptors = access == 16 and plain and walked and not normed
     ieee = a_bits == 32 and part["precision"] == "ieee"
     return _config.Shape(
         part["rows"], part["columns"], part["k"], a_bits, b_bits, max(1, part["batch"]), step,
-        part["activation"] in GATED, described, ieee, access, normed, "tail" in part["form"],
+        part["activation"] in GATED, has_descriptors, ieee, access, normed, "tail" in part["form"],
     )  # fmt: skip

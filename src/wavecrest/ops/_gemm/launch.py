@@ -1,4 +1,4 @@
-"""The product's launches: how operands are walked, what a kernel is compiled for, and what runs in which order."""
+"""The launches of the kernels over tiles: how a and b are walked, what a kernel is compiled for, what runs when."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import wavecrest.ops.common.triton as _triton
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
-from wavecrest.ops._gemm.call import GATED, Operands, kinds
+from wavecrest.ops._gemm.call import GATED, GemmCall, kinds
 from wavecrest.ops._gemm.config import in_one_loop
 from wavecrest.ops._gemm.kernel import _join_kernel, _stream_k_kernel, _sum_kernel, _tile_kernel
 from wavecrest.ops.common.activation import ACTIVATIONS
@@ -26,7 +26,7 @@ from wavecrest.ops.common.triton import tl
 
 FORMS = {"plain": 0, "shuffled": 1, "int4": 2}
 SCALES = {"none": 0, "tensor": 1, "vector": 2, "block": 3, "group": 4, "norm": 5}
-# products in a batch: CUDA has no more programs in the second dimension of a grid
+# GEMMs in a batch: CUDA has no more programs in the second dimension of a grid
 MOST_BATCHES = 65535
 # columns of a program of `_sum_kernel`
 SUM_COLUMNS = 512
@@ -64,9 +64,9 @@ def batch_stride(x: Tensor, batch: tuple[int, ...]) -> int | None:
     return stride
 
 
-def leading(given: Operands) -> int:
+def leading(call: GemmCall) -> int:
     """Dimensions of a's rows that have no common stride; more than 3 cannot be walked."""
-    return _layout.leading(given.a) if given.flat else 1
+    return _layout.leading(call.a) if call.flat else 1
 
 
 def _order(along: int, across: int) -> int:
@@ -74,41 +74,41 @@ def _order(along: int, across: int) -> int:
     return 1 if along == 1 else 2 if across == 1 else 0
 
 
-def orders(given: Operands) -> tuple[int, int]:
+def orders(call: GemmCall) -> tuple[int, int]:
     """The orders of a and b."""
-    a_order = _order(given.a.stride(-1), _a_rows(given)[1][0])
+    a_order = _order(call.a.stride(-1), _a_rows(call)[1][0])
     # rows that have several strides, or a shuffled weight's, are contiguous along K or nothing
-    if leading(given) > 1 and a_order == 2:
+    if leading(call) > 1 and a_order == 2:
         a_order = 0
-    return a_order, _order(given.b.stride(-2), given.b.stride(-1))
+    return a_order, _order(call.b.stride(-2), call.b.stride(-1))
 
 
-def _a_rows(given: Operands) -> tuple[int, tuple[int, int, int], int, int]:
+def _a_rows(call: GemmCall) -> tuple[int, tuple[int, int, int], int, int]:
     """(leading, strides of a's rows, size1, size2)."""
-    a = given.a
-    if not given.flat:
+    a = call.a
+    if not call.flat:
         return 1, (a.stride(-2), 0, 0), 1, 1
     layout = _layout.layout(a)
     return layout.leading, layout.strides[0], layout.size1, layout.size2
 
 
-def row_stride(given: Operands) -> int:
+def row_stride(call: GemmCall) -> int:
     """From row to row of a, whose rows have one stride."""
-    return _a_rows(given)[1][0]
+    return _a_rows(call)[1][0]
 
 
-def walk(given: Operands) -> Walk:
-    """How a checked call's operands are walked, of which `declines` has found that they can be."""
-    a, b = given.a, given.b
-    lead, rows, size1, size2 = _a_rows(given)
-    a_order, b_order = orders(given)
-    a_batch = 0 if given.flat else batch_stride(a, given.batch) or 0
-    b_batch = 0 if given.flat else batch_stride(b, given.batch) or 0
+def walk(call: GemmCall) -> Walk:
+    """How a checked call's operands are walked, that `cannot_walk` does not refuse."""
+    a, b = call.a, call.b
+    lead, rows, size1, size2 = _a_rows(call)
+    a_order, b_order = orders(call)
+    a_batch = 0 if call.flat else batch_stride(a, call.batch) or 0
+    b_batch = 0 if call.flat else batch_stride(b, call.batch) or 0
     a_along, b_along, b_across = a.stride(-1), b.stride(-2), b.stride(-1)
     # what must be multiples of the unit: K where it is contiguous, and the strides of everything else
     units = [a_batch, *rows] if a_order == 1 else [a_batch, a_along] if a_order == 2 else [1]
     units += [b_batch, b_across] if b_order == 1 else [b_batch, b_along] if b_order == 2 else [1]
-    align = _layout.alignment(given.K, (*units, 0, 0))
+    align = _layout.alignment(call.K, (*units, 0, 0))
     a_unit, b_unit = (align if a_order else 1), (align if b_order else 1)
     a_strides = (
         a_batch // a_unit,
@@ -119,21 +119,21 @@ def walk(given: Operands) -> Walk:
     return Walk(a_order, b_order, align, lead, size1, size2, a_strides, (b_batch // b_unit, b_along, b_across))
 
 
-def _residual_strides(given: Operands) -> tuple[int, int, int] | None:
+def _residual_strides(call: GemmCall) -> tuple[int, int, int] | None:
     """(batch, row, column) strides of the residual; None if its rows have no common stride."""
-    r = given.residual
+    r = call.residual
     if r is None:
         return 0, 0, 0
-    if not given.flat:
-        stride = batch_stride(r, given.batch)
+    if not call.flat:
+        stride = batch_stride(r, call.batch)
         return None if stride is None else (stride, r.stride(-2), r.stride(-1))
     return (0, _layout.layout(r).strides[0][0], r.stride(-1)) if _layout.leading(r) == 1 else None
 
 
-def _scale_strides(given: Operands) -> tuple[int, int, int, int]:
+def _scale_strides(call: GemmCall) -> tuple[int, int, int, int]:
     """scale_a by row and along K, scale_b (and zero) by column and along K."""
-    a_kind, b_kind = kinds(given)
-    a, b = given.scale_a, given.scale_b
+    a_kind, b_kind = kinds(call)
+    a, b = call.scale_a, call.scale_b
     sam = sak = sbn = sbk = 0
     if a is not None and a_kind in ("vector", "block"):
         sam = a.stride(0)
@@ -144,103 +144,111 @@ def _scale_strides(given: Operands) -> tuple[int, int, int, int]:
     return sam, sak, sbn, sbk
 
 
-def cannot_walk(given: Operands) -> str | None:
+def cannot_walk(call: GemmCall) -> str | None:
     """Why strides keep the kernels from a call."""
-    if given.batches > MOST_BATCHES:
-        return f"takes up to {MOST_BATCHES} products in a batch"
-    if leading(given) > 3:
-        return f"takes up to 3 dimensions of rows without a common stride, not {leading(given)}"
-    if not given.flat:
-        for name, x in (("a", given.a), ("b", given.b)):
-            if batch_stride(x, given.batch) is None:
+    if call.batches > MOST_BATCHES:
+        return f"takes up to {MOST_BATCHES} GEMMs in a batch"
+    if leading(call) > 3:
+        return f"takes up to 3 dimensions of rows without a common stride, not {leading(call)}"
+    if not call.flat:
+        for name, x in (("a", call.a), ("b", call.b)):
+            if batch_stride(x, call.batch) is None:
                 return f"takes one stride from matrix to matrix, which {name} does not have"
-    if _residual_strides(given) is None:
+    if _residual_strides(call) is None:
         return "takes one stride from row to row of the residual, which it does not have"
-    if given.norm_weight is not None and given.K > 1 and given.norm_weight.stride(0) != 1:
+    if call.norm_weight is not None and call.K > 1 and call.norm_weight.stride(0) != 1:
         return "takes a norm_weight that is contiguous"
     return None
 
 
-def access_bytes(given: Operands) -> int:
+def access_bytes(call: GemmCall) -> int:
     """Bytes that one access to a and to b may have, up to 16, as far as sizes and strides say."""
-    how = walk(given)
-    unit = min(how.align, _layout.alignment(given.M, (0, 0, 0)) if how.a_order == 2 else 16)
-    unit = min(unit, _layout.alignment(given.columns, (0, 0, 0)) if how.b_order == 2 else 16)
-    return min(16, unit * min(given.a.itemsize, given.b.itemsize))
+    how = walk(call)
+    unit = min(how.align, _layout.alignment(call.M, (0, 0, 0)) if how.a_order == 2 else 16)
+    unit = min(unit, _layout.alignment(call.columns, (0, 0, 0)) if how.b_order == 2 else 16)
+    return min(16, unit * min(call.a.itemsize, call.b.itemsize))
 
 
-def described(given: Operands) -> bool:
+def has_descriptors(call: GemmCall) -> bool:
     """True if tensor descriptors can stand for a and b, but for their addresses, which is looked at on each call."""
     return (
-        access_bytes(given) == 16
-        and given.form == "plain"
-        and not given.weight_only
-        and given.norm_weight is None
-        and given.flat
-        and leading(given) == 1
-        and given.K > 0
+        access_bytes(call) == 16
+        and call.form == "plain"
+        and not call.weight_only
+        and call.norm_weight is None
+        and call.flat
+        and leading(call) == 1
+        and call.K > 0
         # expanded tensors have strides that descriptors are not known to take
-        and 0 not in (*given.a.stride(), *given.b.stride())
+        and 0 not in (*call.a.stride(), *call.b.stride())
     )
 
 
-def common(given: Operands) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The last arguments (strides of scales, bias and residual; alpha, slope), and the constants of the finish."""
-    a_kind, b_kind = kinds(given)
-    sam, sak, sbn, sbk = _scale_strides(given)
-    bias = 0 if given.bias is None else given.bias.stride(0)
-    residual = _residual_strides(given) or (0, 0, 0)
-    activation = GATED.get(given.activation or "", given.activation)
+def epilogue_of(call: GemmCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The last arguments (strides of scales, bias and residual; alpha, slope), and the constants of the epilogue."""
+    a_kind, b_kind = kinds(call)
+    sam, sak, sbn, sbk = _scale_strides(call)
+    bias = 0 if call.bias is None else call.bias.stride(0)
+    residual = _residual_strides(call) or (0, 0, 0)
+    activation = GATED.get(call.activation or "", call.activation)
     constants = {
         "SCALE_A": SCALES[a_kind],
         "SCALE_B": SCALES[b_kind],
-        "BIAS": 0 if given.bias is None else 1 if given.bias_along == "n" else 2,
+        "BIAS": 0 if call.bias is None else 1 if call.bias_along == "n" else 2,
         "ACTIVATION": 0 if activation is None else ACTIVATIONS[activation],
-        "GATED": given.activation in GATED,
-        "RESIDUAL": given.residual is not None,
-        "LARGEST": 0.0 if given.out_scale is None else _quantized.LARGEST[given.dtype],
+        "GATED": call.activation in GATED,
+        "RESIDUAL": call.residual is not None,
+        "LARGEST": 0.0 if call.out_scale is None else _quantized.LARGEST[call.dtype],
     }
-    return (sam, sak, sbn, sbk, bias, *residual, float(given.alpha), float(given.slope)), constants
+    return (sam, sak, sbn, sbk, bias, *residual, float(call.alpha), float(call.slope)), constants
 
 
-def other_tensors(given: Operands) -> tuple[Tensor, ...]:
-    """bias, residual, scale_a or the norm's weight, scale_b, zero or the tail, out_scale; a where there is none."""
-    scale_a = given.scale_a if given.norm_weight is None else given.norm_weight
+def other_tensors(call: GemmCall) -> tuple[Tensor, ...]:
+    """bias, residual, scale_a or the norm's weight, scale_b, zero or the tail, out_scale; a for those not given."""
+    a = call.a
+    scale_a = call.scale_a if call.norm_weight is None else call.norm_weight
     # zero points are of 4 bits, a tail is of 8
-    zero = given.zero if given.tail is None else given.tail
-    some = (given.bias, given.residual, scale_a, given.scale_b, zero, given.out_scale)
-    return tuple(given.a if tensor is None else tensor for tensor in some)
+    zero = call.zero if call.tail is None else call.tail
+    # one by one, as this runs on every call
+    return (
+        a if call.bias is None else call.bias,
+        a if call.residual is None else call.residual,
+        a if scale_a is None else scale_a,
+        a if call.scale_b is None else call.scale_b,
+        a if zero is None else zero,
+        a if call.out_scale is None else call.out_scale,
+    )
 
 
-def partial_dtype(given: Operands) -> torch.dtype:
+def partial_dtype(call: GemmCall) -> torch.dtype:
     """The type of sums of a part of K; scales of blocks are part of the sums."""
-    return torch.int32 if given.integers and "block" not in kinds(given) else torch.float32
+    return torch.int32 if call.integers and "block" not in kinds(call) else torch.float32
 
 
-def norm_eps(given: Operands) -> float:
-    """What a norm adds to the mean square; 0 where there is none, so that nothing is compiled anew for it."""
-    return 0.0 if given.norm_weight is None else float(given.norm_eps)
+def norm_eps(call: GemmCall) -> float:
+    """What a norm adds to the mean square; 0 without a norm, so that another norm_eps does not compile anew."""
+    return 0.0 if call.norm_weight is None else float(call.norm_eps)
 
 
-def refuse_parts(given: Operands, config: Config) -> None:
-    """Of rows that are normalised: a part of K does not know the squares of the others. And of a tail."""
+def refuse_parts(call: GemmCall, config: Config) -> None:
+    """Raise InvalidArgument where a norm or a tail needs all of K in one program and the configuration splits K."""
     for name, value in (("SPLIT_K", 1), ("CHAINS", 1), ("PERSISTENT", 0)):
         found = config.kwargs.get(name, value)
-        if given.norm_weight is not None and found != value:
+        if call.norm_weight is not None and found != value:
             raise InvalidArgument(
                 f"gemm: a row is normalised with all of K in one program: {name} is {value}, not {found}"
             )
-    if given.tail is not None and config["SPLIT_K"] != 1:
+    if call.tail is not None and config["SPLIT_K"] != 1:
         raise InvalidArgument("gemm: columns of a tail have all of K in one program: SPLIT_K is 1")
 
 
-def cannot_normalise(given: Operands) -> str | None:
+def cannot_normalise(call: GemmCall) -> str | None:
     """Why `_tile_kernel` does not normalise a's rows, where it is asked to."""
-    if given.norm_weight is None:
+    if call.norm_weight is None:
         return None
-    if given.form != "plain" or kinds(given)[1] in ("block", "group"):
+    if call.form != "plain" or kinds(call)[1] in ("block", "group"):
         return "normalises rows for plain weights, and for those of 8 bits without blocks or groups of scales"
-    if given.a.dtype == torch.float16:
+    if call.a.dtype == torch.float16:
         return "would round float16 rows to it before their size is known, which may be beyond its range"
     return None
 
@@ -255,9 +263,9 @@ class Plan(NamedTuple):
     tensors: int = 10
 
 
-def column_unit(given: Operands) -> int:
+def column_unit(call: GemmCall) -> int:
     """What columns are counted in, so that a kernel knows how they are aligned."""
-    return _layout.alignment(given.N, (0, 0, 0))
+    return _layout.alignment(call.N, (0, 0, 0))
 
 
 def assembles(arch: Arch | None) -> bool:
@@ -265,38 +273,38 @@ def assembles(arch: Arch | None) -> bool:
     return arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
 
 
-def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
+def _mainloop(call: GemmCall, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
     """Sizes and constants that the kernels over tiles share; sizes without the steps, which come before size1."""
-    how, config_k = walk(given), config["BLOCK_K"]
+    how, config_k = walk(call), config["BLOCK_K"]
     # what Triton's tl.dot takes
-    least = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32 if given.a.itemsize == 1 else 16}
+    least = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32 if call.a.itemsize == 1 else 16}
     for name, size in least.items():
         if config[name] < size:
             raise InvalidArgument(f"gemm: a {name} of {config[name]} is too small: matrix instructions take {size}")
     chains = config.kwargs.get("CHAINS", 1)
     if chains < 1 or config_k % chains != 0 or config_k // chains < least["BLOCK_K"]:
         raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} cannot be divided into {chains} CHAINS")
-    if kinds(given)[1] == "group" and given.form != "int4" and given.group % config_k != 0:
-        raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} takes columns of more than one group of {given.group}")
-    if given.form == "int4" and (config_k % 64 != 0 or (config_k > given.group and config_k != 64)):
-        raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} does not fit 4-bit codes in groups of {given.group}")
-    if "block" in kinds(given) and 128 % config_k != 0:
+    if kinds(call)[1] == "group" and call.form != "int4" and call.group % config_k != 0:
+        raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} takes columns of more than one group of {call.group}")
+    if call.form == "int4" and (config_k % 64 != 0 or (config_k > call.group and config_k != 64)):
+        raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} does not fit 4-bit values in groups of {call.group}")
+    if "block" in kinds(call) and 128 % config_k != 0:
         raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} takes more than one block of scales")
     widest = max(1, *(abs(stride) for stride in (*how.a_strides, *how.b_strides))) * how.align
     blocks = max(config["BLOCK_M"], config["BLOCK_N"], config_k)
     constants = {
-        "FORMAT": FORMS[given.form],
-        "HAS_ZERO": given.zero is not None,
-        "GROUP": max(1, given.group),
+        "FORMAT": FORMS[call.form],
+        "HAS_ZERO": call.zero is not None,
+        "GROUP": max(1, call.group),
         "LEADING": how.leading,
         "ALIGN": how.align,
-        "ALIGN_N": column_unit(given),
+        "ALIGN_N": column_unit(call),
         "A_ORDER": how.a_order,
         "B_ORDER": how.b_order,
-        "EVEN_K": given.K % config_k == 0,
+        "EVEN_K": call.K % config_k == 0,
         "WIDE": widest * blocks >= 1 << 31,
-        "PRECISION": given.precision,
-        "ACC": tl.int32 if given.integers else tl.float32,
+        "PRECISION": call.precision,
+        "ACC": tl.int32 if call.integers else tl.float32,
         "XCDS": 1 if arch is None else arch.xcds,
         "PTX": assembles(arch),
         "PDL": _pdl.overlaps(arch),
@@ -304,24 +312,35 @@ def _mainloop(given: Operands, config: Config, arch: Arch | None) -> tuple[tuple
     return (how.size1, how.size2, *how.a_strides, *how.b_strides), constants, how
 
 
-def _described_operands(given: Operands, config: Config) -> tuple[Any, Any]:
-    """a and b as tensor descriptors."""
+# sizes, strides and block of a tensor descriptor
+Descriptor = tuple[list[int], list[int], list[int]]
 
-    def made(x: Tensor, order: int, rows: int, stride: int, block: int) -> Any:
+
+def descriptors_of(call: GemmCall, config: Config) -> tuple[Descriptor, Descriptor]:
+    """The tensor descriptors of a and of b, of which `has_descriptors` has found that they can be made."""
+
+    def made(order: int, rows: int, stride: int, block: int) -> Descriptor:
         blocks = [block, config["BLOCK_K"]] if order == 1 else [config["BLOCK_K"], block]
-        shape = [rows, given.K] if order == 1 else [given.K, rows]
-        return _triton.described(x, shape, [stride, 1], blocks)
+        return [rows, call.K] if order == 1 else [call.K, rows], [stride, 1], blocks
 
-    a_order, b_order = orders(given)
-    a_stride = row_stride(given) if a_order == 1 else given.a.stride(-1)
-    b_stride = given.b.stride(-1) if b_order == 1 else given.b.stride(-2)
-    a = made(given.a, a_order, given.M, a_stride, config["BLOCK_M"])
-    return a, made(given.b, b_order, given.columns, b_stride, config["BLOCK_N"])
+    a_order, b_order = orders(call)
+    a_stride = row_stride(call) if a_order == 1 else call.a.stride(-1)
+    b_stride = call.b.stride(-1) if b_order == 1 else call.b.stride(-2)
+    a = made(a_order, call.M, a_stride, config["BLOCK_M"])
+    return a, made(b_order, call.columns, b_stride, config["BLOCK_N"])
 
 
-def with_descriptors(given: Operands, config: Config) -> bool:
+def _operands(call: GemmCall, config: Config, tma: bool) -> tuple[Any, Any]:
+    """What a kernel over tiles gets for a and b: with `tma` tensor descriptors."""
+    if not tma:
+        return call.a, call.b
+    a, b = descriptors_of(call, config)
+    return _triton.described(call.a, *a), _triton.described(call.b, *b)
+
+
+def with_descriptors(call: GemmCall, config: Config) -> bool:
     """True if a configuration reads a and b through tensor descriptors, but for their addresses."""
-    return bool(config.kwargs.get("TMA")) and described(given) and not _triton.interpreted
+    return bool(config.kwargs.get("TMA")) and has_descriptors(call) and not _triton.interpreted
 
 
 def without(config: Config, *names: str) -> Config:
@@ -329,37 +348,37 @@ def without(config: Config, *names: str) -> Config:
     return Config(**{name: value for name, value in config.items() if name not in names})
 
 
-def tiles(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
+def tiles(call: GemmCall, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
     """`_tile_kernel`, and `_sum_kernel` where SPLIT_K is above 1. `tma`: with tensor descriptors."""
-    refuse_parts(given, config)
-    sizes, constants, _ = _mainloop(given, config, arch)
-    ends, finish = common(given)
-    tiles_m, tiles_n = _layout.ceil_div(given.M, config["BLOCK_M"]), _layout.ceil_div(given.N, config["BLOCK_N"])
+    refuse_parts(call, config)
+    sizes, constants, _ = _mainloop(call, config, arch)
+    values, epilogue = epilogue_of(call)
+    tiles_m, tiles_n = _layout.ceil_div(call.M, config["BLOCK_M"]), _layout.ceil_div(call.N, config["BLOCK_N"])
     split = config["SPLIT_K"]
-    steps = _layout.ceil_div(_layout.ceil_div(given.K, config["BLOCK_K"]), split)
+    steps = _layout.ceil_div(_layout.ceil_div(call.K, config["BLOCK_K"]), split)
     work = tiles_m * tiles_n * split
     units = 132 if arch is None else arch.compute_units
     programs = min(work, units * config["PERSISTENT"]) if config["PERSISTENT"] else work
-    bias, residual, scale_a, scale_b, zero, out_scale = other_tensors(given)
-    a, b = _described_operands(given, config) if tma else (given.a, given.b)
+    bias, residual, scale_a, scale_b, zero, out_scale = other_tensors(call)
+    a, b = _operands(call, config, tma)
     align_n = constants["ALIGN_N"]
     early, options = _pdl.start_of(config, arch)
-    scaled = given.form == "int4" or not {"block", "group"}.isdisjoint(kinds(given))
-    both = in_one_loop(given.activation in GATED, scaled, config)
+    scaled = call.form == "int4" or not {"block", "group"}.isdisjoint(kinds(call))
+    both = in_one_loop(call.activation in GATED, scaled, config)
     first = _launcher.Launch(
         _tile_kernel,
-        (programs, given.batches),
+        (programs, call.batches),
         (
             a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale,
-            given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
+            call.M, call.N // align_n, call.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *values,
         ),
-        {**constants, **finish, "EARLY": early, "BOTH": both, "NORM_EPS": norm_eps(given)},
+        {**constants, **epilogue, "EARLY": early, "BOTH": both, "NORM_EPS": norm_eps(call)},
         Config(**({"CHAINS": 1} | options.kwargs | {"TMA": int(tma)})),
     )  # fmt: skip
     if split == 1:
         return Plan(first, None, None)
-    shape = (split, given.batches, given.M, given.columns)
-    return Plan(first, shape, sum_parts(given, y, parts, split, arch))
+    shape = (split, call.batches, call.M, call.columns)
+    return Plan(first, shape, sum_parts(call, y, parts, split, arch))
 
 
 def _after(warps: int, overlaps: bool) -> Config:
@@ -367,124 +386,123 @@ def _after(warps: int, overlaps: bool) -> Config:
     return Config(num_warps=warps, **({"launch_pdl": 1} if overlaps else {}))
 
 
-def sum_parts(given: Operands, y: Tensor, parts: Tensor, split: int, arch: Arch | None) -> _launcher.Launch:
+def sum_parts(call: GemmCall, y: Tensor, parts: Tensor, split: int, arch: Arch | None) -> _launcher.Launch:
     """`_sum_kernel` behind `split` parts of K."""
-    (sam, _, sbn, _, *rest), finish = common(given)
-    bias, residual, scale_a, scale_b, _, out_scale = other_tensors(given)
-    align_n, across = column_unit(given), _layout.ceil_div(given.N, SUM_COLUMNS)
+    (sam, _, sbn, _, *rest), epilogue = epilogue_of(call)
+    bias, residual, scale_a, scale_b, _, out_scale = other_tensors(call)
+    align_n, across = column_unit(call), _layout.ceil_div(call.N, SUM_COLUMNS)
     # scales of blocks and groups were made part of the sums
-    finish |= {
-        name: kind if kind <= SCALES["vector"] else 0 for name, kind in finish.items() if name in ("SCALE_A", "SCALE_B")
+    epilogue |= {
+        name: kind if kind <= SCALES["vector"] else 0
+        for name, kind in epilogue.items()
+        if name in ("SCALE_A", "SCALE_B")
     }
     overlaps = _pdl.overlaps(arch)
     return _launcher.Launch(
         _sum_kernel,
-        (given.M * across, given.batches),
+        (call.M * across, call.batches),
         (
-            parts, y, bias, residual, scale_a, scale_b, out_scale, given.M, given.N // align_n, across, split,
+            parts, y, bias, residual, scale_a, scale_b, out_scale, call.M, call.N // align_n, across, split,
             sam, sbn, *rest,
         ),
-        {**finish, "PDL": overlaps, "ALIGN_N": align_n, "SUM_M": 1, "SUM_N": SUM_COLUMNS},
+        {**epilogue, "PDL": overlaps, "ALIGN_N": align_n, "SUM_M": 1, "SUM_N": SUM_COLUMNS},
         # four float32 a thread: one access of 16 bytes
         _after(SUM_COLUMNS // 4 // (32 if arch is None else arch.wave_size), overlaps),
     )  # fmt: skip
 
 
-def stream(given: Operands, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
+def stream(call: GemmCall, y: Tensor, parts: Tensor, config: Config, arch: Arch | None, tma: bool) -> Plan:
     """`_stream_k_kernel` and `_join_kernel`; `config["PROGRAMS"]` programs a compute unit."""
-    if given.activation in GATED:
-        raise InvalidArgument(f"gemm: stream-K does not make {given.activation}")
-    sizes, constants, _ = _mainloop(given, config, arch)
-    ends, finish = common(given)
+    if call.activation in GATED:
+        raise InvalidArgument(f"gemm: stream-K does not make {call.activation}")
+    sizes, constants, _ = _mainloop(call, config, arch)
+    values, epilogue = epilogue_of(call)
     m, n = config["BLOCK_M"], config["BLOCK_N"]
-    tiles_m, tiles_n = _layout.ceil_div(given.M, m), _layout.ceil_div(given.N, n)
-    steps = _layout.ceil_div(given.K, config["BLOCK_K"])
+    tiles_m, tiles_n = _layout.ceil_div(call.M, m), _layout.ceil_div(call.N, n)
+    steps = _layout.ceil_div(call.K, config["BLOCK_K"])
     units = 132 if arch is None else arch.compute_units
     programs = max(1, min(tiles_m * tiles_n * steps, units * config["PROGRAMS"]))
-    bias, residual, scale_a, scale_b, zero, out_scale = other_tensors(given)
-    a, b = _described_operands(given, config) if tma else (given.a, given.b)
+    bias, residual, scale_a, scale_b, zero, out_scale = other_tensors(call)
+    a, b = _operands(call, config, tma)
     align_n = constants["ALIGN_N"]
     first = _launcher.Launch(
         _stream_k_kernel,
-        (programs, given.batches),
+        (programs, call.batches),
         (
             a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale,
-            given.M, given.N // align_n, given.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *ends,
+            call.M, call.N // align_n, call.K // constants["ALIGN"], tiles_m, tiles_n, steps, *sizes, *values,
         ),
-        {**constants, **finish},
+        {**constants, **epilogue},
         Config(**(without(config, "PROGRAMS").kwargs | {"TMA": int(tma)})),
     )  # fmt: skip
     if programs == 1:
-        return Plan(first, (given.batches, 1, 2, m, n), None)
-    sam, _, sbn, _, *rest = ends
-    finish = {
-        name: 0 if name.startswith("SCALE") and kind > SCALES["vector"] else kind for name, kind in finish.items()
+        return Plan(first, (call.batches, 1, 2, m, n), None)
+    sam, _, sbn, _, *rest = values
+    epilogue = {
+        name: 0 if name.startswith("SCALE") and kind > SCALES["vector"] else kind for name, kind in epilogue.items()
     }
     second = _launcher.Launch(
         _join_kernel,
-        (programs - 1, given.batches),
+        (programs - 1, call.batches),
         (
-            parts, y, bias, residual, scale_a, scale_b, out_scale, given.M, given.N // align_n, tiles_m, tiles_n, steps,
+            parts, y, bias, residual, scale_a, scale_b, out_scale, call.M, call.N // align_n, tiles_m, tiles_n, steps,
             programs, sam, sbn, *rest,
         ),
         {
-            **finish, "PDL": constants["PDL"], "ALIGN_N": align_n, "GROUP_M": config["GROUP_M"],
+            **epilogue, "PDL": constants["PDL"], "ALIGN_N": align_n, "GROUP_M": config["GROUP_M"],
             "BLOCK_M": m, "BLOCK_N": n,
         },
         _after(config["num_warps"], constants["PDL"]),
     )  # fmt: skip
-    return Plan(first, (given.batches, programs, 2, m, n), second)
+    return Plan(first, (call.batches, programs, 2, m, n), second)
 
 
-Planner = Callable[[Operands, Tensor, Tensor, Config, Arch | None, bool], Plan]
+Planner = Callable[[GemmCall, Tensor, Tensor, Config, Arch | None, bool], Plan]
 
 
-def bind(
-    planner: Planner, operands: Callable[..., Operands], args: tuple[Any, ...], config: Config
-) -> Callable[..., Tensor]:
-    """The function for all calls with arguments like these: allocate, launch, and add up what was split."""
-    given = operands(*args)
-    arch, dtype, device, partial = _target.arch(), given.dtype, given.a.device, partial_dtype(given)
-    shape = given.shape
+def bind(planner: Planner, call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
+    """The function for all calls with the signature of this one: allocate, launch, and add up what was split."""
+    arch, dtype, device, partial = _target.arch(), call.dtype, call.a.device, partial_dtype(call)
+    shape = call.shape
     if math.prod(shape) == 0:
-        return lambda *_args: torch.empty(shape, dtype=dtype, device=device)
+        return lambda _call: torch.empty(shape, dtype=dtype, device=device)
     y, sums = torch.empty(0, dtype=dtype, device=device), torch.empty(0, dtype=partial, device=device)
-    descriptors = with_descriptors(given, config)
-    # made by the first call whose addresses are multiples of 16, which descriptors take alone
-    start_described: Callable[..., None] | None = None
-    plan = planner(given, y, sums, config, arch, False)
+    plan = planner(call, y, sums, config, arch, False)
     start = _launcher.starter(plan.first, device)
     second = None if plan.second is None else _launcher.starter(plan.second, device)
     # what is bound is kept: sizes and constants, not the plan with the tensors of one call
-    count = plan.tensors
-    values = plan.first.args[count:]
+    reads_words, values = plan.tensors == 9, plan.first.args[plan.tensors :]
     second_values = () if plan.second is None else plan.second.args[7:]
     parts_shape = plan.parts
+    descriptors = descriptors_of(call, config) if with_descriptors(call, config) else None
+    # made by the first call whose addresses are multiples of 16, which descriptors need
+    start_tma: Callable[..., None] | None = None
 
-    def describe(given: Operands) -> Callable[..., None]:
-        return _launcher.starter(planner(given, y, sums, config, arch, True).first, device, described=2)
-
-    def call(*args: Any) -> Tensor:
-        nonlocal start_described
-        given = operands(*args)
+    def run(call: GemmCall) -> Tensor:
+        nonlocal start_tma
+        a, b = call.a, call.b
         y = torch.empty(shape, dtype=dtype, device=device)
         parts = y if parts_shape is None else torch.empty(parts_shape, dtype=partial, device=device)
-        bias, residual, scale_a, scale_b, zero, out_scale = other_tensors(given)
-        if count == 9:
-            # a weight that starts inside a word: a slice of another, which no load of a word may touch
-            b = given.b
+        bias, residual, scale_a, scale_b, zero, out_scale = other_tensors(call)
+        if reads_words:
+            # a weight that starts inside a word, as a slice may: the kernel loads whole words
             if b.data_ptr() % 4 != 0:
                 b = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=device).copy_(b)
-            start(given.a, b, y, parts, bias, residual, scale_a, scale_b, out_scale, *values)
+            start(a, b, y, parts, bias, residual, scale_a, scale_b, out_scale, *values)
+        elif descriptors is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:
+            if start_tma is None:
+                tma = planner(call, y, sums, config, arch, True).first
+                start_tma = _launcher.starter(tma, device, described=2)
+            a_descriptor, b_descriptor = (
+                _triton.described(a, *descriptors[0]), _triton.described(b, *descriptors[1])
+            )  # fmt: skip
+            start_tma(
+                a_descriptor, b_descriptor, y, parts, bias, residual, scale_a, scale_b, zero, out_scale, *values
+            )  # fmt: skip
         else:
-            tensors = (y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
-            if descriptors and (given.a.data_ptr() | given.b.data_ptr()) % 16 == 0:
-                start_described = start_described or describe(given)
-                start_described(*_described_operands(given, config), *tensors, *values)
-            else:
-                start(given.a, given.b, *tensors, *values)
+            start(a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale, *values)
         if second is not None:
             second(parts, y, bias, residual, scale_a, scale_b, out_scale, *second_values)
         return y
 
-    return call
+    return run

@@ -1,9 +1,9 @@
-"""The launch of the kernel for sm_90 (`hopper_kernel.py`), and the calls and configurations that it takes."""
+"""The launch of the kernel for sm_90 (`kernel_hopper.py`), which calls it refuses, and its configurations."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import wavecrest.ops.common.triton as _triton
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
-from wavecrest.ops._gemm.call import GATED, Operands, kinds
+from wavecrest.ops._gemm.call import GATED, GemmCall, kinds
 from wavecrest.ops._gemm.kernel_hopper import _hopper_gated_kernel
 from wavecrest.ops.common.activation import ACTIVATIONS
 
@@ -26,65 +26,33 @@ DESCRIPTORS = 3
 WALKS = "copies tiles along K, every other stride a multiple of 16 bytes and not 0"
 # groups that multiply, each with rows of its own
 GROUPS = 2
-# bytes beside tiles: barriers, and what Triton hands from group to group
-BESIDE_TILES = 1024
 
 
-def refusal(given: Operands) -> str | None:
-    """Why a call that kernels over tiles take is none for this one."""
+def refusal(call: GemmCall) -> str | None:
+    """The reason why the kernel cannot run a call that the kernels over tiles take."""
     reason = _hopper.refusal()
     if reason is not None:
         return reason
-    if given.activation not in GATED:
-        return f"makes gated activations, {', '.join(GATED)}"
-    if given.a.dtype not in (torch.float16, torch.bfloat16) or {given.b.dtype, given.dtype} != {given.a.dtype}:
-        return "takes float16 and bfloat16, and gives what it takes"
+    if call.activation not in GATED:
+        return f"is for gated activations: {', '.join(GATED)}"
+    if call.a.dtype not in (torch.float16, torch.bfloat16) or {call.b.dtype, call.dtype} != {call.a.dtype}:
+        return "takes float16 and bfloat16, and returns the same"
     for name, asked in (
-        ("bias", given.bias is not None),
-        ("a residual", given.residual is not None),
-        ("scales and norms", kinds(given) != ("none", "none")),
+        ("bias", call.bias is not None),
+        ("residual", call.residual is not None),
+        ("scales or norm", kinds(call) != ("none", "none")),
     ):
         if asked:
-            return f"does not know {name}"
-    return None if _walks(given) else WALKS
+            return f"takes no {name}"
+    return None if _walks(call) else WALKS
 
 
-def _walks(given: Operands) -> bool:
+def _walks(call: GemmCall) -> bool:
     """True if descriptors can stand for a, b and the result, but for their addresses."""
-    return _launch.described(given) and _launch.orders(given) == (1, 1) and given.N * given.a.itemsize % 16 == 0
+    return _launch.has_descriptors(call) and _launch.orders(call) == (1, 1) and call.N * call.a.itemsize % 16 == 0
 
 
-def default() -> Config:
-    """128 rows, 64 of a group: the sums of 128 columns of gate and up are 128 registers of 240. Four stages."""
-    return _made(128, 4, 8, 2)
-
-
-def _made(columns: int, stages: int, group: int, behind: int) -> Config:
-    # of the group that the launch counts; the kernel adds the others, and its stages are its own
-    return Config(
-        BLOCK_M=128, BLOCK_N=columns, BLOCK_K=64, GROUP_M=group, STAGES=stages, BEHIND=behind, num_warps=4, num_stages=1
-    )
-
-
-# columns, stages, rows of tiles that go together, steps that the second group stays behind
-_TILES = ((128, 4, 8, 2), (128, 4, 16, 2), (128, 4, 8, 1), (128, 4, 8, 0), (64, 6, 8, 2), (64, 6, 16, 1))  # fmt: skip
-
-
-def space(arch: Arch) -> Iterator[Config]:
-    """The configurations worth trying, each once, the default first."""
-    for tile in _TILES:
-        made = _made(*tile)
-        if shared_bytes(made) <= arch.lds_kib << 10:
-            yield made
-
-
-def shared_bytes(config: Config) -> int:
-    """Shared memory of a program: tiles of each stage, and of the result."""
-    m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    return 2 * (config["STAGES"] * (m + 2 * n) * k + m * n) + BESIDE_TILES
-
-
-def launch(given: Operands, y: Tensor, config: Config, arch: Arch | None) -> _launcher.Launch:
+def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _launcher.Launch:
     """The kernel for a checked call that `refusal` says nothing against and that has a result.
 
     Raises:
@@ -92,58 +60,72 @@ def launch(given: Operands, y: Tensor, config: Config, arch: Arch | None) -> _la
     """
     if not 0 <= config["BEHIND"] < config["STAGES"]:
         raise InvalidArgument(f"gemm: BEHIND is below STAGES, {config['STAGES']}, and not {config['BEHIND']}")
-    tiles_m, tiles_n = _layout.ceil_div(given.M, config["BLOCK_M"]), _layout.ceil_div(given.N, config["BLOCK_N"])
+    tiles_m, tiles_n = _layout.ceil_div(call.M, config["BLOCK_M"]), _layout.ceil_div(call.N, config["BLOCK_N"])
     units = 132 if arch is None else arch.compute_units
     return _launcher.Launch(
         _hopper_gated_kernel,
         (min(tiles_m * tiles_n, units),),
         (
-            *_descriptors(given, y, config), given.N, tiles_m, tiles_n, _layout.ceil_div(given.K, config["BLOCK_K"]),
-            float(given.alpha),
+            *_descriptors(call, y, config), call.N, tiles_m, tiles_n, _layout.ceil_div(call.K, config["BLOCK_K"]),
+            float(call.alpha),
         ),
-        {"ACTIVATION": ACTIVATIONS[GATED[str(given.activation)]]},
+        {"ACTIVATION": ACTIVATIONS[GATED[str(call.activation)]]},
         config,
     )  # fmt: skip
 
 
-def _descriptors(given: Operands, y: Tensor, config: Config) -> tuple[Any, ...]:
+def _row_sizes(call: GemmCall) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Sizes and strides of a as one matrix of rows."""
+    return (call.M, call.K), (_launch.row_stride(call), 1)
+
+
+def _blocks(config: Config) -> tuple[list[int], list[int], list[int]]:
+    """The blocks of a, of b's transpose and of the result that descriptors copy."""
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    a = given.a.as_strided((given.M, given.K), (_launch.row_stride(given), 1))
+    return [m, k], [n, k], [m // GROUPS, n]
+
+
+def _descriptors(call: GemmCall, y: Tensor, config: Config) -> tuple[Any, ...]:
+    a_block, b_block, y_block = _blocks(config)
     return (
-        _triton.described_tiles(a, [m, k]),
-        _triton.described_tiles(given.b.mT, [n, k]),
-        _triton.described_tiles(y.view(given.M, given.N), [m // GROUPS, n]),
+        _triton.described_tiles(call.a.as_strided(*_row_sizes(call)), a_block),
+        _triton.described_tiles(call.b.mT, b_block),
+        _triton.described_tiles(y.view(call.M, call.N), y_block),
     )
 
 
-def bind(
-    operands: Callable[..., Operands], args: tuple[Any, ...], config: Config, portable: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    """The function for all calls with arguments like these.
+def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor]) -> Callable[[GemmCall], Tensor]:
+    """The function for all calls with the signature of this one.
 
-    `portable`: the other kernel's, for a call whose tensors do not begin at multiples of 16 bytes, as descriptors must,
-    or have a stride of 0.
+    `portable`: the other kernel's, for calls whose tensors do not begin at multiples of 16 bytes or have a stride of 0,
+    which descriptors do not take.
     """
-    given = operands(*args)
-    if math.prod(given.shape) == 0:
+    if math.prod(call.shape) == 0:
         return portable
-    if not _walks(given):
+    if not _walks(call):
         _hopper.replaced("gemm", WALKS)
         return portable
-    arch, shape, dtype, device = _target.arch(), given.shape, given.dtype, given.a.device
+    arch, shape, dtype, device, rows = _target.arch(), call.shape, call.dtype, call.a.device, (call.M, call.N)
+    a_sizes, (a_block, b_block, y_block) = _row_sizes(call), _blocks(config)
     start: Callable[..., None] | None = None
     sizes: tuple[Any, ...] = ()
 
-    def call(*args: Any) -> Tensor:
+    def run(call: GemmCall) -> Tensor:
         nonlocal start, sizes
-        now = operands(*args)
-        if not _hopper.aligned("gemm", now.a.data_ptr() | now.b.data_ptr()):
-            return portable(*args)
+        a, b = call.a, call.b
+        addresses = a.data_ptr() | b.data_ptr()
+        if addresses % 16 != 0 and not _hopper.aligned("gemm", addresses):
+            return portable(call)
         y = torch.empty(shape, dtype=dtype, device=device)
         if start is None:
-            made = launch(now, y, config, arch)
+            made = launch(call, y, config, arch)
             start, sizes = _launcher.starter(made, device, described=DESCRIPTORS), made.args[DESCRIPTORS:]
-        start(*_descriptors(now, y, config), *sizes)
+        start(
+            _triton.described_tiles(a.as_strided(*a_sizes), a_block),
+            _triton.described_tiles(b.mT, b_block),
+            _triton.described_tiles(y.view(rows), y_block),
+            *sizes,
+        )
         return y
 
-    return call
+    return run

@@ -1,9 +1,10 @@
-"""Attention in the latent space of MLA for sm_90: one group of warps copies, two multiply, half of a result each.
+"""Attention in the latent space of MLA for sm_90: one warp group copies tiles, two multiply, half of the result each.
 
-The sums of 64 rows are as wide as a latent, which is the registers of two groups, and scores of a tile are needed by
-both: so each group works out every other tile's and passes its weights on through shared memory, in the place of the
-tile's rotary part, which they have been made from. A group's products with the other's tile run beside its own softmax.
-That two groups share a result and its weights so is FlashMLA's idea (DeepSeek, 2025).
+The accumulators of 64 rows are as wide as a latent and fill the registers of two warp groups, and both need the scores
+of every tile. So each group computes the scores of every other tile and passes the softmax weights to the other group
+through shared memory, in the place of the tile's rotary part, which is not needed any more. A group's GEMM with the
+other group's tile runs beside its own softmax. The idea that two groups share a result and its weights in this way is
+FlashMLA's (DeepSeek, 2025).
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from wavecrest.ops.common.device import LOG2_E
 from wavecrest.ops.common.hopper import MULTIPLIES, barriers
 from wavecrest.ops.common.triton import gl, gluon, hopper, load_tile, thread_barrier
 
-# rows of a program, columns of a latent that a group sums, of the rotary part
+# rows of a program, columns of a latent that a group accumulates, columns of the rotary part
 ROWS, HALF, ROTARY = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
-# barriers, by what they say of a stage: the left half of a tile's latents is there, the right one and the rotary part,
-# and the weights of its keys; each half, and what is in the rotary part's place, is not needed any more by one group
+# barriers of a stage. FULL: the left half of a tile's latents is there; FULL + 1: the right half and the rotary part;
+# WEIGHED: the weights of its keys. EMPTY, EMPTY + 1: one group needs its half, and the rotary part's place, no more
 FULL, WEIGHED, EMPTY = gl.constexpr(0), gl.constexpr(2), gl.constexpr(3)
-# and the queries are there
+# the queries are there
 ROWS_FULL = gl.constexpr(5)
 
 
 @gluon.jit
 def _copy(  # type: ignore[no-untyped-def]
-    c_desc, rope_desc, table_ptr, c_tiles, rope_tiles, bars, sequence, begin, count, page,
+    c_desc, rope_desc, table_ptr, c_tiles, rope_tiles, bars, sequence, begin, count, page_size,
     PAGED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy a program's tiles of latents, from the last keys to the first."""
@@ -34,8 +35,8 @@ def _copy(  # type: ignore[no-untyped-def]
         start = begin + (count - 1 - i) * KEYS
         number = sequence
         if PAGED:
-            number = gl.load(table_ptr + start // page)
-            start = start % page
+            number = gl.load(table_ptr + start // page_size)
+            start = start % page_size
         hopper.mbarrier.wait(bars[EMPTY].index(slot), phase)
         hopper.mbarrier.expect(bars[FULL].index(slot), c_desc.block_type.nbytes)
         load_tile(c_desc, [number, start, 0], bars[FULL].index(slot), c_tiles[0].index(slot))
@@ -53,7 +54,7 @@ def _latents(tiles, slot, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _weights(rope_tiles, slot, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The place of a tile's rotary part as that of its weights, [rows, keys]."""
+    """The memory of a tile's rotary part, seen as its weights [rows, keys]."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], rope_tiles.dtype)
     return rope_tiles.index(slot)._reinterpret(rope_tiles.dtype, [ROWS, KEYS], LAYOUT)
 
@@ -62,7 +63,7 @@ def _weights(rope_tiles, slot, KEYS: gl.constexpr):  # type: ignore[no-untyped-d
 def _scores(  # type: ignore[no-untyped-def]
     q_tiles, q_rope_tile, c_tiles, rope_tiles, bars, slot, phase, KEYS: gl.constexpr, SCORES: gl.constexpr
 ):
-    """Begin to multiply the queries with a tile, when it is there."""
+    """Wait for a tile and start to multiply the queries by it."""
     s = gl.zeros([ROWS, KEYS], gl.float32, layout=SCORES)
     hopper.mbarrier.wait(bars[FULL].index(slot), phase)
     left = _latents(c_tiles[0], slot, KEYS).permute((1, 0))
@@ -76,35 +77,35 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _weighed(  # type: ignore[no-untyped-def]
-    s, start, upper, lowest, top, total, scale, KEYS: gl.constexpr, SCORES: gl.constexpr
+    s, start, upper, lowest, m_i, l_i, scale, KEYS: gl.constexpr, SCORES: gl.constexpr
 ):
-    """Scores as weights; the largest score so far, the weights' total, and what earlier sums shrink by, of each row."""
+    """The online softmax of a tile: weights, m_i, l_i, and the factor alpha of earlier sums, of each row."""
     s = s * scale
     if start + KEYS - 1 > lowest:
         cols = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
         s = gl.where(cols[None, :] <= upper[:, None], s, float("-inf"))
-    top_now = gl.maximum(top, gl.max(s, 1))
+    m_new = gl.maximum(m_i, gl.max(s, 1))
     # a row that has seen nothing yet: −inf − −inf would be NaN
-    base = gl.where(top_now == float("-inf"), 0.0, top_now)
+    base = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - base[:, None])
-    shrink = gl.exp2(top - base)
-    return p, top_now, total * shrink + gl.sum(p, 1), shrink
+    alpha = gl.exp2(m_i - base)
+    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
-def _pass_on(p, top, total, shrink, rope_tiles, tops, totals, shrinks, bars, slot, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """What the other group needs of a tile, in shared memory."""
+def _pass_on(p, m_i, l_i, alpha, rope_tiles, m_tiles, l_tiles, alpha_tiles, bars, slot, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Store what the other group needs of a tile in shared memory."""
     _weights(rope_tiles, slot, KEYS).store(p)
-    tops.index(slot).store(top)
-    totals.index(slot).store(total)
-    shrinks.index(slot).store(shrink)
+    m_tiles.index(slot).store(m_i)
+    l_tiles.index(slot).store(l_i)
+    alpha_tiles.index(slot).store(alpha)
     hopper.fence_async_shared()
     hopper.mbarrier.arrive(bars[WEIGHED].index(slot), count=1)
 
 
 @gluon.jit
 def _zero_from(tile, last, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Latents of keys from `last` of a tile on are 0: 0 · NaN would be NaN."""
+    """Set the latents of a tile's keys from `last` on to 0: 0 · NaN would be NaN."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LOADED))
     latents = tile.load(LOADED)
@@ -114,11 +115,11 @@ def _zero_from(tile, last, KEYS: gl.constexpr):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _multiply(  # type: ignore[no-untyped-def]
     me: gl.constexpr, q_ptr, rope_ptr, o_ptr, lse_ptr, part_ptr, meta_ptr, q_tiles, q_rope_tile, c_tiles, rope_tiles,
-    tops, totals, shrinks, bars, sequence, split, splits, start_m, rows, tokens, heads, keys, begin, end, count, scale,
-    stride_qb, stride_qt, stride_qh, stride_rb, stride_rt, stride_rh,
+    m_tiles, l_tiles, alpha_tiles, bars, sequence, split, splits, start_m, rows, seqlen_q, heads, seqlen_k, begin,
+    end, count, scale, stride_qb, stride_qt, stride_qh, stride_rb, stride_rt, stride_rh,
     LSE: gl.constexpr, SPLIT: gl.constexpr, Q_ALIGN: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A group's half of the columns of the results of a program's rows, and the weights of every other tile."""
+    """A group's half of the columns of the result of a program's rows, and the weights of every other tile."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -143,11 +144,11 @@ def _multiply(  # type: ignore[no-untyped-def]
     hopper.mbarrier.arrive(bars[ROWS_FULL].index(0), count=1)
     hopper.mbarrier.wait(bars[ROWS_FULL].index(0), 0)
 
-    upper = keys - tokens + (start_m + gl.arange(0, ROWS, layout=ROW)) // heads
+    upper = seqlen_k - seqlen_q + (start_m + gl.arange(0, ROWS, layout=ROW)) // heads
     # of the first row, which sees the fewest
-    lowest = keys - tokens + start_m // heads
-    top = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
-    total = gl.full([ROWS], 0.0, gl.float32, layout=ROW)
+    lowest = seqlen_k - seqlen_q + start_m // heads
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
+    l_i = gl.full([ROWS], 0.0, gl.float32, layout=ROW)
     acc = gl.zeros([ROWS, HALF], gl.float32, layout=SUMS)
     # a constant, which decides while the kernel is compiled
     if me == 0:  # noqa: SIM102
@@ -156,12 +157,12 @@ def _multiply(  # type: ignore[no-untyped-def]
             start = begin + (count - 1) * KEYS
             s = _scores(q_tiles, q_rope_tile, c_tiles, rope_tiles, bars, 0, 0, KEYS, SCORES)
             s = hopper.warpgroup_mma_wait(0, deps=[s])
-            p, top, total, shrink = _weighed(s, start, upper, lowest, top, total, scale, KEYS, SCORES)
+            p, m_i, l_i, alpha = _weighed(s, start, upper, lowest, m_i, l_i, scale, KEYS, SCORES)
             p = p.to(rope_tiles.dtype)
             if start + KEYS > end:
                 _zero_from(_latents(c_tiles[0], 0, KEYS), end - start, KEYS)
                 _zero_from(_latents(c_tiles[1], 0, KEYS), end - start, KEYS)
-            _pass_on(p, top, total, shrink, rope_tiles, tops, totals, shrinks, bars, 0, KEYS)
+            _pass_on(p, m_i, l_i, alpha, rope_tiles, m_tiles, l_tiles, alpha_tiles, bars, 0, KEYS)
             acc = hopper.warpgroup_mma(
                 gl.convert_layout(p, WEIGHTS), _latents(c_tiles[0], 0, KEYS), acc, use_acc=False, is_async=True
             )
@@ -175,24 +176,24 @@ def _multiply(  # type: ignore[no-untyped-def]
         s = _scores(q_tiles, q_rope_tile, c_tiles, rope_tiles, bars, slot, (i // STAGES) & 1, KEYS, SCORES)
         hopper.mbarrier.wait(bars[WEIGHED].index(theirs), before)
         hopper.mbarrier.wait(bars[FULL + me].index(theirs), before)
-        acc = acc * shrinks.index(theirs).load(OF_SUMS)[:, None]
+        acc = acc * alpha_tiles.index(theirs).load(OF_SUMS)[:, None]
         acc = hopper.warpgroup_mma(
             _weights(rope_tiles, theirs, KEYS), _latents(c_tiles[me], theirs, KEYS), acc, is_async=True
         )
-        top = tops.index(theirs).load(ROW)
-        total = totals.index(theirs).load(ROW)
+        m_i = m_tiles.index(theirs).load(ROW)
+        l_i = l_tiles.index(theirs).load(ROW)
         s = hopper.warpgroup_mma_wait(1, deps=[s])
         start = begin + (count - 1 - i) * KEYS
-        p, top, total, shrink = _weighed(s, start, upper, lowest, top, total, scale, KEYS, SCORES)
+        p, m_i, l_i, alpha = _weighed(s, start, upper, lowest, m_i, l_i, scale, KEYS, SCORES)
         p = p.to(rope_tiles.dtype)
-        _pass_on(p, top, total, shrink, rope_tiles, tops, totals, shrinks, bars, slot, KEYS)
+        _pass_on(p, m_i, l_i, alpha, rope_tiles, m_tiles, l_tiles, alpha_tiles, bars, slot, KEYS)
         own = gl.convert_layout(p, WEIGHTS)
-        shrink = gl.convert_layout(shrink, OF_SUMS)
-        # there for long; without a branch here ptxas puts the wait below in front of the softmax (triton 3.6)
+        alpha = gl.convert_layout(alpha, OF_SUMS)
+        # passed long ago; without a branch here ptxas puts the wait below in front of the softmax (triton 3.6)
         hopper.mbarrier.wait(bars[FULL + me].index(theirs), before)
-        acc, own, shrink = hopper.warpgroup_mma_wait(0, deps=[acc, own, shrink])
+        acc, own, alpha = hopper.warpgroup_mma_wait(0, deps=[acc, own, alpha])
         hopper.mbarrier.arrive(bars[EMPTY + me].index(theirs), count=1)
-        acc = acc * shrink[:, None]
+        acc = acc * alpha[:, None]
         acc = hopper.warpgroup_mma(own, _latents(c_tiles[me], slot, KEYS), acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         hopper.mbarrier.arrive(bars[EMPTY + me].index(slot), count=1)
@@ -202,14 +203,14 @@ def _multiply(  # type: ignore[no-untyped-def]
         before = ((count - 1) // STAGES) & 1
         hopper.mbarrier.wait(bars[WEIGHED].index(theirs), before)
         hopper.mbarrier.wait(bars[FULL + me].index(theirs), before)
-        # in the loop the compiler has one here; racecheck takes a wait alone for one thread's (2025.3, H200)
+        # in the loop the compiler adds one here; racecheck takes a wait alone for that of one thread (2025.3, H200)
         thread_barrier()
-        acc = acc * shrinks.index(theirs).load(OF_SUMS)[:, None]
+        acc = acc * alpha_tiles.index(theirs).load(OF_SUMS)[:, None]
         acc = hopper.warpgroup_mma(
             _weights(rope_tiles, theirs, KEYS), _latents(c_tiles[me], theirs, KEYS), acc, is_async=True
         )
-        top = tops.index(theirs).load(ROW)
-        total = totals.index(theirs).load(ROW)
+        m_i = m_tiles.index(theirs).load(ROW)
+        l_i = l_tiles.index(theirs).load(ROW)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
 
     below = gl.arange(0, ROWS, layout=ROW)
@@ -218,21 +219,21 @@ def _multiply(  # type: ignore[no-untyped-def]
     inner = of_sums[:, None] * (2 * HALF) + cols[None, :]
     mask = (of_sums < rows - start_m)[:, None]
     if SPLIT:
-        # rows that see nothing of their own split are written where others of the sequence do
-        if begin < keys:
+        # a split past the sequence's keys is never read; one with keys is written also by rows that see none of them
+        if begin < seqlen_k:
             first = (sequence * splits + split) * rows + start_m
             gl.store(part_ptr + first * (2 * HALF) + inner, acc, mask=mask)
             if me == 0:
-                gl.store(meta_ptr + first * 2 + below * 2, top, mask=below < rows - start_m)
-                gl.store(meta_ptr + first * 2 + below * 2 + 1, total, mask=below < rows - start_m)
+                gl.store(meta_ptr + first * 2 + below * 2, m_i, mask=below < rows - start_m)
+                gl.store(meta_ptr + first * 2 + below * 2 + 1, l_i, mask=below < rows - start_m)
     else:
         if LSE and me == 0:
-            token = (start_m + below) // heads
+            query = (start_m + below) // heads
             head = (start_m + below) % heads
             # −inf for a row that has seen nothing
-            lse_at = (sequence * heads + head) * tokens + token
-            gl.store(lse_ptr + lse_at, (top + gl.log2(total)) * LN_2, mask=below < rows - start_m)
-        share = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), OF_SUMS)
+            lse_at = (sequence * heads + head) * seqlen_q + query
+            gl.store(lse_ptr + lse_at, (m_i + gl.log2(l_i)) * LN_2, mask=below < rows - start_m)
+        share = gl.convert_layout(1.0 / gl.where(l_i == 0.0, 1.0, l_i), OF_SUMS)
         made = (acc * share[:, None]).to(o_ptr.dtype.element_ty)
         gl.store(o_ptr + (sequence * rows + start_m) * (2 * HALF) + inner, made, mask=mask)
 
@@ -240,8 +241,8 @@ def _multiply(  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=SIZES)
 def _hopper_mla_kernel(  # type: ignore[no-untyped-def]
     c_desc, rope_desc, q_ptr, rope_ptr, lens_ptr, table_ptr, o_ptr, lse_ptr, part_ptr, meta_ptr,
-    scale, tokens, heads, page, splits, least, blocks, stride_qb, stride_qt, stride_qh, stride_rb, stride_rt, stride_rh,
-    stride_tb, stride_len,
+    scale, seqlen_q, heads, page_size, splits, granularity, blocks, stride_qb, stride_qt, stride_qh, stride_rb,
+    stride_rt, stride_rh, stride_tb, stride_len,
     PAGED: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, Q_ALIGN: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -255,14 +256,14 @@ def _hopper_mla_kernel(  # type: ignore[no-untyped-def]
     block = blocks - 1 - index % blocks
     split = (index // blocks) % splits
     sequence = index // blocks // splits
-    keys = gl.load(lens_ptr + sequence.to(gl.int64) * stride_len)
-    rows = tokens * heads
+    seqlen_k = gl.load(lens_ptr + sequence.to(gl.int64) * stride_len)
+    rows = seqlen_q * heads
     start_m = block * ROWS
-    # how many keys the last query of this tile sees
-    end = keys - tokens + (gl.minimum(start_m + ROWS, rows) - 1) // heads + 1
+    # keys that the last query of this tile sees
+    end = seqlen_k - seqlen_q + (gl.minimum(start_m + ROWS, rows) - 1) // heads + 1
     begin = 0
     if SPLIT:
-        share = gl.maximum(gl.cdiv(gl.cdiv(keys, least), splits), 1) * least
+        share = gl.maximum(gl.cdiv(gl.cdiv(seqlen_k, granularity), splits), 1) * granularity
         begin = split * share
         end = gl.minimum(begin + share, end)
     count = gl.cdiv(gl.maximum(end - begin, 0), BLOCK_N)
@@ -275,15 +276,15 @@ def _hopper_mla_kernel(  # type: ignore[no-untyped-def]
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], WIDE)
     q_rope_tile = gl.allocate_shared_memory(dtype, [ROWS, ROTARY], NARROW)
-    # one of each half: what a group of warps reads and gives back alone
+    # one for each half: a group of warps reads it and gives it back alone
     c_tiles = (
         gl.allocate_shared_memory(dtype, [STAGES] + c_desc.block_type.shape, c_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES] + c_desc.block_type.shape, c_desc.layout),
     )
     rope_tiles = gl.allocate_shared_memory(dtype, [STAGES] + rope_desc.block_type.shape, rope_desc.layout)
-    tops = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], NUMBERS)
-    totals = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], NUMBERS)
-    shrinks = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], NUMBERS)
+    m_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], NUMBERS)
+    l_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], NUMBERS)
+    alpha_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], NUMBERS)
     bars = (
         barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1),
         barriers(1, 2),
@@ -294,19 +295,19 @@ def _hopper_mla_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_copy, (
-                c_desc, rope_desc, table_ptr, c_tiles, rope_tiles, bars, sequence, begin, count, page, PAGED,
+                c_desc, rope_desc, table_ptr, c_tiles, rope_tiles, bars, sequence, begin, count, page_size, PAGED,
                 BLOCK_N, STAGES,
             )),
             (_multiply, (
                 gl.constexpr(0), q_ptr, rope_ptr, o_ptr, lse_ptr, part_ptr, meta_ptr, q_tiles, q_rope_tile, c_tiles,
-                rope_tiles, tops, totals, shrinks, bars, wide, split, splits, start_m, rows, tokens, heads, keys,
-                begin, end, count, scale, stride_qb, stride_qt, stride_qh, stride_rb, stride_rt, stride_rh,
+                rope_tiles, m_tiles, l_tiles, alpha_tiles, bars, wide, split, splits, start_m, rows, seqlen_q, heads,
+                seqlen_k, begin, end, count, scale, stride_qb, stride_qt, stride_qh, stride_rb, stride_rt, stride_rh,
                 LSE, SPLIT, Q_ALIGN, BLOCK_N, STAGES,
             )),
             (_multiply, (
                 gl.constexpr(1), q_ptr, rope_ptr, o_ptr, lse_ptr, part_ptr, meta_ptr, q_tiles, q_rope_tile, c_tiles,
-                rope_tiles, tops, totals, shrinks, bars, wide, split, splits, start_m, rows, tokens, heads, keys,
-                begin, end, count, scale, stride_qb, stride_qt, stride_qh, stride_rb, stride_rt, stride_rh,
+                rope_tiles, m_tiles, l_tiles, alpha_tiles, bars, wide, split, splits, start_m, rows, seqlen_q, heads,
+                seqlen_k, begin, end, count, scale, stride_qb, stride_qt, stride_qh, stride_rb, stride_rt, stride_rh,
                 LSE, SPLIT, Q_ALIGN, BLOCK_N, STAGES,
             )),
         ],

@@ -1,4 +1,4 @@
-"""Linear layers over to `wavecrest.ops.linear` where a measured row names another kernel than PyTorch's for them."""
+"""Routes linear layers to `wavecrest.ops.linear` where a measured row names another kernel than PyTorch's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wavecrest import ops
 from wavecrest.errors import StepRefused, WavecrestError
+from wavecrest.ops._gemm.backend import op
+from wavecrest.ops._gemm.call import linear_call
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
 from wavecrest.optimizer.steps.fuse_linears import FusedSlice
 
@@ -23,7 +24,6 @@ NATIVE = ("torch", "reference")
 
 def decisions(model: nn.Module, inputs: Inputs) -> dict[str, list[Decision]]:
     """What dispatch would run for each call of each Linear layer in one forward, by the layer's path."""
-    op = ops.get("gemm")
     found: dict[str, list[Decision]] = {}
     handles = []
     for path, module in model.named_modules():
@@ -34,7 +34,7 @@ def decisions(model: nn.Module, inputs: Inputs) -> dict[str, list[Decision]]:
             wide = module.fused if isinstance(module, FusedSlice) else module
             weight, bias = wide.weight, wide.bias
             assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
-            found.setdefault(path, []).append(op.decide(*linear_arguments(args[0], weight, bias)))
+            found.setdefault(path, []).append(op.decide(linear_call(args[0], weight, bias)))
 
         handles.append(module.register_forward_pre_hook(watch))
     try:
@@ -46,15 +46,8 @@ def decisions(model: nn.Module, inputs: Inputs) -> dict[str, list[Decision]]:
     return found
 
 
-def linear_arguments(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    """The op gemm's arguments for a plain linear layer."""
-    from wavecrest.ops._gemm.call import Operands
-
-    return tuple(Operands(x, weight.mT, bias))
-
-
 class RouteLinear(Step):
-    """nn.Linear modules whose product a measured row gives to another kernel become wavecrest.nn.Linear.
+    """nn.Linear modules whose GEMM a measured row gives to another kernel become wavecrest.nn.Linear.
 
     The table is asked again at every call, by the bucket of its rows: a layer can run our kernel while decoding and
     PyTorch's in prefill.
@@ -89,12 +82,12 @@ class RouteLinear(Step):
         return Found(tuple(routed), {"sites": list(routed), "routes": routes}, note)
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
-        """The rows themselves were measured, each product alone; what they are worth in the model is not known."""
+        """The rows were measured, each GEMM alone; what they gain in the model is not known."""
         share = context.share("gemm")
         return Prediction(None, f"measured rows for {len(found.sites)} layers; GEMM is {share:.0%} of the time")
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
-        """Swap each site; of fused projections the wide product."""
+        """Swap each site; of fused projections the wide GEMM."""
         from wavecrest.nn import Linear
         from wavecrest.ops import linear
 
@@ -110,7 +103,7 @@ class RouteLinear(Step):
 
 
 def _part(decision: Decision) -> dict[str, Any]:
-    return dict(zip(ops.get("gemm").key_fields, decision.key, strict=True))
+    return dict(zip(op.key_fields, decision.key, strict=True))
 
 
 def _call(decision: Decision) -> str:
@@ -119,7 +112,7 @@ def _call(decision: Decision) -> str:
 
 
 def _row(decision: Decision) -> dict[str, Any]:
-    """A decision as JSON: what runs for which product, and why."""
+    """A decision as JSON: what runs for which GEMM, and why."""
     part = _part(decision)
     return {
         **{name: part[name] for name in ("rows", "columns", "k", "a", "bias")},

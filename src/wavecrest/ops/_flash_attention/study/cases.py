@@ -12,54 +12,56 @@ from torch import Tensor
 
 from wavecrest.dispatch.tuned import Cell
 from wavecrest.hardware import ARCHS
-from wavecrest.ops._flash_attention.call import Operands
+from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
 
 class _Sizes(NamedTuple):
-    """Batch, query heads, heads of k and v, queries, keys, columns, columns of v."""
+    """Batch, query heads, heads of k and v, seqlen_q, seqlen_k, head_dim of q and k, of v."""
 
     batch: int
     heads: int
     kv_heads: int
-    queries: int
-    keys: int
+    seqlen_q: int
+    seqlen_k: int
     d: int
     dv: int
 
 
 def _tensors(sizes: _Sizes, layout: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    def made(tokens: int, heads: int, columns: int) -> Tensor:
+    def made(tokens: int, heads: int, head_dim: int) -> Tensor:
         shape = {
-            "bshd": (sizes.batch, tokens, heads, columns),
-            "bhsd": (sizes.batch, heads, tokens, columns),
-            "thd": (sizes.batch * tokens, heads, columns),
+            "bshd": (sizes.batch, tokens, heads, head_dim),
+            "bhsd": (sizes.batch, heads, tokens, head_dim),
+            "thd": (sizes.batch * tokens, heads, head_dim),
         }[layout]
         return torch.randn(shape, dtype=dtype, device=device)
 
     return (
-        made(sizes.queries, sizes.heads, sizes.d),
-        made(sizes.keys, sizes.kv_heads, sizes.d),
-        made(sizes.keys, sizes.kv_heads, sizes.dv),
+        made(sizes.seqlen_q, sizes.heads, sizes.d),
+        made(sizes.seqlen_k, sizes.kv_heads, sizes.d),
+        made(sizes.seqlen_k, sizes.kv_heads, sizes.dv),
     )
 
 
-def inputs(B: int, H: int, S: int, D: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+def inputs(B: int, H: int, S: int, D: int, dtype: torch.dtype, device: str) -> FlashAttentionCall:
     """S queries and keys of H heads, [B, S, H, D], nothing hidden."""
-    return tuple(Operands(*_tensors(_Sizes(B, H, H, S, S, D, D), "bshd", dtype, device)))
+    return FlashAttentionCall(*_tensors(_Sizes(B, H, H, S, S, D, D), "bshd", dtype, device))
 
 
-def _call(sizes: _Sizes, dtype: torch.dtype, device: str, *, layout: str = "bhsd", **options: Any) -> tuple[Any, ...]:
-    """The arguments of a call; of packed sequences, all as long as the sizes say but where `starts` is given."""
+def _call(
+    sizes: _Sizes, dtype: torch.dtype, device: str, *, layout: str = "bhsd", **options: Any
+) -> FlashAttentionCall:
+    """A call on random tensors; packed sequences have the lengths of `sizes` or those of `starts_q`, `starts_k`."""
     q, k, v = _tensors(sizes, layout, dtype, device)
     if layout == "thd":
-        for name, tokens in (("q", sizes.queries), ("k", sizes.keys)):
+        for name, tokens in (("q", sizes.seqlen_q), ("k", sizes.seqlen_k)):
             starts = options.pop(f"starts_{name}", [i * tokens for i in range(sizes.batch + 1)])
             options[f"cu_seqlens_{name}"] = torch.tensor(starts, dtype=torch.int32, device=device)
             options[f"max_seqlen_{name}"] = tokens
             options[f"tokens_{name}"] = starts[-1]
         queries, keys = options.pop("tokens_q"), options.pop("tokens_k")
         q, k, v = q[:queries], k[:keys], v[:keys]
-    return tuple(Operands(q, k, v, layout, **options))
+    return FlashAttentionCall(q, k, v, layout, **options)
 
 
 def _every(heads: int = 32) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def _every(heads: int = 32) -> dict[str, Any]:
 
 
 # name -> sizes, dtype, options: each width of the tiles with and without causality; heads that share keys, packed;
-# every option at once; columns that are no power of two; one query (decoding); float32
+# every option at once; a head_dim that is no power of two; one query (decoding); float32
 def _compiled() -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]]]:
     bf16, heads = torch.bfloat16, 32
     square = {d: _Sizes(4, heads, heads, 4096, 4096, d, d) for d in (64, 80, 128, 256)}
@@ -98,15 +100,13 @@ def _compiled() -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]]]:
     }
 
 
-def compiled() -> dict[str, Operands]:
+def compiled() -> dict[str, FlashAttentionCall]:
     """The calls that must compile for every architecture, of meta tensors."""
-    return {
-        name: Operands(*_call(sizes, dtype, "meta", **options)) for name, (sizes, dtype, options) in _compiled().items()
-    }
+    return {name: _call(sizes, dtype, "meta", **options) for name, (sizes, dtype, options) in _compiled().items()}
 
 
-def compiled_of_codes(fp8: torch.dtype) -> dict[str, Operands]:
-    """Those of 8-bit tensors: products of each kind, with every option, columns that are no power of two."""
+def compiled_of_8_bits(fp8: torch.dtype) -> dict[str, FlashAttentionCall]:
+    """Those of 8-bit tensors: each kind of GEMM, every option, a head_dim that is no power of two."""
     heads, bf16 = 32, torch.bfloat16
     square = {d: _Sizes(4, heads, heads, 4096, 4096, d, d) for d in (64, 80, 128, 256)}
     found = {}
@@ -126,23 +126,23 @@ def compiled_of_codes(fp8: torch.dtype) -> dict[str, Operands]:
         ("int8 p dropout", square[128], torch.int8, torch.int8, {"p_descale": 1 / 127, "dropout_p": 0.1, "seed": 1}),
         ("every option int8 p", square[128], torch.int8, torch.int8, {**_every(), "p_descale": 1 / 127}),
     ):
-        given = Operands(*_call(sizes, bf16, "meta", **options))
-        found[label] = given._replace(
-            q=given.q.to(q), k=given.k.to(kv), v=given.v.to(kv),
+        call = _call(sizes, bf16, "meta", **options)
+        found[label] = call._replace(
+            q=call.q.to(q), k=call.k.to(kv), v=call.v.to(kv),
             q_descale=None if q == bf16 else torch.empty(heads, device="meta"),
             k_descale=torch.empty(heads, device="meta"), v_descale=torch.empty(heads, device="meta"),
         )  # fmt: skip
     return found
 
 
-def compiled_for_hopper() -> dict[str, Operands]:
+def compiled_for_hopper() -> dict[str, FlashAttentionCall]:
     """Those that sm_90's own kernel must compile for: each width of the tiles, and what it knows beside causality."""
     sinks = torch.empty(32, dtype=torch.bfloat16, device="meta")
-    given = {
+    calls = {
         name: compiled()[name] for name in ("D=64", "D=64 causal", "D=80", "D=128", "D=128 causal", "D=256 causal")
     }
-    given["sinks logarithms"] = given["D=128 causal"]._replace(sinks=sinks, return_lse=True)
-    return given
+    calls["sinks logarithms"] = calls["D=128 causal"]._replace(sinks=sinks, return_lse=True)
+    return calls
 
 
 def _label(sizes: _Sizes, causal: bool) -> str:
@@ -150,7 +150,7 @@ def _label(sizes: _Sizes, causal: bool) -> str:
     return f"b{b}h{h}kv{kv}s{s}d{d}{'c' if causal else ''}"
 
 
-# batch, heads, heads of k and v, length, columns, causal
+# batch, heads, heads of k and v, length, head_dim, causal
 _SHARED = (
     *((32, 8, 8, s, 64, False) for s in (128, 256, 512, 1024, 2048)),
     (4, 32, 32, 4096, 128, False), (4, 32, 32, 4096, 128, True),
@@ -160,9 +160,9 @@ _SHARED = (
 _QUICK = ((2, 4, 4, 128, 64, False), (1, 8, 2, 200, 64, True))
 
 
-def bench(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
-    """Prefill of layout "bhsd" by size: 32 sequences of 8 heads of 64 columns in float16, the others in bfloat16."""
-    found: dict[str, Callable[[], tuple[Any, ...]]] = {}
+def bench(suite: str, device: str) -> dict[str, Callable[[], FlashAttentionCall]]:
+    """Prefill of layout "bhsd" by size: 32 sequences of 8 heads with head_dim 64 in float16, the others in bfloat16."""
+    found: dict[str, Callable[[], FlashAttentionCall]] = {}
     for b, h, kv, s, d, causal in _QUICK if suite == "quick" else _SHARED:
         sizes = _Sizes(b, h, kv, s, s, d, d)
         dtype = torch.float16 if b == 32 else torch.bfloat16
@@ -170,34 +170,32 @@ def bench(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     return found
 
 
-def _codes(sizes: _Sizes, q: torch.dtype, kv: torch.dtype, **options: Any) -> tuple[Any, ...]:
-    """The arguments of a call of 8-bit tensors, or of 8-bit k and v: values of deviation 1 with descales of heads."""
-    given = Operands(*_call(sizes, torch.float32, "cpu", **options))
+def _eight_bit(sizes: _Sizes, q: torch.dtype, kv: torch.dtype, **options: Any) -> FlashAttentionCall:
+    """A call with 8-bit tensors, or 8-bit k and v alone: values of deviation 1, a descale for each head."""
+    call = _call(sizes, torch.float32, "cpu", **options)
     made: dict[str, Any] = {}
     for name, dtype, heads in (("q", q, sizes.heads), ("k", kv, sizes.kv_heads), ("v", kv, sizes.kv_heads)):
-        x = getattr(given, name)
+        x = getattr(call, name)
         if dtype.itemsize == 1:
             made[f"{name}_descale"] = (1.0 + torch.rand(heads)) / 32
             x = (32 * x).clamp(-127, 127)
         made[name] = x.round().to(dtype) if dtype == torch.int8 else x.to(dtype)
-    return tuple(given._replace(**made))
+    return call._replace(**made)
 
 
-def _codes_of_weights(sizes: _Sizes, dtype: torch.dtype) -> tuple[Any, ...]:
-    """8-bit weights: powers of two, which codes have, so that results are as exact as those without."""
-    given = Operands(*_codes(sizes, dtype, dtype, causal=True))
+def _eight_bit_weights(sizes: _Sizes, dtype: torch.dtype) -> FlashAttentionCall:
+    """8-bit weights that are powers of two, which 8 bits hold, so that results are as exact as without rounding."""
+    call = _eight_bit(sizes, dtype, dtype, causal=True)
     one = torch.ones(())
-    q, k = torch.zeros(given.q.shape), torch.randint(0, 4, given.k.shape)
-    # each query is one column of the keys
+    q, k = torch.zeros(call.q.shape), torch.randint(0, 4, call.k.shape)
+    # each query picks one element of the keys
     q[..., 3] = 1.0
-    return tuple(
-        given._replace(
-            q=q.to(dtype), k=k.to(dtype), q_descale=one, k_descale=one, softmax_scale=math.log(2.0), p_descale=2.0**-6
-        )
+    return call._replace(
+        q=q.to(dtype), k=k.to(dtype), q_descale=one, k_descale=one, softmax_scale=math.log(2.0), p_descale=2.0**-6
     )
 
 
-def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+def emulated(arch: str) -> dict[str, Callable[[], FlashAttentionCall]]:
     """Several tiles with ragged ends, each mask and addition, packed sequences, and the dtypes, those of 8 bits too."""
     known = ARCHS.get(arch)
     float8 = torch.float8_e4m3fnuz if known is not None and known.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
@@ -218,16 +216,16 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "packed": partial(_call, _Sizes(3, 4, 1, 70, 120, 64, 64), brain, "cpu", causal=True, **packed),
         "dropout": partial(_call, _Sizes(2, 2, 1, 40, 90, 64, 64), half, "cpu", dropout_p=0.3, seed=(7 << 32) + 5),
         "float32": partial(_call, _Sizes(1, 1, 1, 33, 70, 32, 32), single, "cpu", causal=True),
-        "int8": partial(_codes, _Sizes(1, 4, 2, 70, 90, 64, 64), torch.int8, torch.int8, causal=True),
-        "int8 weights": partial(_codes_of_weights, _Sizes(1, 2, 1, 40, 90, 64, 40), torch.int8),
-        "fp8": partial(_codes, _Sizes(1, 2, 2, 40, 70, 64, 64), float8, float8),
-        "fp8 weights": partial(_codes_of_weights, _Sizes(1, 2, 1, 40, 70, 64, 64), float8),
-        "kv int8": partial(_codes, _Sizes(1, 2, 1, 40, 70, 40, 64), half, torch.int8, layout="bshd", causal=True),
+        "int8": partial(_eight_bit, _Sizes(1, 4, 2, 70, 90, 64, 64), torch.int8, torch.int8, causal=True),
+        "int8 weights": partial(_eight_bit_weights, _Sizes(1, 2, 1, 40, 90, 64, 40), torch.int8),
+        "fp8": partial(_eight_bit, _Sizes(1, 2, 2, 40, 70, 64, 64), float8, float8),
+        "fp8 weights": partial(_eight_bit_weights, _Sizes(1, 2, 1, 40, 70, 64, 64), float8),
+        "kv int8": partial(_eight_bit, _Sizes(1, 2, 1, 40, 70, 40, 64), half, torch.int8, layout="bshd", causal=True),
     }  # fmt: skip
 
 
-def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
-    """A call with this key, if nothing but causality and a window is asked for; see `Op`."""
+def call_of_key(parts: Mapping[str, Cell], device: str) -> FlashAttentionCall | None:
+    """A call with this key, if it has no option but causality and a window; see `Study`."""
     dtype = getattr(torch, str(parts["dtype"]), None)
     more = (parts[name] for name in ("packed", "bias", "alibi", "softcap", "sinks"))
     sizes = _Sizes(*(int(parts[name] or 0) for name in ("batch", "heads", "kv_heads", "queries", "keys", "d", "dv")))

@@ -59,7 +59,7 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
     groups = float(GROUPS) if hopper else _LOOSE if wide and warps >= 2 * _GROUP_WARPS else 1.0
     scores = _work.product(m, n, d, shape.bits, warps, arch)
     values = _work.product(m, dv, n, shape.bits, warps, arch, held=True)
-    size, kv = shape.bits / 8, 1 if shape.codes is not None else shape.bits / 8
+    size, kv = shape.bits / 8, 1 if shape.kv_dtype is not None else shape.bits / 8
     loaded, lanes = n * (d + dv) * kv, warps * arch.wave_size
     queries = heads * part["queries"] * part["d"] * size
     return (
@@ -87,4 +87,4 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
 def _vector(shape: Shape, part: dict[str, int], m: int, n: int, d: int, dv: int, arch: Arch) -> float:
     """Operations of a step: of scores, with those that are done to them, of sums that shrink, of codes."""
     each = _work.SCORE_OPERATIONS[arch.vendor] + 4 * shape.more + (part["right"] >= 0)
-    return m * n * each + m * dv + (0.0 if shape.codes is None else n * (d + dv) * _work.widened(8, 16))
+    return m * n * each + m * dv + (0.0 if shape.kv_dtype is None else n * (d + dv) * _work.widened(8, 16))

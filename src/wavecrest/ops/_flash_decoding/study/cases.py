@@ -11,15 +11,15 @@ from torch import Tensor
 
 from wavecrest.dispatch.tuned import Cell
 from wavecrest.hardware import ARCHS, Arch
-from wavecrest.ops._flash_decoding.call import FOUR_BITS, Operands
+from wavecrest.ops._flash_decoding.call import FOUR_BITS, FlashDecodingCall
 from wavecrest.ops.common.quantized import KERNEL_ARCHS
 
 
 class _Sizes(NamedTuple):
-    """Batch, queries, query heads, heads of the cache, keys, columns, columns of v, tokens of a page (0: no pages)."""
+    """Batch, seqlen_q, query heads, heads of the cache, keys, head_dim, that of v, tokens of a page (0: no pages)."""
 
     batch: int
-    tokens: int
+    seqlen_q: int
     heads: int
     kv_heads: int
     keys: int
@@ -31,26 +31,26 @@ class _Sizes(NamedTuple):
 def _call(
     sizes: _Sizes, dtype: torch.dtype, device: str, cache: torch.dtype | None = None, fill: float = 1.0,
     groups: int = 0, padded: int = 0, append: bool = False, rotary: str = "", **options: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of a call whose sequences fill this share of their caches, the first of them all of it.
+) -> FlashDecodingCall:  # fmt: skip
+    """A call whose last sequence fills the share `fill` of its cache, and the first one all of it.
 
-    `groups`: of a cache of 4 bits; of one of 8, 1 for scales of tokens, 0 for one of all. `padded`: hidden keys at the
-    left of the last sequence. `append`: with new keys and values; `rotary`: turned, all columns in this style.
+    `groups`: of a cache of 4 bits; of one of 8, 1 for scales of tokens, 0 for one scale. `padded`: hidden keys at the
+    left of the last sequence. `append`: with new keys and values; `rotary`: turned in this style over all of head_dim.
     """
     pages = sizes.batch * (sizes.keys // sizes.page) if sizes.page else sizes.batch
     leading = (pages, sizes.page or sizes.keys, sizes.kv_heads)
 
-    def stored(columns: int) -> Tensor:
-        shape = (*leading, columns)
+    def stored(head_dim: int) -> Tensor:
+        shape = (*leading, head_dim)
         if cache == FOUR_BITS:
-            return torch.randint(0, 256, (*leading, columns // 2), dtype=cache, device=device)
+            return torch.randint(0, 256, (*leading, head_dim // 2), dtype=cache, device=device)
         if cache is None:
             return torch.randn(shape, dtype=dtype, device=device)
         if cache == torch.int8:
             return torch.randint(-127, 128, shape, dtype=cache, device=device)
         return torch.randn(shape, dtype=torch.float16, device=device).to(cache)
 
-    q = torch.randn(sizes.batch, sizes.tokens, sizes.heads, sizes.d, dtype=dtype, device=device)
+    q = torch.randn(sizes.batch, sizes.seqlen_q, sizes.heads, sizes.d, dtype=dtype, device=device)
     lengths = torch.linspace(1.0, fill, sizes.batch).mul(sizes.keys).to(torch.int32).to(device)
     if sizes.page:
         count = sizes.batch * (sizes.keys // sizes.page)
@@ -60,8 +60,10 @@ def _call(
     if padded > 0:
         options["seq_starts"] = torch.linspace(0.0, padded, sizes.batch).to(torch.int32).to(device)
     if append:
-        for name, columns in (("k", sizes.d), ("v", sizes.dv)):
-            options[name] = torch.randn(sizes.batch, sizes.tokens, sizes.kv_heads, columns, dtype=dtype, device=device)
+        for name, head_dim in (("k", sizes.d), ("v", sizes.dv)):
+            options[name] = torch.randn(
+                sizes.batch, sizes.seqlen_q, sizes.kv_heads, head_dim, dtype=dtype, device=device
+            )
     if rotary:
         angles = torch.randn(sizes.keys, sizes.d // 2, device=device)
         options |= {"cos": angles.cos(), "sin": angles.sin(), "rotary_style": rotary}
@@ -77,10 +79,10 @@ def _call(
         # about the size of keys and values in 16 bits
         scale = torch.full((1,), 0.01 if cache == torch.int8 else 0.75, device=device)
         options |= {"k_scale": scale, "v_scale": 1.5 * scale}
-    return tuple(Operands(q, stored(sizes.d), stored(sizes.dv), lengths, **options))
+    return FlashDecodingCall(q, stored(sizes.d), stored(sizes.dv), lengths, **options)
 
 
-def inputs(B: int, H: int, S: int, D: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+def inputs(B: int, H: int, S: int, D: int, dtype: torch.dtype, device: str) -> FlashDecodingCall:
     """One query of H heads, over full caches of S keys with a quarter of the heads (all of them where 4 does not)."""
     return _call(_Sizes(B, 1, H, H // 4 if H % 4 == 0 else H, S, D, D), dtype, device)
 
@@ -107,18 +109,18 @@ def _compiled(arch: Arch) -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]
         "int8": (paged, bf16, {"cache": torch.int8}),
         "fp8": (paged, bf16, {"cache": float8}),
         "fp8 of another flavour": (paged, bf16, {"cache": torch.float8_e4m3fn}),
-        "int8 8 queries": (llama._replace(tokens=8), bf16, {"cache": torch.int8}),
+        "int8 8 queries": (llama._replace(seqlen_q=8), bf16, {"cache": torch.int8}),
         "int8 by token": (paged, bf16, {"cache": torch.int8, "groups": 1}),
         "int4": (paged, bf16, {"cache": FOUR_BITS, "groups": 1}),
         "int4 float16": (paged, torch.float16, {"cache": FOUR_BITS, "groups": 1}),
         "int4 4 groups": (paged, bf16, {"cache": FOUR_BITS, "groups": 4}),
         "int4 pages of 1": (llama._replace(page=1), bf16, {"cache": FOUR_BITS, "groups": 1}),
-        "int4 8 queries": (llama._replace(tokens=8), bf16, {"cache": FOUR_BITS, "groups": 1}),
-        "8 queries": (llama._replace(tokens=8), bf16, {}),
+        "int4 8 queries": (llama._replace(seqlen_q=8), bf16, {"cache": FOUR_BITS, "groups": 1}),
+        "8 queries": (llama._replace(seqlen_q=8), bf16, {}),
         "every option": (paged, bf16, every),
         "float32": (llama, torch.float32, {}),
         "starts": (llama, bf16, {"padded": 100}),
-        "starts 8 queries": (llama._replace(tokens=8), bf16, {"padded": 100}),
+        "starts 8 queries": (llama._replace(seqlen_q=8), bf16, {"padded": 100}),
         "starts every option": (paged, bf16, {**every, "padded": 100}),
         "append": (paged, bf16, {"append": True, "rotary": "neox"}),
         "append int8": (llama, bf16, {"append": True, "cache": torch.int8}),
@@ -132,15 +134,12 @@ def _compiled(arch: Arch) -> dict[str, tuple[_Sizes, torch.dtype, dict[str, Any]
     }
 
 
-def compiled(arch: Arch) -> dict[str, Operands]:
+def compiled(arch: Arch) -> dict[str, FlashDecodingCall]:
     """The calls that must compile for every architecture, of meta tensors; 8-bit floats of the flavour it has."""
-    return {
-        name: Operands(*_call(sizes, dtype, "meta", **options))
-        for name, (sizes, dtype, options) in _compiled(arch).items()
-    }
+    return {name: _call(sizes, dtype, "meta", **options) for name, (sizes, dtype, options) in _compiled(arch).items()}
 
 
-# batch, heads, heads of the cache, keys, columns
+# batch, heads, heads of the cache, keys, head_dim
 _SHARED = (
     (1, 32, 8, 8192, 128), (16, 32, 8, 8192, 128), (64, 32, 8, 8192, 128), (64, 32, 8, 1024, 128),
     (1, 64, 8, 131072, 128), (8, 32, 32, 4096, 128),
@@ -148,9 +147,9 @@ _SHARED = (
 _QUICK = ((2, 8, 2, 256, 64),)
 
 
-def bench(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+def bench(suite: str, device: str) -> dict[str, Callable[[], FlashDecodingCall]]:
     """One query a sequence in bfloat16 over full caches; the longest ones again in pages of 64 and in int8."""
-    found: dict[str, Callable[[], tuple[Any, ...]]] = {}
+    found: dict[str, Callable[[], FlashDecodingCall]] = {}
     for b, h, kv, t, d in _QUICK if suite == "quick" else _SHARED:
         sizes, name = _Sizes(b, 1, h, kv, t, d, d), f"b{b}h{h}kv{kv}t{t}d{d}"
         found[name] = partial(_call, sizes, torch.bfloat16, device)
@@ -161,7 +160,7 @@ def bench(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     return found
 
 
-def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
+def emulated(arch: str) -> dict[str, Callable[[], FlashDecodingCall]]:
     """Ragged lengths in one split and in many, pages that tiles fit into and others, 8 bits, and several queries."""
     half, brain = torch.float16, torch.bfloat16
     generator = torch.Generator().manual_seed(0)
@@ -203,8 +202,8 @@ def emulated(arch: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
     }  # fmt: skip
 
 
-def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
-    """A call with this key, if nothing is appended and no option is asked for; see `Op`."""
+def call_of_key(parts: Mapping[str, Cell], device: str) -> FlashDecodingCall | None:
+    """A call with this key, if nothing is appended and it has no option; see `Study`."""
     names = ("batch", "tokens", "heads", "kv_heads", "capacity", "d", "dv", "page")
     sizes = _Sizes(*(int(parts[name] or 0) for name in names))
     dtype, cache = (getattr(torch, str(parts[name]), None) for name in ("dtype", "cache"))

@@ -12,16 +12,16 @@ from wavecrest.ops._flash_decoding.config import Shape
 from wavecrest.ops._flash_decoding.key import KEY_FIELDS, shape_of
 from wavecrest.ops._flash_decoding.launch import JOINED, LEAST_BLOCK
 
-# bytes of a scale and a shift of a token, or of a group of its columns
+# bytes of a scale and a shift of a token, or of one of its groups
 _SCALE_BYTES = 8
 # cycles until a program knows how many keys its sequence has
 _LENGTH_CYCLES = 1000.0
 
 
-def _loaded(shape: Shape, scales: str, keys: int, columns: int) -> float:
-    """Bytes of so many keys and values, with their scales."""
+def _loaded(shape: Shape, scales: str, keys: int, head_dims: int) -> float:
+    """Bytes of keys and values with their scales; `head_dims`: that of k and that of v."""
     scaled = 0 if scales in ("none", "heads") else max(1, shape.groups)
-    return keys * (columns * shape.kv_bits / 8 + 2 * scaled * _SCALE_BYTES / 2)
+    return keys * (head_dims * shape.kv_bits / 8 + 2 * scaled * _SCALE_BYTES / 2)
 
 
 def work(key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:

@@ -1,4 +1,4 @@
-"""How far an element of a kernel's product may be from the reference's, for `wavecrest tune`."""
+"""How far an element of a kernel's result may be from the reference's, for `wavecrest tune`."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from torch import Tensor
 
 import wavecrest.ops.common.target as _target
 from wavecrest.measure import numerics
-from wavecrest.ops._gemm.call import FLOAT8, GATED, Operands, kinds
+from wavecrest.ops._gemm.call import FLOAT8, GATED, GemmCall, kinds
 from wavecrest.ops._gemm.reference import values_of_a, values_of_b
 from wavecrest.ops.common.activation import activated
 
 # no activation of the op is steeper, nor its float32 form off by more units than this
 STEEPEST, ACTIVATION_UNITS = 1.2, 8
-# half a unit in the last place of float32, in which all steps after the product are done
+# half a unit in the last place of float32, in which the epilogue is computed
 STEP = 2.0**-24
 # significant bits and smallest normal exponent
 _FLOATS = {torch.float32: (24, -126), torch.float16: (11, -14), torch.bfloat16: (8, -126)}
 
 
-def _exactness(given: Operands) -> tuple[float, float, float, float]:
+def _exactness(call: GemmCall) -> tuple[float, float, float, float]:
     """`unit`, `sums`, `shrink` and `cut` of `numerics.product_bound` for the kernels."""
-    if given.integers and "block" not in kinds(given):
+    if call.integers and "block" not in kinds(call):
         return 0.0, 0.0, 0.0, 0.0
-    unit = numerics.PRODUCT_UNITS[given.precision if given.a.dtype == torch.float32 else "ieee"]
+    unit = numerics.PRODUCT_UNITS[call.precision if call.a.dtype == torch.float32 else "ieee"]
     known = _target.arch()
-    if not given.a.is_cuda or known is None or known.vendor != "nvidia":
+    if not call.a.is_cuda or known is None or known.vendor != "nvidia":
         return unit, 2.0**-24, 0.0, 0.0
     # the matrix unit of sm_90 keeps 14 bits of sums of 8-bit floats
-    short = given.a.dtype in FLOAT8 and known.name == "sm_90"
-    bits = 8 if short else max(16, given.a.itemsize * 8)
-    return unit, 2.0**-13 if short else 2.0**-24, *numerics.matrix_unit_shrink(given.K, bits, given.precision)
+    short = call.a.dtype in FLOAT8 and known.name == "sm_90"
+    bits = 8 if short else max(16, call.a.itemsize * 8)
+    return unit, 2.0**-13 if short else 2.0**-24, *numerics.matrix_unit_shrink(call.K, bits, call.precision)
 
 
-def _normalised(given: Operands, a: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    """What an a that is normalised on its way adds, for products y of the normalised a.
+def _normalised(call: GemmCall, a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """What the norm of a row of a adds to the bound; y: the GEMM of the normalised a, before alpha.
 
-    Each element takes three roundings of float32 on either side, and in kernels over tiles and in PyTorch one to a's
-    dtype, half a unit of it at most: errors of single products. What a row is multiplied by rests on a sum of K
-    squares: √K roundings of it, four times that as a limit, of which the root leaves half, and 8 for the mean and the
-    root itself: an error of the whole row, on either side.
+    Errors of single elements of a: three roundings of float32 in the kernel and in the reference, and in kernels over
+    tiles and in PyTorch one to a's dtype, half a unit of it at most. The factor of a row is the root of a sum of K
+    squares: √K roundings, four times that as a limit, of which the root leaves half, and 8 roundings for the mean and
+    the root. This error is that of the whole row, in the kernel and in the reference.
     """
     unit = 6 * STEP
-    rounded = _FLOATS[given.a.dtype]
-    if given.a.itemsize == 2:
+    rounded = _FLOATS[call.a.dtype]
+    if call.a.itemsize == 2:
         unit += 2.0 ** -rounded[0]
     off: Tensor = 4 * unit * (a.square() @ b.square()).sqrt()
     # below the smallest normal number half a unit is the same for all
-    if given.a.itemsize == 2:
+    if call.a.itemsize == 2:
         off = off + 4 * 2.0 ** (rounded[1] - rounded[0]) * b.norm(dim=-2)
-    return off + 2 * (2 * math.sqrt(given.K) + 8) * STEP * y.abs()
+    return off + 2 * (2 * math.sqrt(call.K) + 8) * STEP * y.abs()
 
 
 def _half_unit(size: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,41 +61,41 @@ def _half_unit(size: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.ones_like(size), exponent - bits - 1)
 
 
-def bound(given: Operands) -> Tensor | None:
+def bound(call: GemmCall) -> Tensor | None:
     """Most that an element may differ from the reference's: rounding errors of both, taken for independent.
 
-    None for results of 8 bits and for sums of integers, which their tolerance judges code by code.
+    None for results of 8 bits and for sums of integers, which their tolerance judges value by value.
     """
-    if given.dtype not in _FLOATS or torch.float64 in (given.a.dtype, given.b.dtype):
+    if call.dtype not in _FLOATS or torch.float64 in (call.a.dtype, call.b.dtype):
         return None
-    a, b = values_of_a(given).double(), values_of_b(given).double()
-    unit, sums, shrink, cut = _exactness(given)
+    a, b = values_of_a(call).double(), values_of_b(call).double()
+    unit, sums, shrink, cut = _exactness(call)
     # the reference sums in float32 too, integers times their scales in float64: where they cancel, not to 0
-    own = 2.0**-52 if given.integers else 2.0**-24
-    off = numerics.product_bound(a, b, unit=unit + own, sums=sums + own, shrink=shrink, cut=cut) * abs(given.alpha)
-    y = torch.matmul(a, b) * given.alpha
-    if given.norm_weight is not None:
-        off = off + _normalised(given, a, b, y / given.alpha if given.alpha else y) * abs(given.alpha)
+    own = 2.0**-52 if call.integers else 2.0**-24
+    off = numerics.product_bound(a, b, unit=unit + own, sums=sums + own, shrink=shrink, cut=cut) * abs(call.alpha)
+    y = torch.matmul(a, b) * call.alpha
+    if call.norm_weight is not None:
+        off = off + _normalised(call, a, b, y / call.alpha if call.alpha else y) * abs(call.alpha)
     del a, b
     size = y.abs()
-    if given.bias is not None:
-        bias = given.bias.double()
-        bias = bias if given.bias_along == "n" else bias.reshape(*(y.shape[:-1] if given.flat else (-1,)), 1)
+    if call.bias is not None:
+        bias = call.bias.double()
+        bias = bias if call.bias_along == "n" else bias.reshape(*(y.shape[:-1] if call.flat else (-1,)), 1)
         y = y + bias
         size = size + bias.abs() + y.abs()
     off = off + 8 * STEP * size
-    if given.activation in GATED:
+    if call.activation in GATED:
         (gate, up), (gate_off, up_off) = y.chunk(2, dim=-1), off.chunk(2, dim=-1)
-        gate = activated(gate, GATED[given.activation])
+        gate = activated(gate, GATED[call.activation])
         gate_off = STEEPEST * gate_off + 2 * ACTIVATION_UNITS * STEP * (1 + gate.abs())
         y, off = gate * up, gate_off * (up.abs() + up_off) + gate.abs() * up_off
         off = off + 4 * STEP * y.abs()
-    elif given.activation is not None:
-        y = activated(y, given.activation, given.slope)
-        off = max(STEEPEST, abs(given.slope)) * off + 2 * ACTIVATION_UNITS * STEP * (1 + y.abs())
-    if given.residual is not None:
-        y = y + given.residual.double()
+    elif call.activation is not None:
+        y = activated(y, call.activation, call.slope)
+        off = max(STEEPEST, abs(call.slope)) * off + 2 * ACTIVATION_UNITS * STEP * (1 + y.abs())
+    if call.residual is not None:
+        y = y + call.residual.double()
         off = off + 4 * STEP * y.abs()
     # both round to the result's type once
-    off = off + 2 * _half_unit((y.abs() + off).nan_to_num(0.0, 0.0), given.dtype)
-    return off.reshape(given.shape)
+    off = off + 2 * _half_unit((y.abs() + off).nan_to_num(0.0, 0.0), call.dtype)
+    return off.reshape(call.shape)

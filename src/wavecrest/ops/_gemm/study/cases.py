@@ -1,7 +1,8 @@
-"""The product's cases for compilation, emulation and benchmarks."""
+"""Example calls of gemm and their cost, and what is compiled, emulated and benchmarked of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,24 +12,53 @@ from torch import Tensor
 
 import wavecrest.ops._gemm.config as _config
 import wavecrest.ops._gemm.launch as _launch
-import wavecrest.ops._gemm.launch_gemv as _multiply
+import wavecrest.ops._gemm.launch_gemv as _gemv
 import wavecrest.ops._gemm.launch_hopper as _hopper
 import wavecrest.ops.common.launcher as _launcher
+from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Cell, Config
 from wavecrest.hardware import ARCHS, Arch
-from wavecrest.ops._gemm.call import GATED, SCALE_BLOCK, Operands
+from wavecrest.ops._gemm.call import GATED, SCALE_BLOCK, GemmCall
 from wavecrest.ops._gemm.key import key_of, shape_of
+from wavecrest.ops._gemm.reference import values_of_b
 
-Cases = dict[str, Callable[[], tuple[Any, ...]]]
+Cases = dict[str, Callable[[], GemmCall]]
 
 # [N, K] of the linear layers of Llama 3 8B (qkv, out, gate + up, down) and 70B
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 LARGE_WEIGHTS = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
 
 
-def _operands(M: int, N: int, K: int, dtype: torch.dtype, weight: torch.dtype | None = None, **more: Any) -> Operands:
+def inputs(M: int, N: int, K: int, dtype: torch.dtype, device: str) -> GemmCall:
+    """a [M, K], and b [K, N] as the transpose of a weight [N, K]."""
+    if dtype == torch.int8:
+        a, weight = (torch.randint(-127, 128, (rows, K), dtype=dtype, device=device) for rows in (M, N))
+    else:
+        a, weight = (torch.randn(rows, K, device=device).to(dtype) for rows in (M, N))
+    return GemmCall(a, weight.mT)
+
+
+def cost(call: GemmCall) -> Cost:
+    """Two operations a product of two numbers; each tensor read once, the result written once."""
+    operands = (
+        call.a, call.b, call.bias, call.scale_a, call.scale_b, call.residual, call.zero, call.norm_weight, call.tail
+    )  # fmt: skip
+    read = sum(tensor.nbytes for tensor in operands if tensor is not None)
+    written = math.prod(call.shape) * call.dtype.itemsize
+    return Cost(flops=2 * call.M * call.columns * call.K * call.batches, bytes=read + written)
+
+
+def unpacked(call: GemmCall) -> GemmCall:
+    """The same GEMM with a packed weight as a plain one of a's dtype."""
+    if call.form == "plain" and not call.weight_only:
+        return call
+    weight = values_of_b(call).to(call.a.dtype).mT.contiguous()
+    return call._replace(b=weight.mT, scale_b=None, zero=None, form="plain", group=0, tail=None)
+
+
+def _empty(M: int, N: int, K: int, dtype: torch.dtype, weight: torch.dtype | None = None, **more: Any) -> GemmCall:
     a = torch.empty(M, K, dtype=dtype, device="meta")
-    return Operands(a, torch.empty(N, K, dtype=weight or dtype, device="meta").mT, **more)
+    return GemmCall(a, torch.empty(N, K, dtype=weight or dtype, device="meta").mT, **more)
 
 
 def _scale(*shape: int) -> Tensor:
@@ -36,45 +66,45 @@ def _scale(*shape: int) -> Tensor:
 
 
 def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launcher.Launch]:
-    """Every algorithm and every path of the loop, at the sizes of a 8B model's layers; see `Op`."""
+    """Every algorithm and every path of the loop, at the sizes of an 8B model's layers; see `Study`."""
     bf16, i8 = torch.bfloat16, torch.int8
     f8 = torch.float8_e4m3fnuz if arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
-    given: dict[str, tuple[_launch.Planner, Callable[..., Config], Operands]] = {}
+    planned: dict[str, tuple[_launch.Planner, Callable[..., Config], GemmCall]] = {}
 
-    def add(name: str, what: Operands, planner: _launch.Planner = _launch.tiles, make: Any = _config.tiled) -> None:
-        given[name] = planner, make, what
+    def add(name: str, what: GemmCall, planner: _launch.Planner = _launch.tiles, make: Any = _config.tiled) -> None:
+        planned[name] = planner, make, what
 
-    add("large bf16", _operands(4096, 6144, 4096, bf16))
-    add("large fp16 bias silu", _operands(4096, 6144, 4096, torch.float16, bias=_scale(6144), activation="silu"))
-    add("large fp32", _operands(4096, 6144, 4096, torch.float32))
-    add("large int8", _operands(4096, 6144, 4096, i8, scale_a=_scale(4096), scale_b=_scale(6144)))
-    add("gated bf16", _operands(4096, 28672, 4096, bf16, activation="silu_and_mul"))
-    add("rows=64 bf16", _operands(64, 6144, 4096, bf16))
-    add("rows=16 bf16", _operands(16, 6144, 4096, bf16))
-    add("rows=16 weight int8", _operands(16, 6144, 4096, bf16, i8, scale_b=_scale(6144)))
+    add("large bf16", _empty(4096, 6144, 4096, bf16))
+    add("large fp16 bias silu", _empty(4096, 6144, 4096, torch.float16, bias=_scale(6144), activation="silu"))
+    add("large fp32", _empty(4096, 6144, 4096, torch.float32))
+    add("large int8", _empty(4096, 6144, 4096, i8, scale_a=_scale(4096), scale_b=_scale(6144)))
+    add("gated bf16", _empty(4096, 28672, 4096, bf16, activation="silu_and_mul"))
+    add("rows=64 bf16", _empty(64, 6144, 4096, bf16))
+    add("rows=16 bf16", _empty(16, 6144, 4096, bf16))
+    add("rows=16 weight int8", _empty(16, 6144, 4096, bf16, i8, scale_b=_scale(6144)))
     int4 = torch.empty(6144, 2048, dtype=torch.uint8, device="meta").mT
     a16 = torch.empty(16, 4096, dtype=bf16, device="meta")
-    add("rows=16 weight int4", Operands(a16, int4, scale_b=_scale(32, 6144), form="int4", group=128))
+    add("rows=16 weight int4", GemmCall(a16, int4, scale_b=_scale(32, 6144), form="int4", group=128))
     gain = torch.empty(4096, dtype=bf16, device="meta")
-    add("rows=16 norm bf16", _operands(16, 6144, 4096, bf16, norm_weight=gain))
-    add("odd sizes bf16", _operands(1000, 1001, 1003, bf16))
-    add("rows=1 multiply bf16", _operands(1, 6144, 4096, bf16), _multiply.multiply, _config.multiplied)
+    add("rows=16 norm bf16", _empty(16, 6144, 4096, bf16, norm_weight=gain))
+    add("odd sizes bf16", _empty(1000, 1001, 1003, bf16))
+    add("rows=1 multiply bf16", _empty(1, 6144, 4096, bf16), _gemv.gemv, _config.gemv)
     a1 = torch.empty(1, 4096, dtype=bf16, device="meta")
-    codes = Operands(a1, int4, scale_b=_scale(32, 6144), form="int4", group=128)
-    add("rows=1 multiply weight int4", codes, _multiply.multiply, _config.multiplied)
-    normed = _operands(1, 6144, 4096, bf16, norm_weight=gain)
-    add("rows=1 norm multiply bf16", normed, _multiply.multiply, _config.multiplied)
-    add("rows=1 norm multiply weight int4", codes._replace(norm_weight=gain), _multiply.multiply, _config.multiplied)
+    few = GemmCall(a1, int4, scale_b=_scale(32, 6144), form="int4", group=128)
+    add("rows=1 multiply weight int4", few, _gemv.gemv, _config.gemv)
+    normed = _empty(1, 6144, 4096, bf16, norm_weight=gain)
+    add("rows=1 norm multiply bf16", normed, _gemv.gemv, _config.gemv)
+    add("rows=1 norm multiply weight int4", few._replace(norm_weight=gain), _gemv.gemv, _config.gemv)
     tail = torch.empty(16, 4096, dtype=bf16, device="meta").mT
-    tailed = _operands(1, 6144, 4096, bf16, i8, scale_b=_scale(6144), norm_weight=gain, tail=tail)
-    add("rows=1 norm multiply weight int8 tail", tailed, _multiply.multiply, _config.multiplied)
-    add("stream-K bf16", _operands(4096, 6144, 4096, bf16), _launch.stream, _config.stream_k)
+    tailed = _empty(1, 6144, 4096, bf16, i8, scale_b=_scale(6144), norm_weight=gain, tail=tail)
+    add("rows=1 norm multiply weight int8 tail", tailed, _gemv.gemv, _config.gemv)
+    add("stream-K bf16", _empty(4096, 6144, 4096, bf16), _launch.stream, _config.stream_k)
     if arch.fp8 is not None:
-        add("large fp8", _operands(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale()))
-        blocks = _operands(4096, 6144, 4096, f8, scale_a=_scale(4096, 32), scale_b=_scale(32, 48))
+        add("large fp8", _empty(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale()))
+        blocks = _empty(4096, 6144, 4096, f8, scale_a=_scale(4096, 32), scale_b=_scale(32, 48))
         add("large fp8 blocks", blocks)
     cases = {}
-    for name, (planner, make, what) in given.items():
+    for name, (planner, make, what) in planned.items():
         chosen = config or make(shape_of(key_of(what)), arch)
         y = what.a.new_empty(0, dtype=what.dtype)
         parts = what.a.new_empty(0, dtype=torch.int32 if what.integers else torch.float32)
@@ -84,10 +114,10 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
             cases[f"{name} sum"] = plan.second
     if arch.name == "sm_90" and config is None:
         for dtype, kind in ((bf16, "silu_and_mul"), (torch.float16, "gelu_and_mul")):
-            what = _operands(4096, 28672, 4096, dtype, activation=kind)
+            what = _empty(4096, 28672, 4096, dtype, activation=kind)
             y = what.a.new_empty(what.shape, dtype=dtype)
             cases[f"hopper {kind} {'bf16' if dtype == bf16 else 'fp16'}"] = _hopper.launch(
-                what, y, _hopper.default(), arch
+                what, y, _config.hopper(), arch
             )
     return cases
 
@@ -99,76 +129,73 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu
 
 
 def emulate_cases(arch: str) -> Cases:
-    """Each type of products, scales, codes, epilogues, a batch; ragged in M, N and K."""
+    """Each dtype, kind of scale, epilogue, a 4-bit weight, a batch; ragged in M, N and K."""
 
-    def args(a: Tensor, b: Tensor, **more: Any) -> tuple[Any, ...]:
-        return tuple(Operands(a, b, **more))
-
-    def int4(group: int) -> tuple[Any, ...]:
+    def int4(group: int) -> GemmCall:
         stored = torch.randint(0, 256, (72, 64), dtype=torch.uint8).mT
-        return args(_random(5, 100), stored, scale_b=torch.rand(128 // group, 72), form="int4", group=group)
+        return GemmCall(_random(5, 100), stored, scale_b=torch.rand(128 // group, 72), form="int4", group=group)
 
-    def plain(dtype: torch.dtype) -> Callable[[], tuple[Any, ...]]:
-        return lambda: args(_random(33, 100, dtype=dtype), _random(72, 100, dtype=dtype).mT)
+    def plain(dtype: torch.dtype) -> Callable[[], GemmCall]:
+        return lambda: GemmCall(_random(33, 100, dtype=dtype), _random(72, 100, dtype=dtype).mT)
 
     float8 = torch.float8_e4m3fnuz if ARCHS[arch].fp8 == "e4m3fnuz" else torch.float8_e4m3fn
     types = [torch.bfloat16, torch.float16, torch.float32, torch.int8, *([float8] if ARCHS[arch].fp8 else [])]
     more: Cases = {}
     if arch == "sm_90":
-        # its own kernel, which the others here have no rows for; more steps than it has stages
-        more["gated, whole rows"] = lambda: args(
+        # its own kernel, for more rows than the other cases have; more steps than it has stages
+        more["gated, whole rows"] = lambda: GemmCall(
             _random(200, 520), _random(272, 520).mT, activation="silu_and_mul", alpha=0.05
         )
     return more | {
         **{str(dtype).removeprefix("torch."): plain(dtype) for dtype in types},
-        "few rows, long sums": lambda: args(_random(3, 700), _random(40, 700).mT),
-        "bias, silu, residual": lambda: args(
+        "few rows, long sums": lambda: GemmCall(_random(3, 700), _random(40, 700).mT),
+        "bias, silu, residual": lambda: GemmCall(
             _random(33, 100), _random(72, 100).mT, bias=_random(72), activation="silu", residual=_random(33, 72)
         ),
-        "gated": lambda: args(_random(33, 100), _random(72, 100).mT, activation="silu_and_mul"),
-        "int8, scales": lambda: args(
+        "gated": lambda: GemmCall(_random(33, 100), _random(72, 100).mT, activation="silu_and_mul"),
+        "int8, scales": lambda: GemmCall(
             _random(33, 100, dtype=torch.int8), _random(72, 100, dtype=torch.int8).mT,
             scale_a=torch.rand(33), scale_b=torch.rand(72),
         ),
-        "weight int8": lambda: args(_random(5, 100), _random(72, 100, dtype=torch.int8).mT, scale_b=torch.rand(72)),
-        "weight int8, whole rows": lambda: args(
+        "weight int8": lambda: GemmCall(_random(5, 100), _random(72, 100, dtype=torch.int8).mT, scale_b=torch.rand(72)),
+        "weight int8, whole rows": lambda: GemmCall(
             _random(3, 544), _random(24, 544, dtype=torch.int8).mT, scale_b=torch.rand(24)
         ),
         "weight int4": partial(int4, 32),
         "weight int4, groups of 64": partial(int4, 64),
         # of float32, which kernels over tiles do not round between norm and product
-        "norm": lambda: args(
+        "norm": lambda: GemmCall(
             _random(5, 100, dtype=torch.float32), _random(72, 100, dtype=torch.float32).mT, norm_weight=_random(100)
         ),
-        "tail": lambda: args(
+        "tail": lambda: GemmCall(
             _random(3, 100), _random(72, 100, dtype=torch.int8).mT, scale_b=torch.rand(72), bias=_random(75),
             tail=_random(3, 100).mT,
         ),
-        "batch": lambda: args(_random(3, 20, 64), _random(3, 64, 40)),
+        "batch": lambda: GemmCall(_random(3, 20, 64), _random(3, 64, 40)),
     }  # fmt: skip
 
 
-def _made(M: int, N: int, K: int, kind: str, device: str) -> tuple[Any, ...]:
-    """The arguments of a benchmark's case; values such that results are about 1, as in a model."""
+def _made(M: int, N: int, K: int, kind: str, device: str) -> GemmCall:
+    """The call of a benchmark's case; values such that results are about 1, as in a model."""
     unit = K**-0.5
     if kind == "int8":
         a, w = _random(M, K, dtype=torch.int8, device=device), _random(N, K, dtype=torch.int8, device=device)
         scale_a, scale_b = torch.rand(M, device=device) / 64, torch.rand(N, device=device) * unit / 64
-        return tuple(Operands(a, w.mT, scale_a=scale_a, scale_b=scale_b))
+        return GemmCall(a, w.mT, scale_a=scale_a, scale_b=scale_b)
     if kind == "fp8":
         a, w = (_random(rows, K, dtype=torch.float8_e4m3fn, device=device) for rows in (M, N))
         one = torch.ones((), device=device)
-        return tuple(Operands(a, w.mT, scale_a=one, scale_b=one * unit))
+        return GemmCall(a, w.mT, scale_a=one, scale_b=one * unit)
     a = _random(M, K, dtype=torch.float16 if kind == "fp16" else torch.bfloat16, device=device)
     if kind == "weight int8":
         w = _random(N, K, dtype=torch.int8, device=device)
-        return tuple(Operands(a, w.mT, scale_b=torch.rand(N, device=device) * unit / 64))
+        return GemmCall(a, w.mT, scale_b=torch.rand(N, device=device) * unit / 64)
     if kind == "weight int4":
         w = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=device)
         scale = torch.rand(K // 128, N, device=device) * unit / 4
-        return tuple(Operands(a, w.mT, scale_b=scale, form="int4", group=128))
+        return GemmCall(a, w.mT, scale_b=scale, form="int4", group=128)
     w = torch.randn(N, K, device=device) * unit
-    return tuple(Operands(a, w.to(a.dtype).mT))
+    return GemmCall(a, w.to(a.dtype).mT)
 
 
 def bench_cases(suite: str, device: str) -> Cases:
@@ -205,8 +232,8 @@ def bench_cases(suite: str, device: str) -> Cases:
     return cases
 
 
-def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | None:
-    """A call with this key, if it is a plain or a 4-bit product of two matrices, or with a tail; see `Op`."""
+def call_of_key(parts: Mapping[str, Cell], device: str) -> GemmCall | None:
+    """A call with this key, if it is of two matrices and b is plain or of 4 bits; else None (see `Study`)."""
     rows, results, k, group = (int(parts[name] or 0) for name in ("rows", "columns", "k", "group"))
     form, _, tails = str(parts["form"]).partition(" tail ")
     if parts["batch"] != 0 or form not in ("plain", "int4") or min(rows, results, k) < 1:
@@ -221,7 +248,7 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | Non
         b = _random(k, columns, dtype=b_dtype, device=device)
     else:
         b = _random(columns, k, dtype=b_dtype, device=device).mT
-    # a scale for each of these many rows of a, or columns of b
+    # the shapes of the scales, by operand and kind
     blocks = -(-k // SCALE_BLOCK)
     shapes: dict[tuple[str, str], tuple[int, ...]] = {
         ("a", "tensor"): (), ("b", "tensor"): (), ("a", "vector"): (rows,), ("b", "vector"): (columns,),
@@ -241,11 +268,10 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> tuple[Any, ...] | Non
     if along is not None:
         bias = _random(rows if along == "m" else columns + int(tails or 0), dtype=wide, device=device)
     residual = _random(rows, results, dtype=wide, device=device) if parts["residual"] else None
-    given = Operands(
+    return GemmCall(
         a, b, bias, scale_a, scale_b, residual, activation, out, bias_along=along or "n",
         precision=str(parts["precision"]), form=form, group=group, norm_weight=norm_weight, tail=tail,
     )  # fmt: skip
-    return tuple(given)
 
 
 def _dtype(name: Cell) -> torch.dtype:

@@ -1,40 +1,47 @@
 """What `wavecrest tune gemm` tries for a key: configurations by regime, without those that cannot work.
 
-Which tiles are worth trying follows from what limits a product. Up to 16 rows it is reading b: tiles of 16 rows, deep
+Which tiles are worth trying follows from what limits a GEMM. Up to 16 rows it is reading b: tiles of 16 rows, deep
 along K, several programs a unit, K split where there are too few tiles. From some hundred rows on it is the matrix
-unit: tiles of 128 × 256 values, which reuse what was loaded the most. In between both matter.
+unit: tiles of 128 × 256 values, which reuse what was loaded the most. In between both matter. The tiles are data:
+`dispatch/tuned/spaces/gemm.toml`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 import wavecrest.ops._gemm.launch as _launch
+import wavecrest.ops._gemm.launch_hopper as _hopper
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
+from wavecrest.dispatch.tuned import spaces as _spaces
 from wavecrest.hardware import Arch
-from wavecrest.ops._gemm.call import Operands
-from wavecrest.ops._gemm.config import FEW_ROWS, Shape, in_one_loop
+from wavecrest.ops._gemm.call import GemmCall
+from wavecrest.ops._gemm.config import FEW_ROWS, Shape, hopper, in_one_loop
 from wavecrest.ops._gemm.key import shape_of
 
 # registers a lane that sums may take; there are 256 (512 on AMD CDNA, where twice as many threads share a tile)
 MOST_SUMS = 128
-# registers a lane that sums and weights of `_multiply_kernel` may take
-MOST_MULTIPLIED = 200
+# registers a lane that sums and weights of the GEMV kernels may take
+MOST_GEMV = 200
 # parts of K at most
 MOST_SPLITS = 16
 # what a kernel keeps in shared memory beside tiles (barriers of loads through descriptors)
 BESIDE_TILES = 256
+# and `_hopper_gated_kernel`: barriers, and what Triton hands from group to group
+BESIDE_HOPPER_TILES = 1024
 # architectures whose matrix unit reads tiles of 64 rows from shared memory, and that load through tensor descriptors
 WIDE_UNIT = ("sm_90", "sm_100")
 
 
 class Tile(NamedTuple):
-    """A tile; `k` for operands of 16 bits: half of it for 32, twice for 8."""
+    """A tile; `k` is that of operands of 16 bits: half of it for 32 bits, twice for 8."""
 
     m: int
     n: int
@@ -46,107 +53,17 @@ class Tile(NamedTuple):
 # programs a unit that K is split for, by regime
 FEW_PROGRAMS, SOME_PROGRAMS, MORE_PROGRAMS = (1, 2, 4), (1, 2, 4), (1,)
 
-_NVIDIA_FEW = (
-    Tile(16, 16, 256, 2, 4), Tile(16, 16, 512, 4, 3), Tile(16, 32, 128, 2, 5), Tile(16, 32, 128, 4, 6),
-    Tile(16, 32, 256, 2, 4), Tile(16, 32, 256, 4, 4), Tile(16, 32, 512, 4, 3), Tile(16, 64, 64, 2, 6),
-    Tile(16, 64, 128, 2, 4), Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 5), Tile(16, 64, 256, 4, 3),
-    Tile(16, 64, 256, 8, 3), Tile(16, 128, 64, 4, 6), Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 8, 4),
-)  # fmt: skip
-# weights of 8 bits: twice the columns for as many bytes
-_NVIDIA_FEW_INT8 = (
-    Tile(16, 32, 512, 4, 4), Tile(16, 64, 256, 4, 4), Tile(16, 64, 512, 4, 3), Tile(16, 128, 256, 4, 3),
-    Tile(16, 128, 256, 8, 3), Tile(16, 16, 1024, 4, 3), Tile(16, 32, 256, 2, 5),
-)  # fmt: skip
-# 4-bit codes: a step takes a group of 128 columns at most, so that bytes in flight come from stages and programs
-_NVIDIA_FEW_INT4 = (
-    Tile(16, 16, 128, 1, 6), Tile(16, 32, 128, 1, 6), Tile(16, 32, 128, 2, 5), Tile(16, 32, 128, 4, 5),
-    Tile(16, 32, 64, 2, 6), Tile(16, 64, 128, 2, 5), Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 6),
-    Tile(16, 64, 64, 2, 5), Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 8, 4), Tile(16, 128, 64, 4, 5),
-    Tile(16, 256, 64, 8, 4), Tile(16, 128, 128, 4, 3), Tile(16, 64, 128, 2, 4), Tile(16, 256, 128, 8, 3),
-    Tile(16, 128, 128, 2, 4), Tile(16, 256, 128, 4, 3),
-)  # fmt: skip
-_NVIDIA_32 = (
-    Tile(32, 32, 128, 4, 5), Tile(32, 32, 256, 4, 4), Tile(32, 64, 128, 2, 4), Tile(32, 64, 128, 4, 4),
-    Tile(32, 64, 256, 4, 3), Tile(32, 128, 64, 4, 5), Tile(32, 128, 128, 4, 3),
-)  # fmt: skip
-_NVIDIA_64 = (
-    Tile(64, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3), Tile(64, 64, 64, 4, 6), Tile(64, 128, 64, 4, 5),
-    Tile(64, 128, 128, 4, 4), Tile(64, 128, 128, 4, 3), Tile(64, 32, 128, 4, 4), Tile(64, 32, 256, 4, 3),
-    Tile(64, 64, 256, 4, 3), Tile(64, 128, 64, 8, 4), Tile(64, 256, 64, 4, 4),
-)  # fmt: skip
-_NVIDIA_256 = (
-    Tile(128, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4), Tile(64, 128, 128, 4, 3), Tile(64, 256, 64, 4, 4),
-    Tile(128, 64, 128, 4, 3), Tile(64, 128, 64, 4, 4), Tile(64, 64, 128, 4, 4), Tile(128, 64, 64, 4, 4),
-    Tile(128, 128, 128, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(256, 128, 64, 8, 3),
-    Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 6), Tile(256, 64, 64, 8, 4), Tile(64, 128, 128, 4, 4),
-)  # fmt: skip
-_NVIDIA_MORE = (
-    Tile(128, 256, 64, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4),
-    Tile(128, 128, 64, 8, 4), Tile(64, 256, 64, 4, 4), Tile(256, 128, 64, 8, 4), Tile(128, 128, 128, 8, 3),
-    Tile(64, 256, 128, 4, 2), Tile(256, 64, 64, 4, 4), Tile(64, 128, 64, 4, 5), Tile(64, 128, 128, 4, 3),
-    Tile(128, 64, 64, 4, 5), Tile(64, 64, 128, 4, 4),
-)  # fmt: skip
-# twice the registers a value: both halves of a gate, or sums and a step's own that is scaled
-_NVIDIA_DOUBLE = (
-    Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4),
-    Tile(256, 64, 64, 8, 4), Tile(64, 256, 64, 8, 4), Tile(128, 128, 128, 8, 3), Tile(128, 64, 64, 8, 4),
-    Tile(128, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3), Tile(128, 64, 64, 4, 5), Tile(64, 128, 64, 4, 5),
-    Tile(64, 64, 128, 4, 4), Tile(64, 64, 64, 4, 5),
-)  # fmt: skip
-# without matrix instructions for true float32
-_IEEE = (
-    Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 4, 3), Tile(64, 64, 64, 8, 3), Tile(64, 128, 32, 8, 3),
-    Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3), Tile(32, 64, 64, 4, 3), Tile(16, 64, 64, 4, 3),
-    Tile(16, 32, 128, 2, 3), Tile(16, 128, 64, 4, 3),
-)  # fmt: skip
+# programs a unit that K is split for by the GEMV kernel
+GEMV_PROGRAMS = (8,)
 
-_AMD_FEW = (
-    Tile(16, 16, 256, 2, 2), Tile(16, 16, 512, 4, 2), Tile(16, 32, 128, 2, 2), Tile(16, 32, 256, 2, 2),
-    Tile(16, 32, 256, 4, 2), Tile(16, 32, 512, 4, 2), Tile(16, 64, 128, 2, 2), Tile(16, 64, 128, 4, 2),
-    Tile(16, 64, 256, 4, 2), Tile(16, 128, 128, 4, 2), Tile(16, 64, 128, 4, 3),
-)  # fmt: skip
-_AMD_64 = (
-    Tile(32, 64, 128, 4, 2), Tile(32, 32, 256, 4, 2), Tile(32, 64, 256, 4, 2), Tile(32, 128, 128, 4, 2),
-    Tile(64, 32, 128, 4, 2), Tile(64, 64, 128, 4, 2), Tile(64, 64, 64, 4, 2), Tile(64, 128, 64, 4, 2),
-    Tile(64, 128, 128, 8, 2), Tile(64, 64, 128, 4, 3),
-)  # fmt: skip
-_AMD_256 = (
-    Tile(128, 128, 64, 8, 2), Tile(128, 128, 64, 4, 2), Tile(64, 64, 128, 4, 2), Tile(64, 128, 64, 4, 2),
-    Tile(128, 64, 64, 4, 2), Tile(64, 128, 128, 8, 2), Tile(128, 128, 32, 4, 2), Tile(128, 256, 64, 8, 2),
-    Tile(256, 128, 64, 8, 2), Tile(128, 128, 64, 8, 3),
-)  # fmt: skip
-_AMD_MORE = (
-    Tile(256, 256, 64, 8, 2), Tile(256, 128, 64, 8, 2), Tile(128, 256, 64, 8, 2), Tile(128, 128, 64, 4, 2),
-    Tile(128, 128, 64, 8, 2), Tile(256, 256, 32, 8, 2), Tile(128, 128, 32, 4, 2), Tile(256, 64, 64, 4, 2),
-    Tile(256, 256, 32, 8, 3), Tile(128, 256, 32, 8, 3),
-)  # fmt: skip
-# waves of 32, and tiles of 16 × 16 alone
-_RDNA_FEW = (
-    Tile(16, 16, 128, 1, 2), Tile(16, 16, 256, 2, 2), Tile(16, 32, 64, 2, 2), Tile(16, 32, 128, 2, 2),
-    Tile(16, 32, 128, 4, 2), Tile(16, 64, 64, 2, 2), Tile(16, 64, 64, 4, 2), Tile(16, 64, 128, 4, 2),
-    Tile(16, 128, 64, 4, 2),
-)  # fmt: skip
-_RDNA_MORE = (
-    Tile(64, 64, 32, 4, 2), Tile(32, 64, 64, 4, 2), Tile(64, 64, 64, 4, 2), Tile(64, 128, 32, 4, 2),
-    Tile(128, 64, 32, 4, 2), Tile(128, 128, 32, 8, 2), Tile(64, 128, 32, 8, 2), Tile(128, 128, 32, 4, 2),
-    Tile(32, 32, 64, 2, 2), Tile(64, 32, 64, 4, 2),
-)  # fmt: skip
 
-# (columns, products along K of 16 bits, warps) of a program of `_multiply_kernel`
-_MULTIPLY = (
-    (1, 512, 1), (1, 1024, 2), (1, 2048, 4), (1, 4096, 8), (2, 512, 1), (2, 1024, 2), (2, 1024, 4), (2, 2048, 4),
-    (2, 2048, 8), (4, 256, 1), (4, 512, 2), (4, 512, 4), (4, 1024, 4), (4, 1024, 8), (8, 256, 2), (8, 512, 4),
-)  # fmt: skip
-MULTIPLY_PROGRAMS = (8,)
-# (columns, columns of K, warps) of a program of `_words_kernel`
-_WORDS = (
-    (1, 2048, 2), (2, 1024, 1), (2, 2048, 2), (2, 4096, 4), (4, 1024, 1), (4, 1024, 2), (4, 2048, 2), (4, 2048, 4),
-    (4, 4096, 4), (8, 1024, 2), (8, 1024, 4), (8, 2048, 4), (8, 512, 1), (16, 512, 2), (16, 1024, 4),
-)  # fmt: skip
+def _tiles(name: str) -> tuple[Tile, ...]:
+    """The tiles of a regime."""
+    return tuple([Tile(*row) for row in _spaces.rows("gemm")["tiles"][name]])
 
 
 def _least_k(shape: Shape) -> int:
-    """Columns of K that a step of matrix instructions needs, and that 4-bit codes come in."""
+    """Columns of K that a step of matrix instructions needs, and that 4-bit values are packed by."""
     return 64 if shape.b_bits == 4 else 32 if shape.a_bits == 8 else 16
 
 
@@ -159,7 +76,7 @@ def _steps_k(tile: Tile, shape: Shape) -> int:
 
 
 def _splits(shape: Shape, tiles: int, block_k: int, arch: Arch, programs: tuple[int, ...]) -> list[int]:
-    """Powers of two of parts of K, so that about so many programs a unit run, each with two steps at least."""
+    """Powers of two of parts of K: about as many programs a unit as `programs` says, each with two steps at least."""
     if shape.normed:
         return [1]
     most = min(MOST_SPLITS, max(1, _layout.ceil_div(shape.K, block_k) // 2))
@@ -184,7 +101,7 @@ def shared_bytes(config: Config, shape: Shape, arch: Arch) -> int:
     halves = 1 + in_one_loop(shape.gated, shape.step > 0, config)
     step = m * k * shape.a_bits // 8 + halves * n * k * shape.b_bits // 8
     kept = stages_kept(m, config["num_warps"], config["num_stages"], arch)
-    # a weight of fewer bits is made a's type on its way to the matrix unit
+    # a weight of fewer bits is widened to a's type before the matrix unit reads it
     widened = halves * n * k * shape.a_bits // 8 if shape.b_bits < shape.a_bits and m >= 64 else 0
     # rows that are normalised go back there, rounded
     widened += m * k * shape.a_bits // 8 if shape.normed else 0
@@ -210,7 +127,7 @@ def problem(config: Config, shape: Shape, arch: Arch) -> str | None:
         return f"a BLOCK_K of {k} is too small for these operands"
     if config["BLOCK_N"] > max(16, _layout.power_of_two(shape.columns)):
         return f"a BLOCK_N of {config['BLOCK_N']} is wider than {shape.columns} columns"
-    if config.get("TMA", 0) and not (shape.described and arch.name in WIDE_UNIT):
+    if config.get("TMA", 0) and not (shape.has_descriptors and arch.name in WIDE_UNIT):
         return "has no tensor descriptors here"
     chains = config.get("CHAINS", 1)
     if chains > 1 and (shape.step or config.get("TMA", 0) or k // chains < max(64, _least_k(shape))):
@@ -228,11 +145,11 @@ def problem(config: Config, shape: Shape, arch: Arch) -> str | None:
     return f"its sums take {sums:.0f} registers a lane, of {MOST_SUMS}" if sums > MOST_SUMS else None
 
 
-def multiply_problem(config: Config, shape: Shape, arch: Arch) -> str | None:
-    """Why a configuration of `_multiply_kernel` cannot work."""
+def gemv_problem(config: Config, shape: Shape, arch: Arch) -> str | None:
+    """Why a configuration of the GEMV kernels cannot work."""
     each = config["BLOCK_N"] * config["BLOCK_K"] / (config["num_warps"] * arch.wave_size)
     if shape.b_bits == 4:
-        # the codes of a word are made one after another
+        # the values of a word are unpacked one after another
         each = each / 8
     if each < 1:
         return "has less than one product a lane"
@@ -242,8 +159,8 @@ def multiply_problem(config: Config, shape: Shape, arch: Arch) -> str | None:
     if shape.normed:
         # squares, one row of them for all columns
         taken += config["BLOCK_K"] / (config["num_warps"] * arch.wave_size) * max(1, shape.rows)
-    if taken > MOST_MULTIPLIED:
-        return f"its sums and weights take {taken:.0f} registers a lane, of {MOST_MULTIPLIED}"
+    if taken > MOST_GEMV:
+        return f"its sums and weights take {taken:.0f} registers a lane, of {MOST_GEMV}"
     return None
 
 
@@ -253,25 +170,28 @@ def _regime(shape: Shape, arch: Arch) -> tuple[tuple[Tile, ...], tuple[int, ...]
     few, some = 0 < rows <= FEW_ROWS, 0 < rows <= 64
     programs = FEW_PROGRAMS if few else SOME_PROGRAMS if 0 < rows <= 256 else MORE_PROGRAMS
     if shape.ieee:
-        return tuple(tile for tile in _IEEE if not few or tile.m == 16), programs
-    if arch.wave_size == 32 and arch.vendor == "amd":
-        return (_RDNA_FEW if few else _RDNA_MORE), programs
+        return tuple(tile for tile in _tiles("ieee") if not few or tile.m == 16), programs
+    if arch.vendor == "amd" and arch.wave_size == 32:
+        return _tiles("rdna_few" if few else "rdna_more"), programs
     if arch.vendor == "amd":
-        return (_AMD_FEW if few else _AMD_64 if some else _AMD_256 if 0 < rows <= 256 else _AMD_MORE), programs
+        return _tiles(
+            "amd_few" if few else "amd_64" if some else "amd_256" if 0 < rows <= 256 else "amd_more"
+        ), programs
+    if few and shape.b_bits == 4:
+        return _tiles("nvidia_few_int4"), (1, 2, 4, 8)
     if few:
-        if shape.b_bits == 4:
-            return _NVIDIA_FEW_INT4, (1, 2, 4, 8)
-        return (_NVIDIA_FEW_INT8 + _NVIDIA_FEW if shape.b_bits == 8 < shape.a_bits else _NVIDIA_FEW), programs
+        wider = _tiles("nvidia_few_int8") if shape.b_bits == 8 < shape.a_bits else ()
+        return wider + _tiles("nvidia_few"), programs
     if 0 < rows <= 32:
-        return _NVIDIA_32 + _NVIDIA_64[:6], programs
+        return _tiles("nvidia_32") + _tiles("nvidia_64")[:6], programs
     if some:
-        return _NVIDIA_64, programs
+        return _tiles("nvidia_64"), programs
     if shape.gated or shape.step:
-        return _NVIDIA_DOUBLE, programs
-    return (_NVIDIA_256 if 0 < rows <= 256 else _NVIDIA_MORE), programs
+        return _tiles("nvidia_double"), programs
+    return _tiles("nvidia_256" if 0 < rows <= 256 else "nvidia_more"), programs
 
 
-def _variants(index: int, few: bool, arch: Arch, described: bool) -> list[dict[str, int]]:
+def _variants(index: int, few: bool, arch: Arch, has_descriptors: bool) -> list[dict[str, int]]:
     """What is tried of a regime's index-th tile beside its sizes: the first ones are the likeliest, and get more."""
     first = {"GROUP_M": 8, "PERSISTENT": 0, "TMA": 0}
     if arch.vendor == "amd":
@@ -288,9 +208,9 @@ def _variants(index: int, few: bool, arch: Arch, described: bool) -> list[dict[s
     if few:
         # a warp with few columns waits for each of its sums: more of them, where there is K to divide
         return [first, *(first | {"CHAINS": chains} for chains in (2, 4))]
-    best = first | {"TMA": int(described)}
+    best = first | {"TMA": int(has_descriptors)}
     found = [best]
-    if described and index < 4:
+    if has_descriptors and index < 4:
         found.append(first)
     if index < 3:
         found += [best | {"PERSISTENT": 1}, best | {"GROUP_M": 4}, best | {"GROUP_M": 16}]
@@ -301,14 +221,14 @@ def tiled(shape: Shape, arch: Arch) -> Iterator[Config]:
     """For `_tile_kernel`."""
     tiles, programs = _regime(shape, arch)
     few = 0 < shape.rows <= FEW_ROWS
-    described = shape.described and arch.name in WIDE_UNIT
+    has_descriptors = shape.has_descriptors and arch.name in WIDE_UNIT
     for index, tile in enumerate(tiles):
         k = _steps_k(tile, shape)
         count = _layout.ceil_div(max(1, shape.rows), tile.m) * _layout.ceil_div(shape.columns, tile.n) * shape.batch
         # rows of 0 are any number of rows
         splits = _splits(shape, count, k, arch, programs) if shape.rows else [1]
         for position, split in enumerate(splits):
-            for more in _variants(index, few, arch, described)[: None if position == 0 else 1]:
+            for more in _variants(index, few, arch, has_descriptors)[: None if position == 0 else 1]:
                 if split > 1 and more["PERSISTENT"]:
                     continue
                 yield Config(
@@ -321,13 +241,15 @@ def stream_k(shape: Shape, arch: Arch) -> Iterator[Config]:
     """For `_stream_k_kernel`: some tiles of the regime, with one or more programs a unit."""
     tiles, _ = _regime(shape, arch)
     few = 0 < shape.rows <= FEW_ROWS
-    described = shape.described and arch.name in WIDE_UNIT
+    has_descriptors = shape.has_descriptors and arch.name in WIDE_UNIT
     for index, tile in enumerate(tiles[3::4] if few else tiles[:5]):
         # two stores and a loop around the tile take registers
         if arch.vendor == "amd" and tile.m * tile.n > 128 * 256:
             continue
         more = {
-            name: value for name, value in _variants(index, few, arch, described)[0].items() if name != "PERSISTENT"
+            name: value
+            for name, value in _variants(index, few, arch, has_descriptors)[0].items()
+            if name != "PERSISTENT"
         }
         for programs in (1, 2, 4) if few else (1, 2):
             yield Config(
@@ -336,25 +258,25 @@ def stream_k(shape: Shape, arch: Arch) -> Iterator[Config]:
             )  # fmt: skip
 
 
-def multiplied(shape: Shape, arch: Arch) -> Iterator[Config]:
+def gemv(shape: Shape, arch: Arch) -> Iterator[Config]:
     """For `_multiply_kernel` and `_words_kernel`: steps loaded ahead, or more programs a unit instead."""
     stages_tried = (1, 3, 4) if arch.vendor == "nvidia" else (1, 2)
     if shape.b_bits == 4:
-        for n, k, warps in _WORDS:
+        for n, k, warps in _spaces.rows("gemm")["gemv"]["int4"]:
             block_k = max(shape.step, min(k, _layout.power_of_two(shape.K)))
             for stages in stages_tried:
                 yield Config(BLOCK_N=n, BLOCK_K=block_k, SPLIT_K=1, num_warps=warps, num_stages=stages)
         return
-    for n, k, warps in _MULTIPLY:
+    for n, k, warps in _spaces.rows("gemm")["gemv"]["plain"]:
         block_k = min(k * 16 // max(shape.b_bits, 8), _layout.power_of_two(shape.K))
         count = _layout.ceil_div(shape.columns, n) * shape.batch
-        for split in _splits(shape, count, block_k, arch, MULTIPLY_PROGRAMS):
+        for split in _splits(shape, count, block_k, arch, GEMV_PROGRAMS):
             for stages in stages_tried:
                 yield Config(BLOCK_N=n, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps, num_stages=stages)
 
 
 def _many_programs(config: Config, shape: Shape, arch: Arch) -> str | None:
-    """As `problem`; stream-K also needs room for all its programs at once, or they run one after another."""
+    """As `problem`; and all programs of a unit need room at once, or they run one after another."""
     needed = config["PROGRAMS"] * shared_bytes(config, shape, arch)
     if needed > arch.lds_kib << 10 and config["PROGRAMS"] > 1:
         return f"{config['PROGRAMS']} programs a unit take {needed} bytes of shared memory"
@@ -367,12 +289,12 @@ Judged = Callable[[Config, Shape, Arch], str | None]
 SPACES: dict[str, tuple[Made, Judged]] = {
     "triton": (tiled, problem),
     "triton_stream_k": (stream_k, _many_programs),
-    "triton_multiply": (multiplied, multiply_problem),
+    "triton_multiply": (gemv, gemv_problem),
 }
 
 
 def space(backend: str, default: Callable[[Shape, Arch | None], Config], key: Key, arch: Arch) -> Iterator[Config]:
-    """The configurations of a backend worth trying for a key, each once, the default first; see `Backend`."""
+    """The configurations of a backend worth trying for a key, each once, the default first; see `KernelStudy`."""
     shape = shape_of(key)
     make, judge = SPACES[backend]
     first = default(shape, arch)
@@ -384,16 +306,36 @@ def space(backend: str, default: Callable[[Shape, Arch | None], Config], key: Ke
             yield config
 
 
-def launches(planner: _launch.Planner, *args: Any, config: Config, arch: Arch) -> list[_launcher.Launch]:
-    """The launches of a call, as `launch.bind` makes them; see `Backend`."""
-    given = Operands(*args)
-    if math.prod(given.shape) == 0:
+def launches(planner: _launch.Planner, call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
+    """The launches of a call, as `launch.bind` makes them; see `KernelStudy`."""
+    if math.prod(call.shape) == 0:
         return []
-    y = given.a.new_empty(0, dtype=given.dtype)
-    sums = given.a.new_empty(0, dtype=_launch.partial_dtype(given))
-    tma = _launch.with_descriptors(given, config)
-    plan = planner(given, y, sums, config, arch, tma)
+    y = call.a.new_empty(0, dtype=call.dtype)
+    sums = call.a.new_empty(0, dtype=_launch.partial_dtype(call))
+    tma = _launch.with_descriptors(call, config)
+    plan = planner(call, y, sums, config, arch, tma)
     if plan.parts is None:
         # a call without partial sums passes the result in their place
-        plan = planner(given, y, y, config, arch, tma)
+        plan = planner(call, y, y, config, arch, tma)
     return [plan.first] if plan.second is None else [plan.first, plan.second]
+
+
+def hopper_space(_key: Key, arch: Arch) -> Iterator[Config]:
+    """The configurations of `triton_hopper` worth trying, the default first."""
+    for row in _spaces.rows("gemm")["hopper"]["gated"]:
+        config = hopper(*row)
+        if hopper_shared_bytes(config) <= arch.lds_kib << 10:
+            yield config
+
+
+def hopper_shared_bytes(config: Config) -> int:
+    """Shared memory of a program of `triton_hopper`: tiles of each stage, and of the result."""
+    m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    return 2 * (config["STAGES"] * (m + 2 * n) * k + m * n) + BESIDE_HOPPER_TILES
+
+
+def hopper_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
+    """The launch of a call on `triton_hopper`; see `KernelStudy`."""
+    if math.prod(call.shape) == 0:
+        return []
+    return [_hopper.launch(call, torch.empty(call.shape, dtype=call.dtype, device="meta"), config, arch)]

@@ -1,4 +1,4 @@
-"""What the product's kernels do, for the cost model: bytes, operations and steps by configuration."""
+"""What the kernels of gemm do, for the cost model: bytes, operations and steps by configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.tuned import Config
 from wavecrest.dispatch.tuned.cost_model import Work, l2_bytes
 from wavecrest.hardware import Arch
-from wavecrest.ops._gemm.config import MULTIPLY_ROWS, Shape, in_one_loop
+from wavecrest.ops._gemm.config import GEMV_ROWS, Shape, in_one_loop
 from wavecrest.ops._gemm.key import KEY_FIELDS, shape_of
 from wavecrest.ops._gemm.study import space as _space
 
@@ -142,15 +142,15 @@ def streamed(shape: Shape, part: dict[str, object], config: Config, arch: Arch) 
     return first, second
 
 
-def multiplied(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
+def gemv(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
     """`_multiply_kernel` or `_words_kernel`, and `_sum_kernel` where K is split."""
-    if shape.rows > MULTIPLY_ROWS:
+    if shape.rows > GEMV_ROWS:
         return ()
     n, k, split = config["BLOCK_N"], config["BLOCK_K"], config["SPLIT_K"]
     warps, stages, both = config["num_warps"], config["num_stages"], 1 + shape.gated
     lanes, size = warps * arch.wave_size, _SIZES.get(str(part["out"]), 1)
     a, b = shape.rows * k * shape.a_bits / 8, n * k * both * shape.b_bits / 8
-    # products that a lane keeps apart: the codes of a word are made one after another
+    # sums that a lane keeps apart: the values of a word are unpacked one after another
     kept = n * k / lanes / (8 if shape.b_bits == 4 else 1)
     unpacked = {16: 1.0, 4: 4.0}.get(shape.b_bits, 2.0)
     copied, squares = stages > 1, shape.rows * k if shape.normed else 0
@@ -181,13 +181,13 @@ def hopper(shape: Shape, part: dict[str, object], config: Config, arch: Arch) ->
 _BY_BACKEND: dict[str, Callable[[Shape, dict[str, object], Config, Arch], tuple[Work, ...]]] = {
     "triton": tiled,
     "triton_stream_k": streamed,
-    "triton_multiply": multiplied,
+    "triton_multiply": gemv,
     "triton_hopper": hopper,
 }
 
 
 def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
-    """The launches of a call; none where its rows are not known, are too many, or nothing is to be multiplied."""
+    """The launches of a call; empty where its rows are not known or too many for the backend, or a size is 0."""
     shape = shape_of(key)
     if shape.rows == 0 or shape.K == 0 or shape.columns == 0:
         return ()

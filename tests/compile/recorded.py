@@ -1,0 +1,101 @@
+"""What was compiled before: by case and architecture a key of all that went in, and a hash of what came out.
+
+A kernel whose key is as recorded has the machine code that was recorded, and was held to the budget that was recorded
+with it; so a test run compiles what has changed, and one architecture whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from wavecrest.isa import compiler
+from wavecrest.isa.facts import Row
+from wavecrest.isa.survey import Job
+
+FILE = Path(__file__).with_name("recorded.json")
+BUDGETS = Path(__file__).parent / "budgets"
+# compiled anew in every run: a record that is wrong would show
+ALWAYS = "gfx942"
+
+
+class Place(BaseModel):
+    """One kernel: a case of an op on an architecture, with the key of what goes into it."""
+
+    op: str
+    case: str
+    arch: str
+    key: str
+
+
+class Compiled(BaseModel):
+    """Every kernel that there is, and the rows of those that were compiled."""
+
+    places: list[Place]
+    rows: list[Row]
+
+
+class Recorded(BaseModel):
+    """The record: `ops` holds by op, case and architecture (key, hash of the machine code)."""
+
+    triton: str
+    budgets: dict[str, str]
+    ops: dict[str, dict[str, dict[str, tuple[str, str]]]]
+
+    def of(self, op: str, case: str, arch: str) -> tuple[str, str] | None:
+        """Key and code of a kernel; None where there is none."""
+        return self.ops.get(op, {}).get(case, {}).get(arch)
+
+    def has(self, place: Place) -> bool:
+        """True if a kernel need not be compiled: same compiler, budget and key."""
+        if place.arch == ALWAYS or self.triton != version("triton") or self.budgets.get(place.op) != budget(place.op):
+            return False
+        before = self.of(place.op, place.case, place.arch)
+        return before is not None and before[0] == place.key
+
+
+def load(path: Path = FILE) -> Recorded:
+    """The record of a file; an empty one where there is none."""
+    if not path.is_file():
+        return Recorded(triton="", budgets={}, ops={})
+    return Recorded.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+def budget(op: str) -> str:
+    """A hash of an op's budget file."""
+    path = BUDGETS / f"{op}.toml"
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else ""
+
+
+def places(work: Sequence[Job]) -> list[Place]:
+    """The kernels of jobs, with their keys. In a process of its own: it takes line numbers out of Triton's hashes."""
+    _forget_lines()
+    return [
+        Place(op=job.target, case=job.case, arch=job.arch, key=compiler.source_key(job.launch, job.arch))
+        for job in work
+    ]
+
+
+def _forget_lines() -> None:
+    """Where a function stands in its file is part of Triton's hash of it, and of nothing that it compiles to."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("wavecrest."):
+            for value in vars(module).values():
+                if hasattr(value, "starting_line_number"):
+                    value.starting_line_number = 0
+
+
+def save(record: Recorded, path: Path = FILE) -> None:
+    """Write a record, a case a line, so that a change shows as the cases it touches."""
+    blocks = []
+    for op, cases in sorted(record.ops.items()):
+        lines = [f"{json.dumps(case)}: {json.dumps(archs)}" for case, archs in sorted(cases.items())]
+        blocks.append(f"{json.dumps(op)}: {{\n" + ",\n".join(lines) + "\n}")
+    head = f'"triton": {json.dumps(record.triton)}, "budgets": {json.dumps(record.budgets, sort_keys=True)}'
+    path.write_text(f'{{{head}, "ops": {{\n' + ",\n".join(blocks) + "\n}}\n", encoding="utf-8")
