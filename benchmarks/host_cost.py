@@ -51,21 +51,22 @@ def on_gpu() -> dict[str, float]:
     if not torch.cuda.is_available():
         raise EnvironmentProblem("torch sees no GPU")
     op = registry.get("rms_norm")
-    x, weight = op.inputs(ROWS, COLUMNS, torch.bfloat16, "cuda")
+    call = op.study.inputs(ROWS, COLUMNS, torch.bfloat16, "cuda")
+    x, weight = call.x, call.weight
     y = torch.empty_like(x)
-    config = op.config_of("triton", op.key(x, weight))
-    launch = _row_launch.launch(_row_launch.Operands("rms", x, None, weight, None, 1e-6), y, x, x, x, config, 0)
+    config = op.config_of("triton", op.key(call))
+    launch = _row_launch.launch(call, y, x, x, x, config, 0)
     arguments = launch.options()
     bind = op.backends["triton"].bind
     assert bind is not None
-    bound = bind(x, weight, 1e-6, config=config)
+    bound = bind(call, config)
     op.force("triton")
     return {
         "bare_launch": microseconds(lambda: launch.kernel[launch.grid](*launch.args, **arguments)),
         "empty": microseconds(lambda: torch.empty_like(x, memory_format=torch.contiguous_format)),
-        "bound": microseconds(lambda: bound(x, weight, 1e-6)),
-        "check": microseconds(lambda: op.check(x, weight, 1e-6)),
-        "key": microseconds(lambda: op.key(x, weight, 1e-6)),
+        "bound": microseconds(lambda: bound(call)),
+        "check": microseconds(lambda: op.check(call)),
+        "key": microseconds(lambda: op.key(call)),
         "op_call": microseconds(lambda: ops.rms_norm(x, weight, 1e-6)),
         "torch": microseconds(lambda: F.rms_norm(x, (COLUMNS,), weight, 1e-6)),
     }
@@ -74,11 +75,12 @@ def on_gpu() -> dict[str, float]:
 def on_cpu() -> dict[str, float]:
     """Dispatch alone, by its parts: the backend is replaced by one that returns its argument."""
     op = registry.get("rms_norm")
-    x, weight = op.inputs(ROWS, COLUMNS, torch.bfloat16, "cpu")
-    op.attach("nothing", lambda x, *_args, **_kwargs: x, supports=lambda *_args, **_kwargs: None, priority=99)
+    call = op.study.inputs(ROWS, COLUMNS, torch.bfloat16, "cpu")
+    x, weight = call.x, call.weight
+    op.attach("nothing", lambda call: call.x, priority=99)
     return {
-        "check": microseconds(lambda: op.check(x, weight, 1e-6)),
-        "key": microseconds(lambda: op.key(x, weight, 1e-6)),
+        "check": microseconds(lambda: op.check(call)),
+        "key": microseconds(lambda: op.key(call)),
         "dispatch": microseconds(lambda: ops.rms_norm(x, weight, 1e-6)),
     }
 

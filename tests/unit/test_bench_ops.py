@@ -95,7 +95,7 @@ def test_a_dtype_takes_every_shape_once() -> None:
     assert len(names) == len(set(names)) == 12 and all(name.endswith(" fp16") for name in names)
     short = suites.cases(registry.get("rms_norm"), "quick", "cpu", dtype="fp32", matching="64x")
     assert [case.name for case in short] == ["64x4096 fp32"]
-    assert short[0].make()[0].dtype == torch.float32 and short[0].make()[0].shape == (64, 4096)
+    assert short[0].make().x.dtype == torch.float32 and short[0].make().x.shape == (64, 4096)
 
 
 def test_a_variant_of_a_peer_is_not_measured_at_the_limit() -> None:
