@@ -53,13 +53,10 @@ def _mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 def standins() -> Iterator[None]:
     """The op "planted" of tests/unit/tune_standins.py, here and for child processes, and no longer than needed."""
     name, before = "tests.unit.tune_standins", os.environ["PYTHONPATH"]
-    contest = importlib.import_module("wavecrest.tune.contest")
-    timer_of = contest.timer_of
     importlib.import_module(name)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), before])
     yield
     os.environ["PYTHONPATH"] = before
-    contest.timer_of = timer_of  # type: ignore[attr-defined]
     del sys.modules["wavecrest.dispatch.registry"].STATE.ops["planted"], sys.modules[name]
 
 

@@ -111,7 +111,8 @@ def test_resuming_does_not_run_again_what_ended_a_child(tmp_path: Path) -> None:
     assert record.unfinished == {"rows 64": {"crash": "ended its process with SIGSEGV"}} and not record.keys
     made = session.Settings(backends=names, matching="rows 64", seconds=0.01)
     # here, where a crash would be the end of the tests
-    (key,) = session.tune("planted", DEVICE, made, session.Targets(path), resume=True).keys
+    clock = sys.modules["tests.unit.tune_standins"].CLOCK
+    (key,) = session.tune("planted", DEVICE, made, session.Targets(path), resume=True, now=clock).keys
     found = {one.backend: (one.status, one.reason) for one in key.candidates if one.backend == "crash"}
     assert found == {"crash": ("failed", "ended its process with SIGSEGV")} and key.backend == "kernel"
 
