@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -443,44 +444,88 @@ def command(
         timeout=timeout,
         modules=tuple(modules or ()),
     )
-    model: WorkloadTuneRecord | None = None
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    asked = _Asked(device, out, table, keep, resume, executor, children)
+    workload: WorkloadTuneRecord | None = None
     try:
-        with Progress(*columns, console=_shared.err, transient=True) as progress:
-            task = progress.add_task("loading", total=None)
-
-            def on_step(what: str, done: int, planned: int) -> None:
-                if done == 0:
-                    # cases, kernels and keys differ in duration, so each has a bar of its own
-                    progress.reset(task)
-                progress.update(task, description=escape(what), completed=done, total=planned)
-
-            places: dict[str, Any] = {"device": device, "out": out, "keep": keep, "resume": resume}
-            places |= {"executor": executor, "children": children, "on_step": on_step}
+        with _shown_steps() as on_step:
             if ":" in op:
-                refused = {"--table": table is not None, "--resume": resume, "--matching": bool(matching)}
-                for option in (name for name, given in refused.items() if given):
-                    raise InvalidArgument(f"{option} is for an op, not for a workload")
-                del places["resume"]
-                model = run_workload(op, settings, **places)
-                found = model.tunes
+                _require_workload_options(asked, matching)
+                workload = _tune_workload_of(op, settings, asked, on_step)
+                found = workload.tunes
             elif op.endswith(_FILES):
-                found = run_file(Path(op), settings, table=table, **places)
+                found = _tune_file(Path(op), settings, asked, on_step)
             else:
-                found = [run(op, settings, table=table, **places)]
+                found = [_tune_op(op, settings, asked, on_step)]
     except KeyboardInterrupt:
         if out is not None:
             _shared.err.print(f"what was found is in {out}; --resume goes on", highlight=False, soft_wrap=True)
         raise
-    if model is not None:
-        _shared.print_json(model) if json else _tune_workload.show(model)
-    for record in found if model is None else ():
-        if json:
-            _shared.print_json(record)
-        else:
-            show(record)
+    if workload is not None:
+        _shared.print_json(workload) if json else _tune_workload.show(workload)
+    for record in found if workload is None else ():
+        _shared.print_json(record) if json else show(record)
     for path in (out, table):
         if path is not None:
             _shared.err.print(f"written to {path}", highlight=False, soft_wrap=True)
     for record in found:
         judge(record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The options of a command that say where it tunes and what it writes; see `run`."""
+
+    device: str | None
+    out: Path | None
+    table: Path | None
+    keep: bool | None
+    resume: bool
+    executor: str
+    children: int | None
+
+
+@contextmanager
+def _shown_steps() -> Iterator[OnStep]:
+    """What to call before each step, while a progress display is on the screen."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_shared.err, transient=True) as progress:
+        task = progress.add_task("loading", total=None)
+
+        def on_step(what: str, done: int, planned: int) -> None:
+            if done == 0:
+                # cases, kernels and keys take different times each
+                progress.reset(task)
+            progress.update(task, description=escape(what), completed=done, total=planned)
+
+        yield on_step
+
+
+def _tune_op(op: str, settings: Settings, asked: _Asked, on_step: OnStep) -> TuneRecord:
+    """The cases of one op's suite."""
+    return run(
+        op, settings, device=asked.device, out=asked.out, table=asked.table, keep=asked.keep, resume=asked.resume,
+        executor=asked.executor, children=asked.children, on_step=on_step,
+    )  # fmt: skip
+
+
+def _tune_file(path: Path, settings: Settings, asked: _Asked, on_step: OnStep) -> list[TuneRecord]:
+    """The calls or shapes that a file lists."""
+    return run_file(
+        path, settings, device=asked.device, out=asked.out, table=asked.table, keep=asked.keep, resume=asked.resume,
+        executor=asked.executor, children=asked.children, on_step=on_step,
+    )  # fmt: skip
+
+
+def _tune_workload_of(spec: str, settings: Settings, asked: _Asked, on_step: OnStep) -> WorkloadTuneRecord:
+    """The calls that a workload makes."""
+    return run_workload(
+        spec, settings, device=asked.device, out=asked.out, keep=asked.keep, executor=asked.executor,
+        children=asked.children, on_step=on_step,
+    )  # fmt: skip
+
+
+def _require_workload_options(asked: _Asked, matching: str | None) -> None:
+    """Raise InvalidArgument for an option that a workload does not take."""
+    given = {"--table": asked.table is not None, "--resume": asked.resume, "--matching": bool(matching)}
+    for option in (name for name, is_given in given.items() if is_given):
+        raise InvalidArgument(f"{option} is for an op, not for a workload")

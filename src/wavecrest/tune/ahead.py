@@ -25,6 +25,7 @@ from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import EnvironmentProblem, Unsupported
 from wavecrest.hardware import Arch
 from wavecrest.isa import Launch, compiler
+from wavecrest.measure.timing import Clock
 from wavecrest.tune import worker
 from wavecrest.tune.candidates import Candidate
 from wavecrest.tune.lanes import importable
@@ -212,22 +213,24 @@ def compile_all(
     deadline: float,
     on_kernel: OnKernel | None = None,
     start: Callable[[], Answers] = Worker,
+    now: Clock = time.perf_counter,
 ) -> records.TuneCompilation:
     """Compile all kernels; those that cannot be are noted in `wanted.errors`.
 
     Args:
         wanted: from `kernels`.
         workers: child processes.
-        deadline: of `time.perf_counter`, after which no kernel is begun; the others compile when they are first run.
+        deadline: of `now`, after which no kernel is begun; the others compile when they are first run.
         on_kernel: called after each.
         start: makes a worker.
+        now: the clock of the deadline.
 
     Raises:
         EnvironmentProblem: the children find no compiler.
     """
     if wanted.note:
         return records.TuneCompilation(note=wanted.note)
-    begin = time.perf_counter()
+    begin = now()
     workers = max(1, min(workers, len(wanted.jobs)))
     queue, lock = deque(wanted.jobs.items()), threading.Lock()
     done: list[Identity] = []
@@ -236,7 +239,7 @@ def compile_all(
     answering = [start() for _ in range(workers)]
 
     def serve(own: Answers) -> None:
-        while not stop.is_set() and time.perf_counter() < deadline:
+        while not stop.is_set() and now() < deadline:
             with lock:
                 if not queue:
                     return
@@ -278,7 +281,7 @@ def compile_all(
         failed=_failed(wanted),
         left=len(wanted.jobs) - len(done),
         workers=workers,
-        seconds=round(time.perf_counter() - begin, 3),
+        seconds=round(now() - begin, 3),
     )
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from wavecrest import records
 from wavecrest.measure import timing
-from wavecrest.measure.timing import Interleaved, Interval
+from wavecrest.measure.timing import Clock, Interleaved, Interval
 
 # interleaved rounds of the quick round; after each, candidates slower than DROP times the best are dropped
 RUNGS = (4, 8, 16)
@@ -33,11 +34,11 @@ class Timer(Protocol):
         """Samples of each function, in ms."""
 
 
-def timer_of(device: str) -> Timer:
-    """The timer of a torch device."""
+def timer_of(device: str, now: Clock = time.perf_counter) -> Timer:
+    """The timer of a torch device; `now`: where the host's time comes from."""
 
     def taken(works: Sequence[Callable[[], Any]], *, rounds: int, seconds: float) -> Interleaved:
-        return timing.measure_interleaved(works, device=device, seconds=seconds, min_rounds=rounds)
+        return timing.measure_interleaved(works, device=device, seconds=seconds, min_rounds=rounds, now=now)
 
     return taken
 

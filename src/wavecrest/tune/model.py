@@ -21,6 +21,7 @@ from wavecrest.dispatch.tuned import Cell, Entry, Overlay, Row
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import Device
 from wavecrest.measure import timing
+from wavecrest.measure.timing import Clock
 from wavecrest.measure.workload import Call, Workload
 from wavecrest.records import CalledKey, TunedKey, WorkloadTuneRecord, provenance
 from wavecrest.tune import lanes, misses, session, trust
@@ -81,6 +82,7 @@ def tune(
     seconds: float = SECONDS,
     on_record: Callable[[WorkloadTuneRecord], None] = lambda _record: None,
     on_step: session.OnStep | None = None,
+    now: Clock = time.perf_counter,
 ) -> WorkloadTuneRecord:
     """Tune the keys that a workload calls, then time it with what was found and without.
 
@@ -93,20 +95,20 @@ def tune(
         record_name: how rows name the record.
         seconds: of timing each bucket.
         on_record: called with the record whenever something was added.
-        on_step: as for `session.tune`.
+        on_step, now: as for `session.tune`; by `now` calls of a workload on the CPU are timed, too.
 
     Raises:
         InvalidArgument: the workload calls no op, or no op that can be tuned; the message says why.
         OutputError: the rows cannot be written; trust.DeviceLost, EnvironmentProblem: as for `session.tune`.
     """
-    begin = time.perf_counter()
+    begin = now()
     if overlay is not None:
         overlay.prepare()
     record = WorkloadTuneRecord(header=provenance.header(device), workload=workload.spec or workload.name)
     by_op = _listed(workload, device, record)
     try:
         for name, wanted in by_op.items():
-            rest = max(1e-3, settings.budget - (time.perf_counter() - begin))
+            rest = max(1e-3, settings.budget - (now() - begin))
             # keys that differ in what rows have no column for are one case
             cases = {
                 one.name: suites.Case(
@@ -115,11 +117,11 @@ def tune(
                 for one in wanted
             }
             mine = replace(settings, suite="workload", budget=rest)
-            made = session.tune(name, device, mine, cases=list(cases.values()), starts=starts, on_step=on_step)
+            made = session.tune(name, device, mine, cases=list(cases.values()), starts=starts, on_step=on_step, now=now)
             record.tunes.append(made)
             on_record(record)
         rows = _found(record, record_name)
-        _judge(workload, record, rows, seconds)
+        _judge(workload, record, rows, seconds, now)
         if record.kept and overlay is not None:
             arch = record.header.device["arch"]
             entries = []
@@ -134,7 +136,7 @@ def tune(
         record.problem = "interrupted" if interrupted else f"{type(error).__name__}: {trust.first_line(error)}"
         raise
     finally:
-        record.seconds = round(time.perf_counter() - begin, 3)
+        record.seconds = round(now() - begin, 3)
         on_record(record)
     return record
 
@@ -215,7 +217,11 @@ class _Side:
 
 
 def _judge(
-    workload: Workload, record: WorkloadTuneRecord, rows: dict[str, dict[tuple[Cell, ...], Row]], seconds: float
+    workload: Workload,
+    record: WorkloadTuneRecord,
+    rows: dict[str, dict[tuple[Cell, ...], Row]],
+    seconds: float,
+    now: Clock,
 ) -> None:
     """Time the workload with the rows and without them, if they change anything, and decide whether to keep them."""
     changed = [
@@ -232,7 +238,12 @@ def _judge(
         for bucket in workload.buckets:
             call = Call(workload, bucket)
             pairs[bucket] = timing.measure_pair(
-                _Side(call, old), _Side(call, new), device=workload.device, min_blocks=BLOCKS, seconds=seconds
+                _Side(call, old),
+                _Side(call, new),
+                device=workload.device,
+                min_blocks=BLOCKS,
+                seconds=seconds,
+                now=now,
             )
         new()
         used = {(one.op, one.key): one for one, calls in registry.coverage() if calls}

@@ -14,6 +14,7 @@ from typing import Any
 from wavecrest import records
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import EnvironmentProblem
+from wavecrest.measure.timing import Clock
 from wavecrest.tune import child, lanes
 from wavecrest.tune.trial import Trial, unsolved
 
@@ -69,8 +70,9 @@ class Pool:
         op: of all keys.
         hello: `child.greeting`.
         timeout: seconds of silence after which a candidate is given up, beside what its step takes.
-        deadline: of `time.perf_counter`, after which no key is begun.
+        deadline: of `now`, after which no key is begun.
         expected: facts by name that a child must report when it is ready (versions, device).
+        now: the clock of the deadline.
     """
 
     op: AnyOp
@@ -78,6 +80,7 @@ class Pool:
     timeout: float
     deadline: float = math.inf
     expected: dict[str, Any] = field(default_factory=dict)
+    now: Clock = time.perf_counter
     _waiting: deque[Task] = field(default_factory=deque)
     _open: int = 0
     _lock: threading.Condition = field(default_factory=threading.Condition)
@@ -112,7 +115,7 @@ class Pool:
                     yield event
         finally:
             self.stop()
-        if len(finished) < len(trials) and self._gone and time.perf_counter() <= self.deadline:
+        if len(finished) < len(trials) and self._gone and self.now() <= self.deadline:
             raise EnvironmentProblem(f"no process is left to tune in: {'; '.join(dict.fromkeys(self._gone))}")
 
     def stop(self) -> None:
@@ -153,7 +156,7 @@ class Pool:
     def _wanted(self) -> bool:
         """Wait for a key; False: no key is left, and no other lane can give one back."""
         with self._lock:
-            while not self._stopped and self._open and time.perf_counter() <= self.deadline:
+            while not self._stopped and self._open and self.now() <= self.deadline:
                 if self._waiting:
                     return True
                 self._lock.wait(0.5)

@@ -19,6 +19,7 @@ from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config, Entry, Evidence, Overlay, Row, database
 from wavecrest.dispatch.tuned.row import versions_text
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
+from wavecrest.measure.timing import Clock
 from wavecrest.records import files, provenance
 from wavecrest.tune import ahead, candidates, child, contest, lanes, pool, trial, trust
 
@@ -174,16 +175,17 @@ class _Run:
     record: records.TuneRecord
     timer: contest.Timer
     on_step: OnStep
+    now: Clock
     begin: float
 
     @property
     def deadline(self) -> float:
-        """The deadline, in `time.perf_counter` seconds."""
+        """The deadline, in seconds of `now`."""
         return self.begin + self.settings.budget
 
     def save(self) -> None:
         """Write the results so far."""
-        self.record.seconds = round(time.perf_counter() - self.begin, 3)
+        self.record.seconds = round(self.now() - self.begin, 3)
         self.targets.write(self.op, self.record)
 
 
@@ -201,6 +203,7 @@ def tune(
     starts: Sequence[lanes.Start] | None = None,
     timer: contest.Timer | None = None,
     on_step: OnStep | None = None,
+    now: Clock = time.perf_counter,
 ) -> records.TuneRecord:
     """Find the fastest correct way to run the calls of each key of an op's cases.
 
@@ -219,6 +222,7 @@ def tune(
             None: everything runs in this process, which a candidate that crashes or hangs takes with it.
         timer: what times the calls in this process; None: device events, or the host's clock on the CPU.
         on_step: called before each key, and while kernels are compiled.
+        now: where the host's time comes from, for the budget and for calls on the CPU.
 
     Raises:
         InvalidArgument: an unknown op, suite or backend; no case has `matching` in its name; or the record to resume
@@ -247,9 +251,9 @@ def tune(
     )
     run = _Run(
         op, device, settings, targets, record,
-        timer=timer or contest.timer_of(device.torch_name),
+        timer=timer or contest.timer_of(device.torch_name, now),
         on_step=on_step or (lambda _what, _done, _planned: None),
-        begin=time.perf_counter(),
+        now=now, begin=now(),
     )  # fmt: skip
     if resume:
         record.keys, record.unfinished = _finished(targets, record)
@@ -342,6 +346,7 @@ def _compile(run: _Run, kernels: ahead.Kernels, planned: list[trial.Trial]) -> N
         workers,
         deadline=run.deadline,
         on_kernel=lambda done, planned: run.on_step("kernels", done, planned),
+        now=run.now,
     )
     for one in planned:
         one.refused |= kernels.spills_more(one.case.name, one.field.candidates)
@@ -354,7 +359,7 @@ def _compile(run: _Run, kernels: ahead.Kernels, planned: list[trial.Trial]) -> N
 def _here(run: _Run, planned: list[trial.Trial]) -> None:
     """Tune the keys in this process."""
     for index, one in enumerate(planned):
-        if time.perf_counter() > run.deadline:
+        if run.now() > run.deadline:
             _no_time(run, planned[index:])
             return
         run.on_step(one.case.name, index, len(planned))
@@ -373,7 +378,7 @@ def _spread(run: _Run, planned: list[trial.Trial], starts: Sequence[lanes.Start]
         "versions": {name: getattr(versions, name) for name in ("wavecrest", "torch", "triton")},
     }
     hello = child.greeting(run.device, settings.modules, settings.seconds)
-    own = pool.Pool(run.op, hello, settings.timeout, run.deadline, expected)
+    own = pool.Pool(run.op, hello, settings.timeout, run.deadline, expected, run.now)
     run.record.children = len(starts)
     done: set[int] = set()
     for event in own.run(planned, starts):
