@@ -104,8 +104,7 @@ def prepare(peer: str, op: AnyOp, call: AnyCall) -> Prepared:
     first = next(value for value in call if isinstance(value, Tensor))
     if first.device.type == "cpu" and env.get("TRITON_INTERPRET") != "1":
         raise Unsupported("runs on a GPU")
-    # ops whose calls are not typed yet take arguments
-    made = maker(*call) if type(call) is tuple else maker(call)
+    made = maker(call)
     return made if isinstance(made, Prepared) else Prepared(made)
 
 
