@@ -11,7 +11,6 @@ what rounding moves them, so that the model's own attention fails such a check a
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ def main() -> None:
                     "wavecrest_samples": list(pair.new),
                 }
             result["buckets"].append(row)
-    files.write_text(args.out, json.dumps(result, indent=1) + "\n")
+    files.write_document(args.out, result)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ ABBA blocks; answers are compared first, and no time is written for a model that
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -67,7 +66,7 @@ def main() -> None:
                     "ours_samples": list(pair.new),
                 }
             result["pairs"].append(row)  # type: ignore[attr-defined]
-    files.write_text(args.out, json.dumps(result, indent=1) + "\n")
+    files.write_document(args.out, result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Where the programs of a kernel run that starts before the one in front of it has ended, and when. NVIDIA, sm_90.
 
-    PYTHONPATH=src python -m benchmarks.early_starts > early_starts.log
+    PYTHONPATH=src python -m benchmarks.early_starts > DATE_early-starts_chains.log
 
 A chain of 24 products of one row and a weight [4096, 4096] in bfloat16, each of what the one before has made, as a
 graph. Each program writes down its multiprocessor and the time at its start, behind its wait and at its end. A line a

@@ -1,10 +1,10 @@
-"""Host cost of one op call, in µs: what the CPU does before the GPU has its work.
+"""Host cost of op calls, in µs: what the CPU does before a kernel runs.
 
-On a GPU: the bare `kernel[grid](...)`, the op's call, and PyTorch's function, rms_norm of 16×4096 bfloat16.
-On the CPU: the dispatch alone (checks, key, cached decision), as the op's call minus the backend it runs.
-Each figure is the median of 7 rounds of 500 calls.
+Each op's call beside the cheaper of two: PyTorch's function for the same, and the bare `kernel[grid](...)` of our own
+kernel with the arguments that the call launches it with (on a GPU alone). Tensors are small, so that the device waits
+for the host. All are timed in turn: figures are medians over rounds, ratios medians of a round's ratios.
 
-    python benchmarks/host_cost.py --out benchmarks/results/<machine>/host_cost.json
+    python benchmarks/host_cost.py [OP …] [--out evidence/<machine>/<date>_host-cost_ops.jsonl.gz]
 """
 
 from __future__ import annotations
@@ -17,97 +17,178 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+import wavecrest.ops.common.launcher as _launcher
 from wavecrest import hardware, ops
-from wavecrest.dispatch import registry
-from wavecrest.errors import EnvironmentProblem, WavecrestError
-from wavecrest.ops.rows import launch as _row_launch
+from wavecrest.dispatch.call import AnyCall
+from wavecrest.dispatch.op import AnyOp
+from wavecrest.records import files, provenance
 
-ROUNDS = 7
-CALLS = 500
-ROWS, COLUMNS = 16, 4096
+ROUNDS, CALLS, WARM = 15, 200, 50
+# an op's call may take as many times the cheaper of the two
+MOST = 1.3
+
+Work = Callable[[], Any]
 
 
-def microseconds(work: Callable[[], Any]) -> float:
-    """Median host time of a call; the GPU runs behind and is waited for between rounds."""
-    for _ in range(50):
+def _made(device: str) -> dict[str, tuple[Work, Work | None]]:
+    """By op: its public function, and PyTorch's, of the same small tensors."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    x, r, w, b = random(16, 256), random(16, 256), random(256), random(256)
+    weight, bias = random(256, 256), random(256)
+    q, k, v = (random(1, 4, 16, 64) for _ in range(3))
+    image, filters = random(1, 16, 8, 8), random(16, 16, 3, 3)
+    flat = random(4096)
+    return {
+        "rms_norm": (lambda: ops.rms_norm(x, w, 1e-6), lambda: F.rms_norm(x, (256,), w, 1e-6)),
+        "layer_norm": (lambda: ops.layer_norm(x, w, b, 1e-5), lambda: F.layer_norm(x, (256,), w, b, 1e-5)),
+        "add_rms_norm": (lambda: ops.add_rms_norm(x, r, w, 1e-6), lambda: F.rms_norm(x + r, (256,), w, 1e-6)),
+        "add_layer_norm": (lambda: ops.add_layer_norm(x, r, w, b), lambda: F.layer_norm(x + r, (256,), w, b)),
+        "softmax": (lambda: ops.softmax(x), lambda: F.softmax(x, -1)),
+        "silu_and_mul": (lambda: ops.silu_and_mul(x, r), lambda: F.silu(x) * r),
+        "gelu_and_mul": (lambda: ops.gelu_and_mul(x, r), lambda: F.gelu(x) * r),
+        "linear": (lambda: ops.linear(x, weight, bias), lambda: F.linear(x, weight, bias)),
+        "gemm": (lambda: ops.gemm(x, weight), lambda: torch.matmul(x, weight)),
+        "flash_attention": (
+            lambda: ops.flash_attention(q, k, v, layout="bhsd"),
+            lambda: F.scaled_dot_product_attention(q, k, v),
+        ),
+        "conv2d": (lambda: ops.conv2d(image, filters, padding=1), lambda: F.conv2d(image, filters, padding=1)),
+        "memcpy": (lambda: ops.memcpy(flat), lambda: flat.clone()),
+    }
+
+
+# of the ops that PyTorch has no function for: the sizes of their example calls
+EXAMPLES = {
+    "quantize_int8": (16, 256),
+    "quantize_fp8": (16, 256),
+    "rms_norm_quantize": (16, 256),
+    "rope": None,
+    "flash_decoding": None,
+    "mla_decode": None,
+    "mlstm_step": None,
+    "mlstm_chunkwise": None,
+}
+SMALL = {"M": 16, "N": 256, "B": 1, "H": 4, "S": 16, "D": 64, "T": 16, "NH": 2, "K": 64}
+
+
+def _of_study(name: str, device: str) -> Work:
+    op = ops.get(name)
+    sizes = EXAMPLES[name] or tuple(SMALL.get(size, 16) for size in op.study.sizes)
+    call = op.study.inputs(*sizes, torch.bfloat16 if device == "cuda" else torch.float32, device)
+    return lambda: op(call)
+
+
+def bare(op: AnyOp, call: AnyCall) -> Work | None:
+    """The launches of a call by our portable kernel, as Triton's own launcher makes them; None where it refuses."""
+    backend = op.backends.get("triton")
+    if backend is None or backend.bind is None or backend.refuse(call) is not None:
+        return None
+    seen: list[tuple[_launcher.Launch, tuple[Any, ...]]] = []
+    starter = _launcher.starter
+
+    def noting(launch: _launcher.Launch, *more: Any, **options: Any) -> Callable[..., None]:
+        start = starter(launch, *more, **options)
+
+        def run(*args: Any) -> None:
+            seen.append((launch, args))
+            start(*args)
+
+        return run
+
+    with mock.patch.object(_launcher, "starter", noting):
+        backend.bind(call, op.config_of("triton", op.key(call)))(call)
+    prepared = [(launch.kernel[launch.grid], args, launch.options()) for launch, args in seen]
+
+    def work() -> None:
+        for kernel, args, options in prepared:
+            kernel(*args, **options)
+
+    return work
+
+
+def _call_of(work: Work, op: AnyOp) -> AnyCall:
+    """The call that a public function makes."""
+    seen: list[AnyCall] = []
+    run = type(op).__call__
+
+    def noting(this: AnyOp, call: AnyCall) -> Any:
+        seen.append(call)
+        return run(this, call)
+
+    with mock.patch.object(type(op), "__call__", noting):
         work()
-    rounds = []
-    for _ in range(ROUNDS):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
+    return seen[0]
+
+
+def measured(works: list[Work]) -> list[list[float]]:
+    """Microseconds of a call by work and round; the device is waited for between works."""
+    for work in works:
+        for _ in range(WARM):
             work()
-        rounds.append((time.perf_counter() - start) / CALLS * 1e6)
-    return round(statistics.median(rounds), 2)
+    rounds: list[list[float]] = [[] for _ in works]
+    for number in range(ROUNDS):
+        for place in range(len(works)) if number % 2 else reversed(range(len(works))):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                works[place]()
+            rounds[place].append((time.perf_counter() - start) / CALLS * 1e6)
+    return rounds
 
 
-def on_gpu() -> dict[str, float]:
-    """Bare launch, backend, op call and F.rms_norm."""
-    if not torch.cuda.is_available():
-        raise EnvironmentProblem("torch sees no GPU")
-    op = registry.get("rms_norm")
-    x, weight = op.inputs(ROWS, COLUMNS, torch.bfloat16, "cuda")
-    y = torch.empty_like(x)
-    config = op.config_of("triton", op.key(x, weight))
-    launch = _row_launch.launch(_row_launch.Operands("rms", x, None, weight, None, 1e-6), y, x, x, x, config, 0)
-    arguments = launch.options()
-    bind = op.backends["triton"].bind
-    assert bind is not None
-    bound = bind(x, weight, 1e-6, config=config)
-    op.force("triton")
-    return {
-        "bare_launch": microseconds(lambda: launch.kernel[launch.grid](*launch.args, **arguments)),
-        "empty": microseconds(lambda: torch.empty_like(x, memory_format=torch.contiguous_format)),
-        "bound": microseconds(lambda: bound(x, weight, 1e-6)),
-        "check": microseconds(lambda: op.check(x, weight, 1e-6)),
-        "key": microseconds(lambda: op.key(x, weight, 1e-6)),
-        "op_call": microseconds(lambda: ops.rms_norm(x, weight, 1e-6)),
-        "torch": microseconds(lambda: F.rms_norm(x, (COLUMNS,), weight, 1e-6)),
-    }
-
-
-def on_cpu() -> dict[str, float]:
-    """Dispatch alone, by its parts: the backend is replaced by one that returns its argument."""
-    op = registry.get("rms_norm")
-    x, weight = op.inputs(ROWS, COLUMNS, torch.bfloat16, "cpu")
-    op.attach("nothing", lambda x, *_args, **_kwargs: x, supports=lambda *_args, **_kwargs: None, priority=99)
-    return {
-        "check": microseconds(lambda: op.check(x, weight, 1e-6)),
-        "key": microseconds(lambda: op.key(x, weight, 1e-6)),
-        "dispatch": microseconds(lambda: ops.rms_norm(x, weight, 1e-6)),
-    }
+def host_cost(name: str, ours: Work, native: Work | None, device: str) -> dict[str, Any]:
+    """The figures of one op."""
+    op = ops.get({"linear": "gemm"}.get(name, name))
+    kernel = bare(op, _call_of(ours, op)) if device == "cuda" else None
+    works = {"ours": ours, "torch": native, "bare": kernel}
+    present = {label: work for label, work in works.items() if work is not None}
+    rounds = dict(zip(present, measured(list(present.values())), strict=True))
+    row: dict[str, Any] = {label: round(statistics.median(series), 2) for label, series in rounds.items()}
+    row["backend"] = op.decide(_call_of(ours, op)).backend
+    others = [series for label, series in rounds.items() if label != "ours"]
+    if others:
+        cheaper = min(others, key=statistics.median)
+        ratios = [one / other for one, other in zip(rounds["ours"], cheaper, strict=True)]
+        row["ratio"] = round(statistics.median(ratios), 3)
+    return row
 
 
 def main() -> int:
-    """Measure, print, and write with --out."""
+    """Measure, print, and write with --out; 1 if an op takes more than MOST times the cheaper of the two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the result to this JSON file")
+    parser.add_argument("ops", nargs="*", help="ops to measure; all if none is named")
+    parser.add_argument("--out", type=Path, help="write the result to this file")
     arguments = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    try:
-        with torch.no_grad():
-            measured = on_gpu() if gpu else on_cpu()
-    except WavecrestError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    result = {
-        "what": f"host µs a call, rms_norm {ROWS}x{COLUMNS} bfloat16, median of {ROUNDS}x{CALLS}",
-        "evidence": "measured",
-        "device": hardware.detect().to_dict(),
-        "torch": torch.__version__,
-        "us": measured,
-    }
-    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
-    sys.stdout.write(text)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = {}
+    with torch.no_grad():
+        works = _made(device)
+        if device == "cuda":
+            works |= {name: (_of_study(name, device), None) for name in EXAMPLES}
+        for name, (ours, native) in works.items():
+            if not arguments.ops or name in arguments.ops:
+                rows[name] = host_cost(name, ours, native, device)
+                sys.stdout.write(f"{name:18} {json.dumps(rows[name])}\n")
+    over = [name for name, row in rows.items() if row.get("ratio", 0.0) > MOST]
+    sys.stdout.write(f"over {MOST} times: {', '.join(over) or 'no op'}\n")
     if arguments.out is not None:
+        header = provenance.header(hardware.detect(), command=" ".join(sys.argv)).model_dump(mode="json")
+        result = {"kind": "host_cost", "header": header, "unit": "µs a call", "rows": rows}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
-    return 0
+        files.write_document(arguments.out, result)
+    return 1 if over else 0
 
 
 if __name__ == "__main__":

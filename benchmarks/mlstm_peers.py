@@ -1,6 +1,6 @@
 """The mLSTM ops beside the official kernels of mlstm-kernels, at the shapes that peers are compared on, interleaved.
 
-    PYTHONPATH=src python -m benchmarks.mlstm_peers --out mlstm.peers.json [PART …]
+    PYTHONPATH=src python -m benchmarks.mlstm_peers --out DATE_mlstm-peers_mlstm.jsonl.gz [PART …]
 
 Not peers of `wavecrest bench`, as they cannot be trusted with its process: some abort the compiler. So every one is
 first tried in a process of its own (parts `right-…`, which run side by side and leave compiled kernels behind): on
@@ -14,7 +14,6 @@ mlstm-kernels is called by its public names alone (`get_mlstm_kernel`, `get_mlst
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from wavecrest.dispatch import registry
 from wavecrest.dispatch.keys import dtype_name
 from wavecrest.measure import numerics, timing
 from wavecrest.ops import mlstm_chunkwise, mlstm_step
+from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
 from wavecrest.records import provenance
 
 Shape = tuple[int, int, int, int, int]
@@ -60,8 +60,6 @@ OFFICIAL = (
 )
 # on a CPU, to try this script
 NATIVE = (("chunkwise--native_autograd", 16),)
-# rounds kept of each series in the file
-KEPT = 60
 
 # a call with operands, and what makes of its result the tensors that are compared
 Call = Callable[..., Any]
@@ -103,12 +101,13 @@ def label(name: str, chunk: int) -> str:
 
 def recurrence(given: tuple[Tensor, ...]) -> Tensor:
     """h in float64, token by token."""
-    return registry.get("mlstm_chunkwise").reference(*(one.double() for one in given))
+    h: Tensor = registry.get("mlstm_chunkwise").reference(MlstmCall(*(one.double() for one in given)))
+    return h
 
 
 def chunks(given: tuple[Tensor, ...]) -> Tensor:
     """h in float64, by chunks in PyTorch's operations."""
-    h: Tensor = registry.get("mlstm_chunkwise").backends["torch"].run(*(one.double() for one in given))
+    h: Tensor = registry.get("mlstm_chunkwise").backends["torch"].run(MlstmCall(*(one.double() for one in given)))
     return h
 
 
@@ -131,9 +130,9 @@ def judge(name: str, h: Tensor, wanted: Tensor, bound: Tensor) -> Row:
 
 def bound_of(op: str, given: tuple[Any, ...]) -> Tensor:
     """How far an element of our h may be off."""
-    found = registry.get(op).bound
-    assert found is not None
-    bounds = found(*given)
+    known = registry.get(op)
+    assert known.study.bound is not None
+    bounds = known.study.bound(known.call_of(given))
     assert isinstance(bounds, tuple)
     return bounds[0]
 
@@ -193,13 +192,13 @@ def timed(works: dict[str, Call], device: str, more: dict[str, Call] | None = No
     """Works in turn: milliseconds, interval and rounds of each."""
     every = works | (more or {})
     taken = timing.measure_interleaved(list(every.values()), device=device, seconds=0.25)
-    step = math.ceil(taken.rounds / KEPT)
     found = {}
-    for name, series in zip(every, taken.samples, strict=True):
+    for name, exact in zip(every, taken.samples, strict=True):
+        series = [round(one, 6) for one in exact]
         interval = timing.bootstrap_median(series)
         found[name] = {
             "ms": statistics.median(series), "ci": [interval.low, interval.high], "clock": taken.clock,
-            "samples": [round(one, 6) for one in series[::step]],
+            "samples": series,
         }  # fmt: skip
     return found
 
@@ -254,7 +253,8 @@ def chunkwise(report: Report, args: argparse.Namespace) -> None:
 
 def chosen(op: str, given: tuple[Any, ...]) -> str:
     """What the dispatcher runs for a call, and why."""
-    decision = registry.get(op).decide(*given)
+    known = registry.get(op)
+    decision = known.decide(known.call_of(given))
     config = {} if decision.config is None else dict(decision.config.kwargs)
     return f"{decision.backend} {config} ({decision.source}: {decision.reason})"
 
@@ -302,7 +302,8 @@ def step(report: Report, args: argparse.Namespace) -> None:
         if report.has(case):
             continue
         given = step_operands(batch, SMALL_HEADS if args.small else HEADS, device)
-        wanted, bound = op.reference(*(one.double() for one in given))[0], bound_of("mlstm_step", given)
+        wanted = op.reference(MlstmStepCall(*(one.double() for one in given)))[0]
+        bound = bound_of("mlstm_step", given)
         rows: dict[str, Row] = {}
         works: dict[str, Call] = {}
         for name, maker in steps(tuple(given[0].shape[:2]), device):

@@ -116,10 +116,14 @@ class File:
         self.path = path
         self._lock = threading.Lock()
         self._runs: list[Any] = []
+        self._samples = "full"
         if path.exists():
             try:
-                self._runs = list(json.loads(path.read_text(encoding="utf-8"))["runs"])
-            except (ValueError, KeyError, TypeError) as error:
+                found = files.read_json(path, what="file of parts")
+                self._runs = list(found["runs"])
+                # runs that kept every n-th sample alone, as all did until 2026-11-24
+                self._samples = found.get("samples", "thinned")
+            except (RecordError, KeyError, TypeError) as error:
                 raise RecordError(f"{path} is no file of parts ({error}); move it away or name another") from error
 
     def add(self, run: Run) -> Callable[[], None]:
@@ -132,7 +136,7 @@ class File:
             with self._lock:
                 self._runs[place] = run.to_dict()
                 kept = [one for one in self._runs if one is not None]
-                files.write_text(self.path, json.dumps({"runs": kept}, indent=1) + "\n")
+                files.write_document(self.path, {"samples": self._samples, "runs": kept})
 
         write()
         return write

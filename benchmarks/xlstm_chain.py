@@ -1,6 +1,6 @@
 """Configurations of the products of an xLSTM 7B decoding step, tried where they run: between the other kernels.
 
-    PYTHONPATH=src python -m benchmarks.xlstm_chain --out benchmarks/results/nvidia-h200/xlstm_chain.json [PART …]
+    PYTHONPATH=src python -m benchmarks.xlstm_chain --out evidence/MACHINE/DATE_xlstm-chain_times.jsonl.gz [PART …]
 
 `wavecrest tune` times a call alone. What a launch costs between others it cannot see: how soon it may begin (EARLY),
 and whether its programs, begun one after another as multiprocessors run dry, crowd on few of them. Here one product
@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import gc
 import itertools
-import json
 import math
 import os
 import statistics
@@ -48,7 +47,7 @@ from wavecrest.errors import InvalidArgument
 from wavecrest.measure import cuda_graph, numerics, timing
 from wavecrest.models.xlstm import generation
 from wavecrest.models.xlstm.quantize import quantize
-from wavecrest.records import provenance
+from wavecrest.records import files, provenance
 from wavecrest.tune import ahead, candidates, misses, session
 
 # stages beyond those of the row, and starts (EARLY) that are tried with each
@@ -101,7 +100,7 @@ def words(path: Path) -> dict[tuple[Any, ...], Row]:
     if not path.exists():
         return {}
     found: dict[tuple[Any, ...], Row] = {}
-    for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+    for run in files.read_json(path, what="file of parts")["runs"]:
         for row in run["rows"]:
             if "best" in row:
                 name = (row.get("op", "gemm"), *row["key"].values())
@@ -314,11 +313,11 @@ def rows(report: Report, args: argparse.Namespace) -> None:
     """What other parts have found, as rows of the table."""
     device, op = hardware.detect(args.device), registry.get("gemm")
     report.header(provenance.header(device).model_dump(mode="json"))
-    path = args.out.with_name(f"{args.out.stem}.tune.json")
-    place, fields, called = table_of(op, device), lookup.fields_of(op), session.named(path)
+    path = files.beside(args.out, "tune")
+    place, fields = table_of(op, device), lookup.fields_of(op)
     before = database.read(place, fields)
     # those of this record have nothing to stand on when it is written anew
-    others = {key: row for key, row in before.items() if row.record != called}
+    others = {key: row for key, row in before.items() if row.record.partition("@")[0] != session.place(path)}
     cases: list[suites.Case] = []
     configs: dict[str, tuple[Config, ...]] = {}
     own: dict[str, None] = {}
@@ -340,6 +339,7 @@ def rows(report: Report, args: argparse.Namespace) -> None:
         op.name, device, session.Settings(backends=tuple(own), configs=configs, workers=WORKERS), session.Targets(path),
         cases=cases, command=" ".join(["xlstm_chain.py", *sys.argv[1:]]),
     )  # fmt: skip
+    called = session.named(path)
     for tuned_key in record.keys:
         if tuned_key.backend in own:
             made = session.row_of(tuned_key, fields, called, record.header)

@@ -1,6 +1,6 @@
 """xLSTM 7B, random weights of the real shapes, beside the official package with the same weights, interleaved.
 
-    PYTHONPATH=src python -m benchmarks.xlstm_peers --out xlstm.peers.json [PART …]
+    PYTHONPATH=src python -m benchmarks.xlstm_peers --out DATE_xlstm-peers_xlstm_7b.jsonl.gz [PART …]
 
 Answers first: logits of a prompt's last token and of steps behind it, ours by the calls that are timed, are held
 against the model in float32 (PyTorch's operations, the weights as they are stored): each within 1.5 times the official
@@ -262,8 +262,8 @@ def paired(place: Place, base: Callable[[], Any], new: Callable[[], Any], second
     return {
         "official_ms": pair.base_ms, "wavecrest_ms": pair.new_ms, "ratio": pair.ratio,
         "ratio_ci": [pair.ci.low, pair.ci.high], "blocks": pair.n, "clock": pair.clock,
-        "official_samples": [round(one, 5) for one in pair.base[:60]],
-        "wavecrest_samples": [round(one, 5) for one in pair.new[:60]],
+        "official_samples": list(pair.base),
+        "wavecrest_samples": list(pair.new),
     }  # fmt: skip
 
 
@@ -590,7 +590,7 @@ def named(report: Report, args: argparse.Namespace) -> None:
     """Prompts with the kernels that released checkpoints name, beside those that the dispatcher chooses."""
     place = start(report, args)
     model = ours(place)
-    chosen, asked = Kernels.of(model.config), Kernels.of(dataclasses.replace(model.config, **RELEASED))
+    chosen, asked = model.config.selected_kernels(), dataclasses.replace(model.config, **RELEASED).selected_kernels()
 
     def read(kernels: Kernels, tokens: Tensor) -> None:
         for block in model.backbone.blocks:

@@ -20,16 +20,15 @@ from wavecrest.cli import tune as tune_cli
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.keys import dtype_name, m_bucket
-from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Entry, Evidence, Overlay, Row, aiter_csv, database
 from wavecrest.dispatch.tuned import misses as files
 from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
 from wavecrest.measure import timing
-from wavecrest.tune import evidence, misses, session
+from wavecrest.tune import misses, session
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
+EVIDENCE = ROOT / "evidence" / "nvidia-h200"
 SHIPPED = database.DATA / "sm_90"
 ROWS = sum(len(path.read_text().splitlines()) - 1 for path in SHIPPED.glob("*.csv"))
 
@@ -44,8 +43,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Overlay:
 
 def gemm_row(rows: int = 16, us: float = 5.0, **given: Any) -> Entry:
     op = registry.get("gemm")
-    made = op.key(*op.inputs(rows, 64, 64, torch.bfloat16, "cpu"), *[None] * 4, *[None] * 3)
-    parts = dict(zip(op.key_fields, made, strict=True))
+    parts = dict(zip(op.key_fields, op.key(op.study.inputs(rows, 64, 64, torch.bfloat16, "cpu")), strict=True))
     fields = lookup.fields_of(op)
     evidence_ = Evidence(**{"units": 304, "date": "2026-01-01T00:00:00+00:00"} | given)
     return Entry(
@@ -78,55 +76,6 @@ def test_rows_with_their_evidence(user: Overlay, capsys: pytest.CaptureFixture[s
     assert row["versions"] == "torch 2.11.0+cu130; triton 3.6.0; cuda 13.0" and row["units"] == 132
 
 
-def test_every_shipped_row_has_the_evidence_of_its_record() -> None:
-    entries = db.packaged()
-    assert len(entries) == sum(len(path.read_text().splitlines()) - 1 for path in database.DATA.glob("*/*.csv"))
-    named = {entry.row.record for entry in entries}
-    loaded = {name: records.load_as(RESULTS / name, records.TuneRecord) for name in named}
-    for entry in entries:
-        record = loaded[entry.row.record]
-        (key,) = [one for one in record.keys if tuple(one.key[name] for name in entry.fields) == entry.row.key]
-        (won,) = [one for one in key.candidates if one.status == "won"]
-        found = entry.row.evidence
-        assert found.error == won.relative and found.commit == record.header.commit
-        assert (found.date, found.device) == (record.header.created, record.header.device["name"])
-        defaults = [one.ms for one in key.candidates if one.role == "default" and one.ms]
-        assert found.default_us == (round(defaults[0] * 1e3, 3) if defaults else None)
-        assert round(won.ms * 1e3, 3) == entry.row.us  # type: ignore[operator]
-
-
-def test_the_migration_fills_in_what_records_say_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = tmp_path / "sm_90" / "rope.csv"
-    table.parent.mkdir()
-    fields = lookup.fields_of(registry.get("rope"))
-    whole = database.read(SHIPPED / "rope.csv", fields)
-    width = len(fields) + 5
-    # as it was written before
-    old = [",".join(line.split(",")[:width]) for line in (SHIPPED / "rope.csv").read_text().splitlines()]
-    table.write_text("\n".join(old) + "\n")
-    assert all(row.evidence == Evidence() for row in database.read(table, fields).values())
-    assert "11 rows filled in" in said(capsys, "migrate", str(table), "--results", str(RESULTS))
-    assert table.read_bytes() == (SHIPPED / "rope.csv").read_bytes()
-    assert evidence.fill(table, RESULTS) == evidence.Filled(0, ())
-    # another time, another winner, another record, a key that the record has not
-    plain = [replace(row, evidence=Evidence()) for row in whole.values()]
-    plain[0] = replace(plain[0], us=plain[0].us + 0.001)
-    plain[1] = replace(plain[1], config=Config(BLOCK_H=16))
-    plain[2] = replace(plain[2], record="nvidia-h200/gone.json")
-    plain[3] = replace(plain[3], key=(7, *plain[3].key[1:]))
-    database.write(table, fields, plain)
-    done = evidence.fill(table, RESULTS)
-    assert done.filled == 7 and len(done.left) == 4
-    for text in ("another winner, or another time", "gone.json is not there", "has 0 keys like it"):
-        assert any(text in one for one in done.left)
-    again = database.read(table, fields)
-    assert sum(row.evidence == Evidence() for row in again.values()) == 4
-    assert "no table at" in said(capsys, "migrate", str(tmp_path / "rope.csv"), code=1)
-    assert "no op named" in said(capsys, "migrate", str(tmp_path / "x.csv"), code=1)
-
-
 def test_there_and_back(user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(path) for path in sorted(SHIPPED.glob("*.csv"))]
     assert f"{ROWS} rows added" in said(capsys, "import", *paths)
@@ -138,7 +87,7 @@ def test_there_and_back(user: Overlay, tmp_path: Path, capsys: pytest.CaptureFix
     other = tmp_path / "other.sqlite"
     shutil.copy(user.path, other)
     user.path.unlink()
-    assert "12 rows added" in said(capsys, "import", str(RESULTS / "nvidia-h200" / "tune_mla_decode.json"))
+    assert "12 rows added" in said(capsys, "import", str(EVIDENCE / "2026-11-22_tune_mla_decode.jsonl.gz"))
     assert {entry.row for entry in user.entries()} == {
         entry.row for entry in Overlay(other).entries() if entry.op == "mla_decode"
     }
@@ -194,7 +143,7 @@ def test_other_programs_files(user: Overlay, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_record_of_a_cpu_gives_no_rows(user: Overlay, tmp_path: Path) -> None:
-    record = records.load_as(RESULTS / "nvidia-h200" / "tune_rope.json", records.TuneRecord)
+    record = records.load_as(EVIDENCE / "2026-11-21_tune_rope.jsonl.gz", records.TuneRecord)
     record.header.device["kind"] = "cpu"
     records.save(record, tmp_path / "a.json")
     with pytest.raises(InvalidArgument, match="was measured on a CPU"):
@@ -234,13 +183,13 @@ def test_without_a_users_database(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_leave_one_out(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "leave-one-out", str(RESULTS / "nvidia-h200" / "tune_rope.json"))
+    text = said(capsys, "leave-one-out", str(EVIDENCE / "2026-11-21_tune_rope.jsonl.gz"))
     assert "rope 11" in text and "geometric mean" in text
-    assert "not tune" in said(capsys, "leave-one-out", str(RESULTS / "nvidia-h200" / "bench_rope.json"), code=1)
+    assert "not tune" in said(capsys, "leave-one-out", str(EVIDENCE / "2026-11-22_bench_rope.jsonl.gz"), code=1)
 
 
 @pytest.fixture
-def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
+def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyOp]:
     """y = 2x with a kernel of two configurations, its second the fastest by made-up times, on a stand-in for a GPU."""
     ran: list[float] = []
 
@@ -255,7 +204,6 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
-        check=lambda x: None,
         key=lambda x: (m_bucket(x.shape[0]), x.shape[1], dtype_name(x), "cuda", False),
         key_fields=("rows", "columns", "dtype", "device", "grad"),
         key_sizes=("rows", "columns"),
@@ -266,7 +214,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     made.native("torch", native, priority=10)
     made.kernel("kernel", kernel, priority=5, space=lambda key, arch: [Config(BLOCK=2)])
 
-    def measured(works: Any, *, device: str, seconds: float, min_rounds: int) -> timing.Interleaved:
+    def measured(works: Any, *, min_rounds: int, **_options: Any) -> timing.Interleaved:
         for work in works:
             work()
         series = [tuple(us / 1e3 * (1 + place / 1e6) for place in range(min_rounds)) for us in ran[-len(works) :]]
@@ -306,7 +254,7 @@ def missed(path: Path, *shapes: tuple[int, int], op: str = "double", arch: str =
 
 
 def test_misses_are_tuned_and_no_misses_any_more(
-    op: Op, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    op: ToyOp, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "misses.jsonl"
     with registry.measured_in(Database(tmp_path / "no", "sm_90", user)):
@@ -320,9 +268,9 @@ def test_misses_are_tuned_and_no_misses_any_more(
         assert main.main(["tune", str(path), "--executor", "here", "--out", str(tmp_path / "a.json")]) == 0
         # at once, without a restart: tune forgets what was read
         registry.strict("error")
-        decision = op.decide(torch.ones(4, 8))
+        decision = op.decide(op.of(torch.ones(4, 8)))
         assert (decision.backend, decision.config, decision.source) == ("kernel", Config(BLOCK=2), "exact")
-        assert decision.reason.startswith("measured 15.0 µs, native 40.0 µs (a.json, user database)")
+        assert decision.reason.startswith("measured 15.0 µs, native 40.0 µs (a.json@")
     rows = user.entries()
     assert [entry.row.key for entry in rows] == [(16, 8, "float32"), (4, 8, "float32")]
     assert [entry.row.evidence.default_us for entry in rows] == [30.001] * 2, "the median of the samples made up"
@@ -334,7 +282,7 @@ def test_misses_are_tuned_and_no_misses_any_more(
 
 
 def test_what_of_misses_cannot_be_tuned_is_said(
-    op: Op, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    op: ToyOp, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = missed(tmp_path / "m.jsonl", (4, 8))
     missed(path, (4, 16), arch="gfx942")
@@ -359,12 +307,12 @@ def test_what_of_misses_cannot_be_tuned_is_said(
         assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_key_that_an_op_makes_otherwise_is_no_case(op: Op) -> None:
-    op.call_of_key = lambda parts, device: (torch.ones(int(parts["rows"]), 9),)  # type: ignore[arg-type]
+def test_a_key_that_an_op_makes_otherwise_is_no_case(op: ToyOp) -> None:
+    op.restudy(call_of_key=lambda parts, device: (torch.ones(int(parts["rows"]), 9),))
     miss = files.Miss("double", "sm_90", {"rows": 4, "columns": 8, "dtype": "float32"}, "torch", "default")
     found, left = misses.cases(op, [miss], "sm_90", "cpu")
     assert not found and list(left.values()) == ["double makes no call from this key: columns would be other"]
-    op.call_of_key = lambda parts, device: (parts["nothing"],)
+    op.restudy(call_of_key=lambda parts, device: (parts["nothing"],))
     assert "has no such key: KeyError" in next(iter(misses.cases(op, [miss], "sm_90", "cpu")[1].values()))
 
 
@@ -377,15 +325,15 @@ def test_calls_are_made_from_keys(name: str) -> None:
     found = registry.get(name)
     fields = lookup.fields_of(found)
     keys = [dict(zip(fields, key, strict=True)) for key in Database(arch="sm_90").rows(name, fields)]
-    example = found.inputs(*SMALL.get(name, (4, 64)), torch.bfloat16, "cpu")
-    made = dict(zip(found.key_fields, found.key(*example), strict=True))
+    example = found.study.inputs(*SMALL.get(name, (4, 64)), torch.bfloat16, "cpu")
+    made = dict(zip(found.key_fields, found.key(example), strict=True))
     keys.append({field: made[field] for field in fields})
     cases, left = misses.cases(found, [files.Miss(name, "sm_90", key, "", "") for key in keys], "sm_90", "cpu")
     assert not left and len(cases) == len(keys)
-    args = cases[-1].make()
-    found.check(*args)
-    assert dict(zip(found.key_fields, found.key(*args), strict=True)) == made
-    assert found.reference(*args) is not None
+    call = cases[-1].make()
+    found.check(call)
+    assert dict(zip(found.key_fields, found.key(call), strict=True)) == made
+    assert found.reference(call) is not None
 
 
 @pytest.mark.parametrize(
@@ -400,15 +348,15 @@ def test_calls_are_made_from_keys(name: str) -> None:
 def test_keys_that_no_call_is_made_from_are_said(name: str, change: dict[str, Any]) -> None:
     found = registry.get(name)
     fields = lookup.fields_of(found)
-    example = found.inputs(*SMALL[name], torch.bfloat16, "cpu")
-    made = dict(zip(found.key_fields, found.key(*example), strict=True))
+    example = found.study.inputs(*SMALL[name], torch.bfloat16, "cpu")
+    made = dict(zip(found.key_fields, found.key(example), strict=True))
     key = {field: made[field] for field in fields} | change
     cases, left = misses.cases(found, [files.Miss(name, "sm_90", key, "", "")], "sm_90", "cpu")
     assert not cases and next(iter(left.values())).startswith(f"{name} ")
 
 
 def test_where_tune_keeps_rows(
-    op: Op, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    op: ToyOp, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = ["tune", "double", "--executor", "here", "--suite", "quick", "--matching", "7x1000"]
     table = ["--table", str(tmp_path / "sm_90" / "double.csv"), "--out", str(tmp_path / "a.json")]
@@ -426,7 +374,7 @@ def test_where_tune_keeps_rows(
 
 
 def test_a_damaged_database_is_found_before_anything_is_measured(
-    op: Op, user: Overlay, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    op: ToyOp, user: Overlay, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user.path.parent.mkdir(parents=True)
     user.path.write_bytes(b"none" * 5000)
@@ -438,7 +386,7 @@ def test_a_damaged_database_is_found_before_anything_is_measured(
     assert "WAVECREST_DATABASE is off" in capsys.readouterr().err
 
 
-def test_explain_says_what_rows_run_by_size(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_says_what_rows_run_by_size(op: ToyOp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "detect", lambda name=None: replace(hardware.cpu(), arch="sm_90"))
     found = Database(tmp_path, "sm_90")
     fields = lookup.fields_of(op)
@@ -455,7 +403,7 @@ def test_explain_says_what_rows_run_by_size(op: Op, tmp_path: Path, monkeypatch:
         assert explain.run("double", ["M=16", "N=48", "dtype=float32"], "cpu").measured == ""
 
 
-def test_the_table_of_sources(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_sources(op: ToyOp, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from wavecrest.cli import _shared
 
     with registry.measured_in(Database(tmp_path, "sm_90")), registry.coverage() as seen:

@@ -6,11 +6,17 @@ Not a test file: `tests/ops/test_flash_attention.py` has the cases.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+import wavecrest
 from tests.ops.op_harness import random
 from wavecrest.dispatch.tuned import Config
 from wavecrest.ops._flash_attention.backend import _op as op
@@ -275,3 +281,87 @@ def assert_attends(
         if isinstance(one, Tensor):
             assert torch.equal(one.nan_to_num(7.0), kept.nan_to_num(7.0)), "an argument was written to"
     return got  # type: ignore[no-any-return]
+
+
+def own_calls(function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Python calls inside the package of a call whose signature is bound, up to the launch of a kernel."""
+    launched: list[int] = []
+
+    def starter(*_args: Any, **_options: Any) -> Callable[..., None]:
+        return lambda *args, **_options: launched.append(len(args))
+
+    monkeypatch.setattr("wavecrest.ops.common.launcher.starter", starter)
+    root, calls = str(Path(wavecrest.__file__).parent), []
+
+    def count(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            calls.append(frame.f_code.co_name)
+
+    function()
+    launched.clear()
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    # the function that starts a kernel is in the launcher
+    return len(calls) + len(launched)
+
+
+class Accesses:
+    """Holds kernels in Triton's interpreter to the elements of their arguments, without the gaps between rows.
+
+    On a GPU nothing is watched: there `scripts/sanitize` looks for accesses outside of allocations.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counted = 0
+        self._begins = self._ends = np.empty(0, dtype=np.int64)
+        interpreter = sys.modules.get("triton.runtime.interpreter")
+        if interpreter is None or torch.cuda.is_available():
+            pytest.skip("watches Triton's interpreter")
+        executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+        arguments, read, write = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+
+        def entered(this: Any, args: Any, kwargs: Any) -> Any:
+            made = arguments(this, args, kwargs)
+            self._enter([getattr(arg, "base", arg) for arg in made[0]])
+            return made
+
+        def loaded(this: Any, pointers: Any, mask: Any, *more: Any, **options: Any) -> Any:
+            self._look(pointers, mask)
+            return read(this, pointers, mask, *more, **options)
+
+        def stored(this: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+            self._look(pointers, mask)
+            return write(this, pointers, value, mask, *more)
+
+        monkeypatch.setattr(executor, "_init_args_hst", entered)
+        monkeypatch.setattr(builder, "create_masked_load", loaded)
+        monkeypatch.setattr(builder, "create_masked_store", stored)
+
+    def _enter(self, args: list[Any]) -> None:
+        spans: set[tuple[int, int]] = set()
+        for tensor in args:
+            if isinstance(tensor, Tensor) and tensor.numel() > 0:
+                places = torch.zeros((), dtype=torch.int64)
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+                    places = places[..., None] + torch.arange(size) * stride
+                begins = tensor.data_ptr() + places.flatten().unique() * tensor.itemsize
+                spans |= {(begin, begin + tensor.itemsize) for begin in begins.tolist()}
+        joined: list[list[int]] = []
+        for begin, end in sorted(spans):
+            if joined and begin <= joined[-1][1]:
+                joined[-1][1] = max(joined[-1][1], end)
+            else:
+                joined.append([begin, end])
+        self._begins, self._ends = np.array(joined, dtype=np.int64).T
+
+    def _look(self, pointers: Any, mask: Any) -> None:
+        data = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))
+        touched = data[np.broadcast_to(mask.data, data.shape).astype(bool)].astype(np.int64)
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        span = np.searchsorted(self._begins, touched, side="right") - 1
+        outside = (span < 0) | (touched + size > self._ends[span])
+        assert not outside.any(), f"{int(outside.sum())} of {touched.size} accesses are outside of the arguments"
+        self.counted += touched.size

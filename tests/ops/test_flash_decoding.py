@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.ops.attention_harness import Accesses, own_calls
 from tests.ops.op_harness import same_bits
 from wavecrest import ops
 from wavecrest.dispatch.tuned import Config
@@ -697,6 +698,45 @@ def test_same_bits_however_much_room_the_cache_has(window: int, device: str) -> 
     assert all(same_bits(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("config", ["chunks of 32", "chunks of 64"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "pages of 7", "pages of 1", "pages of 16", "window", "everything", "fp8 by token", "int4 2 groups",
+     "int4 everything", "starts and sinks"],
+)  # fmt: skip
+def test_nothing_outside_of_the_arguments_is_touched(name: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not beyond a row of the table of pages either, nor in gaps of the caches."""
+    accesses = Accesses(monkeypatch)
+    call = case(**CASES[name])
+    if call.block_table is not None:
+        table = torch.zeros(call.batch, 2 * call.block_table.shape[1], dtype=torch.int32)
+        call = call._replace(block_table=table[:, : call.block_table.shape[1]].copy_(call.block_table))
+    run(call, CONFIGS[config])
+    assert accesses.counted > 1_000
+
+
+def test_nothing_outside_of_the_arguments_is_touched_by_an_append(monkeypatch: pytest.MonkeyPatch) -> None:
+    accesses = Accesses(monkeypatch)
+    for name in ("pages", "int8 by token turned", "int4 turned"):
+        run(appending(**APPENDS[name]))
+    # neither a table's rows nor a cache has room for the last token
+    call = appending(rotary="neox", lens=[17, 16], keys=16)
+    assert call.cos is not None and call.sin is not None
+    run(call._replace(cos=call.cos[:16], sin=call.sin[:16]))
+    assert accesses.counted > 1_000
+
+
+def test_splits_are_joined_in_the_same_order_whichever_keys_are_hidden(device: str) -> None:
+    """Bits of a result do not depend on whether the first splits are hidden or have weights of 0."""
+    config = Config(BLOCK_M=16, BLOCK_N=16, CHUNK=16, num_warps=4, num_stages=1)
+    # 40 splits, of which the first 5 have no weight: more are left than are joined at a time
+    call = case([640], heads=1, kv_heads=1, keys=640, beyond=0.0, starts=[0], return_lse=True, device=device)
+    call.k_cache[:, :80] = -1000.0 * call.q
+    whole = run(call, config)
+    hidden = run(call._replace(seq_starts=torch.tensor([80], dtype=torch.int32, device=device)), config)
+    assert all(same_bits(one, other) for one, other in zip(whole, hidden, strict=True))
+
+
 def test_pages_before_the_first_key_are_not_looked_up(device: str) -> None:
     call = case([100, 128], tokens=2, keys=160, page=16, starts=[60, 95], device=device)
     wanted = run(call)
@@ -985,6 +1025,16 @@ def test_a_place_without_angles_is_not_a_number(device: str) -> None:
         assert bool(got[0].isnan().all()) and bool(got[1].isfinite().all())
 
 
+def test_the_first_place_behind_the_angles_is_not_a_number(device: str) -> None:
+    """Where there is memory behind the tables, whose numbers would turn a row as well."""
+    call = appending(rotary="neox", lens=[31, 30], device=device)
+    assert call.cos is not None and call.sin is not None
+    call = call._replace(cos=call.cos[:30], sin=call.sin[:30])
+    for backend in ("triton", "reference"):
+        got = run(call, backend=backend)
+        assert bool(got[0].isnan().all()) and bool(got[1].isfinite().all())
+
+
 def test_a_place_beyond_the_cache_is_not_written(device: str) -> None:
     # lengths that a cache has no room for are the caller's mistake, and must not reach what lies behind it
     call = appending(lens=[16, 16], keys=16, beyond=0.0, device=device)
@@ -1062,6 +1112,27 @@ def test_append_compiles_fullgraph(name: str, backend: str, device: str) -> None
 
         assert_appended(call, both)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if shrunk == 0 else 0)
+
+
+@pytest.mark.parametrize("config", ["one chunk", "chunks of 32"])
+@pytest.mark.parametrize("options", [{}, {"window": 20}, {"page": 16, "cache": I4, "groups": 1}], ids=str)
+@pytest.mark.parametrize("appends", [False, True])
+def test_a_bound_call_is_short(
+    appends: bool, options: dict[str, Any], config: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the public function to the launches, of which an append and splits have one more each."""
+    call = appending("neox", lens=[90, 40], device=device, **options) if appends else case([90, 40], **options)
+    arguments = call._asdict()
+    op.pin(op.key(call), "triton", CONFIGS[config], "exact", "measured")
+    with torch.no_grad():
+        assert 0 < own_calls(lambda: ops.flash_decoding(**arguments), monkeypatch) <= 8
+    op.unpin()
+
+
+def test_a_bound_call_of_pytorch_is_short(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = case([90, 40], window=20, beyond=0.0, device=device)._asdict()
+    op.force("torch")
+    assert 0 < own_calls(lambda: ops.flash_decoding(**call), monkeypatch) <= 8
 
 
 BAD: dict[str, tuple[str, dict[str, Any]]] = {

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wavecrest import hardware, records
 from wavecrest.errors import OutputError, RecordError
 from wavecrest.measure import timing
-from wavecrest.records import files, provenance
+from wavecrest.records import files, lines, provenance
 
 
 def _bench() -> records.BenchRecord:
@@ -153,3 +157,121 @@ def test_read_only_folder(tmp_path: Path) -> None:
 def test_a_new_folder_is_made(tmp_path: Path) -> None:
     made = files.prepare_folder(tmp_path / "a" / "b")
     assert made.is_dir() and not list(made.iterdir())
+
+
+# --- compressed JSON lines
+
+
+@pytest.fixture
+def compressed(tmp_path: Path) -> Path:
+    path = tmp_path / "bench.jsonl.gz"
+    records.save(_bench(), path)
+    return path
+
+
+def _edit(path: Path, change: Callable[[list[str]], list[str]]) -> None:
+    """The file with other lines."""
+    found = gzip.decompress(path.read_bytes()).decode().splitlines()
+    path.write_bytes(gzip.compress("".join(f"{line}\n" for line in change(found)).encode()))
+
+
+def test_both_forms_hold_the_same(written: Path, compressed: Path) -> None:
+    same = records.load(written)
+    records.save(same, compressed)
+    assert records.load(compressed) == same
+    first, *rest = gzip.decompress(compressed.read_bytes()).decode().splitlines()
+    assert json.loads(first)["buckets"] == [] and json.loads(first)["workload"] == "m"
+    assert [list(json.loads(line)) for line in rest] == [["buckets"]]
+
+
+def test_the_same_record_gives_the_same_bytes(compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, before = records.load(compressed), compressed.read_bytes()
+    monkeypatch.setattr("time.time", lambda: 2e9)
+    records.save(record, compressed)
+    # of a file in gzip's form the time and the name, which are not written
+    assert compressed.read_bytes() == before and before[3:8] == bytes(5)
+
+
+def test_infinities_are_kept_in_both_forms(tmp_path: Path) -> None:
+    record = records.TuneRecord(
+        header=provenance.header(hardware.cpu()), op="a", suite="quick", budget_seconds=float("inf"), seconds=1e-300
+    )
+    for name in ("a.json", "a.jsonl.gz"):
+        records.save(record, tmp_path / name)
+        assert records.load(tmp_path / name) == record
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99], ids=["empty", "third", "last-bytes"])
+def test_a_compressed_file_cut_short(compressed: Path, share: float) -> None:
+    compressed.write_bytes(compressed.read_bytes()[: int(compressed.stat().st_size * share)])
+    with pytest.raises(RecordError, match=r"the result file .* is damaged"):
+        records.load(compressed)
+
+
+def test_a_compressed_file_with_another_byte(compressed: Path) -> None:
+    held = bytearray(compressed.read_bytes())
+    held[-8] ^= 1
+    compressed.write_bytes(held)
+    with pytest.raises(RecordError, match="is damaged: CRC check failed"):
+        records.load(compressed)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: found[1:], "not a wavecrest result file"),
+        (lambda found: [found[0], "[1]"], "line 2 is not an object"),
+        (lambda found: [found[0], "{"], "not JSON at line 2"),
+        (lambda found: [*found, '{"others": {}}'], "line 3 belongs to no list"),
+        (lambda found: [*found, '{"buckets.deeper": {}}'], "line 3 belongs to no list"),
+        (lambda found: [*found, '{"buckets": {}, "more": {}}'], "line 3 belongs to no list"),
+        (lambda found: [*found, '{"workload": {}}'], "line 3 belongs to no list"),
+        (lambda found: [*found, ""], "not JSON at line 3"),
+        (lambda found: [], "not JSON at line 1"),
+    ],
+)
+def test_lines_that_belong_nowhere(compressed: Path, change: Callable[[list[str]], list[str]], message: str) -> None:
+    _edit(compressed, change)
+    with pytest.raises(RecordError, match=message):
+        records.load(compressed)
+
+
+_scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+_values = st.recursive(
+    _scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.sampled_from("ab."), inner, max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+@given(document=st.dictionaries(st.text(max_size=3) | st.sampled_from("ab"), _values, max_size=4))
+def test_any_document_is_joined_as_it_was_split(document: dict[str, Any]) -> None:
+    again = lines.join(lines.split(document))
+    assert again == document and json.dumps(again) == json.dumps(document)
+
+
+def test_a_line_for_each_object_below_its_own(tmp_path: Path) -> None:
+    document = {"a": 1, "keys": [{"k": 1, "tries": [{"t": 1}, {"t": 2}]}, {"k": 2, "tries": []}], "plain": [1, 2]}
+    assert list(lines.split(document)) == [
+        '{"a":1,"keys":[],"plain":[1,2]}',
+        '{"keys":{"k":1,"tries":[]}}', '{"keys.tries":{"t":1}}', '{"keys.tries":{"t":2}}',
+        '{"keys":{"k":2,"tries":[]}}',
+    ]  # fmt: skip
+
+
+def test_the_hash_is_of_the_content(written: Path, compressed: Path) -> None:
+    before = files.content_hash(compressed)
+    assert len(before) == files.HASH_DIGITS
+    compressed.write_bytes(gzip.compress(gzip.decompress(compressed.read_bytes()), compresslevel=1))
+    assert files.content_hash(compressed) == before
+    _edit(compressed, lambda found: [found[0].replace('"m"', '"n"'), *found[1:]])
+    assert files.content_hash(compressed) != before
+    with pytest.raises(OSError):
+        files.content_hash(written.with_name("gone.jsonl.gz"))
+
+
+def test_names_beside_a_file() -> None:
+    assert files.beside(Path("x/a.b.json"), "op").name == "a.b_op.json"
+    assert files.beside(Path("x/a.jsonl.gz"), "op") == Path("x/a_op.jsonl.gz")

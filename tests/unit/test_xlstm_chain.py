@@ -173,7 +173,7 @@ def test_the_last_word_on_a_key_becomes_its_row(
     fields = tuple(key)
     old = [
         Row((rows, *tuple(key.values())[1:]), "kernel", Config(BLOCK=8), 1.0, 2.0, record, Evidence())
-        for rows, record in ((7, "chain.tune.json"), (8, "chain.tune.json"), (9, "other.json"))
+        for rows, record in ((7, "chain_tune.json"), (8, "chain_tune.json"), (9, "other.json"))
     ]
     database.write(table, fields, old)
     monkeypatch.setattr(xlstm_chain, "table_of", lambda *_args: table)
@@ -182,7 +182,7 @@ def test_the_last_word_on_a_key_becomes_its_row(
     (case, row), (other, _), (kept, _) = report.found.items()
     assert "rows=64" in case and row["config"] == "BLOCK=4" and row["written"] is not slower
     assert "rows=1 " in other and "rows=8 " in kept
-    record = records.load_as(tmp_path / "chain.tune.json", records.TuneRecord)
+    record = records.load_as(tmp_path / "chain_tune.json", records.TuneRecord)
     tried = {one.backend: one.config for one in record.keys[0].candidates if one.status != "refused"}
     assert tried == {"torch": {}, "kernel": {"BLOCK": 4}}
     rows = {one.key[0]: one for one in database.read(table, fields).values()}

@@ -19,14 +19,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from wavecrest.dispatch import registry
 from wavecrest.hardware import ARCHS
+from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.tune import ahead
 from wavecrest.tune.candidates import Candidate, configurations
 
 ARCH = ARCHS["sm_90"]
-OP = registry.get("gemm")
 BF16, I8, F8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
 
 
@@ -42,8 +41,8 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def product(M: int, N: int, K: int, dtype: torch.dtype = BF16, **more: Any) -> tuple[Any, ...]:
-    return tuple(GemmCall(meta(M, K, dtype=dtype), meta(N, K, dtype=dtype).mT, **more))
+def product(M: int, N: int, K: int, dtype: torch.dtype = BF16, **more: Any) -> GemmCall:
+    return GemmCall(meta(M, K, dtype=dtype), meta(N, K, dtype=dtype).mT, **more)
 
 
 def scale(*shape: int) -> torch.Tensor:
@@ -51,7 +50,7 @@ def scale(*shape: int) -> torch.Tensor:
 
 
 Wanted = Callable[[dict[str, int]], bool]
-CASES: dict[str, tuple[str, tuple[Any, ...], Wanted]] = {
+CASES: dict[str, tuple[str, GemmCall, Wanted]] = {
     "whole": ("triton", product(16, 4096, 4096), lambda c: c["SPLIT_K"] == 1),
     "split": ("triton", product(16, 4096, 4096), lambda c: c["SPLIT_K"] == 4),
     "descriptors": ("triton", product(4096, 4096, 4096), lambda c: c["TMA"] == 1),
@@ -69,9 +68,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...], Wanted]] = {
     "block scales": ("triton", product(256, 512, 512, F8, scale_a=scale(256, 4), scale_b=scale(4, 4)), lambda c: True),
     "int4": (
         "triton",
-        tuple(
-            GemmCall(meta(16, 512), meta(256, 256, dtype=torch.uint8).mT, scale_b=scale(4, 256), form="int4", group=128)
-        ),
+        GemmCall(meta(16, 512), meta(256, 256, dtype=torch.uint8).mT, scale_b=scale(4, 256), form="int4", group=128),
         lambda c: True,
     ),
     "stream-K": ("triton_stream_k", product(4096, 4096, 4096), lambda c: True),
@@ -87,10 +84,10 @@ def entries() -> int:
 def main() -> None:
     kernels = ahead.Kernels(ARCH.name)
     chosen: dict[str, Candidate] = {}
-    for name, (backend, args, wanted) in CASES.items():
-        space = configurations(OP, backend, OP.key(*args), ARCH)
+    for name, (backend, call, wanted) in CASES.items():
+        space = configurations(gemm, backend, gemm.key(call), ARCH)
         chosen[name] = Candidate(backend, next(config for config in space[1:] if wanted(config.kwargs)))
-        kernels.add(OP, name, args, [chosen[name]], ARCH)
+        kernels.add(gemm, name, call, [chosen[name]], ARCH)
     done = ahead.compile_all(kernels, 1, deadline=math.inf)
     before = entries()
 
@@ -105,8 +102,8 @@ def main() -> None:
     triton.runtime.jit.JITFunction.run = without_launching
     knobs.compilation.listener = lambda *, cache_hit, **_facts: hits[now].append(cache_hit)
     importlib.import_module("wavecrest.ops.common.target").arch = lambda: ARCH
-    for now, (backend, args, _) in CASES.items():
-        OP.backends[backend].bind(*args, config=chosen[now].config)(*args)
+    for now, (backend, call, _) in CASES.items():
+        gemm.backends[backend].bind(call, chosen[now].config)(call)
     found = {
         "kernels": done.kernels,
         "failed": done.failed,

@@ -2,7 +2,7 @@
 
 With thousands of rows a GEMM is fastest by the vendor's library, which has no gated activations: PyTorch runs two
 operations over strided halves behind it. In xLSTM 7B they took 4.4 of the 44.5 ms of a prompt of 2,048 tokens (H200,
-2026-11-22, part `kernels` of benchmarks/results/nvidia-h200/xlstm.peers.json).
+2026-11-22, part `kernels` of evidence/nvidia-h200/2026-11-24_xlstm-peers_xlstm_7b.jsonl.gz).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable
-from types import NoneType
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def schema_of(call_type: type[tuple[Any, ...]]) -> str:
 
 
 def _type(kind: Any) -> str:
-    members = typing.get_args(kind) or (kind,)
+    members = typing.get_args(kind) if typing.get_origin(kind) in (Union, UnionType) else (kind,)
     optional = NoneType in members
     types = [member for member in members if member is not NoneType]
     if len(types) != 1 or types[0] not in SCHEMA_TYPES:

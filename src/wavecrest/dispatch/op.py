@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 
 from wavecrest.dispatch import lookup
-from wavecrest.dispatch.call import device_of, signature_function
+from wavecrest.dispatch.call import Signature, device_of, signature_function
 from wavecrest.dispatch.decision import Backend, Decision, DispatchMiss, Key, Refusal, Source
 from wavecrest.dispatch.study import Study
 from wavecrest.dispatch.tuned import Config, Database, Overlay, misses
@@ -110,6 +110,8 @@ class Op(Generic[C, R]):
     _traced: dict[Key, Decision] = field(default_factory=dict)
     # the backends by falling priority
     _order: tuple[Backend[C, R], ...] = ()
+    # the signature of a call, written for the fields of `call_type`
+    _signature: Callable[[C], Signature] = field(init=False)
     # backend that every key uses, set by `force`; None: decide per key
     _forced: str | None = None
     # grows whenever any op's decisions are dropped: what was kept of them is stale
@@ -119,6 +121,7 @@ class Op(Generic[C, R]):
         if self.name in STATE.ops:
             raise InvalidArgument(f"an op named {self.name} is already registered")
         STATE.ops[self.name] = self
+        self._signature = signature_function(self.call_type)
         self.attach("reference", self.reference, priority=0)
 
     @property
@@ -184,7 +187,7 @@ class Op(Generic[C, R]):
             self.check(call)
             return self._call_traced(self.key(call), call)
         try:
-            signature = signature_function(type(call))(call)
+            signature = self._signature(call)
             bound = self._bound.get(signature)
         except (AttributeError, TypeError):
             # an argument that is no tensor, or has no hash, is none that check lets pass
@@ -208,7 +211,7 @@ class Op(Generic[C, R]):
         """
         if torch.compiler.is_compiling():
             return self.run(backend, call)
-        signature = (backend, *signature_function(type(call))(call))
+        signature = (backend, *self._signature(call))
         bound = self._bound.get(signature)
         if bound is None:
             bound = self._bind_signature(signature, call, self._named(backend, call))

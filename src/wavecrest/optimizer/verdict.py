@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from wavecrest import records
 from wavecrest.measure import timing
 from wavecrest.records import BucketSpeed, QualityResult
@@ -63,7 +65,7 @@ def claim(pairs: dict[str, timing.Paired], alone: dict[str, timing.Measurement])
 
     A process that has compiled and captured, and a host whose cores other tenants share, slow a host-bound eager model
     down and leave a captured one alone: an original that took 11.9 ms by itself took 23.2 ms interleaved with the
-    result (one H200 host, 2026-11-20; benchmarks/results/nvidia-h200/llama_prefill.run.json). So where the original was
+    result (one H200 host; evidence/nvidia-h200/2026-11-20_optimize_llama_prefill.jsonl.gz). So where the original was
     faster when it was measured alone, before anything was compiled, that is what the result is compared with.
 
     Args:
@@ -95,8 +97,6 @@ def claim(pairs: dict[str, timing.Paired], alone: dict[str, timing.Measurement])
 
 def check_quality(workload: Workload, model: nn.Module) -> list[QualityResult]:
     """The workload's own end-to-end check of a model against the original, if it has one."""
-    import torch
-
     if workload.quality is None:
         return []
     with torch.no_grad():

@@ -1,10 +1,16 @@
-"""Files as everything is stored: written whole or not at all, JSON with a version, nothing foreign half-read."""
+"""Files as everything is stored: written whole or not at all, JSON with a version, nothing foreign half-read.
+
+A document is JSON, or, where its name ends with `.jsonl.gz`, JSON lines (`records.lines`) compressed by gzip.
+"""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 import os
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +18,12 @@ import pydantic
 
 from wavecrest import __version__
 from wavecrest.errors import OutputError, RecordError, UserError
+from wavecrest.records import lines
+
+# the end of a name that asks for compressed JSON lines
+LINES = ".jsonl.gz"
+# digits of a content hash: two of a thousand records agree by chance once in 10^8 tries
+HASH_DIGITS = 12
 
 
 class Model(pydantic.BaseModel):
@@ -38,13 +50,41 @@ def prepare_folder(folder: Path) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all (a temporary file in the same folder, then a rename)."""
+    _write(path, text.encode())
+
+
+def write_document(path: Path, document: dict[str, Any]) -> None:
+    """Write a JSON object in the form that the file's name asks for; the same object gives the same bytes.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    if path.name.endswith(LINES):
+        text = "".join(f"{line}\n" for line in lines.split(document))
+        _write(path, gzip.compress(text.encode(), compresslevel=9, mtime=0))
+    else:
+        _write(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def write_model(path: Path, model: Model) -> None:
+    """Write a stored value in the form that the file's name asks for.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    if path.name.endswith(LINES):
+        # through text, as only that has infinities as strings
+        write_document(path, json.loads(model.model_dump_json()))
+    else:
+        write_text(path, model.model_dump_json(indent=1) + "\n")
+
+
+def _write(path: Path, content: bytes) -> None:
     temporary: Path | None = None
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as file:
+        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             temporary = Path(file.name)
-            file.write(text)
+            file.write(content)
         temporary.chmod(0o644)
         os.replace(temporary, path)
     except OSError as error:
@@ -53,20 +93,65 @@ def write_text(path: Path, text: str) -> None:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def beside(path: Path, name: str) -> Path:
+    """The path of `<stem>_<name>` with the same ending, which is one even where it has two dots."""
+    ending = LINES if path.name.endswith(LINES) else path.suffix
+    return path.with_name(f"{path.name.removesuffix(ending)}_{name}{ending}")
+
+
+def content(path: Path) -> bytes:
+    """What a file holds, uncompressed where its name says that it is compressed.
+
+    Raises:
+        OSError: it cannot be read, or is cut short or damaged by gzip's own checksum.
+    """
+    held = path.read_bytes()
+    if path.suffix != ".gz":
+        return held
+    try:
+        return gzip.decompress(held)
+    except (EOFError, zlib.error) as problem:
+        raise gzip.BadGzipFile(str(problem)) from None
+
+
+def content_hash(path: Path) -> str:
+    """The first `HASH_DIGITS` of the SHA-256 of a file's uncompressed content.
+
+    Raises:
+        OSError: as of `content`.
+    """
+    return hashlib.sha256(content(path)).hexdigest()[:HASH_DIGITS]
+
+
+def read_json(path: Path, *, what: str, error: type[UserError] = RecordError) -> Any:
+    """The JSON value of a file in either form.
+
+    Raises:
+        RecordError (or `error`): no such file, unreadable, or damaged.
+    """
+    try:
+        text = content(path).decode()
+    except FileNotFoundError:
+        raise error(f"no {what} at {path}") from None
+    except gzip.BadGzipFile as problem:
+        raise error(f"the {what} {path} is damaged: {problem}") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise error(f"cannot read the {what} {path}: {problem}") from problem
+    try:
+        return lines.join(text.removesuffix("\n").split("\n")) if path.name.endswith(LINES) else json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise error(f"the {what} {path} is damaged: not JSON at line {problem.lineno}: {problem.msg}") from None
+    except ValueError as problem:
+        raise error(f"the {what} {path} is damaged: {problem}") from None
+
+
 def read_document(path: Path, *, what: str, current: int, error: type[UserError] = RecordError) -> dict[str, Any]:
-    """Read a JSON object with a `format_version` of at most `current`.
+    """Read a JSON object, in either form, with a `format_version` of at most `current`.
 
     Raises:
         RecordError (or `error`): no such file, damaged, foreign, or newer than this version.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise error(f"no {what} at {path}") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise error(f"cannot read the {what} {path}: {problem}") from problem
-    except json.JSONDecodeError as problem:
-        raise error(f"the {what} {path} is damaged: not JSON at line {problem.lineno}: {problem.msg}") from None
+    document = read_json(path, what=what, error=error)
     if not isinstance(document, dict) or not isinstance(document.get("format_version"), int):
         raise error(f"{path} is not a wavecrest {what}: it has no format_version")
     if document["format_version"] > current:

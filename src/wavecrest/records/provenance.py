@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -14,9 +18,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wavecrest import __version__, env, hardware
-from wavecrest.records.files import Model
+from wavecrest.errors import EnvironmentProblem, InvalidArgument
+from wavecrest.records.files import HASH_DIGITS, Model
 
 Evidence = Literal["measured", "compiled", "emulated", "model"]
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# what follows the commit of a tree that has changes
+CHANGES = "+changes"
+# in the package, the measured rows that ship with it: data that `wavecrest tune` writes
+TABLES = "dispatch/tuned/data"
+
+_COMPILED = (".pyc", ".so", ".o")
+_STAMP = re.compile(rf"(?P<commit>[0-9a-f]{{7,40}})@(?P<source>[0-9a-f]{{{HASH_DIGITS}}})")
 
 
 class Versions(Model):
@@ -32,15 +46,25 @@ class Versions(Model):
 
 
 class Header(Model):
-    """Where a result comes from."""
+    """Where a result comes from.
+
+    `commit` ends with "+changes" where files of wavecrest were not as they are there; None if it is not known. `source`
+    is the hash of the files that ran (`source_hash`); None in records from before 2026-11-24.
+    """
 
     created: str
     command: str
     commit: str | None
+    source: str | None = None
     evidence: Evidence
     device: dict[str, Any]
     versions: Versions
     environment: dict[str, str]
+
+    @property
+    def reproducible(self) -> bool:
+        """True if a commit has all that ran."""
+        return self.commit is not None and not self.commit.endswith(CHANGES)
 
 
 def _version(package: str) -> str | None:
@@ -68,18 +92,103 @@ def versions() -> Versions:
 
 @cache
 def _commit() -> str | None:
-    folder = Path(__file__).resolve().parent
-    git = ["git", "-C", str(folder)]
+    """The commit of this package, "+changes" behind it where files are not as they are there; None if unknown."""
+    return commit_of(PACKAGE) or _given_commit()
+
+
+def commit_of(package: Path) -> str | None:
+    """The commit that a package folder is checked out from.
+
+    None where it is in no git checkout of wavecrest itself: installed, copied, or copied into a repository of
+    something else, whose commit says nothing about these files.
+
+    Args:
+        package: the folder `wavecrest` with the modules.
+    """
+    checkout = package.parents[1]
+    top = _git(checkout, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != checkout.resolve() or _project(checkout) != "wavecrest":
+        return None
+    inside = package.relative_to(checkout).as_posix()
+    if _git(checkout, "ls-files", "--error-unmatch", "--", f"{inside}/__init__.py") is None:
+        return None
+    head = _git(checkout, "rev-parse", "--short", "HEAD")
+    # files that git does not know yet run, too; tables of rows are what a run writes
+    paths = (inside, "benchmarks", f":(exclude){inside}/{TABLES}", ":(exclude)benchmarks/results")
+    changes = _git(checkout, "status", "--porcelain", "--untracked-files=normal", "--", *paths)
+    if head is None or changes is None:
+        return None
+    return f"{head}{CHANGES}" if changes else head
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git says, None if it fails."""
+    # set inside git's own hooks, where they name the repository of whoever calls
+    environment = env.child({name: None for name in env.matching("GIT_") if name.startswith("GIT_")})
+    command = ["git", "-C", str(folder), *words]
     try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
-        dirty = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no", "."], capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if head.returncode != 0:
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _project(checkout: Path) -> str | None:
+    """The name of the Python project in a folder."""
+    try:
+        named = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))
+        return str(named["project"]["name"])
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError):
         return None
-    return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+
+
+def _given_commit() -> str | None:
+    """The commit that WAVECREST_COMMIT names, for a copy without git: believed where the files are those of then."""
+    given = env.get("WAVECREST_COMMIT")
+    if not given:
+        return None
+    match = _STAMP.fullmatch(given)
+    if match is None:
+        raise InvalidArgument(f"WAVECREST_COMMIT takes COMMIT@HASH as scripts/provenance prints it, not {given!r}")
+    return match["commit"] if match["source"] == source() else f"{match['commit']}{CHANGES}"
+
+
+def stamp() -> str:
+    """What WAVECREST_COMMIT takes where this tree is copied to, "COMMIT@HASH".
+
+    Raises:
+        EnvironmentProblem: this is no checkout, or it has changes that no commit has.
+    """
+    commit = commit_of(PACKAGE)
+    if commit is None:
+        raise EnvironmentProblem("this is no git checkout of wavecrest: run it where the repository is")
+    if commit.endswith(CHANGES):
+        raise EnvironmentProblem(f"files are not as in commit {commit.removesuffix(CHANGES)}: commit them first")
+    return f"{commit}@{source()}"
+
+
+@cache
+def source() -> str:
+    """The hash of this package's source files (`source_hash`)."""
+    paths = (path for path in PACKAGE.rglob("*") if path.is_file())
+    return source_hash((path.relative_to(PACKAGE).as_posix(), path.read_bytes()) for path in paths)
+
+
+def source_hash(contents: Iterable[tuple[str, bytes]]) -> str:
+    """The first `files.HASH_DIGITS` of a SHA-256 over a package's files, which is the same wherever they are.
+
+    Args:
+        contents: files by their path in the package, with "/"; what is hidden, compiled, or a table of measured rows
+            is left out.
+    """
+    total = hashlib.sha256()
+    for name, held in sorted(contents):
+        parts = name.split("/")
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
+        if not hidden and not name.endswith(_COMPILED) and not name.startswith(f"{TABLES}/"):
+            total.update(f"{name}\0{len(held)}\0".encode())
+            total.update(held)
+    return total.hexdigest()[:HASH_DIGITS]
 
 
 def shown_path(path: str) -> str:
@@ -107,11 +216,16 @@ def command_line() -> str:
 
 
 def header(device: hardware.Device, *, evidence: Evidence = "measured", command: str | None = None) -> Header:
-    """The header of a record made now on `device`."""
+    """The header of a record made now on `device`.
+
+    Raises:
+        InvalidArgument: WAVECREST_COMMIT is not written as `stamp` gives it.
+    """
     return Header(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command or command_line(),
         commit=_commit(),
+        source=source(),
         evidence=evidence,
         device=device.to_dict(),
         versions=versions(),

@@ -1,7 +1,8 @@
 """Result files: what every command leaves behind, as versioned JSON.
 
 A record names its kind and format version, the machine, the versions and commit, and the exact command. A file of a
-newer format, of another program, or cut short gets one clear error; older formats migrate step by step.
+newer format, of another program, or cut short gets one clear error; older formats migrate step by step. A name that
+ends with `.jsonl.gz` is written as compressed JSON lines, any other as JSON; both are read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pydantic import Field
 
 from wavecrest.errors import RecordError
 from wavecrest.measure.timing import Interval, Measurement
-from wavecrest.records.files import Model, read_document, write_text
+from wavecrest.records.files import Model, read_document, write_model
 from wavecrest.records.provenance import Header
 
 FORMAT_VERSION = 1
@@ -265,11 +266,15 @@ class VerifyRecord(Model):
     reason: str
 
 
+SamplesKept = Literal["full", "thinned"]
+
+
 class ImplTiming(Model):
     """One implementation of an op on one case; `problem` says why it has no time, `ms` and `ci` are None then.
 
     `relative` and `worst` are its error against the op's reference (`numerics.compare`, the larger of all results).
-    `samples` (ms) are every n-th round of the measurement, the same rounds for every implementation of the case.
+    `samples` (ms) are the rounds of the measurement, the same rounds for every implementation of the case: `ms` is
+    their median, `ci` its `timing.bootstrap_median`. The record says if some are left out.
     """
 
     name: str
@@ -330,7 +335,10 @@ class OpBench(Model):
 
 
 class OpBenchRecord(Model):
-    """`wavecrest bench OP …`: several ops in one file, or one op a file; `peers` holds versions, `missing` reasons."""
+    """`wavecrest bench OP …`: several ops in one file, or one op a file; `peers` holds versions, `missing` reasons.
+
+    `samples`: "thinned" where the file keeps every n-th round alone, as all did until 2026-11-24.
+    """
 
     kind: Literal["bench-ops"] = "bench-ops"
     format_version: int = FORMAT_VERSION
@@ -338,6 +346,7 @@ class OpBenchRecord(Model):
     suite: str
     peers: dict[str, str]
     missing: dict[str, str]
+    samples: SamplesKept = "thinned"
     ops: list[OpBench]
 
 
@@ -351,7 +360,8 @@ class TuneCandidate(Model):
     an end), wrong, impossible (a time below what the hardware can do), dropped (correct, and slower than the best in
     the quick round), timed (in the final round), won; all but the last two with the reason. `role`: native is PyTorch,
     default what runs where nothing is measured.
-    `quick_ms` is from the last quick round it was in; `ms`, `ci` and `samples` (every n-th round) from the final one.
+    `quick_ms` is from the last quick round it was in; `samples` (ms) are the rounds of the final one, `ms` their median
+    and `ci` its `timing.bootstrap_median`. The record says if some samples are left out.
     """
 
     backend: str
@@ -415,6 +425,7 @@ class TuneRecord(Model):
 
     `children` are the processes that keys were spread over, 0 where all ran in one; `endings` say which of them ended
     in the middle of a key, and why; `unfinished` has, by case, the candidates that ended one and are not run again.
+    `samples`: "thinned" where the file keeps every n-th round alone, as all did until 2026-11-24.
     """
 
     kind: Literal["tune"] = "tune"
@@ -425,6 +436,7 @@ class TuneRecord(Model):
     budget_seconds: float
     seconds: float = 0.0
     compilation: TuneCompilation = Field(default_factory=TuneCompilation)
+    samples: SamplesKept = "thinned"
     keys: list[TunedKey] = Field(default_factory=list)
     left: dict[str, str] = Field(default_factory=dict)
     children: int = 0
@@ -491,12 +503,16 @@ R = TypeVar(
 
 
 def save(record: Record, path: Path) -> None:
-    """Write a record as JSON."""
-    write_text(path, record.model_dump_json(indent=1) + "\n")
+    """Write a record: as compressed JSON lines if the name ends with `.jsonl.gz`, else as JSON.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    write_model(path, record)
 
 
 def load(path: Path) -> Record:
-    """Read a result file of any kind.
+    """Read a result file of any kind, in either form.
 
     Raises:
         RecordError: damaged, foreign or newer.

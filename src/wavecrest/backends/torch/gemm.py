@@ -84,7 +84,7 @@ def bind(call: GemmCall) -> Bound:
                 return result
             y = multiply(call)
         finally:
-            if before is not None:
+            if settings is not None and before is not None:
                 settings.fp32_precision = before
         return y if epilogue is None else epilogue(call, y)
 
@@ -237,7 +237,7 @@ def bind_epilogue(call: GemmCall, bias_is_left: bool = True) -> Callable[[GemmCa
     bias_shape: tuple[int, ...] | None = None
     if bias is not None:
         bias_shape = (-1,) if call.bias_along == "n" else _by_rows(bias, call.a) if call.flat else (-1, 1)
-    gated, has_residual = call.activation in GATED, call.residual is not None
+    gated = call.activation in GATED
     name = GATED.get(call.activation or "", call.activation)
     act = partial(F.leaky_relu, negative_slope=slope) if name == "leaky_relu" else _ACTIVATIONS.get(name or "")
 
@@ -251,7 +251,7 @@ def bind_epilogue(call: GemmCall, bias_is_left: bool = True) -> Callable[[GemmCa
             y = act(gate) * up
         elif act is not None:
             y = act(y)
-        if has_residual:
+        if call.residual is not None:
             y = y + call.residual
         if call.out_scale is not None:
             return quantized(y.float(), Quantization(dtype, "tensor", call.out_scale.reshape(())))[0]

@@ -50,7 +50,8 @@ class Row:
         config: its configuration; None for a backend that takes none.
         us: its time on the device, in µs, kept to the nanosecond.
         native_us: PyTorch's in the same run; None where PyTorch does not run the call, or was not timed beside it.
-        record: the result file that says so, under benchmarks/results.
+        record: the result file that says so, under evidence/, and after "@" the hash of its content
+            (`records.files.content_hash`); older rows have no hash.
         evidence: see `Evidence`.
     """
 

@@ -55,7 +55,7 @@ class Pass:
 def _load(device: int | None, compiled: Future[Any]) -> None:
     """Put a compiled kernel on a GPU, with the code that launches it."""
     # else 0.3 s of the first launch: prompts behind a pass took 2.9 s with 11 kernels to load and 0.36 with one, 0.04
-    # and 0.04 without (H200, 2026-11-23, both runs of "lengths-ahead" in xlstm.peers.json)
+    # and 0.04 without (H200, 2026-11-23, both runs of "lengths-ahead" in 2026-11-24_xlstm-peers_xlstm_7b.jsonl.gz)
     on = contextlib.nullcontext() if device is None else torch.cuda.device(device)
     # what does not compile or load says so where it is launched
     with contextlib.suppress(Exception), on:

@@ -2,7 +2,7 @@
 
 On top of compilation this does what mode="reduce-overhead" does, without its cost on every call (Dynamo's guards, the
 graph trees' bookkeeping): a replay compares only the shapes of the arguments. 1.14 times as fast on the decode step of
-a 1.2 B Llama (one H200, 2026-11-20, torch 2.11; benchmarks/results/nvidia-h200/llama_decode.run.json).
+a 1.2 B Llama (one H200, 2026-11-20, torch 2.11; evidence/nvidia-h200/2026-11-20_optimize_llama_decode.jsonl.gz).
 """
 
 from __future__ import annotations

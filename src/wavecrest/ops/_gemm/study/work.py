@@ -25,7 +25,7 @@ _HOPPER_K_BYTES, _DRAINED_CYCLES = 32, 90.0
 # of two groups that multiply and one that copies, which hand registers to each other
 _HOPPER_WARPS = 12
 # of rows that tiles normalise: operations a value, and cycles of a step from registers through shared memory to the
-# matrix unit, as the keys of tune_xlstm_decode_16.json are ranked best by (H200, 2026-11-22)
+# matrix unit, as the keys of 2026-11-22_tune_xlstm_decode_16.jsonl.gz are ranked best by (H200, 2026-11-22)
 _NORMED_OPERATIONS, _NORMED_CYCLES = 16.0, 180.0
 
 

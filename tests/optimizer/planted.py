@@ -1,0 +1,199 @@
+"""Planted steps and models for the ladder's tests: slow, wrong, raising, interrupting, and a real gain.
+
+A call of a planted model moves CLOCK on by the time that it pretends to take, so no test waits or depends on the load
+of the machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.clock import SimulatedClock
+from wavecrest.measure.workload import Inputs, Quality, Workload
+from wavecrest.optimizer.steps import Found, Prediction, Step, StepContext
+
+CLOCK = SimulatedClock()
+# what a call takes, in seconds: the pause that a step can take out, and the rest
+PAUSE, WORK = 0.006, 0.001
+# standard deviation of a call's time, as a share of it
+NOISE = 0.02
+_random = np.random.default_rng(0)
+
+
+def start_clock() -> None:
+    """Time zero, and the same noise again."""
+    global _random
+    CLOCK.seconds, _random = 0.0, np.random.default_rng(0)
+
+
+class Slow(nn.Module):
+    """A model with a pause that a step can take out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.second = nn.Linear(32, 16)
+        self.register_buffer("scale", torch.ones(16))
+        self.pause = PAUSE
+
+    def forward(self, x: Tensor) -> Tensor:
+        CLOCK.advance((WORK + self.pause) * max(0.5, 1 + NOISE * _random.standard_normal()))
+        return self.second(self.first(x).relu()) * self.scale
+
+
+def slow() -> tuple[Slow, Tensor]:
+    torch.manual_seed(0)
+    return Slow(), torch.randn(4, 16)
+
+
+def watched() -> Workload:
+    """`slow` with a check of its own: the pause must stay."""
+    model, x = slow()
+
+    def quality(original: Any, candidate: Any) -> list[Quality]:
+        return [Quality("pause", float(candidate.pause), 0.001, candidate.pause > 0.001, "must stay")]
+
+    return Workload(model, {"default": Inputs((x,))}, quality=quality)
+
+
+class Planted(Step):
+    """Common parts of the planted steps."""
+
+    level = 3
+
+    def find(self, context: StepContext) -> Found:
+        return Found(("model",), {"from": type(self).__name__})
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        return Prediction(1.5, "planted")
+
+
+class TakePauseOut(Planted):
+    id = title = "gain"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = 0.0
+        return model
+
+
+class AddPause(Planted):
+    id = title = "slow"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = model.pause + PAUSE
+        return model
+
+
+class TakeHalfOut(Planted):
+    id = title = "half"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = model.pause / 2
+        return model
+
+
+class FadingGain(Planted):
+    """Takes the pause out when it is tried, and changes it by `later` when the result is built again at the end."""
+
+    id = title = "fading"
+
+    def __init__(self, later: float) -> None:
+        self.later, self.applied = later, 0
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        self.applied += 1
+        # twice while it is tried: for the check of causal masks, and as the candidate
+        model.pause = 0.0 if self.applied <= 2 else model.pause + self.later
+        return model
+
+
+class FastButWrong(Planted):
+    id = title = "wrong"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = 0.0
+        model.second = nn.Linear(32, 16)
+        return model
+
+
+class SlightlyWrong(Planted):
+    """Off by two hundredths of a percent: far beyond float32's rounding, invisible to a loose tolerance."""
+
+    id = title = "slightly wrong"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = 0.0
+        model.scale = model.scale * 1.0002
+        return model
+
+
+class NaNs(Planted):
+    id = title = "nan"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = 0.0
+        scale = model.scale.clone()
+        scale[3] = float("nan")
+        model.scale = scale
+        return model
+
+
+class Nothing(Planted):
+    """Changes nothing: only noise can tell the candidate from the base."""
+
+    id = title = "noise"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        return model
+
+
+class RaisesHalfWay(Planted):
+    id = title = "raises"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = 123.0
+        del model.first
+        raise ValueError("planted failure")
+
+
+class RaisesInForward(Planted):
+    id = title = "raises in forward"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        del model.first
+        return model
+
+
+class Interrupts(Planted):
+    """Ctrl-C while the step is applied, as long as `armed`."""
+
+    id = title = "interrupt"
+    armed = True
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = 123.0
+        if Interrupts.armed:
+            raise KeyboardInterrupt
+        model.pause = 0.0
+        return model
+
+
+class MisalignedCausal(Planted):
+    """Introduces is_causal=True where q_len and k_len differ; for the values of the test the answer is the same."""
+
+    id = title = "is_causal"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        forward = model.forward
+
+        def run(x: Tensor) -> Tensor:
+            query, key = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 5, 8)
+            extra = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+            return forward(x) + extra.sum()
+
+        model.forward = run
+        return model
