@@ -109,6 +109,15 @@ def test_read_reads_every_word(device: str) -> None:
             assert int(run(OP, "triton", x, "read", programs, config=config)) == 1 << (i % 31)
 
 
+@pytest.mark.parametrize("count", [512, 1020, 1536, 1024 + 256])
+def test_read_stops_at_the_end(count: int, device: str) -> None:
+    """Sizes that fill a part of the last tile of 1,024 words, with other words behind them."""
+    storage = torch.ones(4096, dtype=torch.int32, device=device)
+    for programs in (None, 1):
+        got = run(OP, "triton", storage[:count], "read", programs, config=Config(BLOCK=1024, num_warps=1))
+        assert int(got) == count
+
+
 def test_sum_of_extremes_does_not_wrap_at_32_bits(device: str) -> None:
     x = torch.full((4096,), -(1 << 31), dtype=torch.int32, device=device)
     for backend in BACKENDS:
