@@ -19,6 +19,7 @@ def _rms_norm(call: RowCall) -> Tensor:
 
 
 def _add_rms_norm(call: RowCall) -> tuple[Tensor, Tensor]:
+    assert call.residual is not None
     h = call.x + call.residual
     return F.rms_norm(h, h.shape[-1:], call.weight, call.eps), h
 
@@ -28,6 +29,7 @@ def _layer_norm(call: RowCall) -> Tensor:
 
 
 def _add_layer_norm(call: RowCall) -> tuple[Tensor, Tensor]:
+    assert call.residual is not None
     h = call.x + call.residual
     return F.layer_norm(h, h.shape[-1:], call.weight, call.bias, call.eps), h
 
