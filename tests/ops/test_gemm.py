@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-import torch._dynamo.utils
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.utils
 from torch import Tensor
 
 from tests.ops.gemm_harness import (

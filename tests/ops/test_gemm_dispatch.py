@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-import torch._dynamo.utils
 from torch import Tensor
 
 from tests.ops.gemm_harness import (

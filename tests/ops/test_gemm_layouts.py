@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch._dynamo.utils
 from torch import Tensor
 
 from tests.ops.gemm_harness import (
