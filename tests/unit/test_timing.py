@@ -148,6 +148,14 @@ def test_sampling_goes_on_until_the_interval_is_one_percent_either_way() -> None
     assert pair.n > timing.MIN_SAMPLES and (pair.ci.high - pair.ci.low) / 2 <= 0.01 * pair.ratio
 
 
+def test_the_interval_is_looked_at_when_the_samples_have_grown_by_half() -> None:
+    """Many looks at the same data would favour lucky intervals."""
+    clock = SimulatedClock()
+    stop = timing._Stop(30, 1e6, clock, clock())
+    clock.advance(timing.MIN_SECONDS)
+    assert [count for count in range(1, 200) if stop.due(count)] == [30, 45, 68, 102, 153]
+
+
 def test_sampling_lasts_while_the_interval_is_wide_and_no_longer_than_allowed() -> None:
     machine = Machine(noise=0.3, ms=50.0)
     measured = machine.measure(seconds=6.0)
