@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -111,6 +112,23 @@ def test_a_block_is_the_mean_of_its_two_timed_calls() -> None:
     pair = timing.measure_pair(work, work, device="cpu", seconds=0.0, now=clock)
     assert pair.base == pytest.approx((2.0,) * 15) and pair.new == pytest.approx((20.0,) * 15)
     assert pair.ratio == pytest.approx(0.1)
+
+
+def test_the_collector_leaves_older_objects_alone_while_something_is_timed() -> None:
+    clock, frozen = SimulatedClock(), []
+
+    def work() -> None:
+        frozen.append(gc.get_freeze_count())
+        clock.advance(0.1)
+
+    for measure in (
+        lambda: timing.measure(work, device="cpu", seconds=0.1, now=clock),
+        lambda: timing.measure_pair(work, work, device="cpu", seconds=0.1, now=clock),
+        lambda: timing.measure_interleaved([work], device="cpu", now=clock),
+    ):
+        frozen.clear()
+        measure()
+        assert min(frozen) > 1000 and gc.get_freeze_count() == 0
 
 
 def test_cold_start_is_kept_apart() -> None:
