@@ -31,6 +31,7 @@ from wavecrest.dispatch import registry
 from wavecrest.dispatch.keys import dtype_name
 from wavecrest.measure import numerics, timing
 from wavecrest.ops import mlstm_chunkwise, mlstm_step
+from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
 from wavecrest.records import provenance
 
 Shape = tuple[int, int, int, int, int]
@@ -100,12 +101,13 @@ def label(name: str, chunk: int) -> str:
 
 def recurrence(given: tuple[Tensor, ...]) -> Tensor:
     """h in float64, token by token."""
-    return registry.get("mlstm_chunkwise").reference(*(one.double() for one in given))
+    h: Tensor = registry.get("mlstm_chunkwise").reference(MlstmCall(*(one.double() for one in given)))
+    return h
 
 
 def chunks(given: tuple[Tensor, ...]) -> Tensor:
     """h in float64, by chunks in PyTorch's operations."""
-    h: Tensor = registry.get("mlstm_chunkwise").backends["torch"].run(*(one.double() for one in given))
+    h: Tensor = registry.get("mlstm_chunkwise").backends["torch"].run(MlstmCall(*(one.double() for one in given)))
     return h
 
 
@@ -128,9 +130,9 @@ def judge(name: str, h: Tensor, wanted: Tensor, bound: Tensor) -> Row:
 
 def bound_of(op: str, given: tuple[Any, ...]) -> Tensor:
     """How far an element of our h may be off."""
-    found = registry.get(op).bound
-    assert found is not None
-    bounds = found(*given)
+    known = registry.get(op)
+    assert known.study.bound is not None
+    bounds = known.study.bound(known.call_of(given))
     assert isinstance(bounds, tuple)
     return bounds[0]
 
@@ -251,7 +253,8 @@ def chunkwise(report: Report, args: argparse.Namespace) -> None:
 
 def chosen(op: str, given: tuple[Any, ...]) -> str:
     """What the dispatcher runs for a call, and why."""
-    decision = registry.get(op).decide(*given)
+    known = registry.get(op)
+    decision = known.decide(known.call_of(given))
     config = {} if decision.config is None else dict(decision.config.kwargs)
     return f"{decision.backend} {config} ({decision.source}: {decision.reason})"
 
@@ -299,7 +302,8 @@ def step(report: Report, args: argparse.Namespace) -> None:
         if report.has(case):
             continue
         given = step_operands(batch, SMALL_HEADS if args.small else HEADS, device)
-        wanted, bound = op.reference(*(one.double() for one in given))[0], bound_of("mlstm_step", given)
+        wanted = op.reference(MlstmStepCall(*(one.double() for one in given)))[0]
+        bound = bound_of("mlstm_step", given)
         rows: dict[str, Row] = {}
         works: dict[str, Call] = {}
         for name, maker in steps(tuple(given[0].shape[:2]), device):

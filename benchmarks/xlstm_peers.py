@@ -590,7 +590,7 @@ def named(report: Report, args: argparse.Namespace) -> None:
     """Prompts with the kernels that released checkpoints name, beside those that the dispatcher chooses."""
     place = start(report, args)
     model = ours(place)
-    chosen, asked = Kernels.of(model.config), Kernels.of(dataclasses.replace(model.config, **RELEASED))
+    chosen, asked = model.config.selected_kernels(), dataclasses.replace(model.config, **RELEASED).selected_kernels()
 
     def read(kernels: Kernels, tokens: Tensor) -> None:
         for block in model.backbone.blocks:

@@ -17,7 +17,6 @@ from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.isa import compiler
 from wavecrest.ops._gemm.call import GemmCall
-from wavecrest.ops.mlstm.call import StepOperands
 
 TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "GROUP_M": 8, "num_warps": 4, "num_stages": 3}
 CONFIGS = {
@@ -56,7 +55,7 @@ def first_launches(arch: str, more: dict[str, int]) -> Planned:
     """The launches of calls whose first one may start early, by name; `more`: of their configurations."""
     gemm, step, norm = (registry.get(name) for name in ("gemm", "mlstm_step", "add_rms_norm"))
     bf16, int8, fp8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
-    token = StepOperands(*step.study.inputs(1, 8, 256, bf16, "meta"))._replace(in_place=True)
+    token = step.study.inputs(1, 8, 256, bf16, "meta")._replace(in_place=True)
     words = SKINNY | {"BLOCK_K": 1024, "num_stages": 1}
     described = TILE | {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "SPLIT_K": 1, "PERSISTENT": 0, "TMA": 1}
     cases: list[tuple[str, Any, str, dict[str, int], Any]] = [
@@ -95,7 +94,7 @@ def main() -> None:
     cached = latent.study.inputs(1, 128, 8192, torch.bfloat16, "meta")
     calls.append((latent, "triton", latent.config_of("triton", latent.key(cached)).kwargs | SPLIT, cached))
     step = registry.get("mlstm_step")
-    token = StepOperands(*step.study.inputs(1, 8, 256, torch.bfloat16, "meta"))._replace(in_place=True)
+    token = step.study.inputs(1, 8, 256, torch.bfloat16, "meta")._replace(in_place=True)
     calls.append((step, "triton", step.config_of("triton", step.key(token)).kwargs, token))
     for arch in ("sm_90", "sm_80", "gfx942"):
         for op, backend, config, args in calls:

@@ -16,8 +16,8 @@ from wavecrest import hardware
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.isa import compiler
-from wavecrest.ops.mlstm.call import StepOperands
-from wavecrest.ops.mlstm.step import launch as _mlstm_step
+from wavecrest.ops.mlstm.step.config import default
+from wavecrest.ops.mlstm.step.launch import planned
 
 # DK, DV, and rows, columns and warps of a program: as shipped, narrow, wide, of fewer elements than lanes
 CASES = {
@@ -47,15 +47,15 @@ def main() -> None:
     for arch in ("sm_90", "gfx942", "gfx1100"):
         known = hardware.ARCHS[arch]
         for name, (dk, dv, chosen) in CASES.items():
-            config = _mlstm_step.default(dk, dv, known)
+            config = default(dk, dv, known)
             if chosen is not None:
                 config = Config(**dict(zip(("BLOCK_K", "BLOCK_V", "num_warps"), chosen, strict=True)))
             for dtype in (torch.float32, torch.float16):
-                given = StepOperands(*op.inputs(2, 4, dk, torch.bfloat16, "meta"))
+                given = op.study.inputs(2, 4, dk, torch.bfloat16, "meta")
                 given = given._replace(
                     v=given.v[..., :dv], c=given.c[..., :dv].to(dtype).contiguous(), state_dtype=dtype, in_place=True
                 )
-                launch = _mlstm_step.planned(given.sequence(), _mlstm_step.How(in_place=True), config, known)[0]
+                launch = planned(given, config, known)[0]
                 built: Any = compiler.build(launch, arch)
                 found[f"{arch} {name} {dtype}"] = {
                     "barrier": launch.constants["BARRIER"], "loads": loads(built.asm["ttgir"]),

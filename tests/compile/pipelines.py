@@ -16,10 +16,9 @@ from wavecrest import hardware
 from wavecrest.dispatch.tuned import Config
 from wavecrest.isa import compiler
 from wavecrest.ops.common.triton import tl, triton
-from wavecrest.ops.mlstm.backend import example
-from wavecrest.ops.mlstm.call import Operands
 from wavecrest.ops.mlstm.chunkwise import config as configs
 from wavecrest.ops.mlstm.chunkwise import launch as launches
+from wavecrest.ops.mlstm.study.cases import example
 
 ARCH = "sm_90"
 
@@ -55,7 +54,7 @@ def main() -> None:
     found = {"control": control}
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        given = Operands(*example((1, 8, 2048, 256, 512), dtype, "meta"))
+        given = example((1, 8, 2048, 256, 512), dtype, "meta")
         first = configs.default(configs.Shape(256, 512, name), hardware.ARCHS[ARCH])
         for title, change in (("whole", {}), ("parts", {"BLOCK_K": 128, "BLOCK_T": 64, "num_stages": 3})):
             made = launches.planned(given, Config(**(first.kwargs | change)), hardware.ARCHS[ARCH])

@@ -17,9 +17,11 @@ from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.isa import compiler
 from wavecrest.ops.common.triton import tl, triton
-from wavecrest.ops.mlstm.backend import example
-from wavecrest.ops.mlstm.call import Operands
-from wavecrest.ops.mlstm.step import launch as _mlstm_step
+from wavecrest.ops.mlstm.sequence import launch as sequence
+from wavecrest.ops.mlstm.step import launch as step
+from wavecrest.ops.mlstm.step.config import default
+from wavecrest.ops.mlstm.step.study.cases import example as step_example
+from wavecrest.ops.mlstm.study.cases import example
 
 ARCH = "sm_90"
 SHUFFLE = re.compile(r"SHFL\.BFLY PT, (R\d+),")
@@ -50,12 +52,11 @@ def main() -> None:
     found = {"control": _launcher.Launch(_product_kernel, (1,), (vector,) * 3, {"BLOCK": 32}, Config(num_warps=1))}
     arch, op = hardware.ARCHS[ARCH], registry.get("mlstm_sequence")
     for dk, dv in ((16, 24), (64, 128), (256, 512)):
-        given = Operands(*example((2, 2, 20, dk, dv), torch.float32, "meta"))
-        config = op.config_of("triton", op.key(*given))
-        found[f"sequence {dk}x{dv}"] = op.backends["triton"].launches(*given, config=config, arch=arch)[0]
-        token = Operands(*example((2, 2, 1, dk, dv), torch.float32, "meta", first=True, return_last_states=True))
-        config = _mlstm_step.default(dk, dv, arch)
-        found[f"step {dk}x{dv}"] = _mlstm_step.planned(token, _mlstm_step.How(), config, arch)[0]
+        call = example((2, 2, 20, dk, dv), torch.float32, "meta")
+        config = op.config_of("triton", op.key(call))
+        found[f"sequence {dk}x{dv}"] = sequence.planned(call, config, arch)[0]
+        token = step_example((2, 2, dk, dv), torch.float32, "meta")
+        found[f"step {dk}x{dv}"] = step.planned(token, default(dk, dv, arch), arch)[0]
     listings = {name: compiler.compile_launch(launch, ARCH).listing for name, launch in found.items()}
     json.dump({name: merged(code) for name, code in listings.items()}, sys.stdout)
 

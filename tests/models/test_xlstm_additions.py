@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.xlstm_harness import VOCABULARY, build, close, tokens
-from wavecrest.models.xlstm import layers, quantize, xLSTMLarge
+from wavecrest.models.xlstm import quantize, xLSTMLarge
+from wavecrest.nn import Linear, norm
 
 PROMPTS = [(2, 21), (1, 40), (3, 5), (2, 1)]
 
@@ -30,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return noted
 
     for name in ("rms_norm", "add_rms_norm"):
-        monkeypatch.setattr(layers, name, counting(name, getattr(layers, name)))
+        monkeypatch.setattr(norm, name, counting(name, getattr(norm, name)))
     yield counted
 
 
@@ -105,9 +106,9 @@ def test_what_is_added_apart(how: str, calls: Counter[str], monkeypatch: pytest.
     if how == "int8":
         quantize(model, "int8")
     if how == "another backend":
-        found = layers.Linear.decision
+        found = Linear.decision
         monkeypatch.setattr(
-            layers.Linear,
+            Linear,
             "decision",
             lambda *args: dataclasses.replace(found(*args), backend="torch_blaslt"),
         )

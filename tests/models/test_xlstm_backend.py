@@ -15,7 +15,7 @@ from tests.ops.mlstm_harness import F32, F64, assert_right, case
 from wavecrest.dispatch.op import Op
 from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm import ConfigWarning, KernelFallback, kernels, mLSTMBackend, mLSTMBackendConfig
-from wavecrest.ops.mlstm.call import Operands
+from wavecrest.ops.mlstm.call import MlstmCall
 
 OFFICIAL = {
     "native": ("chunkwise--native_autograd", "native_sequence__native", "native"),
@@ -37,7 +37,7 @@ def backend(name: str = "auto", **options: Any) -> mLSTMBackend:
     return mLSTMBackend(mLSTMBackendConfig(**(names | options)))
 
 
-def part(given: Operands, first: int, last: int) -> dict[str, Tensor]:
+def part(given: MlstmCall, first: int, last: int) -> dict[str, Tensor]:
     return {name: getattr(given, name)[:, :, first:last] for name in ("q", "k", "v", "i", "f")}
 
 

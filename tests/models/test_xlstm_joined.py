@@ -18,10 +18,11 @@ from tests.models.xlstm_harness import DEVICE, build, close
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.op import Op
 from wavecrest.models.xlstm import xLSTMLarge
-from wavecrest.models.xlstm.joined import MOST_ROWS, Joined
-from wavecrest.models.xlstm.layers import MLSTMLayer, Norm, joins
+from wavecrest.models.xlstm.layers import MLSTMLayer, fused_projections
 from wavecrest.models.xlstm.quantize import quantize
 from wavecrest.nn import Linear
+from wavecrest.nn.fused_projection import MOST_ROWS, FusedProjection
+from wavecrest.nn.norm import ResidualNorm
 from wavecrest.ops import pack
 
 
@@ -40,8 +41,8 @@ def test_one_product_is_both(bias: tuple[bool, bool]) -> None:
     x, kept = torch.randn(3, 24), [one.clone() for layer in (wide, narrow) for one in layer.parameters()]
     with torch.no_grad():
         want = torch.cat([wide(x), narrow(x)], -1)
-        joined = Joined(wide, narrow)
-        both = joined.of(x)
+        joined = FusedProjection(wide, narrow)
+        both = joined.for_rows(x)
         assert both is not None
         torch.testing.assert_close(both(x), want)
         # they are still the layers that they were
@@ -52,12 +53,12 @@ def test_one_product_is_both(bias: tuple[bool, bool]) -> None:
 
 def test_what_is_written_to_the_parameters_is_seen() -> None:
     wide, narrow = layers()
-    joined, x = Joined(wide, narrow), torch.randn(2, 24)
+    joined, x = FusedProjection(wide, narrow), torch.randn(2, 24)
     with torch.no_grad():
         for one in (wide.weight, narrow.weight, narrow.bias):
             assert one is not None
             one.mul_(2.0)
-            both = joined.of(x)
+            both = joined.for_rows(x)
             assert both is not None
             torch.testing.assert_close(both(x), torch.cat([wide(x), narrow(x)], -1))
 
@@ -80,27 +81,27 @@ MOVED: dict[str, Callable[[Linear, Linear], Any]] = {
 @pytest.mark.parametrize("name", MOVED)
 def test_what_is_moved_by_itself_is_two_layers_again(name: str) -> None:
     wide, narrow = layers()
-    joined, x = Joined(wide, narrow), torch.randn(2, 24)
+    joined, x = FusedProjection(wide, narrow), torch.randn(2, 24)
     with torch.no_grad():
-        assert joined.of(x) is not None
+        assert joined.for_rows(x) is not None
         MOVED[name](wide, narrow)
-        assert joined.of(x) is None and joined._both is None
+        assert joined.for_rows(x) is None and joined._both is None
 
 
 def test_when_there_is_none() -> None:
     x = torch.randn(2, 24)
     with torch.no_grad():
-        assert Joined(*layers()).of(torch.randn(MOST_ROWS + 1, 24)) is None
-        assert Joined(*layers(device="meta")).of(x) is None
+        assert FusedProjection(*layers()).for_rows(torch.randn(MOST_ROWS + 1, 24)) is None
+        assert FusedProjection(*layers(device="meta")).for_rows(x) is None
         wide, narrow = layers()
         narrow.to(torch.float64)
-        assert Joined(wide, narrow).of(x) is None
-    assert Joined(*layers()).of(x) is None, "gradients go to the parameters"
+        assert FusedProjection(wide, narrow).for_rows(x) is None
+    assert FusedProjection(*layers()).for_rows(x) is None, "gradients go to the parameters"
 
 
 def _joined(model: xLSTMLarge) -> list[bool]:
     with torch.no_grad():
-        return [one.of(model.embedding.weight[:1].unsqueeze(0)) is not None for one in joins(model)]
+        return [one.for_rows(model.embedding.weight[:1].unsqueeze(0)) is not None for one in fused_projections(model)]
 
 
 def test_a_model_is_joined_however_it_came_to_be(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_model_is_joined_however_it_came_to_be(tmp_path: Path) -> None:
 
 def test_quantizing_gives_the_memory_back() -> None:
     model = build(weight_mode="fused", use_bias=True)
-    held = [both.weight for both in (one._both for one in joins(model)) if both is not None]
+    held = [both.weight for both in (one._both for one in fused_projections(model)) if both is not None]
     gates = [one.ifgate_preact for one in model.modules() if isinstance(one, MLSTMLayer)]
     before = [one.weight.data_ptr() for one in gates]
     quantize(model, "int8")
@@ -249,20 +250,24 @@ def packed_layers(format: str = "int8", bias: tuple[bool, bool] = (False, True))
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_one_product_is_both_of_a_packed_weight(format: str, bias: tuple[bool, bool], kernel: Op) -> None:
     wide, narrow = packed_layers(format, bias)
-    joined, x, norm = Joined(wide, narrow), torch.randn(3, 24, device=DEVICE), Norm(24, 1e-6, False, DEVICE)
+    joined, x, norm = (
+        FusedProjection(wide, narrow),
+        torch.randn(3, 24, device=DEVICE),
+        ResidualNorm(24, 1e-6, False, DEVICE),
+    )
     with torch.no_grad():
         for given in ((x,), (x, None, norm.weight, norm.eps)):
-            both = joined.of(x, None if len(given) == 1 else norm)
+            both = joined.for_rows(x, None if len(given) == 1 else norm)
             assert both is not None and both.weight is wide.weight and both.tail is narrow.weight
             torch.testing.assert_close(both(*given), torch.cat([wide(*given), narrow(*given)], -1))
         # what is written to the parameters is seen
         narrow.weight.mul_(2.0)
         torch.testing.assert_close(both(x), torch.cat([wide(x), narrow(x)], -1))
-        assert joined.of(torch.randn(9, 24, device=DEVICE)) is None, "more rows than the kernel takes"
+        assert joined.for_rows(torch.randn(9, 24, device=DEVICE)) is None, "more rows than the kernel takes"
         kernel.force(None)
-        assert joined.of(x) is None, "no row names the kernel"
+        assert joined.for_rows(x) is None, "no row names the kernel"
         kernel.force("triton_multiply")
-        assert joined.of(x) is not None
+        assert joined.for_rows(x) is not None
 
 
 @pytest.mark.parametrize(("format", "group"), [("int4", None), ("fp8_block", None), ("int8", 32)])
@@ -270,17 +275,17 @@ def test_formats_without_a_tail(format: str, group: int | None, kernel: Op) -> N
     wide, narrow = Linear(torch.randn(48, 64)), Linear(torch.randn(6, 64))
     wide.weight = nn.Parameter(pack(wide.weight.data, format, group=group), requires_grad=False)
     with torch.no_grad():
-        assert Joined(wide, narrow).of(torch.randn(2, 64)) is None
+        assert FusedProjection(wide, narrow).for_rows(torch.randn(2, 64)) is None
 
 
 @pytest.mark.parametrize("name", ["another parameter", "another bias", "a bias that was not there", "loaded in place"])
 def test_what_is_moved_from_behind_a_packed_weight_is_two_layers_again(name: str, kernel: Op) -> None:
     wide, narrow = packed_layers()
-    joined, x = Joined(wide, narrow), torch.randn(2, 24, device=DEVICE)
+    joined, x = FusedProjection(wide, narrow), torch.randn(2, 24, device=DEVICE)
     with torch.no_grad():
-        assert joined.of(x) is not None
+        assert joined.for_rows(x) is not None
         MOVED[name](wide, narrow)
-        assert joined.of(x) is None and joined._both is None
+        assert joined.for_rows(x) is None and joined._both is None
 
 
 def test_a_quantized_model_is_joined_however_it_came_to_be(kernel: Op, tmp_path: Path) -> None:
@@ -319,7 +324,7 @@ def test_a_step_is_what_two_products_make(monkeypatch: pytest.MonkeyPatch) -> No
     with torch.no_grad():
         state = model.empty_state(2)
         together = [model.decode(token, state).clone() for _ in range(3)]
-        monkeypatch.setattr(Joined, "of", lambda *_parts: None)
+        monkeypatch.setattr(FusedProjection, "for_rows", lambda *_parts: None)
         state = model.empty_state(2)
         apart = [model.decode(token, state).clone() for _ in range(3)]
     for one, other in zip(together, apart, strict=True):

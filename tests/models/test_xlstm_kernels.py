@@ -155,7 +155,7 @@ def test_what_cannot_run_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(kernels.KERNELS["step"], "triton", kernels.Kernel("triton", "mlstm_step", "some_other"))
     q, k, v, i, f = (part[:, :, 0] for part in _operands(1))
     kernel = get_mlstm_step_kernel("triton")
-    with pytest.warns(KernelFallback, match="triton: mlstm_step runs on .*, as some_other declines: .*no such") as seen:
+    with pytest.warns(KernelFallback, match="triton: mlstm_step runs on .*, as some_other refuses: .*no such") as seen:
         found, _ = kernel(q, k, v, i, f, *_first())
     assert len(seen) == 1
     close(found, mlstm_step(q, k, v, i, f, *_first())[0])
@@ -168,7 +168,7 @@ def test_what_cannot_run_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch)
     assert "no such kernel" in fallbacks()[0].reason and fallbacks()[0].decision.op == "mlstm_step"
 
 
-def test_a_backend_that_declines_is_not_forced() -> None:
+def test_a_backend_that_refuses_is_not_forced() -> None:
     # no kernel computes in float64
     q, k, v, i, f = (part.double() for part in _operands(20))
     with pytest.warns(KernelFallback, match="chunkwise--triton_xl_chunk: mlstm_chunkwise runs on torch"):

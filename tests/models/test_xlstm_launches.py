@@ -22,7 +22,7 @@ from wavecrest.models.xlstm import xLSTMLarge
 from wavecrest.models.xlstm.generation import Decoder
 from wavecrest.models.xlstm.quantize import quantize
 from wavecrest.models.xlstm.sampling import Sampling
-from wavecrest.ops.mlstm.step import launch as _mlstm_step
+from wavecrest.ops.mlstm.step import backend as _mlstm_step
 
 # a decoding step runs on these alone
 OPS = {"gemm": "triton_multiply", "rms_norm": "triton", "add_rms_norm": "triton", "mlstm_step": "triton"}

@@ -17,7 +17,9 @@ from tests.models.xlstm_harness import build, close, oracle, tokens
 from tests.ops.gemm_harness import quicken
 from wavecrest.dispatch import registry
 from wavecrest.measure import numerics
-from wavecrest.models.xlstm import layers, quantize, xLSTMLarge
+from wavecrest.models.xlstm import quantize, xLSTMLarge
+from wavecrest.nn import norm as norms
+from wavecrest.nn.fused_block import FusionChoice
 from wavecrest.ops import PackedWeight
 
 OWN = "triton_multiply"
@@ -30,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     quicken(monkeypatch)
     counted: Counter[str] = Counter()
     for name in ("rms_norm", "add_rms_norm"):
-        monkeypatch.setattr(layers, name, _counting(counted, name, getattr(layers, name)))
+        monkeypatch.setattr(norms, name, _counting(counted, name, getattr(norms, name)))
     registry.get("gemm").force(OWN)
     yield counted
     registry.get("gemm").force(None)
@@ -55,7 +57,7 @@ def decode(model: xLSTMLarge, rows: Tensor) -> tuple[Tensor, Any]:
 def old(monkeypatch: pytest.MonkeyPatch, model: xLSTMLarge, rows: Tensor) -> tuple[Tensor, Any]:
     """The same with every norm a call of its own."""
     with monkeypatch.context() as patch:
-        patch.setattr(layers.Choice, "of", lambda _self, _x, *asked: (False,) * len(asked))
+        patch.setattr(FusionChoice, "of", lambda _self, _x, *asked: (False,) * len(asked))
         return decode(model, rows)
 
 
@@ -157,7 +159,7 @@ def test_a_prompt_ends_as_a_step_does(calls: Counter[str], monkeypatch: pytest.M
     assert calls == {"rms_norm": 4}
     calls.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(layers.Choice, "of", lambda _self, _x, *asked, judge=None: (False,) * len(asked))
+        patch.setattr(FusionChoice, "of", lambda _self, _x, *asked, judge=None: (False,) * len(asked))
         plain, _ = model(prompt, last_only=True)
     assert calls == {"rms_norm": 1, "add_rms_norm": 4}
     close(found, plain)
@@ -210,7 +212,7 @@ def test_by_measured_rows_alone_and_never_by_a_guess(calls: Counter[str]) -> Non
 
 def test_strict_mode_asks_for_rows_of_what_runs(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(weight_mode="fused")
-    choice = layers.Choice()
+    choice = FusionChoice()
     norm, ffn = model.backbone.blocks[0].norm_ffn, model.backbone.blocks[0].ffn
     x = torch.zeros(1, 1, 36, device=model.embedding.weight.device)
     with torch.no_grad():

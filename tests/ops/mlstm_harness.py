@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
-from wavecrest.dispatch import registry
+import wavecrest
+from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config
-from wavecrest.ops.mlstm.call import Operands, StepOperands
+from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
+from wavecrest.ops.mlstm.chunkwise.backend import op as chunkwise
+from wavecrest.ops.mlstm.sequence.backend import op as sequence
+from wavecrest.ops.mlstm.step.backend import op as step
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 # half a unit in the last place
@@ -23,6 +31,7 @@ ROUNDING = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8, F64: 2.0**-53}
 # (weighted keys, states between chunks, weighted products, h), each of at most 2^−8 / √3 of what it rounds
 TYPICAL = 4**0.5 * ROUNDING[BF16] / 3**0.5
 NAN = float("nan")
+OPS: dict[str, Op[Any, Any]] = {one.name: one for one in (chunkwise, sequence, step)}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -31,7 +40,7 @@ def case(
     gates: tuple[float, float, float] = (-1.0, 2.0, 1.5), gate_dtype: torch.dtype | None = None, first: bool = False,
     epilogue: str = "", resets: float = 0.0, lens: list[int] | None = None, starts: list[int] | None = None,
     packed: list[int] | None = None, order: str = "bshd", seed: int = 0, **options: Any,
-) -> Operands:  # fmt: skip
+) -> MlstmCall:  # fmt: skip
     """A call on DEVICE.
 
     `gates`: the means of i and f, and their deviation. `first`: first states. `epilogue`: "norm" or "gate". `resets`:
@@ -74,7 +83,7 @@ def case(
         if options.get("input_gate", "exp") == "exp":
             options["m_initial"] = made(n, heads, 1).to(DEVICE)
     kept = (dtype if gate_dtype is None else gate_dtype,)
-    return Operands(placed(q), placed(k), placed(v), i.to(DEVICE, *kept), f.to(DEVICE, *kept), **options)
+    return MlstmCall(placed(q), placed(k), placed(v), i.to(DEVICE, *kept), f.to(DEVICE, *kept), **options)
 
 
 def _spans(
@@ -91,7 +100,7 @@ def _spans(
     return found
 
 
-def spans(call: Operands) -> list[tuple[int, int, int]]:
+def spans(call: MlstmCall) -> list[tuple[int, int, int]]:
     lists = [None if one is None else one.tolist() for one in (call.seq_lens, call.seq_starts, call.cu_seqlens)]
     return _spans(call.batch, call.tokens, *lists)
 
@@ -109,7 +118,7 @@ def _log_sigmoid(x: Tensor) -> Tensor:
     return torch.where(x < 0, x - torch.log1p(torch.exp(x)), -torch.log1p(torch.exp(-x.abs())))
 
 
-def exact(call: Operands, rounded: bool = True) -> Exact:
+def exact(call: MlstmCall, rounded: bool = True) -> Exact:
     """The recurrence with the true states C = c e^m, head by head, nothing of the ops in it; and bounds.
 
     What the chunks' kernel rounds of 16-bit inputs (`rounded`): the weighted keys and the weighted products that matrix
@@ -192,7 +201,7 @@ def exact(call: Operands, rounded: bool = True) -> Exact:
 
 
 def _finished(
-    call: Operands, h: Tensor, bound: Tensor, rounded: bool, whole: list[tuple[int, int, int]]
+    call: MlstmCall, h: Tensor, bound: Tensor, rounded: bool, whole: list[tuple[int, int, int]]
 ) -> tuple[Tensor, Tensor]:
     """The norm and the gate, and what they make of a bound; `rounded`: h in the dtype of q before."""
     unit, single = ROUNDING[call.q.dtype], ROUNDING[F64 if call.q.dtype == F64 else F32]
@@ -232,7 +241,7 @@ def assert_near(name: str, got: Tensor, want: Tensor, bound: Tensor, typical: bo
         assert error <= TYPICAL * size, f"{name}: an error of {error / size:.2%} of its size, {TYPICAL:.2%} are right"
 
 
-def assert_right(call: Operands, got: Any, want: Exact | None = None, cancels: bool = False) -> None:
+def assert_right(call: MlstmCall, got: Any, want: Exact | None = None, cancels: bool = False) -> None:
     """Every element of h, and of the states, within its bound; of bfloat16 h and c as a whole too.
 
     `cancels`: sums may come out so small that what they round is more than typical.
@@ -251,10 +260,34 @@ def assert_right(call: Operands, got: Any, want: Exact | None = None, cancels: b
             assert_near(name, one, wanted, bound, typical and name == "c")
 
 
-def run(op: str, call: Operands | StepOperands, config: Config | None = None, backend: str = "triton") -> Any:
+def run(op: str, call: MlstmCall | MlstmStepCall, config: Config | None = None, backend: str = "triton") -> Any:
     """One backend by name."""
-    found = registry.get(op)
-    return found.run(backend, *call, **({"config": config} if backend == "triton" else {}))
+    return OPS[op].run(backend, call, config=config)
+
+
+def own_calls(function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The Python functions of wavecrest that the second call of a function goes through, up to launches.
+
+    The definition in PyTorch's operations is no part of them.
+    """
+    found: list[str] = []
+    inside = os.path.dirname(wavecrest.__file__)
+
+    def count(frame: Any, event: str, _argument: Any) -> None:
+        place = frame.f_code.co_filename
+        ours = place.startswith((inside, "<signature")) and not place.endswith(("mlstm/reference.py", "mlstm/call.py"))
+        if event == "call" and ours:
+            found.append(frame.f_code.co_name)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr("wavecrest.ops.common.launcher.starter", lambda *_args: lambda *_args: None)
+        function()
+        sys.setprofile(count)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+    return found
 
 
 def moved(x: Tensor, how: str) -> Tensor:

@@ -34,9 +34,9 @@ from wavecrest.ops._gemm import kernel_gemv, launch_gemv
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.ops.common import device as _lib
-from wavecrest.ops.mlstm import norm as _mlstm_norm
-from wavecrest.ops.mlstm.call import StepOperands
-from wavecrest.ops.mlstm.step import launch as _mlstm_step
+from wavecrest.ops.mlstm import kernel_norm as _mlstm_norm
+from wavecrest.ops.mlstm.call import MlstmStepCall
+from wavecrest.ops.mlstm.step import kernel as _mlstm_step
 from wavecrest.ops.rows import kernel as _row_kernel
 from wavecrest.ops.rows.call import RowCall
 
@@ -125,7 +125,7 @@ def step(config: Config, half: bool = False, in_place: bool = True, counted: boo
     state = call.c_initial
     assert state is not None and call.n_initial is not None
     gate = None if call.output_gate is None else call.output_gate[:, :, 0]
-    args = StepOperands(
+    args = MlstmStepCall(
         *(one[:, :, 0] for one in (call.q, call.k, call.v)), call.i[:, :, 0], call.f[:, :, 0],
         state.half() if half else state, call.n_initial, call.m_initial, norm_weight=call.norm_weight,
         output_gate=gate, in_place=in_place,

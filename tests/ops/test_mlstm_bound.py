@@ -15,8 +15,8 @@ from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, F64, case, exact, ru
 from wavecrest import records
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.tuned import Config
-from wavecrest.ops.mlstm import backend as _mlstm_op
-from wavecrest.ops.mlstm.call import Operands, StepOperands
+from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
+from wavecrest.ops.mlstm.study.cases import example
 from wavecrest.tune import misses, trust
 from wavecrest.tune.candidates import Candidate
 
@@ -34,11 +34,11 @@ def _tuple(found: Any) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def shares(op: str, call: Operands | StepOperands, got: Any) -> list[float]:
+def shares(op: str, call: MlstmCall | MlstmStepCall, got: Any) -> list[float]:
     """The largest error of each result as a share of its bound."""
     known = registry.get(op)
-    want = _tuple(known.reference(*call))
-    bounds = known.bound(*call) if known.bound is not None else None
+    want = _tuple(known.reference(call))
+    bounds = known.study.bound(call) if known.study.bound is not None else None
     assert isinstance(bounds, tuple) and [one.shape for one in bounds] == [one.shape for one in want]
     assert {one.dtype for one in bounds} == {F64}
     found = []
@@ -78,27 +78,27 @@ def test_the_bounds_are_no_wider_than_what_is_known_of_the_roundings(op: str) ->
     for dtype, times in ((F32, 20.0), (F16, 4.0), (BF16, 4.0)):
         call = case(dtype=dtype, gate_dtype=F32, tokens=70, batch=1, gates=(-10.0, 4.0, 1.0), return_last_states=True)
         known = registry.get(op)
-        bounds = known.bound(*call) if known.bound is not None else None
+        bounds = known.study.bound(call) if known.study.bound is not None else None
         assert isinstance(bounds, tuple)
         want = exact(call, rounded=op == "mlstm_chunkwise")
         for one, other in zip(bounds, (want.h_bound, *want.state_bounds), strict=True):
             assert float((one.cpu() / other).median()) < times, (op, dtype)
 
 
-def planted(op: str, call: Operands | StepOperands, change: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def planted(op: str, call: MlstmCall | MlstmStepCall, change: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the tuner makes of a kernel whose results are changed before it sees them."""
     known = registry.get(op)
     kernel = known.backends["triton"]
-    config = chunkwise.SMALL if op == "mlstm_chunkwise" else known.config_of("triton", known.key(*call))
+    config = chunkwise.SMALL if op == "mlstm_chunkwise" else known.config_of("triton", known.key(call))
 
-    def lying(*args: Any, config: Config) -> Any:
-        found = [one.clone() for one in _tuple(kernel.run(*args, config=config))]
+    def lying(call: Any, config: Config) -> Any:
+        found = [one.clone() for one in _tuple(kernel.run(call, config))]
         change(found)
         return tuple(found) if len(found) > 1 else found[0]
 
     monkeypatch.setitem(known.backends, "triton", replace(kernel, run=lying, bind=None))
     row = records.TuneCandidate(backend="triton")
-    admitted = trust.admit(known, Candidate("triton", config), tuple(call), trust.oracle(known, tuple(call)), row)
+    admitted = trust.admit(known, Candidate("triton", config), call, trust.oracle(known, call), row)
     assert (admitted is None) == (row.status == "wrong"), row.reason
     return row
 
@@ -167,33 +167,33 @@ def test_a_state_in_bfloat16_is_wrong_where_no_matrix_unit_made_it(monkeypatch: 
 @pytest.mark.parametrize("op", OPS)
 def test_bounds_begin_anew_with_a_document_and_pass_by_padding(op: str) -> None:
     """What is behind a reset, or beside padding, is judged as it is alone."""
-    bound = registry.get(op).bound
+    bound = registry.get(op).study.bound
     assert bound is not None
     call = case(tokens=40, batch=1, return_last_states=True, epilogue="gate", dtype=BF16)
     part = {name: getattr(call, name)[:, :, 25:] for name in ("q", "k", "v", "i", "f", "output_gate")}
-    alone = bound(*call._replace(**part))
+    alone = bound(call._replace(**part))
     resets = torch.zeros(1, 40, dtype=torch.bool, device=DEVICE)
     resets[0, 25] = True
     starts = torch.tensor([25], dtype=torch.int32, device=DEVICE)
     for more in ({"resets": resets}, {"seq_starts": starts}):
-        h, *states = bound(*call._replace(**more))
+        h, *states = bound(call._replace(**more))
         for one, want in zip((h[:, :, 25:], *states), alone, strict=True):
             torch.testing.assert_close(one, want, rtol=1e-9, atol=0.0)
     part = {name: getattr(call, name)[:, :, :15] for name in part}
     lens = torch.tensor([15], dtype=torch.int32, device=DEVICE)
-    h, *states = bound(*call._replace(seq_lens=lens))
-    for one, want in zip((h[:, :, :15], *states), bound(*call._replace(**part)), strict=True):
+    h, *states = bound(call._replace(seq_lens=lens))
+    for one, want in zip((h[:, :, :15], *states), bound(call._replace(**part)), strict=True):
         torch.testing.assert_close(one, want, rtol=1e-9, atol=0.0)
     assert not bool(h[:, :, 15:].any())
     # and the state of the document before is not: it would be another bound
-    h, *states = bound(*call)
+    h, *states = bound(call)
     assert not any(torch.allclose(one, want, rtol=1e-3, atol=0.0) for one, want in zip(states, alone[1:], strict=True))
 
 
 def test_no_bound_for_float64() -> None:
     for op, call in ((OPS[0], case(dtype=F64)), (OPS[1], case(dtype=F64)), ("mlstm_step", steps.step(dtype=F64))):
         known = registry.get(op)
-        assert known.bound is not None and known.bound(*call) is None
+        assert known.study.bound is not None and known.study.bound(call) is None
 
 
 def test_gates_that_are_closed_or_forget_everything_have_finite_bounds() -> None:
@@ -228,12 +228,12 @@ def test_calls_are_made_from_keys(op: str, name: str) -> None:
     rows = 1 if packed else 3
     if options.pop("resets", False):
         options["resets"] = torch.empty(rows, 40, dtype=torch.bool, device="meta")
-    given = Operands(*_mlstm_op.example((rows, 2, 40, 16, 24), BF16, "meta", **options))
+    given = example((rows, 2, 40, 16, 24), BF16, "meta", **options)
     given = given._replace(output_gate=None) if alone else given
     known = registry.get(op)
-    parts = misses.parts_of(known, known.key(*given))
+    parts = misses.parts_of(known, known.key(given))
     # `call` itself holds the key of what it made against the parts
-    made = Operands(*misses.call(known, parts, "cpu"))
+    made = misses.call(known, parts, "cpu")
     assert made.tokens >= given.tokens and set(parts) == set(lookup.fields_of(known))
     if packed:
         lens = made.cu_seqlens.diff().tolist() if made.cu_seqlens is not None else []
@@ -246,11 +246,11 @@ def test_calls_of_steps_are_made_from_keys() -> None:
         steps.step(dtype=BF16, gate_soft_cap=15.0, epilogue="gate"), steps.step(epilogue="norm"),
         steps.step(input_gate="sigmoid", normalize=False), steps.step(dtype=F16)._replace(state_dtype=F16),
     ):  # fmt: skip
-        misses.call(known, misses.parts_of(known, known.key(*call)), "cpu")
+        misses.call(known, misses.parts_of(known, known.key(call)), "cpu")
 
 
 def test_calls_inside_torch_compile_are_none() -> None:
     known = registry.get(OPS[0])
-    parts = misses.parts_of(known, known.key(*case())) | {"tokens": 0, "batch": 0}
+    parts = misses.parts_of(known, known.key(case())) | {"tokens": 0, "batch": 0}
     with pytest.raises(registry.InvalidArgument, match="makes no call from this key"):
         misses.call(known, parts, "cpu")

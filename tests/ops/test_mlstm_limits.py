@@ -12,7 +12,7 @@ from tests.ops.mlstm_harness import BF16, DEVICE, F16, F32, assert_right, case, 
 from tests.ops.op_harness import same_bits
 from tests.ops.test_mlstm_chunkwise import CASES, SMALL, config
 from wavecrest import ops
-from wavecrest.ops.mlstm.call import Operands, StepOperands
+from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
 from wavecrest.ops.mlstm.chunkwise import launch as launches
 
 OP = "mlstm_chunkwise"
@@ -21,22 +21,22 @@ INF = float("inf")
 PATHS = ((OP, "triton"), (OP, "torch"), (OP, "reference"), ("mlstm_sequence", "triton"))
 
 
-def on(path: tuple[str, str], call: Operands) -> Any:
+def on(path: tuple[str, str], call: MlstmCall) -> Any:
     op, backend = path
     return run(op, call, SMALL if path == PATHS[0] else None, backend)
 
 
-def by_steps(call: Operands) -> tuple[Tensor, ...]:
+def by_steps(call: MlstmCall) -> tuple[Tensor, ...]:
     """h and the last states by one step of the kernel after another."""
     state, found = call.initial, []
     for t in range(call.tokens):
         now: Any = [one[:, :, t] for one in call[:5]]
-        h, *state = run("mlstm_step", StepOperands(*now, *state))
+        h, *state = run("mlstm_step", MlstmStepCall(*now, *state))
         found.append(h)
     return torch.stack(found, 2), *state
 
 
-def assert_same_function(call: Operands, *results: Any) -> None:
+def assert_same_function(call: MlstmCall, *results: Any) -> None:
     """Near the definition in float64: within a few roundings of float32, or of what matrix units take."""
     wide = call._replace(**{name: getattr(call, name).double() for name in "qkvif"})
     want = run(OP, wide, backend="reference")
@@ -148,7 +148,7 @@ def test_places_outside_of_a_row_are_none(path: tuple[str, str]) -> None:
     assert_right(call, on(path, call._replace(cu_seqlens=outside)), want)
 
 
-def all_ops(call: Operands) -> list[Tensor]:
+def all_ops(call: MlstmCall) -> list[Tensor]:
     options: dict[str, Any] = {"gate_soft_cap": 15.0}
     states = dict(zip(("c_initial", "n_initial", "m_initial"), call.initial, strict=True))
     now: Any = [one[:, :, 0] for one in call[:3]] + [one[:, :, :1] for one in call[3:5]]

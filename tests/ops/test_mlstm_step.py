@@ -18,9 +18,12 @@ from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops.mlstm import norm as norms
-from wavecrest.ops.mlstm.call import Operands, StepOperands
-from wavecrest.ops.mlstm.step import launch as steps
+from wavecrest.ops.mlstm import kernel_norm, launch_norm
+from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
+from wavecrest.ops.mlstm.step import kernel
+from wavecrest.ops.mlstm.step.config import default
+from wavecrest.ops.mlstm.step.launch import planned
+from wavecrest.ops.mlstm.step.study.space import space
 
 OP = "mlstm_step"
 CONFIGS = {"default": None, "several programs": Config(BLOCK_K=8, BLOCK_V=8, num_warps=1)}
@@ -41,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def step(dtype: torch.dtype = F32, half: bool = False, flat: bool = False, **options: Any) -> StepOperands:
+def step(dtype: torch.dtype = F32, half: bool = False, flat: bool = False, **options: Any) -> MlstmStepCall:
     """A step with states that a sequence of tokens could have left: `half`: c in float16; `flat`: gates [B, NH]."""
     more = {name: options.pop(name) for name in ("in_place", "state_dtype") if name in options}
     call = case(**{"heads": 2, **options}, tokens=1, first=True, dtype=dtype)
@@ -51,18 +54,18 @@ def step(dtype: torch.dtype = F32, half: bool = False, flat: bool = False, **opt
     kept = F64 if dtype == F64 else F32
     n, m = (None if one is None else one.to(kept) for one in call.initial[1:])
     assert n is not None
-    return StepOperands(
+    return MlstmStepCall(
         call.q[:, :, 0], call.k[:, :, 0], call.v[:, :, 0], i, f, call.c_initial.to(F16 if half else kept), n, m,
         call.eps, call.input_gate, call.normalize, call.gate_soft_cap, call.norm_weight, call.norm_eps, gate, **more,
     )  # fmt: skip
 
 
-def wanted(call: StepOperands) -> Exact:
+def wanted(call: MlstmStepCall) -> Exact:
     """What a step gives, by the oracle of sequences; nothing is rounded but results."""
     return exact(call.sequence(), rounded=False)
 
 
-def assert_step(call: StepOperands, got: Any, want: Exact | None = None) -> None:
+def assert_step(call: MlstmStepCall, got: Any, want: Exact | None = None) -> None:
     want = want or wanted(call)
     h, *states = got
     assert h.dtype == call.q.dtype and h.shape == call.v.shape
@@ -178,7 +181,7 @@ def test_the_last_program_of_a_head_ends_it(
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_what_is_compiled_as_counted_is(arch: str) -> None:
-    made = registry.get(OP).compile_cases
+    made = registry.get(OP).study.compile_cases
     assert made is not None
     cases = made(ARCHS[arch])
     assert {name for name, launch in cases.items() if launch.constants.get("LAST")} == {"7B counted"}
@@ -198,7 +201,7 @@ def test_without_anything_left_to_do_nobody_is_counted() -> None:
 def test_programs_are_counted_whatever_their_order(batch: int) -> None:
     """Many programs at once, many times: each time the same bits as when nothing else runs."""
     call = step(dtype=BF16, batch=batch, heads=8, dk=256, dv=512, epilogue="gate")
-    config = registry.get(OP).config_of("triton", registry.get(OP).key(*call))
+    config = registry.get(OP).config_of("triton", registry.get(OP).key(call))
     arrivals = torch.zeros(batch, 8, dtype=torch.int32, device=DEVICE)
     first: list[Tensor] | None = None
     for _ in range(200):
@@ -214,7 +217,7 @@ def test_more_rows_than_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
     call, how = step(**CASES["norm and gate"]), "several programs"
     narrow = run(OP, call, CONFIGS[how])
     assert not _described(call, how)[1].constants["WIDE"]
-    monkeypatch.setattr(norms, "MOST_NARROW", 0)
+    monkeypatch.setattr(launch_norm, "MOST_NARROW", 0)
     assert _described(call, how)[1].constants["WIDE"]
     assert all(map(same_bits, run(OP, call, CONFIGS[how]), narrow))
 
@@ -255,13 +258,13 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
     for config in CONFIGS.values():
         whole = run(OP, call, config)
         for row in range(3):
-            one = StepOperands(*(
+            one = MlstmStepCall(*(
                 part[row : row + 1] if isinstance(part, Tensor) and part.ndim > 1 else part for part in call
             ))  # fmt: skip
             for got, want in zip(run(OP, one, config), whole, strict=True):
                 assert same_bits(got, want[row : row + 1])
     found = registry.get(OP)
-    assert found.key(*call) == found.key(*step(dtype=BF16, batch=1, epilogue="gate"))
+    assert found.key(call) == found.key(step(dtype=BF16, batch=1, epilogue="gate"))
 
 
 def test_four_thousand_steps_stay_near_float64() -> None:
@@ -301,9 +304,11 @@ def test_gradients_go_through_the_definition() -> None:
     leaves = [
         one.double().requires_grad_() if isinstance(one, Tensor) and one.is_floating_point() else one for one in call
     ]
-    assert torch.autograd.gradcheck(lambda *args: registry.get(OP)(*args), leaves, atol=1e-6)
-    single = [one.float().detach().requires_grad_() if isinstance(one, Tensor) else one for one in leaves]
-    decision = registry.get(OP).decide(*single)
+    assert torch.autograd.gradcheck(lambda *args: registry.get(OP)(MlstmStepCall(*args)), leaves, atol=1e-6)
+    single = MlstmStepCall(
+        *(one.float().detach().requires_grad_() if isinstance(one, Tensor) else one for one in leaves)
+    )
+    decision = registry.get(OP).decide(single)
     assert decision.backend == "torch"
     assert "gradients" in {one.backend: one.reason for one in decision.refused}["triton"]
 
@@ -318,9 +323,8 @@ def test_nothing_is_compiled_again_for_another_batch(how: str) -> None:
         assert again == first
 
 
-def _described(call: StepOperands, how: str) -> list[Any]:
-    given = steps.How(call.in_place, call.arrivals)
-    return steps.planned(call.sequence(), given, CONFIGS[how] or steps.default(16, 24, None), None)
+def _described(call: MlstmStepCall, how: str) -> list[Any]:
+    return planned(call, CONFIGS[how] or default(16, 24, None), None)
 
 
 def _identity(launch: Any) -> Any:
@@ -330,7 +334,7 @@ def _identity(launch: Any) -> Any:
         value.dtype if isinstance(value, Tensor) else type(value) for _, value in zip(names, launch.args, strict=False)
     ]
     loose = {name for name, value in zip(names, launch.args, strict=False) if not isinstance(value, Tensor)}
-    assert loose <= set(steps._SIZES) | set(norms._SIZES), "a number makes the kernel anew"
+    assert loose <= set(kernel._SIZES) | set(kernel_norm._SIZES), "a number makes the kernel anew"
     return launch.kernel, specialized, launch.options()
 
 
@@ -349,7 +353,7 @@ def test_torch_compile(dynamic: bool) -> None:
 
 def test_an_empty_batch() -> None:
     call = step()
-    none = StepOperands(*(one[:0] if isinstance(one, Tensor) else one for one in call))
+    none = MlstmStepCall(*(one[:0] if isinstance(one, Tensor) else one for one in call))
     for backend in ("triton", "torch"):
         assert [one.shape[0] for one in run(OP, none, backend=backend)] == [0, 0, 0, 0]
 
@@ -357,12 +361,12 @@ def test_an_empty_batch() -> None:
 def test_space_and_defaults() -> None:
     for arch in ARCHS.values():
         for dk, dv in ((64, 128), (256, 512), (24, 48), (2000, 3)):
-            some = list(steps.space(dk, dv, arch))
-            assert some[0] == steps.default(dk, dv, arch) and len(some) == len(set(some))
+            some = list(space(dk, dv, arch))
+            assert some[0] == default(dk, dv, arch) and len(some) == len(set(some))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "k's columns": ({"k": torch.zeros(2, 2, 15)}, "k must have 16 columns"),
+    "k's head_dim": ({"k": torch.zeros(2, 2, 15)}, "k must have a head_dim of 16"),
     "k's dtype": ({"k": torch.zeros(2, 2, 16).half()}, "k must be torch.float32"),
     "v's heads": ({"v": torch.zeros(2, 3, 24)}, "v must be"),
     "gate": ({"i": torch.zeros(2, 2, 2)}, "i must be"),
@@ -408,7 +412,7 @@ def test_refuses(name: str) -> None:
     )
     for backend in (None, "torch", "reference", "triton"):
         with pytest.raises(InvalidArgument, match=f"mlstm_step: .*{message}"):
-            registry.get(OP)(*call) if backend is None else run(OP, call, backend=backend)
+            registry.get(OP)(call) if backend is None else run(OP, call, backend=backend)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -428,7 +432,7 @@ def test_torch_compile_of_states_in_place(dynamic: bool) -> None:
 def test_in_place_with_gradients_is_refused() -> None:
     call = step(in_place=True)
     with pytest.raises(InvalidArgument, match="in_place=False"):
-        registry.get(OP)(*call._replace(q=call.q.requires_grad_()))
+        registry.get(OP)(call._replace(q=call.q.requires_grad_()))
 
 
 def test_float64_is_declined_by_the_kernel() -> None:
@@ -460,7 +464,7 @@ def test_a_measured_row_holds_in_place_too() -> None:
     op = registry.get(OP)
     call = step(gate_soft_cap=15.0, epilogue="gate")
     fields = op.key_fields
-    keys = [op.key(*call._replace(in_place=inside)) for inside in (False, True)]
+    keys = [op.key(call._replace(in_place=inside)) for inside in (False, True)]
     keys = [(*key[: fields.index("device")], "cuda", *key[fields.index("device") + 1 :]) for key in keys]
     rows = [lookup.columns(op, key) for key in keys]
     assert keys[0] != keys[1] and rows[0] is not None and rows[0] == rows[1]
@@ -469,7 +473,7 @@ def test_a_measured_row_holds_in_place_too() -> None:
 def test_the_public_function_nests_states() -> None:
     call = step()
     h, (c, n, m) = ops.mlstm_step(*call[:8])
-    assert all(same_bits(one, other) for one, other in zip((h, c, n, m), registry.get(OP)(*call), strict=True))
+    assert all(same_bits(one, other) for one, other in zip((h, c, n, m), registry.get(OP)(call), strict=True))
     _, states = ops.mlstm_step(*call[:7], None, input_gate="sigmoid")
     assert len(states) == 2
-    assert isinstance(call.sequence(), Operands)
+    assert isinstance(call.sequence(), MlstmCall)

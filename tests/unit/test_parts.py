@@ -21,6 +21,7 @@ from tests.unit import parts_trial
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.models.xlstm.quantize import quantize
+from wavecrest.ops.mlstm.call import MlstmStepCall
 
 ROOT = Path(__file__).parents[2]
 
@@ -163,7 +164,11 @@ def test_the_two_references_agree() -> None:
 
 def test_steps_in_place_are_timed_beside_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlstm_peers, "SMALL_BATCHES", (2,))
-    monkeypatch.setattr(mlstm_peers, "official_step", lambda device: registry.get("mlstm_step").reference)
+    monkeypatch.setattr(
+        mlstm_peers,
+        "official_step",
+        lambda device: lambda *given: registry.get("mlstm_step").reference(MlstmStepCall(*given)),
+    )
     report = Told()
     mlstm_peers.step(report, SMALL)
     rows = report.rows["b2"]["rows"]

@@ -40,8 +40,8 @@ def bench_bucket(
     """Time one bucket under `torch.no_grad()`: at least 30 samples, cold start apart, then the memory of one more call.
 
     Args:
-        function: what is called with the bucket's inputs; None takes the workload's model.
-        seconds: how long to go on sampling while the interval is wider than one percent either way.
+        function: called with the bucket's inputs; None takes the workload's model.
+        seconds: longest sampling time; sampling ends earlier once the interval is within one percent either way.
 
     Raises:
         WorkloadError: no such bucket, the call raised, or it changed the shapes of its inputs (a cache that grows at
@@ -116,9 +116,9 @@ def record(
 def peak_memory(work: Call, device: str) -> int:
     """Bytes torch has allocated at the peak of one call, beyond what was allocated before it (weights, inputs).
 
-    On a GPU from the caching allocator's counters; memory of a captured graph's pool was there before and does not
-    count. On the CPU from torch.profiler's allocation events, which miss what libraries allocate themselves (oneDNN
-    scratch); the process's resident size is no substitute, as the C allocator keeps freed memory.
+    On a GPU from the caching allocator's counters; the pool of a captured graph was allocated before and does not
+    count. On the CPU from torch.profiler's allocation events, which miss memory that libraries allocate themselves
+    (oneDNN scratch). The process's resident size is no substitute, as the C allocator keeps freed memory.
     """
     import torch
 
@@ -156,7 +156,7 @@ def _for_bucket(on_progress: OnBucketProgress, bucket: str) -> timing.OnProgress
 
 
 class _NamedCall(Call):
-    """The call to time; what it raises becomes one line that names the bucket."""
+    """The call to time; an error it raises becomes one line that names the bucket."""
 
     def __call__(self) -> Any:
         import torch

@@ -12,6 +12,8 @@ Source = Literal["exact", "near", "prior", "model", "default", "forced"]
 # where a decision comes from, the best first; "forced" is the caller's
 SOURCES: tuple[Source, ...] = ("exact", "near", "prior", "model", "default", "forced")
 Key = tuple[Any, ...]
+# the backend of every op that is PyTorch's own operation
+NATIVE = "torch"
 
 C = TypeVar("C", bound=tuple[Any, ...])
 R = TypeVar("R")
@@ -52,6 +54,16 @@ class Decision:
     source: Source
     reason: str
     refused: tuple[Refusal, ...]
+
+    @property
+    def own_kernel(self) -> bool:
+        """True if one of our kernels runs the calls: those alone have configurations."""
+        return self.config is not None
+
+    @property
+    def native(self) -> bool:
+        """True if PyTorch's own operation runs the calls."""
+        return self.backend == NATIVE
 
     def describe(self) -> str:
         """One line for people."""

@@ -97,6 +97,26 @@ class AddRMSNorm(RMSNorm):
         return made
 
 
+class ResidualNorm(nn.Module):
+    """RMSNorm of a residual stream with a weight [size]: x / sqrt(mean(x²) + eps) · weight + bias, if there is one."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, size: int, eps: float, bias: bool, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, device=device))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(size, device=device)) if bias else None)
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(norm of x + delta, x + delta), both [..., size]; without a delta of x, and x itself."""
+        if delta is None:
+            normed = rms_norm(x, self.weight, self.eps)
+        else:
+            normed, x = add_rms_norm(delta, x, self.weight, self.eps)
+        return (normed if self.bias is None else normed + self.bias), x
+
+
 class LayerNorm(_Norm):
     """`wavecrest.ops.layer_norm` with a weight and a bias [size]."""
 

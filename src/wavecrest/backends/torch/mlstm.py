@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from torch import Tensor
-
 from wavecrest.backends.torch.common import PRIORITY
-from wavecrest.dispatch import registry
-from wavecrest.ops.mlstm.call import Operands as MemorySequence
+from wavecrest.ops.mlstm.backend import refuse as kernel_refuses
+from wavecrest.ops.mlstm.call import MlstmCall
+from wavecrest.ops.mlstm.chunkwise.backend import op as _chunkwise
 from wavecrest.ops.mlstm.reference import chunkwise
+from wavecrest.ops.mlstm.sequence.backend import op as _sequence
+from wavecrest.ops.mlstm.step.backend import op as _step
 
 
-def _mlstm_chunkwise(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-    return chunkwise(MemorySequence(*args, **kwargs))
+def refuse(call: MlstmCall) -> str | None:
+    """Refuse `batch_invariant` where our kernel has it: PyTorch's GEMMs do not promise the same bits in any batch."""
+    if not call.batch_invariant or call.q.device.type == "cpu" or kernel_refuses(call) is not None:
+        return None
+    return "its GEMMs may round otherwise in another batch, and batch_invariant asks for the same bits"
 
 
-def _mlstm_supports(name: str) -> Callable[..., str | None]:
-    """What PyTorch's form of an mLSTM over sequences declines: the same bits in any batch, where a kernel has them."""
-
-    def supports(*args: Any, **kwargs: Any) -> str | None:
-        given = MemorySequence(*args, **kwargs)
-        if not given.batch_invariant or given.q.device.type == "cpu":
-            return None
-        kernel = registry.get(name).backends["triton"].supports(*args, **kwargs)
-        if kernel is not None:
-            return None
-        return "its products may round otherwise in another batch, and batch_invariant asks for the same bits"
-
-    return supports
-
-
+_chunkwise.attach("torch", chunkwise, refuse=refuse, priority=PRIORITY)
 # the definition of the other two is made of PyTorch's operations, one token at a time
-for _name, _run, _takes in (
-    ("mlstm_chunkwise", _mlstm_chunkwise, _mlstm_supports("mlstm_chunkwise")),
-    ("mlstm_sequence", registry.get("mlstm_sequence").reference, _mlstm_supports("mlstm_sequence")),
-    ("mlstm_step", registry.get("mlstm_step").reference, None),
-):
-    registry.get(_name).attach("torch", _run, supports=_takes, priority=PRIORITY)
+_sequence.attach("torch", _sequence.reference, refuse=refuse, priority=PRIORITY)
+_step.attach("torch", _step.reference, priority=PRIORITY)

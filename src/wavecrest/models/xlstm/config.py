@@ -177,8 +177,8 @@ class xLSTMLargeConfig:
         # an end is compared and padding is written, so that any number works
         if self.bos_token_id is not None and not 0 <= self.bos_token_id < self.vocab_size:
             raise InvalidArgument(
-                f"xLSTM: bos_token_id is {self.bos_token_id}, tokens are from 0 to {self.vocab_size - 1}; None: there "
-                "is none"
+                f"xLSTM: bos_token_id is {self.bos_token_id}, tokens are from 0 to {self.vocab_size - 1}; None: it "
+                "has none"
             )
         ends = self.eos_token_id
         several = ends if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
@@ -208,7 +208,7 @@ class xLSTMLargeConfig:
 
     @property
     def ffn_dim(self) -> int:
-        """Width of the MLP: the float product rounded as checkpoints were, a fraction of a multiple dropped."""
+        """Width of the MLP: embedding_dim times its factor, rounded as checkpoints were."""
         multiple = self.ffn_round_up_to_multiple_of
         return int((self.embedding_dim * self.ffn_proj_factor + multiple - 1) // multiple * multiple)
 
@@ -216,6 +216,10 @@ class xLSTMLargeConfig:
     def state_dtype(self) -> torch.dtype:
         """The dtype of the cell state c."""
         return stored_dtype(self.inference_state_dtype)
+
+    def selected_kernels(self) -> kernels.Kernels:
+        """The kernels that it names; its chunk size is of other kernels, and changes no result."""
+        return kernels.Kernels.named(self.chunkwise_kernel, self.sequence_kernel, self.step_kernel, self.state_dtype)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "config") -> xLSTMLargeConfig:

@@ -9,23 +9,22 @@ import weakref
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.measure import cuda_graph, numerics
-from wavecrest.models.xlstm.layers import watched
+from wavecrest.models.xlstm.config import xLSTMLargeConfig
+from wavecrest.models.xlstm.network import xLSTMNetwork
+from wavecrest.models.xlstm.padding import spans
 from wavecrest.models.xlstm.sampling import Sampling
 from wavecrest.models.xlstm.state import State, StatePool, clone_state, lasting
+from wavecrest.nn.hooks import watched
 from wavecrest.ops import PackedWeight
 from wavecrest.ops._gemm.config import GEMV_ROWS
 from wavecrest.ops.common import warmup as _ahead
-
-if TYPE_CHECKING:
-    from wavecrest.models.xlstm.config import xLSTMLargeConfig
-    from wavecrest.models.xlstm.model import xLSTMLarge
 
 # fewer steps than these are over before a capture is
 CAPTURE_FROM = 16
@@ -56,30 +55,6 @@ class Prompt:
 
     tokens: Tensor
     lengths: Tensor | None
-
-
-def spans(mask: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(starts, lengths) int64 [B] of a mask [B, S] with one run of tokens a row; None where all are tokens.
-
-    Raises:
-        InvalidArgument: the mask is not of the tokens' shape, or a row has a hole.
-    """
-    if not isinstance(mask, Tensor) or mask.shape != tokens.shape or mask.is_floating_point():
-        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise InvalidArgument(
-            f"xLSTM: attention_mask must be bool or integers {list(tokens.shape)} as the tokens are, got {found}"
-        )
-    kept = mask.to(tokens.device) != 0
-    if kept.numel() == 0:
-        return None
-    starts, lengths = kept.byte().argmax(1), kept.sum(1)
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    run = (places >= starts[:, None]) & (places < (starts + lengths)[:, None])
-    if not torch.equal(run, kept):
-        raise InvalidArgument(
-            "xLSTM: a row of attention_mask has a hole; states are made token by token: leave the tokens out"
-        )
-    return None if bool(kept.all()) else (starts, lengths)
 
 
 def prepare(tokens: Tensor, mask: Tensor | None, bos: int | None) -> Prompt:
@@ -146,7 +121,7 @@ class Decoder:
         self.token.copy_(self._sampling.pick(logits, self.noise))
 
     @torch.no_grad()
-    def step(self, model: xLSTMLarge, generator: torch.Generator | None) -> None:
+    def step(self, model: xLSTMNetwork, generator: torch.Generator | None) -> None:
         """The next token in place of the last one."""
         self._draw(generator)
         if self.decoding == "captured":
@@ -154,8 +129,8 @@ class Decoder:
         else:
             self._work(model)
 
-    def choose(self, model: xLSTMLarge, capture: bool, count: int) -> None:
-        """Decide how `count` steps run: eagerly, or as a graph, which is captured where there is none yet."""
+    def choose(self, model: xLSTMNetwork, capture: bool, count: int) -> None:
+        """Decide how `count` steps run: eagerly, or as a graph, which is captured on first use."""
         if not has_graphs(self.token.device):
             self.decoding = "eager: a CPU has no graphs"
         elif not capture:
@@ -171,7 +146,7 @@ class Decoder:
         if self.noise is not None:
             self.noise.exponential_(generator=generator)
 
-    def _work(self, model: xLSTMLarge) -> Tensor:
+    def _work(self, model: xLSTMNetwork) -> Tensor:
         """What a graph holds; the logits [B, V], to be compared."""
         arrivals = self.pool.arrivals if self.counted else None
         # four operations on all logits less where nothing but the largest is asked for
@@ -179,7 +154,7 @@ class Decoder:
         self.token.copy_(self._sampling.pick(logits, self.noise))
         return logits
 
-    def _capture(self, model: xLSTMLarge) -> None:
+    def _capture(self, model: xLSTMNetwork) -> None:
         """Record the step, and compare its first replay with a step that ran; token and state are left as they were.
 
         What cannot be captured, or replays something else, stays eager, with a `DecodeFallback` warning.
@@ -229,7 +204,7 @@ class Decoder:
 _decoders: weakref.WeakKeyDictionary[Any, tuple[Any, Decoder]] = weakref.WeakKeyDictionary()
 
 
-def fingerprint(model: xLSTMLarge) -> tuple[Any, ...]:
+def fingerprint(model: xLSTMNetwork) -> tuple[Any, ...]:
     """Where a model's weights are: what a captured graph depends on."""
     found = []
     for parameter in model.parameters():
@@ -238,7 +213,7 @@ def fingerprint(model: xLSTMLarge) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _decoder(model: xLSTMLarge, state: State, logits: Tensor, sampling: Sampling) -> tuple[Any, Decoder]:
+def _decoder(model: xLSTMNetwork, state: State, logits: Tensor, sampling: Sampling) -> tuple[Any, Decoder]:
     """The model's last decoder where it fits and is free, else a new one; and what it is for."""
     key = (tuple(logits.shape), logits.device, state[0][0].dtype, sampling, fingerprint(model))
     # taken out while it is used, so that two streams do not share one, and before a new one takes memory
@@ -246,13 +221,13 @@ def _decoder(model: xLSTMLarge, state: State, logits: Tensor, sampling: Sampling
     return kept if kept is not None and kept[0] == key else (key, Decoder(state, logits, sampling))
 
 
-# what a pass is for: a prompt of one row or of several, as a size of 1 is compiled apart; steps of so many rows
+# what a pass is for: a prompt of one row or of several, as a size of 1 is compiled apart; steps by their number of rows
 Kind = tuple[str, int]
 # of each model what its kernels were compiled ahead for
 _rehearsed: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
 
 
-def _unrehearsed(model: xLSTMLarge, device: torch.device, *kinds: Kind) -> set[Kind]:
+def _unrehearsed(model: xLSTMNetwork, device: torch.device, *kinds: Kind) -> set[Kind]:
     """The kinds that are new, whose kernels the caller compiles ahead; none where that cannot or must not be done."""
     if not _ahead.possible(device):
         return set()
@@ -264,7 +239,7 @@ def _unrehearsed(model: xLSTMLarge, device: torch.device, *kinds: Kind) -> set[K
     return new
 
 
-def _unseen(model: xLSTMLarge) -> bool:
+def _unseen(model: xLSTMNetwork) -> bool:
     """True if nobody sees what a model runs: its modules are ours or PyTorch's, without hooks, and not compiled."""
     for module in model.modules():
         known = type(module).__module__.startswith(("wavecrest.", "torch.nn."))
@@ -274,7 +249,7 @@ def _unseen(model: xLSTMLarge) -> bool:
 
 
 @torch.no_grad()
-def compile_ahead(model: xLSTMLarge, batch: int, longest: int) -> str | None:
+def compile_ahead(model: xLSTMNetwork, batch: int, longest: int) -> str | None:
     """See `xLSTMLarge.compile_ahead`."""
     for name, value in (("batch", batch), ("longest", longest)):
         if type(value) is not int or value < 1:
@@ -308,7 +283,7 @@ def compile_ahead(model: xLSTMLarge, batch: int, longest: int) -> str | None:
 
 
 def _whole(value: Any) -> int:
-    """A whole number of any kind, that of a tensor without dimensions too; TypeError: it is none."""
+    """A whole number of any kind, a tensor without dimensions too; TypeError: it is something else."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool)):
         raise TypeError
     return operator.index(value)
@@ -353,7 +328,7 @@ class Request:
 
 @torch.no_grad()
 def begin(
-    model: xLSTMLarge, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request
+    model: xLSTMNetwork, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request
 ) -> tuple[Decoder, Iterator[tuple[Tensor, Tensor]]]:
     """Read the prompts and choose their first tokens; what is still to do is in the iterator of `ended`."""
     config, ends = model.config, request.ends(model.config)
@@ -387,7 +362,7 @@ def begin(
     return decoder, _ended(_blocks(model, key, decoder, request), ends, pad)
 
 
-def _blocks(model: xLSTMLarge, key: Any, decoder: Decoder, request: Request) -> Generator[Tensor, None, None]:
+def _blocks(model: xLSTMNetwork, key: Any, decoder: Decoder, request: Request) -> Generator[Tensor, None, None]:
     """The tokens of each row, int64 [B, at most check_every] on the CPU at a time; the first was chosen already."""
     made = 0
     try:

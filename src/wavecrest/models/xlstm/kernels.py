@@ -2,7 +2,7 @@
 
 A configuration written for the official package names a kernel for sequences, one for short sequences and one for
 single steps. Here a name is an op with a backend: `triton…` names ask for our Triton kernel, `native…` names for
-PyTorch's; "auto" leaves the choice to the dispatcher. Where the backend that a name asks for declines a call, the
+PyTorch's; "auto" leaves the choice to the dispatcher. Where the backend that a name asks for refuses a call, the
 dispatcher's choice runs, with one warning that has the reason, and `fallbacks()` lists it.
 """
 
@@ -11,20 +11,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wavecrest import ops
 from wavecrest.dispatch.decision import Decision, Key
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument
 from wavecrest.ops import mlstm_parallel
-from wavecrest.ops.mlstm.call import Operands, StepOperands
-
-if TYPE_CHECKING:
-    from wavecrest.models.xlstm.config import xLSTMLargeConfig
+from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
+from wavecrest.ops.mlstm.chunkwise.backend import op as chunkwise
+from wavecrest.ops.mlstm.sequence.backend import op as sequence
+from wavecrest.ops.mlstm.step.backend import op as step
 
 AUTO = "auto"
 Result = tuple[Tensor, tuple[Tensor, Tensor, Tensor | None] | None]
@@ -98,7 +98,7 @@ UNUSED = frozenset(
     }
 )  # fmt: skip
 # looked up once: torch.compile traces calls of them
-_OPS = {name: ops.get(name) for name in ("mlstm_chunkwise", "mlstm_sequence", "mlstm_step")}
+_OPS: dict[str, AnyOp] = {op.name: op for op in (chunkwise, sequence, step)}
 _fallbacks: dict[tuple[str, Key], Fallback] = {}
 
 
@@ -106,7 +106,7 @@ def check(kind: str, name: str) -> Kernel:
     """The kernel of a name; `kind` is "chunkwise", "sequence" or "step".
 
     Raises:
-        InvalidArgument: there is none; the message lists those there are.
+        InvalidArgument: there is no such kernel; the message lists those there are.
     """
     try:
         return KERNELS[kind][name]
@@ -124,28 +124,28 @@ def fallbacks() -> list[Fallback]:
     return list(_fallbacks.values())
 
 
-def _call(kernel: Kernel, operands: Operands | StepOperands) -> Any:
+def _run(kernel: Kernel, call: MlstmCall | MlstmStepCall) -> Any:
     """Run an op on the backend that a kernel's name asks for, or on the dispatcher's choice."""
     op = _OPS[kernel.op]
     if kernel.backend is None:
-        return op(*operands)
-    op.check(*operands)
+        return op(call)
+    op.check(call)
     attached = op.backends.get(kernel.backend)
-    reason = "this version has no such kernel" if attached is None else attached.refuse(operands)
+    reason = "this version has no such kernel" if attached is None else attached.refuse(call)
     if reason is None:
-        return op.call_on(kernel.backend, *operands)
-    key = (kernel.name, op.key(*operands))
+        return op.call_on(kernel.backend, call)
+    key = (kernel.name, op.key(call))
     if key not in _fallbacks and not torch.compiler.is_compiling():
-        decision = op.decide(*operands)
+        decision = op.decide(call)
         # a reason is said once; every key is in the list
         if not any(known.name == kernel.name and known.reason == reason for known in _fallbacks.values()):
             warnings.warn(
-                f"{kernel.name}: {kernel.op} runs on {decision.backend}, as {kernel.backend} declines: {reason}",
+                f"{kernel.name}: {kernel.op} runs on {decision.backend}, as {kernel.backend} refuses: {reason}",
                 KernelFallback,
                 stacklevel=4,
             )
         _fallbacks[key] = Fallback(kernel.name, reason, decision)
-    return op(*operands)
+    return op(call)
 
 
 def _unflat(found: Any) -> Result:
@@ -182,15 +182,14 @@ class Kernels:
     state_dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: xLSTMLargeConfig) -> Kernels:
-        """Those that a configuration names; its chunk size is of other kernels, and changes no result."""
-        return cls(
-            check("chunkwise", config.chunkwise_kernel),
-            check("sequence", config.sequence_kernel),
-            check("step", config.step_kernel),
-            None,
-            config.state_dtype,
-        )
+    def named(cls, chunkwise: str, sequence: str, step: str, state_dtype: torch.dtype) -> Kernels:
+        """The kernels of these names, in chunks of their own choice.
+
+        Raises:
+            InvalidArgument: there is no kernel of a name; the message lists those there are.
+        """
+        kinds = check("chunkwise", chunkwise), check("sequence", sequence), check("step", step)
+        return cls(*kinds, None, state_dtype)
 
     def chunkwise(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, **options: Any) -> Result:
         """As `wavecrest.ops.mlstm_chunkwise`, but always (h, states or None)."""
@@ -200,7 +199,7 @@ class Kernels:
         if kernel.op == "mlstm_parallel":
             return _parallel(kernel, q, k, v, i, f, options)
         options |= {"input_gate": kernel.input_gate, "state_dtype": self.state_dtype}
-        return _unflat(_call(kernel, Operands(q, k, v, i, f, chunk_size=self.chunk_size, **options)))
+        return _unflat(_run(kernel, MlstmCall(q, k, v, i, f, chunk_size=self.chunk_size, **options)))
 
     def _need_states(self) -> None:
         if not self.chunkwise_kernel.state:
@@ -211,15 +210,15 @@ class Kernels:
         if not self.chunkwise_kernel.state:
             return self.chunkwise(q, k, v, i, f, **options)
         options |= {"input_gate": self.chunkwise_kernel.input_gate, "state_dtype": self.state_dtype}
-        return _unflat(_call(self.sequence_kernel, Operands(q, k, v, i, f, **options)))
+        return _unflat(_run(self.sequence_kernel, MlstmCall(q, k, v, i, f, **options)))
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor | None, **more: Any
     ) -> Result:
         """As `wavecrest.ops.mlstm_step`."""
         self._need_states()
-        given = StepOperands(q, k, v, i, f, c, n, m, input_gate=self.chunkwise_kernel.input_gate, **more)
-        return _unflat(_call(self.step_kernel, given))
+        call = MlstmStepCall(q, k, v, i, f, c, n, m, input_gate=self.chunkwise_kernel.input_gate, **more)
+        return _unflat(_run(self.step_kernel, call))
 
 
 def chunk_of(kernel: Kernel, size: int) -> int | None:
@@ -307,10 +306,10 @@ def get_mlstm_sequence_kernel(name: str) -> Callable[..., Any]:
         **more: Any,
     ) -> Any:
         _refuse_unknown(name, more)
-        given = Operands(
+        call = MlstmCall(
             q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, state_dtype=dtype_state
         )
-        return states_of(kernel, _unflat(_call(kernel, given)), return_last_states)
+        return states_of(kernel, _unflat(_run(kernel, call)), return_last_states)
 
     return run
 
@@ -338,8 +337,8 @@ def get_mlstm_step_kernel(name: str) -> Callable[..., Any]:
         **more: Any,
     ) -> Any:
         _refuse_unknown(name, more)
-        given = StepOperands(q, k, v, i, f, c, n, m, eps, state_dtype=dtype_state)
-        return states_of(kernel, _unflat(_call(kernel, given)), True)
+        call = MlstmStepCall(q, k, v, i, f, c, n, m, eps, state_dtype=dtype_state)
+        return states_of(kernel, _unflat(_run(kernel, call)), True)
 
     return run
 

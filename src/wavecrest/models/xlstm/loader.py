@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from wavecrest import hardware
 from wavecrest.errors import CheckpointError, InvalidArgument, MissingDependency, OutputError, Unsupported
 from wavecrest.models.xlstm import kernels, weights
 from wavecrest.models.xlstm.config import write_yaml, xLSTMLargeConfig
-from wavecrest.models.xlstm.layers import joins
+from wavecrest.models.xlstm.layers import fused_projections
+from wavecrest.models.xlstm.network import xLSTMNetwork
 from wavecrest.models.xlstm.quantize import check_format, packed, put, takes
 from wavecrest.ops import PackedWeight
 
-if TYPE_CHECKING:
-    from wavecrest.models.xlstm.model import xLSTMLarge
+Network = TypeVar("Network", bound=xLSTMNetwork)
 
 # of a message that lists names
 MAX_NAMES = 12
@@ -146,14 +146,14 @@ def _check(reader: _Reader, config: xLSTMLargeConfig, weight_mode: str, folder: 
 
 
 def load(
-    kind: type[xLSTMLarge],
+    kind: type[Network],
     folder: str | Path,
     device: torch.device | str | None,
     dtype: torch.dtype | str | None,
     weight_mode: str,
     quantize: str | None,
     changes: Mapping[str, Any],
-) -> xLSTMLarge:
+) -> Network:
     """What `xLSTMLarge.from_pretrained` does; see there."""
     path = Path(folder)
     if not path.is_dir():
@@ -183,8 +183,8 @@ def load(
             put(model, name, packed(name, value, quantize) if quantize is not None and takes(name) else value)
     if config.tie_word_embeddings:
         put(model, weights.LM_HEAD, model.embedding.weight)
-    for joined in joins(model):
-        joined.lay_out()
+    for one in fused_projections(model):
+        one.lay_out()
     return model.eval()
 
 
@@ -216,7 +216,7 @@ def _fill(value: Tensor, reader: _Reader, parts: list[weights.Rows]) -> None:
         start += part.shape[0]
 
 
-def save(model: xLSTMLarge, folder: str | Path, form: str, weight_mode: str | None, max_shard_bytes: int) -> None:
+def save(model: xLSTMNetwork, folder: str | Path, form: str, weight_mode: str | None, max_shard_bytes: int) -> None:
     """What `xLSTMLarge.save_pretrained` does; see there."""
     # transformers 5.23 fails to initialise fused layers, which it does before it loads them
     mode = weight_mode or ("single" if form == "huggingface" else model.config.weight_mode)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument
-from wavecrest.models.xlstm.layers import joins
+from wavecrest.models.xlstm.layers import fused_projections
+from wavecrest.models.xlstm.network import xLSTMNetwork
 from wavecrest.ops import PackedWeight, pack
 
-if TYPE_CHECKING:
-    from wavecrest.models.xlstm.model import xLSTMLarge
+Network = TypeVar("Network", bound=xLSTMNetwork)
 
 # int8 and fp8 have a scale a row, int4 one for 128 columns
 FORMATS = ("int8", "fp8", "int4")
@@ -66,7 +66,7 @@ def put(model: nn.Module, name: str, value: Tensor) -> None:
     setattr(model.get_submodule(path), leaf, value)
 
 
-def quantize(model: xLSTMLarge, format: str = "int8", *, lm_head: bool = False) -> xLSTMLarge:
+def quantize(model: Network, format: str = "int8", *, lm_head: bool = False) -> Network:
     """Pack the projections of a model in place (`wavecrest.ops.pack`): weight-only, activations keep their dtype.
 
     Gates, norms and the embedding stay as they are, so does `lm_head` unless it is asked for; a tied embedding keeps
@@ -96,7 +96,7 @@ def quantize(model: xLSTMLarge, format: str = "int8", *, lm_head: bool = False) 
             raise InvalidArgument(f"xLSTM: {name} holds NaN or infinity, which no scale can hold")
     for name, weight in chosen.items():
         put(model, name, packed(name, weight, format))
-    for joined in joins(model):
+    for one in fused_projections(model):
         # gates behind plain projections would keep the memory of both
-        joined.lay_out()
+        one.lay_out()
     return model

@@ -18,7 +18,7 @@ State = dict[int, LayerState]
 
 
 def _shapes(config: xLSTMLargeConfig, batch: int) -> tuple[tuple[int, ...] | None, ...]:
-    """The shapes of c, n and m; None for an m that there is none of, as input gates are sigmoids."""
+    """The shapes of c, n and m; None for m where input gates are sigmoids."""
     heads, dk, dv = config.num_heads, config.qk_dim // config.num_heads, config.v_dim // config.num_heads
     exponential = kernels.check("chunkwise", config.chunkwise_kernel).input_gate == "exp"
     return (batch, heads, dk, dv), (batch, heads, dk), (batch, heads, 1) if exponential else None

@@ -1,4 +1,4 @@
-"""The arguments of the mLSTM ops: what they may be, and what follows from their shapes."""
+"""Calls of the mLSTM ops: their arguments, what follows from them, and their checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wavecrest.errors import InvalidArgument
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INPUT_GATES = ("exp", "sigmoid")
-# tokens and columns are counted in 32 bits
+# tokens and elements of a head are counted in 32 bits
 MAX_LENGTH = 1 << 29
 CHUNK_UNIT = 16
 STATE_DTYPES = (torch.float32, torch.float16)
@@ -24,10 +24,10 @@ BFLOAT16_STATE = (
 )
 
 
-class Operands(NamedTuple):
-    """The arguments of mlstm_chunkwise and mlstm_sequence in the order that backends get them.
+class MlstmCall(NamedTuple):
+    """A call of mlstm_chunkwise or mlstm_sequence; shapes and dtypes are those of their arguments.
 
-    Properties are of checked arguments. A *sequence* is what has a state of its own: a row of the batch, or with
+    Properties are of checked calls. A *sequence* is what has a state of its own: a row of the batch, or with
     `cu_seqlens` one of the packed sequences.
     """
 
@@ -72,12 +72,12 @@ class Operands(NamedTuple):
 
     @property
     def dk(self) -> int:
-        """Columns of q and k."""
+        """The head_dim of q and k."""
         return self.q.shape[3]
 
     @property
     def dv(self) -> int:
-        """Columns of v and h."""
+        """The head_dim of v and h."""
         return self.v.shape[3]
 
     @property
@@ -119,12 +119,12 @@ class Operands(NamedTuple):
 
     @property
     def floats(self) -> tuple[Tensor | None, ...]:
-        """What may need gradients."""
+        """The float tensors: those that may need gradients."""
         return (*self[:8], self.norm_weight, self.output_gate)
 
 
-class StepOperands(NamedTuple):
-    """The arguments of mlstm_step in the order that backends get them; properties are of checked arguments."""
+class MlstmStepCall(NamedTuple):
+    """A call of mlstm_step; shapes and dtypes are those of its arguments. Properties are of checked calls."""
 
     q: Tensor
     k: Tensor
@@ -157,12 +157,12 @@ class StepOperands(NamedTuple):
 
     @property
     def dk(self) -> int:
-        """Columns of q and k."""
+        """The head_dim of q and k."""
         return self.q.shape[2]
 
     @property
     def dv(self) -> int:
-        """Columns of v and h."""
+        """The head_dim of v and h."""
         return self.v.shape[2]
 
     @property
@@ -172,16 +172,16 @@ class StepOperands(NamedTuple):
 
     @property
     def floats(self) -> tuple[Tensor | None, ...]:
-        """What may need gradients."""
+        """The float tensors: those that may need gradients."""
         return (*self[:8], self.norm_weight, self.output_gate)
 
-    def sequence(self) -> Operands:
+    def sequence(self) -> MlstmCall:
         """The same call as a sequence of one token; its states are views."""
         gates = (self.i, self.f) if self.i.ndim == 3 else (self.i[..., None], self.f[..., None])
         gate = None if self.output_gate is None else self.output_gate[:, :, None]
         q, k, v = (one[:, :, None] for one in (self.q, self.k, self.v))
         kept = self.c_dtype if self.c_dtype in STATE_DTYPES else torch.float32
-        return Operands(
+        return MlstmCall(
             q, k, v, *gates, self.c, self.n, self.m, True, self.eps, None, self.input_gate, self.normalize,
             self.gate_soft_cap, norm_weight=self.norm_weight, norm_eps=self.norm_eps, output_gate=gate,
             state_dtype=kept,
@@ -201,23 +201,23 @@ class _Checks:
     def fail(self, text: str) -> InvalidArgument:
         return InvalidArgument(f"{self.op}: {text}")
 
-    def queries(self, form: str) -> None:
+    def check_q(self, form: str) -> None:
         q = self.q
         if not isinstance(q, Tensor) or q.ndim != form.count(",") + 1 or q.dtype not in FLOATS:
             raise self.fail(f"q must be float32, float16, bfloat16 or float64 [{form}], got {_describe(q)}")
         if q.shape[1] == 0 or q.shape[-1] == 0:
-            raise self.fail(f"needs a head and a column of q, got {_describe(q)}")
+            raise self.fail(f"needs at least one head and a head_dim of at least 1, got {_describe(q)}")
         if max(q.shape) > MAX_LENGTH:
             raise self.fail(f"takes sizes up to {MAX_LENGTH}, got {_describe(q)}")
 
-    def like_queries(self, name: str, value: Any, columns: int | None) -> None:
+    def like_q(self, name: str, value: Any, head_dim: int | None) -> None:
         q = self.q
-        form = f"{list(q.shape[:-1])} and {'its own' if columns is None else columns} columns"
+        form = f"{list(q.shape[:-1])} with {'its own' if head_dim is None else head_dim} as head_dim"
         fits = isinstance(value, Tensor) and value.shape[:-1] == q.shape[:-1] and value.ndim == q.ndim
         if not fits or value.dtype != q.dtype or value.device != q.device:
             raise self.fail(f"{name} must be {q.dtype} {form} on {q.device} as q is, got {_describe(value)}")
-        if value.shape[-1] == 0 or (columns is not None and value.shape[-1] != columns):
-            raise self.fail(f"{name} must have {columns or 'at least 1'} columns, got {_describe(value)}")
+        if value.shape[-1] == 0 or (head_dim is not None and value.shape[-1] != head_dim):
+            raise self.fail(f"{name} must have a head_dim of {head_dim or 'at least 1'}, got {_describe(value)}")
 
     def floating(self, name: str, value: Any, *shapes: tuple[int, ...]) -> None:
         """A float tensor of any dtype, of one of these shapes."""
@@ -243,29 +243,29 @@ class _Checks:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
             raise self.fail(f"{name} must be a finite number of at least 0, got {value!r}")
 
-    def gates(self, given: Operands | StepOperands) -> None:
-        if given.input_gate not in INPUT_GATES:
-            raise self.fail(f"input_gate is exp or sigmoid, not {given.input_gate!r}")
-        self.flag("normalize", given.normalize)
-        if not given.normalize and given.input_gate == "exp":
+    def gates(self, call: MlstmCall | MlstmStepCall) -> None:
+        if call.input_gate not in INPUT_GATES:
+            raise self.fail(f"input_gate is exp or sigmoid, not {call.input_gate!r}")
+        self.flag("normalize", call.normalize)
+        if not call.normalize and call.input_gate == "exp":
             raise self.fail(
                 "normalize=False goes with input_gate='sigmoid': exponential gates have no bound without a normaliser"
             )
         for name in ("eps", "gate_soft_cap", "norm_eps"):
-            self.number(name, getattr(given, name))
+            self.number(name, getattr(call, name))
 
-    def epilogue(self, given: Operands | StepOperands, shape: tuple[int, ...]) -> None:
-        if given.norm_weight is not None:
-            self.floating("norm_weight", given.norm_weight, (given.heads * given.dv,))
-        if given.output_gate is not None:
-            if given.norm_weight is None:
+    def epilogue(self, call: MlstmCall | MlstmStepCall, shape: tuple[int, ...]) -> None:
+        if call.norm_weight is not None:
+            self.floating("norm_weight", call.norm_weight, (call.heads * call.dv,))
+        if call.output_gate is not None:
+            if call.norm_weight is None:
                 raise self.fail("output_gate multiplies the normalised h: pass norm_weight too")
-            self.floating("output_gate", given.output_gate, shape)
+            self.floating("output_gate", call.output_gate, shape)
 
     def states(
         self, names: tuple[str, ...], values: tuple[Any, ...], sequences: int, dv: int, exponential: bool
     ) -> None:
-        """c, n and m of the sequences; m is none where gates are sigmoids."""
+        """c, n and m of the sequences; sigmoid gates have no m."""
         heads, dk = self.q.shape[1], self.q.shape[-1]
         if not exponential and values[2] is not None:
             raise self.fail(f"{names[2]} goes with input_gate='exp': sigmoid gates have no stabiliser; pass None")
@@ -294,75 +294,73 @@ class _Checks:
             raise self.fail(f"state_dtype takes torch.float32 or torch.float16, not {dtype!r}{why}")
 
 
-def check(op: str, given: Operands) -> None:
+def check(op: str, call: MlstmCall) -> None:
     """Raise InvalidArgument unless the arguments are those of an mLSTM over sequences, naming what is wrong."""
-    checks, q = _Checks(op, given.q), given.q
-    checks.queries("B, NH, S, DK")
-    checks.like_queries("k", given.k, q.shape[-1])
-    checks.like_queries("v", given.v, None)
-    for name, gate in (("i", given.i), ("f", given.f)):
+    checks, q = _Checks(op, call.q), call.q
+    checks.check_q("B, NH, S, DK")
+    checks.like_q("k", call.k, q.shape[-1])
+    checks.like_q("v", call.v, None)
+    for name, gate in (("i", call.i), ("f", call.f)):
         checks.floating(name, gate, tuple(q.shape[:3]))
-    checks.flag("return_last_states", given.return_last_states)
-    checks.flag("batch_invariant", given.batch_invariant)
-    checks.gates(given)
-    checks.state_dtype(given.state_dtype)
-    size: Any = given.chunk_size
+    checks.flag("return_last_states", call.return_last_states)
+    checks.flag("batch_invariant", call.batch_invariant)
+    checks.gates(call)
+    checks.state_dtype(call.state_dtype)
+    size: Any = call.chunk_size
     if size is not None and (
         not isinstance(size, int) or isinstance(size, bool) or size % CHUNK_UNIT != 0 or not 16 <= size <= 4096
     ):
         raise checks.fail(f"chunk_size must be None or a multiple of {CHUNK_UNIT} from 16 to 4096, got {size!r}")
-    _check_sequences(checks, given)
-    checks.epilogue(given, tuple(given.v.shape))
-    if any(one is not None for one in given.initial):
+    _check_sequences(checks, call)
+    checks.epilogue(call, tuple(call.v.shape))
+    if any(one is not None for one in call.initial):
         names = ("c_initial", "n_initial", "m_initial")
-        checks.states(names, given.initial, given.sequences, given.dv, given.exponential)
+        checks.states(names, call.initial, call.sequences, call.dv, call.exponential)
 
 
-def _check_sequences(checks: _Checks, given: Operands) -> None:
-    q = given.q
-    if given.cu_seqlens is not None:
-        checks.integers("cu_seqlens", given.cu_seqlens, None)
+def _check_sequences(checks: _Checks, call: MlstmCall) -> None:
+    q = call.q
+    if call.cu_seqlens is not None:
+        checks.integers("cu_seqlens", call.cu_seqlens, None)
         if q.shape[0] != 1:
             raise checks.fail(f"cu_seqlens packs sequences in one row: q must have B = 1, got {_describe(q)}")
-        if given.seq_starts is not None or given.seq_lens is not None:
+        if call.seq_starts is not None or call.seq_lens is not None:
             raise checks.fail("cu_seqlens says where sequences lie: leave out seq_starts and seq_lens")
-    for name, value in (("seq_starts", given.seq_starts), ("seq_lens", given.seq_lens)):
+    for name, value in (("seq_starts", call.seq_starts), ("seq_lens", call.seq_lens)):
         if value is not None:
             checks.integers(name, value, q.shape[0])
-    resets: Any = given.resets
+    resets: Any = call.resets
     if resets is not None:
         fits = isinstance(resets, Tensor) and resets.dtype == torch.bool and resets.device == q.device
         if not fits or tuple(resets.shape) != (q.shape[0], q.shape[2]):
             raise checks.fail(f"resets must be bool {[q.shape[0], q.shape[2]]} on {q.device}, got {_describe(resets)}")
 
 
-def check_step(op: str, given: StepOperands) -> None:
+def check_step(op: str, call: MlstmStepCall) -> None:
     """Raise InvalidArgument unless the arguments are those of one step of an mLSTM, naming what is wrong."""
-    checks, q = _Checks(op, given.q), given.q
-    checks.queries("B, NH, DK")
-    checks.like_queries("k", given.k, q.shape[-1])
-    checks.like_queries("v", given.v, None)
-    for name, gate in (("i", given.i), ("f", given.f)):
+    checks, q = _Checks(op, call.q), call.q
+    checks.check_q("B, NH, DK")
+    checks.like_q("k", call.k, q.shape[-1])
+    checks.like_q("v", call.v, None)
+    for name, gate in (("i", call.i), ("f", call.f)):
         checks.floating(name, gate, (*q.shape[:2], 1), tuple(q.shape[:2]))
-    if given.i.ndim != given.f.ndim:
-        raise checks.fail(f"i and f must have one shape, got {_describe(given.i)} and {_describe(given.f)}")
-    checks.gates(given)
-    checks.flag("in_place", given.in_place)
-    checks.states(
-        ("c", "n", "m"), (given.c, given.n, given.m), q.shape[0], given.v.shape[-1], given.input_gate == "exp"
-    )
-    if given.state_dtype is not None:
-        checks.state_dtype(given.state_dtype)
-    checks.epilogue(given, tuple(given.v.shape))
-    counts: Any = given.arrivals
+    if call.i.ndim != call.f.ndim:
+        raise checks.fail(f"i and f must have one shape, got {_describe(call.i)} and {_describe(call.f)}")
+    checks.gates(call)
+    checks.flag("in_place", call.in_place)
+    checks.states(("c", "n", "m"), (call.c, call.n, call.m), q.shape[0], call.v.shape[-1], call.input_gate == "exp")
+    if call.state_dtype is not None:
+        checks.state_dtype(call.state_dtype)
+    checks.epilogue(call, tuple(call.v.shape))
+    counts: Any = call.arrivals
     if counts is not None:
         fits = isinstance(counts, Tensor) and counts.dtype == torch.int32 and counts.device == q.device
         if not fits or counts.shape != q.shape[:2] or not counts.is_contiguous():
             raise checks.fail(
                 f"arrivals must be int32 {list(q.shape[:2])}, contiguous, on {q.device}, got {_describe(counts)}"
             )
-    if given.in_place:
-        _check_in_place(checks, given)
+    if call.in_place:
+        _check_in_place(checks, call)
 
 
 def _shares_memory(x: Tensor) -> bool:
@@ -376,11 +374,11 @@ def _shares_memory(x: Tensor) -> bool:
     return False
 
 
-def _check_in_place(checks: _Checks, given: StepOperands) -> None:
-    if given.c_dtype != given.c.dtype:
-        raise checks.fail(f"in_place keeps c's dtype {given.c.dtype}: leave out state_dtype={given.state_dtype}")
-    for name, state in (("c", given.c), ("n", given.n), ("m", given.m)):
+def _check_in_place(checks: _Checks, call: MlstmStepCall) -> None:
+    if call.c_dtype != call.c.dtype:
+        raise checks.fail(f"in_place keeps c's dtype {call.c.dtype}: leave out state_dtype={call.state_dtype}")
+    for name, state in (("c", call.c), ("n", call.n), ("m", call.m)):
         if state is not None and _shares_memory(state):
             raise checks.fail(f"in_place writes to {name}, whose elements share memory (strides {state.stride()})")
-    if needs_grad(*given.floats):
+    if needs_grad(*call.floats):
         raise checks.fail("in_place overwrites states that a backward would need: use in_place=False with gradients")

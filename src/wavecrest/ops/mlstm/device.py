@@ -13,9 +13,9 @@ LARGEST_HALF = tl.constexpr(65504.0)
 
 
 @triton.jit
-def columns(offs, stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Offsets of columns: as they are where they lie side by side."""
-    if COLUMNS:
+def dim_offsets(offs, stride, CONTIGUOUS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Offsets along the last dimension: the indices themselves where it is contiguous."""
+    if CONTIGUOUS:
         found = offs
     else:
         found = offs.to(tl.int64) * stride
@@ -110,7 +110,7 @@ def sigmoid(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def layer_norm(x, mask, DV: tl.constexpr, norm_eps):  # type: ignore[no-untyped-def]
-    """Rows [M, BLOCK] less their mean and divided by their deviation, over the columns that there are."""
+    """Rows [M, BLOCK] less their mean and divided by their deviation, over the DV elements that there are."""
     mean = tl.sum(tl.where(mask, x, 0.0), 1) / DV
     x = tl.where(mask, x - mean[:, None], 0.0)
     return x * tl.rsqrt(tl.sum(x * x, 1) / DV + norm_eps)[:, None]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wavecrest.ops.mlstm.call import Operands, StepOperands
+from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
 
 # a forget gate's logarithm is no less, so that sums of it stay finite, where f is −∞ too; e^ of it is 0
 LEAST_LOG = -1e5
@@ -49,10 +49,10 @@ class Rows(NamedTuple):
 
 
 def _without_autocast(function: Callable[Concatenate[Rows, _P], _R]) -> Callable[Concatenate[Rows, _P], _R]:
-    """A function of rows as it is outside of autocast, which would round its products to 16 bits."""
+    """A function of rows as it is outside of autocast, which would round its GEMMs to 16 bits."""
 
     @functools.wraps(function)
-    def call(rows: Rows, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def run(rows: Rows, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         device = rows.q.device.type
         # a graph without autocast has nothing of it; other devices have no autocast, and asking about them is an error
         if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
@@ -60,7 +60,7 @@ def _without_autocast(function: Callable[Concatenate[Rows, _P], _R]) -> Callable
         with torch.autocast(device, enabled=False):
             return function(rows, *args, **kwargs)
 
-    return call
+    return run
 
 
 def log_gates(i: Tensor, f: Tensor, cap: float, exponential: bool) -> tuple[Tensor, Tensor]:
@@ -70,10 +70,10 @@ def log_gates(i: Tensor, f: Tensor, cap: float, exponential: bool) -> tuple[Tens
     return (i if exponential else F.logsigmoid(i)), F.logsigmoid(f).clamp(min=LEAST_LOG)
 
 
-def _packed(given: Operands, width: int) -> tuple[Tensor, Tensor]:
+def _packed(call: MlstmCall, width: int) -> tuple[Tensor, Tensor]:
     """The token of each place of each sequence, and whether there is one, [N, width]."""
-    assert given.cu_seqlens is not None
-    starts = given.cu_seqlens.long().clamp(0, given.tokens)
+    assert call.cu_seqlens is not None
+    starts = call.cu_seqlens.long().clamp(0, call.tokens)
     begin = starts[:-1, None]
     length = (starts[1:, None] - begin).clamp(min=0)
     place = torch.arange(width, device=starts.device)
@@ -81,53 +81,53 @@ def _packed(given: Operands, width: int) -> tuple[Tensor, Tensor]:
     return (begin + place).where(inside, 0), inside
 
 
-def _width(given: Operands) -> int:
+def _width(call: MlstmCall) -> int:
     """Tokens of the longest sequence; of all where lengths on the device must not be looked at."""
-    if given.cu_seqlens is None or torch.compiler.is_compiling() or given.cu_seqlens.device.type == "meta":
-        return given.tokens
-    if given.cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
-        return given.tokens
-    return min(given.tokens, max(0, int((given.cu_seqlens[1:] - given.cu_seqlens[:-1]).max())))
+    if call.cu_seqlens is None or torch.compiler.is_compiling() or call.cu_seqlens.device.type == "meta":
+        return call.tokens
+    if call.cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return call.tokens
+    return min(call.tokens, max(0, int((call.cu_seqlens[1:] - call.cu_seqlens[:-1]).max())))
 
 
-def rows_of(given: Operands) -> Rows:
-    """The sequences of a call, in `given.wide`."""
-    wide, inside = given.wide, None
-    tensors = [one.to(wide) for one in (given.q, given.k, given.v, given.i, given.f)]
-    resets = given.resets
-    if given.form == "packed":
-        token, inside = _packed(given, _width(given))
+def rows_of(call: MlstmCall) -> Rows:
+    """The sequences of a call, in `call.wide`."""
+    wide, inside = call.wide, None
+    tensors = [one.to(wide) for one in (call.q, call.k, call.v, call.i, call.f)]
+    resets = call.resets
+    if call.form == "packed":
+        token, inside = _packed(call, _width(call))
         # [1, NH, T, …] → [N, NH, W, …]; a row of one token more, so that there is one to take
         tensors = [F.pad(one, (0, 0, 0, 1) if one.ndim == 4 else (0, 1)) for one in tensors]
         tensors = [one[0][:, token].transpose(0, 1) for one in tensors]
         resets = None if resets is None else F.pad(resets, (0, 1))[0][token]
-    elif given.form == "padded":
-        place = torch.arange(given.tokens, device=given.q.device)
-        start = place.new_zeros(1) if given.seq_starts is None else given.seq_starts.long()
+    elif call.form == "padded":
+        place = torch.arange(call.tokens, device=call.q.device)
+        start = place.new_zeros(1) if call.seq_starts is None else call.seq_starts.long()
         # without a length, to the end
-        end = place.new_full((1,), given.tokens) if given.seq_lens is None else start + given.seq_lens
-        inside = ((place >= start[:, None]) & (place < end[:, None])).expand(given.batch, -1)
+        end = place.new_full((1,), call.tokens) if call.seq_lens is None else start + call.seq_lens
+        inside = ((place >= start[:, None]) & (place < end[:, None])).expand(call.batch, -1)
     q, k, v, i, f = tensors
     if inside is not None:
         outside = ~inside[:, None]
         q, k, v = (one.masked_fill(outside[..., None], 0.0) for one in (q, k, v))
         i, f = i.masked_fill(outside, 0.0), f.masked_fill(outside, 0.0)
-    i, lf = log_gates(i, f, given.gate_soft_cap, given.exponential)
+    i, lf = log_gates(i, f, call.gate_soft_cap, call.exponential)
     if inside is not None:
         i, lf = i.masked_fill(outside, float("-inf")), lf.masked_fill(outside, 0.0)
         resets = None if resets is None else resets & inside
     return Rows(q, k, v, i, lf, inside, resets)
 
 
-def first_state(given: Operands) -> State:
-    """The first states in `given.wide`, zeros where the call has none."""
-    wide, shape = given.wide, (given.sequences, given.heads)
-    if given.c_initial is None or given.n_initial is None:
-        c = given.q.new_zeros((*shape, given.dk, given.dv), dtype=wide)
-        n = given.q.new_zeros((*shape, given.dk), dtype=wide)
-        return c, n, given.q.new_zeros(shape, dtype=wide) if given.exponential else None
-    m = None if given.m_initial is None else given.m_initial.reshape(shape).to(wide)
-    return given.c_initial.to(wide), given.n_initial.to(wide), m
+def first_state(call: MlstmCall) -> State:
+    """The first states in `call.wide`, zeros where the call has none."""
+    wide, shape = call.wide, (call.sequences, call.heads)
+    if call.c_initial is None or call.n_initial is None:
+        c = call.q.new_zeros((*shape, call.dk, call.dv), dtype=wide)
+        n = call.q.new_zeros((*shape, call.dk), dtype=wide)
+        return c, n, call.q.new_zeros(shape, dtype=wide) if call.exponential else None
+    m = None if call.m_initial is None else call.m_initial.reshape(shape).to(wide)
+    return call.c_initial.to(wide), call.n_initial.to(wide), m
 
 
 def _denominator(den: Tensor, m: Tensor | None, eps: float) -> Tensor:
@@ -235,8 +235,8 @@ def chunks(rows: Rows, state: State, eps: float, normalize: bool, size: int) -> 
     return (torch.cat(found, 2) if found else rows.v), state
 
 
-def finished(h: Tensor, weight: Tensor | None, norm_eps: float, gate: Tensor | None) -> Tensor:
-    """σ(gate) · LayerNorm(h) · weight, the norm over the columns of each head; h [B, NH, S, DV]."""
+def epilogue(h: Tensor, weight: Tensor | None, norm_eps: float, gate: Tensor | None) -> Tensor:
+    """σ(gate) · LayerNorm(h) · weight, the norm over each head's DV elements; h [B, NH, S, DV]."""
     if weight is None:
         return h
     h = F.layer_norm(h, h.shape[-1:], None, None, norm_eps) * weight.to(h.dtype).view(1, h.shape[1], 1, h.shape[-1])
@@ -253,13 +253,13 @@ def result_like(h: Tensor, v: Tensor) -> Tensor:
     return torch.empty_like(v).copy_(h) if not v.is_contiguous() else h.to(v.dtype).contiguous()
 
 
-def laid_out(given: Operands, rows: Rows, h: Tensor) -> Tensor:
+def laid_out(call: MlstmCall, rows: Rows, h: Tensor) -> Tensor:
     """h of sequences as rows of the batch, [B, NH, S, DV], 0 outside of sequences."""
-    if given.cu_seqlens is None:
+    if call.cu_seqlens is None:
         return h if rows.inside is None else h.masked_fill(~rows.inside[:, None, :, None], 0.0)
-    token = torch.arange(given.tokens, device=h.device)
-    starts = given.cu_seqlens.long().clamp(0, given.tokens)
-    owner = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, given.sequences - 1)
+    token = torch.arange(call.tokens, device=h.device)
+    starts = call.cu_seqlens.long().clamp(0, call.tokens)
+    owner = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, call.sequences - 1)
     place = token - starts[owner]
     inside = (place >= 0) & (token < starts[owner + 1])
     # one more place, so that there is one to take
@@ -267,53 +267,51 @@ def laid_out(given: Operands, rows: Rows, h: Tensor) -> Tensor:
     return found.masked_fill(~inside[:, None, None], 0.0).transpose(0, 1)[None]
 
 
-def _results(given: Operands, rows: Rows, h: Tensor, state: State) -> Tensor | tuple[Tensor, ...]:
-    h = finished(laid_out(given, rows, h), given.norm_weight, given.norm_eps, given.output_gate)
-    if given.norm_weight is not None and rows.inside is not None:
+def _results(call: MlstmCall, rows: Rows, h: Tensor, state: State) -> Tensor | tuple[Tensor, ...]:
+    h = epilogue(laid_out(call, rows, h), call.norm_weight, call.norm_eps, call.output_gate)
+    if call.norm_weight is not None and rows.inside is not None:
         # a gate may be NaN where there is no token
         ones = rows.v.new_ones(*rows.v.shape[:3], 1)
-        h = h.masked_fill(laid_out(given, rows, ones) == 0, 0.0)
-    h = result_like(h, given.v)
-    if not given.return_last_states:
+        h = h.masked_fill(laid_out(call, rows, ones) == 0, 0.0)
+    h = result_like(h, call.v)
+    if not call.return_last_states:
         return h
     c, n, m = state
-    c = stored(c, given.c_dtype)
+    c = stored(c, call.c_dtype)
     if rows.q.shape[2] == 0:
         # nothing was added: the caller's own are not handed back
         c, n, m = c.clone(), n.clone(), None if m is None else m.clone()
     return (h, c, n) if m is None else (h, c, n, m[..., None])
 
 
-def reference(given: Operands) -> Tensor | tuple[Tensor, ...]:
+def reference(call: MlstmCall) -> Tensor | tuple[Tensor, ...]:
     """(h, then the last states where they are asked for), token by token."""
-    rows = rows_of(given)
-    return _results(given, rows, *recurrence(rows, first_state(given), given.eps, given.normalize))
+    rows = rows_of(call)
+    return _results(call, rows, *recurrence(rows, first_state(call), call.eps, call.normalize))
 
 
-def chunkwise(given: Operands) -> Tensor | tuple[Tensor, ...]:
-    """The same in chunks, whose tokens are products of matrices."""
-    rows = rows_of(given)
-    return _results(
-        given, rows, *chunks(rows, first_state(given), given.eps, given.normalize, given.chunk_size or CHUNK)
-    )
+def chunkwise(call: MlstmCall) -> Tensor | tuple[Tensor, ...]:
+    """The same in chunks, whose tokens go through GEMMs."""
+    rows = rows_of(call)
+    return _results(call, rows, *chunks(rows, first_state(call), call.eps, call.normalize, call.chunk_size or CHUNK))
 
 
-def step(given: StepOperands) -> tuple[Tensor, ...]:
+def step(call: MlstmStepCall) -> tuple[Tensor, ...]:
     """(h, c, n) and m where there is one, of one token; in_place: those of the caller, overwritten."""
-    as_sequence = given.sequence()
+    as_sequence = call.sequence()
     rows = rows_of(as_sequence)
-    h, (c, n, m) = recurrence(rows, first_state(as_sequence), given.eps, given.normalize)
-    h = finished(h, given.norm_weight, given.norm_eps, as_sequence.output_gate)[:, :, 0]
-    c = stored(c, given.c_dtype)
-    h = result_like(h, given.v)
-    if not given.in_place:
+    h, (c, n, m) = recurrence(rows, first_state(as_sequence), call.eps, call.normalize)
+    h = epilogue(h, call.norm_weight, call.norm_eps, as_sequence.output_gate)[:, :, 0]
+    c = stored(c, call.c_dtype)
+    h = result_like(h, call.v)
+    if not call.in_place:
         return (h, c, n) if m is None else (h, c, n, m[..., None])
-    given.c.copy_(c)
-    given.n.copy_(n)
-    if m is None or given.m is None:
-        return h, given.c, given.n
-    given.m.copy_(m.view(given.m.shape))
-    return h, given.c, given.n, given.m
+    call.c.copy_(c)
+    call.n.copy_(n)
+    if m is None or call.m is None:
+        return h, call.c, call.n
+    call.m.copy_(m.view(call.m.shape))
+    return h, call.c, call.n, call.m
 
 
 @_without_autocast

@@ -44,7 +44,7 @@ def _load(at, mask, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     acc, den, q, q_ptr, k_ptr, v_ptr, planes_ptr, other, offs_s, last_s, high, rest, document, tile_t, rows,
     q_tile, mask_v, offs_v, stride_k, stride_kd, stride_v, stride_vd, stride_ks, stride_vs, step_q, step_k, eps,
-    LAST: tl.constexpr, RESETS: tl.constexpr, ONE: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
+    LAST: tl.constexpr, RESETS: tl.constexpr, ONE: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGN: tl.constexpr,
     WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def _attend(  # type: ignore[no-untyped-def]
     rows_s = offs_s
     if LAST:
         rows_s = tl.minimum(offs_s, last_s - other)
-    k_tile = tile_of(rows_s, offs_k, stride_k, stride_kd, COLUMNS, ALIGN, WIDE)
+    k_tile = tile_of(rows_s, offs_k, stride_k, stride_kd, CONTIGUOUS, ALIGN, WIDE)
     k_at = k_ptr + tl.cast(other, tl.int64) * stride_ks
     s = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
     if ONE:
@@ -78,7 +78,7 @@ def _attend(  # type: ignore[no-untyped-def]
         seen = seen & (document[:, None] == document_s[None, :])
     # what is not seen is chosen away: a product of it may be infinite
     p = tl.where(seen, s * tl.exp2(d), 0.0)
-    v_tile = tile_of(rows_s, offs_v, stride_v, stride_vd, COLUMNS, ALIGN, WIDE)
+    v_tile = tile_of(rows_s, offs_v, stride_v, stride_vd, CONTIGUOUS, ALIGN, WIDE)
     v = _load(v_ptr + tl.cast(other, tl.int64) * stride_vs + v_tile, mask_v, DV % BLOCK_V != 0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee", out_dtype=tl.float32)
     return acc, den + tl.sum(p, 1)
@@ -93,15 +93,15 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     stride_vb, stride_vh, stride_vs, stride_vd, stride_hb, stride_hh, stride_hs, stride_hd,
     stride_gb, stride_gh, stride_gs, stride_gd, stride_w, stride_cu, stride_starts, stride_lens,
     FORM: tl.constexpr, STARTS: tl.constexpr, LENS: tl.constexpr, RESETS: tl.constexpr, EXPONENTIAL: tl.constexpr,
-    NORMALIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr, COLUMNS: tl.constexpr,
+    NORMALIZE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr, CONTIGUOUS: tl.constexpr,
     ALIGN: tl.constexpr, WIDE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
     STATE_K: tl.constexpr, STATE_V: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T tokens of one chunk and head, BLOCK_V columns of h; NORM: all of them, normalised and gated.
+    """BLOCK_T tokens of one chunk and head, BLOCK_V of DV of h; NORM: all of DV, normalised and gated.
 
-    They meet the state BLOCK_C of its rows at a time, then BLOCK_S tokens of the chunk after the other, whose products
-    of q and k take BLOCK_K columns at a time. log_scale: the power of two that these are multiplied by. HALF: q is
+    They meet the state BLOCK_C of its rows at a time, then BLOCK_S tokens of the chunk after the other, whose GEMMs
+    of q and k take BLOCK_K of DK at a time. log_scale: the power of two that these are multiplied by. HALF: q is
     float16; tiles of the state, STATE_K by STATE_V, are relative to the unit in scales, and weights to a row's largest.
     """
     tiles_v = tl.cdiv(DV, BLOCK_V)
@@ -154,15 +154,15 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
     # rows that are no tokens take the last one's: without masks, which would be kept in scalar registers; a token sees
     # none of them, and their own results are not stored
     rows = tl.minimum(offs_t, last_t)
-    q_tile = tile_of(rows, offs_k, stride_qs, stride_qd, COLUMNS, ALIGN, WIDE)
-    q_part = tile_of(rows, offs_c, stride_qs, stride_qd, COLUMNS, ALIGN, WIDE)
+    q_tile = tile_of(rows, offs_k, stride_qs, stride_qd, CONTIGUOUS, ALIGN, WIDE)
+    q_part = tile_of(rows, offs_c, stride_qs, stride_qd, CONTIGUOUS, ALIGN, WIDE)
     stride_k = stride_ks
     stride_v = stride_vs
     stride_ks = tl.cast(stride_ks, tl.int64) * ALIGN
     stride_vs = tl.cast(stride_vs, tl.int64) * ALIGN
     step_q = tl.cast(stride_qd, tl.int64)
     step_k = tl.cast(stride_kd, tl.int64)
-    if COLUMNS:
+    if CONTIGUOUS:
         step_q = 1
         step_k = 1
     q_ptr += ALIGN * (row * stride_qb + head * stride_qh + start * stride_qs)
@@ -205,7 +205,7 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
         n = tl.load(vectors_ptr + offs_k, mask=offs_k < until, other=0.0)
         den = tl.sum(tl.cast(q, tl.float32) * n[None, :], 1)
     else:
-        # in a loop of its own: a tile of q that a product and a sum both read has no spare buffer in triton 3.6's
+        # in a loop of its own: a tile of q that a GEMM and a sum both read has no spare buffer in triton 3.6's
         # pipelines (see tests/compile/test_pipelines.py)
         for part in range(0, until, BLOCK_K):
             mask_k = part + offs_k < DK
@@ -242,13 +242,13 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
         acc, den = _attend(
             acc, den, q, q_ptr, k_ptr, v_ptr, planes_ptr, other, offs_s, last_s, high, rest, document, tile_t, rows,
             q_tile, mask_v, offs_v, stride_k, stride_kd, stride_v, stride_vd, stride_ks, stride_vs, step_q, step_k, eps,
-            False, RESETS, ONE, COLUMNS, ALIGN, WIDE, DK, DV, CHUNK, BLOCK_T, BLOCK_S, BLOCK_K, BLOCK_V,
+            False, RESETS, ONE, CONTIGUOUS, ALIGN, WIDE, DK, DV, CHUNK, BLOCK_T, BLOCK_S, BLOCK_K, BLOCK_V,
         )  # fmt: skip
     for other in range(whole, until, BLOCK_S):
         acc, den = _attend(
             acc, den, q, q_ptr, k_ptr, v_ptr, planes_ptr, other, offs_s, last_s, high, rest, document, tile_t, rows,
             q_tile, mask_v, offs_v, stride_k, stride_kd, stride_v, stride_vd, stride_ks, stride_vs, step_q, step_k, eps,
-            True, RESETS, ONE, COLUMNS, ALIGN, WIDE, DK, DV, CHUNK, BLOCK_T, BLOCK_S, BLOCK_K, BLOCK_V,
+            True, RESETS, ONE, CONTIGUOUS, ALIGN, WIDE, DK, DV, CHUNK, BLOCK_T, BLOCK_S, BLOCK_K, BLOCK_V,
         )  # fmt: skip
 
     if HALF:
@@ -266,8 +266,8 @@ def _mlstm_chunks_kernel(  # type: ignore[no-untyped-def]
         acc = acc * w.to(tl.float32)
         if GATE:
             gate_ptr += ALIGN * (row * stride_gb + head * stride_gh + start * stride_gs)
-            g = tl.load(gate_ptr + tile_of(below, offs_v, stride_gs, stride_gd, COLUMNS, ALIGN, WIDE), mask=mask)
+            g = tl.load(gate_ptr + tile_of(below, offs_v, stride_gs, stride_gd, CONTIGUOUS, ALIGN, WIDE), mask=mask)
             acc = acc * sigmoid(g.to(tl.float32))
     h_ptr += ALIGN * (row * stride_hb + head * stride_hh + start * stride_hs)
-    h_tile = tile_of(below, offs_v, stride_hs, stride_hd, COLUMNS, ALIGN, WIDE)
+    h_tile = tile_of(below, offs_v, stride_hs, stride_hd, CONTIGUOUS, ALIGN, WIDE)
     tl.store(h_ptr + h_tile, acc.to(h_ptr.dtype.element_ty), mask=mask)

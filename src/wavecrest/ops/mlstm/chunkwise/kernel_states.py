@@ -2,14 +2,14 @@
 
 With b the sums of log forget gates since the chunk began (since a reset in it), token t has the weight e^(b_L − b_t +
 i_t) in the state behind the chunk's last token L, and the state before it e^(b_L + m). What is left to the kernel that
-goes through a sequence chunk by chunk is products of what was weighted before, with nothing between them.
+goes through a sequence chunk by chunk is GEMMs of keys that are weighted already, with nothing between them.
 """
 
 from __future__ import annotations
 
 from wavecrest.ops.common.device import LOG2_E, magnitude
 from wavecrest.ops.common.triton import tl, triton
-from wavecrest.ops.mlstm.device import PACKED, columns, half_range, log_forget, log_input, within
+from wavecrest.ops.mlstm.device import PACKED, dim_offsets, half_range, log_forget, log_input, within
 
 # what the kernel of gates leaves for each token of a chunk and head, float32 [slots, NH, PLANES, CHUNK], exponents of
 # two: the sums b as two numbers (their differences are needed, and large sums would lose what differs), the input
@@ -17,7 +17,7 @@ from wavecrest.ops.mlstm.device import PACKED, columns, half_range, log_forget, 
 SUMS, REST, LOCAL, TOP, DOCUMENT = (tl.constexpr(plane) for plane in range(5))
 PLANES = tl.constexpr(5)
 # and the kernel of keys for each chunk and head, float32 [LINKS, slots, NH]: by what the state before it is multiplied
-# (−1: a reset takes it away), by what float16's products of it are, m before and behind it, times log2 e
+# (−1: a reset takes it away), by what float16's GEMMs of it are, m before and behind it, times log2 e
 DECAY, SHARE, BEFORE, BEHIND = (tl.constexpr(link) for link in range(4))
 LINKS = 4
 # packed sequences, and chunks, that are looked at at a time
@@ -47,13 +47,13 @@ def first_slot(sequence, begin, chunks, CHUNK: tl.constexpr, FORM: tl.constexpr)
 
 
 @triton.jit
-def tile_of(rows, cols, stride_s, stride_d, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_of(rows, cols, stride_s, stride_d, CONTIGUOUS: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Offsets of a tile of rows and columns: in 32 bits, unless it is far from its first element to its last."""
     if WIDE:
         stride_s = tl.cast(stride_s, tl.int64)
         stride_d = tl.cast(stride_d, tl.int64)
     found = rows[:, None] * (stride_s * ALIGN)
-    if COLUMNS:
+    if CONTIGUOUS:
         found = found + cols[None, :]
     else:
         found = found + cols[None, :] * stride_d
@@ -191,7 +191,7 @@ def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
     tokens, heads, chunks, sequences, slots,
     stride_kb, stride_kh, stride_ks, stride_kd, stride_mb, stride_mh, stride_cu, stride_starts, stride_lens,
     FORM: tl.constexpr, STARTS: tl.constexpr, LENS: tl.constexpr, RESETS: tl.constexpr, EXPONENTIAL: tl.constexpr,
-    INITIAL: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, DK: tl.constexpr,
+    INITIAL: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, DK: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Keys times the weights of their tokens behind the chunk, BLOCK_T tokens of one chunk and head.
@@ -236,9 +236,9 @@ def _mlstm_keys_kernel(  # type: ignore[no-untyped-def]
     offs_t = tl.arange(0, BLOCK_T)
     offs_k = tl.arange(0, BLOCK_K)
     k_ptr += ALIGN * (row * stride_kb + head * stride_kh + start * stride_ks)
-    k_tile = tile_of(offs_t, offs_k, stride_ks, stride_kd, COLUMNS, ALIGN, WIDE)
+    k_tile = tile_of(offs_t, offs_k, stride_ks, stride_kd, CONTIGUOUS, ALIGN, WIDE)
     stride_kd = tl.cast(stride_kd, tl.int64)
-    if COLUMNS:
+    if CONTIGUOUS:
         stride_kd = 1
     below = (start + offs_t < end)[:, None]
     # on its way while the weights are found, which takes as long
@@ -317,8 +317,8 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
     stride_vb, stride_vh, stride_vs, stride_vd, stride_cb, stride_ch, stride_ck, stride_cd,
     stride_nb, stride_nh, stride_nk, stride_mb, stride_mh, stride_cu, stride_starts, stride_lens,
     FORM: tl.constexpr, STARTS: tl.constexpr, LENS: tl.constexpr, RESETS: tl.constexpr,
-    EXPONENTIAL: tl.constexpr, INITIAL: tl.constexpr, LAST: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
-    WIDE: tl.constexpr, C_COLUMNS: tl.constexpr, C_ALIGN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    EXPONENTIAL: tl.constexpr, INITIAL: tl.constexpr, LAST: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGN: tl.constexpr,
+    WIDE: tl.constexpr, C_CONTIGUOUS: tl.constexpr, C_ALIGN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -392,16 +392,16 @@ def _mlstm_states_kernel(  # type: ignore[no-untyped-def]
     c = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if INITIAL:
         c_at = C_ALIGN * (sequence * stride_cb + head * stride_ch + offs_k.to(tl.int64) * stride_ck)
-        c_at = c_at[:, None] + columns(offs_v, stride_cd, C_COLUMNS)[None, :]
+        c_at = c_at[:, None] + dim_offsets(offs_v, stride_cd, C_CONTIGUOUS)[None, :]
         c = tl.load(c_ptr + c_at, mask=mask_c, other=0.0).to(tl.float32)
     keys_ptr += ((row * heads + head) * tokens + begin) * DK
     v_ptr += ALIGN * (row * stride_vb + head * stride_vh + begin * stride_vs)
     k_tile = offs_t[:, None] * DK + offs_k[None, :]
-    v_tile = tile_of(offs_t, offs_v, stride_vs, stride_vd, COLUMNS, ALIGN, WIDE)
+    v_tile = tile_of(offs_t, offs_v, stride_vs, stride_vd, CONTIGUOUS, ALIGN, WIDE)
     stride_vs = tl.cast(stride_vs, tl.int64) * ALIGN
     planes_ptr += (slot * PLANES + DOCUMENT) * CHUNK
     c_tile = offs_k[:, None] * DV + offs_v[None, :]
-    # products of the chunk at hand, where they have a unit of their own
+    # GEMMs of the chunk at hand, where they have a unit of their own
     more = c
     share = tl.cast(1.0, tl.float32)
     decay = share

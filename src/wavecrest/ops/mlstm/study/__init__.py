@@ -1,1 +1,1 @@
-"""What tuning, benchmarking and evidence need of the op; not loaded by a call."""
+"""What the studies of the three mLSTM ops share: example calls and bounds of errors; not loaded by a call."""

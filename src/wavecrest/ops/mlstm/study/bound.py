@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import wavecrest.ops.mlstm.reference as _reference
-from wavecrest.ops.mlstm.call import Operands, StepOperands
+from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
 
 # half a unit in the last place; float32 is what everything is computed in
 _HALF_UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -41,8 +41,8 @@ class _Carried(NamedTuple):
     m_off: Tensor
 
 
-def _first(given: Operands) -> _Carried:
-    c, n, m = _reference.first_state(given)
+def _first(call: MlstmCall) -> _Carried:
+    c, n, m = _reference.first_state(call)
     return _Carried(c, n, m, c.abs(), n.abs(), torch.zeros_like(c), torch.zeros_like(n), n.new_zeros(n.shape[:2]))
 
 
@@ -59,7 +59,7 @@ def _where(rows: Tensor, state: _Carried, other: _Carried | None) -> _Carried:
 
 
 def _spread(x: Tensor, dims: int) -> Tensor:
-    """x [N, NH] beside tensors of so many more dimensions."""
+    """x [N, NH] with `dims` more dimensions of size 1, to broadcast against states."""
     return x.view(*x.shape, *[1] * dims)
 
 
@@ -96,7 +96,7 @@ def _step(state: _Carried, k: Tensor, v: Tensor, gates: tuple[Tensor, Tensor], o
 
 
 class _Rounded(NamedTuple):
-    """What the kernel rounds beside float32: shares of a state c, and of a weighted product in h; h before a norm."""
+    """What the kernel rounds beside float32: shares of a state c, and of a weighted score in h; h before a norm."""
 
     state: float
     product: float
@@ -105,16 +105,16 @@ class _Rounded(NamedTuple):
     tile: float
 
 
-def _rounded(given: Operands, chunks: bool) -> _Rounded:
-    if not chunks or given.q.dtype == torch.float32:
+def _rounded(call: MlstmCall, chunks: bool) -> _Rounded:
+    if not chunks or call.q.dtype == torch.float32:
         return _Rounded(0.0, 0.0, 0.0, 0.0)
-    unit = _HALF_UNIT[given.q.dtype]
+    unit = _HALF_UNIT[call.q.dtype]
     # weighted keys, and of states between chunks the second rounding; weighted scores once; 5 % for their products
-    tile = _TILE * _LEAST[torch.float16] if given.q.dtype == torch.float16 else 0.0
+    tile = _TILE * _LEAST[torch.float16] if call.q.dtype == torch.float16 else 0.0
     return _Rounded(1.05 * unit, 2.1 * unit, 1.01 * unit, tile)
 
 
-def _output(given: Operands, state: _Carried, q: Tensor, rounded: _Rounded, single: float) -> tuple[Tensor, Tensor]:
+def _output(call: MlstmCall, state: _Carried, q: Tensor, rounded: _Rounded, single: float) -> tuple[Tensor, Tensor]:
     """h of one token [N, NH, DV] and how far the kernel's and the reference's may be apart; q [N, NH, DK], scaled."""
     row, row_abs = q[..., None, :], q.abs()[..., None, :]
     num, num_abs = (row @ state.c)[..., 0, :], (row_abs @ state.c_abs)[..., 0, :]
@@ -122,7 +122,7 @@ def _output(given: Operands, state: _Carried, q: Tensor, rounded: _Rounded, sing
     sums = (q.shape[-1] + _TILE + 4) * single
     num_off = 2 * (row_abs @ state.c_off)[..., 0, :] + (2 * sums + rounded.product) * num_abs
     num_off = num_off + rounded.tile * num_abs.amax(-1, keepdim=True)
-    if not given.normalize:
+    if not call.normalize:
         return num, num_off
     den = (q * state.n).sum(-1)
     den_off = 2 * (q.abs() * state.n_off).sum(-1) + 2 * sums * (q.abs() * state.n_abs).sum(-1)
@@ -137,32 +137,32 @@ def _output(given: Operands, state: _Carried, q: Tensor, rounded: _Rounded, sing
     low_off = torch.maximum(
         den_off.where(den + den_off >= floor - floor_off, 0.0), floor_off.where(floor + floor_off >= den - den_off, 0.0)
     )
-    low, low_off = low[..., None] + given.eps, low_off[..., None] + 2 * _STEP * low[..., None]
+    low, low_off = low[..., None] + call.eps, low_off[..., None] + 2 * _STEP * low[..., None]
     y = num / low
     return y, (num_off + y.abs() * low_off) / (low - low_off).clamp(min=1e-300) + 4 * _STEP * y.abs()
 
 
-def _finished(given: Operands, y: Tensor, off: Tensor, rounded: _Rounded, inside: Tensor) -> tuple[Tensor, Tensor]:
+def _epilogue(call: MlstmCall, y: Tensor, off: Tensor, rounded: _Rounded, inside: Tensor) -> tuple[Tensor, Tensor]:
     """The norm and the gate in float64, and what they make of errors; y, off [B, NH, S, DV]."""
-    if given.norm_weight is None:
+    if call.norm_weight is None:
         return y, off
     off = off + rounded.before_norm * y.abs()
     mean = y.mean(-1, keepdim=True)
-    deviation = ((y - mean).square().mean(-1, keepdim=True) + given.norm_eps).sqrt()
-    # sums over a row's columns, by both
-    sums = 2 * (given.dv + 8) * _STEP
+    deviation = ((y - mean).square().mean(-1, keepdim=True) + call.norm_eps).sqrt()
+    # sums over a row's DV elements, by both
+    sums = 2 * (call.dv + 8) * _STEP
     own = off + off.mean(-1, keepdim=True) + sums * y.abs().mean(-1, keepdim=True)
     # the deviation is a norm of the row: it moves by no more than the row does, and by its own sum
     moved = own.square().mean(-1, keepdim=True).sqrt() + sums * deviation
     left = (deviation - moved).clamp(min=1e-300)
     y = (y - mean) / deviation
     off = (own + y.abs() * moved) / left + 8 * _STEP * y.abs()
-    weight = given.norm_weight.double().view(1, given.heads, 1, given.dv)
+    weight = call.norm_weight.double().view(1, call.heads, 1, call.dv)
     y, off = y * weight, off * weight.abs()
-    if given.output_gate is not None:
-        gate = torch.sigmoid(given.output_gate.double())
+    if call.output_gate is not None:
+        gate = torch.sigmoid(call.output_gate.double())
         # σ moves by (1 - σ) times its argument's error
-        off = gate * (off + 2 * _STEP * (given.output_gate.double().abs() + _EXP_UNITS + 4) * y.abs())
+        off = gate * (off + 2 * _STEP * (call.output_gate.double().abs() + _EXP_UNITS + 4) * y.abs())
         y = gate * y
     return y.where(inside, 0.0), off.where(inside, 0.0)
 
@@ -172,24 +172,24 @@ def _stored(y: Tensor, off: Tensor, dtype: torch.dtype) -> Tensor:
     return off + 2 * (1.01 * _HALF_UNIT[dtype] * (y.abs() + off) + _LEAST[dtype])
 
 
-def bound(given: Operands, *, chunks: bool) -> tuple[Tensor, ...] | None:
+def bound(call: MlstmCall, *, chunks: bool) -> tuple[Tensor, ...] | None:
     """Most that elements of a kernel's results may differ from the reference's: h, then the last states if asked for.
 
     Args:
-        given: a checked call.
+        call: checked.
         chunks: whether the kernel is that of chunks, whose matrix units take 16 bits.
 
     Returns:
         float64 tensors of the results' shapes; None for float64, which no kernel takes.
     """
-    if given.q.dtype == torch.float64:
+    if call.q.dtype == torch.float64:
         return None
-    exact = given._replace(**{name: getattr(given, name).double() for name in ("q", "k", "v")})
+    exact = call._replace(**{name: getattr(call, name).double() for name in ("q", "k", "v")})
     rows, state = _reference.rows_of(exact), _first(exact)
     i_off, lf_off = _gates_off(exact, rows)
-    rounded = _rounded(given, chunks)
-    single = _STEP if given.q.dtype == torch.float32 else _CUT * _STEP
-    scale = given.dk**-0.5
+    rounded = _rounded(call, chunks)
+    single = _STEP if call.q.dtype == torch.float32 else _CUT * _STEP
+    scale = call.dk**-0.5
     y, off = torch.zeros_like(rows.v), torch.zeros_like(rows.v)
     for t in range(rows.q.shape[2]):
         if rows.resets is not None:
@@ -200,30 +200,30 @@ def bound(given: Operands, *, chunks: bool) -> tuple[Tensor, ...] | None:
             # other places leave states as they are, to the last bit
             after = _where(rows.inside[:, t], after, state)
         state = after
-        y[:, :, t], off[:, :, t] = _output(given, state, rows.q[:, :, t] * scale, rounded, single)
-    return _results(given, exact, rows, state, (y, off), rounded)
+        y[:, :, t], off[:, :, t] = _output(call, state, rows.q[:, :, t] * scale, rounded, single)
+    return _results(call, exact, rows, state, (y, off), rounded)
 
 
-def _gates_off(given: Operands, rows: _reference.Rows) -> tuple[Tensor, Tensor]:
+def _gates_off(call: MlstmCall, rows: _reference.Rows) -> tuple[Tensor, Tensor]:
     """How far the logarithms of the gates i and f may be off in float32, [N, NH, W].
 
     log σ(x) moves by 1 − σ(x) = 1 − e^(log σ(x)) times what x is off by, which is no more than |log σ(x)| and 1.
     """
-    plain = given._replace(input_gate="exp", normalize=True)
+    plain = call._replace(input_gate="exp", normalize=True)
     # capped pre-activations lie in the places of tokens as the gates do
     i = _reference.rows_of(plain).i
-    f = _reference.rows_of(plain._replace(i=given.f)).i
+    f = _reference.rows_of(plain._replace(i=call.f)).i
 
     def logistic(x: Tensor, log: Tensor) -> Tensor:
         return _GATE_UNITS * _STEP * (log.abs() + x.abs() * log.abs().clamp(max=1.0))
 
-    i_off = _GATE_UNITS * _STEP * i.abs() if given.exponential else logistic(i, rows.i)
+    i_off = _GATE_UNITS * _STEP * i.abs() if call.exponential else logistic(i, rows.i)
     return i_off.nan_to_num(0.0, 0.0, 0.0), logistic(f, rows.lf).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _results(
-    given: Operands,
-    exact: Operands,
+    call: MlstmCall,
+    exact: MlstmCall,
     rows: _reference.Rows,
     state: _Carried,
     outputs: tuple[Tensor, Tensor],
@@ -231,25 +231,25 @@ def _results(
 ) -> tuple[Tensor, ...]:
     y, off = (_reference.laid_out(exact, rows, one) for one in outputs)
     inside = _reference.laid_out(exact, rows, torch.ones_like(rows.v[..., :1])) > 0
-    y, off = _finished(given, y, off, rounded, inside)
-    h_off = _stored(y, off, given.q.dtype).where(inside, 0.0)
-    if not given.return_last_states:
+    y, off = _epilogue(call, y, off, rounded, inside)
+    h_off = _stored(y, off, call.q.dtype).where(inside, 0.0)
+    if not call.return_last_states:
         return (h_off,)
     c_off = 2 * state.c_off + (rounded.state + 2 * _TILE * _STEP) * state.c_abs
-    c_off = _stored(state.c, c_off, given.c_dtype)
+    c_off = _stored(state.c, c_off, call.c_dtype)
     n_off = _stored(state.n, 2 * state.n_off + 2 * _TILE * _STEP * state.n_abs, torch.float32)
     if state.m is None:
         return h_off, c_off, n_off
     return h_off, c_off, n_off, _stored(state.m, 2 * state.m_off, torch.float32)[..., None]
 
 
-def step_bound(given: StepOperands) -> tuple[Tensor, ...] | None:
+def step_bound(call: MlstmStepCall) -> tuple[Tensor, ...] | None:
     """The same of one token: h [B, NH, DV], c, n and m where there is one."""
-    found = bound(given.sequence(), chunks=False)
+    found = bound(call.sequence(), chunks=False)
     if found is None:
         return None
     h, *states = found
-    if given.in_place and given.m is not None:
+    if call.in_place and call.m is not None:
         # it is the caller's
-        states[2] = states[2].view(given.m.shape)
+        states[2] = states[2].view(call.m.shape)
     return h[:, :, 0], *states

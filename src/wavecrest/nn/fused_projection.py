@@ -1,44 +1,24 @@
-"""Two layers of one input whose parameters lie one behind the other, so that few rows go through one product."""
+"""Two layers of one input whose parameters lie one behind the other, so that few rows go through one GEMV."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from wavecrest.dispatch.op import Op
 from wavecrest.errors import Unsupported
-from wavecrest.nn import Linear
+from wavecrest.nn.hooks import plain
+from wavecrest.nn.linear import Linear
+from wavecrest.nn.norm import ResidualNorm
 from wavecrest.ops import PackedWeight
 
-if TYPE_CHECKING:
-    from wavecrest.models.xlstm.layers import Norm
-
-_Module = TypeVar("_Module", bound=nn.Module)
-
-# more rows than these have work enough in each product
+# more rows than these have work enough in each GEMM
 MOST_ROWS = 64
-# the one kernel that takes a tail
-TAKES_TAILS = "triton_multiply"
 
 
-def plain(module: nn.Module, kind: type[_Module]) -> TypeGuard[_Module]:
-    """True if nothing but the forward of `kind` runs when a module is called: what it does may be done without it.
-
-    Not so for another class's forward, a module's own (as accelerate sets it), and hooks on it or on all modules.
-    """
-    return type(module).forward is kind.forward and not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or _global_forward_hooks
-        or _global_forward_pre_hooks
-        or "forward" in module.__dict__
-    )
-
-
-class Joined:
+class FusedProjection:
     """The wider of two layers, and a narrow one behind it, as one layer wherever their parameters allow it.
 
     They stay the layers and parameters that they are: `lay_out` moves what those hold into one piece of memory, and
@@ -55,9 +35,9 @@ class Joined:
         self._lies_behind = False
         self.lay_out()
 
-    def __reduce__(self) -> tuple[type[Joined], tuple[Linear, Linear]]:
-        """A copy joins the copied layers anew: storages that lie in one memory are not copied as such."""
-        return Joined, (self._wide, self._narrow)
+    def __reduce__(self) -> tuple[type[FusedProjection], tuple[Linear, Linear]]:
+        """A copy fuses the copied layers anew: storages that lie in one memory are not copied as such."""
+        return FusedProjection, (self._wide, self._narrow)
 
     @torch.no_grad()
     def lay_out(self) -> None:
@@ -108,11 +88,11 @@ class Joined:
         """True if these are still the layers, and nothing but their forward runs when they are called."""
         return wide is self._wide and narrow is self._narrow and plain(wide, Linear) and plain(narrow, Linear)
 
-    def of(self, x: Tensor, norm: Norm | None = None) -> Linear | None:
-        """One layer for x [..., K], whose results lie side by side; None where there is none, or x has many rows.
+    def for_rows(self, x: Tensor, norm: ResidualNorm | None = None) -> Linear | None:
+        """The one layer for x [..., K], whose results lie side by side; None where there is none, or x has many rows.
 
-        `norm`: what the layer would normalise x with. With a tail there is one where a measured row names the kernel
-        that takes one for the wide layer alone.
+        `norm`: what the layer would normalise x with. A layer with a tail is given only where the wide layer alone
+        would run on the same kernel of ours.
         """
         # which torch.compile cannot trace: it looks at addresses
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
@@ -127,17 +107,18 @@ class Joined:
         if not (whole and self._biased(both)):
             # not to hold memory that nobody else does
             self._both = both = None
-        return both if both is None or both.tail is None or self._runs_tailed(both, x, norm) else None
+        return both if both is None or both.tail is None or self._runs_with_tail(both, x, norm) else None
 
-    def _runs_tailed(self, both: Linear, x: Tensor, norm: Norm | None) -> bool:
-        """True if the kernel that takes a tail is chosen for the wide layer, and takes this one; kept for a while."""
+    def _runs_with_tail(self, both: Linear, x: Tensor, norm: ResidualNorm | None) -> bool:
+        """True if one kernel of ours is decided for the wide layer alone and for both; kept until that may change."""
         key = (Op.epoch, x.shape, x.stride(), x.dtype, x.device, norm)
         if key != self._key:
             given = (x,) if norm is None else (x, None, norm.weight, norm.eps)
             try:
-                self._runs = all(layer.decision(*given).backend == TAKES_TAILS for layer in (self._wide, both))
+                alone, together = self._wide.decision(*given), both.decision(*given)
+                self._runs = alone.own_kernel and together.own_kernel and alone.backend == together.backend
             except Unsupported:
-                # strict: a call without a measured row is an error, and this one need not be made
+                # strict mode: a call without a measured row is an error, and this one need not be made
                 self._runs = False
             self._key = key
         return self._runs

@@ -1,0 +1,31 @@
+"""What may run around a module's forward: hooks, and a forward that stands in its place."""
+
+from __future__ import annotations
+
+from typing import TypeGuard, TypeVar
+
+from torch import nn
+from torch.nn.modules import module as _module
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def plain(module: nn.Module, kind: type[_Module]) -> TypeGuard[_Module]:
+    """True if nothing but the forward of `kind` runs when a module is called, so that its work may be done without it.
+
+    False for another class's forward, a module's own (as accelerate sets it), and hooks on it or on all modules.
+    """
+    return type(module).forward is kind.forward and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def watched(model: nn.Module) -> bool:
+    """True if a hook may see, and keep, what modules of a model take and give."""
+    if _module._global_forward_hooks or _module._global_forward_pre_hooks:
+        return True
+    return any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())

@@ -1,0 +1,39 @@
+"""What tuning, benchmarking and evidence need of mlstm_sequence; not loaded by a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.study import KernelStudy, Study
+from wavecrest.dispatch.tuned import Config
+from wavecrest.hardware import Arch
+from wavecrest.ops.mlstm.call import MlstmCall
+from wavecrest.ops.mlstm.key import KEY_FIELDS, head_dims
+from wavecrest.ops.mlstm.sequence.launch import planned
+from wavecrest.ops.mlstm.sequence.study.cases import bench_cases, compile_cases, emulate_cases
+from wavecrest.ops.mlstm.sequence.study.space import space
+from wavecrest.ops.mlstm.study.bound import bound
+from wavecrest.ops.mlstm.study.cases import call_of_key, cost_of, inputs
+
+
+def studies() -> dict[str, Study[MlstmCall]]:
+    """By the op's name."""
+    kernel: KernelStudy[MlstmCall] = KernelStudy(space=_space, launches=planned)
+    study = Study(
+        inputs=inputs,
+        sizes=("B", "H", "S", "D"),
+        cost=cost_of,
+        compile_cases=compile_cases,
+        bench_cases=bench_cases,
+        emulate_cases=emulate_cases,
+        bound=partial(bound, chunks=False),
+        call_of_key=call_of_key,
+        kernels={"triton": kernel},
+    )
+    return {"mlstm_sequence": study}
+
+
+def _space(key: Key, arch: Arch) -> Iterator[Config]:
+    return space(*head_dims(KEY_FIELDS, key), arch)
