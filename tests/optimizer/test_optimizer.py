@@ -451,3 +451,35 @@ def test_the_coverage_is_that_of_the_result(run: Run) -> None:
     result = run(Normed())
     assert outcome(result, "normed").verdict == "reverted"
     assert result.record.coverage == [] == result.plan.dispatch
+
+
+def test_steps_are_told_whether_the_model_is_compiled(run: Run) -> None:
+    seen: list[bool] = []
+
+    class Compiles(TakePauseOut):
+        phase = "compile"
+
+    class Looks(Nothing):
+        def find(self, context: StepContext) -> Found:
+            seen.append(context.compiled)
+            return Found((), note="only looks")
+
+    run(Looks(), Compiles())
+    looks_again = Looks()
+    looks_again.id = "looks again"
+    run(Compiles(), looks_again)
+    assert seen == [False, True]
+
+
+def test_the_result_is_measured_with_fresh_compiler_state(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo forgets what candidates left in its caches after the last step and before the final measurement."""
+    told: list[str] = []
+
+    class Told(Silent):
+        def phase(self, text: str) -> None:
+            told.append(text)
+
+    reset = torch._dynamo.reset
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: (told.append("reset"), reset()))
+    run(TakePauseOut(), progress=Told())
+    assert told[-3:] == ["gain", "final measurement", "reset"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -113,6 +114,23 @@ def test_a_block_is_the_mean_of_its_two_timed_calls() -> None:
     assert pair.ratio == pytest.approx(0.1)
 
 
+def test_the_collector_leaves_older_objects_alone_while_something_is_timed() -> None:
+    clock, frozen = SimulatedClock(), []
+
+    def work() -> None:
+        frozen.append(gc.get_freeze_count())
+        clock.advance(0.1)
+
+    for measure in (
+        lambda: timing.measure(work, device="cpu", seconds=0.1, now=clock),
+        lambda: timing.measure_pair(work, work, device="cpu", seconds=0.1, now=clock),
+        lambda: timing.measure_interleaved([work], device="cpu", now=clock),
+    ):
+        frozen.clear()
+        measure()
+        assert min(frozen) > 1000 and gc.get_freeze_count() == 0
+
+
 def test_cold_start_is_kept_apart() -> None:
     measured = Machine(ms=2.0, first=5_000.0).measure()
     assert measured.cold_start == pytest.approx(5_002.0)
@@ -146,6 +164,14 @@ def test_sampling_goes_on_until_the_interval_is_one_percent_either_way() -> None
     assert (measured.ci.high - measured.ci.low) / 2 <= 0.01 * measured.median
     pair = Machine(noise=0.1).pair(seconds=1e6)
     assert pair.n > timing.MIN_SAMPLES and (pair.ci.high - pair.ci.low) / 2 <= 0.01 * pair.ratio
+
+
+def test_the_interval_is_looked_at_when_the_samples_have_grown_by_half() -> None:
+    """Many looks at the same data would favour lucky intervals."""
+    clock = SimulatedClock()
+    stop = timing._Stop(30, 1e6, clock, clock())
+    clock.advance(timing.MIN_SECONDS)
+    assert [count for count in range(1, 200) if stop.due(count)] == [30, 45, 68, 102, 153]
 
 
 def test_sampling_lasts_while_the_interval_is_wide_and_no_longer_than_allowed() -> None:
