@@ -87,6 +87,14 @@ def test_every_residue_of_the_lengths(options: dict[str, Any], device: str) -> N
         assert_attends("triton", call, SMALL)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_pytorchs_mask_hides_a_single_pair(bias: bool, device: str) -> None:
+    """Windows that leave all but one pair of a query and a key in sight, and all."""
+    options = {"bias": random((9, 13), torch.float32, device, 5)} if bias else {}
+    for window in ((-1, 7), (-1, 8), (11, -1), (12, -1), (11, 7), (12, 8)):
+        assert_attends("torch", FlashAttentionCall(*tensors(1, 9, 13, device=device), window=window, **options))
+
+
 @pytest.mark.parametrize("key", ["plain", "window", "everything"])
 def test_nothing_outside_of_the_arguments_is_touched(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged tiles of views with gaps, and packed sequences of which the last one ends the memory."""
