@@ -315,6 +315,15 @@ def change_memory(
     monkeypatch.setattr(launches, "torch", stand_in)
 
 
+def test_a_part_of_a_chunk_that_begins_where_the_sequence_ends_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a chunk in two parts, the second of the last chunk without a token: nobody has written its sum."""
+    monkeypatch.setattr(launches, "KEYS_T", 16)
+    call = case(batch=1, heads=2, tokens=48, return_last_states=True)
+    assert launches.planned(call, SMALL, None)[2].constants["PARTS"] == 2
+    change_memory(monkeypatch, lambda one: one.fill_(NAN), ("empty",))
+    assert_right(call, run(OP, call, SMALL))
+
+
 @pytest.mark.parametrize("name", ["packed", "24x48", "odd", "padded"])
 def test_nothing_is_written_around_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and columns of tiles that are none stay away from memory: what lies before and after it is kept."""
