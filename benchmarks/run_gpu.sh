@@ -35,7 +35,7 @@ for part in "${parts[@]}"; do
     echo "== $part"
     case $part in
     tests)
-        "$python" -m pytest -q -p no:cacheprovider ${WORKERS:+-n $WORKERS} ${TESTS:-tests/ops tests/passes tests/unit} 2>&1 |
+        "$python" -m pytest -q -p no:cacheprovider ${WORKERS:+-n $WORKERS} ${TESTS:-tests/ops tests/optimizer tests/unit} 2>&1 |
             tail -60 | tee "$out/tests.log"
         ;;
     tune)

@@ -38,7 +38,8 @@ import triton.language as tl
 from wavecrest import env, hardware, records
 from wavecrest.bench import ops as bench_ops
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.op import Op
+from wavecrest.dispatch.call import AnyCall, mapped, tensors_of
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, Unsupported, WavecrestError
 from wavecrest.records import files, provenance
 
@@ -122,36 +123,37 @@ def place(tensor: torch.Tensor, rows: int, layout: str, device: str) -> tuple[to
     return wide[..., window], wide.to(device)[..., window]
 
 
-def _row_call(op: Op, case: tuple[int, int, torch.dtype, str], device: str) -> tuple[list[Any], list[Any]]:
+def _row_call(op: AnyOp, case: tuple[int, int, torch.dtype, str], device: str) -> tuple[AnyCall, AnyCall]:
     rows, columns, dtype, layout = case
     # an op with a third size has as many products as fit the time
-    sizes = (rows, columns, min(columns, 1000))[: len(op.sizes)]
-    pairs = [
-        place(value, rows, layout, device) if isinstance(value, torch.Tensor) else (value, value)
-        for value in op.inputs(*sizes, dtype, "cpu")
-    ]
-    return [here for here, _ in pairs], [there for _, there in pairs]
+    sizes = (rows, columns, min(columns, 1000))[: len(op.study.sizes)]
+    call = op.study.inputs(*sizes, dtype, "cpu")
+    return (
+        mapped(call, lambda value: place(value, rows, layout, device)[0]),
+        mapped(call, lambda value: place(value, rows, layout, device)[1]),
+    )
 
 
-def _made_call(make: Callable[[], tuple[Any, ...]], device: str) -> tuple[list[Any], list[Any]]:
-    here = list(make())
-    return here, [value.to(device) if isinstance(value, torch.Tensor) else value for value in here]
+def _made_call(make: Callable[[], AnyCall], device: str) -> tuple[AnyCall, AnyCall]:
+    here = make()
+    return here, mapped(here, lambda value: value.to(device))
 
 
-def calls(op: Op, device: str) -> dict[str, Callable[[], tuple[list[Any], list[Any]]]]:
-    """The cases of an op by name, each making the arguments on the CPU and the same on `device`.
+def calls(op: AnyOp, device: str) -> dict[str, Callable[[], tuple[AnyCall, AnyCall]]]:
+    """The cases of an op by name, each making the call on the CPU and the same on `device`.
 
     CASES, where an op is described by rows and columns, and what the emulator runs, where these do not say all of it.
     """
-    found: dict[str, Callable[[], tuple[list[Any], list[Any]]]] = {}
-    if op.sizes[:2] == ("M", "N"):
+    study = op.study
+    found: dict[str, Callable[[], tuple[AnyCall, AnyCall]]] = {}
+    if study.sizes[:2] == ("M", "N"):
         for rows, columns, dtype, layout in CASES:
             name = f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {layout}"
             found[name] = partial(_row_call, op, (rows, columns, dtype, layout), device)
-    if op.sizes != ("M", "N") and op.emulate_cases is not None:
+    if study.sizes != ("M", "N") and study.emulate_cases is not None:
         known = hardware.detect().known
         # 8-bit floats are the architecture's
-        made = op.emulate_cases("sm_90" if known is None else known.name)
+        made = study.emulate_cases("sm_90" if known is None else known.name)
         found |= {name: partial(_made_call, make, device) for name, make in made.items()}
     return found
 
@@ -170,7 +172,7 @@ def filled() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def run_op(op: Op, device: str) -> dict[str, Any]:
+def run_op(op: AnyOp, device: str) -> dict[str, Any]:
     """Run an op's kernels on all cases; {"ran": n, "declined": {case: reason}, "wrong": {case: what}, "idle": [...]}.
 
     Idle are backends that took no case, but those that are for another architecture.
@@ -186,7 +188,7 @@ def run_op(op: Op, device: str) -> dict[str, Any]:
         try:
             here, there = make()
             with filled() if backend in COPIES_RESULTS else contextlib.nullcontext():
-                results = bench_ops.results_of(op.run(backend, *there))
+                results = bench_ops.results_of(op.run(backend, there))
         except (Unsupported, InvalidArgument) as error:
             declined[name] = str(error)
             reasons.setdefault(backend, []).append(str(error))
@@ -196,8 +198,8 @@ def run_op(op: Op, device: str) -> dict[str, Any]:
             wrong[name] = f"raised {type(error).__name__}: {error}"[:300]
             continue
         ran[backend] += 1
-        oracle = bench_ops.results_of(op.reference(*here))
-        dtype = next(value.dtype for value in here if isinstance(value, torch.Tensor))
+        oracle = bench_ops.results_of(op.reference(here))
+        dtype = tensors_of(here)[0].dtype
         # any number of codes may be a step off: of 198 two lay between codes (quantize_fp8), and how many may is for
         # the tests to say, on enough of them
         values = bench_ops.limits_of(op, str(dtype).removeprefix("torch.")).values
@@ -216,7 +218,7 @@ def _raised(wrong: dict[str, str], backend: str, own: list[str]) -> bool:
     return any(len(own) == 1 or name.endswith(f" {backend}") for name in wrong)
 
 
-def _with_kernels(wanted: list[str]) -> Iterator[Op]:
+def _with_kernels(wanted: list[str]) -> Iterator[AnyOp]:
     for name in wanted or registry.names():
         op = registry.get(name)
         if "triton" in op.backends:

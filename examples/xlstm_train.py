@@ -44,7 +44,7 @@ def documents() -> list[str]:
     found = [text.strip() for _, text in sorted(topics.topics.items())]
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         with warnings.catch_warnings():
-            # escapes that are none
+            # invalid escapes in old docstrings
             warnings.simplefilter("ignore")
             tree = ast.parse(path.read_text(encoding="utf-8"))
         nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]

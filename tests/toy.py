@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,6 +20,10 @@ class ToyCall(NamedTuple):
     scale: float = 1.0
 
 
+class OneCall(NamedTuple):
+    x: Tensor
+
+
 class TwoCall(NamedTuple):
     a: Tensor
     b: Tensor
@@ -30,7 +36,7 @@ def takes(*_args: Any) -> None:
 class ToyOp(Op[Any, Any]):
     """An op whose parts are functions of its call's fields (as many as they take), called with these fields.
 
-    `kernel` attaches a backend with configurations: `run(x, config=…)`, by default with `default_config`.
+    `study`: the fields of a `Study`; `inputs`, `bench_cases` and `call_of_key` may give the fields of a call.
     """
 
     def __init__(
@@ -50,16 +56,7 @@ class ToyOp(Op[Any, Any]):
         self._default = default_config
         self.call_type = call_type
         self._kernels: dict[str, KernelStudy[Any]] = {}
-        made = study.pop("inputs")
-        study["inputs"] = lambda *args: self._call(made(*args))
-        if "cost" in study:
-            study["cost"] = self._spread(study["cost"])
-        if "bench_cases" in study:
-            cases = study["bench_cases"]
-            study["bench_cases"] = lambda *args: {
-                case: lambda make=make: self._call(make()) for case, make in cases(*args).items()
-            }
-        self.own_study: Study[Any] = Study(kernels=self._kernels, **study)
+        self._study: Study[Any] = Study(kernels=self._kernels, **self._of_calls(study))
         super().__init__(
             name, call_type, self._spread(reference), self._spread(check), self._spread(key), "", key_fields,
             key_sizes, op_class,
@@ -67,29 +64,39 @@ class ToyOp(Op[Any, Any]):
 
     @property
     def study(self) -> Study[Any]:
-        return self.own_study
-
-    def _call(self, fields: Any) -> Any:
-        return fields if isinstance(fields, self.call_type) else self.call_type(*fields)
-
-    def _spread(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function of a call: of as many of its fields as it has parameters."""
-        names = inspect.signature(function).parameters.values()
-        count = len(self.call_type._fields)
-        if not any(one.kind is one.VAR_POSITIONAL for one in names):
-            count = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in names)
-        return lambda call, **options: function(*call[:count], **options)
+        return self._study
 
     def __call__(self, *fields: Any, **named: Any) -> Any:
-        return super().__call__(self.call_type(*fields, **named))
+        """Run a call, or the call with these fields."""
+        given = len(fields) == 1 and isinstance(fields[0], self.call_type)
+        return super().__call__(fields[0] if given else self.call_type(*fields, **named))
 
     def of(self, *fields: Any, **named: Any) -> Any:
         """A call."""
         return self.call_type(*fields, **named)
 
-    def native(self, name: str, run: Callable[..., Any], *, refuse: Callable[..., Any] = takes,
-               opt_in: Callable[..., Any] = takes, priority: int = 10, bind: Callable[..., Any] | None = None,
-               as_native: bool = False) -> None:  # fmt: skip
+    def restudy(self, **study: Any) -> None:
+        """Replace fields of the study, and forget the decisions that may rest on them."""
+        self._study = replace(self._study, **self._of_calls(study))
+        self.forget()
+
+    def redefine(self, **parts: Callable[..., Any]) -> None:
+        """Replace `check`, `key` or `reference`, and forget the decisions that may rest on them."""
+        for name, function in parts.items():
+            setattr(self, name, self._spread(function))
+        self.forget()
+
+    def native(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        *,
+        refuse: Callable[..., Any] = takes,
+        opt_in: Callable[..., Any] = takes,
+        priority: int = 10,
+        bind: Callable[..., Any] | None = None,
+        as_native: bool = False,
+    ) -> None:
         """Attach a backend without configurations."""
         bound = None if bind is None else lambda call: self._spread(bind(*call))
         self.attach(
@@ -114,21 +121,56 @@ class ToyOp(Op[Any, Any]):
         work: Callable[..., Any] | None = None,
         launches: Callable[..., Any] | None = None,
         optional: tuple[str, ...] = (),
+        bind: Callable[..., Callable[..., Any]] | None = None,
     ) -> None:
-        """Attach a backend with configurations, which also runs on the CPU without being asked for."""
-        if space is not None or work is not None or launches is not None:
-            self._kernels[name] = KernelStudy(space, launches, work)
-        spread = self._spread(run)
+        """Attach a backend with configurations, `run(x, config=…)`, which the CPU runs without being asked to.
+
+        `bind(x, config=…)`: gives what runs bound calls, a function of their fields; None: `run`. `default_config`:
+        None: the op's.
+        """
+        self._kernels[name] = KernelStudy(space, launches, work)
+        one_call = self._spread(run)
+        bind_call = None if bind is None else self._spread(bind)
+
+        def bound(call: Any, config: Config) -> Callable[..., Any]:
+            if bind_call is None:
+                return lambda call: one_call(call, config=config)
+            return self._spread(bind_call(call, config=config))
+
         self.attach_kernel(
             name,
-            lambda call, config: lambda call: spread(call, config=config),
+            bound,
             refuse=self._spread(refuse),
             priority=priority,
             default_config=default_config or self._default,
+            run=lambda call, config: one_call(call, config=config),
             optional=optional,
         )
-        backend = self.backends[name]
-        self._add(type(backend)(**{
-            field: getattr(backend, field)
-            for field in ("name", "run", "bind", "refuse", "priority", "default_config", "optional")
-        }, opt_in=takes))  # fmt: skip
+        self._add(replace(self.backends[name], opt_in=takes))
+
+    def _call(self, fields: Any) -> Any:
+        return fields if fields is None or isinstance(fields, self.call_type) else self.call_type(*fields)
+
+    def _spread(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function of a call: of as many of its fields as it has parameters."""
+        names = inspect.signature(function).parameters.values()
+        count = len(self.call_type._fields)
+        if not any(one.kind is one.VAR_POSITIONAL for one in names):
+            count = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in names)
+        return lambda call, **options: function(*call[:count], **options)
+
+    def _of_calls(self, study: dict[str, Any]) -> dict[str, Any]:
+        """The same fields of a study, whose functions take and give calls."""
+        made = dict(study)
+        for name in ("cost", "bound"):
+            if made.get(name) is not None:
+                made[name] = self._spread(made[name])
+        for name in ("inputs", "call_of_key"):
+            if made.get(name) is not None:
+                made[name] = partial(lambda plain, *args: self._call(plain(*args)), made[name])
+        cases = made.get("bench_cases")
+        if cases is not None:
+            made["bench_cases"] = lambda *args: {
+                case: partial(lambda make: self._call(make()), make) for case, make in cases(*args).items()
+            }
+        return made

@@ -1,4 +1,4 @@
-"""Environment variables: the only reader of `os.environ`, and the table of what each one does.
+"""Environment variables: the only reader of `os.environ`, and the table of their effects.
 
 The facts are data (`env_table.toml`): name, default, effect, verdict, risk, source. `wavecrest doctor` compares the
 table with the live process; `docs/env.md` is generated from it.
@@ -54,7 +54,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A fact about the platform that is no environment variable: a kernel setting, a boot option, a call of torch.
+    """A fact about the platform outside the environment: a kernel setting, a boot option, a call of torch.
 
     `file` is where the value can be read; `good` lists the values that need no attention (empty: only documented).
     """
@@ -110,7 +110,7 @@ def set_default(name: str, value: str) -> None:
 def snapshot() -> dict[str, str]:
     """The variables of this process that the table knows and that are set; of a path only the last part.
 
-    Records are shared, and where somebody's folders are says nothing about a result.
+    Records are shared, and a user's folders say nothing about a result.
     """
     found = {row.name: os.environ[row.name] for row in table() if row.name in os.environ}
     return {name: f"…/{Path(value).name}" if os.path.isabs(value) else value for name, value in found.items()}
@@ -122,7 +122,7 @@ def matching(*parts: str) -> dict[str, str]:
 
 
 def current() -> dict[str, str]:
-    """All variables of this process, those included that are none of wavecrest's business: never store them."""
+    """All variables of this process, including those that do not concern wavecrest: never store them."""
     return dict(os.environ)
 
 
@@ -135,6 +135,13 @@ def child(changes: Mapping[str, str | None]) -> dict[str, str]:
         else:
             environment[name] = value
     return environment
+
+
+def python_child(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """`child` for a Python process that imports this copy of wavecrest, installed or not."""
+    source = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return child({**changes, "PYTHONPATH": path})
 
 
 def clean_child() -> dict[str, str]:

@@ -116,3 +116,7 @@ class MissingDependency(EnvironmentProblem):
     def __init__(self, package: str, needed_for: str, install: str) -> None:
         super().__init__(f"{needed_for} needs the package {package}; install it with: {install}")
         self.package = package
+
+
+class PlanWarning(UserWarning):
+    """A plan was applied, but not exactly as it was made; the text says what differs."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.ops.op_harness import call_of
 from wavecrest import records
 from wavecrest.cli import _bench_ops, main
 from wavecrest.cli.bench import run
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.op import Op
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.measure import timing
 
 BODY = """
@@ -205,18 +208,15 @@ def test_a_cell_says_why_a_peer_has_no_time() -> None:
 def test_large_tensors_and_wide_rows_have_their_own_line(
     rounds: dict[str, float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
+    study = registry.get("rms_norm").study
 
-    op = registry.get("rms_norm")
+    def made(rows: int, columns: int) -> Any:
+        return lambda: call_of("rms_norm", torch.ones(rows, columns))
 
     def cases(suite: str, device: str) -> dict[str, Any]:
-        return {
-            "small": lambda: (torch.ones(2, 8),),
-            "large": lambda: (torch.ones(1 << 14, 1 << 10),),
-            "wide": lambda: (torch.ones(1, 65536),),
-        }
+        return {"small": made(2, 8), "large": made(1 << 14, 1 << 10), "wide": made(1, 65536)}
 
-    monkeypatch.setattr(op, "bench_cases", cases)
+    monkeypatch.setattr("wavecrest.ops.rows.study.studies", lambda: {"rms_norm": replace(study, bench_cases=cases)})
     assert main.main(["bench", "rms_norm", "--peers", "none", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     # 128 MiB in 20 µs beside 128 MiB in 10 µs, and half as fast as the copy of as many bytes
@@ -252,7 +252,7 @@ def test_what_is_interrupted_leaves_the_ops_that_are_done(
 
     real, done = ops._bench_op, []
 
-    def until_the_second(op: Op, *args: Any) -> records.OpBench:
+    def until_the_second(op: AnyOp, *args: Any) -> records.OpBench:
         done.append(op.name)
         if len(done) == 2:
             raise KeyboardInterrupt
@@ -269,7 +269,7 @@ def test_all_ops_are_all(rounds: dict[str, float], tmp_path: Path) -> None:
     arguments = ["--all-ops", "--suite", "quick", "--peers", "none", "--device", "cpu", "--case", "16x1024"]
     assert main.main(["bench", *arguments, "-o", str(tmp_path / "a.json")]) == 0
     record = records.load_as(tmp_path / "a.json", records.OpBenchRecord)
-    own = {name for name in registry.names() if registry.get(name).bench_cases is not None}
+    own = {name for name in registry.names() if registry.get(name).study.bench_cases is not None}
     assert {bench.op for bench in record.ops} | own == set(registry.names())
 
 
@@ -279,7 +279,7 @@ def test_a_wrong_result_is_no_success(
     op = registry.get("rms_norm")
     monkeypatch.setattr(op, "backends", dict(op.backends))
     monkeypatch.setattr(op, "_order", op._order)
-    op.attach("broken", lambda x, *_: 2 * x, supports=lambda *_: None, priority=99)
+    op.attach("broken", lambda call: 2 * call.x, priority=99)
     target = tmp_path / "a.json"
     arguments = ["rms_norm", "--suite", "quick", "--peers", "eager", "--device", "cpu", "-o", str(target)]
     assert main.main(["bench", *arguments]) == 2

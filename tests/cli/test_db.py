@@ -20,7 +20,6 @@ from wavecrest.cli import tune as tune_cli
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.keys import dtype_name, m_bucket
-from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Entry, Evidence, Overlay, Row, aiter_csv, database
 from wavecrest.dispatch.tuned import misses as files
 from wavecrest.dispatch.tuned.row import here
@@ -44,8 +43,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Overlay:
 
 def gemm_row(rows: int = 16, us: float = 5.0, **given: Any) -> Entry:
     op = registry.get("gemm")
-    made = op.key(*op.inputs(rows, 64, 64, torch.bfloat16, "cpu"), *[None] * 4, *[None] * 3)
-    parts = dict(zip(op.key_fields, made, strict=True))
+    parts = dict(zip(op.key_fields, op.key(op.study.inputs(rows, 64, 64, torch.bfloat16, "cpu")), strict=True))
     fields = lookup.fields_of(op)
     evidence_ = Evidence(**{"units": 304, "date": "2026-01-01T00:00:00+00:00"} | given)
     return Entry(
@@ -191,7 +189,7 @@ def test_leave_one_out(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture
-def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
+def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyOp]:
     """y = 2x with a kernel of two configurations, its second the fastest by made-up times, on a stand-in for a GPU."""
     ran: list[float] = []
 
@@ -206,7 +204,6 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
-        check=lambda x: None,
         key=lambda x: (m_bucket(x.shape[0]), x.shape[1], dtype_name(x), "cuda", False),
         key_fields=("rows", "columns", "dtype", "device", "grad"),
         key_sizes=("rows", "columns"),
@@ -217,7 +214,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     made.native("torch", native, priority=10)
     made.kernel("kernel", kernel, priority=5, space=lambda key, arch: [Config(BLOCK=2)])
 
-    def measured(works: Any, *, device: str, seconds: float, min_rounds: int) -> timing.Interleaved:
+    def measured(works: Any, *, min_rounds: int, **_options: Any) -> timing.Interleaved:
         for work in works:
             work()
         series = [tuple(us / 1e3 * (1 + place / 1e6) for place in range(min_rounds)) for us in ran[-len(works) :]]
@@ -257,7 +254,7 @@ def missed(path: Path, *shapes: tuple[int, int], op: str = "double", arch: str =
 
 
 def test_misses_are_tuned_and_no_misses_any_more(
-    op: Op, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    op: ToyOp, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "misses.jsonl"
     with registry.measured_in(Database(tmp_path / "no", "sm_90", user)):
@@ -271,7 +268,7 @@ def test_misses_are_tuned_and_no_misses_any_more(
         assert main.main(["tune", str(path), "--executor", "here", "--out", str(tmp_path / "a.json")]) == 0
         # at once, without a restart: tune forgets what was read
         registry.strict("error")
-        decision = op.decide(torch.ones(4, 8))
+        decision = op.decide(op.of(torch.ones(4, 8)))
         assert (decision.backend, decision.config, decision.source) == ("kernel", Config(BLOCK=2), "exact")
         assert decision.reason.startswith("measured 15.0 µs, native 40.0 µs (a.json@")
     rows = user.entries()
@@ -285,7 +282,7 @@ def test_misses_are_tuned_and_no_misses_any_more(
 
 
 def test_what_of_misses_cannot_be_tuned_is_said(
-    op: Op, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    op: ToyOp, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = missed(tmp_path / "m.jsonl", (4, 8))
     missed(path, (4, 16), arch="gfx942")
@@ -310,12 +307,12 @@ def test_what_of_misses_cannot_be_tuned_is_said(
         assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_key_that_an_op_makes_otherwise_is_no_case(op: Op) -> None:
-    op.call_of_key = lambda parts, device: (torch.ones(int(parts["rows"]), 9),)  # type: ignore[arg-type]
+def test_a_key_that_an_op_makes_otherwise_is_no_case(op: ToyOp) -> None:
+    op.restudy(call_of_key=lambda parts, device: (torch.ones(int(parts["rows"]), 9),))
     miss = files.Miss("double", "sm_90", {"rows": 4, "columns": 8, "dtype": "float32"}, "torch", "default")
     found, left = misses.cases(op, [miss], "sm_90", "cpu")
     assert not found and list(left.values()) == ["double makes no call from this key: columns would be other"]
-    op.call_of_key = lambda parts, device: (parts["nothing"],)
+    op.restudy(call_of_key=lambda parts, device: (parts["nothing"],))
     assert "has no such key: KeyError" in next(iter(misses.cases(op, [miss], "sm_90", "cpu")[1].values()))
 
 
@@ -328,15 +325,15 @@ def test_calls_are_made_from_keys(name: str) -> None:
     found = registry.get(name)
     fields = lookup.fields_of(found)
     keys = [dict(zip(fields, key, strict=True)) for key in Database(arch="sm_90").rows(name, fields)]
-    example = found.inputs(*SMALL.get(name, (4, 64)), torch.bfloat16, "cpu")
-    made = dict(zip(found.key_fields, found.key(*example), strict=True))
+    example = found.study.inputs(*SMALL.get(name, (4, 64)), torch.bfloat16, "cpu")
+    made = dict(zip(found.key_fields, found.key(example), strict=True))
     keys.append({field: made[field] for field in fields})
     cases, left = misses.cases(found, [files.Miss(name, "sm_90", key, "", "") for key in keys], "sm_90", "cpu")
     assert not left and len(cases) == len(keys)
-    args = cases[-1].make()
-    found.check(*args)
-    assert dict(zip(found.key_fields, found.key(*args), strict=True)) == made
-    assert found.reference(*args) is not None
+    call = cases[-1].make()
+    found.check(call)
+    assert dict(zip(found.key_fields, found.key(call), strict=True)) == made
+    assert found.reference(call) is not None
 
 
 @pytest.mark.parametrize(
@@ -351,15 +348,15 @@ def test_calls_are_made_from_keys(name: str) -> None:
 def test_keys_that_no_call_is_made_from_are_said(name: str, change: dict[str, Any]) -> None:
     found = registry.get(name)
     fields = lookup.fields_of(found)
-    example = found.inputs(*SMALL[name], torch.bfloat16, "cpu")
-    made = dict(zip(found.key_fields, found.key(*example), strict=True))
+    example = found.study.inputs(*SMALL[name], torch.bfloat16, "cpu")
+    made = dict(zip(found.key_fields, found.key(example), strict=True))
     key = {field: made[field] for field in fields} | change
     cases, left = misses.cases(found, [files.Miss(name, "sm_90", key, "", "")], "sm_90", "cpu")
     assert not cases and next(iter(left.values())).startswith(f"{name} ")
 
 
 def test_where_tune_keeps_rows(
-    op: Op, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    op: ToyOp, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = ["tune", "double", "--executor", "here", "--suite", "quick", "--matching", "7x1000"]
     table = ["--table", str(tmp_path / "sm_90" / "double.csv"), "--out", str(tmp_path / "a.json")]
@@ -377,7 +374,7 @@ def test_where_tune_keeps_rows(
 
 
 def test_a_damaged_database_is_found_before_anything_is_measured(
-    op: Op, user: Overlay, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    op: ToyOp, user: Overlay, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user.path.parent.mkdir(parents=True)
     user.path.write_bytes(b"none" * 5000)
@@ -389,7 +386,7 @@ def test_a_damaged_database_is_found_before_anything_is_measured(
     assert "WAVECREST_DATABASE is off" in capsys.readouterr().err
 
 
-def test_explain_says_what_rows_run_by_size(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_says_what_rows_run_by_size(op: ToyOp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "detect", lambda name=None: replace(hardware.cpu(), arch="sm_90"))
     found = Database(tmp_path, "sm_90")
     fields = lookup.fields_of(op)
@@ -406,7 +403,7 @@ def test_explain_says_what_rows_run_by_size(op: Op, tmp_path: Path, monkeypatch:
         assert explain.run("double", ["M=16", "N=48", "dtype=float32"], "cpu").measured == ""
 
 
-def test_the_table_of_sources(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_sources(op: ToyOp, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from wavecrest.cli import _shared
 
     with registry.measured_in(Database(tmp_path, "sm_90")), registry.coverage() as seen:

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.toy import ToyOp
+from tests.toy import ToyOp, TwoCall
 from wavecrest import hardware
 from wavecrest.cli import explain, main
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.keys import dtype_name
-from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.errors import InvalidArgument
 
@@ -28,7 +27,7 @@ KEYS = {
 
 
 @pytest.fixture
-def product() -> Iterator[Op]:
+def product() -> Iterator[ToyOp]:
     """An op of three sizes and more dtypes, whose key says that it is on a GPU."""
 
     def inputs(M: int, N: int, K: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
@@ -37,7 +36,7 @@ def product() -> Iterator[Op]:
     made = ToyOp(
         "product",
         reference=lambda a, b: a @ b.t(),
-        check=lambda a, b: None,
+        call_type=TwoCall,
         key=lambda a, b: (a.shape[0], b.shape[0], a.shape[1], dtype_name(a), "cuda"),
         key_fields=("M", "N", "K", "dtype", "device"),
         inputs=inputs,
@@ -112,7 +111,7 @@ def test_bare_values(settings: str, call: tuple[int, int, str]) -> None:
         ("2 32 8 float8_e4m3fn", (2, 32, 8, "float8_e4m3fn")),
     ],
 )
-def test_an_op_of_three_sizes(product: Op, settings: str, call: tuple[int, int, int, str]) -> None:
+def test_an_op_of_three_sizes(product: ToyOp, settings: str, call: tuple[int, int, int, str]) -> None:
     key = explain.run("product", settings.split(), "cpu").key
     assert (key["M"], key["N"], key["K"], key["dtype"]) == call
 
@@ -120,7 +119,7 @@ def test_an_op_of_three_sizes(product: Op, settings: str, call: tuple[int, int, 
 @pytest.mark.parametrize(
     ("arch", "flavour"), [("gfx942", "e4m3fnuz"), ("gfx950", "e4m3fn"), ("sm_90", "e4m3fn"), ("sm_80", "e4m3fnuz")]
 )
-def test_fp8_is_the_devices(product: Op, monkeypatch: pytest.MonkeyPatch, arch: str, flavour: str) -> None:
+def test_fp8_is_the_devices(product: ToyOp, monkeypatch: pytest.MonkeyPatch, arch: str, flavour: str) -> None:
     # an architecture without one takes the first of the op's
     found = hardware.Device("cpu", 0, arch, "stand-in", 1, 1, "")
     # what is looked up once a process, as the architecture of measured rows, is not to be the stand-in's
@@ -129,8 +128,8 @@ def test_fp8_is_the_devices(product: Op, monkeypatch: pytest.MonkeyPatch, arch: 
     assert explain.run("product", ["2", "2", "2", "fp8"]).key["dtype"] == f"float8_{flavour}"
 
 
-def test_a_default_dtype_that_the_op_takes(product: Op) -> None:
-    product.example_dtypes = ("int8", "float16")
+def test_a_default_dtype_that_the_op_takes(product: ToyOp) -> None:
+    product.restudy(example_dtypes=("int8", "float16"))
     assert explain.run("product", [], "cpu").key["dtype"] == "int8"
 
 
@@ -155,7 +154,7 @@ def test_a_default_dtype_that_the_op_takes(product: Op) -> None:
         ("product", "1 2 3 fp32", "dtype=fp32: product takes float16, bfloat16, float8"),
     ],
 )
-def test_wrong_words(product: Op, op: str, settings: str, message: str) -> None:
+def test_wrong_words(product: ToyOp, op: str, settings: str, message: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         explain.run(op, settings.split(), "cpu")
     assert str(caught.value).startswith(message)
@@ -168,7 +167,7 @@ def test_wrong_settings(setting: str) -> None:
 
 
 def test_a_measured_row_is_shown_with_its_source(
-    product: Op, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    product: ToyOp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Database(tmp_path, "sm_00")
     fields = ("M", "N", "K", "dtype")

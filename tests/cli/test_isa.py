@@ -28,7 +28,7 @@ def _facts(**changes: Any) -> KernelFacts:
     values: dict[str, Any] = {
         "warps": 4, "vgpr": 60, "agpr": 0, "sgpr": 30, "spills": 0, "sgpr_spills": 0, "scratch": 0, "lds": 8,
         "waves": 8, "most_waves": 8, "limit": "", "register_waves": 8, "llvm_waves": 8, "code_bytes": 2848,
-        "kernel": PARTS, "loops": 0, "hot": None,
+        "code_hash": "0", "kernel": PARTS, "loops": 0, "hot": None,
     }  # fmt: skip
     return KernelFacts.model_validate(values | changes)
 

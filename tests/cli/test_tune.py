@@ -23,7 +23,6 @@ from wavecrest.cli import main
 from wavecrest.cli import tune as cli
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.decision import Cost
-from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, database
 from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
@@ -31,15 +30,16 @@ from wavecrest.integrations import ray
 from wavecrest.measure import timing
 from wavecrest.tune import lanes, session
 
+
+def space(_key: Any, _arch: Any) -> list[Config]:
+    return [Config(BLOCK=1), Config(BLOCK=2)]
+
+
 TIMES = {"torch": 0.02, "kernel 1": 0.015, "kernel 2": 0.01}
 
 
-def _takes(*_args: Any, **_kwargs: Any) -> None:
-    return None
-
-
 @pytest.fixture
-def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
+def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyOp]:
     """y = 2x with a kernel of two configurations, and made-up times for what runs."""
     ran: list[str] = []
 
@@ -54,7 +54,6 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
-        check=_takes,
         key=lambda x: (x.shape[0], x.device.type),
         key_fields=("rows", "device"),
         inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
@@ -63,9 +62,9 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
         bench_cases=lambda suite, device: {f"{suite} {M}": lambda M=M: (torch.randn(M, 8),) for M in (4, 16)},
     )
     made.native("torch", native, priority=10)
-    made.kernel('kernel', kernel, priority=5, space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=2)])  # fmt: skip
+    made.kernel("kernel", kernel, priority=5, space=space)
 
-    def measured(works: Any, *, device: str, seconds: float, min_rounds: int) -> timing.Interleaved:
+    def measured(works: Any, *, min_rounds: int, **_options: Any) -> timing.Interleaved:
         names = []
         for work in works:
             work()
@@ -83,7 +82,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     del registry.STATE.ops["double"]
 
 
-def test_table(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(op: ToyOp, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["tune", "double", "--executor", "here"]) == 0
     text = capsys.readouterr().out
     for part in (
@@ -96,7 +95,7 @@ def test_table(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_files_and_json(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_and_json(op: ToyOp, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "a.json"
     options = ["--suite", "quick", "--matching", "16", "--out", str(out), "--json"]
     assert main.main(["tune", "double", "--executor", "here", *options]) == 0
@@ -107,7 +106,7 @@ def test_files_and_json(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert record.budget_seconds == 600.0
 
 
-def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_reach_the_run(op: ToyOp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: dict[str, Any] = {}
     record = cli.run("double", session.Settings(), executor="here")
 
@@ -136,7 +135,7 @@ def test_options_reach_the_run(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert asked["starts"] == ["sm_90", 5]
 
 
-def test_a_configuration_that_is_none(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_that_is_none(op: ToyOp, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["tune", "double", "--config", "BLOCK"]) == 1
     assert "--config: 'BLOCK' in config is not NAME=NUMBER: write it as in" in capsys.readouterr().err
 
@@ -171,7 +170,7 @@ def test_a_file_of_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 WORKLOAD = """
 import torch
-from wavecrest import registry
+from wavecrest.dispatch import registry
 
 class Model(torch.nn.Module):
     def forward(self, x):
@@ -185,20 +184,21 @@ def work():
 @pytest.mark.parametrize(
     ("interval", "parts"),
     [
-        ((1.5, 1.7), ("workload: faster 1.600×", "rows: not written, as nobody was to keep them")),
+        ((1.5, 1.7), ("workload: faster 1.600×", "rows: not written, as they were not to be kept")),
         ((0.9, 1.1), ("workload: a tie 1.000×", "what ran before stays", "rows: dropped")),
         ((0.8, 0.9), ("workload: slower 0.850×", "rows: dropped")),
     ],
 )
 def test_a_workload(
-    op: Op, interval: tuple[float, float], parts: tuple[str, ...], tmp_path: Path,
+    op: ToyOp, interval: tuple[float, float], parts: tuple[str, ...], tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Its calls are tuned, then it is timed in turn: what is said, and what the record has."""
     path, out = tmp_path / "model.py", tmp_path / "new" / "a.json"
     path.write_text(WORKLOAD)
     # as a call on a GPU, of a key that calls are made from
-    op.key, op.call_of_key = lambda x: (x.shape[0], "cuda"), lambda parts, device: (torch.ones(4, 8, device=device),)
+    op.redefine(key=lambda x: (x.shape[0], "cuda"))
+    op.restudy(call_of_key=lambda parts, device: (torch.ones(4, 8, device=device),))
     middle = sum(interval) / 2
     pair = timing.Paired((middle,) * 10, (1.0,) * 10, middle, timing.Interval(*interval), "made up")
     plain = timing.bootstrap_speedup
@@ -235,7 +235,7 @@ def test_a_workload(
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_workloads_that_are_none(
-    op: Op, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    op: ToyOp, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
@@ -269,7 +269,7 @@ def test_workloads_that_are_none(
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_bad_input(
-    op: Op, options: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    op: ToyOp, options: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
@@ -279,7 +279,7 @@ def test_bad_input(
     assert not list(tmp_path.iterdir())
 
 
-def test_on_a_gpu_a_table_is_written(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_on_a_gpu_a_table_is_written(op: ToyOp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # as a GPU looks until something runs on it
     device = replace(hardware.cpu(), arch="sm_90")
     monkeypatch.setattr(hardware, "detect", lambda name=None: _Gpu(device))
@@ -339,7 +339,7 @@ def liar(x: Tensor, *, config: Config) -> Tensor:
     ids=["tried", "default", "all", "declined"],
 )  # fmt: skip
 def test_what_is_wrong_is_said(
-    op: Op, plant: Callable[[Op], Any], code: int, parts: list[str], capsys: pytest.CaptureFixture[str]
+    op: ToyOp, plant: Callable[[ToyOp], Any], code: int, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plant(op)
     assert main.main(["tune", "double", "--executor", "here"]) == code
@@ -348,17 +348,17 @@ def test_what_is_wrong_is_said(
         assert part in captured.out or part in captured.err.replace("\n", " "), captured
 
 
-def _attach(op: Op, run: Callable[..., Tensor]) -> None:
+def _attach(op: ToyOp, run: Callable[..., Tensor]) -> None:
     ran = op.backends["kernel"].run
 
     def recorded(x: Tensor, *, config: Config) -> Tensor:
-        ran(x, config=config)
+        ran(op.of(x), config=config)
         return run(x, config=config)
 
-    op.kernel("kernel", recorded, priority=5, space=op.backends["kernel"].space)
+    op.kernel("kernel", recorded, priority=5, space=space)
 
 
-def test_what_is_left_is_said(op: Op, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_is_said(op: ToyOp, capsys: pytest.CaptureFixture[str]) -> None:
     record = cli.run("double", session.Settings(), executor="here")
     record.left = {"a": "no time left of the budget", "b": "no time left of the budget", "c": "has the key of a"}
     cli.show(record)

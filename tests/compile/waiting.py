@@ -16,7 +16,9 @@ from wavecrest.isa import assembly, compiler
 
 
 def listing(op: str, case: str, arch: str) -> str:
-    launch = registry.get(op).compile_cases(hardware.ARCHS[arch])[case]  # type: ignore[misc]
+    cases = registry.get(op).study.compile_cases
+    assert cases is not None
+    launch = cases(hardware.ARCHS[arch], None)[case]
     return compiler.compile_launch(launch, arch).listing
 
 

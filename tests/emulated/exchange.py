@@ -24,10 +24,10 @@ def bits(op: str, arch: str, patience: int, resident: int) -> tuple[list[bytes],
     """The results, and how many instructions the waves executed."""
     torch.manual_seed(0)
     found = registry.get(op)
-    args = found.inputs(3, 1000, torch.bfloat16, "cpu")
+    call = found.study.inputs(3, 1000, torch.bfloat16, "cpu")
     _split.PATIENCE = patience
     with emulated(arch, resident=resident) as driver:
-        results: Any = found.run("triton", *args, config=Config(BLOCK_M=1, BLOCK_N=256, PACKED=1, num_warps=1))
+        results: Any = found.run("triton", call, config=Config(BLOCK_M=1, BLOCK_N=256, PACKED=1, num_warps=1))
         instructions = driver.runs[-1].stats.instructions
     results = results if isinstance(results, tuple) else (results,)
     return [result.contiguous().view(torch.uint8).numpy().tobytes() for result in results], instructions

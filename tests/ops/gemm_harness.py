@@ -497,3 +497,149 @@ def takes(backend: str, call: GemmCall) -> bool:
     limited = call.M <= 16 or any(size == 0 or size % 8 != 0 for size in (call.K, call.columns))
     assert backend == "torch" and call.a.is_cuda and call.a.dtype == I8 and limited, reason
     return False
+
+
+# --- calls
+
+FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+def configs(backend: str) -> tuple[Config | None, ...]:
+    """A backend's own configuration, and those that take each of its paths."""
+    own = (None,) if torch.cuda.is_available() else ()
+    return {
+        "triton": (*own, tile(16, 32, 32, **SPLIT)),
+        "triton_stream_k": (stream(),),
+        "triton_multiply": (multiply(), multiply(split=3)),
+    }.get(backend, (None,))
+
+
+def product(
+    M: int, N: int, K: int, a: torch.dtype = BF16, b: torch.dtype | None = None, device: str = "cpu", **more: Any
+) -> GemmCall:
+    """a [M, K], and b the transpose of a weight [N, K]."""
+    return GemmCall(random(M, K, dtype=a, device=device), random(N, K, dtype=b or a, device=device, seed=1).mT, **more)
+
+
+def scaled(given: GemmCall, size: float = 0.1) -> GemmCall:
+    """With one scale for a and one for b, of the size that is right for integers or floats."""
+    device = given.a.device.type
+    return given._replace(
+        scale_a=scales(device=device, size=wide(size, given.a.dtype)),
+        scale_b=scales(device=device, seed=1, size=wide(size, given.b.dtype)),
+    )
+
+
+def _out_scale(device: str) -> dict[str, Any]:
+    return {"out_scale": torch.tensor(0.02, device=device)}
+
+
+# id -> M, device, N, K -> a call
+TYPES: dict[str, Callable[..., GemmCall]] = {
+    "fp32": lambda m, d, n=37, k=75: product(m, n, k, F32, device=d),
+    "tf32": lambda m, d, n=37, k=75: product(m, n, k, F32, device=d, precision="tf32"),
+    "fp16": lambda m, d, n=37, k=75: product(m, n, k, F16, device=d),
+    "bf16": lambda m, d, n=37, k=75: product(m, n, k, BF16, device=d),
+    "bf16-fp32": lambda m, d, n=37, k=75: product(m, n, k, BF16, device=d, out_dtype=F32),
+    "fp32-bf16": lambda m, d, n=37, k=75: product(m, n, k, F32, device=d, out_dtype=BF16),
+    "fp16-e4m3": lambda m, d, n=37, k=75: product(m, n, k, F16, device=d, out_dtype=E4M3, **_out_scale(d)),
+    "bf16-int8": lambda m, d, n=37, k=75: product(m, n, k, BF16, device=d, out_dtype=I8, **_out_scale(d)),
+    "fp64": lambda m, d, n=37, k=75: product(m, n, k, F64, device=d),
+    "int8-int32": lambda m, d, n=37, k=75: product(m, n, k, I8, device=d),
+    "int8-fp32-unscaled": lambda m, d, n=37, k=75: product(m, n, k, I8, device=d, out_dtype=F32),
+    "int8": lambda m, d, n=37, k=75: scaled(product(m, n, k, I8, device=d)),
+    "int8-fp16": lambda m, d, n=37, k=75: scaled(product(m, n, k, I8, device=d, out_dtype=F16)),
+    "int8-fp32": lambda m, d, n=37, k=75: scaled(product(m, n, k, I8, device=d, out_dtype=F32)),
+    "int8-int8": lambda m, d, n=37, k=75: scaled(product(m, n, k, I8, device=d, out_dtype=I8, **_out_scale(d))),
+    "e4m3": lambda m, d, n=37, k=75: scaled(product(m, n, k, E4M3, device=d)),
+    "e4m3-unscaled": lambda m, d, n=37, k=75: product(m, n, k, E4M3, device=d, out_dtype=F32),
+    "e5m2": lambda m, d, n=37, k=75: scaled(product(m, n, k, E5M2, device=d, out_dtype=F32)),
+    "e4m3-e5m2": lambda m, d, n=37, k=75: scaled(product(m, n, k, E4M3, E5M2, device=d, out_dtype=F16)),
+    "e5m2-e4m3": lambda m, d, n=37, k=75: scaled(
+        product(m, n, k, E5M2, E4M3, device=d, out_dtype=E5M2, **_out_scale(d))
+    ),
+    "bf16-weight-int8": lambda m, d, n=37, k=75: product(m, n, k, BF16, I8, device=d),
+    "fp16-weight-e5m2": lambda m, d, n=37, k=75: product(m, n, k, F16, E5M2, device=d),
+    "fp32-weight-e4m3": lambda m, d, n=37, k=75: product(m, n, k, F32, E4M3, device=d),
+}
+
+
+def scale_of_a(kind: str, M: int, K: int, dtype: torch.dtype, device: str) -> Tensor | None:
+    shape = {"tensor": (), "one": (1, 1), "vector": (M,), "column": (M, 1), "block": (M, -(-K // 128))}.get(kind)
+    return None if shape is None else scales(*shape, device=device, seed=2, size=wide(0.1, dtype))
+
+
+def scale_of_b(kind: str, N: int, K: int, dtype: torch.dtype, device: str) -> Tensor | None:
+    blocks = (-(-K // 128), -(-N // 128))
+    shape = {"tensor": (), "one": (1,), "vector": (N,), "row": (1, N), "block": blocks}.get(kind)
+    return None if shape is None else scales(*shape, device=device, seed=3, size=wide(0.1, dtype))
+
+
+# id -> a call whose strides the kernels do not walk
+UNWALKED: dict[str, Callable[[str], GemmCall]] = {
+    "a": lambda d: GemmCall(random(2, 1, 5, 20, device=d), random(2, 3, 20, 18, device=d)),
+    "a-permuted": lambda d: GemmCall(random(3, 2, 5, 20, device=d).transpose(0, 1), random(2, 3, 20, 18, device=d)),
+    "b": lambda d: GemmCall(random(2, 3, 5, 20, device=d), random(1, 3, 20, 18, device=d)),
+    "b-sliced": lambda d: GemmCall(random(2, 3, 5, 20, device=d), random(2, 4, 20, 18, device=d)[:, 1:]),
+    "residual": lambda d: GemmCall(
+        random(2, 3, 5, 20, device=d), random(2, 3, 20, 18, device=d),
+        residual=random(3, 2, 5, 18, device=d).transpose(0, 1),
+    ),
+    "residual-of-rows": lambda d: GemmCall(
+        random(2, 3, 20, device=d), random(20, 18, device=d), residual=random(3, 2, 18, device=d).transpose(0, 1)
+    ),
+}  # fmt: skip
+
+
+CLASSES: dict[str, dict[str, Any]] = {
+    "bf16": {"a": BF16},
+    "fp32": {"a": F32},
+    "int8": {"a": I8, "out_dtype": BF16},
+    "e4m3": {"a": E4M3, "out_dtype": F16},
+}
+
+
+# those that have a place in an epilogue's cases by turns
+FINISHERS: tuple[tuple[str, Config | None], ...] = (
+    ("triton", tile(16, 32, 32, SPLIT_K=2)),
+    ("triton_stream_k", stream(16, 32, 16)),
+    ("triton_multiply", multiply(32, 64)),
+    ("triton", tile(16, 32, 32, **PERSISTENT)),
+    ("triton_multiply", multiply(32, 32, split=2)),
+)
+
+
+def residual_of(kind: str, M: int, N: int, device: str) -> Tensor | None:
+    """Of another dtype than the result, rows of a larger tensor or every second column of one."""
+    if kind == "none":
+        return None
+    if kind == "strided":
+        return random(M, 2 * N + 3, dtype=F32, device=device, seed=5)[:, 3::2]
+    if kind == "transposed":
+        return random(N, M, dtype=F16, device=device, seed=5).t()
+    return random(1, N, dtype=BF16, device=device, seed=5).expand(M, N)
+
+
+SPECIAL_RUNS: tuple[tuple[str, Config | None], ...] = (
+    ("triton", tile(16, 32, 32)),
+    ("triton", tile(16, 32, 16, SPLIT_K=2)),
+    ("triton_stream_k", stream(16, 32, 16)),
+    ("triton_multiply", multiply(32, 32)),
+    ("torch", None),
+    ("reference", None),
+)
+
+
+def noted_launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Where the launches of calls from now on are noted instead of run."""
+    noted: list[Any] = []
+
+    def note(launch: Any, _device: Any, described: int = 0) -> Callable[..., None]:
+        noted.append(launch)
+        return lambda *_args: None
+
+    monkeypatch.setattr("wavecrest.ops.common.launcher.starter", note)
+    return noted

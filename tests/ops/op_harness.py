@@ -471,6 +471,33 @@ def assert_call_never_copies(found: AnyOp, monkeypatch: Any, call: Any) -> None:
         found.backends["triton"].run(call, config)
 
 
+# Python calls of ours from the public function to the library or the launch, once a signature is bound
+MOST_CALLS = 8
+
+
+def assert_few_calls(op: str, backend: str, monkeypatch: Any, *args: Any, **kwargs: Any) -> None:
+    """A bound call of the public function reaches the library, or the launch, in at most MOST_CALLS calls of ours."""
+    public, calls = getattr(ops, op), []
+
+    def count(frame: Any, event: str, _argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and ("wavecrest" in code.co_filename or code.co_filename.startswith("<signature")):
+            calls.append(code.co_name)
+
+    registry.get(op).force(backend)
+    with monkeypatch.context() as patch, torch.no_grad():
+        # what is counted ends at the launch
+        starter = "wavecrest.ops.common.launcher.starter"
+        patch.setattr(starter, lambda *_args, **_options: lambda *_args, **_options: None)
+        public(*args, **kwargs)
+        sys.setprofile(count)
+        try:
+            public(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+    assert 0 < len(calls) <= MOST_CALLS, calls
+
+
 def assert_grad_falls_back(op: str, *args: Any) -> None:
     """A call that needs gradients gets them, not from the kernel, and the decision says why."""
     found = registry.get(op)

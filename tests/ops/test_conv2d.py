@@ -18,6 +18,7 @@ from tests.ops.gemm_harness import moved
 from tests.ops.op_harness import (
     BACKENDS,
     DTYPES,
+    assert_few_calls,
     assert_grad_falls_back,
     assert_never_copies,
     assert_refuses,
@@ -677,6 +678,7 @@ def test_results_past_two_to_the_31_are_counted_in_64_bits(device: str, monkeypa
     assert not wide(1000) and wide(1024)
     # the corner of the padding is where taps are counted from
     assert not wide(1, padding=(1000, 0)) and wide(1, padding=(1 << 20, 0), stride=1 << 20)
+    assert not wide(1, padding=(0, 1000)) and wide(1, padding=(0, 1 << 30), stride=1 << 30)
     # the same numbers by the code for it
     monkeypatch.setattr(launches, "_wide", lambda _given: True)
     for key, last in itertools.product(("3x3 odd", "stem", "depthwise", "by axis"), (False, True)):
@@ -817,6 +819,14 @@ def test_dispatch(device: str) -> None:
     conv2d_op.pin(conv2d_op.key(args), "triton", config, "exact", "measured")
     assert conv2d_op.decide(args).backend == "triton" and conv2d_op.decide(args).config == config
     assert torch.equal(ops.conv2d(*args), conv2d_op.run("triton", args, config=config))
+
+
+@pytest.mark.parametrize("backend", ["torch", BY_COPY, "triton"])
+def test_a_bound_call_is_short(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, *_ = case("3x3", torch.float32, device)
+    bias = random((20,), torch.float32, device)
+    assert_few_calls(OP, backend, monkeypatch, x, weight)
+    assert_few_calls(OP, backend, monkeypatch, x, weight, bias, [1, 1], [1, 1], [1, 1], 1, "gelu")
 
 
 def test_lists_and_keywords(device: str) -> None:

@@ -29,6 +29,7 @@ from tests.ops.attention_harness import (
     by_reference,
     exact,
     option,
+    own_calls,
     packed,
     tensors,
     wide,
@@ -484,6 +485,22 @@ def test_configurations_to_tune_with(arch: str, device: str) -> None:
     assert study.launches(FlashAttentionCall(*tensors(1, 0, 9)), SMALL, ARCHS[arch]) == []
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("key", ["plain", "causal", "window", "bias", "bias a key"])
+def test_a_bound_call_is_short(
+    key: str, dtype: torch.dtype, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the public function to PyTorch or the launch; of PyTorch's float32 its precision is looked up each time."""
+    qkv = tensors(2, 8, 8, HEADS, 2, dtype=dtype, device=device)
+    options = option(key, 8, 8, device)
+    if "bias" in options:
+        options["bias"] = options["bias"].to(dtype)
+    op.force(backend)
+    with torch.no_grad():
+        assert 0 < own_calls(lambda: ops.flash_attention(*qkv, **options), monkeypatch) <= 8
+
+
 # gradients, torch.compile, dispatch
 
 
@@ -739,13 +756,13 @@ _T = torch.ones(5, 2, 8)
         pytest.param((_Q.int(), _K, _K), {}, "q must be float32", id="integers"),
         pytest.param((_Q, _K.half(), _K), {}, "k must be torch.float32 on cpu as q is", id="dtype"),
         pytest.param((_Q, _K, _K.to("meta")), {}, "v must be torch.float32 on cpu", id="device"),
-        pytest.param((_Q[..., :0], _K[..., :0], _K), {}, "q must have 1 to 256 columns", id="no-columns"),
-        pytest.param((_Q, _K, torch.ones(2, 7, 2, 257)), {}, "v must have 1 to 256", id="columns"),
-        pytest.param((_Q, _K, _K[:, :6]), {}, "must agree in all but their columns", id="keys"),
-        pytest.param((_Q, _K[..., :7], _K), {}, "as many columns and sequences", id="d"),
-        pytest.param((_Q, _K[:1], _K[:1]), {}, "as many columns and sequences", id="batch"),
-        pytest.param((_Q[:, :, :3], _K, _K), {}, "3 heads of q are no multiple of the 2", id="heads"),
-        pytest.param((_Q, _K[:, :, :0], _K[:, :, :0]), {}, "no multiple of the 0", id="no-heads"),
+        pytest.param((_Q[..., :0], _K[..., :0], _K), {}, "q must have a head_dim of 1 to 256", id="no-columns"),
+        pytest.param((_Q, _K, torch.ones(2, 7, 2, 257)), {}, "v must have a head_dim of 1 to 256", id="columns"),
+        pytest.param((_Q, _K, _K[:, :6]), {}, "may differ in head_dim alone", id="keys"),
+        pytest.param((_Q, _K[..., :7], _K), {}, "the same head_dim and batch", id="d"),
+        pytest.param((_Q, _K[:1], _K[:1]), {}, "the same head_dim and batch", id="batch"),
+        pytest.param((_Q[:, :, :3], _K, _K), {}, r"q \(3\) must be a multiple of those of k and v \(2\)", id="heads"),
+        pytest.param((_Q, _K[:, :, :0], _K[:, :, :0]), {}, r"a multiple of those of k and v \(0\)", id="no-heads"),
         pytest.param((_Q, _K, _K), {"layout": "sbhd"}, "layout takes bshd, bhsd, thd, not 'sbhd'", id="layout"),
         pytest.param((_Q, _K, _K), {"causal": 1}, "causal must be True or False", id="causal"),
         pytest.param((_Q, _K, _K), {"return_lse": None}, "return_lse must be", id="lse"),

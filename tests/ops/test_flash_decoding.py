@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.attention_harness import Accesses
+from tests.ops.attention_harness import Accesses, own_calls
 from tests.ops.op_harness import same_bits
 from wavecrest import ops
 from wavecrest.dispatch.tuned import Config
@@ -1112,6 +1112,27 @@ def test_append_compiles_fullgraph(name: str, backend: str, device: str) -> None
 
         assert_appended(call, both)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if shrunk == 0 else 0)
+
+
+@pytest.mark.parametrize("config", ["one chunk", "chunks of 32"])
+@pytest.mark.parametrize("options", [{}, {"window": 20}, {"page": 16, "cache": I4, "groups": 1}], ids=str)
+@pytest.mark.parametrize("appends", [False, True])
+def test_a_bound_call_is_short(
+    appends: bool, options: dict[str, Any], config: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the public function to the launches, of which an append and splits have one more each."""
+    call = appending("neox", lens=[90, 40], device=device, **options) if appends else case([90, 40], **options)
+    arguments = call._asdict()
+    op.pin(op.key(call), "triton", CONFIGS[config], "exact", "measured")
+    with torch.no_grad():
+        assert 0 < own_calls(lambda: ops.flash_decoding(**arguments), monkeypatch) <= 8
+    op.unpin()
+
+
+def test_a_bound_call_of_pytorch_is_short(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = case([90, 40], window=20, beyond=0.0, device=device)._asdict()
+    op.force("torch")
+    assert 0 < own_calls(lambda: ops.flash_decoding(**call), monkeypatch) <= 8
 
 
 BAD: dict[str, tuple[str, dict[str, Any]]] = {

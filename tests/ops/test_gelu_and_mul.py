@@ -11,6 +11,7 @@ from tests.ops.op_harness import (
     SHAPES,
     WIDE,
     assert_compiles,
+    assert_few_calls,
     assert_grad_falls_back,
     assert_matches,
     assert_never_copies,
@@ -151,6 +152,13 @@ def test_gradients(device: str) -> None:
     gate, up = random((3, 40), torch.float32, device), random((3, 40), torch.float32, device, 1)
     assert_grad_falls_back(OP, gate, up)
     assert_grad_falls_back(OP, gate, None, "tanh")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_bound_call_is_short(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = random((3, 40), torch.float32, device)
+    assert_few_calls(OP, backend, monkeypatch, gate, gate)
+    assert_few_calls(OP, backend, monkeypatch, gate)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.op_harness import BACKENDS, assert_compiles, assert_never_copies, name, reference, run
+from tests.ops.op_harness import BACKENDS, assert_compiles, assert_few_calls, assert_never_copies, name, reference, run
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
@@ -163,6 +163,12 @@ def test_inside_a_word(mode: str, backend: str, device: str) -> None:
     # the signature is the same, the start is not
     with pytest.raises(InvalidArgument, match="inside a 32-bit word"):
         ops.memcpy(x[1:65], mode)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bound_call_is_short(mode: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_few_calls(OP, backend, monkeypatch, words(256, device), mode)
 
 
 def test_no_copy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

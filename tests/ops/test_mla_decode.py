@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.mla_harness import BF16, CONFIGS, F16, F32, NAN, assert_right, case, config, exact, run
-from tests.ops.op_harness import same_bits
+from tests.ops.op_harness import assert_few_calls, same_bits
 from wavecrest import hardware, ops
 from wavecrest.dispatch.call import mapped
 from wavecrest.dispatch.decision import PortableKernel
@@ -44,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "many heads": {"lens": [50, 33], "heads": 70, "return_lse": True},
     "several queries": {"lens": [96, 34], "tokens": 5, "heads": 3, "return_lse": True},
     "sixteen queries": {"lens": [50], "tokens": 16, "heads": 2},
+    # the last split has keys of the last queries alone: rows of the first tile see none of them
+    "a split inside the last queries": {"lens": [36, 70], "tokens": 16, "heads": 4, "return_lse": True},
     "pages of 16": {"lens": [96, 17, 0], "page": 16, "tokens": 2},
     "pages of 6": {"lens": [50, 3], "page": 6},
     "pages of 1": {"lens": [33, 96], "page": 1},
@@ -420,6 +422,19 @@ def test_an_invariant_call_has_one_configuration(arch: str) -> None:
     assert len(rows) == 1 and len({configs.gemm_config(count, 16, False) for count in (1, 20, 100)}) == 3
 
 
+def test_the_gemms_of_an_invariant_call_have_one_configuration() -> None:
+    """Other tiles would add in another order: the GEMMs of both weights too must not follow the batch."""
+
+    def gemms(batch: int, invariant: bool) -> tuple[Config, Config]:
+        sizes = cases_of_tools.Sizes(batch, 1, 16, 4096, head_dim_nope=128, head_dim_v=128)
+        call = cases_of_tools.example(sizes, BF16, "meta", batch_invariant=invariant)
+        made = launches.plan(call, configs.default(shape_of(key_of(call)), ARCHS["sm_90"]), ARCHS["sm_90"])
+        assert made.absorb is not None and made.expand is not None
+        return made.absorb.config, made.expand.config
+
+    assert gemms(1, True) == gemms(64, True) and gemms(1, False) != gemms(64, False)
+
+
 # configurations
 
 
@@ -721,6 +736,14 @@ def test_dispatch_and_keywords(device: str) -> None:
     assert_right(call, got)
     decision = op.decide(call)
     assert decision.backend == ("triton" if device == "cuda" else "torch")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_a_bound_call_is_short(name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = named(CASES[name], device, beyond=0.0)._asdict()
+    tensors = [options.pop(field) for field in ("q_nope", "q_rope", "latent_cache")]
+    assert_few_calls(OP, backend, monkeypatch, *tensors, **options)
 
 
 # torch.compile, graphs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.mla_harness import BF16, CONFIGS, F16, F32, NAN, Exact, assert_right, case, config, exact, run
-from tests.ops.op_harness import same_bits
+from tests.ops.op_harness import assert_few_calls, same_bits
 from wavecrest import hardware, ops
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
@@ -247,6 +247,14 @@ def test_the_cases_of_tools_are_calls(device: str) -> None:
     for make in (*quick.values(), *study.emulate_cases("gfx942").values()):
         call = make()
         assert_right(call, op(call), wanted(call, "decompressed"))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["chunk", "everything"])
+def test_a_bound_call_is_short(name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = named(CASES[name], device, beyond=0.0)._asdict()
+    tensors = [options.pop(field) for field in ("q_nope", "q_rope", "latent_cache")]
+    assert_few_calls(OP, backend, monkeypatch, *tensors, **options)
 
 
 @pytest.mark.parametrize("backend", ["torch", "decompressed"])

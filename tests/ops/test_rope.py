@@ -17,6 +17,7 @@ from tests.ops.op_harness import (
     BACKENDS,
     DTYPES,
     assert_compiles,
+    assert_few_calls,
     assert_grad_falls_back,
     assert_never_copies,
     name,
@@ -515,6 +516,13 @@ def test_bench_cases_are_calls(device: str) -> None:
         call = case()
         assert numerics.compare(rope_op(call), rope_op.reference(call)).within(numerics.tolerance("row", "bfloat16"))
     assert len(bench_cases("shared", device)) >= 8
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_bound_call_is_short(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, positions = random((2, 5, 3, 8), torch.float32, device), torch.arange(5, device=device)
+    assert_few_calls(OP, backend, monkeypatch, x, *tables(5, 8, torch.float32, device))
+    assert_few_calls(OP, backend, monkeypatch, x.transpose(0, 1), *tables(5, 8, torch.float32, device), positions[:2])
 
 
 def test_gradients(device: str) -> None:

@@ -422,6 +422,20 @@ def test_roofline_without_costs_says_why(sample: Sample) -> None:
     assert "known cost" in panel.missing
 
 
+@pytest.mark.parametrize(
+    ("bound", "roofs"), [("compute", ["compute"]), ("memory", ["memory"])], ids=["no memory roof", "no compute roof"]
+)
+def test_roofline_with_one_kind_of_roof(sample: Sample, bound: str, roofs: list[str]) -> None:
+    """Where every operation known is of one bound only that peak can be read back."""
+    record = sample("full")
+    for profile in (*record.profile_before, *record.profile_after):
+        for op in profile.ops:
+            if op.bound != bound:
+                op.roofline_percent = op.bound = None
+    plot = roofline.panels(record)[0].plot
+    assert plot is not None and [kind for kind in ("memory", "compute") if f"{kind} roof" in plot] == roofs
+
+
 def test_roofline_without_peaks_draws_no_roof(sample: Sample) -> None:
     record = sample("full")
     for profile in [*record.profile_before, *record.profile_after]:

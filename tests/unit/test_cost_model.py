@@ -20,7 +20,7 @@ from wavecrest import records
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.keys import dtype_name
-from wavecrest.dispatch.op import Op
+from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config, Database, Work, cost_model
 from wavecrest.dispatch.tuned.cost_model import CONSTANTS, Constants, predict, predict_launch, propose, rank, resident
 from wavecrest.errors import InvalidArgument
@@ -47,12 +47,14 @@ CALLS: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
 )
 
 
-def key_of(name: str, sizes: tuple[int, ...], dtype: torch.dtype, **changed: Any) -> tuple[Op, tuple[Any, ...], Cost]:
+def key_of(
+    name: str, sizes: tuple[int, ...], dtype: torch.dtype, **changed: Any
+) -> tuple[AnyOp, tuple[Any, ...], Cost]:
     """An op, the key of an example call on a GPU, and the call's least work."""
     op = registry.get(name)
-    args = op.inputs(*sizes, dtype, "cpu")
-    parts = dict(zip(op.key_fields, op.key(*args), strict=True)) | {"device": "cuda"} | changed
-    return op, tuple(parts.values()), op.cost(*args)
+    call = op.study.inputs(*sizes, dtype, "cpu")
+    parts = dict(zip(op.key_fields, op.key(call), strict=True)) | {"device": "cuda"} | changed
+    return op, tuple(parts.values()), op.study.cost(call)
 
 
 def us(work: Work, arch: Arch = H200, constants: Constants = CONSTANTS) -> float:
@@ -123,7 +125,7 @@ def test_bytes_of_memory_at_the_rate_of_memory() -> None:
 
 def test_terms_add_up_and_shares_are_of_the_whole() -> None:
     op, key, _ = key_of("gemm", (16, 4096, 4096), torch.bfloat16)
-    for one in rank(op, key, H200):
+    for one in rank(op.study.kernels, key, H200):
         assert tuple(one.prediction.terms) == cost_model.TERMS
         assert sum(one.prediction.terms.values()) == pytest.approx(one.prediction.us)
         assert sum(one.prediction.shares.values()) == pytest.approx(1)
@@ -163,20 +165,20 @@ def test_what_ops_describe_is_at_least_what_the_call_takes(
     """Against `Op.cost`, which knows no tiles: no description forgets work, none invents more than padding."""
     op, key, cost = key_of(name, sizes, dtype)
     for arch in (H200, ARCHS["gfx942"], ARCHS["gfx1100"]):
-        for backend in op.by_priority():
-            if backend.work is None or backend.space is None:
+        for name, kernel in op.study.kernels.items():
+            if kernel.work is None or kernel.space is None:
                 continue
-            for config in list(backend.space(key, arch))[::5]:
-                works = backend.work(key, config, arch)
+            for config in list(kernel.space(key, arch))[::5]:
+                works = kernel.work(key, config, arch)
                 if not works:
                     continue
                 done = sum(one.programs * one.steps * (one.matrix or one.vector) for one in works)
                 asked = sum(one.programs * one.steps * one.loaded for one in works)
                 fresh = sum(one.fresh for one in works)
-                assert done >= 0.99 * cost.flops, (backend.name, config)
+                assert done >= 0.99 * cost.flops, (name, config)
                 # a kernel with matrix units: padding to tiles, and warps that repeat others' columns
-                assert not works[0].matrix or done <= 64 * cost.flops, (backend.name, config)
-                assert asked >= 0.99 * fresh >= 0, (backend.name, config)
+                assert not works[0].matrix or done <= 64 * cost.flops, (name, config)
+                assert asked >= 0.99 * fresh >= 0, (name, config)
                 assert all(one.programs > 0 and one.steps > 0 and one.warps > 0 for one in works)
 
 
@@ -187,7 +189,7 @@ def test_no_prediction_is_below_the_roofline(name: str, sizes: tuple[int, ...], 
         # true float32 products run at the vector rate, and 8-bit ones at most at the largest
         peak = max(arch.peak(dtype_name(torch.empty(0, dtype=dtype))), arch.peak_fp32)
         floor = max(cost.flops / (peak * 1e6), 0.0)
-        for one in rank(op, key, arch):
+        for one in rank(op.study.kernels, key, arch):
             assert one.prediction.us >= floor
 
 
@@ -212,7 +214,7 @@ def test_products_that_divide_are_counted_exactly() -> None:
 def test_rows_and_columns_that_run_at_a_time_are_read_once() -> None:
     """Against a walk over the tiles in the kernel's order, so many at a time."""
     arch = replace(H200, compute_units=128, l2_mib=1)
-    shape = Shape(4096, 8192, 4096, 16, 16, described=True)
+    shape = Shape(4096, 8192, 4096, 16, 16, has_descriptors=True)
     for group, m, n in ((8, 128, 256), (4, 128, 128), (16, 256, 128)):
         tiles_m, tiles_n = 4096 // m, 8192 // n
         order = []
@@ -242,23 +244,20 @@ def test_what_a_key_leaves_open_has_no_ranking() -> None:
         ("conv2d", (2, 8, 8, 8), {"pixels": 0}),
     ):
         op, key, _ = key_of(name, sizes, torch.float16, **changed)
-        assert rank(op, key, H200) == [], name
-        assert propose(op, key, H200, ("triton",), "triton") is None
+        assert rank(op.study.kernels, key, H200) == [], name
+        assert propose(op.study.kernels, key, H200, ("triton",), "triton") is None
 
 
 def test_kernels_of_one_architecture_are_not_ranked_for_others() -> None:
     op, key, _ = key_of("flash_attention", (2, 8, 1024, 64), torch.bfloat16)
-    assert {one.backend for one in rank(op, key, H200)} == {"triton", "triton_hopper"}
+    assert {one.backend for one in rank(op.study.kernels, key, H200)} == {"triton", "triton_hopper"}
     for arch in ("gfx942", "sm_80", "sm_100"):
-        assert {one.backend for one in rank(op, key, ARCHS[arch])} == {"triton"}
+        assert {one.backend for one in rank(op.study.kernels, key, ARCHS[arch])} == {"triton"}
 
 
 @pytest.fixture
-def op() -> Iterator[Op]:
+def op() -> Iterator[ToyOp]:
     """A kernel of three configurations that take longer the larger BLOCK is, 4 of them by default, and a library."""
-
-    def takes(*_args: Any, **_kwargs: Any) -> None:
-        return None
 
     def work(key: tuple[Any, ...], config: Config, arch: Arch) -> tuple[Work, ...]:
         return (replace(SMALL, programs=key[0], steps=100 * config["BLOCK"], shared=config.get("SHARED", 0)),)
@@ -266,7 +265,6 @@ def op() -> Iterator[Op]:
     made = ToyOp(
         "described",
         reference=lambda x: x,
-        check=takes,
         key=lambda x: (x.shape[0], "cuda", False),
         key_fields=("rows", "device", "grad"),
         inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
@@ -275,65 +273,63 @@ def op() -> Iterator[Op]:
     )
     made.native("torch", lambda x: x, priority=1)
     space = [Config(BLOCK=4), Config(BLOCK=8), Config(BLOCK=1), Config(BLOCK=2), Config(BLOCK=1, SHARED=1 << 20)]
-    made.kernel('kernel', lambda x, *, config: x, priority=5, space=lambda key, arch: space, work=work)  # fmt: skip
+    made.kernel("kernel", lambda x, *, config: x, priority=5, space=lambda key, arch: space, work=work)
     yield made
     del registry.STATE.ops["described"]
 
 
-def test_ranked_by_time_and_the_default_named(op: Op) -> None:
-    found = rank(op, (64, "cuda", False), H200)
+def test_ranked_by_time_and_the_default_named(op: ToyOp) -> None:
+    found = rank(op.study.kernels, (64, "cuda", False), H200)
     # what no unit can hold is not there
     assert [one.config["BLOCK"] for one in found] == [1, 2, 4, 8]
     assert [one.default for one in found] == [False, False, True, False]
-    assert rank(op, (64, "cuda", False), H200, ("torch",)) == []
+    assert rank(op.study.kernels, (64, "cuda", False), H200, ("torch",)) == []
 
 
-def test_the_default_is_replaced_by_a_lead_alone(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_is_replaced_by_a_lead_alone(op: ToyOp, monkeypatch: pytest.MonkeyPatch) -> None:
     key, taking = (64, "cuda", False), ("kernel", "torch")
-    made = propose(op, key, H200, taking, "kernel")
+    made = propose(op.study.kernels, key, H200, taking, "kernel")
     assert made is not None and (made.backend, made.config, made.source) == ("kernel", Config(BLOCK=1), "model")
-    best, default = (one.prediction.us for one in rank(op, key, H200) if one.config["BLOCK"] in (1, 4))
+    best, default = (one.prediction.us for one in rank(op.study.kernels, key, H200) if one.config["BLOCK"] in (1, 4))
     assert f"{best:.1f} µs" in made.reason and f"{default / best:.2f} times" in made.reason
     assert "no measured row" in made.reason and "model" in made.reason
     # a library's time is not known, and no other architecture was measured
-    assert propose(op, key, H200, taking, "torch") is None
-    assert propose(op, key, ARCHS["gfx942"], taking, "kernel") is None
+    assert propose(op.study.kernels, key, H200, taking, "torch") is None
+    assert propose(op.study.kernels, key, ARCHS["gfx942"], taking, "kernel") is None
     monkeypatch.setattr(cost_model, "LEAD", default / best * 1.001)
-    assert propose(op, key, H200, taking, "kernel") is None
+    assert propose(op.study.kernels, key, H200, taking, "kernel") is None
 
 
-def test_a_call_without_a_row_runs_as_modelled_and_says_so(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_database", Database(Path("/nonexistent"), "sm_90"))
-    x = torch.randn(64, 8)
-    assert op.decide(x).source == "default"
-    op.model = partial(propose, op)
-    op.forget()
-    decision = op.decide(x)
-    assert (decision.source, decision.backend, decision.config) == ("model", "kernel", Config(BLOCK=1))
-    assert "the cost model gives it" in decision.reason
-    monkeypatch.setattr(registry, "_database", Database(Path("/nonexistent"), "gfx942"))
-    op.forget()
-    assert op.decide(x).source == "default" and op.decide(x).config == Config(BLOCK=4)
+def test_a_call_without_a_row_runs_as_modelled_and_says_so(op: ToyOp) -> None:
+    call = op.of(torch.randn(64, 8))
+    with registry.measured_in(Database(Path("/nonexistent"), "sm_90")):
+        assert op.decide(call).source == "default"
+        op.restudy(model=partial(propose, op.study.kernels))
+        decision = op.decide(call)
+        assert (decision.source, decision.backend, decision.config) == ("model", "kernel", Config(BLOCK=1))
+        assert "the cost model gives it" in decision.reason
+    with registry.measured_in(Database(Path("/nonexistent"), "gfx942")):
+        assert op.decide(call).source == "default" and op.decide(call).config == Config(BLOCK=4)
 
 
 def test_ops_whose_default_the_model_replaces() -> None:
     """Those where it was better than the default on one H200 (docs/cost_model.md)."""
-    names = {name for name in registry.names() if registry.get(name).model is not None}
+    names = {name for name in registry.names() if registry.get(name).study.model is not None}
     assert names == {"conv2d", "mla_decode", "rope", "memcpy"}
 
 
-def test_the_tuner_tries_the_default_and_what_is_ranked_first(op: Op) -> None:
-    x, key = torch.randn(64, 8), (64, "cuda", False)
-    every = candidates.field(op, (x,), key, H200, ("kernel",))
+def test_the_tuner_tries_the_default_and_what_is_ranked_first(op: ToyOp) -> None:
+    call, key = op.of(torch.randn(64, 8)), (64, "cuda", False)
+    every = candidates.field(op, call, key, H200, ("kernel",))
     assert len(every.candidates) == 6 and not every.refused
-    some = candidates.field(op, (x,), key, H200, ("kernel",), 2)
+    some = candidates.field(op, call, key, H200, ("kernel",), 2)
     assert [(one.role, one.config and one.config["BLOCK"]) for one in some.candidates] == [
         ("native", None), ("default", 4), ("tried", 1), ("tried", 2),
     ]  # fmt: skip
     assert some.refused == (("kernel", "2 configurations are not among the 2 that the cost model ranks first"),)
     # what does not fit by the model comes last, and where nothing is known of the hardware all stay
-    assert candidates.field(op, (x,), key, H200, ("kernel",), 3).candidates[-1].config == Config(BLOCK=8)
-    assert len(candidates.field(op, (x,), key, None, ("kernel",), 1).candidates) == 2
+    assert candidates.field(op, call, key, H200, ("kernel",), 3).candidates[-1].config == Config(BLOCK=8)
+    assert len(candidates.field(op, call, key, None, ("kernel",), 1).candidates) == 2
 
 
 def test_judged_by_times_made_up() -> None:
@@ -363,13 +359,13 @@ def test_on_one_h200_the_ranking_is_worth_what_the_docs_say() -> None:
     judged = []
     for path in sorted(evaluation.RECORDS.glob("*_tune_*.jsonl.gz")):
         record = records.load_as(path, records.TuneRecord)
-        if all(backend.work is None for backend in registry.get(record.op).backends.values()):
+        if all(kernel.work is None for kernel in registry.get(record.op).study.kernels.values()):
             # mla_prefill and mlstm_chunkwise do not describe their work
             continue
         mine = [evaluation.judge(case, H200) for case in evaluation.cases(record)]
         made = evaluation.summary(record.op, mine)
         assert made.first >= 0.9 and made.top >= 0.95, record.op
-        if registry.get(record.op).model is not None:
+        if registry.get(record.op).study.model is not None:
             assert made.taken is not None and made.default is not None and made.taken >= made.default, record.op
         judged += mine
     every = evaluation.summary("all", judged)

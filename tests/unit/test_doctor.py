@@ -266,12 +266,13 @@ V2, V1 = "/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_{}_us"
         ({V1.format("quota"): "-1", V1.format("period"): "100000"}, {}, []),
         ({}, {"allowed_cpus": 2, "threads": 2}, ["info"]),
         ({}, {"threads": 4}, []),
+        ({}, {"threads": 3}, ["warn"]),
         ({}, {"threads": 1}, ["warn"]),
         ({}, {"threads": 9}, ["warn"]),
     ],
     ids=[
         "v2-max", "no-cgroup", "v2-two", "v2-two-too-many-threads", "v2-half", "v1-two", "v1-unlimited", "affinity",
-        "one-thread-a-core", "one-thread", "more-threads-than-processors",
+        "one-thread-a-core", "fewer-threads-than-cores", "one-thread", "more-threads-than-processors",
     ],
 )  # fmt: skip
 def test_processors(files: dict[str, str], facts: dict[str, int], wanted: list[str]) -> None:

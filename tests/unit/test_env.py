@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -134,3 +135,13 @@ def test_a_default_does_not_replace_what_the_user_set(monkeypatch: pytest.Monkey
     monkeypatch.setenv("KINETO_LOG_LEVEL", "0")
     env.set_default("KINETO_LOG_LEVEL", "99")
     assert env.get("KINETO_LOG_LEVEL") == "0"
+
+
+def test_a_python_child_finds_this_package_and_none_of_its_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the package itself on the path would hide the standard library's profile and others."""
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    first, *rest = env.python_child({"AMD_LOG_LEVEL": "3"})["PYTHONPATH"].split(os.pathsep)
+    assert Path(first) / "wavecrest" == SRC and rest == ["/elsewhere"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert env.python_child({"AMD_LOG_LEVEL": "3"})["PYTHONPATH"] == str(SRC.parent)
+    assert env.python_child({"AMD_LOG_LEVEL": "3"})["AMD_LOG_LEVEL"] == "3"

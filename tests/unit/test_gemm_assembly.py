@@ -100,14 +100,14 @@ def test_every_byte_in_every_place(what: str, dtype: torch.dtype) -> None:
 
 
 def test_every_byte_as_float32() -> None:
-    text: Any = kernel.BYTES_FP32.value
+    text: Any = kernel.INT8_FP32.value
     assert "\n" not in text and "'" not in text and "\\" not in text
     byte = np.arange(256)
     four = np.stack([byte, (7 * byte + 3) % 256, (13 * byte + 5) % 256, 255 - byte], 1)
     registers = execute(text, 4, [four.astype(np.uint8).view(np.uint32)[:, 0]])
     floats = np.stack(registers, 1).astype(np.uint32).view(np.float32)
     # float32 has both, and what is left
-    assert np.array_equal(floats - np.float32(kernel.OF_BYTES_FP32.value), four - 256 * (four > 127))
+    assert np.array_equal(floats - np.float32(kernel.INT8_FP32_OFFSET.value), four - 256 * (four > 127))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])

@@ -113,3 +113,47 @@ def test_arch_records_are_plausible(arch: hardware.Arch) -> None:
     if arch.peak_fp8 is not None:
         assert arch.peak("float8_e4m3fn") > arch.peak("bfloat16")
     assert 16 <= arch.lds_kib <= 256 and arch.compute_units > 0 and arch.bandwidth > 100
+
+
+# vendor datasheets: GB/s, then dense TFLOP/s of float32, 16-bit floats, 8-bit floats, and Top/s of int8
+# (AMD Instinct MI250X, of which one GCD is half; MI300X; MI355X; Radeon RX 7900 XTX; RX 9070 XT; NVIDIA A100 80GB;
+# H200 and B200, whose sheets give twice as much, with sparsity)
+DATASHEETS = {
+    "gfx90a": (3276 / 2, 95.7 / 2, 383 / 2, None, 383 / 2),
+    "gfx942": (5300, 163.4, 1307.4, 2614.9, 2614.9),
+    "gfx950": (8000, 157.3, 2516.6, 5033.2, 5033.2),
+    "gfx1100": (960, 61.4, 122.8, None, 122.8),
+    "gfx1201": (640, 48.7, 195, 389, 389),
+    "sm_80": (2039, 19.5, 312, None, 624),
+    "sm_90": (4800, 67, 1979 / 2, 3958 / 2, 3958 / 2),
+    "sm_100": (8000, 80, 4500 / 2, 9000 / 2, 9000 / 2),
+}
+# bits of the memory bus, Gbit/s a pin; operations a clock and compute unit for 16-bit floats
+MADE_OF = {
+    "gfx90a": (4096, 3.2, 1024),
+    "gfx942": (8192, 5.2, 2048),
+    "gfx950": (8192, 8.0, 4096),
+    "gfx1100": (384, 20.0, 512),
+    "gfx1201": (256, 20.0, 1024),
+    "sm_80": (5120, 3.186, 2048),
+    "sm_90": (6144, 6.25, 4096),
+    "sm_100": (8192, 8.0, 8192),
+}
+
+
+@pytest.mark.parametrize("name", hardware.ARCHS)
+def test_peaks_are_those_of_the_datasheets(name: str) -> None:
+    arch = hardware.ARCHS[name]
+    found = (arch.bandwidth, arch.peak_fp32, arch.peak_16bit, arch.peak_fp8, arch.peak_int8)
+    for value, wanted in zip(found, DATASHEETS[name], strict=True):
+        assert value == (None if wanted is None else pytest.approx(wanted, rel=0.0015))
+    assert arch.source == ("AMD datasheet" if arch.vendor == "amd" else "NVIDIA datasheet")
+
+
+@pytest.mark.parametrize("name", hardware.ARCHS)
+def test_peaks_follow_from_what_the_part_is_made_of(name: str) -> None:
+    arch = hardware.ARCHS[name]
+    bits, gigabits, operations = MADE_OF[name]
+    # datasheets round 5.3 and 8 TB/s down
+    assert arch.bandwidth == pytest.approx(bits * gigabits / 8, rel=0.025)
+    assert arch.peak_16bit == pytest.approx(arch.compute_units * arch.clock * operations / 1000, rel=0.003)

@@ -46,6 +46,7 @@ def _row(case: str = "N=4096", arch: str = "gfx942", **changes: Any) -> Row:
     values: dict[str, Any] = {
         "warps": 4, "vgpr": 32, "agpr": 0, "sgpr": 20, "spills": 0, "sgpr_spills": 0, "scratch": 0, "lds": 64,
         "waves": 8, "most_waves": 8, "limit": "", "register_waves": 8, "llvm_waves": 8, "code_bytes": 100,
+        "code_hash": "0",
         "kernel": part, "loops": 0, "hot": None,
     }  # fmt: skip
     facts = KernelFacts(**(values | changes))

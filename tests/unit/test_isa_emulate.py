@@ -90,6 +90,34 @@ def test_what_is_too_large_is_nan_or_the_largest(library: Any) -> None:
     assert convert(library, 0x7FC00000, machine.F32, machine.E4M3FNUZ) == 0x80
 
 
+@pytest.mark.parametrize(
+    ("code", "largest", "step", "top", "beyond"),
+    [
+        (machine.E4M3, 448.0, 32.0, 0x7E, 0x7F),
+        (machine.E4M3FNUZ, 240.0, 16.0, 0x7F, 0x80),
+        (machine.E5M2, 57344.0, 8192.0, 0x7B, 0x7C),
+        (machine.E5M2FNUZ, 57344.0, 8192.0, 0x7F, 0x80),
+    ],
+    ids=["e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"],
+)
+def test_the_largest_value_of_each_format(
+    library: Any, code: int, largest: float, step: float, top: int, beyond: int
+) -> None:
+    """What is nearer to the largest value than to the next step becomes it; the rest is NaN, infinity, or saturates."""
+
+    def converted(value: float, saturate: bool = False) -> int:
+        (bits,) = struct.unpack("<I", struct.pack("<f", value))
+        return convert(library, bits, machine.F32, code, saturate)
+
+    assert largest == torch.finfo(SMALL[code]).max
+    for value in (largest - 0.49 * step, largest, largest + 0.49 * step):
+        assert converted(value) == converted(value, True) == top
+        assert converted(-value) == top | 0x80
+    for value in (largest + 0.51 * step, largest + step, 1.5 * largest, 4 * largest):
+        assert converted(value) == beyond and converted(value, True) == top
+        assert converted(-value) == beyond | 0x80 and converted(-value, True) == top | 0x80
+
+
 def test_actions_fit_and_name_every_field() -> None:
     entry = machine.Entry()
     assert max(map(len, machine.ACTIONS.values())) <= machine.MAX_FIELDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,11 @@ import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
+from tests.toy import OneCall
 from wavecrest.cli import isa_run
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.decision import Cost
+from wavecrest.dispatch.study import Study
 from wavecrest.errors import (
     EnvironmentProblem,
     InvalidArgument,
@@ -36,24 +40,27 @@ ROOT = Path(__file__).parents[2]
 class FakeOp:
     """What run looks at of an op; `result` is what its kernel returns."""
 
-    name, op_class, emulate_cases = "fake", "row", None
-    stores: tuple[int, ...] = ()
+    name, op_class = "fake", "row"
 
-    def __init__(self, kernel: Any, reference: Any = None) -> None:
-        self.kernel, self.reference = kernel, reference or (lambda x: x * 2)
+    def __init__(self, kernel: Any, reference: Any = None, *, stores: tuple[str, ...] = ()) -> None:
+        self.kernel, self.definition = kernel, reference or (lambda x: x * 2)
         self.driver = SimpleNamespace(runs=[])
+        self.study = Study(inputs=self._inputs, cost=lambda call: Cost(0, 0), stores=stores)
 
-    def inputs(self, rows: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
-        return (torch.randn(rows, columns, dtype=dtype, device=device),)
+    def _inputs(self, rows: int, columns: int, dtype: torch.dtype, device: str) -> OneCall:
+        return OneCall(torch.randn(rows, columns, dtype=dtype, device=device))
 
-    def run(self, backend: str, *args: Any) -> Any:
+    def reference(self, call: OneCall) -> Any:
+        return self.definition(call.x)
+
+    def run(self, backend: str, call: OneCall) -> Any:
         assert backend == "triton"
         stats = Stats(workgroups=3, instructions=10, ops={"V_MFMA_X": 4, "S_NOP": 6}, unguarded=["x"])  # type: ignore[arg-type]
         self.driver.runs.append(SimpleNamespace(kernel="_fake", stats=stats))
-        return self.kernel(*args)
+        return self.kernel(call.x)
 
     def case(self, dtype: str = "float32") -> record.CaseResult:
-        make = functools.partial(run._arguments, self, run.Case("one", 4, 64, dtype))  # type: ignore[arg-type]
+        make = functools.partial(run._example, self, run.Case("one", 4, 64, dtype))  # type: ignore[arg-type]
         return run._run_case(self, "one", dtype, make, self.driver)  # type: ignore[arg-type]
 
 
@@ -109,9 +116,7 @@ def test_what_an_op_stores_is_held_to_what_the_reference_stores() -> None:
         return y
 
     for kernel, outcome in ((stores, "ok"), (stores_more, "wrong")):
-        op = FakeOp(kernel, stores)
-        op.stores = (0,)
-        found = op.case()
+        found = FakeOp(kernel, stores, stores=("x",)).case()
         assert found.outcome == outcome and ("what is stored differs" in found.reason) == (outcome == "wrong")
 
 
@@ -131,7 +136,7 @@ def test_a_refusal_a_fault_and_a_kernel_that_never_ran() -> None:
     assert fault.outcome == "failed" and "global_load" in fault.reason and fault.work.launches == 1
     idle = FakeOp(lambda x: x * 2)
     idle.driver = SimpleNamespace(runs=())
-    idle.run = lambda _backend, x: x * 2  # type: ignore[method-assign, assignment]
+    idle.run = lambda _backend, call: call.x * 2  # type: ignore[method-assign, assignment]
     assert idle.case().reason == "no kernel was launched"
 
 
@@ -218,10 +223,13 @@ def no_emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]
 
 def test_an_op_adds_its_own_cases(no_emulator: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     op = registry.get("rms_norm")
-    monkeypatch.setattr(op, "run", lambda _backend, *args: op.reference(*args))
-    monkeypatch.setattr(
-        op, "emulate_cases", lambda arch: {f"own {arch}": lambda: op.inputs(2, 8, torch.float16, "cpu")}
-    )
+    study = op.study
+    monkeypatch.setattr(op, "run", lambda _backend, call: op.reference(call))
+
+    def own(arch: str) -> dict[str, Any]:
+        return {f"own {arch}": lambda: study.inputs(2, 8, torch.float16, "cpu")}
+
+    monkeypatch.setattr("wavecrest.ops.rows.study.studies", lambda: {"rms_norm": replace(study, emulate_cases=own)})
     found = run.run_ops(["rms_norm"], "gfx950", resident=3)
     assert [case.case for case in found.cases] == [*(case.name for case in run.CASES), "own gfx950"]
     assert found.cases[-1].dtype == "float16" and found.passed and no_emulator == [{"arch": "gfx950", "resident": 3}]
@@ -234,14 +242,14 @@ def test_every_kernel_of_an_op_runs_every_call(
     op = registry.get("gemm")
     asked: list[str] = []
 
-    def ran(backend: str, *args: Any) -> Any:
+    def ran(backend: str, call: Any) -> Any:
         asked.append(backend)
-        return op.reference(*args)
+        return op.reference(call)
 
     monkeypatch.setattr(op, "run", ran)
     found = run.run_ops(["gemm"], "gfx942")
-    assert op.emulate_cases is not None
-    names = list(op.emulate_cases("gfx942"))
+    assert op.study.emulate_cases is not None
+    names = list(op.study.emulate_cases("gfx942"))
     kernels = ("triton", "triton_stream_k", "triton_multiply", "triton_hopper")
     assert asked == [kernel for kernel in kernels for _ in names]
     assert [case.case for case in found.cases] == [
@@ -261,15 +269,15 @@ def test_the_command_prints_writes_and_returns(
     no_emulator: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     op, path = registry.get("rms_norm"), tmp_path / "out.json"
-    monkeypatch.setattr(op, "run", lambda _backend, *args: op.reference(*args))
+    monkeypatch.setattr(op, "run", lambda _backend, call: op.reference(call))
     done = CliRunner().invoke(_app(), ["rms_norm", "--arch", "gfx942", "-o", str(path)])
     assert done.exit_code == 0, done.output
     assert "odd columns" in done.output and "emulated gfx942" in done.output and "0123456" in done.output
     read = record.load(path)
-    own = registry.get("rms_norm").emulate_cases
+    own = registry.get("rms_norm").study.emulate_cases
     assert own is not None and read.passed and read.arch == "gfx942"
     assert [case.case for case in read.cases] == [*(case.name for case in run.CASES), *own("gfx942")]
-    monkeypatch.setattr(op, "run", lambda _backend, *args: op.reference(*args) + 1)
+    monkeypatch.setattr(op, "run", lambda _backend, call: op.reference(call) + 1)
     wrong = CliRunner().invoke(_app(), ["rms_norm", "--shapes", "2x8", "--dtype", "float16"])
     assert wrong.exit_code == 2 and "wrong" in wrong.output and "relative error" in wrong.output
     json = CliRunner().invoke(_app(), ["rms_norm", "--shapes", "2x8", "--json"])

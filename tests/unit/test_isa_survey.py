@@ -43,7 +43,7 @@ def test_a_key_twice() -> None:
 
 def _op() -> str:
     """An op whose cases have a block size."""
-    return next(name for name in registry.names() if registry.get(name).compile_cases is not None)
+    return next(name for name in registry.names() if registry.get(name).study.compile_cases is not None)
 
 
 def test_order_of_jobs() -> None:
@@ -54,7 +54,9 @@ def test_order_of_jobs() -> None:
     ]  # fmt: skip
     assert len({job.case for job in work[:4]}) == 1 and len(work) == 4 * len({job.case for job in work})
     assert work[2].launch.config["num_warps"] == 1
-    shipped = registry.get(name).compile_cases(compiler.arch_of("gfx942"))[work[0].case]  # type: ignore[misc]
+    cases = registry.get(name).study.compile_cases
+    assert cases is not None
+    shipped = cases(compiler.arch_of("gfx942"), None)[work[0].case]
     assert work[0].launch.config == shipped.config
 
 
@@ -152,7 +154,7 @@ def test_no_such_file() -> None:
 
 
 def test_every_case_of_every_op_is_a_launch() -> None:
-    found = [name for name in registry.names() if registry.get(name).compile_cases is not None]
+    found = [name for name in registry.names() if registry.get(name).study.compile_cases is not None]
     assert found
     for name in found:
         launches = survey.cases_of(name)(compiler.arch_of("gfx950"))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.ops.packed import FORMATS, PackedWeight, from_plain, pack, refuse_other_formats, to_plain
+from wavecrest.ops.packed import PackedWeight, from_plain, pack, refuse_other_formats, to_plain
 from wavecrest.ops.packed import formats as _packed
-from wavecrest.ops.packed.formats import DTYPES, FP8
+from wavecrest.ops.packed.formats import DTYPES, FORMATS, FP8
 
 ROOT = Path(__file__).parents[2]
 HALF_UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-24}

@@ -17,6 +17,7 @@ import torch
 
 from wavecrest import hardware
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.call import tensors_of
 
 ROOT = Path(__file__).parents[2]
 MARK = "sanitize result: "
@@ -106,12 +107,19 @@ def test_what_did_not_end_has_a_second_try(sanitize: ModuleType) -> None:
 
 
 def test_a_process_that_does_not_end_is_killed_with_what_it_runs(sanitize: ModuleType, tmp_path: Path) -> None:
-    alive = tmp_path / "alive"
-    script = f"(sleep 2; touch {alive}) & wait"
-    code, said = sanitize._child(["bash", "-c", script], 0.3)
+    started = tmp_path / "started"
+    # a process of its own, which says which one it is
+    script = f"sleep 3600 & echo $! > {started}; wait"
+    code, said = sanitize._child(["bash", "-c", script], 3.0)
     assert code == sanitize.UNENDED and "did not end within" in said
-    time.sleep(2.5)
-    assert not alive.exists()
+    # killed with its group, so that it is gone, or waits to be asked for
+    status = Path(f"/proc/{int(started.read_text())}/stat")
+    for _ in range(600):
+        if not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("what it ran lives on")
     assert sanitize._child([sys.executable, "-c", "print('fine')"], 60) == (0, "fine\n")
 
 
@@ -181,10 +189,11 @@ def test_every_case_runs_the_kernel_and_is_right(
     layouts = set()
     run = op.run
 
-    def note(backend: str, *args: Any) -> Any:
+    def note(backend: str, call: Any) -> Any:
         assert backend == "triton"
-        layouts.add((args[0].ndim, args[0].is_contiguous()))
-        return run(backend, *args)
+        first = tensors_of(call)[0]
+        layouts.add((first.ndim, first.is_contiguous()))
+        return run(backend, call)
 
     monkeypatch.setattr(op, "run", note)
     assert sanitize.run_op(op, device) == {"ran": 5, "declined": {}, "wrong": {}, "idle": []}
@@ -194,9 +203,9 @@ def test_every_case_runs_the_kernel_and_is_right(
 @pytest.mark.parametrize("name", ["conv2d", "flash_attention", "flash_decoding", "mla_decode", "mla_prefill"])
 def test_an_op_without_rows_runs_what_the_emulator_runs(sanitize: ModuleType, name: str, device: str) -> None:
     op = registry.get(name)
-    assert op.emulate_cases is not None
+    assert op.study.emulate_cases is not None
     known = hardware.detect().known
-    count = len(op.emulate_cases("sm_90" if known is None else known.name))
+    count = len(op.study.emulate_cases("sm_90" if known is None else known.name))
     assert count > (2 if name == "mla_prefill" else 5)
     found = sanitize.run_op(op, device)
     assert (found["ran"], found["wrong"], found["idle"]) == (count, {}, [])
@@ -220,7 +229,7 @@ def test_a_product_runs_rows_and_what_the_emulator_runs(
 
 def test_what_is_wrong_or_declined_is_named(sanitize: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op = registry.get("rms_norm")
-    found: list[Callable[..., Any]] = [lambda backend, x, w: 2 * op.reference(x, w)]
+    found: list[Callable[..., Any]] = [lambda backend, call: 2 * op.reference(call)]
     monkeypatch.setattr(op, "run", lambda *args: found[0](*args))
     result = sanitize.run_op(op, device)
     assert result["ran"] == 7 and len(result["wrong"]) == 7

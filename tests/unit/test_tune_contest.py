@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.clock import SimulatedClock
 from wavecrest import records
 from wavecrest.measure import timing
 from wavecrest.measure.timing import Interleaved
@@ -173,5 +174,6 @@ def test_the_timer_of_a_device_is_the_interleaved_one(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(timing, "measure_interleaved", measured)
     works = [lambda: None]
-    contest.timer_of("cuda:1")(works, rounds=7, seconds=0.25)
-    assert asked == {"works": works, "device": "cuda:1", "min_rounds": 7, "seconds": 0.25}
+    clock = SimulatedClock()
+    contest.timer_of("cuda:1", clock)(works, rounds=7, seconds=0.25)
+    assert asked == {"works": works, "device": "cuda:1", "min_rounds": 7, "seconds": 0.25, "now": clock}

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.toy import ToyOp
+from tests.clock import SimulatedClock
+from tests.toy import ToyOp, takes
 from wavecrest import hardware, records
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.keys import row_bucket
-from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, database
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
 from wavecrest.measure import timing
@@ -31,10 +31,6 @@ from wavecrest.tune import ahead, candidates, contest, session, trust
 # an architecture is known, so that spaces are asked and impossible times found, and everything runs on the CPU
 DEVICE = replace(hardware.cpu(), arch="sm_90")
 ROWS = (4, 16, 64)
-
-
-def _takes(*_args: Any, **_kwargs: Any) -> None:
-    return None
 
 
 class Clock:
@@ -61,7 +57,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def op(clock: Clock) -> Iterator[Op]:
+def op(clock: Clock) -> Iterator[ToyOp]:
     """y = 2x, with PyTorch, a kernel of three configurations (b1, the default, b2, b4), and a library."""
 
     def ran(name: str) -> None:
@@ -82,7 +78,6 @@ def op(clock: Clock) -> Iterator[Op]:
     made = ToyOp(
         "double",
         reference=lambda x: 2 * x,
-        check=_takes,
         key=lambda x: (row_bucket(x.shape[0]), x.shape[1], "float32", None, x.device.type, False),
         key_fields=("rows", "columns", "dtype", "option", "device", "grad"),
         inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
@@ -102,13 +97,13 @@ def op(clock: Clock) -> Iterator[Op]:
     del registry.STATE.ops["double"]
 
 
-def plant(op: Op, clock: Clock, name: str, ms: float, run: Callable[[Tensor], Tensor], **more: Any) -> None:
+def plant(op: ToyOp, clock: Clock, name: str, ms: float, run: Callable[[Tensor], Tensor], **more: Any) -> None:
     def planted(x: Tensor) -> Tensor:
         clock.ran.append(name)
         return run(x)
 
     clock.times[name] = ms
-    op.native(name, planted, refuse=more.pop("supports", _takes), priority=1)
+    op.native(name, planted, refuse=more.pop("refuse", takes), priority=1)
 
 
 def tune(
@@ -121,7 +116,7 @@ def rows_of(key: records.TunedKey) -> dict[str, records.TuneCandidate]:
     return {" ".join([one.backend, *(str(value) for value in one.config.values())]): one for one in key.candidates}
 
 
-def test_every_key_gets_the_fastest(op: Op, clock: Clock) -> None:
+def test_every_key_gets_the_fastest(op: ToyOp, clock: Clock) -> None:
     record = tune(clock)
     assert [key.case for key in record.keys] == ["rows 4", "rows 16", "rows 64"] and not record.left
     for key, rows in zip(record.keys, ROWS, strict=True):
@@ -155,7 +150,7 @@ LIARS: dict[str, tuple[float, Callable[[Tensor], Tensor], str, str]] = {
 
 
 @pytest.mark.parametrize("name", LIARS)
-def test_planted_liars_get_their_verdict(op: Op, clock: Clock, name: str) -> None:
+def test_planted_liars_get_their_verdict(op: ToyOp, clock: Clock, name: str) -> None:
     ms, run, status, reason = LIARS[name]
     plant(op, clock, name, ms, run)
     (key,) = tune(clock, matching="rows 64").keys
@@ -167,14 +162,14 @@ def test_planted_liars_get_their_verdict(op: Op, clock: Clock, name: str) -> Non
         assert found.quick_ms is None, "what is wrong is not timed"
 
 
-def test_a_tie_keeps_the_default(op: Op, clock: Clock) -> None:
+def test_a_tie_keeps_the_default(op: ToyOp, clock: Clock) -> None:
     clock.times |= {"b1": 0.904, "b2": 0.901}
     (key,) = tune(clock, matching="rows 64").keys
     assert key.config == {"BLOCK": 1} and "goes to the default" in key.reason
     assert rows_of(key)["kernel 1"].status == "won" and rows_of(key)["kernel 4"].status == "timed"
 
 
-def test_native_wins_what_it_is_fastest_in(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_native_wins_what_it_is_fastest_in(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     clock.times["torch"] = 0.5
     targets = session.Targets(tmp_path / "a.json", tmp_path / "double.csv")
     (key,) = tune(clock, targets, matching="rows 64").keys
@@ -183,7 +178,7 @@ def test_native_wins_what_it_is_fastest_in(op: Op, clock: Clock, tmp_path: Path)
     assert row.backend == "torch" and row.config is None and row.us == row.native_us == pytest.approx(515, rel=0.05)
 
 
-def test_where_native_declines_there_is_no_time_of_it(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_where_native_declines_there_is_no_time_of_it(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     op.native("torch", lambda x: x, refuse=lambda x: "has no such product", priority=10)
     targets = session.Targets(tmp_path / "a.json", tmp_path / "double.csv")
     (key,) = tune(clock, targets, matching="rows 64").keys
@@ -193,13 +188,13 @@ def test_where_native_declines_there_is_no_time_of_it(op: Op, clock: Clock, tmp_
     assert row.native_us is None
 
 
-def test_wrong_native_is_no_measure(op: Op, clock: Clock) -> None:
+def test_wrong_native_is_no_measure(op: ToyOp, clock: Clock) -> None:
     op.native("torch", lambda x: 3 * x, priority=10)
     (key,) = tune(clock, matching="rows 64").keys
     assert rows_of(key)["torch"].status == "wrong" and key.native_us is None and key.backend == "kernel"
 
 
-def test_a_winner_that_is_wrong_the_second_time_has_not_won(op: Op, clock: Clock) -> None:
+def test_a_winner_that_is_wrong_the_second_time_has_not_won(op: ToyOp, clock: Clock) -> None:
     calls = 0
 
     def racing(x: Tensor) -> Tensor:
@@ -218,7 +213,7 @@ def test_a_winner_that_is_wrong_the_second_time_has_not_won(op: Op, clock: Clock
     assert others.pop("kernel 4") == ("won", "") and set(others.values()) == {("timed", "")}
 
 
-def test_nobody_left_is_no_row(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_nobody_left_is_no_row(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     for name in ("torch", "kernel", "library"):
         op.native(name, lambda x: 3 * x, priority=5)
     record = tune(clock, session.Targets(tmp_path / "a.json", tmp_path / "double.csv"), matching="rows 64")
@@ -228,7 +223,7 @@ def test_nobody_left_is_no_row(op: Op, clock: Clock, tmp_path: Path) -> None:
     assert not (tmp_path / "double.csv").exists() and clock.calls == 0
 
 
-def test_only_wanted_backends_beside_native(op: Op, clock: Clock) -> None:
+def test_only_wanted_backends_beside_native(op: ToyOp, clock: Clock) -> None:
     (key,) = tune(clock, matching="rows 64", backends=("library",)).keys
     assert list(rows_of(key)) == ["torch", "library"] and key.backend == "library"
     (key,) = tune(clock, matching="rows 64", backends=("torch",)).keys
@@ -239,8 +234,8 @@ def test_only_wanted_backends_beside_native(op: Op, clock: Clock) -> None:
         tune(clock, backends=("reference",))
 
 
-def test_unknown_hardware_leaves_the_default(op: Op) -> None:
-    key = op.key(torch.ones(4, 8))
+def test_unknown_hardware_leaves_the_default(op: ToyOp) -> None:
+    key = op.key(op.of(torch.ones(4, 8)))
     assert candidates.configurations(op, "kernel", key, None) == (Config(BLOCK=1),)
     assert len(candidates.configurations(op, "kernel", key, hardware.ARCHS["sm_90"])) == 3
     record = session.tune("double", hardware.cpu(), session.Settings(matching="rows 4", seconds=0.001))
@@ -248,16 +243,16 @@ def test_unknown_hardware_leaves_the_default(op: Op) -> None:
     assert record.keys[0].least_us is None and record.keys[0].clock == "host wall"
 
 
-def test_there_is_one_default(op: Op) -> None:
+def test_there_is_one_default(op: ToyOp) -> None:
     op.kernel("other", lambda x, *, config: 2 * x, priority=5)
-    x = torch.ones(4, 8)
-    field = candidates.field(op, (x,), op.key(x), None, candidates.backends(op, None))
+    call = op.of(torch.ones(4, 8))
+    field = candidates.field(op, call, op.key(call), None, candidates.backends(op, None))
     assert [(one.backend, one.role) for one in field.candidates] == [
         ("torch", "native"), ("kernel", "default"), ("other", "tried"), ("library", "tried"),
     ]  # fmt: skip
 
 
-def test_configurations_in_place_of_the_backends_own(op: Op, clock: Clock) -> None:
+def test_configurations_in_place_of_the_backends_own(op: ToyOp, clock: Clock) -> None:
     clock.times["b16"] = 0.5
     wanted = (Config(BLOCK=16), Config(BLOCK=16, num_warps=2), Config(WIDTH=3))
     (key,) = tune(clock, matching="rows 64", backends=("kernel",), configs=wanted).keys
@@ -274,21 +269,21 @@ def test_configurations_in_place_of_the_backends_own(op: Op, clock: Clock) -> No
 # --- cases
 
 
-def test_a_key_is_tuned_once(op: Op, clock: Clock) -> None:
-    op.bench_cases = lambda suite, device: {f"rows {M}": lambda M=M: (torch.randn(M, 8),) for M in (60, 64, 65)}
+def test_a_key_is_tuned_once(op: ToyOp, clock: Clock) -> None:
+    op.restudy(bench_cases=lambda suite, device: {f"rows {M}": lambda M=M: (torch.randn(M, 8),) for M in (60, 64, 65)})
     record = tune(clock)
     assert [key.case for key in record.keys] == ["rows 60", "rows 65"]
     assert record.left == {"rows 64": "has the key of rows 60"}
 
 
-def test_cases_that_cannot_be_tuned_say_why(op: Op, clock: Clock) -> None:
+def test_cases_that_cannot_be_tuned_say_why(op: ToyOp, clock: Clock) -> None:
     def too_large() -> tuple[Any, ...]:
         raise torch.OutOfMemoryError("out of memory\nmore")
 
     def refused() -> tuple[Any, ...]:
         raise Unsupported("no such thing")
 
-    op.bench_cases = lambda suite, device: {"a": too_large, "b": refused, "c": lambda: (torch.ones(4, 8),)}
+    op.restudy(bench_cases=lambda suite, device: {"a": too_large, "b": refused, "c": lambda: (torch.ones(4, 8),)})
     record = tune(clock)
     assert record.left == {"a": "out of memory: out of memory", "b": "the op refuses it: no such thing"}
     assert [key.case for key in record.keys] == ["c"]
@@ -296,7 +291,7 @@ def test_cases_that_cannot_be_tuned_say_why(op: Op, clock: Clock) -> None:
         tune(clock, matching="z")
 
 
-def test_memory_that_runs_out_in_a_contest_costs_one_key(op: Op, clock: Clock) -> None:
+def test_memory_that_runs_out_in_a_contest_costs_one_key(op: ToyOp, clock: Clock) -> None:
     made = 0
 
     def cases(suite: str, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
@@ -309,14 +304,14 @@ def test_memory_that_runs_out_in_a_contest_costs_one_key(op: Op, clock: Clock) -
 
         return {"large": large, "small": lambda: (torch.ones(64, 8),)}
 
-    op.bench_cases = cases
+    op.restudy(bench_cases=cases)
     record = tune(clock)
     assert [(key.case, key.problem, key.backend) for key in record.keys] == [
         ("large", "out of memory: no room", None), ("small", "", "kernel"),
     ]  # fmt: skip
 
 
-def test_an_error_while_several_are_timed_costs_one_key(op: Op, clock: Clock) -> None:
+def test_an_error_while_several_are_timed_costs_one_key(op: ToyOp, clock: Clock) -> None:
     class Breaking(Clock):
         def __call__(self, works: Any, **options: Any) -> Interleaved:
             if self.calls == 0:
@@ -333,7 +328,7 @@ def test_an_error_while_several_are_timed_costs_one_key(op: Op, clock: Clock) ->
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
 def test_every_time_of_a_record_can_be_computed_from_its_file(
-    op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+    op: ToyOp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     """Also where the final takes many rounds, with the digits that a clock has."""
 
@@ -360,7 +355,7 @@ def test_every_time_of_a_record_can_be_computed_from_its_file(
 
 
 def test_a_device_that_is_lost_while_several_are_timed_ends_the_run(
-    op: Op, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    op: ToyOp, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def lost(_device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -378,7 +373,7 @@ def test_a_device_that_is_lost_while_several_are_timed_ends_the_run(
 # --- files
 
 
-def test_rows_are_what_dispatch_reads(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_rows_are_what_dispatch_reads(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     table = tmp_path / "sm_90" / "double.csv"
     path = tmp_path / "evidence" / "h200" / "tune.jsonl.gz"
     tune(clock, session.Targets(path, table))
@@ -396,7 +391,7 @@ def test_rows_are_what_dispatch_reads(op: Op, clock: Clock, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("commit", [None, "abc1234+changes", "abc1234"])
 def test_rows_that_ship_are_measured_from_a_commit(
-    op: Op, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str | None
+    op: ToyOp, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str | None
 ) -> None:
     monkeypatch.setattr(database, "DATA", tmp_path / "data")
     monkeypatch.setattr(provenance, "_commit", lambda: commit)
@@ -412,7 +407,7 @@ def test_rows_that_ship_are_measured_from_a_commit(
     tune(clock, session.Targets(tmp_path / "a.json", tmp_path / "sm_90" / "double.csv"))
 
 
-def test_rows_of_other_keys_stay_and_the_same_are_replaced(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_rows_of_other_keys_stay_and_the_same_are_replaced(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     targets = session.Targets(tmp_path / "a.json", tmp_path / "double.csv")
     tune(clock, targets)
     clock.times |= {"b2": 0.3}
@@ -424,7 +419,7 @@ def test_rows_of_other_keys_stay_and_the_same_are_replaced(op: Op, clock: Clock,
     ]  # fmt: skip
 
 
-def test_files_are_checked_before_anything_is_measured(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_files_are_checked_before_anything_is_measured(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_text("nonsense\n")
     for targets, error, message in (
         (session.Targets(None, tmp_path / "a.csv"), InvalidArgument, "give --out FILE too"),
@@ -446,7 +441,7 @@ def test_files_are_checked_before_anything_is_measured(op: Op, clock: Clock, tmp
     assert clock.calls == 0 and not (tmp_path / "a.json").exists()
 
 
-def test_the_record_is_read_back(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_the_record_is_read_back(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     record = tune(clock, session.Targets(tmp_path / "a.json"))
     assert records.load_as(tmp_path / "a.json", records.TuneRecord) == record
     assert json.loads((tmp_path / "a.json").read_text())["kind"] == "tune"
@@ -486,7 +481,7 @@ def _lose() -> None:
     ids=["interrupted", "lost", "bug"],
 )
 def test_what_was_found_before_the_end_is_kept(
-    op: Op, clock: Clock, tmp_path: Path, act: Callable[[], None], error: type[BaseException], problem: str
+    op: ToyOp, clock: Clock, tmp_path: Path, act: Callable[[], None], error: type[BaseException], problem: str
 ) -> None:
     targets = session.Targets(tmp_path / "a.json", tmp_path / "double.csv")
     # four calls of the timer a key: in the second key
@@ -498,7 +493,7 @@ def test_what_was_found_before_the_end_is_kept(
     assert len(database.read(tmp_path / "double.csv", lookup.fields_of(op))) == 1
 
 
-def test_each_key_is_written_when_it_is_found(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_each_key_is_written_when_it_is_found(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
 
     def look(what: str, done: int, planned: int) -> None:
@@ -512,27 +507,16 @@ def test_each_key_is_written_when_it_is_found(op: Op, clock: Clock, tmp_path: Pa
     assert seen == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_a_budget(op: Op, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    class Time:
-        @staticmethod
-        def perf_counter() -> float:
-            return now
-
-    monkeypatch.setattr(session, "time", Time)
-
-    def pass_time() -> None:
-        nonlocal now
-        now = 100.0
-
-    record = tune(Stopping(clock, 2, pass_time), budget=60.0)
+def test_a_budget(op: ToyOp, clock: Clock) -> None:
+    now = SimulatedClock()
+    timer = Stopping(clock, 2, lambda: now.advance(100.0))
+    record = session.tune("double", DEVICE, session.Settings(budget=60.0), timer=timer, now=now)
     assert [key.case for key in record.keys] == ["rows 4"]
     assert record.left == dict.fromkeys(["rows 16", "rows 64"], "no time left of the budget")
     assert record.budget_seconds == 60.0 and record.problem == "" and record.seconds == 100.0
 
 
-def test_resuming_tunes_the_rest(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_resuming_tunes_the_rest(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     targets = session.Targets(tmp_path / "a.json", tmp_path / "double.csv")
     with pytest.raises(KeyboardInterrupt):
         tune(Stopping(clock, 6, _interrupt), targets)
@@ -546,21 +530,21 @@ def test_resuming_tunes_the_rest(op: Op, clock: Clock, tmp_path: Path) -> None:
     assert tune(clock, targets, resume=True).keys == record.keys and clock.calls == 0
 
 
-def test_resuming_without_a_record_begins(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_resuming_without_a_record_begins(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     assert len(tune(clock, session.Targets(tmp_path / "a.json"), resume=True).keys) == 3
     with pytest.raises(InvalidArgument, match="nothing to resume without a record"):
         tune(clock, resume=True)
 
 
-def test_keys_of_a_resumed_record_are_not_tuned_under_another_name(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_keys_of_a_resumed_record_are_not_tuned_under_another_name(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     targets = session.Targets(tmp_path / "a.json")
     tune(clock, targets, matching="rows 64")
-    op.bench_cases = lambda suite, device: {"same": lambda: (torch.randn(60, 8),)}
+    op.restudy(bench_cases=lambda suite, device: {"same": lambda: (torch.randn(60, 8),)})
     record = tune(clock, targets, resume=True)
     assert [key.case for key in record.keys] == ["rows 64"] and record.left == {"same": "has the key of rows 64"}
 
 
-def test_another_machine_is_not_resumed(op: Op, clock: Clock, tmp_path: Path) -> None:
+def test_another_machine_is_not_resumed(op: ToyOp, clock: Clock, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     tune(clock, session.Targets(path))
     good = records.load_as(path, records.TuneRecord)
@@ -582,11 +566,11 @@ def test_another_machine_is_not_resumed(op: Op, clock: Clock, tmp_path: Path) ->
 # --- kernels
 
 
-def test_what_does_not_compile_is_not_run(op: Op, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_compile_is_not_run(op: ToyOp, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     class Broken(ahead.Kernels):
-        def add(self, op: Op, case: str, args: Any, candidates: Any, arch: Any) -> None:
+        def add(self, op: Any, case: str, args: Any, candidates: Any, arch: Any) -> None:
             asked.append((case, arch.name, [one.config for one in candidates]))
 
         def error(self, case: str, candidate: candidates.Candidate) -> str | None:
@@ -613,7 +597,7 @@ def test_what_does_not_compile_is_not_run(op: Op, clock: Clock, monkeypatch: pyt
         assert key.config == {"BLOCK": 2}
 
 
-def test_what_spills_more_is_not_run(op: Op, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_spills_more_is_not_run(op: ToyOp, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest by its made-up time spills: the next wins, and the record says why."""
 
     class Spilling(ahead.Kernels):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from wavecrest.dispatch import registry
+from wavecrest.dispatch.call import tensors_of
 from wavecrest.errors import TableError
 from wavecrest.tune import shapes
 
@@ -33,19 +34,19 @@ def test_each_shape_is_a_case_of_its_op(tmp_path: Path, device: str) -> None:
         "1x8x16 fp16": {"sizes": [1, 8, 16], "dtype": "float16"},
     }
     op = registry.get("gemm")
-    args = gemm.cases[0].make()
-    op.check(*args)
-    parts = dict(zip(op.key_fields, op.key(*args), strict=True))
+    call = gemm.cases[0].make()
+    op.check(call)
+    parts = dict(zip(op.key_fields, op.key(call), strict=True))
     assert (parts["columns"], parts["k"], parts["a"]) == (64, 128, "bfloat16")
     (case,) = found["rms_norm"].cases
-    (x, *_rest) = case.make()
+    x = case.make().x
     assert tuple(x.shape) == (3, 40) and x.dtype == torch.float32 and x.device.type == torch.device(device).type
 
 
 def test_the_hundred_products_of_language_models_are_shapes() -> None:
     found = shapes.read(Path(__file__).parents[2] / "benchmarks" / "shapes" / "llm_gemm.csv", "meta")
     op = registry.get("gemm")
-    assert list(found) == ["gemm"] and len({op.key(*case.make()) for case in found["gemm"].cases}) == 100
+    assert list(found) == ["gemm"] and len({op.key(case.make()) for case in found["gemm"].cases}) == 100
 
 
 @pytest.mark.parametrize(
@@ -83,5 +84,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_every_op_takes_its_sizes(name: str) -> None:
     op = registry.get(name)
     sizes = {"D": 64, "N": 256, "K": 256}
-    args = shapes.call(op, [sizes.get(size, 4) for size in op.sizes], "bfloat16", "meta")
-    assert any(isinstance(value, torch.Tensor) for value in args)
+    call = shapes.call(op, [sizes.get(size, 4) for size in op.study.sizes], "bfloat16", "meta")
+    tensors = tensors_of(call)
+    assert tensors and all(tensor.device.type == "meta" for tensor in tensors)
+    op.check(call)

@@ -217,10 +217,10 @@ def test_what_does_not_fit_is_named() -> None:
     twice = said(shape._replace(gated=True), BLOCK_N=128, num_stages=5)
     assert twice == f"takes {5 * (128 + 2 * 128) * 128 + 256} bytes of shared memory, of {227 * 1024}"
     few = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 256, "TMA": 0, "num_stages": 4}
-    normed = said(shape._replace(rows=16, normed=True, described=False), **few)
+    normed = said(shape._replace(rows=16, normed=True, has_descriptors=False), **few)
     assert normed is None
     few["num_stages"] = 5
-    normed = said(shape._replace(rows=16, normed=True, described=False), **few)
+    normed = said(shape._replace(rows=16, normed=True, has_descriptors=False), **few)
     assert normed == f"takes {4 * (16 + 128) * 512 + 16 * 512} bytes of shared memory, of {227 * 1024}"
     assert "sums take 256" in (
         said(shape._replace(step=128, a_bits=8, b_bits=8), BLOCK_K=128, num_stages=2, TMA=0) or ""
@@ -228,10 +228,10 @@ def test_what_does_not_fit_is_named() -> None:
     assert "128 columns that share a scale" in (said(shape._replace(step=128), BLOCK_K=256) or "")
     assert "too small" in (said(shape._replace(a_bits=8, b_bits=8), BLOCK_K=16) or "")
     assert "too small" in (said(shape._replace(b_bits=4), BLOCK_K=32) or "")
-    assert said(shape._replace(b_bits=4, step=32, described=False), BLOCK_K=64, TMA=0, BLOCK_N=64) is None
+    assert said(shape._replace(b_bits=4, step=32, has_descriptors=False), BLOCK_K=64, TMA=0, BLOCK_N=64) is None
     assert "wider than 100 columns" in (said(shape._replace(columns=100)) or "")
     assert said(shape._replace(columns=100), BLOCK_N=128) is None
-    assert "no tensor descriptors" in (said(shape._replace(described=False)) or "")
+    assert "no tensor descriptors" in (said(shape._replace(has_descriptors=False)) or "")
     assert "no tensor descriptors" in (said(arch=ARCHS["sm_80"]) or "")
     assert "instruction is larger" in (said(BLOCK_M=16, TMA=0, matrix_instr_nonkdim=32) or "")
 

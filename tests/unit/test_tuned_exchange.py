@@ -72,7 +72,7 @@ def test_a_table_of_16_bits_in_both_layouts(tmp_path: Path) -> None:
     assert (evidence.units, evidence.origin, asm.row.record) == (304, "aiter", "a.csv")
     # nothing is made up
     assert (evidence.date, evidence.versions, evidence.device, evidence.error) == ("", "", "", None)
-    with pytest.raises(InvalidArgument, match="without the column gfx: give --arch"):
+    with pytest.raises(InvalidArgument, match="has no column gfx: give --arch"):
         exchange.read(file(tmp_path, OLD, line(gfx="")), None)
     with pytest.raises(InvalidArgument, match="--arch takes gfx90a"):
         exchange.read(tmp_path / "a.csv", "gfx000")
@@ -98,8 +98,8 @@ BAD = [
     (line(K=-4), "K is -4"),
     ("gfx942,304", "has not 18 cells"),
     (line() + ",7", "has not 18 cells"),
-    (line(dtype="bf16"), "bf16 to bfloat16 are no types that aiter multiplies"),
-    (line(outdtype="torch.abc"), "are no types"),
+    (line(dtype="bf16"), "bf16 to bfloat16 are not types that aiter multiplies"),
+    (line(outdtype="torch.abc"), "are not types"),
 ]
 
 

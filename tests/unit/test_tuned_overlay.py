@@ -364,6 +364,29 @@ def test_a_writer_that_waits_too_long_is_named(user: Overlay, monkeypatch: pytes
     other.close()
 
 
+def test_reading_makes_no_files_in_a_folder_that_may_not_be_written(
+    user: Overlay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is taken for one that may not be written, as root may write anywhere."""
+    closed(user, entry())
+    monkeypatch.setattr(overlay, "_writable", lambda _folder: False)
+    assert len(user.entries()) == 1 and user.check() == []
+    assert os.listdir(user.path.parent) == [user.path.name]
+
+
+def test_what_a_writer_has_not_moved_out_of_its_log_is_read_there_too(
+    user: Overlay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed(user, entry())
+    with closing(sqlite3.connect(user.path, isolation_level=None)) as writer:
+        # a connection that stays open leaves rows in the log
+        assert writer.execute("SELECT count(*) FROM rows").fetchone() == (1,)
+        user.write([entry(32, "a", None, True)])
+        assert Path(f"{user.path}-wal").stat().st_size > 0
+        monkeypatch.setattr(overlay, "_writable", lambda _folder: False)
+        assert len(user.entries()) == 2
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes everywhere")
 def test_a_folder_that_nobody_may_write_is_read(user: Overlay) -> None:
     closed(user, entry())

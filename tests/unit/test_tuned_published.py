@@ -55,15 +55,15 @@ def priors(folder: Path, text: str) -> Database:
 def test_a_prior_is_for_every_call_that_it_names_and_says_so(op: Op, tmp_path: Path) -> None:
     with registry.measured_in(priors(tmp_path, "4,float32,tiles,fast 1.2x,a guide\n")):
         for columns in (8, 64):
-            decision = op.decide(torch.ones(4, columns))
+            decision = op.decide(op.of(torch.ones(4, columns)))
             assert (decision.backend, decision.config, decision.source) == ("tiles", Config(BLOCK=16), "prior")
             assert decision.reason == "prior data, published by others and not measured here: fast 1.2x (a guide)"
-        other = op.decide(torch.ones(5, 8))
+        other = op.decide(op.of(torch.ones(5, 8)))
         assert (other.backend, other.source) == ("torch", "default")
         with torch.enable_grad():
-            assert op.decide(torch.ones(4, 8, requires_grad=True)).source == "default"
+            assert op.decide(op.of(torch.ones(4, 8, requires_grad=True))).source == "default"
     with registry.measured_in(Database(tmp_path, "gfx950")):
-        assert op.decide(torch.ones(4, 8)).source == "default"
+        assert op.decide(op.of(torch.ones(4, 8))).source == "default"
 
 
 def test_what_was_measured_stands_before_a_prior(op: Op, tmp_path: Path) -> None:
@@ -71,15 +71,15 @@ def test_what_was_measured_stands_before_a_prior(op: Op, tmp_path: Path) -> None
     rows = [Row((rows, 8, "float32"), "torch", None, 10.0, 10.0, "a.json") for rows in (4, 16)]
     database.write(found.path("sample"), FIELDS, rows)
     with registry.measured_in(found):
-        exact, near = op.decide(torch.ones(4, 8)), op.decide(torch.ones(8, 8))
+        exact, near = op.decide(op.of(torch.ones(4, 8))), op.decide(op.of(torch.ones(8, 8)))
         assert (exact.backend, exact.source, near.backend, near.source) == ("torch", "exact", "torch", "near")
-        assert op.decide(torch.ones(8, 32)).source == "prior"
+        assert op.decide(op.of(torch.ones(8, 32))).source == "prior"
 
 
 def test_a_prior_that_cannot_run_leaves_its_reason(op: Op, tmp_path: Path) -> None:
     with registry.measured_in(priors(tmp_path, "4,float32,absent,fast,a guide\n5,float32,gone,fast,a guide\n")):
-        for rows, why in ((4, "for absent, which declines it"), (5, "for gone, which sample does not have")):
-            decision = op.decide(torch.ones(rows, 8))
+        for rows, why in ((4, "for absent, which refuses it"), (5, "for gone, which sample does not have")):
+            decision = op.decide(op.of(torch.ones(rows, 8)))
             assert (decision.backend, decision.source) == ("torch", "default") and decision.reason.endswith(why)
 
 

@@ -1,6 +1,7 @@
 """An op of tests that children import (`Settings.modules`): y = 2x, with backends that lie, crash, hang or are noisy.
 
-Calls take what they sleep. What a backend does is decided by its name, so that a test takes those that it wants.
+Calls take simulated milliseconds, and the timer of a child that imports this reads the simulated clock. What a
+backend does is decided by its name, so that a test takes those that it wants.
 """
 
 from __future__ import annotations
@@ -13,25 +14,36 @@ import sys
 import time
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.clock import SimulatedClock
 from tests.toy import ToyOp
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Config
+from wavecrest.tune import contest
 
 ROWS = (4, 16, 64)
 CALLS: Counter[str] = Counter()
 
 
-def _takes(*_args: Any, **_kwargs: Any) -> None:
-    return None
+CLOCK = SimulatedClock()
+
+
+def _on_the_clock(device: str, _now: object = None) -> contest.Timer:
+    return _timer_of(device, CLOCK)
+
+
+# a child's timer reads the simulated clock; whoever tunes in this process passes it
+_timer_of = contest.timer_of
+_main = sys.modules["__main__"].__spec__
+if _main is not None and _main.name == "wavecrest.tune.child":
+    contest.timer_of = _on_the_clock
 
 
 def _twice(x: Tensor, ms: float) -> Tensor:
-    time.sleep(ms / 1e3)
+    CLOCK.advance(ms / 1e3)
     return 2 * x
 
 
@@ -105,7 +117,6 @@ def _noisy(x: Tensor) -> Tensor:
 op = ToyOp(
     "planted",
     reference=lambda x: 2 * x,
-    check=_takes,
     key=lambda x: (x.shape[0], x.shape[1], "float32", x.device.type, False),
     key_fields=("rows", "columns", "dtype", "device", "grad"),
     inputs=lambda M, N, dtype, device: (torch.randn(M, N, dtype=dtype, device=device),),
@@ -114,7 +125,7 @@ op = ToyOp(
     bench_cases=lambda suite, device: {f"rows {M}": lambda M=M: (torch.randn(M, 8),) for M in ROWS},
 )
 op.native("torch", _native, priority=10)
-op.kernel('kernel', _kernel, priority=5, space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=3)])  # fmt: skip
+op.kernel("kernel", _kernel, priority=5, space=lambda key, arch: [Config(BLOCK=1), Config(BLOCK=3)])
 for liar in (*BEFORE, "wrong", "tail", "nan"):
     op.native(liar, partial(_planted, liar), priority=1)
 op.native("noisy", _noisy, priority=1)

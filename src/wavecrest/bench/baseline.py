@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,13 @@ def bench_bucket(
     function: Callable[..., Any] | None = None,
     seconds: float = 5.0,
     on_progress: timing.OnProgress | None = None,
+    now: timing.Clock = time.perf_counter,
 ) -> records.BucketBench:
     """Time one bucket under `torch.no_grad()`: at least 30 samples, cold start apart, then the memory of one more call.
 
     Args:
-        function: what is called with the bucket's inputs; None takes the workload's model.
-        seconds: how long to go on sampling while the interval is wider than one percent either way.
+        function: called with the bucket's inputs; None takes the workload's model.
+        seconds: longest sampling time; sampling ends earlier once the interval is within one percent either way.
 
     Raises:
         WorkloadError: no such bucket, the call raised, or it changed the shapes of its inputs (a cache that grows at
@@ -53,7 +55,7 @@ def bench_bucket(
         raise EnvironmentProblem(f"the workload is on device {workload.device}; only cpu and cuda devices can be timed")
     work = _NamedCall(workload, bucket, function)
     before = shapes(workload.buckets[bucket])
-    measurement = timing.measure(work, device=workload.device, seconds=seconds, on_progress=on_progress)
+    measurement = timing.measure(work, device=workload.device, seconds=seconds, on_progress=on_progress, now=now)
     work.prepare()
     after = shapes(workload.buckets[bucket])
     if before != after:
@@ -77,13 +79,14 @@ def bench_workload(
     seconds_per_bucket: float = 5.0,
     function: Callable[..., Any] | None = None,
     on_progress: OnBucketProgress | None = None,
+    now: timing.Clock = time.perf_counter,
 ) -> list[records.BucketBench]:
     """`bench_bucket` for every bucket, in their order."""
     results = []
     for bucket in workload.buckets:
         progress = None if on_progress is None else _for_bucket(on_progress, bucket)
         results.append(
-            bench_bucket(workload, bucket, function=function, seconds=seconds_per_bucket, on_progress=progress)
+            bench_bucket(workload, bucket, function=function, seconds=seconds_per_bucket, on_progress=progress, now=now)
         )
     return results
 
@@ -113,9 +116,9 @@ def record(
 def peak_memory(work: Call, device: str) -> int:
     """Bytes torch has allocated at the peak of one call, beyond what was allocated before it (weights, inputs).
 
-    On a GPU from the caching allocator's counters; memory of a captured graph's pool was there before and does not
-    count. On the CPU from torch.profiler's allocation events, which miss what libraries allocate themselves (oneDNN
-    scratch); the process's resident size is no substitute, as the C allocator keeps freed memory.
+    On a GPU from the caching allocator's counters; the pool of a captured graph was allocated before and does not
+    count. On the CPU from torch.profiler's allocation events, which miss memory that libraries allocate themselves
+    (oneDNN scratch). The process's resident size is no substitute, as the C allocator keeps freed memory.
     """
     import torch
 
@@ -153,7 +156,7 @@ def _for_bucket(on_progress: OnBucketProgress, bucket: str) -> timing.OnProgress
 
 
 class _NamedCall(Call):
-    """The call to time; what it raises becomes one line that names the bucket."""
+    """The call to time; an error it raises becomes one line that names the bucket."""
 
     def __call__(self) -> Any:
         import torch

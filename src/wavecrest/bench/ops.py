@@ -28,15 +28,15 @@ from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.measure import numerics, timing
 from wavecrest.records import provenance
 
-# the name of our own implementation in results
+# the name of wavecrest's implementation in results
 OURS = "wavecrest"
 # bytes of the tensor whose copy is the limit
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
-# peers may be this much less exact than our own limits before they are left out: one that rounds on the way (in
-# Llama's RMSNorm before the weight) is still a peer, and leaving it out would make us look faster
+# factor by which a peer may exceed wavecrest's own error limits before it is left out: a peer that rounds on the way
+# (in Llama's RMSNorm before the weight) is still a peer, and leaving it out would make wavecrest look faster
 PEER_SLACK = 10.0
-# 8-bit results: how far off a code may be, and what share of codes may be off at all: ties for us; a peer that rounds
-# on the way to the code (the norm before it quantizes) is off in many
+# 8-bit results: how far off a quantized value may be, and which share may be off at all. For wavecrest only ties
+# differ; a peer that rounds before it quantizes (the norm) is off in many
 CODE_STEPS, CODE_SHARE, PEER_CODE_SHARE = 1, 0.01, 1.0
 
 # (op, case, index of the case, number of cases), before each case
@@ -47,7 +47,7 @@ OnOp = Callable[[records.OpBenchRecord], None]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to measure: see `bench_ops`."""
+    """Settings of a measurement: see `bench_ops`."""
 
     suite: str = "shared"
     peers: tuple[str, ...] = peers.PEERS
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass(slots=True)
 class _Candidate:
-    """One implementation on its way: its call, while it is still in, and what the record will say."""
+    """One implementation: its call, None once it has failed, and its row in the record."""
 
     timing: records.ImplTiming
     call: Callable[[], Any] | None = None
@@ -81,8 +81,8 @@ def bench_ops(
         names: ops by name.
         device: where to run.
         settings: `suite` and `dtype` as in `suites.cases`, `peers` as in `peers.available`, `matching` a part of the
-            names of the cases wanted; `seconds` of sampling a case (30 rounds are the least); `budget` in seconds
-            after which no case is started: those left out are in the record with that reason.
+            names of the cases wanted; `seconds` of sampling a case (30 rounds are the least); `budget` in
+            seconds after which no case is started: the record names the cases left out, with that reason.
         command: for the record's header; None takes this process's.
         on_case: called before each case.
         on_op: called after each op with the record so far.
@@ -154,7 +154,7 @@ def _bench_op(
                 # the next case's tensors have other sizes
                 torch.cuda.empty_cache()
     except RuntimeError as error:
-        # what a failed kernel leaves of a device is no use to the cases after it; those before it are kept
+        # a failed kernel may leave the device unusable: later cases are dropped, earlier ones are kept
         bench.problem = f"ended at {type(error).__name__}: {_first_line(error)}"
     if pairs:
         bench.geomean, bench.ci = timing.bootstrap_speedup(pairs)
@@ -162,7 +162,7 @@ def _bench_op(
 
 
 def copy_bandwidth(device: str, size: int, *, seconds: float) -> tuple[float, str]:
-    """GB/s (read plus written) of copying a bfloat16 tensor of `size` bytes, and the clock that says so."""
+    """GB/s (read plus written) of copying a bfloat16 tensor of `size` bytes, and the kind of clock used."""
     taken = timing.measure_interleaved([_copy(size, device)], device=device, seconds=seconds)
     return 2 * size / statistics.median(taken.samples[0]) / 1e6, taken.clock
 
@@ -181,7 +181,7 @@ def _bench_case(
         row = _describe(op, case.name, call)
         candidates = _candidates(op, call, wanted)
         timed = [candidate for candidate in candidates if candidate.call is not None]
-        # bytes read and written as the case's: half of them are the copied tensor
+        # as many bytes read plus written as the case moves, so the copied tensor has half of them
         copied = timing.measure_interleaved(
             [*(candidate.call for candidate in timed if candidate.call is not None), _copy(row.bytes // 2, device)],
             device=device,
@@ -236,7 +236,7 @@ def _describe(op: AnyOp, name: str, call: AnyCall) -> records.OpCase:
 
 
 def _candidates(op: AnyOp, call: AnyCall, wanted: tuple[str, ...]) -> list[_Candidate]:
-    """Ours and the peers, each called once and held against the reference; those that fail have no call."""
+    """Wavecrest and the peers, each called once and compared with the reference; those that fail have no call."""
     oracle = results_of(op.reference(call))
     first = next(value for value in call if isinstance(value, Tensor))
     limits = limits_of(op, dtype_name(first))
@@ -252,7 +252,7 @@ def _candidates(op: AnyOp, call: AnyCall, wanted: tuple[str, ...]) -> list[_Cand
 
 
 def _own_backends(op: AnyOp) -> list[str]:
-    """The kernels to show beside the dispatched call, of an op that has several; where there is one, it is that."""
+    """The backends to show beside the dispatched call; empty for an op with one kernel."""
     own = [name for name in op.backends if name.startswith("triton")]
     return own if len(own) > 1 else []
 
@@ -272,14 +272,14 @@ def _forced(op: AnyOp, backend: str, call: AnyCall) -> peers.Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What passes `gate`: errors of values, and the share of 8-bit codes that may be a step off."""
+    """Limits of `gate`: errors of values, and the share of 8-bit values that may be a step off."""
 
     values: numerics.Tolerance
     code_share: float
 
 
 def limits_of(op: AnyOp, dtype: str) -> Limits:
-    """Our own limits; ops that quantize are held to those of "row" in what they return besides codes."""
+    """Wavecrest's own limits; for results that are not 8-bit, ops that quantize have those of "row"."""
     known = op.op_class if op.op_class in numerics.TOLERANCES else "row"
     return Limits(numerics.tolerance(known, dtype), CODE_SHARE)
 
@@ -300,19 +300,19 @@ def _candidate(
         row.problem = str(error)
     except Exception as error:
         if name == OURS and isinstance(error, torch.OutOfMemoryError):
-            # the machine is too small for the case, which is nobody's fault
+            # the machine is too small for the case: no implementation is to blame
             raise
         row.problem = f"raised {type(error).__name__}: {_first_line(error)}"
     return _Candidate(row, None if row.problem else prepared.run)
 
 
 def results_of(value: Any) -> tuple[Tensor, ...]:
-    """What an op returned, as a tuple of tensors."""
+    """The results of an op as a tuple of tensors."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def gate(row: records.ImplTiming, results: tuple[Tensor, ...], oracle: tuple[Tensor, ...], limits: Limits) -> str:
-    """Compare results with the oracle: fills the errors of `row` and returns what is wrong, or an empty string."""
+    """Compare results with the oracle: fills the errors of `row` and returns the fault, or an empty string."""
     if len(results) != len(oracle):
         return f"wrong: {len(results)} results instead of {len(oracle)}"
     row.relative = row.worst = 0.0
@@ -326,7 +326,7 @@ def gate(row: records.ImplTiming, results: tuple[Tensor, ...], oracle: tuple[Ten
         if want.dtype.itemsize == 1:
             right = _codes_agree(got, want, limits.code_share)
         else:
-            # an integer that is not a code is a count or a sum, and exact
+            # an integer that is not a quantized value is a count or a sum, and exact
             right = want.dtype.is_floating_point and compared.within(limits.values)
         if not right:
             return f"wrong: result {index} has error {compared.relative:.2g}, at worst {compared.worst:.2g}"
@@ -343,7 +343,7 @@ def _same_bits(got: Tensor, want: Tensor) -> bool:
 
 
 def _codes_agree(got: Tensor, want: Tensor, share: float) -> bool:
-    """True if no code is further than a step off, and no more than a share of them is off at all."""
+    """True if no quantized value is further than a step off, and no more than a share of them is off at all."""
     if got.shape != want.shape:
         return False
     off = (_ordinal(got) - _ordinal(want)).abs()
@@ -351,7 +351,7 @@ def _codes_agree(got: Tensor, want: Tensor, share: float) -> bool:
 
 
 def _ordinal(tensor: Tensor) -> Tensor:
-    """8-bit codes as integers in the order of their values: float8 is sign and magnitude."""
+    """Quantized values as integers in the order of their values: float8 is sign and magnitude."""
     if not tensor.dtype.is_floating_point:
         return tensor.to(torch.int16)
     bits = tensor.view(torch.uint8).to(torch.int16)
@@ -366,5 +366,5 @@ def percent(bench: records.OpBench, case: records.OpCase, impl: records.ImplTimi
 
 
 def by_op(record: records.OpBenchRecord) -> dict[str, records.OpBenchRecord]:
-    """One record an op, with the header of the run they come from."""
+    """One record per op, with the header of the run they come from."""
     return {bench.op: record.model_copy(update={"ops": [bench]}) for bench in record.ops}

@@ -1,4 +1,4 @@
-"""What an op is compared with: PyTorch eager and compiled, and the kernels of other libraries where they are installed.
+"""Peers of an op: PyTorch eager and compiled, and the kernels of other libraries where they are installed.
 
 A peer gets the same tensors as the op. Where it does not offer an op, or not for these arguments, it says why. Calls
 were written from the peers' sources: liger-kernel 0.8.5 (`liger_kernel/ops/*.py`) and ROCm/aiter (`aiter/ops/norm.py`,
@@ -39,7 +39,7 @@ def _as_it_is(result: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A peer's call, and what makes the op's results of the first call's, which is not timed."""
+    """A peer's call, and a function (not timed) that turns its results into the op's results."""
 
     run: Call
     finish: Callable[[Any], Any] = _as_it_is
@@ -49,7 +49,7 @@ class Prepared:
 Maker = Callable[..., Call | Prepared]
 
 PEERS = ("eager", "compile", "liger", "aiter")
-# those that are asked for by name: what PyTorch's own kernels do with a cache that is full and in 16 bits
+# peers used only when named: PyTorch's own kernels, which need a full cache in 16 bits
 SDPA = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 ALL = (*PEERS, *SDPA)
 # peer -> (module, distribution, how to get it)
@@ -60,10 +60,10 @@ _PACKAGES = {
 
 
 def available(names: tuple[str, ...] = PEERS) -> tuple[dict[str, str], dict[str, str]]:
-    """Which peers can run here: versions by name, and reasons by name for those that cannot.
+    """The peers that can run here with their versions, and the others with the reasons.
 
     Raises:
-        InvalidArgument: a name is no peer.
+        InvalidArgument: a name is not a peer's.
     """
     unknown = [name for name in names if name not in ALL]
     if unknown:
@@ -104,8 +104,7 @@ def prepare(peer: str, op: AnyOp, call: AnyCall) -> Prepared:
     first = next(value for value in call if isinstance(value, Tensor))
     if first.device.type == "cpu" and env.get("TRITON_INTERPRET") != "1":
         raise Unsupported("runs on a GPU")
-    # ops whose calls are not typed yet take arguments
-    made = maker(*call) if type(call) is tuple else maker(call)
+    made = maker(call)
     return made if isinstance(made, Prepared) else Prepared(made)
 
 
@@ -115,7 +114,7 @@ def _torch(op: AnyOp, call: AnyCall, *, compiled: bool) -> Call:
         raise Unsupported("the op has no PyTorch backend")
     unpacked = op.study.unpacked
     if unpacked is not None:
-        # what PyTorch offers instead: the same product with the weight as it was, unpacked before the clock starts
+        # PyTorch's alternative: the same GEMM with the weight unpacked before the clock starts
         call = unpacked(call)
     reason = backend.refuse(call)
     if reason is not None:
@@ -131,7 +130,7 @@ def _torch(op: AnyOp, call: AnyCall, *, compiled: bool) -> Call:
 def _sdpa(peer: str, call: FlashDecodingCall) -> Prepared:
     """PyTorch's attention of one query over whole caches in the query's dtype, made so before the clock starts.
 
-    It takes no lengths: with a mask of them it would read everything, and the mask.
+    It takes no lengths: with a mask for them it would read the whole cache, and the mask.
     """
     if call.seqlen_q > 1 or not bool((call.seq_lens == call.capacity).all()):
         raise Unsupported("is asked for one query over full caches")
@@ -205,7 +204,7 @@ def _liger_softmax(call: RowCall) -> Call:
     return lambda: LigerSoftmaxFunction.apply(call.x)
 
 
-# one program of its kernel holds all heads of a token, so it is asked for no more than models have
+# one program of its kernel holds all heads of a token, so ask for no more heads than models have
 LIGER_ROPE_HEADS = 128
 
 
@@ -217,7 +216,7 @@ def _liger_rope(call: RopeCall) -> Prepared:
         raise Unsupported("offers the NeoX style on one batch of sequences")
     if not 2 <= x.shape[-2] <= LIGER_ROPE_HEADS:
         raise Unsupported(f"rotates queries and keys, here 2 to {LIGER_ROPE_HEADS} heads in all, not {x.shape[-2]}")
-    # it knows no positions: each token's row is chosen beforehand, which is not timed
+    # it takes no positions: the row of each token is selected before the clock starts
     tables = [rows.contiguous() for rows in table_rows(call)]
     # it rotates queries and keys in place: half of the heads each, in copies of its own
     batch = x if x.ndim == 4 else x.unsqueeze(0)
@@ -252,7 +251,7 @@ def _aiter_gated(call: GatedCall) -> Call:
     import aiter
 
     kernel = getattr(aiter, f"{call.function}_and_mul")
-    # it takes one packed tensor; packing is not timed, the bytes read are the same
+    # it takes one packed tensor; packing is not timed, and the bytes read are the same
     packed = call.gate if call.up is None else torch.cat([call.gate, call.up], dim=-1)
 
     def run() -> Tensor:

@@ -1,4 +1,4 @@
-"""The plot of a `wavecrest bench OP` record: percent of the measured copy bandwidth by case, ours beside the peers."""
+"""The plot of a `wavecrest bench OP` record: percent of measured copy bandwidth by case, wavecrest beside its peers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMATS = (".svg", ".png")
-# ours, then the peers in the order of the record; apart in grey too, and for colour-blind eyes (Okabe and Ito, 2008)
+# wavecrest, then the peers in the order of the record; colours differ in grey and for colour-blind readers (Okabe
+# and Ito, 2008)
 COLOURS = ("#0072b2", "#bdbdbd", "#e69f00", "#009e73", "#cc79a7")
 # keeps a number readable where a line runs through it
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.8}
@@ -26,7 +27,7 @@ PANEL_CASES = 14
 
 
 def check(path: Path) -> None:
-    """Raise unless a plot can be written to `path`; for before anything is measured.
+    """Raise unless a plot can be written to `path`; called before anything is measured.
 
     Raises:
         InvalidArgument: the file's ending is neither .svg nor .png.
@@ -44,7 +45,7 @@ def draw(record: records.OpBenchRecord, path: Path, *, source: str = "") -> None
     """Draw a record, one panel an op, to an SVG or PNG file (whole or not at all).
 
     Args:
-        record: what was measured.
+        record: the measurements.
         path: ends in .svg or .png.
         source: the record's own file, for the caption.
 
@@ -72,7 +73,7 @@ def draw(record: records.OpBenchRecord, path: Path, *, source: str = "") -> None
         for (bench, cases), panel in zip(panels, axes, strict=True):
             _panel(panel, bench, cases)
         figure.text(0.008, 0.06 / height, caption, ha="left", va="bottom", fontsize=7.5, color="#404040")
-        # the solver of the layout differs in the last digits from time to time, and the file would with it
+        # the layout solver's last digits differ between runs, and the file would differ with them
         figure.draw_without_rendering()
         places = [[round(float(side), 6) for side in panel.get_position().bounds] for panel in axes]
         figure.set_layout_engine("none")

@@ -18,7 +18,7 @@ SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float
 # (M, N, dtype)
 Shape = tuple[int, int, str]
 
-# the table that peers are compared on
+# shapes that wavecrest is compared with its peers on
 TABLE: tuple[Shape, ...] = (
     (1, 4096, "bfloat16"),
     (16, 4096, "bfloat16"),
@@ -28,7 +28,8 @@ TABLE: tuple[Shape, ...] = (
     (4096, 16384, "bfloat16"),
     (2048, 65536, "bfloat16"),
 )
-# how far from the memory limit a kernel is: tensors of 64 MiB and more, other dtypes, rows wider than a program holds
+# shapes that show the distance from the memory limit: tensors of 64 MiB and more, other dtypes, rows wider than a
+# program holds
 LIMIT: tuple[Shape, ...] = (
     (16384, 2048, "bfloat16"),
     (8192, 5120, "bfloat16"),
@@ -40,7 +41,7 @@ LIMIT: tuple[Shape, ...] = (
 )
 SUITES: dict[str, tuple[Shape, ...]] = {
     "shared": TABLE + LIMIT,
-    # seconds on a CPU
+    # takes seconds on a CPU
     "quick": ((16, 1024, "bfloat16"), (64, 4096, "bfloat16"), (7, 1000, "float32")),
 }
 
@@ -51,7 +52,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {"gelu_and_mul": {"tanh": {"app
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One set of arguments of one op, made when it is its turn (the large ones do not fit into memory together)."""
+    """One set of arguments of one op, made when its turn comes (large ones do not fit into memory together)."""
 
     name: str
     make: Callable[[], AnyCall]

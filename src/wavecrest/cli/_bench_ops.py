@@ -1,4 +1,4 @@
-"""`wavecrest bench OP`: ops beside their peers; what the command shows and writes."""
+"""`wavecrest bench OP`: measure ops beside their peers, show and write the result."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from wavecrest.bench.ops import OnCase, OnOp, Settings
     from wavecrest.records import ImplTiming, OpBench, OpBenchRecord, OpCase
 
-# what "a large tensor" and "a wide row" are in the summary
+# thresholds of "a large tensor" and "a wide row" in the summary
 LARGE_BYTES = 64 << 20
 WIDE_COLUMNS = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Where results go; None: nowhere."""
+    """Where results are written; None: nowhere."""
 
     output: Path | None = None
     plot: Path | None = None
     split: Path | None = None
 
     def prepare(self) -> None:
-        """Find out, before anything is measured, whether all of it can be written."""
+        """Check that everything can be written, before anything is measured."""
         from wavecrest.bench import plot
         from wavecrest.records import files
 
@@ -48,14 +48,14 @@ class Targets:
             files.prepare_folder(self.split)
 
     def keep(self, record: OpBenchRecord) -> None:
-        """Write the record of the ops so far, where a record goes."""
+        """Write the record of the ops so far, if a record is wanted."""
         from wavecrest import records
 
         if self.output is not None:
             records.save(record, self.output)
 
     def write(self, record: OpBenchRecord, source: Path | None = None) -> list[Path]:
-        """Write everything; returns what was written. `source` is where the record was read from."""
+        """Write everything; returns the paths. `source` is the file that the record was read from."""
         from wavecrest import records
         from wavecrest.bench import ops, plot
 
@@ -114,7 +114,7 @@ def run_ops(
 
 
 def measure(names: list[str], settings: Settings, device: str | None, places: Targets) -> OpBenchRecord:
-    """`run_ops` with a progress bar on stderr; what is killed leaves the ops that are done."""
+    """`run_ops` with a progress bar on stderr; a killed run keeps the ops that are done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("cases"))
     with Progress(*columns, console=_shared.err, transient=True) as progress:
         task = progress.add_task("loading", total=None)
@@ -204,7 +204,7 @@ def _peer_cell(impl: ImplTiming | None, ours: float) -> str:
 
 
 def _notes(bench: OpBench) -> list[str]:
-    """What the table cannot say: why a cell is empty, which backend ran, and the op in three numbers."""
+    """Lines below the table: why a cell is empty, which backend ran, and the op in three numbers."""
     reasons: dict[str, list[str]] = {}
     for case in bench.cases:
         if case.problem:
@@ -262,7 +262,7 @@ def summary(bench: OpBench) -> list[str]:
 
 
 def judge(record: OpBenchRecord) -> None:
-    """Raise if our own implementation is wrong anywhere, or a measurement ended early.
+    """Raise if wavecrest's implementation is wrong anywhere, or a measurement ended early.
 
     Raises:
         Regression: names the ops and cases.

@@ -1,4 +1,4 @@
-"""What every command shares: the consoles, the options that repeat, and the printing of JSON."""
+"""Shared by all commands: the consoles, the options that repeat, and the printing of JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def print_json(model: pydantic.BaseModel) -> None:
 
 
 def spec_of(workload: str | None, hf: str | None) -> str:
-    """The one workload spec of a command line.
+    """The workload spec of a command line.
 
     Raises:
         InvalidArgument: neither or both were given.
@@ -76,7 +76,7 @@ def format_time(ms: float) -> str:
 
 
 def format_bytes(count: int | None) -> str:
-    """Bytes in binary units, or a dash where they are not known."""
+    """Bytes in binary units, or a dash if unknown."""
     if count is None:
         return "–"
     value = float(count)
@@ -88,18 +88,18 @@ def format_bytes(count: int | None) -> str:
 
 
 def shapes_line(shapes: dict[str, str], limit: int = 4) -> str:
-    """The first inputs of a bucket with their shapes, and how many more there are (a cache has two a layer)."""
+    """The first inputs of a bucket with their shapes, and the number of others (a cache has two per layer)."""
     shown = ", ".join(f"{path} {shape}" for path, shape in list(shapes.items())[:limit])
     return shown + (f" and {len(shapes) - limit} more" if len(shapes) > limit else "")
 
 
 def print_coverage(rows: Sequence[OpCoverage]) -> None:
-    """What the dispatch of a run rested on: of each op its calls, and its keys by source; nothing where no op ran."""
+    """Print how a run's calls were decided: per op its calls, and its keys by source; nothing if no op ran."""
     from wavecrest.dispatch.decision import SOURCES
 
     if not rows:
         return
-    # of these two there are rarely any
+    # these two columns are rarely needed
     rare = [source for source in ("prior", "forced") if not any(source in row.keys for row in rows)]
     sources = [source for source in SOURCES if source not in rare]
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title="keys by source", title_justify="left")

@@ -1,4 +1,4 @@
-"""`wavecrest tune WORKLOAD`: the calls of a workload are tuned, and kept only if the workload is faster for it."""
+"""`wavecrest tune WORKLOAD`: tune the calls of a workload, and keep the rows only if they make it faster."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def show(record: WorkloadTuneRecord) -> None:
     if record.verdict:
         ratio = f" {record.ratio:.3f}× {escape(str(record.ci))}" if record.ci is not None else ""
         out.print(f"workload: {VERDICTS[record.verdict]}{ratio}: {escape(record.reason)}", soft_wrap=True)
-        fate = "written to the user's database" if record.written else "not written, as nobody was to keep them"
+        fate = "written to the user's database" if record.written else "not written, as they were not to be kept"
         out.print(f"rows: {fate if record.kept else 'dropped'}", soft_wrap=True)
 
 
@@ -113,5 +113,5 @@ def _time(us: float | None) -> str:
 
 
 def _saved(keys: Sequence[CalledKey]) -> float:
-    """What the ops alone would save in one pass, in us, of keys whose time before is known."""
+    """µs that the ops alone would save in one pass, over keys whose time before is known."""
     return sum(one.calls * (one.before_us - one.us) for one in keys if one.before_us is not None and one.us is not None)

@@ -1,4 +1,4 @@
-"""`wavecrest bench`: how long each bucket of a workload takes, or an op beside its peers, and how sure that is."""
+"""`wavecrest bench`: time each bucket of a workload, or an op beside its peers, with an interval."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(
         workload: file.py:function or package.module:function.
         hf: a local Hugging Face model folder, instead.
         device: as for `wavecrest.hardware.detect`.
-        seconds: longest sampling time of a bucket; at least 30 samples are taken whatever it says.
+        seconds: longest sampling time of a bucket; at least 30 samples are taken in any case.
 
     Raises:
         WorkloadError: the workload cannot be loaded or run.
@@ -137,7 +137,10 @@ def command(
         float | None, typer.Option(help="Ops: seconds after which no case is started; what is left out is named.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", "--out", metavar="FILE", help="Write the result here, as JSON.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", "--out", metavar="FILE", help="Write the result here, as JSON; as .jsonl.gz, compressed."
+        ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Ops: draw the result (.svg or .png).")] = None,
     source: Annotated[
@@ -170,7 +173,7 @@ def command(
 
 
 def _ops_of(targets: list[str], all_ops: bool, source: Path | None, given: list[str]) -> list[str] | None:
-    """The ops that are meant (empty: all), or None if it is a workload.
+    """The ops named on the command line (empty: all), or None if it names a workload.
 
     Raises:
         InvalidArgument: neither, or a mix.
@@ -181,7 +184,7 @@ def _ops_of(targets: list[str], all_ops: bool, source: Path | None, given: list[
         return []
     if all_ops:
         raise InvalidArgument("give names of ops, or --all-ops")
-    # a colon is in every workload, and in no op
+    # every workload has a colon, and no op does
     plain = [target for target in targets if ":" not in target]
     if not plain:
         if not targets and given:

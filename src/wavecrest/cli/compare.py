@@ -58,7 +58,7 @@ def run(a: Path, b: Path, *, fail_over: float | None = None) -> CompareRecord:
 
     Args:
         a: the base.
-        b: what is compared with it.
+        b: the file compared with it.
         fail_over: largest slowdown that passes, 0.03 for 3 %; None compares without judging.
 
     Raises:
@@ -131,7 +131,7 @@ def _slowdown(change: BucketChange) -> str:
 
 
 def _check_match(old: BenchRecord, new: BenchRecord, a: Path, b: Path) -> list[str]:
-    """Raise if the two do not measure the same thing; return what else differs."""
+    """Raise if the two do not measure the same thing; return the other differences."""
     if old.workload != new.workload:
         raise RecordError(f"{a} measured {old.workload}, {b} measured {new.workload}: these do not compare")
     later = {bench.bucket: bench for bench in new.buckets}
@@ -191,7 +191,7 @@ def show(record: CompareRecord) -> None:
 
 def command(
     a: Annotated[Path, typer.Argument(metavar="A", help="The base: a file written by `wavecrest bench -o`.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="What is compared with it.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The file compared with it.")],
     fail_over: Annotated[
         str | None,
         typer.Option("--fail-over", metavar="SHARE", help="Return 2 if a bucket of B is slower by more, such as 3%."),

@@ -24,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-# lines named of those that are of no use
+# number of unused lines that are shown
 SHOWN = 5
 
 ArchOption = Annotated[str | None, typer.Option(metavar="ARCH", help="Only rows of this architecture, such as gfx942.")]
@@ -65,7 +65,7 @@ def user() -> Overlay:
     """The user's database.
 
     Raises:
-        InvalidArgument: WAVECREST_DATABASE says that there is none.
+        InvalidArgument: WAVECREST_DATABASE is off.
     """
     from wavecrest.dispatch.tuned import Overlay
 
@@ -76,11 +76,11 @@ def user() -> Overlay:
 
 
 def packaged(arch: str | None = None, op: str | None = None) -> list[Entry]:
-    """The rows that come with the package.
+    """The rows shipped with the package.
 
     Raises:
         TableError: a table is malformed.
-        InvalidArgument: a table is of no op that there is.
+        InvalidArgument: a table's op is unknown.
     """
     from wavecrest import ops
     from wavecrest.dispatch import lookup
@@ -96,10 +96,10 @@ def packaged(arch: str | None = None, op: str | None = None) -> list[Entry]:
 
 
 def run_show(op: str | None = None, arch: str | None = None) -> DbRecord:
-    """The rows of both, of an op and an architecture if they are given.
+    """The rows of both, filtered by op and architecture if given.
 
     Raises:
-        InvalidArgument: there is no such op.
+        InvalidArgument: the op is unknown.
         TableError: a table, or the user's database, is damaged.
     """
     from wavecrest import ops
@@ -127,7 +127,7 @@ def _shown(entry: Entry, place: str) -> DbRow:
 
 @app.command("show")
 def show(op: OpArgument = None, arch: ArchOption = None, json: _shared.JsonOption = False) -> None:
-    """Show the measured rows with what they rest on: times, error, device, versions, date, commit, record."""
+    """Show the measured rows with their evidence: times, error, device, versions, date, commit, record."""
     record = run_show(op, arch)
     if json:
         _shared.print_json(record)
@@ -166,7 +166,7 @@ def _text(value: Any) -> str:
 
 
 def run_export(path: Path, form: str = "csv", op: str | None = None, arch: str | None = None) -> tuple[int, list[str]]:
-    """Write the user's rows to files; how many rows, and those that the form cannot say.
+    """Write the user's rows to files; returns the number of rows, and the rows that the form cannot express.
 
     Args:
         path: a folder for `csv`, which gets `<arch>/<op>.csv`; else a file.
@@ -192,7 +192,7 @@ def run_export(path: Path, form: str = "csv", op: str | None = None, arch: str |
         return made.rows, list(made.left)
     tables: dict[tuple[str, str, tuple[str, ...]], dict[Any, Row]] = {}
     for entry in sorted(entries, key=lambda entry: (not entry.row.evidence.origin, entry.row.evidence.date)):
-        # the last of a key stays: what wavecrest measured, and of that the newest
+        # per key the last one stays: wavecrest's own measurements, the newest of them
         tables.setdefault((entry.arch, entry.op, entry.fields), {})[entry.row.key] = entry.row
     for (name, of, fields), rows in tables.items():
         database.write(path / name / f"{of}.csv", fields, rows.values())
@@ -217,15 +217,15 @@ def export(
 
 
 def run_import(paths: Iterable[Path], arch: str | None = None, op: str | None = None) -> tuple[int, list[str]]:
-    """Add the rows of files to the user's database, all or none; how many, and the lines that give none.
+    """Add the rows of files to the user's database, all or none; returns their number, and the unused lines.
 
     Args:
         paths: tables of measured rows, records of `wavecrest tune`, tables of aiter's, result files of TunableOp's.
-        arch: what a file is for that does not say it.
-        op: that of a table whose file is not named after it.
+        arch: architecture of files that do not name one.
+        op: op of a table whose file is not named after it.
 
     Raises:
-        TableError, RecordError: a file is damaged; the message names the lines. Nothing is taken then.
+        TableError, RecordError: a file is damaged; the message names the lines. No row is added then.
         InvalidArgument: an architecture or an op is missing or unknown.
         OutputError: the database cannot be written.
     """
@@ -256,7 +256,7 @@ def run_import(paths: Iterable[Path], arch: str | None = None, op: str | None = 
 
 
 def _is_table(path: Path) -> bool:
-    """Whether a file is a table of ours; one that cannot be read is none."""
+    """Whether a file is a table of measured rows; False if it cannot be read."""
     from wavecrest.dispatch.tuned.table import COLUMNS
 
     try:
@@ -277,8 +277,10 @@ def import_(
             "and a8w8 products, TunableOp's result files.",
         ),
     ],
-    arch: Annotated[str | None, typer.Option(metavar="ARCH", help="What a file is for that does not say it.")] = None,
-    op: Annotated[str | None, typer.Option(help="Of a table that is not named after its op.")] = None,
+    arch: Annotated[
+        str | None, typer.Option(metavar="ARCH", help="Architecture of files that do not name one.")
+    ] = None,
+    op: Annotated[str | None, typer.Option(help="Op of a table that is not named after it.")] = None,
 ) -> None:
     """Add the rows of files to the user's database: all of them, or none if a line of a file is bad."""
     count, left = run_import(paths, arch, op)
@@ -287,7 +289,7 @@ def import_(
 
 
 def _list(left: list[str]) -> None:
-    """What is left out, by reason: how many lines, and the first of them."""
+    """List the unused lines by reason: their number, and the first of them."""
     reasons: dict[str, list[str]] = {}
     for line in left:
         where, _, reason = line.partition(": ")
@@ -298,10 +300,10 @@ def _list(left: list[str]) -> None:
 
 
 def run_merge(paths: Iterable[Path]) -> tuple[int, int]:
-    """Add the rows of other databases to the user's, all or none; how many were newer, and how many there were.
+    """Add the rows of other databases to the user's, all or none; returns how many were newer, and the total.
 
     Raises:
-        TableError: one of them is damaged, or is not there. Nothing is taken then.
+        TableError: one of them is damaged or missing. No row is added then.
         OutputError: the user's cannot be written.
     """
     from wavecrest.dispatch.tuned import Overlay
@@ -325,7 +327,7 @@ def merge(
 
 
 def run_check(paths: Iterable[Path] = ()) -> tuple[int, list[str]]:
-    """Look at every row of the user's database (or of these), and of the package; how many there are, what is odd.
+    """Check every row of the user's database (or of these), and of the package; returns their number and the faults.
 
     Raises:
         TableError: a file is damaged, or has rows that dispatch cannot use.
@@ -357,7 +359,7 @@ def run_check(paths: Iterable[Path] = ()) -> tuple[int, list[str]]:
 
 
 def _unusable(entry: Entry) -> tuple[str, str]:
-    """What is wrong with a row, and what keeps it from being read although it is well."""
+    """The fault of a row, and the reason why a valid row is not read."""
     from wavecrest import ops
     from wavecrest.dispatch import lookup
 
@@ -387,10 +389,10 @@ def check(
 
 
 def run_leave_one_out(paths: Iterable[Path]) -> list[Summary]:
-    """What near rows gain and lose over the keys of tuning records; see `wavecrest.tune.leave_one_out`.
+    """Measure what near rows gain and lose on the keys of tuning records; see `wavecrest.tune.leave_one_out`.
 
     Raises:
-        RecordError: a file is no record of `wavecrest tune`.
+        RecordError: a file is not a record of `wavecrest tune`.
     """
     from wavecrest import records
     from wavecrest.tune import leave_one_out

@@ -1,4 +1,4 @@
-"""`wavecrest doctor`: the machine, the versions, and what in the environment helps or hurts; changes nothing."""
+"""`wavecrest doctor`: report the machine, the versions, and settings that help or hurt; changes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MARKS = {"problem": "[red]✗[/red]", "warn": "[yellow]![/yellow]", "info": "[b
 
 
 def run(device: str | None = None) -> DoctorReport:
-    """Look at the machine and return what was found.
+    """Look at the machine and return the findings.
 
     Raises:
         EnvironmentProblem: torch is missing, or cannot compute on the device.

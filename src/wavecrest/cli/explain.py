@@ -1,6 +1,6 @@
 """`wavecrest explain OP`: which backend would run a call, with which configuration, and why not the others.
 
-With `--arch` the same for a GPU that need not be here, and what the cost model makes of its configurations there.
+With `--arch` the same for a GPU that need not be here, with the cost model's ranking of configurations.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from wavecrest.dispatch.op import AnyOp
     from wavecrest.hardware import Arch
 
-# configurations of a ranking that are shown
+# number of configurations of a ranking that are shown
 SHOWN = 10
 
-# the sizes of a call that does not give them; of others one that keeps a tensor of four dimensions small
+# default sizes by name; other sizes get one that keeps a tensor of four dimensions small
 DEFAULTS = {"M": 16, "N": 4096, "K": 4096}
 OTHER_SIZE = 64
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -42,7 +42,7 @@ class ExplainRecord(pydantic.BaseModel):
     arch: str
     key: dict[str, Any]
     backend: str
-    # what runs: the kernels that are launched, or the function of the backend
+    # the kernels that are launched, or the function of the backend
     function: str = ""
     config: dict[str, int]
     source: str
@@ -51,12 +51,12 @@ class ExplainRecord(pydantic.BaseModel):
     flops: int
     bytes: int
     note: str = ""
-    # what measured rows run by the first size of the key, "rows 1: triton_multiply; 4 to 16: triton; 64: torch"
+    # the backends of measured rows by the first size of the key, "rows 1: triton_multiply; 4 to 16: triton; 64: torch"
     measured: str = ""
 
 
 class Ranked(pydantic.BaseModel):
-    """A configuration by the cost model: its time in µs, and the share that each term has of it."""
+    """A configuration by the cost model: its predicted time in µs, and each term's share of it."""
 
     backend: str
     config: dict[str, int]
@@ -66,9 +66,9 @@ class Ranked(pydantic.BaseModel):
 
 
 class RankingRecord(pydantic.BaseModel):
-    """What the cost model makes of a call on an architecture, the fastest configuration first: no measurement.
+    """The cost model's ranking for a call on an architecture, the fastest configuration first: not a measurement.
 
-    `decision`: what would run there; None with the reason in `note`, which also says why there is no ranking.
+    `decision`: the decision there; None with the reason in `note`, which also says why a ranking is missing.
     """
 
     kind: Literal["explain-model"] = "explain-model"
@@ -83,7 +83,7 @@ class RankingRecord(pydantic.BaseModel):
 
 
 def _settings(op: AnyOp, items: list[str], fp8: str | None) -> tuple[list[int], str]:
-    """The sizes in the order of `Study.sizes`, and the dtype's name; `fp8`: the flavour that the device computes in."""
+    """The sizes in the order of `Study.sizes`, and the dtype's name; `fp8`: the 8-bit float of the device."""
     defaults = _defaults(op)
     given: dict[str, str] = {}
     for item in items:
@@ -116,14 +116,14 @@ def _example(values: dict[str, str]) -> str:
 
 
 def _place(op: AnyOp, word: str, given: dict[str, str]) -> str:
-    """The name of what a bare word gives: the first size not given yet, the dtype, or "" where it fits nowhere."""
+    """The setting that a bare word gives: the first size not given yet, the dtype, or "" if it fits neither."""
     if word[:1].isdecimal():
         return next((name for name in op.study.sizes if name not in given), "")
     return "dtype" if word.isidentifier() and word not in op.study.sizes else ""
 
 
 def _spelled(op: AnyOp, fp8: str | None) -> dict[str, str]:
-    """The dtypes of an op by every name that is understood."""
+    """The dtypes of an op by every accepted name."""
     found = {name: name for name in op.study.example_dtypes}
     found |= {short: name for short, name in SHORT.items() if name in found}
     eight = [name for name in op.study.example_dtypes if name.startswith("float8")]
@@ -139,7 +139,7 @@ def _usage(op: AnyOp) -> str:
 
 
 def _call(op: AnyOp, settings: list[str], arch: Arch | None, device: str) -> AnyCall:
-    """The call that the settings are of."""
+    """The call that the settings describe."""
     import torch
 
     sizes, dtype = _settings(op, settings, arch.fp8 if arch is not None else None)
@@ -151,7 +151,7 @@ def _call(op: AnyOp, settings: list[str], arch: Arch | None, device: str) -> Any
 
 
 def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord:
-    """What runs an example call on an architecture, here or not, and what the cost model makes of its configurations.
+    """Decide an example call on an architecture, here or not, and rank its configurations by the cost model.
 
     Args:
         op, settings: as for `run`.
@@ -195,10 +195,10 @@ def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord
 
 
 def _decision_on(target: Arch, op: AnyOp, settings: list[str]) -> tuple[ExplainRecord | None, list[str]]:
-    """What runs a call on a GPU of an architecture that need not be here, or None with the reason.
+    """The decision for a call on an architecture that need not be here, or None with the reason.
 
-    Arguments are tensors that say that they are on a GPU and have no memory. What software a backend asks for is looked
-    for on this machine.
+    Arguments are tensors without memory that claim to be on a GPU. Software that a backend needs is looked for on this
+    machine.
     """
     import torch
     from torch._subclasses import FakeTensor, FakeTensorMode
@@ -226,7 +226,7 @@ def _decision_on(target: Arch, op: AnyOp, settings: list[str]) -> tuple[ExplainR
 
 
 def _function(op: AnyOp, decision: Decision, call: AnyCall, target: Arch | None) -> str:
-    """What runs a decision's calls: the kernels where they are known without launching them, or a Python function."""
+    """The kernels of a decision's calls, if they are known without launching them, else the Python function."""
     backend = op.backends[decision.backend]
     launches = op.study.kernel(decision.backend).launches
     if launches is not None and target is not None and decision.config is not None:
@@ -237,7 +237,7 @@ def _function(op: AnyOp, decision: Decision, call: AnyCall, target: Arch | None)
     while isinstance(run, partial):
         run = run.func
     name: str = run.__qualname__
-    # what is made inside a function has no name that says anything
+    # the name of a nested function says nothing
     return f"a function of {run.__module__}" if "<locals>" in name else f"{run.__module__}.{name}"
 
 
@@ -292,7 +292,7 @@ def _explained(
 
 
 def _measured(op: AnyOp, key: tuple[Any, ...]) -> str:
-    """What runs for each measured value of the first size, where there are several: where one overtakes the other."""
+    """The backend at each measured value of the first size, if several differ: where one overtakes another."""
     from wavecrest.dispatch import registry
 
     runs: list[tuple[int, int, str]] = []
@@ -375,8 +375,8 @@ def command(
         str | None,
         typer.Option(
             metavar="ARCH",
-            help="Show what runs on an architecture that need not be here, such as gfx942, and what the cost model "
-            "makes of its configurations.",
+            help="Show the decision on an architecture that need not be here, such as gfx942, and the cost model's "
+            "ranking of its configurations.",
         ),
     ] = None,
     as_json: _shared.JsonOption = False,

@@ -1,4 +1,4 @@
-"""`wavecrest isa OP`: what the compiler makes of an op's kernels, read from the machine code; needs no GPU."""
+"""`wavecrest isa OP`: registers, spills, waves and access widths of an op's compiled kernels; needs no GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from wavecrest.isa.facts import IsaRecord, KernelFacts, Row, Stretch
     from wavecrest.isa.survey import OnProgress
 
-# columns of a table for every so many characters of the terminal
+# characters of the terminal that a column of a table needs
 _LABEL_WIDTH, _COLUMN_WIDTH = 16, 12
 
 
@@ -43,7 +43,7 @@ def run(
     Args:
         target: an op's name, or file.py:function returning launches, see `isa.survey.cases_of`.
         archs: names of `hardware.ARCHS`; None for every AMD architecture there.
-        configs: changes to the shipped configurations such as "num_warps=8"; none for as shipped.
+        configs: changes to the shipped configurations such as "num_warps=8"; empty for the shipped ones.
         case: only the case of this name.
         code: keep the hot loop's code.
         mca: add llvm-mca's model of the hot loop.
@@ -107,7 +107,7 @@ def _in_loop(show: Callable[[Stretch], str]) -> Callable[[KernelFacts], str]:
     return lambda facts: show(facts.hot) if facts.hot is not None else "–"
 
 
-# label and what it shows; a line is left out where no column has more to say than "–" (optional: or than 0)
+# label and the value it shows; a line is left out if every column has "–" (optional lines: or 0)
 _LINES: tuple[tuple[str, Callable[[Any], str], bool], ...] = (
     ("VGPR", lambda facts: str(facts.vgpr), False),
     ("AGPR", lambda facts: _optional(facts.agpr), True),
@@ -148,7 +148,7 @@ def _cells(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
 
 
 def _title(rows: Sequence[Row]) -> str:
-    """The case, its kernel, and the part of the configuration that all columns have."""
+    """The case, its kernel, and the part of the configuration that all columns share."""
     first = rows[0]
     shared = [
         f"{key}={value}" for key, value in first.config.items() if all(row.config.get(key) == value for row in rows)
@@ -157,7 +157,7 @@ def _title(rows: Sequence[Row]) -> str:
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """What tells the columns of a table apart: architecture, configuration, or both."""
+    """Names of a table's columns: architecture, configuration, or both, whichever differ."""
     several = len({row.chosen for row in rows}) > 1
     if not several:
         return [row.arch for row in rows]
@@ -194,7 +194,7 @@ def _groups(rows: Sequence[Row], width: int) -> list[list[Row]]:
     """Rows of one case in tables that fit the terminal, with an even number of columns each where possible."""
     most = max(2, (width - _LABEL_WIDTH) // _COLUMN_WIDTH)
     archs = len({row.arch for row in rows})
-    # the architectures of one configuration stay together where there is room
+    # architectures of one configuration stay together if there is room
     step = most // archs * archs if archs <= most else most
     return [list(rows[start : start + step]) for start in range(0, len(rows), step)]
 
@@ -273,7 +273,7 @@ class _Group(TyperGroup):
     """`wavecrest isa OP …` is `wavecrest isa show OP …`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the default command in front of arguments that name none."""
+        """Put the default command in front of arguments that name no command."""
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
             args = ["show", *args]
         return super().parse_args(ctx, args)
@@ -282,7 +282,7 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
-    help="What the compiler makes of an op's kernels for AMD and NVIDIA, read or run without a GPU. "
+    help="Machine code of an op's kernels for AMD and NVIDIA, read or run without a GPU. "
     "`wavecrest isa OP` is short for `wavecrest isa show OP`.",
 )
 
@@ -345,7 +345,7 @@ def command(
 
 
 def _load_budget(path: Path | None) -> Callable[[IsaRecord], list[str]] | None:
-    """What checks a record against a budget file, which is read before anything is compiled."""
+    """A function that checks a record against a budget file; the file is read before anything is compiled."""
     if path is None:
         return None
     from wavecrest.isa import budget

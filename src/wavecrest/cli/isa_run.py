@@ -32,7 +32,7 @@ def parse_shapes(text: str | None) -> list[tuple[int, int]]:
     """Shapes from "3x1000,37x33".
 
     Raises:
-        InvalidArgument: it is written in another way.
+        InvalidArgument: it has another form.
     """
     shapes = []
     for part in filter(None, (text or "").split(",")):
@@ -61,7 +61,7 @@ def run(
     Args:
         target: an op's name, "all" for every op, script.py or test_x.py.
         arch: the architecture.
-        shapes: (rows, columns) of an op's cases; none for the standard ones.
+        shapes: (rows, columns) of an op's cases; empty for the standard ones.
         dtypes: names of dtypes.
         arguments: of the script, or for pytest.
         cuda_is_cpu: in scripts and tests, take the device "cuda" for the CPU.
@@ -73,7 +73,7 @@ def run(
         InvalidArgument: no such op, architecture or dtype, or options that do not go together.
         WorkloadError: no such file.
         OutputError: `output` cannot be written; found before anything runs.
-        MissingDependency, EnvironmentProblem: there is no emulator here; the message says what to install.
+        MissingDependency, EnvironmentProblem: no emulator here; the message says what to install.
     """
     from wavecrest.isa import run as emulation
     from wavecrest.records import files
@@ -202,7 +202,7 @@ def command(
     def on_case(case: CaseResult) -> None:
         _shared.err.print(f"[dim]{case.op}, {case.case}: {case.outcome}[/dim]")
 
-    # with --json, what a script prints does not get into the result
+    # with --json, a script's output must not mix with the result
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
         result = run(
             target,

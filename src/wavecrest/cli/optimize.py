@@ -80,7 +80,7 @@ class Display:
         self._progress.update(self._task, completed=min(done, planned), total=planned)
 
     def outcome(self, step: StepOutcome) -> None:
-        """One line per verdict, above the spinner; what had nothing to do is in the summary."""
+        """One line per verdict, above the spinner; steps with nothing to do are in the summary."""
         if step.verdict == "skipped":
             return
         ratio = f" {step.ratio:.3f}× {step.ci}" if step.ratio is not None and step.ci is not None else ""
@@ -209,7 +209,7 @@ def _coverage(record: OptimizeRecord) -> list[OpCoverage]:
 
 
 def _print_skipped(record: OptimizeRecord) -> None:
-    """One line per reason: what had nothing to do here."""
+    """One line per reason: the steps that had nothing to do."""
     reasons: dict[str, list[str]] = {}
     for step in record.steps:
         if step.verdict == "skipped":

@@ -46,7 +46,7 @@ def run(path: Path) -> Plan:
 
 @app.command("show")
 def show(plan: PlanArgument, json: _shared.JsonOption = False) -> int:
-    """What a plan decided, for which machine, and what to set before import."""
+    """Show the steps of a plan, its machine, and the variables to set before import."""
     loaded = run(plan)
     if json:
         _shared.print_json(loaded)
@@ -96,7 +96,7 @@ def diff(
 
 
 def compare(a: Plan, b: Plan) -> PlanDiff:
-    """What differs from plan `a` to plan `b`."""
+    """The differences from plan `a` to plan `b`."""
     model = [] if a.model == b.model else [f"{a.model.cls} {a.model.structure} → {b.model.cls} {b.model.structure}"]
     before, after = {step.id: step for step in a.steps}, {step.id: step for step in b.steps}
     steps = []

@@ -76,8 +76,8 @@ def command(
 ) -> int:
     """Show where the time goes: categories, idle time, top shapes against the roofline, graph breaks.
 
-    Times are per call. Wall time is measured without the profiler, the rest comes from its trace; open the trace of
-    -o in Perfetto or chrome://tracing.
+    Times are per call. Wall time is measured without the profiler, the rest comes from its trace. -o writes traces to
+    open in Perfetto or chrome://tracing.
     """
     with _shared.err.status("profiling"):
         record = run(_shared.spec_of(workload, hf), device=device, out=out, breaks=breaks, calls=calls)
@@ -136,7 +136,7 @@ def _print_ops(ops: list[OpTime]) -> None:
     console = _shared.out
     wide = console.width >= 110
     names, figures, kernels = (44 if wide else 20), (5, 9, 6, 8), (30 if wide else 0)
-    # the shapes get what the figures leave over
+    # the shapes get the width that the figures leave
     shapes = max(8, console.width - names - sum(figures) - kernels - 2 * (6 if wide else 5))
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("op", overflow="ellipsis", no_wrap=True, max_width=names)

@@ -1,12 +1,13 @@
-"""`wavecrest tune OP`: the fastest correct backend and configuration for each shape, measured; what dispatch reads."""
+"""`wavecrest tune OP`: measure the fastest correct backend and configuration for each shape, for dispatch to read."""
 
 from __future__ import annotations
 
 import importlib
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
 # where keys are tuned
 EXECUTORS = ("here", "local", "ray")
-# files that list calls: misses, shapes
+# files that list calls: untuned calls, shapes
 _FILES = (".jsonl", ".csv")
-# reasons shown of each kind; the record has all
+# number of reasons shown of each kind; the record has all
 SHOWN = 5
 
 
@@ -55,12 +56,12 @@ def run(
         settings: see `wavecrest.tune.session.Settings`.
         device: as for `wavecrest.hardware.detect`.
         out: the record's file.
-        table: a CSV of measured rows as in `wavecrest/tuned/data`: rows of the same keys are replaced.
-        keep: write the rows into the user's database too; None: on a GPU, where no `table` is given.
-        resume: keep what the record at `out` has, if there is one.
+        table: a CSV of measured rows as in `wavecrest/dispatch/tuned/data`: rows of the same keys are replaced.
+        keep: write the rows into the user's database too; None: on a GPU, if no `table` is given.
+        resume: keep the keys of an existing record at `out`.
         executor: "local": in child processes, one for each GPU like the device; "ray": the same on each GPU of a Ray
             cluster; "here": in this process, which a candidate that crashes or hangs takes with it.
-        children: so many processes; None: one a GPU, and on the CPU one (ray: one a core).
+        children: number of processes; None: one per GPU, and on the CPU one (ray: one per core).
         on_step: called while the work goes on.
 
     Raises:
@@ -92,10 +93,10 @@ def run_file(
     children: int | None = None,
     on_step: OnStep | None = None,
 ) -> list[TuneRecord]:
-    """Tune what a file lists: calls that ran without a measured row of their own, or shapes; a record an op.
+    """Tune the calls or shapes that a file lists, with one record per op.
 
     Args:
-        path: NAME.jsonl, written by `registry.record_misses` or where WAVECREST_MISSES says; or NAME.csv, see
+        path: NAME.jsonl, written by `registry.record_misses` or through WAVECREST_MISSES; or NAME.csv, see
             `wavecrest.tune.shapes.read`.
         settings: see `wavecrest.tune.session.Settings`; the budget is that of all ops together.
         device, table, keep, resume, executor, children, on_step: as for `run`; a table takes the rows of one op.
@@ -137,7 +138,7 @@ def run_workload(
     children: int | None = None,
     on_step: OnStep | None = None,
 ) -> WorkloadTuneRecord:
-    """Tune the calls of a workload; the rows are kept only if the workload is faster for them.
+    """Tune the calls of a workload; the rows are kept only if they make the workload faster.
 
     Args:
         spec: as for `wavecrest.measure.workload.load`.
@@ -157,7 +158,7 @@ def run_workload(
 
 
 def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
-    """By op, the arguments of `session.tune` that say what is tuned."""
+    """By op, the arguments of `session.tune` that select the calls."""
     from wavecrest import ops
     from wavecrest.dispatch.tuned import misses as files
     from wavecrest.tune import misses, shapes
@@ -181,12 +182,12 @@ def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
 
 
 def _is_one(device: str | None) -> bool:
-    """True if a name of a device is that of one, as cuda:1 is and cuda is not."""
+    """True if a device name has a number, as cuda:1 does and cuda does not."""
     return device is not None and ":" in device
 
 
 def _starts(executor: str, target: Device, children: int | None, *, one: bool) -> Sequence[Start] | None:
-    """What makes the child processes; None where there are to be none."""
+    """The function that starts the child processes; None to tune in this process."""
     if children is not None and children < 1:
         raise InvalidArgument(f"--children must be at least 1, not {children}")
     if executor == "here":
@@ -219,7 +220,7 @@ def _check(settings: Settings) -> None:
 
 
 def _configs(texts: list[str] | None) -> tuple[Config, ...] | None:
-    """The configurations of `--config`; None where there is none."""
+    """The configurations of `--config`; None without the option."""
     from wavecrest.dispatch.tuned import table
 
     if not texts:
@@ -232,7 +233,7 @@ def _configs(texts: list[str] | None) -> tuple[Config, ...] | None:
 
 
 def _target(device: str | None, table: Path | None, keep: bool | None) -> tuple[Device, Overlay | None]:
-    """The device, and the user's database where rows are to be kept in it."""
+    """The device, and the user's database if rows are to be kept in it."""
     from wavecrest import hardware
     from wavecrest.dispatch.tuned import Overlay
 
@@ -264,7 +265,7 @@ def show(record: TuneRecord) -> None:
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("case", overflow="fold", min_width=8)
     table.add_column("winner", overflow="fold", min_width=12)
-    # under PyTorch's time what it is of the winner's, which keeps the table within 50 columns
+    # the ratio stands below PyTorch's time, which keeps the table within 50 columns
     for title in ("time", "PyTorch"):
         table.add_column(title, justify="right", no_wrap=True)
     for key in record.keys:
@@ -290,7 +291,7 @@ def _row(key: TunedKey) -> list[str]:
 
 
 def notes(record: TuneRecord) -> list[str]:
-    """What the table cannot say: what became of the candidates, and what has no result."""
+    """Lines below the table: the outcome of the candidates, and the keys without a result."""
     tried = [candidate for key in record.keys for candidate in key.candidates]
     counts = Counter(candidate.status for candidate in tried)
     words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
@@ -325,7 +326,7 @@ def _named(candidate: TuneCandidate) -> str:
 
 
 def judge(record: TuneRecord) -> None:
-    """Raise if a key has no winner, or what runs without a table is wrong.
+    """Raise if a key has no winner, or if the default is wrong.
 
     Raises:
         Regression: names the cases.
@@ -338,7 +339,7 @@ def judge(record: TuneRecord) -> None:
         if one.role == "default" and one.status in ("wrong", "failed")
     ]
     if bad:
-        raise Regression(f"{len(bad)} not as they must be: {'; '.join(bad[:3])}{' …' if len(bad) > 3 else ''}")
+        raise Regression(f"{len(bad)} without a valid result: {'; '.join(bad[:3])}{' …' if len(bad) > 3 else ''}")
 
 
 def command(
@@ -355,7 +356,8 @@ def command(
         str | None, typer.Option(metavar="TEXT", help="Only cases with this in their name. Default: all.")
     ] = None,
     backends: Annotated[
-        str | None, typer.Option(help="Only these beside PyTorch, such as triton,triton_multiply. Default: all.")
+        str | None,
+        typer.Option(help="Only these backends beside PyTorch, such as triton,triton_multiply. Default: all."),
     ] = None,
     device: _shared.DeviceOption = None,
     budget: Annotated[str, typer.Option(help="Time after which no key is begun, such as 90s or 10m.")] = "10m",
@@ -363,14 +365,14 @@ def command(
         float, typer.Option(help="Longest sampling time of a key's final; 60 rounds are the least.")
     ] = 0.4,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that compile. Default: one less than there are cores.")
+        int | None, typer.Option(help="Processes that compile. Default: one less than the number of cores.")
     ] = None,
     count: Annotated[
         int | None,
         typer.Option(
             "--candidates",
             metavar="N",
-            help="Of a key's configurations only the default and the N that the cost model ranks first. Default: all.",
+            help="Try only the default configuration and the N that the cost model ranks first. Default: all.",
         ),
     ] = None,
     configs: Annotated[
@@ -379,11 +381,17 @@ def command(
             "--config",
             metavar="TEXT",
             help="Try this configuration, such as 'BLOCK_N=8 BLOCK_K=512 SPLIT_K=1 num_warps=2 num_stages=6', beside "
-            "PyTorch, and none that is not named. Repeatable.",
+            "PyTorch, and no other. Repeatable.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write the record here, as JSON, after each key.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="FILE",
+            help="Write the record here after each key, as JSON; as .jsonl.gz, compressed.",
+        ),
     ] = None,
     table: Annotated[
         Path | None,
@@ -405,10 +413,11 @@ def command(
         ),
     ] = "local",
     children: Annotated[
-        int | None, typer.Option(metavar="N", help="So many child processes. Default: one a GPU; on the CPU one.")
+        int | None, typer.Option(metavar="N", help="Number of child processes. Default: one per GPU; on the CPU one.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds after which a candidate in a child process that says nothing is given up.")
+        float,
+        typer.Option(help="Seconds without a message from a child process after which its candidate is given up."),
     ] = 60.0,
     modules: Annotated[
         list[str] | None,
@@ -435,44 +444,88 @@ def command(
         timeout=timeout,
         modules=tuple(modules or ()),
     )
-    model: WorkloadTuneRecord | None = None
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    asked = _Asked(device, out, table, keep, resume, executor, children)
+    workload: WorkloadTuneRecord | None = None
     try:
-        with Progress(*columns, console=_shared.err, transient=True) as progress:
-            task = progress.add_task("loading", total=None)
-
-            def on_step(what: str, done: int, planned: int) -> None:
-                if done == 0:
-                    # cases, kernels and keys take different times each
-                    progress.reset(task)
-                progress.update(task, description=escape(what), completed=done, total=planned)
-
-            places: dict[str, Any] = {"device": device, "out": out, "keep": keep, "resume": resume}
-            places |= {"executor": executor, "children": children, "on_step": on_step}
+        with _shown_steps() as on_step:
             if ":" in op:
-                refused = {"--table": table is not None, "--resume": resume, "--matching": bool(matching)}
-                for option in (name for name, given in refused.items() if given):
-                    raise InvalidArgument(f"{option} is for an op, not for a workload")
-                del places["resume"]
-                model = run_workload(op, settings, **places)
-                found = model.tunes
+                _require_workload_options(asked, matching)
+                workload = _tune_workload_of(op, settings, asked, on_step)
+                found = workload.tunes
             elif op.endswith(_FILES):
-                found = run_file(Path(op), settings, table=table, **places)
+                found = _tune_file(Path(op), settings, asked, on_step)
             else:
-                found = [run(op, settings, table=table, **places)]
+                found = [_tune_op(op, settings, asked, on_step)]
     except KeyboardInterrupt:
         if out is not None:
             _shared.err.print(f"what was found is in {out}; --resume goes on", highlight=False, soft_wrap=True)
         raise
-    if model is not None:
-        _shared.print_json(model) if json else _tune_workload.show(model)
-    for record in found if model is None else ():
-        if json:
-            _shared.print_json(record)
-        else:
-            show(record)
+    if workload is not None:
+        _shared.print_json(workload) if json else _tune_workload.show(workload)
+    for record in found if workload is None else ():
+        _shared.print_json(record) if json else show(record)
     for path in (out, table):
         if path is not None:
             _shared.err.print(f"written to {path}", highlight=False, soft_wrap=True)
     for record in found:
         judge(record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The options of a command that say where it tunes and what it writes; see `run`."""
+
+    device: str | None
+    out: Path | None
+    table: Path | None
+    keep: bool | None
+    resume: bool
+    executor: str
+    children: int | None
+
+
+@contextmanager
+def _shown_steps() -> Iterator[OnStep]:
+    """What to call before each step, while a progress display is on the screen."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_shared.err, transient=True) as progress:
+        task = progress.add_task("loading", total=None)
+
+        def on_step(what: str, done: int, planned: int) -> None:
+            if done == 0:
+                # cases, kernels and keys take different times each
+                progress.reset(task)
+            progress.update(task, description=escape(what), completed=done, total=planned)
+
+        yield on_step
+
+
+def _tune_op(op: str, settings: Settings, asked: _Asked, on_step: OnStep) -> TuneRecord:
+    """The cases of one op's suite."""
+    return run(
+        op, settings, device=asked.device, out=asked.out, table=asked.table, keep=asked.keep, resume=asked.resume,
+        executor=asked.executor, children=asked.children, on_step=on_step,
+    )  # fmt: skip
+
+
+def _tune_file(path: Path, settings: Settings, asked: _Asked, on_step: OnStep) -> list[TuneRecord]:
+    """The calls or shapes that a file lists."""
+    return run_file(
+        path, settings, device=asked.device, out=asked.out, table=asked.table, keep=asked.keep, resume=asked.resume,
+        executor=asked.executor, children=asked.children, on_step=on_step,
+    )  # fmt: skip
+
+
+def _tune_workload_of(spec: str, settings: Settings, asked: _Asked, on_step: OnStep) -> WorkloadTuneRecord:
+    """The calls that a workload makes."""
+    return run_workload(
+        spec, settings, device=asked.device, out=asked.out, keep=asked.keep, executor=asked.executor,
+        children=asked.children, on_step=on_step,
+    )  # fmt: skip
+
+
+def _require_workload_options(asked: _Asked, matching: str | None) -> None:
+    """Raise InvalidArgument for an option that a workload does not take."""
+    given = {"--table": asked.table is not None, "--resume": asked.resume, "--matching": bool(matching)}
+    for option in (name for name, is_given in given.items() if is_given):
+        raise InvalidArgument(f"{option} is for an op, not for a workload")

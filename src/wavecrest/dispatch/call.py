@@ -40,10 +40,6 @@ def signature_function(kind: type[tuple[Any, ...]]) -> Callable[[tuple[Any, ...]
 
     Raises (the function): AttributeError where a field that holds a tensor was given something else.
     """
-    if kind is tuple:
-        from wavecrest.dispatch.keys import signature_of
-
-        return signature_of
     names = list(fields_of(kind))
     parts = []
     for name, annotation in fields_of(kind).items():
@@ -67,7 +63,7 @@ def signature_function(kind: type[tuple[Any, ...]]) -> Callable[[tuple[Any, ...]
 def mapped(call: CallT, change: Callable[[Tensor], Any]) -> CallT:
     """The same call with `change` applied to each of its tensors."""
     values = [change(value) if isinstance(value, Tensor) else value for value in call]
-    return type(call)(values) if type(call) is tuple else type(call)(*values)
+    return type(call)(*values)
 
 
 def tensors_of(call: tuple[Any, ...]) -> list[Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -53,21 +51,3 @@ def name_of(dtype: torch.dtype) -> str:
 def dtype_name(tensor: Tensor) -> str:
     """A tensor's dtype without the "torch." prefix."""
     return _DTYPE_NAMES[tensor.dtype]
-
-
-# arguments that are their own signature: most of a call's are, and asking whether they are tensors takes longer
-_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
-
-
-def signature_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The signature of a call: all that check, key and bind may look at."""
-    grad = torch.is_grad_enabled()
-    parts: list[Any] = [grad]
-    for value in args:
-        if type(value) in _PLAIN:
-            parts.append(value)
-        elif isinstance(value, Tensor):
-            parts += (value.shape, value.stride(), value.dtype, value.device, grad and value.requires_grad)
-        else:
-            parts.append(value)
-    return tuple(parts)

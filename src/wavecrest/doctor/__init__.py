@@ -1,4 +1,4 @@
-"""What helps or hurts speed and correctness on this machine, found by looking; nothing is changed."""
+"""Findings about this machine that help or hurt speed and correctness; looks only, changes nothing."""
 
 from __future__ import annotations
 

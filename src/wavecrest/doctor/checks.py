@@ -15,7 +15,7 @@ Check = Callable[[Context], Iterator[Finding]]
 
 _HIP_VARIABLES = "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/env_variables.html"
 _VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-# variables that a check of their own speaks of
+# variables that have a check of their own
 _OWN_CHECK = ("HSA_OVERRIDE_GFX_VERSION", "AITER_CONFIG_GEMM_BF16")
 
 
@@ -36,7 +36,7 @@ def variables(context: Context) -> Iterator[Finding]:
             why = f"means something only on {', '.join(row.platforms)}: {row.effect}"
             action = "nothing to do here"
         meaning = f"{row.verdict}: {env.VERDICTS[row.verdict]}"
-        # the value decides, not the verdict: a no-op is one only at its default
+        # the value decides, not the verdict: a no-op has no effect only at its default
         if row.verdict == "no-op" and value != row.default:
             meaning = f"real at this value; the default is {row.default}"
         yield Finding(
@@ -50,7 +50,7 @@ def variables(context: Context) -> Iterator[Finding]:
 
 
 def matters(row: env.Variable | env.Setting, context: Context) -> bool:
-    """True if a row means something on this machine; what is about the CPU does on every one."""
+    """True if a row applies to this machine; rows about the CPU apply to every machine."""
     return context.device.vendor in row.platforms or "cpu" in row.platforms
 
 

@@ -1,4 +1,4 @@
-"""What the checks look at: collected once from the machine, or made up by a test."""
+"""The machine as the checks see it: collected once, or made up by a test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DUMP = (
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """The settings of torch.compile's backend, as text, in a child process; or why they could not be read."""
+    """The settings of Inductor, as text, read in a child process; or the reason why they could not be read."""
 
     values: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
@@ -42,7 +42,7 @@ class Context:
         read: the text of a file, or None if it cannot be read.
         hip: `torch.version.hip`, None for builds without ROCm.
         rocm: the installed ROCm release such as "7.2.1", None if unknown.
-        compiler: the C++ compiler that torch.compile would start, None if there is none.
+        compiler: the C++ compiler that torch.compile would start, None without one.
         threads: `torch.get_num_threads()`.
         allowed_cpus: logical processors that this process may run on.
         cpus: logical processors of the machine.

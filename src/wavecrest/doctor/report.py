@@ -1,4 +1,4 @@
-"""What doctor found, as values that can be stored."""
+"""The findings of doctor, as values that can be stored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DoctorReport(Model):
     created: str
     device: dict[str, Any]
     versions: Versions
-    # what the GPU stack is: the ROCm release or CUDA version, the kernel driver; None where there is none
+    # the GPU stack: ROCm release or CUDA version, and the kernel driver; None without a GPU
     platform_release: str | None
     kernel_driver: str | None
     compiler: str | None
@@ -45,5 +45,5 @@ class DoctorReport(Model):
     findings: list[Finding] = Field(default_factory=list)
 
     def count(self, level: Level) -> int:
-        """How many findings have this level."""
+        """The number of findings of this level."""
         return sum(finding.level == level for finding in self.findings)

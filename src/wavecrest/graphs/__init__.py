@@ -1,1 +1,1 @@
-"""Graphs: Inductor presets (`inductor`), device graph capture (`capture`), where Dynamo splits a model (`breaks`)."""
+"""Graphs: Inductor presets (`inductor`), device graph capture (`capture`), graph breaks (`breaks`)."""

@@ -1,4 +1,4 @@
-"""Where Dynamo splits a model into several graphs, and why it compiles a function again.
+"""Find where Dynamo splits a model into several graphs, and why it compiles a function again.
 
 `torch._dynamo.explain` sees the graphs of one call only; breaks before any op, and breaks in loops (which send the
 whole function back to eager), are not in its answer. So the buckets run through torch.compile with a backend that
@@ -22,13 +22,13 @@ from wavecrest.records.provenance import shown_path
 if TYPE_CHECKING:
     from wavecrest.measure.workload import Inputs
 
-# what Dynamo keeps by default is 64; a large model has more functions
+# Dynamo keeps 64 by default; a large model has more functions
 _METRICS = 8192
 _LOCATION = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 class Breaks(NamedTuple):
-    """What tracing found.
+    """The graph breaks that tracing found.
 
     `graphs` is the number of graphs that one steady call runs through, the largest over the buckets (1 is ideal, 0
     where nothing compiled); `note` says why the search is incomplete, empty if it is not.
@@ -95,7 +95,7 @@ def _dynamo_as_found() -> Iterator[None]:
     torch._dynamo.reset()
     utils.clear_compilation_metrics()
     utils.set_compilation_metrics_limit(_METRICS)
-    # what it would warn of is what is being collected
+    # its warnings are about the breaks that are collected here
     logger.setLevel(logging.ERROR)
     try:
         with torch.compiler.set_stance("default"):
@@ -163,7 +163,7 @@ def _place(metrics: Any) -> str:
 
 
 def _named(metrics: list[Any]) -> list[Any]:
-    """Metrics that all name their function: at the recompile limit Dynamo leaves it out, but earlier ones have it."""
+    """Metrics with the function's name filled in: at the recompile limit Dynamo omits it; earlier metrics have it."""
     names = {entry.compile_id.split("/")[0]: entry for entry in metrics if entry.compile_id and entry.co_name}
     found = []
     for entry in metrics:
@@ -176,7 +176,7 @@ def _named(metrics: list[Any]) -> list[Any]:
 
 
 def _merge(found: list[GraphBreak]) -> list[GraphBreak]:
-    """One entry a place and reason; guards that differ only in numbers count as the same reason."""
+    """One entry per place and reason; guards that differ only in numbers count as the same reason."""
     groups: dict[tuple[str, str, int, str], list[GraphBreak]] = {}
     for entry in found:
         groups.setdefault((entry.kind, entry.file, entry.line, re.sub(r"\d+(\.\d+)?", "#", entry.reason)), []).append(

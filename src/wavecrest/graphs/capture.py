@@ -90,7 +90,7 @@ class CapturedModule(nn.Module):
         fill: Iterator[Tensor] = iter(static)
         inner_leaves = [next(fill) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(inner_leaves, spec)
-        # warm-up calls must not advance what the objects hold (a cache's write position)
+        # warm-up calls must not advance the state of these objects (a cache's write position)
         state = [tensor for leaf in leaves if _is_object(leaf) for _, tensor in iter_tensors("", leaf, set())]
         before = [tensor.detach().clone() for tensor in state]
         cuda_graph.warm_up(lambda: self.inner(*args, **kwargs))
@@ -108,9 +108,9 @@ class CapturedModule(nn.Module):
 
 
 def device_time(work: Callable[[], Any], *, calls: int = 8, rounds: int = 20) -> float:
-    """Median device time in ms of one call of `work`, from replays of a graph of `calls` calls: no host time in it.
+    """Median device time in ms of one call of `work`, without host time: from replays of a graph of `calls` calls.
 
-    Caches are warm. For choosing among kernels before the whole model is measured, not for verdicts.
+    Caches are warm. It serves to choose among kernels before the whole model is measured, not for verdicts.
 
     Raises:
         StepRefused: the work cannot be captured.

@@ -1,4 +1,4 @@
-"""Inductor presets: the ways of compiling that the ladder measures, and a state that never falls back in silence."""
+"""Inductor presets: the ways of compiling that the ladder measures, and a guard against silent fall-backs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ PRESETS: dict[str, Preset] = {
 def compile_module(module: Any, preset: Preset) -> None:
     """Compile `module` in place: its class, state_dict keys and attributes stay, only the call is compiled.
 
-    Shapes are static: one graph a bucket, and another shape compiles again, which is what buckets mean.
+    Shapes are static: one graph per bucket; another shape compiles again.
     """
     options = dict(preset.options)
     if options:
@@ -75,7 +75,7 @@ def compile_module(module: Any, preset: Preset) -> None:
 
 @contextmanager
 def strict_compilation(graphs: int) -> Iterator[None]:
-    """Room for `graphs` compiled variants of one function, and an error instead of a silent fall-back beyond it.
+    """Allow `graphs` compiled variants of one function, and raise beyond that instead of falling back silently.
 
     Several candidates of one model live in one process, and each adds entries to the cache of the same code object;
     at Dynamo's default limit of 8 the next would run eagerly without a word.
@@ -100,7 +100,7 @@ def strict_compilation(graphs: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet_search() -> Iterator[None]:
-    """No tables of every tile size that max-autotune tried, and no log lines for those that do not fit the chip."""
+    """Suppress max-autotune's tables of tile sizes, and its log lines for sizes that do not fit the chip."""
     import torch
     import torch._inductor.select_algorithm as select
 

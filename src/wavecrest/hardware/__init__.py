@@ -1,4 +1,4 @@
-"""What the kernels and the optimizer need to know of a GPU, and which one is here."""
+"""GPU architectures as kernels and the optimizer need them, and detection of the one present."""
 
 from wavecrest.hardware.archs import ARCHS, Arch, Device, base_arch, cpu, detect
 

@@ -1,4 +1,4 @@
-"""What the kernels and the optimizer need to know of a GPU, and which one is here.
+"""GPU architectures as kernels and the optimizer need them, and detection of the one present.
 
 AMD is recognised by `torch.version.hip` and the device's gcnArchName alone: no environment variable, path or
 product name takes part.
@@ -17,12 +17,12 @@ from wavecrest.errors import EnvironmentProblem, InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """One GPU architecture, described by the largest part sold of it (`part`).
+    """One GPU architecture, described by its largest part on sale (`part`).
 
     Peaks are dense vendor datasheet figures: a ceiling to compare with, not a measurement.
-    Units: TFLOP/s for peaks (of integers Top/s), GB/s for `bandwidth`, KiB for `lds_kib` (LDS or shared memory a
-    workgroup may use), GHz for `clock` (the one that the peaks are of), MiB for `l2_mib` (of a die).
-    `xcds`: dies with an L2 cache of their own, which workgroups are dealt to in turn.
+    Units: TFLOP/s for peaks (of integers Top/s), GB/s for `bandwidth`, KiB for `lds_kib` (LDS or shared memory
+    a workgroup may use), GHz for `clock` (the clock of the peaks), MiB for `l2_mib` (per die). `xcds`: dies with an L2
+    cache of their own; workgroups are dealt to them in turn.
     """
 
     name: str
@@ -73,7 +73,7 @@ ARCHS: dict[str, Arch] = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device work runs on, as found: `kind` is "cpu" or "cuda" (torch's word for ROCm devices too)."""
+    """The detected device: `kind` is "cpu" or "cuda" (torch's word for ROCm devices too)."""
 
     kind: str
     index: int
@@ -92,12 +92,12 @@ class Device:
 
     @property
     def torch_name(self) -> str:
-        """What `torch.device` takes."""
+        """The name that `torch.device` takes."""
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
 
     @property
     def known(self) -> Arch | None:
-        """The architecture record, or None for the CPU and for architectures wavecrest has no record of."""
+        """The architecture record, or None for the CPU and for unknown architectures."""
         return ARCHS.get(self.arch)
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def detect(device: str | None = None) -> Device:
         device: "cpu", "cuda", "cuda:1", "hip" or "hip:1"; None takes the current GPU if there is one, else the CPU.
 
     Raises:
-        InvalidArgument: the name is none of these.
-        EnvironmentProblem: a GPU was asked for and torch sees none of that number.
+        InvalidArgument: the name has another form.
+        EnvironmentProblem: a GPU was requested and torch sees no GPU of that number.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""How many waves of a kernel fit on one SIMD, and what limits their number.
+"""Occupancy: the number of waves of a kernel that fit on one SIMD, and the resource that limits it.
 
 AMD's figures are those of LLVM's AMDGPU backend (AMDGPUUsage.html, AMDGPUBaseInfo.cpp), NVIDIA's those of the CUDA
 programming guide's table of compute capabilities. tests/compile compares the register limits with LLVM's own figure.
@@ -12,13 +12,13 @@ from typing import Literal, NamedTuple
 from wavecrest.hardware import Arch
 
 Limit = Literal["", "vgpr", "sgpr", "lds", "workgroups", "threads"]
-# most threads a workgroup may have, on AMD and NVIDIA alike
+# most threads of a workgroup, on AMD and NVIDIA alike
 MOST_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What shares local memory: a compute unit, a pair of them (WGP mode), or a streaming multiprocessor.
+    """The unit that shares local memory: a compute unit, a pair of them (WGP mode), or a streaming multiprocessor.
 
     `registers` are 32-bit registers a lane of one SIMD, handed out in steps of `granule` a wave; `waves` the most a
     SIMD holds; `lds` bytes of the unit, handed out in steps of `lds_granule`, with `lds_reserved` more a workgroup;
@@ -36,7 +36,7 @@ class Unit:
 
 
 class Occupancy(NamedTuple):
-    """Waves per SIMD (a fraction where a workgroup leaves SIMDs idle), the most there can be, and what limits them.
+    """Waves per SIMD (a fraction if a workgroup leaves SIMDs idle), the hardware's maximum, and the limiting resource.
 
     `registers` are the waves per SIMD that registers alone allow: the figure LLVM prints.
     """
@@ -83,7 +83,7 @@ def occupancy(arch: Arch, *, vgpr: int, sgpr: int, lds: int, warps: int, wgp: bo
         wgp: whether gfx11 and gfx12 run in WGP mode.
 
     Returns:
-        Zero waves where not one workgroup can be launched.
+        Zero waves if not even one workgroup can be launched.
     """
     one = unit(arch, wgp=wgp)
     by_vgpr = min(one.waves, one.registers // max(_round_up(vgpr, one.granule), one.granule))

@@ -1,1 +1,1 @@
-"""Ways into other libraries; each optional package is imported in its one file, inside functions."""
+"""Adapters to other libraries; each optional package is imported in one file, inside functions."""

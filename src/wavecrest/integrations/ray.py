@@ -1,4 +1,4 @@
-"""Tuning spread over a Ray cluster: an actor a GPU (on a CPU, an actor a core), each with a child as on one machine."""
+"""Tuning on a Ray cluster: one actor per GPU (on a CPU, per core), each with a child process as on one machine."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from wavecrest.errors import InvalidArgument, MissingDependency
 from wavecrest.hardware import Device
 from wavecrest.tune import lanes
 
-# an answer that is this much later than it must be comes from a node that is gone
+# seconds beyond the timeout after which a silent node counts as gone
 GRACE = 30.0
 
 
 class Node:
-    """What an actor does: it has a child process on its node, which sees the GPUs that Ray gave the actor."""
+    """An actor: runs a child process on its node, which sees the GPUs that Ray gave the actor."""
 
     def __init__(self) -> None:
         self._child = lanes.Child()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Give the child a line."""
+        """Send the child a line."""
         self._child.send(message)
 
     def next(self, timeout: float) -> dict[str, Any]:
-        """What the child says next."""
+        """The child's next event."""
         return self._child.next(timeout)
 
 
 class RayLane:
-    """A lane on some node of the cluster; an actor that is lost was ended from outside."""
+    """A lane on a node of the cluster; a lost actor counts as ended from outside."""
 
     def __init__(self, gpus: int) -> None:
         ray = _ray()
@@ -36,14 +36,14 @@ class RayLane:
         self._ray, self._actor = ray, ray.remote(Node).options(**options).remote()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Give the child a line; a node that is lost is heard of by `next`."""
-        # its answer is nothing, and what it raises `next` will raise too
+        """Send the child a line; `next` reports a lost node."""
+        # it returns nothing, and `next` will raise whatever it raises
         self._actor.send.remote(message)
 
     def next(self, timeout: float) -> dict[str, Any]:
-        """What the child says next; see `wavecrest.tune.lanes.Lane`."""
+        """The child's next event; see `wavecrest.tune.lanes.Lane`."""
         try:
-            # a copy of what Ray holds
+            # a copy, as Ray owns the original
             return dict(self._ray.get(self._actor.next.remote(timeout), timeout=timeout + GRACE))
         except self._ray.exceptions.GetTimeoutError:
             return _lost(f"its node said nothing for {timeout + GRACE:.0f} s, or the cluster has no room for it")
@@ -53,7 +53,7 @@ class RayLane:
             return _lost(f"could not be started on its node: {str(error).strip().splitlines()[-1]}")
 
     def stop(self) -> None:
-        """End the actor; its child ends when nobody talks to it any more."""
+        """End the actor; its child ends when its input closes."""
         self._ray.kill(self._actor)
 
 
@@ -62,11 +62,11 @@ def _lost(reason: str) -> dict[str, Any]:
 
 
 def lanes_of(device: Device, count: int | None) -> list[lanes.Start]:
-    """The lanes of the cluster that RAY_ADDRESS names (one is started on this machine where there is none).
+    """The lanes of the cluster that RAY_ADDRESS names; without an address Ray starts one on this machine.
 
     Args:
-        device: what is tuned for; nodes with another are refused when they say so.
-        count: so many lanes; None: all GPUs of the cluster, or all its cores where the device is the CPU.
+        device: the device to tune for; a node that reports another device is refused.
+        count: number of lanes; None: all GPUs of the cluster, or all its cores if the device is the CPU.
 
     Raises:
         MissingDependency: ray is not installed.

@@ -1,4 +1,4 @@
-"""Workloads from local Hugging Face model folders, and our attention for their models."""
+"""Workloads from local Hugging Face model folders, and wavecrest's attention for their models."""
 
 from __future__ import annotations
 

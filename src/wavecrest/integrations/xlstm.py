@@ -1,4 +1,4 @@
-"""transformers' xLSTM on our ops: its blocks' parts replaced in place, its cache in float32, its masks respected."""
+"""transformers' xLSTM on wavecrest's ops: block parts replaced in place, cache in float32, masks respected."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from wavecrest.models.xlstm.padding import Padding, spans
 from wavecrest.models.xlstm.state import empty_state
 from wavecrest.nn import RMSNorm
 
-# the arguments of xLSTMModel.forward that may come by position
+# the positional arguments of xLSTMModel.forward
 ARGUMENTS = ("input_ids", "inputs_embeds", "cache_params", "use_cache")
 
 
 @dataclass
 class _Call:
-    """The call of a model that is under way: where its tokens are, and how many of them each layer has seen."""
+    """A model call in progress: where its tokens are, and how many of them each layer has seen."""
 
     padding: Padding | None = None
     tokens: int = 0
     seen: dict[int, int] | None = None
 
     def part(self, layer: int, tokens: int) -> Padding | None:
-        """The padding of the next tokens of a layer, which sees long prompts in parts."""
+        """The padding of a layer's next tokens; a layer sees long prompts in parts."""
         if self.padding is None or self.seen is None:
             return None
         begin = self.seen.get(layer, 0)
@@ -42,38 +42,38 @@ class _Call:
 
 
 class _Layer(MLSTMLayer):
-    """Our mLSTM layer with the call of transformers'."""
+    """wavecrest's mLSTM layer with the call signature of transformers'."""
 
     def __init__(self, config: xLSTMLargeConfig, index: int, call: _Call) -> None:
         super().__init__(config, "meta")
         self.index = index
-        # not a module's business: the object is shared by all layers
+        # set past nn.Module, as all layers share the object
         self.call = call
 
     def forward(  # type: ignore[override]
         self, x: Tensor, state: LayerState | None = None
     ) -> tuple[Tensor, LayerState | None]:
-        """x [B, S, hidden_size] and the state before it, to y and the state behind it.
+        """Map x [B, S, hidden_size] and the state before it to y and the state after it.
 
-        Without gradients a step overwrites the state, which is the cache's, and copying it there is no work.
+        Without gradients a step overwrites the cache's state in place, so transformers' copy into the cache is free.
         """
         padding = self.call.part(self.index, x.shape[1])
         learns = torch.is_grad_enabled()
         if learns and state is not None:
-            # transformers copies the state behind into the cache, and autograd keeps the one before
+            # transformers copies the new state into the cache, and autograd keeps the old one
             c, n, m = state
             state = c.clone(), n.clone(), None if m is None else m.clone()
         return super().forward(x, state, padding=padding, in_place=not learns)
 
 
 def patch_transformers_xlstm(model: nn.Module, **settings: Any) -> nn.Module:
-    """Make transformers' xLSTM run on our ops, in place: one call, the same parameters and the same answers.
+    """Make transformers' xLSTM run on wavecrest's ops, in place: one call, the same parameters and the same answers.
 
-    mLSTM layers, MLPs and norms are replaced by ours, which share the parameters, so that the state dict is as it was.
-    A prompt of any length is one call of an op. The cache keeps n and m in float32 whatever the model's dtype, and has
-    the layers' sizes. `attention_mask` is respected: states pass by padding at the left and the right, and a mask with
-    holes is refused. Answers differ from unpatched ones by rounding alone, but where transformers' are wrong: with
-    padding, and with states of 16 bits.
+    mLSTM layers, MLPs and norms are replaced by wavecrest's, which share the parameters, so that the state dict stays
+    the same. A prompt of any length is one call of an op. The cache keeps n and m in float32 whatever the model's
+    dtype, and has the layers' sizes. `attention_mask` is respected: states skip padding at the left and the right, and
+    a mask with holes is refused. Answers differ from unpatched ones by rounding alone, except where transformers' are
+    wrong: with padding, and with states of 16 bits.
 
     Args:
         model: an `xLSTMModel` or `xLSTMForCausalLM`.
@@ -84,8 +84,8 @@ def patch_transformers_xlstm(model: nn.Module, **settings: Any) -> nn.Module:
         The model.
 
     Raises:
-        InvalidArgument: it is something else, or is patched already, or a setting is outside of what is taken;
-            nothing is changed then.
+        InvalidArgument: the model is another class or is patched already, or a setting is invalid; nothing is
+        changed then.
     """
     backbone: Any = next((part for part in model.modules() if _kind(part) is not None), None)
     if backbone is None:
@@ -117,21 +117,21 @@ def _kind(module: nn.Module) -> type | None:
 
 
 def _config(theirs: Any, settings: dict[str, Any]) -> xLSTMLargeConfig:
-    """Our configuration of the same function, with kernels of the dispatcher's choice."""
+    """wavecrest's configuration of the same function, with kernels chosen by dispatch."""
     names = {field.name for field in fields(xLSTMLargeConfig)}
     unknown = sorted(set(settings) - names)
     if unknown:
         raise InvalidArgument(f"patch_transformers_xlstm: the configuration has no {', '.join(unknown)}")
-    # tokens are none of a layer's business, and transformers takes others
+    # layers do not use token ids, and transformers takes other ones
     ours = names - {"chunkwise_kernel", "sequence_kernel", "step_kernel", "inference_state_dtype", *TOKEN_FIELDS}
     values = {name: getattr(theirs, name) for name in ours if hasattr(theirs, name)}
-    # what blocks are made from there
+    # the settings that blocks are made from in transformers
     values |= {"embedding_dim": theirs.hidden_size, "mode": "inference", "return_last_states": True}
     return xLSTMLargeConfig(**(values | settings))
 
 
 def _adopted(made: nn.Module, module: nn.Module) -> nn.Module:
-    """Ours with another module's parameters."""
+    """wavecrest's module with the parameters of transformers'."""
     given = dict(module.named_parameters())
     wanted = {name: parameter.shape for name, parameter in made.named_parameters()}
     if {name: parameter.shape for name, parameter in given.items()} != wanted:
@@ -146,7 +146,7 @@ def _adopted(made: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def _norm(module: nn.Module, config: xLSTMLargeConfig) -> nn.Module:
-    """Ours of a norm; one with a bias stays as it is."""
+    """wavecrest's form of a norm; a norm with a bias stays as it is."""
     weight = module.weight
     if not isinstance(weight, nn.Parameter) or getattr(module, "bias", None) is not None:
         return module
@@ -156,7 +156,7 @@ def _norm(module: nn.Module, config: xLSTMLargeConfig) -> nn.Module:
 
 
 class _Before:
-    """Before a call of the model: what its mask says, and a cache that can hold states."""
+    """Hook before a model call: reads its mask, and makes a cache that can hold the states."""
 
     def __init__(self, config: xLSTMLargeConfig, call: _Call) -> None:
         self.config, self.call = config, call
@@ -169,13 +169,13 @@ class _Before:
         tokens = kwargs.get("input_ids")
         given = kwargs.get("inputs_embeds") if tokens is None else tokens
         if not isinstance(given, Tensor):
-            # transformers says what is missing
+            # transformers' own error names the missing argument
             return (), kwargs
         self.call.tokens, self.call.seen = given.shape[1], {}
         self.call.padding = self._padding(model, given, kwargs.get("attention_mask"))
         use = kwargs.get("use_cache")
         use = model.config.use_cache if use is None else use
-        # the loop over parts of a long prompt makes a cache of bfloat16 where it is given none
+        # without a cache the loop over parts of a long prompt makes one in bfloat16
         long = not model.training and given.shape[1] > model.config.max_inference_chunksize
         cache = kwargs.get("cache_params")
         if cache is not None:
@@ -209,12 +209,12 @@ class _Before:
         cache = sys.modules[kind.__module__].xLSTMCache(
             config=model.config, max_batch_size=given.shape[0], dtype=torch.float32, device=given.device
         )
-        # of the layers' sizes, where the class rounds up to multiples of 64
+        # the layers' own sizes: the class rounds up to multiples of 64
         cache.rnn_state = self._fresh(given)
         return cache
 
     def _widen(self, cache: Any, given: Tensor) -> None:
-        """A cache that was made elsewhere: unused ones get the layers' sizes, others their dtypes."""
+        """Adapt a cache that was made elsewhere: an unused one gets the layers' sizes, others their dtypes."""
         if not bool(torch.as_tensor(cache.seqlen_offset).any()) and not any(
             bool(c.any()) for c, _, _ in cache.rnn_state.values()
         ):
@@ -227,7 +227,7 @@ class _Before:
 
 
 class _After:
-    """Behind a call, or its error: nothing of it is left."""
+    """Hook after a model call, or its error: drops the call's state."""
 
     def __init__(self, call: _Call) -> None:
         self.call = call

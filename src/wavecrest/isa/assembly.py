@@ -1,7 +1,6 @@
-"""Reading a listing: AMD assembly as LLVM prints it, or SASS as nvdisasm does. Loops, and what their instructions are.
+"""Read a listing, AMD assembly from LLVM or SASS from nvdisasm: find loops and count their instructions.
 
-Everything here counts instructions as they stand in the listing, once each: it says what the compiler chose, not how
-often it runs.
+Each instruction of the listing counts once: the counts show the compiler's choices, not how often they run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Literal, NamedTuple
 class Line(NamedTuple):
     """A label (`opcode` empty), or an instruction with the label it may jump to.
 
-    `ends`: what follows in the listing does not follow it. `spill`: it saves or brings back a spilled register.
+    `ends`: control never continues to the next line. `spill`: it saves or restores a spilled register.
     """
 
     text: str
@@ -29,7 +28,7 @@ class Line(NamedTuple):
 
 
 class Access(NamedTuple):
-    """A global memory access of one lane: which way, and how many bytes (0: an opcode whose width is not known)."""
+    """A global memory access of one lane: its direction, and its bytes (0: an opcode of unknown width)."""
 
     way: Literal["load", "store"]
     bytes: int
@@ -37,7 +36,7 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """How one vendor's listing reads. `waits` is None where waiting is not an instruction."""
+    """The syntax of one vendor's listing. `waits` is None if waiting is not an instruction."""
 
     parse: Callable[[str], list[Line]]
     access: Callable[[Line], Access | None]
@@ -48,10 +47,10 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a stretch of instructions holds; branches are not counted.
+    """Instruction counts of a stretch of code; branches are not counted.
 
-    `loads` and `stores` say how many global accesses there are of each width in bytes a lane. `drains` are waits for
-    every outstanding vector load, after which nothing is in flight; None, as `waits`, where waiting is no instruction.
+    `loads` and `stores` count global accesses by width in bytes a lane. `drains` are waits for every outstanding vector
+    load; None, as `waits`, if waiting is not an instruction.
     """
 
     instructions: int
@@ -98,7 +97,7 @@ def _access_amd(line: Line) -> Access | None:
     # gfx90a spills through buffer instructions, to scratch memory
     if found is None or line.spill:
         return None
-    # modifiers stand before the width (lds_dwordx4, d16_hi_u8) or after it (short_d16_hi)
+    # modifiers come before the width (lds_dwordx4, d16_hi_u8) or after it (short_d16_hi)
     words = [word for word in found[2].split("_") if word not in ("lds", "d16", "hi")]
     width = _AMD_BYTES.get(words[0], 0) if len(words) == 1 else 0
     return Access("load" if found[1] == "load" else "store", width)
@@ -137,7 +136,7 @@ AMD = Syntax(
     _access_amd,
     matrix=re.compile(r"v_s?(?:mfma|wmma)\w*"),
     barrier=re.compile(r"s_barrier|s_barrier_wait"),
-    # not the waits for the ALU, which no memory is behind
+    # waits for the ALU do not count: no memory access is behind them
     waits=re.compile(r"s_wait(?!_alu|cnt_depctr|_idle|_event)\w*"),
 )
 NVIDIA = Syntax(
@@ -173,7 +172,7 @@ def _successors(lines: Sequence[Line], blocks: Sequence[tuple[int, int]]) -> lis
 
 
 def _dominators(successors: Sequence[Sequence[int]]) -> list[set[int]]:
-    """For each block the blocks that every way to it goes through, itself included; empty if there is no way."""
+    """For each block, the blocks on every path to it, itself included; empty if it cannot be reached."""
     every = set(range(len(successors)))
     before: list[list[int]] = [[] for _ in successors]
     for block, nexts in enumerate(successors):
@@ -184,7 +183,7 @@ def _dominators(successors: Sequence[Sequence[int]]) -> list[set[int]]:
     while changed:
         changed = False
         for block in range(1, len(successors)):
-            # debug labels after a jump make blocks that nothing reaches, and that say nothing about what follows
+            # debug labels after a jump make unreachable blocks, which must not affect the blocks after them
             ways = [found[other] for other in before[block] if found[other]]
             new = set.intersection(*ways) | {block} if ways else set()
             changed |= new != found[block]
@@ -193,10 +192,10 @@ def _dominators(successors: Sequence[Sequence[int]]) -> list[set[int]]:
 
 
 def loops(lines: Sequence[Line]) -> list[list[Line]]:
-    """The innermost loops, in the order of the listing; one that only waits for a barrier in memory is none.
+    """The innermost loops, in the order of the listing, without loops that only wait for a barrier in memory.
 
-    Natural loops of the control flow: the blocks that reach a jump back to a block which every way to them goes
-    through. A compiler may place a loop's blocks in any order, so where they stand in the listing says nothing.
+    Natural loops of the control flow: the blocks that reach a jump back to a block that dominates them. A compiler may
+    place a loop's blocks in any order, so their position in the listing says nothing.
     """
     if not lines:
         return []
@@ -237,7 +236,7 @@ def _reaching(block: int, head: int, successors: Sequence[Sequence[int]]) -> set
 
 
 def count(lines: Iterable[Line], syntax: Syntax) -> Counts:
-    """What the instructions of a loop or a whole kernel are."""
+    """Count the instructions of a loop or a whole kernel."""
     code = [line for line in lines if line.opcode and not line.target]
     accesses = [access for line in code if (access := syntax.access(line)) is not None]
     waits = drains = None
@@ -260,7 +259,7 @@ def count(lines: Iterable[Line], syntax: Syntax) -> Counts:
 
 
 def hot_loop(lines: Sequence[Line], syntax: Syntax) -> list[Line]:
-    """The innermost loop with most matrix instructions, then with most instructions; empty where there is no loop."""
+    """The innermost loop with most matrix instructions, then with most instructions; empty without a loop."""
 
     def weight(loop: list[Line]) -> tuple[int, int]:
         counts = count(loop, syntax)

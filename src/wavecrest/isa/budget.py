@@ -1,4 +1,4 @@
-"""A budget: what the machine code of an op's cases must keep to, as a TOML file beside the tests.
+"""Budgets: limits on the machine code of an op's cases, as TOML files beside the tests.
 
     # for every case: most spills and scratch bytes, least share of bytes that accesses of 16 bytes move, least share
     # of matrix instructions in the hot loop
@@ -20,7 +20,7 @@
     wide_loads = 0.0
     why = "rows of 2,000 bytes start at no multiple of 16"
 
-A name or pattern that matches nothing is an error, so that a budget cannot outlive what it was written for.
+A name or pattern that matches nothing is an error, so that a budget cannot outlive the cases it was written for.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Limits(Model):
 
     `matrix`: the least share of matrix instructions in the hot loop; 0 asks for none.
 
-    A quarter is left to what a row has one of, such as a scale, or shares with others, such as a weight.
+    The shipped 0.75 leaves a quarter to data that a row has one of, such as a scale, or shares, such as a weight.
     """
 
     spills: int = 0
@@ -55,7 +55,7 @@ class Limits(Model):
 
 
 class Exemption(Model):
-    """Limits that are different for some cases or architectures (patterns as in file names), and why."""
+    """Limits that differ for some cases or architectures (patterns as in file names), with the reason."""
 
     cases: str = "*"
     archs: str = "*"
@@ -73,7 +73,7 @@ class Exemption(Model):
         return self
 
     def covers(self, row: Row) -> bool:
-        """Whether it is about this case on this architecture."""
+        """Whether it covers this case on this architecture."""
         return fnmatchcase(row.case, self.cases) and fnmatchcase(row.arch, self.archs)
 
     def changes(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ class Budget(Model):
         return Limits(**values)
 
     def waves_of(self, row: Row) -> float | None:
-        """The least waves per SIMD of one case on one architecture, or None where the file has none."""
+        """The least waves per SIMD of one case on one architecture, or None if the file names no limit."""
         floor = None
         for pattern, floors in self.waves.items():
             if fnmatchcase(row.case, pattern):
@@ -106,7 +106,7 @@ class Budget(Model):
 
 
 def matrix_share(facts: KernelFacts) -> float:
-    """The share of matrix instructions in the hot loop; 0 where there is no loop."""
+    """The share of matrix instructions in the hot loop; 0 without a loop."""
     if facts.hot is None or facts.hot.instructions == 0:
         return 0.0
     return sum(facts.hot.matrix.values()) / facts.hot.instructions
@@ -116,7 +116,7 @@ def load(path: Path) -> Budget:
     """Read a budget file.
 
     Raises:
-        RecordError: it is not there, not TOML, or not a budget.
+        RecordError: it is missing, not TOML, or not a budget.
     """
     try:
         return Budget.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -131,7 +131,7 @@ def load(path: Path) -> Budget:
 
 
 def _over(facts: KernelFacts, limits: Limits, arch: hardware.Arch) -> list[str]:
-    """What one kernel has too much of, or too little."""
+    """The limits that one kernel breaks."""
     found = []
     spills = facts.spills + (facts.sgpr_spills or 0)
     if spills > limits.spills:
@@ -150,14 +150,14 @@ def _over(facts: KernelFacts, limits: Limits, arch: hardware.Arch) -> list[str]:
         share = wide_share(accesses)
         if 0 in accesses:
             found.append(f"{what} of a width that is not known")
-        # a kernel without accesses of one kind has none that are narrow
+        # without accesses of a kind there is nothing to limit
         elif share is not None and share < least:
             found.append(f"{share:.2f} of the bytes in {what} of 16 bytes, at least {least}")
     return found
 
 
 def check(budget: Budget, rows: Sequence[Row]) -> list[str]:
-    """What is not as the budget says, one line each; empty if all is.
+    """The violations of a budget, one line each; empty if there are no violations.
 
     Args:
         budget: from `load`.
@@ -167,7 +167,7 @@ def check(budget: Budget, rows: Sequence[Row]) -> list[str]:
 
 
 def over(budget: Budget, row: Row) -> list[str]:
-    """What one kernel has that its budget does not allow, one line each."""
+    """The limits of its budget that one kernel breaks, one line each."""
     where = f"{row.target} {row.case} on {row.arch}"
     if row.facts is None:
         return [f"{where}: {row.reason}"]
@@ -182,7 +182,7 @@ def over(budget: Budget, row: Row) -> list[str]:
 
 
 def unused(budget: Budget, rows: Sequence[Row]) -> list[str]:
-    """The patterns and architectures of a budget that are about none of `rows`."""
+    """The patterns and architectures of a budget that match no row of `rows`."""
     found = []
     for pattern, floors in budget.waves.items():
         if not any(fnmatchcase(row.case, pattern) for row in rows):

@@ -1,8 +1,8 @@
-"""Cross-compiling a kernel launch with Triton for an architecture that need not be here.
+"""Cross-compile a kernel launch with Triton for an architecture that need not be here.
 
-The types, constants and alignments come from Triton's own launch path, so that what is compiled is what a launch with
-these arguments would run: 16-byte alignment of every address, and on AMD 32-bit buffer addressing of every tensor below
-2 GiB.
+Types, constants and alignments come from Triton's own launch path, so that the compiled kernel is the one that a launch
+with these arguments would run: 16-byte alignment of every address, and on AMD 32-bit buffer addressing of every tensor
+below 2 GiB.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def arch_of(name: str) -> hardware.Arch:
     """The record of an architecture.
 
     Raises:
-        InvalidArgument: there is none of that name.
+        InvalidArgument: the name is unknown.
     """
     try:
         return hardware.ARCHS[name]
@@ -87,7 +87,7 @@ def _source(launch: Launch, backend: Any) -> tuple[Any, Any]:
         raise EnvironmentProblem(
             f"triton {triton.__version__} keeps its launch path elsewhere ({error}); 3.6 to 3.9 are known to work"
         ) from error
-    # the default is spelled out: what a launch gets, without the warning that it will change
+    # the default of a launch, spelled out to avoid Triton's warning that it will change
     keywords = {"enable_fp_fusion": knobs.language.default_fp_fusion, **launch.options(), "debug": False}
     bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
     bound, specialization, extra = bind(*launch.args, **keywords)
@@ -100,7 +100,7 @@ def _source(launch: Launch, backend: Any) -> tuple[Any, Any]:
 
 
 def build(launch: Launch, arch: str) -> Any:
-    """What Triton makes of `launch` for `arch`, kept in Triton's cache: a launch on such a GPU finds it there.
+    """Compile `launch` for `arch` into Triton's cache, where a launch on such a GPU finds it.
 
     Args:
         launch: a kernel with its arguments (tensors of the device "meta" will do) and options.
@@ -109,7 +109,7 @@ def build(launch: Launch, arch: str) -> Any:
     Raises:
         InvalidArgument: no such architecture.
         Unsupported: the kernel does not compile for it, with the compiler's reason.
-        EnvironmentProblem: there is no compiler here, see `require_compiler`.
+        EnvironmentProblem: no compiler here, see `require_compiler`.
     """
     target_arch = arch_of(arch)
     require_compiler()
@@ -122,7 +122,7 @@ def build(launch: Launch, arch: str) -> Any:
         return triton.compile(source, target=target, options=options.__dict__)
     except EnvironmentProblem:
         raise
-    # anything may come out of a compiler; the reason is the caller's to show
+    # a compiler may raise anything; the caller shows the reason
     except Exception as error:
         raise Unsupported(f"{launch.kernel.__name__} does not compile for {arch}: {_reason(error)}") from error
 
@@ -151,10 +151,10 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
 
 
 def scratch(built: Any, arch: str) -> int:
-    """Bytes of scratch memory a lane of what `build` gave: where registers go that are spilled.
+    """Bytes of scratch memory a lane that a kernel from `build` uses for spilled registers.
 
     Raises:
-        EnvironmentProblem: the compiler's listing, or the tool that reads NVIDIA's code, is not known.
+        EnvironmentProblem: the compiler's listing, or the tool that reads NVIDIA's code, is unknown.
     """
     if arch_of(arch).vendor == "amd":
         found = re.findall(r"\.private_segment_fixed_size:\s+(\d+)", built.asm["amdgcn"])
@@ -162,7 +162,7 @@ def scratch(built: Any, arch: str) -> int:
         with tempfile.TemporaryDirectory() as folder:
             found = re.findall(r"\b(?:STACK|LOCAL):(\d+)", _usage(_written(built.asm["cubin"], folder)))
     if not found:
-        raise EnvironmentProblem("the compiler's listing does not say its scratch memory; this version is not known")
+        raise EnvironmentProblem("the compiler's listing does not give its scratch memory: unknown compiler version")
     return max(map(int, found))
 
 

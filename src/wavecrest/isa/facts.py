@@ -17,12 +17,12 @@ from wavecrest.records import FORMAT_VERSION
 from wavecrest.records.files import Model
 from wavecrest.records.provenance import Header
 
-# accesses of this many bytes a lane are the widest there are
+# bytes a lane of the widest access
 WIDE_BYTES = 16
 
 
 class Stretch(Model):
-    """What a loop or a whole kernel holds, counted in the listing; see `assembly.Counts`."""
+    """Instruction counts of a loop or a whole kernel; see `assembly.Counts`."""
 
     instructions: int
     matrix: dict[str, int]
@@ -44,7 +44,7 @@ class Stretch(Model):
 
 
 class HotLoop(Stretch):
-    """The hot loop; its code where it was asked for."""
+    """The hot loop; with its code if requested."""
 
     code: list[str] = Field(default_factory=list)
 
@@ -62,12 +62,12 @@ class McaEstimate(Model):
 
 
 class KernelFacts(Model):
-    """Registers a lane (`sgpr`: a wave; None where the hardware has none or the tool does not say), spills, bytes.
+    """Registers a lane (`sgpr`: a wave; None if the hardware has none or the tool is silent), spills, bytes.
 
     `vgpr` counts architectural registers, `agpr` accumulation registers. `spills` are registers on AMD and spilling
     stores on NVIDIA; `scratch` is bytes a lane, `lds` bytes a workgroup, `code_bytes` the kernel without padding.
-    `waves` per SIMD, of `most_waves`, limited by `limit`; `register_waves` is what registers alone allow, and
-    `llvm_waves` what LLVM says of that. `code_hash` names the instructions: equal hashes, equal machine code.
+    `waves` per SIMD, of `most_waves`, limited by `limit`; `register_waves` is the occupancy that registers alone allow,
+    and `llvm_waves` LLVM's figure for it. `code_hash` names the instructions: equal hashes, equal machine code.
     """
 
     warps: int
@@ -94,7 +94,7 @@ class KernelFacts(Model):
 
 
 class Row(Model):
-    """One case on one architecture with one configuration: its facts, or the reason why there are none."""
+    """One case on one architecture with one configuration: its facts, or the reason why it has no facts."""
 
     target: str
     case: str
@@ -117,7 +117,7 @@ class IsaRecord(Model):
 
 
 def wide_share(accesses: dict[int, int]) -> float | None:
-    """The share of bytes that accesses of 16 bytes a lane move, in the listing; None where there is no access."""
+    """The share of bytes in accesses of 16 bytes a lane, in the listing; None without accesses."""
     moved = sum(width * number for width, number in accesses.items())
     wide = sum(width * number for width, number in accesses.items() if width >= WIDE_BYTES)
     return wide / moved if moved else None
@@ -126,7 +126,7 @@ def wide_share(accesses: dict[int, int]) -> float | None:
 def _number(text: str, pattern: str, what: str) -> int:
     found = re.search(pattern, text, re.MULTILINE)
     if found is None:
-        raise EnvironmentProblem(f"the compiler's listing does not say its {what}; this version of it is not known")
+        raise EnvironmentProblem(f"the compiler's listing does not give its {what}: unknown compiler version")
     return int(found[1])
 
 
@@ -176,7 +176,7 @@ def _amd(compiled: Compiled) -> dict[str, int | None]:
 def _nvidia(compiled: Compiled, lines: list[assembly.Line]) -> dict[str, int | None]:
     offsets = re.findall(r"/\*([0-9a-f]+)\*/\s+(?:@!?\w+\s+)?(?!NOP)[A-Z]", compiled.listing)
     if not offsets:
-        raise EnvironmentProblem("nvdisasm's listing has no instructions; this version of it is not known")
+        raise EnvironmentProblem("nvdisasm's listing has no instructions: unknown version of nvdisasm")
     return {
         "vgpr": _number(compiled.usage, r"REG:(\d+)", "registers"),
         "agpr": None,
@@ -196,11 +196,11 @@ def read(compiled: Compiled, *, code: bool = False, mca_tool: mca.Tool | None = 
 
     Args:
         compiled: from `compiler.compile_launch`.
-        code: whether to keep the hot loop's code, or the kernel's where there is no loop.
+        code: whether to keep the hot loop's code, or the kernel's if it has no loop.
         mca_tool: adds a model of the hot loop.
 
     Raises:
-        EnvironmentProblem: the listing is not of a compiler that is known.
+        EnvironmentProblem: the listing comes from an unknown compiler version.
     """
     arch = arch_of(compiled.arch)
     syntax = assembly.AMD if arch.vendor == "amd" else assembly.NVIDIA

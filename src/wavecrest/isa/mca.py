@@ -1,6 +1,6 @@
-"""llvm-mca's model of a loop: cycles of one pass, and how many of them keep the matrix unit busy.
+"""llvm-mca's model of a loop: cycles of one pass, and cycles in which the matrix unit is busy.
 
-The model knows one wave alone on its SIMD and no memory latency: it ranks configurations, it gives no time.
+The model has one wave alone on its SIMD and no memory latency: it ranks configurations and gives no time.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ OLDEST = 17
 # newest first: support for gfx950 and for buffer instructions came late (19 aborts on the latter)
 _NAMES = tuple(f"llvm-mca-{version}" for version in range(30, OLDEST - 1, -1))
 _PLACES = ("llvm-mca", "/opt/rocm/llvm/bin/llvm-mca")
-# what the scheduling models of gfx90a, gfx942 and gfx950 call the matrix unit
+# names of the matrix unit in the scheduling models of gfx90a, gfx942 and gfx950
 _MATRIX_UNIT = "HWXDL"
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """An llvm-mca program and what it says it is, such as "llvm-mca 22.1.8"."""
+    """An llvm-mca program and its version, such as "llvm-mca 22.1.8"."""
 
     path: str
     version: str
 
 
 class Estimate(NamedTuple):
-    """Of one pass through the loop, in the tool's cycles."""
+    """Estimate for one pass through the loop, in the tool's cycles."""
 
     cycles: float
     matrix_cycles: float
@@ -44,7 +44,7 @@ def find() -> Tool:
     """The newest llvm-mca that knows gfx942: by versioned name, then plain, then ROCm's.
 
     Raises:
-        MissingDependency: there is none of version OLDEST or newer.
+        MissingDependency: no llvm-mca of version OLDEST or newer is installed.
     """
     for name in (*_NAMES, *_PLACES):
         path = shutil.which(name)
@@ -58,7 +58,7 @@ def find() -> Tool:
 
 
 def estimate(tool: Tool, arch: str, loop: Sequence[Line]) -> Estimate | str:
-    """The model's figures for a loop, or the reason why there are none.
+    """The model's figures for a loop, or the reason why it gives no figures.
 
     Args:
         tool: from `find`.

@@ -1,4 +1,4 @@
-"""Ops, scripts and test files whose kernels run as AMD machine code on the CPU, and whether the results are right."""
+"""Run ops, scripts and test files with their kernels as AMD machine code on the CPU, and check the results."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def cases(shapes: Sequence[tuple[int, int]] = (), dtypes: Sequence[str] = ()) ->
     """The cases of a run: the standard ones, or every shape in every dtype.
 
     Raises:
-        InvalidArgument: a dtype that is none of DTYPES.
+        InvalidArgument: a dtype that is not in DTYPES.
     """
     for dtype in dtypes:
         if dtype not in DTYPES:
@@ -100,14 +100,14 @@ def run_ops(
     """Run ops on one architecture and compare each result with the op's oracle.
 
     Args:
-        names: of ops that have a Triton kernel.
+        names: names of ops that have a Triton kernel.
         arch: an AMD architecture.
-        chosen: the cases from `cases`; None: the standard ones, and those the op itself adds (`Study.emulate_cases`).
+        chosen: the cases from `cases`; None: the standard ones, and those that the op adds (`Study.emulate_cases`).
         on_case: called after each.
         options: as for `emulate.emulated`.
 
     Raises:
-        MissingDependency, EnvironmentProblem: there is no emulator here; the message says what to install.
+        MissingDependency, EnvironmentProblem: no emulator here; the message says what to install.
     """
     results = []
     with emulate.emulated(arch, **options) as driver:
@@ -115,7 +115,7 @@ def run_ops(
             op = ops.get(name)
             own = [backend for backend in op.backends if backend.startswith("triton")]
             for backend, (label, dtype, make) in itertools.product(own, list(_calls(op, arch, chosen))):
-                # the first is the kernel that runs where nothing names another
+                # the first one is the default kernel
                 label = label if backend == own[0] else f"{label} · {backend.removeprefix('triton_')}"
                 results.append(_run_case(op, label, dtype, make, driver, backend))
                 if on_case is not None:
@@ -154,7 +154,7 @@ def _example(op: AnyOp, case: Case) -> AnyCall:
 def _with_gaps(tensor: Tensor) -> Tensor:
     """The same values with a row of other memory after each, and three elements before each of its own."""
     shape = (tensor.shape[0] * 2, *tensor.shape[1:-1], tensor.shape[-1] + 3)
-    # NaN, or the largest number: a kernel that takes it for data shows
+    # NaN, or the largest number: it shows up if a kernel takes it for data
     fill = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
     view = torch.full(shape, fill, dtype=tensor.dtype)[::2, ..., 3:]
     return view.copy_(tensor)
@@ -186,17 +186,17 @@ def _run_case(
         with _nan_in_uninitialised_memory():
             got = op.run(backend, call)
     except (Unsupported, InvalidArgument) as error:
-        # a standard case may be outside of what the kernel, or the op itself, takes
+        # a standard case may be outside the contract of the kernel or of the op
         return result.model_copy(update={"outcome": "refused", "reason": str(error)})
     except WavecrestError as error:
         return result.model_copy(update={"outcome": "failed", "reason": str(error), "work": _work(driver, before)})
     except Exception as error:
-        # one kernel that does not compile is a row of the result, not the end of it
+        # a kernel that does not compile is a row of the result and does not end the run
         reason = f"{type(error).__name__}: {str(error)[:500]}"
         return result.model_copy(update={"outcome": "failed", "reason": reason, "work": _work(driver, before)})
     compared = _compare(op, _copies(kept), got)
     if op.study.stores:
-        # what the reference writes, in the arguments' own dtypes
+        # the reference's writes to its arguments, in the arguments' own dtypes
         op.reference(kept)
     if not all(_same_bits(now, wanted) for now, wanted in zip(call, kept, strict=True) if isinstance(now, Tensor)):
         reason = "what is stored differs from the reference's" if op.study.stores else "an argument was written to"
@@ -212,7 +212,7 @@ def _copies(call: AnyCall) -> AnyCall:
 
 @contextlib.contextmanager
 def _nan_in_uninitialised_memory() -> Iterator[None]:
-    """What a kernel forgets to write is NaN (the largest number, for integers), not what lay there before."""
+    """Make elements that a kernel forgets to write NaN (the largest number, for integers), not stale values."""
     enabled, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     # a module with a property, which type checkers do not see
     deterministic: Any = torch.utils.deterministic
@@ -231,7 +231,7 @@ def _tuple(result: Any) -> tuple[Tensor, ...]:
 
 
 def _oracle(op: AnyOp, call: AnyCall) -> tuple[Tensor, ...]:
-    """The reference in float64; where results are 8-bit codes, in float32 as the op defines its own rounding steps."""
+    """The reference in float64; for quantized results in float32, as the op defines its own rounding steps."""
     if op.op_class == "quantized":
         return _tuple(op.reference(call))
     # what the call writes to keeps its dtype
@@ -241,7 +241,7 @@ def _oracle(op: AnyOp, call: AnyCall) -> tuple[Tensor, ...]:
 
 
 def _compare(op: AnyOp, call: AnyCall, got: Any) -> dict[str, Any]:
-    """What the comparison of all results adds to a CaseResult."""
+    """Compare all results; returns the fields for a CaseResult."""
     first = next(value for value in call if isinstance(value, Tensor))
     found: dict[str, Any] = {}
     wrong = []
@@ -322,12 +322,12 @@ def run_file(
 
     Raises:
         WorkloadError: no such file.
-        MissingDependency, EnvironmentProblem: there is no emulator here, or no pytest.
+        MissingDependency, EnvironmentProblem: no emulator here, or no pytest.
     """
     path = Path(target.partition("::")[0])
     if not path.is_file():
         raise WorkloadError(f"no file {path}")
-    # before the program defines kernels: a conftest that asks for the interpreter where there is no GPU is not followed
+    # before the program defines kernels: a conftest that turns the interpreter on without a GPU is overruled
     env.set_default("TRITON_INTERPRET", "0")
     with emulate.emulated(arch, **options) as driver, cuda_on_cpu() if cuda_is_cpu else contextlib.nullcontext():
         problem = _run_tests(target, arguments) if _is_test_file(target) else _run_script(path, arguments)
@@ -345,7 +345,7 @@ def run_file(
 
 
 def _run_script(path: Path, arguments: Sequence[str]) -> str:
-    """Run a script; what went wrong, or nothing."""
+    """Run a script; returns the fault, or an empty string."""
     argv, search = sys.argv, list(sys.path)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
@@ -365,7 +365,7 @@ def _run_script(path: Path, arguments: Sequence[str]) -> str:
 
 
 def _run_tests(target: str, arguments: Sequence[str]) -> str:
-    """Run a test file with pytest; what went wrong, or nothing."""
+    """Run a test file with pytest; returns the fault, or an empty string."""
     try:
         pytest = importlib.import_module("pytest")
     except ImportError:

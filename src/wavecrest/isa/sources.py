@@ -1,9 +1,9 @@
-"""Hashes of kernels' source code, so that a record of what a kernel did can say which code that was.
+"""Hashes of kernels' source code, so that a record can name the code that ran.
 
-A hash is over a kernel and every function of ours that it calls, as the compiler sees them: what a comment, a
-docstring, a line break, a file, or the name of a function, variable or constant is does not change it; an operation, a
-constant's value, a call, the order of parameters does. What Triton itself brings is its version's. Grids and
-configurations are chosen outside of the kernels and are not in it.
+A hash covers a kernel and every function of wavecrest that it calls, as the compiler sees them. Comments, docstrings,
+line breaks, files, and the names of functions, variables and constants do not change it; operations, values of
+constants, calls and the order of parameters do. Triton's own functions are covered by its version. Grids and
+configurations are chosen outside of the kernels and are not part of the hash.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DIGITS = 12
 
 
 def kernels(package: str = "wavecrest.ops") -> dict[str, list[str]]:
-    """The hashes of all functions for the device in a package's modules, by name; some names are there twice."""
+    """The hashes of all device functions in a package's modules, by name; a name may occur twice."""
     found: dict[str, set[str]] = {}
     known: dict[FunctionType, str] = {}
     for module in _modules(importlib.import_module(package)):
@@ -41,14 +41,14 @@ def _modules(package: ModuleType) -> Iterator[ModuleType]:
 
 
 def _device(value: Any) -> FunctionType | None:
-    """The Python function behind what `triton.jit` and its like made of ours; None for anything else."""
+    """The Python function behind a kernel made by `triton.jit` or the like; None for anything else."""
     function = getattr(value, "fn", None)
     made = type(value).__module__.startswith("triton.") and isinstance(function, FunctionType)
-    return function if made and not _of_triton(function) else None  # type: ignore[return-value]
+    return function if made and not _of_triton(function) else None
 
 
 def _of_triton(value: Any) -> bool:
-    """Whether something is Triton's own; its interpreter puts others in the place of some."""
+    """Whether an object belongs to Triton; its interpreter replaces some of them."""
     return str(getattr(value, "__module__", "")).startswith("triton.")
 
 
@@ -75,7 +75,7 @@ def _hash(function: FunctionType, known: dict[FunctionType, str]) -> str:
 
 
 class _Plain(ast.NodeTransformer):
-    """A function without what its compiled code does not depend on: names by number, globals by what they are."""
+    """A function reduced to what its compiled code depends on: names by number, globals by value."""
 
     def __init__(self, function: FunctionType, tree: ast.FunctionDef, known: dict[FunctionType, str]) -> None:
         self.known = known
@@ -91,7 +91,7 @@ class _Plain(ast.NodeTransformer):
         self.globals = {**function.__globals__, **{name: cell.cell_contents for name, cell in cells}}
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        """The function, without its docstring; of what makes it a kernel the options alone."""
+        """The function without its docstring; of its decorators only the options."""
         options = _Options(self.locals)
         # jit(…), whatever it is called here
         node.decorator_list = [
@@ -110,20 +110,20 @@ class _Plain(ast.NodeTransformer):
         return ast.arg(self.locals[node.arg], annotation)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        """A variable by its number, a global by what it is."""
+        """A variable by its number, a global by its value."""
         if node.id in self.locals:
             return ast.Name(self.locals[node.id])
         return ast.Name(self._named(self.globals[node.id])) if node.id in self.globals else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """What is in a module by what it is; of anything else the attribute's name."""
+        """A module's attribute by its value; any other attribute by its name."""
         value = self._value(node)
         if value is _MISSING or isinstance(value, ModuleType):
             return ast.Attribute(self.visit(node.value), node.attr)
         return ast.Name(self._named(value))
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """A call, with parameters of our functions by their places."""
+        """A call, with parameters of wavecrest's functions by their positions."""
         function = _device(self._value(node.func))
         names = () if function is None else tuple(inspect.signature(function).parameters)
         keywords = [
@@ -140,12 +140,12 @@ class _Plain(ast.NodeTransformer):
             return _MISSING if node.id in self.locals else self.globals.get(node.id, _MISSING)
         if isinstance(node, ast.Attribute):
             above = self._value(node.value)
-            # of modules and classes alone: anything else is the compiler's to look into
+            # only of modules and classes: the compiler looks into anything else
             return getattr(above, node.attr, _MISSING) if isinstance(above, ModuleType | type) else _MISSING
         return _MISSING
 
     def _named(self, value: Any) -> str:
-        """What a global is, whatever it is called here."""
+        """The value of a global, independent of its local name."""
         if isinstance(value, ModuleType):
             return value.__name__
         function = _device(value) or (value if isinstance(value, FunctionType) else None)

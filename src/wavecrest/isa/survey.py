@@ -1,4 +1,4 @@
-"""Compiling every case of an op, or of a user's function, for several architectures and configurations."""
+"""Compile every case of an op, or of a user's function, for several architectures and configurations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wavecrest.isa.compiler import arch_of, compile_launch, require_compiler
 from wavecrest.isa.facts import Row, read
 from wavecrest.measure.workload import load_function
 
-# done, planned, what was compiled last
+# (done, planned, last compiled)
 OnProgress = Callable[[int, int, str], None]
 Cases = Callable[..., Mapping[str, Launch]]
 Override = Mapping[str, int]
@@ -32,7 +32,7 @@ OPTIONS = ("num_warps", "num_stages", "num_ctas", "waves_per_eu", "matrix_instr_
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One kernel to compile; `chosen` names the configuration it runs with, `reason` says why it is not compiled."""
+    """One kernel to compile; `chosen` names its configuration, `reason` says why it is not compiled."""
 
     target: str
     case: str
@@ -46,8 +46,8 @@ def cases_of(target: str) -> Cases:
     """The function that gives a target's launches, `cases(arch, config=None) -> dict[name, Launch]`.
 
     Args:
-        target: an op's name, or file.py:function (package.module:function) for kernels of one's own; that function
-            may take (arch, config), (arch) or nothing.
+        target: an op's name, or file.py:function (package.module:function) for a user's kernels; that function may
+        take (arch, config), (arch) or nothing.
 
     Raises:
         InvalidArgument: no such op, or it has no kernel.
@@ -101,7 +101,7 @@ def parse_override(text: str) -> dict[str, int]:
 def jobs(
     target: str, archs: Sequence[str], overrides: Sequence[Override] = ({},), case: str | None = None
 ) -> list[Job]:
-    """What there is to compile: every case, by case, then configuration, then architecture.
+    """The kernels to compile: every case, by case, then configuration, then architecture.
 
     Args:
         target: see `cases_of`.
@@ -145,7 +145,7 @@ def _launches(target: str, cases: Cases, arch: hardware.Arch) -> Mapping[str, La
 
 
 def _changed(job: Job, cases: Cases, arch: hardware.Arch, override: Override) -> Job:
-    """The job with a changed configuration; with a reason where the target does not make such a launch."""
+    """The job with a changed configuration; with a reason if the target makes no such launch."""
     known = job.launch.config.kwargs
     unknown = [key for key in override if key not in known and key not in OPTIONS]
     if unknown:
@@ -172,7 +172,7 @@ def survey(
     mca_tool: mca.Tool | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Row]:
-    """Compile everything, in processes of each architecture's own, and read the facts; in the order of `work`.
+    """Compile everything, in separate processes for each architecture, and read the facts, in the order of `work`.
 
     A kernel that does not compile, or that takes its compiler down, is a row with a reason.
 
@@ -202,15 +202,15 @@ def survey(
     waiting = list(range(len(work)))
     try:
         while waiting:
-            # a process compiles for one architecture: triton 3.6 has one table of 8-bit conversions, of the first, and
-            # uses it for all (a kernel compiled for gfx942, but not behind gfx950)
+            # a process compiles for one architecture: triton 3.6 keeps the table of 8-bit conversions of the first one
+            # and uses it for all (a kernel compiled for gfx942 alone, but not after gfx950)
             for arch in dict.fromkeys(work[index].arch for index in waiting):
                 alike = [index for index in waiting if work[index].arch == arch]
                 for index, row in _pooled(alike, count, code, mca_tool):
                     note(index, row)
             waiting = [index for index in waiting if index not in rows]
-            # a compiler that dies takes the whole pool along: those it may have been are compiled one by one. A pool
-            # hands out its work in order, and each worker has at most one kernel and the pool a few more in its queue
+            # a compiler that dies takes the whole pool with it: the suspects are compiled one by one. A pool hands out
+            # work in order; each worker has at most one kernel, and the pool a few more in its queue
             for index in waiting[: 3 * count]:
                 done = dict(_pooled([index], 1, code, mca_tool))
                 note(index, done.get(index) or _row(work[index], reason="the compiler crashed"))
@@ -244,7 +244,7 @@ _log: TextIO | None = None
 
 
 def _begin(parent: int) -> None:
-    """In a worker: what LLVM and MLIR write to standard error goes to a file, to be quoted where they fail."""
+    """In a worker: send LLVM's and MLIR's standard error to a file, so that a failure can quote it."""
     global _log
     _log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
     os.dup2(_log.fileno(), 2)
@@ -252,7 +252,7 @@ def _begin(parent: int) -> None:
 
 
 def _follow(parent: int) -> None:
-    """End this worker with its parent: a pool's workers wait for work forever where the parent was killed."""
+    """End this worker with its parent: a pool's workers wait for work forever if the parent was killed."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

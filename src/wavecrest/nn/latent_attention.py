@@ -15,13 +15,13 @@ from wavecrest.ops._mla_decode.call import MAX_TOKENS
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Causal self-attention whose keys and values are made of one latent a token (DeepSeek-V2, 2024, section 2.1).
+    """Causal self-attention whose keys and values are made from one latent a token (DeepSeek-V2, 2024, section 2.1).
 
     The parameters' names and shapes are those of transformers' DeepSeek attention: `q_proj`, or with `q_lora_rank`
     `q_a_proj`, `q_a_layernorm` and `q_b_proj`; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`. Without a
-    cache keys and values of all heads are made (`flash_attention`); with one, the latents alone are stored, and the
-    expansion is multiplied into queries and results (`mla_decode`, `mla_prefill`). Both give the same output, up to
-    rounding.
+    cache the keys and values of all heads are made (`flash_attention`). With a cache only latents are stored, and
+    queries and results are multiplied by the two halves of `kv_b_proj` (`mla_decode`, `mla_prefill`). Both give
+    the same output, up to rounding.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MultiHeadLatentAttention(nn.Module):
         Args:
             hidden: columns of the input and the output.
             heads: H. `kv_lora_rank`: R, columns of a latent, 1 to 512. `q_lora_rank`: columns of a query's latent;
-                None: queries are one product.
+                None: queries are made by one GEMM.
             qk_nope_head_dim, qk_rope_head_dim, v_head_dim: Dn, Dr (even, up to 128) and Dv of a head; Dn + Dr and Dv
                 up to 256.
             max_positions: rows of the tables of the rotary part. `rope_base`, `rope_scaling`: as of `rope_tables`.
@@ -123,7 +123,7 @@ class MultiHeadLatentAttention(nn.Module):
         return q[..., : self.nope], q[..., self.nope :]
 
     def _rows(self, x: Tensor, places: Tensor | None) -> Tensor:
-        """What the cache holds of the tokens, [B, T, R + Dr]: latents behind their norm, and the rotary part turned."""
+        """The tokens' rows of the cache, [B, T, R + Dr]: normalized latents, and the rotary part, turned."""
         rows = self.kv_a_proj_with_mqa(x)
         turned = self.rotary_emb(rows[..., None, self.latent :], places)[..., 0, :]
         return torch.cat((self.kv_a_layernorm(rows[..., : self.latent]), turned), -1)

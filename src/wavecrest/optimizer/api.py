@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavecrest import report
+from wavecrest import hardware, report
 from wavecrest.measure.workload import Workload, from_example
-from wavecrest.optimizer.engine import MAX_LEVEL, Engine, Options, Progress
+from wavecrest.optimizer.analysis import Analysis
+from wavecrest.optimizer.engine import run_ladder
+from wavecrest.optimizer.ledger import Ledger
+from wavecrest.optimizer.measurer import Measurer
+from wavecrest.optimizer.options import MAX_LEVEL, Options, Progress, Silent
 from wavecrest.optimizer.plan import Plan
-from wavecrest.records import OptimizeRecord, StepOutcome, files
+from wavecrest.optimizer.state import RunState
+from wavecrest.records import OptimizeRecord, files
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from wavecrest.measure.timing import Clock
+
 __all__ = ["OptimizeInterrupted", "OptimizeResult", "Options", "Progress", "Report", "optimize", "run"]
-
-
-class _Silent:
-    def phase(self, text: str) -> None:
-        pass
-
-    def update(self, done: int, planned: int) -> None:
-        pass
-
-    def outcome(self, step: StepOutcome) -> None:
-        pass
 
 
 class Report:
@@ -106,15 +103,40 @@ def run(
     resume: bool = False,
     progress: Progress | None = None,
     command: str | None = None,
+    now: Clock = time.perf_counter,
+    analysis: Analysis | None = None,
 ) -> OptimizeResult:
-    """Run the ladder on a workload; see `optimize`."""
+    """Run the ladder on a workload; see `optimize`.
+
+    Args:
+        workload: what to make faster.
+        options: how; None takes the defaults.
+        out: folder for run.json, plan.json and report.html; None keeps everything in memory.
+        resume: go on with the run in `out`.
+        progress: is told what runs and what came of it.
+        command: the command line, for the record.
+        now: where time comes from.
+        analysis: finds ceilings, profiles and graph breaks; None takes the device's own.
+    """
+    options, progress = options or Options(), progress or Silent()
     if out is not None:
         files.prepare_folder(out)
-    engine = Engine(workload, options or Options(), out, progress or _Silent(), command)
+    device = hardware.detect(workload.device)
+    state = RunState(
+        workload,
+        options,
+        progress,
+        device,
+        Ledger(workload, device, options, folder=out, command=command),
+        Measurer(workload, options.budget, progress, now),
+        analysis or Analysis(workload),
+        now,
+    )
+    ledger = state.ledger
     if resume:
-        engine.resume()
+        ledger.resume(workload, device)
     try:
-        engine.run()
+        run_ladder(state)
     except KeyboardInterrupt:
-        raise OptimizeInterrupted(engine.record, engine.plan, out) from None
-    return OptimizeResult(engine.current, engine.plan, Report(engine.record), engine.record, out)
+        raise OptimizeInterrupted(ledger.record, ledger.plan, out) from None
+    return OptimizeResult(state.current, ledger.plan, Report(ledger.record), ledger.record, out)

@@ -7,9 +7,6 @@ other versions verifies the numerics again, step by step; another architecture o
 from __future__ import annotations
 
 import hashlib
-import json
-import warnings
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import pydantic
 from pydantic import Field
 
-from wavecrest import env, hardware
-from wavecrest.errors import PlanError, PlanMismatch, StepRefused
+from wavecrest import hardware
+from wavecrest.errors import PlanError, PlanMismatch, PlanWarning
 from wavecrest.records import DecisionRow, Result, StepOutcome, files, provenance
 
 if TYPE_CHECKING:
@@ -26,11 +23,17 @@ if TYPE_CHECKING:
 
     from wavecrest.measure.workload import Workload
 
+__all__ = [
+    "FORMAT_VERSION",
+    "BucketSpec",
+    "EnvironmentSetting",
+    "Fingerprint",
+    "ModelIdentity",
+    "Plan",
+    "PlanWarning",
+]
+
 FORMAT_VERSION = 1
-
-
-class PlanWarning(UserWarning):
-    """A plan was applied, but not exactly as it was made; the text says what differs."""
 
 
 class Fingerprint(files.Model):
@@ -200,7 +203,9 @@ class Plan(files.Model):
             PlanMismatch: another architecture or model; or other versions and no example inputs to verify with; or,
                 with strict, anything that would have been a PlanWarning.
         """
+        # replaying needs torch and every step; reading a plan needs neither
         from wavecrest.measure.workload import Inputs, Workload, from_example
+        from wavecrest.optimizer.replay import check_environment, pin_dispatch, replay
 
         if example_inputs is None:
             import torch
@@ -211,75 +216,14 @@ class Plan(files.Model):
             workload = from_example(model, example_inputs)
         device = hardware.detect(workload.device)
         differences = self.match(workload, device)
-        self._check_environment(strict)
+        check_environment({row.name: row.value for row in self.environment}, strict)
         if differences and example_inputs is None:
             raise PlanMismatch(
                 f"versions differ from the plan's ({'; '.join(differences)}): its steps must be verified again. Pass "
                 "example_inputs to apply, or run `wavecrest verify`"
             )
-        self._pin_dispatch()
-        return replay(self, workload, verify=bool(differences), because=differences, strict=strict).model
-
-    def _check_environment(self, strict: bool) -> None:
-        missing = [row for row in self.environment if env.get(row.name) != row.value]
-        if missing:
-            names = " ".join(f"{row.name}={row.value}" for row in missing)
-            _tell(f"the plan was measured with {names} set before import, which is not so here", strict)
-
-    def _pin_dispatch(self) -> None:
-        from wavecrest import ops
-        from wavecrest.dispatch.tuned import Config
-
-        for row in self.dispatch:
-            if row.backend in ops.get(row.op).backends:
-                key = tuple(json.loads(row.key))
-                ops.get(row.op).pin(key, row.backend, Config(**row.config) if row.config else None, "exact", "plan")
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """A plan applied to a model: the model, the stack in force, and what was dropped, with reasons."""
-
-    model: nn.Module
-    stack: Any
-    dropped: list[str]
-
-
-def replay(plan: Plan, workload: Workload, *, verify: bool, because: list[str], strict: bool) -> Replay:
-    """Apply the plan's kept steps; with `verify` each must pass the accuracy gate again, or it is dropped."""
-    from wavecrest.optimizer.gate import Gate, failures
-    from wavecrest.optimizer.steps import Stack, build, step_by_id
-    from wavecrest.optimizer.steps.precision import gate_dtype
-
-    stack = Stack()
-    kept = plan.kept()
-    if not verify:
-        for step in kept:
-            stack = stack.plus(step_by_id(step.id), step.params)
-        return Replay(build(workload.model, stack), stack, [])
-    gate = Gate.prepare(workload)
-    dropped = []
-    model = build(workload.model, stack)
-    for step in kept:
-        trial = stack.plus(step_by_id(step.id), step.params)
-        try:
-            candidate = build(workload.model, trial)
-            gate.dtype = gate_dtype(item.step_id for item in trial.applied) or workload.dtype
-            problem = failures(gate.check(candidate))
-        except StepRefused as error:
-            problem = str(error)
-        if problem:
-            dropped.append(f"{step.id}: {problem}")
-            _tell(f"step {step.id} no longer verifies ({'; '.join(because)}): {problem}", strict)
-        else:
-            stack, model = trial, candidate
-    return Replay(model, stack, dropped)
-
-
-def _tell(message: str, strict: bool) -> None:
-    if strict:
-        raise PlanMismatch(message)
-    warnings.warn(message, PlanWarning, stacklevel=4)
+        pin_dispatch(self.dispatch)
+        return replay(self.kept(), workload, verify=bool(differences), because=differences, strict=strict).model
 
 
 def _home(model: nn.Module) -> str:

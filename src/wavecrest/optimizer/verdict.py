@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from wavecrest import records
 from wavecrest.measure import timing
 from wavecrest.records import BucketSpeed, QualityResult
@@ -95,8 +97,6 @@ def claim(pairs: dict[str, timing.Paired], alone: dict[str, timing.Measurement])
 
 def check_quality(workload: Workload, model: nn.Module) -> list[QualityResult]:
     """The workload's own end-to-end check of a model against the original, if it has one."""
-    import torch
-
     if workload.quality is None:
         return []
     with torch.no_grad():

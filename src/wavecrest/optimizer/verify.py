@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,11 @@ from pathlib import Path
 from wavecrest import env, hardware
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.measure import timing, workload
-from wavecrest.optimizer.plan import Plan, replay
+from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.replay import replay
+from wavecrest.optimizer.steps.precision import gate_dtype
+from wavecrest.optimizer.verdict import check_quality, claim
 from wavecrest.records import VerifyProcess, VerifyRecord, provenance
 
 CHILD_TIMEOUT = 1800.0
@@ -33,7 +38,16 @@ def run(
     on_process: Callable[[int, int], None] | None = None,
     command: str | None = None,
 ) -> VerifyRecord:
-    """Apply the plan in `processes` fresh processes and compare with the original in each.
+    """Apply the plan in fresh processes and compare with the original in each.
+
+    Args:
+        spec: the workload, as `wavecrest.measure.workload.load` takes it.
+        plan_path: the plan file.
+        processes: how many fresh processes.
+        seconds: sampling time a bucket and process.
+        device: torch device name; None takes the workload's own.
+        on_process: is told (number of the process, processes) before each.
+        command: the command line, for the record.
 
     Raises:
         PlanError, PlanMismatch, WorkloadError: the plan or the workload cannot be used here.
@@ -57,7 +71,7 @@ def run(
         for bucket in loaded.buckets
     ]
     ratio, ci = timing.bootstrap_processes(buckets)
-    passed, reason = _verdict(results, ratio, ci, plan)
+    passed, reason = verdict_of(results, ratio, ci, plan)
     return VerifyRecord(
         header=provenance.header(found, command=command),
         workload=loaded.name,
@@ -70,27 +84,33 @@ def run(
     )
 
 
-def _verdict(results: list[VerifyProcess], ratio: float, ci: timing.Interval, plan: Plan) -> tuple[bool, str]:
-    from wavecrest.optimizer.gate import failures
+def verdict_of(results: list[VerifyProcess], ratio: float, ci: timing.Interval, plan: Plan) -> tuple[bool, str]:
+    """Whether a plan passes, and the reason.
 
+    It fails if any process gives wrong answers or fails the workload's quality check, or if the optimized model is
+    proven slower. A plan without steps is the original model, so its speed is not judged.
+
+    Args:
+        results: one a process.
+        ratio: speed-up over all processes and buckets.
+        ci: its interval.
+        plan: what was verified.
+    """
     wrong = [(result.process, failures(result.numerics)) for result in results if failures(result.numerics)]
     if wrong:
-        return (
-            False,
-            f"{len(wrong)} of {len(results)} processes give wrong answers; process {wrong[0][0]}: {wrong[0][1]}",
-        )
+        process, problem = wrong[0]
+        return False, f"{len(wrong)} of {len(results)} processes give wrong answers; process {process}: {problem}"
     bad = [(result.process, row) for result in results for row in result.quality if not row.passed]
     if bad:
-        return False, f"process {bad[0][0]}: {bad[0][1].name} is {bad[0][1].value:g}, limit {bad[0][1].limit:g}"
+        process, row = bad[0]
+        return False, f"process {process}: {row.name} is {row.value:g}, limit {row.limit:g}"
     if plan.stack and ci.high < 1:
         return False, f"the optimized model is slower than the original: {ratio:.3f}× {ci}"
     return True, f"numerics hold in {len(results)} processes; {ratio:.3f}× {ci}"
 
 
 def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, plan: Plan) -> VerifyProcess:
-    source = str(Path(__file__).resolve().parents[1])
-    changes: dict[str, str | None] = {row.name: row.value for row in plan.environment}
-    changes["PYTHONPATH"] = ":".join([source, *filter(None, [env.get("PYTHONPATH")])])
+    changes = {row.name: row.value for row in plan.environment}
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "process.json"
         command = [
@@ -99,7 +119,7 @@ def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, 
         ]  # fmt: skip
         try:
             done = subprocess.run(
-                command, env=env.child(changes), capture_output=True, text=True, timeout=CHILD_TIMEOUT
+                command, env=env.python_child(changes), capture_output=True, text=True, timeout=CHILD_TIMEOUT
             )
         except subprocess.TimeoutExpired:
             raise EnvironmentProblem(f"process {index} took more than {CHILD_TIMEOUT:.0f} s") from None
@@ -109,23 +129,33 @@ def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, 
         return VerifyProcess.model_validate_json(target.read_text())
 
 
-def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: int) -> VerifyProcess:
-    """What one fresh process does: load, replay the plan, gate, quality, paired timing."""
-    from wavecrest.optimizer.gate import Gate
-    from wavecrest.optimizer.steps.precision import gate_dtype
-    from wavecrest.optimizer.verdict import check_quality, claim
+def check_here(
+    spec: str, plan_path: Path, device: str, seconds: float, index: int, *, now: timing.Clock = time.perf_counter
+) -> VerifyProcess:
+    """What one fresh process does: load, replay the plan, gate, quality, paired timing.
 
+    Args:
+        spec: the workload.
+        plan_path: the plan.
+        device: torch device name.
+        seconds: sampling time a bucket, for the original alone and again for the pair.
+        index: number of this process.
+        now: where time comes from.
+
+    Raises:
+        PlanError, PlanMismatch, WorkloadError: the plan or the workload cannot be used here.
+    """
     plan = Plan.load(plan_path)
     loaded = workload.load(spec, device=device)
     differences = plan.match(loaded, hardware.detect(loaded.device))
     # before anything is compiled in this process
     alone = {
-        bucket: timing.measure(workload.Call(loaded, bucket), device=loaded.device, seconds=seconds)
+        bucket: timing.measure(workload.Call(loaded, bucket), device=loaded.device, seconds=seconds, now=now)
         for bucket in loaded.buckets
     }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        made = replay(plan, loaded, verify=bool(differences), because=differences, strict=False)
+        made = replay(plan.kept(), loaded, verify=bool(differences), because=differences, strict=False)
         texts = [str(row.message) for row in caught if row.category.__module__.startswith("wavecrest")]
     gate = Gate.prepare(loaded, dtype=gate_dtype(plan.stack))
     numerics = gate.check(made.model)
@@ -136,6 +166,7 @@ def check_here(spec: str, plan_path: Path, device: str, seconds: float, index: i
             workload.Call(loaded, bucket, made.model),
             device=loaded.device,
             seconds=seconds,
+            now=now,
         )
         for bucket in loaded.buckets
     }

@@ -43,10 +43,10 @@ def profile_workload(
     """Profile every bucket of a workload.
 
     Args:
-        function: what to call instead of the workload's model (a compiled or captured one).
+        function: called instead of the workload's model (a compiled or captured one).
         calls: steady calls, first timed without the profiler, then traced; wall time comes from the untraced ones,
             because tracing slows the host.
-        ceilings: what percentages of the roofline compare with; None takes the device's datasheet, if there is one.
+        ceilings: peaks that percentages of the roofline refer to; None takes the device's datasheet, if known.
         traces: folder that keeps the Chrome traces, one file a bucket (`trace_name`); None discards them.
 
     Raises:

@@ -21,7 +21,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 class Rule(NamedTuple):
-    """One row of the table: `pattern` is searched in the name, ignoring case; `origin` is whose names it is for."""
+    """One row of the table: `pattern` is searched in the name, ignoring case; `origin` is the library that names so."""
 
     pattern: str
     category: Category
@@ -29,7 +29,7 @@ class Rule(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What a name was taken for; `origin` is empty for "other"."""
+    """The category of a name; `origin` is empty for "other"."""
 
     category: Category
     origin: str
@@ -71,7 +71,7 @@ _ATEN_POINTWISE = (
 
 RULES: tuple[Rule, ...] = (
     # wavecrest's own Triton kernels
-    # norms and softmax; what it rounds to 8 bits without one has the same name
+    # norms and softmax; quantization without a norm has the same kernel name
     Rule(r"^_row_kernel$", "normalisation", "wavecrest"),
     Rule(r"^_(?:tile|sum|stream_k|join|multiply|words|hopper_gated)_kernel$", "gemm", "wavecrest"),
     Rule(r"^_conv2d_kernel$", "convolution", "wavecrest"),
@@ -87,8 +87,8 @@ RULES: tuple[Rule, ...] = (
     Rule(r"^triton_tem_fused\w*conv", "convolution", "inductor template"),
     Rule(r"^triton_tem_fused\w*_(?:add|b|badd|int_|grouped_|scaled_(?:grouped_)?)?mm", "gemm", "inductor template"),
     Rule(r"^cpp_\w*(?:micro_?gemm|packed_gemm|_gemm_template)", "gemm", "inductor template"),
-    # a product of few rows written out as a reduction (a norm fused into it is the smaller part); addmm in a name is
-    # only the bias of a library call
+    # a GEMV written out as a reduction (a norm fused into it is the smaller part); addmm in a name is only the bias of
+    # a library call
     Rule(r"^triton_(?:red|per)_fused(?:_\w+)?_(?:mm|bmm|mv)_", "gemm", "inductor"),
     Rule(_FUSED + r"\w*(?:layer|group|batch|instance|rms)_norm", "normalisation", "inductor"),
     Rule(_FUSED + r"\w*(?:_softmax|softmax_online)", "normalisation", "inductor"),
@@ -115,7 +115,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rf"^aten::(?:{_ATEN_POINTWISE})_?$", "elementwise", "aten"),
     # copies and fills that the runtimes do themselves
     Rule(r"^memcpy|^memset|__amd_rocclr_(?:copy|fill)|^copybuffer|^fillbuffer", "memory", "runtime"),
-    # attention: before convolution and gemm, whose words its template arguments contain
+    # attention: before convolution and gemm, since its template arguments contain their words
     Rule(r"fmha|sdpa|flash_?(?:fwd|bwd|attn|attention|decod|prefill|mla)|flash::|attentionkernel", "attention",
          "flash, cuDNN, CUTLASS, CK, aiter"),
     Rule(r"(?:^|[^a-z])(?:attn|mha|mla)_(?:fwd|bwd|prefill|decode|reduce|a16w16|a8w8)|(?:fwd|bwd)_attn|attn_(?:fwd|bwd)",

@@ -1,8 +1,8 @@
 """Least work of an op from its shapes, and how near to the roofline it ran.
 
-Work is counted once per operand: 2·M·N·K for a product, each tensor read or written once. The ceiling is the lower of
+Work is counted once per operand: 2·M·N·K for a GEMM, each tensor read or written once. The ceiling is the lower of
 peak matrix throughput and memory bandwidth at the op's arithmetic intensity (Williams, Waterman, Patterson 2009), taken
-from a measurement on the device where there is one, else from the vendor's datasheet.
+from a measurement on the device if one was made, else from the vendor's datasheet.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Argument:
         return stored * self.element_bytes if self.numel else 0
 
     def ints(self) -> Shape:
-        """A list of integers such as "[1, 1]"; empty where the profiler printed none."""
+        """A list of integers such as "[1, 1]"; empty if the profiler printed no list."""
         inner = self.value.strip("[]")
         return tuple(int(part) for part in inner.split(",")) if inner else ()
 
@@ -259,7 +259,7 @@ RULES: dict[str, Rule] = {
 
 
 def work(op: str, arguments: Sequence[Argument]) -> Work | None:
-    """The least work of a call, or None where the op, a shape or an element type is unknown.
+    """The least work of a call, or None if the op, a shape or an element type is unknown.
 
     Args:
         op: the profiler's name of the op, such as "aten::addmm".
@@ -279,7 +279,7 @@ def work(op: str, arguments: Sequence[Argument]) -> Work | None:
 def placed(found: Work, ms: float, ceilings: Ceilings) -> tuple[float, Literal["compute", "memory"]] | None:
     """Percent of the roofline that one call of `ms` milliseconds reached, and which side bounds it.
 
-    Returns None where the ceiling for the dtype is unknown. Above 100 % a memory-bound op was served from a cache.
+    Returns None if the ceiling for the dtype is unknown. Above 100 % a memory-bound op was served from a cache.
     """
     if ms <= 0 or ceilings.bandwidth <= 0:
         return None
@@ -320,11 +320,11 @@ def _best_seconds(call: Callable[[], Any], finish: Callable[[], None], budget: f
 
 
 def measure_ceilings(device: str, dtype: str = "float32", *, seconds: float | None = None) -> Ceilings:
-    """What this device reaches in a large copy and a large square product: the ceiling that is fair to compare with.
+    """Measure a large copy and a large square GEMM on this device: a ceiling that kernels can reach.
 
     Args:
         device: a torch device name, "cpu" or "cuda:N".
-        dtype: torch dtype name of the product (float32 is measured too); random data, never zeros, since power draw
+        dtype: torch dtype name of the GEMM (float32 is measured too); random data, never zeros, since power draw
             and with it the clock depend on the data.
         seconds: time to spend, roughly; None takes 0.5 on a GPU and 2 on the CPU, whose clock settles slowly.
 
@@ -362,7 +362,7 @@ def _best_copy(device: str, on_gpu: bool, finish: Callable[[], None], seconds: f
 
 
 def _best_product(device: str, dtype: Any, on_gpu: bool, finish: Callable[[], None], seconds: float) -> float:
-    """TFLOP/s of the best square product; grows the size while one call stays far below the time to spend."""
+    """TFLOP/s of the best square GEMM; grows the size while one call stays far below the time to spend."""
     import torch
 
     size, best = (2048 if on_gpu else 256), 0.0

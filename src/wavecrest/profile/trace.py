@@ -1,4 +1,4 @@
-"""Reads an exported torch.profiler trace: device intervals or CPU self times, by category and by op with its shapes.
+"""Read an exported torch.profiler trace: device intervals or CPU self times, by category and by op with its shapes.
 
 The events used are those of the Chrome trace: `kernel`, `gpu_memcpy` and `gpu_memset` on the device, `cuda_runtime`
 and `cuda_driver` launches (ROCm uses the same words), `cpu_op` with its input shapes, and one `user_annotation` named
@@ -32,8 +32,8 @@ _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _RUNTIME = {"cuda_runtime", "cuda_driver", "hip_runtime"}
 _LAUNCH = re.compile(r"LaunchKernel|LaunchCooperative|GraphLaunch|Memcpy|Memset")
 _NOT_TENSORS = {"", "Scalar", "ScalarList", "GenericList", "TensorList", "OptionalTensorList"}
-# an op of these categories lends its category to what runs inside it: the products and the softmax of a composite
-# attention are attention, the im2col and the product of a convolution are convolution
+# ops inside an op of these categories count as that category: the GEMMs and the softmax of a composite attention are
+# attention, the im2col and the GEMM of a convolution are convolution
 _INHERITED: tuple[Category, ...] = ("attention", "convolution")
 
 Event = Mapping[str, Any]
@@ -96,7 +96,7 @@ def load(path: Path) -> list[Event]:
     """The events of an exported trace (`.json` or `.json.gz`).
 
     Raises:
-        RecordError: the file is missing, damaged or no Chrome trace.
+        RecordError: the file is missing, damaged or not a Chrome trace.
     """
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
@@ -130,7 +130,7 @@ def summarize(events: Sequence[Event], *, ceilings: Ceilings | None = None) -> S
 
     Args:
         events: the trace's events, with one `MARK` annotation around each profiled call.
-        ceilings: what percentages of the roofline compare with; None leaves them out.
+        ceilings: peaks that percentages of the roofline refer to; None leaves percentages out.
 
     Raises:
         RecordError: there is no `MARK` in the trace, so nothing says what one call is.
@@ -252,7 +252,7 @@ class _Table:
     def _op(self, key: tuple[str, Category, str], row: _Row, total: float) -> OpTime:
         name, kind, shapes = key
         known = list(row.works.values())
-        # the time of a row is of all its calls; work known for some of them only would be compared with too much
+        # a row's time covers all its calls; work known for only some of them would be compared with too much time
         known = known if len(known) == len(row.units) else []
         flops = sum(found.flops for found in known) / len(known) if known else None
         moved = sum(found.bytes for found in known) / len(known) if known else None
@@ -292,7 +292,7 @@ def _on_device(
         kind = _inherited(op) or category(kernel)
         if kind == "other" and op is not None:
             kind = category(op.name)
-        # Triton kernels and compiled regions are annotated too, but only ops of a schema name what was asked for
+        # Triton kernels and compiled regions are annotated too, but only ops with a schema name the requested operation
         owner = op if op is not None and "::" in op.name else None
         if owner is not None:
             owner = next((node for node in owner.outward() if node.work is not None), owner)
@@ -305,7 +305,7 @@ def _on_device(
             shapes,
             event["dur"],
             id(owner) if owner is not None else id(event),
-            # the bias copy beside a product must not count the product's work again
+            # the bias copy beside a GEMM must not count the GEMM's work again
             work=owner.work if owner is not None and named else None,
             kernel=short_name(kernel) if owner is not None else "",
         )
@@ -314,7 +314,7 @@ def _on_device(
 
 
 class _Launches:
-    """Which op launched a device event: by external id, else by correlation with the launch call's place in time."""
+    """Find the op that launched a device event: by external id, else by the time of the correlated launch call."""
 
     def __init__(self, spans: Sequence[Event], ops: Sequence[tuple[Event, _Op]]) -> None:
         self._by_id = {event.get("args", {}).get("External id"): op for event, op in ops}
@@ -349,12 +349,12 @@ class _Launches:
 
 
 def _own_work(op: _Op) -> roofline.Work | None:
-    """The op's work, unless ops inside it account for it: of a composite only the innermost counts."""
+    """The op's work, unless ops inside it account for it: in a composite only the innermost op counts."""
     found = op.work
     if found is None:
         return None
     inner = [node.work for node in op.inside() if node.work is not None]
-    # copies inside a product do not do the product; a product inside does
+    # copies inside a GEMM do not account for its work; a GEMM inside it does
     return None if any(work.matrix or not found.matrix for work in inner) else found
 
 

@@ -124,7 +124,7 @@ def commit_of(package: Path) -> str | None:
 def _git(folder: Path, *words: str) -> str | None:
     """What git says, None if it fails."""
     # set inside git's own hooks, where they name the repository of whoever calls
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment = env.child({name: None for name in env.matching("GIT_") if name.startswith("GIT_")})
     command = ["git", "-C", str(folder), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment)

@@ -163,7 +163,7 @@ def _roof_lines(x: svg.Scale, y: svg.Scale, memory: list[float], compute: list[f
             text = f"memory roof {numbers.significant(bandwidth / 1e9)} GB/s"
             lines.append(_roof(x, y, (begin, begin * bandwidth), (end, end * bandwidth), text))
     for peak in compute:
-        begin = max(x.low, *(peak / bandwidth for bandwidth in memory[-1:]))
+        begin = max([x.low, *(peak / bandwidth for bandwidth in memory[-1:])])
         if begin < x.high:
             text = f"compute roof {numbers.significant(peak / 1e12)} TFLOP/s"
             lines.append(_roof(x, y, (begin, peak), (x.high, peak), text))

@@ -1,4 +1,4 @@
-"""Compiling every kernel of a run before anything is timed, in child processes that fill Triton's cache.
+"""Compile every kernel of a run before anything is timed, in child processes that fill Triton's cache.
 
 Sizes are run-time integers in most kernels, so one kernel serves many shapes: each is compiled once.
 """
@@ -25,6 +25,7 @@ from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import EnvironmentProblem, Unsupported
 from wavecrest.hardware import Arch
 from wavecrest.isa import Launch, compiler
+from wavecrest.measure.timing import Clock
 from wavecrest.tune import worker
 from wavecrest.tune.candidates import Candidate
 from wavecrest.tune.lanes import importable
@@ -32,7 +33,7 @@ from wavecrest.tune.lanes import importable
 # a kernel that is not compiled after this long is refused
 TIMEOUT = 120.0
 
-# what tells kernels apart that Triton compiles apart
+# two launches with the same identity share one compiled kernel
 Identity = tuple[Any, ...]
 # (done, planned), after each kernel
 OnKernel = Callable[[int, int], None]
@@ -41,8 +42,8 @@ OnKernel = Callable[[int, int], None]
 def identity(launch: Launch) -> Identity:
     """Equal for launches that run the same machine code.
 
-    What a kernel is compiled for are the types of its arguments, whether an address is a multiple of 16, of integers
-    that it does not keep for run time whether they are 1 and multiples of 16, its constants and its options.
+    Triton compiles a kernel for the types of its arguments, for whether addresses are multiples of 16, for whether
+    specialized integers are 1 or multiples of 16, and for its constants and options.
     """
     kinds = tuple(_kind(value, parameter) for value, parameter in zip(launch.args, launch.kernel.params, strict=False))
     options = tuple(sorted(launch.options().items(), key=lambda pair: pair[0]))
@@ -65,16 +66,16 @@ class Kernels:
     """The kernels of a run: a job for each, and which of them a candidate of a case needs."""
 
     arch: str
-    # why nothing is compiled ahead; empty: it is
+    # why nothing is compiled ahead; empty if kernels are
     note: str = ""
     jobs: dict[Identity, dict[str, Any]] = field(default_factory=dict)
     errors: dict[Identity, str] = field(default_factory=dict)
-    # bytes of scratch memory a lane, of those that were compiled and say so
+    # bytes of scratch memory a lane, for kernels that were compiled and report it
     scratch: dict[Identity, int] = field(default_factory=dict)
     _needed: dict[tuple[str, Candidate], tuple[Identity, ...]] = field(default_factory=dict)
 
     def add(self, op: AnyOp, case: str, call: AnyCall, candidates: Iterable[Candidate], arch: Arch) -> None:
-        """Note the kernels of a case's candidates; those of a backend without `launches` compile when they are run."""
+        """Add the kernels of a case's candidates; a backend without `launches` compiles at its first call."""
         found: list[Any] | None = None
         for candidate in candidates:
             launches = op.study.kernel(candidate.backend).launches
@@ -103,13 +104,13 @@ class Kernels:
         return None
 
     def spilled(self, case: str, candidate: Candidate) -> int | None:
-        """The most scratch memory of a candidate's kernels, in bytes a lane; None where that of one is not known."""
+        """The most scratch memory of a candidate's kernels, in bytes a lane; None if it is unknown for one of them."""
         found = [self.scratch.get(name) for name in self._needed.get((case, candidate), ())]
         known = [one for one in found if one is not None]
         return max(known) if known and len(known) == len(found) else None
 
     def spills_more(self, case: str, candidates: Sequence[Candidate]) -> dict[int, str]:
-        """The candidates, by their place, that spill more than the default does, with the reasons."""
+        """Candidates that spill more than the default, by their index, with the reasons."""
         default = next((one for one in candidates if one.role == "default"), None)
         least = None if default is None else self.spilled(case, default)
         if least is None:
@@ -127,7 +128,7 @@ def kernels(on_cpu: bool, arch: Arch | None) -> Kernels:
     if on_cpu:
         return Kernels("", note="the CPU runs no compiled kernels")
     if arch is None:
-        return Kernels("", note="the architecture is not one that wavecrest has a record of")
+        return Kernels("", note="wavecrest has no record of the architecture")
     try:
         compiler.require_compiler()
     except EnvironmentProblem as error:
@@ -136,7 +137,7 @@ def kernels(on_cpu: bool, arch: Arch | None) -> Kernels:
 
 
 class Answers(Protocol):
-    """What answers jobs: a child process, or what stands for one."""
+    """Answers compile jobs: a child process, or a stand-in for one in tests."""
 
     def ask(self, job: dict[str, Any], timeout: float) -> dict[str, Any]:
         """The answer to a job."""
@@ -161,13 +162,13 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            # one that compiles does not hear of Ctrl-C by itself: it is closed
+            # a child that compiles does not receive Ctrl-C: this process closes it
             start_new_session=True,
             env=env.child(importable()),
         )
 
     def ask(self, job: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """The answer to a job, or why there is none."""
+        """The answer to a job, or the reason why it was not compiled."""
         if self._closed:
             return {"error": "was not compiled: the run ended"}
         self._errors.seek(0)
@@ -212,22 +213,24 @@ def compile_all(
     deadline: float,
     on_kernel: OnKernel | None = None,
     start: Callable[[], Answers] = Worker,
+    now: Clock = time.perf_counter,
 ) -> records.TuneCompilation:
     """Compile all kernels; those that cannot be are noted in `wanted.errors`.
 
     Args:
         wanted: from `kernels`.
         workers: child processes.
-        deadline: of `time.perf_counter`, after which no kernel is begun; the others compile when they are first run.
+        deadline: of `now`, after which no kernel is begun; the others compile when they are first run.
         on_kernel: called after each.
         start: makes a worker.
+        now: the clock of the deadline.
 
     Raises:
         EnvironmentProblem: the children find no compiler.
     """
     if wanted.note:
         return records.TuneCompilation(note=wanted.note)
-    begin = time.perf_counter()
+    begin = now()
     workers = max(1, min(workers, len(wanted.jobs)))
     queue, lock = deque(wanted.jobs.items()), threading.Lock()
     done: list[Identity] = []
@@ -236,7 +239,7 @@ def compile_all(
     answering = [start() for _ in range(workers)]
 
     def serve(own: Answers) -> None:
-        while not stop.is_set() and time.perf_counter() < deadline:
+        while not stop.is_set() and now() < deadline:
             with lock:
                 if not queue:
                     return
@@ -278,7 +281,7 @@ def compile_all(
         failed=_failed(wanted),
         left=len(wanted.jobs) - len(done),
         workers=workers,
-        seconds=round(time.perf_counter() - begin, 3),
+        seconds=round(now() - begin, 3),
     )
 
 

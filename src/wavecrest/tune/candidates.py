@@ -1,4 +1,4 @@
-"""Who takes part in the contest for a key: PyTorch, the default, and what the backends think worth trying."""
+"""The candidates for a key: PyTorch, the default configuration, and the configurations of each backend's space."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from wavecrest.dispatch.tuned import Config, cost_model
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 
-# PyTorch as a backend: in every contest, and what a winner is compared with
+# PyTorch as a backend: a candidate for every key, and the one that a winner is compared with
 NATIVE = "torch"
-# the definition: dull, so no candidate
+# the definition is slow on purpose and is not a candidate
 REFERENCE = "reference"
 
 Role = Literal["native", "default", "tried"]
@@ -34,7 +34,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """The candidates of a key in the order of trial, and the backends that decline its calls, with the reasons."""
+    """The candidates of a key in the order of trial, and the backends that refuse its calls, with the reasons."""
 
     candidates: tuple[Candidate, ...]
     refused: tuple[tuple[str, str], ...]
@@ -65,9 +65,9 @@ def backends(op: AnyOp, wanted: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def configurations(op: AnyOp, backend: str, key: Key, arch: Arch | None) -> tuple[Config, ...]:
-    """What is tried of a backend for a key, each once, its default first.
+    """The configurations of a backend to try for a key, each once, its default first.
 
-    `arch`: None where the hardware is unknown, which leaves the default.
+    `arch`: None if the hardware is unknown; then only the default is tried.
     """
     default = op.config_of(backend, key)
     space = op.study.kernel(backend).space
@@ -84,15 +84,15 @@ def field(
     limit: int | None = None,
     configs: Sequence[Config] | None = None,
 ) -> Field:
-    """Who takes part for a checked call.
+    """The candidates for a checked call.
 
     Args:
         op, call, key: the op, the call and its key.
         arch: as for `configurations`.
         names: from `backends`.
-        limit: of configurations that are not seeded, only so many that the cost model ranks first; None: all.
-        configs: in place of the default and of what the backends think worth trying, each by the backends that it
-            fits.
+        limit: number of configurations, beside the default, that the cost model ranks first; None: all.
+        configs: configurations to try in place of the default and the backends' spaces, each by the backends that it
+        fits.
     """
     found: list[Candidate] = []
     refused: list[tuple[str, str]] = []
@@ -113,7 +113,7 @@ def field(
                 if problem:
                     refused.append((name, f"with {_words(config)}, {problem}"))
                     continue
-                # the default of the backend that comes first, and of no other, is what a tie goes to
+                # a tie goes to the default of the first backend, and to no other default
                 is_default = config == own and not has_default
                 found.append(Candidate(name, config, "default" if is_default else "tried"))
             has_default = True
@@ -126,15 +126,15 @@ def field(
 def _likeliest(
     op: AnyOp, found: list[Candidate], key: Key, arch: Arch, limit: int
 ) -> tuple[list[Candidate], list[tuple[str, str]]]:
-    """The candidates without configurations beyond the first `limit` by the model, in its order; and what was left.
+    """The candidates with the first `limit` configurations by the cost model, in its order; and a note on the rest.
 
-    What is in every contest stays, and so do backends that the model does not describe.
+    Seeded candidates stay, and so do those of backends that the model does not describe.
     """
     ranked = cost_model.rank(op.study.kernels, key, arch)
     places = {(choice.backend, choice.config): place for place, choice in enumerate(ranked)}
     described = {choice.backend for choice in ranked}
     tried = [one for one in found if one.role == "tried" and one.config is not None and one.backend in described]
-    # what does not fit by the model comes last
+    # configurations that do not fit the hardware by the model come last
     order = sorted(tried, key=lambda one: places.get((one.backend, one.config or Config()), len(places)))
     stay = [one for one in found if one not in tried]
     counts = Counter(one.backend for one in order[limit:])

@@ -1,7 +1,7 @@
 """The child that runs candidates: `python -m wavecrest.tune.child` reads a greeting, then keys, a line of JSON each.
 
-It says before each step what it is about to do (`trial.Step`), and at the end of a key what it found. A kernel that
-ends the process, or does not come to an end, costs the parent this child, and the kernel its place in the contest.
+Before each step it announces the step (`trial.Step`), and at the end of a key its result. A kernel that crashes or
+hangs costs the parent this child, and the candidate its place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Say = Callable[[dict[str, Any]], None]
 
 
 def greeting(device: hardware.Device, modules: tuple[str, ...], seconds: float) -> dict[str, Any]:
-    """What a child is told first: the device that results are for, as it is named in the child, and what to import."""
+    """The first message to a child: the device (as it is named in the child) and the modules to import."""
     return {"device": device.to_dict() | {"index": 0}, "modules": list(modules), "seconds": seconds}
 
 
@@ -56,7 +56,7 @@ def job(op: AnyOp, one: trial.Trial) -> dict[str, Any]:
 
 
 def trial_of(asked: dict[str, Any], op: AnyOp, device: str) -> trial.Trial:
-    """What `job` was given, with a case of this process.
+    """The trial that `job` describes, with a case of this process.
 
     Raises:
         InvalidArgument: there is no such case here.
@@ -90,7 +90,7 @@ def _case(name: str, source: dict[str, Any], op: AnyOp, key: Key, device: str) -
 
 
 def answer(asked: dict[str, Any], device: hardware.Device, seconds: float, say: Say) -> dict[str, Any]:
-    """The result of a key, or why this process has none."""
+    """The result of a key, or the reason why this process could not tune it."""
 
     def tell(step: trial.Step) -> None:
         say({"event": "step", **asdict(step)})
@@ -115,13 +115,13 @@ def answer(asked: dict[str, Any], device: hardware.Device, seconds: float, say: 
 def _listen(arrived: SimpleQueue[dict[str, Any]]) -> None:
     for line in sys.stdin:
         arrived.put(json.loads(line))
-    # the parent is gone, however it went: nobody wants the rest, which may never end
+    # the parent is gone: stop at once, since the step under way may never end
     os._exit(0)
 
 
 def main() -> None:
     """Answer until the other side closes, or the device is lost."""
-    # what a kernel or its compiler prints must not come between the answers
+    # output of a kernel or its compiler must not mix with the answers
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,4 +1,4 @@
-"""The contest for a key: a quick round that halves the field, a long one among the best, and the judgement.
+"""Time the candidates of a key: a quick round that halves the field, a final among the best, and the judgement.
 
 Times are of interleaved calls with cold caches (`timing.measure_interleaved`), so that drift hits all candidates alike
 and a judgement can rest on pairs.
@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from wavecrest import records
 from wavecrest.measure import timing
-from wavecrest.measure.timing import Interleaved, Interval
+from wavecrest.measure.timing import Clock, Interleaved, Interval
 
-# rounds of the quick round: after each those are dropped that take DROP times the best
+# interleaved rounds of the quick round; after each, candidates slower than DROP times the best are dropped
 RUNGS = (4, 8, 16)
 DROP = 1.25
-# of the others than default and native, so many are in the final
+# tuned candidates that reach the final, beside the default and PyTorch
 FINALISTS = 3
 FINAL_ROUNDS = 60
-# a lead that may be smaller than this is none
+# a lead whose interval reaches below this counts as a tie
 TIE = 0.01
 
 
@@ -30,21 +31,21 @@ class Timer(Protocol):
     """Times calls in turn, for `rounds` rounds and `seconds` seconds at least."""
 
     def __call__(self, works: Sequence[Callable[[], Any]], *, rounds: int, seconds: float) -> Interleaved:
-        """The samples of each work."""
+        """Samples of each function, in ms."""
 
 
-def timer_of(device: str) -> Timer:
-    """The timer of a torch device."""
+def timer_of(device: str, now: Clock = time.perf_counter) -> Timer:
+    """The timer of a torch device; `now`: where the host's time comes from."""
 
     def taken(works: Sequence[Callable[[], Any]], *, rounds: int, seconds: float) -> Interleaved:
-        return timing.measure_interleaved(works, device=device, seconds=seconds, min_rounds=rounds)
+        return timing.measure_interleaved(works, device=device, seconds=seconds, min_rounds=rounds, now=now)
 
     return taken
 
 
 @dataclass(slots=True)
 class Entrant:
-    """A candidate that was found right: its row in the record, its call, its times in the final in ms."""
+    """An admitted candidate: its row in the record, its call, its times in the final in ms."""
 
     row: records.TuneCandidate
     call: Callable[[], Any]
@@ -52,7 +53,7 @@ class Entrant:
 
     @property
     def seeded(self) -> bool:
-        """True if it is in the final whatever the quick round says."""
+        """True for the default and PyTorch, which are in every final."""
         return self.row.role != "tried"
 
 
@@ -65,10 +66,10 @@ class Judgement:
 
 
 def quick(entrants: Sequence[Entrant], timer: Timer, least_ms: float | None) -> list[Entrant]:
-    """The finalists: native, default, and the best others; statuses and reasons of those left out are set."""
+    """The finalists: PyTorch, the default, and the best others; sets status and reason of those that are dropped."""
     alive = list(entrants)
     for rounds in RUNGS:
-        # the seeded ones alone need no selection
+        # with seeded candidates alone there is nothing to select
         if all(entrant.seeded for entrant in alive):
             break
         taken = timer([entrant.call for entrant in alive], rounds=rounds, seconds=0.0)
@@ -112,7 +113,7 @@ def _impossible(entrant: Entrant, ms: float | None, least_ms: float | None) -> b
 def final(
     entrants: Sequence[Entrant], timer: Timer, least_ms: float | None, *, seconds: float
 ) -> tuple[list[Entrant], Interleaved | None]:
-    """Time the finalists; those whose time can be true, and all samples (None where there is no finalist)."""
+    """Time the finalists; returns those with a plausible time, and all samples (None without a finalist)."""
     if not entrants:
         return [], None
     taken = timer([entrant.call for entrant in entrants], rounds=FINAL_ROUNDS, seconds=seconds)
@@ -128,10 +129,11 @@ def final(
 
 
 def judge(entrants: Sequence[Entrant]) -> Judgement:
-    """The winner of a final: the fastest, unless its lead over the default, or over native, may be nothing.
+    """The winner of a final: the fastest, unless its lead over the default, or over PyTorch, is not proven.
 
-    A lead is something if the lower end of the 95 % interval of the paired speed-up is above 1 + TIE. Where neither is
-    behind by more, the faster of both wins, so that a default that native beats by less is not shipped as measured.
+    A lead counts if the lower end of the 95 % interval of the paired speed-up is above 1 + TIE. If the fastest leads
+    neither default nor PyTorch by that, the faster of these two wins, so that a default that PyTorch beats by less is
+    not shipped as measured.
     """
     if not entrants:
         return Judgement(None, "no candidate was found right and could be timed")
@@ -157,7 +159,7 @@ def _median(entrant: Entrant | None) -> float:
 
 
 def against(native: Entrant | None, winner: Entrant) -> tuple[float | None, Interval | None]:
-    """native / winner with its paired interval."""
+    """Speed-up of the winner over PyTorch, with its paired interval."""
     if native is None or not native.series:
         return None, None
     return timing.bootstrap_speedup([(native.series, winner.series)])

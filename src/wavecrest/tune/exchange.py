@@ -1,8 +1,8 @@
 """Rows of other programs as measured rows of `gemm`, and back: aiter's tables, TunableOp's result files.
 
-A row of theirs names no configuration of ours, and its time was not taken beside PyTorch's: it is kept with its origin,
-stands behind what `wavecrest tune` measured, and is no near row. Nothing of a file is taken if a line of it is bad;
-lines that are well and of no use here are listed with the reason.
+An imported row names no configuration of wavecrest, and its time was not taken beside PyTorch's. So it keeps its
+origin, ranks below what `wavecrest tune` measured, and never serves as a near row. One bad line rejects the whole file;
+valid lines that are of no use here are listed with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.records import files
 from wavecrest.tune import session, trust
 
-# aiter's tuner lets this share of the elements be off, and lists what is beyond
+# aiter's tuner allows this share of elements to be off, and lists solutions beyond it
 MOST_OFF = 0.05
 AITER, TUNABLE = "aiter", "TunableOp"
 FORMATS = ("aiter-bf16", "aiter-a8w8", "tunableop")
@@ -35,7 +35,7 @@ _SIXTEEN = ("bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The rows of a file, and its lines that give none, with the reasons."""
+    """The rows of a file, and the lines that give no row, with the reasons."""
 
     entries: tuple[Entry, ...]
     left: tuple[str, ...]
@@ -43,7 +43,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The text of a file, how many rows it has, and the rows that it cannot say, with the reasons."""
+    """The text of a file, its number of rows, and the rows that it cannot express, with the reasons."""
 
     text: str
     rows: int
@@ -58,7 +58,7 @@ def read(path: Path, arch: str | None) -> Imported:
         arch: the architecture it is for, where the file itself does not say.
 
     Raises:
-        TableError, RecordError: it is damaged, or of no form that is known; the message names the lines.
+        TableError, RecordError: it is damaged or in an unknown form; the message names the lines.
         InvalidArgument: the architecture is missing, unknown, or another than the file's.
     """
     if arch is not None and arch not in hardware.ARCHS:
@@ -106,14 +106,14 @@ def _aiter(rows: list[aiter_csv.Row], arch: str | None) -> Imported:
     for row in rows:
         gfx = row.gfx or arch
         if gfx is None:
-            raise InvalidArgument(f"{row.file} is of the form without the column gfx: give --arch")
+            raise InvalidArgument(f"{row.file} has no column gfx: give --arch")
         if arch is not None and gfx != arch:
             left.append(f"line {row.line}: is for {gfx}")
             continue
         dtype = _dtype(row.dtype)
         if dtype is None or not (row.eight or row.dtype in _SIXTEEN) or row.out not in (*_SIXTEEN, "float32"):
             # aiter looks rows up by torch's names
-            bad.append(f"line {row.line}: {row.dtype} to {row.out} are no types that aiter multiplies")
+            bad.append(f"line {row.line}: {row.dtype} to {row.out} are not types that aiter multiplies")
             continue
         reason = _of_no_use(row, gfx, dtype)
         if reason:
@@ -138,7 +138,7 @@ def _of_no_use(row: aiter_csv.Row, gfx: str, dtype: torch.dtype) -> str:
     if row.us is None:
         return "has a placeholder for a time"
     if not row.plain:
-        return "is of scaled or preshuffled operands, which the op's key does not have"
+        return "has scaled or preshuffled operands, which the op's key cannot express"
     if row.error is not None and row.error > MOST_OFF:
         return f"more than the {MOST_OFF:.0%} of the elements that aiter's tuner allows were off"
     least = 2 * row.M * row.N * row.K / (trust.peak(arch, dtype) * 1e6) * trust.PEAK_SLACK
@@ -186,12 +186,12 @@ def _tunable(found: tunable_op.Results, file: str, arch: str | None) -> Imported
     for row in found.rows:
         dtype = _dtype(row.dtype)
         if row.kind not in ("GemmTunableOp", "GemmAndBiasTunableOp") or dtype is None or row.strided:
-            left.append(f"line {row.line}: {row.operator} {row.sizes} is no plain product of two whole matrices")
+            left.append(f"line {row.line}: {row.operator} {row.sizes} is not a plain GEMM of two whole matrices")
             continue
         if row.us is None:
             left.append(f"line {row.line}: has no time")
             continue
-        # column-major: the first operand is our b, and it is transposed where our weight is [N, K]
+        # column-major: the first operand is gemm's b, transposed if the weight is [N, K]
         a = (row.M, row.K) if row.transposed[1] == "n" else (row.K, row.M)
         b = (row.N, row.K) if row.transposed[0] == "t" else (row.K, row.N)
         first, second = torch.empty(a, dtype=dtype, device="meta"), torch.empty(b, dtype=dtype, device="meta")
@@ -217,7 +217,7 @@ def _tunable(found: tunable_op.Results, file: str, arch: str | None) -> Imported
 
 
 def written(entries: Iterable[Entry], form: str, arch: str) -> Exported:
-    """Rows of `gemm` as another program's file; those that it cannot say are listed.
+    """Rows of `gemm` as another program's file; rows that it cannot express are listed.
 
     Args:
         entries: as `Overlay.entries` gives them; other ops and architectures are not for the file.
@@ -276,7 +276,7 @@ def _to_aiter(entry: Entry, eight: bool) -> aiter_csv.Row | str:
 
 
 def _plain(part: dict[str, Cell], eight: bool) -> str:
-    """What a table of aiter's cannot say of a key; "" where it can."""
+    """The part of a key that aiter's tables cannot express; "" if they can."""
     types = part["a"] == part["b"] and (
         (part["a"] == "int8" or str(part["a"]).startswith("float8")) if eight else part["a"] in _SIXTEEN
     )

@@ -1,4 +1,4 @@
-"""Where keys are tuned: a lane is one device, or one place on the CPU, with a child process that tunes keys there."""
+"""Places where keys are tuned: a lane is one GPU, or the CPU, with a child process that tunes keys there."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from wavecrest import env
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Device
 
-# a process that one of these ends was ended by somebody else: no kernel sends them
+# signals that mean someone else killed the worker: no kernel sends them
 OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-# a process that was killed is gone after so many seconds, or stays in the driver
+# seconds after which a killed process is gone, unless it hangs in the driver
 GONE = 30.0
 
 
@@ -34,25 +34,25 @@ class Lane(Protocol):
     """A child process, on this machine or another."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Give it a line; to one that has ended, nothing happens."""
+        """Send a line to the child; does nothing if the child has ended."""
 
     def next(self, timeout: float) -> dict[str, Any]:
-        """What it says next.
+        """The child's next event.
 
         Beside the child's own events: "silent", nothing within `timeout` seconds; "ended", with the `reason`, and
         whether that came from `outside`, so that no candidate is to blame.
         """
 
     def stop(self) -> None:
-        """End it, at once."""
+        """Kill the child at once."""
 
 
-# makes the child of a lane, again after it ended
+# starts the child of a lane, also again after one ended
 Start = Callable[[], Lane]
 
 
 class Child:
-    """A lane of this machine.
+    """A child process on this machine.
 
     Args:
         changes: of the environment; see `env.child`.
@@ -67,7 +67,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            # it does not hear of Ctrl-C by itself: it is stopped
+            # the child does not receive Ctrl-C: this process stops it
             start_new_session=True,
             env=env.child({**(changes or {}), **importable()}),
         )
@@ -76,7 +76,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process id."""
         return self._process.pid
 
     def _listen(self) -> None:
@@ -86,7 +86,7 @@ class Child:
         self._said.put(None)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Write a line; an end of the process is heard of by `next`."""
+        """Write a line; `next` reports if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
@@ -95,7 +95,7 @@ class Child:
             return
 
     def next(self, timeout: float) -> dict[str, Any]:
-        """What the child says next; see `Lane.next`."""
+        """The child's next event; see `Lane.next`."""
         try:
             line = self._said.get(timeout=timeout)
         except queue.Empty:
@@ -104,10 +104,10 @@ class Child:
             try:
                 message: dict[str, Any] = json.loads(line)
             except ValueError:
-                # what an import prints comes before the child can turn it away
-                return {"event": "ended", "reason": f"said what is no answer: {line[:200].strip()}", "outside": False}
+                # an import may print before the child has redirected its output
+                return {"event": "ended", "reason": f"gave an invalid answer: {line[:200].strip()}", "outside": False}
             return message
-        # its end, or the middle of a line that it was at
+        # the end of its output, or a line cut off in the middle
         return self._end()
 
     def _end(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Child:
         try:
             self._process.wait(GONE)
         except subprocess.TimeoutExpired:
-            # in the driver: the system ends it when it comes back
+            # it hangs in the driver: the system ends it when the driver returns
             return
 
 
@@ -148,10 +148,10 @@ def local(device: Device, count: int | None, *, one: bool) -> list[Start]:
     """The lanes of this machine: one for each GPU like `device` that torch sees, one on the CPU.
 
     Args:
-        device: what is tuned for.
-        count: so many lanes; None: all GPUs, or one on the CPU, where calls that are timed side by side disturb each
-            other.
-        one: `device` alone was asked for.
+        device: the device that is tuned for.
+        count: number of lanes; None: one per GPU, or one on the CPU, where calls timed side by side disturb each
+        other.
+        one: the user asked for `device` alone.
 
     Raises:
         InvalidArgument: there are fewer GPUs.

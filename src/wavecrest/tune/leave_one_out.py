@@ -1,7 +1,7 @@
-"""What a near row is worth: each key of a tuning record in turn, decided by the rows of all others.
+"""Evaluate near rows: decide each key of a tuning record by the rows of all other keys.
 
-A record has a time for every candidate of every key, so what would have been chosen has one too: that of the final
-round where it was in it, else that of the quick round.
+A record has a time for every candidate of every key, so the chosen candidate has one too: from the final round if it
+took part, else from the quick round.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of the keys of one op.
+    """Summary of the keys of one op.
 
     Args:
-        keys: how many there are; `taken`: how many a near row decided otherwise than the default.
+        keys: number of keys; `taken`: number of keys where a near row chose something other than the default.
         chosen, default: geometric means of the times over the measured best.
-        slower: keys where what was taken is slower than the default by more than a percent.
+        slower: keys where the choice is slower than the default by more than a percent.
         worst: the largest of those ratios.
     """
 
@@ -54,7 +54,7 @@ class Summary:
 
 
 def decide(record: records.TuneRecord) -> list[Left]:
-    """Every key of a record that has a winner, and a default that was timed."""
+    """Decide every key of a record that has a winner and a timed default."""
     op = ops.get(record.op)
     fields = lookup.fields_of(op)
     keys = [key for key in record.keys if key.backend is not None and key.us is not None]
@@ -65,7 +65,7 @@ def decide(record: records.TuneRecord) -> list[Left]:
         fallback = _fallback(op, key)
         if fallback not in times:
             continue
-        # a key's own row is none of its neighbours
+        # a key is not its own neighbour
         chosen = _chosen(op, row, rows, times, _taking(key), fallback[0], fields)
         choice: Choice = fallback if chosen.row is None else (chosen.row.backend, chosen.row.config)
         best = min(times.values())
@@ -74,7 +74,7 @@ def decide(record: records.TuneRecord) -> list[Left]:
 
 
 def summary(op: str, found: Sequence[Left]) -> Summary:
-    """What the keys of an op come to."""
+    """Summarize the keys of an op."""
     lost = [one.chosen / one.default for one in found if one.taken]
     return Summary(
         op, len(found), len(lost), _geomean([one.chosen for one in found]), _geomean([one.default for one in found]),
@@ -87,7 +87,7 @@ def _geomean(values: Sequence[float]) -> float:
 
 
 def _times(key: records.TunedKey) -> dict[Choice, float]:
-    """The time of each candidate that was found right, in ms."""
+    """The time of each admitted candidate, in ms."""
     return {
         (one.backend, Config(**one.config) if one.config else None): time
         for one in key.candidates
@@ -96,7 +96,7 @@ def _times(key: records.TunedKey) -> dict[Choice, float]:
 
 
 def _fallback(op: AnyOp, key: records.TunedKey) -> Choice:
-    """What runs where nothing is measured: the backend of the highest priority that took the call."""
+    """The choice without measurements: the backend of the highest priority that takes the call."""
     taking = _taking(key)
     first = next((backend.name for backend in op.by_priority() if backend.name in taking), NATIVE)
     role = "native" if first == NATIVE else "default"
@@ -121,7 +121,7 @@ def _chosen(
     sizes = tuple(place for place, name in enumerate(fields) if name in op.key_sizes)
 
     def misfit(other: Row) -> str:
-        # the candidates are what the spaces had for this key
+        # the candidates are the configurations that the spaces gave for this key
         return "" if (other.backend, other.config) in times else "no candidate of this key"
 
     # a call on a GPU that needs no gradients

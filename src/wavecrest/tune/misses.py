@@ -1,4 +1,4 @@
-"""Recorded misses as cases of a tuning run: a call is made from a key, and its key must be that one."""
+"""Recorded untuned calls as cases of a tuning run: a call is made from each key, and must have that key again."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from wavecrest.dispatch.tuned import Cell
 from wavecrest.dispatch.tuned.misses import Miss
 from wavecrest.errors import InvalidArgument, Unsupported
 
-# the parts of a key that `inputs` of ops over rows have sizes and a dtype for
+# the parts of a key that `inputs` of row ops has sizes and a dtype for
 ROW_PARTS = ("rows", "columns", "dtype")
 
 
 def cases(op: AnyOp, misses: Sequence[Miss], arch: str, device: str) -> tuple[list[suites.Case], dict[str, str]]:
-    """The cases of an op's misses, and those that cannot be tuned here, with the reasons.
+    """The cases of an op's untuned calls, and those that cannot be tuned here, with the reasons.
 
     Args:
         op: the op of all of them.
         misses: from `wavecrest.dispatch.tuned.misses.read`.
-        arch: of the device; what was missed on another is not tuned.
+        arch: of the device; calls recorded on another architecture are not tuned.
         device: where the cases' tensors are to be.
     """
     found: list[suites.Case] = []
@@ -41,7 +41,7 @@ def cases(op: AnyOp, misses: Sequence[Miss], arch: str, device: str) -> tuple[li
 
 
 def _reason(op: AnyOp, miss: Miss, arch: str) -> str:
-    """Why a miss is no case; "" where it is one."""
+    """The reason why an untuned call cannot be a case; "" if it can."""
     if miss.arch != arch:
         return f"was missed on {miss.arch}, and this is {arch}"
     fields = lookup.fields_of(op)
@@ -56,13 +56,13 @@ def _reason(op: AnyOp, miss: Miss, arch: str) -> str:
 
 
 def parts_of(op: AnyOp, key: Key) -> dict[str, Cell]:
-    """What `call` takes, of a key of the op."""
+    """The parts of a key, by name, as `call` takes them."""
     fields = lookup.fields_of(op)
     return {name: part for name, part in zip(op.key_fields, key, strict=True) if name in fields}
 
 
 def call(op: AnyOp, parts: Mapping[str, Cell], device: str) -> AnyCall:
-    """A call with a key, whose parts have their names.
+    """A call with a key, given as its named parts.
 
     Raises:
         InvalidArgument: the op cannot make one.
@@ -101,10 +101,10 @@ def _text(value: Cell) -> str:
 
 
 def by_op(misses: Sequence[Miss]) -> dict[str, list[Miss]]:
-    """Misses by op, in the order of the first of each.
+    """Untuned calls by op, in the order of each op's first one.
 
     Raises:
-        InvalidArgument: there is no op of a name.
+        InvalidArgument: an op's name is unknown.
     """
     found: dict[str, list[Miss]] = {}
     for miss in misses:

@@ -1,7 +1,7 @@
-"""The calls that a workload makes are tuned, and what is found is kept only if the workload is faster for it.
+"""Tune the calls that a workload makes, and keep the rows only if they make the workload faster.
 
-An op's time is measured with cold caches and nothing around it; in a model the same kernel runs among others. So the
-workload is timed by the rows that were found and without them, call by call in turn, and decides.
+An op is timed alone with cold caches; in a model the same kernel runs among others. So the workload itself is timed
+with the new rows and without them, in turn, and decides.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from wavecrest.dispatch.tuned import Cell, Entry, Overlay, Row
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import Device
 from wavecrest.measure import timing
+from wavecrest.measure.timing import Clock
 from wavecrest.measure.workload import Call, Workload
 from wavecrest.records import CalledKey, TunedKey, WorkloadTuneRecord, provenance
 from wavecrest.tune import lanes, misses, session, trust
 
-# seconds that a bucket is timed for, and blocks of two calls of each side that it has at least
+# seconds of timing per bucket, and the least number of blocks (two calls of each side)
 SECONDS, BLOCKS = 5.0, 10
 # sources of decisions that tuning would not change
 SETTLED = {"exact": "has a measured row", "forced": "is forced or pinned"}
@@ -33,7 +34,7 @@ SETTLED = {"exact": "has a measured row", "forced": "is forced or pinned"}
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A key that a workload's calls have: how often in one pass over its buckets, and what runs them."""
+    """A key of a workload's calls: how often one pass over the buckets calls it, and the decision that runs it."""
 
     op: AnyOp
     key: Key
@@ -47,7 +48,7 @@ class Called:
 
 
 def called(workload: Workload) -> list[Called]:
-    """The keys of the ops that one pass over the buckets calls, the most frequent first."""
+    """The keys that one pass over the buckets calls, the most frequent first."""
     registry.forget()
     with registry.coverage() as seen:
         for bucket in workload.buckets:
@@ -57,7 +58,7 @@ def called(workload: Workload) -> list[Called]:
 
 
 def _reason(one: Called, device: str) -> str:
-    """Why a key is not tuned; "" where it is."""
+    """The reason why a key is not tuned; "" if it is."""
     if one.decision.source in SETTLED:
         return SETTLED[one.decision.source]
     if lookup.columns(one.op, one.key) is None:
@@ -81,32 +82,33 @@ def tune(
     seconds: float = SECONDS,
     on_record: Callable[[WorkloadTuneRecord], None] = lambda _record: None,
     on_step: session.OnStep | None = None,
+    now: Clock = time.perf_counter,
 ) -> WorkloadTuneRecord:
     """Tune the keys that a workload calls, then time it with what was found and without.
 
     Args:
-        workload: what is run; one pass over its buckets counts the calls of each key.
+        workload: the model; one pass over its buckets counts the calls of each key.
         device: where it is.
         settings: see `session.Settings`; the budget is that of all keys together, the most frequent first.
-        overlay: the user's database, which gets the rows if the workload is faster by them; None: nobody does.
+        overlay: the user's database, which gets the rows if they make the workload faster; None: rows are dropped.
         starts: as for `session.tune`.
         record_name: how rows name the record.
         seconds: of timing each bucket.
         on_record: called with the record whenever something was added.
-        on_step: as for `session.tune`.
+        on_step, now: as for `session.tune`; by `now` calls of a workload on the CPU are timed, too.
 
     Raises:
-        InvalidArgument: the workload calls no op, or none that can be tuned; the message says why.
+        InvalidArgument: the workload calls no op, or no op that can be tuned; the message says why.
         OutputError: the rows cannot be written; trust.DeviceLost, EnvironmentProblem: as for `session.tune`.
     """
-    begin = time.perf_counter()
+    begin = now()
     if overlay is not None:
         overlay.prepare()
     record = WorkloadTuneRecord(header=provenance.header(device), workload=workload.spec or workload.name)
     by_op = _listed(workload, device, record)
     try:
         for name, wanted in by_op.items():
-            rest = max(1e-3, settings.budget - (time.perf_counter() - begin))
+            rest = max(1e-3, settings.budget - (now() - begin))
             # keys that differ in what rows have no column for are one case
             cases = {
                 one.name: suites.Case(
@@ -115,11 +117,11 @@ def tune(
                 for one in wanted
             }
             mine = replace(settings, suite="workload", budget=rest)
-            made = session.tune(name, device, mine, cases=list(cases.values()), starts=starts, on_step=on_step)
+            made = session.tune(name, device, mine, cases=list(cases.values()), starts=starts, on_step=on_step, now=now)
             record.tunes.append(made)
             on_record(record)
         rows = _found(record, record_name)
-        _judge(workload, record, rows, seconds)
+        _judge(workload, record, rows, seconds, now)
         if record.kept and overlay is not None:
             arch = record.header.device["arch"]
             entries = []
@@ -134,16 +136,16 @@ def tune(
         record.problem = "interrupted" if interrupted else f"{type(error).__name__}: {trust.first_line(error)}"
         raise
     finally:
-        record.seconds = round(time.perf_counter() - begin, 3)
+        record.seconds = round(now() - begin, 3)
         on_record(record)
     return record
 
 
 def _listed(workload: Workload, device: Device, record: WorkloadTuneRecord) -> dict[str, list[Called]]:
-    """What a workload calls and can be tuned, by op; all of it is noted in the record.
+    """The keys of a workload that can be tuned, by op; the record lists all keys.
 
     Raises:
-        InvalidArgument: there is nothing.
+        InvalidArgument: no key can be tuned.
     """
     keys = called(workload)
     if not keys:
@@ -169,7 +171,7 @@ def _listed(workload: Workload, device: Device, record: WorkloadTuneRecord) -> d
 
 
 def _found(record: WorkloadTuneRecord, name: str) -> dict[str, dict[tuple[Cell, ...], Row]]:
-    """The rows of the keys that have a winner, by op and key; what became of each key is noted at it.
+    """The rows of the keys that have a winner, by op and key; notes the outcome at each key.
 
     `name`: of the record, for the rows.
     """
@@ -192,7 +194,7 @@ def _found(record: WorkloadTuneRecord, name: str) -> dict[str, dict[tuple[Cell, 
 
 
 def _before(one: CalledKey, found: TunedKey) -> float | None:
-    """The time of what ran before, in µs, if it was in the final."""
+    """The time in µs of the backend and configuration that ran before, if it was in the final."""
     for row in found.candidates:
         if (row.backend, row.config) == (one.backend, one.config) and row.ms is not None:
             return row.ms * 1e3
@@ -215,9 +217,13 @@ class _Side:
 
 
 def _judge(
-    workload: Workload, record: WorkloadTuneRecord, rows: dict[str, dict[tuple[Cell, ...], Row]], seconds: float
+    workload: Workload,
+    record: WorkloadTuneRecord,
+    rows: dict[str, dict[tuple[Cell, ...], Row]],
+    seconds: float,
+    now: Clock,
 ) -> None:
-    """Time the workload by the rows and without them, if they change anything, and say what becomes of them."""
+    """Time the workload with the rows and without them, if they change anything, and decide whether to keep them."""
     changed = [
         one for one in record.keys if one.winner and (one.winner, one.winner_config) != (one.backend, one.config)
     ]
@@ -232,7 +238,12 @@ def _judge(
         for bucket in workload.buckets:
             call = Call(workload, bucket)
             pairs[bucket] = timing.measure_pair(
-                _Side(call, old), _Side(call, new), device=workload.device, min_blocks=BLOCKS, seconds=seconds
+                _Side(call, old),
+                _Side(call, new),
+                device=workload.device,
+                min_blocks=BLOCKS,
+                seconds=seconds,
+                now=now,
             )
         new()
         used = {(one.op, one.key): one for one, calls in registry.coverage() if calls}

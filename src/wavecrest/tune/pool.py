@@ -1,4 +1,4 @@
-"""Keys spread over lanes, each key in one of them; what ends a child is found out and left out; results come once."""
+"""Spread keys over lanes; find and leave out the candidate that ends a child; return each result once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Any
 from wavecrest import records
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import EnvironmentProblem
+from wavecrest.measure.timing import Clock
 from wavecrest.tune import child, lanes
 from wavecrest.tune.trial import Trial, unsolved
 
-# a child that is not ready after so many seconds is none
+# seconds a child may take to start
 START = 180.0
-# so many times a key may lose its child to something outside before that is blamed on what it ran
+# times a key may lose its child to an outside cause before the candidates that ran are blamed
 MOST_LOST = 3
-# so many children of a lane in a row that do not start, and it is given up
+# failed starts in a row after which a lane is given up
 MOST_STARTS = 2
 
 
@@ -34,7 +35,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A child ended, or was ended, in the middle of a key; `candidates` are those that are left out because of it."""
+    """A child ended, or was ended, in the middle of a key; `candidates` are left out because of it."""
 
     index: int
     reason: str
@@ -54,7 +55,7 @@ Event = Begun | Ended | Found
 
 @dataclass(slots=True)
 class Task:
-    """A key on its way: the trial, and how often it lost its child to something outside."""
+    """A key in progress: the trial, and how often it lost its child to an outside cause."""
 
     index: int
     trial: Trial
@@ -69,8 +70,9 @@ class Pool:
         op: of all keys.
         hello: `child.greeting`.
         timeout: seconds of silence after which a candidate is given up, beside what its step takes.
-        deadline: of `time.perf_counter`, after which no key is begun.
-        expected: what a child must say of itself when it is ready, by name.
+        deadline: of `now`, after which no key is begun.
+        expected: facts by name that a child must report when it is ready (versions, device).
+        now: the clock of the deadline.
     """
 
     op: AnyOp
@@ -78,6 +80,7 @@ class Pool:
     timeout: float
     deadline: float = math.inf
     expected: dict[str, Any] = field(default_factory=dict)
+    now: Clock = time.perf_counter
     _waiting: deque[Task] = field(default_factory=deque)
     _open: int = 0
     _lock: threading.Condition = field(default_factory=threading.Condition)
@@ -87,10 +90,10 @@ class Pool:
     _stopped: bool = False
 
     def run(self, trials: Sequence[Trial], starts: Sequence[lanes.Start]) -> Iterator[Event]:
-        """Tune the keys of trials; what happens, as it happens, in the thread that asks.
+        """Tune the keys of trials; yields events as they happen, in the caller's thread.
 
         Raises:
-            EnvironmentProblem: no lane is left, and keys are.
+            EnvironmentProblem: keys are left, but no lane.
         """
         self._waiting.extend(Task(index, trial) for index, trial in enumerate(trials))
         self._open = len(trials)
@@ -112,7 +115,7 @@ class Pool:
                     yield event
         finally:
             self.stop()
-        if len(finished) < len(trials) and self._gone and time.perf_counter() <= self.deadline:
+        if len(finished) < len(trials) and self._gone and self.now() <= self.deadline:
             raise EnvironmentProblem(f"no process is left to tune in: {'; '.join(dict.fromkeys(self._gone))}")
 
     def stop(self) -> None:
@@ -140,7 +143,7 @@ class Pool:
                 if not alive:
                     self._end(lane)
                     lane = None
-        # a lane that fails in a way nobody thought of is one that is gone, with the reason; its key is another's
+        # an unexpected failure ends the lane, with the reason; another lane takes its key
         except Exception as error:
             self._gone.append(f"{type(error).__name__}: {error}")
             if task is not None:
@@ -151,16 +154,16 @@ class Pool:
             self._events.put(None)
 
     def _wanted(self) -> bool:
-        """Wait until there is a key; False: there is none any more, also none that another lane may give back."""
+        """Wait for a key; False: no key is left, and no other lane can give one back."""
         with self._lock:
-            while not self._stopped and self._open and time.perf_counter() <= self.deadline:
+            while not self._stopped and self._open and self.now() <= self.deadline:
                 if self._waiting:
                     return True
                 self._lock.wait(0.5)
         return False
 
     def _take(self) -> Task | None:
-        """The next key; None as of `_wanted`."""
+        """The next key; None when no key is left for this lane."""
         while self._wanted():
             with self._lock:
                 # another lane may have been faster
@@ -174,7 +177,7 @@ class Pool:
             self._lock.notify_all()
 
     def _started(self, start: lanes.Start) -> lanes.Lane | None:
-        """A child that is ready; None, with the reason noted, if there is none."""
+        """Start a child and wait until it is ready; None, with the reason noted, if it fails."""
         for _ in range(MOST_STARTS):
             if self._stopped:
                 return None
@@ -209,7 +212,7 @@ class Pool:
         self._events.put(Found(task.index, key))
 
     def _conduct(self, lane: lanes.Lane, task: Task) -> bool:
-        """Have a key tuned; False if the child is not to be used any more (the key is done or waits again)."""
+        """Have the child tune a key; False if the child must not be used again (the key is done or queued again)."""
         lane.send(child.job(self.op, task.trial))
         phase, who, limit = "make", (), self.timeout
         while not self._stopped:
@@ -232,14 +235,14 @@ class Pool:
         return False
 
     def _fail(self, task: Task, phase: str, who: tuple[int, ...], reason: str, *, outside: bool) -> None:
-        """Leave out whoever ended a child, and have the key tuned without."""
+        """Leave out the candidate that ended a child, and put the key back."""
         one = task.trial
         if outside and task.lost < MOST_LOST - 1:
             task.lost += 1
             self._events.put(Ended(task.index, reason))
             self._put_back(task)
             return
-        # one that is left out is not run, so it cannot have been
+        # a candidate that is left out did not run, so it is not to blame
         who = tuple(index for index in who if index not in one.ended)
         if phase == "make" or not who:
             self._events.put(Ended(task.index, reason))
@@ -252,7 +255,7 @@ class Pool:
             return
         guilty = who
         if phase == "round":
-            # it ends the process only among others: what runs without a row is the last to be suspected
+            # the process ends only when several candidates run: suspect the default and PyTorch last
             roles = {index: one.field.candidates[index].role for index in who}
             last = next(role for role in ("tried", "default", "native") if role in roles.values())
             guilty = tuple(index for index in who if roles[index] == last)

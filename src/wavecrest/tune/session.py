@@ -1,4 +1,4 @@
-"""A tuning run: the keys of an op's cases one after another, with what is found written after each."""
+"""A tuning run: tune the keys of an op's cases one after another, and write the results after each."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config, Entry, Evidence, Overlay, Row, database
 from wavecrest.dispatch.tuned.row import versions_text
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
+from wavecrest.measure.timing import Clock
 from wavecrest.records import files, provenance
 from wavecrest.tune import ahead, candidates, child, contest, lanes, pool, trial, trust
 
-# what a row names as its record where none is kept
+# the record that a row names if no record is kept
 NO_RECORD = "no record kept"
 # the folder that holds the records of shipped rows
 FOLDER = "evidence"
 
-# what is going on, how many of it are done, and how many there are
+# (activity, done, total)
 OnStep = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to tune, and for how long.
+    """Settings of a run: which cases and backends, and for how long.
 
     Args:
         suite, matching: the cases, as for `bench.suites.cases`.
-        backends: those to try beside PyTorch; None: all.
+        backends: backends to try beside PyTorch; None: all.
         budget: seconds after which no key is begun.
         seconds: of the final round of a key (`contest.FINAL_ROUNDS` rounds are the least).
-        workers: child processes that compile; None: one less than there are cores.
+        workers: child processes that compile; None: one less than the number of cores.
         timeout: seconds of silence after which a candidate in a child is given up (`pool.Pool`).
-        modules: Python modules that children import first: with ops and backends of one's own.
-        candidates: of a key's configurations beside the default, only so many that the cost model ranks first; None:
-            all.
-        configs: tried in place of the default and of what the backends think worth trying, each by the backends that
-            it fits; a mapping: those of each case, by its name; None: the default and those.
+        modules: Python modules that children import first, such as a user's ops and backends.
+        candidates: number of configurations per key, beside the default, that the cost model ranks first; None:
+        all.
+        configs: configurations to try in place of the default and the backends' spaces, each by the backends that it
+        fits; a mapping gives them by case name; None: the default and the spaces.
     """
 
     suite: str = "shared"
@@ -67,17 +68,17 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Where results go, after each key; None: nowhere. `table` needs `record`, which its rows name."""
+    """Where results are written after each key; None: nowhere. `table` needs `record`, which its rows name."""
 
     record: Path | None = None
     table: Path | None = None
     overlay: Overlay | None = None
 
     def prepare(self, op: AnyOp, header: provenance.Header) -> None:
-        """Find out, before anything is measured, whether both can be written.
+        """Check that both can be written, before anything is measured.
 
         Raises:
-            InvalidArgument: the table is one of another op or architecture, has no record, or is one of the package's
+            InvalidArgument: the table belongs to another op or architecture, has no record, or is one of the package's
                 own and no commit has what would be measured.
             OutputError: a file cannot be written.
             TableError: the table, or the user's database, is damaged.
@@ -122,7 +123,7 @@ class Targets:
 
 
 def named(path: Path) -> str:
-    """How a table names a record: its `place`, "@", and the hash of its content (`files.content_hash`).
+    """The name of a record in a table: its `place`, "@", and the hash of its content (`files.content_hash`).
 
     The hash says which version of the file a row rests on.
 
@@ -148,7 +149,7 @@ def row_of(found: records.TunedKey, fields: tuple[str, ...], record: str, header
 
 
 def evidence_of(found: records.TunedKey, header: provenance.Header) -> Evidence:
-    """What a record says of a key's winner beside its time."""
+    """The evidence of a key's winner, from the record."""
     won = next((one for one in found.candidates if one.status == "won"), None)
     default = next((one.ms for one in found.candidates if one.role == "default" and one.ms is not None), None)
     versions = versions_text(header.versions.torch, header.versions.triton, header.device["driver"])
@@ -174,16 +175,17 @@ class _Run:
     record: records.TuneRecord
     timer: contest.Timer
     on_step: OnStep
+    now: Clock
     begin: float
 
     @property
     def deadline(self) -> float:
-        """Of `time.perf_counter`."""
+        """The deadline, in seconds of `now`."""
         return self.begin + self.settings.budget
 
     def save(self) -> None:
-        """Write what there is."""
-        self.record.seconds = round(time.perf_counter() - self.begin, 3)
+        """Write the results so far."""
+        self.record.seconds = round(self.now() - self.begin, 3)
         self.targets.write(self.op, self.record)
 
 
@@ -201,6 +203,7 @@ def tune(
     starts: Sequence[lanes.Start] | None = None,
     timer: contest.Timer | None = None,
     on_step: OnStep | None = None,
+    now: Clock = time.perf_counter,
 ) -> records.TuneRecord:
     """Find the fastest correct way to run the calls of each key of an op's cases.
 
@@ -210,21 +213,23 @@ def tune(
         settings: see `Settings`.
         targets: where results go; they are written after each key, so that an interrupted run keeps what it found.
         resume: keep the keys that the record at its target has, if there is one.
-        cases: what to tune, in place of the suite's.
-        sources: how a child makes such a case, by its name (`trial.Trial.source`); what has none is made from its key.
-        left: cases that are none here, with the reasons, for the record.
+        cases: cases to tune in place of the suite's.
+        sources: how a child makes such a case, by its name (`trial.Trial.source`); a case without a source is made
+        from its key.
+        left: cases that cannot be tuned here, with the reasons, for the record.
         command: for the record's header; None takes this process's.
         starts: the lanes of child processes that the keys are spread over (`lanes.local`, `integrations.ray.lanes`);
             None: everything runs in this process, which a candidate that crashes or hangs takes with it.
         timer: what times the calls in this process; None: device events, or the host's clock on the CPU.
         on_step: called before each key, and while kernels are compiled.
+        now: where the host's time comes from, for the budget and for calls on the CPU.
 
     Raises:
-        InvalidArgument: an unknown op, suite or backend, no case has `matching` in its name, or there is something
-            to resume that was measured on another device, by another version or for another suite.
+        InvalidArgument: an unknown op, suite or backend; no case has `matching` in its name; or the record to resume
+        was measured on another device, by another version or for another suite.
         OutputError, TableError: results cannot be written where asked; found before anything is measured.
-        trust.DeviceLost: a kernel ended the device; what was found before is written.
-        EnvironmentProblem: no child process is left to tune in; what was found before is written.
+        trust.DeviceLost: a kernel made the device unusable; earlier results are written.
+        EnvironmentProblem: no child process is left to tune in; earlier results are written.
     """
     op = ops.get(name)
     names = candidates.backends(op, settings.backends)
@@ -246,9 +251,9 @@ def tune(
     )
     run = _Run(
         op, device, settings, targets, record,
-        timer=timer or contest.timer_of(device.torch_name),
+        timer=timer or contest.timer_of(device.torch_name, now),
         on_step=on_step or (lambda _what, _done, _planned: None),
-        begin=time.perf_counter(),
+        now=now, begin=now(),
     )  # fmt: skip
     if resume:
         record.keys, record.unfinished = _finished(targets, record)
@@ -277,7 +282,7 @@ def tune(
 
 
 def _finished(targets: Targets, record: records.TuneRecord) -> tuple[list[records.TunedKey], dict[str, dict[str, str]]]:
-    """The keys with a winner that the record at its target has, and what is known of those that were begun."""
+    """The tuned keys of the record to resume, and the facts about keys that were begun."""
     if targets.record is None:
         raise InvalidArgument("there is nothing to resume without a record: give --out FILE")
     if not targets.record.exists():
@@ -341,6 +346,7 @@ def _compile(run: _Run, kernels: ahead.Kernels, planned: list[trial.Trial]) -> N
         workers,
         deadline=run.deadline,
         on_kernel=lambda done, planned: run.on_step("kernels", done, planned),
+        now=run.now,
     )
     for one in planned:
         one.refused |= kernels.spills_more(one.case.name, one.field.candidates)
@@ -353,7 +359,7 @@ def _compile(run: _Run, kernels: ahead.Kernels, planned: list[trial.Trial]) -> N
 def _here(run: _Run, planned: list[trial.Trial]) -> None:
     """Tune the keys in this process."""
     for index, one in enumerate(planned):
-        if time.perf_counter() > run.deadline:
+        if run.now() > run.deadline:
             _no_time(run, planned[index:])
             return
         run.on_step(one.case.name, index, len(planned))
@@ -364,7 +370,7 @@ def _here(run: _Run, planned: list[trial.Trial]) -> None:
 def _spread(run: _Run, planned: list[trial.Trial], starts: Sequence[lanes.Start]) -> None:
     """Tune the keys in children; the results are put in the order of the cases at the end."""
     if run.device.kind != "cpu":
-        # what the cases' tensors had here is the children's
+        # free the memory of the cases' tensors for the children
         torch.cuda.empty_cache()
     settings, versions = run.settings, run.record.header.versions
     expected = {
@@ -372,7 +378,7 @@ def _spread(run: _Run, planned: list[trial.Trial], starts: Sequence[lanes.Start]
         "versions": {name: getattr(versions, name) for name in ("wavecrest", "torch", "triton")},
     }
     hello = child.greeting(run.device, settings.modules, settings.seconds)
-    own = pool.Pool(run.op, hello, settings.timeout, run.deadline, expected)
+    own = pool.Pool(run.op, hello, settings.timeout, run.deadline, expected, run.now)
     run.record.children = len(starts)
     done: set[int] = set()
     for event in own.run(planned, starts):

@@ -1,4 +1,4 @@
-"""A file of shapes as cases of a tuning run: a CSV with a row a call, its columns the op's sizes and the dtype."""
+"""A file of shapes as cases of a tuning run: a CSV with one row per call, with the op's sizes and dtype as columns."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, TableError
 
-# of a row that names none
+# dtype of a row that names no dtype
 DTYPE = "bfloat16"
-# of errors in a file, so many are shown
+# number of errors in a file that a message shows
 SHOWN = 5
 
 
@@ -43,7 +43,7 @@ def read(path: Path, device: str) -> dict[str, Shapes]:
         device: where the cases' tensors are to be.
 
     Raises:
-        TableError: it cannot be read, or has rows that are no shapes; the message names the lines.
+        TableError: it cannot be read, or has invalid rows; the message names the lines.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -54,7 +54,7 @@ def read(path: Path, device: str) -> dict[str, Shapes]:
     lines = csv.reader(text.splitlines())
     header = [name.strip() for name in next(lines, [])]
     if "op" not in header or len(set(header)) != len(header):
-        raise TableError(f"{path} is no file of shapes: its first line names the columns, each once: op,M,N,K,dtype")
+        raise TableError(f"{path} is not a file of shapes: its first line names the columns, each once: op,M,N,K,dtype")
     found: dict[str, Shapes] = {}
     bad: list[str] = []
     for cells in lines:
@@ -75,7 +75,7 @@ def read(path: Path, device: str) -> dict[str, Shapes]:
             own.sources[name] = {"sizes": list(sizes), "dtype": dtype}
     if bad:
         more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-        raise TableError(f"{path} is no file of shapes: {'; '.join(bad[:SHOWN])}{more}: correct or delete the lines")
+        raise TableError(f"{path} is not a file of shapes: {'; '.join(bad[:SHOWN])}{more}: correct or delete the lines")
     return found
 
 
@@ -83,7 +83,7 @@ def _shape(row: dict[str, str]) -> tuple[AnyOp, tuple[int, ...], str]:
     """The op, sizes and dtype of a row.
 
     Raises:
-        InvalidArgument: it has none, or one that is not understood.
+        InvalidArgument: a part is missing or not understood.
     """
     if "op" not in row:
         raise InvalidArgument("names no op")

@@ -1,7 +1,7 @@
-"""What is done with one key: its candidates are admitted, timed and judged, all in one process and on one device.
+"""Tune one key: admit, time and judge its candidates, all in one process and on one device.
 
-Before each step that a candidate may not survive, `tell` is called with what is about to happen, so that somebody
-outside of the process knows whom a crash, or silence, is to be blamed on.
+Before each step that a candidate may not survive, `tell` announces it, so that a parent process knows which candidate
+to blame for a crash or a hang.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wavecrest.hardware import Device
 from wavecrest.measure.timing import Interleaved
 from wavecrest.tune import candidates, contest, trust
 
-# a candidate that is run alone has so many calls, or fewer that take so many seconds
+# calls of a candidate that runs alone, and seconds after which it has had enough
 ALONE_CALLS = 60
 ALONE_SECONDS = 3.0
 
@@ -33,7 +33,7 @@ Phase = Literal["make", "first", "alone", "round", "again"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is about to happen: candidates by their place in the field, and about how many seconds it takes."""
+    """A step about to begin: the candidates by their index in the field, and its estimated seconds."""
 
     phase: Phase
     who: tuple[int, ...] = ()
@@ -44,18 +44,18 @@ Tell = Callable[[Step], None]
 
 
 def untold(_step: Step) -> None:
-    """For a process that nobody watches."""
+    """Announce nothing: for a process without a parent that watches."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """A key and who takes part.
+    """A key and its candidates.
 
     Attributes:
         case: makes the arguments.
         key, field: of `Op.key` and `candidates.field`.
-        refused: candidates, by their place, whose kernels cannot be compiled, with the reasons.
-        ended: candidates that ended a process, or did not come to an end, with the reasons: not run again.
+        refused: candidates, by their index, whose kernels cannot be compiled, with the reasons.
+        ended: candidates that crashed or hung a process, with the reasons; they are not run again.
         alone: run every candidate for a while by itself before it is timed among others, to find the one that ends
             the process.
         source: how another process makes the case: {"suite": its suite}, {"sizes": …, "dtype": …} (`shapes.call`), or
@@ -72,7 +72,7 @@ class Trial:
 
 
 def empty(op: AnyOp, trial: Trial) -> records.TunedKey:
-    """A key without a result yet, with what declined it."""
+    """A key without a result yet, with the backends that refuse it."""
     fields = op.key_fields or tuple(f"part {index}" for index in range(len(trial.key)))
     tuned = records.TunedKey(case=trial.case.name, key=dict(zip(fields, trial.key, strict=True)))
     tuned.candidates = [
@@ -82,7 +82,7 @@ def empty(op: AnyOp, trial: Trial) -> records.TunedKey:
 
 
 def row_of(trial: Trial, index: int) -> records.TuneCandidate:
-    """The record's row of a candidate; its status is refused or failed where that is known before."""
+    """The record's row of a candidate; its status is already set if it is known to be refused or failed."""
     candidate = trial.field.candidates[index]
     row = records.TuneCandidate(
         backend=candidate.backend,
@@ -97,7 +97,7 @@ def row_of(trial: Trial, index: int) -> records.TuneCandidate:
 
 
 def unsolved(op: AnyOp, trial: Trial, problem: str) -> records.TunedKey:
-    """A key that could not be tuned, with what is known of its candidates."""
+    """A key that could not be tuned, with the known facts about its candidates."""
     tuned = empty(op, trial)
     known = [index for index in range(len(trial.field.candidates)) if index in trial.refused or index in trial.ended]
     tuned.candidates += [row_of(trial, index) for index in known]
@@ -111,14 +111,14 @@ def tune_key(
     """The result of a key; its `problem` says why it has no winner.
 
     Args:
-        op, trial: what is tuned.
+        op, trial: the key to tune.
         device: where the arguments are.
         seconds: of the final round.
-        timer: what times the calls.
+        timer: times the calls.
         tell: called before each step.
 
     Raises:
-        trust.DeviceLost: a kernel ended the device.
+        trust.DeviceLost: a kernel made the device unusable.
     """
     begin = time.perf_counter()
     tuned = empty(op, trial)
@@ -127,7 +127,7 @@ def tune_key(
     except torch.OutOfMemoryError as error:
         tuned.problem = f"out of memory: {trust.first_line(error)}"
     except RuntimeError as error:
-        # raised while several candidates were timed: nobody's in particular, and the end if the device is gone
+        # raised while several candidates were timed: no single candidate is to blame; fatal if the device is gone
         tuned.problem = f"raised {type(error).__name__}: {trust.first_line(error)}"
         trust.require(torch.device(device.torch_name), f"timing {trial.case.name}")
     if device.kind != "cpu":
@@ -139,7 +139,7 @@ def tune_key(
 
 @dataclass(slots=True)
 class _Told:
-    """A timer that tells who is timed, and about how long that takes."""
+    """A timer that announces which candidates are timed, and about how long it takes."""
 
     timer: contest.Timer
     tell: Tell
@@ -147,7 +147,7 @@ class _Told:
 
     def __call__(self, works: Sequence[Callable[[], Any]], *, rounds: int, seconds: float) -> Interleaved:
         found = [self.who[id(work)] for work in works]
-        # the first call has in it what a round has not, so this is more than it takes
+        # a first call includes work that a round does not, so this overestimates
         each = sum((row.quick_ms or row.first_ms or 0.0) / 1e3 for _, row in found)
         self.tell(Step("round", tuple(index for index, _ in found), round(seconds + rounds * each, 3)))
         return self.timer(works, rounds=rounds, seconds=seconds)

@@ -1,9 +1,9 @@
-"""What may be timed, and which times can be true.
+"""Admission of candidates to timing, and the limit below which a time cannot be true.
 
-A candidate is run once over poisoned memory and held against the op's reference: within the limits that
-`wavecrest bench` has for our own kernels, and not one element beyond the op's own bound. PyTorch, and what rounds where
-it does, is held to the wider limits that bench has for peers. A time below what the hardware's peaks allow is an error
-of measurement, whatever its cause.
+A candidate runs once over poisoned memory and is compared with the op's reference: within the limits that
+`wavecrest bench` has for wavecrest's kernels, and without a single element beyond the op's own bound. PyTorch, and
+backends that round where it does, are held to the wider limits that bench has for peers. A time below what the
+hardware's peaks allow is an error of measurement, whatever its cause.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class DeviceLost(EnvironmentProblem):
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """What the results of a call must be: the reference's, and how far elements of the first of them may be off.
+    """The expected results of a call: the reference's, and how far elements may be off.
 
-    `bounds`: of as many results as the op has some for; None where it has none.
+    `bounds`: one per result that the op has a bound for; None if it has no bounds.
     """
 
     results: tuple[Tensor, ...]
@@ -56,7 +56,7 @@ def oracle(op: AnyOp, call: AnyCall) -> Oracle:
 
 
 def call_of(op: AnyOp, candidate: Candidate, call: AnyCall) -> Callable[[], Any]:
-    """The call of a candidate as dispatch makes it once its signature is known."""
+    """The bound call of a candidate, as dispatch makes it for a signature seen before."""
     backend = op.backends[candidate.backend]
     config = () if candidate.config is None else (candidate.config,)
     if backend.bind is not None:
@@ -66,9 +66,9 @@ def call_of(op: AnyOp, candidate: Candidate, call: AnyCall) -> Callable[[], Any]
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that is allocated inside holds NaN, or the largest integer.
+    """Fill memory that is allocated inside with NaN, or the largest integer.
 
-    Without it a result that is not written may be what the candidate before left in the same memory.
+    Without it, an element that a kernel forgets to write may hold the right value left by the candidate before.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -90,10 +90,10 @@ def poisoned() -> Iterator[None]:
 def admit(
     op: AnyOp, candidate: Candidate, call: AnyCall, right: Oracle, row: records.TuneCandidate
 ) -> Callable[[], Any] | None:
-    """Run a candidate once; its call if it is right, else None with status and reason in `row`.
+    """Run a candidate once; its call if the results are right, else None with status and reason in `row`.
 
     Raises:
-        DeviceLost: the device does not work any more after it.
+        DeviceLost: the device is unusable after it.
     """
     begin = time.perf_counter()
     device = right.results[0].device
@@ -105,7 +105,7 @@ def admit(
             _synchronize(device)
         row.first_ms = row.first_ms or round((time.perf_counter() - begin) * 1e3, 3)
         wrong = _wrong(op, candidate, call, results, right, row)
-    # whatever a kernel or its compiler raises is this candidate's fate alone, if the device survives it
+    # whatever a kernel or its compiler raises concerns this candidate alone, if the device survives
     except Exception as error:
         row.status, row.reason = "failed", f"raised {type(error).__name__}: {first_line(error)}"
         require(device, f"{candidate.backend} {candidate.config!r}")
@@ -141,7 +141,7 @@ def _wrong(
     right: Oracle,
     row: records.TuneCandidate,
 ) -> str:
-    """What is wrong with results, or an empty string."""
+    """The fault of the results, or an empty string."""
     first = next(value for value in call if isinstance(value, Tensor))
     limits = bench.limits_of(op, dtype_name(first))
     native = candidate.role == "native" or op.backends[candidate.backend].as_native
@@ -151,7 +151,7 @@ def _wrong(
         limits = bench.Limits(slack, bench.PEER_CODE_SHARE)
     row.relative = row.worst = 0.0
     bounded = 0 if right.bounds is None else len(right.bounds)
-    # an element with a bound of its own needs no other: where a sum cancels, one for all says nothing
+    # elements with a bound of their own skip the overall limit, which means nothing where a sum cancels
     loose = bench.Limits(numerics.Tolerance(limits.values.relative, math.inf), limits.code_share)
     problem = ""
     for some, these in ((slice(bounded), loose), (slice(bounded, None), limits)):
@@ -170,12 +170,12 @@ def _wrong(
 
 
 def _beyond(got: Tensor, want: Tensor, bound: Tensor, row: records.TuneCandidate) -> str:
-    """How many elements are farther from the reference than the op allows; empty if none is."""
+    """The number of elements farther from the reference than the op allows, in words; empty if all are within."""
     finite = torch.isfinite(want)
     share = (got.double() - want.double()).abs() / bound
-    # exact where nothing is allowed; what is not finite was compared before
+    # a bound of 0 means exact; values that are not finite were compared before
     share = torch.where(got == want, 0.0, share).masked_fill(~finite, 0.0)
-    # a NaN is no number below a limit
+    # NaN does not compare as below a limit
     share = share.nan_to_num(math.inf, math.inf)
     if share.numel() == 0:
         return ""
@@ -189,10 +189,10 @@ def _beyond(got: Tensor, want: Tensor, bound: Tensor, row: records.TuneCandidate
 
 
 def least_ms(op: AnyOp, call: AnyCall, right: Oracle, arch: Arch | None) -> float | None:
-    """The time in ms below which no measurement of a call can be true; None where the hardware is unknown.
+    """The time in ms below which no measurement of a call can be true; None if the hardware is unknown.
 
-    Bytes that must be read over the peak of the memory, or operations over the peak of their type, whichever takes
-    longer. What is written may still be in a cache when the call ends.
+    The larger of bytes read over peak bandwidth and operations over the peak of their type. Bytes written do not count:
+    they may still be in a cache when the call ends.
     """
     if arch is None:
         return None
@@ -204,7 +204,7 @@ def least_ms(op: AnyOp, call: AnyCall, right: Oracle, arch: Arch | None) -> floa
 
 
 def peak(arch: Arch, dtype: torch.dtype) -> float:
-    """The most TFLOP/s that products of a type can have: for 8 bits twice those of 16, for float32 half (tf32)."""
+    """Peak TFLOP/s of matrix instructions for a dtype: for 8 bits twice that of 16, for float32 half (tf32)."""
     if dtype.itemsize == 1:
         return max(arch.peak_fp8 or 0.0, 2 * arch.peak_16bit)
     if dtype.itemsize == 2:

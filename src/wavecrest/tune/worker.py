@@ -1,6 +1,6 @@
 """The child that compiles: `python -m wavecrest.tune.worker` reads jobs and answers them, a line of JSON each.
 
-A compiler can abort the process it runs in, or not come to an end; in a child that costs one kernel.
+A compiler can abort its process or hang; in a child process that costs one kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, str)
 
 
 def described(args: tuple[Any, ...]) -> list[Any]:
-    """The arguments of a call as JSON: of tensors what a kernel is compiled for.
+    """The arguments of a call as JSON; of tensors, the properties that a kernel is compiled for.
 
     Raises:
         Unsupported: an argument of another type.
@@ -62,7 +62,7 @@ def _argument(value: Any) -> Any:
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
-    """Compile the launch that a job names; seconds, bytes of shared memory and of scratch, or the compiler's error."""
+    """Compile the launch of a job; returns seconds, bytes of shared memory and scratch, or the compiler's error."""
     begin = time.perf_counter()
     try:
         arch = ARCHS[job["arch"]]
@@ -79,13 +79,13 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     try:
         return found | {"scratch": compiler.scratch(compiled, arch.name)}
     except EnvironmentProblem:
-        # it compiles, and may spill for all that is known
+        # it compiles; whether it spills is unknown
         return found
 
 
 def main() -> None:
     """Answer jobs until the other side closes."""
-    # what a compiler prints must not come between the answers
+    # output of a compiler must not mix with the answers
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:

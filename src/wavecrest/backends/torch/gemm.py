@@ -84,7 +84,7 @@ def bind(call: GemmCall) -> Bound:
                 return result
             y = multiply(call)
         finally:
-            if before is not None and settings is not None:
+            if settings is not None and before is not None:
                 settings.fp32_precision = before
         return y if epilogue is None else epilogue(call, y)
 

@@ -1,7 +1,7 @@
 """AMD machine code on the CPU: what Triton compiles for an AMD GPU, executed instruction by instruction.
 
 `with emulated("gfx942"): …` runs Triton kernels with CPU tensors. It proves function, not speed: caches, timing and
-the order of memory accesses between compute units are not modelled. docs/emulation.md says what it needs.
+the order of memory accesses between compute units are not modelled. docs/emulation.md has the requirements.
 """
 
 from wavecrest.isa.emulate.checkout import commit

@@ -1,4 +1,4 @@
-"""tinygrad's emulator, from a checkout that the user points at: which opcodes mean what comes from there.
+"""tinygrad's emulator, from the user's checkout: it gives the opcodes their meaning.
 
 It is in tinygrad's repository and not in its package, so TINYGRAD_DIR names a `git clone`; wavecrest ships
 no part of it.
@@ -23,7 +23,7 @@ URL = "https://github.com/tinygrad/tinygrad"
 # the newest commit the tests were run with; docs/emulation.md lists all
 TESTED = "a9069c1"
 NEEDED = ("test/mockgpu/amd/emu.py", "test/mockgpu/amd/pcode.py", "tinygrad/renderer/amd")
-# what is used of test.mockgpu.amd.emu
+# the names used from test.mockgpu.amd.emu
 _NAMES = (
     *("decode_inst", "_op_name", "_get_runner", "SGPR_COUNT", "F32_INLINE", "ttmp", "EXEC_LO"),
     *("PC_LO_IDX", "PC_HI_IDX", "SCRATCH_STRIDE_IDX", "ir3", "ir4"),
@@ -35,7 +35,7 @@ def folder() -> Path:
 
     Raises:
         MissingDependency: the variable is not set.
-        EnvironmentProblem: what it names is no checkout with the emulator.
+        EnvironmentProblem: the folder is not a checkout with the emulator.
     """
     named = env.get("TINYGRAD_DIR")
     if not named:
@@ -56,7 +56,7 @@ def check_clang() -> None:
     """tinygrad compiles opcodes with clang, or with what CC names, which must then be clang.
 
     Raises:
-        MissingDependency: there is no clang.
+        MissingDependency: clang is not installed.
         EnvironmentProblem: CC names another compiler.
     """
     name = env.get("CC") or "clang"
@@ -98,7 +98,7 @@ def load() -> Any:
 
     Raises:
         MissingDependency: no checkout or no clang.
-        EnvironmentProblem: the checkout is not one that works here.
+        EnvironmentProblem: the checkout does not work here.
     """
     path = folder()
     check_clang()

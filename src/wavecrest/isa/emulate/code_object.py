@@ -131,7 +131,7 @@ class CodeObject:
     def __init__(self, elf: bytes, name: str | None = None) -> None:
         segments = [_Segment(*row) for row in _table(elf, 32, 54, "<IIQQQQQQ")]
         loads = [segment for segment in segments if segment.kind == _PT_LOAD]
-        # room behind the end: instructions are read ahead
+        # room after the end, as instructions are read ahead
         self._memory = mmap.mmap(-1, max(segment.address + segment.memory_size for segment in loads) + 8192)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         for segment in loads:
@@ -215,7 +215,7 @@ class CodeObject:
         return buffer
 
     def user_sgprs(self, kernarg: int) -> list[int]:
-        """The SGPRs that hold what the descriptor asks for, in its order, from s0 on.
+        """The SGPRs that the descriptor requests, in its order, from s0 on.
 
         Preloaded arguments are not among them: the code at the entry loads those itself (LLVM's prologue for firmware
         without preloading).

@@ -1,4 +1,4 @@
-"""Which action of the machine runs an instruction: those that tinygrad lacks, gets wrong or runs slowly.
+"""Map instructions that tinygrad lacks, gets wrong or runs slowly to actions of the C machine.
 
 `action` reads the fields of a decoded instruction. DPP forms are taken apart by `dpp`: a gather over the lanes, then
 the plain instruction.
@@ -268,7 +268,7 @@ def _lds_atomic(f: _Fields, match: re.Match[str]) -> Action | None:
     op = next((code for start, code in _ATOMICS if name.startswith(start)), None)
     if op is None or (name == "CMPSWAP" and kind.startswith("F")):
         return None
-    # which operand is compared with differs: gfx9 has it first
+    # the compared operand comes first on gfx9
     compare, data = ("data0", "data1") if operation == "CMPST" else ("data1", "data0")
     return "lds_atomic", {
         "wave": f.wave,
@@ -423,10 +423,10 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[_Fields, re.Match[str]], Action |
 
 
 def action(name: str, inst: Any, raw: bytes, arch: str) -> Action | None:
-    """The action that runs an instruction, or None where tinygrad does.
+    """The action that runs an instruction, or None if tinygrad runs it.
 
     Raises:
-        NotImplementedError: neither does; the message says what it is about the instruction.
+        NotImplementedError: neither can run it; the message names the part of the instruction.
     """
     if _NO_EFFECT.match(name):
         return "nop", {}
@@ -444,7 +444,7 @@ def action(name: str, inst: Any, raw: bytes, arch: str) -> Action | None:
 
 @dataclass(frozen=True)
 class Dpp:
-    """A DPP instruction: the bytes of its plain form, its own size, and the action but for the plain form's address."""
+    """A DPP instruction: the bytes of its plain form, its own size, and the action except the plain form's address."""
 
     plain: bytes
     size: int
@@ -462,8 +462,8 @@ def _dpp_fields(control: int, src0: int, spare: int, **values: int) -> dict[str,
 def dpp(inst: Any, raw: bytes, arch: str) -> Dpp | None:
     """A DPP16 or DPP8 instruction taken apart, or None.
 
-    16-bit instructions of CDNA on registers from v128 on come here too: tinygrad takes those numbers in the short
-    encodings for the upper halves of registers, which only RDNA has, so that their long form is run.
+    16-bit instructions of CDNA on registers from v128 on come here too: in short encodings tinygrad takes those numbers
+    for upper halves of registers, which only RDNA has, so the long form is run.
     """
     kind, encoding = family(arch), type(inst).__name__
     long = encoding.startswith("VOP3")

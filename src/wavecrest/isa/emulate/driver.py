@@ -32,7 +32,7 @@ class Launched(NamedTuple):
 
 
 class _Utils:
-    """What Triton asks of a device, and how it loads a kernel."""
+    """Device properties that Triton reads, and its way to load a kernel."""
 
     def __init__(self, arch: hardware.Arch) -> None:
         self._arch = arch
@@ -44,7 +44,7 @@ class _Utils:
             "warpSize": self._arch.wave_size,
             "arch": self._arch.name,
             "max_num_regs": 65536,
-            # unknown here: nothing is timed
+            # clock rates are unknown: nothing is timed
             **dict.fromkeys(("sm_clock_rate", "mem_clock_rate", "mem_bus_width"), 1),
         }
 
@@ -54,7 +54,7 @@ class _Utils:
 
 
 def _leaves(name: str, kind: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The (name, type, value) that an argument is made of: tuples are flattened, constexprs are no arguments."""
+    """The (name, type, value) parts of an argument: tuples are flattened, constexprs are left out."""
     if isinstance(kind, tuple):
         for index, (inner, part) in enumerate(zip(kind, value, strict=True)):
             yield from _leaves(f"{name}[{index}]", inner, part)
@@ -69,7 +69,7 @@ def _active() -> Any:
 
 
 class _Launcher:
-    """What Triton calls to launch a kernel; the driver active then runs it, as compiled kernels outlive drivers."""
+    """The launcher that Triton calls; the driver active at the call runs the kernel, as kernels outlive drivers."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self._metadata = metadata
@@ -151,7 +151,7 @@ class EmulatedDriver:
 
     @classmethod
     def is_active(cls) -> bool:
-        """Never found by Triton itself: it is set."""
+        """False: Triton never finds this driver itself; it is set."""
         return False
 
     def map_python_to_cpp_type(self, kind: str) -> str:
@@ -159,7 +159,7 @@ class EmulatedDriver:
         raise Unsupported(f"the emulator has no C++ launcher, and so no C++ type for {kind}")
 
     def get_current_target(self) -> Any:
-        """What kernels are compiled for."""
+        """The target that kernels are compiled for."""
         return self._target
 
     def get_current_device(self) -> int:
@@ -167,18 +167,18 @@ class EmulatedDriver:
         return _FIRST_DEVICE + ARCHS.index(self.arch)
 
     def set_current_device(self, _device: int) -> None:
-        """There is one."""
+        """Do nothing: there is one device."""
 
     def get_current_stream(self, _device: int | None = None) -> int:
         """Launches are synchronous."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return torch.device("cpu")
 
     def get_device_interface(self) -> Any:
-        """What torch.cuda is for a GPU; timing asks for it."""
+        """Refuse: timing asks for what torch.cuda is to a GPU."""
         raise Unsupported("the emulator has no clock and no device interface: triton.testing cannot time a kernel here")
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
@@ -220,7 +220,7 @@ def _values(kind: Any, value: Any, guard: Guard | None) -> list[Any]:
 
 
 def check_available() -> None:
-    """Find out whether kernels can be emulated in this process.
+    """Check that kernels can be emulated in this process.
 
     Raises:
         MissingDependency: no Triton, no checkout of tinygrad, or no clang; the message says how to get it.
@@ -250,7 +250,7 @@ def emulated(
     """Run Triton kernels, those of the ops too, as machine code of an AMD architecture on the CPU.
 
     Inside, `kernel[grid](...)` takes CPU tensors and `ops.get(name).run("triton", ...)` launches with the
-    configuration that is shipped for `arch`. On leaving all is as before.
+    configuration that is shipped for `arch`. On leaving, everything is restored.
 
     Args:
         arch: gfx90a, gfx942, gfx950, gfx1100 or gfx1201.
@@ -265,7 +265,7 @@ def emulated(
     from triton.runtime import driver as config
 
     driver = EmulatedDriver(arch, guard=guard, workers=workers, resident=resident, quantum=quantum, limit=limit)
-    # not `config.active`, which looks for a GPU and fails where there is none
+    # not `config.active`, which looks for a GPU and fails without one
     before = config._active, _triton.emulated
     config._active, _triton.emulated = driver, arch
     registry.forget()

@@ -1,4 +1,4 @@
-"""The C half of the emulator: what it is told about an instruction, and how it is compiled and loaded.
+"""The C half of the emulator: the fields of its actions, and how it is compiled and loaded.
 
 The sources in `machine/` are compiled once per compiler and processor into the user's cache folder.
 """
@@ -25,7 +25,7 @@ from wavecrest.errors import EnvironmentProblem, MissingDependency
 
 SOURCES = ("wave.h", "formats.h", "matrix.h", "memory.h", "lanes.h", "machine.c")
 
-# what `run` returns
+# return values of `run`
 BARRIER, END, COMPILE, BUDGET, RANGE, TRAP, FAULT, OUTSIDE_LDS = range(1, 9)
 
 # number formats of machine/formats.h
@@ -131,7 +131,7 @@ def compiler() -> str:
     """The C compiler: CC, or cc, gcc or clang, whichever is found first.
 
     Raises:
-        MissingDependency: there is none.
+        MissingDependency: no C compiler is installed.
     """
     for name in (env.get("CC"), "cc", "gcc", "clang"):
         if name and shutil.which(name.split()[0]):
@@ -147,7 +147,7 @@ def _compile(command: list[str], text: str, path: Path) -> None:
         done = subprocess.run([*command, "-o", name], input=text, capture_output=True, text=True)
         if done.returncode != 0:
             raise EnvironmentProblem(f"the emulator's C code does not compile with {command[0]}: {done.stderr[:2000]}")
-        # a rename, so that nobody loads half a library
+        # renamed into place, so that no process loads half a library
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

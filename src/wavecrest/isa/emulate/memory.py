@@ -1,8 +1,8 @@
-"""Guarded memory: the tensors of a launch, copied to where an access beside them is found.
+"""Guarded memory: copies of a launch's tensors, placed so that an access beside them is detected.
 
-Behind each copy (up to 15 bytes, for alignment) lies a page that is not mapped: an access there stops the kernel at
-its instruction. What lies before a copy in its first page, and those up to 15 bytes, is filled with a pattern that
-reads as NaN; a write there is found when the kernel has ended.
+After each copy (and up to 15 bytes for alignment) comes an unmapped page: an access there stops the kernel at its
+instruction. The bytes before a copy in its first page, and the alignment bytes, hold a pattern that reads as NaN; a
+write there is found when the kernel has ended.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Region:
         for side in (self.first - page, self.last):
             ctypes.CDLL(None).mprotect(ctypes.c_void_p(side), ctypes.c_size_t(page), _PROT_NONE)
         at = self.last - size
-        # the address modulo 16 decides how a kernel was compiled
+        # kernels are compiled for the address modulo 16, so copies keep it
         at -= (at - self.start) % 16
         self.shift = at - self.start
         ctypes.memset(self.first, _PATTERN, self.last - self.first)
@@ -67,7 +67,7 @@ class _Region:
     def copy_back(self) -> None:
         size = self.end - self.start
         old, new = _bytes(self.start, size), _bytes(self.start + self.shift, size)
-        # only what changed: memory that is only read may not be writable
+        # only changed bytes: memory that is only read may not be writable
         if not np.array_equal(old, new):
             old[:] = new
 
@@ -117,7 +117,7 @@ class Guard:
         return address
 
     def describe(self, address: int) -> str:
-        """Which argument an address is nearest to, and how far outside it: for a fault."""
+        """The argument nearest to an address, and the distance, for the message of a fault."""
         best: tuple[int, str] | None = None
         for region in self._regions:
             start, end = region.start + region.shift, region.end + region.shift
@@ -129,10 +129,10 @@ class Guard:
         return f"{address:#x}, {best[1]}" if best is not None else f"{address:#x}"
 
     def finish(self) -> None:
-        """Check what lies beside the tensors, and copy what the kernel wrote to where the caller has it.
+        """Check the bytes beside the tensors, and copy the kernel's writes back to the caller's tensors.
 
         Raises:
-            OutOfBounds: something was written beside a tensor; nothing is copied then.
+            OutOfBounds: the kernel wrote beside a tensor; nothing is copied then.
         """
         guarded = [region for region in self._regions if region.pages is not None]
         for region in guarded:

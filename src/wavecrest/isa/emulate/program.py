@@ -28,10 +28,10 @@ _INLINE_INTEGERS, _INLINE_NEGATIVE, _HWREG = 128, 193, 264
 _MODE, _HW_ID = _HWREG + 1, _HWREG + 4
 # registers, and a few more for accesses of several registers from the last one on
 _VGPRS = 264
-# workgroups of a worker that are under way at a time, as on a GPU, where kernels may wait for one another: waves take
-# turns after so many instructions
+# workgroups of a worker that run at a time, as on a GPU, since kernels may wait for one another; and instructions of a
+# wave before the next one has its turn
 RESIDENT, QUANTUM = 64, 2000
-# the most instructions one worker runs in a launch: more is taken for an endless loop
+# most instructions of one worker in a launch; more counts as an endless loop
 LIMIT = 200_000_000
 _ENDS_BLOCK = ("S_BRANCH", "S_CBRANCH", "S_ENDPGM", "S_SETPC", "S_SWAPPC", "S_TRAP")
 
@@ -41,7 +41,7 @@ _compiler = ThreadPoolExecutor(1, thread_name_prefix="emulate-compile")
 
 @dataclass
 class Stats:
-    """What a launch did: instructions of waves, the same by opcode, and the arguments that were used in place."""
+    """Statistics of a launch: wave instructions, the same by opcode, and the arguments that were used in place."""
 
     seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -51,7 +51,7 @@ class Stats:
     unguarded: list[str] = field(default_factory=list)
 
     def matrix_instructions(self) -> int:
-        """How many of the instructions were MFMA or WMMA."""
+        """The number of MFMA and WMMA instructions."""
         return sum(count for name, count in self.ops.items() if "MFMA" in name or "WMMA" in name)
 
 
@@ -63,7 +63,7 @@ class _Wave:
         lanes = min(wave, threads - first)
         self.s = s = program.registers.copy()
         self.v = np.zeros((_VGPRS, wave), np.uint32)
-        # accumulation registers exist where waves have 64 lanes
+        # accumulation registers exist on architectures with waves of 64 lanes
         self.acc = np.zeros((_VGPRS, wave), np.uint32) if wave == 64 else self.v
         self.scratch = np.zeros(max(code.scratch * wave, 8), np.uint8)
         s[: len(group.user_sgprs)] = group.user_sgprs
@@ -105,7 +105,7 @@ class _Group:
     def __init__(self, program: Program, launch: _Launch, position: WorkgroupId) -> None:
         self.id = position
         self.user_sgprs = launch.user_sgprs
-        # LDS holds what an earlier workgroup left: a NaN, so that nobody relies on it
+        # LDS starts undefined on a GPU; NaN here, so that a kernel that relies on it is found
         self.lds_bytes = launch.lds_bytes
         self.lds = np.full((launch.lds_bytes + 3) // 4, 0x7FC0DEAD, np.uint32)
         wave, threads = program.code.wave, launch.threads
@@ -152,7 +152,7 @@ class Program:
         self.registers = registers
 
     def where(self, pc: int) -> str:
-        """Function, offset and, where decoded, the instruction of a program counter."""
+        """Function, offset and, if decoded, the instruction of a program counter."""
         known = self.names.get((pc - self.code.code) >> 2)
         return self.code.where(pc) + (f": {known[1]!r}" if known is not None else "")
 
@@ -160,7 +160,7 @@ class Program:
         """Decode the instruction at a program counter, and what follows it up to a branch.
 
         Raises:
-            UnsupportedInstruction: this one cannot be run; one that follows is an error only when it is reached.
+            UnsupportedInstruction: this instruction cannot run; a later one is an error only when it is reached.
         """
         _compiler.submit(self._prepare_block, pc).result()
 
@@ -216,7 +216,7 @@ class Program:
             entry.stops = machine.BARRIER
         elif name == "S_TRAP":
             entry.stops = machine.TRAP
-        # last: an entry with a size is ready, and other threads look at it without the lock
+        # the size is set last: other threads read entries without the lock, and a size marks a ready one
         entry.size = size
         return name, inst
 
@@ -245,7 +245,7 @@ class Program:
         """Run the kernel.
 
         Args:
-            grid: workgroups along x, y and z; what is missing is 1.
+            grid: workgroups along x, y and z; missing ones are 1.
             args: addresses and numbers, without the constexprs.
             num_warps: waves of a workgroup; `shared`: bytes of dynamic LDS.
             workers: threads that run workgroups.
@@ -253,10 +253,10 @@ class Program:
                 for other workgroups needs all of those among them.
             limit: the most instructions of a worker.
             only: run just these workgroups.
-            describe: what lies at an address, for the message of a fault.
+            describe: names the memory at an address, for the message of a fault.
 
         Raises:
-            OutOfBounds: an access to memory that is not there.
+            OutOfBounds: an access outside the kernel's memory.
             UnsupportedInstruction: neither tinygrad nor this emulator has the opcode.
             EmulationError: a trap, a jump out of the code, or more instructions than `limit`.
         """
@@ -285,7 +285,7 @@ class _Launch:
         self.grid = (*grid, 1, 1)[:3]
         self.threads = num_warps * code.wave
         segment = code.kernarg(args, self.grid, (self.threads, 1, 1))
-        # code at the entry may read beyond what the kernel declares
+        # code at the entry may read beyond the declared arguments
         self._kernarg = (ctypes.c_char * (len(segment) + 64)).from_buffer_copy(bytes(segment) + bytes(64))
         self.user_sgprs = code.user_sgprs(ctypes.addressof(self._kernarg))
         self.lds_bytes = max(code.lds, shared, 4)
@@ -325,7 +325,7 @@ class _Launch:
             return self.todo.pop() if self.todo else None
 
     def _work(self, hits: Any) -> None:
-        """Run workgroups until there are none left; the first error of any worker ends all."""
+        """Run workgroups until all are done; the first error of any worker ends all workers."""
         active: list[_Group] = []
         try:
             while not self.errors:
@@ -379,7 +379,7 @@ class _Launch:
     def _fault(self, why: int, group: _Group, wave: _Wave) -> EmulationError:
         where, who = self.program.where(wave.pc), self._who(group)
         if why == machine.FAULT:
-            # the processor gives no address for one that is not canonical
+            # the processor reports no address if it is not canonical
             address = self.program.library.fault_address()
             at = self.describe(address) if address else "an address no memory can have"
             return OutOfBounds(f"{who}: out-of-bounds access at {where}: {at}")

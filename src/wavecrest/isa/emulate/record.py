@@ -1,4 +1,4 @@
-"""What an emulated run leaves behind: one file an architecture, with every case."""
+"""Records of emulated runs: one file per architecture, with every case."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMAT_VERSION = 1
 
 
 class Work(files.Model):
-    """What the emulator did: launches, workgroups, instructions of waves, and the seconds of it all."""
+    """The emulator's work: launches, workgroups, wave instructions, and seconds."""
 
     launches: int = 0
     workgroups: int = 0
@@ -23,7 +23,7 @@ class Work(files.Model):
     # MFMA and WMMA among the instructions
     matrix_instructions: int = 0
     seconds: float = 0.0
-    # of which opcodes were compiled, the first time each was met
+    # seconds of them spent on compiling opcodes, each at its first use
     compile_seconds: float = 0.0
     kernels: list[str] = Field(default_factory=list)
     # arguments too large to be guarded against accesses beside them
@@ -35,7 +35,7 @@ class CaseResult(files.Model):
 
     `relative` and `worst` are the largest over all results (`numerics.Comparison`), `codes` the share of 8-bit results
     that are one step off. "refused": the kernel does not take the call on this architecture; `reason` says why, and
-    what is wrong for the other outcomes but "ok".
+    names the fault of outcomes other than "ok".
     """
 
     op: str
@@ -67,7 +67,7 @@ class EmulationRecord(files.Model):
 
     @property
     def passed(self) -> bool:
-        """True if something ran and nothing was wrong."""
+        """True if at least one case ran and no result was wrong."""
         outcomes = [case.outcome for case in self.cases]
         return "ok" in outcomes and not {"wrong", "failed"} & set(outcomes)
 

@@ -1,7 +1,7 @@
-"""The convolution's kernel: a product of matrices whose left one is read out of the image, tap by tap.
+"""The convolution's kernel: an implicit GEMM whose left matrix is read from the image, tap by tap.
 
-Rows are pixels of the result, columns the outputs of a group. What lies under the kernel is never gathered into
-memory: a row knows its pixel, a step over K its taps and channels, and what is outside the image is not read.
+Rows are pixels of the result, columns the outputs of a group. The left matrix is never gathered into memory: a row
+knows its pixel, a step over K its taps and channels, and pixels outside the image are not read.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from wavecrest.ops.common.activation import activate
 from wavecrest.ops.common.device import remap_xcd, swizzle_tile
 from wavecrest.ops.common.triton import tl, triton
 
-# what is contiguous: in x nothing, a pixel's channels or a line's pixels; in weight nothing, a tap's channels with
-# taps behind one another, or a channel's taps with channels behind one another
+# orders, by what is contiguous. In x: nothing, the channels of a pixel, or the pixels of a line. In weight: nothing,
+# the channels of a tap and then the taps, or the taps of a channel and then the channels
 ANY, CHANNELS, LINES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# of leaky_relu
+# the slope of leaky_relu below 0
 SLOPE = tl.constexpr(0.01)
-# the line of rows without a pixel: above the image under every tap
+# the image line of rows that have no pixel: above the image for every tap
 NOWHERE = tl.constexpr(-(1 << 31))
 
-# values that do not make the kernel anew when they change
+# arguments whose values do not specialize the kernel
 SIZES = [
     "M", "n_units", "k_units", "tiles_m", "tiles_n", "groups", "steps", "out_w", "pixels", "H", "W", "taps_r", "taps_s",
     "stride_h", "stride_w", "pad_h", "pad_w", "dil_h", "dil_w", "next_outer", "next_middle", "next_inner",
@@ -29,7 +29,7 @@ SIZES = [
 
 @triton.jit
 def _strides(stride_0, stride_1, stride_2, stride_3, ORDER: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The strides of [B, C, H, W] or [O, C, R, S]: what is contiguous as 1, the others as multiples of ALIGN."""
+    """The strides of [B, C, H, W] or [O, C, R, S]: 1 along what is contiguous, the others multiples of ALIGN."""
     if WIDE:
         stride_0 = tl.cast(stride_0, tl.int64)
         stride_1 = tl.cast(stride_1, tl.int64)
@@ -46,7 +46,7 @@ def _strides(stride_0, stride_1, stride_2, stride_3, ORDER: tl.constexpr, ALIGN:
 
 @triton.jit
 def _inside(line, column, H, W):  # type: ignore[no-untyped-def]
-    """Which pixels are in the image."""
+    """True for pixels in the image."""
     return (line >= 0) & (line < H) & (column >= 0) & (column < W)
 
 
@@ -56,7 +56,7 @@ def _by_taps(  # type: ignore[no-untyped-def]
     POINT: tl.constexpr, PADDED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile, one tap and BLOCK_K of its channels a step: one bounds check a row, channels side by side."""
+    """The accumulator of a tile; a step takes BLOCK_K channels of one tap, with one bounds check a row."""
     _, stride_xc, stride_xh, stride_xw = x_strides
     stride_wo, stride_wc, stride_wr, stride_ws = w_strides
     H, W = image
@@ -79,8 +79,8 @@ def _by_taps(  # type: ignore[no-untyped-def]
             mask_k = c + offs_k < channels
             mask_x = mask_x & mask_k[None, :]
             mask_w = mask_w & mask_k[:, None]
-        # what moves with the step is one number, added to the pointer; it alone may be negative, as offsets that go
-        # through buffer instructions must not be
+        # the step's offset is one number, added to the pointer, as it may be negative and the offsets of buffer
+        # instructions must not be
         x_step = (r * dil_h - pad_h) * stride_xh + (s * dil_w - pad_w) * stride_xw + c * stride_xc
         w_step = r * stride_wr + s * stride_ws + c * stride_wc
         a = tl.load(x_ptr + x_step + x_tile, mask=mask_x, other=0.0)
@@ -103,10 +103,10 @@ def _flat(  # type: ignore[no-untyped-def]
     W_ORDER: tl.constexpr, CHANNELS_INNER: tl.constexpr, PADDED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile, BLOCK_K of all taps of all channels a step, each with a place of its own in the image.
+    """The accumulator of a tile; a step takes BLOCK_K of all taps and channels, each from its own pixel.
 
-    For few channels, of which a step would take mostly zeros. A place in K is (r, s, c), or (c, r, s) without
-    CHANNELS_INNER, and moves on by addition with carries: divisions are made once.
+    For few channels, where a step of one tap would be mostly zeros. K runs over (r, s, c), or (c, r, s) without
+    CHANNELS_INNER; the next step's indices come from additions with carries, so that divisions are made once.
     """
     _, stride_xc, stride_xh, stride_xw = x_strides
     stride_wo, stride_wc, stride_wr, stride_ws = w_strides
@@ -164,17 +164,17 @@ def _conv2d_kernel(  # type: ignore[no-untyped-def]
     XCDS: tl.constexpr, FLAT: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_M, BLOCK_N] of one group. `k_units`: channels of a group, or FLAT all of K, in K_ALIGN."""
+    """One tile [BLOCK_M, BLOCK_N] of one group. `k_units`: channels of a group, or with FLAT all of K, over K_ALIGN."""
     N = n_units * N_ALIGN
     K = k_units * K_ALIGN
     x_strides = _strides(stride_xb, stride_xc, stride_xh, stride_xw, X_ORDER, X_ALIGN, WIDE)
     w_strides = _strides(stride_wo, stride_wc, stride_wr, stride_ws, W_ORDER, W_ALIGN, WIDE)
     index = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
-    # groups side by side: where channels are, they read the same lines of memory
+    # groups side by side: where channels are contiguous, they read the same lines of memory
     group = index % groups
     tile_m, tile_n = swizzle_tile(index // groups, tiles_m, tiles_n, GROUP_M)
     if WIDE:
-        # with the strides, all that makes offsets 64 bits
+        # with the 64-bit strides this makes all offsets 64 bits
         tile_m = tile_m.to(tl.int64)
         group = group.to(tl.int64)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -188,7 +188,7 @@ def _conv2d_kernel(  # type: ignore[no-untyped-def]
     ow = pixel % out_w
     x_rows = batch * x_strides[0] + oh * (stride_h * x_strides[2]) + ow * (stride_w * x_strides[3])
     if X_ORDER == LINES:
-        # almost true, and unaligned, so that no access is wider for it: threads go along the line, not the channels
+        # true but at the ends of lines; without an alignment no access gets wider by it, but threads go along the line
         x_rows = tl.max_contiguous(x_rows, [BLOCK_M])
     lines = tl.where(valid, oh * stride_h - pad_h, NOWHERE)
     columns = ow * stride_w - pad_w

@@ -24,7 +24,7 @@ TENSORS = 4
 
 
 def x_order(x: Tensor) -> int:
-    """CHANNELS, LINES or ANY: what lies side by side in x. One channel, or one pixel, lies beside nothing."""
+    """CHANNELS, LINES or ANY, by what is contiguous in x; one channel, or one pixel, counts where nothing else is."""
     if x.stride(1) == 1 and x.shape[1] > 1:
         return CHANNELS
     if x.stride(3) == 1 and x.shape[3] > 1:
@@ -46,7 +46,7 @@ def weight_order(weight: Tensor) -> int:
         return True
 
     c, r, s = (channels, stride_c), (taps_r, stride_r), (taps_s, stride_s)
-    # of one channel both are true; the kernel then takes the stride of taps as 1, not that of channels
+    # with one channel both are true: LINES, where the kernel takes the stride of taps as 1, not that of channels
     if channels > 1 and dense(c, s, r):
         return CHANNELS
     if dense(s, r, c):
@@ -102,12 +102,12 @@ def walk(call: Conv2dCall, flat: bool) -> Walk:
     )  # fmt: skip
 
 
-# offsets from which on 32 bits are too few, with room for the rows of a tile that have no pixel
+# offsets from here on need more than 32 bits; leaves room for the rows of a tile that have no pixel
 FAR = (1 << 31) - (1 << 16)
 
 
 def _extent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """The largest offset there is, and one more."""
+    """One more than the largest offset."""
     last = 1
     for size, stride in zip(sizes, strides, strict=True):
         last = last + (size - 1) * stride

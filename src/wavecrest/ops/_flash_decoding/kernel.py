@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from wavecrest.ops.common.device import LOG2_E, pdl_launch_dependents, pdl_wait
 from wavecrest.ops.common.ptx import (
-    BYTE_PAIRS_BF16,
-    BYTE_PAIRS_FP16,
-    CODE_PAIRS_BF16,
-    CODE_PAIRS_FP16,
-    CODES_BF16,
-    CODES_FP16,
+    INT4_BF16,
+    INT4_FP16,
+    INT4_PAIRS_BF16,
+    INT4_PAIRS_FP16,
+    INT8_PAIRS_BF16,
+    INT8_PAIRS_FP16,
 )
 from wavecrest.ops.common.triton import reciprocal, tl, triton
 from wavecrest.ops.common.widen import narrowed, widened
@@ -51,11 +51,11 @@ def _halves(packed, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-u
     """The low and the high 4 bits of bytes, minus 8: about as large as the values, and exact in any TYPE."""
     if PTX and tl.float16 == TYPE:
         low, high = tl.inline_asm_elementwise(
-            CODES_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), is_pure=True, pack=4
+            INT4_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), is_pure=True, pack=4
         )
     elif PTX:
         low, high = tl.inline_asm_elementwise(
-            CODES_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            INT4_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
         if tl.float32 == TYPE:
             low, high = low.to(tl.float32), high.to(tl.float32)
@@ -90,7 +90,7 @@ def _of_pairs(pairs, STORED: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr
     if tl.uint8 == STORED:
         if PTX and tl.bfloat16 == TYPE:
             values = tl.inline_asm_elementwise(
-                CODE_PAIRS_BF16,
+                INT4_PAIRS_BF16,
                 "=r,=r,=r,=r,r",
                 [pairs],
                 (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -99,7 +99,7 @@ def _of_pairs(pairs, STORED: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr
             )
         elif PTX:
             values = tl.inline_asm_elementwise(
-                CODE_PAIRS_FP16,
+                INT4_PAIRS_FP16,
                 "=r,=r,=r,=r,r",
                 [pairs],
                 (tl.float16, tl.float16, tl.float16, tl.float16),
@@ -114,11 +114,11 @@ def _of_pairs(pairs, STORED: tl.constexpr, TYPE: tl.constexpr, PTX: tl.constexpr
             )  # fmt: skip
     elif PTX and tl.int8 == STORED and tl.bfloat16 == TYPE:
         values = tl.inline_asm_elementwise(
-            BYTE_PAIRS_BF16, "=r,=r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            INT8_PAIRS_BF16, "=r,=r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     elif PTX and tl.int8 == STORED:
         values = tl.inline_asm_elementwise(
-            BYTE_PAIRS_FP16, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
+            INT8_PAIRS_FP16, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
         )
     elif PTX and tl.float8e4nv == STORED and tl.float16 == TYPE:
         values = tl.inline_asm_elementwise(

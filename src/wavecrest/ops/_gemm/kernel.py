@@ -1,7 +1,7 @@
-"""The matrix product's kernels over tiles: with split-K, persistent, stream-K, and the sum of parts.
+"""The GEMM kernels over tiles: with split-K, persistent, stream-K, and the sum of parts.
 
-They share how operands are read (`_accumulated`), and with those of a few rows (`multiply_kernel.py`) what is done to a
-finished tile (`finish`). Operands are walked by their strides; sizes are run-time integers.
+They share how operands are read (`_accumulated`), and with the GEMV kernels (`kernel_gemv.py`) what is done to a
+finished tile (`epilogue`). Operands are walked by their strides; sizes are run-time integers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from wavecrest.ops.common.device import (
     row_offsets,
     swizzle_tile,
 )
-from wavecrest.ops.common.ptx import BYTES_BF16, BYTES_FP16, BYTES_FP32, CODES_BF16, CODES_FP16, OF_BYTES_FP32
+from wavecrest.ops.common.ptx import INT4_BF16, INT4_FP16, INT8_BF16, INT8_FP16, INT8_FP32, INT8_FP32_OFFSET
 from wavecrest.ops.common.quantized import rounded
 from wavecrest.ops.common.triton import tl, triton
 
-# how b is stored: [K, N] by its strides; the (16, 16) shuffle of [N, K]; 4-bit codes, two a byte (see `ops.packed`)
+# how b is stored: [K, N] by its strides; the (16, 16) shuffle of [N, K]; 4-bit values, two a byte (see `ops.packed`)
 PLAIN, SHUFFLED, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # what shares a scale: the tensor; a row of a or column of b; 1 × 128 of a or 128 × 128 of b; GROUP rows of a column
 NO_SCALE, TENSOR, VECTOR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -100,15 +100,15 @@ def _zero_points(scales, n, k, N, K, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr
 
 
 @triton.jit
-def _codes(packed, zero, TYPE: tl.constexpr, HAS_ZERO: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The low and the high 4-bit codes of bytes [rows, BLOCK_N] less their zero points [1, BLOCK_N] or 8, in TYPE."""
+def _int4_values(packed, zero, TYPE: tl.constexpr, HAS_ZERO: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The low and the high 4-bit values of bytes [rows, BLOCK_N] less their zero points [1, BLOCK_N] or 8, in TYPE."""
     if PTX and not HAS_ZERO and tl.bfloat16 == TYPE:
         low, high = tl.inline_asm_elementwise(
-            CODES_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            INT4_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     elif PTX and not HAS_ZERO and tl.float16 == TYPE:
         low, high = tl.inline_asm_elementwise(
-            CODES_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), is_pure=True, pack=4
+            INT4_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), is_pure=True, pack=4
         )
     else:
         low = _widened((packed & 15).to(tl.int16) - zero, TYPE)
@@ -121,30 +121,30 @@ def as_type(b, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untype
     """b in a wider type, if it is stored in fewer bits."""
     if TYPE.primitive_bitwidth > b.dtype.primitive_bitwidth:
         if PTX and tl.int8 == b.dtype and tl.bfloat16 == TYPE:
-            b = tl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [b], tl.bfloat16, is_pure=True, pack=4)
+            b = tl.inline_asm_elementwise(INT8_BF16, "=r,=r,r", [b], tl.bfloat16, is_pure=True, pack=4)
         elif PTX and tl.int8 == b.dtype and tl.float16 == TYPE:
-            b = tl.inline_asm_elementwise(BYTES_FP16, "=r,=r,r", [b], tl.float16, is_pure=True, pack=4)
+            b = tl.inline_asm_elementwise(INT8_FP16, "=r,=r,r", [b], tl.float16, is_pure=True, pack=4)
         elif PTX and tl.int8 == b.dtype and tl.float32 == TYPE:
-            b = tl.inline_asm_elementwise(BYTES_FP32, "=r,=r,=r,=r,r", [b], tl.int32, is_pure=True, pack=4)
-            b = b.to(tl.float32, bitcast=True) - OF_BYTES_FP32
+            b = tl.inline_asm_elementwise(INT8_FP32, "=r,=r,=r,=r,r", [b], tl.int32, is_pure=True, pack=4)
+            b = b.to(tl.float32, bitcast=True) - INT8_FP32_OFFSET
         else:
             b = _widened(b, TYPE)
     return b
 
 
 @triton.jit
-def _product(a, b, acc, PRECISION: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+def _dot(a, b, acc, PRECISION: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
     """acc + a · b; a b that is stored in fewer bits than a is made a's type."""
     b = as_type(b, a.dtype, PTX)
     return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 
 
 @triton.jit
-def _step(  # type: ignore[no-untyped-def]
+def _scaled_dot(  # type: ignore[no-untyped-def]
     a, b, acc, scale, ACC: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr
 ):
     """acc + scale · (a · b), scale [BLOCK_M or 1, BLOCK_N or 1]; the product's own sums have the type ACC."""
-    product = _product(a, b, tl.zeros(acc.shape, ACC), PRECISION, PTX)
+    product = _dot(a, b, tl.zeros(acc.shape, ACC), PRECISION, PTX)
     return acc + product * scale
 
 
@@ -226,12 +226,12 @@ def _accumulated(  # type: ignore[no-untyped-def]
             if SCALED_STEPS:
                 scale = ahead
                 ahead = _loop_scale(scales, rows, n, k + BLOCK_K, M, N + up, K, SCALE_A, SCALE_B, GROUP)
-                acc = _step(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
+                acc = _scaled_dot(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
             else:
-                acc = _product(a_tile, b_tile, acc, PRECISION, PTX)
+                acc = _dot(a_tile, b_tile, acc, PRECISION, PTX)
                 if BOTH:
                     b_tile = b.load([col + beyond, k]).T if B_ORDER == BY_K else b.load([k, col + beyond])
-                    acc_up = _product(a_tile, b_tile, acc_up, PRECISION, PTX)
+                    acc_up = _dot(a_tile, b_tile, acc_up, PRECISION, PTX)
     else:
         mask_m = (rows < M)[:, None]
         mask_n = (col + offs_n < N)[None, :]
@@ -286,31 +286,31 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     mask=mask_m & (k + k_high < K)[None, :],
                     other=0.0,
                 )
-                b_low, b_high = _codes(packed, zero, a_low.dtype, HAS_ZERO, PTX)
+                b_low, b_high = _int4_values(packed, zero, a_low.dtype, HAS_ZERO, PTX)
                 zero = _zero_points(scales, n, k + BLOCK_K, N + up, K, HAS_ZERO, GROUP)
                 scale = ahead
                 ahead = _loop_scale(scales, rows, n, k + BLOCK_K, M, N + up, K, SCALE_A, SCALE_B, GROUP)
                 if GROUP % 64 == 0:
-                    product = _product(a_low, b_low, tl.zeros(acc.shape, ACC), PRECISION, PTX)
+                    product = _dot(a_low, b_low, tl.zeros(acc.shape, ACC), PRECISION, PTX)
                     # sums of their own, which do not wait for each other
-                    product += _product(a_high, b_high, tl.zeros(acc.shape, ACC), PRECISION, PTX)
+                    product += _dot(a_high, b_high, tl.zeros(acc.shape, ACC), PRECISION, PTX)
                     acc += product * scale
                 else:
                     # the halves are groups of their own; there is none beyond K
                     at = tl.minimum(k + 32, K - 1)
-                    acc = _step(a_low, b_low, acc, scale, ACC, PRECISION, PTX)
+                    acc = _scaled_dot(a_low, b_low, acc, scale, ACC, PRECISION, PTX)
                     if HAS_ZERO:
                         zero_high = _zero_points(scales, n, at, N + up, K, HAS_ZERO, GROUP)
-                        _, b_high = _codes(packed, zero_high, a_low.dtype, HAS_ZERO, PTX)
+                        _, b_high = _int4_values(packed, zero_high, a_low.dtype, HAS_ZERO, PTX)
                     scale = _loop_scale(scales, rows, n, at, M, N + up, K, SCALE_A, SCALE_B, GROUP)
-                    acc = _step(a_high, b_high, acc, scale, ACC, PRECISION, PTX)
+                    acc = _scaled_dot(a_high, b_high, acc, scale, ACC, PRECISION, PTX)
             elif SCALED_STEPS:
                 a_tile = _rows_loaded(a, a_rows, k, K, mask_m, stride_ak, EVEN_K, WIDE, BLOCK_K)
                 b_tile = _columns_loaded(
                     b, n, offs_n, k, K, mask_n, stride_bk, stride_bn, FORMAT, EVEN_K, WIDE, BLOCK_K
                 )
                 scale = _loop_scale(scales, rows, n, k, M, N + up, K, SCALE_A, SCALE_B, GROUP)
-                acc = _step(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
+                acc = _scaled_dot(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
             else:
                 a_tile = _rows_loaded(a, a_rows, k, K, mask_m, stride_ak, EVEN_K, WIDE, BLOCK_K // CHAINS)
                 b_tile = _columns_loaded(
@@ -327,9 +327,9 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     a_tile = (wide * gains).to(a_tile.dtype)
                     columns = k + BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
                     gains = tl.load(scales[0] + columns, mask=columns < K, other=0.0).to(tl.float32)
-                acc = _product(a_tile, b_tile, acc, PRECISION, PTX)
+                acc = _dot(a_tile, b_tile, acc, PRECISION, PTX)
                 if BOTH:
-                    acc_up = _product(a_tile, up_tile, acc_up, PRECISION, PTX)
+                    acc_up = _dot(a_tile, up_tile, acc_up, PRECISION, PTX)
                 more = ()
                 for chain in tl.static_range(CHAINS - 1):
                     at = k + (chain + 1) * (BLOCK_K // CHAINS)
@@ -337,7 +337,7 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     b_tile = _columns_loaded(
                         b, n, offs_n, at, K, mask_n, stride_bk, stride_bn, FORMAT, EVEN_K, WIDE, BLOCK_K // CHAINS
                     )
-                    more = more + (_product(a_tile, b_tile, chains[chain], PRECISION, PTX),)  # type: ignore[assignment]
+                    more = more + (_dot(a_tile, b_tile, chains[chain], PRECISION, PTX),)  # type: ignore[assignment]
                 chains = more
         for chain in tl.static_range(CHAINS - 1):
             acc += chains[chain]
@@ -350,11 +350,11 @@ def _accumulated(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scaled(  # type: ignore[no-untyped-def]
-    acc, scales, ends, rows, cols, up, M, N, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BIAS: tl.constexpr
+    acc, scales, after, rows, cols, up, M, N, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BIAS: tl.constexpr
 ):
     """alpha · scales · acc + bias in float32."""
     scale_a_ptr, scale_b_ptr, _, stride_sam, _, stride_sbn, _ = scales
-    bias_ptr, _, _, stride_bias, _, _, _, alpha, _ = ends
+    bias_ptr, _, _, stride_bias, _, _, _, alpha, _ = after
     y = acc.to(tl.float32)
     if SCALE_A == TENSOR:
         y *= tl.load(scale_a_ptr)
@@ -374,13 +374,13 @@ def _scaled(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def finish(  # type: ignore[no-untyped-def]
-    acc, acc_up, c_ptr, scales, ends, batch, rows, cols, M, N,
+def epilogue(  # type: ignore[no-untyped-def]
+    acc, acc_up, c_ptr, scales, after, batch, rows, cols, M, N,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Store act(alpha · scales · acc + bias) [· up] + residual, rounded once; sums of integers as they are."""
-    _, residual_ptr, out_scale_ptr, _, stride_rz, stride_rm, stride_rn, _, slope = ends
+    _, residual_ptr, out_scale_ptr, _, stride_rz, stride_rm, stride_rn, _, slope = after
     # int64: rows · N passes 2³¹
     wide_rows = rows.to(tl.int64)[:, None]
     out = c_ptr + (tl.cast(batch, tl.int64) * M + wide_rows) * N + cols[None, :]
@@ -388,10 +388,10 @@ def finish(  # type: ignore[no-untyped-def]
     if c_ptr.dtype.element_ty == tl.int32:
         tl.store(out, acc, mask=mask)
     else:
-        y = _scaled(acc, scales, ends, rows, cols, 0, M, N, SCALE_A, SCALE_B, BIAS)
+        y = _scaled(acc, scales, after, rows, cols, 0, M, N, SCALE_A, SCALE_B, BIAS)
         y = activate(y, tl.cast(slope, tl.float32), ACTIVATION)
         if GATED:
-            y *= _scaled(acc_up, scales, ends, rows, cols, N, M, N, SCALE_A, SCALE_B, BIAS)
+            y *= _scaled(acc_up, scales, after, rows, cols, N, M, N, SCALE_A, SCALE_B, BIAS)
         if RESIDUAL:
             r = residual_ptr + tl.cast(batch, tl.int64) * stride_rz
             r += wide_rows * stride_rm + cols.to(tl.int64)[None, :] * stride_rn
@@ -439,7 +439,7 @@ def _walks(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]
-    index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
+    index, operands, scales, after, sizes, walks, tiles_m, tiles_n, steps, batch,
     FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
@@ -483,8 +483,8 @@ def _tile(  # type: ignore[no-untyped-def]
         if GATED:
             tl.store(part + N, acc_up, mask=mask)
     else:
-        finish(
-            acc, acc_up, c_ptr, scales, ends, batch, rows, cols, M, N,
+        epilogue(
+            acc, acc_up, c_ptr, scales, after, batch, rows, cols, M, N,
             SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
         )  # fmt: skip
 
@@ -513,7 +513,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     sizes = (M, N, K, size1, size2)
     operands = (a, b, c_ptr, part_ptr)
     scales = (scale_a_ptr, scale_b_ptr, zero_ptr, stride_sam, stride_sak, stride_sbn, stride_sbk)
-    ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
+    after = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     begin = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
     batch = tl.program_id(1)
     # `_sum_kernel`
@@ -526,7 +526,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
             _, tile_n = swizzle_tile(begin - split * tiles, tiles_m, tiles_n, GROUP_M)
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             columns = b + batch.to(tl.int64) * walks[1][0] + cols.to(tl.int64)[:, None] * stride
-            # 4-bit codes come in units of 64, two a byte
+            # 4-bit values are packed in units of 64, two a byte
             step: tl.constexpr = BLOCK_K // 2 if FORMAT == INT4 else BLOCK_K
             last = tl.cdiv(K, 64) * 32 if FORMAT == INT4 else K
             for ahead in tl.static_range(EARLY - 1):
@@ -539,7 +539,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     if PERSISTENT:
         for index in range(begin, tiles_m * tiles_n * SPLIT_K, tl.num_programs(0)):
             _tile(
-                index, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
+                index, operands, scales, after, sizes, walks, tiles_m, tiles_n, steps, batch,
                 FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
                 BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, BOTH, False, NORM_EPS,
                 BLOCK_M, BLOCK_N, BLOCK_K,
@@ -547,7 +547,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
         pdl_launch_dependents(PDL and SPLIT_K == 1)
     else:
         _tile(
-            begin, operands, scales, ends, sizes, walks, tiles_m, tiles_n, steps, batch,
+            begin, operands, scales, after, sizes, walks, tiles_m, tiles_n, steps, batch,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
             BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, BOTH,
             PDL and SPLIT_K == 1, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -580,11 +580,11 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
             acc_up += tl.load(part + split * step + N, mask=mask, other=0)
     pdl_launch_dependents(PDL)
     scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
-    ends = (
+    after = (
         bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope,
     )  # fmt: skip
-    finish(
-        acc, acc_up, c_ptr, scales, ends, batch, rows, cols, M, N,
+    epilogue(
+        acc, acc_up, c_ptr, scales, after, batch, rows, cols, M, N,
         SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
     )  # fmt: skip
 
@@ -626,7 +626,7 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     sizes = (M, N, K, size1, size2)
     scales = (scale_a_ptr, scale_b_ptr, zero_ptr, stride_sam, stride_sak, stride_sbn, stride_sbk)
-    ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
+    after = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     program = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
     batch = tl.program_id(1)
     begin, end = share_of(program, tl.num_programs(0), tiles_m * tiles_n, steps)
@@ -646,8 +646,8 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
         if last - first == steps:
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            finish(
-                acc, acc, c_ptr, scales, ends, batch, rows, cols, M, N,
+            epilogue(
+                acc, acc, c_ptr, scales, after, batch, rows, cols, M, N,
                 SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
             )  # fmt: skip
         else:
@@ -695,8 +695,8 @@ def _join_kernel(  # type: ignore[no-untyped-def]
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
-        ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
-        finish(
-            acc, acc, c_ptr, scales, ends, batch, rows, cols, M, N,
+        after = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
+        epilogue(
+            acc, acc, c_ptr, scales, after, batch, rows, cols, M, N,
             SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
         )  # fmt: skip

@@ -1,19 +1,19 @@
-"""The matrix product's kernels for a few rows: multiply and add, without matrix instructions.
+"""The GEMV kernels, for up to 8 rows of a: multiply and add, without matrix instructions.
 
-One reads b as floats and bytes, the other 4-bit codes as words. What is done to a finished tile (`finish`) they share
+One reads b as floats and bytes, the other 4-bit values as words. What is done to the sums (`epilogue`) they share
 with the kernels over tiles.
 """
 
 from __future__ import annotations
 
-from wavecrest.ops._gemm.kernel import NO_SCALE, NORMED, SIZES, as_type, fetch_columns, finish
+from wavecrest.ops._gemm.kernel import NO_SCALE, NORMED, SIZES, as_type, epilogue, fetch_columns
 from wavecrest.ops.common.device import pdl_launch_dependents, pdl_wait
 from wavecrest.ops.common.triton import tl, triton
 
 
 @triton.jit
-def _multiply_columns(  # type: ignore[no-untyped-def]
-    a, b, c_ptr, part_ptr, scales, ends, batch, split, tile, N, K, width, steps, row_stride, column_stride,
+def _gemv_columns(  # type: ignore[no-untyped-def]
+    a, b, c_ptr, part_ptr, scales, after, batch, split, tile, N, K, width, steps, row_stride, column_stride,
     ROWS: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, EVEN_K: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     NORM_EPS: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, ALIKE: tl.constexpr,
@@ -99,14 +99,14 @@ def _multiply_columns(  # type: ignore[no-untyped-def]
                 tl.store(part_ptr + place * both + N + cols, total_up, mask=cols < N)
         elif TAIL > 0:
             # no residual, and rows have no scales: a row by itself
-            finish(
-                total[None, :], total_up[None, :], c_ptr + m * width, scales, ends, 0, tl.arange(0, 1), cols, 1, N,
+            epilogue(
+                total[None, :], total_up[None, :], c_ptr + m * width, scales, after, 0, tl.arange(0, 1), cols, 1, N,
                 SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
             )  # fmt: skip
         else:
             rows = m + tl.arange(0, 1)
-            finish(
-                total[None, :], total_up[None, :], c_ptr, scales, ends, batch, rows, cols, ROWS, N,
+            epilogue(
+                total[None, :], total_up[None, :], c_ptr, scales, after, batch, rows, cols, ROWS, N,
                 SCALE_A, SCALE_B, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
             )  # fmt: skip
 
@@ -141,34 +141,34 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     column_stride = tl.cast(stride_bn, tl.int64) * ALIGN
     b += batch.to(tl.int64) * stride_bz * ALIGN
     scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
-    ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
+    after = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     if TAIL > 0:
         width = tl.cast(N, tl.int64) + TAIL
         if tile < TAIL:
             bias_ptr += tl.cast(N, tl.int64) * stride_bias
             behind = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
-            _multiply_columns(
+            _gemv_columns(
                 a, tail_ptr, c_ptr + N, part_ptr, scales, behind, batch, 0, tile, TAIL, K, width, tl.cdiv(K, TAIL_K),
                 row_stride, tl.cast(K, tl.int64), ROWS, SCALE_A, NO_SCALE, EVEN_TAIL, BIAS, ACTIVATION, GATED,
                 RESIDUAL, LARGEST, NORM_EPS, SPLIT_K, STAGES, PTX, 0, PDL, EARLY, TAIL, 1, TAIL_K,
             )  # fmt: skip
         else:
-            _multiply_columns(
-                a, b, c_ptr, part_ptr, scales, ends, batch, split, tile - TAIL, N, K, width, steps, row_stride,
+            _gemv_columns(
+                a, b, c_ptr, part_ptr, scales, after, batch, split, tile - TAIL, N, K, width, steps, row_stride,
                 column_stride, ROWS, SCALE_A, SCALE_B, EVEN_K, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, NORM_EPS,
                 SPLIT_K, STAGES, PTX, ALIKE, PDL, EARLY, TAIL, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
-        _multiply_columns(
-            a, b, c_ptr, part_ptr, scales, ends, batch, split, tile, N, K, N, steps, row_stride, column_stride,
+        _gemv_columns(
+            a, b, c_ptr, part_ptr, scales, after, batch, split, tile, N, K, N, steps, row_stride, column_stride,
             ROWS, SCALE_A, SCALE_B, EVEN_K, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, NORM_EPS, SPLIT_K, STAGES, PTX,
             ALIKE, PDL, EARLY, TAIL, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 
 @triton.jit
-def _code(half, PLACE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The 4-bit codes at bit PLACE of words, less 8: set into the mantissa of a float whose unit is there."""
+def _int4_value(half, PLACE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The 4-bit values at bit PLACE of words, less 8: set into the mantissa of a float whose unit is that bit."""
     MASK: tl.constexpr = 15 << PLACE
     MAGIC: tl.constexpr = (150 - PLACE) << 23
     if PTX:
@@ -199,7 +199,7 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     LARGEST: tl.constexpr, NORM_EPS: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
     EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a times BLOCK_N columns of 4-bit codes, read as words of 32 bits, without matrix instructions.
+    """ROWS rows of a times BLOCK_N columns of 4-bit values, read as words of 32 bits, without matrix instructions.
 
     BLOCK_K: columns of K a step, of whole groups that share a scale. Rows that are NORMED: as in `_multiply_kernel`.
     """
@@ -214,7 +214,7 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     row_stride = tl.cast(stride_a0, tl.int64) * ALIGN
     # from column to column in units of 16 bytes
     b_rows = b.to(tl.pointer_type(tl.int32), bitcast=True) + cols.to(tl.int64)[:, None] * stride_bn * 4
-    # codes come in units of 64
+    # 4-bit values are packed in units of 64
     words = tl.cdiv(K, 64) * 8
     if EARLY:
         for ahead in tl.static_range(EARLY - 1):
@@ -240,7 +240,7 @@ def _words_kernel(  # type: ignore[no-untyped-def]
         for _ in tl.static_range(1, ROWS):
             products = products + (tl.zeros([BLOCK_N, WORDS], tl.float32),)  # type: ignore[assignment]
         for i in tl.static_range(8):
-            code = _code(packed if i < 4 else upper, 4 * (i % 4), PTX)
+            value = _int4_value(packed if i < 4 else upper, 4 * (i % 4), PTX)
             # the low halves of 32 bytes are 32 columns, the high halves the next 32
             k = first + i // 2 + 32 * (i % 2)
             row = tl.load(a + k, mask=k < K, other=0.0).to(tl.float32)
@@ -250,13 +250,13 @@ def _words_kernel(  # type: ignore[no-untyped-def]
                 gain = tl.load(scale_a_ptr + k, mask=k < K, other=0.0).to(tl.float32)
                 more_squares = (squares[0] + row * row,)  # type: ignore[assignment,misc]
                 row *= gain
-            more = (products[0] + code * row[None, :],)
+            more = (products[0] + value * row[None, :],)
             for m in tl.static_range(1, ROWS):
                 row = tl.load(a + m * row_stride + k, mask=k < K, other=0.0).to(tl.float32)
                 if SCALE_A == NORMED:
                     more_squares = more_squares + (squares[m] + row * row,)  # type: ignore[assignment]
                     row *= gain
-                more = more + (products[m] + code * row[None, :],)  # type: ignore[assignment]
+                more = more + (products[m] + value * row[None, :],)  # type: ignore[assignment]
             products = more
             squares = more_squares
         group = step * GROUPS + offs_g
@@ -268,12 +268,12 @@ def _words_kernel(  # type: ignore[no-untyped-def]
         sums = totals
     pdl_launch_dependents(PDL)
     scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
-    ends = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
+    after = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)
     for m in tl.static_range(ROWS):
         total = tl.sum(sums[m], axis=1)[None, :]
         if SCALE_A == NORMED:
             total *= tl.rsqrt(tl.sum(squares[m], axis=0) / tl.cast(K, tl.float32) + NORM_EPS)
-        finish(
-            total, total, c_ptr, scales, ends, 0, m + tl.arange(0, 1), cols, ROWS, N,
+        epilogue(
+            total, total, c_ptr, scales, after, 0, m + tl.arange(0, 1), cols, ROWS, N,
             SCALE_A, NO_SCALE, BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST,
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The product's kernel for sm_90 with a gated activation: one group of warps copies tiles, two multiply.
+"""The GEMM kernel for sm_90 with a gated activation: one group of warps copies tiles, two multiply.
 
 Gluon, as Triton's own compiler does not put the roles on different warps there (triton 3.6). A program goes on to its
-next tile without a gap: while the groups finish one, the tiles of the next are copied. And the second group stays
+next tile without a gap: while the groups complete one, the tiles of the next are copied. And the second group stays
 behind the first, so that one multiplies while the other works out exponentials.
 """
 

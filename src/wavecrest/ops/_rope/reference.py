@@ -14,9 +14,15 @@ def reference(call: RopeCall) -> Tensor:
     wide = torch.float64 if torch.float64 in (x.dtype, call.cos.dtype) else torch.float32
     rows_cos, rows_sin = table_rows(call)
     cos, sin = rows_cos.to(wide).unsqueeze(-2), rows_sin.to(wide).unsqueeze(-2)
-    y = torch.empty_like(x)
-    y[..., : 2 * cos.shape[-1]] = turned(x.to(wide), cos, sin, call.style).to(x.dtype)
-    y[..., 2 * cos.shape[-1] :] = x[..., 2 * cos.shape[-1] :]
+    half, x_wide, y = cos.shape[-1], x.to(wide), torch.empty_like(x)
+    if call.style == "neox":
+        first, second = x_wide[..., :half], x_wide[..., half : 2 * half]
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    else:
+        first, second = x_wide[..., : 2 * half : 2], x_wide[..., 1 : 2 * half : 2]
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    y[..., : 2 * half] = turned.to(x.dtype)
+    y[..., 2 * half :] = x[..., 2 * half :]
     return y
 
 
@@ -30,13 +36,3 @@ def table_rows(call: RopeCall) -> tuple[Tensor, Tensor]:
     outside = (inside != positions).unsqueeze(-1)
     # a NaN in either of them makes the whole pair NaN
     return cos[inside].masked_fill(outside, float("nan")), sin[inside]
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
-    """The rotated columns of x, [..., R], in whatever dtype x and cos [..., 1, R/2] promote to."""
-    half = cos.shape[-1]
-    if style == "neox":
-        first, second = x[..., :half], x[..., half : 2 * half]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    first, second = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
-    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)

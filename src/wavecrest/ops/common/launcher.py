@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import wavecrest.ops.common.warmup as _ahead
-from wavecrest import hardware
-from wavecrest.dispatch.decision import Key
-from wavecrest.dispatch.op import Op
-from wavecrest.dispatch.tuned import Config, Work
+from wavecrest.dispatch.tuned import Config
 
 # above PyTorch (10) and the reference (0)
 KERNEL_PRIORITY = 20
@@ -30,41 +27,6 @@ class Launch(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The keyword arguments."""
         return {**self.constants, **self.config.kwargs}
-
-
-def attach_kernel(
-    op: Op,
-    bind: Callable[..., Callable[..., Any]],
-    declines: Callable[..., str | None],
-    reserves: Callable[..., str | None] = lambda *_args, **_kwargs: None,
-    space: Callable[[Key, hardware.Arch], Iterable[Config]] | None = None,
-    launches: Callable[..., list[Any]] | None = None,
-    work: Callable[[Key, Config, hardware.Arch], tuple[Work, ...]] | None = None,
-    optional: tuple[str, ...] = (),
-) -> None:
-    """Attach a Triton kernel to its op, by the function that binds it (see `Backend` for all of them)."""
-
-    def run(*args: Any, config: Config, **kwargs: Any) -> Any:
-        return bind(*args, **kwargs, config=config)(*args, **kwargs)
-
-    def reserved(x: Tensor, *args: Any, **kwargs: Any) -> str | None:
-        if x.device.type == "cpu":
-            return "Triton's interpreter and the emulator are for tests: they run when forced or named"
-        return reserves(x, *args, **kwargs)
-
-    op.attach(
-        "triton",
-        run,
-        supports=declines,
-        reserved=reserved,
-        priority=KERNEL_PRIORITY,
-        takes_config=True,
-        bind=bind,
-        space=space,
-        launches=launches,
-        work=work,
-        optional=optional,
-    )
 
 
 def starter(launch: Launch, device: torch.device, described: int = 0) -> Callable[..., None]:

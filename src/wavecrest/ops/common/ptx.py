@@ -8,7 +8,7 @@ from wavecrest.ops.common.triton import tl
 
 # whole numbers as 16-bit floats on NVIDIA, four bytes at a time: a number set into the mantissa of 128 (bfloat16) or
 # 1,024 (float16), whose unit is 1, less what it was set into, both exact. Conversions take 4 to 5 instructions each,
-# some of them at a quarter of the rate; this 1.5 for a 4-bit code and 2 for a byte (1.25 in float16)
+# some of them at a quarter of the rate; this takes 1.5 for a 4-bit value and 2 for a byte (1.25 in float16)
 _SPREAD = """{
 .reg .b32 x0, x1, y0, y1, one, off;
 mov.b32 one, ONE;
@@ -24,7 +24,7 @@ mov.b32 off, OFF;
 mov.b32 x0, $BYTES;
 shr.b32 x1, $BYTES, 8;
 """
-_CODES = """shr.b32 y0, x0, 4;
+_INT4 = """shr.b32 y0, x0, 4;
 shr.b32 y1, x1, 4;
 lop3.b32 x0, x0, 0x000F000F, MAGIC, 0xEA;
 lop3.b32 x1, x1, 0x000F000F, MAGIC, 0xEA;
@@ -36,7 +36,7 @@ fma.rn.TYPEx2 $2, y0, one, off;
 fma.rn.TYPEx2 $3, y1, one, off;
 }"""
 # 128 + the low 7 bits, less 128, or 256 where the sign is set
-_BYTES_BF16 = """lop3.b32 y0, x0, 0x00800080, 0xC300C300, 0xEA;
+_INT8_BF16 = """lop3.b32 y0, x0, 0x00800080, 0xC300C300, 0xEA;
 lop3.b32 y1, x1, 0x00800080, 0xC300C300, 0xEA;
 lop3.b32 x0, x0, 0x007F007F, 0x43004300, 0xEA;
 lop3.b32 x1, x1, 0x007F007F, 0x43004300, 0xEA;
@@ -44,7 +44,7 @@ fma.rn.bf16x2 $0, x0, one, y0;
 fma.rn.bf16x2 $1, x1, one, y1;
 }"""
 # 1,024 + 128 + the number
-_BYTES_FP16 = """{
+_INT8_FP16 = """{
 .reg .b32 x0, x1, one, off;
 mov.b32 one, 0x3C003C00;
 mov.b32 off, 0xE480E480;
@@ -64,18 +64,18 @@ def _assembly(text: str, source: str, **names: str) -> Any:
     return tl.constexpr(text.replace("\n", " "))
 
 
-CODES_BF16 = _assembly(_SPREAD + _CODES, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
-CODES_FP16 = _assembly(_SPREAD + _CODES, "4", MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
-BYTES_BF16 = _assembly(_SPREAD + _BYTES_BF16, "2", ONE="0x3F803F80", OFF="0")
-BYTES_FP16 = _assembly(_BYTES_FP16, "2")
+INT4_BF16 = _assembly(_SPREAD + _INT4, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
+INT4_FP16 = _assembly(_SPREAD + _INT4, "4", MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
+INT8_BF16 = _assembly(_SPREAD + _INT8_BF16, "2", ONE="0x3F803F80", OFF="0")
+INT8_FP16 = _assembly(_INT8_FP16, "2")
 # the same of two pairs of bytes: the first bytes of both, and the second ones
 _OF_PAIRS = {"FIRST": "0x4240", "SECOND": "0x4341"}
-CODE_PAIRS_BF16 = _assembly(_SHIFT + _CODES, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
-CODE_PAIRS_FP16 = _assembly(_SHIFT + _CODES, "4", MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
-BYTE_PAIRS_BF16 = _assembly(_SPREAD + _BYTES_BF16, "2", ONE="0x3F803F80", OFF="0", **_OF_PAIRS)
-BYTE_PAIRS_FP16 = _assembly(_BYTES_FP16, "2", **_OF_PAIRS)
+INT4_PAIRS_BF16 = _assembly(_SHIFT + _INT4, "4", MAGIC="0x43004300", ONE="0x3F803F80", OFF="0xC308C308", TYPE="bf16")
+INT4_PAIRS_FP16 = _assembly(_SHIFT + _INT4, "4", MAGIC="0x64006400", ONE="0x3C003C00", OFF="0xE408E408", TYPE="f16")
+INT8_PAIRS_BF16 = _assembly(_SPREAD + _INT8_BF16, "2", ONE="0x3F803F80", OFF="0", **_OF_PAIRS)
+INT8_PAIRS_FP16 = _assembly(_INT8_FP16, "2", **_OF_PAIRS)
 # the same in float32: 2²³ + 128 + the number. 2.25 instructions a byte, where a conversion has a quarter of their rate
-BYTES_FP32 = _assembly(
+INT8_FP32 = _assembly(
     """{
 .reg .b32 x;
 xor.b32 x, $BYTES, 0x80808080;
@@ -87,4 +87,4 @@ prmt.b32 $3, x, MAGIC, 0x7653;
     "4",
     MAGIC="0x4B000000",
 )
-OF_BYTES_FP32 = tl.constexpr(2.0**23 + 128)
+INT8_FP32_OFFSET = tl.constexpr(2.0**23 + 128)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wavecrest.ops.common.ptx import BYTES_BF16, BYTES_FP16
+from wavecrest.ops.common.ptx import INT8_BF16, INT8_FP16
 from wavecrest.ops.common.triton import tl, triton
 
 
@@ -26,9 +26,9 @@ def widened(values, TYPE: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr
     """
     if TYPE.primitive_bitwidth > values.dtype.primitive_bitwidth:
         if PTX and tl.int8 == values.dtype and tl.bfloat16 == TYPE:
-            values = tl.inline_asm_elementwise(BYTES_BF16, "=r,=r,r", [values], tl.bfloat16, is_pure=True, pack=4)
+            values = tl.inline_asm_elementwise(INT8_BF16, "=r,=r,r", [values], tl.bfloat16, is_pure=True, pack=4)
         elif PTX and tl.int8 == values.dtype and tl.float16 == TYPE:
-            values = tl.inline_asm_elementwise(BYTES_FP16, "=r,=r,r", [values], tl.float16, is_pure=True, pack=4)
+            values = tl.inline_asm_elementwise(INT8_FP16, "=r,=r,r", [values], tl.float16, is_pure=True, pack=4)
         elif PTX and tl.float16 == TYPE:
             # an instruction for two of them
             values = values.to(TYPE)

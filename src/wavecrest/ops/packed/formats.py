@@ -30,8 +30,8 @@ GROUPS = (32, 64, 128)
 BLOCK = 128
 # columns of a unit of int4: two halves in the low and the high nibbles of the same bytes
 INT4_UNIT = 64
-# codes are 0 to 15, around 8 where there is no zero point; ± 7 then
-INT4_CODES, INT4_ZERO, INT4_LARGEST = 15, 8, 7
+# quantized values are 0 to 15; without a zero point they are around 8, and ± 7 from it
+INT4_MOST, INT4_ZERO, INT4_LARGEST = 15, 8, 7
 # rows and columns of a tile of the shuffled layout, and the bytes of a run along K within it
 TILE_ROWS, TILE_COLUMNS, RUN_BYTES = 16, 32, 16
 
@@ -136,7 +136,7 @@ def quantized(
     wide = weight.float()
     if not weight.is_meta and not bool(wide.isfinite().all()):
         raise InvalidArgument(
-            f"pack: the weight holds NaN, infinity or a value beyond float32, for which {format} has no code; repair "
+            f"pack: the weight holds NaN, infinity or a value beyond float32, which {format} cannot represent; repair "
             "it (weight.isfinite() shows where) or use the plain format"
         )
     shape = (int(weight.shape[0]), int(weight.shape[1]))
@@ -153,8 +153,8 @@ def quantized(
     largest = LARGEST[target]
     scale = _scale(torch.maximum(-low, high), largest)
     # beyond the largest by no more than the rounding of scale and quotient, which rounds to it
-    codes = wide / expanded(scale, shape, rows, group)
-    return (codes.round() if target == torch.int8 else codes).to(target), scale, None
+    scaled = wide / expanded(scale, shape, rows, group)
+    return (scaled.round() if target == torch.int8 else scaled).to(target), scale, None
 
 
 def _tiles(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -179,28 +179,28 @@ def _scale(span: Tensor, steps: float) -> Tensor:
 
 
 def _int4(wide: Tensor, low: Tensor, high: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """4-bit codes, two in a byte, with their scale and zero point; `low` and `high` are each group's extremes."""
+    """4-bit values, two in a byte, with their scale and zero point; `low` and `high` are each group's extremes."""
     n, k = wide.shape
     zero: Tensor | None = None
     if symmetric:
         scale = _scale(torch.maximum(-low, high), INT4_LARGEST)
         centre = torch.full_like(scale, INT4_ZERO)
     else:
-        # 0 is in the range, so that it has a code; float64, as the span of finite values may be infinite in float32
+        # 0 is in the range, so that it has a quantized value; float64, as the span may be infinite in float32
         low, high = low.clamp_max(0), high.clamp_min(0)
-        scale = _scale(high.double() - low.double(), INT4_CODES)
-        centre = (-low / scale).round().clamp(0, INT4_CODES)
+        scale = _scale(high.double() - low.double(), INT4_MOST)
+        centre = (-low / scale).round().clamp(0, INT4_MOST)
         zero = centre.to(torch.uint8)
-    codes = (wide / expanded(scale, wide.shape, 1, group)).round() + expanded(centre, wide.shape, 1, group)
+    values = (wide / expanded(scale, wide.shape, 1, group)).round() + expanded(centre, wide.shape, 1, group)
     # columns beyond K have the value 0: the zero point of the last group
     padding = centre[:, -1:].expand(n, ceil(k, INT4_UNIT) * INT4_UNIT - k)
-    padded = torch.cat([codes.clamp(0, INT4_CODES), padding], dim=1).to(torch.uint8)
+    padded = torch.cat([values.clamp(0, INT4_MOST), padding], dim=1).to(torch.uint8)
     units = padded.view(n, ceil(k, INT4_UNIT), 2, INT4_UNIT // 2)
     return (units[:, :, 0] | (units[:, :, 1] << 4)).reshape(n, padded.shape[1] // 2), scale, zero
 
 
 def nibbles(stored: Tensor) -> Tensor:
-    """The codes [N, Kp] of int4 bytes [N, Kp / 2]: of each unit the low nibbles, then the high ones."""
+    """The 4-bit values [N, Kp] of int4 bytes [N, Kp / 2]: of each unit the low nibbles, then the high ones."""
     n, columns = stored.shape
     units = stored.view(n, columns * 2 // INT4_UNIT, INT4_UNIT // 2)
     return torch.stack([units & 15, units >> 4], dim=2).view(n, columns * 2)

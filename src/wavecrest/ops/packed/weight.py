@@ -113,7 +113,7 @@ class PackedWeight(Tensor):
         return _packed.unshuffled(self.stored) if self.format == "shuffled" else self.stored
 
     def dequantize_float32(self) -> Tensor:
-        """The weight [N, K] in float32: value · scale, or (code − zero) · scale for int4."""
+        """The weight [N, K] in float32: value · scale, or (value − zero) · scale for int4."""
         if self.scale is None:
             return self.unpack().float()
         if self.format == "int4":
@@ -243,8 +243,8 @@ def pack(
     """Pack a weight [N, K]: lay it out anew, or round it to 8 or 4 bits with scales.
 
     A scale is max |w| / largest of its row, group or block (largest: 127, 7 for int4, or that of the 8-bit
-    floating-point type), no less than 2^-126, and 1 where all weights are 0; codes are round(w / scale), ties to even.
-    Asymmetric int4: scale = (max − min) / 15 over the group's weights and 0, zero = round(−min / scale).
+    floating-point type), no less than 2^-126, and 1 where all weights are 0. Quantized values are round(w / scale),
+    ties to even. Asymmetric int4: scale = (max − min) / 15 over the group's weights and 0, zero = round(−min / scale).
 
     Args:
         weight: [N, K], float32, float16, bfloat16 or float64, any strides. The plain format shares the memory of a
@@ -477,7 +477,7 @@ def _same_view(func: Any, weight: PackedWeight, *args: Any) -> PackedWeight:
 
 
 def _convert(func: Any, weight: PackedWeight, *, dtype: torch.dtype | None = None, **kwargs: Any) -> PackedWeight:
-    """A copy on another device or with another dtype; codes, scales and zero points keep theirs."""
+    """A copy on another device or with another dtype; quantized values, scales and zero points keep theirs."""
     dtype = dtype or weight.dtype
     if dtype not in DTYPES:
         raise InvalidArgument(

@@ -8,6 +8,7 @@ step that raises or an interrupted run leaves the original exactly as it was.
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wavecrest.hardware import Device
+    from wavecrest.measure.timing import Clock
     from wavecrest.measure.workload import Workload
     from wavecrest.records import BucketProfile
 
@@ -61,6 +63,8 @@ class StepContext:
     # seconds of the budget that are left, and that the longest compilation so far took
     seconds_left: float = float("inf")
     compile_seconds: float = 0.0
+    # where time comes from
+    now: Clock = time.perf_counter
 
     def share(self, *categories: str) -> float:
         """Mean share of the profiled time, over buckets, that these categories take (0 to 1)."""

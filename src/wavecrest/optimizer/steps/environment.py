@@ -7,7 +7,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,10 +106,10 @@ def try_candidates(
 ) -> Trials:
     """Try (name, value) pairs one by one while the next fits into `allowance` seconds; `say` is told what runs."""
     trials = Trials()
-    begin = time.perf_counter()
+    begin = context.now()
     for name, value in candidates:
         text = f"{name}={value}"
-        spent = time.perf_counter() - begin
+        spent = context.now() - begin
         count = len(trials.done)
         needed = spent / count if count else 2 * context.processes * _child_seconds(context)
         if spent + needed > allowance:
@@ -163,8 +162,6 @@ def try_variable(context: StepContext, name: str, value: str, *, seconds: float 
 
 def _child(context: StepContext, changes: dict[str, str | None], seconds: float) -> dict[str, list[float]]:
     assert context.workload.spec is not None
-    source = str(Path(__file__).resolve().parents[2])
-    path = [source, *filter(None, [env.get("PYTHONPATH")])]
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "samples.json"
         command = [
@@ -174,7 +171,7 @@ def _child(context: StepContext, changes: dict[str, str | None], seconds: float)
         try:
             done = subprocess.run(
                 command,
-                env=env.child({**changes, "PYTHONPATH": ":".join(path)}),
+                env=env.python_child(changes),
                 capture_output=True,
                 text=True,
                 timeout=CHILD_TIMEOUT,

@@ -25,11 +25,12 @@ def alone(ms: float) -> timing.Measurement:
     [
         ({"a": pair(10, 8)}, "kept"),
         ({"a": pair(10, 9.9)}, "tie"),
+        ({"a": pair(10, 10)}, "tie"),
         ({"a": pair(10, 11)}, "reverted"),
         ({"a": pair(10, 5), "b": pair(10, 11)}, "reverted"),
         ({"a": pair(10, 8), "b": pair(10, 10)}, "kept"),
     ],
-    ids=["faster", "below the gain", "slower", "slower on one bucket", "faster on one bucket"],
+    ids=["faster", "below the gain", "the same", "slower", "slower on one bucket", "faster on one bucket"],
 )
 def test_verdicts(pairs: dict[str, timing.Paired], verdict: str) -> None:
     assert judge(pairs, 0.02)[0] == verdict

@@ -1,16 +1,33 @@
-"""Planted steps and models for the ladder's tests: slow, wrong, raising, interrupting, and a real gain."""
+"""Planted steps and models for the ladder's tests: slow, wrong, raising, interrupting, and a real gain.
+
+A call of a planted model moves CLOCK on by the time that it pretends to take, so no test waits or depends on the load
+of the machine.
+"""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tests.clock import SimulatedClock
+from wavecrest.measure.workload import Inputs, Quality, Workload
 from wavecrest.optimizer.steps import Found, Prediction, Step, StepContext
 
-PAUSE = 0.006
+CLOCK = SimulatedClock()
+# what a call takes, in seconds: the pause that a step can take out, and the rest
+PAUSE, WORK = 0.006, 0.001
+# standard deviation of a call's time, as a share of it
+NOISE = 0.02
+_random = np.random.default_rng(0)
+
+
+def start_clock() -> None:
+    """Time zero, and the same noise again."""
+    global _random
+    CLOCK.seconds, _random = 0.0, np.random.default_rng(0)
 
 
 class Slow(nn.Module):
@@ -24,13 +41,23 @@ class Slow(nn.Module):
         self.pause = PAUSE
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.pause)
+        CLOCK.advance((WORK + self.pause) * max(0.5, 1 + NOISE * _random.standard_normal()))
         return self.second(self.first(x).relu()) * self.scale
 
 
 def slow() -> tuple[Slow, Tensor]:
     torch.manual_seed(0)
     return Slow(), torch.randn(4, 16)
+
+
+def watched() -> Workload:
+    """`slow` with a check of its own: the pause must stay."""
+    model, x = slow()
+
+    def quality(original: Any, candidate: Any) -> list[Quality]:
+        return [Quality("pause", float(candidate.pause), 0.001, candidate.pause > 0.001, "must stay")]
+
+    return Workload(model, {"default": Inputs((x,))}, quality=quality)
 
 
 class Planted(Step):
@@ -58,6 +85,29 @@ class AddPause(Planted):
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         model.pause = model.pause + PAUSE
+        return model
+
+
+class TakeHalfOut(Planted):
+    id = title = "half"
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = model.pause / 2
+        return model
+
+
+class FadingGain(Planted):
+    """Takes the pause out when it is tried, and changes it by `later` when the result is built again at the end."""
+
+    id = title = "fading"
+
+    def __init__(self, later: float) -> None:
+        self.later, self.applied = later, 0
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        self.applied += 1
+        # twice while it is tried: for the check of causal masks, and as the candidate
+        model.pause = 0.0 if self.applied <= 2 else model.pause + self.later
         return model
 
 

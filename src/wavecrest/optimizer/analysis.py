@@ -1,0 +1,46 @@
+"""What a run finds out about the workload besides its speed: ceilings, profiles, graph breaks.
+
+Steps predict by it and the report shows it, but no verdict rests on it. So what cannot be found out becomes a note.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from wavecrest.errors import InvalidArgument
+from wavecrest.graphs.breaks import find_breaks
+from wavecrest.profile import measure_ceilings, profile_workload
+from wavecrest.records import BucketProfile, Ceilings, GraphBreak
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from wavecrest.measure.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """Each method returns what it found and a note for the record, empty if there is nothing to say."""
+
+    workload: Workload
+
+    def ceilings(self) -> tuple[Ceilings | None, str]:
+        """What the device reaches in a large copy and a large matrix product."""
+        try:
+            return measure_ceilings(self.workload.device, self.workload.dtype), ""
+        except InvalidArgument as error:
+            return None, f"no measured ceilings: {error}"
+
+    def profile(self, model: nn.Module, ceilings: Ceilings | None) -> tuple[list[BucketProfile], str]:
+        """Where the time of each bucket goes."""
+        try:
+            return profile_workload(self.workload, function=model, ceilings=ceilings), ""
+        except Exception as error:
+            return [], f"no profile: {type(error).__name__}: {error}"
+
+    def breaks(self) -> tuple[list[GraphBreak], str]:
+        """Where Dynamo splits the workload's own model; the note says into how many graphs."""
+        graphs, breaks, note = find_breaks(self.workload.model, self.workload.buckets)
+        text = f"Dynamo sees {graphs} graph{'s' if graphs != 1 else ''}"
+        return breaks, f"{text}: {note}" if note else text

@@ -1,0 +1,78 @@
+"""How a run of the ladder is asked for, and what a progress display is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from wavecrest.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from wavecrest.records import StepOutcome
+
+MAX_LEVEL = 5
+PRECISIONS = ("tf32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to run the ladder.
+
+    Attributes:
+        level: highest level tried: 1 environment, 2 compile, 3 surgery, 4 kernels, 5 graph capture.
+        min_gain: a step is kept only if the lower end of its speed-up's 95 % interval is above 1 + min_gain.
+        budget: seconds; steps that have not begun by then are skipped with that reason.
+        precision: "tf32", "bf16" or "fp16" if the user wants that tried, else None.
+        processes: fresh processes a side for environment variables.
+        steps: restrict to these step ids (None: all of the level).
+        skip: step ids that are not tried.
+
+    Raises:
+        InvalidArgument: an option is out of its range.
+    """
+
+    level: int = MAX_LEVEL
+    min_gain: float = 0.02
+    budget: float = 900.0
+    precision: str | None = None
+    processes: int = 3
+    steps: tuple[str, ...] | None = None
+    skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.level <= MAX_LEVEL:
+            raise InvalidArgument(f"level must be 1 to {MAX_LEVEL}, not {self.level}")
+        if not 0 <= self.min_gain < 1:
+            raise InvalidArgument(f"min_gain must be at least 0 and below 1 (2% is 0.02), not {self.min_gain}")
+        if self.budget <= 0:
+            raise InvalidArgument(f"the budget must be positive, not {self.budget} s")
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise InvalidArgument(f"precision is one of {', '.join(PRECISIONS)}, not {self.precision!r}")
+        if self.processes < 1:
+            raise InvalidArgument(f"processes must be at least 1, not {self.processes}")
+
+
+class Progress(Protocol):
+    """What a progress display is told."""
+
+    def phase(self, text: str) -> None:
+        """A new piece of work has begun."""
+
+    def update(self, done: int, planned: int) -> None:
+        """How far the current piece is."""
+
+    def outcome(self, step: StepOutcome) -> None:
+        """A step has its verdict."""
+
+
+class Silent:
+    """A progress display that shows nothing."""
+
+    def phase(self, text: str) -> None:
+        """Nothing."""
+
+    def update(self, done: int, planned: int) -> None:
+        """Nothing."""
+
+    def outcome(self, step: StepOutcome) -> None:
+        """Nothing."""

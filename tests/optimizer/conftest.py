@@ -1,0 +1,66 @@
+"""The ladder on planted steps and a simulated clock, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.optimizer.planted import CLOCK, slow, start_clock
+from wavecrest import records
+from wavecrest.measure.workload import Workload, from_example
+from wavecrest.optimizer import api as optimizer
+from wavecrest.optimizer.analysis import Analysis
+from wavecrest.optimizer.api import OptimizeResult, Options
+from wavecrest.optimizer.steps import Step
+
+Run = Callable[..., OptimizeResult]
+
+
+class NoAnalysis(Analysis):
+    """Finds nothing: profiles and ceilings take real seconds, and no verdict rests on them."""
+
+    def ceilings(self) -> tuple[records.Ceilings | None, str]:
+        return None, "no ceilings"
+
+    def profile(
+        self, model: torch.nn.Module, ceilings: records.Ceilings | None
+    ) -> tuple[list[records.BucketProfile], str]:
+        return [], ""
+
+    def breaks(self) -> tuple[list[records.GraphBreak], str]:
+        return [], "no breaks"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two threads for a product of a few numbers wait for each other: milliseconds a call on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Run:
+    """Runs the ladder on the simulated clock, with the given steps in place of the real ones."""
+    start_clock()
+
+    def with_steps(
+        *steps: Step,
+        workload: Workload | None = None,
+        budget: float = 60.0,
+        precision: str | None = None,
+        skip: tuple[str, ...] = (),
+        only: tuple[str, ...] | None = None,
+        analysis: Analysis | None = None,
+        **more: Any,
+    ) -> OptimizeResult:
+        monkeypatch.setattr("wavecrest.optimizer.steps.ladder._steps", lambda: {step.id: step for step in steps})
+        options = Options(level=4, budget=budget, precision=precision, steps=only, skip=skip)
+        workload = workload or from_example(*slow())
+        return optimizer.run(workload, options, now=CLOCK, analysis=analysis or NoAnalysis(workload), **more)
+
+    return with_steps

@@ -1,0 +1,300 @@
+"""The accuracy gate itself: what it lets through and what it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wavecrest.errors import StepRefused
+from wavecrest.measure.workload import Inputs, Workload, from_example
+from wavecrest.optimizer.gate import INPUT_SETS, Gate, failures
+from wavecrest.optimizer.reference import call_outputs, holding, variation
+from wavecrest.records import BucketError
+
+
+class Net(nn.Module):
+    def __init__(self, factor: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(64, 64, dtype=dtype)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": self.linear(x) * self.factor, "count": torch.tensor([x.shape[0]])}
+
+
+def test_the_original_passes() -> None:
+    workload = from_example(Net(), torch.randn(8, 64))
+    rows = Gate.prepare(workload).check(workload.model)
+    assert {row.output for row in rows} == {"hidden", "count"} and not failures(rows)
+    assert all(row.own > 0 for row in rows if row.output == "hidden")
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.0001), ("bfloat16", 1.05)], ids=["fp32", "bf16"])
+def test_small_systematic_errors_are_stopped(dtype: str, factor: float) -> None:
+    kind = getattr(torch, dtype)
+    workload = from_example(Net(dtype=kind), torch.randn(8, 64, dtype=kind))
+    assert "hidden" in failures(Gate.prepare(workload).check(Net(factor, kind)))
+
+
+def test_rounding_of_the_same_size_passes() -> None:
+    """Another order of summation is as good as the original's."""
+    workload = from_example(Net(), torch.randn(8, 64))
+
+    def reordered(x: Tensor) -> dict[str, Tensor]:
+        order = torch.arange(63, -1, -1)
+        linear = workload.model.linear
+        return {
+            "hidden": nn.functional.linear(x[:, order], linear.weight[:, order], linear.bias),
+            "count": torch.tensor([8]),
+        }
+
+    assert not failures(Gate.prepare(workload).check(reordered))
+
+
+def test_an_error_that_only_other_inputs_show_is_stopped() -> None:
+    """A candidate that returns what it saw first would pass a check on the example alone."""
+    workload = from_example(Net(), torch.randn(8, 64))
+    gate = Gate.prepare(workload)
+    with torch.no_grad():
+        remembered = workload.model(workload.buckets["default"].args[0])
+    assert failures(gate.check(lambda x: remembered))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda out: {**out, "hidden": out["hidden"][:4]}, "shape"),
+        (lambda out: {**out, "hidden": out["hidden"].index_fill(0, torch.tensor([1]), float("nan"))}, "NaN"),
+        (lambda out: {**out, "count": out["count"] + 1}, "count"),
+    ],
+    ids=["shape", "nan", "integer"],
+)
+def test_structure_of_the_failure_is_named(change: object, word: str) -> None:
+    workload = from_example(Net(), torch.randn(8, 64))
+    rows = Gate.prepare(workload).check(lambda x: change(workload.model(x)))  # type: ignore[operator]
+    assert word in failures(rows)
+
+
+def test_missing_output_is_refused() -> None:
+    workload = from_example(Net(), torch.randn(8, 64))
+    gate = Gate.prepare(workload)
+    with pytest.raises(StepRefused, match="its outputs are"):
+        gate.check(lambda x: {"hidden": x})
+    with pytest.raises(StepRefused, match="raised ZeroDivisionError"):
+        gate.check(lambda x: 1 / 0)
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flip = False
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        # the two best tokens are a hair apart: a tiny error swaps them
+        values = x.clone()
+        values[..., 1] = values[..., 0] - 1e-6
+        if self.flip:
+            values[..., 1] = values[..., 0] + 1e-6
+        return {"logits": values}
+
+
+def test_swapped_tokens_are_stopped_though_the_error_is_tiny() -> None:
+    x = torch.rand(16, 8)
+    x[..., 0] = 5
+    model = Logits()
+    gate = Gate.prepare(from_example(model, x))
+    other = Logits()
+    other.flip = True
+    rows = {row.output: row for row in gate.check(other)}
+    assert rows["logits"].passed and not rows["logits top-1"].passed
+
+
+@dataclass
+class Cache:
+    """State that a call changes in place."""
+
+    keys: Tensor
+    position: Tensor
+
+
+class Stateful(nn.Module):
+    def forward(self, x: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
+        cache.keys.index_copy_(0, cache.position.view(1), x)
+        cache.position.add_(1)
+        return cache.keys.sum(0), cache
+
+
+def test_state_in_the_inputs_is_restored_and_not_compared() -> None:
+    cache = Cache(torch.zeros(4, 8), torch.tensor(1))
+    workload = Workload(Stateful(), {"one": Inputs((torch.randn(1, 8), cache))})
+    gate = Gate.prepare(workload)
+    rows = gate.check(workload.model)
+    assert [row.output for row in rows] == ["[0]"] and not failures(rows)
+    assert int(cache.position) == 1 and not cache.keys.any()
+
+
+def test_variations_keep_what_must_stay() -> None:
+    ids = torch.arange(20).view(2, 10)
+    mask = torch.ones(2, 10, dtype=torch.int64)
+    mask[1, 5:] = 0
+    inputs = Inputs((torch.randn(4, 4),), {"ids": ids, "mask": mask, "bias": torch.full((2, 2), float("-inf"))})
+    example, varied = variation(inputs, 0), variation(inputs, 1)
+    assert torch.equal(example[0], inputs.args[0])
+    assert not torch.allclose(varied[0], inputs.args[0])
+    assert not torch.equal(varied[1], ids) and torch.equal(varied[1].flatten().sort().values, ids.flatten())
+    assert torch.equal(varied[2], mask) and torch.equal(varied[3], inputs.kwargs["bias"])
+    again = variation(inputs, 1)
+    assert all(torch.equal(a, b) for a, b in zip(varied, again, strict=True))
+
+
+def test_holding_restores_after_an_error() -> None:
+    inputs = Inputs((torch.ones(3),))
+    with pytest.raises(ValueError), holding(inputs, [torch.zeros(3)]):
+        assert not inputs.args[0].any()
+        raise ValueError
+    assert bool(inputs.args[0].all())
+    assert torch.equal(call_outputs(lambda x: x * 2, inputs)["output"], torch.full((3,), 2.0))
+
+
+class Known(nn.Module):
+    """Whatever it is given, it answers `exact`, off by `error` where it computes in float32."""
+
+    def __init__(self, exact: Tensor, error: Tensor, name: str = "hidden") -> None:
+        super().__init__()
+        self.register_buffer("exact", exact)
+        self.register_buffer("error", error)
+        self.name = name
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if x.dtype == torch.float32:
+            return {self.name: (self.exact.double() + self.error.double()).float()}
+        return {self.name: self.exact.clone()}
+
+
+SIZE = 4096
+X = torch.ones(2, 2)
+
+
+def judged(exact: Tensor, own: Tensor, candidate: Tensor, name: str = "hidden") -> dict[str, bool]:
+    """Whether each output passes, for an original that is off by `own` and a candidate off by `candidate`."""
+    gate = Gate.prepare(from_example(Known(exact, own, name), X))
+    return {row.output: row.passed for row in gate.check(Known(exact, candidate, name))}
+
+
+# the floors of float32: 2e-5 of the norm, 2e-3 of the largest element
+EXACT = torch.full((SIZE,), 0.25)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(0.0, True), (1.9, True), (2.1, False), (-2.1, False)])
+def test_the_error_may_be_twice_the_original_own(factor: float, passes: bool) -> None:
+    own = torch.full((SIZE,), 0.25 * 1e-3)
+    assert judged(EXACT, own, factor * own) == {"hidden": passes}
+
+
+@pytest.mark.parametrize(("error", "passes"), [(1.9e-5, True), (2.1e-5, False)])
+def test_below_the_floor_an_original_without_error_sets_no_limit(error: float, passes: bool) -> None:
+    assert judged(EXACT, torch.zeros(SIZE), EXACT * error) == {"hidden": passes}
+
+
+def test_the_floor_does_not_hold_where_the_original_is_worse() -> None:
+    own = torch.full((SIZE,), 0.25 * 1e-3)
+    gate = Gate.prepare(from_example(Known(EXACT, own), X))
+    (row,) = gate.check(Known(EXACT, own))
+    assert row.own == pytest.approx(1e-3, rel=1e-3) and row.limit == pytest.approx(2e-3, rel=1e-3)
+    assert row.error == pytest.approx(row.own)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.9, True), (2.1, False)])
+def test_the_largest_element_may_be_twice_as_far_off_as_the_originals(factor: float, passes: bool) -> None:
+    """A single element: its share of the norm is inside the limit on the whole."""
+    own = torch.full((SIZE,), 1e-3)
+    own[7] = 1e-2
+    one = torch.zeros(SIZE)
+    one[7] = factor * 1e-2
+    gate = Gate.prepare(from_example(Known(EXACT, own), X))
+    (row,) = gate.check(Known(EXACT, one))
+    assert row.passed is passes and row.error < row.limit
+    assert ("largest element error 2.10e-02, allowed 2.00e-02" in row.note) is not passes
+
+
+@pytest.mark.parametrize(("error", "passes"), [(1.9e-3, True), (2.1e-3, False)])
+def test_the_floor_of_the_largest_element(error: float, passes: bool) -> None:
+    one = torch.zeros(SIZE * 1024)
+    one[7] = error
+    assert judged(torch.full((SIZE * 1024,), 0.25), torch.zeros(SIZE * 1024), one) == {"hidden": passes}
+
+
+POSITIONS, TOKENS = 1000, 4
+
+
+def _swaps(count: int) -> Tensor:
+    """A tiny error that makes another token the most likely one at `count` of POSITIONS positions."""
+    error = torch.zeros(POSITIONS, TOKENS)
+    error[:count, 1] = 2e-6
+    return error
+
+
+@pytest.mark.parametrize(
+    ("own", "candidate", "passes"), [(0, 9, True), (0, 11, False), (20, 29, True), (20, 31, False), (20, 0, True)]
+)
+def test_one_percent_of_top_1_may_differ_beyond_the_originals_own(own: int, candidate: int, passes: bool) -> None:
+    exact = torch.zeros(POSITIONS, TOKENS)
+    exact[:, 0], exact[:, 1] = 1.0, 1.0 - 1e-6
+    found = judged(exact, _swaps(own), _swaps(candidate), "logits")
+    assert found == {"logits": True, "logits top-1": passes}
+
+
+@pytest.mark.parametrize("value", [1000, 1], ids=["large", "small"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
+def test_whole_numbers_are_exact_everywhere(dtype: torch.dtype, value: int) -> None:
+    """One element of many off by one: far below every limit on floating numbers."""
+    right = torch.full((100_000,), value % 251).to(dtype)
+    wrong = right.clone()
+    wrong[77] = 0 if dtype == torch.bool else wrong[77] + 1
+    gate = Gate.prepare(from_example(Answers(right), X))
+    assert not failures(gate.check(Answers(right)))
+    (row,) = gate.check(Answers(wrong))
+    assert not row.passed and row.limit == 0
+
+
+class Answers(nn.Module):
+    def __init__(self, answer: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("answer", answer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer.clone()
+
+
+def test_one_input_set_of_many_is_enough_to_fail() -> None:
+    """The worst set counts, whichever it is, and passing sets after it do not hide it."""
+    workload = from_example(Net(), torch.randn(8, 64))
+    for bad in range(INPUT_SETS):
+        gate, calls = Gate.prepare(workload), iter(range(INPUT_SETS))
+
+        def candidate(x: Tensor, bad: int = bad, calls: Iterator[int] = calls) -> dict[str, Tensor]:
+            out: dict[str, Tensor] = workload.model(x)
+            return {**out, "hidden": out["hidden"] * (1.001 if next(calls) == bad else 1)}
+
+        assert "hidden" in failures(gate.check(candidate))
+
+
+def test_the_worst_failure_is_named_and_the_others_counted() -> None:
+    def row(name: str, error: float, passed: bool) -> BucketError:
+        return BucketError(bucket="b", output=name, error=error, own=0.1, limit=0.2, passed=passed)
+
+    rows = [row("small", 0.3, False), row("large", 0.9, False), row("fine", 0.1, True)]
+    assert failures(rows) == "large of bucket b: error 9.00e-01, allowed 2.00e-01; 2 outputs fail"
+    assert failures([row("nan", float("nan"), False), *rows]).startswith("nan of bucket b")
+    assert failures([rows[2]]) == ""
+
+
+def test_odd_variations_hold_a_few_values_ten_times_as_large() -> None:
+    x = 3 + 0.01 * torch.randn(1000)
+    (odd,), (even,) = variation(Inputs((x,)), 1), variation(Inputs((x,)), 2)
+    assert int((odd > 20).sum()) == 4 and float(odd.max()) < 40 and float(even.max()) < 4

@@ -1,0 +1,453 @@
+"""The engine on planted steps: every kind of verdict, interruption, resumption, replay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.optimizer.conftest import NoAnalysis, Run
+from tests.optimizer.planted import (
+    PAUSE,
+    WORK,
+    AddPause,
+    FadingGain,
+    FastButWrong,
+    Interrupts,
+    MisalignedCausal,
+    NaNs,
+    Nothing,
+    RaisesHalfWay,
+    RaisesInForward,
+    SlightlyWrong,
+    TakeHalfOut,
+    TakePauseOut,
+    slow,
+)
+from wavecrest import ops, records
+from wavecrest.errors import InvalidArgument, PlanMismatch
+from wavecrest.measure.timing import Interval
+from wavecrest.measure.workload import Buckets, Quality, from_example
+from wavecrest.optimizer import analysis
+from wavecrest.optimizer.api import OptimizeInterrupted, OptimizeResult, Options
+from wavecrest.optimizer.measurer import LEAST_SECONDS, Measurer
+from wavecrest.optimizer.options import Silent
+from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.steps import Found, Step, StepContext, steps_up_to
+from wavecrest.optimizer.steps.environment import EnvironmentTrial, Trials
+
+
+def outcome(result: OptimizeResult, step: str) -> records.StepOutcome:
+    return next(row for row in result.record.steps if row.id == step)
+
+
+def same_answers(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        return bool(torch.allclose(a(x), b(x), atol=1e-6))
+
+
+def test_gain_is_kept_and_measured(run: Run) -> None:
+    result = run(TakePauseOut())
+    step = outcome(result, "gain")
+    assert step.verdict == "kept" and step.ratio is not None and step.ci is not None
+    speed = step.speed[0]
+    assert speed.base_ms == pytest.approx(7, rel=0.02) and speed.new_ms == pytest.approx(1, rel=0.02)
+    assert step.ratio == pytest.approx(7, rel=0.02) and step.ci.low < 7 < step.ci.high < 7.2
+    assert result.record.result is not None and result.record.result.verdict == "faster"
+    assert result.model.pause == 0.0 and result.plan.stack == ["gain"]
+
+
+def test_slow_step_is_reverted_and_optimal_model_is_called_so(run: Run) -> None:
+    workload = from_example(*slow())
+    result = run(AddPause(), workload=workload)
+    step = outcome(result, "slow")
+    assert step.verdict == "reverted" and step.ci is not None and step.ci.high < 1
+    assert result.record.result is not None and result.record.result.verdict == "already optimal"
+    assert result.model is workload.model and result.plan.stack == []
+
+
+@pytest.mark.parametrize("step", [FastButWrong(), SlightlyWrong(), NaNs()], ids=lambda step: step.id)
+def test_fast_but_wrong_is_refused_unmeasured(run: Run, step: Step) -> None:
+    result = run(step)
+    row = outcome(result, step.id)
+    assert row.verdict == "refused" and row.reason.startswith("wrong answers")
+    # no speed is reported on a red gate
+    assert row.ratio is None and not row.speed
+    assert not [sample for sample in result.record.samples if sample.step == step.id]
+
+
+def test_asking_for_a_precision_loosens_no_other_step(run: Run) -> None:
+    """An error of 2e-4 would pass bfloat16's limits; no precision step is in the stack, so float32's hold."""
+    row = outcome(run(SlightlyWrong(), precision="bf16"), "slightly wrong")
+    assert row.verdict == "refused" and row.reason.startswith("wrong answers")
+
+
+def test_a_precision_in_the_stack_has_its_own_limits_and_so_has_what_follows(run: Run) -> None:
+    class Precise(TakePauseOut):
+        id = "precision:bf16"
+
+    result = run(SlightlyWrong(), Precise(), precision="bf16")
+    tries = [(row.id, row.attempt, row.verdict) for row in result.record.steps]
+    # nothing is retried after a refusal
+    assert tries == [("slightly wrong", 1, "refused"), ("precision:bf16", 1, "kept")]
+    after = run(Precise(), SlightlyWrong(), precision="bf16")
+    # twice as much would be refused: 2e-4 is inside bfloat16's floor, and as fast as what is there
+    assert outcome(after, "slightly wrong").verdict == "tie"
+
+
+def test_noise_is_not_kept(run: Run) -> None:
+    result = run(Nothing())
+    assert outcome(result, "noise").verdict == "tie"
+    assert result.plan.stack == []
+
+
+@pytest.mark.parametrize("step", [RaisesHalfWay(), RaisesInForward()], ids=lambda step: step.id)
+def test_raising_step_leaves_the_model_and_the_ladder_goes_on(run: Run, step: Step) -> None:
+    model, x = slow()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = run(step, TakePauseOut(), workload=from_example(model, x))
+    row = outcome(result, step.id)
+    assert row.verdict == "refused" and ("planted failure" in row.reason or "first" in row.reason)
+    assert outcome(result, "gain").verdict == "kept"
+    assert model.pause == PAUSE and hasattr(model, "first")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_misaligned_causal_mask_is_never_introduced(run: Run) -> None:
+    row = outcome(run(MisalignedCausal()), "is_causal")
+    assert row.verdict == "refused" and "is_causal=True for q_len 1 and k_len 5" in row.reason
+
+
+def test_interrupt_leaves_a_resumable_run_and_the_untouched_model(run: Run, tmp_path: Path) -> None:
+    model, x = slow()
+    steps = (AddPause(), Interrupts(), TakePauseOut())
+    Interrupts.armed = True
+    with pytest.raises(OptimizeInterrupted) as caught:
+        run(*steps, workload=from_example(model, x), out=tmp_path)
+    assert model.pause == PAUSE
+    assert isinstance(caught.value, KeyboardInterrupt) and str(tmp_path) in str(caught.value)
+    saved = records.load_as(tmp_path / "run.json", records.OptimizeRecord)
+    assert [row.id for row in saved.steps] == ["slow"] and saved.result is None
+    assert saved.notes[-1] == "interrupted by the user" and (tmp_path / "report.html").exists()
+    assert Plan.load(tmp_path / "plan.json").result is None
+
+    Interrupts.armed = False
+    result = run(*steps, workload=from_example(model, x), out=tmp_path, resume=True)
+    first_try = [row for row in result.record.steps if row.attempt == 1]
+    assert [row.id for row in first_try] == ["slow", "interrupt", "gain"]
+    # the verdict of before the interruption was taken over, not measured again
+    assert first_try[0].speed == saved.steps[0].speed
+    assert result.record.result is not None and result.record.result.verdict == "faster"
+    assert any("resumed" in note for note in result.record.notes)
+
+
+def test_resume_refuses_another_model(run: Run, tmp_path: Path) -> None:
+    Interrupts.armed = True
+    with pytest.raises(OptimizeInterrupted):
+        run(Interrupts(), out=tmp_path)
+    other = from_example(torch.nn.Linear(16, 16), torch.randn(4, 16))
+    with pytest.raises(PlanMismatch, match="other modules or shapes"):
+        run(Interrupts(), workload=other, out=tmp_path, resume=True)
+
+
+def test_reverted_step_is_retried_once_after_the_ground_changed(run: Run) -> None:
+    result = run(AddPause(), TakePauseOut())
+    tries = [(row.id, row.attempt, row.verdict) for row in result.record.steps]
+    assert tries == [("slow", 1, "reverted"), ("gain", 1, "kept"), ("slow", 2, "reverted")]
+
+
+def test_a_step_is_not_retried_beside_its_rival_nor_on_the_same_ground(run: Run) -> None:
+    class Rival(AddPause):
+        group = "one of two"
+
+    class Winner(TakePauseOut):
+        group = "one of two"
+
+    for steps in ((Rival(), Winner()), (TakePauseOut(), AddPause())):
+        assert all(row.attempt == 1 for row in run(*steps).record.steps)
+
+
+def test_steps_can_be_left_out(run: Run) -> None:
+    result = run(TakePauseOut(), AddPause(), Nothing(), skip=("slow",), only=("slow", "gain"))
+    assert [row.id for row in result.record.steps] == ["gain"]
+    assert "not tried, as asked: slow" in result.record.notes
+
+
+def test_outcomes_say_how_long_they_took(run: Run) -> None:
+    (row,) = run(TakePauseOut()).record.steps
+    # at least 15 blocks of two calls a side, at most the sampling time of a bucket and its last block
+    assert 30 * (PAUSE + 2 * WORK) * 0.9 < row.seconds < LEAST_SECONDS + 1
+
+
+@pytest.mark.parametrize(
+    ("later", "verdict"), [(0.0, "undecided"), (PAUSE, "already optimal")], ids=["no faster", "slower"]
+)
+def test_what_the_final_measurement_does_not_confirm_goes(run: Run, later: float, verdict: str) -> None:
+    workload = from_example(*slow())
+    result = run(FadingGain(later), workload=workload)
+    row = outcome(result, "fading")
+    assert row.verdict == "reverted" and "final measurement does not confirm it" in row.reason
+    assert result.model is workload.model and result.plan.stack == [] and result.plan.steps == result.record.steps
+    assert result.record.result is not None and result.record.result.ratio == 1.0
+    # without a gain an interval that holds 1 is no proof that there is none
+    ratio = float(row.reason.split("together ")[1].split("×")[0])
+    assert ratio == pytest.approx((PAUSE + WORK) / (PAUSE + WORK + later), rel=0.02)
+    assert result.record.result.verdict == verdict
+
+
+def test_the_final_measurement_is_of_original_against_result(run: Run) -> None:
+    record = run(TakeHalfOut(), TakePauseOut()).record
+    # each step is measured against the model before it
+    assert [row.ratio for row in record.steps] == pytest.approx([7 / 4, 4 / 1], rel=0.02)
+    result = record.result
+    assert result is not None and result.ratio == pytest.approx(7, rel=0.02)
+    assert result.speed[0].base_ms == pytest.approx(7, rel=0.02)
+
+
+def test_budget_skips_with_a_reason(run: Run) -> None:
+    result = run(TakePauseOut(), budget=0.001)
+    row = outcome(result, "gain")
+    assert row.verdict == "skipped" and row.reason.startswith("no time left in the budget of 0 s")
+    assert result.record.result.verdict == "undecided" and row.sites == ["model"] and row.predicted is None
+
+
+def test_time_before_an_interruption_counts_for_the_budget(run: Run, tmp_path: Path) -> None:
+    Interrupts.armed = True
+    with pytest.raises(OptimizeInterrupted):
+        run(AddPause(), Interrupts(), out=tmp_path)
+    saved = records.load_as(tmp_path / "run.json", records.OptimizeRecord)
+    saved.steps[0].seconds = 59.8
+    records.save(saved, tmp_path / "run.json")
+    Interrupts.armed = False
+    result = run(AddPause(), Interrupts(), TakePauseOut(), out=tmp_path, resume=True)
+    # the baseline takes more than the fifth of a second that is left
+    assert [row.verdict for row in result.record.steps] == ["reverted", "skipped", "skipped"]
+
+
+def test_without_a_compiler_a_model_is_not_called_optimal(run: Run) -> None:
+    class NoCompiler(RaisesHalfWay):
+        id = "compile:default"
+
+    result = run(NoCompiler())
+    assert result.record.result is not None and result.record.result.verdict == "undecided"
+
+
+def test_failing_quality_takes_the_step_back(run: Run) -> None:
+    workload = from_example(*slow())
+    workload.quality = lambda original, model: [
+        Quality("pause", float(model.pause), 0.001, model.pause > 0.001, "must stay")
+    ]
+    result = run(TakePauseOut(), workload=workload)
+    row = outcome(result, "gain")
+    assert row.verdict == "refused" and "final check" in row.reason and "pause is 0, limit 0.001" in row.reason
+    assert result.plan.stack == [] and result.model is workload.model
+
+
+def test_failing_quality_leaves_the_steps_before(run: Run) -> None:
+    workload = from_example(*slow())
+    workload.quality = lambda original, model: [
+        Quality("pause", float(model.pause), 0.001, model.pause > 0.001, "must stay")
+    ]
+    result = run(TakeHalfOut(), TakePauseOut(), workload=workload)
+    assert [row.verdict for row in result.plan.steps] == ["kept", "refused"]
+    assert result.plan.stack == ["half"] and result.model.pause == PAUSE / 2
+    assert result.record.result is not None and result.record.result.verdict == "faster"
+    assert result.record.result.quality[0].passed
+
+
+def test_two_buckets_are_both_measured(run: Run) -> None:
+    model, x = slow()
+    result = run(TakePauseOut(), workload=from_example(model, Buckets(b4=x, b2=x[:2])))
+    assert [row.bucket for row in outcome(result, "gain").speed] == ["b4", "b2"]
+    assert [(row.step, row.bucket) for row in result.record.samples] == [
+        (step, bucket) for step in ("gain", "result") for bucket in ("b4", "b2")
+    ]
+
+
+def test_plan_replays_on_a_fresh_model(run: Run, tmp_path: Path) -> None:
+    result = run(TakePauseOut(), out=tmp_path)
+    model, _ = slow()
+    made = Plan.load(tmp_path / "plan.json").apply(model)
+    assert made.pause == 0.0 and model.pause == PAUSE and same_answers(made, model)
+    # weights are shared, not copied
+    assert made.first.weight is model.first.weight
+    assert (tmp_path / "report.html").read_text().startswith("<!")
+    assert result.folder == tmp_path
+
+
+def test_plan_from_another_arch_is_refused(run: Run) -> None:
+    plan = run(TakePauseOut()).plan
+    plan.fingerprint.arch = "gfx942"
+    with pytest.raises(PlanMismatch, match="measured on gfx942"):
+        plan.apply(slow()[0])
+
+
+def test_plan_of_other_versions_verifies_again(run: Run) -> None:
+    plan = run(TakePauseOut()).plan
+    plan.fingerprint.torch = "2.0.0"
+    model, x = slow()
+    with pytest.raises(PlanMismatch, match="example_inputs"):
+        plan.apply(model)
+    assert plan.apply(model, x).pause == 0.0
+
+
+def test_plan_of_other_versions_drops_what_no_longer_verifies(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = run(TakePauseOut()).plan
+    plan.fingerprint.torch = "2.0.0"
+    monkeypatch.setattr(TakePauseOut, "apply", FastButWrong.apply)
+    model, x = slow()
+    with pytest.warns(UserWarning, match="no longer verifies"):
+        made = plan.apply(model, x)
+    assert same_answers(made, model) and made.pause == PAUSE
+    with pytest.raises(PlanMismatch, match="no longer verifies"):
+        plan.apply(model, x, strict=True)
+
+
+def test_record_and_plan_survive_the_disk(run: Run, tmp_path: Path) -> None:
+    result = run(TakePauseOut(), FastButWrong(), out=tmp_path)
+    assert records.load(tmp_path / "run.json") == result.record
+    assert Plan.load(tmp_path / "plan.json") == result.plan
+    assert "pickle" not in (tmp_path / "plan.json").read_text()
+    assert json.loads((tmp_path / "plan.json").read_text())["format_version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": 0}, "level must be 1 to 5"),
+        ({"level": 9}, "level must be 1 to 5"),
+        ({"min_gain": -0.1}, "min_gain"),
+        ({"budget": 0}, "budget must be positive"),
+        ({"precision": "int3"}, "precision is one of"),
+    ],
+    ids=str,
+)
+def test_bad_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        Options(**options)  # type: ignore[arg-type]
+
+
+def test_unknown_step(run: Run) -> None:
+    with pytest.raises(InvalidArgument, match="no step nonsense at level 4; there are gain"):
+        run(TakePauseOut(), only=("nonsense",))
+    with pytest.raises(InvalidArgument, match="no step nonsense at level 4; there are gain"):
+        run(TakePauseOut(), skip=("nonsense",))
+
+
+def test_real_ladder_has_unique_ids_in_level_order_where_it_matters() -> None:
+    steps = steps_up_to(5)
+    assert len({step.id for step in steps}) == len(steps)
+    assert steps[0].id == "environment" and steps[1].id == "compile:default"
+    assert {step.level for step in steps_up_to(2)} == {1, 2}
+
+
+def test_a_step_of_level_1_is_not_retried(run: Run) -> None:
+    class Early(AddPause):
+        level = 1
+
+    assert [row.id for row in run(Early(), TakePauseOut()).record.steps] == ["slow", "gain"]
+
+
+def test_the_plan_is_made_from_the_record(run: Run, tmp_path: Path) -> None:
+    result = run(TakePauseOut(), FastButWrong(), out=tmp_path)
+    assert result.plan.steps == result.record.steps and result.plan.result == result.record.result
+    assert result.plan.dispatch == result.record.coverage
+    assert Plan.load(tmp_path / "plan.json").steps == result.record.steps
+
+
+@pytest.mark.parametrize(
+    ("budget", "buckets", "seconds"), [(60.0, 1, 4.0), (600.0, 1, 8.0), (600.0, 2, 4.0), (3000.0, 1, 10.0)]
+)
+def test_sampling_takes_a_part_of_the_budget(budget: float, buckets: int, seconds: float) -> None:
+    model, x = slow()
+    workload = from_example(model, Buckets({f"b{index}": x for index in range(buckets)}))
+    assert Measurer(workload, budget, Silent()).seconds == seconds
+
+
+def test_what_cannot_be_analysed_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = from_example(*slow())
+
+    def fails(*_args: object, **_more: object) -> None:
+        raise InvalidArgument("planted")
+
+    monkeypatch.setattr(analysis, "measure_ceilings", fails)
+    monkeypatch.setattr(analysis, "profile_workload", fails)
+    found = analysis.Analysis(workload)
+    assert found.ceilings() == (None, "no measured ceilings: planted")
+    assert found.profile(workload.model, None) == ([], "no profile: InvalidArgument: planted")
+    breaks, note = analysis.Analysis(from_example(torch.nn.Linear(4, 4), torch.ones(2, 4))).breaks()
+    assert (breaks, note) == ([], "Dynamo sees 1 graph")
+
+
+def test_original_and_result_are_profiled(run: Run) -> None:
+    class Profiles(NoAnalysis):
+        def profile(
+            self, model: torch.nn.Module, ceilings: records.Ceilings | None
+        ) -> tuple[list[records.BucketProfile], str]:
+            pause = float(model.pause) * 1e3
+            row = records.BucketProfile(
+                bucket="default",
+                wall_ms=pause,
+                kernel_ms=0,
+                idle_ms=None,
+                launches=0,
+                categories=[],
+                ops=[],
+                uncategorized=[],
+            )
+            return [row], ""
+
+    workload = from_example(*slow())
+    record = run(TakePauseOut(), workload=workload, analysis=Profiles(workload)).record
+    assert [row.wall_ms for row in (*record.profile_before, *record.profile_after)] == [PAUSE * 1e3, 0]
+    assert record.notes == ["no ceilings", "no breaks"]
+
+
+def test_trials_of_variables_have_their_part_of_the_budget(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    class Environment(Nothing):
+        id = title = "environment"
+        level = 1
+        phase = "environment"
+
+        def find(self, context: StepContext) -> Found:
+            return Found(("A=1",), {"candidates": [("A", "1")]})
+
+    def candidates(_context: StepContext, _pairs: object, *, allowance: float, **_more: object) -> Trials:
+        asked.append(allowance)
+        gain = EnvironmentTrial(
+            "A", "1", {"default": [[2.0], [2.1]]}, {"default": [[1.0], [1.1]]}, 2.0, Interval(1.9, 2.1)
+        )
+        return Trials([gain], [gain], ["A=1 helps"])
+
+    monkeypatch.setattr("wavecrest.optimizer.trial.try_candidates", candidates)
+    result = run(Environment(), budget=100.0)
+    row = outcome(result, "environment")
+    assert asked == [pytest.approx(30.0)] and row.verdict == "kept" and row.ratio == 2.0
+    assert row.params["set"] == {"A": "1"} and "set them before import" in row.reason
+    assert [(setting.name, setting.value) for setting in result.plan.environment] == [("A", "1")]
+    # it acts in other processes alone: nothing is in force in this one
+    assert result.plan.stack == []
+    (samples,) = result.record.samples
+    assert samples.step == "environment A=1" and samples.base == [2.0, 2.1] and samples.new == [1.0, 1.1]
+
+
+def test_the_coverage_is_that_of_the_result(run: Run) -> None:
+    """Ops that a candidate called which was turned down are not in the table."""
+
+    class Normed(AddPause):
+        id = "normed"
+
+        def apply(self, model: torch.nn.Module, params: dict[str, Any]) -> torch.nn.Module:
+            forward, slower = model.forward, super().apply(model, params)
+            slower.forward = lambda x: forward(x) + 0 * ops.rms_norm(x, torch.ones(16))
+            return slower
+
+    result = run(Normed())
+    assert outcome(result, "normed").verdict == "reverted"
+    assert result.record.coverage == [] == result.plan.dispatch

@@ -1,0 +1,253 @@
+"""`verify` on planted plans: wrong, slower, bad in quality, of other versions; in this process and in a real child."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.optimizer.conftest import Run
+from tests.optimizer.planted import (
+    CLOCK,
+    PAUSE,
+    WORK,
+    AddPause,
+    FastButWrong,
+    TakePauseOut,
+    watched,
+)
+from wavecrest import hardware
+from wavecrest.cli.main import main
+from wavecrest.errors import EnvironmentProblem
+from wavecrest.measure import workload
+from wavecrest.measure.timing import Interval
+from wavecrest.optimizer import verify
+from wavecrest.optimizer.plan import Plan
+from wavecrest.records import BucketError, QualityResult, StepOutcome, VerifyProcess
+
+SLOW, WATCHED = "tests.optimizer.planted:slow", "tests.optimizer.planted:watched"
+FASTER, SLOWER, EQUAL = Interval(1.2, 1.4), Interval(0.7, 0.9), Interval(0.9, 1.1)
+
+
+def process(number: int, *, answers: bool = True, quality: bool | None = None) -> VerifyProcess:
+    numerics = [
+        BucketError(bucket="b", output=name, error=0.5, own=0.1, limit=0.2, passed=passed)
+        for name, passed in (("fine", True), ("planted", answers))
+    ]
+    rows = [QualityResult(name="bleu", value=3, limit=7, passed=quality)] if quality is not None else []
+    return VerifyProcess(process=number, numerics=numerics, quality=rows, speed=[])
+
+
+@pytest.fixture
+def plan(run: Run) -> Plan:
+    return run(TakePauseOut()).plan
+
+
+@pytest.mark.parametrize(
+    ("results", "ci", "reason"),
+    [
+        ([process(0), process(1, answers=False)], FASTER, "1 of 2 processes give wrong answers; process 1: planted"),
+        ([process(0, answers=False), process(1, answers=False)], FASTER, "2 of 2 processes give wrong answers"),
+        ([process(0, quality=True), process(1, quality=False)], FASTER, "process 1: bleu is 3, limit 7"),
+        ([process(0)], SLOWER, "slower than the original: 1.300× [0.700, 0.900]"),
+        ([process(0, answers=False, quality=False)], SLOWER, "wrong answers"),
+    ],
+    ids=["wrong", "wrong in all", "quality", "slower", "everything"],
+)
+def test_plans_that_fail(plan: Plan, results: list[VerifyProcess], ci: Interval, reason: str) -> None:
+    passed, why = verify.verdict_of(results, 1.3, ci, plan)
+    assert passed is False and reason in why
+
+
+@pytest.mark.parametrize("ci", [FASTER, EQUAL], ids=["faster", "no proof"])
+def test_plans_that_pass(plan: Plan, ci: Interval) -> None:
+    passed, why = verify.verdict_of([process(0, quality=True), process(1)], 1.3, ci, plan)
+    assert passed is True and why == f"numerics hold in 2 processes; 1.300× {ci}"
+
+
+def test_the_speed_of_a_plan_without_steps_is_not_judged(plan: Plan) -> None:
+    empty = plan.model_copy(update={"stack": []})
+    assert verify.verdict_of([process(0)], 0.8, SLOWER, empty)[0] is True
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children run in this process, on the simulated clock."""
+
+    def child(spec: str, path: Path, device: str, seconds: float, index: int, plan: Plan) -> VerifyProcess:
+        return verify.check_here(spec, path, device, seconds, index, now=CLOCK)
+
+    monkeypatch.setattr(verify, "_child", child)
+
+
+def test_a_good_plan_passes_with_its_speed(run: Run, here: None, tmp_path: Path) -> None:
+    run(TakePauseOut(), out=tmp_path)
+    told: list[tuple[int, int]] = []
+    record = verify.run(SLOW, tmp_path / "plan.json", processes=2, seconds=0.5, on_process=lambda *at: told.append(at))
+    assert record.passed and told == [(0, 2), (1, 2)] and [row.process for row in record.processes] == [0, 1]
+    speedup = (PAUSE + WORK) / WORK
+    assert record.ratio == pytest.approx(speedup, rel=0.02) and record.ci.low < speedup < record.ci.high
+    for row in record.processes:
+        assert row.speed[0].base_ms == pytest.approx(7, rel=0.02) and row.speed[0].new_ms == pytest.approx(1, rel=0.02)
+        assert not row.warnings and all(error.passed for error in row.numerics)
+
+
+def test_the_optimized_model_is_what_is_gated(
+    run: Run, here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The step gave right answers when the plan was made; now it does not, and the original still does."""
+    run(TakePauseOut(), out=tmp_path)
+    monkeypatch.setattr(TakePauseOut, "apply", FastButWrong.apply)
+    record = verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1)
+    assert not record.passed and record.reason.startswith("1 of 1 processes give wrong answers")
+    assert any(not row.passed for row in record.processes[0].numerics)
+
+
+def test_the_optimized_model_is_what_is_timed(
+    run: Run, here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run(TakePauseOut(), out=tmp_path)
+    monkeypatch.setattr(TakePauseOut, "apply", AddPause.apply)
+    record = verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1)
+    assert not record.passed and "slower than the original: 0.5" in record.reason
+
+
+def test_quality_is_that_of_the_optimized_model(run: Run, here: None, tmp_path: Path) -> None:
+    run(TakePauseOut(), out=tmp_path)
+    record = verify.run(WATCHED, tmp_path / "plan.json", processes=1, seconds=0.1)
+    assert not record.passed and record.reason == "process 0: pause is 0, limit 0.001"
+    run(AddPause(), workload=watched(), out=tmp_path)
+    assert verify.run(WATCHED, tmp_path / "plan.json", processes=1, seconds=0.1).passed
+
+
+def test_a_step_that_no_longer_verifies_is_dropped_and_said(
+    run: Run, here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = run(TakePauseOut()).plan
+    plan.fingerprint.torch = "2.0.0"
+    plan.save(tmp_path / "plan.json")
+    monkeypatch.setattr(TakePauseOut, "apply", FastButWrong.apply)
+    record = verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1)
+    (found,) = record.processes
+    assert len(found.warnings) == 1 and "no longer verifies (torch 2.0.0 → " in found.warnings[0]
+    # what is left is the original
+    assert record.ratio == pytest.approx(1, rel=0.02) and all(row.passed for row in found.numerics)
+
+
+def test_a_precision_has_the_limits_of_that_precision(
+    run: Run, here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An error of 2e-4 is wrong in float32, and inside what bfloat16 may differ."""
+
+    class Coarse(TakePauseOut):
+        id = "precision:bf16"
+
+        def apply(self, model: Any, params: dict[str, Any]) -> Any:
+            model.pause, model.scale = 0.0, model.scale * 1.0002
+            return model
+
+    run(Coarse(), precision="bf16", out=tmp_path)
+    assert verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1).passed
+
+
+def test_the_faster_original_is_what_the_result_is_compared_with(
+    run: Run, here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run(TakePauseOut(), out=tmp_path)
+    real = verify.replay
+
+    def slows_the_original_down(steps: Any, loaded: workload.Workload, **more: Any) -> Any:
+        made = real(steps, loaded, **more)
+        loaded.model.pause *= 3
+        return made
+
+    monkeypatch.setattr(verify, "replay", slows_the_original_down)
+    (found,) = verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1).processes[0].speed
+    assert found.base_ms == pytest.approx(7, rel=0.02) and "measured alone" in found.note
+
+
+STEPS = """
+from torch import nn
+
+from wavecrest.optimizer.steps import Step
+
+class Doubled(Step):
+    id = title = "doubled"
+    level = 3
+
+    def apply(self, model, params):
+        model.weight = nn.Parameter(2 * model.weight.detach())
+        return model
+
+    def excludes(self, other):
+        return False
+"""
+WORKLOAD = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    return nn.Linear(16, 16), torch.randn(4, 16)
+"""
+
+
+@pytest.fixture
+def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package with a wrong step, which child processes find by its entry point."""
+    info = tmp_path / "planted_steps-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted-steps\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[wavecrest.steps]\ndoubled = planted_steps:Doubled\n")
+    (tmp_path / "planted_steps.py").write_text(STEPS)
+    (tmp_path / "work.py").write_text(WORKLOAD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def wrong_plan(folder: Path) -> Path:
+    """The plan of the workload's linear layer with the step "doubled" in it."""
+    loaded = workload.load(f"{folder / 'work.py'}:make", device="cpu")
+    plan = Plan.start(loaded, hardware.cpu(), {"default": {}})
+    plan.steps = [StepOutcome(id="doubled", title="doubled", level=3, verdict="kept", reason="planted")]
+    plan.stack = ["doubled"]
+    plan.save(folder / "plan.json")
+    return folder / "plan.json"
+
+
+def test_a_real_child_finds_a_wrong_plan(extension: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = wrong_plan(extension)
+    arguments = ["verify", f"{extension / 'work.py'}:make", "--plan", str(plan), "--processes", "1"]
+    out = extension / "verify.json"
+    assert main([*arguments, "--seconds", "0.1", "-o", str(out)]) == 2
+    shown = capsys.readouterr().out
+    assert "failed: 1 of 1 processes give wrong answers; process 0: output of bucket default" in " ".join(shown.split())
+    record = json.loads(out.read_text())
+    assert record["passed"] is False and record["processes"][0]["numerics"][0]["error"] > 0.5
+
+
+def test_a_child_that_dies_is_an_environment_problem(extension: Path) -> None:
+    plan = wrong_plan(extension)
+    (extension / "planted_steps.py").write_text("raise SystemExit('planted death')\n")
+    spec = f"{extension / 'work.py'}:make"
+    with pytest.raises(EnvironmentProblem, match="process 0 failed: planted death"):
+        verify.run(spec, plan, processes=1, seconds=0.1)
+
+
+def test_a_child_has_the_variables_of_the_plan(plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[dict[str, str]] = []
+
+    def start(command: list[str], *, env: dict[str, str], **_more: Any) -> Any:
+        asked.append(env)
+        Path(json.loads(command[-1])[-1]).write_text(process(4).model_dump_json())
+        return type("Done", (), {"returncode": 0, "stderr": ""})
+
+    monkeypatch.setattr(verify.subprocess, "run", start)
+    setting = {"name": "PLANTED", "value": "7", "ratio": 1.1}
+    more = Plan.model_validate({**json.loads(plan.model_dump_json()), "environment": [setting]})
+    child = partial(verify._child, SLOW, tmp_path / "plan.json", "cpu", 0.1, 0)
+    assert child(more) == process(4) == child(plan)
+    assert asked[0]["PLANTED"] == "7" and "PLANTED" not in asked[1]
