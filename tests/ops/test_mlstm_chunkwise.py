@@ -268,6 +268,15 @@ def test_arguments_are_not_written_to() -> None:
         assert not isinstance(one, Tensor) or same_bits(one, kept)
 
 
+@pytest.mark.parametrize("resets", [0.0, 0.1])
+def test_gates_of_a_chunk_in_several_steps(resets: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of chunks that are longer than GATES: sums, maxima and the numbers of documents go on from step to step."""
+    monkeypatch.setattr(launches, "GATES", 16)
+    call = case(batch=1, heads=2, tokens=61, resets=resets, first=True, return_last_states=True)
+    assert launches.planned(call, SMALL, None)[0].constants["BLOCK_T"] == SMALL["CHUNK"] // 2
+    assert_right(call, run(OP, call, SMALL))
+
+
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_values_before_a_reset_do_not_reach_what_is_behind_its_chunk(dtype: torch.dtype) -> None:
     """They may be NaN: their keys have no weight in the states behind the chunk, but a product of them has."""
@@ -304,6 +313,15 @@ def change_memory(
     for name in names:
         setattr(stand_in, name, changing(getattr(torch, name)))
     monkeypatch.setattr(launches, "torch", stand_in)
+
+
+def test_a_part_of_a_chunk_that_begins_where_the_sequence_ends_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a chunk in two parts, the second of the last chunk without a token: nobody has written its sum."""
+    monkeypatch.setattr(launches, "KEYS_T", 16)
+    call = case(batch=1, heads=2, tokens=48, return_last_states=True)
+    assert launches.planned(call, SMALL, None)[2].constants["PARTS"] == 2
+    change_memory(monkeypatch, lambda one: one.fill_(NAN), ("empty",))
+    assert_right(call, run(OP, call, SMALL))
 
 
 @pytest.mark.parametrize("name", ["packed", "24x48", "odd", "padded"])
