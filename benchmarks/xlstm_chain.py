@@ -237,7 +237,8 @@ def searched(
     step.use(made, best)
     return {
         "op": op.name, "key": untuned_calls.parts_of(op, made.key), "backend": made.backend,
-        "before": described(made.config), "best": described(best), "ms_before": round(first, 5), "ms": round(least, 5), "tried": found,
+        "before": described(made.config), "best": described(best), "ms_before": round(first, 5),
+        "ms": round(least, 5), "tried": found,
     }  # fmt: skip
 
 
