@@ -22,7 +22,7 @@ TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "GROUP_M": 8, "num_warps":
 CONFIGS = {
     "triton": TILE | {"SPLIT_K": 4, "PERSISTENT": 0, "TMA": 0},
     "triton_stream_k": TILE | {"PROGRAMS": 1, "TMA": 0},
-    "triton_multiply": {"BLOCK_N": 8, "BLOCK_K": 256, "SPLIT_K": 2, "num_warps": 2, "num_stages": 3},
+    "triton_gemv": {"BLOCK_N": 8, "BLOCK_K": 256, "SPLIT_K": 2, "num_warps": 2, "num_stages": 3},
 }
 DECODING = {"BLOCK_M": 16, "BLOCK_N": 64, "CHUNK": 512, "num_warps": 4, "num_stages": 3}
 SPLIT = {"SPLITS": 8, "BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4}
@@ -59,14 +59,14 @@ def first_launches(arch: str, more: dict[str, int]) -> Planned:
     words = SKINNY | {"BLOCK_K": 1024, "num_stages": 1}
     described = TILE | {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "SPLIT_K": 1, "PERSISTENT": 0, "TMA": 1}
     cases: list[tuple[str, Any, str, dict[str, int], Any]] = [
-        ("rows", gemm, "triton_multiply", SKINNY, product(1, 4096, 4096, bf16)),
-        ("gated rows", gemm, "triton_multiply", SKINNY, product(1, 4096, 4096, int8)),
-        ("normed rows", gemm, "triton_multiply", SKINNY, normed(product(1, 4096, 4096, bf16))),
-        ("normed words", gemm, "triton_multiply", words, normed(product(1, 4096, 4096, torch.uint8, "int4"))),
+        ("rows", gemm, "triton_gemv", SKINNY, product(1, 4096, 4096, bf16)),
+        ("gated rows", gemm, "triton_gemv", SKINNY, product(1, 4096, 4096, int8)),
+        ("normed rows", gemm, "triton_gemv", SKINNY, normed(product(1, 4096, 4096, bf16))),
+        ("normed words", gemm, "triton_gemv", words, normed(product(1, 4096, 4096, torch.uint8, "int4"))),
         ("tiles", gemm, "triton", CONFIGS["triton"], product(16, 4096, 4096, bf16)),
         ("gated tiles", gemm, "triton", TILE | {"SPLIT_K": 1, "PERSISTENT": 1, "TMA": 0}, product(16, 4096, 4096, fp8)),
         ("descriptors", gemm, "triton", described, product(1024, 4096, 4096, bf16)),
-        ("words", gemm, "triton_multiply", words, product(1, 4096, 4096, torch.uint8, "int4")),
+        ("words", gemm, "triton_gemv", words, product(1, 4096, 4096, torch.uint8, "int4")),
         ("step", step, "triton", step.config_of("triton", step.key(token)).kwargs, token),
     ]
     found = []

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 FIRST = (
-    "triton _tile_kernel", "triton_stream_k _stream_k_kernel", "triton_multiply _multiply_kernel",
+    "triton _tile_kernel", "triton_stream_k _stream_k_kernel", "triton_gemv _multiply_kernel",
     "triton _decoding_kernel", "triton _mla_kernel", "triton _mlstm_step_kernel",
 )  # fmt: skip
 SECOND = (
-    "triton _sum_kernel", "triton_stream_k _join_kernel", "triton_multiply _sum_kernel", "triton _joining_kernel",
+    "triton _sum_kernel", "triton_stream_k _join_kernel", "triton_gemv _sum_kernel", "triton _joining_kernel",
     "triton _mla_join_kernel", "triton _mlstm_norm_kernel",
 )  # fmt: skip
 # of sm_90: programs of the next kernel may start; wait for the kernel before

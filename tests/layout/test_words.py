@@ -57,15 +57,18 @@ RETIRED: tuple[Word, ...] = (
     Word("shrink", "alpha", "ops/_mla_decode"),
     Word("finish", "epilogue", "ops/_gemm"),
     Word("codes", "quantized", "ops"),
+    Word("supports", "refuse"),
+    Word("Joined", "FusedProjection"),
+    Word("Operands", "<Op>Call"),
+    Word("joined", "fused projection", "models"),
+    Word("TAKES_TAILS", "ask the registry", "models"),
+    Word("_declines", "refuse"),
 )
 
 # identifiers that are still there: who renames one moves its line to RETIRED
 PENDING: tuple[Word, ...] = (
     # one typed call
-    Word("Operands", "<Op>Call"),
     Word("_operands", "the public function builds the call"),
-    Word("supports", "refuse"),
-    Word("_declines", "refuse"),
     Word("cannot_walk", "refuse"),
     Word("unreadable", "refuse"),
     Word("_unwidened", "refuse"),
@@ -74,7 +77,6 @@ PENDING: tuple[Word, ...] = (
     Word("_multiply", "_gemv", "ops/_gemm"),
     Word("tail", "extra_rows", "ops/_gemm"),
     Word("tail", "extra_rows", "nn/linear.py"),
-    Word("TAKES_TAILS", "ask the registry", "models"),
     Word("described", "tma_ok or has_descriptors", "ops"),
     # attention
     Word("queries", "seqlen_q", "ops/_flash_attention"),
@@ -91,8 +93,6 @@ PENDING: tuple[Word, ...] = (
     Word("leave_one_out", "evaluate_near_rows"),
     Word("misses", "untuned_calls"),
     Word("stack", "applied", "optimizer"),
-    Word("Joined", "FusedProjection"),
-    Word("joined", "fused projection", "models"),
 )
 
 # names of files and folders (without .py) that are gone, and those that are still there
@@ -127,6 +127,7 @@ RETIRED_MODULES: tuple[Word, ...] = (
     Word("and_mul", "gemm_then_act"),
     Word("passes", "optimizer/steps"),
     Word("modelled", "evaluate_cost_model", "tune"),
+    Word("joined", "nn/fused_block", "models"),
 )
 PENDING_MODULES: tuple[Word, ...] = (
     Word("lanes", "workers", "tune"),
@@ -135,16 +136,15 @@ PENDING_MODULES: tuple[Word, ...] = (
     Word("ahead", "warmup", "tune"),
     Word("leave_one_out", "evaluate_near_rows", "tune"),
     Word("misses", "untuned_calls"),
-    Word("joined", "nn/fused_block", "models"),
 )
 
 # names of backends: text in the code, in shipped rows and in users' databases. ALIASES are the files that read old ones
-RETIRED_BACKENDS: tuple[Word, ...] = ()
-PENDING_BACKENDS: tuple[Word, ...] = (
+RETIRED_BACKENDS: tuple[Word, ...] = (
     Word("triton_multiply", "triton_gemv"),
-    Word("torch_and_mul", "torch_gemm_then_act"),
+    Word("torch_and_mul", "gemm_then_act"),
 )
-ALIASES: tuple[str, ...] = ()
+PENDING_BACKENDS: tuple[Word, ...] = ()
+ALIASES: tuple[str, ...] = ("records/renamed.py",)
 
 # riddles: a reader stops at each of these, and there is a plain way to say it. `None` with a capital is Python's
 RIDDLES: dict[str, str] = {

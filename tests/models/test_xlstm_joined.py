@@ -235,7 +235,7 @@ def test_shared_memory_stays_shared() -> None:
 def kernel() -> Iterator[Op]:
     """Products, all by the kernel that takes a tail."""
     found = registry.get("gemm")
-    found.force("triton_multiply")
+    found.force("triton_gemv")
     yield found
     found.force(None)
 
@@ -266,7 +266,7 @@ def test_one_product_is_both_of_a_packed_weight(format: str, bias: tuple[bool, b
         assert joined.for_rows(torch.randn(9, 24, device=DEVICE)) is None, "more rows than the kernel takes"
         kernel.force(None)
         assert joined.for_rows(x) is None, "no row names the kernel"
-        kernel.force("triton_multiply")
+        kernel.force("triton_gemv")
         assert joined.for_rows(x) is not None
 
 
@@ -297,7 +297,7 @@ def test_a_quantized_model_is_joined_however_it_came_to_be(kernel: Op, tmp_path:
     with torch.no_grad():
         kernel.force(None)
         want = model(tokens, return_last_states=False)
-        kernel.force("triton_multiply")
+        kernel.force("triton_gemv")
         for one in (model, loaded, copy.deepcopy(model).to(torch.float32)):
             assert all(_joined(one))
             close(one(tokens, return_last_states=False), want)

@@ -25,7 +25,7 @@ from wavecrest.models.xlstm.sampling import Sampling
 from wavecrest.ops.mlstm.step import backend as _mlstm_step
 
 # a decoding step runs on these alone
-OPS = {"gemm": "triton_multiply", "rms_norm": "triton", "add_rms_norm": "triton", "mlstm_step": "triton"}
+OPS = {"gemm": "triton_gemv", "rms_norm": "triton", "add_rms_norm": "triton", "mlstm_step": "triton"}
 # names of what makes tensors and launches nothing
 MAKES = ("empty", "new_empty", "lift_fresh", "detach")
 

@@ -22,7 +22,7 @@ from wavecrest.nn import norm as norms
 from wavecrest.nn.fused_block import FusionChoice
 from wavecrest.ops import PackedWeight
 
-OWN = "triton_multiply"
+OWN = "triton_gemv"
 STEPS = 2
 
 

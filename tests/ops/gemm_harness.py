@@ -26,7 +26,7 @@ from wavecrest.ops._gemm.call import GemmCall
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 I8, I32, E4M3, E5M2 = torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2
-KERNELS = ("triton", "triton_stream_k", "triton_multiply")
+KERNELS = ("triton", "triton_stream_k", "triton_gemv")
 BACKENDS = (*KERNELS, "torch", "reference")
 SPLIT, PERSISTENT = {"SPLIT_K": 3}, {"PERSISTENT": 1}
 
@@ -513,7 +513,7 @@ def configs(backend: str) -> tuple[Config | None, ...]:
     return {
         "triton": (*own, tile(16, 32, 32, **SPLIT)),
         "triton_stream_k": (stream(),),
-        "triton_multiply": (multiply(), multiply(split=3)),
+        "triton_gemv": (multiply(), multiply(split=3)),
     }.get(backend, (None,))
 
 
@@ -606,9 +606,9 @@ CLASSES: dict[str, dict[str, Any]] = {
 FINISHERS: tuple[tuple[str, Config | None], ...] = (
     ("triton", tile(16, 32, 32, SPLIT_K=2)),
     ("triton_stream_k", stream(16, 32, 16)),
-    ("triton_multiply", multiply(32, 64)),
+    ("triton_gemv", multiply(32, 64)),
     ("triton", tile(16, 32, 32, **PERSISTENT)),
-    ("triton_multiply", multiply(32, 32, split=2)),
+    ("triton_gemv", multiply(32, 32, split=2)),
 )
 
 
@@ -627,7 +627,7 @@ SPECIAL_RUNS: tuple[tuple[str, Config | None], ...] = (
     ("triton", tile(16, 32, 32)),
     ("triton", tile(16, 32, 16, SPLIT_K=2)),
     ("triton_stream_k", stream(16, 32, 16)),
-    ("triton_multiply", multiply(32, 32)),
+    ("triton_gemv", multiply(32, 32)),
     ("torch", None),
     ("reference", None),
 )

@@ -153,9 +153,9 @@ def gemm_call(backend: str, made: tuple[Callable[[], GemmCall], Config]) -> Call
 
 
 CALLS: dict[str, Callable[[], Call]] = {
-    **{f"multiply {name}": gemm_call("triton_multiply", made) for name, made in MULTIPLIED.items()},
+    **{f"multiply {name}": gemm_call("triton_gemv", made) for name, made in MULTIPLIED.items()},
     **{f"tiles {name}": gemm_call("triton", made) for name, made in (TILED | UNFETCHED).items()},
-    "words": gemm_call("triton_multiply", WORDS),
+    "words": gemm_call("triton_gemv", WORDS),
     "codes": gemm_call("triton", CODES),
     **{f"rows {name}": made for name, made in ROWS.items()},
     **{f"step {name}": made for name, made in STEPS.items()},
@@ -346,7 +346,7 @@ def fetched_columns(call: GemmCall, batch: int, columns: list[int], first: int, 
 def test_multiply_fetches_its_first_steps(name: str, ahead: int, noted: list[Program]) -> None:
     make, config = MULTIPLIED[name]
     call = make()
-    run(("gemm", "triton_multiply", config, call), 1 + ahead)
+    run(("gemm", "triton_gemv", config, call), 1 + ahead)
     steps = math.ceil(math.ceil(call.K / config["BLOCK_K"]) / config["SPLIT_K"])
     first = [program for program in noted if program.kernel == "_multiply_kernel"]
     assert len(first) > 1
@@ -391,7 +391,7 @@ def test_nothing_is_fetched_of_weights_that_steps_are_no_rows_of(name: str, note
 
 
 @interpreted
-@pytest.mark.parametrize("backend", ["triton", "triton_multiply"])
+@pytest.mark.parametrize("backend", ["triton", "triton_gemv"])
 def test_codes_are_fetched_two_a_byte(backend: str, noted: list[Program]) -> None:
     make, config = CODES if backend == "triton" else WORDS
     call = make()
@@ -478,7 +478,7 @@ def test_it_is_off_where_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("early", [-1, _pdl.MOST_AHEAD + 2])
 def test_what_it_cannot_be(early: int) -> None:
     with pytest.raises(InvalidArgument, match=f"EARLY is 0, 1, .*, not {early}"):
-        run(gemm_call("triton_multiply", MULTIPLIED["one row"])(), early)
+        run(gemm_call("triton_gemv", MULTIPLIED["one row"])(), early)
 
 
 @pytest.mark.parametrize("op", ["gemm", "add_rms_norm", "mlstm_step"])
@@ -498,9 +498,9 @@ def chain(early: int) -> tuple[Callable[[], None], Tensor]:
     x = torch.randn(2, 512, generator=generator).to(DEVICE, BF16)
     found = torch.empty(2, 2, 512, dtype=BF16, device=DEVICE)
     configs = (
-        ("triton_multiply", Config(BLOCK_N=4, BLOCK_K=512, SPLIT_K=1, num_warps=2, num_stages=3)),
+        ("triton_gemv", Config(BLOCK_N=4, BLOCK_K=512, SPLIT_K=1, num_warps=2, num_stages=3)),
         ("triton", tile(16, 16, 128, num_stages=3)),
-        ("triton_multiply", Config(BLOCK_N=8, BLOCK_K=128, SPLIT_K=4, num_warps=2, num_stages=3)),
+        ("triton_gemv", Config(BLOCK_N=8, BLOCK_K=128, SPLIT_K=4, num_warps=2, num_stages=3)),
     )
     first = GemmCall(x, weights[0].mT)
     gemms = [gemm.backends[backend].bind(first, with_early(config, early)) for backend, config in configs]

@@ -65,7 +65,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 # type -> backends that do not have it, with a word of their reason
 DECLINED = {
     "fp64": dict.fromkeys(KERNELS, "not float64"),
-    **{key: {"triton_multiply": "no int8 a"} for key in TYPES if key.startswith("int8")},
+    **{key: {"triton_gemv": "no int8 a"} for key in TYPES if key.startswith("int8")},
     **{key: {"torch": "stored in fewer bits"} for key in TYPES if "weight" in key},
     "bf16-fp32": {"torch": "rounds the result"},
 }
@@ -87,7 +87,7 @@ def _declined(kind: str, backend: str, device: str, odd: bool) -> str | None:
 def test_types(kind: str, backend: str, watch: Watch, device: str) -> None:
     # the second is for PyTorch's products of 8 bits on a GPU
     for n, k in ((37, 75), (48, 80)) if backend == "torch" else ((37, 75),):
-        call = TYPES[kind](7 if backend == "triton_multiply" else 19, device, n, k)
+        call = TYPES[kind](7 if backend == "triton_gemv" else 19, device, n, k)
         word = _declined(kind, backend, device, n % 16 != 0)
         if word is not None:
             assert word in str(refuses(backend, call))
@@ -135,7 +135,7 @@ def test_each_byte_of_a_weight_is_the_number_that_it_is(dtype: torch.dtype, watc
         b = torch.zeros(256, 64, dtype=I8, device=device)
         b[:, place] = numbers.to(I8)
         call = GemmCall(torch.ones(2, 64, dtype=dtype, device=device), b.mT, out_dtype=F32)
-        for backend, config in (("triton", tile(k=64)), ("triton_multiply", multiply(k=64))):
+        for backend, config in (("triton", tile(k=64)), ("triton_gemv", multiply(k=64))):
             got = assert_right(backend, call, config, watch)
             assert torch.equal(got, numbers.float().expand(2, 256))
 
@@ -192,7 +192,7 @@ def test_sizes(shape: tuple[int, int, int], watch: Watch, device: str) -> None:
     else:
         assert_right("triton_stream_k", call, stream(64, 64, 32), watch)
     if M <= 8:
-        assert_right("triton_multiply", call, multiply(64, 64), watch)
+        assert_right("triton_gemv", call, multiply(64, 64), watch)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -316,7 +316,7 @@ def calls(draw: st.DrawFn) -> tuple[GemmCall, str, Config | None]:
     config = tile(m, n, k, GROUP_M=group, SPLIT_K=split, PERSISTENT=draw(st.integers(0, 1)))
     if backend == "triton_stream_k":
         config = stream(m, n, k, group)
-    return call, backend, multiply(n, k, split) if backend == "triton_multiply" else config
+    return call, backend, multiply(n, k, split) if backend == "triton_gemv" else config
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -419,12 +419,12 @@ def test_with_tensor_descriptors_and_without(shape: tuple[int, int, int], dtype:
     [
         ("triton", tile(64, 64, 64, SPLIT_K=7)),
         ("triton_stream_k", stream(64, 64, 64)),
-        ("triton_multiply", multiply(4, 256, split=5)),
+        ("triton_gemv", multiply(4, 256, split=5)),
     ],
 )
 def test_the_same_bits_whatever_memory_held(backend: str, config: Config) -> None:
     """Workspaces from fresh memory, from memory full of NaN, and from the cache: the same bits; none is kept."""
-    call = product(8 if backend == "triton_multiply" else 300, 1000, 2056, device="cuda", out_dtype=F32)
+    call = product(8 if backend == "triton_gemv" else 300, 1000, 2056, device="cuda", out_dtype=F32)
     gemm.pin(gemm.key(call), backend, config, "exact", "a test")
     first = gemm(call)
     assert_result(backend, first, call)

@@ -65,14 +65,14 @@ def _divisor(number: int) -> int:
         pytest.param("triton", tile(), id="tiles"),
         pytest.param("triton", tile(**SPLIT), id="split"),
         pytest.param("triton_stream_k", stream(), id="stream_k"),
-        pytest.param("triton_multiply", multiply(), id="multiply"),
+        pytest.param("triton_gemv", multiply(), id="multiply"),
     ],
 )
 def test_what_is_compiled_anew(backend: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes compile a kernel anew only by what divides N and K, and whether steps fill K; rows where there are few."""
     noted = noted_launches(monkeypatch)
     sizes = (1, 2, 3, 8, 16, 17, 24, 31, 32, 33, 48, 64, 80, 96, 100, 112, 160, 1000, 1001, 1024, 4096, 4128)
-    few = backend == "triton_multiply"
+    few = backend == "triton_gemv"
     variants: dict[Any, set[Any]] = {}
     for i, K in enumerate(sizes):
         for j, N in enumerate(sizes):

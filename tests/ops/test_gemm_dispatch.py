@@ -51,7 +51,7 @@ def test_the_default_is_pytorch_and_others_say_why(device: str) -> None:
     call = product(5, 20, 40, device=device)
     decision = gemm.decide(call)
     assert decision.backend == "torch"
-    assert set(_refused(call)) >= (set(KERNELS) if device == "cpu" else {"triton_stream_k", "triton_multiply"})
+    assert set(_refused(call)) >= (set(KERNELS) if device == "cpu" else {"triton_stream_k", "triton_gemv"})
     assert all(_refused(call).values())
     if device == "cpu":
         assert gemm.decide(scaled(product(5, 20, 40, E4M3))).backend == "reference"
@@ -186,7 +186,7 @@ def test_bench_and_emulate_cases_are_calls(device: str) -> None:
         if call.a.dtype in FNUZ:
             assert device == "cuda" or "has no" in str(refuses("triton", call)), label
         elif call.form == "plain":
-            assert_right("triton" if call.tail is None else "triton_multiply", call)
+            assert_right("triton" if call.tail is None else "triton_gemv", call)
         else:
             assert numerics.compare(gemm.run("triton", call), gemm.reference(call)).within(
                 numerics.tolerance("gemm", "bfloat16")

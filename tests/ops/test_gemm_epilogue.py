@@ -80,7 +80,7 @@ def test_scales(a_kind: str, b_kind: str, dtype: torch.dtype, watch: Watch, devi
         ("triton", tile(16, 64, 64)),
         ("triton", tile(16, 128, 32, **SPLIT)),
         ("triton_stream_k", stream(16, 128, 64)),
-        ("triton_multiply", multiply(64, 128, split=1 + turn % 2)),
+        ("triton_gemv", multiply(64, 128, split=1 + turn % 2)),
     ]
     for backend, config in runs:
         if refuses(backend, call) is None:
@@ -205,7 +205,7 @@ def test_gated(activation: str, kind: str, watch: Watch, device: str) -> None:
         runs = [
             ("triton", tile(16, 16, 64)),
             ("triton", tile(16, 32, 32, SPLIT_K=2)),
-            ("triton_multiply", multiply(16, 64, split=2)),
+            ("triton_gemv", multiply(16, 64, split=2)),
         ]
         for backend, config in (*runs, ("torch", None), ("reference", None)):
             if refuses(backend, each) is None:
@@ -235,7 +235,7 @@ def test_activations_of_numbers_anybody_can_check(device: str) -> None:
         "silu_and_mul": [-0.23840584 * -1.0, 0.0, 2.85772238 * 2.0],
     }
     for activation, values in known.items():
-        for backend in ("triton", "triton_multiply", "torch", "reference"):
+        for backend in ("triton", "triton_gemv", "torch", "reference"):
             got = gemm.run(backend, GemmCall(x, one.mT, activation=activation, slope=0.25))
             torch.testing.assert_close(got.flatten().cpu(), torch.tensor(values), rtol=2e-6, atol=2e-7)
 
@@ -281,7 +281,7 @@ def test_8_bit_results_are_the_nearest(dtype: torch.dtype, watch: Watch, device:
         ("triton", tile()),
         ("triton", tile(**SPLIT)),
         ("triton_stream_k", stream()),
-        ("triton_multiply", multiply()),
+        ("triton_gemv", multiply()),
     )
     for backend, config in (*runs, ("torch", None), ("reference", None)):
         assert_right(backend, call, config, watch)

@@ -111,10 +111,10 @@ def test_layouts_of_few_rows(a_layout: str, watch: Watch, device: str) -> None:
     for b_layout in B_LAYOUTS:
         call = GemmCall(a, B_LAYOUTS[b_layout](F16, device))
         along_k = a.stride(-1) == 1 and call.b.stride(-2) == 1
-        reason = refuses("triton_multiply", call)
+        reason = refuses("triton_gemv", call)
         assert (reason is None) == along_k, reason
         if along_k:
-            assert_right("triton_multiply", call, multiply(32, 32), watch)
+            assert_right("triton_gemv", call, multiply(32, 32), watch)
         else:
             assert "contiguous" in str(reason)
 
@@ -157,7 +157,7 @@ def _batch_backends() -> tuple[tuple[str, Config | None], ...]:
         ("triton", tile(16, 32, 32)),
         ("triton", tile(16, 32, 16, SPLIT_K=2)),
         ("triton_stream_k", stream(16, 16, 16)),
-        ("triton_multiply", multiply(32, 16, split=2)),
+        ("triton_gemv", multiply(32, 16, split=2)),
         ("torch", None),
         ("reference", None),
     )
@@ -172,7 +172,7 @@ def test_batches(shapes: tuple[tuple[int, ...], tuple[int, ...]], watch: Watch, 
         assert_right(backend, GemmCall(a, weight, out_dtype=F32 if backend != "torch" else None), config, watch)
     rows = random(*b_shape, device=device, seed=1)
     assert_right("triton", GemmCall(a, rows), tile(16, 32, 32), watch)
-    assert "contiguous" in str(refuses("triton_multiply", GemmCall(a, rows)))
+    assert "contiguous" in str(refuses("triton_gemv", GemmCall(a, rows)))
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -260,11 +260,11 @@ def test_elements_past_two_to_the_31(
     else:
         b = placed((2, 16, 32), (step, 32, 1), 1).mT
     call = GemmCall(a, b, out_dtype=F32)
-    for backend, config in (("triton", tile()), ("triton_stream_k", stream(k=16)), ("triton_multiply", multiply())):
+    for backend, config in (("triton", tile()), ("triton_stream_k", stream(k=16)), ("triton_gemv", multiply())):
         if refuses(backend, call) is None:
             assert_right(backend, call, config, watch)
         else:
-            assert backend == "triton_multiply" and far.startswith("K of")
+            assert backend == "triton_gemv" and far.startswith("K of")
 
 
 def test_rows_that_are_far_apart_together(watch: Watch, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,5 +275,5 @@ def test_rows_that_are_far_apart_together(watch: Watch, device: str, monkeypatch
     a = storage.as_strided((8, 32), (step, 1)).copy_(random(8, 32, dtype=I8, device=device)).view(E5M2)
     a = a.copy_(random(8, 32, dtype=E5M2, device=device))
     call = GemmCall(a, random(18, 32, dtype=E5M2, device=device, seed=1).mT, out_dtype=F32)
-    for backend, config in (("triton", tile()), ("triton_stream_k", stream(k=16)), ("triton_multiply", multiply())):
+    for backend, config in (("triton", tile()), ("triton_stream_k", stream(k=16)), ("triton_gemv", multiply())):
         assert_right(backend, call, config, watch)

@@ -36,7 +36,7 @@ from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
 
 INF, NAN = float("inf"), float("nan")
-MULTIPLY = "triton_multiply"
+MULTIPLY = "triton_gemv"
 BACKENDS = (MULTIPLY, "triton", "torch", "reference")
 CONFIGS = {MULTIPLY: multiply(8, 32), "triton": tile()}
 

@@ -31,7 +31,7 @@ from wavecrest.hardware import ARCHS
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall, linear_call
 
-MULTIPLY = "triton_multiply"
+MULTIPLY = "triton_gemv"
 
 
 @pytest.fixture(autouse=True)

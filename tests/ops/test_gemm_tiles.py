@@ -187,10 +187,10 @@ def test_multiply(rows: int, watch: Watch, device: str) -> None:
         ((16, 64), multiply(16, 64, split=2)),
         ((5, 7), multiply(2, 16)),
     ):
-        assert_right("triton_multiply", product(rows, *shape, device=device, out_dtype=F32), config, watch)
+        assert_right("triton_gemv", product(rows, *shape, device=device, out_dtype=F32), config, watch)
     gated = product(rows, 36, 70, device=device, activation="silu_and_mul")
-    assert_right("triton_multiply", gated, multiply(16, 32, split=rows % 3 + 1), watch)
-    assert "up to 8 rows" in str(refuses("triton_multiply", product(9, 16, 32, device=device)))
+    assert_right("triton_gemv", gated, multiply(16, 32, split=rows % 3 + 1), watch)
+    assert "up to 8 rows" in str(refuses("triton_gemv", product(9, 16, 32, device=device)))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_multiply(rows: int, watch: Watch, device: str) -> None:
         pytest.param("triton", tile(**SPLIT), id="split"),
         pytest.param("triton", tile(**SPLIT, **PERSISTENT), id="persistent"),
         pytest.param("triton_stream_k", stream(k=16), id="stream_k"),
-        pytest.param("triton_multiply", multiply(16, 32, split=2), id="multiply"),
+        pytest.param("triton_gemv", multiply(16, 32, split=2), id="multiply"),
     ],
 )
 def test_the_same_bits_again(
@@ -218,7 +218,7 @@ def test_the_same_bits_again(
     assert_result(backend, gemm(other), other)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.gpu), "triton_multiply"])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.gpu), "triton_gemv"])
 def test_a_row_does_not_depend_on_the_rows_beside_it(backend: str, watch: Watch, device: str) -> None:
     # in the interpreter rows of a tile go through numpy's product, which looks at where they are
     call = product(8, 20, 70, device=device, out_dtype=F32)

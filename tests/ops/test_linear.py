@@ -144,10 +144,10 @@ def runs(format: str) -> list[tuple[str, Config | None]]:
         ("reference", None),
     ]
     if format in ("plain", "int8", "e4m3", "e5m2"):
-        found.append(("triton_multiply", multiply(32, 64, split=2)))
+        found.append(("triton_gemv", multiply(32, 64, split=2)))
     if format in ("int4-64", "int4-128"):
         # one step and several, of one group and several
-        found += [("triton_multiply", multiply(16, size)) for size in (128, 256)]
+        found += [("triton_gemv", multiply(16, size)) for size in (128, 256)]
     return [*found, ("torch", None)] if format == "plain" else found
 
 
@@ -253,7 +253,7 @@ def test_shuffled_is_plain_bit_for_bit(format: str, watch: Watch, device: str) -
             assert same_bits(got, gemm.run(backend, same, config=config))
         assert same_bits(gemm.run("reference", call), gemm.run("reference", same))
     few = call._replace(a=call.a[:4])
-    assert "shuffled" in str(refuses("triton_multiply", few)) and "shuffled" in str(refuses("torch", call))
+    assert "shuffled" in str(refuses("triton_gemv", few)) and "shuffled" in str(refuses("torch", call))
 
 
 @pytest.mark.parametrize("format", ["int8", "int4-64-zeros", "e4m3", "e4m3-block", "shuffled-int8-64"])
@@ -350,7 +350,7 @@ def test_each_4_bit_code_in_words(group: int, dtype: torch.dtype, watch: Watch, 
     call = operands(x, weight, out_dtype=F32)
     want = x.cpu().double() @ ((codes - 8) * scale.repeat_interleave(group, 1)).double().mT
     for config in (multiply(16, 256), multiply(4, 128), multiply(2, group)):
-        got = assert_right("triton_multiply", call, config, watch, values_of(weight).mT)
+        got = assert_right("triton_gemv", call, config, watch, values_of(weight).mT)
         assert torch.equal(got.cpu().double(), want)
 
 
@@ -369,14 +369,14 @@ def test_words_of_each_number_of_rows(rows: int, watch: Watch, device: str) -> N
         ((128, 1, 129), multiply(1, 256)),
     ):
         call, values = few(group, rows, n, k, dtype, device)
-        assert_right("triton_multiply", call, config, watch, values)
+        assert_right("triton_gemv", call, config, watch, values)
 
 
 def test_steps_of_words_are_whole_groups(device: str) -> None:
     for group, k in ((128, 64), (64, 32)):
         call, _ = few(group, 3, 16, 256, device=device)
         with pytest.raises(InvalidArgument, match=f"a BLOCK_K of {k} is not a multiple of a group of {group}"):
-            gemm.run("triton_multiply", call, config=multiply(16, k))
+            gemm.run("triton_gemv", call, config=multiply(16, k))
 
 
 @pytest.mark.parametrize("k", [1, 63, 65, 130, 1000, 4096])
@@ -384,7 +384,7 @@ def test_steps_of_words_are_whole_groups(device: str) -> None:
 def test_own_configurations_of_words(k: int, group: int, watch: Watch, device: str) -> None:
     for rows in (1, 2, 8):
         call, values = few(group, rows, 3, k, device=device)
-        assert_right("triton_multiply", call, None, watch, values)
+        assert_right("triton_gemv", call, None, watch, values)
 
 
 @pytest.mark.parametrize("arch", [None, *ARCHS.values()], ids=lambda arch: "none" if arch is None else arch.name)
@@ -401,7 +401,7 @@ def test_configurations_of_words(arch: Arch | None) -> None:
         key = key_of(given)
         found = [gemv(shape_of(key), arch)]
         if arch is not None:
-            found = list(space.space("triton_multiply", gemv, key, arch))
+            found = list(space.space("triton_gemv", gemv, key, arch))
             assert found[0] == gemv(shape_of(key), arch)
         for one in found:
             for size in (one["BLOCK_N"], one["BLOCK_K"], one["num_warps"]):
@@ -433,17 +433,17 @@ def test_words_with_all_around(watch: Watch, device: str) -> None:
         {"activation": "silu", "out_dtype": None},
     ):
         call, values = few(64, 7, n, k, F16, device, **options)
-        assert_right("triton_multiply", call, multiply(4, 128), watch, values)
+        assert_right("triton_gemv", call, multiply(4, 128), watch, values)
     call, values = few(64, 7, n, k, F16, device)
     more = call._replace(bias=random(7, dtype=F32, device=device), bias_along="m", alpha=-0.5)
-    assert_right("triton_multiply", more, multiply(8, 64), watch, values)
+    assert_right("triton_gemv", more, multiply(8, 64), watch, values)
     more = more._replace(activation="leaky_relu", slope=0.25)
-    assert_right("triton_multiply", more, multiply(8, 64), watch, values)
+    assert_right("triton_gemv", more, multiply(8, 64), watch, values)
     # scales that are laid out the other way, and with gaps
     assert call.scale_b is not None
     for scale in (call.scale_b.contiguous(), torch.stack([call.scale_b, call.scale_b + 9], -1)[..., 0]):
         assert scale.stride() != call.scale_b.stride()
-        assert_right("triton_multiply", call._replace(scale_b=scale), multiply(8, 128), watch, values)
+        assert_right("triton_gemv", call._replace(scale_b=scale), multiply(8, 128), watch, values)
 
 
 # x of up to 8 rows without a copy, K: 80
@@ -469,7 +469,7 @@ def test_words_and_layouts_of_x(layout: str, watch: Watch, device: str) -> None:
         residual = random(*x.shape[:-1], 18, dtype=F32, device=device, seed=6)
         call = operands(x, weight, residual=residual, out_dtype=F32)
         assert call.a.data_ptr() == x.data_ptr()
-        got = assert_right("triton_multiply", call, multiply(16, 128), watch, values_of(weight).mT)
+        got = assert_right("triton_gemv", call, multiply(16, 128), watch, values_of(weight).mT)
         assert tuple(got.shape) == (*x.shape[:-1], 18)
 
 
@@ -479,24 +479,24 @@ def test_nothing_is_read_beyond_k(watch: Watch, device: str) -> None:
     around = torch.full((5, 256), float("nan"), dtype=BF16, device=device)
     around[:, :70] = random(5, 70, device=device)
     call = operands(around[:, :70], weight, out_dtype=F32)
-    want = assert_right("triton_multiply", call, multiply(4, 256), watch, values_of(weight).mT)
+    want = assert_right("triton_gemv", call, multiply(4, 256), watch, values_of(weight).mT)
     # `pack` leaves codes there that are 0
     codes = weight.stored.clone()
     codes[:, 38:] ^= 0x5F
     codes[:, 32:38] ^= 0xF0
     same = call._replace(b=codes.mT)
-    assert same_bits(gemm.run("triton_multiply", same, config=multiply(4, 256)), want)
+    assert same_bits(gemm.run("triton_gemv", same, config=multiply(4, 256)), want)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_words_and_values_that_are_not_finite(value: float, watch: Watch, device: str) -> None:
     call, values = few(64, 5, 9, 150, F16, device)
-    usual = gemm.run("triton_multiply", call, config=multiply(4, 128))
+    usual = gemm.run("triton_gemv", call, config=multiply(4, 128))
     # of x: its row alone
     for column in (0, 37, 149):
         x = call.a.clone()
         x[3, column] = value
-        got = assert_right("triton_multiply", call._replace(a=x), multiply(4, 128), watch, values)
+        got = assert_right("triton_gemv", call._replace(a=x), multiply(4, 128), watch, values)
         assert not bool(got[3].isfinite().any())
         assert same_bits(got[[0, 1, 2, 4]], usual[[0, 1, 2, 4]])
     # of a group: its column alone
@@ -504,7 +504,7 @@ def test_words_and_values_that_are_not_finite(value: float, watch: Watch, device
     for group in range(3):
         scale = call.scale_b.clone()
         scale[group, 6] = value
-        got = gemm.run("triton_multiply", call._replace(scale_b=scale), config=multiply(4, 128))
+        got = gemm.run("triton_gemv", call._replace(scale_b=scale), config=multiply(4, 128))
         assert not bool(got[:, 6].isfinite().any())
         others = [0, 1, 2, 3, 4, 5, 7, 8]
         assert same_bits(got[:, others], usual[:, others])
@@ -512,12 +512,12 @@ def test_words_and_values_that_are_not_finite(value: float, watch: Watch, device
 
 def test_words_of_one_row_are_those_of_many_bit_for_bit(watch: Watch, device: str) -> None:
     call, values = few(128, 8, 21, 300, BF16, device, bias=random(21, device=device))
-    together = assert_right("triton_multiply", call, multiply(4, 256), watch, values)
+    together = assert_right("triton_gemv", call, multiply(4, 256), watch, values)
     for row in range(8):
         alone = call._replace(a=call.a[row : row + 1])
-        assert same_bits(gemm.run("triton_multiply", alone, config=multiply(4, 256))[0], together[row])
+        assert same_bits(gemm.run("triton_gemv", alone, config=multiply(4, 256))[0], together[row])
     other = call._replace(a=torch.cat([random(4, 300, device=device, seed=9), call.a[4:]]))
-    assert same_bits(gemm.run("triton_multiply", other, config=multiply(4, 256))[4:], together[4:])
+    assert same_bits(gemm.run("triton_gemv", other, config=multiply(4, 256))[4:], together[4:])
 
 
 @pytest.mark.parametrize("far", ["columns", "rows"])
@@ -532,7 +532,7 @@ def test_words_that_are_far_apart(far: str, watch: Watch, device: str, monkeypat
     else:
         rows = torch.empty(7 * step + 80, dtype=F16, device=device)
         call = call._replace(a=rows.as_strided((8, 80), (step, 1)).copy_(call.a))
-    assert_right("triton_multiply", call, multiply(8, 128), watch, values)
+    assert_right("triton_gemv", call, multiply(8, 128), watch, values)
 
 
 # id -> the bytes of a weight's codes [N, 64] elsewhere: of a wider tensor, or one that starts inside a word
@@ -578,7 +578,7 @@ def test_words_of_slices(placed: str, watch: Watch, addresses: list[int], device
     storage = torch.empty(0, dtype=torch.uint8, device=device).set_(codes.untyped_storage())
     before = storage.clone()
     for config in (multiply(4, 128), multiply(16, 64)):
-        assert_right("triton_multiply", call._replace(b=codes.mT), config, watch, values)
+        assert_right("triton_gemv", call._replace(b=codes.mT), config, watch, values)
     assert torch.equal(storage, before)
     # a copy where words cannot be read in place, and nowhere else
     assert len(addresses) == 2 and all(address % 4 == 0 for address in addresses)
@@ -588,19 +588,19 @@ def test_words_of_slices(placed: str, watch: Watch, addresses: list[int], device
 def test_bytes_are_read_where_they_lie(watch: Watch, addresses: list[int], device: str) -> None:
     weight = random(7, 65, dtype=I8, device=device).flatten()[3 : 3 + 7 * 64].view(7, 64)
     call = operands(random(3, 64, dtype=F16, device=device), weight, out_dtype=F32)
-    assert_right("triton_multiply", call, multiply(4, 64), watch)
+    assert_right("triton_gemv", call, multiply(4, 64), watch)
     assert addresses == [weight.data_ptr()] and weight.data_ptr() % 4 == 3
 
 
 def test_a_bound_call_looks_where_its_words_start(watch: Watch, device: str) -> None:
-    gemm.force("triton_multiply")
+    gemm.force("triton_gemv")
     for turn, offset in enumerate((0, 1, 0, 3, 4, 2)):
         call, _ = few(64, 3, 7, 128, BF16, device)
         weight = pack(weights(7, 128, device=device) * (turn - 2.5), "int4", group=64)
         call = operands(call.a, weight, random(7, device=device, seed=turn), out_dtype=F32)
         call = call._replace(b=_placed(weight.stored, 64, offset).mT)
-        assert_result("triton_multiply", gemm(call), call, values_of(weight).mT)
-    assert len(gemm._bound) == 1 and gemm.decide(call).backend == "triton_multiply"
+        assert_result("triton_gemv", gemm(call), call, values_of(weight).mT)
+    assert len(gemm._bound) == 1 and gemm.decide(call).backend == "triton_gemv"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -616,11 +616,11 @@ def test_words_are_traced(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("wavecrest.ops.common.launcher.starter", starter)
     weight = made("int4-64", 16, 128)
-    gemm.force("triton_multiply")
+    gemm.force("triton_gemv")
     compiled = torch.compile(lambda x: ops.linear(x, weight), fullgraph=True, dynamic=dynamic, backend="eager")
     assert tuple(compiled(random(4, 128)).shape) == (4, 16)
     # one while tracing, one when it runs
-    assert [decision.backend for decision, _ in gemm.decisions()] == ["triton_multiply"] * 2
+    assert [decision.backend for decision, _ in gemm.decisions()] == ["triton_gemv"] * 2
     assert len(launched) == 1
 
 
@@ -669,41 +669,41 @@ def _strided(call: GemmCall, stride: int) -> GemmCall:
 @pytest.mark.parametrize("case", NOT_WORDS)
 def test_what_is_not_read_as_words_says_why(case: str, device: str) -> None:
     reason, call = NOT_WORDS[case][0], NOT_WORDS[case][1](device)
-    assert re.search(reason, str(refuses("triton_multiply", call)))
+    assert re.search(reason, str(refuses("triton_gemv", call)))
     if case != "batch":
         # a batch with 4-bit codes is no product at all
-        with pytest.raises(Unsupported, match=f"triton_multiply refuses: .*{reason}"):
-            gemm.run("triton_multiply", call)
-        for backend in (None, "triton_multiply"):
+        with pytest.raises(Unsupported, match=f"triton_gemv refuses: .*{reason}"):
+            gemm.run("triton_gemv", call)
+        for backend in (None, "triton_gemv"):
             gemm.force(backend)
-            assert gemm.decide(call).backend != "triton_multiply"
+            assert gemm.decide(call).backend != "triton_gemv"
 
 
 def test_what_is_read_as_words(device: str) -> None:
-    gemm.force("triton_multiply")
+    gemm.force("triton_gemv")
     for group, rows, (n, k) in itertools.product((64, 128), (1, 8), ((16, 128), (1, 1), (3, 129))):
         call, _ = few(group, rows, n, k, device=device)
-        assert refuses("triton_multiply", call) is None
-        assert gemm.decide(call).backend == "triton_multiply"
+        assert refuses("triton_gemv", call) is None
+        assert gemm.decide(call).backend == "triton_gemv"
 
 
 def test_a_decision_knows_of_zero_points(device: str) -> None:
     """Weights that differ in nothing but zero points, one after the other."""
     for order in (("int4-64", "int4-64-zeros"), ("int4-64-zeros", "int4-64")):
-        gemm.force("triton_multiply")
+        gemm.force("triton_gemv")
         for format in order:
             weight = made(format, 40, 128, BF16, device)
             call = operands(random(4, 128, device=device), weight, out_dtype=F32)
-            assert (gemm.decide(call).backend == "triton_multiply") == (format == "int4-64"), order
+            assert (gemm.decide(call).backend == "triton_gemv") == (format == "int4-64"), order
             assert_result("reference", gemm(call), call, values_of(weight).mT)
 
 
 def test_a_decision_knows_how_far_columns_are_apart(device: str) -> None:
-    gemm.force("triton_multiply")
+    gemm.force("triton_gemv")
     call, values = few(64, 3, 6, 31, device=device)
     for stride in (32, 40, 48):
         one = call._replace(b=_placed(call.b.mT, stride, 0).mT)
-        assert (gemm.decide(one).backend == "triton_multiply") == (stride != 40)
+        assert (gemm.decide(one).backend == "triton_gemv") == (stride != 40)
         assert_result("reference", gemm(one), one, values)
 
 

@@ -209,9 +209,9 @@ def test_kernels_with_assembly_are_those_without_bit_for_bit(
     tiles = whole or (dtype != F32 and format != "int4-64-zeros" and format != "e4m3")
     for backend, config, has in (
         ("triton", tile, tiles),
-        ("triton_multiply", Config(BLOCK_N=4, BLOCK_K=128, SPLIT_K=1, num_warps=1, num_stages=2), True),
+        ("triton_gemv", Config(BLOCK_N=4, BLOCK_K=128, SPLIT_K=1, num_warps=1, num_stages=2), True),
     ):
-        if backend == "triton_multiply" and format not in ("int4-64", "int4-128", "int8"):
+        if backend == "triton_gemv" and format not in ("int4-64", "int4-128", "int8"):
             continue
         executed.clear()
         got = gemm.run(backend, call, config=config)

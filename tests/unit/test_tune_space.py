@@ -21,8 +21,8 @@ from wavecrest.ops._gemm.key import key_of, shape_of
 from wavecrest.ops._gemm.study import space
 
 BF16, F32, I8, F8 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
-PLANNERS = {"triton": launch.tiles, "triton_stream_k": launch.stream, "triton_multiply": launch_gemv.gemv}
-MAKERS = {"triton": defaults.tiled, "triton_stream_k": defaults.stream_k, "triton_multiply": defaults.gemv}
+PLANNERS = {"triton": launch.tiles, "triton_stream_k": launch.stream, "triton_gemv": launch_gemv.gemv}
+MAKERS = {"triton": defaults.tiled, "triton_stream_k": defaults.stream_k, "triton_gemv": defaults.gemv}
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -68,7 +68,7 @@ PRODUCTS = dict(products())
 def spaces(arch: Arch, call: GemmCall) -> Iterator[tuple[str, Config, list[Config]]]:
     """(backend, default, what else is tried) of the backends that take a product."""
     for backend, make in MAKERS.items():
-        if backend == "triton_multiply" and launch_gemv.refusal(call):
+        if backend == "triton_gemv" and launch_gemv.refusal(call):
             continue
         if backend == "triton_stream_k" and call.activation == "silu_and_mul":
             continue
@@ -151,7 +151,7 @@ def test_there_is_something_to_try_in_every_regime(arch: Arch) -> None:
         *more,
     ):
         for backend, _, others in spaces(arch, PRODUCTS[name]):
-            least = {"triton": few, "triton_stream_k": 3, "triton_multiply": 8}[backend]
+            least = {"triton": few, "triton_stream_k": 3, "triton_gemv": 8}[backend]
             assert least <= len(others) <= 100, f"{name}, {backend}: {len(others)}"
 
 

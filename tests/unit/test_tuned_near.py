@@ -430,7 +430,7 @@ def test_a_key_that_is_left_out_is_not_its_own_neighbour() -> None:
 
 
 def test_a_lead_is_counted_over_what_would_run_and_was_timed() -> None:
-    """`default_us` is one backend's default: no lead over `torch_and_mul`, which runs where gated rows are none."""
+    """`default_us` is one backend's default: no lead over `gemm_then_act`, which runs where gated rows are none."""
     record = records.load_as(EVIDENCE / "nvidia-h200" / "2026-11-23_tune_xlstm_gated.jsonl.gz", records.TuneRecord)
     left = {one.case: one for one in leave_one_out.decide(record)}
     gated = [key for key in record.keys if key.key["b"] == "bfloat16"]

@@ -72,8 +72,8 @@ CASES: dict[str, tuple[str, GemmCall, Wanted]] = {
         lambda c: True,
     ),
     "stream-K": ("triton_stream_k", product(4096, 4096, 4096), lambda c: True),
-    "multiply": ("triton_multiply", product(1, 4096, 4096), lambda c: c["SPLIT_K"] == 1),
-    "multiply split": ("triton_multiply", product(1, 4096, 4096), lambda c: c["SPLIT_K"] > 1),
+    "multiply": ("triton_gemv", product(1, 4096, 4096), lambda c: c["SPLIT_K"] == 1),
+    "multiply split": ("triton_gemv", product(1, 4096, 4096), lambda c: c["SPLIT_K"] > 1),
 }
 
 

@@ -22,7 +22,7 @@ from wavecrest.ops.gated.silu_and_mul import silu_and_mul
 
 # above PyTorch's own two operations
 PRIORITY = 11
-NAME = "torch_and_mul"
+NAME = "gemm_then_act"
 # by activation: the op that makes it of [gate | up]
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": silu_and_mul,

@@ -51,7 +51,7 @@ class ExplainRecord(pydantic.BaseModel):
     flops: int
     bytes: int
     note: str = ""
-    # the backends of measured rows by the first size of the key, "rows 1: triton_multiply; 4 to 16: triton; 64: torch"
+    # the backends of measured rows by the first size of the key, "rows 1: triton_gemv; 4 to 16: triton; 64: torch"
     measured: str = ""
 
 

@@ -357,7 +357,7 @@ def command(
     ] = None,
     backends: Annotated[
         str | None,
-        typer.Option(help="Only these backends beside PyTorch, such as triton,triton_multiply. Default: all."),
+        typer.Option(help="Only these backends beside PyTorch, such as triton,triton_gemv. Default: all."),
     ] = None,
     device: _shared.DeviceOption = None,
     budget: Annotated[str, typer.Option(help="Time after which no key is begun, such as 90s or 10m.")] = "10m",
@@ -486,7 +486,7 @@ class _Asked:
 
 @contextmanager
 def _shown_steps() -> Iterator[OnStep]:
-    """What to call before each step, while a progress display is on the screen."""
+    """A progress display, and the function that tells it of each step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=_shared.err, transient=True) as progress:
         task = progress.add_task("loading", total=None)

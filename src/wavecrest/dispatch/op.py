@@ -24,6 +24,7 @@ from wavecrest.dispatch.decision import Backend, Decision, DispatchMiss, Key, Re
 from wavecrest.dispatch.study import Study
 from wavecrest.dispatch.tuned import Config, Database, Overlay, misses
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
+from wavecrest.records.renamed import current_backend
 
 C = TypeVar("C", bound=tuple[Any, ...])
 R = TypeVar("R")
@@ -303,15 +304,12 @@ class Op(Generic[C, R]):
 
         A key whose row bucket is 0 is that of calls inside torch.compile, where the row count is not known.
         """
-        self._backend(backend)
-        self._pins[key] = (backend, config, source, reason)
+        self._pins[key] = (self._backend(backend).name, config, source, reason)
         self.forget()
 
     def force(self, backend: str | None) -> None:
         """Run every call on one backend that takes it; None goes back to deciding per key."""
-        if backend is not None:
-            self._backend(backend)
-        self._forced = backend
+        self._forced = None if backend is None else self._backend(backend).name
         self.forget()
 
     def forget(self) -> None:
@@ -337,7 +335,7 @@ class Op(Generic[C, R]):
 
     def _backend(self, name: str) -> Backend[C, R]:
         try:
-            return self.backends[name]
+            return self.backends[current_backend(name)]
         except KeyError:
             raise InvalidArgument(
                 f"{self.name} has no backend {name!r}; it has {', '.join(sorted(self.backends))}"

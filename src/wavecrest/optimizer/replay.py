@@ -14,6 +14,7 @@ from wavecrest.errors import PlanMismatch, PlanWarning, StepRefused
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import Stack, build, step_by_id
 from wavecrest.optimizer.steps.precision import gate_dtype
+from wavecrest.records.renamed import current_backend
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +85,7 @@ def pin_dispatch(rows: Iterable[DecisionRow]) -> None:
     """Pin the backends and configurations that a plan was measured with; backends not present here are left out."""
     for row in rows:
         op = ops.get(row.op)
-        if row.backend in op.backends:
+        if current_backend(row.backend) in op.backends:
             op.pin(
                 tuple(json.loads(row.key)), row.backend, Config(**row.config) if row.config else None, "exact", "plan"
             )

@@ -18,8 +18,12 @@ from wavecrest.errors import RecordError
 from wavecrest.measure.timing import Interval, Measurement
 from wavecrest.records.files import Model, read_document, write_model
 from wavecrest.records.provenance import Header
+from wavecrest.records.renamed import current_backend
 
 FORMAT_VERSION = 1
+
+# records made before a backend got its name of today are read with that
+BackendName = Annotated[str, pydantic.AfterValidator(current_backend)]
 
 
 class BucketBench(Model):
@@ -208,7 +212,7 @@ class DecisionRow(Model):
 
     op: str
     key: str
-    backend: str
+    backend: BackendName
     config: dict[str, int]
     source: str
     reason: str
@@ -304,7 +308,7 @@ class OpCase(Model):
     bytes: int = 0
     flops: int = 0
     tensor_bytes: int = 0
-    backend: str = ""
+    backend: BackendName = ""
     config: dict[str, int] = Field(default_factory=dict)
     rounds: int = 0
     copy_ms: float | None = None
@@ -364,7 +368,7 @@ class TuneCandidate(Model):
     and `ci` its `timing.bootstrap_median`. The record says if some samples are left out.
     """
 
-    backend: str
+    backend: BackendName
     config: dict[str, int] = Field(default_factory=dict)
     role: Literal["native", "default", "tried"] = "tried"
     status: TuneStatus = "timed"
@@ -390,7 +394,7 @@ class TunedKey(Model):
 
     case: str
     key: dict[str, str | int | bool | None]
-    backend: str | None = None
+    backend: BackendName | None = None
     config: dict[str, int] = Field(default_factory=dict)
     reason: str = ""
     us: float | None = None
@@ -456,7 +460,7 @@ class CalledKey(Model):
     case: str
     key: dict[str, str | int | bool | None]
     calls: int
-    backend: str
+    backend: BackendName
     config: dict[str, int] = Field(default_factory=dict)
     source: str
     left: str = ""

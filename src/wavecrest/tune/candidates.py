@@ -14,6 +14,7 @@ from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config, cost_model
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
+from wavecrest.records.renamed import current_backend
 
 # PyTorch as a backend: a candidate for every key, and the one that a winner is compared with
 NATIVE = "torch"
@@ -56,6 +57,7 @@ def backends(op: AnyOp, wanted: Iterable[str] | None) -> tuple[str, ...]:
         InvalidArgument: the op has no backend of a wanted name.
     """
     known = [name for name in op.backends if name != REFERENCE]
+    wanted = None if wanted is None else [current_backend(name) for name in wanted]
     for name in wanted or ():
         if name not in known:
             raise InvalidArgument(f"{op.name} has no backend {name!r} to tune; it has {', '.join(known)}")

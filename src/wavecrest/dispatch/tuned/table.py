@@ -20,6 +20,7 @@ from pathlib import Path
 from wavecrest.dispatch.tuned.config import Config
 from wavecrest.dispatch.tuned.row import Cell, Evidence, Row, RowKey
 from wavecrest.errors import InvalidArgument, OutputError, TableError
+from wavecrest.records.renamed import current_backend
 
 # the columns after those of the key
 COLUMNS = ("backend", "config", "us", "native_us", "record")
@@ -118,7 +119,7 @@ def row_of(key: RowKey, cells: list[str]) -> Row:
     if not backend or not record:
         raise Malformed(f"no {'record' if backend else 'backend'}: name it or delete the line")
     native_us = _time("native_us", native) if native else None
-    return Row(key, backend, parse_config(config), _time("us", us), native_us, record, _evidence(rest))
+    return Row(key, current_backend(backend), parse_config(config), _time("us", us), native_us, record, _evidence(rest))
 
 
 def _evidence(cells: list[str]) -> Evidence:

@@ -135,7 +135,7 @@ op.attach_kernel(
     default_config=partial(default_config, _config.stream_k),
 )
 op.attach_kernel(
-    "triton_multiply",
+    "triton_gemv",
     partial(_launch.bind, _gemv.gemv),
     run=partial(_run, _gemv.gemv),
     refuse=_refuse_gemv,

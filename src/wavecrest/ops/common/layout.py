@@ -6,15 +6,9 @@ the kernel with their strides, more than three are refused.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-
-def empty(x: Tensor, *_args: Any) -> Tensor:
-    """The result for a tensor without elements."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 class Layout(NamedTuple):

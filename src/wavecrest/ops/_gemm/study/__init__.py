@@ -15,7 +15,7 @@ from wavecrest.ops._gemm.study import bound, cases, space, work
 _PLANNED = {
     "triton": (_launch.tiles, _config.tiled),
     "triton_stream_k": (_launch.stream, _config.stream_k),
-    "triton_multiply": (_gemv.gemv, _config.gemv),
+    "triton_gemv": (_gemv.gemv, _config.gemv),
 }
 
 

@@ -289,7 +289,7 @@ Judged = Callable[[Config, Shape, Arch], str | None]
 SPACES: dict[str, tuple[Made, Judged]] = {
     "triton": (tiled, problem),
     "triton_stream_k": (stream_k, _many_programs),
-    "triton_multiply": (gemv, gemv_problem),
+    "triton_gemv": (gemv, gemv_problem),
 }
 
 

@@ -181,7 +181,7 @@ def hopper(shape: Shape, part: dict[str, object], config: Config, arch: Arch) ->
 _BY_BACKEND: dict[str, Callable[[Shape, dict[str, object], Config, Arch], tuple[Work, ...]]] = {
     "triton": tiled,
     "triton_stream_k": streamed,
-    "triton_multiply": gemv,
+    "triton_gemv": gemv,
     "triton_hopper": hopper,
 }
 
