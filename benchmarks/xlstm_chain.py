@@ -48,7 +48,7 @@ from wavecrest.measure import cuda_graph, numerics, timing
 from wavecrest.models.xlstm import generation
 from wavecrest.models.xlstm.quantize import quantize
 from wavecrest.records import files, provenance
-from wavecrest.tune import ahead, candidates, misses, session
+from wavecrest.tune import candidates, compile_ahead, session, untuned_calls
 
 # stages beyond those of the row, and starts (EARLY) that are tried with each
 STAGES, STARTS = (0, 2, -1, -2), (0, 1, 2)
@@ -198,7 +198,7 @@ class Step:
     def call(self, made: Decision) -> tuple[Any, ...]:
         """Arguments of a call of the step."""
         op = self.op(made)
-        return misses.call(op, misses.parts_of(op, made.key), self.place.device)
+        return untuned_calls.call(op, untuned_calls.parts_of(op, made.key), self.place.device)
 
     def use(self, made: Decision, config: Config) -> None:
         """Run a call with a configuration from now on."""
@@ -210,7 +210,9 @@ def described(config: Config) -> str:
     return " ".join(f"{name}={value}" for name, value in config.kwargs.items())
 
 
-def searched(step: Step, made: Decision, now: Config, tried: list[Config], kernels: ahead.Kernels, first: float) -> Row:
+def searched(
+    step: Step, made: Decision, now: Config, tried: list[Config], kernels: compile_ahead.Kernels, first: float
+) -> Row:
     """The best configuration of a call of the step, which it has from now on."""
     assert made.config is not None
     op = step.op(made)
@@ -234,8 +236,9 @@ def searched(step: Step, made: Decision, now: Config, tried: list[Config], kerne
             best, least = config, took
     step.use(made, best)
     return {
-        "op": op.name, "key": misses.parts_of(op, made.key), "backend": made.backend, "before": described(made.config),
-        "best": described(best), "ms_before": round(first, 5), "ms": round(least, 5), "tried": found,
+        "op": op.name, "key": untuned_calls.parts_of(op, made.key), "backend": made.backend,
+        "before": described(made.config), "best": described(best), "ms_before": round(first, 5),
+        "ms": round(least, 5), "tried": found,
     }  # fmt: skip
 
 
@@ -248,8 +251,8 @@ def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace
     assert arch is not None
     base = step.capture()
     earlier = words(args.out)
-    names = {made: (made.op, *misses.parts_of(step.op(made), made.key).values()) for made in step.found}
-    kernels, tried, now = ahead.kernels(False, arch), {}, {}
+    names = {made: (made.op, *untuned_calls.parts_of(step.op(made), made.key).values()) for made in step.found}
+    kernels, tried, now = compile_ahead.kernels(False, arch), {}, {}
     for made in step.found:
         assert made.config is not None
         now[made] = made.config
@@ -258,7 +261,7 @@ def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace
             step.use(made, now[made])
         tried[made] = tries(made.op, now[made])
         if made.op == "gemm":
-            key = misses.parts_of(step.op(made), made.key)
+            key = untuned_calls.parts_of(step.op(made), made.key)
             tried[made] = list(dict.fromkeys([*tried[made], *alike(key, earlier)]))
         # the few of the mLSTM compile where they run
         for config in tried[made] if made.op == "gemm" else ():
@@ -266,7 +269,7 @@ def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace
             with contextlib.suppress(InvalidArgument):
                 some = [candidates.Candidate(made.backend, config)]
                 kernels.add(step.op(made), str(made.key), step.call(made), some, arch)
-    ahead.compile_all(kernels, WORKERS, deadline=math.inf)
+    compile_ahead.compile_all(kernels, WORKERS, deadline=math.inf)
     took = step.ms()
     places = {name: place for place, name in enumerate(earlier)}
     for made in sorted(step.found, key=lambda made: places.get(names[made], -1)):
@@ -330,7 +333,7 @@ def rows(report: Report, args: argparse.Namespace) -> None:
         if row["best"] == row["before"] and (key in others or key not in before):
             continue
         case = " ".join(f"{part}={value}" for part, value in row["key"].items())
-        cases.append(suites.Case(case, partial(misses.call, op, row["key"], device.torch_name)))
+        cases.append(suites.Case(case, partial(untuned_calls.call, op, row["key"], device.torch_name)))
         configs[case] = (config,)
         own[row["backend"]] = None
     if not cases:

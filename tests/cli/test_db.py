@@ -25,7 +25,7 @@ from wavecrest.dispatch.tuned import misses as files
 from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
 from wavecrest.measure import timing
-from wavecrest.tune import misses, session
+from wavecrest.tune import session, untuned_calls
 
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "evidence" / "nvidia-h200"
@@ -256,7 +256,7 @@ def missed(path: Path, *shapes: tuple[int, int], op: str = "double", arch: str =
 def test_misses_are_tuned_and_no_misses_any_more(
     op: ToyOp, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "misses.jsonl"
+    path = tmp_path / "untuned_calls.jsonl"
     with registry.measured_in(Database(tmp_path / "no", "sm_90", user)):
         registry.record_misses(path)
         try:
@@ -310,10 +310,10 @@ def test_what_of_misses_cannot_be_tuned_is_said(
 def test_a_key_that_an_op_makes_otherwise_is_no_case(op: ToyOp) -> None:
     op.restudy(call_of_key=lambda parts, device: (torch.ones(int(parts["rows"]), 9),))
     miss = files.Miss("double", "sm_90", {"rows": 4, "columns": 8, "dtype": "float32"}, "torch", "default")
-    found, left = misses.cases(op, [miss], "sm_90", "cpu")
+    found, left = untuned_calls.cases(op, [miss], "sm_90", "cpu")
     assert not found and list(left.values()) == ["double makes no call from this key: columns would be other"]
     op.restudy(call_of_key=lambda parts, device: (parts["nothing"],))
-    assert "has no such key: KeyError" in next(iter(misses.cases(op, [miss], "sm_90", "cpu")[1].values()))
+    assert "has no such key: KeyError" in next(iter(untuned_calls.cases(op, [miss], "sm_90", "cpu")[1].values()))
 
 
 SMALL = {"flash_attention": (2, 4, 9, 16), "flash_decoding": (2, 4, 9, 16), "gemm": (3, 24, 40), "rope": (5, 256)}
@@ -328,7 +328,7 @@ def test_calls_are_made_from_keys(name: str) -> None:
     example = found.study.inputs(*SMALL.get(name, (4, 64)), torch.bfloat16, "cpu")
     made = dict(zip(found.key_fields, found.key(example), strict=True))
     keys.append({field: made[field] for field in fields})
-    cases, left = misses.cases(found, [files.Miss(name, "sm_90", key, "", "") for key in keys], "sm_90", "cpu")
+    cases, left = untuned_calls.cases(found, [files.Miss(name, "sm_90", key, "", "") for key in keys], "sm_90", "cpu")
     assert not left and len(cases) == len(keys)
     call = cases[-1].make()
     found.check(call)
@@ -351,7 +351,7 @@ def test_keys_that_no_call_is_made_from_are_said(name: str, change: dict[str, An
     example = found.study.inputs(*SMALL[name], torch.bfloat16, "cpu")
     made = dict(zip(found.key_fields, found.key(example), strict=True))
     key = {field: made[field] for field in fields} | change
-    cases, left = misses.cases(found, [files.Miss(name, "sm_90", key, "", "")], "sm_90", "cpu")
+    cases, left = untuned_calls.cases(found, [files.Miss(name, "sm_90", key, "", "")], "sm_90", "cpu")
     assert not cases and next(iter(left.values())).startswith(f"{name} ")
 
 

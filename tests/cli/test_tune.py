@@ -28,7 +28,7 @@ from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
 from wavecrest.integrations import ray
 from wavecrest.measure import timing
-from wavecrest.tune import lanes, session
+from wavecrest.tune import session, workers
 
 
 def space(_key: Any, _arch: Any) -> list[Config]:
@@ -127,8 +127,8 @@ def test_options_reach_the_run(op: ToyOp, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert settings == wanted
     assert targets == session.Targets(tmp_path / "a.json", None) and asked["resume"] is True
     # on the CPU there is one child, if no more are asked for
-    assert asked["starts"] == [lanes.Child]
-    for more, starts in ((["--children", "3"], [lanes.Child] * 3), (["--executor", "here"], None)):
+    assert asked["starts"] == [workers.Child]
+    for more, starts in ((["--children", "3"], [workers.Child] * 3), (["--executor", "here"], None)):
         assert main.main(["tune", "double", *more]) == 0 and asked["starts"] == starts
     monkeypatch.setattr(ray, "lanes_of", lambda device, count: [device.arch, count])
     assert main.main(["tune", "double", "--executor", "ray", "--children", "5"]) == 0

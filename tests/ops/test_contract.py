@@ -19,7 +19,7 @@ from wavecrest.dispatch import registry
 from wavecrest.dispatch.call import mapped, tensors_of
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.records import TuneCandidate
-from wavecrest.tune import trust
+from wavecrest.tune import admission
 from wavecrest.tune.candidates import Candidate
 
 # sizes of example calls by their names: odd ones, and no power of two where that is allowed
@@ -90,7 +90,7 @@ def assert_right(name: str, backend: str, call: Any) -> None:
     config = op.config_of(backend, op.key(call)) if op.backends[backend].takes_config else None
     candidate = Candidate(backend, config, "native" if backend == "torch" else "default")
     row = TuneCandidate(backend=backend, config={})
-    assert trust.admit(op, candidate, call, trust.oracle(op, copied(call)), row) is not None, row.reason
+    assert admission.admit(op, candidate, call, admission.oracle(op, copied(call)), row) is not None, row.reason
 
 
 @both

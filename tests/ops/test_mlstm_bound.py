@@ -17,7 +17,7 @@ from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
 from wavecrest.ops.mlstm.study.cases import example
-from wavecrest.tune import misses, trust
+from wavecrest.tune import admission, untuned_calls
 from wavecrest.tune.candidates import Candidate
 
 OPS = ("mlstm_chunkwise", "mlstm_sequence")
@@ -98,7 +98,7 @@ def planted(op: str, call: MlstmCall | MlstmStepCall, change: Any, monkeypatch: 
 
     monkeypatch.setitem(known.backends, "triton", replace(kernel, run=lying, bind=None))
     row = records.TuneCandidate(backend="triton")
-    admitted = trust.admit(known, Candidate("triton", config), call, trust.oracle(known, call), row)
+    admitted = admission.admit(known, Candidate("triton", config), call, admission.oracle(known, call), row)
     assert (admitted is None) == (row.status == "wrong"), row.reason
     return row
 
@@ -231,9 +231,9 @@ def test_calls_are_made_from_keys(op: str, name: str) -> None:
     given = example((rows, 2, 40, 16, 24), BF16, "meta", **options)
     given = given._replace(output_gate=None) if alone else given
     known = registry.get(op)
-    parts = misses.parts_of(known, known.key(given))
+    parts = untuned_calls.parts_of(known, known.key(given))
     # `call` itself holds the key of what it made against the parts
-    made = misses.call(known, parts, "cpu")
+    made = untuned_calls.call(known, parts, "cpu")
     assert made.tokens >= given.tokens and set(parts) == set(lookup.fields_of(known))
     if packed:
         lens = made.cu_seqlens.diff().tolist() if made.cu_seqlens is not None else []
@@ -246,11 +246,11 @@ def test_calls_of_steps_are_made_from_keys() -> None:
         steps.step(dtype=BF16, gate_soft_cap=15.0, epilogue="gate"), steps.step(epilogue="norm"),
         steps.step(input_gate="sigmoid", normalize=False), steps.step(dtype=F16)._replace(state_dtype=F16),
     ):  # fmt: skip
-        misses.call(known, misses.parts_of(known, known.key(call)), "cpu")
+        untuned_calls.call(known, untuned_calls.parts_of(known, known.key(call)), "cpu")
 
 
 def test_calls_inside_torch_compile_are_none() -> None:
     known = registry.get(OPS[0])
-    parts = misses.parts_of(known, known.key(case())) | {"tokens": 0, "batch": 0}
+    parts = untuned_calls.parts_of(known, known.key(case())) | {"tokens": 0, "batch": 0}
     with pytest.raises(registry.InvalidArgument, match="makes no call from this key"):
-        misses.call(known, parts, "cpu")
+        untuned_calls.call(known, parts, "cpu")

@@ -20,7 +20,7 @@ from wavecrest import hardware, records
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem, InvalidArgument
-from wavecrest.tune import child, lanes, session, shapes, trial
+from wavecrest.tune import child, session, shapes, trial, workers
 from wavecrest.tune.candidates import Candidate, Field
 
 pytestmark = pytest.mark.usefixtures("standins")
@@ -34,7 +34,7 @@ LIARS = ("wrong", "tail", "nan", "crash", "exit", "late", "hang", "noisy")
 
 def tune(targets: session.Targets | None = None, *, count: int = 1, **settings: Any) -> records.TuneRecord:
     made = session.Settings(modules=settings.pop("modules", MODULES), seconds=0.01, **settings)
-    starts = lanes.local(DEVICE, count, one=False)
+    starts = workers.local(DEVICE, count, one=False)
     return session.tune("planted", DEVICE, made, targets, starts=starts)
 
 
@@ -129,7 +129,7 @@ def test_a_module_that_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.M
     # before the child's own first line
     (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-    lane = lanes.Child()
+    lane = workers.Child()
     assert lane.next(60)["reason"] == "gave an invalid answer: welcome"
     lane.stop()
 
@@ -138,9 +138,9 @@ def test_children_end_with_a_tuner_that_is_killed(tmp_path: Path) -> None:
     code = f"""
         import tests.unit.tune_standins
         from wavecrest import hardware
-        from wavecrest.tune import lanes, session
+        from wavecrest.tune import session, workers
         made = session.Settings(backends=("kernel", "hang"), modules={MODULES!r}, seconds=0.01, timeout=600.0)
-        class Watched(lanes.Child):
+        class Watched(workers.Child):
             def next(self, timeout):
                 said = super().next(timeout)
                 # PyTorch, the default, then the one that hangs
@@ -246,13 +246,13 @@ def test_a_child_sees_one_gpu(
         monkeypatch.delenv(name, raising=False)
     for name, value in seen.items():
         monkeypatch.setenv(name, value)
-    assert lanes.visible(index, vendor) == changes
+    assert workers.visible(index, vendor) == changes
 
 
 def test_a_lane_for_each_gpu_like_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(lanes, "Child", lambda changes=None: made.append(changes))
-    monkeypatch.setattr(lanes, "like", lambda device: [0, 2])
+    monkeypatch.setattr(workers, "Child", lambda changes=None: made.append(changes))
+    monkeypatch.setattr(workers, "like", lambda device: [0, 2])
     gpu = replace(hardware.cpu(), kind="cuda", arch="gfx942", index=2)
     for count, one, names in (
         (None, False, ["0", "2"]),
@@ -261,13 +261,14 @@ def test_a_lane_for_each_gpu_like_the_device(monkeypatch: pytest.MonkeyPatch) ->
         (2, False, ["0", "2"]),
     ):
         made.clear()
-        for start in lanes.local(gpu, count, one=one):
+        for start in workers.local(gpu, count, one=one):
             start()
         assert [changes["HIP_VISIBLE_DEVICES"] for changes in made] == names
     with pytest.raises(InvalidArgument, match="--children 3: there are 2 GPUs to tune on"):
-        lanes.local(gpu, 3, one=False)
+        workers.local(gpu, 3, one=False)
     with pytest.raises(InvalidArgument, match="--children 2: there are 1 GPUs"):
-        lanes.local(gpu, 2, one=True)
+        workers.local(gpu, 2, one=True)
     assert (
-        len(lanes.local(hardware.cpu(), None, one=False)) == 1 and len(lanes.local(hardware.cpu(), 4, one=False)) == 4
+        len(workers.local(hardware.cpu(), None, one=False)) == 1
+        and len(workers.local(hardware.cpu(), 4, one=False)) == 4
     )

@@ -26,7 +26,7 @@ from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupport
 from wavecrest.measure import timing
 from wavecrest.measure.timing import Interleaved
 from wavecrest.records import files, provenance
-from wavecrest.tune import ahead, candidates, contest, session, trust
+from wavecrest.tune import admission, candidates, compile_ahead, race, session
 
 # an architecture is known, so that spaces are asked and impossible times found, and everything runs on the CPU
 DEVICE = replace(hardware.cpu(), arch="sm_90")
@@ -346,7 +346,7 @@ def test_every_time_of_a_record_can_be_computed_from_its_file(
     timed = [one for key in record.keys for one in key.candidates if one.ms is not None]
     assert record.samples == "full" and len(record.keys) == 3 and len(timed) >= 6
     for one in timed:
-        assert len(one.samples) == 5 * contest.FINAL_ROUNDS
+        assert len(one.samples) == 5 * race.FINAL_ROUNDS
         assert one.ms == statistics.median(one.samples) and one.ci == timing.bootstrap_median(one.samples)
     for key in record.keys:
         (won,) = [one for one in key.candidates if one.status == "won"]
@@ -361,10 +361,10 @@ def test_a_device_that_is_lost_while_several_are_timed_ends_the_run(
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def breaking() -> None:
-        monkeypatch.setattr(trust, "_synchronize", lost)
+        monkeypatch.setattr(admission, "_synchronize", lost)
         raise RuntimeError("CUDA error: misaligned address")
 
-    with pytest.raises(trust.DeviceLost, match=r"^timing rows 16 ended the device: CUDA error: an illegal"):
+    with pytest.raises(admission.DeviceLost, match=r"^timing rows 16 ended the device: CUDA error: an illegal"):
         tune(Stopping(clock, 6, breaking), session.Targets(tmp_path / "a.json"))
     record = records.load_as(tmp_path / "a.json", records.TuneRecord)
     assert [key.case for key in record.keys] == ["rows 4"] and "illegal" in record.problem
@@ -468,14 +468,14 @@ def _interrupt() -> None:
 
 
 def _lose() -> None:
-    raise trust.DeviceLost("kernel ended the device: illegal access")
+    raise admission.DeviceLost("kernel ended the device: illegal access")
 
 
 @pytest.mark.parametrize(
     ("act", "error", "problem"),
     [
         (_interrupt, KeyboardInterrupt, "interrupted"),
-        (_lose, trust.DeviceLost, "DeviceLost: kernel ended the device: illegal access"),
+        (_lose, admission.DeviceLost, "DeviceLost: kernel ended the device: illegal access"),
         (lambda: [][0], IndexError, "IndexError: list index out of range"),
     ],
     ids=["interrupted", "lost", "bug"],
@@ -569,14 +569,14 @@ def test_another_machine_is_not_resumed(op: ToyOp, clock: Clock, tmp_path: Path)
 def test_what_does_not_compile_is_not_run(op: ToyOp, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    class Broken(ahead.Kernels):
+    class Broken(compile_ahead.Kernels):
         def add(self, op: Any, case: str, args: Any, candidates: Any, arch: Any) -> None:
             asked.append((case, arch.name, [one.config for one in candidates]))
 
         def error(self, case: str, candidate: candidates.Candidate) -> str | None:
             return "too many registers" if candidate.config == Config(BLOCK=4) else None
 
-    monkeypatch.setattr(ahead, "kernels", lambda on_cpu, arch: Broken("sm_90"))
+    monkeypatch.setattr(compile_ahead, "kernels", lambda on_cpu, arch: Broken("sm_90"))
     done = records.TuneCompilation(kernels=3, workers=2)
     compiled: list[Any] = []
 
@@ -586,7 +586,7 @@ def test_what_does_not_compile_is_not_run(op: ToyOp, clock: Clock, monkeypatch: 
         assert clock.calls == 0, "compiled before anything is timed"
         return done
 
-    monkeypatch.setattr(ahead, "compile_all", compile_all)
+    monkeypatch.setattr(compile_ahead, "compile_all", compile_all)
     record = tune(clock, workers=2)
     assert record.compilation == done and compiled[0][1] == 2 and len(compiled) == 1
     assert [case for case, *_ in asked] == ["rows 4", "rows 16", "rows 64"] and asked[0][1] == "sm_90"
@@ -600,15 +600,15 @@ def test_what_does_not_compile_is_not_run(op: ToyOp, clock: Clock, monkeypatch: 
 def test_what_spills_more_is_not_run(op: ToyOp, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest by its made-up time spills: the next wins, and the record says why."""
 
-    class Spilling(ahead.Kernels):
+    class Spilling(compile_ahead.Kernels):
         def add(self, *_args: Any) -> None:
             pass
 
         def spilled(self, case: str, candidate: candidates.Candidate) -> int | None:
             return None if candidate.config is None else 64 * (candidate.config == Config(BLOCK=2))
 
-    monkeypatch.setattr(ahead, "kernels", lambda on_cpu, arch: Spilling("sm_90"))
-    monkeypatch.setattr(ahead, "compile_all", lambda *_args, **_options: records.TuneCompilation())
+    monkeypatch.setattr(compile_ahead, "kernels", lambda on_cpu, arch: Spilling("sm_90"))
+    monkeypatch.setattr(compile_ahead, "compile_all", lambda *_args, **_options: records.TuneCompilation())
     for key in tune(clock).keys:
         found = rows_of(key)["kernel 2"]
         assert (found.status, found.first_ms) == ("refused", None)

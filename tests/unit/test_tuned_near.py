@@ -207,6 +207,17 @@ def test_where_a_kernel_is_the_default_its_own_time_is_the_baseline(
         assert (decision.source, decision.config) == ("default", Config(BLOCK=8))
 
 
+def test_the_default_that_was_timed_is_of_the_first_kernel_that_takes_the_call(op: ToyOp, tmp_path: Path) -> None:
+    """Another kernel stands before it and refuses; its default fits, though it names no space."""
+    attach_tiles(op, 20)
+    op.kernel("spare", lambda x, *, config: x, priority=15)
+    own = {"backend": "spare", "config": Config(BLOCK=8), "native": 200.0}
+    with registry.measured_in(table(tmp_path, row(8, 66, **own), row(32, 66, **own))):
+        decision = op.decide(op.of(torch.ones(16, 66)))
+    assert (decision.backend, decision.config, decision.source) == ("spare", Config(BLOCK=8), "near")
+    assert "2.00 times spare there" in decision.reason
+
+
 def test_a_row_that_cannot_be_used_gives_way_to_a_near_one(op: ToyOp, tmp_path: Path) -> None:
     gone = row(16, 64, backend="gone", config=None)
     for rows, source in (([row(8, 64), row(32, 64)], "near"), ([row(8, 64)], "default")):

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,14 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
         Overlay(tmp_path).write([entry()])
     with pytest.raises(TableError, match="cannot read the user database"):
         Overlay(tmp_path).entries()
+
+
+def test_a_part_that_would_come_back_as_another_type_is_refused(user: Overlay) -> None:
+    class Rows(IntEnum):
+        FEW = 16
+
+    with pytest.raises(InvalidArgument, match="a cell holds what cannot be kept"):
+        user.write([entry(Rows.FEW, "bfloat16", None, True)])
 
 
 def test_a_writer_that_waits_too_long_is_named(user: Overlay, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from wavecrest.dispatch.tuned import Config, database
 from wavecrest.dispatch.tuned.row import Evidence, Row
 from wavecrest.errors import InvalidArgument
 from wavecrest.records import provenance
-from wavecrest.tune import ahead, misses, session
+from wavecrest.tune import compile_ahead, session, untuned_calls
 
 __all__ = ["clock", "op"]
 
@@ -48,7 +48,7 @@ class Step:
 def searched(op: Op, times: dict[int, float], tried: list[Config]) -> tuple[Step, dict[str, Any]]:
     step: Any = Step(op, times)
     made = Decision("double", KEY, "kernel", Config(BLOCK=1), "exact", "a row", ())
-    none = ahead.kernels(True, None)
+    none = compile_ahead.kernels(True, None)
     found = xlstm_chain.searched(step, made, Config(BLOCK=1), tried, none, 2.0)
     return step, found
 
@@ -144,7 +144,7 @@ def test_the_last_word_on_a_key_becomes_its_row(
     slower: bool, op: Op, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock.times["b4"] = 3.0 if slower else 0.9
-    key = misses.parts_of(op, KEY)
+    key = untuned_calls.parts_of(op, KEY)
     same = {"op": "double", "key": key, "backend": "kernel", "before": "BLOCK=1", "best": "BLOCK=4"}
     runs = [
         {"rows": [{**same, "best": "BLOCK=2"}, {"case": "step"}]},

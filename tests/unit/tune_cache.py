@@ -22,7 +22,7 @@ from triton.runtime.driver import driver
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
-from wavecrest.tune import ahead
+from wavecrest.tune import compile_ahead
 from wavecrest.tune.candidates import Candidate, configurations
 
 ARCH = ARCHS["sm_90"]
@@ -82,13 +82,13 @@ def entries() -> int:
 
 
 def main() -> None:
-    kernels = ahead.Kernels(ARCH.name)
+    kernels = compile_ahead.Kernels(ARCH.name)
     chosen: dict[str, Candidate] = {}
     for name, (backend, call, wanted) in CASES.items():
         space = configurations(gemm, backend, gemm.key(call), ARCH)
         chosen[name] = Candidate(backend, next(config for config in space[1:] if wanted(config.kwargs)))
         kernels.add(gemm, name, call, [chosen[name]], ARCH)
-    done = ahead.compile_all(kernels, 1, deadline=math.inf)
+    done = compile_ahead.compile_all(kernels, 1, deadline=math.inf)
     before = entries()
 
     hits: dict[str, list[bool]] = {name: [] for name in CASES}

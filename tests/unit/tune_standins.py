@@ -22,7 +22,7 @@ from tests.clock import SimulatedClock
 from tests.toy import ToyOp
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Config
-from wavecrest.tune import contest
+from wavecrest.tune import race
 
 ROWS = (4, 16, 64)
 CALLS: Counter[str] = Counter()
@@ -31,15 +31,15 @@ CALLS: Counter[str] = Counter()
 CLOCK = SimulatedClock()
 
 
-def _on_the_clock(device: str, _now: object = None) -> contest.Timer:
+def _on_the_clock(device: str, _now: object = None) -> race.Timer:
     return _timer_of(device, CLOCK)
 
 
 # a child's timer reads the simulated clock; whoever tunes in this process passes it
-_timer_of = contest.timer_of
+_timer_of = race.timer_of
 _main = sys.modules["__main__"].__spec__
 if _main is not None and _main.name == "wavecrest.tune.child":
-    contest.timer_of = _on_the_clock
+    race.timer_of = _on_the_clock
 
 
 def _twice(x: Tensor, ms: float) -> Tensor:

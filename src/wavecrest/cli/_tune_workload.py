@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from wavecrest.dispatch.tuned import Overlay
     from wavecrest.hardware import Device
     from wavecrest.records import CalledKey, WorkloadTuneRecord
-    from wavecrest.tune.lanes import Start
     from wavecrest.tune.session import OnStep, Settings
+    from wavecrest.tune.workers import Start
 
 VERDICTS = {
     "kept": "[green]faster[/green]",

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from wavecrest.dispatch.tuned import Config, Overlay
     from wavecrest.hardware import Device
     from wavecrest.records import TuneCandidate, TunedKey, TuneRecord, WorkloadTuneRecord
-    from wavecrest.tune.lanes import Start
     from wavecrest.tune.session import OnStep, Settings
+    from wavecrest.tune.workers import Start
 
 # where keys are tuned
 EXECUTORS = ("here", "local", "ray")
@@ -161,7 +161,7 @@ def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
     """By op, the arguments of `session.tune` that select the calls."""
     from wavecrest import ops
     from wavecrest.dispatch.tuned import misses as files
-    from wavecrest.tune import misses, shapes
+    from wavecrest.tune import shapes, untuned_calls
 
     if path.suffix == ".csv":
         listed = shapes.read(path, target.torch_name)
@@ -170,8 +170,8 @@ def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
         return {name: {"cases": own.cases, "sources": own.sources} for name, own in listed.items()}
     planned: dict[str, dict[str, Any]] = {}
     reasons: list[str] = []
-    for name, missed in misses.by_op(files.read(path)).items():
-        cases, left = misses.cases(ops.get(name), missed, target.arch, target.torch_name)
+    for name, missed in untuned_calls.by_op(files.read(path)).items():
+        cases, left = untuned_calls.cases(ops.get(name), missed, target.arch, target.torch_name)
         reasons += left.values()
         if cases:
             planned[name] = {"cases": cases, "left": left}
@@ -193,9 +193,9 @@ def _starts(executor: str, target: Device, children: int | None, *, one: bool) -
     if executor == "here":
         return None
     if executor == "local":
-        from wavecrest.tune import lanes
+        from wavecrest.tune import workers
 
-        return lanes.local(target, children, one=one)
+        return workers.local(target, children, one=one)
     if executor == "ray":
         from wavecrest.integrations import ray
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from wavecrest.errors import InvalidArgument, MissingDependency
 from wavecrest.hardware import Device
-from wavecrest.tune import lanes
+from wavecrest.tune import workers
 
 # seconds beyond the timeout after which a silent node counts as gone
 GRACE = 30.0
@@ -16,7 +16,7 @@ class Node:
     """An actor: runs a child process on its node, which sees the GPUs that Ray gave the actor."""
 
     def __init__(self) -> None:
-        self._child = lanes.Child()
+        self._child = workers.Child()
 
     def send(self, message: dict[str, Any]) -> None:
         """Send the child a line."""
@@ -41,7 +41,7 @@ class RayLane:
         self._actor.send.remote(message)
 
     def next(self, timeout: float) -> dict[str, Any]:
-        """The child's next event; see `wavecrest.tune.lanes.Lane`."""
+        """The child's next event; see `wavecrest.tune.workers.Lane`."""
         try:
             # a copy, as Ray owns the original
             return dict(self._ray.get(self._actor.next.remote(timeout), timeout=timeout + GRACE))
@@ -61,7 +61,7 @@ def _lost(reason: str) -> dict[str, Any]:
     return {"event": "ended", "reason": reason, "outside": True}
 
 
-def lanes_of(device: Device, count: int | None) -> list[lanes.Start]:
+def lanes_of(device: Device, count: int | None) -> list[workers.Start]:
     """The lanes of the cluster that RAY_ADDRESS names; without an address Ray starts one on this machine.
 
     Args:

@@ -26,7 +26,7 @@ from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.records import provenance
-from wavecrest.tune import candidates, contest, misses, shapes, trial, trust
+from wavecrest.tune import admission, candidates, race, shapes, trial, untuned_calls
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -80,7 +80,7 @@ def _case(name: str, source: dict[str, Any], op: AnyOp, key: Key, device: str) -
         case = suites.Case(name, partial(shapes.call, op, source["sizes"], source["dtype"], device))
     else:
         # a call that is made from its key has that key, or is refused
-        return suites.Case(name, partial(misses.call, op, misses.parts_of(op, key), device))
+        return suites.Case(name, partial(untuned_calls.call, op, untuned_calls.parts_of(op, key), device))
     call = case.make()
     op.check(call)
     other = op.key(call)
@@ -100,15 +100,15 @@ def answer(asked: dict[str, Any], device: hardware.Device, seconds: float, say: 
         with torch.no_grad():
             op = ops.get(asked["op"])
             one = trial_of(asked, op, device.torch_name)
-            timer = contest.timer_of(device.torch_name)
+            timer = race.timer_of(device.torch_name)
             tuned = trial.tune_key(op, one, device, seconds=seconds, timer=timer, tell=tell)
-    except trust.DeviceLost as error:
+    except admission.DeviceLost as error:
         return {"event": "lost", "reason": str(error)}
     except (InvalidArgument, Unsupported, torch.OutOfMemoryError) as error:
-        return {"event": "problem", "reason": trust.first_line(error)}
+        return {"event": "problem", "reason": admission.first_line(error)}
     # a mistake of the tuner's own costs a key, and says so there
     except Exception as error:
-        return {"event": "problem", "reason": f"raised {type(error).__name__}: {trust.first_line(error)}"}
+        return {"event": "problem", "reason": f"raised {type(error).__name__}: {admission.first_line(error)}"}
     return {"event": "done", "key": tuned.model_dump(mode="json")}
 
 

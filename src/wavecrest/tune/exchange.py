@@ -24,7 +24,7 @@ from wavecrest.errors import InvalidArgument, TableError
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.records import files
-from wavecrest.tune import session, trust
+from wavecrest.tune import admission, session
 
 # aiter's tuner allows this share of elements to be off, and lists solutions beyond it
 MOST_OFF = 0.05
@@ -141,7 +141,7 @@ def _of_no_use(row: aiter_csv.Row, gfx: str, dtype: torch.dtype) -> str:
         return "has scaled or preshuffled operands, which the op's key cannot express"
     if row.error is not None and row.error > MOST_OFF:
         return f"more than the {MOST_OFF:.0%} of the elements that aiter's tuner allows were off"
-    least = 2 * row.M * row.N * row.K / (trust.peak(arch, dtype) * 1e6) * trust.PEAK_SLACK
+    least = 2 * row.M * row.N * row.K / (admission.peak(arch, dtype) * 1e6) * admission.PEAK_SLACK
     if row.us < least:
         return f"{row.us:g} µs is below the {least:.3g} µs that arithmetic takes at its peak: an error of measurement"
     return ""

@@ -24,7 +24,7 @@ from wavecrest.measure import timing
 from wavecrest.measure.timing import Clock
 from wavecrest.measure.workload import Call, Workload
 from wavecrest.records import CalledKey, TunedKey, WorkloadTuneRecord, provenance
-from wavecrest.tune import lanes, misses, session, trust
+from wavecrest.tune import admission, session, untuned_calls, workers
 
 # seconds of timing per bucket, and the least number of blocks (two calls of each side)
 SECONDS, BLOCKS = 5.0, 10
@@ -44,7 +44,7 @@ class Called:
     @property
     def name(self) -> str:
         """Its parts in words."""
-        return " ".join(f"{name}={value}" for name, value in misses.parts_of(self.op, self.key).items())
+        return " ".join(f"{name}={value}" for name, value in untuned_calls.parts_of(self.op, self.key).items())
 
 
 def called(workload: Workload) -> list[Called]:
@@ -65,7 +65,7 @@ def _reason(one: Called, device: str) -> str:
         return "rows are for calls on a GPU without gradients"
     try:
         # made without memory: the key says whether the op can make it
-        misses.call(one.op, misses.parts_of(one.op, one.key), "meta")
+        untuned_calls.call(one.op, untuned_calls.parts_of(one.op, one.key), "meta")
     except (InvalidArgument, Unsupported) as error:
         return str(error)
     return ""
@@ -77,7 +77,7 @@ def tune(
     settings: session.Settings,
     *,
     overlay: Overlay | None = None,
-    starts: Sequence[lanes.Start] | None = None,
+    starts: Sequence[workers.Start] | None = None,
     record_name: str = session.NO_RECORD,
     seconds: float = SECONDS,
     on_record: Callable[[WorkloadTuneRecord], None] = lambda _record: None,
@@ -99,7 +99,7 @@ def tune(
 
     Raises:
         InvalidArgument: the workload calls no op, or no op that can be tuned; the message says why.
-        OutputError: the rows cannot be written; trust.DeviceLost, EnvironmentProblem: as for `session.tune`.
+        OutputError: the rows cannot be written; admission.DeviceLost, EnvironmentProblem: as for `session.tune`.
     """
     begin = now()
     if overlay is not None:
@@ -112,7 +112,8 @@ def tune(
             # keys that differ in what rows have no column for are one case
             cases = {
                 one.name: suites.Case(
-                    one.name, partial(misses.call, one.op, misses.parts_of(one.op, one.key), device.torch_name)
+                    one.name,
+                    partial(untuned_calls.call, one.op, untuned_calls.parts_of(one.op, one.key), device.torch_name),
                 )
                 for one in wanted
             }
@@ -133,7 +134,7 @@ def tune(
             record.written = True
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
-        record.problem = "interrupted" if interrupted else f"{type(error).__name__}: {trust.first_line(error)}"
+        record.problem = "interrupted" if interrupted else f"{type(error).__name__}: {admission.first_line(error)}"
         raise
     finally:
         record.seconds = round(now() - begin, 3)
@@ -156,7 +157,7 @@ def _listed(workload: Workload, device: Device, record: WorkloadTuneRecord) -> d
     by_op: dict[str, list[Called]] = {}
     for one in keys:
         reason = _reason(one, device.torch_name)
-        parts = misses.parts_of(one.op, one.key)
+        parts = untuned_calls.parts_of(one.op, one.key)
         config = dict(one.decision.config.kwargs) if one.decision.config is not None else {}
         record.keys.append(CalledKey(
             op=one.op.name, case=one.name, key=parts, calls=one.calls, backend=one.decision.backend, config=config,
@@ -273,7 +274,7 @@ def _verdict(record: WorkloadTuneRecord, pairs: dict[str, timing.Paired]) -> tup
 def _check_used(record: WorkloadTuneRecord, changed: list[CalledKey], used: dict[tuple[str, Key], Decision]) -> None:
     """Note at a key if its row did not decide in the second timing."""
     decided = {
-        (op, tuple(misses.parts_of(ops.get(op), key).values())): decision for (op, key), decision in used.items()
+        (op, tuple(untuned_calls.parts_of(ops.get(op), key).values())): decision for (op, key), decision in used.items()
     }
     for one in changed:
         decision = decided.get((one.op, tuple(one.key.values())))

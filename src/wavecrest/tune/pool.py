@@ -15,7 +15,7 @@ from wavecrest import records
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.measure.timing import Clock
-from wavecrest.tune import child, lanes
+from wavecrest.tune import child, workers
 from wavecrest.tune.trial import Trial, unsolved
 
 # seconds a child may take to start
@@ -85,11 +85,11 @@ class Pool:
     _open: int = 0
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _events: queue.SimpleQueue[Event | None] = field(default_factory=queue.SimpleQueue)
-    _alive: list[lanes.Lane] = field(default_factory=list)
+    _alive: list[workers.Lane] = field(default_factory=list)
     _gone: list[str] = field(default_factory=list)
     _stopped: bool = False
 
-    def run(self, trials: Sequence[Trial], starts: Sequence[lanes.Start]) -> Iterator[Event]:
+    def run(self, trials: Sequence[Trial], starts: Sequence[workers.Start]) -> Iterator[Event]:
         """Tune the keys of trials; yields events as they happen, in the caller's thread.
 
         Raises:
@@ -127,9 +127,9 @@ class Pool:
         for lane in alive:
             lane.stop()
 
-    def _serve(self, start: lanes.Start) -> None:
+    def _serve(self, start: workers.Start) -> None:
         """A lane's thread: one key after another, in one child as long as it lives."""
-        lane: lanes.Lane | None = None
+        lane: workers.Lane | None = None
         task: Task | None = None
         try:
             while self._wanted():
@@ -176,7 +176,7 @@ class Pool:
             self._waiting.appendleft(task)
             self._lock.notify_all()
 
-    def _started(self, start: lanes.Start) -> lanes.Lane | None:
+    def _started(self, start: workers.Start) -> workers.Lane | None:
         """Start a child and wait until it is ready; None, with the reason noted, if it fails."""
         for _ in range(MOST_STARTS):
             if self._stopped:
@@ -199,7 +199,7 @@ class Pool:
             self._end(lane)
         return None
 
-    def _end(self, lane: lanes.Lane) -> None:
+    def _end(self, lane: workers.Lane) -> None:
         lane.stop()
         with self._lock:
             if lane in self._alive:
@@ -211,7 +211,7 @@ class Pool:
             self._lock.notify_all()
         self._events.put(Found(task.index, key))
 
-    def _conduct(self, lane: lanes.Lane, task: Task) -> bool:
+    def _conduct(self, lane: workers.Lane, task: Task) -> bool:
         """Have the child tune a key; False if the child must not be used again (the key is done or queued again)."""
         lane.send(child.job(self.op, task.trial))
         phase, who, limit = "make", (), self.timeout

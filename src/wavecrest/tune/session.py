@@ -21,7 +21,7 @@ from wavecrest.dispatch.tuned.row import versions_text
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
 from wavecrest.measure.timing import Clock
 from wavecrest.records import files, provenance
-from wavecrest.tune import ahead, candidates, child, contest, lanes, pool, trial, trust
+from wavecrest.tune import admission, candidates, child, compile_ahead, pool, race, trial, workers
 
 # the record that a row names if no record is kept
 NO_RECORD = "no record kept"
@@ -40,7 +40,7 @@ class Settings:
         suite, matching: the cases, as for `bench.suites.cases`.
         backends: backends to try beside PyTorch; None: all.
         budget: seconds after which no key is begun.
-        seconds: of the final round of a key (`contest.FINAL_ROUNDS` rounds are the least).
+        seconds: of the final round of a key (`race.FINAL_ROUNDS` rounds are the least).
         workers: child processes that compile; None: one less than the number of cores.
         timeout: seconds of silence after which a candidate in a child is given up (`pool.Pool`).
         modules: Python modules that children import first, such as a user's ops and backends.
@@ -173,7 +173,7 @@ class _Run:
     settings: Settings
     targets: Targets
     record: records.TuneRecord
-    timer: contest.Timer
+    timer: race.Timer
     on_step: OnStep
     now: Clock
     begin: float
@@ -200,8 +200,8 @@ def tune(
     sources: Mapping[str, Mapping[str, Any]] | None = None,
     left: Mapping[str, str] | None = None,
     command: str | None = None,
-    starts: Sequence[lanes.Start] | None = None,
-    timer: contest.Timer | None = None,
+    starts: Sequence[workers.Start] | None = None,
+    timer: race.Timer | None = None,
     on_step: OnStep | None = None,
     now: Clock = time.perf_counter,
 ) -> records.TuneRecord:
@@ -218,7 +218,7 @@ def tune(
         from its key.
         left: cases that cannot be tuned here, with the reasons, for the record.
         command: for the record's header; None takes this process's.
-        starts: the lanes of child processes that the keys are spread over (`lanes.local`, `integrations.ray.lanes`);
+        starts: the lanes of child processes that the keys are spread over (`workers.local`, `integrations.ray.lanes`);
             None: everything runs in this process, which a candidate that crashes or hangs takes with it.
         timer: what times the calls in this process; None: device events, or the host's clock on the CPU.
         on_step: called before each key, and while kernels are compiled.
@@ -228,7 +228,7 @@ def tune(
         InvalidArgument: an unknown op, suite or backend; no case has `matching` in its name; or the record to resume
         was measured on another device, by another version or for another suite.
         OutputError, TableError: results cannot be written where asked; found before anything is measured.
-        trust.DeviceLost: a kernel made the device unusable; earlier results are written.
+        admission.DeviceLost: a kernel made the device unusable; earlier results are written.
         EnvironmentProblem: no child process is left to tune in; earlier results are written.
     """
     op = ops.get(name)
@@ -251,7 +251,7 @@ def tune(
     )
     run = _Run(
         op, device, settings, targets, record,
-        timer=timer or contest.timer_of(device.torch_name, now),
+        timer=timer or race.timer_of(device.torch_name, now),
         on_step=on_step or (lambda _what, _done, _planned: None),
         now=now, begin=now(),
     )  # fmt: skip
@@ -272,7 +272,7 @@ def tune(
                 _spread(run, planned, starts)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
-            record.problem = "interrupted" if interrupted else f"{type(error).__name__}: {trust.first_line(error)}"
+            record.problem = "interrupted" if interrupted else f"{type(error).__name__}: {admission.first_line(error)}"
             raise
         finally:
             run.save()
@@ -301,10 +301,12 @@ def _finished(targets: Targets, record: records.TuneRecord) -> tuple[list[record
     return [tuned for tuned in before.keys if tuned.backend is not None], before.unfinished
 
 
-def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[list[trial.Trial], ahead.Kernels]:
+def _plan(
+    run: _Run, found: list[suites.Case], names: tuple[str, ...]
+) -> tuple[list[trial.Trial], compile_ahead.Kernels]:
     """The cases whose keys are new, with their candidates and kernels."""
     op, arch = run.op, run.device.known
-    kernels = ahead.kernels(run.device.kind == "cpu", arch)
+    kernels = compile_ahead.kernels(run.device.kind == "cpu", arch)
     planned: list[trial.Trial] = []
     seen: dict[Key, str] = {tuple(tuned.key.values()): tuned.case for tuned in run.record.keys}
     for index, case in enumerate(found):
@@ -329,19 +331,19 @@ def _plan(run: _Run, found: list[suites.Case], names: tuple[str, ...]) -> tuple[
             if not kernels.note and arch is not None:
                 kernels.add(op, case.name, call, one.field.candidates, arch)
         except torch.OutOfMemoryError as error:
-            run.record.left[case.name] = f"out of memory: {trust.first_line(error)}"
+            run.record.left[case.name] = f"out of memory: {admission.first_line(error)}"
             continue
         except (InvalidArgument, Unsupported) as error:
-            run.record.left[case.name] = f"the op refuses it: {trust.first_line(error)}"
+            run.record.left[case.name] = f"the op refuses it: {admission.first_line(error)}"
             continue
         seen[key] = case.name
         planned.append(one)
     return planned, kernels
 
 
-def _compile(run: _Run, kernels: ahead.Kernels, planned: list[trial.Trial]) -> None:
+def _compile(run: _Run, kernels: compile_ahead.Kernels, planned: list[trial.Trial]) -> None:
     workers = run.settings.workers or max(1, hardware.cpu().compute_units - 1)
-    run.record.compilation = ahead.compile_all(
+    run.record.compilation = compile_ahead.compile_all(
         kernels,
         workers,
         deadline=run.deadline,
@@ -367,7 +369,7 @@ def _here(run: _Run, planned: list[trial.Trial]) -> None:
         _keep(run, one, tuned)
 
 
-def _spread(run: _Run, planned: list[trial.Trial], starts: Sequence[lanes.Start]) -> None:
+def _spread(run: _Run, planned: list[trial.Trial], starts: Sequence[workers.Start]) -> None:
     """Tune the keys in children; the results are put in the order of the cases at the end."""
     if run.device.kind != "cpu":
         # free the memory of the cases' tensors for the children

@@ -20,7 +20,7 @@ from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.hardware import Device
 from wavecrest.measure.timing import Interleaved
-from wavecrest.tune import candidates, contest, trust
+from wavecrest.tune import admission, candidates, race
 
 # calls of a candidate that runs alone, and seconds after which it has had enough
 ALONE_CALLS = 60
@@ -106,7 +106,7 @@ def unsolved(op: AnyOp, trial: Trial, problem: str) -> records.TunedKey:
 
 
 def tune_key(
-    op: AnyOp, trial: Trial, device: Device, *, seconds: float, timer: contest.Timer, tell: Tell = untold
+    op: AnyOp, trial: Trial, device: Device, *, seconds: float, timer: race.Timer, tell: Tell = untold
 ) -> records.TunedKey:
     """The result of a key; its `problem` says why it has no winner.
 
@@ -118,18 +118,18 @@ def tune_key(
         tell: called before each step.
 
     Raises:
-        trust.DeviceLost: a kernel made the device unusable.
+        admission.DeviceLost: a kernel made the device unusable.
     """
     begin = time.perf_counter()
     tuned = empty(op, trial)
     try:
         _contest(op, trial, device, seconds, timer, tell, tuned)
     except torch.OutOfMemoryError as error:
-        tuned.problem = f"out of memory: {trust.first_line(error)}"
+        tuned.problem = f"out of memory: {admission.first_line(error)}"
     except RuntimeError as error:
         # raised while several candidates were timed: no single candidate is to blame; fatal if the device is gone
-        tuned.problem = f"raised {type(error).__name__}: {trust.first_line(error)}"
-        trust.require(torch.device(device.torch_name), f"timing {trial.case.name}")
+        tuned.problem = f"raised {type(error).__name__}: {admission.first_line(error)}"
+        admission.require(torch.device(device.torch_name), f"timing {trial.case.name}")
     if device.kind != "cpu":
         # the next case's tensors have other sizes
         torch.cuda.empty_cache()
@@ -141,7 +141,7 @@ def tune_key(
 class _Told:
     """A timer that announces which candidates are timed, and about how long it takes."""
 
-    timer: contest.Timer
+    timer: race.Timer
     tell: Tell
     who: dict[int, tuple[int, records.TuneCandidate]]
 
@@ -154,14 +154,14 @@ class _Told:
 
 
 def _contest(
-    op: AnyOp, trial: Trial, device: Device, seconds: float, timer: contest.Timer, tell: Tell, tuned: records.TunedKey
+    op: AnyOp, trial: Trial, device: Device, seconds: float, timer: race.Timer, tell: Tell, tuned: records.TunedKey
 ) -> None:
     tell(Step("make"))
     call = trial.case.make()
-    right = trust.oracle(op, call)
-    least_ms = trust.least_ms(op, call, right, device.known)
+    right = admission.oracle(op, call)
+    least_ms = admission.least_ms(op, call, right, device.known)
     tuned.least_us = None if least_ms is None else round(least_ms * 1e3, 3)
-    entrants: list[contest.Entrant] = []
+    entrants: list[race.Entrant] = []
     places: dict[int, int] = {}
     for index, candidate in enumerate(trial.field.candidates):
         row = row_of(trial, index)
@@ -169,9 +169,9 @@ def _contest(
         if index in trial.refused or index in trial.ended:
             continue
         tell(Step("first", (index,)))
-        run = trust.admit(op, candidate, call, right, row)
+        run = admission.admit(op, candidate, call, right, row)
         if run is not None:
-            entrants.append(contest.Entrant(row, run))
+            entrants.append(race.Entrant(row, run))
             places[id(row)] = index
     if trial.alone:
         for entrant in entrants:
@@ -180,9 +180,9 @@ def _contest(
     who = {id(entrant.call): (places[id(entrant.row)], entrant.row) for entrant in entrants}
     told = _Told(timer, tell, who)
     while True:
-        finalists = contest.quick(entrants, told, least_ms)
-        finalists, taken = contest.final(finalists, told, least_ms, seconds=seconds)
-        verdict = contest.judge(finalists)
+        finalists = race.quick(entrants, told, least_ms)
+        finalists, taken = race.final(finalists, told, least_ms, seconds=seconds)
+        verdict = race.judge(finalists)
         winner = verdict.winner
         if winner is None or taken is None:
             tuned.problem = verdict.reason
@@ -190,7 +190,7 @@ def _contest(
         # once more after thousands of calls: an error that comes and goes is a race
         place = places[id(winner.row)]
         tell(Step("again", (place,)))
-        if trust.admit(op, trial.field.candidates[place], call, right, winner.row) is not None:
+        if admission.admit(op, trial.field.candidates[place], call, right, winner.row) is not None:
             break
         winner.row.reason = f"after it was timed: {winner.row.reason}"
         # others were dropped because of its time
@@ -205,7 +205,7 @@ def _contest(
     tuned.us = winner.row.ms * 1e3
     if native is not None and native.row.ms is not None:
         tuned.native_us = native.row.ms * 1e3
-        tuned.ratio, tuned.ci = contest.against(native, winner)
+        tuned.ratio, tuned.ci = race.against(native, winner)
 
 
 def _alone(call: Callable[[], Any], device: Device) -> None:

@@ -26,9 +26,9 @@ from wavecrest.errors import EnvironmentProblem, Unsupported
 from wavecrest.hardware import Arch
 from wavecrest.isa import Launch, compiler
 from wavecrest.measure.timing import Clock
-from wavecrest.tune import worker
+from wavecrest.tune import compile_worker
 from wavecrest.tune.candidates import Candidate
-from wavecrest.tune.lanes import importable
+from wavecrest.tune.workers import importable
 
 # a kernel that is not compiled after this long is refused
 TIMEOUT = 120.0
@@ -82,7 +82,7 @@ class Kernels:
             if launches is None or candidate.config is None:
                 continue
             try:
-                found = worker.described(call) if found is None else found
+                found = compile_worker.described(call) if found is None else found
                 made = launches(call, candidate.config, arch)
             except Unsupported:
                 # its reason comes up again, and is recorded, when the candidate is run
@@ -157,7 +157,7 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "wavecrest.tune.worker"],
+            [sys.executable, "-m", "wavecrest.tune.compile_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -12,8 +12,8 @@ from tests.clock import SimulatedClock
 from wavecrest import records
 from wavecrest.measure import timing
 from wavecrest.measure.timing import Interleaved
-from wavecrest.tune import contest
-from wavecrest.tune.contest import Entrant
+from wavecrest.tune import race
+from wavecrest.tune.race import Entrant
 
 
 class Clock:
@@ -50,7 +50,7 @@ def quick(
     clock: Clock, *names: str, least_ms: float | None = None
 ) -> tuple[list[str], dict[str, records.TuneCandidate]]:
     entrants = field(*names)
-    left = contest.quick(entrants, clock, least_ms)
+    left = race.quick(entrants, clock, least_ms)
     return [one.row.backend for one in left], {one.row.backend: one.row for one in entrants}
 
 
@@ -98,22 +98,22 @@ def test_an_impossible_time_is_no_best() -> None:
 
 def judged(clock: Clock, *names: str, least_ms: float | None = None) -> tuple[str | None, str, list[Entrant]]:
     entrants = field(*names)
-    left, _ = contest.final(entrants, clock, least_ms, seconds=0.5)
-    verdict = contest.judge(left)
+    left, _ = race.final(entrants, clock, least_ms, seconds=0.5)
+    verdict = race.judge(left)
     return None if verdict.winner is None else verdict.winner.row.backend, verdict.reason, entrants
 
 
 def test_the_final_times_long_and_keeps_samples() -> None:
     clock = Clock({"native": 2.0, "default": 1.5, "a": 1.0})
     winner, reason, entrants = judged(clock, "native", "default", "a")
-    assert clock.calls == [(["native", "default", "a"], contest.FINAL_ROUNDS, 0.5)]
+    assert clock.calls == [(["native", "default", "a"], race.FINAL_ROUNDS, 0.5)]
     assert winner == "a" and reason == "the fastest of 3 in the final"
     row = entrants[0].row
     assert row.status == "timed" and row.ms == pytest.approx(2.0, rel=0.05) and row.ci is not None
     assert row.ci.low <= row.ms <= row.ci.high
-    assert row.samples == list(entrants[0].series) and len(row.samples) >= contest.FINAL_ROUNDS
-    assert contest.against(entrants[0], entrants[2])[0] == pytest.approx(2.0)
-    assert contest.against(None, entrants[2]) == (None, None)
+    assert row.samples == list(entrants[0].series) and len(row.samples) >= race.FINAL_ROUNDS
+    assert race.against(entrants[0], entrants[2])[0] == pytest.approx(2.0)
+    assert race.against(None, entrants[2]) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_an_impossible_time_does_not_win_the_final() -> None:
 
 
 def test_a_final_of_nobody() -> None:
-    assert contest.final([], Clock({}), None, seconds=1.0) == ([], None)
+    assert race.final([], Clock({}), None, seconds=1.0) == ([], None)
 
 
 def test_the_timer_of_a_device_is_the_interleaved_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,5 +175,5 @@ def test_the_timer_of_a_device_is_the_interleaved_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(timing, "measure_interleaved", measured)
     works = [lambda: None]
     clock = SimulatedClock()
-    contest.timer_of("cuda:1", clock)(works, rounds=7, seconds=0.25)
+    race.timer_of("cuda:1", clock)(works, rounds=7, seconds=0.25)
     assert asked == {"works": works, "device": "cuda:1", "min_rounds": 7, "seconds": 0.25, "now": clock}

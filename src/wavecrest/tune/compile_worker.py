@@ -1,4 +1,4 @@
-"""The child that compiles: `python -m wavecrest.tune.worker` reads jobs and answers them, a line of JSON each.
+"""The child that compiles: `python -m wavecrest.tune.compile_worker` reads jobs and answers them, a line of JSON each.
 
 A compiler can abort its process or hang; in a child process that costs one kernel.
 """

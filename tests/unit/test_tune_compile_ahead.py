@@ -21,7 +21,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.isa import Launch, compiler
-from wavecrest.tune import ahead, worker
+from wavecrest.tune import compile_ahead, compile_worker
 from wavecrest.tune.candidates import Candidate
 
 BF16 = torch.bfloat16
@@ -33,7 +33,7 @@ BF16 = torch.bfloat16
 def test_arguments_arrive_as_they_are_compiled_for() -> None:
     x = torch.randn(4, 6).mT
     args = (x, None, True, 3, 0.5, "silu", torch.float8_e4m3fn, (torch.ones(2, dtype=torch.int8), [1, 2.5]))
-    again = worker.arguments(json.loads(json.dumps(worker.described(args))))
+    again = compile_worker.arguments(json.loads(json.dumps(compile_worker.described(args))))
     assert again[1:7] == args[1:7] and [type(value) for value in again[1:7]] == [type(value) for value in args[1:7]]
     for made, given in ((again[0], x), (again[7][0], args[7][0])):
         assert made.device.type == "meta" and made.dtype == given.dtype
@@ -43,7 +43,7 @@ def test_arguments_arrive_as_they_are_compiled_for() -> None:
 
 def test_an_argument_that_json_has_no_word_for() -> None:
     with pytest.raises(Unsupported, match="an argument of type object is compiled for when it is called"):
-        worker.described((object(),))
+        compile_worker.described((object(),))
 
 
 # --- which kernels are the same
@@ -61,14 +61,14 @@ def launch(*args: Any, own: Any = None, constants: dict[str, Any] | None = None,
 
 def test_what_tells_kernels_apart() -> None:
     x = torch.empty(64, dtype=BF16)
-    plain = ahead.identity(launch(x, 5))
+    plain = compile_ahead.identity(launch(x, 5))
     same = [
         launch(torch.empty(9, dtype=BF16), 5),
         launch(x, 1),
         launch(x, 4096),
         launch(x, 5, own=kernel("x", "size", kept=("size",))),
     ]
-    assert all(ahead.identity(other) == plain for other in same)
+    assert all(compile_ahead.identity(other) == plain for other in same)
     named = kernel("x", "size", kept=("size",))
     named.__name__ = "other"
     apart = [
@@ -76,14 +76,14 @@ def test_what_tells_kernels_apart() -> None:
         launch(x, 5, own=named), launch(x, 5, constants={"EVEN": False}), launch(x, 5, BLOCK=32),
         launch(SimpleNamespace(block_shape=[64, 64], base=x), 5),
     ]  # fmt: skip
-    identities = [ahead.identity(other) for other in apart]
+    identities = [compile_ahead.identity(other) for other in apart]
     assert plain not in identities and len(set(identities)) == len(identities)
     described = [launch(SimpleNamespace(block_shape=shape, base=x), 5) for shape in ([64, 64], [64, 32], [64, 64])]
-    first, second, third = map(ahead.identity, described)
+    first, second, third = map(compile_ahead.identity, described)
     assert first == third != second
     # an integer that a kernel is made anew for
     made = kernel("x", "size")
-    kinds = [ahead.identity(launch(x, size, own=made)) for size in (5, 7, 1, 16, 4096)]
+    kinds = [compile_ahead.identity(launch(x, size, own=made)) for size in (5, 7, 1, 16, 4096)]
     assert kinds[0] == kinds[1] and kinds[3] == kinds[4] and len(set(kinds)) == 3
 
 
@@ -104,8 +104,8 @@ class FakeOp:
         }
 
 
-def wanted(*blocks: int, cases: int = 1) -> ahead.Kernels:
-    kernels = ahead.Kernels("sm_90")
+def wanted(*blocks: int, cases: int = 1) -> compile_ahead.Kernels:
+    kernels = compile_ahead.Kernels("sm_90")
     found = [Candidate("torch"), *(Candidate("kernel", Config(BLOCK=block)) for block in blocks)]
     for case in range(cases):
         args: tuple[Any, ...] = (torch.empty(case + 1, 16, dtype=BF16),)
@@ -166,15 +166,15 @@ def test_scratch_is_kept_of_what_says_so() -> None:
 STEPS = """
 import json, sys, torch
 from wavecrest import registry
-from wavecrest.tune import worker
+from wavecrest.tune import compile_worker
 op = registry.get("mlstm_step")
 args = op.study.inputs(4, 8, 256, torch.bfloat16, "meta")
 found = {}
 for arch, columns in (("gfx942", 128), ("sm_90", 32)):
     for warps in (1, 8):
         config = {"BLOCK_K": 256, "BLOCK_V": columns, "num_warps": warps}
-        job = {"op": op.name, "backend": "triton", "args": worker.described(args), "index": 0, "arch": arch}
-        found[f"{arch} {warps}"] = worker.answer(job | {"config": config})
+        job = {"op": op.name, "backend": "triton", "args": compile_worker.described(args), "index": 0, "arch": arch}
+        found[f"{arch} {warps}"] = compile_worker.answer(job | {"config": config})
 sys.stdout.write(json.dumps(found))
 """
 
@@ -194,17 +194,17 @@ def test_scratch_is_read_in_compiled_code() -> None:
 
 def test_why_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     arch = ARCHS["sm_90"]
-    assert ahead.kernels(True, arch).note == "the CPU runs no compiled kernels"
-    assert ahead.kernels(False, None).note.startswith("wavecrest has no record of the architecture")
+    assert compile_ahead.kernels(True, arch).note == "the CPU runs no compiled kernels"
+    assert compile_ahead.kernels(False, None).note.startswith("wavecrest has no record of the architecture")
 
     def none() -> None:
         raise EnvironmentProblem("no compiler")
 
     monkeypatch.setattr(compiler, "require_compiler", none)
-    assert ahead.kernels(False, arch).note == "no compiler"
+    assert compile_ahead.kernels(False, arch).note == "no compiler"
     monkeypatch.setattr(compiler, "require_compiler", lambda: None)
-    assert ahead.kernels(False, arch) == ahead.Kernels("sm_90")
-    done = ahead.compile_all(ahead.Kernels("", note="none here"), 4, deadline=0.0, start=lambda: 1 / 0)  # type: ignore[arg-type]
+    assert compile_ahead.kernels(False, arch) == compile_ahead.Kernels("sm_90")
+    done = compile_ahead.compile_all(compile_ahead.Kernels("", note="none here"), 4, deadline=0.0, start=lambda: 1 / 0)  # type: ignore[arg-type]
     assert done.note == "none here" and done.kernels == 0
 
 
@@ -219,7 +219,7 @@ class Child:
         self.asked: list[dict[str, Any]] = []
 
     def ask(self, job: dict[str, Any], timeout: float) -> dict[str, Any]:
-        assert timeout == ahead.TIMEOUT
+        assert timeout == compile_ahead.TIMEOUT
         self.asked.append(job)
         return self.answer(job)
 
@@ -228,7 +228,7 @@ class Child:
 
 
 def compiled(
-    kernels: ahead.Kernels, answer: Callable[[dict[str, Any]], dict[str, Any]], workers: int = 2, **options: Any
+    kernels: compile_ahead.Kernels, answer: Callable[[dict[str, Any]], dict[str, Any]], workers: int = 2, **options: Any
 ) -> tuple[Any, list[Child]]:
     children: list[Child] = []
 
@@ -237,7 +237,7 @@ def compiled(
         return children[-1]
 
     options = {"deadline": math.inf} | options
-    return ahead.compile_all(kernels, workers, start=start, **options), children
+    return compile_ahead.compile_all(kernels, workers, start=start, **options), children
 
 
 def test_all_are_compiled_and_errors_kept() -> None:
@@ -294,7 +294,7 @@ def test_an_interruption_closes_the_children() -> None:
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            ahead.compile_all(wanted(*range(1, 9)), 2, deadline=math.inf, on_kernel=interrupt, start=start)
+            compile_ahead.compile_all(wanted(*range(1, 9)), 2, deadline=math.inf, on_kernel=interrupt, start=start)
         assert len(children) == 2 and all(child.closed for child in children)
         assert not waited, "waited for a kernel"
     finally:
@@ -304,18 +304,18 @@ def test_an_interruption_closes_the_children() -> None:
 # --- the child process itself
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, *scripts: str) -> ahead.Worker:
+def scripted(monkeypatch: pytest.MonkeyPatch, *scripts: str) -> compile_ahead.Worker:
     """A worker whose children run these scripts, one after another."""
     started = iter(scripts)
 
-    def start(self: ahead.Worker) -> subprocess.Popen[str]:
+    def start(self: compile_ahead.Worker) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-c", next(started)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
 
-    monkeypatch.setattr(ahead.Worker, "_start", start)
-    return ahead.Worker()
+    monkeypatch.setattr(compile_ahead.Worker, "_start", start)
+    return compile_ahead.Worker()
 
 
 ECHO = "import sys\nfor line in sys.stdin:\n    print(line.strip(), flush=True)\n"
@@ -348,14 +348,14 @@ def test_a_child_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_closing_ends_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, asked, real = scripted(monkeypatch, HANGS), threading.Event(), ahead.select.select
+    own, asked, real = scripted(monkeypatch, HANGS), threading.Event(), compile_ahead.select.select
 
     def select(*given: Any) -> Any:
         # the question was sent
         asked.set()
         return real(*given)
 
-    monkeypatch.setattr(ahead, "select", SimpleNamespace(select=select))
+    monkeypatch.setattr(compile_ahead, "select", SimpleNamespace(select=select))
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(own.ask({}, 600)))
     thread.start()
@@ -373,13 +373,13 @@ def without_interpreter(folder: Path) -> dict[str, str]:
 def test_what_a_compiler_prints_is_no_answer() -> None:
     noisy = """
 import os
-from wavecrest.tune import worker
+from wavecrest.tune import compile_worker
 def answer(job):
     print("note", flush=True)
     os.write(1, b"another\\n")
     return {"again": job}
-worker.answer = answer
-worker.main()
+compile_worker.answer = answer
+compile_worker.main()
 """
     command = [sys.executable, "-c", noisy]
     done = subprocess.run(command, input='{"a": 1}\n{"a": 2}\n', capture_output=True, text=True)
@@ -404,7 +404,7 @@ def test_the_child_answers_and_says_why_not(tmp_path: Path) -> None:
         "arch": "sm_90",
     }
     jobs = [job, job | {"config": config | {"num_warps": 3}}, job | {"config": config | {"BLOCK_K": 128}}]
-    command = [sys.executable, "-m", "wavecrest.tune.worker"]
+    command = [sys.executable, "-m", "wavecrest.tune.compile_worker"]
     lines = "\n".join(map(json.dumps, jobs)) + "\n"
     done = subprocess.run(command, input=lines, env=without_interpreter(tmp_path), capture_output=True, text=True)
     first, bad, last = map(json.loads, done.stdout.splitlines())

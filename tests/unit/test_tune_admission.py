@@ -18,7 +18,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS
 from wavecrest.measure import numerics
 from wavecrest.ops._gemm.call import GemmCall
-from wavecrest.tune import trust
+from wavecrest.tune import admission
 from wavecrest.tune.candidates import Candidate
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -44,7 +44,7 @@ def admit(op: ToyOp, run: Callable[[Tensor], Any], x: Tensor, role: str = "tried
     op.kernel("planted", lambda x, *, config: run(x), priority=5)
     row = records.TuneCandidate(backend="planted")
     candidate = Candidate("planted", CONFIG, role)  # type: ignore[arg-type]
-    call = trust.admit(op, candidate, op.of(x), trust.oracle(op, op.of(x)), row)
+    call = admission.admit(op, candidate, op.of(x), admission.oracle(op, op.of(x)), row)
     assert (call is not None) == (row.status == "timed")
     if call is not None:
         assert torch.equal(call(), run(x))
@@ -112,7 +112,7 @@ def test_what_is_not_written_is_not_by_luck_right(op: ToyOp, monkeypatch: pytest
 def admit_once(op: ToyOp, run: Callable[[Tensor], Any], x: Tensor) -> records.TuneCandidate:
     op.kernel("planted", lambda x, *, config: run(x), priority=5)
     row = records.TuneCandidate(backend="planted")
-    assert trust.admit(op, Candidate("planted", CONFIG), op.of(x), trust.oracle(op, op.of(x)), row) is None
+    assert admission.admit(op, Candidate("planted", CONFIG), op.of(x), admission.oracle(op, op.of(x)), row) is None
     return row
 
 
@@ -120,7 +120,7 @@ def admit_once(op: ToyOp, run: Callable[[Tensor], Any], x: Tensor) -> records.Tu
 def test_poison(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     like = torch.zeros(3, dtype=dtype)
-    with trust.poisoned():
+    with admission.poisoned():
         for made in (torch.empty(3, dtype=dtype), torch.empty_like(like), like.new_empty(3)):
             if dtype.is_floating_point:
                 assert made.float().isnan().all()
@@ -132,7 +132,7 @@ def test_poison(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_poison_leaves_settings_as_they_were_also_after_an_error() -> None:
     torch.use_deterministic_algorithms(True, warn_only=False)
     try:
-        with pytest.raises(KeyError), trust.poisoned():
+        with pytest.raises(KeyError), admission.poisoned():
             raise KeyError("a")
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -205,11 +205,11 @@ def test_a_call_is_bound_once(op: ToyOp) -> None:
         return lambda x: 2 * x
 
     op.kernel("planted", lambda x, *, config: 1 / 0, priority=5, bind=bind)
-    call = trust.call_of(op, Candidate("planted", CONFIG), op.of(torch.ones(2, 3)))
+    call = admission.call_of(op, Candidate("planted", CONFIG), op.of(torch.ones(2, 3)))
     assert torch.equal(call(), 2 * torch.ones(2, 3)) and torch.equal(call(), 2 * torch.ones(2, 3))
     assert bound == [((2, 3), CONFIG)]
     op.native("plain", lambda x: 3 * x, priority=5)
-    assert torch.equal(trust.call_of(op, Candidate("plain"), op.of(torch.ones(2)))(), 3 * torch.ones(2))
+    assert torch.equal(admission.call_of(op, Candidate("plain"), op.of(torch.ones(2)))(), 3 * torch.ones(2))
 
 
 def test_an_interruption_is_no_failure(op: ToyOp) -> None:
@@ -224,8 +224,10 @@ def test_a_lost_device_ends_the_run(op: ToyOp, monkeypatch: pytest.MonkeyPatch) 
     def lost(_device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
-    monkeypatch.setattr(trust, "_synchronize", lost)
-    with pytest.raises(trust.DeviceLost, match=r"^planted Config\(BLOCK=1\) ended the device: CUDA error: an illegal"):
+    monkeypatch.setattr(admission, "_synchronize", lost)
+    with pytest.raises(
+        admission.DeviceLost, match=r"^planted Config\(BLOCK=1\) ended the device: CUDA error: an illegal"
+    ):
         admit(op, lambda x: 2 * x, torch.ones(2, 2))
 
 
@@ -243,24 +245,24 @@ def product(M: int, N: int, K: int, dtype: torch.dtype) -> GemmCall:
     ("dtype", "teraflops"), [(BF16, 989.4), (torch.int8, 1978.9), (torch.float8_e4m3fn, 1978.9), (F32, 494.7)], ids=str
 )
 def test_the_least_time_of_a_large_product_is_that_of_its_operations(dtype: torch.dtype, teraflops: float) -> None:
-    assert trust.peak(ARCHS["sm_90"], dtype) == pytest.approx(teraflops)
+    assert admission.peak(ARCHS["sm_90"], dtype) == pytest.approx(teraflops)
     call = product(512, 512, 512, dtype)
-    right = trust.Oracle((torch.zeros(512, 512),), None)
-    least = trust.least_ms(registry.get("gemm"), call, right, replace(ARCHS["sm_90"], bandwidth=1e9))
+    right = admission.Oracle((torch.zeros(512, 512),), None)
+    least = admission.least_ms(registry.get("gemm"), call, right, replace(ARCHS["sm_90"], bandwidth=1e9))
     assert least == pytest.approx(0.85 * 2 * 512**3 / (teraflops * 1e12) * 1e3)
 
 
 def test_the_least_time_of_a_few_rows_is_that_of_reading() -> None:
     call = product(1, 4096, 4096, BF16)
     result = torch.zeros(1, 4096, dtype=BF16)
-    least = trust.least_ms(registry.get("gemm"), call, trust.Oracle((result,), None), ARCHS["sm_90"])
+    least = admission.least_ms(registry.get("gemm"), call, admission.Oracle((result,), None), ARCHS["sm_90"])
     # what is written may be in a cache at the end
     assert least == pytest.approx(0.85 * (4096 * 4096 + 4096) * 2 / 4800e9 * 1e3)
-    assert trust.least_ms(registry.get("gemm"), call, trust.Oracle((result,), None), None) is None
+    assert admission.least_ms(registry.get("gemm"), call, admission.Oracle((result,), None), None) is None
 
 
 def test_gfx90a_has_no_8_bit_floats_but_int8() -> None:
-    assert trust.peak(ARCHS["gfx90a"], torch.int8) == pytest.approx(2 * 191.5)
+    assert admission.peak(ARCHS["gfx90a"], torch.int8) == pytest.approx(2 * 191.5)
 
 
 # --- the bound of products
@@ -357,5 +359,7 @@ def test_a_kernel_in_the_interpreter_is_admitted(device: str) -> None:
     config = Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, GROUP_M=2, SPLIT_K=2, PERSISTENT=0, TMA=0, num_warps=4,
                     num_stages=2)  # fmt: skip
     row = records.TuneCandidate(backend="triton")
-    assert trust.admit(op, Candidate("triton", config), call, trust.oracle(op, call), row) is not None, row.reason
+    assert admission.admit(op, Candidate("triton", config), call, admission.oracle(op, call), row) is not None, (
+        row.reason
+    )
     assert row.of_bound is not None and row.of_bound <= 1
