@@ -939,29 +939,29 @@ def _view(call: dict[str, Any], which: int, shape: tuple[int, ...], device: str)
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls())
-def test_any_call(call: dict[str, Any]) -> None:
+def test_any_call(drawn: dict[str, Any]) -> None:
     """Any lengths, layout, strides, dtype, masks, additions and configuration."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    (heads, kv_heads), (d, dv), options = call["heads"], call["columns"], dict(call["options"])
-    lengths = call["lengths"] if call["packed"] else [call["lengths"][0]] * len(call["lengths"])
+    (heads, kv_heads), (d, dv), options = drawn["heads"], drawn["columns"], dict(drawn["options"])
+    lengths = drawn["lengths"] if drawn["packed"] else [drawn["lengths"][0]] * len(drawn["lengths"])
     queries, keys = [m for m, _ in lengths], [n for _, n in lengths]
     batch, longest = len(lengths), (max(queries), max(keys))
-    if call["packed"]:
+    if drawn["packed"]:
         shapes = ((sum(queries), heads, d), (sum(keys), kv_heads, d), (sum(keys), kv_heads, dv))
         options |= packed(queries, keys, 1, 1, 1, torch.float32, device)[1]
     else:
         shapes = ((batch, queries[0], heads, d), (batch, keys[0], kv_heads, d), (batch, keys[0], kv_heads, dv))
-    if call["bias"] is not None:
+    if drawn["bias"] is not None:
         whole = (batch, heads, *longest)
-        shape = tuple(1 if shared else size for size, shared in zip(whole, call["broadcast"], strict=True))
-        options["bias"] = random(shape, call["bias"], device, call["seed"] + 5)
-    if call["alibi"]:
-        shape = (heads,) if call["alibi"] == 1 else (batch, heads)
-        options["alibi_slopes"] = random(shape, torch.float32, device, call["seed"] + 6).abs() / 8
-    if call["sinks"]:
-        options["sinks"] = random((heads,), torch.float32, device, call["seed"] + 7)
-    call = FlashAttentionCall(*(_view(call, i, shape, device) for i, shape in enumerate(shapes)), **options)
-    assert_attends("triton", call, call["config"])
+        shape = tuple(1 if shared else size for size, shared in zip(whole, drawn["broadcast"], strict=True))
+        options["bias"] = random(shape, drawn["bias"], device, drawn["seed"] + 5)
+    if drawn["alibi"]:
+        shape = (heads,) if drawn["alibi"] == 1 else (batch, heads)
+        options["alibi_slopes"] = random(shape, torch.float32, device, drawn["seed"] + 6).abs() / 8
+    if drawn["sinks"]:
+        options["sinks"] = random((heads,), torch.float32, device, drawn["seed"] + 7)
+    call = FlashAttentionCall(*(_view(drawn, i, shape, device) for i, shape in enumerate(shapes)), **options)
+    assert_attends("triton", call, drawn["config"])
 
 
 # on a GPU alone

@@ -106,7 +106,7 @@ def test_a_kernel_that_is_not_here_falls_back_and_says_why(on_gpu: None, monkeyp
     with registry.measured_in(Database(arch="gfx942")):
         found = decide(call(2, 2048))
         assert (found.backend, found.source) == ("torch", "default")
-        assert "AMD-optimized 1.17x" in found.reason and found.reason.endswith("for triton, which declines it")
+        assert "AMD-optimized 1.17x" in found.reason and found.reason.endswith("for triton, which refuses it")
         assert ("triton", "triton is not importable (gone)") in [(one.backend, one.reason) for one in found.refused]
 
 
@@ -220,7 +220,7 @@ def test_pytorch_is_not_chosen_where_bits_must_not_depend_on_the_batch(on_gpu: N
         patched.setattr(op, "_order", tuple(declining if one is backend else one for one in op._order))
         patched.setattr("wavecrest.ops.common.checks.kernel_refusal", lambda *_parts: None)
         found = op.decide(given)
-        assert found.backend != "torch" and "for torch, which declines it" in found.reason
+        assert found.backend != "torch" and "for torch, which refuses it" in found.reason
     registry.forget()
 
 

@@ -102,7 +102,7 @@ def attention_call(call: FlashAttentionCall) -> tuple[tuple[Tensor, Tensor, Tens
     return (call.bhsd(call.q), call.bhsd(call.k), call.bhsd(call.v)), options
 
 
-def _copied(x: Tensor) -> bool:
+def needs_copy(x: Tensor) -> bool:
     """True if scaled_dot_product_attention is given a copy: on a GPU, of strides that are no multiples of 16 bytes.
 
     PyTorch 2.11 takes such views: a result had NaN from beside rows of odd strides, and cuDNN raised for a q that was
@@ -115,12 +115,14 @@ def _copied(x: Tensor) -> bool:
     return x.stride(-1) != 1 or not all(step > 0 and step % unit == 0 for step in steps)
 
 
-def _prepared(copied: bool, unit: int, transposed: bool, x: Tensor) -> Tensor:
-    """q, k or v on a GPU as [B, H, S, D]: a copy of strides or, as each call shows, of a begin that do not fit."""
+def fitting(copies: tuple[bool, ...], unit: int, *tensors: Tensor) -> list[Tensor]:
+    """Tensors on a GPU as they are, or copies where strides, or the address of this call, do not fit."""
     # Dynamo does not trace where a view begins
-    if copied or (not torch.compiler.is_compiling() and x.storage_offset() % unit != 0):
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x.transpose(1, 2) if transposed else x
+    looks = not torch.compiler.is_compiling()
+    return [
+        x.clone(memory_format=torch.contiguous_format) if copied or (looks and x.storage_offset() % unit != 0) else x
+        for copied, x in zip(copies, tensors, strict=True)
+    ]
 
 
 def bind(call: FlashAttentionCall) -> Callable[[FlashAttentionCall], Tensor]:
@@ -132,16 +134,13 @@ def bind(call: FlashAttentionCall) -> Callable[[FlashAttentionCall], Tensor]:
     options, mask_of = _options(call)
     transposed, on_gpu = call.layout == "bshd", call.q.is_cuda
     unit = 16 // call.q.element_size()
-    prepare = [partial(_prepared, _copied(one), unit, transposed) for one in (call.q, call.k, call.v)]
+    copies = tuple([needs_copy(one) for one in (call.q, call.k, call.v)])
     device, single = call.q.device.type, call.q.dtype == torch.float32
 
     def run(call: FlashAttentionCall) -> Tensor:
-        if on_gpu:
-            q, k, v = prepare[0](call.q), prepare[1](call.k), prepare[2](call.v)
-        elif transposed:
-            q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
-        else:
-            q, k, v = call.q, call.k, call.v
+        q, k, v = fitting(copies, unit, call.q, call.k, call.v) if on_gpu else (call.q, call.k, call.v)
+        if transposed:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = None if mask_of is None else mask_of(call.bias)
         if single:
             attend = partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask, **options)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wavecrest.backends.torch.common import PRIORITY
+from wavecrest.backends.torch.flash_attention import fitting, needs_copy
 from wavecrest.ops._flash_decoding.backend import _op
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 from wavecrest.ops._flash_decoding.reference import appended
@@ -36,12 +37,16 @@ def bind(call: FlashDecodingCall) -> Callable[[FlashDecodingCall], Tensor]:
     and is made by each call.
     """
     options: dict[str, Any] = {"scale": call.scale} | ({"enable_gqa": True} if call.group > 1 else {})
+    # SDPA's memory-efficient kernel refuses strides that are no multiples of 16 bytes (H200, 2026-11-24, torch 2.11)
+    copies, on_gpu = tuple([needs_copy(one) for one in (call.q, call.k_cache, call.v_cache)]), call.q.is_cuda
+    unit = 16 // call.q.element_size()
     prepares, window, seqlen_q, capacity, device = call.prepares, call.window, call.seqlen_q, call.page, call.q.device
 
     def run(call: FlashDecodingCall) -> Tensor:
         if prepares:
             call = appended(call)
-        q, k, v = call.q.transpose(1, 2), call.k_cache.transpose(1, 2), call.v_cache.transpose(1, 2)
+        tensors = (call.q, call.k_cache, call.v_cache)
+        q, k, v = (one.transpose(1, 2) for one in (fitting(copies, unit, *tensors) if on_gpu else tensors))
         token = torch.arange(seqlen_q, device=device)
         own = (call.seq_lens[:, None] - seqlen_q + token)[:, None, :, None]
         j = torch.arange(capacity, device=device)
