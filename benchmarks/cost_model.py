@@ -1,4 +1,4 @@
-"""What the analytic cost model is worth, from tuning records: its choices against all candidates that were timed.
+"""Judge the analytic cost model by tuning records: its choices against all candidates that were timed.
 
     python benchmarks/cost_model.py                                     # the records of one H200 in evidence/
     python benchmarks/cost_model.py --keys FILE …                       # every key of these records
@@ -8,8 +8,8 @@ No GPU is needed. Prints tables in Markdown: shares of the measured best (1: as 
 candidate that was found right: that of the final round where it was in it, else that of the quick round. Candidates
 that the model does not describe, such as PyTorch's, take no part.
 
-`--trials` draws so many sets of constants around the shipped ones (each times e^x, x normal with deviation 0.25, seed
-0) and takes the set that suits all keys, or for each key the set that suits the others, best.
+`--trials N` draws N sets of constants around the shipped ones (each times e^x, x normal with deviation 0.25, seed 0).
+It takes the set that suits all keys best, and for each key the set that suits all other keys best.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def cases(record: records.TuneRecord) -> list[Case]:
     """The keys of a record that have described candidates with a time.
 
     Raises:
-        InvalidArgument: its architecture is none that is known.
+        InvalidArgument: its architecture is not known.
     """
     op = ops.get(record.op)
     arch = _arch(record)
@@ -148,10 +148,10 @@ def judge(case: Case, arch: hardware.Arch, constants: Constants = CONSTANTS) -> 
 
 
 def summary(op: str, judged: Sequence[Judged]) -> Summary:
-    """What the keys of an op come to.
+    """Summary of the keys of an op.
 
     Raises:
-        InvalidArgument: there are none.
+        InvalidArgument: `judged` is empty.
     """
     if not judged:
         raise InvalidArgument(f"no key of {op} has a candidate with a time that the cost model describes")

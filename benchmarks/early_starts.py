@@ -1,14 +1,15 @@
-"""Where the programs of a kernel run that starts before the one in front of it has ended, and when. NVIDIA, sm_90.
+"""Places and times of the programs of a kernel that starts before the previous one has ended (PDL). NVIDIA, sm_90.
 
     PYTHONPATH=src python -m benchmarks.early_starts > DATE_early-starts_chains.log
 
-A chain of 24 products of one row and a weight [4096, 4096] in bfloat16, each of what the one before has made, as a
-graph. Each program writes down its multiprocessor and the time at its start, behind its wait and at its end. A line a
-configuration (columns a program, columns of K a step, warps, stages) and start ("no": behind the end of the launch
-before; "top", "loop": early, where every launch lets the next one start at its top, or behind its loop): µs a launch,
-and of three launches the multiprocessors that ran any of its programs, the most and the fewest programs on one of
-these, and in ns from the end of the launch before: the first start, the first and the last end of the wait, the last
-end.
+A graph of 24 GEMVs in a chain, each of one row and a weight [4096, 4096] in bfloat16; the row is the result of the GEMV
+before. Each program stores its multiprocessor and the times of its start, of the end of its wait and of its end.
+
+The output has one line per configuration (columns per program, columns of K per step, warps, stages) and start. Start
+"no": the launch begins when the one before has ended. "top" and "loop": it begins early, because every launch lets the
+next one start at its top, or after its loop. A line has the µs per launch. For three launches it has the number of
+multiprocessors that ran any of its programs, and the most and the fewest programs on one of these. It also has, in ns
+from the end of the launch before: the first start, the first and the last end of the wait, and the last end.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ STARTS = ("no", "top", "loop")
 
 @triton.jit
 def _now():  # type: ignore[no-untyped-def]
-    """Nanoseconds of the device's clock."""
+    """The device's clock in ns."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
 def _multiprocessor():  # type: ignore[no-untyped-def]
-    """Where this program runs."""
+    """The number of the multiprocessor that runs this program."""
     return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -50,7 +51,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     w_ptr, x_ptr, y_ptr, seen_ptr, K, EARLY: tl.constexpr, TOP: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns of a product; what the program saw is four words in seen."""
+    """BLOCK_N columns of a GEMV; the program stores its three times and its multiprocessor as four words in `seen`."""
     program = tl.program_id(0)
     begun = _now()
     allow_next(TOP)
@@ -75,7 +76,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
 
 
 class Chain:
-    """The products of a chain, with configurations and starts in turn, captured."""
+    """The captured GEMVs of a chain; configurations take turns."""
 
     def __init__(self, weights: list[torch.Tensor], x: torch.Tensor, shapes: list[Shape], start: str):
         self.shapes = [shapes[index % len(shapes)] for index in range(LAUNCHES)]
@@ -100,7 +101,7 @@ class Chain:
         torch.cuda.synchronize()
 
     def us(self) -> float:
-        """Of a launch, the median of 20 replays."""
+        """Time of a launch in µs: median of 20 replays."""
         found = []
         for _ in range(20):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -112,7 +113,7 @@ class Chain:
         return statistics.median(found)
 
     def what(self, index: int) -> tuple[int, ...]:
-        """What the programs of a launch saw in the last replay; see the top."""
+        """Places and times of the programs of a launch in the last replay; the top of this file explains them."""
         words = self.seen[index].view(-1, 4)[: N // self.shapes[index][0]].cpu()
         before = int(self.seen[index - 1].view(-1, 4)[: N // self.shapes[index - 1][0], 2].max())
         places = collections.Counter(words[:, 3].tolist())
@@ -122,7 +123,7 @@ class Chain:
 
 
 def main() -> None:
-    """All configurations with all starts."""
+    """Measure all configurations with all starts."""
     weights = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) for _ in range(LAUNCHES)]
     x = torch.randn(K, device="cuda", dtype=torch.bfloat16)
     mixed: list[Shape] = [(4, 512, 1, 4), (32, 256, 8, 6)]

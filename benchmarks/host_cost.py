@@ -30,7 +30,7 @@ from wavecrest.dispatch.op import AnyOp
 from wavecrest.records import files, provenance
 
 ROUNDS, CALLS, WARM = 15, 200, 50
-# an op's call may take as many times the cheaper of the two
+# an op's call may take up to this multiple of the cheaper of the two
 MOST = 1.3
 
 Work = Callable[[], Any]

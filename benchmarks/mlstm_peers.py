@@ -114,8 +114,8 @@ def chunks(given: tuple[Tensor, ...]) -> Tensor:
 def judge(name: str, h: Tensor, wanted: Tensor, bound: Tensor) -> Row:
     """Errors of a result in q's dtype, and what is wrong.
 
-    Ours may be off by the op's bound in each element; peers, whose roundings are not known, by ten times what a product
-    may be.
+    wavecrest's result may be off by the op's bound in each element. Peers, whose roundings are not known, may be off by
+    ten times the limit of a GEMM.
     """
     found = numerics.compare(h, wanted)
     row: Row = {"relative": found.relative, "worst": found.worst}
@@ -252,7 +252,7 @@ def chunkwise(report: Report, args: argparse.Namespace) -> None:
 
 
 def chosen(op: str, given: tuple[Any, ...]) -> str:
-    """What the dispatcher runs for a call, and why."""
+    """The backend and configuration that dispatch chooses for a call, with source and reason."""
     known = registry.get(op)
     decision = known.decide(known.call_of(given))
     config = {} if decision.config is None else dict(decision.config.kwargs)
@@ -338,7 +338,7 @@ def first(call: Call) -> Call:
 
 @torch.no_grad()
 def kernels(report: Report, args: argparse.Namespace) -> None:
-    """What each of our kernels takes of a call, by torch's profiler: warm caches, so no times to quote."""
+    """Time of each wavecrest kernel in a call, by torch's profiler. Caches are warm, so these are no times to quote."""
     device = begin(report, args)
     activities = torch.profiler.ProfilerActivity
     for case, shape in cases(args).items():

@@ -37,10 +37,10 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class Report:
-    """What the process of a part tells the one that started it.
+    """Messages from the process of a part to the process that started it.
 
-    `died`: cases that earlier processes of the part died of; `done`: cases whose rows are there; `began`: when the
-    process was started, of `time.time`.
+    `died`: cases that earlier processes of the part died of; `done`: cases whose rows are written; `began`: when the
+    process was started, by `time.time`.
     """
 
     stream: int
@@ -73,9 +73,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part: its work, seconds that it may take, and what its rows come to (`summary`, in the file beside them).
+    """A part: its work, seconds that it may take, and a function of its rows (`summary`, in the file beside them).
 
-    Parts of one `group` that stand behind each other run at the same time: what compiles, not what is timed.
+    Parts of one `group` that follow each other run at the same time: those that compile, not those that are timed.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Part:
 
 @dataclass(slots=True)
 class Run:
-    """What is known of a part so far; a dictionary of it is what the file has."""
+    """One run of a part so far; the file stores it as a dictionary."""
 
     part: str
     header: Row | None = None
@@ -97,7 +97,7 @@ class Run:
     ended: str = "under way"
 
     def to_dict(self) -> Row:
-        """For the file."""
+        """The dictionary that the file stores."""
         return {
             "part": self.part, "ended": self.ended, "seconds": round(self.seconds, 1), "summary": self.summary,
             "rows": self.rows, "header": self.header,
@@ -204,7 +204,7 @@ def _process(command: list[str], seconds: float, on_message: Callable[[Row], Non
 
 
 def run_part(part: Part, command: list[str], limit: float, file: File) -> Run:
-    """A part to its end, in as many processes as it takes; its rows are in the file as they come."""
+    """Run a part to its end, in one process or several; each row is written to the file when it arrives."""
     run, died, at = Run(part.name), [], ""
     write = file.add(run)
     begin = time.monotonic()

@@ -125,7 +125,7 @@ def place(tensor: torch.Tensor, rows: int, layout: str, device: str) -> tuple[to
 
 def _row_call(op: AnyOp, case: tuple[int, int, torch.dtype, str], device: str) -> tuple[AnyCall, AnyCall]:
     rows, columns, dtype, layout = case
-    # an op with a third size has as many products as fit the time
+    # an op with a third size gets at most 1000, to limit its time
     sizes = (rows, columns, min(columns, 1000))[: len(op.study.sizes)]
     call = op.study.inputs(*sizes, dtype, "cpu")
     return (
@@ -268,13 +268,13 @@ def _ran(text: str) -> dict[str, dict[str, Any]] | None:
 
 
 def _found(text: str) -> int | None:
-    """The errors of a tool's summaries, or None where there is none."""
+    """The number of errors in a tool's summaries, or None where it wrote no summary."""
     counts = [int(count) for count in SUMMARY.findall(text)]
     return sum(counts) if counts else None
 
 
 def verdict(code: int, text: str) -> dict[str, Any]:
-    """What one run of a tool over the ops says: clean, or the problem in words, with the tool's own lines."""
+    """Verdict of one run of a tool over the ops: clean, or the problem in words, with the tool's own lines."""
     summary, ran = _found(text), _ran(text)
     result: dict[str, Any] = {"errors": summary}
     if summary is None or ran is None:

@@ -122,7 +122,7 @@ def _tuned(path: Path) -> Iterator[Line]:
 
 
 def _product(key: records.TunedKey) -> str:
-    """M×N×K of b and the kind of a product: the case's name, or of a recorded miss, which has none, from its key."""
+    """M×N×K and the kind of `b` of a GEMM: the case's name; a recorded miss has no name, so it is made from the key."""
     if not key.case.startswith("rows="):
         return key.case
     part = key.key

@@ -1,18 +1,22 @@
-"""Configurations of the products of an xLSTM 7B decoding step, tried where they run: between the other kernels.
+"""Configurations of the GEMMs of an xLSTM 7B decoding step, tried where they run: between the other kernels.
 
     PYTHONPATH=src python -m benchmarks.xlstm_chain --out evidence/MACHINE/DATE_xlstm-chain_times.jsonl.gz [PART …]
 
-`wavecrest tune` times a call alone. What a launch costs between others it cannot see: how soon it may begin (EARLY),
-and whether its programs, begun one after another as multiprocessors run dry, crowd on few of them. Here one product
-after the other is changed in a captured step: stages with EARLY, and sizes of blocks for a product that begins early.
-Of the step of the mLSTM EARLY alone is tried, as the rest of its configuration decides its bits. At the end the step
-is timed in turn with what it was. A run begins with what earlier ones of the file have found, and with the products
-that they came to first, or not at all; what they found for products of the same rows and K, and of elements of as many
-bits, is tried of each.
-The part `rows` then takes the last word of the file on each product: as `wavecrest tune --config` it holds it to the
-op's definition and times it alone beside PyTorch, and writes what is right and faster as the row of its key into the
-package's table.
-The part `counted` times steps whose mLSTM counts its programs (`arrivals`), and launches no norm, in turn with others.
+`wavecrest tune` times a call alone. It cannot see the cost of a launch between others: how soon the launch may begin
+(EARLY), and whether its programs crowd on few multiprocessors, since they start one after another as multiprocessors
+become free. Here one GEMM after the other is changed in a captured step: stages with EARLY, and block sizes for a GEMM
+that begins early. For the mLSTM step only EARLY is tried, because the rest of its configuration changes its results
+bitwise. At the end the changed step and the original one are timed in turn.
+
+A run starts from the configurations that earlier runs of the file found. It searches the GEMMs that those runs did not
+reach first, then the others, the oldest result first. For each GEMM it also tries the configurations found for GEMMs
+with the same rows, the same K and elements of the same number of bits.
+
+The part `rows` then takes the file's last result for each GEMM. As `wavecrest tune --config` does, it checks the GEMM
+against the op's reference and times it alone beside PyTorch. A correct and faster one is written into the package's
+table as the row of its key.
+
+The part `counted` times steps whose mLSTM counts its programs (`arrivals`) and launches no norm, in turn with others.
 """
 
 from __future__ import annotations
@@ -53,16 +57,16 @@ from wavecrest.tune import candidates, compile_ahead, session, untuned_calls
 # stages beyond those of the row, and starts (EARLY) that are tried with each
 STAGES, STARTS = (0, 2, -1, -2), (0, 1, 2)
 LEAST_STAGES = 2
-# of the step of the mLSTM, which has no stages
+# values of EARLY for the mLSTM step, which has no stages
 FIRST_STARTS = (0, 1, 2, 3, 4)
 SIZES = ("BLOCK_N", "BLOCK_K", "num_warps")
-# their powers of two
+# factors of SIZES, as exponents of two
 NEAR = (
     (1, -1, 0), (-1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 2), (0, -1, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1), (-1, -1, -1),
 )  # fmt: skip
-# a change is taken if the step is shorter by so much of it
+# a change is kept if it shortens the step by more than this fraction
 LEAST = 5e-4
-# products that a step has so many of, one in each layer
+# only ops that a step calls at least this often are tried: those that are in every layer
 LEAST_CALLS = 2
 WORKERS = max(1, (os.cpu_count() or 2) - 2)
 
@@ -81,7 +85,7 @@ def starts(config: Config) -> Iterator[Config]:
 
 
 def sizes(config: Config) -> Iterator[Config]:
-    """Other sizes, of products that begin early, with as many stages and two more."""
+    """Other block sizes for GEMMs that begin early, with the same number of stages and two more."""
     for powers, more in itertools.product(NEAR, STAGES[:2]):
         values = {name: int(config[name] * 2.0**power) for name, power in zip(SIZES, powers, strict=True)}
         if all(values.values()):
@@ -89,14 +93,14 @@ def sizes(config: Config) -> Iterator[Config]:
 
 
 def tries(op: str, config: Config) -> list[Config]:
-    """What is tried of a call of the step, beside a configuration."""
+    """Configurations to try for a call of the step, beside the given one."""
     if op != "gemm":
         return [changed(config, EARLY=early) for early in FIRST_STARTS]
     return list(dict.fromkeys([*starts(config), *sizes(config)]))
 
 
 def words(path: Path) -> dict[tuple[Any, ...], Row]:
-    """The last word of a file of this script on each call, by op and key; the first to be had first."""
+    """The last result for each call in a file of this script, by op and key; the oldest first."""
     if not path.exists():
         return {}
     found: dict[tuple[Any, ...], Row] = {}
@@ -110,9 +114,9 @@ def words(path: Path) -> dict[tuple[Any, ...], Row]:
 
 
 def kind(key: Row) -> tuple[Any, ...] | None:
-    """By what products are alike, so that what is good for one may be for another; None: of no product.
+    """The kind of a GEMM: a good configuration of one may be good for others of its kind. None: not a GEMM.
 
-    Rows, K, bytes of an element of a and of b, and whether two codes are in one.
+    Rows, K, bytes of an element of a and of b, and whether one byte holds two quantized values.
     """
     if "rows" not in key:
         return None
@@ -121,7 +125,7 @@ def kind(key: Row) -> tuple[Any, ...] | None:
 
 
 def alike(key: Row, earlier: dict[tuple[Any, ...], Row]) -> Iterator[Config]:
-    """What earlier runs have found for products like one with this key."""
+    """The configurations that earlier runs found best for GEMMs of the same kind as this key."""
     for row in earlier.values():
         config = table.parse_config(row["best"])
         if config is not None and kind(key) is not None and kind(row["key"]) == kind(key):
@@ -154,7 +158,7 @@ class Step:
             yield from op.decisions()
 
     def op(self, made: Decision) -> Op:
-        """The op that a decision is of."""
+        """The op of a decision."""
         return next(op for op in self.ops if op.name == made.op)
 
     def capture(self, counted: bool = False) -> Callable[[], Any]:
@@ -172,7 +176,7 @@ class Step:
         return replay
 
     def logits(self, counted: bool = False, backend: str | None = None) -> Tensor:
-        """Of one step behind the prompt; `backend`: what runs its mLSTM."""
+        """Logits of one step behind the prompt; `backend`: the one that runs its mLSTM step."""
         decoder = xlstm_peers.our_decoder(self.model, self.tokens, False)
         decoder.counted = counted
         mixes = registry.get("mlstm_step")
@@ -183,7 +187,7 @@ class Step:
             mixes.force(None)
 
     def ms(self) -> float:
-        """Of a step, the median of six times four replays."""
+        """Time of a step in ms: median of six samples, each over four replays."""
         replay, found = self.capture(), []
         for _ in range(7):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -206,7 +210,7 @@ class Step:
 
 
 def described(config: Config) -> str:
-    """A configuration in words."""
+    """A configuration as text."""
     return " ".join(f"{name}={value}" for name, value in config.kwargs.items())
 
 
@@ -244,7 +248,7 @@ def searched(
 
 @torch.no_grad()
 def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace) -> None:
-    """One kind of weights and batch."""
+    """Search the step of one kind of weights and one batch."""
     place = xlstm_peers.start(report, args)
     step = Step(place, form, batch)
     arch = hardware.detect(args.device).known
@@ -313,7 +317,7 @@ def counted(report: Report, args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def rows(report: Report, args: argparse.Namespace) -> None:
-    """What other parts have found, as rows of the table."""
+    """Write the results of other parts as rows of the table."""
     device, op = hardware.detect(args.device), registry.get("gemm")
     report.header(provenance.header(device).model_dump(mode="json"))
     path = files.beside(args.out, "tune")

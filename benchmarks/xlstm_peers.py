@@ -93,11 +93,11 @@ class Place:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights; float32 on a CPU, where the official kernels take one dtype alone."""
+        """The dtype of weights; float32 on a CPU, where the official kernels take one dtype alone."""
         return torch.float32 if self.device == "cpu" else torch.bfloat16
 
     def wait(self) -> None:
-        """Until the device has done its work."""
+        """Wait until the device has done its work."""
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)
 
@@ -338,14 +338,14 @@ def prefill(kernel: str, report: Report, args: argparse.Namespace) -> None:
 
 
 def behind_last(model: xLSTMLarge) -> int:
-    """Weights of products behind the last block's mLSTM, but for the logits'."""
+    """Number of weights of the GEMMs behind the last block's mLSTM, without those of the logits."""
     block = model.backbone.blocks[-1]
     products = [block.mlstm_layer.out_proj, *block.ffn.children()]
     return sum(int(one.weight.numel()) for one in products)
 
 
 def step_bytes(model: xLSTMLarge, batch: int) -> int:
-    """What a step moves at least: weights but for the embedding once, states in and out."""
+    """Least bytes that a step moves: all weights but the embedding once, states in and out."""
     weights = sum(
         one.bytes_ if isinstance(one, PackedWeight) else one.nbytes
         for name, one in model.named_parameters()
@@ -366,7 +366,7 @@ def bandwidth(place: Place) -> Row:
 
 
 def our_decoder(model: xLSTMLarge, tokens: Tensor, capture: bool) -> Decoder:
-    """What `generate` steps with, behind a prompt."""
+    """The decoder that `generate` uses for its steps, ready behind a prompt."""
     logits, state = model(tokens, last_only=True, return_last_states=True)
     decoder = Decoder(state, logits[:, 0], Sampling(0.0, 0, 1.0))
     decoder.start(state, logits[:, 0], None)
@@ -441,7 +441,7 @@ def decode(form: str | None, state: str, early: int | None, report: Report, args
         quantize(model, form, lm_head=True)
         empty(place)
     peer = peer_of(report, place, model) if form is None and state == "float32" and early is None else None
-    # of as many rows as are timed, as kernels are chosen by them
+    # with the same numbers of rows as the timed calls, because rows decide which kernel runs
     prompts = [place.tokens(batch, (16 if place.small else 200) + STEPS) for batch in BATCHES]
     peers = {} if peer is None else {"official": peer}
     if not report.at("answers") or not judge(report, place, model, peers, prompts):
@@ -612,7 +612,7 @@ def named(report: Report, args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def kernels(report: Report, args: argparse.Namespace) -> None:
-    """What takes the time of a prompt and of eager steps, by torch's profiler: shares, not times to quote."""
+    """Shares of kernels in the time of a prompt and of eager steps, by torch's profiler; no times to quote."""
     place = start(report, args)
     model = ours(place)
     peer = peer_of(report, place, model)

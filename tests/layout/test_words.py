@@ -165,14 +165,8 @@ OPENINGS = re.compile(r"(?:What(?!ever)|That which|Those that|Those of|One that|
 PENDING_FOLDERS: dict[str, str] = {
     "src/wavecrest/backends": "backends",
     "src/wavecrest/dispatch": "dispatch",
-    "src/wavecrest/measure": "measure",
-    "src/wavecrest/models": "models",
     "src/wavecrest/nn": "nn",
     "src/wavecrest/ops": "ops",
-    "src/wavecrest/optimizer": "optimizer",
-    "src/wavecrest/records": "records",
-    "src/wavecrest/report": "report",
-    "benchmarks": "evidence",
     "tests": "tests",
 }
 # pages that name the retired words because they say what replaced them, and this list of them

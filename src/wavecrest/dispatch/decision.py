@@ -1,4 +1,4 @@
-"""What a backend and a dispatch decision are, and which decisions a run rested on."""
+"""Backends, dispatch decisions, and the coverage of a run: the decisions that it used."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class OpCoverage:
 
 
 class Coverage(list[tuple[Decision, int]]):
-    """Decisions with the number of eager calls that used each: of the process so far, or of a `with` block.
+    """Decisions with the number of eager calls that used each: in the process so far, or in a `with` block.
 
     >>> with wavecrest.coverage() as seen:
     ...     model(x)
@@ -153,7 +153,7 @@ class Coverage(list[tuple[Decision, int]]):
         self[:] = rows
 
     def by_op(self) -> list[OpCoverage]:
-        """What the decisions rest on, an op a row, in the order of their names."""
+        """The number of decisions by source, one row per op, in the order of op names."""
         found: dict[str, OpCoverage] = {}
         for decision, calls in sorted(self, key=lambda row: row[0].op):
             found.setdefault(decision.op, OpCoverage(decision.op)).add(decision.source, calls)

@@ -1,4 +1,4 @@
-"""What shape keys and signatures are made of: buckets of row counts, names of dtypes, whether gradients are needed."""
+"""The parts of shape keys and signatures: buckets of row counts, names of dtypes, whether gradients are needed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Answer = tuple[str, tuple[tuple[str, int], ...], Source, str]
 
 
 class Described(Protocol):
-    """What a look-up reads of an op (see `wavecrest.dispatch.op.Op`)."""
+    """The attributes of an op that a look-up reads (see `wavecrest.dispatch.op.Op`)."""
 
     name: str
     key_fields: tuple[str, ...]
@@ -34,7 +34,7 @@ class Described(Protocol):
 
     @property
     def study(self) -> Study[Any]:
-        """What tuning needs."""
+        """The part of the op that only tools need, such as its cost model."""
 
     def by_priority(self) -> tuple[Backend[Any, Any], ...]:
         """The backends by falling priority."""
@@ -160,9 +160,9 @@ def _near(
 
 
 def carried(op: Described, key: Key, row: Row, fields: tuple[str, ...]) -> Row:
-    """A row as it is for another key: where it ran its backend's default configuration, with that of the key.
+    """A row carried over to another key: where it ran its backend's default configuration, it gets the key's default.
 
-    What a default makes of sizes (splits that fill all compute units) goes with the sizes.
+    A default may depend on sizes (splits that fill all compute units), so it is computed again for those of the key.
     """
     if row.config is None or row.backend not in op.backends or not op.backends[row.backend].takes_config:
         return row
@@ -172,7 +172,10 @@ def carried(op: Described, key: Key, row: Row, fields: tuple[str, ...]) -> Row:
 
 
 def baseline(op: Described, taking: tuple[str, ...], fallback: str, row: Row) -> float | None:
-    """What the fallback took in a row's run, in µs: PyTorch is timed in each, and one backend's default."""
+    """The fallback's time in the run that measured a row, in µs; None where that run did not time the fallback.
+
+    Each run times PyTorch and the default configuration of one backend, the first by priority that has configurations.
+    """
     if fallback == "torch":
         return row.native_us
     first = next((one.name for one in op.by_priority() if one.name in taking and one.takes_config), None)
@@ -187,7 +190,7 @@ def _space(op: Described, key: Key, backend: str, arch: Arch | None) -> frozense
 
 
 def _others(fields: tuple[str, ...], row: Row, cells: tuple[Cell, ...]) -> str:
-    """The parts of a row's key that are others than a call's."""
+    """The parts of a row's key that differ from those of a call."""
     pairs = zip(fields, row.key, cells, strict=True)
     return " ".join(f"{name}={there}" for name, there, here in pairs if there != here)
 
@@ -195,7 +198,7 @@ def _others(fields: tuple[str, ...], row: Row, cells: tuple[Cell, ...]) -> str:
 def _modelled(
     op: Described, key: Key, taking: tuple[str, ...], fallback: str, arch: Arch | None
 ) -> tuple[Proposal | None, str]:
-    """What the op's cost model proposes, or None with the reason where what it proposes cannot run."""
+    """The proposal of the op's cost model; or None, with the reason where the proposal cannot run."""
     model = None if arch is None else op.study.model
     if model is None or arch is None:
         return None, ""
@@ -207,7 +210,7 @@ def _modelled(
 
 
 def misfit(op: Described, key: Key, backend: str, config: Config | None) -> str:
-    """What is wrong with a measured configuration: it lacks a parameter of the default one, or has others; or ""."""
+    """Why a measured configuration does not fit: it lacks a parameter of the default, or has unknown ones; or ""."""
     given = {} if config is None else config.kwargs
     if not op.backends[backend].takes_config:
         return f"which takes no configuration ({_words(given)})" if given else ""

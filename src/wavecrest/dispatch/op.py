@@ -47,7 +47,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Bound:
-    """What runs the calls of one signature."""
+    """The function that runs the calls of one signature, and their entry."""
 
     run: Callable[..., Any]
     entry: _Entry
@@ -62,7 +62,7 @@ Decisions = tuple[dict[Key, _Entry], dict[tuple[Any, ...], _Bound], dict[Key, De
 
 @dataclass(slots=True)
 class State:
-    """What decides in this process: the ops, the measured rows, what a missing row does, where misses are recorded."""
+    """The dispatch state of this process: ops, measured rows, strict mode, and the file that misses are recorded in."""
 
     ops: dict[str, Op[Any, Any]] = field(default_factory=dict)
     database: Database = field(default_factory=lambda: Database(overlay=Overlay.of_user()))
@@ -127,7 +127,7 @@ class Op(Generic[C, R]):
 
     @property
     def study(self) -> Study[C]:
-        """What tuning, benchmarking and evidence need to know of the op."""
+        """The part of the op that only tuning, benchmarking and evidence need."""
         study: Study[C] = importlib.import_module(self.study_module).studies()[self.name]
         return study
 
@@ -161,9 +161,9 @@ class Op(Generic[C, R]):
         run: Callable[[C, Config], R] | None = None,
         optional: tuple[str, ...] = (),
     ) -> None:
-        """Add a kernel of ours, by the function that binds it (see `Backend`); decisions made before are forgotten.
+        """Add one of wavecrest's kernels by the function that binds it (see `Backend`); forgets earlier decisions.
 
-        `run`: for one call; None: bound and called. On the CPU it runs where it is forced, pinned or named.
+        `run` runs one call; None: the call is bound, then run. On the CPU it runs only when forced, pinned or named.
         """
 
         def bound_and_called(call: C, config: Config) -> R:
@@ -191,7 +191,7 @@ class Op(Generic[C, R]):
             signature = self._signature(call)
             bound = self._bound.get(signature)
         except (AttributeError, TypeError):
-            # an argument that is no tensor, or has no hash, is none that check lets pass
+            # the signature cannot be formed of an argument that is no tensor or has no hash: check refuses such a call
             self.check(call)
             raise
         if bound is None:
@@ -430,8 +430,8 @@ def _measured(
 ) -> tuple[str, tuple[tuple[str, int], ...], Source, str]:
     """Backend, configuration, source and reason for a key by what was measured, among the backends `taking` the call.
 
-    Where there is nothing that can be used the backend is "", and the reason says why what there is cannot. `fallback`
-    is the backend that runs then.
+    The backend is "" where no row, prior or cost model can be used; the reason then says why each one that was found
+    cannot. `fallback` is the backend that runs in that case.
     """
     return lookup.find(STATE.ops[name], key, taking, fallback, STATE.database)
 

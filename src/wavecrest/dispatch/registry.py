@@ -45,7 +45,7 @@ def get(name: str) -> Op[Any, Any]:
     """The op of a name; ops register when `wavecrest.ops` is imported.
 
     Raises:
-        InvalidArgument: there is none; the message lists the names there are.
+        InvalidArgument: there is no op of that name; the message lists all names.
     """
     try:
         return STATE.ops[name]
@@ -59,13 +59,13 @@ def names() -> list[str]:
 
 
 def strict(mode: Strict) -> None:
-    """What a call without a measured row of its own does, whether it runs by a near row, a model or the default.
+    """Choose what happens at a call whose key has no measured row, whether a near row, a model or the default runs it.
 
     Args:
-        mode: "off" nothing, "warn" a DispatchMiss warning, "error" Unsupported.
+        mode: "off": nothing; "warn": a DispatchMiss warning; "error": Unsupported is raised.
 
     Raises:
-        InvalidArgument: it is none of these.
+        InvalidArgument: the mode is not one of these three.
     """
     if mode not in ("off", "warn", "error"):
         raise InvalidArgument(f"strict takes off, warn or error, not {mode!r}")

@@ -1,4 +1,4 @@
-"""What tuning, benchmarking and evidence need to know of an op, beside what a call needs; loaded on request."""
+"""The part of an op that tuning, benchmarking and evidence need and a call does not; loaded on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class KernelStudy(Generic[C]):
-    """What the tools know of one backend with configurations.
+    """Search space, launches and work of one backend with configurations, for the tools.
 
     Attributes:
         space: `space(key, arch)` gives the configurations worth trying for a key, the default first, without those
@@ -28,7 +28,7 @@ class KernelStudy(Generic[C]):
         launches: `launches(call, config, arch)` gives the kernel launches of a call, so that they can be compiled
             before it; the tensors may be on the device "meta".
         work: `work(key, config, arch)` describes the launches for the cost model; empty where the key does not say
-            how much there is to do.
+            how much work there is.
     """
 
     space: Callable[[Key, Arch], Iterable[Config]] | None = None
@@ -38,7 +38,7 @@ class KernelStudy(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class Study(Generic[C]):
-    """Examples, costs and bounds of one op. `sizes` names what `inputs` takes before dtype and device.
+    """Examples, costs and bounds of one op. `sizes` names the arguments of `inputs` before dtype and device.
 
     Attributes:
         inputs: `inputs(*sizes, dtype, device)` makes an example call.
@@ -48,19 +48,19 @@ class Study(Generic[C]):
         compile_cases: `compile_cases(arch, config)` gives, by name, the launches that must compile for an architecture,
             made from meta tensors: with the shipped configurations, or with `config`.
         bench_cases: `bench_cases(suite, device)` gives, by name, functions that make the call of a case of
-            `wavecrest bench`, where M × N tensors from `inputs` are not what there is to measure.
+            `wavecrest bench`, for ops whose speed is not measured on the M × N tensors from `inputs`.
         emulate_cases: `emulate_cases(arch)` gives, by name, functions that make calls (on the CPU) that
             `wavecrest isa run` adds to those from `inputs`: options that `inputs` leaves at their defaults.
         unpacked: the same call with a packed weight unpacked, for peers that have no packed weights.
         bound: how far elements of a kernel's first result may be from the reference's, float64 of its shape, or a tuple
-            with one for each result; or None where the tolerance of the op's class is all there is to judge by.
+            with one for each result; or None where only the tolerance of the op's class is used.
         call_of_key: `call_of_key(parts, device)` makes a call with the key whose parts it is given by name, so that
             recorded misses can be tuned; None where it cannot make one.
         model: `model(key, arch, taking, fallback)` gives what a cost model proposes for a key that has neither a row of
             its own nor a near one, among the backends `taking` the call, of which `fallback` would run it; or None.
         stores: the fields that a call may write to: what is written is rounded to their dtypes, which an oracle in
             float64 leaves as they are.
-        kernels: by backend, what the tools know of it.
+        kernels: the `KernelStudy` of each backend, by its name.
     """
 
     inputs: Callable[..., C]
@@ -78,5 +78,5 @@ class Study(Generic[C]):
     kernels: Mapping[str, KernelStudy[C]] = field(default_factory=dict)
 
     def kernel(self, backend: str) -> KernelStudy[C]:
-        """What the tools know of a backend; nothing where it has no configurations."""
+        """The study of a backend; an empty one where the backend has no configurations."""
         return self.kernels.get(backend) or KernelStudy()

@@ -34,7 +34,7 @@ class Stopwatch:
 
     @property
     def clock(self) -> str:
-        """What the samples are: "device events" or "host wall"."""
+        """The clock that samples are taken with: "device events" or "host wall"."""
         return "host wall" if self.device == "cpu" else "device events"
 
     def flush(self) -> None:

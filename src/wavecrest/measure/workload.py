@@ -84,7 +84,7 @@ class Buckets(dict[str, Any]):
 
 @dataclass(slots=True)
 class Workload:
-    """What the commands work on.
+    """A model with example inputs, which the commands measure and optimize.
 
     Attributes:
         model: the module, in eval mode, on the device of its inputs.

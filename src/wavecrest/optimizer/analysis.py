@@ -1,6 +1,6 @@
-"""What a run finds out about the workload besides its speed: ceilings, profiles, graph breaks.
+"""Analysis of a workload beside its speed: ceilings, profiles, graph breaks.
 
-Steps predict by it and the report shows it, but no verdict rests on it. So what cannot be found out becomes a note.
+Steps predict from it and the report shows it, but no verdict depends on it. So an analysis that fails becomes a note.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """Each method returns what it found and a note for the record, empty if there is nothing to say."""
+    """Each method returns its result and a note for the record; the note is empty if the analysis succeeded."""
 
     workload: Workload
 
     def ceilings(self) -> tuple[Ceilings | None, str]:
-        """What the device reaches in a large copy and a large matrix product."""
+        """Bandwidth and FLOP/s that the device reaches in a large copy and a large GEMM; or None with a note."""
         try:
             return measure_ceilings(self.workload.device, self.workload.dtype), ""
         except InvalidArgument as error:

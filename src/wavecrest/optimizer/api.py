@@ -43,7 +43,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class OptimizeResult:
-    """What `optimize` returns: the optimized model, the plan to replay, the report and the whole record."""
+    """Result of `optimize`: the optimized model, the plan to replay, the report and the whole record."""
 
     model: nn.Module
     plan: Plan

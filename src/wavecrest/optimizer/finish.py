@@ -82,7 +82,7 @@ def _unconfirmed(run: RunState, ratio: float, ci: Interval) -> Result:
     reason = f"the final measurement does not confirm it: all steps together {ratio:.3f}× {ci}"
     run.ledger.take_back([item.step_id for item in run.ledger.stack.applied], "reverted", reason)
     unchanged = _unchanged(run)
-    # an interval that holds 1 proves neither a gain nor that there is none
+    # an interval that contains 1 proves neither a gain nor its absence
     return unchanged.model_copy(update={"verdict": "undecided"}) if ci.high > 1 else unchanged
 
 

@@ -31,7 +31,7 @@ RUN_FILE, PLAN_FILE, REPORT_FILE = "run.json", "plan.json", "report.html"
 
 
 class Ledger:
-    """What one run has decided so far.
+    """Decisions of one run so far.
 
     Attributes:
         record: everything the report shows; `record.steps` are the outcomes, in the order in which they were decided.

@@ -53,13 +53,13 @@ class Options:
 
 
 class Progress(Protocol):
-    """What a progress display is told."""
+    """Receiver of progress messages: a display, or one that drops them."""
 
     def phase(self, text: str) -> None:
         """A new piece of work has begun."""
 
     def update(self, done: int, planned: int) -> None:
-        """How far the current piece is."""
+        """The current piece has done `done` of `planned` units."""
 
     def outcome(self, step: StepOutcome) -> None:
         """A step has its verdict."""

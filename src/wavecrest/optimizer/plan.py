@@ -37,7 +37,7 @@ FORMAT_VERSION = 1
 
 
 class Fingerprint(files.Model):
-    """What the measurements depend on."""
+    """Device, driver and versions that the measurements depend on."""
 
     arch: str
     device: str
@@ -64,7 +64,7 @@ class Fingerprint(files.Model):
         )
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """What differs, as "torch 2.12 → 2.13"."""
+        """The fields that differ, as "torch 2.12 → 2.13"."""
         mine, theirs = self.model_dump(), other.model_dump()
         return [f"{key} {mine[key]} → {theirs[key]}" for key in mine if mine[key] != theirs[key]]
 
@@ -106,7 +106,7 @@ class BucketSpec(files.Model):
 
 
 class Plan(files.Model):
-    """What `optimize` decided. `steps` has every verdict; those kept are replayed in their order."""
+    """Decisions of `optimize`. `steps` has every verdict; the kept steps are replayed in their order."""
 
     kind: Literal["plan"] = "plan"
     format_version: int = FORMAT_VERSION
@@ -172,10 +172,10 @@ class Plan(files.Model):
         return [latest[step_id] for step_id in self.stack]
 
     def match(self, workload: Workload, device: hardware.Device) -> list[str]:
-        """What differs between the plan's machine and this one (empty: nothing).
+        """The differences between the plan's machine and this one (empty: they are the same).
 
         Raises:
-            PlanMismatch: another architecture, or another model.
+            PlanMismatch: the architecture or the model is another.
         """
         here = Fingerprint.of(device)
         if here.arch != self.fingerprint.arch:

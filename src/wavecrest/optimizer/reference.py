@@ -79,7 +79,7 @@ def variation(inputs: Inputs, number: int) -> list[Tensor]:
 
 
 def reference_model(workload: Workload) -> tuple[nn.Module | None, torch.dtype | None, str]:
-    """A copy of the model in higher precision and that dtype; or None twice, with the reason why there is none."""
+    """A copy of the model in higher precision, and that dtype; or None twice, with the reason why it has no copy."""
     dtype = workload.dtype
     if dtype in ("bfloat16", "float16"):
         high = torch.float32

@@ -62,7 +62,7 @@ class RunState:
 
     @property
     def seconds_left(self) -> float:
-        """What is left of the budget."""
+        """Seconds left of the budget."""
         return self.options.budget - self.ledger.seconds_before - (self.now() - self.began)
 
     def check(self, model: nn.Module, stack: Stack) -> list[BucketError]:

@@ -53,7 +53,7 @@ def speeds(pairs: dict[str, timing.Paired]) -> list[BucketSpeed]:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What may be said of a final comparison: per bucket, and over all of them."""
+    """The speed-up to report of a final comparison: per bucket, and over all buckets."""
 
     speed: list[BucketSpeed]
     ratio: float

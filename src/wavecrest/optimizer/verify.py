@@ -132,7 +132,7 @@ def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, 
 def check_here(
     spec: str, plan_path: Path, device: str, seconds: float, index: int, *, now: timing.Clock = time.perf_counter
 ) -> VerifyProcess:
-    """What one fresh process does: load, replay the plan, gate, quality, paired timing.
+    """Check a plan in this process: load, replay the plan, gate, quality, paired timing. Run in a fresh process.
 
     Args:
         spec: the workload.

@@ -100,7 +100,7 @@ def beside(path: Path, name: str) -> Path:
 
 
 def content(path: Path) -> bytes:
-    """What a file holds, uncompressed where its name says that it is compressed.
+    """The bytes of a file, decompressed where its name ends in .gz.
 
     Raises:
         OSError: it cannot be read, or is cut short or damaged by gzip's own checksum.

@@ -34,7 +34,7 @@ _STAMP = re.compile(rf"(?P<commit>[0-9a-f]{{7,40}})@(?P<source>[0-9a-f]{{{HASH_D
 
 
 class Versions(Model):
-    """What ran; None where a package is not installed."""
+    """Versions of the packages that ran; None where a package is not installed."""
 
     wavecrest: str
     python: str
@@ -122,7 +122,7 @@ def commit_of(package: Path) -> str | None:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """What git says, None if it fails."""
+    """The output of a git command; None if it fails."""
     # set inside git's own hooks, where they name the repository of whoever calls
     environment = env.child({name: None for name in env.matching("GIT_") if name.startswith("GIT_")})
     command = ["git", "-C", str(folder), *words]
@@ -154,7 +154,7 @@ def _given_commit() -> str | None:
 
 
 def stamp() -> str:
-    """What WAVECREST_COMMIT takes where this tree is copied to, "COMMIT@HASH".
+    """The value to give WAVECREST_COMMIT where a copy of this tree runs: "COMMIT@HASH".
 
     Raises:
         EnvironmentProblem: this is no checkout, or it has changes that no commit has.

@@ -75,7 +75,7 @@ class OpTime(Model):
 
 
 class Ceilings(Model):
-    """What an op can reach at best: `bandwidth` in GB/s, `peak` in TFLOP/s by torch dtype name, and who says so."""
+    """Upper limits of an op: `bandwidth` in GB/s, `peak` in TFLOP/s by torch dtype name, and the `source` of both."""
 
     source: str
     bandwidth: float
@@ -246,7 +246,7 @@ class OptimizeRecord(Model):
 
 
 class VerifyProcess(Model):
-    """What one fresh process found."""
+    """Result of one fresh process."""
 
     process: int
     numerics: list[BucketError]
@@ -411,9 +411,9 @@ class TunedKey(Model):
 
 
 class TuneCompilation(Model):
-    """What was compiled before anything was timed: distinct kernels, those that failed, and those not reached in time.
+    """Compilation before anything was timed: distinct kernels, those that failed, and those not reached in time.
 
-    `note` says why nothing was, where that is so.
+    `note` says why, where nothing was compiled.
     """
 
     kernels: int = 0

@@ -170,7 +170,7 @@ def worst_error(checks: list[BucketError]) -> str:
 
 
 def details_line(step: StepOutcome) -> str:
-    """What the expandable part of a step holds: "32 sites · 2 buckets · 4 outputs · 41 s"."""
+    """Summary of the expandable part of a step: "32 sites · 2 buckets · 4 outputs · 41 s"."""
     counted = (
         (len(step.sites), "site", "sites"),
         (len(step.params), "parameter", "parameters"),

@@ -20,7 +20,7 @@ UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"))
 
 @dataclass(frozen=True, slots=True)
 class RooflinePanel:
-    """One bucket's scatter; `plot` is None where `missing` says why there is none."""
+    """The scatter plot of one bucket; where `plot` is None, `missing` says why."""
 
     bucket: str
     missing: str

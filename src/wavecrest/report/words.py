@@ -113,7 +113,7 @@ def _no_gain(record: OptimizeRecord, result: Result, measured: str) -> Headline:
 
 
 def evidence(record: OptimizeRecord) -> str:
-    """What the figures rest on: "measured on AMD Instinct MI300X"."""
+    """The evidence behind the figures: "measured on AMD Instinct MI300X"."""
     device = str(record.header.device.get("name", "an unnamed device"))
     arch = str(record.header.device.get("arch", "an unnamed architecture"))
     return {

@@ -1,10 +1,10 @@
-"""aiter's tuned tables of matrix products: what AMD's library has measured of itself, and would run.
+"""aiter's tuned tables of GEMMs: the kernels that AMD's library measured as its fastest, and would run.
 
-Those of 16 bits have 18 columns that begin with `gfx`, or the older 17 without it; those of 8 bits with a scale for
-each row and column ("a8w8") have 13, or 12 without it (aiter/configs/a8w8_tuned_gemm.csv). A row is found by its exact
-key, of which the architecture and the number of CUs are a part (ROCm/aiter, aiter/tuned_gemm.py and aiter/jit/core.py,
-read 2026-08-22). Its times were taken by aiter beside other libraries, not beside PyTorch, and behind a gate that lets
-up to 5 % of the elements be off: they say what is worth trying here, not what is fastest.
+Tables of 16-bit GEMMs have 18 columns that begin with `gfx`; the older form has 17 without it. Tables of 8-bit GEMMs
+with a scale for each row and column ("a8w8") have 13, or 12 without `gfx` (aiter/configs/a8w8_tuned_gemm.csv). A row is
+found by its exact key, which contains the architecture and the number of CUs (ROCm/aiter, aiter/tuned_gemm.py and
+aiter/jit/core.py, read 2026-08-22). aiter took the times beside other libraries, not beside PyTorch, and its accuracy
+gate lets up to 5 % of the elements be off. So a row says which kernel is worth trying here, not which is fastest.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from pathlib import Path
 
 from wavecrest.errors import TableError
 
-# what a row is found by; without the first in the older form
+# columns that find a row; the older form lacks the first
 KEY = ("gfx", "cu_num", "M", "N", "K", "bias", "dtype", "outdtype", "scaleAB", "bpreshuffle")
-# without these a file is no such table
+# a file without these columns is not such a table
 NEEDED = ("cu_num", "M", "N", "K", "dtype")
-# of 8 bits; with a library named they are of preshuffled weights
+# of 8-bit tables; a table that names a library is for preshuffled weights
 NEEDED_8 = ("cu_num", "M", "N", "K", "q_dtype_w", "kernelId", "us")
-# what is written: the newer forms
+# columns that are written: the newer forms
 COLUMNS = (*KEY, "libtype", "solidx", "splitK", "us", "kernelName", "err_ratio", "tflops", "bw")
 COLUMNS_8 = (
     "gfx", "cu_num", "M", "N", "K", "q_dtype_w", "kernelId", "splitK", "us", "kernelName", "tflops", "bw", "errRatio",
 )  # fmt: skip
-# lines named in a message, of all that are bad
+# number of bad lines that a message names
 SHOWN = 20
-# those that come with aiter, in its folder
+# tables that come with aiter, in its folder
 SHIPPED = ("configs/bf16_tuned_gemm.csv", "configs/model_configs/*bf16_tuned_gemm*.csv")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One product that aiter has tuned: [M, K] times [N, K]ᵀ.
+    """One GEMM that aiter has tuned: [M, K] times [N, K]ᵀ.
 
     Args:
         gfx: the architecture; None in the older form.
@@ -51,7 +51,7 @@ class Row:
         us: its time in µs; None where the table has a placeholder (0 or less).
         file: the name of the table.
         solution: its solidx, or kernelId; `split_k`: its splitK.
-        error: the share of elements that its tuner found off; None where it does not say.
+        error: the share of elements that its tuner found off; None where the table has none.
         line: in the file.
     """
 
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def eight(self) -> bool:
-        """Whether it is of 8 bits with scales of rows and columns."""
+        """True for an 8-bit GEMM with scales of rows and columns."""
         return self.dtype == "int8" or self.dtype.startswith("float8")
 
 
@@ -86,7 +86,7 @@ def cells(text: str) -> tuple[tuple[str, ...], list[dict[str, str]]]:
 
 
 def parse(text: str, file: str) -> list[Row]:
-    """The rows of a table of 16-bit or 8-bit products; `file` is its name, for people.
+    """The rows of a table of 16-bit or 8-bit GEMMs; `file` is its name, for people.
 
     Raises:
         TableError: a column is missing, or a cell is not what its column holds; the message names every such line.
@@ -184,7 +184,7 @@ def _row(row: dict[str, str], file: str, line: int) -> Row:
 
 
 def written(rows: Iterable[Row], *, eight: bool) -> str:
-    """The text of a table of 16-bit or 8-bit products in the newer form; rows have an architecture and a time."""
+    """The text of a table of 16-bit or 8-bit GEMMs in the newer form; rows have an architecture and a time."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(COLUMNS_8 if eight else COLUMNS)
@@ -227,7 +227,7 @@ def padded(M: int, N: int) -> tuple[int, ...]:
 
 
 def find(rows: Iterable[Row], arch: str, compute_units: int, M: int, N: int, K: int, dtype: str) -> Row | None:
-    """The row that aiter would take for a plain product without a bias whose result has the operands' dtype."""
+    """The row that aiter would take for a plain GEMM without a bias whose result has the operands' dtype."""
     fitting = [
         row
         for row in rows
@@ -239,6 +239,6 @@ def find(rows: Iterable[Row], arch: str, compute_units: int, M: int, N: int, K: 
     for rows_of_key in padded(M, N):
         found = [row for row in fitting if rows_of_key == row.M]
         if found:
-            # of a key that is there twice it keeps the fastest
+            # aiter keeps the fastest of several rows of one key
             return min(found, key=lambda row: math.inf if row.us is None else row.us)
     return None

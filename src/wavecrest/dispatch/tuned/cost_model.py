@@ -1,21 +1,21 @@
-"""How long a kernel takes on an architecture, from what it does: an analytic model, for ranking configurations.
+"""Predict the time of a kernel on an architecture from its work: an analytic model, for ranking configurations.
 
-An op describes the launches of a call as `Work`: equal programs of equal steps. The time of a launch is that of its
-slowest resource, and of each other one a part (`Constants.overlap`), as nothing overlaps wholly:
+An op describes the launches of a call as `Work`: equal programs of equal steps. The time of a launch is the time of its
+slowest resource plus a part of the time of every other one (`Constants.overlap`), because no overlap is complete:
 
-- *matrix*, *vector*, *lds*: what the programs of the busiest compute unit take of it. Programs run in rounds of as many
-  as registers and LDS let be resident (`occupancy`): a last round that is not full costs a whole one (wave
-  quantisation);
-- *l2*: what all programs load, at the rate of the whole L2, or the busiest unit's, at that of its port;
+- *matrix*, *vector*, *lds*: the time that the programs of the busiest compute unit use it. Programs run in rounds; a
+  round has the number of programs that registers and LDS allow to be resident (`occupancy`). A last round that is not
+  full costs as much as a full one (wave quantisation);
+- *l2*: the loads of all programs at the rate of the whole L2, or those of the busiest unit at the rate of its port;
 - *memory*: the bytes that must come from memory, over its bandwidth;
-- *latency*: the steps of a program one after another, each no shorter than its chain of dependent instructions, nor
-  than the way of a load over the steps whose loads are under way.
+- *latency*: the steps of a program one after another. A step takes at least as long as its chain of dependent
+  instructions, and at least the latency of a load divided by the number of steps whose loads are in flight.
 
-Nothing hides the *ends* (the first load, and what a program does before and after its steps), the *store* of results
-where programs end together, and the *launch*.
+Three terms are never hidden: the *ends* (the first load, and the work of a program before and after its steps), the
+*store* of results where programs end together, and the *launch*.
 
 Peaks, bandwidth, clock, L2 size and compute units are those of `hardware.Arch`, registers and LDS of `occupancy`;
-`Constants` is what no datasheet says. docs/cost_model.md has what the model is worth.
+`Constants` has the numbers that no datasheet gives. docs/cost_model.md says how good the model is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from wavecrest.hardware.occupancy import occupancy, unit
 
 # bytes a cycle and compute unit: its port to the L2 (NVIDIA: 64, AMD CDNA 2 white paper: 64), and LDS
 L2_BYTES, LDS_BYTES = 64, 128
-# of the L2, what holds operands from one use to the next
+# the share of the L2 that keeps operands from one use to the next
 L2_KEPT = 0.7
 # registers that a lane can address
 MOST_REGISTERS = {("nvidia", 32): 255, ("amd", 64): 512, ("amd", 32): 256}
@@ -48,16 +48,16 @@ HELD_AGAINST = ("sm_90",)
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What no datasheet says; docs/cost_model.md says how each was obtained.
+    """Constants that no datasheet gives; docs/cost_model.md says how each was obtained.
 
     Args:
-        overlap: of what is not the slowest resource, the part that is not hidden behind it.
-        launch, following: µs of the first launch of a call, and of each other one.
-        memory_cycles, l2_cycles: until a load is there.
-        matrix, bandwidth, l2, vector: of the peaks, what is reached.
-        step_cycles: of a step beside its products: waiting for its loads, and for the other warps.
-        program_cycles: of a program beside its steps.
-        registers: a lane, beside operands and sums.
+        overlap: the part of the time of every other resource that is not hidden behind the slowest one.
+        launch, following: µs of the first launch of a call, and of each later one.
+        memory_cycles, l2_cycles: latency of a load from memory and from the L2, in cycles.
+        matrix, bandwidth, l2, vector: the fraction of the peak that is reached.
+        step_cycles: cycles of a step beside its matrix instructions: it waits for its loads and for the other warps.
+        program_cycles: cycles of a program beside its steps.
+        registers: registers of a lane beside operands and accumulators.
     """
 
     overlap: float = 0.2
@@ -82,21 +82,21 @@ class Work:
     """One launch: equal programs, each of equal steps.
 
     Args:
-        programs, warps, steps: of the launch, of a program, of a program.
+        programs, warps, steps: programs of the launch; warps of a program; steps of a program.
         loaded: bytes that a program loads in a step.
-        fresh: bytes that the launch reads from memory: each of its operands once, or oftener where the L2 is too small.
-        depth: steps whose loads are under way while one is worked on; 0: a step waits for its own.
-        shared: bytes of LDS a program.
-        registers: a lane, of operands and sums.
+        fresh: bytes that the launch reads from memory: each operand once, or more often where the L2 is too small.
+        depth: steps whose loads are in flight while one step computes; 0: a step waits for its own loads.
+        shared: bytes of LDS per program.
+        registers: registers of a lane for operands and accumulators.
         stored: bytes that a program writes at its end.
-        matrix: operations of matrix instructions in a step, with those of padding, in the type `dtype`.
-        rate: of the peak of `dtype`, what these instructions reach.
+        matrix: operations of matrix instructions in a step, padding included, in the type `dtype`.
+        rate: the fraction of the peak of `dtype` that these instructions reach.
         vector: other operations in a step, of 32 bits.
         lds: bytes through LDS in a step.
-        chain: cycles that a step waits for its own results, beside its products and vector operations.
-        ends: cycles before and after the steps that are not every program's.
-        groups: of warps, that work at different places of a step.
-        atomics: of a program, to one address of all programs.
+        chain: cycles that a step waits for its own results, beside its matrix and vector operations.
+        ends: cycles before and after the steps, beyond those that every program has.
+        groups: warp groups that work at different places of a step.
+        atomics: atomic operations of a program to one address that all programs share.
     """
 
     programs: int
@@ -121,20 +121,20 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A time in µs, and what each of `TERMS` has of it."""
+    """A time in µs, and the µs that each of `TERMS` contributes."""
 
     us: float
     terms: Mapping[str, float]
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the time, the part of each term."""
+        """The fraction of the time that each term takes."""
         return {name: us / self.us for name, us in self.terms.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A configuration of a backend, with what is predicted of it; `default`: the backend's own."""
+    """A configuration of a backend with its prediction; `default`: it is the backend's default."""
 
     backend: str
     config: Config
@@ -143,14 +143,14 @@ class Choice:
 
 
 def peak(arch: Arch, dtype: str) -> float:
-    """Operations a cycle and compute unit: of matrix instructions, or of float32 as they are."""
+    """Operations per cycle and compute unit: of matrix instructions, or of plain float32 instructions."""
     # tf32 at half the rate of 16 bits
     rate = max(arch.peak_fp32, arch.peak_16bit / 2) if dtype == "tf32" else arch.peak(dtype)
     return rate * 1e3 / (arch.compute_units * arch.clock)
 
 
 def _registers(work: Work, arch: Arch, constants: Constants) -> tuple[int, float]:
-    """Registers a lane that the compiler can take, and how many more are spilled."""
+    """Registers per lane that the compiler can use, and the number of those that it must spill."""
     one = unit(arch, wgp=False)
     most = one.registers // math.ceil(work.warps / one.simds) // one.granule * one.granule
     most = min(most, MOST_REGISTERS[arch.vendor, arch.wave_size])
@@ -159,7 +159,7 @@ def _registers(work: Work, arch: Arch, constants: Constants) -> tuple[int, float
 
 
 def resident(work: Work, arch: Arch, constants: Constants = CONSTANTS) -> int:
-    """Programs that a compute unit holds at a time; 0 where not one fits."""
+    """Programs that are resident on a compute unit at a time; 0 where none fits."""
     one = unit(arch, wgp=False)
     vgpr, _ = _registers(work, arch, constants)
     found = occupancy(arch, vgpr=vgpr, sgpr=0, lds=work.shared, warps=work.warps, wgp=False)
@@ -174,7 +174,7 @@ def l2_bytes(arch: Arch) -> float:
 def predict_launch(
     work: Work, arch: Arch, constants: Constants = CONSTANTS, *, following: bool = False
 ) -> Prediction | None:
-    """The time of one launch; None where not one program fits. `following`: another one is in front of it."""
+    """The time of one launch; None where no program fits. `following`: another launch comes before it."""
     fit = resident(work, arch, constants)
     if fit == 0:
         return None
@@ -215,12 +215,12 @@ def predict_launch(
 
 
 def _memory_bytes(arch: Arch, constants: Constants) -> float:
-    """Bytes a cycle that memory gives."""
+    """Bytes per cycle that memory delivers."""
     return arch.bandwidth * constants.bandwidth / arch.clock
 
 
 def predict(works: Sequence[Work], arch: Arch, constants: Constants = CONSTANTS) -> Prediction | None:
-    """The time of launches one after another; None where a program does not fit, or nothing is launched."""
+    """The time of consecutive launches; None where a program does not fit, or nothing is launched."""
     terms = dict.fromkeys(TERMS, 0.0)
     for place, work in enumerate(works):
         one = predict_launch(work, arch, constants, following=place > 0)
@@ -240,7 +240,7 @@ class Described(Protocol):
 
     @property
     def work(self) -> Callable[[tuple[Any, ...], Config, Arch], tuple[Work, ...]] | None:
-        """What the launches of a key do."""
+        """The function that describes the launches of a key as `Work`."""
 
 
 def rank(
@@ -254,8 +254,8 @@ def rank(
 
     Args:
         kernels: by backend, the one of the highest priority first.
-        key: the call's; of a key that does not say how much there is to do nothing is ranked.
-        arch: where it would run, here or not.
+        key: the call's key; where it does not say how much work there is, nothing is ranked.
+        arch: the architecture it would run on, which need not be that of this machine.
         backends: only these; None: all that describe their work.
         constants: see `Constants`.
     """
@@ -273,10 +273,11 @@ def rank(
 def propose(
     kernels: Mapping[str, Described], key: tuple[Any, ...], arch: Arch, _taking: Sequence[str], fallback: str
 ) -> Proposal | None:
-    """What to run in place of the fallback's default configuration, or None to keep it; see `Study.model`.
+    """The configuration to run in place of the fallback's default, or None to keep the default; see `Study.model`.
 
-    Of the fallback alone: a library's time is not modelled, and other kernels of ours run where a measured row names
-    them. On architectures that the model was not held against the default stays.
+    Only the fallback's configurations are ranked: the model has no times of libraries, and wavecrest's other kernels
+    run only where a measured row names them. The default stays on architectures without measurements to hold the model
+    against.
     """
     if arch.name not in HELD_AGAINST:
         return None

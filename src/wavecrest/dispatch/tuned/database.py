@@ -25,9 +25,9 @@ class Database:
     Args:
         folder: holds `<arch>/<op>.csv`; None: the rows that come with the package.
         arch: the architecture whose rows hold, such as "sm_90"; None: that of the current GPU.
-        overlay: the user's own rows, which stand before those of the folder; None: there are none.
+        overlay: the user's own rows, which win over those of the folder; None: no such rows.
 
-    What others have published is in the package, and of another folder in its folder "prior" (see `published`).
+    Published choices are read from the package, or from the folder "prior" of another `folder` (see `published`).
     """
 
     def __init__(self, folder: Path | None = None, arch: str | None = None, overlay: Overlay | None = None) -> None:
@@ -89,7 +89,7 @@ class Database:
         return rows
 
     def look_up(self, op: str, fields: tuple[str, ...], key: RowKey) -> Proposal | None:
-        """What was measured for this very key, or None.
+        """The proposal of the row that was measured for exactly this key, or None.
 
         Args:
             op, fields: as for `rows`.
@@ -109,14 +109,14 @@ class Database:
         return proposal
 
     def prior(self, op: str, fields: tuple[str, ...], key: RowKey) -> Proposal | None:
-        """What others have published for a key, or None; arguments and errors are those of `look_up`."""
+        """The published choice for a key, or None; arguments and errors are those of `look_up`."""
         known = self._published.get(op)
         if known is None:
             known = self._published[op] = published.read(self._prior / self.arch / f"{op}.csv", fields)
         return known.look_up(fields, key)
 
     def said(self, op: str, row: Row) -> str:
-        """What a row of `rows` says, for people."""
+        """The times of a row of `rows` and their source, as text for people."""
         return said(row, user=row.key in self._users[op])
 
 

@@ -1,4 +1,4 @@
-"""Calls that ran without a measured row of their own, one JSON object a line: what `wavecrest tune FILE` tunes.
+"""Untuned calls, whose key has no measured row: one JSON object per line, for `wavecrest tune FILE`.
 
 Processes append to one file at once: a line is written by one call, to a file that is opened for appending.
 """
@@ -18,7 +18,7 @@ from wavecrest.errors import OutputError, TableError
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A key without a row: the op, the architecture, the key's parts by name, and what ran instead."""
+    """A key without a row: the op, the architecture, the key's parts by name, and the backend that ran instead."""
 
     op: str
     arch: str
@@ -63,7 +63,7 @@ def read(path: Path) -> list[Miss]:
     """The misses of a file, each op and key once, in the order of their first line.
 
     Raises:
-        TableError: it cannot be read, or has lines that are none; the message names all of them.
+        TableError: the file cannot be read, or has lines that are not misses; the message names all of them.
     """
     try:
         text = path.read_bytes().decode()

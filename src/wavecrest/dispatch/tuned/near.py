@@ -1,10 +1,10 @@
-"""A row of a neighbouring size for a call that has none of its own.
+"""A row of a neighbouring size for a call whose key has no measured row.
 
 Two keys are neighbours where they differ in sizes alone (`Op.key_sizes`); their distance is the sum of the binary
-logarithms of the sizes' ratios. What runs where nothing is measured keeps a call unless the measurements leave no
-doubt: each of the `WITNESSES` nearest rows within `LIMIT` must have beaten it by `LEAD`, and the row that is taken must
-have a configuration that fits the call. `wavecrest db leave-one-out` says what that gains and loses; the numbers are
-from there (docs/database.md).
+logarithms of the sizes' ratios. The fallback, which runs where nothing is measured, keeps a call unless the
+measurements leave no doubt: each of the `WITNESSES` nearest rows within `LIMIT` must have beaten it by `LEAD`, and the
+row that is taken must have a configuration that fits the call. `wavecrest db leave-one-out` measures what near rows
+gain and lose; the numbers come from it (docs/database.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def distance(one: RowKey, other: RowKey, sizes: tuple[int, ...]) -> float | None
     for place, (a, b) in enumerate(zip(one, other, strict=True)):
         if a == b and type(a) is type(b):
             continue
-        # a size of 0 is an unknown one, or none at all
+        # a size of 0 is unknown or absent
         if place not in sizes or type(a) is not int or type(b) is not int or a <= 0 or b <= 0:
             return None
         total += abs(math.log2(a / b))
@@ -53,7 +53,7 @@ def distance(one: RowKey, other: RowKey, sizes: tuple[int, ...]) -> float | None
 
 
 def neighbours(rows: Iterable[Row], key: RowKey, sizes: tuple[int, ...]) -> list[Neighbour]:
-    """The rows of other keys within `LIMIT`, nearest first; what others measured has no baseline, and is left out."""
+    """The rows of other keys within `LIMIT`, nearest first, without rows measured by others: they have no baseline."""
     found = []
     for row in rows:
         if row.evidence.origin or row.key == key:
@@ -61,7 +61,7 @@ def neighbours(rows: Iterable[Row], key: RowKey, sizes: tuple[int, ...]) -> list
         away = distance(key, row.key, sizes)
         if away is not None and away <= LIMIT:
             found.append(Neighbour(away, row))
-    # of equally near rows the smaller call: it has the less room for programs that wait
+    # of equally near rows the smaller call: it has less room for programs that wait
     return sorted(found, key=lambda one: (one.distance, one.row.us))
 
 
@@ -71,7 +71,7 @@ def choose(
     baseline: Callable[[Row], float | None],
     misfit: Callable[[Row], str],
 ) -> Found:
-    """The row to take for a key that has none of its own.
+    """The row to take for a key that has no measured row.
 
     Args:
         near: from `neighbours`.

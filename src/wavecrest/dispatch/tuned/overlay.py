@@ -33,7 +33,7 @@ _ALL = (*PLACE, *COLUMNS, *EVIDENCE)
 _UNIQUE = (*PLACE, "device", "units", "versions", "origin")
 # seconds that a writer waits for others
 PATIENCE = 60.0
-# longer keys and cells are no rows of ours
+# wavecrest writes no longer keys and cells, so a row that has one is damaged
 MOST_TEXT = 1 << 16
 
 
@@ -132,10 +132,10 @@ class Overlay:
             pass
 
     def check(self) -> list[str]:
-        """What is wrong with the file as a whole; rows that are damaged raise where they are read.
+        """Problems of the file as a whole; a damaged row raises when it is read.
 
         Raises:
-            TableError: it cannot be read at all.
+            TableError: the file cannot be read at all.
         """
         if not os.path.exists(self.path):
             return []

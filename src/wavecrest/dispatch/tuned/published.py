@@ -1,8 +1,8 @@
-"""Choices that others have published, for keys that nothing of ours was measured for.
+"""Choices that others have published, for keys without a measured row of wavecrest.
 
-Such a *prior* says which implementation was the fastest elsewhere: no time, no configuration, and the kernels were not
-ours. A file `prior/<arch>/<op>.csv` has a column for each part of the key that the publication names, then `COLUMNS`;
-parts that have no column may be anything. Measured rows of a key and near rows stand before it.
+Such a *prior* says which implementation was the fastest elsewhere. It has no time and no configuration, and the kernels
+were not wavecrest's. A file `prior/<arch>/<op>.csv` has a column for each part of the key that the publication names,
+then `COLUMNS`; parts that have no column may be anything. A key's measured row and near rows win over a prior.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = ("backend", "published", "source")
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What was published for some keys: `parts` by name, the backend that it is mapped to, its words, its source."""
+    """A published choice for some keys: `parts` by name, the backend it is mapped to, its words, its source."""
 
     parts: Mapping[str, Cell]
     backend: str
@@ -33,7 +33,7 @@ class Prior:
     source: str
 
     def proposal(self) -> Proposal:
-        """What dispatch is told."""
+        """The proposal that dispatch gets."""
         reason = f"prior data, published by others and not measured here: {self.published} ({self.source})"
         return Proposal(self.backend, None, "prior", reason)
 
@@ -47,7 +47,7 @@ class Priors:
         self.rows = rows
 
     def look_up(self, fields: tuple[str, ...], key: RowKey) -> Proposal | None:
-        """What was published for a key, or None; `fields` names its parts."""
+        """The published choice for a key, or None; `fields` names the parts of the key."""
         if not self.rows:
             return None
         parts = dict(zip(fields, key, strict=True))

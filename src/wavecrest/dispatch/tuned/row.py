@@ -15,7 +15,7 @@ RowKey = tuple[Cell, ...]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a row rests on; empty where it is not known.
+    """The run that a row comes from; a field is empty where it is not known.
 
     Args:
         default_us: the time of the default configuration in the same run, in µs.
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the database, or a model, says of a key; `reason` is for people."""
+    """The choice for a key by the database or a cost model; `reason` is for people."""
 
     backend: str
     config: Config | None
@@ -91,7 +91,7 @@ def versions_text(torch: str | None, triton: str | None, driver: str) -> str:
 
 @cache
 def here() -> Here:
-    """Of the current device; looked up once a process."""
+    """Device and versions of this process; looked up once."""
     from importlib import metadata
 
     import torch
@@ -108,7 +108,7 @@ def here() -> Here:
 
 
 def said(row: Row, *, user: bool = False) -> str:
-    """What was measured, and what is not as it is here, for people."""
+    """Times and source of a row, and how device and versions differ from those here, as text for people."""
     evidence = row.evidence
     native = "native PyTorch does not run it" if row.native_us is None else f"native {row.native_us:.1f} µs"
     if evidence.origin:
@@ -119,7 +119,7 @@ def said(row: Row, *, user: bool = False) -> str:
 
 
 def differences(evidence: Evidence) -> str:
-    """What of the device and the versions of a row is other than here; "" where it is the same, or not known."""
+    """The parts of a row's device and versions that differ from those here; "" where they are the same or not known."""
     now = here()
     found = []
     if evidence.device and evidence.device != now.device:

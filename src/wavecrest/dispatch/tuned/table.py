@@ -104,7 +104,7 @@ def _parse(text: str, fields: tuple[str, ...], path: Path) -> dict[RowKey, Row]:
 
 
 class Malformed(Exception):
-    """What is wrong with a row, and what to do."""
+    """A row is malformed; the message says what is wrong and what to do."""
 
 
 def _row(cells: list[str], width: int, columns: int) -> Row:
@@ -148,7 +148,7 @@ def _error(text: str) -> float:
 
 
 def cell_of(text: str) -> Cell:
-    """What a cell of a key says."""
+    """The value of a cell of a key: None, a bool, an int or text."""
     if text == "":
         return None
     if text in ("true", "false"):

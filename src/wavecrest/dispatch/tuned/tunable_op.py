@@ -1,7 +1,7 @@
-"""Result files of PyTorch's TunableOp: which solution of rocBLAS or hipBLASLt was the fastest for a product.
+"""Result files of PyTorch's TunableOp: which solution of rocBLAS or hipBLASLt was the fastest for a GEMM.
 
 Lines are `Validator,NAME,VALUE`, or an operator with its types and transpositions, its sizes, the solution and the mean
-time in ms (torch/cuda/tunable.py, torch 2.13). Sizes are column-major: M of a file is N of `gemm`, and the other way.
+time in ms (torch/cuda/tunable.py, torch 2.13). Sizes are column-major: M of a file is N of `gemm`, and N is M.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIZES = re.compile(r"([nt]{2})_(\d{1,12})_(\d{1,12})_(\d{1,12})(?:_ld_(\d{1,12}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One product that was tuned.
+    """One GEMM that was tuned.
 
     Args:
         operator, sizes, solution: as the file has them.
@@ -70,7 +70,7 @@ def read(path: Path) -> Results:
     """The results in a file.
 
     Raises:
-        TableError: it cannot be read, or has lines that are none of TunableOp's; the message names them.
+        TableError: the file cannot be read, or has lines that TunableOp did not write; the message names them.
     """
     try:
         text = path.read_bytes().decode()
@@ -85,7 +85,7 @@ def parse(text: str, file: str) -> Results:
     """The results in a text; `file` is its name, for people.
 
     Raises:
-        TableError: it has lines that are none of TunableOp's; the message names them.
+        TableError: the text has lines that TunableOp did not write; the message names them.
     """
     validators: list[tuple[str, str]] = []
     rows: list[Row] = []

@@ -17,12 +17,12 @@ from wavecrest.models.xlstm.layers import SEQUENCE_BELOW
 
 @dataclass
 class mLSTMBackendConfig:
-    """What an `mLSTMBackend` runs, under the official package's names.
+    """Kernels and settings of an `mLSTMBackend`, under the official package's names.
 
     Attributes:
         chunkwise_kernel, sequence_kernel, step_kernel: "auto" for the dispatcher's choice by shape, or a name of the
             official package (`get_available_mlstm_kernels` and its siblings), which wins over that choice.
-        mode: of calls that name none: "train", "train_with_padding" or "inference"; any sequence length runs in each.
+        mode: for calls without a mode: "train", "train_with_padding" or "inference"; any sequence length runs in each.
         chunk_size: kept for configurations that have it; kernels choose their own, and results do not depend on it.
         return_last_states: of calls that do not say; for mode "inference" see `mLSTMBackend.forward`.
         autocast_kernel_dtype: kept for configurations that have it; kernels run in their operands' dtype.
@@ -71,7 +71,7 @@ def _check_mode(mode: Any) -> None:
 
 
 def _check_states(kernel: str, mode: str) -> None:
-    """Refuse states where there are none, as the official package does."""
+    """Refuse to return states where kernel or mode has no states, as the official package does."""
     if not kernels.has_state(kernel):
         raise InvalidArgument(
             f"mLSTMBackend: {kernel} has no states; set return_last_states=False or take a chunkwise kernel"

@@ -84,7 +84,7 @@ class xLSTMLargeConfig:
         num_blocks: blocks, each an mLSTM layer and a gated MLP.
         vocab_size: tokens.
         use_bias: biases in projections and norms; the gates always have some.
-        norm_eps: of all norms.
+        norm_eps: epsilon of all norms.
         norm_reduction_force_float32: kept for the files; reductions are in float32 always.
         add_out_norm: a norm behind the last block.
         qk_dim_factor, v_dim_factor: `qk_dim` and `v_dim` over `embedding_dim`.
@@ -98,11 +98,11 @@ class xLSTMLargeConfig:
         inference_state_dtype: of the cell state c: "float32" or "float16". With "bfloat16" it is float32, with a
             warning; n and m are float32 always.
         ffn_proj_factor, ffn_round_up_to_multiple_of: see `ffn_dim`.
-        gate_soft_cap, output_logit_soft_cap: cap · tanh(x / cap) of the gates and of the logits; 0 or None: none.
+        gate_soft_cap, output_logit_soft_cap: cap · tanh(x / cap) of the gates and of the logits; 0 or None: no cap.
         weight_mode: "single" or "fused" projections.
         tie_word_embeddings: the logits' weight is the embedding's.
-        bos_token_id, eos_token_id, pad_token_id: for `generate`; None: there is none. The first is of the vocabulary,
-            as it is read.
+        bos_token_id, eos_token_id, pad_token_id: for `generate`; None: no such token. `bos_token_id` must be in the
+            vocabulary, as the model reads it.
         force_bos_token_insert: `generate` puts `bos_token_id` before prompts that do not begin with it.
     """
 
@@ -186,7 +186,7 @@ class xLSTMLargeConfig:
             raise InvalidArgument(f"xLSTM: eos_token_id must be a whole number, a list of them or None, got {ends!r}")
 
     def _check_states(self) -> None:
-        """What cannot give back a state, as the official package has it."""
+        """Refuse modes and kernels that cannot return a state, as the official package does."""
         if not self.return_last_states:
             return
         if self.mode == "train_with_padding":
@@ -327,7 +327,7 @@ class xLSTMLargeConfig:
         return {name: value for name, value in own.items() if not (name.endswith("_kernel") and value == kernels.AUTO)}
 
     def _strange(self) -> list[str]:
-        """What transformers cannot read, or computes otherwise, and why."""
+        """Settings that transformers cannot read or computes in another way, each with the reason."""
         caps = {name: getattr(self, name) for name in _CAPS}
         found = [f"{name}={cap} (it divides by a number)" for name, cap in caps.items() if not cap]
         if not self.add_out_norm:

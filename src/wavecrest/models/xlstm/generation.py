@@ -36,11 +36,11 @@ class DecodeFallback(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What `xLSTMLarge.generate` made.
+    """Result of `xLSTMLarge.generate`.
 
     Attributes:
-        tokens: int64 [B, T] on the CPU, new tokens alone; T at most max_new_tokens. Behind a row's end: padding.
-        lengths: int64 [B]: a row's tokens, the one that ended it among them.
+        tokens: int64 [B, T] on the CPU, new tokens alone; T is at most max_new_tokens. Padding follows a row's end.
+        lengths: int64 [B]: number of tokens of each row, with the one that ended it.
         decoding: "captured", or "eager: " and the reason.
     """
 
@@ -147,9 +147,9 @@ class Decoder:
             self.noise.exponential_(generator=generator)
 
     def _work(self, model: xLSTMNetwork) -> Tensor:
-        """What a graph holds; the logits [B, V], to be compared."""
+        """The step that a graph captures. Returns the logits [B, V], for comparison."""
         arrivals = self.pool.arrivals if self.counted else None
-        # four operations on all logits less where nothing but the largest is asked for
+        # greedy sampling needs only the largest logit: without the cap it saves four operations on all logits
         logits = model.decode(self.token, self.pool.state, arrivals, capped=not self._sampling.greedy)
         self.token.copy_(self._sampling.pick(logits, self.noise))
         return logits
@@ -214,16 +214,16 @@ def fingerprint(model: xLSTMNetwork) -> tuple[Any, ...]:
 
 
 def _decoder(model: xLSTMNetwork, state: State, logits: Tensor, sampling: Sampling) -> tuple[Any, Decoder]:
-    """The model's last decoder where it fits and is free, else a new one; and what it is for."""
+    """(key, decoder): the model's last decoder where its key fits and it is free, else a new one."""
     key = (tuple(logits.shape), logits.device, state[0][0].dtype, sampling, fingerprint(model))
     # taken out while it is used, so that two streams do not share one, and before a new one takes memory
     kept = _decoders.pop(model, None)
     return kept if kept is not None and kept[0] == key else (key, Decoder(state, logits, sampling))
 
 
-# what a pass is for: a prompt of one row or of several, as a size of 1 is compiled apart; steps by their number of rows
+# kind of a pass: a prompt of one row or of several, as a size of 1 is compiled apart; or steps, by their number of rows
 Kind = tuple[str, int]
-# of each model what its kernels were compiled ahead for
+# for each model, the kinds of passes whose kernels were compiled ahead
 _rehearsed: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
 
 
@@ -291,7 +291,7 @@ def _whole(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """What `xLSTMLarge.generate` and `stream` were asked for; see there."""
+    """Arguments of `xLSTMLarge.generate` and `stream`, which document them."""
 
     max_new_tokens: int
     sampling: Sampling

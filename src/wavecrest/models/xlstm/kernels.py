@@ -36,13 +36,13 @@ class KernelFallback(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What a name means: an op, the backend asked for (None: the dispatcher's choice), and its input gate."""
+    """Meaning of a kernel's name: an op, the backend asked for (None: the dispatcher's choice), and its input gate."""
 
     name: str
     op: str
     backend: str | None
     input_gate: str = "exp"
-    # False: the name is of a kernel without states, which is what its users get
+    # False: the official kernel of this name has no states, so this one returns none either
     state: bool = True
 
 
@@ -227,7 +227,7 @@ def chunk_of(kernel: Kernel, size: int) -> int | None:
 
 
 def states_of(kernel: Kernel, result: Result, asked: bool) -> Any:
-    """What the official package's kernel of this name returns."""
+    """The result in the form that the official package's kernel of this name returns."""
     h, state = result
     if not asked or state is None:
         return h

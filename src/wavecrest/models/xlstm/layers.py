@@ -166,7 +166,7 @@ class MLSTMLayer(nn.Module):
 
 
 def fused_projections(model: nn.Module) -> Iterator[FusedProjection]:
-    """Those of a model's layers."""
+    """The fused projections of a model's mLSTM layers."""
     for module in model.modules():
         if isinstance(module, MLSTMLayer) and module.fused:
             yield module.projection

@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 # safetensors' names of what a weight may be stored in
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
-# what transformers calls arguments of ours
+# transformers' names of arguments of `from_pretrained`
 _SYNONYMS = {"torch_dtype": "dtype", "device_map": "device"}
 _SHARD = re.compile(r"model(_\d+|-\d+-of-\d+)\.safetensors")
 
@@ -66,7 +66,7 @@ def _files(folder: Path) -> list[Path]:
     """The files of weights, in order.
 
     Raises:
-        CheckpointError: there are none, or one that the index names is missing.
+        CheckpointError: the folder has no such file, or one that the index names is missing.
     """
     index = folder / INDEX
     if index.is_file():
@@ -154,7 +154,7 @@ def load(
     quantize: str | None,
     changes: Mapping[str, Any],
 ) -> Network:
-    """What `xLSTMLarge.from_pretrained` does; see there."""
+    """Load a model for `xLSTMLarge.from_pretrained`, which documents arguments and errors."""
     path = Path(folder)
     if not path.is_dir():
         raise CheckpointError(
@@ -217,7 +217,7 @@ def _fill(value: Tensor, reader: _Reader, parts: list[weights.Rows]) -> None:
 
 
 def save(model: xLSTMNetwork, folder: str | Path, form: str, weight_mode: str | None, max_shard_bytes: int) -> None:
-    """What `xLSTMLarge.save_pretrained` does; see there."""
+    """Save a model for `xLSTMLarge.save_pretrained`, which documents arguments and errors."""
     # transformers 5.23 fails to initialise fused layers, which it does before it loads them
     mode = weight_mode or ("single" if form == "huggingface" else model.config.weight_mode)
     path = Path(folder)

@@ -62,7 +62,7 @@ class BlockStack(nn.Module):
 
 
 class xLSTMNetwork(nn.Module):
-    """What `xLSTMLarge` computes: logits and states; it generates, loads and saves besides."""
+    """Forward pass of `xLSTMLarge`: logits and states. `xLSTMLarge` adds generating, loading and saving."""
 
     def __init__(
         self,

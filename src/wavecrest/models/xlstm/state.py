@@ -68,7 +68,7 @@ def clone_state(state: State) -> State:
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """What is made within can be written to in every mode; tensors of `torch.inference_mode` only inside of it."""
+    """Tensors made inside can be written to in every mode; those of `torch.inference_mode` only inside that mode."""
     # in this order, as the first turns gradients on
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -11,7 +11,7 @@ from torch import Tensor
 from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
 
-# fused projection: the single ones, in the order of its rows
+# fused projection: its single projections, in the order of its rows
 FUSED = {
     "mlstm_layer.qkv_opreact": ("mlstm_layer.q", "mlstm_layer.k", "mlstm_layer.v", "mlstm_layer.ogate_preact"),
     "mlstm_layer.ifgate_preact": ("mlstm_layer.igate_preact", "mlstm_layer.fgate_preact"),
@@ -43,7 +43,7 @@ def _block(name: str) -> tuple[str, str, str]:
 
 
 def fused_rows(config: xLSTMLargeConfig) -> dict[str, dict[str, int]]:
-    """Of each fused projection the single ones with their rows, in order."""
+    """The single projections of each fused one, with their numbers of rows, in order."""
     sizes = {
         _QKVO: (config.qk_dim, config.qk_dim, config.v_dim, config.v_dim),
         _IF: (config.num_heads, config.num_heads),
@@ -79,7 +79,10 @@ def shapes(config: xLSTMLargeConfig, weight_mode: str) -> dict[str, tuple[int, .
 
 
 def sources(name: str, config: xLSTMLargeConfig, weight_mode: str, count: int) -> list[Rows]:
-    """What of tensors in their `weight_mode` makes up the `count` rows of parameter `name` of either mode, in order."""
+    """The parts of stored tensors, saved in `weight_mode`, that make up the `count` rows of parameter `name`, in order.
+
+    `name` may be the parameter of a single or of a fused projection.
+    """
     block, module, parameter = _block(name)
     rows = fused_rows(config)
     if module in rows and weight_mode == "single":

@@ -1,4 +1,4 @@
-"""What a step is, and the copy of a model that steps work on.
+"""The base class of steps, and the copy of a model that steps work on.
 
 A step never touches the user's model. It works on a structural copy: new module objects that share every parameter
 and buffer with the original, so that base and candidate live side by side at the cost of the new tensors alone, and a
@@ -29,7 +29,7 @@ PHASES: tuple[Phase, ...] = ("environment", "surgery", "setting", "compile", "ca
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a step would change. No sites means there is nothing to do, with the reason in `note`.
+    """The sites that a step would change. Without sites there is nothing to do, and `note` has the reason.
 
     `params` is JSON and is all that `apply` needs to do the same again from a plan file.
     """
@@ -49,7 +49,7 @@ class Prediction:
 
 @dataclass(slots=True)
 class StepContext:
-    """What a step may look at: the workload, the device, and where the time of the kept stack goes."""
+    """The inputs of a step: the workload, the device, and the profile of the model with the steps kept so far."""
 
     workload: Workload
     device: Device
@@ -97,7 +97,7 @@ class Step:
     group: str | None = None
 
     def find(self, context: StepContext) -> Found:
-        """What this step would change.
+        """Find the sites that this step would change.
 
         Raises:
             StepRefused: the step must not run here; the message is its verdict's reason.

@@ -89,7 +89,7 @@ class EnvironmentStep(Step):
 
 @dataclass(slots=True)
 class Trials:
-    """What came of the candidates: those that ran, those that help, and a line for each."""
+    """Results of the candidates: those that ran, those that help, and a line for each."""
 
     done: list[EnvironmentTrial] = field(default_factory=list)
     kept: list[EnvironmentTrial] = field(default_factory=list)
@@ -137,7 +137,7 @@ def try_candidates(
 
 
 def _child_seconds(context: StepContext) -> float:
-    """What a child process will take before one has run: interpreter and imports, loading, sampling."""
+    """Expected seconds of a child process before the first has run: interpreter and imports, loading, sampling."""
     return CHILD_START + context.workload.load_seconds + CHILD_SAMPLING * len(context.workload.buckets)
 
 

@@ -1,8 +1,8 @@
 """Projection fusion: Linear layers that read the same input become one GEMM (Q, K, V; gate and up).
 
-The model's own forward stays. The first of the fused layers computes the wide product and leaves it for the others,
-which return their slice if they are called with that very tensor, and compute their own slice otherwise. So a forward
-that calls them in another order, or with another input, is still right.
+The model's own forward stays. The first of the fused layers computes the wide GEMM and keeps the result for the others.
+Those return their slice if they are called with the same tensor object, and compute their own slice otherwise. So a
+forward that calls them in another order, or with another input, is still right.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GATE_UP_NAMES = (("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"))
 
 
 class FusedWeights(nn.Module):
-    """The stacked weight of several Linear layers, [sum of out_features, in_features], and the last product."""
+    """The stacked weight of several Linear layers, [sum of out_features, in_features], and its last result."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class FusedWeights(nn.Module):
             )
         else:
             self.register_parameter("bias", None)
-        # what computes the wide product: (x, weight, bias) -> [..., N]
+        # the function that computes the wide GEMM: (x, weight, bias) -> [..., N]
         self.product_of: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
-        # the tensor the wide product was computed from, and the product; None between forwards
+        # the input of the last wide GEMM, and its result; None between forwards
         self.source: Tensor | None = None
         self.product: Tensor | None = None
 
@@ -75,7 +75,7 @@ class FusedSlice(nn.Module):
         return None if self.fused.bias is None else self.fused.bias[self.start : self.stop]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] to [..., out_features], a view of the wide product."""
+        """x [..., in_features] to [..., out_features], a view of the wide result."""
         fused = self.fused
         if self.first:
             fused.source = x
@@ -157,7 +157,7 @@ def _refusal(
 
 
 class FuseLinears(Step):
-    """Replace groups of Linear layers that read one tensor by slices of one product."""
+    """Replace groups of Linear layers that read one tensor by slices of one GEMM."""
 
     names: ClassVar[tuple[tuple[str, ...], ...]]
     level = 3

@@ -43,7 +43,7 @@ def _steps() -> dict[str, Step]:
         *attention_steps(),
         FuseQKV(),
         FuseGateUp(),
-        # after the fusions, whose wide products have rows of their own in the table
+        # after the fusions, because the table has separate rows for their wide GEMMs
         RouteLinear(),
         ReplaceAttention(),
         ReplaceSDPA(),
@@ -66,7 +66,7 @@ def step_by_id(step_id: str) -> Step:
     """The step of an id.
 
     Raises:
-        PlanError: there is none, so the plan comes from another version or needs an extension package.
+        PlanError: no step has this id: the plan comes from another version, or needs an extension package.
     """
     try:
         return _steps()[step_id]

@@ -20,7 +20,7 @@ GATE_DTYPE = {"tf32": "float16", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def gate_dtype(step_ids: Iterable[str]) -> str | None:
-    """Whose tolerance holds for a model with these steps: None (its own dtype's) unless one of them is a precision."""
+    """The dtype whose tolerance holds for a model with these steps: None (its own dtype) without a precision step."""
     for step_id in step_ids:
         group, _, name = step_id.partition(":")
         if group == "precision":

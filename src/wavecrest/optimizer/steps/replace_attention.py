@@ -156,7 +156,7 @@ def sdpa_calls(model: nn.Module, inputs: Inputs) -> list[tuple[str, Call]]:
 
 
 def _note(routes: list[dict[str, Any]]) -> str:
-    """What runs for which calls, in one line."""
+    """One line that names the backend of every call."""
     lines = Counter(
         f"{row['bucket']}: {row['queries']} queries, {row['keys']} keys {row['op']} {row['backend']} ({row['reason']})"
         for row in routes
@@ -278,7 +278,7 @@ def _one_row(given: dict[str, Any]) -> Tensor | None:
 
 
 def _padding(given: dict[str, Any], keys: int) -> Tensor | None:
-    """True for tokens among the first `keys` keys that are no padding, bool [B, keys]; None where all are none."""
+    """True for those of the first `keys` keys that are no padding, bool [B, keys]; None where no key is padding."""
     from transformers.masking_utils import prepare_padding_mask
 
     first = given.get("kv_offset", 0)
@@ -314,7 +314,7 @@ def _is_window_alone(given: dict[str, Any]) -> bool:
 
 
 def _lengths(given: dict[str, Any], end: Tensor) -> tuple[Tensor | None, str]:
-    """The mask of lengths of queries whose last key is at the place end − 1 of [1], or why there is none."""
+    """The mask of lengths of queries whose last key is at `end` − 1 (`end`: [1]); or None, with the reason."""
     import torch
 
     from wavecrest.nn.attention import lengths_mask

@@ -23,7 +23,7 @@ NATIVE = ("torch", "reference")
 
 
 def decisions(model: nn.Module, inputs: Inputs) -> dict[str, list[Decision]]:
-    """What dispatch would run for each call of each Linear layer in one forward, by the layer's path."""
+    """The decision of dispatch for each call of each Linear layer in one forward, by the layer's path."""
     found: dict[str, list[Decision]] = {}
     handles = []
     for path, module in model.named_modules():

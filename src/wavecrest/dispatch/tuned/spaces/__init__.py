@@ -1,4 +1,4 @@
-"""What `wavecrest tune` tries, as data: a TOML file an op, read on request."""
+"""Search spaces of `wavecrest tune` as data: one TOML file per op, read on request."""
 
 from __future__ import annotations
 
