@@ -960,8 +960,8 @@ def test_any_call(call: dict[str, Any]) -> None:
         options["alibi_slopes"] = random(shape, torch.float32, device, call["seed"] + 6).abs() / 8
     if call["sinks"]:
         options["sinks"] = random((heads,), torch.float32, device, call["seed"] + 7)
-    call = FlashAttentionCall(*(_view(call, i, shape, device) for i, shape in enumerate(shapes)), **options)
-    assert_attends("triton", call, call["config"])
+    made = FlashAttentionCall(*(_view(call, i, shape, device) for i, shape in enumerate(shapes)), **options)
+    assert_attends("triton", made, call["config"])
 
 
 # on a GPU alone
