@@ -174,7 +174,8 @@ def carried(op: Described, key: Key, row: Row, fields: tuple[str, ...]) -> Row:
 def baseline(op: Described, taking: tuple[str, ...], fallback: str, row: Row) -> float | None:
     """The fallback's time in the run that measured a row, in µs; None where that run did not time the fallback.
 
-    Each run times PyTorch and the default configuration of one backend, the first by priority that has configurations.
+    Each run times PyTorch and the default configuration of one backend: the first by priority that takes the call and
+    has configurations.
     """
     if fallback == "torch":
         return row.native_us

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """Each method returns its result and a note for the record; the note is empty if the analysis succeeded."""
+    """Each method returns its result and a note for the record; the note is empty if there is nothing to say."""
 
     workload: Workload
 

@@ -102,7 +102,7 @@ class xLSTMLargeConfig:
         weight_mode: "single" or "fused" projections.
         tie_word_embeddings: the logits' weight is the embedding's.
         bos_token_id, eos_token_id, pad_token_id: for `generate`; None: no such token. `bos_token_id` must be in the
-            vocabulary, as the model reads it.
+            vocabulary, because the model reads it.
         force_bos_token_insert: `generate` puts `bos_token_id` before prompts that do not begin with it.
     """
 
