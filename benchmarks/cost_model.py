@@ -30,7 +30,7 @@ from wavecrest.errors import InvalidArgument
 
 RECORDS = Path(__file__).resolve().parents[1] / "evidence" / "nvidia-h200"
 DEVIATION = 0.25
-# of a ranking, how many are looked at
+# number of first choices of a ranking that are judged
 TOP = 5
 
 

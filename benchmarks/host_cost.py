@@ -68,7 +68,7 @@ def _made(device: str) -> dict[str, tuple[Work, Work | None]]:
     }
 
 
-# of the ops that PyTorch has no function for: the sizes of their example calls
+# sizes of the example calls of ops that PyTorch has no function for
 EXAMPLES = {
     "quantize_int8": (16, 256),
     "quantize_fp8": (16, 256),

@@ -242,7 +242,7 @@ def chunkwise(report: Report, args: argparse.Namespace) -> None:
         b, nh, s, dk, dv = shape
         more = best_peer(rows, OURS)
         if "ms" in rows[OURS]:
-            # what a token needs at least: its state's update and its read
+            # least work of a token: the update of its state and the read
             more["tflops"] = 4 * b * nh * s * dk * dv / rows[OURS]["ms"] / 1e9
             more["config"] = chosen("mlstm_chunkwise", given)
         report.row(case, **more, rows=rows)
@@ -312,7 +312,7 @@ def step(report: Report, args: argparse.Namespace) -> None:
             except ImportError as error:
                 rows[name] = {"problem": f"not installed: {error}"}
                 continue
-            # of its own, as one writes over the states
+            # a copy, because one implementation overwrites the states
             mine = tuple(one.clone() for one in given)
             judged = OURS if name.startswith(OURS) else name
             row = attempt(report, judged, f"{name} {case}", first(call), mine, wanted, bound)

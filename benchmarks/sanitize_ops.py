@@ -303,7 +303,7 @@ def check(run: Callable[[list[str]], tuple[int, str]], tool: str, ops: list[str]
     """
     # not the compiler's processes: they have summaries of their own
     options = ["--tool", tool, "--target-processes", "application-only", "--error-exitcode", str(FOUND)]
-    # of this project alone, by the end of their names: with PyTorch's too racecheck does not come to an end
+    # only this project's kernels, by the end of their names: with PyTorch's too, racecheck does not come to an end
     options += ["--kernel-regex", "kns=_kernel"] if tool == "racecheck" else []
     begin = time.perf_counter()
     commands = [["--plant", tool], *(child(name) for name in ops)]

@@ -147,7 +147,7 @@ class Step:
         decoder = xlstm_peers.our_decoder(self.model, self.tokens, False)
         before = {(made.op, made.key): calls for made, calls in self._made()}
         decoder.step(self.model, None)
-        # of the step alone: what the prompt called too is called more often now
+        # calls of the step alone: those that the prompt made before are subtracted
         self.found: list[Decision] = [
             made for made, calls in self._made()
             if made.config is not None and calls - before.get((made.op, made.key), 0) >= LEAST_CALLS
@@ -269,7 +269,7 @@ def chain(form: str | None, batch: int, report: Report, args: argparse.Namespace
             tried[made] = list(dict.fromkeys([*tried[made], *alike(key, earlier)]))
         # the few of the mLSTM compile where they run
         for config in tried[made] if made.op == "gemm" else ():
-            # what a kernel refuses says so again when it is tried
+            # a configuration that the kernel refuses is refused again, with the reason, when it is tried
             with contextlib.suppress(InvalidArgument):
                 some = [candidates.Candidate(made.backend, config)]
                 kernels.add(step.op(made), str(made.key), step.call(made), some, arch)
@@ -300,7 +300,7 @@ def counted(report: Report, args: argparse.Namespace) -> None:
         errors = {"error": after.relative, "error_before": before.relative}
         allowed = max(numerics.tolerance("model", "bfloat16").relative, 2 * before.relative)
         if not after.nonfinite_match or after.relative > allowed:
-            # no time of what is wrong
+            # a wrong result gets no time
             report.row(name, problem="with arrivals logits are further from the definition", **errors)
             continue
         base, new = step.capture(), step.capture(counted=True)
@@ -323,7 +323,7 @@ def rows(report: Report, args: argparse.Namespace) -> None:
     path = files.beside(args.out, "tune")
     place, fields = table_of(op, device), lookup.fields_of(op)
     before = database.read(place, fields)
-    # those of this record have nothing to stand on when it is written anew
+    # without the rows from this record: they lose their evidence when the record is written anew
     others = {key: row for key, row in before.items() if row.record.partition("@")[0] != session.place(path)}
     cases: list[suites.Case] = []
     configs: dict[str, tuple[Config, ...]] = {}
@@ -333,7 +333,7 @@ def rows(report: Report, args: argparse.Namespace) -> None:
         if row.get("op", "gemm") != op.name or config is None:
             continue
         key = tuple(row["key"][name] for name in fields)
-        # what nothing was faster than, and has its row, or none
+        # nothing was faster than the present configuration, whose row, if it has one, is kept
         if row["best"] == row["before"] and (key in others or key not in before):
             continue
         case = " ".join(f"{part}={value}" for part, value in row["key"].items())

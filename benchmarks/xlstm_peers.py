@@ -65,7 +65,7 @@ MORE_LENGTHS = (17, 16, 9, 7, 3, 1, 4096, 16384)
 NEW_TOKENS = 256
 # behind each prompt that is judged, and how many times the others' error ours may have
 STEPS, ALLOWED = 5, 1.5
-# that follow each other without the host, as in `generate`: a step by itself begins with a launch of its graph
+# steps that follow each other without the host, as in `generate`: a single step begins with a launch of its graph
 IN_A_ROW = 8
 # of rows that start early: two steps of weights are fetched before the launch waits
 EARLY = 3
@@ -75,7 +75,7 @@ OFFICIAL = {"limit_chunk": ("chunkwise--triton_limit_chunk", 64), "xl_chunk": ("
 # compiles is without LLVM's passes (of limit_chunk that takes 3 to 5 % longer; H200, 2026-11-24)
 ABORTS = {"xl_chunk"}
 NATIVE = {"limit_chunk": ("chunkwise--native_autograd", 16), "xl_chunk": ("chunkwise--native_custbw", 16)}
-# what the files of xLSTM 7B name
+# the kernels that the files of xLSTM 7B name
 RELEASED = {
     "chunkwise_kernel": "chunkwise--triton_xl_chunk", "sequence_kernel": "native_sequence__triton",
     "step_kernel": "triton", "chunk_size": 64,
@@ -86,7 +86,7 @@ COLD = Path(tempfile.gettempdir()) / "wavecrest_cold_start"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where and what a part runs."""
+    """The device and the size of the model that a part runs on."""
 
     device: str
     small: bool
@@ -211,7 +211,7 @@ def judge(report: Report, place: Place, model: xLSTMLarge, peers: dict[str, Any]
     plain = reference(model, place)
     wanted = [answers(plain, tokens, STEPS) for tokens in prompts]
     del plain
-    # what is rounded between layers, and from step to step
+    # dtypes that values are rounded to between layers, and from step to step
     rounded = (dtype_name(model.embedding.weight), str(model.config.state_dtype).removeprefix("torch."))
     least = max(numerics.tolerance("model", dtype).relative for dtype in rounded)
     # what rounding every step to the model's dtype makes of these weights, where no peer has the same

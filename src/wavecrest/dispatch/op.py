@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 Strict = Literal["off", "warn", "error"]
 
-# of a vendor's or our kernel that runs in the interpreter or the emulator
+# reason why a kernel that the interpreter or the emulator runs is opt-in
 ON_THE_CPU = "Triton's interpreter and the emulator are for tests: they run when forced or named"
 
 # signatures kept before starting over: a bound on memory where every call has another shape
@@ -115,7 +115,7 @@ class Op(Generic[C, R]):
     _signature: Callable[[C], Signature] = field(init=False)
     # backend that every key uses, set by `force`; None: decide per key
     _forced: str | None = None
-    # grows whenever any op's decisions are dropped: what was kept of them is stale
+    # grows whenever any op's decisions are dropped: copies of decisions kept elsewhere are then stale
     epoch: ClassVar[int] = 0
 
     def __post_init__(self) -> None:

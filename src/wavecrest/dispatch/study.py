@@ -14,7 +14,7 @@ from wavecrest.hardware import Arch
 
 C = TypeVar("C", bound=tuple[Any, ...])
 
-# what the example calls of most ops can be made in
+# dtypes that example calls of most ops can be made in
 EXAMPLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 

@@ -24,7 +24,7 @@ from wavecrest.records.files import HASH_DIGITS, Model
 Evidence = Literal["measured", "compiled", "emulated", "model"]
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# what follows the commit of a tree that has changes
+# suffix of the commit of a tree that has changes
 CHANGES = "+changes"
 # in the package, the measured rows that ship with it: data that `wavecrest tune` writes
 TABLES = "dispatch/tuned/data"

@@ -116,7 +116,7 @@ class ProfileRecord(Model):
     graphs: int
     breaks: list[GraphBreak]
     breaks_note: str = ""
-    # what the percentages of the roofline compare with; None where no ceiling is known
+    # ceilings that the percentages of the roofline refer to; None where they are not known
     ceilings: Ceilings | None = None
 
 

@@ -193,7 +193,7 @@ def predict_launch(
     chain = (matrix + own) / work.groups + work.chain + constants.step_cycles + spills / L2_BYTES
     arrival = way + work.loaded / L2_BYTES
     step = max(chain, arrival / work.depth) if work.depth > 0 else chain + arrival
-    # what is written while other programs run, and by those that run last
+    # bytes written in all, and by the programs that run last, when no others hide the store
     written, last = (count * work.stored for count in (work.programs, min(work.programs, units * fit)))
     ends = way + constants.program_cycles + work.ends
     cycles = {

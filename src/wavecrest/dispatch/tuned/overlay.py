@@ -1,8 +1,8 @@
 """The user's own measured rows: an SQLite database that many processes write and read at once.
 
 It is in WAL mode: readers see whole transactions and never wait, writers take turns, and a process that is killed
-leaves what was committed before. A row carries a checksum, as SQLite keeps none. Of a key there is a row for each
-device, set of versions and origin; the newest stays. The file is data alone: whole numbers, times and text.
+leaves what was committed before. A row carries a checksum, because SQLite has none. A key has one row for each
+device, set of versions and origin; the newest one stays. The file holds only data: whole numbers, times and text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from wavecrest.errors import InvalidArgument, OutputError, TableError
 
 # "wave", so that another program's database is told from an empty one
 APPLICATION = 0x77617665
-# what a row is found by, beside the columns of a table
+# columns that find a row, beside those of a table
 PLACE = ("arch", "op", "fields", "key")
 _ALL = (*PLACE, *COLUMNS, *EVIDENCE)
 _UNIQUE = (*PLACE, "device", "units", "versions", "origin")
@@ -46,7 +46,7 @@ def _create(connection: sqlite3.Connection) -> None:
     connection.execute(f"CREATE TABLE rows ({columns}, crc INTEGER NOT NULL, PRIMARY KEY ({_quoted(_UNIQUE)}))")
 
 
-# what makes schema n + 1 of schema n; the file's user_version says how many were taken
+# migrations: number n turns schema n into n + 1; the file's user_version says how many were made
 STEPS: tuple[Callable[[sqlite3.Connection], None], ...] = (_create,)
 
 
@@ -185,7 +185,7 @@ class Overlay:
             # a database in WAL mode makes files beside it even for reading, unless nothing can change
             mode = "ro&immutable=1"
         elif not writing and os.path.exists(f"{self.path}-journal"):
-            # of a process that was killed while it made the file: whoever reads next has to undo that
+            # a process was killed while it made the file: the next reader must roll that back, and so needs to write
             mode = "rw"
         name = f"file:{quote(str(self.path.absolute()))}?mode={mode}"
         # no transactions by itself

@@ -121,7 +121,7 @@ def _row(cells: list[str], line: int) -> Row:
     first, second, depth = (int(size[place]) for place in (2, 3, 4))
     if min(first, second, depth) < 1:
         raise ValueError(f"{sizes} has a size of 0")
-    # of matrices that are whole; batched ones have more behind
+    # leading dimensions of matrices that are not strided; batched operators have more fields after these
     whole = (depth if size[1][0] == "t" else first, second if size[1][1] == "t" else depth, first)
     given = tuple(int(size[place]) for place in (5, 6, 7)) if size[5] else whole
     return Row(

@@ -18,14 +18,14 @@ MODES = ("train", "train_with_padding", "inference")
 WEIGHT_MODES = ("single", "fused")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# what other files call our fields: first revisions of the Hugging Face files, then transformers
+# names of the fields in other files: first revisions of the Hugging Face files, then transformers
 SYNONYMS = {
     "forward_backend_name": "chunkwise_kernel",
     "step_backend_name": "step_kernel",
     "hidden_size": "embedding_dim",
     "num_hidden_layers": "num_blocks",
 }
-# what transformers takes where a config.json does not say (the 7B model's sizes)
+# defaults of transformers where a config.json has no value (the 7B model's sizes)
 HUGGING_FACE_DEFAULTS = {
     "embedding_dim": 4096,
     "num_heads": 8,
@@ -45,7 +45,7 @@ SILENT = frozenset(
 ABSENT_PARTS = ("add_qk_norm", "add_post_norm", "add_embedding_dropout")
 # fields that the official package's dataclass does not have
 TOKEN_FIELDS = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "force_bos_token_insert")
-# what transformers runs without the official package
+# kernels that transformers runs without the official package
 NATIVE_KERNELS = ("chunkwise--native_autograd", "parallel--native_autograd", "native_sequence__native", "native")
 _KERNELS = ("chunkwise_kernel", "sequence_kernel", "step_kernel")
 _CAPS = ("gate_soft_cap", "output_logit_soft_cap")

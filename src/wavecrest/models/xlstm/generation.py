@@ -184,7 +184,7 @@ class Decoder:
         self.pool.load(state)
 
     def _compare(self, expected: tuple[Tensor, Tensor, State], logits: Tensor) -> None:
-        """Raise StepRefused unless a replay left what a step leaves."""
+        """Raise StepRefused unless a replay left the logits, states and token of an eager step."""
         before, token, state = expected
         pairs = [(logits, before)]
         for index, parts in state.items():
@@ -200,12 +200,12 @@ class Decoder:
             raise StepRefused("its first replay chose another token from the same logits")
 
 
-# of each model the last decoder that is free, and what it was made for
+# for each model, its last free decoder with the decoder's key
 _decoders: weakref.WeakKeyDictionary[Any, tuple[Any, Decoder]] = weakref.WeakKeyDictionary()
 
 
 def fingerprint(model: xLSTMNetwork) -> tuple[Any, ...]:
-    """Where a model's weights are: what a captured graph depends on."""
+    """The addresses and dtypes of a model's weights, which a captured graph depends on."""
     found = []
     for parameter in model.parameters():
         stored = parameter.stored if isinstance(parameter, PackedWeight) else parameter

@@ -89,7 +89,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         Kernel("triton_fused", "mlstm_step", "triton"),
     ),
 }
-# what the official kernels take beside their operands, and ours do not need: tiles, and the dtype of autocasting
+# options of the official kernels that wavecrest's do not need: tiles, and the dtype of autocasting
 UNUSED = frozenset(
     {
         "autocast_kernel_dtype", "chunk_size_inter", "chunk_size_intra", "siz_b_L_parallel", "siz_b_L_loop",
@@ -149,7 +149,7 @@ def _run(kernel: Kernel, call: MlstmCall | MlstmStepCall) -> Any:
 
 
 def _unflat(found: Any) -> Result:
-    """(h, (c, n, m)) of what a backend gives back: h, or h with the states behind it."""
+    """(h, (c, n, m)) from the result of a backend, which is h, or h followed by the states."""
     if isinstance(found, Tensor):
         return found, None
     h, c, n, *m = found

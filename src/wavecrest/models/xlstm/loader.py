@@ -26,10 +26,10 @@ from wavecrest.ops import PackedWeight
 
 Network = TypeVar("Network", bound=xLSTMNetwork)
 
-# of a message that lists names
+# longest list of names in a message
 MAX_NAMES = 12
 INDEX = "model.safetensors.index.json"
-# safetensors' names of what a weight may be stored in
+# safetensors' names of the dtypes that a weight may be stored in
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 # transformers' names of arguments of `from_pretrained`

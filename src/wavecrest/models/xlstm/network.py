@@ -176,7 +176,7 @@ class xLSTMNetwork(nn.Module):
     def _run(
         self, tokens: Tensor, state: State | None, padding: Padding | None, last: Tensor | None, keep: bool
     ) -> tuple[Tensor, State]:
-        # what no hook has seen is nobody else's
+        # no hook has seen the tensors in between, so no one else holds them and they can be overwritten
         overwrite = not (torch.compiler.is_compiling() or watched(self))
         x, after = self.backbone(self.embedding(tokens), state, padding, last, False, keep, overwrite=overwrite)
         return self._logits(x), after

@@ -17,7 +17,7 @@ Network = TypeVar("Network", bound=xLSTMNetwork)
 
 # int8 and fp8 have a scale a row, int4 one for 128 columns
 FORMATS = ("int8", "fp8", "int4")
-# what a decode step reads most of; gates are 16 rows whose errors would grow with exp, and norms are vectors
+# weights that a decode step reads most of. Not the gates: 16 rows whose errors would grow with exp; norms are vectors
 PACKED = frozenset(
     {
         "qkv_opreact", "q", "k", "v", "ogate_preact", "out_proj", "proj_up_gate_z", "proj_up_gate", "proj_up",

@@ -15,7 +15,7 @@ PRECISIONS = {
     "bf16": "weights and activations in bfloat16",
     "fp16": "weights and activations in float16",
 }
-# whose "model" tolerance applies once the user has asked for this precision
+# dtype whose "model" tolerance applies once the user has asked for this precision
 GATE_DTYPE = {"tf32": "float16", "bf16": "bfloat16", "fp16": "float16"}
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # the implementation's name in transformers
 NAME = "wavecrest"
-# what a model on SDPA runs on already
+# backends that a model with SDPA runs on already
 NATIVE = ("torch", "reference")
 
 
@@ -336,7 +336,7 @@ def _lengths(given: dict[str, Any], end: Tensor) -> tuple[Tensor | None, str]:
             return None, "padding that is not at the left"
         starts = None if is_none else hidden.to(torch.int32)
     if window >= 0 and given["q_length"] == 1:
-        # of one query a window is where its keys begin
+        # for one query, a window is the same as a start of its keys
         begin = (ends - (window + 1)).clamp(min=0)
         starts, window = begin if starts is None else torch.maximum(begin, starts), -1
     return lengths_mask(ends, starts, window), ""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wavecrest.dispatch.decision import Decision
     from wavecrest.measure.workload import Inputs
 
-# what a layer runs on already
+# backends that a plain nn.Linear runs on already
 NATIVE = ("torch", "reference")
 
 
