@@ -1,7 +1,7 @@
 """Parts of a benchmark, each a process of its own with a time limit, and a result file that grows with every row.
 
 The rows that a part wrote before it ran out of time, or before a compiler aborted its process, stay in the file with
-the reason. A part whose process died goes on after the case that it died of. A later run can do the parts that are missing.
+the reason. A part whose process died goes on after the case that it died of. A later run can do the missing parts.
 """
 
 from __future__ import annotations
