@@ -116,7 +116,7 @@ def _tables() -> tuple[tuple[aiter_csv.Row, ...], str]:
 # Dynamo would trace the search through the rows
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tabled(M: int, N: int, K: int, dtype: str) -> str:
-    """What aiter's own tables say of a GEMM, and which of them cannot be read; "" where there is nothing to say."""
+    """A text on a GEMM's row in aiter's own tables, and on tables that cannot be read; "" without either."""
     device = hardware.detect()
     rows, problem = _tables()
     row = aiter_csv.find(rows, device.arch, device.compute_units, M, N, K, dtype)

@@ -1,8 +1,8 @@
-"""A pre-norm residual block with norms and additions inside its GEMMs, where Decisions say that our kernels run them.
+"""A pre-norm residual block with norms and additions inside its GEMMs, if dispatch picks wavecrest's kernels for them.
 
-In a decoding step rows are few, and a launch for a norm costs more than the norm. Where our kernels run the GEMMs
-around it, the one before adds the residual, and those behind normalise the rows that they read. In a prompt additions
-are bytes: PyTorch's GEMMs add to the residual where it lies.
+A decoding step has few rows, and a launch for a norm costs more than the norm. If wavecrest's kernels run the GEMMs
+around a norm, the GEMM before it adds the residual, and those after it normalise the rows that they read. In a prompt
+an addition costs a pass over memory: PyTorch's GEMMs add to the residual in place.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def through(
     residual: Tensor | None = None,
     overwrite: bool = False,
 ) -> Tensor:
-    """x [..., D], or its norm, through a layer, plus the residual: those that are there; `overwrite`: in its memory."""
-    # a module that stands in a Linear's place need not know what is not there
+    """layer(x) for x [..., D], with `norm` applied first and `residual` added if given; `overwrite`: in its memory."""
+    # a module that replaces a Linear need not take arguments that the call does not use
     out: Tensor
     if overwrite:
         out = layer(x, residual, overwrite_residual=True)

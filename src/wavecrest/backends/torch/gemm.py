@@ -111,7 +111,7 @@ def normalised(call: GemmCall) -> GemmCall:
 
 
 def _bind_residual(call: GemmCall) -> Callable[[GemmCall], Tensor | None] | None:
-    """What adds a @ b to the residual where that lies; None where a library cannot, or is not asked to."""
+    """A function that adds a @ b to the residual in place; None if a library cannot, or the call does not ask it to."""
     a, b, r = call.a, call.b, call.residual
     # a graph's residual is the graph's
     if r is None or not call.overwrite_residual or torch.compiler.is_compiling():
@@ -136,7 +136,7 @@ def _bind_residual(call: GemmCall) -> Callable[[GemmCall], Tensor | None] | None
 
 
 def _multiplication(call: GemmCall) -> tuple[Bound, bool]:
-    """What multiplies a by b and applies their scales; and whether the bias is left to the epilogue."""
+    """The function that computes a @ b and applies the scales, and whether it leaves the bias to the epilogue."""
     bias = call.bias
     if call.a.dtype == torch.int8:
         return _bind_int8(call), True
@@ -226,7 +226,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def bind_epilogue(call: GemmCall, bias_is_left: bool = True) -> Callable[[GemmCall, Tensor], Tensor] | None:
-    """What a library leaves to do after y = a @ b: alpha, bias, activation, residual, rounding; None for nothing.
+    """The operations left after a library's y = a @ b: alpha, bias, activation, residual, rounding; None if nothing is.
 
     `bias_is_left`: the bias is not in y yet.
     """

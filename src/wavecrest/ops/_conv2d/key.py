@@ -41,7 +41,7 @@ def key_of(call: Conv2dCall) -> Key:
 
 
 def shape_of(key: Key) -> Shape:
-    """What a configuration is chosen by."""
+    """The parts of a key that a configuration depends on."""
     part = dict(zip(KEY_FIELDS, key, strict=True))
     groups, bits = part["groups"], 32 if part["dtype"] in ("float32", "float64") else 16
     return Shape(

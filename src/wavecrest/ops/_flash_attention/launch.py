@@ -52,7 +52,7 @@ def walk(tensor: Tensor) -> Walk:
 
 
 def access(call: FlashAttentionCall) -> str:
-    """What is contiguous in q, k and v, the bytes that their accesses may have, up to 16, and whether one repeats."""
+    """The contiguous dimension of q, k and v, the bytes of an access to them, up to 16, and whether one is expanded."""
     views = [call.bhsd(one) for one in (call.q, call.k, call.v)]
     walks = [walk(one) for one in views]
     again = any(size > 1 and step == 0 for one in views for size, step in zip(one.shape, one.stride(), strict=True))

@@ -20,10 +20,11 @@ LEAST_CHUNK, MOST_CHUNK = 128, 2048
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by: `pairs`, sequences times heads of the cache; 0 for any number of them.
+    """Parts of a call that a configuration depends on.
 
-    `page`: tokens of a page, 0 without pages; `cache`: its dtype's name; `more`: how many things are done to scores
-    (slopes, softcap, a window's left edge), which take registers; `groups`: of a row, of a cache in 4 bits.
+    `pairs`: sequences times heads of the cache, 0 for any number of them; `page`: tokens of a page, 0 without pages;
+    `cache`: its dtype's name; `more`: the number of operations on scores (slopes, softcap, a window's left edge),
+    which take registers; `groups`: groups of a row, for a cache in 4 bits.
     """
 
     pairs: int
@@ -82,7 +83,7 @@ def _cdna(shape: Shape, rows: int, width: int) -> _Tile:
         return keys // 2, 2 * waves, 1
     # scales and shifts of keys in small pages have an address each
     crowded = shape.kv_bits == 4 and shape.page % 16 != 0
-    # a mask takes two scalar registers an element of a lane, of which there are about 100
+    # a mask takes two scalar registers for each element of a lane, and there are about 100 scalar registers
     return keys // 2 if shape.more or crowded else keys, waves, 1
 
 

@@ -57,7 +57,7 @@ def key_of(call: GemmCall) -> Key:
 
 
 def shape_of(key: Key) -> _config.Shape:
-    """What a configuration is chosen by."""
+    """The parts of a key that a configuration depends on."""
     part = dict(zip(KEY_FIELDS, key, strict=True))
     bits = {"float32": 32, "float16": 16, "bfloat16": 16}
     a_bits = bits.get(part["a"], 8)

@@ -50,7 +50,7 @@ class Walk(NamedTuple):
 
 
 def batch_stride(x: Tensor, batch: tuple[int, ...]) -> int | None:
-    """The one stride that walks the matrices of x [..., R, C] through a batch; None if there is none."""
+    """The one stride that walks the matrices of x [..., R, C] through a batch; None if no one stride does."""
     view = x.expand(*batch, *x.shape[-2:]) if x.ndim - 2 != len(batch) or x.shape[:-2] != batch else x
     stride, inner = 0, 1
     for size, step in zip(reversed(view.shape[:-2]), reversed(view.stride()[:-2]), strict=True):
@@ -226,7 +226,7 @@ def partial_dtype(call: GemmCall) -> torch.dtype:
 
 
 def norm_eps(call: GemmCall) -> float:
-    """What a norm adds to the mean square; 0 without a norm, so that another norm_eps does not compile anew."""
+    """The eps of the norm; 0 without a norm, so that another norm_eps does not compile the kernel again."""
     return 0.0 if call.norm_weight is None else float(call.norm_eps)
 
 
@@ -254,7 +254,7 @@ def cannot_normalise(call: GemmCall) -> str | None:
 
 
 class Plan(NamedTuple):
-    """What runs for a call: the launch over a and b; where K is split its partial sums' shape and the launch after."""
+    """Launches of a call: the GEMM; with split-K also its partial results' shape and the launch that adds them."""
 
     first: _launcher.Launch
     parts: tuple[int, ...] | None
@@ -264,7 +264,7 @@ class Plan(NamedTuple):
 
 
 def column_unit(call: GemmCall) -> int:
-    """What columns are counted in, so that a kernel knows how they are aligned."""
+    """The unit that columns are counted in, so that a kernel knows their alignment."""
     return _layout.alignment(call.N, (0, 0, 0))
 
 
@@ -331,7 +331,7 @@ def descriptors_of(call: GemmCall, config: Config) -> tuple[Descriptor, Descript
 
 
 def _operands(call: GemmCall, config: Config, tma: bool) -> tuple[Any, Any]:
-    """What a kernel over tiles gets for a and b: with `tma` tensor descriptors."""
+    """Arguments for a and b of a kernel over tiles: the tensors, or their TMA descriptors with `tma`."""
     if not tma:
         return call.a, call.b
     a, b = descriptors_of(call, config)

@@ -22,7 +22,7 @@ HOPPER_ROWS, HOPPER_KEYS, HOPPER_STAGES = 64, 32, 4
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by.
+    """Parts of a call that a configuration depends on.
 
     Attributes:
         batch: sequences; 0 where a result's bits must not depend on their number.

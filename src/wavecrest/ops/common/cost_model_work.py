@@ -54,7 +54,7 @@ def wide(arch: Arch, m: int, warps: int, bits: int) -> bool:
 
 
 def product(m: int, n: int, k: int, bits: int, warps: int, arch: Arch, *, held: bool = False) -> Product:
-    """[m, k] · [k, n] of `bits` by so many warps; `held`: the left operand is in registers."""
+    """The GEMM [m, k] · [k, n] of elements of `bits`, by `warps` warps; `held`: the left operand is in registers."""
     size = bits / 8
     if wide(arch, m, warps, bits):
         # groups of four warps, 64 rows at a time, side by side along n where there are no more rows
@@ -120,7 +120,7 @@ def moved(
 
 
 def summed(programs: int, parts: float, at_once: float, width: float, size: float, *, ends: float = 0.0) -> Work:
-    """The second launch of split work: each program adds `parts` rows of `width` float32, so many `at_once`.
+    """The second launch of split work: each program adds `parts` rows of `width` float32, `at_once` rows a step.
 
     `size`: bytes of an element of the result.
     """

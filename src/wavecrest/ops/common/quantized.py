@@ -1,4 +1,4 @@
-"""What the ops that round to 8 bits share: the types, scales and their granularity, the definition, device functions.
+"""Code that the ops that round to 8 bits share: types, scales, their granularity, the definition, device functions.
 
 Symmetric quantization: q = round(x / scale) within ± the largest value of the type (saturating), x ≈ q · scale.
 """

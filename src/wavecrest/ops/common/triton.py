@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.language.nvidia import hopper
 
     class triton:
-        """What the ops use of the module triton, with types."""
+        """Typed stub of the module triton: the part that the ops use."""
 
         @overload
         @staticmethod
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 else:
 
     class _Kernel:
-        """What `@triton.jit` gives without Triton: it can be named, not launched."""
+        """Result of `@triton.jit` without Triton: it can be named, not launched."""
 
         def __getitem__(self, _grid: Any) -> NoReturn:
             raise Unsupported(str(unavailable or no_gluon))

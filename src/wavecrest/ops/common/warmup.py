@@ -25,7 +25,7 @@ MOST_THREADS = 8
 
 
 class Pass:
-    """A run of a computation in which kernels are compiled, and none of ours is launched."""
+    """A run of a computation that compiles wavecrest's kernels and launches none of them."""
 
     def __init__(self, context: Context, threads: ThreadPoolExecutor) -> None:
         self._context, self._threads = context, threads
@@ -62,7 +62,7 @@ def _load(device: int | None, compiled: Future[Any]) -> None:
         compiled.result().run  # noqa: B018
 
 
-# the pass that this thread is in; a launch in another thread is none of its business
+# the pass that this thread is in; it does not concern launches in other threads
 under_way: ContextVar[Pass | None] = ContextVar("wavecrest_pass", default=None)
 
 

@@ -1,4 +1,4 @@
-"""What the backends of the mLSTM ops share."""
+"""The refusal that the kernels of all mLSTM ops share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launches of the mLSTM kernels share: strides, where tensors are found, and the launch of the norm."""
+"""Code that the launches of the mLSTM kernels share: strides, places of the tensors, and the launch of the norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is inside a packed weight: the layouts, the rounding to 8 and 4 bits, and the checks of the parts."""
+"""Formats of packed weights: their layouts, the rounding to 8 and 4 bits, and the checks of the parts."""
 
 from __future__ import annotations
 

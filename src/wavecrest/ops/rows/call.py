@@ -60,7 +60,7 @@ class RowCall(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What tells one row op from another: `dtypes` are the 8-bit types that a quantizing one makes."""
+    """Properties by which the row ops differ; `dtypes`: the 8-bit types that a quantizing op makes."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""What the kernels of gemm do, for the cost model: bytes, operations and steps by configuration."""
+"""Work of gemm's kernels, for the cost model: bytes, operations and steps by configuration."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _step(state: _Carried, k: Tensor, v: Tensor, gates: tuple[Tensor, Tensor], o
 
 
 class _Rounded(NamedTuple):
-    """What the kernel rounds beside float32: shares of a state c, and of a weighted score in h; h before a norm."""
+    """Errors of roundings below float32: relative to a state c, to a weighted score in h, to h before a norm."""
 
     state: float
     product: float
