@@ -134,7 +134,7 @@ def outputs(call: RowCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _slots(x: Tensor, config: Config, rounding: int) -> Callable[[], Tensor | None]:
-    """A function that allocates zeroed slots, through which programs exchange numbers; it returns None without slots."""
+    """A function that allocates zeroed slots, through which programs exchange numbers; it gives None without slots."""
     shape, device = _split.slots_shape(x, config, exchanges=2), x.device
     if rounding == WHOLE:
         return lambda: torch.zeros(PEAKS, dtype=torch.int32, device=device)
