@@ -319,7 +319,7 @@ def step(report: Report, args: argparse.Namespace) -> None:
             rows[name] = {"problem": "an earlier process died of it"} if row is None else row
             if "problem" not in rows[name]:
                 works[name] = partial(call, *mine)
-        moved = op.cost(*given).bytes
+        moved = op.study.cost(MlstmStepCall(*given)).bytes
         copied = torch.empty(moved // 2, dtype=torch.uint8, device=device).random_()
         if report.at(f"times {case}") and works:
             times = timed(works, device, {"copy": partial(torch.empty_like(copied).copy_, copied)})

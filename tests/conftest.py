@@ -35,11 +35,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 importlib.import_module("wavecrest.ops")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
+        if config.getoption("--quick") and item.get_closest_marker("slow") is not None:
+            item.add_marker(pytest.mark.skip(reason="slow, and --quick was asked for"))
+        if not torch.cuda.is_available() and item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs an AMD or NVIDIA GPU; torch sees none"))
 
 

@@ -39,7 +39,7 @@ def born_dead(report: Report, args: argparse.Namespace) -> None:
 def hangs(report: Report, args: argparse.Namespace) -> None:
     report.row("before")
     report.at("the long one")
-    time.sleep(60)
+    time.sleep(3600)
 
 
 def meets(report: Report, args: argparse.Namespace) -> None:
