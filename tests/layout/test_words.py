@@ -161,9 +161,9 @@ RIDDLES: dict[str, str] = {
 # a docstring's first word: the reader wants a noun or a verb, not a clause that stands for one
 OPENINGS = re.compile(r"(?:What(?!ever)|That which|Those that|Those of|One that|One of|Of|Whose|How long|So)\b")
 
-# why a file of kernels keeps its old text: it changes together with the kernel's code, when all of them compile anew
+# why a file waits. Kernels: reword them when their code changes, since they are compiled again then anyway
 HASHED = "its text is part of the hash that the compile tests go by"
-MESSAGE = "an error's message, which tests and users match"
+MESSAGE = "an error's message: change it together with the tests of it"
 # folders and files not swept yet, each with the room that sweeps it or the reason; empty one by deleting its line
 PENDING_FOLDERS: dict[str, str] = {
     "src/wavecrest/dispatch": "dispatch",

@@ -241,7 +241,7 @@ def attend(
     if position_bias is not None:
         added = position_bias[..., : seen.keys]
         bias = added if bias is None else added + bias
-    # of the scores' dtype: PyTorch takes no other
+    # in the scores' dtype: PyTorch takes no other
     bias = None if bias is None else bias.to(query.dtype)
     call = FlashAttentionCall(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), "bshd", seen.causal, seen.window, scaling,

@@ -18,7 +18,7 @@ ROUNDED = "is set to round float32 before it multiplies, and ieee is asked for"
 
 
 def other_dtype(x: Tensor, **vectors: Tensor | None) -> str | None:
-    """PyTorch's norms promote or refuse a weight of another dtype; ours keep its precision."""
+    """PyTorch's norms promote or refuse a weight of another dtype; wavecrest's keep its precision."""
     for name, vector in vectors.items():
         if vector is not None and vector.dtype != x.dtype:
             return f"takes a {name} of x's dtype ({dtype_name(x)}), not {dtype_name(vector)}"

@@ -15,7 +15,7 @@ from wavecrest.dispatch.keys import needs_grad
 from wavecrest.ops._flash_attention.backend import _op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
-# what makes the mask of a call from its bias
+# makes the mask of a call from its bias
 Mask = Callable[[Tensor | None], Tensor | None]
 
 

@@ -104,7 +104,7 @@ def normalised(call: GemmCall) -> GemmCall:
     size = a.shape[-1:]
     if weight.dtype == a.dtype:
         return call._replace(a=F.rms_norm(a, size, weight, call.norm_eps), norm_weight=None)
-    # of different dtypes, of which neither may be rounded before
+    # a and the weight differ in dtype, and neither may be rounded first
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     y = F.rms_norm(a.to(wide), size, weight.to(wide), call.norm_eps)
     return call._replace(a=y.to(a.dtype), norm_weight=None)
@@ -126,7 +126,7 @@ def _bind_residual(call: GemmCall) -> Callable[[GemmCall], Tensor | None] | None
     def into_residual(call: GemmCall) -> Tensor | None:
         a, b, r = call.a, call.b, call.residual
         assert r is not None
-        # what is written must not be read by another part of the GEMM
+        # the memory written must not be read by another part of the GEMM
         if r.untyped_storage().data_ptr() in (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()):
             return None
         r.view(M, N).addmm_(a.reshape(M, K), b)

@@ -12,7 +12,7 @@ KEY_FIELDS = (
     "pixels", "outputs", "channels", "r", "s", "groups", "stride", "dilation", "dtype", "x", "weight", "result",
     "bias", "activation", "device", "grad",
 )  # fmt: skip
-# what is contiguous in a tensor, by the number that the kernel has for it
+# the contiguous dimension of a tensor, by the kernel's number for it
 _ORDERS = ("any", "channels", "lines")
 
 

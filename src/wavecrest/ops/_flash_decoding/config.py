@@ -12,9 +12,9 @@ from wavecrest.hardware import Arch
 
 # keys of a split where the batch must not change a result's bits
 INVARIANT_CHUNK = 1024
-# programs a compute unit that the keys are split for: what run at once
+# programs a compute unit that the keys are split for: those that run at once
 PROGRAMS = {"nvidia": 4, "amd": 8}
-# of one split, however many sequences there are: the longest of them would be waited for. One H200, 2026-11-22, 64
+# keys of one split, for any number of sequences: without a limit all wait for the longest. One H200, 2026-11-22, 64
 # sequences of 8,192 keys: whole ones 497 µs, splits of 2,048 503 µs; of 256 to 8,192 keys 340 µs and 301 µs
 LEAST_CHUNK, MOST_CHUNK = 128, 2048
 
@@ -98,7 +98,7 @@ def _rdna(shape: Shape, rows: int, width: int) -> _Tile:
         return 16, 16, 1
     if width == 256:
         return 16, 4 * waves, 1
-    # what is widened takes registers beside what was loaded, of 4 bits four times as many
+    # widened values take registers beside the loaded ones, four times as many with 4 bits
     return 16 if shape.kv_bits == 4 else 32, (4 if shape.kv_bits <= 8 and rows > 16 else 2) * waves, 1
 
 

@@ -27,7 +27,7 @@ def _scales(call: FlashDecodingCall) -> str:
 
 
 def _access(call: FlashDecodingCall) -> str:
-    """Whether rows are contiguous, whether sequences begin behind hidden keys, and what is done before attention."""
+    """Contiguity of rows, "starts" if sequences begin after hidden keys, and the work that is done before attention."""
     words = ["columns" if call.dense else "any"]
     if call.seq_starts is not None:
         words.append("starts")

@@ -15,7 +15,7 @@ KEY_FIELDS = (
 
 
 def _form(call: GemmCall) -> str:
-    """How b is stored, with what keeps backends from 4-bit values."""
+    """The storage of b, with the properties that make backends refuse 4-bit values."""
     text = call.form
     if call.zero is not None:
         text += " zeros"

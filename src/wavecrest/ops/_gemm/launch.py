@@ -98,14 +98,14 @@ def row_stride(call: GemmCall) -> int:
 
 
 def walk(call: GemmCall) -> Walk:
-    """How a checked call's operands are walked, that `cannot_walk` does not refuse."""
+    """The strides of a and b for the kernels, for a checked call that `cannot_walk` does not refuse."""
     a, b = call.a, call.b
     lead, rows, size1, size2 = _a_rows(call)
     a_order, b_order = orders(call)
     a_batch = 0 if call.flat else batch_stride(a, call.batch) or 0
     b_batch = 0 if call.flat else batch_stride(b, call.batch) or 0
     a_along, b_along, b_across = a.stride(-1), b.stride(-2), b.stride(-1)
-    # what must be multiples of the unit: K where it is contiguous, and the strides of everything else
+    # sizes that must be multiples of the unit: K where it is contiguous, and the strides of everything else
     units = [a_batch, *rows] if a_order == 1 else [a_batch, a_along] if a_order == 2 else [1]
     units += [b_batch, b_across] if b_order == 1 else [b_batch, b_along] if b_order == 2 else [1]
     align = _layout.alignment(call.K, (*units, 0, 0))
@@ -259,7 +259,7 @@ class Plan(NamedTuple):
     first: _launcher.Launch
     parts: tuple[int, ...] | None
     second: _launcher.Launch | None
-    # of the first launch's arguments, the rest are numbers; without a zero point or a tail there is one less
+    # tensors among the first launch's arguments; the rest are numbers. One less without a zero point or a tail
     tensors: int = 10
 
 
@@ -276,7 +276,7 @@ def assembles(arch: Arch | None) -> bool:
 def _mainloop(call: GemmCall, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
     """Sizes and constants that the kernels over tiles share; sizes without the steps, which come before size1."""
     how, config_k = walk(call), config["BLOCK_K"]
-    # what Triton's tl.dot takes
+    # the smallest blocks that Triton's tl.dot takes
     least = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32 if call.a.itemsize == 1 else 16}
     for name, size in least.items():
         if config[name] < size:
@@ -470,7 +470,7 @@ def bind(planner: Planner, call: GemmCall, config: Config) -> Callable[[GemmCall
     plan = planner(call, y, sums, config, arch, False)
     start = _launcher.starter(plan.first, device)
     second = None if plan.second is None else _launcher.starter(plan.second, device)
-    # what is bound is kept: sizes and constants, not the plan with the tensors of one call
+    # the bound function keeps sizes and constants, not the plan, which has the tensors of one call
     reads_words, values = plan.tensors == 9, plan.first.args[plan.tensors :]
     second_values = () if plan.second is None else plan.second.args[7:]
     parts_shape = plan.parts

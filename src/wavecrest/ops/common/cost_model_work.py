@@ -11,11 +11,11 @@ from wavecrest.hardware import Arch
 
 # architectures whose matrix unit reads tiles of 64 rows from shared memory, for four warps at a time
 WIDE_UNIT = ("sm_90", "sm_100")
-# of the matrix peak there what instructions of one warp reach (mma.sync: Luo et al., 2024, arXiv 2402.13499, 62.9 %)
+# share of the matrix peak that one warp's instructions reach (mma.sync: Luo et al., 2024, arXiv 2402.13499, 62.9 %)
 NARROW_RATE = 0.629
 # rows, columns and bytes of K of an instruction of one warp
 LEAST_M, LEAST_N, LEAST_K_BYTES = 16, 8, 32
-# cycles until an instruction's sums are there for the next (m16n8k16: the same paper; MFMA 16×16×16: CDNA 3 ISA guide)
+# cycles until the next instruction can use the accumulators (m16n8k16: the same paper; MFMA 16×16×16: CDNA 3 ISA guide)
 MATRIX_CYCLES = 33
 # independent instructions of a warp that hide that
 MATRIX_CHAIN = 6

@@ -125,7 +125,7 @@ def described_tiles(x: Any, block: list[int]) -> Any:
 
 @functools.cache
 def _layout(block: tuple[int, ...], dtype: Any) -> Any:
-    """How a tile lies in shared memory; to find it out is more than half of what a descriptor costs."""
+    """The layout of a tile in shared memory; finding it takes more than half of the time to make a descriptor."""
     element = getattr(gl, {"torch.float16": "float16", "torch.bfloat16": "bfloat16"}[str(dtype)])
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 

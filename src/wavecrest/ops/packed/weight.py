@@ -287,7 +287,7 @@ def pack(
     )
 
 
-# what to_plain appends to a name
+# suffixes that to_plain appends to a name
 _METADATA, _PARTS = "packed_weight", ("stored", "scale", "zero")
 _VERSION = 1
 

@@ -35,7 +35,7 @@ class RowCall(NamedTuple):
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the result is quantized, or x was; None for neither."""
+        """The quantization of the result, or of x; None for neither."""
         if self.dtype is None:
             return None
         if self.kind == "scaled":

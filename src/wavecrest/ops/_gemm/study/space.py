@@ -32,7 +32,7 @@ MOST_SUMS = 128
 MOST_GEMV = 200
 # parts of K at most
 MOST_SPLITS = 16
-# what a kernel keeps in shared memory beside tiles (barriers of loads through descriptors)
+# bytes that a kernel keeps in shared memory beside tiles (barriers of loads through descriptors)
 BESIDE_TILES = 256
 # and `_hopper_gated_kernel`: barriers, and what Triton hands from group to group
 BESIDE_HOPPER_TILES = 1024

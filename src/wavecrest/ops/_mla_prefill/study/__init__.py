@@ -51,7 +51,7 @@ def _unsplit(configs: Iterable[Config]) -> Iterator[Config]:
 
 
 def _cost(call: MlaPrefillCall) -> Cost:
-    """That of the form with fewer FLOPs, with the cache read once."""
+    """The cost of the form with fewer FLOPs, with the cache read once."""
     absorbed = cost_of_decoding(call)
     sizes = (call.latent_dim, call.head_dim_rope, call.head_dim_nope, call.head_dim_v)
     decompressed = sum(flops(call.seqlen_q, length, *sizes)[1] for length in lengths_of(call)) * call.heads

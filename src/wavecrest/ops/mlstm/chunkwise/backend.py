@@ -1,4 +1,4 @@
-"""The op mlstm_chunkwise and our kernels for it."""
+"""The op mlstm_chunkwise and wavecrest's kernels for it."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class _Rounded(NamedTuple):
     state: float
     product: float
     before_norm: float
-    # of a row's largest sum of absolute products: float16 has tiles relative to their largest weight
+    # relative to a row's largest sum of absolute products: float16 has tiles relative to their largest weight
     tile: float
 
 
