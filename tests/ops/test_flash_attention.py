@@ -960,8 +960,8 @@ def test_any_call(drawn: dict[str, Any]) -> None:
         options["alibi_slopes"] = random(shape, torch.float32, device, drawn["seed"] + 6).abs() / 8
     if drawn["sinks"]:
         options["sinks"] = random((heads,), torch.float32, device, drawn["seed"] + 7)
-    call = FlashAttentionCall(*(_view(drawn, i, shape, device) for i, shape in enumerate(shapes)), **options)
-    assert_attends("triton", call, drawn["config"])
+    made = FlashAttentionCall(*(_view(drawn, i, shape, device) for i, shape in enumerate(shapes)), **options)
+    assert_attends("triton", made, drawn["config"])
 
 
 # on a GPU alone

@@ -226,7 +226,7 @@ def test_packed(key: str, backend: str, device: str) -> None:
         *(x[: queries[0] if which == 0 else keys[0]][None] for which, x in enumerate(qkv)),
         causal=True, dropout_p=0.4, seed=SEED,
     )  # fmt: skip
-    assert torch.equal(run(backend, *alone, **config)[0], run(backend, call, **config)[: queries[0]])
+    assert torch.equal(run(backend, alone, **config)[0], run(backend, call, **config)[: queries[0]])
 
 
 def test_the_mask_does_not_know_tiles_and_layouts(device: str) -> None:
@@ -272,7 +272,7 @@ def test_eight_bits(dtype: torch.dtype, device: str) -> None:
             p_descale=p_descale, out_dtype=torch.float32,
         )  # fmt: skip
         for backend in OURS:
-            got = op.run(backend, *codes, **({"config": LONG} if backend == "triton" else {}))
+            got = op.run(backend, codes, **({"config": LONG} if backend == "triton" else {}))
             assert_within(got, want[0], want[1], 4e-6)
 
 
@@ -282,14 +282,14 @@ def test_no_dropout_is_the_call_without(dtype: torch.dtype, device: str) -> None
     none = dropping(19, 40, dtype=dtype, causal=True, device=device, dropout_p=0.0, seed=None)
     for seed in (None, 0, SEED):
         other = none._replace(dropout_p=0, seed=seed)
-        assert op.key(*other) == op.key(*none)
-        assert torch.equal(op.run("triton", *other, config=SMALL), op.run("triton", *none, config=SMALL))
+        assert op.key(other) == op.key(none)
+        assert torch.equal(op.run("triton", other, config=SMALL), op.run("triton", none, config=SMALL))
         made = [launches.launch(one, *launches.empty_results(one), SMALL, None) for one in (none, other)]
         assert made[0].constants == made[1].constants and not made[0].constants["DROPOUT"]
-    with_it = op.key(*none._replace(dropout_p=0.1, seed=1))
+    with_it = op.key(none._replace(dropout_p=0.1, seed=1))
     at = op.key_fields.index("dtype")
     assert with_it[at] == f"{name(dtype)} dropout"
-    assert with_it[:at] + with_it[at + 1 :] == op.key(*none)[:at] + op.key(*none)[at + 1 :]
+    assert with_it[:at] + with_it[at + 1 :] == op.key(none)[:at] + op.key(none)[at + 1 :]
 
 
 def test_a_seed_does_not_compile_anew() -> None:
@@ -301,7 +301,7 @@ def test_a_seed_does_not_compile_anew() -> None:
     assert all(-(2**31) <= number < 2**31 for four in words for number in four[:3])
     for one in made[1:]:
         assert one.constants == made[0].constants
-        assert [type(value) for value in one.args] == [type(value) for value in made[0].call]
+        assert [type(value) for value in one.args] == [type(value) for value in made[0].args]
 
 
 @pytest.mark.parametrize("backend", OURS)
@@ -310,7 +310,7 @@ def test_queries_that_see_nothing(backend: str, device: str) -> None:
     out, lse = op.run(backend, dropping(40, 23, causal=True, return_lse=True, device=device), **config)
     assert not out[:, :17].any() and (lse[:, :, :17] == -math.inf).all() and out[:, 30:].any()
     empty = dropping(4, 0, return_lse=True, device=device)
-    out, lse = op.run(backend, *empty, **config)
+    out, lse = op.run(backend, empty, **config)
     assert not out.any() and (lse == -math.inf).all()
 
 
@@ -347,17 +347,16 @@ def test_dispatch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "dropout" in refused["torch"] and {"torch_flash", "torch_math"} <= refused.keys()
     with pytest.raises(Unsupported, match="dropout"):
         op.run("torch", call)
-    given_call = call
     got = ops.flash_attention(*call[:3], dropout_p=0.4, seed=SEED)
     assert torch.equal(got, op(call))  # type: ignore[arg-type]
     monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS["sm_90"])
     monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", False)
     monkeypatch.setattr("wavecrest.ops.common.triton.no_gluon", None)
-    assert hopper_launch.refusal(given_call, "columns 16") == "does not know dropout"
+    assert hopper_launch.refusal(call, "columns 16") == "does not know dropout"
     monkeypatch.setattr(aiter, "_unavailable", lambda: None)
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True))
-    assert "dropout" in (aiter._attention_supports(*given_call) or "")
-    assert aiter._attention_supports(*given_call._replace(dropout_p=0.0)) is None
+    assert "dropout" in (aiter._attention_refuse(call) or "")
+    assert aiter._attention_refuse(call._replace(dropout_p=0.0)) is None
 
 
 def test_compile_fullgraph(device: str) -> None:

@@ -332,7 +332,7 @@ def test_packed(mode: str, key: str, device: str) -> None:
 def test_v_may_be_transposed(mode: str, device: str) -> None:
     """[B, H, Dv, S] in memory, and views into one projection, with other codes between."""
     q, k, v = tensors(1, 33, 70, HEADS, 2, 20, device=device, layout="bhsd")
-    call = FlashAttentionCall(*quantized(MODES[mode], (q, k, v), layout="bhsd", causal=True))
+    call = quantized(MODES[mode], (q, k, v), layout="bhsd", causal=True)
     want = op.run("triton", call, config=SMALL)
     stored = call.v.mT.contiguous()
     assert torch.equal(op.run("triton", call._replace(v=stored.mT), config=SMALL), want)
@@ -347,7 +347,7 @@ def test_v_may_be_transposed(mode: str, device: str) -> None:
 def test_what_a_descale_is_of(mode: str, device: str) -> None:
     """The same numbers in any shape and with any strides have the same bits."""
     run = op.run
-    call = FlashAttentionCall(*quantized(MODES[mode], tensors(2, 17, 33, HEADS, 2, device=device), "number"))
+    call = quantized(MODES[mode], tensors(2, 17, 33, HEADS, 2, device=device), "number")
     want = run("triton", call, config=SMALL)
     names = ["q_descale", "k_descale", "v_descale"] if call.q_descale is not None else ["k_descale", "v_descale"]
     for name in names:
@@ -402,12 +402,12 @@ def test_weights_that_codes_have_are_not_rounded(mode: str, device: str) -> None
 def test_weights_above_the_largest_code(mode: str, device: str) -> None:
     """They are that code; the weights' sum has them as they are. One tile, where all are counted from one score."""
     q, k, v = tensors(1, 12, 30, 2, 2, device=device)
-    call = FlashAttentionCall(*quantized(MODES[mode], (q, k, v), "number"))
+    call = quantized(MODES[mode], (q, k, v), "number")
     limit = 0.25
     call = call._replace(p_descale=limit / LARGEST[call.k.dtype], return_lse=True)
     got, lse = op.run("triton", call, config=SMALL)
     plain = call._replace(p_descale=None)
-    assert torch.equal(lse, op.run("triton", *plain, config=SMALL)[1])
+    assert torch.equal(lse, op.run("triton", plain, config=SMALL)[1])
     codes_q, codes_k, codes_v = (
         one.double()[0].transpose(0, 1) * float(scale)  # type: ignore[arg-type]
         for one, scale in ((call.q, call.q_descale), (call.k, call.k_descale), (call.v, call.v_descale))
@@ -429,7 +429,7 @@ def test_weights_above_the_largest_code(mode: str, device: str) -> None:
 @pytest.mark.parametrize("key", ["plain", "causal", "everything"])
 def test_logarithms_do_not_know_codes_of_weights(mode: str, key: str, device: str) -> None:
     qkv = tensors(2, 33, 70, HEADS, 2, device=device)
-    call = FlashAttentionCall(*quantized(MODES[mode], qkv, return_lse=True, **option(key, 33, 70, device)))
+    call = quantized(MODES[mode], qkv, return_lse=True, **option(key, 33, 70, device))
     run = op.run
     with_codes, without = (
         run("triton", call, config=SMALL),
@@ -446,18 +446,18 @@ def test_queries_that_see_nothing(mode: str, backend: str, device: str) -> None:
     config = {"config": SMALL} if backend == "triton" else {}
     run = op.run
     for options, blind in (({"causal": True}, 17), ({"window": (-1, 4)}, 13)):
-        call = FlashAttentionCall(*quantized(MODES[mode], (q, k, v), return_lse=True, **options))
+        call = quantized(MODES[mode], (q, k, v), return_lse=True, **options)
         out, lse = run(backend, call, **config)
         assert not out[:, :blind].any() and (lse[:, :, :blind] == -math.inf).all()
         assert out[:, blind:].abs().sum(-1).min() > 0 and lse[:, :, blind:].isfinite().all()
         out, lse = run(backend, call._replace(sinks=sinks), **config)
         assert not out[:, :blind].any()
         torch.testing.assert_close(lse[:, :, :blind], sinks[:, None].expand(2, 2, blind), rtol=1e-6, atol=1e-6)
-    call = FlashAttentionCall(*quantized(MODES[mode], (q, k[:, :0], v[:, :0]), return_lse=True))
+    call = quantized(MODES[mode], (q, k[:, :0], v[:, :0]), return_lse=True)
     out, lse = run(backend, call, **config)
     assert not out.any() and (lse == -math.inf).all()
-    empty = FlashAttentionCall(*quantized(MODES[mode], (q[:, :0], k, v)))
-    assert run(backend, *empty, **config).shape == (2, 0, 2, 16)
+    empty = quantized(MODES[mode], (q[:, :0], k, v))
+    assert run(backend, empty, **config).shape == (2, 0, 2, 16)
 
 
 @pytest.mark.parametrize("mode", ["int8 p", "e4m3fn", "float16 kv int8"])
@@ -466,7 +466,7 @@ def test_nothing_beyond_the_ends_is_used(mode: str, device: str) -> None:
     q, k, v = tensors(1, 19, 37, HEADS, 2, device=device)
     run = op.run
     for key in ("plain", "causal", "window"):
-        call = FlashAttentionCall(*quantized(MODES[mode], (q, k, v), **option(key, 19, 37, device, 1)))
+        call = quantized(MODES[mode], (q, k, v), **option(key, 19, 37, device, 1))
         want = run("triton", call, config=SMALL)
         fill = 127 if call.k.dtype == INT8 else math.nan
         longer = [torch.full((1, 64, 2, 16), fill, device=device).to(call.k.dtype) for _ in range(2)]
@@ -532,21 +532,21 @@ def test_what_other_kernels_decline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS["sm_90"])
     monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", False)
     monkeypatch.setattr("wavecrest.ops.common.triton.no_gluon", None)
-    call = FlashAttentionCall(*quantized(Mode(BF16, INT8), tensors(1, 20, 20, d=64)))
+    call = quantized(Mode(BF16, INT8), tensors(1, 20, 20, d=64))
     assert hopper_launch.refusal(call, "columns 16") == "takes float16 and bfloat16"
     plain = call._replace(k=call.q, v=call.q, k_descale=None, v_descale=None)
     assert hopper_launch.refusal(plain, "columns 16") is None
     monkeypatch.setattr(aiter, "_unavailable", lambda: None)
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _self: True))
     assert "not int8" in (aiter._attention_refuse(call) or "")
-    assert aiter._attention_supports(*plain) is None
+    assert aiter._attention_refuse(plain) is None
 
 
 def test_key() -> None:
     """Words in the dtype of 8-bit calls; of others it is q's dtype, as it was."""
     at = op.key_fields.index("dtype")
     qkv = tensors(1, 20, 20)
-    words = {name: op.key(*quantized(mode, qkv))[at] for name, mode in MODES.items()}
+    words = {name: op.key(quantized(mode, qkv))[at] for name, mode in MODES.items()}
     assert words == {
         "int8": "int8",
         "int8 float16": "int8 to float16",
@@ -565,24 +565,24 @@ def test_key() -> None:
         "float32 kv e4m3fn": "float32 kv float8_e4m3fn",
     }
     # what the default is may also be said
-    int8 = FlashAttentionCall(*quantized(MODES["int8"], qkv))
-    assert op.key(*int8._replace(out_dtype=BF16)) == op.key(*int8)
+    int8 = quantized(MODES["int8"], qkv)
+    assert op.key(int8._replace(out_dtype=BF16)) == op.key(int8)
     for one in (F32, F16, BF16, torch.float64):
         call = FlashAttentionCall(*(x.to(one) for x in qkv))
         assert op.key(call)[at] == str(one).removeprefix("torch.")
         assert op.key(call._replace(out_dtype=one)) == op.key(call)
     # neither what descales are of, nor how weights are scaled
-    keys = {op.key(*quantized(MODES["int8 p"], qkv, shape)) for shape in ("number", "one", "head", "sequence")}
-    keys.add(op.key(*FlashAttentionCall(*quantized(MODES["int8 p"], qkv))._replace(p_descale=0.5)))
+    keys = {op.key(quantized(MODES["int8 p"], qkv, shape)) for shape in ("number", "one", "head", "sequence")}
+    keys.add(op.key(quantized(MODES["int8 p"], qkv)._replace(p_descale=0.5)))
     assert len(keys) == 1
     leaf = int8._replace(v_descale=int8.v_descale.clone().requires_grad_())  # type: ignore[union-attr]
-    assert op.key(*leaf) != op.key(*int8)
+    assert op.key(leaf) != op.key(int8)
 
 
 def test_what_does_not_compile_anew() -> None:
     def made(queries: int, keys: int, batch: int, shape: str, p: float) -> Any:
         meta = tensors(batch, queries, keys, HEADS, 2, 64)
-        call = FlashAttentionCall(*quantized(MODES["int8 p"], meta, shape))._replace(p_descale=p)
+        call = quantized(MODES["int8 p"], meta, shape)._replace(p_descale=p)
         return launches.launch(call, *launches.empty_results(call), SMALL, None)
 
     base = made(100, 200, 2, "number", 0.01)
@@ -602,7 +602,7 @@ def test_constants_of_floats_are_what_they_were() -> None:
 
 
 def test_cost(device: str) -> None:
-    call = FlashAttentionCall(*quantized(MODES["int8 float32"], tensors(2, 5, 7, 4, 2, 8, 3, device=device), "head"))
+    call = quantized(MODES["int8 float32"], tensors(2, 5, 7, 4, 2, 8, 3, device=device), "head")
     counted = op.study.cost(call)
     assert counted.bytes == call.q.numel() + call.k.numel() + call.v.numel() + 4 * 2 * 5 * 4 * 3 + 4 * (4 + 2 + 2)
     assert op.study.cost(call._replace(out_dtype=None)).bytes == counted.bytes - 2 * 2 * 5 * 4 * 3
@@ -778,10 +778,10 @@ def test_any_call(call: dict[str, Any]) -> None:
     dtypes = (mode.q, mode.kv, mode.kv)
     qkv = [_view(call, i, *of, device) for i, of in enumerate(zip(shapes, dtypes, strict=True))]
     found = scales(mode, heads, kv_heads, batch, call["descales"], device, call["seed"])
-    call = FlashAttentionCall(qkv[0], qkv[1], qkv[2], **found, **options)
-    want = exact(call)
-    assert_attends("triton", call, call["config"], want)
-    assert_attends("reference", call, None, want)
+    made = FlashAttentionCall(qkv[0], qkv[1], qkv[2], **found, **options)
+    want = exact(made)
+    assert_attends("triton", made, call["config"], want)
+    assert_attends("reference", made, None, want)
 
 
 @pytest.mark.gpu

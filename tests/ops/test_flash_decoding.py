@@ -1128,7 +1128,11 @@ def test_a_bound_call_is_short(
     appends: bool, options: dict[str, Any], config: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the public function to the launches, of which an append and splits have one more each."""
-    call = appending("neox", lens=[90, 40], device=device, **options) if appends else case([90, 40], device=device, **options)
+    call = (
+        appending("neox", lens=[90, 40], device=device, **options)
+        if appends
+        else case([90, 40], device=device, **options)
+    )
     arguments = call._asdict()
     op.pin(op.key(call), "triton", CONFIGS[config], "exact", "measured")
     with torch.no_grad():
