@@ -27,7 +27,7 @@ from wavecrest.ops._gemm.call import GemmCall, kinds
 
 # below PyTorch: it runs where a measured row names it
 PRIORITY = 4
-# what its 8-bit kernels make
+# dtypes of the results of its 8-bit kernels
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -116,7 +116,7 @@ def _tables() -> tuple[tuple[aiter_csv.Row, ...], str]:
 # Dynamo would trace the search through the rows
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tabled(M: int, N: int, K: int, dtype: str) -> str:
-    """What aiter's own tables say of a GEMM, and which of them cannot be read; "" where there is nothing to say."""
+    """A text on a GEMM's row in aiter's own tables, and on tables that cannot be read; "" without either."""
     device = hardware.detect()
     rows, problem = _tables()
     row = aiter_csv.find(rows, device.arch, device.compute_units, M, N, K, dtype)
@@ -130,7 +130,7 @@ def _tabled(M: int, N: int, K: int, dtype: str) -> str:
 
 
 def _opt_in_gemm(call: GemmCall) -> str:
-    """That it is opt-in, and what its own tables have for the rows of the key's bucket."""
+    """The reason for the opt-in, and the row that aiter's own tables have for the rows of the key's bucket."""
     if _unavailable() is not None or call.a.dtype.itemsize != 2:
         return MEASURED
     said: str = _tabled(row_bucket(call.M), call.columns, call.K, dtype_name(call.a))

@@ -30,7 +30,7 @@ KERNELS = {
     "torch_efficient": (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient attention"),
     "torch_math": (SDPBackend.MATH, "attention written out"),
 }
-# what PyTorch adds to a warning's text, how it begins the first of them, and what it says of the kernels not asked for
+# PyTorch's addition to a warning's text; the start of its first warning, and its text on kernels not asked for
 _WHERE, _BESIDE = " (Triggered internally", ("used because:", "has been runtime disabled.")
 
 

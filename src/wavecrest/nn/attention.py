@@ -61,7 +61,7 @@ class Call:
 
 
 class _Seen(NamedTuple):
-    """What queries see: the first `keys` keys, of these what `causal`, `window` and `bias` leave."""
+    """Keys that queries see: of the first `keys` keys, those that `causal`, `window` and `bias` leave."""
 
     keys: int
     causal: bool
@@ -142,7 +142,7 @@ def _bytes(numbers: Tensor) -> Tensor:
 
 
 def _numbers(found: Tensor) -> Tensor:
-    """What `_bytes` has made of int32 [B, n]."""
+    """The inverse of `_bytes`: uint8 [B, 4 · n] as int32 [B, n]."""
     if not torch.compiler.is_compiling():
         return found.view(torch.int32)
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=found.device)
@@ -241,7 +241,7 @@ def attend(
     if position_bias is not None:
         added = position_bias[..., : seen.keys]
         bias = added if bias is None else added + bias
-    # of the scores' dtype: PyTorch takes no other
+    # in the scores' dtype: PyTorch takes no other
     bias = None if bias is None else bias.to(query.dtype)
     call = FlashAttentionCall(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), "bshd", seen.causal, seen.window, scaling,

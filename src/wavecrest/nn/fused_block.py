@@ -1,8 +1,8 @@
-"""A pre-norm residual block with norms and additions inside its GEMMs, where Decisions say that our kernels run them.
+"""A pre-norm residual block with norms and additions inside its GEMMs, if dispatch picks wavecrest's kernels for them.
 
-In a decoding step rows are few, and a launch for a norm costs more than the norm. Where our kernels run the GEMMs
-around it, the one before adds the residual, and those behind normalise the rows that they read. In a prompt additions
-are bytes: PyTorch's GEMMs add to the residual where it lies.
+A decoding step has few rows, and a launch for a norm costs more than the norm. If wavecrest's kernels run the GEMMs
+around a norm, the GEMM before it adds the residual, and those after it normalise the rows that they read. In a prompt
+an addition costs a pass over memory: PyTorch's GEMMs add to the residual in place.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def through(
     residual: Tensor | None = None,
     overwrite: bool = False,
 ) -> Tensor:
-    """x [..., D], or its norm, through a layer, plus the residual: those that are there; `overwrite`: in its memory."""
-    # a module that stands in a Linear's place need not know what is not there
+    """layer(x) for x [..., D], with `norm` applied first and `residual` added if given; `overwrite`: in its memory."""
+    # a module that replaces a Linear need not take arguments that the call does not use
     out: Tensor
     if overwrite:
         out = layer(x, residual, overwrite_residual=True)
@@ -50,10 +50,10 @@ def through(
 
 
 class FusionChoice:
-    """Which GEMMs our kernels run with the norm before them, or the addition behind them; kept until that may change.
+    """The GEMMs that wavecrest's kernels run with the norm before them or the addition after them; kept between calls.
 
-    For a decoding step, which is short beside the work of deciding: what was found is kept for the arguments that it
-    was found for, and looked for anew where the registry's decisions, a layer, its weight or a norm's hooks are others.
+    A decoding step is short beside the work of deciding. So an answer is kept for the arguments that it was found for,
+    and looked for again when the registry's decisions, a layer, its weight or a norm's hooks have changed.
     """
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ class FusionChoice:
         *asked: tuple[tuple[nn.Module, ...], ResidualNorm | None],
         judge: Callable[[nn.Module, Tensor, ResidualNorm | None], bool] | None = None,
     ) -> tuple[bool, ...]:
-        """For each (layers, norm): True if our kernels run all layers on the norm of x [..., D].
+        """For each (layers, norm): True if wavecrest's kernels run all layers on the norm of x [..., D].
 
         Without a norm: True if they add x to the result.
 
-        False where PyTorch's composition would run, to which a launch for the row operation is nothing more; where the
-        GEMM alone rests on a measured row and the fused one does not; for what torch.compile traces; for a norm with a
-        bias; and for layers and norms of others, or with hooks, which are called as they are. `judge` asks something
-        else of each layer.
+        False where PyTorch's composition would run, since it launches the norm or addition separately anyway; where
+        the GEMM alone has a measured row and the fused one does not; inside torch.compile; for a norm with a bias; and
+        for layers and norms of other classes, or with hooks, which are called as they are. `judge`: another test of
+        each layer.
         """
         if torch.compiler.is_compiling():
             return (False,) * len(asked)
@@ -90,7 +90,7 @@ class FusionChoice:
 
 
 def _fuses(layer: nn.Module, x: Tensor, norm: ResidualNorm | None) -> bool:
-    """As `FusionChoice.of` asks, of one layer."""
+    """The test of `FusionChoice.of` for one layer."""
     if not plain(layer, Linear) or not (norm is None or bare(norm)):
         return False
     # without a norm the layer's input is not there yet: it has the rows of x
@@ -106,7 +106,7 @@ def _fuses(layer: nn.Module, x: Tensor, norm: ResidualNorm | None) -> bool:
 
 
 def _adds(layer: nn.Module, x: Tensor, norm: ResidualNorm | None = None) -> bool:
-    """True if PyTorch runs a layer's GEMM for rows like x's, and can add its result to x where that lies."""
+    """True if PyTorch runs a layer's GEMM for rows like x's, and can add its result to x in place."""
     if not plain(layer, Linear) or layer.bias is not None:
         return False
     a = x.new_empty(*x.shape[:-1], layer.in_features)
@@ -153,7 +153,7 @@ class Parts(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which norms and additions of a block are done inside a GEMM."""
+    """The norms and additions of a block that run inside a GEMM."""
 
     # the mixer's first layers apply the norm before it
     norm_in_mixer: bool = False
@@ -171,7 +171,7 @@ APART = Plan()
 
 
 class FusedBlock:
-    """Runs x + mixer(norm(x)), then that + mlp(norm(that)), with the launches that Decisions allow to leave out.
+    """Runs x + mixer(norm(x)), then that + mlp(norm(that)), without launches that dispatch makes unnecessary.
 
     It has no parameters: the modules stay the caller's, and come with each call.
     """
@@ -179,7 +179,7 @@ class FusedBlock:
     def __init__(self, mixer: type[nn.Module], mlp: type[nn.Module]) -> None:
         """Fuse modules of these types; others, and those with hooks, are called as they are."""
         self._mixer, self._mlp = mixer, mlp
-        # of a step, of a prompt, and of what is behind a prompt's last mixer
+        # one choice for steps, one for prompts, and one for the work after a prompt's last mixer
         self._step, self._prompt, self._behind = FusionChoice(), FusionChoice(), FusionChoice()
 
     def run(
@@ -218,7 +218,7 @@ class FusedBlock:
         else:
             normed, x = norm_mixer(x, delta)
         if last is not None:
-            # the state needs all tokens, what is behind the mixer these alone: as few rows as a step has
+            # the state needs all tokens; the work after the mixer needs these alone, as few rows as in a step
             x, options["last"] = at_places(x, last), last
             plan = self._behind_mixer(parts, x) if ours else APART
         memory = {"overwrite": True} if plan.overwrite else {}
@@ -253,7 +253,7 @@ class FusedBlock:
                 ((mixer.output(),), None),
                 ((mlp.output(),), None),
             )
-            # what the next block does with the result is not known here: this one is taken for it
+            # the next block's plan is not known here: it is assumed to equal this one's
             return Plan(first, second and mixes, second and mixes, ends and first)
         if overwrite and self._prompt.of(x, ((mixer.output(), mlp.output()), None), judge=_adds)[0]:
             return Plan(mixer_adds=True, mlp_adds=True, overwrite=True)

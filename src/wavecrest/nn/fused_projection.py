@@ -89,12 +89,12 @@ class FusedProjection:
         return wide is self._wide and narrow is self._narrow and plain(wide, Linear) and plain(narrow, Linear)
 
     def for_rows(self, x: Tensor, norm: ResidualNorm | None = None) -> Linear | None:
-        """The one layer for x [..., K], whose results lie side by side; None where there is none, or x has many rows.
+        """The fused layer for x [..., K], whose results lie side by side; None if it cannot run, or x has many rows.
 
-        `norm`: what the layer would normalise x with. A layer with a tail is given only where the wide layer alone
-        would run on the same kernel of ours.
+        `norm`: the norm that the layer would apply to x. A layer with a tail is returned only if the wide layer alone
+        would run on the same kernel of wavecrest.
         """
-        # which torch.compile cannot trace: it looks at addresses
+        # torch.compile cannot trace this: it looks at addresses
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return None
         both = self._both
@@ -110,7 +110,7 @@ class FusedProjection:
         return both if both is None or both.tail is None or self._runs_with_tail(both, x, norm) else None
 
     def _runs_with_tail(self, both: Linear, x: Tensor, norm: ResidualNorm | None) -> bool:
-        """True if one kernel of ours is decided for the wide layer alone and for both; kept until that may change."""
+        """True if dispatch picks one wavecrest kernel for the wide layer and for both; kept until that may change."""
         key = (Op.epoch, x.shape, x.stride(), x.dtype, x.device, norm)
         if key != self._key:
             given = (x,) if norm is None else (x, None, norm.weight, norm.eps)
@@ -128,7 +128,7 @@ class FusedProjection:
         if both.bias is None:
             return self._wide.bias is None and self._narrow.bias is None
         parts = torch.split(both.bias, [len(self._wide.weight), len(self._narrow.weight)])
-        # zeros where there was none when they were laid out
+        # a layer that had no bias when they were laid out has zeros there
         return all(
             layer.bias is None or layer.bias.data_ptr() == part.data_ptr()
             for layer, part in zip((self._wide, self._narrow), parts, strict=True)

@@ -1,4 +1,4 @@
-"""What may run around a module's forward: hooks, and a forward that stands in its place."""
+"""Checks for code that runs around a module's forward: hooks, and a forward that replaces it."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def _call(module: nn.Module, probe: Tensor, name: str) -> Any:
 
 
 def _difference(theirs: nn.Module, made: nn.Module, probe: Tensor, expected: Tensor, name: str, error: float) -> str:
-    """What to say of a module that computes something else."""
+    """The refusal's text for a module that computes something else."""
     weight, eps = getattr(theirs, "weight", None), getattr(made, "eps", None)
     if isinstance(made, RMSNorm) and isinstance(weight, Tensor):
         shifted = rms_norm(probe, 1 + weight, _default_eps(probe) if eps is None else eps)

@@ -1,4 +1,4 @@
-"""What PyTorch's backends share: their priority, float32 precision, dtypes, activations."""
+"""Code that PyTorch's backends share: their priority, float32 precision, dtypes, activations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDED = "is set to round float32 before it multiplies, and ieee is asked for"
 
 
 def other_dtype(x: Tensor, **vectors: Tensor | None) -> str | None:
-    """PyTorch's norms promote or refuse a weight of another dtype; ours keep its precision."""
+    """PyTorch's norms promote or refuse a weight of another dtype; wavecrest's keep its precision."""
     for name, vector in vectors.items():
         if vector is not None and vector.dtype != x.dtype:
             return f"takes a {name} of x's dtype ({dtype_name(x)}), not {dtype_name(vector)}"
@@ -38,9 +38,9 @@ def rounds(device: str) -> bool:
 
 
 def unrounded(device: str, wanted: bool, make: Callable[[], Tensor]) -> Tensor:
-    """What `make` returns, its float32 products as they are where that is wanted.
+    """Call `make`; if `wanted`, PyTorch does not round the inputs of float32 GEMMs in it.
 
-    Looked at on every call: what a user has set may change between two, and decisions are kept.
+    PyTorch's settings are read on every call: a user may change them between two calls, while decisions are kept.
     """
     if torch.compiler.is_compiling() or not (wanted and rounds(device)):
         return make()

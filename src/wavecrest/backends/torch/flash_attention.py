@@ -15,7 +15,7 @@ from wavecrest.dispatch.keys import needs_grad
 from wavecrest.ops._flash_attention.backend import _op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
-# what makes the mask of a call from its bias
+# makes the mask of a call from its bias
 Mask = Callable[[Tensor | None], Tensor | None]
 
 
@@ -51,10 +51,11 @@ def _opt_in(call: FlashAttentionCall) -> str | None:
 
 
 def _mask_of(call: FlashAttentionCall, asked: bool = False) -> Mask | None:
-    """What makes the mask of calls like this one: added to the scores, or which pairs are visible; None: there is none.
+    """A function that makes the mask of calls like this one: added to scores, or visible pairs; None without a mask.
 
-    The diagonal of a mask is at the bottom right. It is made for each call: kept, it might be larger than all else.
-    `asked`: of the same shape and dtype but one row in memory, to ask PyTorch what it takes without a call.
+    The diagonal of a mask is at the bottom right. The mask is made for each call, because a kept one might take more
+    memory than all else. `asked`: a mask of the same shape and dtype with one row in memory, to ask PyTorch without a
+    call what it takes.
     """
     left, right, seqlen_q, seqlen_k, device = call.left, call.right, call.seqlen_q, call.seqlen_k, call.q.device
     # the first query's last key, and the last one's first: where those are in sight all are

@@ -57,7 +57,7 @@ def bind(call: FlashDecodingCall) -> Callable[[FlashDecodingCall], Tensor]:
         if call.seq_starts is not None:
             taking_part = taking_part & (j >= call.seq_starts[:, None])
             visible = visible & taking_part[:, None, None, :]
-        # what the cache holds where a sequence has no keys may be anything: 0 · NaN would be NaN
+        # the cache may hold anything where a sequence has no keys: 0 · NaN would be NaN
         v = v.where(taking_part[:, None, :, None], 0.0)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
         sees = own >= (0 if call.seq_starts is None else call.seq_starts.clamp(min=0)[:, None, None, None])

@@ -104,14 +104,14 @@ def normalised(call: GemmCall) -> GemmCall:
     size = a.shape[-1:]
     if weight.dtype == a.dtype:
         return call._replace(a=F.rms_norm(a, size, weight, call.norm_eps), norm_weight=None)
-    # of different dtypes, of which neither may be rounded before
+    # a and the weight differ in dtype, and neither may be rounded first
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     y = F.rms_norm(a.to(wide), size, weight.to(wide), call.norm_eps)
     return call._replace(a=y.to(a.dtype), norm_weight=None)
 
 
 def _bind_residual(call: GemmCall) -> Callable[[GemmCall], Tensor | None] | None:
-    """What adds a @ b to the residual where that lies; None where a library cannot, or is not asked to."""
+    """A function that adds a @ b to the residual in place; None if a library cannot, or the call does not ask it to."""
     a, b, r = call.a, call.b, call.residual
     # a graph's residual is the graph's
     if r is None or not call.overwrite_residual or torch.compiler.is_compiling():
@@ -126,7 +126,7 @@ def _bind_residual(call: GemmCall) -> Callable[[GemmCall], Tensor | None] | None
     def into_residual(call: GemmCall) -> Tensor | None:
         a, b, r = call.a, call.b, call.residual
         assert r is not None
-        # what is written must not be read by another part of the GEMM
+        # the memory written must not be read by another part of the GEMM
         if r.untyped_storage().data_ptr() in (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()):
             return None
         r.view(M, N).addmm_(a.reshape(M, K), b)
@@ -136,7 +136,7 @@ def _bind_residual(call: GemmCall) -> Callable[[GemmCall], Tensor | None] | None
 
 
 def _multiplication(call: GemmCall) -> tuple[Bound, bool]:
-    """What multiplies a by b and applies their scales; and whether the bias is left to the epilogue."""
+    """The function that computes a @ b and applies the scales, and whether it leaves the bias to the epilogue."""
     bias = call.bias
     if call.a.dtype == torch.int8:
         return _bind_int8(call), True
@@ -226,7 +226,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def bind_epilogue(call: GemmCall, bias_is_left: bool = True) -> Callable[[GemmCall, Tensor], Tensor] | None:
-    """What a library leaves to do after y = a @ b: alpha, bias, activation, residual, rounding; None for nothing.
+    """The operations left after a library's y = a @ b: alpha, bias, activation, residual, rounding; None if nothing is.
 
     `bias_is_left`: the bias is not in y yet.
     """

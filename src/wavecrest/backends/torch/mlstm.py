@@ -12,7 +12,7 @@ from wavecrest.ops.mlstm.step.backend import op as _step
 
 
 def refuse(call: MlstmCall) -> str | None:
-    """Refuse `batch_invariant` where our kernel has it: PyTorch's GEMMs do not promise the same bits in any batch."""
+    """Refuse `batch_invariant` where a kernel has it: PyTorch's GEMMs do not promise the same bits in any batch."""
     if not call.batch_invariant or call.q.device.type == "cpu" or kernel_refuses(call) is not None:
         return None
     return "its GEMMs may round otherwise in another batch, and batch_invariant asks for the same bits"

@@ -263,7 +263,7 @@ class Overlay:
         *texts, crc = values
         try:
             if not all(isinstance(text, str) and len(text) <= MOST_TEXT for text in texts):
-                raise Malformed("a cell is no text of ours")
+                raise Malformed("a cell is not text that wavecrest writes")
             if crc != _crc(texts):
                 raise Malformed("its checksum is another")
             arch, op, fields, key, *cells = texts

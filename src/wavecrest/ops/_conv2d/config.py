@@ -15,7 +15,10 @@ FEW_CHANNELS = 8
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by. `rows`: pixels of the result, a bucket; `outputs`, `channels`: of a group."""
+    """Sizes that a configuration depends on.
+
+    `rows`: pixels of the result, a bucket; `outputs`, `channels`: of a group.
+    """
 
     rows: int
     outputs: int
@@ -45,7 +48,7 @@ def _tiles(shape: Shape, arch: Arch | None) -> tuple[tuple[int, int, int], ...]:
 
 
 def default(shape: Shape, arch: Arch | None) -> Config:
-    """The largest tile of which there are enough for every compute unit, or the smallest."""
+    """The largest tile that still gives every compute unit a tile, or else the smallest."""
     units = 132 if arch is None else arch.compute_units
     widest = max(16, _layout.power_of_two(shape.outputs))
     made = [(m, min(n, widest), warps) for m, n, warps in _tiles(shape, arch)]

@@ -12,7 +12,7 @@ KEY_FIELDS = (
     "pixels", "outputs", "channels", "r", "s", "groups", "stride", "dilation", "dtype", "x", "weight", "result",
     "bias", "activation", "device", "grad",
 )  # fmt: skip
-# what is contiguous in a tensor, by the number that the kernel has for it
+# the contiguous dimension of a tensor, by the kernel's number for it
 _ORDERS = ("any", "channels", "lines")
 
 
@@ -41,7 +41,7 @@ def key_of(call: Conv2dCall) -> Key:
 
 
 def shape_of(key: Key) -> Shape:
-    """What a configuration is chosen by."""
+    """The parts of a key that a configuration depends on."""
     part = dict(zip(KEY_FIELDS, key, strict=True))
     groups, bits = part["groups"], 32 if part["dtype"] in ("float32", "float64") else 16
     return Shape(

@@ -17,7 +17,7 @@ from wavecrest.ops._conv2d.call import Conv2dCall
 from wavecrest.ops._conv2d.kernel import _conv2d_kernel
 from wavecrest.ops.common.activation import ACTIVATIONS
 
-# what is contiguous, by the number that the kernel has for it
+# the contiguous dimension, by the kernel's number for it
 ANY, CHANNELS, LINES = 0, 1, 2
 # x, weight, bias and the result
 TENSORS = 4

@@ -13,7 +13,7 @@ from wavecrest.errors import InvalidArgument
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 EIGHT_BITS = (torch.int8, *EIGHT_BIT_FLOATS)
-# of the result, where k and v are 8-bit
+# dtypes of the result if k and v are 8-bit
 OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("bshd", "bhsd", "thd")
 MAX_HEAD_DIM = 256
@@ -157,7 +157,7 @@ class FlashAttentionCall(NamedTuple):
 
     @property
     def square(self) -> bool:
-        """True if seqlen_q is seqlen_k, where PyTorch's causal mask is ours."""
+        """True if seqlen_q is seqlen_k, where PyTorch's causal mask is the same as wavecrest's."""
         return not self.packed and self.seqlen_q == self.seqlen_k
 
     @property

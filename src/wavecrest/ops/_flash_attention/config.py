@@ -14,7 +14,7 @@ from wavecrest.ops._flash_attention.launch import multiplies
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by. Batch and heads are left out, so that they do not change a result's bits.
+    """Parts of a call that a configuration depends on; without batch and heads, which must not change a result's bits.
 
     `seqlen_q`: a bucket; `head_dim`: the larger one of q and of v; `bits`: of an element of q; `more`: the number of
     operations on scores (bias, slopes, softcap, a window's left edge, dropout), which take registers; `kv_dtype`: the
@@ -35,12 +35,12 @@ _Tile = tuple[int, int, int, int]
 
 
 def _nvidia(shape: Shape) -> _Tile:
-    """Of D = 128, 128 rows of 8 warps, or 64 of 4, have 128 registers a thread for sums and scores."""
+    """With D = 128, 128 rows in 8 warps, or 64 in 4, have 128 registers a thread for accumulators and scores."""
     if shape.bits == 32:
         # without matrix units: each thread multiplies its part from registers
         return (32, 32, 4, 2) if shape.head_dim <= 64 and shape.kv_dtype is None else (32, 16, 8, 2)
     if shape.bits == 8 and not 64 < shape.head_dim <= 128:
-        # sums of integers are of one tile: as many registers again
+        # integer accumulators hold one tile alone and take as many registers again
         return (64, 64, 4, 2) if shape.head_dim <= 64 else (64, 32, 8, 2)
     if shape.head_dim <= 64 and not (shape.kv_dtype is not None and shape.more):
         return 64, 64, 4, 3
@@ -72,7 +72,7 @@ def _cdna(shape: Shape, arch: Arch) -> _Tile:
             # the keys of Philox's rounds are scalars too
             return 64, 16, 8, 1
         if shape.more >= 3 and shape.head_dim > 64:
-            # a mask takes two scalar registers an element of a lane, of which there are about 100
+            # a mask takes two scalar registers for each element of a lane, and there are about 100 scalar registers
             return 64, 32, 8, 1
         # 8-bit values as they are loaded, and widened, or sums of a tile's integers, take registers too; masks take
         # scalar registers

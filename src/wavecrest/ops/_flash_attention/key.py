@@ -57,7 +57,7 @@ def key_of(call: FlashAttentionCall) -> Key:
 
 
 def shape_of(key: Key) -> _config.Shape:
-    """What a configuration is chosen by."""
+    """The parts of a key that a configuration depends on."""
     part = dict(zip(KEY_FIELDS, key, strict=True))
     words = part["dtype"].split()
     bits = 32 if words[0] in ("float32", "float64") else 16 if words[0] in ("float16", "bfloat16") else 8

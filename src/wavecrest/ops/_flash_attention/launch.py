@@ -19,7 +19,7 @@ from wavecrest.ops._flash_attention.call import EIGHT_BITS, FlashAttentionCall
 from wavecrest.ops._flash_attention.kernel import _flash_attention_kernel
 from wavecrest.ops.common.triton import tl
 
-# what is contiguous, as the kernel numbers it
+# the contiguous dimension, by the kernel's number for it
 ANY, COLUMNS, TOKENS = 0, 1, 2
 ORDERS = ("any", "columns", "tokens")
 TENSORS = 13
@@ -52,7 +52,7 @@ def walk(tensor: Tensor) -> Walk:
 
 
 def access(call: FlashAttentionCall) -> str:
-    """What is contiguous in q, k and v, the bytes that their accesses may have, up to 16, and whether one repeats."""
+    """The contiguous dimension of q, k and v, the bytes of an access to them, up to 16, and whether one is expanded."""
     views = [call.bhsd(one) for one in (call.q, call.k, call.v)]
     walks = [walk(one) for one in views]
     again = any(size > 1 and step == 0 for one in views for size, step in zip(one.shape, one.stride(), strict=True))
@@ -230,7 +230,7 @@ def empty_results(call: FlashAttentionCall) -> tuple[Tensor, Tensor | None]:
 
 def bind(call: FlashAttentionCall, config: Config) -> Callable[[FlashAttentionCall], Tensor | tuple[Tensor, Tensor]]:
     """The function that launches the kernel for calls with the signature of this one."""
-    # what is kept must not keep the tensors of one call
+    # the bound function must not keep the tensors of one call
     meta = call._replace(q=call.q.to("meta")) if not torch.compiler.is_compiling() else call
     shape, dtype, device = call.shape, call.dtype, call.q.device
     lse_shape = call.lse_shape if call.return_lse else None

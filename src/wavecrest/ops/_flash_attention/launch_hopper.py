@@ -21,9 +21,9 @@ from wavecrest.ops._flash_attention.kernel_hopper import _hopper_attention_kerne
 from wavecrest.ops._flash_attention.launch import LEAST_BLOCK, empty_results
 
 DESCRIPTORS = 4
-# groups that multiply, each with rows of its own
+# consumer warp groups, each with rows of its own
 GROUPS = 2
-# of the L2 cache of 50 MiB, what k and v of the heads that go together may take
+# bytes of the L2 cache of 50 MiB that k and v of the heads that run together may take
 SECTION_BYTES = 16 << 20
 
 
@@ -59,7 +59,7 @@ def default(shape: Shape) -> Config:
 
 
 def _made(rows: int, keys: int, stages: int, turns: int) -> Config:
-    # of the group that the launch counts; the kernel adds the others, and its stages are its own
+    # warps of the group that the launch counts; the kernel adds the other groups, and has stages of its own
     return Config(BLOCK_M=rows, BLOCK_N=keys, STAGES=stages, TURNS=turns, num_warps=4, num_stages=1)
 
 

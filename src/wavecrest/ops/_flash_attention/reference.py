@@ -13,10 +13,10 @@ from wavecrest.ops.common.philox import philox
 
 
 class _Pairs(NamedTuple):
-    """What every head shares, of all pairs of a query and a key, [B, Sq, Sk] (packed: [1, Tq, Tk]) or broadcast.
+    """Values of all pairs of a query and a key, shared by all heads: [B, Sq, Sk] (packed: [1, Tq, Tk]) or broadcast.
 
-    `visible`: whether the query sees the key; `distance`: |i + Sk − Sq − j|. Packed alone: `sequence` [Tq, 1] and the
-    positions `i` [Tq, 1] and `j` [1, Tk] of both in it.
+    `visible`: whether the query sees the key; `distance`: |i + Sk − Sq − j|. Only for packed sequences: `sequence`
+    [Tq, 1], and the positions of both in it, `i` [Tq, 1] and `j` [1, Tk].
     """
 
     visible: Tensor
@@ -30,7 +30,7 @@ def _places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """The sequence of each packed token, its position there, and that sequence's length."""
     token = torch.arange(tokens, device=starts.device)
     sequence = torch.searchsorted(starts, token.to(starts.dtype), right=True) - 1
-    # tokens after the last sequence are of none
+    # tokens after the last sequence belong to no sequence
     inside = sequence.clamp(max=starts.shape[0] - 2)
     return sequence, token - starts[inside], starts[inside + 1] - starts[inside]
 

@@ -11,7 +11,7 @@ from wavecrest.dispatch.keys import needs_grad
 from wavecrest.errors import InvalidArgument
 from wavecrest.ops.packed.cache import FLOATS, GROUPS, SCALE_DTYPES
 
-# what a cache may hold in 8 bits, with scales
+# dtypes of a cache in 8 bits, with scales
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 EIGHT_BITS = (torch.int8, *EIGHT_BIT_FLOATS)
 # two quantized values of 4 bits a byte, with scales and shifts

@@ -12,18 +12,19 @@ from wavecrest.hardware import Arch
 
 # keys of a split where the batch must not change a result's bits
 INVARIANT_CHUNK = 1024
-# programs a compute unit that the keys are split for: what run at once
+# programs a compute unit that the keys are split for: those that run at once
 PROGRAMS = {"nvidia": 4, "amd": 8}
-# of one split, however many sequences there are: the longest of them would be waited for. One H200, 2026-11-22, 64
+# keys of one split, for any number of sequences: without a limit all wait for the longest. One H200, 2026-11-22, 64
 # sequences of 8,192 keys: whole ones 497 µs, splits of 2,048 503 µs; of 256 to 8,192 keys 340 µs and 301 µs
 LEAST_CHUNK, MOST_CHUNK = 128, 2048
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by: `pairs`, sequences times heads of the cache; 0 for any number of them.
+    """Parts of a call that a configuration depends on.
 
-    `page`: tokens of a page, 0 without pages; `cache`: its dtype's name; `more`: how many things are done to scores
-    (slopes, softcap, a window's left edge), which take registers; `groups`: of a row, of a cache in 4 bits.
+    `pairs`: sequences times heads of the cache, 0 for any number of them; `page`: tokens of a page, 0 without pages;
+    `cache`: its dtype's name; `more`: the number of operations on scores (slopes, softcap, a window's left edge),
+    which take registers; `groups`: groups of a row, for a cache in 4 bits.
     """
 
     pairs: int
@@ -82,7 +83,7 @@ def _cdna(shape: Shape, rows: int, width: int) -> _Tile:
         return keys // 2, 2 * waves, 1
     # scales and shifts of keys in small pages have an address each
     crowded = shape.kv_bits == 4 and shape.page % 16 != 0
-    # a mask takes two scalar registers an element of a lane, of which there are about 100
+    # a mask takes two scalar registers for each element of a lane, and there are about 100 scalar registers
     return keys // 2 if shape.more or crowded else keys, waves, 1
 
 
@@ -97,7 +98,7 @@ def _rdna(shape: Shape, rows: int, width: int) -> _Tile:
         return 16, 16, 1
     if width == 256:
         return 16, 4 * waves, 1
-    # what is widened takes registers beside what was loaded, of 4 bits four times as many
+    # widened values take registers beside the loaded ones, four times as many with 4 bits
     return 16 if shape.kv_bits == 4 else 32, (4 if shape.kv_bits <= 8 and rows > 16 else 2) * waves, 1
 
 

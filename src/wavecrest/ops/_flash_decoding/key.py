@@ -18,7 +18,7 @@ def _name(call: FlashDecodingCall) -> str:
 
 
 def _scales(call: FlashDecodingCall) -> str:
-    """What has a scale of its own: nothing, heads, tokens, or groups of a token."""
+    """Granularity of the cache's scales: none, one a head, one a token, or one a group of a token."""
     if call.k_scale is None:
         return "none"
     if not call.by_token:
@@ -27,7 +27,7 @@ def _scales(call: FlashDecodingCall) -> str:
 
 
 def _access(call: FlashDecodingCall) -> str:
-    """Whether rows are contiguous, whether sequences begin behind hidden keys, and what is done before attention."""
+    """Contiguity of rows, "starts" if sequences begin after hidden keys, and the work that is done before attention."""
     words = ["columns" if call.dense else "any"]
     if call.seq_starts is not None:
         words.append("starts")
@@ -65,7 +65,7 @@ def key_of(call: FlashDecodingCall) -> Key:
 
 
 def shape_of(key: Key) -> _config.Shape:
-    """What a configuration is chosen by."""
+    """The parts of a key that a configuration depends on."""
     part = dict(zip(KEY_FIELDS, key, strict=True))
     bits = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
     pairs = 0 if part["invariant"] else part["batch"] * part["kv_heads"]

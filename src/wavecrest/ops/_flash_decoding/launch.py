@@ -189,7 +189,7 @@ def plan(
     rows, width, out = call.seqlen_q * call.group, call.head_dim, call.head_dim_v
     q_strides, k_strides, v_strides = (_strides(one, 3) for one in (call.q, call.k_cache, call.v_cache))
     q_align, kv_align = _layout.alignment(0, q_strides), _layout.alignment(0, k_strides, v_strides)
-    # of 4 bits, the bytes of a group, and a power of two of them for each group
+    # with 4 bits the sizes are bytes of a group, and each group gets a power of two of bytes
     groups = max(1, call.groups)
     size_d, size_dv = (width // (2 * groups), out // (2 * groups)) if call.four_bits else (width, out)
     d_align, dv_align = _layout.alignment(size_d), _layout.alignment(size_dv)

@@ -53,7 +53,7 @@ _in_graph = custom_op_of(op, GemmCall, _fake, without=("overwrite_residual",))
 
 
 def _refuse(call: GemmCall) -> str | None:
-    """The reason why no kernel of ours runs a call."""
+    """The reason why none of wavecrest's kernels runs a call; None if one can."""
     for name, dtype in (("a", call.a.dtype), ("b", call.b.dtype), ("the result", call.dtype)):
         if dtype in _quantized.LARGEST and dtype != torch.int8:
             reason: str | None = _quantized.kernel_refusal(dtype)

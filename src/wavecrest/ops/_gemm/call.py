@@ -197,9 +197,9 @@ def linear_call(
 
 
 def scale_kind(scale: Tensor | None, rows: int, K: int, *, of_b: bool, group: int = 0) -> str | None:
-    """What shares a scale: "none", "tensor", "vector", "block" or "group"; None where the shape fits none of them.
+    """Granularity of a scale: "none", "tensor", "vector", "block" or "group"; None where the shape fits no granularity.
 
-    `rows`: M for a, the columns for b.
+    `rows`: M for a, the number of columns for b.
     """
     if scale is None:
         return "none"

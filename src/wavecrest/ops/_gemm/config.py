@@ -15,7 +15,7 @@ GEMV_ROWS = 8
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by.
+    """Parts of a call that a configuration depends on.
 
     `rows`: of a GEMM, a bucket; `columns`: of the result, half of b's where the activation is gated; `a_bits`,
     `b_bits`: of an element.

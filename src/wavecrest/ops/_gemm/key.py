@@ -15,7 +15,7 @@ KEY_FIELDS = (
 
 
 def _form(call: GemmCall) -> str:
-    """How b is stored, with what keeps backends from 4-bit values."""
+    """The storage of b, with the properties that make backends refuse 4-bit values."""
     text = call.form
     if call.zero is not None:
         text += " zeros"
@@ -57,7 +57,7 @@ def key_of(call: GemmCall) -> Key:
 
 
 def shape_of(key: Key) -> _config.Shape:
-    """What a configuration is chosen by."""
+    """The parts of a key that a configuration depends on."""
     part = dict(zip(KEY_FIELDS, key, strict=True))
     bits = {"float32": 32, "float16": 16, "bfloat16": 16}
     a_bits = bits.get(part["a"], 8)

@@ -50,7 +50,7 @@ class Walk(NamedTuple):
 
 
 def batch_stride(x: Tensor, batch: tuple[int, ...]) -> int | None:
-    """The one stride that walks the matrices of x [..., R, C] through a batch; None if there is none."""
+    """The one stride that walks the matrices of x [..., R, C] through a batch; None if no one stride does."""
     view = x.expand(*batch, *x.shape[-2:]) if x.ndim - 2 != len(batch) or x.shape[:-2] != batch else x
     stride, inner = 0, 1
     for size, step in zip(reversed(view.shape[:-2]), reversed(view.stride()[:-2]), strict=True):
@@ -98,14 +98,14 @@ def row_stride(call: GemmCall) -> int:
 
 
 def walk(call: GemmCall) -> Walk:
-    """How a checked call's operands are walked, that `cannot_walk` does not refuse."""
+    """The strides of a and b for the kernels, for a checked call that `cannot_walk` does not refuse."""
     a, b = call.a, call.b
     lead, rows, size1, size2 = _a_rows(call)
     a_order, b_order = orders(call)
     a_batch = 0 if call.flat else batch_stride(a, call.batch) or 0
     b_batch = 0 if call.flat else batch_stride(b, call.batch) or 0
     a_along, b_along, b_across = a.stride(-1), b.stride(-2), b.stride(-1)
-    # what must be multiples of the unit: K where it is contiguous, and the strides of everything else
+    # sizes that must be multiples of the unit: K where it is contiguous, and the strides of everything else
     units = [a_batch, *rows] if a_order == 1 else [a_batch, a_along] if a_order == 2 else [1]
     units += [b_batch, b_across] if b_order == 1 else [b_batch, b_along] if b_order == 2 else [1]
     align = _layout.alignment(call.K, (*units, 0, 0))
@@ -226,7 +226,7 @@ def partial_dtype(call: GemmCall) -> torch.dtype:
 
 
 def norm_eps(call: GemmCall) -> float:
-    """What a norm adds to the mean square; 0 without a norm, so that another norm_eps does not compile anew."""
+    """The eps of the norm; 0 without a norm, so that another norm_eps does not compile the kernel again."""
     return 0.0 if call.norm_weight is None else float(call.norm_eps)
 
 
@@ -254,17 +254,17 @@ def cannot_normalise(call: GemmCall) -> str | None:
 
 
 class Plan(NamedTuple):
-    """What runs for a call: the launch over a and b; where K is split its partial sums' shape and the launch after."""
+    """Launches of a call: the GEMM; with split-K also its partial results' shape and the launch that adds them."""
 
     first: _launcher.Launch
     parts: tuple[int, ...] | None
     second: _launcher.Launch | None
-    # of the first launch's arguments, the rest are numbers; without a zero point or a tail there is one less
+    # tensors among the first launch's arguments; the rest are numbers. One less without a zero point or a tail
     tensors: int = 10
 
 
 def column_unit(call: GemmCall) -> int:
-    """What columns are counted in, so that a kernel knows how they are aligned."""
+    """The unit that columns are counted in, so that a kernel knows their alignment."""
     return _layout.alignment(call.N, (0, 0, 0))
 
 
@@ -276,7 +276,7 @@ def assembles(arch: Arch | None) -> bool:
 def _mainloop(call: GemmCall, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
     """Sizes and constants that the kernels over tiles share; sizes without the steps, which come before size1."""
     how, config_k = walk(call), config["BLOCK_K"]
-    # what Triton's tl.dot takes
+    # the smallest blocks that Triton's tl.dot takes
     least = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32 if call.a.itemsize == 1 else 16}
     for name, size in least.items():
         if config[name] < size:
@@ -331,7 +331,7 @@ def descriptors_of(call: GemmCall, config: Config) -> tuple[Descriptor, Descript
 
 
 def _operands(call: GemmCall, config: Config, tma: bool) -> tuple[Any, Any]:
-    """What a kernel over tiles gets for a and b: with `tma` tensor descriptors."""
+    """Arguments for a and b of a kernel over tiles: the tensors, or their TMA descriptors with `tma`."""
     if not tma:
         return call.a, call.b
     a, b = descriptors_of(call, config)
@@ -470,7 +470,7 @@ def bind(planner: Planner, call: GemmCall, config: Config) -> Callable[[GemmCall
     plan = planner(call, y, sums, config, arch, False)
     start = _launcher.starter(plan.first, device)
     second = None if plan.second is None else _launcher.starter(plan.second, device)
-    # what is bound is kept: sizes and constants, not the plan with the tensors of one call
+    # the bound function keeps sizes and constants, not the plan, which has the tensors of one call
     reads_words, values = plan.tensors == 9, plan.first.args[plan.tensors :]
     second_values = () if plan.second is None else plan.second.args[7:]
     parts_shape = plan.parts

@@ -12,7 +12,7 @@ from wavecrest.dispatch.keys import m_bucket, needs_grad
 from wavecrest.errors import InvalidArgument
 
 MODES = ("copy", "read", "write")
-# what one thread moves at once: sizes are multiples of it
+# bytes that one thread moves at once: sizes are multiples of it
 UNIT_BYTES = 16
 WORD_BYTES = 4
 # far more than any device runs at once; tile numbers, which go up in steps of it, stay below 2³¹

@@ -101,7 +101,7 @@ class MlaDecodeCall(NamedTuple):
 
     @property
     def style(self) -> str:
-        """How the kernel turns the queries' rotary part; "none" where it comes turned."""
+        """The style in which the kernel rotates the queries' rotary part; "none" if the caller has rotated it."""
         return "none" if self.cos is None else self.rope_style
 
     @property

@@ -13,7 +13,7 @@ INVARIANT_KEYS = 1024
 # fewest keys of a split otherwise: with fewer, writing and adding partial sums costs more than reading the keys
 LEAST_KEYS = 128
 MOST_SPLITS = 64
-# what a program of split keys costs beside its keys, counted in keys: the partial sums of 64 rows, written and read
+# cost of a program of split keys beside its keys, counted in keys: the partial sums of 64 rows, written and read
 # again, are as many bytes as about 230 keys, and the queries are read
 PROGRAM_KEYS = 256
 # sm_90's kernel: rows of a program, keys of a tile, and tiles in shared memory beside the queries, 144 of 227 KiB. Two
@@ -22,7 +22,7 @@ HOPPER_ROWS, HOPPER_KEYS, HOPPER_STAGES = 64, 32, 4
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by.
+    """Parts of a call that a configuration depends on.
 
     Attributes:
         batch: sequences; 0 where a result's bits must not depend on their number.
@@ -110,7 +110,7 @@ def with_tile(shape: Shape, arch: Arch | None, tile: Tile) -> Config:
     if shape.batch > 0:
         units = 132 if arch is None else arch.compute_units
         programs = shape.batch * _layout.ceil_div(shape.rows, rows)
-        # of the smaller tiles two programs fit on a unit
+        # two programs with the smaller tiles fit on a compute unit
         splits, least = splits_for(programs, shape.max_seqlen_k, units * (1 if rows == 64 else 2)), LEAST_KEYS
     more = {}
     if arch is not None and arch.wave_size == 64:

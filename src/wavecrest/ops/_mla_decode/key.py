@@ -51,7 +51,7 @@ def key_of(call: MlaDecodeCall) -> Key:
 
 
 def shape_of(key: Key) -> Shape:
-    """What a configuration is chosen by."""
+    """The parts of a key that a configuration depends on."""
     part = dict(zip(KEY_FIELDS, key, strict=True))
     bits = 32 if part["dtype"] in ("float32", "float64") else 16
     batch = 0 if part["invariant"] else part["batch"]

@@ -205,7 +205,7 @@ def _block_r(call: MlaDecodeCall) -> int:
 def _combine(call: MlaDecodeCall, buffers: Buffers, split: KeySplit, arch: Arch | None) -> _launcher.Launch:
     """The results of rows from the partial results of their splits."""
     overlaps, block_r = _pdl.overlaps(arch), _block_r(call)
-    # as few warps as have 8 columns a lane, 16 bytes of the result
+    # the number of warps that gives each lane 8 columns, 16 bytes of the result
     warps = max(1, block_r // (8 * (32 if arch is None else arch.wave_size)))
     return _launcher.Launch(
         _mla_join_kernel,

@@ -48,7 +48,7 @@ def refusal(call: MlaDecodeCall) -> str | None:
 
 
 def _descriptors(block_n: int, call: MlaDecodeCall) -> tuple[Any, ...]:
-    """Of half a latent's columns, and of the rotary part, for tiles of `block_n` keys."""
+    """Tensor descriptors of half a latent's columns, and of the rotary part, for tiles of `block_n` keys."""
     cache = call.latent_cache
     return (
         _triton.described_tiles(cache, [1, block_n, HALF]),

@@ -1,1 +1,1 @@
-"""What kernels of several ops share: launches, layouts, checks, device functions, quantization."""
+"""Code that kernels of several ops share: launches, layouts, checks, device functions, quantization."""

@@ -11,11 +11,11 @@ from wavecrest.hardware import Arch
 
 # architectures whose matrix unit reads tiles of 64 rows from shared memory, for four warps at a time
 WIDE_UNIT = ("sm_90", "sm_100")
-# of the matrix peak there what instructions of one warp reach (mma.sync: Luo et al., 2024, arXiv 2402.13499, 62.9 %)
+# share of the matrix peak that one warp's instructions reach (mma.sync: Luo et al., 2024, arXiv 2402.13499, 62.9 %)
 NARROW_RATE = 0.629
 # rows, columns and bytes of K of an instruction of one warp
 LEAST_M, LEAST_N, LEAST_K_BYTES = 16, 8, 32
-# cycles until an instruction's sums are there for the next (m16n8k16: the same paper; MFMA 16×16×16: CDNA 3 ISA guide)
+# cycles until the next instruction can use the accumulators (m16n8k16: the same paper; MFMA 16×16×16: CDNA 3 ISA guide)
 MATRIX_CYCLES = 33
 # independent instructions of a warp that hide that
 MATRIX_CHAIN = 6
@@ -54,7 +54,7 @@ def wide(arch: Arch, m: int, warps: int, bits: int) -> bool:
 
 
 def product(m: int, n: int, k: int, bits: int, warps: int, arch: Arch, *, held: bool = False) -> Product:
-    """[m, k] · [k, n] of `bits` by so many warps; `held`: the left operand is in registers."""
+    """The GEMM [m, k] · [k, n] of elements of `bits`, by `warps` warps; `held`: the left operand is in registers."""
     size = bits / 8
     if wide(arch, m, warps, bits):
         # groups of four warps, 64 rows at a time, side by side along n where there are no more rows
@@ -120,7 +120,7 @@ def moved(
 
 
 def summed(programs: int, parts: float, at_once: float, width: float, size: float, *, ends: float = 0.0) -> Work:
-    """The second launch of split work: each program adds `parts` rows of `width` float32, so many `at_once`.
+    """The second launch of split work: each program adds `parts` rows of `width` float32, `at_once` rows a step.
 
     `size`: bytes of an element of the result.
     """

@@ -1,4 +1,4 @@
-"""What the kernels for sm_90 (backends `triton_hopper`) share: where they run, what stands in for them, barriers."""
+"""Code that kernels for sm_90 (backends `triton_hopper`) share: where they run, the warning of a fallback, barriers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import wavecrest.ops.common.triton as _triton
 from wavecrest.dispatch.decision import PortableKernel
 from wavecrest.ops.common.triton import gl, gluon, hopper
 
-# registers a thread of what multiplies: of the 504 that 3 groups have the first, which copies, has 24 left
+# registers a thread of the two consumer warp groups: of the 504 that 3 groups have, the producer, the first, keeps 24
 MULTIPLIES = gl.constexpr(240)
 
 

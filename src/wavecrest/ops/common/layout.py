@@ -40,7 +40,7 @@ def _collapse(tensors: tuple[Tensor, ...]) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def leading(*tensors: Tensor) -> int:
-    """How many leading dimensions remain after merging (1 also for none): a kernel takes up to 3."""
+    """The number of leading dimensions after merging (1 also for none): a kernel takes up to 3."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             return max(1, len(_collapse(tensors)))
@@ -85,7 +85,7 @@ def alignment(columns: int, *strides: tuple[int, ...]) -> int:
 
 
 def ceil_div(total: int, size: int) -> int:
-    """How many pieces of `size` hold `total`."""
+    """The number of pieces of `size` that hold `total`."""
     return (total + size - 1) // size
 
 

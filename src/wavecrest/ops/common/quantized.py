@@ -1,4 +1,4 @@
-"""What the ops that round to 8 bits share: the types, scales and their granularity, the definition, device functions.
+"""Code that the ops that round to 8 bits share: types, scales, their granularity, the definition, device functions.
 
 Symmetric quantization: q = round(x / scale) within ± the largest value of the type (saturating), x ≈ q · scale.
 """
@@ -30,7 +30,7 @@ KERNEL_ARCHS: dict[str, tuple[str, ...]] = {
     "float8_e5m2fnuz": ("gfx942",),
 }
 GRANULARITIES = ("tensor", "token", "group")
-# what 8-bit values come back as
+# dtypes that 8-bit values are dequantized to
 OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # columns of a group
 GROUP = 128
@@ -39,7 +39,7 @@ SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 
 class Quantization(NamedTuple):
-    """How values are rounded to 8 bits. `scale` None: it is worked out from the values."""
+    """The rounding of values to 8 bits. `scale` None: the scale is computed from the values."""
 
     dtype: torch.dtype
     granularity: str

@@ -30,7 +30,7 @@ def assumed(known: hardware.Arch) -> Iterator[None]:
 
 
 def arch() -> hardware.Arch | None:
-    """The architecture that kernels are made for: the emulated one, or the current GPU's; None where there is none."""
+    """The architecture that kernels are made for: the emulated one, or the current GPU's; None without a GPU."""
     if _assumed is not None:
         return _assumed
     if _triton.emulated is not None:
@@ -39,6 +39,6 @@ def arch() -> hardware.Arch | None:
 
 
 def wave_size() -> int:
-    """Threads a warp (NVIDIA) or wave (AMD) of `arch`; 32 where there is none."""
+    """Threads a warp (NVIDIA) or wave (AMD) of `arch`; 32 if that is None."""
     known = arch()
     return known.wave_size if known is not None else 32

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.language.nvidia import hopper
 
     class triton:
-        """What the ops use of the module triton, with types."""
+        """Typed stub of the module triton: the part that the ops use."""
 
         @overload
         @staticmethod
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 else:
 
     class _Kernel:
-        """What `@triton.jit` gives without Triton: it can be named, not launched."""
+        """Result of `@triton.jit` without Triton: it can be named, not launched."""
 
         def __getitem__(self, _grid: Any) -> NoReturn:
             raise Unsupported(str(unavailable or no_gluon))
@@ -125,7 +125,7 @@ def described_tiles(x: Any, block: list[int]) -> Any:
 
 @functools.cache
 def _layout(block: tuple[int, ...], dtype: Any) -> Any:
-    """How a tile lies in shared memory; to find it out is more than half of what a descriptor costs."""
+    """The layout of a tile in shared memory; finding it takes more than half of the time to make a descriptor."""
     element = getattr(gl, {"torch.float16": "float16", "torch.bfloat16": "bfloat16"}[str(dtype)])
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 

@@ -25,7 +25,7 @@ MOST_THREADS = 8
 
 
 class Pass:
-    """A run of a computation in which kernels are compiled, and none of ours is launched."""
+    """A run of a computation that compiles wavecrest's kernels and launches none of them."""
 
     def __init__(self, context: Context, threads: ThreadPoolExecutor) -> None:
         self._context, self._threads = context, threads
@@ -57,12 +57,12 @@ def _load(device: int | None, compiled: Future[Any]) -> None:
     # else 0.3 s of the first launch: prompts behind a pass took 2.9 s with 11 kernels to load and 0.36 with one, 0.04
     # and 0.04 without (H200, 2026-11-23, both runs of "lengths-ahead" in 2026-11-24_xlstm-peers_xlstm_7b.jsonl.gz)
     on = contextlib.nullcontext() if device is None else torch.cuda.device(device)
-    # what does not compile or load says so where it is launched
+    # a kernel that does not compile or load raises its error at its launch
     with contextlib.suppress(Exception), on:
         compiled.result().run  # noqa: B018
 
 
-# the pass that this thread is in; a launch in another thread is none of its business
+# the pass that this thread is in; it does not concern launches in other threads
 under_way: ContextVar[Pass | None] = ContextVar("wavecrest_pass", default=None)
 
 
@@ -72,18 +72,18 @@ def possible(device: torch.device) -> bool:
 
 
 def rehearse(work: Callable[[], Any]) -> str | None:
-    """Run `work` with launches of our kernels compiled in threads instead, and wait for these.
+    """Run `work`, but compile wavecrest's kernels in threads instead of launching them, and wait for the threads.
 
-    What our kernels would have written holds anything, and so do all results. PyTorch's operations run: none of them
-    may be asked for values, as indices or by the host, that come from ours.
+    The memory that these kernels would have written holds arbitrary values, and so do all results. PyTorch's
+    operations run: none of them may use values of these kernels as indices or on the host.
 
     Returns:
-        Why it did not come to its end, or None. A kernel that does not compile is no such reason: that shows where it
-        is launched, as what stopped the pass does where `work` is done in earnest.
+        The reason why `work` did not finish, or None. A kernel that does not compile is no such reason: its error shows
+        at its launch, as an error that stopped this pass shows when `work` runs normally.
     """
     try:
         with ThreadPoolExecutor(min(MOST_THREADS, hardware.cpu().compute_units)) as threads:
-            # in a context of its own: whatever else launches a kernel of Triton's in the pass does it as ever
+            # in a context of its own: other code that launches Triton kernels during the pass is not affected
             context = copy_context()
             mode = _triton.compiles_beside()(threads, ignore_errors=True)
             context.run(mode.__enter__)
@@ -93,7 +93,7 @@ def rehearse(work: Callable[[], Any]) -> str | None:
             finally:
                 under_way.reset(before)
                 context.run(mode.__exit__, None, None, None)
-    # anything may come out of a compiler or a model
+    # a compiler or a model may raise any exception
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -1,4 +1,4 @@
-"""What the backends of the mLSTM ops share."""
+"""The refusal that the kernels of all mLSTM ops share."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
 
 
 def refuse(call: MlstmCall | MlstmStepCall) -> str | None:
-    """The reason why our kernels cannot run a call."""
+    """The reason why wavecrest's kernels cannot run a call; None if they can."""
     return _checks.kernel_refusal(dtype_name(call.q), call.q.device.type, 1, needs_grad(*call.floats))

@@ -10,7 +10,7 @@ KEY_FIELDS = (
     "batch", "tokens", "heads", "dk", "dv", "dtype", "state", "form", "input_gate", "normalize", "capped", "resets",
     "initial", "last", "norm", "output_gate", "chunk", "invariant", "device", "grad",
 )  # fmt: skip
-# those of them that are sizes, the one that rows are listed by first
+# the fields that are sizes; tables list their rows by the first of them
 KEY_SIZES = ("tokens", "batch")
 STEP_KEY_FIELDS = (
     "heads", "dk", "dv", "dtype", "state", "new_state", "input_gate", "normalize", "capped", "norm", "output_gate",

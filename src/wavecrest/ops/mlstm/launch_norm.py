@@ -1,4 +1,4 @@
-"""What the launches of the mLSTM kernels share: strides, where tensors are found, and the launch of the norm."""
+"""Code that the launches of the mLSTM kernels share: strides, places of the tensors, and the launch of the norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wavecrest.ops.mlstm.call import MlstmCall
 from wavecrest.ops.mlstm.kernel_norm import _mlstm_norm_kernel
 
 FORMS = {"whole": 0, "padded": 1, "packed": 2}
-# elements of a program and of one of its lanes. Of a sequence a program is a warp, whose sums wait for no barrier:
+# elements of a program and of one of its lanes. For a sequence a program is one warp, whose sums wait for no barrier:
 # behind the chunks of 4 × 2,048 tokens of 8 heads of DV = 512 it takes 49 µs, as its bytes do, and 60 with the tile
 # of a step. A step has few rows and waits for each of them: of eight in a row one of xLSTM 7B took 3,634 µs with the
 # tile of a sequence, 3,617 with its own (H200, 2026-11-23)

@@ -326,7 +326,7 @@ def parallel(rows: Rows, eps: float, exponential: bool, normalize: bool) -> Tens
     top = None
     if exponential and d.numel():
         top = d.amax(-1)
-        # of a row that sees closed input gates alone any number will do
+        # for a row that sees closed input gates alone any number will do
         top = top.masked_fill(top == float("-inf"), 0.0)
     p = (q @ k.mT) * q.shape[-1] ** -0.5 * torch.exp(d if top is None else d - top[..., None])
     h: Tensor = p @ v

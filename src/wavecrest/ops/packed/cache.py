@@ -10,7 +10,7 @@ from wavecrest.errors import InvalidArgument
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # groups of a row that may have a scale and a shift each
 GROUPS = (1, 2, 4, 8)
-# of scales and shifts that tokens have
+# dtypes of the scales and shifts of tokens
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST = 15
 

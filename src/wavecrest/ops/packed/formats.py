@@ -1,4 +1,4 @@
-"""What is inside a packed weight: the layouts, the rounding to 8 and 4 bits, and the checks of the parts."""
+"""Formats of packed weights: their layouts, the rounding to 8 and 4 bits, and the checks of the parts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from wavecrest.errors import InvalidArgument
 from wavecrest.ops.common.quantized import LARGEST
 
 FORMATS = ("plain", "shuffled", "int8", "int4", "fp8", "fp8_block")
-# what a weight may stand for
+# dtypes of the weights that a packed one may stand for
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-# what each format stores; the first is the default of the quantized ones
+# dtypes that each format stores; the first is the default of the quantized ones
 STORED: dict[str, tuple[torch.dtype, ...]] = {
     "plain": DTYPES,
     "shuffled": (torch.bfloat16, torch.float16, torch.int8, *FP8),
@@ -47,7 +47,7 @@ def names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def ceil(total: int, size: int) -> int:
-    """How many pieces of a size hold a total."""
+    """The number of pieces of a size that hold a total."""
     return -(-total // size)
 
 

@@ -34,7 +34,7 @@ class PackedWeight(Tensor):
         stored: the stored values: [N, K], or uint8 [N, Kp / 2] for int4 (Kp: K, up to a multiple of 64).
         scale: float32, or None for values that are not quantized.
         zero: uint8 of the scale's shape, the zero points of asymmetric int4, or None.
-        group: columns of K that share a scale; K for one scale a row (and where there is none).
+        group: columns of K that share a scale; K for one scale a row, and without a scale.
     """
 
     format: str
@@ -133,7 +133,7 @@ class PackedWeight(Tensor):
         return sum(part.numel() * part.element_size() for part in self._parts().values())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What it is, without the values."""
+        """Format, sizes, dtype and device, without the values."""
         return f"PackedWeight({_described(self)}, dtype={self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int, torch.dtype]]:
@@ -287,7 +287,7 @@ def pack(
     )
 
 
-# what to_plain appends to a name
+# suffixes that to_plain appends to a name
 _METADATA, _PARTS = "packed_weight", ("stored", "scale", "zero")
 _VERSION = 1
 
@@ -350,7 +350,7 @@ def from_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metadata(name: str, tensor: Any) -> dict[str, Any]:
-    """What to_plain wrote about a weight."""
+    """The description of a weight that to_plain wrote; InvalidArgument if it is damaged or of another version."""
     wanted = {"format": str, "shape": list, "dtype": str, "group": int, "parts": list}
     damaged = f"from_plain: {name}.{_METADATA} is damaged; save the weights again"
     try:
@@ -425,7 +425,7 @@ def _restored(
     dtype: torch.dtype,
     parameter: bool,
 ) -> Any:
-    """What `__reduce_ex__` names: the weight from its parts."""
+    """Make the weight again from its parts; `__reduce_ex__` names this function."""
     if stored_dtype in _packed.FP8:
         stored = stored.view(stored_dtype)
     weight = PackedWeight.from_parts(format, stored, scale=scale, zero=zero, group=group, shape=shape, dtype=dtype)

@@ -48,7 +48,7 @@ def register(spec: Spec) -> Op[RowCall, Any]:
 
 
 def shape_of(spec: Spec, key: Key) -> Shape:
-    """What a configuration is chosen by, beside rows and columns."""
+    """The parts of a key that a configuration depends on, beside rows and columns."""
     return Shape(spec.kind, key[2], spec.residual, *((key[-2], key[-1]) if spec.quantized else ()))
 
 

@@ -35,7 +35,7 @@ class RowCall(NamedTuple):
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the result is quantized, or x was; None for neither."""
+        """The quantization of the result, or of x; None for neither."""
         if self.dtype is None:
             return None
         if self.kind == "scaled":
@@ -60,7 +60,7 @@ class RowCall(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What tells one row op from another: `dtypes` are the 8-bit types that a quantizing one makes."""
+    """Properties by which the row ops differ; `dtypes`: the 8-bit types that a quantizing op makes."""
 
     name: str
     kind: str

@@ -15,7 +15,7 @@ TILE_COLUMNS = 2048
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by, beside the columns; `rounding` is the granularity of 8-bit results."""
+    """Parts of a call that a configuration depends on, beside rows and columns; `rounding`: that of 8-bit results."""
 
     kind: str
     dtype: str

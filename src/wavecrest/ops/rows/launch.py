@@ -106,19 +106,19 @@ def _words(parts: int, config: Config, arch: Arch | None) -> int:
 
 
 def _look(arch: Arch | None) -> int:
-    """How split rows look at slots: `_lib.VOLATILE`, UNCACHED or ATOMIC."""
+    """The kind of load with which split rows read slots: `_lib.VOLATILE`, UNCACHED or ATOMIC."""
     if arch is None or arch.vendor == "nvidia":
         return 0
     return 2 if arch in LOADS_ARE_CACHED else 1
 
 
 def rounding_of(how: Quantization | None) -> int:
-    """What becomes of the result, as the kernel counts it: see `kernel.ROUNDINGS`."""
+    """How the kernel rounds the result: a value of `kernel.ROUNDINGS`, 0 without quantization."""
     return 0 if how is None else ROUNDINGS[how.granularity, how.scale is not None]
 
 
 def outputs(call: RowCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the result, for the sum with the residual, and for the scale; x where there is none of these."""
+    """Memory for the result, for the sum with the residual, and for the scale; x in place of what a call lacks."""
     x, how = call.x, call.quantization
     h = x if call.residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     if how is None:
@@ -127,14 +127,14 @@ def outputs(call: RowCall) -> tuple[Tensor, Tensor, Tensor]:
         scale = how.scale.contiguous()
     else:
         shape = _quantized.scale_shape(x.shape, how.granularity)
-        # a program writes the scales of its rows; without elements there is none
+        # a program writes the scales of its rows; without elements no program runs
         allocate = torch.empty if x.numel() > 0 else torch.ones
         scale = allocate(shape, dtype=torch.float32, device=x.device)
     return torch.empty(x.shape, dtype=how.dtype, device=x.device), h, scale
 
 
 def _slots(x: Tensor, config: Config, rounding: int) -> Callable[[], Tensor | None]:
-    """What makes the zeros that programs exchange through, for a call; None where they do not."""
+    """A function that allocates zeroed slots, through which programs exchange numbers; it gives None without slots."""
     shape, device = _split.slots_shape(x, config, exchanges=2), x.device
     if rounding == WHOLE:
         return lambda: torch.zeros(PEAKS, dtype=torch.int32, device=device)

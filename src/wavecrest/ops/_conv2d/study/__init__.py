@@ -1,4 +1,4 @@
-"""What tuning, benchmarking and evidence need of the op conv2d; not loaded by a call."""
+"""Study of the op conv2d, for tuning, benchmarks and evidence; a call does not load it."""
 
 from __future__ import annotations
 

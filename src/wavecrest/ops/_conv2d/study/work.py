@@ -1,4 +1,4 @@
-"""What the convolution's kernel does, for the cost model: bytes, operations and steps by configuration."""
+"""Work of the convolution kernel, for the cost model: bytes, operations and steps by configuration."""
 
 from __future__ import annotations
 

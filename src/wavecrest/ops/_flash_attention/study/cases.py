@@ -106,7 +106,7 @@ def compiled() -> dict[str, FlashAttentionCall]:
 
 
 def compiled_of_8_bits(fp8: torch.dtype) -> dict[str, FlashAttentionCall]:
-    """Those of 8-bit tensors: each kind of GEMM, every option, a head_dim that is no power of two."""
+    """Calls of 8-bit tensors to compile: each kind of GEMM, every option, a head_dim that is no power of two."""
     heads, bf16 = 32, torch.bfloat16
     square = {d: _Sizes(4, heads, heads, 4096, 4096, d, d) for d in (64, 80, 128, 256)}
     found = {}
@@ -136,7 +136,7 @@ def compiled_of_8_bits(fp8: torch.dtype) -> dict[str, FlashAttentionCall]:
 
 
 def compiled_for_hopper() -> dict[str, FlashAttentionCall]:
-    """Those that sm_90's own kernel must compile for: each width of the tiles, and what it knows beside causality."""
+    """Calls that sm_90's own kernel must compile for: each width of the tiles, and its options beside causality."""
     sinks = torch.empty(32, dtype=torch.bfloat16, device="meta")
     calls = {
         name: compiled()[name] for name in ("D=64", "D=64 causal", "D=80", "D=128", "D=128 causal", "D=256 causal")

@@ -1,4 +1,4 @@
-"""What attention's kernels do, for the cost model: bytes, operations and steps by configuration."""
+"""Work of attention's kernels, for the cost model: bytes, operations and steps by configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decoding's kernels do, for the cost model: bytes, operations and steps by configuration."""
+"""Work of decoding's kernels, for the cost model: bytes, operations and steps by configuration."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _exactness(call: GemmCall) -> tuple[float, float, float, float]:
 
 
 def _normalised(call: GemmCall, a: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    """What the norm of a row of a adds to the bound; y: the GEMM of the normalised a, before alpha.
+    """Part of the bound that comes from the norm of a's rows; y: the GEMM of the normalised a, before alpha.
 
     Errors of single elements of a: three roundings of float32 in the kernel and in the reference, and in kernels over
     tiles and in PyTorch one to a's dtype, half a unit of it at most. The factor of a row is the root of a sum of K

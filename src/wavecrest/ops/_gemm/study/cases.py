@@ -163,7 +163,7 @@ def emulate_cases(arch: str) -> Cases:
         ),
         "weight int4": partial(int4, 32),
         "weight int4, groups of 64": partial(int4, 64),
-        # of float32, which kernels over tiles do not round between norm and product
+        # in float32, which kernels over tiles do not round between norm and GEMM
         "norm": lambda: GemmCall(
             _random(5, 100, dtype=torch.float32), _random(72, 100, dtype=torch.float32).mT, norm_weight=_random(100)
         ),

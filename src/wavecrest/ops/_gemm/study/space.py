@@ -1,4 +1,4 @@
-"""What `wavecrest tune gemm` tries for a key: configurations by regime, without those that cannot work.
+"""Candidates of `wavecrest tune gemm` for a key: configurations by regime, without those that cannot work.
 
 Which tiles are worth trying follows from what limits a GEMM. Up to 16 rows it is reading b: tiles of 16 rows, deep
 along K, several programs a unit, K split where there are too few tiles. From some hundred rows on it is the matrix
@@ -32,7 +32,7 @@ MOST_SUMS = 128
 MOST_GEMV = 200
 # parts of K at most
 MOST_SPLITS = 16
-# what a kernel keeps in shared memory beside tiles (barriers of loads through descriptors)
+# bytes that a kernel keeps in shared memory beside tiles (barriers of loads through descriptors)
 BESIDE_TILES = 256
 # and `_hopper_gated_kernel`: barriers, and what Triton hands from group to group
 BESIDE_HOPPER_TILES = 1024
@@ -192,7 +192,7 @@ def _regime(shape: Shape, arch: Arch) -> tuple[tuple[Tile, ...], tuple[int, ...]
 
 
 def _variants(index: int, few: bool, arch: Arch, has_descriptors: bool) -> list[dict[str, int]]:
-    """What is tried of a regime's index-th tile beside its sizes: the first ones are the likeliest, and get more."""
+    """Options to try with a regime's index-th tile: the first tiles are the likeliest, so they get more options."""
     first = {"GROUP_M": 8, "PERSISTENT": 0, "TMA": 0}
     if arch.vendor == "amd":
         if arch.wave_size == 32:

@@ -1,4 +1,4 @@
-"""What the kernels of gemm do, for the cost model: bytes, operations and steps by configuration."""
+"""Work of gemm's kernels, for the cost model: bytes, operations and steps by configuration."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SIZES = {"float64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 # columns of 16 bytes that a step of matrix instructions of sm_90 multiplies at a time, and cycles until the last one's
 # sums are there: what each waits where ptxas has them wait for each other
 _HOPPER_K_BYTES, _DRAINED_CYCLES = 32, 90.0
-# of two groups that multiply and one that copies, which hand registers to each other
+# warps of two consumer groups and one producer group, which hand registers to each other
 _HOPPER_WARPS = 12
-# of rows that tiles normalise: operations a value, and cycles of a step from registers through shared memory to the
+# rows that tiles normalise cost operations a value, and cycles of a step from registers through shared memory to the
 # matrix unit, as the keys of 2026-11-22_tune_xlstm_decode_16.jsonl.gz are ranked best by (H200, 2026-11-22)
 _NORMED_OPERATIONS, _NORMED_CYCLES = 16.0, 180.0
 

@@ -1,4 +1,4 @@
-"""What the bandwidth kernel does, for the cost model."""
+"""Work of the bandwidth kernel, for the cost model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wavecrest.ops._memcpy.call import WORD_BYTES
 
 
 def work(key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
-    """What the kernel does, for the cost model; nothing where the size is not known.
+    """Work of the kernel, for the cost model; empty where the size is not known.
 
     The sums of mode "read" are added at one address.
     """

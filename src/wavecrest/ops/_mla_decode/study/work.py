@@ -1,4 +1,4 @@
-"""What the kernels of attention over a latent cache do, for the cost model; the GEMMs of weights are not counted."""
+"""Work of the kernels of attention over a latent cache, for the cost model; without the GEMMs of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tuning, benchmarking and evidence need of the op mla_prefill; not loaded by a call."""
+"""Study of the op mla_prefill, for tuning, benchmarks and evidence; a call does not load it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _unsplit(configs: Iterable[Config]) -> Iterator[Config]:
 
 
 def _cost(call: MlaPrefillCall) -> Cost:
-    """That of the form with fewer FLOPs, with the cache read once."""
+    """The cost of the form with fewer FLOPs, with the cache read once."""
     absorbed = cost_of_decoding(call)
     sizes = (call.latent_dim, call.head_dim_rope, call.head_dim_nope, call.head_dim_v)
     decompressed = sum(flops(call.seqlen_q, length, *sizes)[1] for length in lengths_of(call)) * call.heads

@@ -1,4 +1,4 @@
-"""What the rotary kernel does, for the cost model."""
+"""Work of the rotary kernel, for the cost model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TURNED_OPERATIONS = 8.0
 
 
 def work(key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
-    """What the kernel does, for the cost model; nothing where the tokens are not known.
+    """Work of the kernel, for the cost model; empty where the number of tokens is not known.
 
     A row of the tables is read by each program of its token.
     """

@@ -1,4 +1,4 @@
-"""The op mlstm_chunkwise and our kernels for it."""
+"""The op mlstm_chunkwise and wavecrest's kernels for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wavecrest.ops.mlstm.reference import reference
 
 
 def shape_of(key: Key) -> Shape:
-    """What a configuration is chosen by."""
+    """The parts of a key that a configuration depends on."""
     part = dict(zip(KEY_FIELDS, key, strict=True))
     return Shape(part["dk"], part["dv"], part["dtype"], part["chunk"])
 

@@ -14,7 +14,7 @@ KEYS_T, KEYS_K = 64, 256
 
 
 class Shape(NamedTuple):
-    """What a configuration is chosen by; not the batch and not the tokens, on which no bits may depend.
+    """Parts of a call that a configuration depends on; not batch and tokens, which must not change a result's bits.
 
     `dtype`: of an element; `chunk`: the caller's chunk, 0 where it is left open.
     """
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """What programs take at a time.
+    """Sizes of a program's tiles.
 
     The chunks kernel: `rows` queries, `keys` tokens, `part` of DK of q and k, `step` rows of a state, `columns` of DV.
     The states kernel: `state`, its tokens, rows and columns. Warps and stages of both. `lane`: bytes of keys a lane
@@ -68,12 +68,12 @@ def chunked(config: Config, chunk: int) -> Config:
 
 
 def _nvidia(shape: Shape, arch: Arch | None) -> _Tile:
-    """Of 64 queries and 256 of DV, 4 warps hold h in 128 registers a lane.
+    """For 64 queries and 256 columns of DV, 4 warps hold h in 128 registers a lane.
 
     One H200, 2026-11-22, bfloat16, 2,048 tokens of 8 heads of 256 × 512, in µs: chunks of 256 tokens 47.5 with 128
     queries in 8 warps and 3 stages, 52.8 with 64 in 4 and 2 stages; states 21.9 in tiles of 64 × 64 in steps of 128
-    tokens, 25 to 32 in larger ones, of which there are fewer than multiprocessors. 64 queries are as many as stages
-    have room for with less than Hopper's shared memory. float32 has no matrix units.
+    tokens, 25 to 32 in larger ones, whose number is below that of the multiprocessors. 64 queries are the most that
+    leave room for the stages on GPUs with less shared memory than Hopper. float32 has no matrix units.
     """
     if shape.dtype == "float32":
         return _Tile(32, 32, 32, 32, 64, (32, 32, 32), 8, 4, 1, 1, 256)

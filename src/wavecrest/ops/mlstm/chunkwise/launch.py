@@ -42,7 +42,7 @@ from wavecrest.ops.mlstm.launch_norm import (
 GATES = 256
 
 
-# what the kernels write: h; gates of tokens; weighted keys, their sums by tiles, what each chunk does to a state; the
+# kernels write: h; gates of tokens; weighted keys, their sums by tiles, each chunk's change of a state; the
 # states before chunks, for float16 the units of their tiles, and n; h before a norm that is its own launch; last states
 MEMORY = ("h", "planes", "keys", "parts", "links", "states", "scales", "vectors", "scratch", "c", "n", "m")
 # by name, what kernels get of a call and its memory
@@ -62,8 +62,10 @@ CHUNK_TENSORS_APART = (*CHUNK_TENSORS[:-1], "scratch")
 
 
 class Sizes(NamedTuple):
-    """How a call is taken apart. `slots`: chunks of all sequences; `tiles`: of a state, over DK and DV; `parts`: tiles
-    of the keys of a chunk; `apart`: the norm is a launch of its own.
+    """The division of a call over programs.
+
+    `slots`: chunks of all sequences; `tiles`: of a state, over DK and DV; `parts`: tiles of the keys of a chunk;
+    `apart`: the norm is a launch of its own.
     """
 
     slots: int
@@ -73,7 +75,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(call: MlstmCall, config: Config) -> Sizes:
-    """How a call is taken apart."""
+    """The division of a call over programs."""
     chunk = config["CHUNK"]
     if call.cu_seqlens is not None:
         # one more than whole chunks for each sequence, wherever it begins
@@ -268,7 +270,7 @@ def bind(call: MlstmCall, config: Config) -> Callable[[MlstmCall], Tensor | tupl
     """The function that launches the kernels for calls with the signature of this one."""
     device, sizes = call.q.device, sizes_of(call, config)
     buffers = buffers_of(call, sizes, config["CHUNK"])
-    # what no launch reaches of padded and packed rows is 0
+    # the part of padded and packed rows that no launch writes is 0
     like = torch.empty_like if call.form == "whole" else torch.zeros_like
     # as in a call, for what is there of it
     values = (*call, call.q, *(None if one is None else call.q for one in buffers))

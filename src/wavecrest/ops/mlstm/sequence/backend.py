@@ -1,4 +1,4 @@
-"""The op mlstm_sequence and our kernel for it."""
+"""The op mlstm_sequence and wavecrest's kernel for it."""
 
 from __future__ import annotations
 

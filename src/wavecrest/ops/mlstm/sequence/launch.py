@@ -28,7 +28,7 @@ from wavecrest.ops.mlstm.launch_norm import (
 )
 from wavecrest.ops.mlstm.sequence.kernel import _mlstm_recurrent_kernel
 
-# what the kernels write: h, the last states, and h before a norm that is a launch of its own
+# tensors that the kernels write: h, the last states, and h before a norm that is a launch of its own
 MEMORY = ("h", "c", "n", "m", "scratch")
 # by name, what kernels get of a call and its memory
 FIELDS = MlstmCall._fields + MEMORY
@@ -42,14 +42,14 @@ TENSORS_APART = (*_READ, "scratch", "c", "n", "m")
 
 
 class Split(NamedTuple):
-    """How a head is taken apart. `tiles`: programs over DV; `apart`: the norm is a launch of its own."""
+    """The division of a head over programs. `tiles`: programs over DV; `apart`: the norm is a launch of its own."""
 
     tiles: int
     apart: bool
 
 
 def split_of(call: MlstmCall, config: Config) -> Split:
-    """How the heads of a call are taken apart."""
+    """The division of a call's heads over programs."""
     tiles = _layout.ceil_div(call.dv, config["BLOCK_V"])
     return Split(tiles, call.norm_weight is not None and tiles > 1)
 
@@ -110,7 +110,7 @@ def bind(call: MlstmCall, config: Config) -> Callable[[MlstmCall], Tensor | tupl
     """The function that launches the kernels for calls with the signature of this one."""
     device, split = call.q.device, split_of(call, config)
     buffers = buffers_of(call, split)
-    # what no launch reaches of padded and packed rows is 0
+    # the part of padded and packed rows that no launch writes is 0
     like = torch.empty_like if call.form == "whole" else torch.zeros_like
     # as in a call, for what is there of it
     values = (*call, call.q, *(None if one is None else call.q for one in buffers))

@@ -1,4 +1,4 @@
-"""The op mlstm_step and our kernel for it."""
+"""The op mlstm_step and wavecrest's kernel for it."""
 
 from __future__ import annotations
 

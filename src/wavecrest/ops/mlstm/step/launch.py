@@ -27,17 +27,18 @@ from wavecrest.ops.mlstm.launch_norm import (
 )
 from wavecrest.ops.mlstm.step.kernel import _mlstm_step_kernel
 
-# what the kernels write beside the caller's memory: h, h before the norm, new states
+# tensors that the kernels write beside the caller's memory: h, h before the norm, new states
 MEMORY = ("h", "scratch", "c_new", "n_new", "m_new")
 # by name, what kernels get of a call and its memory
 FIELDS = MlstmStepCall._fields + MEMORY
 
 
 class Split(NamedTuple):
-    """How a head is taken apart: programs over DV, and what is left to do behind all of them.
+    """The division of a head: programs over DV, and the work that is left after all of them.
 
-    `apart`: the norm, which needs all of DV. `copies`: in place, n and m go to where the caller has them, which all
-    programs of a head read. `counted`: the last program of a head to come to its end does it, else a second launch.
+    `apart`: the norm is left, which needs all of DV. `copies`: in place, n and m are left to be copied to the caller's
+    memory, which all programs of a head read. `counted`: the last program of a head to finish does this work, else a
+    second launch does.
     """
 
     tiles: int
@@ -57,7 +58,7 @@ class Split(NamedTuple):
 
 
 def split_of(call: MlstmStepCall, config: Config) -> Split:
-    """How the heads of a call are taken apart."""
+    """The division of a call's heads over programs."""
     tiles = _layout.ceil_div(call.dv, config["BLOCK_V"])
     apart, copies = call.norm_weight is not None and tiles > 1, call.in_place and tiles > 1
     return Split(tiles, apart, copies, call.arrivals is not None)

@@ -1,1 +1,1 @@
-"""What the studies of the three mLSTM ops share: example calls and bounds of errors; not loaded by a call."""
+"""Code that the studies of the three mLSTM ops share: example calls and error bounds; a call does not load it."""

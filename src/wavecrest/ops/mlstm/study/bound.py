@@ -96,12 +96,12 @@ def _step(state: _Carried, k: Tensor, v: Tensor, gates: tuple[Tensor, Tensor], o
 
 
 class _Rounded(NamedTuple):
-    """What the kernel rounds beside float32: shares of a state c, and of a weighted score in h; h before a norm."""
+    """Errors of roundings below float32: relative to a state c, to a weighted score in h, to h before a norm."""
 
     state: float
     product: float
     before_norm: float
-    # of a row's largest sum of absolute products: float16 has tiles relative to their largest weight
+    # relative to a row's largest sum of absolute products: float16 has tiles relative to their largest weight
     tile: float
 
 

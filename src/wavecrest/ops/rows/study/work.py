@@ -1,4 +1,4 @@
-"""What the row kernel does, for the cost model."""
+"""Work of the row kernel, for the cost model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPLIT_CYCLES = 1000.0
 
 
 def work(shape: Shape, rows: int, columns: int, config: Config, arch: Arch) -> tuple[Work, ...]:
-    """What the kernel does, for the cost model; nothing where the rows are not known.
+    """Work of the kernel, for the cost model; empty where the rows are not known.
 
     A program of a split row waits once for the others' numbers.
     """

@@ -1,4 +1,4 @@
-"""What tuning, benchmarking and evidence need of mlstm_chunkwise; not loaded by a call."""
+"""Study of mlstm_chunkwise, for tuning, benchmarks and evidence; a call does not load it."""
 
 from __future__ import annotations
 

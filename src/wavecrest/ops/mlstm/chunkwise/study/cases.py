@@ -1,4 +1,4 @@
-"""What is compiled, measured and emulated of mlstm_chunkwise."""
+"""Calls of mlstm_chunkwise to compile, measure and emulate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compiled, measured and emulated of mlstm_sequence."""
+"""Calls of mlstm_sequence to compile, measure and emulate."""
 
 from __future__ import annotations
 
