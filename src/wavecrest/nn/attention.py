@@ -122,7 +122,7 @@ def lengths_mask(ends: Tensor, starts: Tensor | None = None, window: int = -1) -
         if one.dtype != torch.int32 or one.ndim != 1 or one.shape != ends.shape:
             raise InvalidArgument(f"lengths_mask: takes int32 [B], got {one.dtype} {list(one.shape)}")
     if window < -1:
-        raise InvalidArgument(f"lengths_mask: a window of {window}; −1 is none")
+        raise InvalidArgument(f"lengths_mask: a window of {window}; −1 means no window")
     numbers = torch.stack((ends,) if starts is None else (ends, starts), dim=-1)
     return _bytes(numbers).view(WINDOW)[:, None, None, :].expand(-1, 1, ROWS + window, -1)
 
