@@ -93,7 +93,11 @@ def versions() -> Versions:
 @cache
 def _commit() -> str | None:
     """The commit of this package, "+changes" behind it where files are not as they are there; None if unknown."""
-    return commit_of(PACKAGE) or _given_commit()
+    given = _given_commit()
+    # a stamp with the hash of these very files says more than a checkout that holds them beside another commit
+    if given is not None and not given.endswith(CHANGES):
+        return given
+    return commit_of(PACKAGE) or given
 
 
 def commit_of(package: Path) -> str | None:
