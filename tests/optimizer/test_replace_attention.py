@@ -17,6 +17,7 @@ from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument, StepRefused, Unsupported
 from wavecrest.measure.workload import Inputs, Workload, from_example
 from wavecrest.nn import attention as ours
+from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps import replace_attention as step_module
@@ -236,12 +237,13 @@ def test_steps_of_a_static_cache(name: str, count: int, backend: str, monkeypatc
         registry.get("flash_decoding").force("triton")
     model, given = made(name), []
 
-    def watched(*args: Any, **options: Any) -> Any:
-        given.append((args, options))
-        return decoding(*args, **options)
+    def watched(call: FlashDecodingCall) -> Any:
+        given.append(call)
+        return decoding(call)
 
-    decoding = ours.flash_decoding
-    monkeypatch.setattr(ours, "flash_decoding", watched)
+    decoding = ours._flash_decoding
+    watched.decide = decoding.decide  # type: ignore[attr-defined]
+    monkeypatch.setattr(ours, "_flash_decoding", watched)
     other, tokens = switched(model), ids(2, 10)
     want = logits(model, input_ids=tokens)
     past = transformers.StaticCache(config=model.config, max_cache_len=24)
@@ -252,14 +254,14 @@ def test_steps_of_a_static_cache(name: str, count: int, backend: str, monkeypatc
             got.append(logits(other, input_ids=tokens[:, at : at + count], past_key_values=past))
         ops = ops_of(calls, count)
         assert ops == ["flash_decoding"] * 2 and len(given) == 2
-        for layer, (args, options) in zip(past.layers, given, strict=True):
+        for layer, call in zip(past.layers, given, strict=True):
             if layer.is_sliding and count > 1 and at + count > WINDOW:
                 # the keys of a full window and the new ones are put together by transformers
                 continue
-            for cache, ours_ in zip((layer.keys, layer.values), args[1:], strict=True):
+            for cache, ours_ in zip((layer.keys, layer.values), (call.k_cache, call.v_cache), strict=True):
                 assert ours_.data_ptr() == cache.data_ptr() and ours_.stride() == cache.transpose(1, 2).stride()
-            assert options["seq_lens"].tolist() == [min(at + count, args[1].shape[1])] * 2
-            assert options["seq_starts"] is None
+            assert call.seq_lens.tolist() == [min(at + count, call.k_cache.shape[1])] * 2
+            assert call.seq_starts is None
     assert_same(torch.cat(got, 1), want)
 
 
