@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from dataclasses import dataclass, fields
@@ -18,8 +19,8 @@ from wavecrest.models.xlstm.padding import Padding, spans
 from wavecrest.models.xlstm.state import empty_state
 from wavecrest.nn import RMSNorm
 
-# the positional arguments of xLSTMModel.forward
-ARGUMENTS = ("input_ids", "inputs_embeds", "cache_params", "use_cache")
+# the cache argument of xLSTMModel.forward: `cache` in transformers 5.24, which takes the older name too
+CACHES = ("cache", "cache_params")
 
 
 @dataclass
@@ -165,7 +166,8 @@ class _Before:
             self.dtype = config.state_dtype
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        kwargs = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+        names = list(inspect.signature(model.forward).parameters)
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
         tokens = kwargs.get("input_ids")
         given = kwargs.get("inputs_embeds") if tokens is None else tokens
         if not isinstance(given, Tensor):
@@ -177,11 +179,11 @@ class _Before:
         use = model.config.use_cache if use is None else use
         # without a cache the loop over parts of a long prompt makes one in bfloat16
         long = not model.training and given.shape[1] > model.config.max_inference_chunksize
-        cache = kwargs.get("cache_params")
+        cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
         if cache is not None:
             self._widen(cache, given)
         elif long or (use and not (model.training and model.gradient_checkpointing)):
-            kwargs["cache_params"] = self._cache(model, given)
+            kwargs[next(name for name in CACHES if name in names)] = self._cache(model, given)
         return (), kwargs
 
     def _padding(self, model: Any, given: Tensor, mask: Tensor | None) -> Padding | None:
