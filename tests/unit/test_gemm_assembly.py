@@ -83,7 +83,7 @@ def execute(text: str, outputs: int, inputs: list[Words]) -> list[Words]:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("what", ["CODES", "BYTES"])
+@pytest.mark.parametrize("what", ["INT4", "INT8"])
 def test_every_byte_in_every_place(what: str, dtype: torch.dtype) -> None:
     name = f"{what}_{'BF16' if dtype == BF16 else 'FP16'}"
     text: Any = getattr(kernel, name).value
@@ -91,11 +91,11 @@ def test_every_byte_in_every_place(what: str, dtype: torch.dtype) -> None:
     assert "\n" not in text and "'" not in text and "\\" not in text
     byte = np.arange(256)
     four = np.stack([byte, (7 * byte + 3) % 256, (13 * byte + 5) % 256, 255 - byte], 1)
-    outputs = 4 if what == "CODES" else 2
+    outputs = 4 if what == "INT4" else 2
     registers = execute(text, outputs, [four.astype(np.uint8).view(np.uint32)[:, 0]])
     halves = np.stack(registers, 1).astype(np.uint32).view(np.int16)
     got = torch.from_numpy(halves.copy()).view(dtype).double().numpy()
-    want = four - 256 * (four > 127) if what == "BYTES" else np.concatenate([four & 15, four >> 4], 1) - 8
+    want = four - 256 * (four > 127) if what == "INT8" else np.concatenate([four & 15, four >> 4], 1) - 8
     assert np.array_equal(got, want)
 
 
@@ -111,20 +111,20 @@ def test_every_byte_as_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("what", ["CODE_PAIRS", "BYTE_PAIRS"])
+@pytest.mark.parametrize("what", ["INT4_PAIRS", "INT8_PAIRS"])
 def test_every_byte_of_pairs(what: str, dtype: torch.dtype) -> None:
     """Two pairs of bytes, each pair of two columns: the columns' numbers side by side."""
     text: Any = getattr(kernel, f"{what}_{'BF16' if dtype == BF16 else 'FP16'}").value
     assert "\n" not in text and "'" not in text and "\\" not in text
     byte = np.arange(256)
     four = np.stack([byte, (7 * byte + 3) % 256, (13 * byte + 5) % 256, 255 - byte], 1)
-    outputs = 4 if what == "CODE_PAIRS" else 2
+    outputs = 4 if what == "INT4_PAIRS" else 2
     registers = execute(text, outputs, [four.astype(np.uint8).view(np.uint32)[:, 0]])
     halves = np.stack(registers, 1).astype(np.uint32).view(np.int16)
     got = torch.from_numpy(halves.copy()).view(dtype).double().numpy()
     columns = np.concatenate([four[:, ::2], four[:, 1::2]], 1)
     signed = columns - 256 * (columns > 127)
-    want = signed if what == "BYTE_PAIRS" else np.concatenate([columns & 15, columns >> 4], 1) - 8
+    want = signed if what == "INT8_PAIRS" else np.concatenate([columns & 15, columns >> 4], 1) - 8
     assert np.array_equal(got, want)
 
 
