@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from tests.clock import SimulatedClock
+from tests.toy import OneCall
+from wavecrest.dispatch.study import KernelStudy, Study
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem, Unsupported
-from wavecrest.hardware import ARCHS
+from wavecrest.hardware import ARCHS, Arch
 from wavecrest.isa import Launch, compiler
 from wavecrest.tune import compile_ahead, compile_worker
 from wavecrest.tune.candidates import Candidate
@@ -87,29 +89,24 @@ def test_what_tells_kernels_apart() -> None:
     assert kinds[0] == kinds[1] and kinds[3] == kinds[4] and len(set(kinds)) == 3
 
 
-class FakeOp:
+def launches(call: OneCall, config: Config, _arch: Arch) -> list[Launch]:
     """Two kernels a configuration, one of which is the same for all."""
+    if config["BLOCK"] == 99:
+        raise Unsupported("too large")
+    return [launch(call.x, 1, BLOCK=config["BLOCK"]), launch(call.x, 2, BLOCK=1)]
 
-    name = "fake"
 
-    def __init__(self) -> None:
-        def launches(x: torch.Tensor, config: Config, arch: Any) -> list[Launch]:
-            if config["BLOCK"] == 99:
-                raise Unsupported("too large")
-            return [launch(x, 1, BLOCK=config["BLOCK"]), launch(x, 2, BLOCK=1)]
-
-        self.backends = {
-            "kernel": SimpleNamespace(launches=launches),
-            "torch": SimpleNamespace(launches=None),
-        }
+FAKE: Any = SimpleNamespace(
+    name="fake",
+    study=Study(inputs=OneCall, cost=lambda _call: None, kernels={"kernel": KernelStudy(launches=launches)}),
+)  # type: ignore[arg-type, return-value]
 
 
 def wanted(*blocks: int, cases: int = 1) -> compile_ahead.Kernels:
     kernels = compile_ahead.Kernels("sm_90")
     found = [Candidate("torch"), *(Candidate("kernel", Config(BLOCK=block)) for block in blocks)]
     for case in range(cases):
-        args: tuple[Any, ...] = (torch.empty(case + 1, 16, dtype=BF16),)
-        kernels.add(FakeOp(), f"case {case}", args, found, ARCHS["sm_90"])  # type: ignore[arg-type]
+        kernels.add(FAKE, f"case {case}", OneCall(torch.empty(case + 1, 16, dtype=BF16)), found, ARCHS["sm_90"])
     return kernels
 
 
@@ -137,7 +134,7 @@ def test_what_spills_more_than_the_default_is_refused() -> None:
     ]  # type: ignore[arg-type]
     field = [Candidate("torch", role="native"), *blocks]
     for case in range(2):
-        kernels.add(FakeOp(), f"case {case}", (torch.empty(1, 16, dtype=BF16),), field, ARCHS["sm_90"])  # type: ignore[arg-type]
+        kernels.add(FAKE, f"case {case}", OneCall(torch.empty(1, 16, dtype=BF16)), field, ARCHS["sm_90"])
     first, shared, second, third = kernels.jobs
     assert kernels.spills_more("case 0", field) == {}
     kernels.scratch = {first: 0, shared: 8, second: 8, third: 24}

@@ -1,6 +1,6 @@
 """Compile kernels of some products ahead for sm_90, then go a real call's way to Triton's cache; writes what it saw.
 
-Run without the interpreter, with TRITON_CACHE_DIR set: see test_tune_ahead.py.
+Run without the interpreter, with TRITON_CACHE_DIR set: see test_tune_compile_ahead.py.
 """
 
 from __future__ import annotations
