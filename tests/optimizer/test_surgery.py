@@ -113,7 +113,7 @@ def test_gated_mlp_knows_its_activations(activation: str) -> None:
     with pytest.raises(StepRefused, match="something else"):
         ours.GatedMLP.from_module(module)
     module.act_fn = nn.Tanh()
-    with pytest.raises(StepRefused, match="is none of"):
+    with pytest.raises(StepRefused, match="is not one of"):
         ours.GatedMLP.from_module(module)
 
 

@@ -151,7 +151,7 @@ def _near(
             return problem
         if row.backend not in spaces:
             spaces[row.backend] = _space(op, key, row.backend, arch)
-        return "" if row.config in spaces[row.backend] else f"{row.config!r} is none for this call"
+        return "" if row.config in spaces[row.backend] else f"{row.config!r} is not in the search space of this call"
 
     found = near.choose(neighbours, fallback, partial(baseline, op, taking, fallback), misfit)
     if found.row is None:

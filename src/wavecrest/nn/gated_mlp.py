@@ -62,7 +62,7 @@ class GatedMLP(nn.Module):
                 (name for name, f in ACTIVATIONS.items() if torch.allclose(seen, f(sample), rtol=1e-5, atol=1e-6)), None
             )
             if activation is None:
-                raise StepRefused(f"the activation {type(act_fn).__name__} is none of {', '.join(ACTIVATIONS)}")
+                raise StepRefused(f"the activation {type(act_fn).__name__} is not one of {', '.join(ACTIVATIONS)}")
             made = cls(gate, up, down, activation)
             expected, got = module(probe), made(probe)
         if not isinstance(expected, Tensor) or expected.shape != got.shape:
