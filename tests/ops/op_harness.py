@@ -6,7 +6,9 @@ Not a test file: `tests/ops/test_row_kernel.py` has the cases that the ops of on
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +42,12 @@ def shape_id(shape: tuple[int, ...]) -> str:
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
+    # the same shapes are asked for over and over: drawing takes longer than copying
+    return (_drawn if math.prod(shape) <= 2**18 else _drawn.__wrapped__)(shape, dtype, device, seed).clone()
+
+
+@functools.lru_cache(256)
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.int8:
         return torch.randint(-127, 128, shape, generator=generator, dtype=dtype).to(device)
