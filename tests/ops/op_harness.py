@@ -551,6 +551,16 @@ def assert_rounds_once(op: str, config: Config | None, device: str) -> None:
     assert (q != twice[0]).float().mean() > 0.02, "the case does not tell rounding once from rounding twice"
 
 
+def specialised(kernel: Any) -> list[str]:
+    """The parameters whose values, alignments or types Triton compiles a kernel anew for."""
+    if not hasattr(kernel, "params"):
+        # defined for the interpreter: the same with what Triton makes of it for a GPU
+        from triton.runtime.jit import JITFunction
+
+        kernel = JITFunction(kernel.fn, **kernel.kwargs)
+    return [one.name for one in kernel.params if not (one.is_constexpr or one.do_not_specialize)]
+
+
 def assert_compiles(op: str, dynamic: bool, columns: int, extra: tuple[Any, ...] = ()) -> None:
     """One graph without breaks, equal to eager; with dynamic shapes the row count does not compile again."""
     found = registry.get(op)

@@ -5,6 +5,7 @@ The tuner is a fork of the test with a lane that is a script, so that two hundre
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -108,6 +109,8 @@ def forked(folder: Path) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
+        # what the collector looks at in a fork is copied, page by page
+        gc.disable()
         try:
             tune(folder)
             code = 0

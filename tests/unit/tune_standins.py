@@ -102,7 +102,8 @@ BEFORE = {
 def _planted(name: str, x: Tensor) -> Tensor:
     if name in BEFORE:
         BEFORE[name](x)
-    out = _twice(x, 0.2)
+    # whoever waits for others wins nothing by it
+    out = _twice(x, 9.0 if name == "meet" else 0.2)
     if name == "wrong":
         return 1.25 * out
     if name == "tail":
