@@ -64,7 +64,12 @@ RETIRED: tuple[Word, ...] = (
     Word("TAKES_TAILS", "ask the registry", "models"),
     Word("_declines", "refuse"),
     Word("lanes", "workers", "tune"),
+    Word("lane", "worker", "tune"),
+    Word("Lane", "Worker"),
+    Word("RayLane", "RayWorker"),
+    Word("lanes_of", "workers_of"),
     Word("contest", "race"),
+    Word("_contest", "_race"),
     Word("trust", "admission"),
 )
 
@@ -88,7 +93,6 @@ PENDING: tuple[Word, ...] = (
     # programmatic dependent launch
     Word("EARLY", "PDL and PREFETCH_STEPS"),
     # tune, optimizer, models
-    Word("Lane", "Worker"),
     Word("modelled", "evaluate_cost_model"),
     Word("leave_one_out", "evaluate_near_rows"),
     Word("misses", "untuned_calls"),

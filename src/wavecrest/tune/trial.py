@@ -123,7 +123,7 @@ def tune_key(
     begin = time.perf_counter()
     tuned = empty(op, trial)
     try:
-        _contest(op, trial, device, seconds, timer, tell, tuned)
+        _race(op, trial, device, seconds, timer, tell, tuned)
     except torch.OutOfMemoryError as error:
         tuned.problem = f"out of memory: {admission.first_line(error)}"
     except RuntimeError as error:
@@ -153,7 +153,7 @@ class _Told:
         return self.timer(works, rounds=rounds, seconds=seconds)
 
 
-def _contest(
+def _race(
     op: AnyOp, trial: Trial, device: Device, seconds: float, timer: race.Timer, tell: Tell, tuned: records.TunedKey
 ) -> None:
     tell(Step("make"))
