@@ -70,6 +70,8 @@ RETIRED: tuple[Word, ...] = (
     Word("lanes_of", "workers_of"),
     Word("contest", "race"),
     Word("_contest", "_race"),
+    Word("modelled", "proposal"),
+    Word("leave_one_out", "evaluate_near_rows"),
     Word("trust", "admission"),
 )
 
@@ -93,8 +95,6 @@ PENDING: tuple[Word, ...] = (
     # programmatic dependent launch
     Word("EARLY", "PDL and PREFETCH_STEPS"),
     # tune, optimizer, models
-    Word("modelled", "evaluate_cost_model"),
-    Word("leave_one_out", "evaluate_near_rows"),
     Word("misses", "untuned_calls"),
     Word("stack", "applied", "optimizer"),
 )
@@ -130,17 +130,15 @@ RETIRED_MODULES: tuple[Word, ...] = (
     Word("hopper_kernel", "kernel_hopper"),
     Word("and_mul", "gemm_then_act"),
     Word("passes", "optimizer/steps"),
-    Word("modelled", "evaluate_cost_model", "tune"),
+    Word("modelled", "benchmarks/evaluate_cost_model", "tune"),
+    Word("leave_one_out", "evaluate_near_rows", "tune"),
     Word("joined", "nn/fused_block", "models"),
     Word("lanes", "workers", "tune"),
     Word("contest", "race", "tune"),
     Word("trust", "admission", "tune"),
     Word("ahead", "compile_ahead", "tune"),
 )
-PENDING_MODULES: tuple[Word, ...] = (
-    Word("leave_one_out", "evaluate_near_rows", "tune"),
-    Word("misses", "untuned_calls"),
-)
+PENDING_MODULES: tuple[Word, ...] = (Word("misses", "untuned_calls"),)
 
 # names of backends: text in the code, in shipped rows and in users' databases. ALIASES are the files that read old ones
 RETIRED_BACKENDS: tuple[Word, ...] = (
