@@ -24,7 +24,7 @@ from wavecrest import hardware, records
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.decision import Cost, DispatchMiss
 from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
-from wavecrest.dispatch.tuned import Config, Database, Evidence, Proposal, Row, database, misses, near
+from wavecrest.dispatch.tuned import Config, Database, Evidence, Proposal, Row, database, near, untuned_calls
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
 from wavecrest.tune import evaluate_near_rows
 
@@ -311,11 +311,11 @@ def test_what_ran_without_a_row_is_recorded_for_tune(op: ToyOp, tmp_path: Path) 
         "op": "nearly", "arch": "sm_90", "key": {"rows": 16, "columns": 64, "dtype": "float32"}, "backend": "tiles",
         "source": "near",
     }  # fmt: skip
-    found = misses.read(path)
+    found = untuned_calls.read(path)
     assert [(one.key["rows"], one.source) for one in found] == [(16, "near"), (1024, "default")]
 
 
-def test_misses_that_cannot_be_written_end_no_call(op: ToyOp, tmp_path: Path) -> None:
+def test_untuned_calls_that_cannot_be_written_end_no_call(op: ToyOp, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot write misses"):
         registry.record_misses(tmp_path)
     path = tmp_path / "new.jsonl"
@@ -341,20 +341,20 @@ def test_misses_that_cannot_be_written_end_no_call(op: ToyOp, tmp_path: Path) ->
         ("[" * 100_000, "line 2: "),
     ],
 )
-def test_files_that_hold_no_misses(tmp_path: Path, line: str, message: str) -> None:
+def test_files_that_hold_no_untuned_calls(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
     good = '{"op": "a", "arch": "b", "key": {"rows": 1}, "backend": "c", "source": "near"}'
     path.write_text(f"{good}\n{line}\n\n{good}\n")
     with pytest.raises(TableError) as caught:
-        misses.read(path)
+        untuned_calls.read(path)
     assert message in str(caught.value) and str(path) in str(caught.value)
     path.write_text(f"{good}\n{good}\n")
-    assert misses.read(path) == [misses.Miss("a", "b", {"rows": 1}, "c", "near")]
+    assert untuned_calls.read(path) == [untuned_calls.UntunedCall("a", "b", {"rows": 1}, "c", "near")]
     path.write_bytes(b"\xff")
     with pytest.raises(TableError, match="UTF-8"):
-        misses.read(path)
+        untuned_calls.read(path)
     with pytest.raises(TableError, match="cannot read"):
-        misses.read(tmp_path / "gone")
+        untuned_calls.read(tmp_path / "gone")
 
 
 def test_coverage_of_a_block(op: ToyOp, tmp_path: Path) -> None:

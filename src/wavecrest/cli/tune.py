@@ -161,7 +161,7 @@ def run_workload(
 def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
     """By op, the arguments of `session.tune` that select the calls."""
     from wavecrest import ops
-    from wavecrest.dispatch.tuned import misses as files
+    from wavecrest.dispatch.tuned import untuned_calls as files
     from wavecrest.tune import shapes, untuned_calls
 
     if path.suffix == ".csv":
@@ -171,8 +171,8 @@ def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
         return {name: {"cases": own.cases, "sources": own.sources} for name, own in listed.items()}
     planned: dict[str, dict[str, Any]] = {}
     reasons: list[str] = []
-    for name, missed in untuned_calls.by_op(files.read(path)).items():
-        cases, left = untuned_calls.cases(ops.get(name), missed, target.arch, target.torch_name)
+    for name, untuned in untuned_calls.by_op(files.read(path)).items():
+        cases, left = untuned_calls.cases(ops.get(name), untuned, target.arch, target.torch_name)
         reasons += left.values()
         if cases:
             planned[name] = {"cases": cases, "left": left}
@@ -348,7 +348,7 @@ def command(
         str,
         typer.Argument(
             metavar="OP",
-            help="The op's name; a file of recorded misses, NAME.jsonl (WAVECREST_MISSES); one of shapes, NAME.csv; or "
+            help="The op's name; a file of untuned calls, NAME.jsonl (WAVECREST_MISSES); one of shapes, NAME.csv; or "
             "a workload, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, whose calls are tuned, and kept if it is faster.",
         ),
     ],

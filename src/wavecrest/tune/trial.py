@@ -59,7 +59,7 @@ class Trial:
         alone: run every candidate for a while by itself before it is timed among others, to find the one that ends
             the process.
         source: how another process makes the case: {"suite": its suite}, {"sizes": …, "dtype": …} (`shapes.call`), or
-            nothing, which is from the key (`misses.call`).
+            nothing, which is from the key (`untuned_calls.call`).
     """
 
     case: suites.Case
