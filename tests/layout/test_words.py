@@ -75,6 +75,12 @@ RETIRED: tuple[Word, ...] = (
     # `registry.record_misses` is public and stays, as do DispatchMiss and WAVECREST_MISSES
     Word("misses", "untuned_calls"),
     Word("Miss", "UntunedCall"),
+    Word("Stack", "AppliedSteps"),
+    # the field `stack` of a plan is part of its format and stays
+    *(
+        Word("stack", "applied", f"optimizer/{name}.py")
+        for name in ("engine", "finish", "ledger", "replay", "state", "steps/applied", "trial")
+    ),
     Word("trust", "admission"),
 )
 
@@ -98,7 +104,6 @@ PENDING: tuple[Word, ...] = (
     # programmatic dependent launch
     Word("EARLY", "PDL and PREFETCH_STEPS"),
     # tune, optimizer, models
-    Word("stack", "applied", "optimizer"),
 )
 
 # names of files and folders (without .py) that are gone, and those that are still there
