@@ -76,6 +76,11 @@ RETIRED: tuple[Word, ...] = (
     Word("misses", "untuned_calls"),
     Word("Miss", "UntunedCall"),
     Word("Stack", "AppliedSteps"),
+    Word("_operands", "the public function builds the call; _matrix_arguments and _matrix_bytes in _gemm"),
+    Word("cannot_walk", "refuse_strides"),
+    Word("unreadable", "refuse_dtype"),
+    Word("_unreadable", "refuse_dtype"),
+    Word("_unwidened", "refuse_dtype"),
     # the field `stack` of a plan is part of its format and stays
     *(
         Word("stack", "applied", f"optimizer/{name}.py")
@@ -86,11 +91,6 @@ RETIRED: tuple[Word, ...] = (
 
 # identifiers that are still there: who renames one moves its line to RETIRED
 PENDING: tuple[Word, ...] = (
-    # one typed call
-    Word("_operands", "the public function builds the call"),
-    Word("cannot_walk", "refuse"),
-    Word("unreadable", "refuse"),
-    Word("_unwidened", "refuse"),
     Word("_row_kernel", "rows.kernel"),
     # GEMM
     Word("_multiply", "_gemv", "ops/_gemm"),
