@@ -81,6 +81,8 @@ RETIRED: tuple[Word, ...] = (
     Word("unreadable", "refuse_dtype"),
     Word("_unreadable", "refuse_dtype"),
     Word("_unwidened", "refuse_dtype"),
+    Word("described", "descriptor, has_descriptors or num_descriptors", "ops"),
+    Word("described_tiles", "tile_descriptor"),
     # the field `stack` of a plan is part of its format and stays
     *(
         Word("stack", "applied", f"optimizer/{name}.py")
@@ -96,7 +98,6 @@ PENDING: tuple[Word, ...] = (
     Word("_multiply", "_gemv", "ops/_gemm"),
     Word("tail", "extra_rows", "ops/_gemm"),
     Word("tail", "extra_rows", "nn/linear.py"),
-    Word("described", "tma_ok or has_descriptors", "ops"),
     # attention
     Word("queries", "seqlen_q", "ops/_flash_attention"),
     Word("top", "m_i", "ops/_flash_attention"),

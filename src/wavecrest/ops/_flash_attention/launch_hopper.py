@@ -119,7 +119,7 @@ def _descriptors(call: FlashAttentionCall, o: Tensor, config: Config) -> tuple[A
     rows, keys = config["BLOCK_M"] // GROUPS, config["BLOCK_N"]
     width = max(LEAST_BLOCK, _layout.power_of_two(call.head_dim))
     return tuple(
-        _triton.described_tiles(call.bhsd(one), [1, 1, count, width])
+        _triton.tile_descriptor(call.bhsd(one), [1, 1, count, width])
         for one, count in ((call.q, rows), (call.k, keys), (call.v, keys), (o, rows))
     )
 
@@ -150,7 +150,10 @@ def bind(
         if some:
             if start is None:
                 made = launch(call, o, lse, config, arch)
-                start, sizes = _launcher.starter(made, device, described=DESCRIPTORS), made.args[DESCRIPTORS + 2 :]
+                start, sizes = (
+                    _launcher.starter(made, device, num_descriptors=DESCRIPTORS),
+                    made.args[DESCRIPTORS + 2 :],
+                )
             start(*_descriptors(call, o, config), *_tensors(call, lse), *sizes)
         return o if lse is None else (o, lse)
 

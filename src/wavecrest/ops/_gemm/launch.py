@@ -335,7 +335,7 @@ def _matrix_arguments(call: GemmCall, config: Config, tma: bool) -> tuple[Any, A
     if not tma:
         return call.a, call.b
     a, b = descriptors_of(call, config)
-    return _triton.described(call.a, *a), _triton.described(call.b, *b)
+    return _triton.descriptor(call.a, *a), _triton.descriptor(call.b, *b)
 
 
 def with_descriptors(call: GemmCall, config: Config) -> bool:
@@ -492,9 +492,9 @@ def bind(planner: Planner, call: GemmCall, config: Config) -> Callable[[GemmCall
         elif descriptors is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:
             if start_tma is None:
                 tma = planner(call, y, sums, config, arch, True).first
-                start_tma = _launcher.starter(tma, device, described=2)
+                start_tma = _launcher.starter(tma, device, num_descriptors=2)
             a_descriptor, b_descriptor = (
-                _triton.described(a, *descriptors[0]), _triton.described(b, *descriptors[1])
+                _triton.descriptor(a, *descriptors[0]), _triton.descriptor(b, *descriptors[1])
             )  # fmt: skip
             start_tma(
                 a_descriptor, b_descriptor, y, parts, bias, residual, scale_a, scale_b, zero, out_scale, *values

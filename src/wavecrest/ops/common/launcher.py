@@ -29,10 +29,10 @@ class Launch(NamedTuple):
         return {**self.constants, **self.config.kwargs}
 
 
-def starter(launch: Launch, device: torch.device, described: int = 0) -> Callable[..., None]:
+def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> Callable[..., None]:
     """The function that takes the kernel's positional arguments, tensors first, and launches it.
 
-    The first `described` of them are tensor descriptors, whose addresses the caller knows to be multiples of 16.
+    The first `num_descriptors` of them are tensor descriptors, whose addresses the caller knows to be multiples of 16.
 
     It is for one signature: sizes, strides, dtypes and device are those of `launch`. What Triton then still has to
     find out on each call is whether the addresses are multiples of 16; where all are, the compiled kernel is called
@@ -40,7 +40,7 @@ def starter(launch: Launch, device: torch.device, described: int = 0) -> Callabl
 
     In a pass of `_ahead.rehearse` the kernel is compiled for the arguments, and not launched.
     """
-    tensors = described + sum(isinstance(value, Tensor) for value in launch.args)
+    tensors = num_descriptors + sum(isinstance(value, Tensor) for value in launch.args)
     # not the launch itself: what is bound is kept, and would keep the tensors of the first call
     kernel, grid = launch.kernel, launch.grid
     slow, options = kernel[grid], launch.options()
@@ -53,7 +53,7 @@ def starter(launch: Launch, device: torch.device, described: int = 0) -> Callabl
     def start(*args: Any) -> None:
         nonlocal fast, constants, rehearsed
         addresses = 0
-        for tensor in args[described:tensors]:
+        for tensor in args[num_descriptors:tensors]:
             addresses |= tensor.data_ptr()
         ahead = under_way()
         if ahead is not None:
