@@ -91,18 +91,18 @@ def launch(
 ) -> _launcher.Launch:
     """The kernel for a checked call that `refusal` does not refuse and that has queries."""
     tiles = _layout.ceil_div(call.seqlen_q, config["BLOCK_M"])
-    total = call.heads * call.batch
-    section = total
+    all_heads = call.heads * call.batch
+    section = all_heads
     if call.right >= 0:
         kept = 2 * call.seqlen_k * call.head_dim * call.k.element_size()
-        section = min(total, call.group * max(1, SECTION_BYTES // kept))
+        section = min(all_heads, call.group * max(1, SECTION_BYTES // kept))
     units = 132 if arch is None else arch.compute_units
     return _launcher.Launch(
         _hopper_attention_kernel,
-        (min(tiles * total, units),),
+        (min(tiles * all_heads, units),),
         (
             *_descriptors(call, o, config), *_tensors(call, lse),
-            call.scale, call.seqlen_q, call.seqlen_k, call.heads, call.group, section, tiles, total,
+            call.scale, call.seqlen_q, call.seqlen_k, call.heads, call.group, section, tiles, all_heads,
             min(call.right, call.seqlen_q + call.seqlen_k), 0 if call.sinks is None else call.sinks.stride(0),
         ),
         {
