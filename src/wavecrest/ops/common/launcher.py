@@ -38,7 +38,7 @@ def starter(launch: Launch, device: torch.device, described: int = 0) -> Callabl
     find out on each call is whether the addresses are multiples of 16; where all are, the compiled kernel is called
     without Triton's own look-up, which is most of the cost of a launch.
 
-    In a pass of `_ahead.rehearse` the kernel is compiled for the arguments, and not launched.
+    Inside `ops.common.warmup.rehearse` the kernel is compiled for the arguments, not launched.
     """
     tensors = described + sum(isinstance(value, Tensor) for value in launch.args)
     # not the launch itself: what is bound is kept, and would keep the tensors of the first call
