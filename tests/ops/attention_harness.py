@@ -19,7 +19,7 @@ from torch import Tensor
 import wavecrest
 from tests.ops.op_harness import random
 from wavecrest.dispatch.tuned import Config
-from wavecrest.ops._flash_attention.backend import _op as op
+from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
 OP = "flash_attention"

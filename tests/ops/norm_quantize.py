@@ -32,6 +32,7 @@ REFUSALS = {
     "residual-dtype": ({"residual": torch.ones(2, 4).half()}, "residual must be"),
     "eps-negative": ({"eps": -1.0}, "eps"),
     "dtype": ({"dtype": torch.int16}, "dtype takes int8, float8_e4m3fn, .*int16"),
+    "no dtype": ({"dtype": None}, "dtype takes int8, float8_e4m3fn, .*not None"),
     "granularity": ({"granularity": "row"}, "granularity takes"),
     "tensor-dynamic": ({"granularity": "tensor"}, "cannot be worked out in one pass; give it, or use token"),
     "scale-shape": ({"granularity": "tensor", "scale": torch.ones(1)}, "tensor scale must be"),

@@ -173,21 +173,24 @@ def test_gradients_are_pytorchs(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", registry.names())
 def test_compiles_in_one_graph(name: str, device: str) -> None:
     op = registry.get(name)
-    call = example(name, torch.float32, device)
-    places = [index for index, value in enumerate(call) if isinstance(value, Tensor)]
+    calls = [example(name, torch.float32, device)]
+    # a size that changes is a symbol from the second on
+    calls += [example(name, torch.float32, device, **{op.study.sizes[0]: size}) for size in (6, 7)]
+    places = [index for index, value in enumerate(calls[0]) if isinstance(value, Tensor)]
 
     def again(*tensors: Tensor) -> Any:
-        values = list(call)
+        values = list(calls[0])
         for place, tensor in zip(places, tensors, strict=True):
             values[place] = tensor
-        return op(type(call)(*values))
+        return op(type(calls[0])(*values))
 
     torch._dynamo.reset()
-    with torch.no_grad():
-        want = results_of(op(copied(call)))
-        got = results_of(torch.compile(again, fullgraph=True, backend="eager")(*tensors_of(copied(call))))
-    for one, two in zip(got, want, strict=True):
-        torch.testing.assert_close(one.float(), two.float(), rtol=1e-4, atol=1e-4, equal_nan=True)
+    compiled = torch.compile(again, fullgraph=True, backend="eager")
+    for call in calls:
+        with torch.no_grad():
+            want, got = results_of(op(copied(call))), results_of(compiled(*tensors_of(copied(call))))
+        for one, two in zip(got, want, strict=True):
+            torch.testing.assert_close(one.float(), two.float(), rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @both

@@ -46,7 +46,7 @@ from wavecrest.ops._flash_attention import config as configs
 from wavecrest.ops._flash_attention import kernel_hopper as hopper_kernel
 from wavecrest.ops._flash_attention import launch as launches
 from wavecrest.ops._flash_attention import launch_hopper as hopper_launch
-from wavecrest.ops._flash_attention.backend import _op as op
+from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops._flash_attention.study import visible_pairs
 from wavecrest.ops.common import hopper as _hopper

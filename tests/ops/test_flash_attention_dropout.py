@@ -32,7 +32,7 @@ from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._flash_attention import launch as launches
 from wavecrest.ops._flash_attention import launch_hopper as hopper_launch
-from wavecrest.ops._flash_attention.backend import _op as op
+from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops.common.philox import philox
 from wavecrest.ops.common.triton import interpreted, tl, triton

@@ -31,7 +31,7 @@ from wavecrest.hardware import ARCHS
 from wavecrest.ops._flash_attention import config as configs
 from wavecrest.ops._flash_attention import launch as launches
 from wavecrest.ops._flash_attention import launch_hopper as hopper_launch
-from wavecrest.ops._flash_attention.backend import _op as op
+from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
 OURS = ("triton", "reference")

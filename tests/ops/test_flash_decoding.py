@@ -18,7 +18,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.ops._flash_decoding import launch as launches
-from wavecrest.ops._flash_decoding.backend import _op as op
+from wavecrest.ops._flash_decoding.backend import op
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 from wavecrest.ops.packed import quantize_cache
 

@@ -19,7 +19,7 @@ from wavecrest.backends.torch import flash_attention as torch_backend
 from wavecrest.cli import explain
 from wavecrest.errors import Unsupported
 from wavecrest.hardware import ARCHS
-from wavecrest.ops._flash_attention.backend import _op as op
+from wavecrest.ops._flash_attention.backend import op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.tune import candidates
 

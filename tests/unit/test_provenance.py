@@ -61,8 +61,8 @@ def test_the_commit_of_a_clean_checkout(tmp_path: Path) -> None:
         ("src/wavecrest/__init__.py", True),
         ("src/wavecrest/new.py", True),
         ("benchmarks/timed.py", True),
-        ("src/wavecrest/dispatch/tuned/data/sm_90/gemm.csv", False),
-        ("src/wavecrest/dispatch/tuned/data/sm_90/rope.csv", False),
+        ("src/wavecrest/dispatch/tuned/data/sm_90/gemm.csv", True),
+        ("src/wavecrest/dispatch/tuned/data/sm_90/rope.csv", True),
         ("benchmarks/results/h200.jsonl", False),
         ("docs/page.md", False),
     ],
@@ -73,6 +73,23 @@ def test_changes_of_what_runs_are_said(tmp_path: Path, path: str, changed: bool)
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text("changed\n")
     assert provenance.commit_of(package) == head + ("+changes" if changed else "")
+    # rows are what `wavecrest tune` writes
+    written = provenance.TABLES in path
+    assert provenance.commit_of(package, rows=False) == head + ("+changes" if changed and not written else "")
+
+
+@pytest.mark.parametrize("how", ["ignored", "assumed unchanged"])
+def test_what_git_passes_over_is_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    package = tree(tmp_path)
+    head = commit(tmp_path)
+    if how == "ignored":
+        (tmp_path / ".git" / "info" / "exclude").write_text("extra.py\n")
+        (package / "extra.py").write_text("two = 2\n")
+    else:
+        git(tmp_path, "update-index", "--assume-unchanged", "src/wavecrest/__init__.py")
+        (package / "__init__.py").write_text("one = 2\n")
+    assert git(tmp_path, "status", "--porcelain") == ""
+    assert provenance.commit_of(package) == f"{head}+changes"
 
 
 def test_a_worktree_is_a_checkout(tmp_path: Path) -> None:
@@ -194,6 +211,38 @@ def test_a_checkout_needs_no_variable(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("WAVECREST_COMMIT", "0000000@000000000000")
     _here(monkeypatch, package)
     assert provenance.header(hardware.cpu()).commit == head
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_a_stamp_is_believed_where_the_history_has_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "main").mkdir()
+    package = tree(tmp_path / "main")
+    head = commit(tmp_path / "main")
+    _here(monkeypatch, package)
+    stamp = provenance.stamp()
+    shutil.copytree(tmp_path / "main", tmp_path / "copy", ignore=shutil.ignore_patterns(".git"))
+    # a repository made for the copy, with a commit of its own
+    (tmp_path / "copy" / "note").write_text("copied\n")
+    other = commit(tmp_path / "copy")
+    monkeypatch.setenv("WAVECREST_COMMIT", stamp)
+    _here(monkeypatch, tmp_path / "copy" / "src" / "wavecrest")
+    assert other != head == provenance.header(hardware.cpu()).commit
+
+
+@pytest.mark.parametrize("path", ["src/wavecrest/__init__.py", "benchmarks/timed.py"])
+@pytest.mark.usefixtures("_forgotten")
+def test_a_stamp_hides_no_change_from_its_own_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    package = tree(tmp_path)
+    head = commit(tmp_path)
+    (tmp_path / path).write_text("changed = 1\n")
+    # as somebody could write it: the commit, and the hash of the changed files
+    monkeypatch.setenv("WAVECREST_COMMIT", f"{head}@{provenance.source_in(package)}")
+    _here(monkeypatch, package)
+    assert provenance.header(hardware.cpu()).commit == f"{head}+changes"
 
 
 @pytest.mark.parametrize("given", ["main", "abc1234", "abc1234@", "@123456789abc", "abc1234@123456789abc "])

@@ -174,7 +174,9 @@ def test_a_decision_by_a_near_row(op: ToyOp, tmp_path: Path) -> None:
         # BLOCK=64 does not fit 63 columns
         decision = op.decide(op.of(torch.ones(16, 63)))
         assert (decision.backend, decision.source) == ("torch", "default")
-        assert "no measured row near it fits: Config(BLOCK=64) is not in the search space of this call" in decision.reason
+        assert (
+            "no measured row near it fits: Config(BLOCK=64) is not in the search space of this call" in decision.reason
+        )
         assert "which refuses it" in op.decide(op.of(torch.ones(16, 66))).reason
         for other in (torch.ones(16, 64).half(), torch.ones(16, 64, requires_grad=True), torch.ones(1024, 64)):
             assert op.decide(op.of(other)).source == "default"

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import wavecrest.backends.torch.flash_attention as _torch
 from wavecrest.dispatch.decision import Backend
-from wavecrest.ops._flash_attention.backend import _op
+from wavecrest.ops._flash_attention.backend import op as _op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
 # below PyTorch's own choice and the kernel: they run where a measured row or a pin names them
@@ -68,6 +68,7 @@ def _refused(name: str, call: FlashAttentionCall) -> str | None:
         return None
     if not call.q.is_cuda and kernel != SDPBackend.FLASH_ATTENTION:
         return f"asks for {words}, on a GPU"
+    # fake tensors, as of `wavecrest explain`: PyTorch for CPUs would log an internal error and give no reason
     if call.q.is_cuda and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"asks for {words} on a GPU, of a PyTorch that is built for CPUs"
     # the mask of all pairs may be larger than all else, and the call may go to a kernel that needs none

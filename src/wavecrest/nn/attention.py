@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from wavecrest.dispatch.decision import Decision
 from wavecrest.dispatch.keys import dtype_name
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.ops._flash_attention.backend import _op as _flash_attention
+from wavecrest.ops._flash_attention.backend import op as _flash_attention
 from wavecrest.ops._flash_attention.call import FLOATS, MAX_HEAD_DIM, FlashAttentionCall
-from wavecrest.ops._flash_decoding.backend import _op as _flash_decoding
+from wavecrest.ops._flash_decoding.backend import op as _flash_decoding
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 
 # dtypes that mark a compact mask [B, 1, W, Sk]: the last query is aligned with key Sk − 1, keys after that are not

@@ -1,4 +1,4 @@
-"""Two layers of one input whose parameters lie one behind the other, so that few rows go through one GEMV."""
+"""Two layers of one input whose parameters lie one after the other, so that up to 64 rows take one GEMM."""
 
 from __future__ import annotations
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import platform
 import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import tomllib
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -49,7 +51,7 @@ class Header(Model):
     """Where a result comes from.
 
     `commit` ends with "+changes" where files of wavecrest were not as they are there; None if it is not known. `source`
-    is the hash of the files that ran (`source_hash`); None in records from before 2026-11-24.
+    is the hash of the files that ran (`source_hash`, without measured rows); None in records from before 2026-11-24.
     """
 
     created: str
@@ -63,7 +65,10 @@ class Header(Model):
 
     @property
     def reproducible(self) -> bool:
-        """True if a commit has all that ran."""
+        """True if a commit has all source files that ran, and the measured rows of all commands but `wavecrest tune`.
+
+        A copy without git is known by its source files alone.
+        """
         return self.commit is not None and not self.commit.endswith(CHANGES)
 
 
@@ -91,16 +96,16 @@ def versions() -> Versions:
 
 
 @cache
-def _commit() -> str | None:
-    """The commit of this package, "+changes" behind it where files are not as they are there; None if unknown."""
-    given = _given_commit()
-    # a stamp with the hash of these very files says more than a checkout that holds them beside another commit
-    if given is not None and not given.endswith(CHANGES):
-        return given
-    return commit_of(PACKAGE) or given
+def _commit(rows: bool = True) -> str | None:
+    """The commit of this package, "+changes" after it where files are not as they are there; None if unknown."""
+    here, given = commit_of(PACKAGE, rows), _given_commit()
+    if here is None or given is None or given.endswith(CHANGES):
+        return here or given
+    # a repository made for a copy does not have the commit of the stamp; one that has it knows more than the stamp
+    return given if source_of(PACKAGE, given) is None else here
 
 
-def commit_of(package: Path) -> str | None:
+def commit_of(package: Path, rows: bool = True) -> str | None:
     """The commit that a package folder is checked out from.
 
     None where it is in no git checkout of wavecrest itself: installed, copied, or copied into a repository of
@@ -108,6 +113,7 @@ def commit_of(package: Path) -> str | None:
 
     Args:
         package: the folder `wavecrest` with the modules.
+        rows: changed tables of measured rows count as changes; not for `wavecrest tune`, which writes them.
     """
     checkout = package.parents[1]
     top = _git(checkout, "rev-parse", "--show-toplevel")
@@ -117,21 +123,42 @@ def commit_of(package: Path) -> str | None:
     if _git(checkout, "ls-files", "--error-unmatch", "--", f"{inside}/__init__.py") is None:
         return None
     head = _git(checkout, "rev-parse", "--short", "HEAD")
-    # files that git does not know yet run, too; tables of rows are what a run writes
-    paths = (inside, "benchmarks", f":(exclude){inside}/{TABLES}", ":(exclude)benchmarks/results")
+    # files that git does not know yet run, too
+    paths = [inside, "benchmarks", ":(exclude)benchmarks/results"] + ([] if rows else [f":(exclude){inside}/{TABLES}"])
     changes = _git(checkout, "status", "--porcelain", "--untracked-files=normal", "--", *paths)
     if head is None or changes is None:
         return None
-    return f"{head}{CHANGES}" if changes else head
+    # git's status passes over files that it ignores or is told to take for unchanged
+    same = not changes and source_of(package, head) == source_in(package)
+    return head if same else f"{head}{CHANGES}"
+
+
+def source_of(package: Path, commit: str) -> str | None:
+    """The hash of a package's files at a commit (`source_hash`); None if the commit is not in the history here."""
+    checkout = package.parents[1]
+    inside = package.relative_to(checkout).as_posix()
+    command = ["git", "-C", str(checkout), "archive", "--format=tar", commit, inside]
+    try:
+        made = subprocess.run(command, capture_output=True, timeout=30, env=_git_environment())
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if made.returncode:
+        return None
+    with tarfile.open(fileobj=io.BytesIO(made.stdout)) as tar:
+        held = [(one.name.removeprefix(f"{inside}/"), tar.extractfile(one)) for one in tar if one.isfile()]
+        return source_hash((name, file.read()) for name, file in held if file)
+
+
+def _git_environment() -> dict[str, str]:
+    # set inside git's own hooks, where they name the repository of whoever calls
+    return env.child({name: None for name in env.matching("GIT_") if name.startswith("GIT_")})
 
 
 def _git(folder: Path, *words: str) -> str | None:
     """The output of a git command; None if it fails."""
-    # set inside git's own hooks, where they name the repository of whoever calls
-    environment = env.child({name: None for name in env.matching("GIT_") if name.startswith("GIT_")})
     command = ["git", "-C", str(folder), *words]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=_git_environment())
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -174,8 +201,13 @@ def stamp() -> str:
 @cache
 def source() -> str:
     """The hash of this package's source files (`source_hash`)."""
-    paths = (path for path in PACKAGE.rglob("*") if path.is_file())
-    return source_hash((path.relative_to(PACKAGE).as_posix(), path.read_bytes()) for path in paths)
+    return source_in(PACKAGE)
+
+
+def source_in(package: Path) -> str:
+    """The hash of the source files in a package's folder (`source_hash`)."""
+    paths = (path for path in package.rglob("*") if path.is_file())
+    return source_hash((path.relative_to(package).as_posix(), path.read_bytes()) for path in paths)
 
 
 def source_hash(contents: Iterable[tuple[str, bytes]]) -> str:
@@ -219,8 +251,10 @@ def command_line() -> str:
     return shlex.join(["wavecrest" if program == "__main__.py" else program, *arguments])
 
 
-def header(device: hardware.Device, *, evidence: Evidence = "measured", command: str | None = None) -> Header:
-    """The header of a record made now on `device`.
+def header(
+    device: hardware.Device, *, evidence: Evidence = "measured", command: str | None = None, rows: bool = True
+) -> Header:
+    """The header of a record made now on `device`; `rows`: changed tables of measured rows count as changes.
 
     Raises:
         InvalidArgument: WAVECREST_COMMIT is not written as `stamp` gives it.
@@ -228,7 +262,7 @@ def header(device: hardware.Device, *, evidence: Evidence = "measured", command:
     return Header(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command or command_line(),
-        commit=_commit(),
+        commit=_commit(rows),
         source=source(),
         evidence=evidence,
         device=device.to_dict(),

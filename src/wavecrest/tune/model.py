@@ -104,7 +104,7 @@ def tune(
     begin = now()
     if overlay is not None:
         overlay.prepare()
-    record = WorkloadTuneRecord(header=provenance.header(device), workload=workload.spec or workload.name)
+    record = WorkloadTuneRecord(header=provenance.header(device, rows=False), workload=workload.spec or workload.name)
     by_op = _listed(workload, device, record)
     try:
         for name, wanted in by_op.items():

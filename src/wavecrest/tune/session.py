@@ -240,7 +240,7 @@ def tune(
     if not found:
         raise InvalidArgument(f"no case of suite {settings.suite!r} has {settings.matching!r} in its name")
     targets = targets or Targets()
-    header = provenance.header(device, command=command)
+    header = provenance.header(device, command=command, rows=False)
     targets.prepare(op, header)
     record = records.TuneRecord(
         header=header,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from wavecrest.backends.torch.common import PRIORITY, ROUNDED, other_dtype, rounds, unrounded
 from wavecrest.dispatch.keys import needs_grad
-from wavecrest.ops._flash_attention.backend import _op
+from wavecrest.ops._flash_attention.backend import op as _op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 
 # makes the mask of a call from its bias

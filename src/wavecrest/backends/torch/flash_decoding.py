@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from wavecrest.backends.torch.common import PRIORITY
 from wavecrest.backends.torch.flash_attention import fitting, needs_copy
-from wavecrest.ops._flash_decoding.backend import _op
+from wavecrest.ops._flash_decoding.backend import op as _op
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 from wavecrest.ops._flash_decoding.reference import appended
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wavecrest.ops._flash_attention.backend import _op
+from wavecrest.ops._flash_attention.backend import op as _op
 from wavecrest.ops._flash_attention.call import FlashAttentionCall, Window
 
 __all__ = ["flash_attention"]

@@ -23,7 +23,7 @@ from wavecrest.ops._flash_attention.reference import reference
 # below PyTorch's: its kernels are the default for what they take until a measured row says otherwise
 PRIORITY = 5
 
-_op: Op[FlashAttentionCall, Tensor | tuple[Tensor, Tensor]] = Op(
+op: Op[FlashAttentionCall, Tensor | tuple[Tensor, Tensor]] = Op(
     "flash_attention",
     FlashAttentionCall,
     reference=reference,
@@ -77,8 +77,8 @@ def _bind_hopper(
     return _hopper.bind(call, config, portable)
 
 
-_op.attach_kernel("triton", _launch.bind, refuse=refuse, priority=PRIORITY, default_config=default_config)
-_op.attach_kernel(
+op.attach_kernel("triton", _launch.bind, refuse=refuse, priority=PRIORITY, default_config=default_config)
+op.attach_kernel(
     "triton_hopper",
     _bind_hopper,
     refuse=_refuse_hopper,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wavecrest.ops._flash_decoding.backend import _op
+from wavecrest.ops._flash_decoding.backend import op as _op
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 
 __all__ = ["flash_decoding"]

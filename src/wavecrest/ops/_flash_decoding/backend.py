@@ -19,7 +19,7 @@ from wavecrest.ops._flash_decoding.call import EIGHT_BIT_FLOATS, FlashDecodingCa
 from wavecrest.ops._flash_decoding.key import KEY_FIELDS, key_of, shape_of
 from wavecrest.ops._flash_decoding.reference import reference
 
-_op: Op[FlashDecodingCall, Tensor | tuple[Tensor, Tensor]] = Op(
+op: Op[FlashDecodingCall, Tensor | tuple[Tensor, Tensor]] = Op(
     "flash_decoding",
     FlashDecodingCall,
     reference=reference,
@@ -68,6 +68,6 @@ def refuse(call: FlashDecodingCall) -> str | None:
     return unread
 
 
-_op.attach_kernel(
+op.attach_kernel(
     "triton", _launch.bind, refuse=refuse, priority=_launcher.KERNEL_PRIORITY, default_config=default_config
 )

@@ -217,7 +217,6 @@ def _check_appended(call: FlashDecodingCall) -> None:
 
 
 def _integers(call: FlashDecodingCall, name: str, value: Any, shape: tuple[int | None, ...]) -> None:
-    wanted = ", ".join("…" if size is None else str(size) for size in shape)
     if (
         not isinstance(value, Tensor)
         or value.dtype != torch.int32
@@ -225,6 +224,8 @@ def _integers(call: FlashDecodingCall, name: str, value: Any, shape: tuple[int |
         or any(size not in (None, found) for size, found in zip(shape, value.shape, strict=True))
         or value.device != call.q.device
     ):
+        # not before: torch.compile cannot trace the text of a size that changes
+        wanted = ", ".join("…" if size is None else str(size) for size in shape)
         raise _fail(f"{name} must be int32 [{wanted}] on {call.q.device}, got {_describe(value)}")
 
 

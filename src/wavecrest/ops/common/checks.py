@@ -1,4 +1,4 @@
-"""Checks of arguments that ops share; each raises InvalidArgument and names the argument."""
+"""Checks of arguments that ops share, the refusal that all Triton kernels share, and the precision of references."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_eps(op: str, eps: Any) -> None:
 
 
 def kernel_refusal(dtype: str, device: str, dims: int, grad: bool) -> str | None:
-    """Why a Triton row kernel does not take a call, from the parts of its key."""
+    """Why no Triton kernel takes a call of this dtype, device, number of leading dimensions and need of gradients."""
     if _triton.unavailable is not None:
         return _triton.unavailable
     if device != "cuda" and not (device == "cpu" and (_triton.interpreted or _triton.emulated is not None)):

@@ -55,11 +55,11 @@ def scale_shape(shape: torch.Size | tuple[int, ...], granularity: str) -> tuple[
     return (*shape[:-1], (shape[-1] + GROUP - 1) // GROUP)
 
 
-def check(op: str, x: Tensor, how: Quantization, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise InvalidArgument unless type, granularity and scale fit `x`."""
-    if how.dtype not in dtypes:
+def check(op: str, x: Tensor, how: Quantization | None, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise InvalidArgument unless type, granularity and scale fit `x`; `how` is None for a call without a dtype."""
+    if how is None or how.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise InvalidArgument(f"{op}: dtype takes {names}, not {how.dtype}")
+        raise InvalidArgument(f"{op}: dtype takes {names}, not {None if how is None else how.dtype}")
     if how.granularity not in GRANULARITIES:
         raise InvalidArgument(f"{op}: granularity takes {', '.join(GRANULARITIES)}, not {how.granularity!r}")
     if how.scale is not None:

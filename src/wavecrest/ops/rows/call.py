@@ -83,10 +83,9 @@ def check(spec: Spec, call: RowCall) -> None:
     if call.bias is not None:
         _checks.check_vector(op, "bias", call.bias, x)
     _checks.check_eps(op, call.eps)
-    how = call.quantization
-    if how is not None:
-        _quantized.check(op, x, how, spec.dtypes)
-        if how.granularity == "tensor" and how.scale is None and spec.kind != "identity":
+    if spec.quantized:
+        _quantized.check(op, x, call.quantization, spec.dtypes)
+        if call.granularity == "tensor" and call.scale is None and spec.kind != "identity":
             raise InvalidArgument(
                 f"{op}: a scale for the whole tensor cannot be worked out in one pass; give it, or use token"
             )

@@ -41,9 +41,9 @@ from wavecrest.ops.mlstm.launch_norm import (
 # tokens of gates in one step
 GATES = 256
 
-
-# kernels write: h; gates of tokens; weighted keys, their sums by tiles, each chunk's change of a state; the
-# states before chunks, for float16 the units of their tiles, and n; h before a norm that is its own launch; last states
+# tensors that the kernels write: h; gates of tokens; weighted keys, their sums by tiles, each chunk's change of a
+# state; the states before chunks, for float16 the units of their tiles, and n; h before a norm that is its own launch;
+# last states
 MEMORY = ("h", "planes", "keys", "parts", "links", "states", "scales", "vectors", "scratch", "c", "n", "m")
 # by name, what kernels get of a call and its memory
 FIELDS = MlstmCall._fields + MEMORY
