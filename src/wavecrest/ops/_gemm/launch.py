@@ -387,7 +387,7 @@ def _after(warps: int, overlaps: bool) -> Config:
 
 
 def sum_parts(call: GemmCall, y: Tensor, parts: Tensor, split: int, arch: Arch | None) -> _launcher.Launch:
-    """`_sum_kernel` behind `split` parts of K."""
+    """`_sum_kernel` after `split` parts of K."""
     (sam, _, sbn, _, *rest), epilogue = epilogue_of(call)
     bias, residual, scale_a, scale_b, _, out_scale = other_tensors(call)
     align_n, across = column_unit(call), _layout.ceil_div(call.N, SUM_COLUMNS)

@@ -1,4 +1,4 @@
-"""The launches of mlstm_step: the kernel of a step, and where programs are not counted a second launch behind it."""
+"""The launches of mlstm_step: the kernel of a step, and where programs are not counted a second launch after it."""
 
 from __future__ import annotations
 
