@@ -1,4 +1,4 @@
-"""Spread keys over lanes; find and leave out the candidate that ends a child; return each result once."""
+"""Spread keys over workers; find and leave out the candidate that ends a child; return each result once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wavecrest.tune.trial import Trial, unsolved
 START = 180.0
 # times a key may lose its child to an outside cause before the candidates that ran are blamed
 MOST_LOST = 3
-# failed starts in a row after which a lane is given up
+# failed starts in a row after which a worker is given up
 MOST_STARTS = 2
 
 
@@ -93,7 +93,7 @@ class Pool:
         """Tune the keys of trials; yields events as they happen, in the caller's thread.
 
         Raises:
-            EnvironmentProblem: keys are left, but no lane.
+            EnvironmentProblem: keys are left, but no worker.
         """
         self._waiting.extend(Task(index, trial) for index, trial in enumerate(trials))
         self._open = len(trials)
@@ -154,7 +154,7 @@ class Pool:
             self._events.put(None)
 
     def _wanted(self) -> bool:
-        """Wait for a key; False: no key is left, and no other lane can give one back."""
+        """Wait for a key; False: no key is left, and no other worker can give one back."""
         with self._lock:
             while not self._stopped and self._open and self.now() <= self.deadline:
                 if self._waiting:
@@ -163,7 +163,7 @@ class Pool:
         return False
 
     def _take(self) -> Task | None:
-        """The next key; None when no key is left for this lane."""
+        """The next key; None when no key is left for this worker."""
         while self._wanted():
             with self._lock:
                 # another lane may have been faster

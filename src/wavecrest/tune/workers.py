@@ -1,4 +1,4 @@
-"""Places where keys are tuned: a lane is one GPU, or the CPU, with a child process that tunes keys there."""
+"""Places where keys are tuned: a worker is one GPU, or the CPU, with a child process that tunes keys there."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Lane(Protocol):
         """Kill the child at once."""
 
 
-# starts the child of a lane, also again after one ended
+# starts the child of a worker, also again after one ended
 Start = Callable[[], Lane]
 
 
@@ -149,7 +149,7 @@ def local(device: Device, count: int | None, *, one: bool) -> list[Start]:
 
     Args:
         device: the device that is tuned for.
-        count: number of lanes; None: one per GPU, or one on the CPU, where calls timed side by side disturb each
+        count: number of workers; None: one per GPU, or one on the CPU, where calls timed side by side disturb each
         other.
         one: the user asked for `device` alone.
 
