@@ -10,6 +10,7 @@ lines after it are its cases. Times are in µs, intervals are of 95 %.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,17 @@ def _paths(folder: Path, command: str) -> list[Path]:
     return [newest[name] for name in sorted(newest)]
 
 
+def _shown(command: str) -> str:
+    """A command without the scratch folder of whoever ran it."""
+    return re.sub(r"(?<!\S)\.exp/\S*/", "…/", command)
+
+
 def _header(path: Path, record: records.OpBenchRecord | records.TuneRecord) -> Line:
     header = record.header
     return {
         "kind": record.kind, "record": session.named(path), "device": header.device["name"], "created": header.created,
         "commit": header.commit, "torch": header.versions.torch, "triton": header.versions.triton,
-        "command": header.command,
+        "command": _shown(header.command),
     }  # fmt: skip
 
 

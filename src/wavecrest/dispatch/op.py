@@ -85,12 +85,12 @@ class Op(Generic[C, R]):
         name: the op's one name (test, documentation page, `wavecrest explain NAME`).
         call_type: the type of its calls, a NamedTuple.
         reference: the definition, dull and in float32 (or better) inside; also the path of last resort.
-        check: raises InvalidArgument; runs before every path, so that oracle and kernel refuse alike.
+        check: raises InvalidArgument; runs before any backend, so that all backends refuse the same calls.
         key: the shape key of a call: hashable, made of strings, numbers and None, and all that the choice of a backend
             may depend on (whether gradients are needed is part of it).
         study_module: the module whose STUDY says what tuning, benchmarking and evidence need; imported on request.
-        key_fields: the names of the key's parts, for people; but for `UNLISTED` also the columns of measured rows.
-        key_sizes: those of them that are sizes: a measured row that differs in them alone is a near one.
+        key_fields: names of the key's parts; except for `UNLISTED` also the columns of measured rows.
+        key_sizes: the size fields among them: rows that differ only in these are near rows.
         op_class: which tolerance its results are judged by.
     """
 
@@ -257,9 +257,9 @@ class Op(Generic[C, R]):
         return self._entry(self.key(call), call).decision
 
     def decide_as(self, key: Key, call: C) -> Decision:
-        """The decision for calls with a key that need not be that of the call, which refusals look at.
+        """The decision for `key`, e.g. of an architecture that is not present; backends check `call`.
 
-        For devices that are not here: it is neither kept nor counted, nor reported as untuned.
+        It is not cached, counted or recorded as untuned.
         """
         backend, config, source, reason, refused = self._choose(key, call)
         if config is None and backend.takes_config:
@@ -302,7 +302,7 @@ class Op(Generic[C, R]):
     def pin(self, key: Key, backend: str, config: Config | None, source: Source, reason: str) -> None:
         """Fix the backend of one key (a plan's dispatch rows); before measured rows.
 
-        A key whose row bucket is 0 is that of calls inside torch.compile, where the row count is not known.
+        Row bucket 0 stands for calls inside torch.compile, where the row count is not known.
         """
         self._pins[key] = (self._backend(backend).name, config, source, reason)
         self.forget()
@@ -428,7 +428,7 @@ def _decision(
 def _measured(
     name: str, key: Key, taking: tuple[str, ...], fallback: str
 ) -> tuple[str, tuple[tuple[str, int], ...], Source, str]:
-    """Backend, configuration, source and reason for a key by what was measured, among the backends `taking` the call.
+    """Backend, configuration, source and reason for a key from measurements, among the backends in `taking`.
 
     The backend is "" where no row, prior or cost model can be used; the reason then says why each one that was found
     cannot. `fallback` is the backend that runs in that case.

@@ -62,7 +62,7 @@ def _lost(reason: str) -> dict[str, Any]:
 
 
 def workers_of(device: Device, count: int | None) -> list[workers.Start]:
-    """The starts of workers on the cluster that RAY_ADDRESS names; without an address Ray starts one on this machine.
+    """The functions that start workers on the cluster that RAY_ADDRESS names, or on one that Ray starts here.
 
     Args:
         device: the device to tune for; a node that reports another device is refused.

@@ -7,6 +7,7 @@ A key goes through these modules:
 - `admission` admits the candidates that are correct, and rejects times that cannot be true;
 - `race` times the admitted candidates and picks the winner;
 - `trial` does all of this for one key, and `child` is the process it runs in;
-- `workers` start such processes, one per GPU; `pool` spreads keys over them and finds the candidate that ended one;
+- `workers` starts these processes, one per GPU; `pool` spreads keys over them and finds the candidate that ended a
+  process;
 - `session` plans the keys and writes the results after each.
 """

@@ -145,7 +145,7 @@ def _signal(number: int) -> str:
 
 
 def local(device: Device, count: int | None, *, one: bool) -> list[Start]:
-    """The starts of this machine's workers: one for each GPU like `device` that torch sees, one on the CPU.
+    """The functions that start this machine's workers: one for each GPU like `device` that torch sees, one on the CPU.
 
     Args:
         device: the device that is tuned for.

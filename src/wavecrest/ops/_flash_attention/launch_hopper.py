@@ -21,7 +21,7 @@ from wavecrest.ops._flash_attention.kernel_hopper import _hopper_attention_kerne
 from wavecrest.ops._flash_attention.launch import LEAST_BLOCK, empty_results
 
 DESCRIPTORS = 4
-# consumer warp groups, each with rows of its own
+# consumer warp groups, each with separate rows
 GROUPS = 2
 # bytes of the L2 cache of 50 MiB that k and v of the heads that run together may take
 SECTION_BYTES = 16 << 20

@@ -97,7 +97,7 @@ def linear(
         scale_weight: float32 for a plain 8-bit weight: [], [N], [N, 1] or [ceil(N / 128), ceil(K / 128)].
         residual, activation, out_dtype, out_scale, precision, norm_weight, norm_eps, overwrite_residual: as for
             `gemm`.
-        tail: [T, K] of x's dtype, behind a weight in 8 bits that has one scale or one a row: a few rows that are too
+        tail: [T, K] of x's dtype, after a weight in 8 bits that has one scale or one a row: a few rows that are too
             sensitive to be stored in fewer bits, in the same launch where rows of x are few (up to 8). The bias is of
             N + T then; no gated activation, residual or 8-bit result.
 

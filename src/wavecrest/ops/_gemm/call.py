@@ -41,7 +41,7 @@ class GemmCall(NamedTuple):
         form: how b is stored (see FORMATS): as it is, or as the transpose of a packed weight's values.
         group: the rows of b that share a scale; 0 where scales are not by group.
         zero: uint8 of scale_b's shape: the zero points of 4-bit values; None: 8.
-        tail: [K, T] of a's dtype: more columns behind those of an 8-bit b.
+        tail: [K, T] of a's dtype: more columns after those of an 8-bit b.
     """
 
     a: Tensor
@@ -230,7 +230,7 @@ def _describe(value: Any) -> str:
 
 
 def check(call: GemmCall) -> None:
-    """Raise InvalidArgument unless the arguments make a GEMM, naming what is wrong."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid."""
     _check_options(call)
     a, b = call.a, call.b
     for name, value in (("a", a), ("b", b)):

@@ -1,4 +1,4 @@
-"""The launches of the kernels over tiles: how a and b are walked, what a kernel is compiled for, what runs when."""
+"""Launches of the kernels over tiles: indexing of a and b (strides), compile-time options, what runs when."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Walk(NamedTuple):
 
 
 def batch_stride(x: Tensor, batch: tuple[int, ...]) -> int | None:
-    """The one stride that walks the matrices of x [..., R, C] through a batch; None if no one stride does."""
+    """The one stride between the matrices of x [..., R, C] in a batch; None if they have no common stride."""
     view = x.expand(*batch, *x.shape[-2:]) if x.ndim - 2 != len(batch) or x.shape[:-2] != batch else x
     stride, inner = 0, 1
     for size, step in zip(reversed(view.shape[:-2]), reversed(view.stride()[:-2]), strict=True):
@@ -65,7 +65,7 @@ def batch_stride(x: Tensor, batch: tuple[int, ...]) -> int | None:
 
 
 def leading(call: GemmCall) -> int:
-    """Dimensions of a's rows that have no common stride; more than 3 cannot be walked."""
+    """Dimensions of a's rows that have no common stride; the kernels index at most 3."""
     return _layout.leading(call.a) if call.flat else 1
 
 
@@ -170,7 +170,7 @@ def access_bytes(call: GemmCall) -> int:
 
 
 def has_descriptors(call: GemmCall) -> bool:
-    """True if tensor descriptors can stand for a and b, but for their addresses, which is looked at on each call."""
+    """True if tensor descriptors can stand for a and b, except for their addresses, which are checked on each call."""
     return (
         access_bytes(call) == 16
         and call.form == "plain"
@@ -339,7 +339,7 @@ def _matrix_arguments(call: GemmCall, config: Config, tma: bool) -> tuple[Any, A
 
 
 def with_descriptors(call: GemmCall, config: Config) -> bool:
-    """True if a configuration reads a and b through tensor descriptors, but for their addresses."""
+    """True if a configuration reads a and b through tensor descriptors, except for their addresses."""
     return bool(config.kwargs.get("TMA")) and has_descriptors(call) and not _triton.interpreted
 
 
@@ -387,7 +387,7 @@ def _after(warps: int, overlaps: bool) -> Config:
 
 
 def sum_parts(call: GemmCall, y: Tensor, parts: Tensor, split: int, arch: Arch | None) -> _launcher.Launch:
-    """`_sum_kernel` behind `split` parts of K."""
+    """`_sum_kernel` after `split` parts of K."""
     (sam, _, sbn, _, *rest), epilogue = epilogue_of(call)
     bias, residual, scale_a, scale_b, _, out_scale = other_tensors(call)
     align_n, across = column_unit(call), _layout.ceil_div(call.N, SUM_COLUMNS)

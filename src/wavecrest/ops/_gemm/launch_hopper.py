@@ -24,7 +24,7 @@ from wavecrest.ops.common.activation import ACTIVATIONS
 
 DESCRIPTORS = 3
 WALKS = "copies tiles along K, every other stride a multiple of 16 bytes and not 0"
-# groups that multiply, each with rows of its own
+# groups that multiply, each with separate rows
 GROUPS = 2
 
 
@@ -48,7 +48,7 @@ def refusal(call: GemmCall) -> str | None:
 
 
 def _walks(call: GemmCall) -> bool:
-    """True if descriptors can stand for a, b and the result, but for their addresses."""
+    """True if descriptors can stand for a, b and the result, except for their addresses."""
     return _launch.has_descriptors(call) and _launch.orders(call) == (1, 1) and call.N * call.a.itemsize % 16 == 0
 
 

@@ -34,14 +34,13 @@ def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> C
 
     The first `num_descriptors` of them are tensor descriptors, whose addresses the caller knows to be multiples of 16.
 
-    It is for one signature: sizes, strides, dtypes and device are those of `launch`. What Triton then still has to
-    find out on each call is whether the addresses are multiples of 16; where all are, the compiled kernel is called
-    without Triton's own look-up, which is most of the cost of a launch.
+    Valid for one signature (sizes, strides, dtypes, device). Each call checks only that addresses are multiples of 16;
+    if they are, the compiled kernel is called without Triton's own look-up, which is most of the cost of a launch.
 
-    In a pass of `_ahead.rehearse` the kernel is compiled for the arguments, and not launched.
+    Inside `ops.common.warmup.rehearse` the kernel is compiled for the arguments, not launched.
     """
     tensors = num_descriptors + sum(isinstance(value, Tensor) for value in launch.args)
-    # not the launch itself: what is bound is kept, and would keep the tensors of the first call
+    # do not capture `launch`: the closure is cached and would keep the first call's tensors alive
     kernel, grid = launch.kernel, launch.grid
     slow, options = kernel[grid], launch.options()
     if torch.compiler.is_compiling():

@@ -115,7 +115,7 @@ def compiles_beside() -> Any:
 def tile_descriptor(x: Any, block: list[int]) -> Any:
     """A tensor descriptor over x, which kernels in Gluon load blocks of `block` elements from, last one contiguous.
 
-    The stride of a dimension of one element is nothing that is walked, and any multiple of 16 bytes will do.
+    The stride of a dimension of one element is never used, and any multiple of 16 bytes will do.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

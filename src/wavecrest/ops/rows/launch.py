@@ -106,7 +106,7 @@ def _words(parts: int, config: Config, arch: Arch | None) -> int:
 
 
 def _look(arch: Arch | None) -> int:
-    """The kind of load with which split rows read slots: `_lib.VOLATILE`, UNCACHED or ATOMIC."""
+    """The kind of load with which split rows read slots: VOLATILE, UNCACHED or ATOMIC of `ops.common.device`."""
     if arch is None or arch.vendor == "nvidia":
         return 0
     return 2 if arch in LOADS_ARE_CACHED else 1

@@ -82,7 +82,7 @@ def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, pro
     if _waits(shape, config, arch):
         chain += k * shape.a_bits / 8 / _HOPPER_K_BYTES * _DRAINED_CYCLES
     if shape.normed:
-        # rows go through shared memory once more, behind a barrier
+        # rows go through shared memory once more, after a barrier
         chain += _NORMED_CYCLES * loops
     split = config.get("SPLIT_K", 2) > 1
     size = 4 if split else _SIZES.get(str(part["out"]), 1)

@@ -1,4 +1,4 @@
-"""Example calls of the row ops, and what is compiled and emulated of them."""
+"""Cases of the row ops: example calls to compile and emulate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EPS = {"rms": 1e-6, "layer": 1e-5}
 
 
 def _call(spec: Spec, rows: list[torch.Tensor], vectors: list[torch.Tensor], **options: Any) -> RowCall:
-    """The op's call with default options, but for those given."""
+    """The op's call with default options, except those given."""
     if spec.quantized:
         options = {"dtype": spec.dtypes[0]} | options
     residual = rows[1] if spec.residual else None
