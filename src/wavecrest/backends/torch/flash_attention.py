@@ -142,8 +142,7 @@ def bind(call: FlashAttentionCall) -> Callable[[FlashAttentionCall], Tensor]:
 
     def run(call: FlashAttentionCall) -> Tensor:
         q, k, v = call.q, call.k, call.v
-        # the unit is a power of 2
-        if looks or (on_gpu and (q.storage_offset() | k.storage_offset() | v.storage_offset()) % unit != 0):
+        if looks or (on_gpu and (q.storage_offset() % unit or k.storage_offset() % unit or v.storage_offset() % unit)):
             q, k, v = fitting(copies, unit, q, k, v)
         if transposed:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
