@@ -188,15 +188,15 @@ class Op(Generic[C, R]):
             self.check(call)
             return self._call_traced(self.key(call), call)
         try:
-            signature = self._signature(call)
-            bound = self._bound.get(signature)
+            bound = self._bound.get(self._signature(call))
         except (AttributeError, TypeError):
             # the signature cannot be formed of an argument that is no tensor or has no hash: check refuses such a call
             self.check(call)
             raise
         if bound is None:
             self.check(call)
-            bound = self._bind_signature(signature, call, self._entry(self.key(call), call))
+            key = self.key(call)
+            bound = self._bind_signature(self._signature(call), call, self._cache.get(key) or self._decide(key, call))
         bound.entry.calls += 1
         result: R = bound.run(call)
         return result
@@ -212,28 +212,28 @@ class Op(Generic[C, R]):
         """
         if torch.compiler.is_compiling():
             return self.run(backend, call)
-        signature = (backend, *self._signature(call))
-        bound = self._bound.get(signature)
+        try:
+            bound = self._bound.get((backend, *self._signature(call)))
+        except (AttributeError, TypeError):
+            self.check(call)
+            raise
         if bound is None:
-            bound = self._bind_signature(signature, call, self._named(backend, call))
+            bound = self._bind_signature((backend, *self._signature(call)), call, self._named(backend, call))
         bound.entry.calls += 1
         result: R = bound.run(call)
         return result
-
-    def _entry(self, key: Key, call: C) -> _Entry:
-        return self._cache.get(key) or self._decide(key, call)
 
     def _named(self, backend: str, call: C) -> _Entry:
         """The entry of calls whose backend is named."""
         chosen = self._taking(backend, call)
         key = self.key(call)
         # beside the decisions for the same key that are the dispatcher's
-        name = ("named", backend, *key)
+        name = ("named", chosen.name, *key)
         if name not in self._cache:
-            measured, config, _, reason = _measured(self.name, key, (backend,), backend)
+            measured, config, _, reason = _measured(self.name, key, (chosen.name,), chosen.name)
             why = f"named by the caller; {reason if measured else 'no measured row for it'}"
             made = Config(**dict(config)) if config else None
-            self._cache[name] = _Entry(_decision(self, key, backend, made, "forced", why, ()), chosen)
+            self._cache[name] = _Entry(_decision(self, key, chosen.name, made, "forced", why, ()), chosen)
         return self._cache[name]
 
     def _taking(self, backend: str, call: C) -> Backend[C, R]:
@@ -254,7 +254,8 @@ class Op(Generic[C, R]):
     def decide(self, call: C) -> Decision:
         """The decision for a call, without running it."""
         self.check(call)
-        return self._entry(self.key(call), call).decision
+        key = self.key(call)
+        return (self._cache.get(key) or self._decide(key, call)).decision
 
     def decide_as(self, key: Key, call: C) -> Decision:
         """The decision for `key`, e.g. of an architecture that is not present; backends check `call`.

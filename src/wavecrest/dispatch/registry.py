@@ -50,11 +50,12 @@ def get(name: str) -> Op[Any, Any]:
     try:
         return STATE.ops[name]
     except KeyError:
-        raise InvalidArgument(f"no op named {name!r}; there are {', '.join(names())}") from None
+        known = f"there are {', '.join(names())}" if STATE.ops else "none are registered: import wavecrest.ops first"
+        raise InvalidArgument(f"no op named {name!r}; {known}") from None
 
 
 def names() -> list[str]:
-    """The names of all ops, sorted."""
+    """The names of all ops, sorted; ops register when `wavecrest.ops` is imported."""
     return sorted(STATE.ops)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import wavecrest.ops.common.triton as _triton
 import wavecrest.ops.common.warmup as _ahead
 from wavecrest.dispatch.tuned import Config
 
@@ -51,31 +54,33 @@ def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> C
 
     def start(*args: Any) -> None:
         nonlocal fast, constants, rehearsed
-        addresses = 0
-        for tensor in args[num_descriptors:tensors]:
-            addresses |= tensor.data_ptr()
+        pointers = [tensor.data_ptr() for tensor in args[num_descriptors:tensors]]
+        aligned = reduce(or_, pointers, 0) % 16 == 0
         ahead = under_way()
         if ahead is not None:
             # once is enough for the blocks of a model, which come here one after the other
             if not rehearsed:
                 ahead.compile(kernel, grid, args, options)
-                rehearsed = addresses % 16 == 0
-        elif addresses % 16 != 0:
+                rehearsed = aligned
+        elif not aligned:
             slow(*args, **options)
         elif fast is not None:
-            fast(*args, *constants)
+            fast(*args[:num_descriptors], *pointers, *args[tensors:], *constants)
         else:
             compiled = slow(*args, **options)
             # None in Triton's interpreter
             if compiled is not None:
                 constants = [options[parameter.name] for parameter in kernel.params[len(args) :]]
-                fast = compiled[(*grid, 1, 1)]
+                fast = _triton.direct(compiled, grid, device.index)
 
     if device.type != "cuda" or torch.cuda.device_count() == 1:
         return start
 
     def guarded(*args: Any) -> None:
         # Triton launches on the current device, which need not be the tensors'
+        if torch.cuda.current_device() == device.index:
+            start(*args)
+            return
         with torch.cuda.device(device):
             start(*args)
 

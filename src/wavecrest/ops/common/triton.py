@@ -112,6 +112,32 @@ def compiles_beside() -> Any:
     return None if interpreted else getattr(triton, "AsyncCompileMode", None)
 
 
+def direct(compiled: Any, grid: tuple[int, ...], device: int | None) -> Callable[..., None]:
+    """The function that launches a compiled kernel as `compiled[grid]` does, with addresses in place of tensors.
+
+    It takes all of the kernel's parameters, constants too. Triton's launcher asks a tensor for its address and the
+    driver whether the address is one of the device; it takes a number as it is. Unless a profiler has set hooks, the
+    record made for them is left out.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    x, y, z = (*grid, 1, 1)[:3]
+    with_hooks = compiled[x, y, z]
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    stream_of, hooks = driver.active.get_current_stream, knobs.runtime
+
+    def start(*args: Any) -> None:
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        # chains of functions; before triton 3.5 one function, or None
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            with_hooks(*args)
+        else:
+            run(x, y, z, stream_of(device), function, metadata, None, None, None, *args)
+
+    return start
+
+
 def tile_descriptor(x: Any, block: list[int]) -> Any:
     """A tensor descriptor over x, which kernels in Gluon load blocks of `block` elements from, last one contiguous.
 
