@@ -128,7 +128,7 @@ def _tuned(path: Path) -> Iterator[Line]:
 
 
 def _product(key: records.TunedKey) -> str:
-    """M×N×K and kind of a GEMM: the case's name, or, as a recorded miss has no name, made from the key."""
+    """M×N×K and kind of a GEMM: the case's name, or, as a recorded untuned call has no name, made from the key."""
     if not key.case.startswith("rows="):
         return key.case
     part = key.key

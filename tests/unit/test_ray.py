@@ -36,7 +36,7 @@ def cluster(standins: None) -> Iterator[Any]:
 
 
 def tune(count: int | None = None, *, on_step: Any = None, **settings: Any) -> records.TuneRecord:
-    starts = integration.lanes_of(DEVICE, count)
+    starts = integration.workers_of(DEVICE, count)
     made = replace(MADE, **settings) if settings else MADE
     return session.tune("planted", DEVICE, made, starts=starts, on_step=on_step)
 
@@ -45,7 +45,7 @@ def tune(count: int | None = None, *, on_step: Any = None, **settings: Any) -> r
 def test_a_cluster_tunes_every_key_once_also_without_a_node(cluster: Any) -> None:
     made, nodes = cluster
     with pytest.raises(InvalidArgument, match="the Ray cluster has 2 CPUs for 3 children"):
-        integration.lanes_of(DEVICE, 3)
+        integration.workers_of(DEVICE, 3)
     record = tune(backends=("kernel", "crash", "hang"), matching="6", timeout=3.0)
     assert record.children == 2 and [key.case for key in record.keys] == ["rows 16", "rows 64"]
     for key in record.keys:
@@ -58,7 +58,7 @@ def test_a_cluster_tunes_every_key_once_also_without_a_node(cluster: Any) -> Non
     lost: list[str] = []
 
     def lose(what: str, done: int, planned: int) -> None:
-        # both lanes have a key when the second is begun
+        # both workers have a key when the second is begun
         if what.startswith("rows"):
             lost.append(what)
             if len(lost) == 2:
@@ -77,4 +77,4 @@ def test_a_cluster_tunes_every_key_once_also_without_a_node(cluster: Any) -> Non
 def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependency, match=r"--executor ray needs the package ray; install it with: pip install"):
-        integration.lanes_of(DEVICE, None)
+        integration.workers_of(DEVICE, None)

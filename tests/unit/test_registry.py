@@ -571,7 +571,7 @@ def test_a_row_that_cannot_be_used_is_said_in_the_reason(
             tabled(x)
 
 
-def test_a_measured_row_is_no_miss(tabled: Op, tmp_path: Path) -> None:
+def test_a_call_with_a_measured_row_is_not_untuned(tabled: Op, tmp_path: Path) -> None:
     with registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "shy"))):
         registry.strict("error")
         tabled(torch.ones(2, 4))

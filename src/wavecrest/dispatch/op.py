@@ -22,7 +22,7 @@ from wavecrest.dispatch import lookup
 from wavecrest.dispatch.call import Signature, device_of, signature_function
 from wavecrest.dispatch.decision import Backend, Decision, DispatchMiss, Key, Refusal, Source
 from wavecrest.dispatch.study import Study
-from wavecrest.dispatch.tuned import Config, Database, Overlay, misses
+from wavecrest.dispatch.tuned import Config, Database, Overlay, untuned_calls
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
 from wavecrest.records.renamed import current_backend
 
@@ -62,12 +62,12 @@ Decisions = tuple[dict[Key, _Entry], dict[tuple[Any, ...], _Bound], dict[Key, De
 
 @dataclass(slots=True)
 class State:
-    """The dispatch state of this process: ops, measured rows, strict mode, and the file that misses are recorded in."""
+    """The dispatch state of this process: ops, measured rows, strict mode, the file of untuned calls."""
 
     ops: dict[str, Op[Any, Any]] = field(default_factory=dict)
     database: Database = field(default_factory=lambda: Database(overlay=Overlay.of_user()))
     strict: Strict = "off"
-    recorder: misses.Recorder | None = None
+    recorder: untuned_calls.Recorder | None = None
 
 
 STATE = State()
@@ -420,7 +420,7 @@ def _decision(
         config = op.config_of(backend, key)
     decision = Decision(op.name, key, backend, config, source, reason, tuple(Refusal(*pair) for pair in refused))
     if source not in ("exact", "forced"):
-        _report_miss(op, decision)
+        _report_untuned_call(op, decision)
     return decision
 
 
@@ -454,13 +454,14 @@ def _note_traced(
     return lookup.pairs(decision.config)
 
 
-def _report_miss(op: Op[Any, Any], decision: Decision) -> None:
+def _report_untuned_call(op: Op[Any, Any], decision: Decision) -> None:
     """Record and report a decision that no measured row of the key's own stands behind."""
     columns = lookup.columns(op, decision.key)
     if STATE.recorder is not None and columns is not None:
         key = dict(zip(*columns, strict=True))
+        one = untuned_calls.UntunedCall(op.name, STATE.database.arch, key, decision.backend, decision.source)
         try:
-            STATE.recorder.add(misses.Miss(op.name, STATE.database.arch, key, decision.backend, decision.source))
+            STATE.recorder.add(one)
         except OutputError as error:
             # the call itself is well
             warnings.warn(f"{error}; no more misses are recorded", DispatchMiss, stacklevel=6)

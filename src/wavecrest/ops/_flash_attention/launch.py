@@ -84,7 +84,7 @@ def multiplies(dtype: torch.dtype, arch: Arch | None) -> bool:
     return arch.fp8 is not None and fnuz == arch.fp8.endswith("fnuz")
 
 
-def unreadable(dtype: torch.dtype, arch: Arch | None) -> str | None:
+def refuse_dtype(dtype: torch.dtype, arch: Arch | None) -> str | None:
     """The reason why the kernel cannot read an 8-bit dtype; for AMD the compiler emulates a missing instruction."""
     if multiplies(dtype, arch) or (arch is not None and arch.vendor == "amd"):
         return None

@@ -65,7 +65,7 @@ def _refuse(call: GemmCall) -> str | None:
         reason = "makes no float64"
     if reason is None and call.norm_weight is not None and call.K == 0:
         reason = "normalises no row without elements"
-    return reason or _launch.cannot_walk(call)
+    return reason or _launch.refuse_strides(call)
 
 
 def _refuse_tiles(call: GemmCall) -> str | None:

@@ -32,17 +32,17 @@ class Launch(NamedTuple):
         return {**self.constants, **self.config.kwargs}
 
 
-def starter(launch: Launch, device: torch.device, described: int = 0) -> Callable[..., None]:
+def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> Callable[..., None]:
     """The function that takes the kernel's positional arguments, tensors first, and launches it.
 
-    The first `described` of them are tensor descriptors, whose addresses the caller knows to be multiples of 16.
+    The first `num_descriptors` of them are tensor descriptors, whose addresses the caller knows to be multiples of 16.
 
     Valid for one signature (sizes, strides, dtypes, device). Each call checks only that addresses are multiples of 16;
     if they are, the compiled kernel is called without Triton's own look-up, which is most of the cost of a launch.
 
     Inside `ops.common.warmup.rehearse` the kernel is compiled for the arguments, not launched.
     """
-    tensors = described + sum(isinstance(value, Tensor) for value in launch.args)
+    tensors = num_descriptors + sum(isinstance(value, Tensor) for value in launch.args)
     # do not capture `launch`: the closure is cached and would keep the first call's tensors alive
     kernel, grid = launch.kernel, launch.grid
     slow, options = kernel[grid], launch.options()
@@ -54,7 +54,7 @@ def starter(launch: Launch, device: torch.device, described: int = 0) -> Callabl
 
     def start(*args: Any) -> None:
         nonlocal fast, constants, rehearsed
-        pointers = [tensor.data_ptr() for tensor in args[described:tensors]]
+        pointers = [tensor.data_ptr() for tensor in args[num_descriptors:tensors]]
         aligned = reduce(or_, pointers, 0) % 16 == 0
         ahead = under_way()
         if ahead is not None:
@@ -65,7 +65,7 @@ def starter(launch: Launch, device: torch.device, described: int = 0) -> Callabl
         elif not aligned:
             slow(*args, **options)
         elif fast is not None:
-            fast(*args[:described], *pointers, *args[tensors:], *constants)
+            fast(*args[:num_descriptors], *pointers, *args[tensors:], *constants)
         else:
             compiled = slow(*args, **options)
             # None in Triton's interpreter

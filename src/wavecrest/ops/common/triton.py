@@ -138,7 +138,7 @@ def direct(compiled: Any, grid: tuple[int, ...], device: int | None) -> Callable
     return start
 
 
-def described_tiles(x: Any, block: list[int]) -> Any:
+def tile_descriptor(x: Any, block: list[int]) -> Any:
     """A tensor descriptor over x, which kernels in Gluon load blocks of `block` elements from, last one contiguous.
 
     The stride of a dimension of one element is never used, and any multiple of 16 bytes will do.
@@ -156,7 +156,7 @@ def _layout(block: tuple[int, ...], dtype: Any) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
-def described(x: Any, shape: list[int], strides: list[int], block: list[int]) -> Any:
+def descriptor(x: Any, shape: list[int], strides: list[int], block: list[int]) -> Any:
     """A tensor descriptor over the memory of x, which kernels load blocks of `block` elements from."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -165,8 +165,7 @@ def described(x: Any, shape: list[int], strides: list[int], block: list[int]) ->
 
 __all__ = [
     "compiles_beside",
-    "described",
-    "described_tiles",
+    "descriptor",
     "emulated",
     "gl",
     "gluon",
@@ -177,6 +176,7 @@ __all__ = [
     "reciprocal",
     "store_tile",
     "thread_barrier",
+    "tile_descriptor",
     "tl",
     "triton",
     "unavailable",
