@@ -259,7 +259,7 @@ def chosen(op: str, given: tuple[Any, ...]) -> str:
     return f"{decision.backend} {config} ({decision.source}: {decision.reason})"
 
 
-def step_operands(batch: int, heads: tuple[int, int, int], device: str) -> tuple[Tensor, ...]:
+def step_inputs(batch: int, heads: tuple[int, int, int], device: str) -> tuple[Tensor, ...]:
     """q, k, v, i, f, c, n, m of one token."""
     nh, dk, dv = heads
     q, k, v, i, f = (one.squeeze(2) for one in operands((batch, nh, 1, dk, dv), device))
@@ -301,7 +301,7 @@ def step(report: Report, args: argparse.Namespace) -> None:
         case = f"b{batch}"
         if report.has(case):
             continue
-        given = step_operands(batch, SMALL_HEADS if args.small else HEADS, device)
+        given = step_inputs(batch, SMALL_HEADS if args.small else HEADS, device)
         wanted = op.reference(MlstmStepCall(*(one.double() for one in given)))[0]
         bound = bound_of("mlstm_step", given)
         rows: dict[str, Row] = {}

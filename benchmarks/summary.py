@@ -10,6 +10,7 @@ lines after it are its cases. Times are in µs, intervals are of 95 %.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,17 @@ def _paths(folder: Path, command: str) -> list[Path]:
     return [newest[name] for name in sorted(newest)]
 
 
+def _shown(command: str) -> str:
+    """A command without the scratch folder of whoever ran it."""
+    return re.sub(r"(?<!\S)\.exp/\S*/", "…/", command)
+
+
 def _header(path: Path, record: records.OpBenchRecord | records.TuneRecord) -> Line:
     header = record.header
     return {
         "kind": record.kind, "record": session.named(path), "device": header.device["name"], "created": header.created,
         "commit": header.commit, "torch": header.versions.torch, "triton": header.versions.triton,
-        "command": header.command,
+        "command": _shown(header.command),
     }  # fmt: skip
 
 
@@ -122,7 +128,7 @@ def _tuned(path: Path) -> Iterator[Line]:
 
 
 def _product(key: records.TunedKey) -> str:
-    """M×N×K and kind of a GEMM: the case's name, or, as a recorded miss has no name, made from the key."""
+    """M×N×K and kind of a GEMM: the case's name, or, as a recorded untuned call has no name, made from the key."""
     if not key.case.startswith("rows="):
         return key.case
     part = key.key

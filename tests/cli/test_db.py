@@ -21,7 +21,7 @@ from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.keys import dtype_name, m_bucket
 from wavecrest.dispatch.tuned import Config, Database, Entry, Evidence, Overlay, Row, aiter_csv, database
-from wavecrest.dispatch.tuned import misses as files
+from wavecrest.dispatch.tuned import untuned_calls as files
 from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
 from wavecrest.measure import timing
@@ -242,7 +242,7 @@ class _Gpu:
         return getattr(self._device, name)
 
 
-def missed(path: Path, *shapes: tuple[int, int], op: str = "double", arch: str = "sm_90", **more: Any) -> Path:
+def untuned(path: Path, *shapes: tuple[int, int], op: str = "double", arch: str = "sm_90", **more: Any) -> Path:
     lines = [
         {"op": op, "arch": arch, "key": {"rows": rows, "columns": columns, "dtype": "float32"} | more,
          "backend": "torch", "source": "default"}
@@ -284,10 +284,10 @@ def test_misses_are_tuned_and_no_misses_any_more(
 def test_what_of_misses_cannot_be_tuned_is_said(
     op: ToyOp, user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = missed(tmp_path / "m.jsonl", (4, 8))
-    missed(path, (4, 16), arch="gfx942")
-    missed(path, (0, 8), (3, 0))
-    missed(path, (32, 8), kind="new")
+    path = untuned(tmp_path / "m.jsonl", (4, 8))
+    untuned(path, (4, 16), arch="gfx942")
+    untuned(path, (0, 8), (3, 0))
+    untuned(path, (32, 8), kind="new")
     (record,) = tune_cli.run_file(path, session.Settings(), executor="here")
     reasons = record.left
     assert [key.case for key in record.keys] == ["rows=4 columns=8 dtype=float32"]
@@ -296,12 +296,12 @@ def test_what_of_misses_cannot_be_tuned_is_said(
     assert "double makes no call from this key" in reasons["rows=3 columns=0 dtype=float32"]
     assert "its key has the parts rows, columns, dtype, kind" in reasons["rows=32 columns=8 dtype=float32 kind=new"]
     assert len(user.entries()) == 1 and user.entries()[0].row.record == session.NO_RECORD
-    none = missed(tmp_path / "none.jsonl", (4, 16), arch="gfx942")
+    none = untuned(tmp_path / "none.jsonl", (4, 16), arch="gfx942")
     for words, message in (
         ([str(none)], "has nothing to tune here: was missed on gfx942"),
         ([str(tmp_path / "gone.jsonl")], "cannot read"),
         ([str(path), "--table", "double.csv"], "a table's rows name the record they come from"),
-        ([str(missed(tmp_path / "op.jsonl", (4, 8), op="gone"))], "no op named 'gone'"),
+        ([str(untuned(tmp_path / "op.jsonl", (4, 8), op="gone"))], "no op named 'gone'"),
     ):
         assert main.main(["tune", *words]) == 1
         assert message in " ".join(capsys.readouterr().err.split())
@@ -309,11 +309,11 @@ def test_what_of_misses_cannot_be_tuned_is_said(
 
 def test_a_key_that_an_op_makes_otherwise_is_no_case(op: ToyOp) -> None:
     op.restudy(call_of_key=lambda parts, device: (torch.ones(int(parts["rows"]), 9),))
-    miss = files.Miss("double", "sm_90", {"rows": 4, "columns": 8, "dtype": "float32"}, "torch", "default")
-    found, left = untuned_calls.cases(op, [miss], "sm_90", "cpu")
+    one = files.UntunedCall("double", "sm_90", {"rows": 4, "columns": 8, "dtype": "float32"}, "torch", "default")
+    found, left = untuned_calls.cases(op, [one], "sm_90", "cpu")
     assert not found and list(left.values()) == ["double makes no call from this key: columns would be other"]
     op.restudy(call_of_key=lambda parts, device: (parts["nothing"],))
-    assert "has no such key: KeyError" in next(iter(untuned_calls.cases(op, [miss], "sm_90", "cpu")[1].values()))
+    assert "has no such key: KeyError" in next(iter(untuned_calls.cases(op, [one], "sm_90", "cpu")[1].values()))
 
 
 SMALL = {"flash_attention": (2, 4, 9, 16), "flash_decoding": (2, 4, 9, 16), "gemm": (3, 24, 40), "rope": (5, 256)}
@@ -328,7 +328,9 @@ def test_calls_are_made_from_keys(name: str) -> None:
     example = found.study.inputs(*SMALL.get(name, (4, 64)), torch.bfloat16, "cpu")
     made = dict(zip(found.key_fields, found.key(example), strict=True))
     keys.append({field: made[field] for field in fields})
-    cases, left = untuned_calls.cases(found, [files.Miss(name, "sm_90", key, "", "") for key in keys], "sm_90", "cpu")
+    cases, left = untuned_calls.cases(
+        found, [files.UntunedCall(name, "sm_90", key, "", "") for key in keys], "sm_90", "cpu"
+    )
     assert not left and len(cases) == len(keys)
     call = cases[-1].make()
     found.check(call)
@@ -351,7 +353,7 @@ def test_keys_that_no_call_is_made_from_are_said(name: str, change: dict[str, An
     example = found.study.inputs(*SMALL[name], torch.bfloat16, "cpu")
     made = dict(zip(found.key_fields, found.key(example), strict=True))
     key = {field: made[field] for field in fields} | change
-    cases, left = untuned_calls.cases(found, [files.Miss(name, "sm_90", key, "", "")], "sm_90", "cpu")
+    cases, left = untuned_calls.cases(found, [files.UntunedCall(name, "sm_90", key, "", "")], "sm_90", "cpu")
     assert not cases and next(iter(left.values())).startswith(f"{name} ")
 
 

@@ -130,7 +130,7 @@ def test_options_reach_the_run(op: ToyOp, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert asked["starts"] == [workers.Child]
     for more, starts in ((["--children", "3"], [workers.Child] * 3), (["--executor", "here"], None)):
         assert main.main(["tune", "double", *more]) == 0 and asked["starts"] == starts
-    monkeypatch.setattr(ray, "lanes_of", lambda device, count: [device.arch, count])
+    monkeypatch.setattr(ray, "workers_of", lambda device, count: [device.arch, count])
     assert main.main(["tune", "double", "--executor", "ray", "--children", "5"]) == 0
     assert asked["starts"] == ["sm_90", 5]
 

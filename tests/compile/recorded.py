@@ -74,20 +74,29 @@ def budget(op: str) -> str:
 
 
 def places(work: Sequence[Job]) -> list[Place]:
-    """The kernels of jobs, with their keys. In a process of its own: it takes line numbers out of Triton's hashes."""
-    _forget_lines()
-    return [
-        Place(op=job.target, case=job.case, arch=job.arch, key=compiler.source_key(job.launch, job.arch))
-        for job in work
-    ]
+    """The kernels of jobs, with their keys. In a process of its own: it changes Triton's hashes of kernels."""
+    made: list[Place] = []
+    for op in dict.fromkeys(job.target for job in work):
+        _forget_hashes()
+        made += [
+            Place(op=op, case=job.case, arch=job.arch, key=compiler.source_key(job.launch, job.arch))
+            for job in work
+            if job.target == op
+        ]
+    return made
 
 
-def _forget_lines() -> None:
-    """Where a function stands in its file is part of Triton's hash of it, and of nothing that it compiles to."""
+def _forget_hashes() -> None:
+    """Have Triton hash every kernel anew, without the lines of its file at which it stands.
+
+    Lines are of nothing that a kernel compiles to. Triton 3.6 adds a called function's constants to its caller's hash
+    only if that function was hashed before, so that the hashes of one op depend on the ops before it.
+    """
     for name, module in list(sys.modules.items()):
-        if name.startswith("wavecrest."):
-            for value in vars(module).values():
-                if hasattr(value, "starting_line_number"):
+        for value in list(vars(module).values()) if name.startswith(("wavecrest.", "triton.")) else ():
+            if hasattr(value, "starting_line_number"):
+                value.hash, value.used_global_vals = None, {}
+                if name.startswith("wavecrest."):
                     value.starting_line_number = 0
 
 

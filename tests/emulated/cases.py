@@ -86,7 +86,7 @@ def _matmul(
     return relative(c, a.double() @ b.double()), limit
 
 
-def _operands(dtype: torch.dtype, M: int = 200, N: int = 136, K: int = 160) -> tuple[Tensor, Tensor]:
+def _inputs(dtype: torch.dtype, M: int = 200, N: int = 136, K: int = 160) -> tuple[Tensor, Tensor]:
     if dtype == torch.int8:
         return torch.randint(-128, 128, (M, K), dtype=dtype), torch.randint(-128, 128, (K, N), dtype=dtype)
     return torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype)
@@ -94,62 +94,62 @@ def _operands(dtype: torch.dtype, M: int = 200, N: int = 136, K: int = 160) -> t
 
 @case("matmul bfloat16")
 def _matmul_bf16(_arch: str) -> tuple[float, float]:
-    return _matmul(*_operands(torch.bfloat16), torch.bfloat16, 8e-3)
+    return _matmul(*_inputs(torch.bfloat16), torch.bfloat16, 8e-3)
 
 
 @case("matmul float16")
 def _matmul_fp16(_arch: str) -> tuple[float, float]:
-    return _matmul(*_operands(torch.float16), torch.float16, 2e-3)
+    return _matmul(*_inputs(torch.float16), torch.float16, 2e-3)
 
 
 @case("matmul float16 16x16")
 def _matmul_fp16_16(_arch: str) -> tuple[float, float]:
-    return _matmul(*_operands(torch.float16), torch.float16, 2e-3, matrix_instr_nonkdim=16)
+    return _matmul(*_inputs(torch.float16), torch.float16, 2e-3, matrix_instr_nonkdim=16)
 
 
 @case("matmul bfloat16 16x16")
 def _matmul_bf16_16(_arch: str) -> tuple[float, float]:
-    return _matmul(*_operands(torch.bfloat16), torch.float32, 1e-5, matrix_instr_nonkdim=16)
+    return _matmul(*_inputs(torch.bfloat16), torch.float32, 1e-5, matrix_instr_nonkdim=16)
 
 
 @case("matmul transposed")
 def _matmul_transposed(_arch: str) -> tuple[float, float]:
-    a, b = _operands(torch.bfloat16)
+    a, b = _inputs(torch.bfloat16)
     return _matmul(a, b.t().contiguous().t(), torch.float32, 1e-5)
 
 
 @case("matmul float32")
 def _matmul_fp32(arch: str) -> tuple[float, float]:
     # gfx942: Triton takes XF32, which has 10 bits of mantissa
-    return _matmul(*_operands(torch.float32), torch.float32, 1e-3 if arch == "gfx942" else 1e-5, tile=(128, 128, 32))
+    return _matmul(*_inputs(torch.float32), torch.float32, 1e-3 if arch == "gfx942" else 1e-5, tile=(128, 128, 32))
 
 
 @case("matmul fp8")
 def _matmul_fp8(arch: str) -> tuple[float, float]:
     dtype = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
-    return _matmul(*_operands(dtype), torch.float32, 1e-4)
+    return _matmul(*_inputs(dtype), torch.float32, 1e-4)
 
 
 @case("matmul int8")
 def _matmul_int8(_arch: str) -> tuple[float, float]:
-    return _matmul(*_operands(torch.int8), torch.int32, 0)
+    return _matmul(*_inputs(torch.int8), torch.int32, 0)
 
 
 @case("matmul ping-pong")
 def _matmul_pingpong(_arch: str) -> tuple[float, float]:
     # 8 warps and a 256x256 tile: the block ping-pong schedule of gfx942, LDS near its limit
-    return _matmul(*_operands(torch.bfloat16, 256, 256, 512), torch.float32, 1e-5, tile=(256, 256, 64), num_warps=8)
+    return _matmul(*_inputs(torch.bfloat16, 256, 256, 512), torch.float32, 1e-5, tile=(256, 256, 64), num_warps=8)
 
 
 @case("matmul spilled")
 def _matmul_spilled(_arch: str) -> tuple[float, float]:
     # far too many accumulators for one warp: scratch memory
-    return _matmul(*_operands(torch.bfloat16, 256, 256, 64), torch.float32, 1e-5, tile=(256, 128, 32), num_warps=1)
+    return _matmul(*_inputs(torch.bfloat16, 256, 256, 64), torch.float32, 1e-5, tile=(256, 128, 32), num_warps=1)
 
 
 @case("matmul descriptors")
 def _matmul_descriptors(_arch: str) -> tuple[float, float]:
-    a, b = _operands(torch.bfloat16, 192, 136, 96)
+    a, b = _inputs(torch.bfloat16, 192, 136, 96)
     c = nan(192, 136, dtype=torch.bfloat16)
     kernels.matmul_descriptors[(3,)](a, b, c, 192, 136, 96, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32)
     return relative(c, a.double() @ b.double()), 8e-3

@@ -18,7 +18,7 @@ MODULES = {
     for parts in (path.relative_to(SRC).with_suffix("").parts for path in SRC.rglob("*.py"))
 }
 
-# layer of each room below wavecrest; docs/architecture.md explains the walls
+# layer of each package below wavecrest; docs/architecture.md explains the rules
 LAYERS = {
     "errors": 0, "hardware": 0, "env": 0,
     "measure": 1, "records": 1, "dispatch": 1,

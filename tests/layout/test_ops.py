@@ -19,7 +19,7 @@ OPS = ROOT / "src/wavecrest/ops"
 NAMES = registry.names()
 # public beside the ops: other ways to call one of them, what it may be given, and the registry's look-up
 BESIDE = ["PackedWeight", "get", "linear", "mlstm_parallel", "names", "pack"]
-# rooms of ops/ that are no op: what kernels share, and packed weights
+# packages of ops/ that are no op: what kernels share, and packed weights
 SHARED = {"common", "packed"}
 # families: ops over one kernel or one state, with a public function a file or a folder
 FAMILIES = {"rows", "gated", "mlstm"}

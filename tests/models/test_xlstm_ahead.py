@@ -22,7 +22,7 @@ from wavecrest.models.xlstm import generation, xLSTMLarge
 
 
 class Passes:
-    """Stands for `_ahead.rehearse`: notes whether a prompt and a step ran, and does all of the work, twice.
+    """Stands for `warmup.rehearse`: notes whether a prompt and a step ran, and does all of the work, twice.
 
     So what a pass leaves behind is not what there was, and differs from what is made in earnest.
     """

@@ -37,7 +37,7 @@ SEQUENCE = ("auto", "native_sequence__native", "native_sequence__triton", "nativ
 STEP = ("auto", "native", "triton", "triton_alternate", "triton_fused")
 
 
-def _operands(length: int, seed: int = 0) -> tuple[Tensor, ...]:
+def _inputs(length: int, seed: int = 0) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     sizes = ((2, 3, length, 8), (2, 3, length, 8), (2, 3, length, 16), (2, 3, length), (2, 3, length))
     return tuple(torch.randn(size, generator=generator).to(DEVICE) for size in sizes)
@@ -62,7 +62,7 @@ def test_all_official_names_are_there() -> None:
 
 @pytest.mark.parametrize("name", CHUNKWISE)
 def test_chunkwise_and_parallel_kernels(name: str) -> None:
-    q, k, v, i, f = _operands(37)
+    q, k, v, i, f = _inputs(37)
     gate = "sigmoid" if "siging" in name else "exp"
     kernel = get_mlstm_kernel(name)
     found = kernel(q=q, k=k, v=v, i=i, f=f, chunk_size=16, autocast_kernel_dtype=torch.bfloat16)
@@ -86,7 +86,7 @@ def test_chunkwise_and_parallel_kernels(name: str) -> None:
 
 @pytest.mark.parametrize("name", SEQUENCE)
 def test_sequence_kernels(name: str) -> None:
-    q, k, v, i, f = _operands(6)
+    q, k, v, i, f = _inputs(6)
     c, n, m = _first()
     kernel = get_mlstm_sequence_kernel(name)
     found, after = kernel(q, k, v, i, f, c_initial=c, n_initial=n, m_initial=m, return_last_states=True)
@@ -99,7 +99,7 @@ def test_sequence_kernels(name: str) -> None:
 
 @pytest.mark.parametrize("name", STEP)
 def test_step_kernels(name: str) -> None:
-    q, k, v, i, f = (part[:, :, 0] for part in _operands(1))
+    q, k, v, i, f = (part[:, :, 0] for part in _inputs(1))
     state = _first()
     kept = [part.clone() for part in state]
     kernel = get_mlstm_step_kernel(name)
@@ -118,7 +118,7 @@ def test_names_and_options_that_are_none() -> None:
         with pytest.raises(ValueError, match="there are auto, "):
             get(name)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="takes no chunk_sise"):
-        get_mlstm_kernel("auto")(*_operands(3), chunk_sise=64)
+        get_mlstm_kernel("auto")(*_inputs(3), chunk_sise=64)
 
 
 class _Asked:
@@ -153,7 +153,7 @@ def test_a_name_is_the_backend_that_runs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_cannot_run_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernels.KERNELS["step"], "triton", kernels.Kernel("triton", "mlstm_step", "some_other"))
-    q, k, v, i, f = (part[:, :, 0] for part in _operands(1))
+    q, k, v, i, f = (part[:, :, 0] for part in _inputs(1))
     kernel = get_mlstm_step_kernel("triton")
     with pytest.warns(KernelFallback, match="triton: mlstm_step runs on .*, as some_other refuses: .*no such") as seen:
         found, _ = kernel(q, k, v, i, f, *_first())
@@ -170,7 +170,7 @@ def test_what_cannot_run_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_backend_that_refuses_is_not_forced() -> None:
     # no kernel computes in float64
-    q, k, v, i, f = (part.double() for part in _operands(20))
+    q, k, v, i, f = (part.double() for part in _inputs(20))
     with pytest.warns(KernelFallback, match="chunkwise--triton_xl_chunk: mlstm_chunkwise runs on torch"):
         warnings.simplefilter("always", KernelFallback)
         found = get_mlstm_kernel("chunkwise--triton_xl_chunk")(q, k, v, i, f)
@@ -219,5 +219,5 @@ def test_the_chunk_size_of_a_file_is_of_other_kernels() -> None:
 
 
 def test_chunk_sizes_that_the_ops_do_not_have() -> None:
-    q, k, v, i, f = _operands(20)
+    q, k, v, i, f = _inputs(20)
     close(get_mlstm_kernel("chunkwise--native_autograd")(q, k, v, i, f, chunk_size=10), mlstm_chunkwise(q, k, v, i, f))

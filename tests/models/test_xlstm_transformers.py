@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.models.xlstm.modeling_xlstm import xLSTMCache, xLSTMPreTrained
 from tests.models.xlstm_harness import DEVICE, close, native, randomize, tokens
 from wavecrest.dispatch import registry
 from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.integrations import xlstm
 from wavecrest.integrations.transformers import patch_transformers_xlstm
 from wavecrest.models.xlstm import convert_single_weights_to_fused_weights, xLSTMLarge, xLSTMLargeConfig
 from wavecrest.models.xlstm.weights import EMBEDDING, HUGGING_FACE_EMBEDDING
@@ -193,6 +195,39 @@ def test_a_block_called_by_itself_knows_no_mask() -> None:
     wanted, _ = patched.backbone.blocks[0](x)
     patched(tokens(1, 6), attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1]], device=DEVICE))
     assert torch.equal(patched.backbone.blocks[0](x)[0], wanted)
+
+
+def test_either_name_of_the_cache_and_none_of_both() -> None:
+    theirs = native()
+    patched = _patched(theirs).backbone
+    wanted = None
+    for name in ("cache", "cache_params"):
+        cache = patched(tokens(2, 9)).cache_params
+        given = {"cache": None, "cache_params": None, name: cache}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Both")
+            found = patched(tokens(2, 1, seed=3), **given)[0]
+        assert int(cache.seqlen_offset) == 10
+        wanted = found if wanted is None else wanted
+        assert torch.equal(found, wanted)
+
+
+def test_a_name_that_an_older_version_passes_over_is_refused() -> None:
+    patched = _patched(native()).backbone
+    (before,) = [hook for hook in patched._forward_pre_hooks.values() if isinstance(hook, xlstm._Before)]
+    older = xlstm._Before(before.config, before.call, ("input_ids", "inputs_embeds", "cache_params", "use_cache"))
+    cache = patched(tokens(2, 9)).cache_params
+    with pytest.raises(InvalidArgument, match="takes cache_params=, and would pass over cache="):
+        older(patched, (tokens(2, 1),), {"cache": cache})
+    assert list(older(patched, (tokens(2, 1),), {"cache": None, "use_cache": True})[1])[-1] == "cache_params"
+
+
+def test_a_replaced_forward_of_a_model() -> None:
+    patched = _patched(native())
+    wanted = patched(tokens(2, 9)).logits
+    run = patched.backbone.forward
+    patched.backbone.forward = lambda *a, **k: run(*a, **k)
+    assert torch.equal(patched(tokens(2, 9), use_cache=True).logits, wanted)
 
 
 def test_a_step_with_gradients() -> None:

@@ -637,7 +637,7 @@ def noted_launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Where the launches of calls from now on are noted instead of run."""
     noted: list[Any] = []
 
-    def note(launch: Any, _device: Any, described: int = 0) -> Callable[..., None]:
+    def note(launch: Any, _device: Any, num_descriptors: int = 0) -> Callable[..., None]:
         noted.append(launch)
         return lambda *_args: None
 

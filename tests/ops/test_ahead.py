@@ -86,6 +86,7 @@ OPTIONS = {"BLOCK": 8, "num_warps": 2}
 @pytest.fixture(autouse=True)
 def _modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "compiles_beside", lambda: Mode)
+    monkeypatch.setattr(_triton, "direct", lambda compiled, grid, _device: compiled[(*grid, 1, 1)])
     # as many threads on a machine of one core too
     monkeypatch.setattr(_ahead.hardware, "cpu", lambda: SimpleNamespace(compute_units=4))
 
@@ -105,7 +106,7 @@ def test_a_pass_compiles_what_would_be_launched_and_launches_nothing() -> None:
     # and afterwards as ever
     start(X, 64)
     start(X, 64)
-    assert kernel.launched == [((3,), (X, 64), OPTIONS)] and kernel.fast == [(X, 64, 8, 2)]
+    assert kernel.launched == [((3,), (X, 64), OPTIONS)] and kernel.fast == [(X.data_ptr(), 64, 8, 2)]
     # what is compiled is not launched in a later pass either
     assert _ahead.rehearse(lambda: start(X, 64)) is None
     assert len(kernel.launched) == len(kernel.fast) == 1

@@ -155,7 +155,7 @@ def stand_in(call: GemmCall, config: Config, programs: int, monkeypatch: pytest.
     """A call with the kernel's own text on a CPU; `planted`: what it says, and what it says instead."""
     y = torch.full(call.shape, math.nan, dtype=call.dtype)
     with monkeypatch.context() as patch:
-        patch.setattr(_triton, "described_tiles", gluon.Descriptor)
+        patch.setattr(_triton, "tile_descriptor", gluon.Descriptor)
         made = hopper_launch.launch(call, y, config, ARCHS["sm_90"])
     kernels = gluon.Kernels(Path(hopper_kernel.__file__), planted, activate=_activate)
     constants = {name: value for name, value in config.kwargs.items() if not name.startswith("num_")}

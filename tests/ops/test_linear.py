@@ -611,7 +611,7 @@ def test_words_are_traced(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS["sm_90"])
     launched: list[int] = []
 
-    def starter(_launch: Any, _device: Any, described: int = 0) -> Callable[..., None]:
+    def starter(_launch: Any, _device: Any, num_descriptors: int = 0) -> Callable[..., None]:
         return lambda *args: launched.append(len(args))
 
     monkeypatch.setattr("wavecrest.ops.common.launcher.starter", starter)

@@ -10,7 +10,7 @@ from wavecrest import hardware
 from wavecrest.errors import StepRefused
 from wavecrest.measure.workload import Inputs, Workload, from_example
 from wavecrest.optimizer.gate import Gate, failures
-from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps.attention import check_causal, register_pack_gqa, watch_sdpa
 
 transformers = pytest.importorskip("transformers")
@@ -47,7 +47,7 @@ def test_pack_gqa_gives_the_same_answers_without_touching_the_original() -> None
     step = step_by_id("attention:pack_gqa")
     found = step.find(context(workload))
     assert found.sites == ("",), found.note
-    made = build(workload.model, Stack().plus(step, found.params))
+    made = build(workload.model, AppliedSteps().plus(step, found.params))
     gate = Gate.prepare(workload)
     assert not failures(gate.check(made))
     assert not failures(gate.check(torch.compile(made, fullgraph=True, backend="eager")))
@@ -85,7 +85,7 @@ def test_sdpa_replaces_written_out_attention_only() -> None:
     step = step_by_id("attention:sdpa")
     found = step.find(context(workload))
     assert found.sites
-    made = build(workload.model, Stack().plus(step, found.params))
+    made = build(workload.model, AppliedSteps().plus(step, found.params))
     assert not failures(Gate.prepare(workload).check(made))
     assert not watch_sdpa(workload.model, list(workload.buckets.values()))
     assert watch_sdpa(made, list(workload.buckets.values()))

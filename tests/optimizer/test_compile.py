@@ -10,7 +10,7 @@ from wavecrest import hardware
 from wavecrest.graphs.inductor import PRESETS, strict_compilation
 from wavecrest.measure.workload import Buckets, from_example
 from wavecrest.optimizer.gate import Gate, failures
-from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id
+from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id
 
 
 def model() -> nn.Module:
@@ -23,7 +23,7 @@ def test_compiled_model_is_the_same_class_and_right(preset: str) -> None:
     workload = from_example(model(), Buckets(b1=(torch.randn(1, 16),), b5=(torch.randn(5, 16),)))
     step = step_by_id(f"compile:{preset}")
     found = step.find(StepContext(workload, hardware.cpu()))
-    made = build(workload.model, Stack().plus(step, found.params))
+    made = build(workload.model, AppliedSteps().plus(step, found.params))
     assert type(made) is type(workload.model)
     assert made.state_dict().keys() == workload.model.state_dict().keys()
     assert workload.model._compiled_call_impl is None and made._compiled_call_impl is not None
@@ -59,9 +59,12 @@ def test_limit_of_variants_raises_instead_of_running_eagerly() -> None:
 
 def test_group_replaces_and_order_is_by_phase() -> None:
     default, freezing, fuse = (step_by_id(name) for name in ("compile:default", "compile:freezing", "fuse_qkv"))
-    stack = (
-        Stack().plus(default, {"preset": "default"}).plus(fuse, {"groups": []}).plus(freezing, {"preset": "freezing"})
+    applied = (
+        AppliedSteps()
+        .plus(default, {"preset": "default"})
+        .plus(fuse, {"groups": []})
+        .plus(freezing, {"preset": "freezing"})
     )
-    assert [item.step_id for item in stack.ordered()] == ["fuse_qkv", "compile:freezing"]
-    assert stack.only("surgery").applied[0].step_id == "fuse_qkv"
-    assert stack.without("fuse_qkv").applied[0].step_id == "compile:freezing"
+    assert [item.step_id for item in applied.ordered()] == ["fuse_qkv", "compile:freezing"]
+    assert applied.only("surgery").steps[0].step_id == "fuse_qkv"
+    assert applied.without("fuse_qkv").steps[0].step_id == "compile:freezing"

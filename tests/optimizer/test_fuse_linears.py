@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from wavecrest import hardware
 from wavecrest.measure.workload import from_example
-from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps.fuse_linears import FusedSlice
 
 
@@ -65,7 +65,7 @@ def test_fused_equals_original(bias: bool) -> None:
     model = nn.Sequential(Attention(bias=bias))
     found = find(model)
     assert found.sites == ("0",)
-    made = build(model, Stack().plus(step_by_id("fuse_qkv"), found.params))
+    made = build(model, AppliedSteps().plus(step_by_id("fuse_qkv"), found.params))
     assert isinstance(made[0].q_proj, FusedSlice) and isinstance(model[0].q_proj, nn.Linear)
     for shape in ((2, 5, 32), (1, 1, 32)):
         x = torch.randn(shape)
@@ -79,7 +79,7 @@ def test_fused_equals_original(bias: bool) -> None:
 
 def test_slices_are_right_in_any_order_and_for_other_inputs() -> None:
     model = Attention()
-    made = build(model, Stack().plus(step_by_id("fuse_qkv"), find(model).params))
+    made = build(model, AppliedSteps().plus(step_by_id("fuse_qkv"), find(model).params))
     x, y = torch.randn(3, 32), torch.randn(3, 32)
     for calls in ([("k_proj", x)], [("q_proj", x), ("k_proj", y)], [("v_proj", y), ("q_proj", y), ("v_proj", x)]):
         for name, value in calls:
@@ -117,7 +117,7 @@ def test_hooks_and_subclasses_are_left_alone() -> None:
 
 def test_fused_traces_as_one_graph() -> None:
     model = Attention().eval()
-    made = build(model, Stack().plus(step_by_id("fuse_qkv"), find(model).params))
+    made = build(model, AppliedSteps().plus(step_by_id("fuse_qkv"), find(model).params))
     x = torch.randn(2, 5, 32)
     with torch.no_grad():
         compiled = torch.compile(made, fullgraph=True, backend="eager")
@@ -133,12 +133,12 @@ def test_gate_up_of_a_transformers_mlp() -> None:
     model = transformers.LlamaForCausalLM(config).eval()
     ids = torch.randint(0, 64, (2, 7))
     context = StepContext(from_example(model, {"input_ids": ids}), hardware.cpu(), model=structural_copy(model))
-    stack = Stack()
+    applied = AppliedSteps()
     for name in ("fuse_qkv", "fuse_gate_up"):
         found = step_by_id(name).find(context)
         assert len(found.sites) == 1, found.note
-        stack = stack.plus(step_by_id(name), found.params)
-    made = build(model, stack)
+        applied = applied.plus(step_by_id(name), found.params)
+    made = build(model, applied)
     with torch.no_grad():
         torch.testing.assert_close(made(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
     # nothing of the original moved

@@ -81,7 +81,7 @@ def test_fast_but_wrong_is_refused_unmeasured(run: Run, step: Step) -> None:
 
 
 def test_asking_for_a_precision_loosens_no_other_step(run: Run) -> None:
-    """An error of 2e-4 would pass bfloat16's limits; no precision step is in the stack, so float32's hold."""
+    """An error of 2e-4 would pass bfloat16's limits; no precision step is applied, so float32's hold."""
     row = outcome(run(SlightlyWrong(), precision="bf16"), "slightly wrong")
     assert row.verdict == "refused" and row.reason.startswith("wrong answers")
 

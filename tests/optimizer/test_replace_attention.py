@@ -19,7 +19,7 @@ from wavecrest.measure.workload import Inputs, Workload, from_example
 from wavecrest.nn import attention as ours
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 from wavecrest.optimizer.gate import Gate, failures
-from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps import replace_attention as step_module
 from wavecrest.optimizer.steps.attention import check_causal
 
@@ -806,7 +806,7 @@ def test_the_step_replaces_what_dispatch_gives_to_a_kernel() -> None:
     assert found.sites == ("",) and found.params["owners"] == [""]
     assert [row["backend"] for row in found.params["routes"]] == ["triton"] * 2 and "9 queries" in found.note
     assert found.params["routes"][0]["config"]["BLOCK_M"] >= 16
-    made_by_it = build(workload.model, Stack().plus(step, found.params))
+    made_by_it = build(workload.model, AppliedSteps().plus(step, found.params))
     assert not failures(Gate.prepare(workload).check(made_by_it))
     check_causal(workload.model, made_by_it, list(workload.buckets.values()))
     # the original is as it was, and so is a model that is taken back
@@ -839,7 +839,7 @@ def test_the_step_takes_decoding_to_a_kernel() -> None:
     assert [(row["op"], row["backend"]) for row in found.params["routes"]] == [("flash_decoding", "triton")] * 2
     rewind("step")
     gate = Gate.prepare(workload)
-    made_by_it = build(workload.model, Stack().plus(step, found.params))
+    made_by_it = build(workload.model, AppliedSteps().plus(step, found.params))
     assert not failures(gate.check(made_by_it))
 
 
@@ -848,14 +848,14 @@ def test_the_gate_sees_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate.prepare(workload)
     params = {"owners": [""]}
     monkeypatch.setattr(step_module, "_compact", lambda _given: None)
-    wrong = build(workload.model, Stack().plus(step_by_id("replace_attention"), params))
+    wrong = build(workload.model, AppliedSteps().plus(step_by_id("replace_attention"), params))
     assert failures(gate.check(wrong))
 
 
 def test_the_step_takes_the_place_of_the_others() -> None:
     step = step_by_id("replace_attention")
-    stack = Stack().plus(step_by_id("attention:sdpa"), {"owners": [""], "implementation": "sdpa"})
-    assert [one.step_id for one in stack.plus(step, {"owners": [""]}).applied] == ["replace_attention"]
+    applied = AppliedSteps().plus(step_by_id("attention:sdpa"), {"owners": [""], "implementation": "sdpa"})
+    assert [one.step_id for one in applied.plus(step, {"owners": [""]}).steps] == ["replace_attention"]
 
 
 def test_what_it_refuses() -> None:

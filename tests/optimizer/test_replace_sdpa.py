@@ -17,7 +17,7 @@ from wavecrest.dispatch import registry
 from wavecrest.measure.workload import Workload, from_example
 from wavecrest.nn import attention as ours
 from wavecrest.optimizer.gate import Gate, failures
-from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps import replace_attention as step_module
 from wavecrest.optimizer.steps.attention import check_causal
 
@@ -189,7 +189,7 @@ def test_the_step_replaces_what_dispatch_gives_to_a_kernel() -> None:
     assert [(row["module"], row["backend"]) for row in found.params["routes"]] == [
         ("first", "triton"), ("second", "triton")
     ]  # fmt: skip
-    made = build(workload.model, Stack().plus(step, found.params))
+    made = build(workload.model, AppliedSteps().plus(step, found.params))
     x = torch.randn(2, 9, 32)
     with torch.no_grad(), ours.watching() as calls:
         torch.testing.assert_close(made(x), workload.model(x), rtol=1e-5, atol=1e-5)
@@ -214,7 +214,7 @@ def test_one_kind_of_call_is_enough_for_a_site(monkeypatch: pytest.MonkeyPatch) 
 def test_the_gate_sees_another_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = from_example(model(), torch.randn(2, 9, 32))
     gate = Gate.prepare(workload)
-    wrong = build(workload.model, Stack().plus(step_by_id("replace_sdpa"), {"sites": ["first"]}))
+    wrong = build(workload.model, AppliedSteps().plus(step_by_id("replace_sdpa"), {"sites": ["first"]}))
     assert not failures(gate.check(wrong))
     real = ours._flash_attention
     monkeypatch.setattr(ours, "_flash_attention", lambda call: real(call._replace(causal=False)))

@@ -15,7 +15,7 @@ from wavecrest.dispatch.op import Op
 from wavecrest.measure.workload import Buckets, Workload, from_example
 from wavecrest.ops._gemm.call import GemmCall, linear_call
 from wavecrest.optimizer.gate import Gate, failures
-from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps.fuse_linears import FusedSlice
 
 
@@ -79,7 +79,7 @@ def test_only_what_the_table_names_is_routed(op: Op) -> None:
     assert (routed["bucket"], routed["layer"], routed["rows"]) == ("few", "out", 4)
     assert routed["reason"] == "measured 1.0 µs, native 2.0 µs" and routed["source"] == "exact"
 
-    made = build(model, Stack().plus(step, found.params))
+    made = build(model, AppliedSteps().plus(step, found.params))
     assert isinstance(made.out, ours.Linear) and made.out.weight is model.out.weight
     assert type(made.q_proj) is nn.Linear and type(model.out) is nn.Linear
     assert not failures(Gate.prepare(workload).check(made))
@@ -97,14 +97,14 @@ def test_the_wide_product_of_fused_projections_is_routed(op: Op) -> None:
     model = Block().eval()
     workload = from_example(model, torch.randn(4, 16))
     fuse = step_by_id("fuse_qkv")
-    stack = Stack().plus(fuse, fuse.find(_context(workload)).params)
-    fused = build(model, stack)
+    applied = AppliedSteps().plus(fuse, fuse.find(_context(workload)).params)
+    fused = build(model, applied)
     assert isinstance(fused.q_proj, FusedSlice)
     _pin(op, 4, fused.q_proj.fused)
     step = step_by_id("route_linear")
     found = step.find(StepContext(workload, hardware.cpu(), model=fused))
     assert found.sites == ("q_proj",)
-    made = build(model, stack.plus(step, found.params))
+    made = build(model, applied.plus(step, found.params))
     op.calls.clear()  # type: ignore[attr-defined]
     x = torch.randn(4, 16)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from wavecrest import nn as ours
 from wavecrest.errors import StepRefused
 from wavecrest.measure.workload import Workload, from_example
 from wavecrest.optimizer.gate import Gate, failures
-from wavecrest.optimizer.steps import Stack, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
 
 transformers = pytest.importorskip("transformers")
 GPU = hardware.Device("cuda", 0, "gfx942", "pretended", 304, 1 << 30, "hip")
@@ -25,7 +25,7 @@ def applied(workload: Workload, step_id: str, where: StepContext) -> nn.Module:
     step = step_by_id(step_id)
     found = step.find(where)
     assert found.sites, found.note
-    made = build(workload.model, Stack().plus(step, found.params))
+    made = build(workload.model, AppliedSteps().plus(step, found.params))
     assert not failures(Gate.prepare(workload).check(made))
     return made
 
@@ -92,9 +92,9 @@ def test_gated_mlp_is_replaced_also_after_fusion() -> None:
     made = applied(workload, "replace_activation", context(workload, GPU))
     assert isinstance(made.model.layers[0].mlp, ours.GatedMLP)
     fuse, swap = step_by_id("fuse_gate_up"), step_by_id("replace_activation")
-    stack = Stack().plus(fuse, fuse.find(context(workload)).params)
-    where = StepContext(workload, GPU, model=build(workload.model, stack))
-    both = build(workload.model, stack.plus(swap, swap.find(where).params))
+    kept = AppliedSteps().plus(fuse, fuse.find(context(workload)).params)
+    where = StepContext(workload, GPU, model=build(workload.model, kept))
+    both = build(workload.model, kept.plus(swap, swap.find(where).params))
     assert not failures(Gate.prepare(workload).check(both))
 
 
@@ -123,7 +123,7 @@ def test_precision_only_when_asked_and_held_to_its_own_limits() -> None:
     step = step_by_id("precision:bf16")
     assert "not asked for" in step.find(context(workload)).note
     found = step.find(context(workload, precision="bf16"))
-    made = build(workload.model, Stack().plus(step, found.params))
+    made = build(workload.model, AppliedSteps().plus(step, found.params))
     # the float32 gate stops it, the gate of the precision that was asked for lets it pass
     assert failures(Gate.prepare(workload).check(made))
     assert not failures(Gate.prepare(workload, dtype="bfloat16").check(made))

@@ -80,7 +80,7 @@ def bench(bucket: str, median: float, noise: float = 0.012) -> BucketBench:
 
 
 class Run:
-    """Builds the steps of a run on the stack kept so far, with samples drawn around the wanted gain."""
+    """Builds the steps of a run on those kept so far, with samples drawn around the wanted gain."""
 
     def __init__(self) -> None:
         self.level = dict(BUCKETS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import cost_model as evaluation
+from benchmarks import evaluate_cost_model as evaluation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

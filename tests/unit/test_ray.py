@@ -46,7 +46,7 @@ def cluster(standins: None, meeting: Path) -> Iterator[Any]:
 
 
 def tune(count: int | None = None, *, on_step: Any = None, **settings: Any) -> records.TuneRecord:
-    starts = integration.lanes_of(DEVICE, count)
+    starts = integration.workers_of(DEVICE, count)
     made = replace(MADE, **settings) if settings else MADE
     return session.tune("planted", DEVICE, made, starts=starts, on_step=on_step)
 
@@ -57,7 +57,7 @@ def test_a_cluster_tunes_every_key_once_also_without_a_node(
 ) -> None:
     made, nodes = cluster
     with pytest.raises(InvalidArgument, match="the Ray cluster has 2 CPUs for 3 children"):
-        integration.lanes_of(DEVICE, 3)
+        integration.workers_of(DEVICE, 3)
     record = tune(backends=("kernel", "crash", "hang"), matching="64", timeout=3.0)
     (key,) = record.keys
     found = {one.backend: (one.status, one.reason) for one in key.candidates}
@@ -69,14 +69,14 @@ def test_a_cluster_tunes_every_key_once_also_without_a_node(
     lost: list[str] = []
 
     def lose(what: str, done: int, planned: int) -> None:
-        # no key ends before the meeting: when the second is begun both lanes are in the middle of one
+        # no key ends before the meeting: when the second is begun both workers are in the middle of one
         if what.startswith("rows"):
             lost.append(what)
             if len(lost) == 2:
                 made.remove_node(nodes[1], allow_graceful=False)
 
     def noticed(reason: str) -> dict[str, Any]:
-        # the lanes of the run before are lost as well
+        # the workers of the run before are lost as well
         if len(lost) > 1:
             meeting.touch()
         return said(reason)
@@ -98,4 +98,4 @@ def test_a_cluster_tunes_every_key_once_also_without_a_node(
 def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependency, match=r"--executor ray needs the package ray; install it with: pip install"):
-        integration.lanes_of(DEVICE, None)
+        integration.workers_of(DEVICE, None)

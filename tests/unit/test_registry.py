@@ -20,6 +20,7 @@ from wavecrest.dispatch.lookup import UNLISTED
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.tuned import Config, Database, Row, database
 from wavecrest.errors import InvalidArgument, TableError, Unsupported
+from wavecrest.ops._gemm.call import GemmCall
 from wavecrest.ops.rows.call import RowCall
 
 
@@ -218,6 +219,40 @@ def test_the_epoch_changes_with_decisions_and_not_with_calls(op: Op) -> None:
         before = Op.epoch
         change()
         assert Op.epoch > before
+
+
+def test_a_miss_points_at_the_line_that_calls_the_op() -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: ops.rms_norm(torch.ones(3, 1111)),
+        lambda: ops.gemm(torch.ones(3, 1111), torch.ones(1111, 3)),
+    ]
+    registry.strict("warn")
+    for call in calls:
+        with pytest.warns(DispatchMiss) as caught:
+            call()
+        assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_an_op_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match=r"no op named 'nothing'; there are .*gemm"):
+        registry.get("nothing")
+    monkeypatch.setattr(registry.STATE, "ops", {})
+    with pytest.raises(InvalidArgument, match=r"none are registered: import wavecrest\.ops first"):
+        registry.get("gemm")
+
+
+def test_a_backend_is_named_by_its_old_name_too() -> None:
+    op = ops.get("gemm")
+    call = GemmCall(torch.ones(3, 16), torch.ones(16, 8), activation="silu_and_mul")
+    assert torch.equal(op.call_on("torch_and_mul", call), op.call_on("gemm_then_act", call))
+    assert not [key for key in op._cache if "torch_and_mul" in key]
+
+
+def test_a_named_backend_refuses_what_is_no_tensor_as_a_call_does() -> None:
+    op = ops.get("gemm")
+    for a in (None, "w", 3.0):
+        with pytest.raises(InvalidArgument, match="gemm: a must be a tensor"):
+            op.call_on("torch", GemmCall(a, torch.ones(16, 8)))  # type: ignore[arg-type]
 
 
 def test_strict_reports_a_call_without_a_measured_row(op: Op) -> None:
@@ -552,7 +587,7 @@ def test_a_row_that_cannot_be_used_is_said_in_the_reason(
             tabled(x)
 
 
-def test_a_measured_row_is_no_miss(tabled: Op, tmp_path: Path) -> None:
+def test_a_call_with_a_measured_row_is_not_untuned(tabled: Op, tmp_path: Path) -> None:
     with registry.measured_in(table(tmp_path, measured((2, 4, "float32"), "shy"))):
         registry.strict("error")
         tabled(torch.ones(2, 4))

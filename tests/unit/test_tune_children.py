@@ -1,4 +1,4 @@
-"""Keys tuned in real child processes, with planted liars; lanes of GPUs; a tuner that dies, its children with it."""
+"""Keys tuned in real child processes, with planted liars; workers on GPUs; a tuner that dies, its children with it."""
 
 from __future__ import annotations
 
@@ -133,9 +133,9 @@ def test_a_module_that_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.M
     # before the child's own first line
     (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-    lane = workers.Child()
-    assert lane.next(60)["reason"] == "gave an invalid answer: welcome"
-    lane.stop()
+    worker = workers.Child()
+    assert worker.next(60)["reason"] == "gave an invalid answer: welcome"
+    worker.stop()
 
 
 def test_children_end_with_a_tuner_that_is_killed(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_case_that_is_made_from_its_key() -> None:
     assert op.key(child.trial_of(child.job(op, one), op, "cpu").case.make()) == one.key
 
 
-# --- lanes of GPUs
+# --- workers on GPUs
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_child_sees_one_gpu(
     assert workers.visible(index, vendor) == changes
 
 
-def test_a_lane_for_each_gpu_like_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_for_each_gpu_like_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(workers, "Child", lambda changes=None: made.append(changes))
     monkeypatch.setattr(workers, "like", lambda device: [0, 2])

@@ -302,18 +302,18 @@ def test_an_interruption_closes_the_children() -> None:
 # --- the child process itself
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, *scripts: str) -> compile_ahead.Worker:
+def scripted(monkeypatch: pytest.MonkeyPatch, *scripts: str) -> compile_ahead.CompileWorker:
     """A worker whose children run these scripts, one after another."""
     started = iter(scripts)
 
-    def start(self: compile_ahead.Worker) -> subprocess.Popen[str]:
+    def start(self: compile_ahead.CompileWorker) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-c", next(started)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
 
-    monkeypatch.setattr(compile_ahead.Worker, "_start", start)
-    return compile_ahead.Worker()
+    monkeypatch.setattr(compile_ahead.CompileWorker, "_start", start)
+    return compile_ahead.CompileWorker()
 
 
 ECHO = "import sys\nfor line in sys.stdin:\n    print(line.strip(), flush=True)\n"

@@ -1,6 +1,6 @@
 """A tuner that is killed at any point: what it had found is on the disk, whole, and resuming ends where it would have.
 
-The tuner is a fork of the test with a lane that is a script, so that two hundred of them take seconds.
+The tuner is a fork of the test with workers that are scripts, so that two hundred of them take seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("standins")
 
 
 class Quick:
-    """A lane that knows all answers, and takes a little for each."""
+    """A worker that knows all answers, and takes a little for each."""
 
     def __init__(self) -> None:
         self.coming: list[dict[str, Any]] = []

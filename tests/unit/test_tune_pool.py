@@ -1,4 +1,4 @@
-"""Keys spread over lanes that are scripts: who is blamed for an end, what goes back to the queue, what counts once."""
+"""Keys spread over scripted workers: who is blamed for an end, what goes back to the queue, what counts once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def done(job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Script:
-    """A lane that answers jobs by a script, made anew for every child: a list of events, or what makes one of a job.
+    """A worker and its start: answers jobs by scripts, one for every start, each a list of events or what makes them.
 
     A job without a script is done at once; `wait` holds back the answers to it.
     """
@@ -95,10 +95,12 @@ def made(op: ToyOp, **options: Any) -> pool.Pool:
     return pool.Pool(op, {"hello": 1}, options.pop("timeout", 10.0), **options)
 
 
-def run(op: ToyOp, count: int, *lanes: Script, **options: Any) -> tuple[dict[int, records.TunedKey], list[pool.Ended]]:
+def run(
+    op: ToyOp, count: int, *workers: Script, **options: Any
+) -> tuple[dict[int, records.TunedKey], list[pool.Ended]]:
     found: dict[int, records.TunedKey] = {}
     endings = []
-    for event in made(op, **options).run(trials(count), lanes):
+    for event in made(op, **options).run(trials(count), workers):
         if isinstance(event, pool.Found):
             assert event.index not in found
             found[event.index] = event.key
@@ -108,11 +110,11 @@ def run(op: ToyOp, count: int, *lanes: Script, **options: Any) -> tuple[dict[int
 
 
 def test_one_child_tunes_many_keys(op: ToyOp) -> None:
-    lane = Script([])
-    found, endings = run(op, 5, lane)
+    worker = Script([])
+    found, endings = run(op, 5, worker)
     assert [found[index].case for index in range(5)] == [f"case {index}" for index in range(5)]
-    assert lane.children == 1 and lane.stopped >= 1 and not endings
-    job = lane.jobs[3]
+    assert worker.children == 1 and worker.stopped >= 1 and not endings
+    job = worker.jobs[3]
     assert job["op"] == "spread" and job["key"] == [3, "cpu"] and job["ended"] == [] and not job["alone"]
     assert job["candidates"] == [
         ["torch", None, "native"],
@@ -121,15 +123,15 @@ def test_one_child_tunes_many_keys(op: ToyOp) -> None:
     ]
 
 
-def test_lanes_work_at_the_same_time_and_each_key_is_one_lanes(op: ToyOp) -> None:
-    # a key is done when the other lane has one too, or this breaks
+def test_workers_run_at_the_same_time_and_share_no_key(op: ToyOp) -> None:
+    # a key is done when the other worker has one too, or this breaks
     together = threading.Barrier(2, timeout=20)
-    lanes = [Script([]), Script([])]
-    for lane in lanes:
-        lane.wait = together.wait
-    found, _ = run(op, 40, *lanes)
-    assert len(found) == 40 and [len(lane.jobs) for lane in lanes] == [20, 20]
-    assert sorted(job["key"][0] for lane in lanes for job in lane.jobs) == list(range(40))
+    workers = [Script([]), Script([])]
+    for worker in workers:
+        worker.wait = together.wait
+    found, _ = run(op, 40, *workers)
+    assert len(found) == 40 and [len(worker.jobs) for worker in workers] == [20, 20]
+    assert sorted(job["key"][0] for worker in workers for job in worker.jobs) == list(range(40))
 
 
 @pytest.mark.parametrize(
@@ -143,42 +145,42 @@ def test_lanes_work_at_the_same_time_and_each_key_is_one_lanes(op: ToyOp) -> Non
     ],
 )
 def test_who_ends_a_child_is_left_out(op: ToyOp, phase: str, end: dict[str, Any], reason: str) -> None:
-    lane = Script([[step("make"), step(phase, 2), end]])
-    found, endings = run(op, 2, lane)
-    assert len(found) == 2 and lane.children == 2
-    again = lane.jobs[1]
+    worker = Script([[step("make"), step(phase, 2), end]])
+    found, endings = run(op, 2, worker)
+    assert len(found) == 2 and worker.children == 2
+    again = worker.jobs[1]
     assert again["key"] == [0, "cpu"], "the same key goes on"
     ((place, said),) = again["ended"]
     assert place == 2 and said.startswith(reason) and not again["alone"]
-    assert endings == [pool.Ended(0, said, (2,))] and lane.jobs[2]["ended"] == []
+    assert endings == [pool.Ended(0, said, (2,))] and worker.jobs[2]["ended"] == []
 
 
 def test_in_a_round_native_is_the_last_to_be_suspected(op: ToyOp) -> None:
     # the fifth child says that it runs what is left out, which ends the key
     rounds = [step("round", 0, 1, 2), step("round", 0, 1, 2), step("round", 0, 1, 2), step("round", 0, 1)] * 2
-    lane = Script([[step("make"), event, ended()] for event in rounds[:5]])
-    found, endings = run(op, 1, lane)
-    assert [job["alone"] for job in lane.jobs] == [False, True, True, True, True]
+    worker = Script([[step("make"), event, ended()] for event in rounds[:5]])
+    found, endings = run(op, 1, worker)
+    assert [job["alone"] for job in worker.jobs] == [False, True, True, True, True]
     assert "alone none of them did" in endings[1].reason and found[0].backend is None
     assert [event.candidates for event in endings] == [(), (2,), (1,), (0,), ()]
-    assert len(lane.jobs) == 5 and [place for place, _ in lane.jobs[4]["ended"]] == [0, 1, 2]
+    assert len(worker.jobs) == 5 and [place for place, _ in worker.jobs[4]["ended"]] == [0, 1, 2]
 
 
 def test_what_is_ended_from_outside_is_nobodys_fault_at_first(op: ToyOp) -> None:
-    lane = Script([[*FIRST, ended("was lost with its node", outside=True)]] * 2)
-    found, endings = run(op, 1, lane)
-    assert len(found) == 1 and [job["ended"] for job in lane.jobs] == [[], [], []]
-    assert [event.candidates for event in endings] == [(), ()] and lane.children == 3
-    lane = Script([[*FIRST, ended("ended its process with SIGKILL", outside=True)]] * 3)
-    _, endings = run(op, 1, lane)
-    assert [place for place, _ in lane.jobs[3]["ended"]] == [2] and endings[2].candidates == (2,)
+    worker = Script([[*FIRST, ended("was lost with its node", outside=True)]] * 2)
+    found, endings = run(op, 1, worker)
+    assert len(found) == 1 and [job["ended"] for job in worker.jobs] == [[], [], []]
+    assert [event.candidates for event in endings] == [(), ()] and worker.children == 3
+    worker = Script([[*FIRST, ended("ended its process with SIGKILL", outside=True)]] * 3)
+    _, endings = run(op, 1, worker)
+    assert [place for place, _ in worker.jobs[3]["ended"]] == [2] and endings[2].candidates == (2,)
 
 
 def test_an_end_that_no_candidate_made_is_the_keys(op: ToyOp) -> None:
-    lane = Script(
+    worker = Script(
         [[step("make"), ended()], [step("make"), step("first", 2), ended()], [{"event": "problem", "reason": "no"}]]
     )
-    found, _ = run(op, 2, lane)
+    found, _ = run(op, 2, worker)
     assert found[0].problem == "making its arguments ended its process with SIGSEGV" and found[0].backend is None
     assert found[1].problem == "no"
     status = {one.backend: (one.status, one.reason) for one in found[1].candidates}
@@ -188,12 +190,12 @@ def test_an_end_that_no_candidate_made_is_the_keys(op: ToyOp) -> None:
 
 
 def test_patience_is_as_long_as_the_step_takes(op: ToyOp) -> None:
-    lane = Script([[step("make"), step("round", 0, 1, seconds=30.0), step("again", 0), done]])
-    run(op, 1, lane)
-    assert lane.limits == [10.0, 10.0, 70.0, 10.0]
+    worker = Script([[step("make"), step("round", 0, 1, seconds=30.0), step("again", 0), done]])
+    run(op, 1, worker)
+    assert worker.limits == [10.0, 10.0, 70.0, 10.0]
 
 
-def test_a_key_of_a_lost_lane_goes_to_another(op: ToyOp) -> None:
+def test_a_key_of_a_lost_worker_goes_to_another(op: ToyOp) -> None:
     at_work = threading.Event()
     lost = Script([[step("make"), step("first", 1), ended("was lost with its node", outside=True)]])
     other = Script([])
@@ -214,15 +216,15 @@ def test_a_key_of_a_lost_lane_goes_to_another(op: ToyOp) -> None:
 
 
 def test_a_result_that_comes_twice_counts_once(op: ToyOp) -> None:
-    lane, own = Script([]), made(op)
+    worker, own = Script([]), made(op)
 
     def twice() -> None:
-        # as of a lane that was given up, and whose result was under way
-        place = lane.jobs[-1]["key"][0]
+        # as of a worker that was given up, and whose result was under way
+        place = worker.jobs[-1]["key"][0]
         own._events.put(pool.Found(place, records.TunedKey(case=f"case {place}", key={})))
 
-    lane.wait = twice
-    found = [event.index for event in own.run(trials(3), [lane]) if isinstance(event, pool.Found)]
+    worker.wait = twice
+    found = [event.index for event in own.run(trials(3), [worker]) if isinstance(event, pool.Found)]
     assert found == [0, 1, 2]
 
 
@@ -236,16 +238,16 @@ def test_a_result_that_comes_twice_counts_once(op: ToyOp) -> None:
     ids=["ended", "silent", "another device"],
 )
 def test_no_child_at_all(op: ToyOp, ready: dict[str, Any], message: str, children: int) -> None:
-    lane = Script([], ready=ready)
+    worker = Script([], ready=ready)
     with pytest.raises(EnvironmentProblem, match=f"no process is left to tune in: {message}"):
-        run(op, 2, lane, expected={"name": "this"})
-    assert lane.children == children and not lane.jobs and lane.stopped == children
+        run(op, 2, worker, expected={"name": "this"})
+    assert worker.children == children and not worker.jobs and worker.stopped == children
     good = Script([], ready={"event": "ready", "name": "this"})
-    found, _ = run(op, 2, lane, good, expected={"name": "this"})
-    assert len(found) == 2, "another lane does what is left"
+    found, _ = run(op, 2, worker, good, expected={"name": "this"})
+    assert len(found) == 2, "another worker does what is left"
 
 
-def test_a_lane_with_a_mistake_of_its_own_is_gone(op: ToyOp) -> None:
+def test_a_worker_that_cannot_be_made_ends_the_run(op: ToyOp) -> None:
     def broken() -> Script:
         raise OSError("cannot start a process")
 
@@ -253,20 +255,20 @@ def test_a_lane_with_a_mistake_of_its_own_is_gone(op: ToyOp) -> None:
         list(made(op).run(trials(1), [broken]))
 
 
-def test_the_key_of_such_a_lane_is_anothers(op: ToyOp) -> None:
-    # an answer that is none makes the lane's thread raise, and the key must not be waited for
-    lane, at_work = Script([[step("make"), {"event": "done", "key": {"nothing": 1}}]]), threading.Event()
-    lane.wait = at_work.set
+def test_a_key_whose_answer_is_invalid_goes_to_another_worker(op: ToyOp) -> None:
+    # an invalid answer makes the worker's thread raise, and the key must not be waited for
+    worker, at_work = Script([[step("make"), {"event": "done", "key": {"nothing": 1}}]]), threading.Event()
+    worker.wait = at_work.set
     other = Script([])
     other.wait = lambda: at_work.wait(20)
-    found, _ = run(op, 3, lane, other)
-    assert sorted(found) == [0, 1, 2] and len(lane.jobs) == 1
+    found, _ = run(op, 3, worker, other)
+    assert sorted(found) == [0, 1, 2] and len(worker.jobs) == 1
 
 
 def test_no_key_is_begun_after_the_deadline(op: ToyOp) -> None:
-    lane, now = Script([]), SimulatedClock()
-    lane.wait = lambda: now.advance(0.3)
-    found, _ = run(op, 5, lane, deadline=0.5, now=now)
+    worker, now = Script([]), SimulatedClock()
+    worker.wait = lambda: now.advance(0.3)
+    found, _ = run(op, 5, worker, deadline=0.5, now=now)
     assert list(found) == [0, 1]
 
 
@@ -278,17 +280,17 @@ def test_children_are_stopped_when_nobody_asks_any_more(op: ToyOp) -> None:
             super().stop()
             stopped.set()
 
-    lane = Watched([])
+    worker = Watched([])
     # its first key is done when it was stopped
-    lane.wait = lambda: stopped.wait(20)
-    events = made(op).run(trials(50), [lane])
+    worker.wait = lambda: stopped.wait(20)
+    events = made(op).run(trials(50), [worker])
     assert next(events) == pool.Begun(0)
     events.close()
-    assert stopped.is_set() and len(lane.jobs) == 1
+    assert stopped.is_set() and len(worker.jobs) == 1
 
 
-def test_a_lane_without_a_place_for_its_next_child_holds_no_key(op: ToyOp) -> None:
-    """As on a cluster that has lost a node: the child that comes after is ready when the run is over, or never."""
+def test_a_device_without_a_place_for_its_next_worker_holds_no_key(op: ToyOp) -> None:
+    """As on a cluster that has lost a node: the worker that comes after is ready when the run is over, or never."""
     waits, over, heard_of = threading.Event(), threading.Event(), threading.Event()
     was_over: list[bool] = []
 
@@ -308,10 +310,10 @@ def test_a_lane_without_a_place_for_its_next_child_holds_no_key(op: ToyOp) -> No
 
     lost = Homeless([[*FIRST, ended("was lost with its node", outside=True)]])
     other = Script([])
-    # it has a key, and no other, until the first lane's is lost
+    # it has a key, and no other, until the first worker is lost
     other.wait = lambda: waits.wait(20)
     found, endings = run(op, 6, lost, other)
     assert sorted(found) == list(range(6)) and [one.reason for one in endings] == ["was lost with its node"]
     assert len(other.jobs) == 6
-    # the run did not wait for the child: it was over before the child was heard of
+    # the run did not wait for the worker: it was over before the worker was heard of
     assert heard_of.wait(20) and was_over == [True]

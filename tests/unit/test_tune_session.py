@@ -394,7 +394,7 @@ def test_rows_that_ship_are_measured_from_a_commit(
     op: ToyOp, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str | None
 ) -> None:
     monkeypatch.setattr(database, "DATA", tmp_path / "data")
-    monkeypatch.setattr(provenance, "_commit", lambda: commit)
+    monkeypatch.setattr(provenance, "_commit", lambda _rows: commit)
     targets = session.Targets(tmp_path / "a.json", tmp_path / "data" / "sm_90" / "double.csv")
     if commit == "abc1234":
         tune(clock, targets)

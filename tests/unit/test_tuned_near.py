@@ -24,9 +24,9 @@ from wavecrest import hardware, records
 from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.decision import Cost, DispatchMiss
 from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
-from wavecrest.dispatch.tuned import Config, Database, Evidence, Proposal, Row, database, misses, near
+from wavecrest.dispatch.tuned import Config, Database, Evidence, Proposal, Row, database, near, untuned_calls
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
-from wavecrest.tune import leave_one_out
+from wavecrest.tune import evaluate_near_rows
 
 EVIDENCE = Path(__file__).parents[2] / "evidence"
 FIELDS = ("rows", "columns", "dtype")
@@ -311,11 +311,11 @@ def test_what_ran_without_a_row_is_recorded_for_tune(op: ToyOp, tmp_path: Path) 
         "op": "nearly", "arch": "sm_90", "key": {"rows": 16, "columns": 64, "dtype": "float32"}, "backend": "tiles",
         "source": "near",
     }  # fmt: skip
-    found = misses.read(path)
+    found = untuned_calls.read(path)
     assert [(one.key["rows"], one.source) for one in found] == [(16, "near"), (1024, "default")]
 
 
-def test_misses_that_cannot_be_written_end_no_call(op: ToyOp, tmp_path: Path) -> None:
+def test_untuned_calls_that_cannot_be_written_end_no_call(op: ToyOp, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="cannot write misses"):
         registry.record_misses(tmp_path)
     path = tmp_path / "new.jsonl"
@@ -341,20 +341,20 @@ def test_misses_that_cannot_be_written_end_no_call(op: ToyOp, tmp_path: Path) ->
         ("[" * 100_000, "line 2: "),
     ],
 )
-def test_files_that_hold_no_misses(tmp_path: Path, line: str, message: str) -> None:
+def test_files_that_hold_no_untuned_calls(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
     good = '{"op": "a", "arch": "b", "key": {"rows": 1}, "backend": "c", "source": "near"}'
     path.write_text(f"{good}\n{line}\n\n{good}\n")
     with pytest.raises(TableError) as caught:
-        misses.read(path)
+        untuned_calls.read(path)
     assert message in str(caught.value) and str(path) in str(caught.value)
     path.write_text(f"{good}\n{good}\n")
-    assert misses.read(path) == [misses.Miss("a", "b", {"rows": 1}, "c", "near")]
+    assert untuned_calls.read(path) == [untuned_calls.UntunedCall("a", "b", {"rows": 1}, "c", "near")]
     path.write_bytes(b"\xff")
     with pytest.raises(TableError, match="UTF-8"):
-        misses.read(path)
+        untuned_calls.read(path)
     with pytest.raises(TableError, match="cannot read"):
-        misses.read(tmp_path / "gone")
+        untuned_calls.read(tmp_path / "gone")
 
 
 def test_coverage_of_a_block(op: ToyOp, tmp_path: Path) -> None:
@@ -412,8 +412,8 @@ def test_what_near_rows_are_worth_on_the_shipped_records() -> None:
     page = (EVIDENCE.parent / "docs" / "database.md").read_text()
     for path in sorted(EVIDENCE.glob("nvidia-h200/*_tune_*.jsonl.gz")):
         record = records.load_as(path, records.TuneRecord)
-        left = leave_one_out.decide(record)
-        found = leave_one_out.summary(record.op, left)
+        left = evaluate_near_rows.decide(record)
+        found = evaluate_near_rows.summary(record.op, left)
         assert found.keys and found.chosen <= found.default * 1.0001, found
         assert all(one.chosen == one.default for one in left if not one.taken)
         cells = (found.op, found.keys, found.taken, f"{found.chosen:.3f}×", f"{found.default:.3f}×", found.slower)
@@ -427,14 +427,14 @@ def test_a_key_that_is_left_out_is_not_its_own_neighbour() -> None:
     record = records.load_as(EVIDENCE / "nvidia-h200" / "2026-11-21_tune_gemm.jsonl.gz", records.TuneRecord)
     one = next(key for key in record.keys if key.case == "1x4096x4096 bf16")
     alone = record.model_copy(update={"keys": [one]})
-    (left,) = leave_one_out.decide(alone)
+    (left,) = evaluate_near_rows.decide(alone)
     assert not left.taken and left.chosen == left.default > 1
 
 
 def test_a_lead_is_counted_over_what_would_run_and_was_timed() -> None:
     """`default_us` is one backend's default: no lead over `gemm_then_act`, which runs where gated rows are none."""
     record = records.load_as(EVIDENCE / "nvidia-h200" / "2026-11-23_tune_xlstm_gated.jsonl.gz", records.TuneRecord)
-    left = {one.case: one for one in leave_one_out.decide(record)}
+    left = {one.case: one for one in evaluate_near_rows.decide(record)}
     gated = [key for key in record.keys if key.key["b"] == "bfloat16"]
     assert gated and not any(left[key.case].taken for key in gated)
 

@@ -20,7 +20,7 @@ import pytest
 
 from wavecrest import errors
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.tuned import Config, Database, Entry, Evidence, Overlay, Row, database, misses, overlay
+from wavecrest.dispatch.tuned import Config, Database, Entry, Evidence, Overlay, Row, database, overlay, untuned_calls
 from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument, OutputError, TableError
 
@@ -517,10 +517,11 @@ def test_a_kill_while_a_table_is_written_leaves_a_whole_one(tmp_path: Path) -> N
 MISSES = """
 import sys
 from pathlib import Path
-from wavecrest.dispatch.tuned.misses import Miss, Recorder
+from wavecrest.dispatch.tuned.untuned_calls import Recorder, UntunedCall
 recorder = Recorder(Path({path!r}))
 for place in range(300):
-    recorder.add(Miss("op", "sm_00", {{"rows": place, "text": "x" * place, "name": sys.argv[1]}}, "torch", "default"))
+    key = {{"rows": place, "text": "x" * place, "name": sys.argv[1]}}
+    recorder.add(UntunedCall("op", "sm_00", key, "torch", "default"))
 """
 
 
@@ -529,7 +530,7 @@ def test_processes_that_record_misses_at_once_lose_no_line(tmp_path: Path) -> No
     code = MISSES.format(path=str(path))
     processes = [subprocess.Popen([sys.executable, "-c", code, str(name)]) for name in range(6)]
     assert [process.wait(timeout=120) for process in processes] == [0] * 6
-    found = {(one.key["name"], one.key["rows"]) for one in misses.read(path)}
+    found = {(one.key["name"], one.key["rows"]) for one in untuned_calls.read(path)}
     assert found == {(str(name), place) for name in range(6) for place in range(300)}
 
 

@@ -83,7 +83,7 @@ def test_a_prior_that_cannot_run_leaves_its_reason(op: Op, tmp_path: Path) -> No
             assert (decision.backend, decision.source) == ("torch", "default") and decision.reason.endswith(why)
 
 
-def test_a_prior_is_a_miss(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_that_a_prior_decides_is_untuned(op: Op, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with registry.measured_in(priors(tmp_path, "4,float32,tiles,fast,a guide\n")):
         try:
             registry.strict("warn")

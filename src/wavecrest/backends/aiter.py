@@ -116,7 +116,7 @@ def _tables() -> tuple[tuple[aiter_csv.Row, ...], str]:
 # Dynamo would trace the search through the rows
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _tabled(M: int, N: int, K: int, dtype: str) -> str:
-    """A text on a GEMM's row in aiter's own tables, and on tables that cannot be read; "" without either."""
+    """A note for `explain`: the GEMM's row in aiter's tables, or why they cannot be read; "" if there is neither."""
     device = hardware.detect()
     rows, problem = _tables()
     row = aiter_csv.find(rows, device.arch, device.compute_units, M, N, K, dtype)
@@ -170,7 +170,7 @@ def _refuse_bias(call: FlashAttentionCall) -> str | None:
 
 
 def _window(call: FlashAttentionCall) -> tuple[int, int, int]:
-    """Its window: −1 where a side hides nothing; the third number, of tokens always seen, is of newer versions."""
+    """aiter's window (left, right, sink tokens); −1: unlimited. Older versions have no third number."""
     left = -1 if call.left >= call.seqlen_k - 1 else call.left
     right = -1 if call.right >= call.seqlen_q - 1 else call.right
     # where causality is all there is it says so by its flag alone, as its kernels written by hand ask for

@@ -1,7 +1,7 @@
-"""PyTorch's GEMM, then our kernel of a gated activation, which reads once what PyTorch's own two operations read.
+"""PyTorch's GEMM, then our gated-activation kernel, one pass over memory in place of PyTorch's two operations.
 
 With thousands of rows a GEMM is fastest by the vendor's library, which has no gated activations: PyTorch runs two
-operations over strided halves behind it. In xLSTM 7B they took 4.4 of the 44.5 ms of a prompt of 2,048 tokens (H200,
+operations over strided halves after it. In xLSTM 7B they took 4.4 of the 44.5 ms of a prompt of 2,048 tokens (H200,
 2026-11-22, part `kernels` of evidence/nvidia-h200/2026-11-24_xlstm-peers_xlstm_7b.jsonl.gz).
 """
 

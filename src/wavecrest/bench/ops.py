@@ -181,7 +181,7 @@ def _bench_case(
         row = _describe(op, case.name, call)
         candidates = _candidates(op, call, wanted)
         timed = [candidate for candidate in candidates if candidate.call is not None]
-        # as many bytes read plus written as the case moves, so the copied tensor has half of them
+        # the copy reads n/2 bytes and writes n/2, n being the bytes that the case moves
         copied = timing.measure_interleaved(
             [*(candidate.call for candidate in timed if candidate.call is not None), _copy(row.bytes // 2, device)],
             device=device,

@@ -17,7 +17,7 @@ from wavecrest.errors import InvalidArgument, TableError
 
 if TYPE_CHECKING:
     from wavecrest.dispatch.tuned import Entry, Overlay, Row
-    from wavecrest.tune.leave_one_out import Summary
+    from wavecrest.tune.evaluate_near_rows import Summary
 
 app = typer.Typer(
     help="The measured rows that dispatch reads: the user's own database, and the package's tables.",
@@ -388,28 +388,28 @@ def check(
     _shared.out.print(f"{count} rows are well")
 
 
-def run_leave_one_out(paths: Iterable[Path]) -> list[Summary]:
-    """Measure what near rows gain and lose on the keys of tuning records; see `wavecrest.tune.leave_one_out`.
+def run_evaluate_near_rows(paths: Iterable[Path]) -> list[Summary]:
+    """Measure what near rows gain and lose on the keys of tuning records; see `wavecrest.tune.evaluate_near_rows`.
 
     Raises:
         RecordError: a file is not a record of `wavecrest tune`.
     """
     from wavecrest import records
-    from wavecrest.tune import leave_one_out
+    from wavecrest.tune import evaluate_near_rows
 
     found = [records.load_as(path, records.TuneRecord) for path in paths]
-    return [leave_one_out.summary(record.op, leave_one_out.decide(record)) for record in found]
+    return [evaluate_near_rows.summary(record.op, evaluate_near_rows.decide(record)) for record in found]
 
 
 @app.command("leave-one-out")
-def leave_one_out(
+def evaluate_near_rows(
     paths: Annotated[list[Path], typer.Argument(metavar="RECORD…", help="Records of wavecrest tune.")],
 ) -> None:
     """Decide each key of tuning records by the rows of the others, and compare with what was measured."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("op", "keys", "by a near row", "chosen", "default", "slower", "worst"):
         table.add_column(title, justify="left" if title == "op" else "right")
-    for one in run_leave_one_out(paths):
+    for one in run_evaluate_near_rows(paths):
         times = [f"{value:.3f}×" for value in (one.chosen, one.default)]
         table.add_row(one.op, str(one.keys), str(one.taken), *times, str(one.slower), f"{one.worst:.3f}×")
     _shared.out.print(table)

@@ -61,7 +61,8 @@ def run(
         resume: keep the keys of an existing record at `out`.
         executor: "local": in child processes, one for each GPU like the device; "ray": the same on each GPU of a Ray
             cluster; "here": in this process, which a candidate that crashes or hangs takes with it.
-        children: number of processes; None: one per GPU, and on the CPU one (ray: one per core).
+        children: number of workers, the processes that run candidates; None: one per GPU, and on the CPU one (ray:
+            one per core).
         on_step: called while the work goes on.
 
     Raises:
@@ -160,7 +161,7 @@ def run_workload(
 def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
     """By op, the arguments of `session.tune` that select the calls."""
     from wavecrest import ops
-    from wavecrest.dispatch.tuned import misses as files
+    from wavecrest.dispatch.tuned import untuned_calls as files
     from wavecrest.tune import shapes, untuned_calls
 
     if path.suffix == ".csv":
@@ -170,8 +171,8 @@ def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
         return {name: {"cases": own.cases, "sources": own.sources} for name, own in listed.items()}
     planned: dict[str, dict[str, Any]] = {}
     reasons: list[str] = []
-    for name, missed in untuned_calls.by_op(files.read(path)).items():
-        cases, left = untuned_calls.cases(ops.get(name), missed, target.arch, target.torch_name)
+    for name, untuned in untuned_calls.by_op(files.read(path)).items():
+        cases, left = untuned_calls.cases(ops.get(name), untuned, target.arch, target.torch_name)
         reasons += left.values()
         if cases:
             planned[name] = {"cases": cases, "left": left}
@@ -187,7 +188,7 @@ def _is_one(device: str | None) -> bool:
 
 
 def _starts(executor: str, target: Device, children: int | None, *, one: bool) -> Sequence[Start] | None:
-    """The function that starts the child processes; None to tune in this process."""
+    """The functions that start the workers, one for each device; None to tune in this process."""
     if children is not None and children < 1:
         raise InvalidArgument(f"--children must be at least 1, not {children}")
     if executor == "here":
@@ -199,7 +200,7 @@ def _starts(executor: str, target: Device, children: int | None, *, one: bool) -
     if executor == "ray":
         from wavecrest.integrations import ray
 
-        return ray.lanes_of(target, children)
+        return ray.workers_of(target, children)
     raise InvalidArgument(f"no executor {executor!r}; there are {', '.join(EXECUTORS)}")
 
 
@@ -347,7 +348,7 @@ def command(
         str,
         typer.Argument(
             metavar="OP",
-            help="The op's name; a file of recorded misses, NAME.jsonl (WAVECREST_MISSES); one of shapes, NAME.csv; or "
+            help="The op's name; a file of untuned calls, NAME.jsonl (WAVECREST_MISSES); one of shapes, NAME.csv; or "
             "a workload, FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, whose calls are tuned, and kept if it is faster.",
         ),
     ],
@@ -365,7 +366,8 @@ def command(
         float, typer.Option(help="Longest sampling time of a key's final; 60 rounds are the least.")
     ] = 0.4,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that compile. Default: one less than the number of cores.")
+        int | None,
+        typer.Option(help="Number of processes that compile kernels, before any is timed. Default: all cores but one."),
     ] = None,
     count: Annotated[
         int | None,
@@ -413,7 +415,8 @@ def command(
         ),
     ] = "local",
     children: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of child processes. Default: one per GPU; on the CPU one.")
+        int | None,
+        typer.Option(metavar="N", help="Number of processes that run candidates. Default: one a GPU; on the CPU one."),
     ] = None,
     timeout: Annotated[
         float,

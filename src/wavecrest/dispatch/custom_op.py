@@ -42,10 +42,10 @@ def _type(kind: Any) -> str:
 def custom_op_of(
     op: Op[C, Tensor], call_type: type[C], fake: Callable[[C], Tensor], without: tuple[str, ...] = ()
 ) -> Callable[[C], Tensor]:
-    """The function that runs an op's call as the operation `wavecrest::NAME` of a graph, which decides when it runs.
+    """A function that runs a call as the custom op `wavecrest::NAME`; the backend is chosen when the graph runs.
 
     Args:
-        op: it writes to none of its call's tensors, but for what the fields `without` ask for.
+        op: must not write to its arguments, except through the fields in `without`.
         call_type: the type of its calls.
         fake: an empty tensor of the result's shape, dtype and device, for calls of fake tensors.
         without: fields that have their defaults inside a graph.

@@ -76,9 +76,9 @@ def find(op: Described, key: Key, taking: tuple[str, ...], fallback: str, databa
         if not problem:
             return prior.backend, (), prior.source, prior.reason + note
         note += f"; {prior.reason} for {prior.backend}, {problem}"
-    modelled, problem = _modelled(op, key, taking, fallback, hardware.ARCHS.get(database.arch))
-    if modelled is not None:
-        return modelled.backend, pairs(modelled.config), "model", modelled.reason + note
+    proposal, problem = _proposal(op, key, taking, fallback, hardware.ARCHS.get(database.arch))
+    if proposal is not None:
+        return proposal.backend, pairs(proposal.config), "model", proposal.reason + note
     return "", (), "default", note + problem
 
 
@@ -196,7 +196,7 @@ def _others(fields: tuple[str, ...], row: Row, cells: tuple[Cell, ...]) -> str:
     return " ".join(f"{name}={there}" for name, there, here in pairs if there != here)
 
 
-def _modelled(
+def _proposal(
     op: Described, key: Key, taking: tuple[str, ...], fallback: str, arch: Arch | None
 ) -> tuple[Proposal | None, str]:
     """The proposal of the op's cost model; or None, with the reason where the proposal cannot run."""

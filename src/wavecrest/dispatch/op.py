@@ -22,7 +22,7 @@ from wavecrest.dispatch import lookup
 from wavecrest.dispatch.call import Signature, device_of, signature_function
 from wavecrest.dispatch.decision import Backend, Decision, DispatchMiss, Key, Refusal, Source
 from wavecrest.dispatch.study import Study
-from wavecrest.dispatch.tuned import Config, Database, Overlay, misses
+from wavecrest.dispatch.tuned import Config, Database, Overlay, untuned_calls
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
 from wavecrest.records.renamed import current_backend
 
@@ -62,12 +62,12 @@ Decisions = tuple[dict[Key, _Entry], dict[tuple[Any, ...], _Bound], dict[Key, De
 
 @dataclass(slots=True)
 class State:
-    """The dispatch state of this process: ops, measured rows, strict mode, and the file that misses are recorded in."""
+    """The dispatch state of this process: ops, measured rows, strict mode, the file of untuned calls."""
 
     ops: dict[str, Op[Any, Any]] = field(default_factory=dict)
     database: Database = field(default_factory=lambda: Database(overlay=Overlay.of_user()))
     strict: Strict = "off"
-    recorder: misses.Recorder | None = None
+    recorder: untuned_calls.Recorder | None = None
 
 
 STATE = State()
@@ -85,12 +85,12 @@ class Op(Generic[C, R]):
         name: the op's one name (test, documentation page, `wavecrest explain NAME`).
         call_type: the type of its calls, a NamedTuple.
         reference: the definition, dull and in float32 (or better) inside; also the path of last resort.
-        check: raises InvalidArgument; runs before every path, so that oracle and kernel refuse alike.
+        check: raises InvalidArgument; runs before any backend, so that all backends refuse the same calls.
         key: the shape key of a call: hashable, made of strings, numbers and None, and all that the choice of a backend
             may depend on (whether gradients are needed is part of it).
         study_module: the module whose STUDY says what tuning, benchmarking and evidence need; imported on request.
-        key_fields: the names of the key's parts, for people; but for `UNLISTED` also the columns of measured rows.
-        key_sizes: those of them that are sizes: a measured row that differs in them alone is a near one.
+        key_fields: names of the key's parts; except for `UNLISTED` also the columns of measured rows.
+        key_sizes: the size fields among them: rows that differ only in these are near rows.
         op_class: which tolerance its results are judged by.
     """
 
@@ -188,15 +188,15 @@ class Op(Generic[C, R]):
             self.check(call)
             return self._call_traced(self.key(call), call)
         try:
-            signature = self._signature(call)
-            bound = self._bound.get(signature)
+            bound = self._bound.get(self._signature(call))
         except (AttributeError, TypeError):
             # the signature cannot be formed of an argument that is no tensor or has no hash: check refuses such a call
             self.check(call)
             raise
         if bound is None:
             self.check(call)
-            bound = self._bind_signature(signature, call, self._entry(self.key(call), call))
+            key = self.key(call)
+            bound = self._bind_signature(self._signature(call), call, self._cache.get(key) or self._decide(key, call))
         bound.entry.calls += 1
         result: R = bound.run(call)
         return result
@@ -212,28 +212,28 @@ class Op(Generic[C, R]):
         """
         if torch.compiler.is_compiling():
             return self.run(backend, call)
-        signature = (backend, *self._signature(call))
-        bound = self._bound.get(signature)
+        try:
+            bound = self._bound.get((backend, *self._signature(call)))
+        except (AttributeError, TypeError):
+            self.check(call)
+            raise
         if bound is None:
-            bound = self._bind_signature(signature, call, self._named(backend, call))
+            bound = self._bind_signature((backend, *self._signature(call)), call, self._named(backend, call))
         bound.entry.calls += 1
         result: R = bound.run(call)
         return result
-
-    def _entry(self, key: Key, call: C) -> _Entry:
-        return self._cache.get(key) or self._decide(key, call)
 
     def _named(self, backend: str, call: C) -> _Entry:
         """The entry of calls whose backend is named."""
         chosen = self._taking(backend, call)
         key = self.key(call)
         # beside the decisions for the same key that are the dispatcher's
-        name = ("named", backend, *key)
+        name = ("named", chosen.name, *key)
         if name not in self._cache:
-            measured, config, _, reason = _measured(self.name, key, (backend,), backend)
+            measured, config, _, reason = _measured(self.name, key, (chosen.name,), chosen.name)
             why = f"named by the caller; {reason if measured else 'no measured row for it'}"
             made = Config(**dict(config)) if config else None
-            self._cache[name] = _Entry(_decision(self, key, backend, made, "forced", why, ()), chosen)
+            self._cache[name] = _Entry(_decision(self, key, chosen.name, made, "forced", why, ()), chosen)
         return self._cache[name]
 
     def _taking(self, backend: str, call: C) -> Backend[C, R]:
@@ -254,12 +254,13 @@ class Op(Generic[C, R]):
     def decide(self, call: C) -> Decision:
         """The decision for a call, without running it."""
         self.check(call)
-        return self._entry(self.key(call), call).decision
+        key = self.key(call)
+        return (self._cache.get(key) or self._decide(key, call)).decision
 
     def decide_as(self, key: Key, call: C) -> Decision:
-        """The decision for calls with a key that need not be that of the call, which refusals look at.
+        """The decision for `key`, e.g. of an architecture that is not present; backends check `call`.
 
-        For devices that are not here: it is neither kept nor counted, and no miss is reported.
+        It is not cached, counted or recorded as untuned.
         """
         backend, config, source, reason, refused = self._choose(key, call)
         if config is None and backend.takes_config:
@@ -302,7 +303,7 @@ class Op(Generic[C, R]):
     def pin(self, key: Key, backend: str, config: Config | None, source: Source, reason: str) -> None:
         """Fix the backend of one key (a plan's dispatch rows); before measured rows.
 
-        A key whose row bucket is 0 is that of calls inside torch.compile, where the row count is not known.
+        Row bucket 0 stands for calls inside torch.compile, where the row count is not known.
         """
         self._pins[key] = (self._backend(backend).name, config, source, reason)
         self.forget()
@@ -419,7 +420,7 @@ def _decision(
         config = op.config_of(backend, key)
     decision = Decision(op.name, key, backend, config, source, reason, tuple(Refusal(*pair) for pair in refused))
     if source not in ("exact", "forced"):
-        _report_miss(op, decision)
+        _report_untuned_call(op, decision)
     return decision
 
 
@@ -428,7 +429,7 @@ def _decision(
 def _measured(
     name: str, key: Key, taking: tuple[str, ...], fallback: str
 ) -> tuple[str, tuple[tuple[str, int], ...], Source, str]:
-    """Backend, configuration, source and reason for a key by what was measured, among the backends `taking` the call.
+    """Backend, configuration, source and reason for a key from measurements, among the backends in `taking`.
 
     The backend is "" where no row, prior or cost model can be used; the reason then says why each one that was found
     cannot. `fallback` is the backend that runs in that case.
@@ -453,13 +454,14 @@ def _note_traced(
     return lookup.pairs(decision.config)
 
 
-def _report_miss(op: Op[Any, Any], decision: Decision) -> None:
+def _report_untuned_call(op: Op[Any, Any], decision: Decision) -> None:
     """Record and report a decision that no measured row of the key's own stands behind."""
     columns = lookup.columns(op, decision.key)
     if STATE.recorder is not None and columns is not None:
         key = dict(zip(*columns, strict=True))
+        one = untuned_calls.UntunedCall(op.name, STATE.database.arch, key, decision.backend, decision.source)
         try:
-            STATE.recorder.add(misses.Miss(op.name, STATE.database.arch, key, decision.backend, decision.source))
+            STATE.recorder.add(one)
         except OutputError as error:
             # the call itself is well
             warnings.warn(f"{error}; no more misses are recorded", DispatchMiss, stacklevel=6)

@@ -1,4 +1,4 @@
-"""The ops of this process, and what decides for all of them: measured rows, strictness, the record of misses."""
+"""The ops of this process, and what decides for all of them: measured rows, strictness, the record of untuned calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wavecrest import env
 from wavecrest.dispatch import lookup
 from wavecrest.dispatch.decision import Coverage, Key
 from wavecrest.dispatch.op import STATE, Decisions, Op, Strict
-from wavecrest.dispatch.tuned import Database, Row, misses
+from wavecrest.dispatch.tuned import Database, Row, untuned_calls
 from wavecrest.errors import InvalidArgument
 
 # modules that attach backends to ops by name; imported by load_backends, never by an op
@@ -50,11 +50,12 @@ def get(name: str) -> Op[Any, Any]:
     try:
         return STATE.ops[name]
     except KeyError:
-        raise InvalidArgument(f"no op named {name!r}; there are {', '.join(names())}") from None
+        known = f"there are {', '.join(names())}" if STATE.ops else "none are registered: import wavecrest.ops first"
+        raise InvalidArgument(f"no op named {name!r}; {known}") from None
 
 
 def names() -> list[str]:
-    """The names of all ops, sorted."""
+    """The names of all ops, sorted; ops register when `wavecrest.ops` is imported."""
     return sorted(STATE.ops)
 
 
@@ -148,7 +149,7 @@ def record_misses(path: Path | None) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    STATE.recorder = None if path is None else misses.Recorder(path)
+    STATE.recorder = None if path is None else untuned_calls.Recorder(path)
     if path is not None:
         forget()
 

@@ -55,7 +55,7 @@ class Study(Generic[C]):
         bound: how far elements of a kernel's first result may be from the reference's, float64 of its shape, or a tuple
             with one for each result; or None where only the tolerance of the op's class is used.
         call_of_key: `call_of_key(parts, device)` makes a call with the key whose parts it is given by name, so that
-            recorded misses can be tuned; None where it cannot make one.
+            recorded untuned calls can be tuned; None where it cannot make one.
         model: `model(key, arch, taking, fallback)` gives what a cost model proposes for a key that has neither a row of
             its own nor a near one, among the backends `taking` the call, of which `fallback` would run it; or None.
         stores: the fields that a call may write to: what is written is rounded to their dtypes, which an oracle in

@@ -22,7 +22,7 @@ class Arch:
     Peaks are dense vendor datasheet figures: a ceiling to compare with, not a measurement.
     Units: TFLOP/s for peaks (of integers Top/s), GB/s for `bandwidth`, KiB for `lds_kib` (LDS or shared memory
     a workgroup may use), GHz for `clock` (the clock of the peaks), MiB for `l2_mib` (per die). `xcds`: dies with an L2
-    cache of their own; workgroups are dealt to them in turn.
+    cache of their own; workgroups are assigned to them round-robin.
     """
 
     name: str

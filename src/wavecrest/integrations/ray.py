@@ -1,4 +1,4 @@
-"""Tuning on a Ray cluster: one actor per GPU (on a CPU, per core), each with a child process as on one machine."""
+"""Tuning on a Ray cluster: one actor per GPU (on a CPU, per core), each with a worker process as on one machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRACE = 30.0
 
 
 class Node:
-    """An actor: runs a child process on its node, which sees the GPUs that Ray gave the actor."""
+    """An actor: runs a worker process on its node, which sees the GPUs that Ray gave the actor."""
 
     def __init__(self) -> None:
         self._child = workers.Child()
@@ -27,8 +27,8 @@ class Node:
         return self._child.next(timeout)
 
 
-class RayLane:
-    """A lane on a node of the cluster; a lost actor counts as ended from outside."""
+class RayWorker:
+    """A worker on a node of the cluster; a lost actor counts as ended from outside."""
 
     def __init__(self, gpus: int) -> None:
         ray = _ray()
@@ -41,7 +41,7 @@ class RayLane:
         self._actor.send.remote(message)
 
     def next(self, timeout: float) -> dict[str, Any]:
-        """The child's next event; see `wavecrest.tune.workers.Lane`."""
+        """The child's next event; see `wavecrest.tune.workers.Worker`."""
         try:
             # a copy, as Ray owns the original
             return dict(self._ray.get(self._actor.next.remote(timeout), timeout=timeout + GRACE))
@@ -61,12 +61,12 @@ def _lost(reason: str) -> dict[str, Any]:
     return {"event": "ended", "reason": reason, "outside": True}
 
 
-def lanes_of(device: Device, count: int | None) -> list[workers.Start]:
-    """The lanes of the cluster that RAY_ADDRESS names; without an address Ray starts one on this machine.
+def workers_of(device: Device, count: int | None) -> list[workers.Start]:
+    """The functions that start workers on the cluster that RAY_ADDRESS names, or on one that Ray starts here.
 
     Args:
         device: the device to tune for; a node that reports another device is refused.
-        count: number of lanes; None: all GPUs of the cluster, or all its cores if the device is the CPU.
+        count: number of workers; None: all GPUs of the cluster, or all its cores if the device is the CPU.
 
     Raises:
         MissingDependency: ray is not installed.
@@ -80,7 +80,7 @@ def lanes_of(device: Device, count: int | None) -> list[workers.Start]:
     if not there or (count is not None and count > there):
         raise InvalidArgument(f"the Ray cluster has {there} {kind}s for {count or 'any'} children")
     gpus = 0 if device.kind == "cpu" else 1
-    return [lambda: RayLane(gpus)] * (count or there)
+    return [lambda: RayWorker(gpus)] * (count or there)
 
 
 def _ray() -> Any:

@@ -19,7 +19,8 @@ from wavecrest.models.xlstm.padding import Padding, spans
 from wavecrest.models.xlstm.state import empty_state
 from wavecrest.nn import RMSNorm
 
-# the cache argument of xLSTMModel.forward: `cache` in transformers 5.24, which takes the older name too
+# the cache argument of xLSTMModel.forward: `cache` in transformers 5.24, which takes the older name too, and warns when
+# it is given both
 CACHES = ("cache", "cache_params")
 
 
@@ -105,7 +106,7 @@ def patch_transformers_xlstm(model: nn.Module, **settings: Any) -> nn.Module:
     made.append((backbone, "out_norm", _norm(backbone.out_norm, config)))
     for owner, name, part in made:
         setattr(owner, name, part)
-    backbone.register_forward_pre_hook(_Before(config, call), with_kwargs=True)
+    backbone.register_forward_pre_hook(_Before(config, call, _names(backbone)), with_kwargs=True)
     backbone.register_forward_hook(_After(call), always_call=True)
     return model
 
@@ -115,6 +116,12 @@ def _kind(module: nn.Module) -> type | None:
     return next(
         (kind for kind in type(module).__mro__ if kind.__name__ == "xLSTMModel" and "xlstm" in kind.__module__), None
     )
+
+
+def _names(backbone: nn.Module) -> tuple[str, ...]:
+    """The parameter names of xLSTMModel.forward; of its class, as others may have replaced the method of a model."""
+    kind: Any = _kind(backbone)
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def _config(theirs: Any, settings: dict[str, Any]) -> xLSTMLargeConfig:
@@ -159,15 +166,23 @@ def _norm(module: nn.Module, config: xLSTMLargeConfig) -> nn.Module:
 class _Before:
     """Hook before a model call: reads its mask, and makes a cache that can hold the states."""
 
-    def __init__(self, config: xLSTMLargeConfig, call: _Call) -> None:
-        self.config, self.call = config, call
+    def __init__(self, config: xLSTMLargeConfig, call: _Call, names: tuple[str, ...]) -> None:
+        self.config, self.call, self.names = config, call, names
+        # the newer name is followed by the older one, which that version still takes
+        self.caches = CACHES[CACHES.index("cache" if "cache" in names else "cache_params") :]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.dtype = config.state_dtype
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        names = list(inspect.signature(model.forward).parameters)
-        kwargs = dict(zip(names, args, strict=False)) | kwargs
+        kwargs = dict(zip(self.names, args, strict=False)) | kwargs
+        for name in CACHES:
+            if kwargs.get(name) is None:
+                kwargs.pop(name, None)
+            elif name not in self.caches:
+                raise InvalidArgument(
+                    f"xLSTM: this version of transformers takes {self.caches[0]}=, and would pass over {name}="
+                )
         tokens = kwargs.get("input_ids")
         given = kwargs.get("inputs_embeds") if tokens is None else tokens
         if not isinstance(given, Tensor):
@@ -179,11 +194,11 @@ class _Before:
         use = model.config.use_cache if use is None else use
         # without a cache the loop over parts of a long prompt makes one in bfloat16
         long = not model.training and given.shape[1] > model.config.max_inference_chunksize
-        cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
+        cache = next((kwargs[name] for name in self.caches if name in kwargs), None)
         if cache is not None:
             self._widen(cache, given)
         elif long or (use and not (model.training and model.gradient_checkpointing)):
-            kwargs[next(name for name in CACHES if name in names)] = self._cache(model, given)
+            kwargs[self.caches[0]] = self._cache(model, given)
         return (), kwargs
 
     def _padding(self, model: Any, given: Tensor, mask: Tensor | None) -> Padding | None:

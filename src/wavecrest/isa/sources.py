@@ -56,7 +56,7 @@ def digest(kernel: Any) -> str:
     """The hash of a kernel that `triton.jit` made.
 
     Raises:
-        TypeError: it is no such kernel, or uses a global value that has no text of its own.
+        TypeError: not a `triton.jit` kernel, or it uses a global whose value cannot be hashed as text.
     """
     function = _device(kernel)
     if function is None:

@@ -111,7 +111,7 @@ def lengths_mask(ends: Tensor, starts: Tensor | None = None, window: int = -1) -
     """A mask of lengths: each query sees the keys up to its own, the last query the last of a sequence's.
 
     Args:
-        ends: int32 [B], how many keys of a cache are used, the queries' own among them; on the device, not looked at.
+        ends: int32 [B], how many keys of a cache are used, the queries' own among them; on the device, not checked.
         starts: int32 [B], the place of the first key that is not hidden; None: none is hidden.
         window: keys before its own that a query sees; −1: all.
 

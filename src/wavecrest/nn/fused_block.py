@@ -127,7 +127,7 @@ class Mixer(Protocol):
         """The layer that makes the result."""
 
     def __call__(self, x: Tensor, state: Any, **options: Any) -> tuple[Tensor, Any]:
-        """The result for x [B, S, D], and the state behind it."""
+        """The result for x [B, S, D], and the state after it."""
 
 
 class MLP(Protocol):

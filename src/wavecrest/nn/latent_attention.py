@@ -103,7 +103,7 @@ class MultiHeadLatentAttention(nn.Module):
             latent_cache: [B, S, R + Dr], or pages [P, page, R + Dr] with `block_table` int32 [B, pages]. The rows of
                 the T tokens are written into it, in place; those before them must be there.
             seq_lens: int32 [B], the length of each sequence with the T tokens, which are its last: at least T and at
-                most `max_positions` and what the cache has room for. Not looked at, so not checked.
+                most `max_positions` and what the cache has room for. Not checked.
 
         Raises:
             InvalidArgument: a cache without lengths, or of another shape or dtype.
@@ -117,13 +117,13 @@ class MultiHeadLatentAttention(nn.Module):
         return self._absorbed(x, latent_cache, seq_lens, block_table)
 
     def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The queries' two parts, [B, T, H, Dn] and [B, T, H, Dr], the second not yet turned."""
+        """The queries' two parts, [B, T, H, Dn] and [B, T, H, Dr], the second not yet rotated."""
         q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.view(*x.shape[:2], self.heads, self.nope + self.rotary)
         return q[..., : self.nope], q[..., self.nope :]
 
     def _rows(self, x: Tensor, places: Tensor | None) -> Tensor:
-        """The tokens' rows of the cache, [B, T, R + Dr]: normalized latents, and the rotary part, turned."""
+        """The tokens' rows of the cache, [B, T, R + Dr]: normalized latents, and the rotary part, rotated."""
         rows = self.kv_a_proj_with_mqa(x)
         turned = self.rotary_emb(rows[..., None, self.latent :], places)[..., 0, :]
         return torch.cat((self.kv_a_layernorm(rows[..., : self.latent]), turned), -1)

@@ -20,7 +20,7 @@ class Linear(nn.Module):
     """y = act(x @ weightᵀ + bias) + residual, x [..., in_features] to [..., out_features].
 
     A gated activation (silu_and_mul, …) halves the features: the weight is a packed [gate | up]. With a tail there are
-    more features behind the weight's.
+    more features after the weight's.
     """
 
     bias: nn.Parameter | None

@@ -58,9 +58,9 @@ def _prepare(run: RunState) -> None:
     run.gate = Gate.prepare(run.workload)
     if run.gate.note:
         run.ledger.note(f"accuracy gate: {run.gate.note}")
-    if run.ledger.stack.applied:
+    if run.ledger.applied.steps:
         run.progress.phase("rebuilding the kept steps")
-        run.current = build(run.workload.model, run.ledger.stack)
+        run.current = build(run.workload.model, run.ledger.applied)
 
 
 def _climb(run: RunState) -> None:
@@ -101,7 +101,7 @@ def _deserves_retry(run: RunState, step: Step) -> bool:
     if index is None or rows[index].verdict not in ("reverted", "tie") or step.level == 1:
         return False
     # a compile mode that lost to the one in force lost to it already
-    rivals = any(step.excludes(item.step) for item in run.ledger.stack.applied)
+    rivals = any(step.excludes(item.step) for item in run.ledger.applied.steps)
     return not rivals and any(row.verdict == "kept" for row in rows[index + 1 :])
 
 

@@ -29,10 +29,10 @@ def finish(run: RunState) -> None:
     # the coverage table is that of the result, not of candidates that were turned down
     registry.forget()
     record = run.ledger.record
-    if not run.ledger.stack.applied:
+    if not run.ledger.applied.steps:
         record.result = _unchanged(run)
     else:
-        run.current = build(run.workload.model, run.ledger.stack)
+        run.current = build(run.workload.model, run.ledger.applied)
         # as the user will run it, with one exception: a fall-back to eager raises
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             record.result = _final(run)
@@ -43,7 +43,7 @@ def finish(run: RunState) -> None:
 
 
 def _final(run: RunState) -> Result:
-    numerics = run.check(run.current, run.ledger.stack)
+    numerics = run.check(run.current, run.ledger.applied)
     problem = failures(numerics)
     quality = check_quality(run.workload, run.current)
     bad = [row for row in quality if not row.passed]
@@ -68,19 +68,19 @@ def _final(run: RunState) -> Result:
 
 
 def _drop_last(run: RunState, reason: str) -> Result:
-    """The whole stack fails where each step passed: take the last step back and look again."""
-    last = run.ledger.stack.ordered()[-1]
+    """All steps together fail where each one passed: take the last step back and look again."""
+    last = run.ledger.applied.ordered()[-1]
     run.ledger.take_back([last.step_id], "refused", f"the final check failed with it: {reason}")
-    if not run.ledger.stack.applied:
+    if not run.ledger.applied.steps:
         return _unchanged(run)
-    run.current = build(run.workload.model, run.ledger.stack)
+    run.current = build(run.workload.model, run.ledger.applied)
     return _final(run)
 
 
 def _unconfirmed(run: RunState, ratio: float, ci: Interval) -> Result:
     """Each step was faster when it was tried, but the whole is not faster now: nothing stays."""
     reason = f"the final measurement does not confirm it: all steps together {ratio:.3f}× {ci}"
-    run.ledger.take_back([item.step_id for item in run.ledger.stack.applied], "reverted", reason)
+    run.ledger.take_back([item.step_id for item in run.ledger.applied.steps], "reverted", reason)
     unchanged = _unchanged(run)
     # an interval that contains 1 proves neither a gain nor its absence
     return unchanged.model_copy(update={"verdict": "undecided"}) if ci.high > 1 else unchanged

@@ -1,4 +1,4 @@
-"""The ledger of a run: every step's outcome and the stack in force, kept once.
+"""The ledger of a run: every step's outcome and the applied steps, kept once.
 
 The record (run.json) holds the outcomes; the plan (plan.json) is made from them each time it is asked for, so the two
 cannot differ. Both are written after every step, so that an interrupted run can be resumed.
@@ -14,7 +14,7 @@ from wavecrest import records, report
 from wavecrest.bench.baseline import shapes
 from wavecrest.errors import InvalidArgument, PlanMismatch
 from wavecrest.optimizer.plan import EnvironmentSetting, Plan
-from wavecrest.optimizer.steps import Stack, step_by_id
+from wavecrest.optimizer.steps import AppliedSteps, step_by_id
 from wavecrest.records import OptimizeRecord, Samples, StepOutcome, provenance
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Ledger:
 
     Attributes:
         record: everything the report shows; `record.steps` are the outcomes, in the order in which they were decided.
-        stack: the steps in force.
+        applied: the steps in force.
         environment: variables that proved to help.
         folder: where the files are written, or None to keep everything in memory.
         seconds_before: what the steps taken over from an interrupted run took.
@@ -45,7 +45,7 @@ class Ledger:
         self, workload: Workload, device: Device, options: Options, *, folder: Path | None, command: str | None = None
     ) -> None:
         self.folder = folder
-        self.stack = Stack()
+        self.applied = AppliedSteps()
         self.environment: list[EnvironmentSetting] = []
         self.seconds_before = 0.0
         self._head = Plan.start(
@@ -70,7 +70,7 @@ class Ledger:
             update={
                 "environment": list(self.environment),
                 "steps": list(self.record.steps),
-                "stack": [item.step_id for item in self.stack.ordered()],
+                "stack": [item.step_id for item in self.applied.ordered()],
                 "dispatch": self.record.coverage,
                 "result": self.record.result,
             }
@@ -98,7 +98,7 @@ class Ledger:
         self.environment = plan.environment
         self.seconds_before = sum(step.seconds for step in before.steps)
         for step in plan.kept():
-            self.stack = self.stack.plus(step_by_id(step.id), step.params)
+            self.applied = self.applied.plus(step_by_id(step.id), step.params)
 
     def note(self, *texts: str) -> None:
         """Add notes to the record; empty ones are left out."""
@@ -122,12 +122,12 @@ class Ledger:
         self.add_samples(step, attempt, {bucket: (pair.base, pair.new) for bucket, pair in pairs.items()})
 
     def take_back(self, step_ids: Iterable[str], verdict: Verdict, reason: str) -> None:
-        """Steps of the stack that were kept are out of force after all; their outcomes say why."""
+        """Steps that were kept are out of force after all; their outcomes say why."""
         for step_id in list(step_ids):
             for outcome in self.record.steps:
                 if outcome.id == step_id and outcome.verdict == "kept":
                     outcome.verdict, outcome.reason = verdict, reason
-            self.stack = self.stack.without(step_id)
+            self.applied = self.applied.without(step_id)
 
     def save(self) -> None:
         """Write run.json and plan.json."""

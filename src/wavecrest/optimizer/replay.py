@@ -12,7 +12,7 @@ from wavecrest import env, ops
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import PlanMismatch, PlanWarning, StepRefused
 from wavecrest.optimizer.gate import Gate, failures
-from wavecrest.optimizer.steps import Stack, build, step_by_id
+from wavecrest.optimizer.steps import AppliedSteps, build, step_by_id
 from wavecrest.optimizer.steps.precision import gate_dtype
 from wavecrest.records.renamed import current_backend
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A plan applied to a model: the model, the stack in force, and what was dropped, with reasons."""
+    """A plan applied to a model: the model, the steps in force, and what was dropped, with reasons."""
 
     model: nn.Module
-    stack: Stack
+    applied: AppliedSteps
     dropped: list[str]
 
 
@@ -49,19 +49,19 @@ def replay(
         PlanError: the plan names a step that this version does not have.
         StepRefused: without `verify`, a step does not fit the model.
     """
-    stack = Stack()
+    applied = AppliedSteps()
     if not verify:
         for step in steps:
-            stack = stack.plus(step_by_id(step.id), step.params)
-        return Replay(build(workload.model, stack), stack, [])
+            applied = applied.plus(step_by_id(step.id), step.params)
+        return Replay(build(workload.model, applied), applied, [])
     gate = Gate.prepare(workload)
     dropped = []
-    model = build(workload.model, stack)
+    model = build(workload.model, applied)
     for step in steps:
-        trial = stack.plus(step_by_id(step.id), step.params)
+        trial = applied.plus(step_by_id(step.id), step.params)
         try:
             candidate = build(workload.model, trial)
-            gate.dtype = gate_dtype(item.step_id for item in trial.applied) or workload.dtype
+            gate.dtype = gate_dtype(item.step_id for item in trial.steps) or workload.dtype
             problem = failures(gate.check(candidate))
         except StepRefused as error:
             problem = str(error)
@@ -69,8 +69,8 @@ def replay(
             dropped.append(f"{step.id}: {problem}")
             _tell(f"step {step.id} no longer verifies ({'; '.join(because)}): {problem}", strict)
         else:
-            stack, model = trial, candidate
-    return Replay(model, stack, dropped)
+            applied, model = trial, candidate
+    return Replay(model, applied, dropped)
 
 
 def check_environment(variables: Mapping[str, str], strict: bool) -> None:

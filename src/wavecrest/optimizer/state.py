@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from wavecrest.optimizer.ledger import Ledger
     from wavecrest.optimizer.measurer import Measurer
     from wavecrest.optimizer.options import Options, Progress
-    from wavecrest.optimizer.steps import Stack
+    from wavecrest.optimizer.steps import AppliedSteps
     from wavecrest.records import BucketError, BucketProfile
 
 
@@ -65,9 +65,9 @@ class RunState:
         """Seconds left of the budget."""
         return self.options.budget - self.ledger.seconds_before - (self.now() - self.began)
 
-    def check(self, model: nn.Module, stack: Stack) -> list[BucketError]:
-        """The accuracy gate, with the limits of a lower precision only where that precision is in the stack."""
-        self.gate.dtype = gate_dtype(item.step_id for item in stack.applied) or self.workload.dtype
+    def check(self, model: nn.Module, applied: AppliedSteps) -> list[BucketError]:
+        """The accuracy gate, with the limits of a lower precision only where that precision is applied."""
+        self.gate.dtype = gate_dtype(item.step_id for item in applied.steps) or self.workload.dtype
         return self.gate.check(model)
 
     def profile(self, model: nn.Module) -> list[BucketProfile]:

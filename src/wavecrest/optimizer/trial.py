@@ -49,9 +49,9 @@ def _close(outcome: StepOutcome, verdict: Verdict, reason: str) -> None:
 
 
 def _try(run: RunState, step: Step, outcome: StepOutcome) -> None:
-    stack = run.ledger.stack
-    run.context.model = build(run.workload.model, stack.only("surgery"))
-    run.context.compiled = bool(stack.only("compile").applied)
+    applied = run.ledger.applied
+    run.context.model = build(run.workload.model, applied.only("surgery"))
+    run.context.compiled = bool(applied.only("compile").steps)
     found = step.find(run.context)
     if not found.sites:
         return _close(outcome, "skipped", found.note or "nothing to change")
@@ -68,7 +68,7 @@ def _try(run: RunState, step: Step, outcome: StepOutcome) -> None:
 
 
 def _try_on_copy(run: RunState, step: Step, found: Found, outcome: StepOutcome) -> None:
-    trial = run.ledger.stack.plus(step, found.params)
+    trial = run.ledger.applied.plus(step, found.params)
     if step.phase == "surgery":
         surgery = build(run.workload.model, trial.only("surgery"))
         check_causal(run.workload.model, surgery, list(run.workload.buckets.values()))
@@ -83,7 +83,7 @@ def _try_on_copy(run: RunState, step: Step, found: Found, outcome: StepOutcome) 
     outcome.speed = speeds(pairs)
     _close(outcome, verdict, reason)
     if verdict == "kept":
-        run.ledger.stack, run.current = trial, candidate
+        run.ledger.applied, run.current = trial, candidate
         if step.phase in ("compile", "capture") and run.device.kind != "cpu":
             # later predictions go by what is left; on the CPU compiled code leaves no events to profile
             run.progress.phase("profile")

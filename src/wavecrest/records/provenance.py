@@ -174,7 +174,7 @@ def _project(checkout: Path) -> str | None:
 
 
 def _given_commit() -> str | None:
-    """The commit that WAVECREST_COMMIT names, for a copy without git: believed where the files are those of then."""
+    """The commit that WAVECREST_COMMIT names, for a copy without git: accepted if the files' hash matches."""
     given = env.get("WAVECREST_COMMIT")
     if not given:
         return None

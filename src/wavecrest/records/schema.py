@@ -217,7 +217,7 @@ class DecisionRow(Model):
     source: str
     reason: str
     calls: int
-    refused: dict[str, str] = Field(default_factory=dict)
+    refused: dict[BackendName, str] = Field(default_factory=dict)
 
 
 class OptimizeRecord(Model):
@@ -464,7 +464,7 @@ class CalledKey(Model):
     config: dict[str, int] = Field(default_factory=dict)
     source: str
     left: str = ""
-    winner: str = ""
+    winner: BackendName = ""
     winner_config: dict[str, int] = Field(default_factory=dict)
     before_us: float | None = None
     us: float | None = None

@@ -74,7 +74,7 @@ def _panel(record: OptimizeRecord, buckets: Sequence[str]) -> Panel:
 
 
 class _Column:
-    """Draws one bucket's cells from top to bottom, keeping the time of the stack that has been kept so far."""
+    """Draws one bucket's cells from top to bottom, keeping the time of the steps kept so far."""
 
     def __init__(self, record: OptimizeRecord, bucket: str) -> None:
         self.bucket = bucket

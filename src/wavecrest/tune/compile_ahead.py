@@ -146,7 +146,7 @@ class Answers(Protocol):
         """Stop, at once."""
 
 
-class Worker:
+class CompileWorker:
     """A child process that compiles; a new one is started after it died or was given up."""
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ def compile_all(
     *,
     deadline: float,
     on_kernel: OnKernel | None = None,
-    start: Callable[[], Answers] = Worker,
+    start: Callable[[], Answers] = CompileWorker,
     now: Clock = time.perf_counter,
 ) -> records.TuneCompilation:
     """Compile all kernels; those that cannot be are noted in `wanted.errors`.

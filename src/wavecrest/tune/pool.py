@@ -1,4 +1,4 @@
-"""Spread keys over lanes; find and leave out the candidate that ends a child; return each result once."""
+"""Spread keys over workers; find and leave out the candidate that ends a worker; return each result once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from wavecrest.measure.timing import Clock
 from wavecrest.tune import child, workers
 from wavecrest.tune.trial import Trial, unsolved
 
-# seconds a child may take to start
+# seconds a worker may take to start
 START = 180.0
-# times a key may lose its child to an outside cause before the candidates that ran are blamed
+# times a key may lose its worker to an outside cause before the candidates that ran are blamed
 MOST_LOST = 3
-# failed starts in a row after which a lane is given up
+# failed starts in a row after which a device is given up
 MOST_STARTS = 2
 
 
@@ -35,7 +35,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A child ended, or was ended, in the middle of a key; `candidates` are left out because of it."""
+    """A worker ended, or was ended, in the middle of a key; `candidates` are left out because of it."""
 
     index: int
     reason: str
@@ -55,7 +55,7 @@ Event = Begun | Ended | Found
 
 @dataclass(slots=True)
 class Task:
-    """A key in progress: the trial, and how often it lost its child to an outside cause."""
+    """A key in progress: the trial, and how often it lost its worker to an outside cause."""
 
     index: int
     trial: Trial
@@ -64,14 +64,14 @@ class Task:
 
 @dataclass(slots=True)
 class Pool:
-    """The lanes of a run.
+    """The workers of a run.
 
     Args:
         op: of all keys.
         hello: `child.greeting`.
         timeout: seconds of silence after which a candidate is given up, beside what its step takes.
         deadline: of `now`, after which no key is begun.
-        expected: facts by name that a child must report when it is ready (versions, device).
+        expected: facts by name that a worker must report when it is ready (versions, device).
         now: the clock of the deadline.
     """
 
@@ -85,7 +85,7 @@ class Pool:
     _open: int = 0
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _events: queue.SimpleQueue[Event | None] = field(default_factory=queue.SimpleQueue)
-    _alive: list[workers.Lane] = field(default_factory=list)
+    _alive: list[workers.Worker] = field(default_factory=list)
     _gone: list[str] = field(default_factory=list)
     _stopped: bool = False
 
@@ -93,7 +93,7 @@ class Pool:
         """Tune the keys of trials; yields events as they happen, in the caller's thread.
 
         Raises:
-            EnvironmentProblem: keys are left, but no lane.
+            EnvironmentProblem: keys are left, but no worker.
         """
         self._waiting.extend(Task(index, trial) for index, trial in enumerate(trials))
         self._open = len(trials)
@@ -110,7 +110,7 @@ class Pool:
                 elif not isinstance(event, Found):
                     yield event
                 elif event.index not in finished:
-                    # a lane that was given up may have had its result under way, and another lane the key
+                    # a worker that was given up may have had its result under way, and another worker the key
                     finished.add(event.index)
                     yield event
         finally:
@@ -119,42 +119,42 @@ class Pool:
             raise EnvironmentProblem(f"no process is left to tune in: {'; '.join(dict.fromkeys(self._gone))}")
 
     def stop(self) -> None:
-        """End all children, at once."""
+        """End all workers, at once."""
         with self._lock:
             self._stopped = True
             alive = list(self._alive)
             self._lock.notify_all()
-        for lane in alive:
-            lane.stop()
+        for worker in alive:
+            worker.stop()
 
     def _serve(self, start: workers.Start) -> None:
-        """A lane's thread: one key after another, in one child as long as it lives."""
-        lane: workers.Lane | None = None
+        """A device's thread: one key after another, in one worker as long as it lives."""
+        worker: workers.Worker | None = None
         task: Task | None = None
         try:
             while self._wanted():
-                # before a key is taken: where a node is lost its lane may wait for minutes for another
-                if lane is None:
-                    lane = self._started(start)
-                if lane is None or (task := self._take()) is None:
+                # before a key is taken: where a node is lost the next start may wait for minutes for another
+                if worker is None:
+                    worker = self._started(start)
+                if worker is None or (task := self._take()) is None:
                     return
                 self._events.put(Begun(task.index))
-                alive, task = self._conduct(lane, task), None
+                alive, task = self._conduct(worker, task), None
                 if not alive:
-                    self._end(lane)
-                    lane = None
-        # an unexpected failure ends the lane, with the reason; another lane takes its key
+                    self._end(worker)
+                    worker = None
+        # an unexpected failure ends the thread, with the reason; another one takes its key
         except Exception as error:
             self._gone.append(f"{type(error).__name__}: {error}")
             if task is not None:
                 self._put_back(task)
         finally:
-            if lane is not None:
-                self._end(lane)
+            if worker is not None:
+                self._end(worker)
             self._events.put(None)
 
     def _wanted(self) -> bool:
-        """Wait for a key; False: no key is left, and no other lane can give one back."""
+        """Wait for a key; False: no key is left, and no other worker can give one back."""
         with self._lock:
             while not self._stopped and self._open and self.now() <= self.deadline:
                 if self._waiting:
@@ -163,10 +163,10 @@ class Pool:
         return False
 
     def _take(self) -> Task | None:
-        """The next key; None when no key is left for this lane."""
+        """The next key; None when no key is left."""
         while self._wanted():
             with self._lock:
-                # another lane may have been faster
+                # another thread may have been faster
                 if self._waiting:
                     return self._waiting.popleft()
         return None
@@ -176,34 +176,34 @@ class Pool:
             self._waiting.appendleft(task)
             self._lock.notify_all()
 
-    def _started(self, start: workers.Start) -> workers.Lane | None:
-        """Start a child and wait until it is ready; None, with the reason noted, if it fails."""
+    def _started(self, start: workers.Start) -> workers.Worker | None:
+        """Start a worker and wait until it is ready; None, with the reason noted, if it fails."""
         for _ in range(MOST_STARTS):
             if self._stopped:
                 return None
-            lane = start()
+            worker = start()
             with self._lock:
-                self._alive.append(lane)
-            lane.send(self.hello)
-            reply = lane.next(START)
+                self._alive.append(worker)
+            worker.send(self.hello)
+            reply = worker.next(START)
             if reply["event"] == "ready":
                 other = {name: reply.get(name) for name, value in self.expected.items() if reply.get(name) != value}
                 if not other:
-                    return lane
+                    return worker
                 mine = {name: self.expected[name] for name in other}
                 self._gone.append(f"a child has {other}, and this is {mine}")
-                self._end(lane)
+                self._end(worker)
                 return None
             silent = f"a child was not ready after {START:.0f} s"
             self._gone.append(silent if reply["event"] == "silent" else f"a child {reply['reason']}")
-            self._end(lane)
+            self._end(worker)
         return None
 
-    def _end(self, lane: workers.Lane) -> None:
-        lane.stop()
+    def _end(self, worker: workers.Worker) -> None:
+        worker.stop()
         with self._lock:
-            if lane in self._alive:
-                self._alive.remove(lane)
+            if worker in self._alive:
+                self._alive.remove(worker)
 
     def _finish(self, task: Task, key: records.TunedKey) -> None:
         with self._lock:
@@ -211,12 +211,12 @@ class Pool:
             self._lock.notify_all()
         self._events.put(Found(task.index, key))
 
-    def _conduct(self, lane: workers.Lane, task: Task) -> bool:
-        """Have the child tune a key; False if the child must not be used again (the key is done or queued again)."""
-        lane.send(child.job(self.op, task.trial))
+    def _conduct(self, worker: workers.Worker, task: Task) -> bool:
+        """Have the worker tune a key; False if the worker must not be used again (the key is done or queued again)."""
+        worker.send(child.job(self.op, task.trial))
         phase, who, limit = "make", (), self.timeout
         while not self._stopped:
-            reply = lane.next(limit)
+            reply = worker.next(limit)
             event = reply["event"]
             if event == "step":
                 phase, who = reply["phase"], tuple(reply["who"])
@@ -235,7 +235,7 @@ class Pool:
         return False
 
     def _fail(self, task: Task, phase: str, who: tuple[int, ...], reason: str, *, outside: bool) -> None:
-        """Leave out the candidate that ended a child, and put the key back."""
+        """Leave out the candidate that ended a worker, and put the key back."""
         one = task.trial
         if outside and task.lost < MOST_LOST - 1:
             task.lost += 1

@@ -131,9 +131,9 @@ def final(
 def judge(entrants: Sequence[Entrant]) -> Judgement:
     """The winner of a final: the fastest, unless its lead over the default, or over PyTorch, is not proven.
 
-    A lead counts if the lower end of the 95 % interval of the paired speed-up is above 1 + TIE. If the fastest leads
-    neither default nor PyTorch by that, the faster of these two wins, so that a default that PyTorch beats by less is
-    not shipped as measured.
+    A lead counts if the lower end of the 95 % interval of the paired speed-up is above 1 + TIE. Where the fastest
+    has no such lead, the faster of those it does not lead wins: a default that is slightly slower than PyTorch is not
+    written as a measured row.
     """
     if not entrants:
         return Judgement(None, "no candidate was found right and could be timed")

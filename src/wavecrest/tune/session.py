@@ -218,7 +218,7 @@ def tune(
         from its key.
         left: cases that cannot be tuned here, with the reasons, for the record.
         command: for the record's header; None takes this process's.
-        starts: the lanes of child processes that the keys are spread over (`workers.local`, `integrations.ray.lanes`);
+        starts: start the workers that the keys are spread over (`workers.local`, `integrations.ray.workers_of`);
             None: everything runs in this process, which a candidate that crashes or hangs takes with it.
         timer: what times the calls in this process; None: device events, or the host's clock on the CPU.
         on_step: called before each key, and while kernels are compiled.

@@ -59,7 +59,7 @@ class Trial:
         alone: run every candidate for a while by itself before it is timed among others, to find the one that ends
             the process.
         source: how another process makes the case: {"suite": its suite}, {"sizes": …, "dtype": …} (`shapes.call`), or
-            nothing, which is from the key (`misses.call`).
+            nothing, which is from the key (`untuned_calls.call`).
     """
 
     case: suites.Case
@@ -123,7 +123,7 @@ def tune_key(
     begin = time.perf_counter()
     tuned = empty(op, trial)
     try:
-        _contest(op, trial, device, seconds, timer, tell, tuned)
+        _race(op, trial, device, seconds, timer, tell, tuned)
     except torch.OutOfMemoryError as error:
         tuned.problem = f"out of memory: {admission.first_line(error)}"
     except RuntimeError as error:
@@ -153,7 +153,7 @@ class _Told:
         return self.timer(works, rounds=rounds, seconds=seconds)
 
 
-def _contest(
+def _race(
     op: AnyOp, trial: Trial, device: Device, seconds: float, timer: race.Timer, tell: Tell, tuned: records.TunedKey
 ) -> None:
     tell(Step("make"))

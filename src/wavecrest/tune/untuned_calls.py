@@ -12,44 +12,46 @@ from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Cell
-from wavecrest.dispatch.tuned.misses import Miss
+from wavecrest.dispatch.tuned.untuned_calls import UntunedCall
 from wavecrest.errors import InvalidArgument, Unsupported
 
 # the parts of a key that `inputs` of row ops has sizes and a dtype for
 ROW_PARTS = ("rows", "columns", "dtype")
 
 
-def cases(op: AnyOp, misses: Sequence[Miss], arch: str, device: str) -> tuple[list[suites.Case], dict[str, str]]:
+def cases(
+    op: AnyOp, untuned: Sequence[UntunedCall], arch: str, device: str
+) -> tuple[list[suites.Case], dict[str, str]]:
     """The cases of an op's untuned calls, and those that cannot be tuned here, with the reasons.
 
     Args:
         op: the op of all of them.
-        misses: from `wavecrest.dispatch.tuned.misses.read`.
+        untuned: from `wavecrest.dispatch.tuned.untuned_calls.read`.
         arch: of the device; calls recorded on another architecture are not tuned.
         device: where the cases' tensors are to be.
     """
     found: list[suites.Case] = []
     left: dict[str, str] = {}
-    for miss in misses:
-        name = " ".join(f"{part}={_text(value)}" for part, value in miss.key.items())
-        reason = _reason(op, miss, arch)
+    for one in untuned:
+        name = " ".join(f"{part}={_text(value)}" for part, value in one.key.items())
+        reason = _reason(op, one, arch)
         if reason:
             left[name] = reason
         else:
-            found.append(suites.Case(name, partial(call, op, miss.key, device)))
+            found.append(suites.Case(name, partial(call, op, one.key, device)))
     return found, left
 
 
-def _reason(op: AnyOp, miss: Miss, arch: str) -> str:
+def _reason(op: AnyOp, untuned: UntunedCall, arch: str) -> str:
     """The reason why an untuned call cannot be a case; "" if it can."""
-    if miss.arch != arch:
-        return f"was missed on {miss.arch}, and this is {arch}"
+    if untuned.arch != arch:
+        return f"was missed on {untuned.arch}, and this is {arch}"
     fields = lookup.fields_of(op)
-    if tuple(miss.key) != fields:
-        return f"its key has the parts {', '.join(miss.key)}, not {', '.join(fields)}: record it anew"
+    if tuple(untuned.key) != fields:
+        return f"its key has the parts {', '.join(untuned.key)}, not {', '.join(fields)}: record it anew"
     try:
         # made without memory: the key says whether the op can make it
-        call(op, miss.key, "meta")
+        call(op, untuned.key, "meta")
     except (InvalidArgument, Unsupported) as error:
         return str(error)
     return ""
@@ -100,14 +102,14 @@ def _text(value: Cell) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def by_op(misses: Sequence[Miss]) -> dict[str, list[Miss]]:
+def by_op(untuned: Sequence[UntunedCall]) -> dict[str, list[UntunedCall]]:
     """Untuned calls by op, in the order of each op's first one.
 
     Raises:
         InvalidArgument: an op's name is unknown.
     """
-    found: dict[str, list[Miss]] = {}
-    for miss in misses:
-        ops.get(miss.op)
-        found.setdefault(miss.op, []).append(miss)
+    found: dict[str, list[UntunedCall]] = {}
+    for one in untuned:
+        ops.get(one.op)
+        found.setdefault(one.op, []).append(one)
     return found

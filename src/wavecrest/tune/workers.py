@@ -1,4 +1,4 @@
-"""Places where keys are tuned: a lane is one GPU, or the CPU, with a child process that tunes keys there."""
+"""Workers: processes that tune keys, each on one GPU or on the CPU."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def importable() -> dict[str, str | None]:
     return {"PYTHONPATH": os.pathsep.join([source, *filter(None, [env.get("PYTHONPATH")])])}
 
 
-class Lane(Protocol):
-    """A child process, on this machine or another."""
+class Worker(Protocol):
+    """A process with one device in which keys are tuned, on this machine or another."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a line to the child; does nothing if the child has ended."""
+        """Send a line to the process; does nothing if the process has ended."""
 
     def next(self, timeout: float) -> dict[str, Any]:
-        """The child's next event.
+        """The worker's next event.
 
-        Beside the child's own events: "silent", nothing within `timeout` seconds; "ended", with the `reason`, and
+        Beside the process's own events: "silent", nothing within `timeout` seconds; "ended", with the `reason`, and
         whether that came from `outside`, so that no candidate is to blame.
         """
 
     def stop(self) -> None:
-        """Kill the child at once."""
+        """Kill the process at once."""
 
 
-# starts the child of a lane, also again after one ended
-Start = Callable[[], Lane]
+# starts a worker on its device, also again after one ended
+Start = Callable[[], Worker]
 
 
 class Child:
-    """A child process on this machine.
+    """A worker that is a child process on this machine.
 
     Args:
         changes: of the environment; see `env.child`.
@@ -95,7 +95,7 @@ class Child:
             return
 
     def next(self, timeout: float) -> dict[str, Any]:
-        """The child's next event; see `Lane.next`."""
+        """The child's next event; see `Worker.next`."""
         try:
             line = self._said.get(timeout=timeout)
         except queue.Empty:
@@ -145,11 +145,11 @@ def _signal(number: int) -> str:
 
 
 def local(device: Device, count: int | None, *, one: bool) -> list[Start]:
-    """The lanes of this machine: one for each GPU like `device` that torch sees, one on the CPU.
+    """The functions that start this machine's workers: one for each GPU like `device` that torch sees, one on the CPU.
 
     Args:
         device: the device that is tuned for.
-        count: number of lanes; None: one per GPU, or one on the CPU, where calls timed side by side disturb each
+        count: number of workers; None: one per GPU, or one on the CPU, where calls timed side by side disturb each
         other.
         one: the user asked for `device` alone.
 

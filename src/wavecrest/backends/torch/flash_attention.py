@@ -137,9 +137,13 @@ def bind(call: FlashAttentionCall) -> Callable[[FlashAttentionCall], Tensor]:
     unit = 16 // call.q.element_size()
     copies = tuple([needs_copy(one) for one in (call.q, call.k, call.v)])
     device, single = call.q.device.type, call.q.dtype == torch.float32
+    # Dynamo does not trace where a view begins
+    looks = on_gpu and (any(copies) or torch.compiler.is_compiling())
 
     def run(call: FlashAttentionCall) -> Tensor:
-        q, k, v = fitting(copies, unit, call.q, call.k, call.v) if on_gpu else (call.q, call.k, call.v)
+        q, k, v = call.q, call.k, call.v
+        if looks or (on_gpu and (q.storage_offset() % unit or k.storage_offset() % unit or v.storage_offset() % unit)):
+            q, k, v = fitting(copies, unit, q, k, v)
         if transposed:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = None if mask_of is None else mask_of(call.bias)

@@ -72,6 +72,8 @@ def bind(call: GemmCall) -> Bound:
     epilogue = bind_epilogue(call, bias_is_left)
     # a user may change them between two calls. Dynamo does not trace them: `refuse` looks while it compiles
     settings = settings_of(call.a.device.type) if _is_ieee(call) and not torch.compiler.is_compiling() else None
+    if settings is None and into_residual is None and epilogue is None and not normed:
+        return multiply
 
     def run(call: GemmCall) -> Tensor:
         if normed:
@@ -143,13 +145,18 @@ def _multiplication(call: GemmCall) -> tuple[Bound, bool]:
     if call.a.dtype.itemsize == 1:
         return _bind_float8(call), True
     if bias is not None and call.flat and call.bias_along == "n" and bias.dtype == call.a.dtype and call.alpha == 1.0:
-        # the library adds it in the same pass
-        return _with_bias, False
+        # the library adds it in the same pass; for rows of two dimensions without b's transpose
+        return _addmm if call.a.ndim == 2 else _with_bias, False
     return _plain, True
 
 
 def _plain(call: GemmCall) -> Tensor:
     return torch.matmul(call.a, call.b)
+
+
+def _addmm(call: GemmCall) -> Tensor:
+    assert call.bias is not None
+    return torch.addmm(call.bias, call.a, call.b)
 
 
 def _with_bias(call: GemmCall) -> Tensor:

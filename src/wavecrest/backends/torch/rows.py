@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from wavecrest.backends.torch.common import PRIORITY, other_dtype
 from wavecrest.dispatch import registry
@@ -14,35 +18,44 @@ def _refuse(call: RowCall) -> str | None:
     return other_dtype(call.x, weight=call.weight, bias=call.bias)
 
 
-def _rms_norm(call: RowCall) -> Tensor:
-    return F.rms_norm(call.x, call.x.shape[-1:], call.weight, call.eps)
+def _rms_norm(x: Tensor, size: Sequence[int], call: RowCall) -> Tensor:
+    return torch.rms_norm(x, size, call.weight, call.eps)
 
 
-def _add_rms_norm(call: RowCall) -> tuple[Tensor, Tensor]:
-    assert call.residual is not None
-    h = call.x + call.residual
-    return F.rms_norm(h, h.shape[-1:], call.weight, call.eps), h
+def _layer_norm(x: Tensor, size: Sequence[int], call: RowCall) -> Tensor:
+    return torch.layer_norm(x, size, call.weight, call.bias, call.eps)
 
 
-def _layer_norm(call: RowCall) -> Tensor:
-    return F.layer_norm(call.x, call.x.shape[-1:], call.weight, call.bias, call.eps)
+def _bind_norm(norm: Callable[[Tensor, Sequence[int], RowCall], Tensor], call: RowCall) -> Callable[[RowCall], Any]:
+    """The function for calls with the signature of this one: y, or y and the sum where there is a residual."""
+    size = call.x.shape[-1:]
+    if call.residual is None:
+        return lambda call: norm(call.x, size, call)
+
+    def run(call: RowCall) -> tuple[Tensor, Tensor]:
+        assert call.residual is not None
+        h = call.x + call.residual
+        return norm(h, size, call), h
+
+    return run
 
 
-def _add_layer_norm(call: RowCall) -> tuple[Tensor, Tensor]:
-    assert call.residual is not None
-    h = call.x + call.residual
-    return F.layer_norm(h, h.shape[-1:], call.weight, call.bias, call.eps), h
+def _bind_softmax(_call: RowCall) -> Callable[[RowCall], Tensor]:
+    return lambda call: torch.softmax(call.x, -1)
 
 
-def _softmax(call: RowCall) -> Tensor:
-    return F.softmax(call.x, dim=-1)
+def _run(bind: Callable[[RowCall], Callable[[RowCall], Any]], call: RowCall) -> Any:
+    return bind(call)(call)
 
 
-registry.get("rms_norm").attach("torch", _rms_norm, refuse=_refuse, priority=PRIORITY)
-registry.get("add_rms_norm").attach("torch", _add_rms_norm, refuse=_refuse, priority=PRIORITY)
-registry.get("layer_norm").attach("torch", _layer_norm, refuse=_refuse, priority=PRIORITY)
-registry.get("add_layer_norm").attach("torch", _add_layer_norm, refuse=_refuse, priority=PRIORITY)
-registry.get("softmax").attach("torch", _softmax, priority=PRIORITY)
+for _name, _bind, _refusal in (
+    ("rms_norm", partial(_bind_norm, _rms_norm), _refuse),
+    ("add_rms_norm", partial(_bind_norm, _rms_norm), _refuse),
+    ("layer_norm", partial(_bind_norm, _layer_norm), _refuse),
+    ("add_layer_norm", partial(_bind_norm, _layer_norm), _refuse),
+    ("softmax", _bind_softmax, lambda _call: None),
+):
+    registry.get(_name).attach("torch", partial(_run, _bind), refuse=_refusal, priority=PRIORITY, bind=_bind)
 # PyTorch has no op for these: its form is the definition, written in its operations
 for _name in (
     "quantize_int8",

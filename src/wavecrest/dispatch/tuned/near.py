@@ -40,7 +40,7 @@ class Found:
 
 
 def distance(one: RowKey, other: RowKey, sizes: tuple[int, ...]) -> float | None:
-    """How far two keys are apart; None where they differ in more than the sizes, whose places are given."""
+    """Distance of two keys (sum of log2 size ratios); None if they differ outside the fields `sizes`."""
     total = 0.0
     for place, (a, b) in enumerate(zip(one, other, strict=True)):
         if a == b and type(a) is type(b):

@@ -86,7 +86,7 @@ class xLSTMLargeConfig:
         use_bias: biases in projections and norms; the gates always have some.
         norm_eps: epsilon of all norms.
         norm_reduction_force_float32: kept for the files; reductions are in float32 always.
-        add_out_norm: a norm behind the last block.
+        add_out_norm: a norm after the last block.
         qk_dim_factor, v_dim_factor: `qk_dim` and `v_dim` over `embedding_dim`.
         chunkwise_kernel, sequence_kernel, step_kernel: "auto" for the dispatcher's choice, or a name of the official
             package (`wavecrest.models.xlstm.kernels`).

@@ -157,7 +157,7 @@ def _unflat(found: Any) -> Result:
 
 
 def _parallel(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, options: dict[str, Any]) -> Result:
-    """A kernel without states, and behind it what the other ops do in the same kernel."""
+    """A kernel without states, and after it what the other ops do in the same kernel."""
     for name in ("c_initial", "n_initial", "m_initial", "return_last_states"):
         options.pop(name, None)
     if options.pop("seq_starts", None) is not None or options.pop("seq_lens", None) is not None:
@@ -183,7 +183,7 @@ class Kernels:
 
     @classmethod
     def named(cls, chunkwise: str, sequence: str, step: str, state_dtype: torch.dtype) -> Kernels:
-        """The kernels of these names, in chunks of their own choice.
+        """Kernels by name, with their default chunk sizes.
 
         Raises:
             InvalidArgument: there is no kernel of a name; the message lists those there are.

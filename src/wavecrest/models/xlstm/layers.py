@@ -120,14 +120,14 @@ class MLSTMLayer(nn.Module):
         arrivals: Tensor | None = None,
         last: Tensor | None = None,
     ) -> tuple[Tensor, LayerState | None]:
-        """One layer over a sequence, or over one token behind a state.
+        """One layer over a sequence, or over one token after a state.
 
         Args:
             x: [B, S, embedding_dim].
             state: before the first token; not changed, unless `in_place`.
             padding: where the tokens of each row are; None: everywhere.
             in_place: of a single token without padding: the state's own tensors become the new state.
-            return_state: False where the state behind the last token is not needed.
+            return_state: False where the state after the last token is not needed.
             norm: of x, which the projections apply on the way; None: x is normalised.
             residual: [B, S, embedding_dim], added to the result.
             overwrite: the residual's memory may become the result.
@@ -135,7 +135,7 @@ class MLSTMLayer(nn.Module):
             last: [B], the place of each row's only token that is asked for; None: all of them.
 
         Returns:
-            [B, S, embedding_dim], [B, 1, …] with `last`, and the state behind the last token, or None.
+            [B, S, embedding_dim], [B, 1, …] with `last`, and the state after the last token, or None.
         """
         q, k, v, o, i, f = self._projections(x, norm)
         config = self.config

@@ -39,7 +39,7 @@ class xLSTMLarge(xLSTMNetwork):
         check_every: int = 8,
         capture: bool = True,
     ) -> Generated:
-        """New tokens behind prompts: the largest logit's, or draws (`Sampling`).
+        """New tokens after prompts: the largest logit's, or draws (`Sampling`).
 
         Args:
             tokens: prompts, int64 or int32 [B, S].
@@ -50,7 +50,7 @@ class xLSTMLarge(xLSTMNetwork):
             eos_token_id: what ends a row, a token or several: whole numbers of any kind; a list, tuple, set, tensor or
                 array of them. None: the configuration's, (): nothing.
             insert_bos: put the configuration's bos_token_id before prompts that do not begin with it; None: as
-                `force_bos_token_insert` says, and not behind a state.
+                `force_bos_token_insert` says, and not after a state.
             generator: of draws, on the model's device; None: torch's own.
             check_every: steps after which the host looks whether all rows ended; results do not depend on it.
             capture: on a GPU, replay the step as a graph, from 16 new tokens on; the last call's graph is used again
@@ -109,7 +109,7 @@ class xLSTMLarge(xLSTMNetwork):
         return (column for column, _ in columns)
 
     def compile_ahead(self, batch: int = 1, longest: int = 2048) -> str | None:
-        """Compile now, beside each other, the kernels of prompts of 1 to `longest` tokens and of the steps behind them.
+        """Compile now, beside each other, the kernels of prompts of 1 to `longest` tokens and of the steps after them.
 
         `generate` compiles ahead what its first prompt needs; a prompt of another length may choose other kernels, and
         waits for those. A server calls this before it takes the first. PyTorch's operations run for it, for prompts of

@@ -20,7 +20,7 @@ from wavecrest.nn.norm import ResidualNorm
 
 
 class BlockStack(nn.Module):
-    """The blocks, and the norm behind the last one."""
+    """The blocks, and the norm after the last one."""
 
     def __init__(self, config: xLSTMLargeConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class BlockStack(nn.Module):
         """x [B, S, embedding_dim] to the same, [B, 1, …] of the places `last` [B] where given; and the states.
 
         With `last` the last block's output projection and MLP see these places alone.
-        `normed`: by the norm behind the last block, where there is one. `arrivals`: as of `xLSTMNetwork.decode`.
+        `normed`: by the norm after the last block, where there is one. `arrivals`: as of `xLSTMNetwork.decode`.
         `overwrite`: x's memory may become the result.
         """
         delta: Tensor | None = None
@@ -125,16 +125,17 @@ class xLSTMNetwork(nn.Module):
         last_only: bool = False,
         return_last_states: bool | None = None,
     ) -> Any:
-        """Logits of the next token behind each token.
+        """Logits of the next token after each token.
 
         Args:
-            tokens: int64 or int32 [B, S], from 0 to vocab_size − 1. Looked at on a CPU alone, and not where
-                `torch.compile` traces: on a GPU it would wait for the device, which fails itself at others.
+            tokens: int64 or int32 [B, S], from 0 to vocab_size − 1. Range-checked on a CPU only, not while
+                `torch.compile` traces. On a GPU the check would synchronise; an invalid token fails on the device.
             state: before the first token; None: zeros. Not changed.
             attention_mask: bool or integers [B, S], 0 for padding at the left or the right: states pass it by. Logits
                 at padding mean nothing.
-            last_only: logits of each row's last token alone, for which what is behind the last block's mLSTM is made.
-            return_last_states: also give back the state behind the last token; None: as the configuration says.
+            last_only: return logits of each row's last token only; all work after the last block's mLSTM is done for
+                that token only.
+            return_last_states: also give back the state after the last token; None: as the configuration says.
 
         Returns:
             float32 (float64 for such weights) [B, S, vocab_size], or [B, 1, vocab_size] with `last_only`; with states
@@ -157,7 +158,7 @@ class xLSTMNetwork(nn.Module):
         return (logits, after) if keep else logits
 
     def decode(self, token: Tensor, state: State, arrivals: Tensor | None = None, *, capped: bool = True) -> Tensor:
-        """Logits [B, vocab_size] behind one token [B]; the state's own tensors become the state behind it.
+        """Logits [B, vocab_size] after one token [B]; the state's own tensors become the state after it.
 
         `arrivals`: int32 [num_blocks, B, NH] of zeros, each block's as `mlstm_step` takes them. `capped` False: in the
         GEMM's dtype and without the soft cap, which is monotonic: the largest of a row is the same, up to ties that
@@ -190,7 +191,7 @@ class xLSTMNetwork(nn.Module):
     def check_tokens(self, tokens: Tensor, *, wait: bool = False) -> None:
         """Raise InvalidArgument unless tokens are int64 or int32 [B, S] on the model's device, and of its vocabulary.
 
-        `wait`: look at the values on a GPU too.
+        `wait`: check the values on a GPU too.
         """
         fits = isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.dtype in (torch.int64, torch.int32)
         if not fits:

@@ -140,7 +140,7 @@ def _is_pair(value: Any, least: int) -> bool:
 
 
 def check(call: Conv2dCall) -> None:
-    """Raise InvalidArgument unless the arguments are a convolution, naming what is wrong."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid."""
     x, weight = call.x, call.weight
     for name, value, form in (("x", x, "B, C, H, W"), ("weight", weight, "O, C / groups, R, S")):
         if not isinstance(value, Tensor) or value.ndim != 4 or value.dtype not in FLOATS:

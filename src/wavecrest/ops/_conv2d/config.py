@@ -10,7 +10,7 @@ from wavecrest.hardware import Arch
 
 # most of a step's channels that may be padding before smaller steps, or all of K without padding, are better
 PADDING = 0.25
-# channels below which K is walked flat
+# channels below which K is one flat loop (`FLAT`)
 FEW_CHANNELS = 8
 
 

@@ -1,4 +1,4 @@
-"""The convolution's launch: how image and weight are walked, and what the kernel is compiled for."""
+"""The convolution's launch: how image and weight are indexed (strides), and what the kernel is compiled for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TENSORS = 4
 
 
 def x_order(x: Tensor) -> int:
-    """CHANNELS, LINES or ANY, by what is contiguous in x; one channel, or one pixel, counts where nothing else is."""
+    """CHANNELS, LINES or ANY, by x's contiguous dimension; one of size 1 counts only if no other is contiguous."""
     if x.stride(1) == 1 and x.shape[1] > 1:
         return CHANNELS
     if x.stride(3) == 1 and x.shape[3] > 1:

@@ -64,26 +64,26 @@ def flash_attention(
         sinks: floating [Hq], a further score of each query that has no value: it takes part in the sum that weights are
             divided by (as in gpt-oss).
         cu_seqlens_q, cu_seqlens_k: int32 [B + 1] with "thd": where sequences begin, from 0 up to Tq or Tk, not falling.
-            Not looked at before the launch; results of tokens after the last sequence are not written.
+            Not checked on the host: the kernel reads them; results of tokens after the last sequence are not written.
         max_seqlen_q, max_seqlen_k: with "thd": at least the length of the longest sequence. Queries beyond
             max_seqlen_q are not computed.
         return_lse: also return log(Σⱼ exp(sᵢⱼ)), with the sink in it.
         q_descale, k_descale, v_descale: float32 with 8-bit q, k and v: one number ([] or [1]), [H], or [B, H] ("thd":
-            of sequences), with Hq for q and Hk for k and v; those of q and k at least 0, which is not looked at. int8
+            of sequences), with Hq for q and Hk for k and v; those of q and k at least 0, which is not checked. int8
             needs them, 8-bit floats have 1 without.
-        p_descale: with 8-bit q, k and v: weights are 8-bit codes of v's dtype too, p / p_descale rounded to nearest
-            even and cut off at the largest code. p is counted from the largest score so far and at most 1, so that
-            1 / 127 is natural for int8, 1 / 448 for float8_e4m3fn, 1 / 240 for float8_e4m3fnuz and 1 / 57344 for the
-            others. The sum that results are divided by, and the logarithms, have weights as they are before. None:
-            weights, and v for them, have q's dtype or that of a 16-bit result (float16 for a float32 one).
+        p_descale: with 8-bit q, k and v: probabilities are quantized to v's dtype too, p / p_descale rounded to
+            nearest even and saturating. p is relative to the running maximum and at most 1, so that 1 / 127 is natural
+            for int8, 1 / 448 for float8_e4m3fn, 1 / 240 for float8_e4m3fnuz and 1 / 57344 for the others. Denominator
+            and logsumexp use unquantized probabilities. None: the second GEMM runs in q's dtype or, for 8-bit q, in
+            the result's 16-bit dtype (float16 for a float32 result).
         out_dtype: of the result with 8-bit k and v: float32, float16 or bfloat16. None: q's, or bfloat16 for 8-bit q.
-        dropout_p: from 0 up to, not with, 1: the share of weights that is dropped, after the softmax; the others are
+        dropout_p: in [0, 1): the share of weights that is dropped, after the softmax; the others are
             multiplied by 1 / (1 − dropout_p). The weights' sum and the logarithms are those without. The mask is the
             same for any backend, layout and size of tiles: of query i and key j of sequence b, counted in it from 0,
             and query head h, the weight is kept if a word of 32 bits is at least ⌊dropout_p · 2³²⌋. The word is
             number j mod 4 of those that Philox-4x32-10 (Salmon et al., 2011; as in `triton.language.philox`) has for
             the counter (⌊j / 4⌋, i, h, b) and the key `seed`, low word first.
-        seed: a whole number from 0 below 2⁶⁴, needed with `dropout_p` above 0. A CUDA graph replays with the seed that
+        seed: an integer in [0, 2⁶⁴), needed with `dropout_p` above 0. A CUDA graph replays with the seed that
             it was captured with.
 
     Returns:
@@ -92,7 +92,8 @@ def flash_attention(
         has a result of 0 and −inf; with a sink, 0 and the sink.
 
         What lies beyond a sequence's keys never takes part. Of keys that causality or the window hide, a NaN or an
-        infinity in v may make queries near them NaN (0 · NaN), by what computes them; the reference has none of it.
+        infinity in v may make queries of the same tile NaN (0 · NaN), depending on the backend; the reference masks
+        them.
 
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.

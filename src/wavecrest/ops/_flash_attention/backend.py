@@ -46,15 +46,15 @@ def refuse(call: FlashAttentionCall) -> str | None:
     # 8-bit q is multiplied as it is, or in these 16 bits
     reason = _checks.kernel_refusal(name_of(call.wide), call.q.device.type, 1, needs_grad(*call.differentiable))
     if reason is None and call.quantized:
-        unreadable: str | None = _unreadable(call.k.dtype)
-        return unreadable
+        refusal: str | None = _refuse_dtype(call.k.dtype)
+        return refusal
     return reason
 
 
 # Dynamo would trace the detection of the GPU, which it cannot
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _unreadable(dtype: torch.dtype) -> str | None:
-    return _launch.unreadable(dtype, _target.arch())
+def _refuse_dtype(dtype: torch.dtype) -> str | None:
+    return _launch.refuse_dtype(dtype, _target.arch())
 
 
 def hopper_config(key: Key) -> Config:

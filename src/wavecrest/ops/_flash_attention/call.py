@@ -197,7 +197,7 @@ def _is_length(value: Any) -> bool:
 
 
 def check(call: FlashAttentionCall) -> None:
-    """Raise InvalidArgument, with what is wrong, unless the op takes the arguments."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid."""
     if call.layout not in LAYOUTS:
         raise InvalidArgument(f"flash_attention: layout takes {', '.join(LAYOUTS)}, not {call.layout!r}")
     q, form = call.q, f"[{', '.join(call.layout.upper())}]"

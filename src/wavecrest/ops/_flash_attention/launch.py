@@ -1,4 +1,4 @@
-"""The kernel's launch: how tensors are walked, and what the kernel is compiled for; and its binding."""
+"""The kernel's launch: how tensors are indexed (strides), and what the kernel is compiled for; and its binding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAR = 1 << 31
 
 
 class Walk(NamedTuple):
-    """How a tensor [B, H, S, D] is walked: what is contiguous, strides in units of `align`."""
+    """How a tensor [B, H, S, D] is indexed: what is contiguous, strides in units of `align`."""
 
     order: int
     align: int
@@ -38,7 +38,7 @@ class Walk(NamedTuple):
 
 
 def walk(tensor: Tensor) -> Walk:
-    """The walk of q, k, v or bias as [B, H, S, D]; packed sequences are one, at a stride of 0."""
+    """How q, k, v or bias is indexed as [B, H, S, D]; packed sequences are one, at a stride of 0."""
     # a stride says nothing where there is one element
     b, h, s, d = (stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if d == 1 or tensor.shape[3] == 1:
@@ -84,7 +84,7 @@ def multiplies(dtype: torch.dtype, arch: Arch | None) -> bool:
     return arch.fp8 is not None and fnuz == arch.fp8.endswith("fnuz")
 
 
-def unreadable(dtype: torch.dtype, arch: Arch | None) -> str | None:
+def refuse_dtype(dtype: torch.dtype, arch: Arch | None) -> str | None:
     """The reason why the kernel cannot read an 8-bit dtype; for AMD the compiler emulates a missing instruction."""
     if multiplies(dtype, arch) or (arch is not None and arch.vendor == "amd"):
         return None

@@ -21,7 +21,7 @@ from wavecrest.ops._flash_attention.kernel_hopper import _hopper_attention_kerne
 from wavecrest.ops._flash_attention.launch import LEAST_BLOCK, empty_results
 
 DESCRIPTORS = 4
-# consumer warp groups, each with rows of its own
+# consumer warp groups, each with separate rows
 GROUPS = 2
 # bytes of the L2 cache of 50 MiB that k and v of the heads that run together may take
 SECTION_BYTES = 16 << 20
@@ -91,18 +91,18 @@ def launch(
 ) -> _launcher.Launch:
     """The kernel for a checked call that `refusal` does not refuse and that has queries."""
     tiles = _layout.ceil_div(call.seqlen_q, config["BLOCK_M"])
-    total = call.heads * call.batch
-    section = total
+    all_heads = call.heads * call.batch
+    section = all_heads
     if call.right >= 0:
         kept = 2 * call.seqlen_k * call.head_dim * call.k.element_size()
-        section = min(total, call.group * max(1, SECTION_BYTES // kept))
+        section = min(all_heads, call.group * max(1, SECTION_BYTES // kept))
     units = 132 if arch is None else arch.compute_units
     return _launcher.Launch(
         _hopper_attention_kernel,
-        (min(tiles * total, units),),
+        (min(tiles * all_heads, units),),
         (
             *_descriptors(call, o, config), *_tensors(call, lse),
-            call.scale, call.seqlen_q, call.seqlen_k, call.heads, call.group, section, tiles, total,
+            call.scale, call.seqlen_q, call.seqlen_k, call.heads, call.group, section, tiles, all_heads,
             min(call.right, call.seqlen_q + call.seqlen_k), 0 if call.sinks is None else call.sinks.stride(0),
         ),
         {
@@ -119,7 +119,7 @@ def _descriptors(call: FlashAttentionCall, o: Tensor, config: Config) -> tuple[A
     rows, keys = config["BLOCK_M"] // GROUPS, config["BLOCK_N"]
     width = max(LEAST_BLOCK, _layout.power_of_two(call.head_dim))
     return tuple(
-        _triton.described_tiles(call.bhsd(one), [1, 1, count, width])
+        _triton.tile_descriptor(call.bhsd(one), [1, 1, count, width])
         for one, count in ((call.q, rows), (call.k, keys), (call.v, keys), (o, rows))
     )
 
@@ -150,7 +150,10 @@ def bind(
         if some:
             if start is None:
                 made = launch(call, o, lse, config, arch)
-                start, sizes = _launcher.starter(made, device, described=DESCRIPTORS), made.args[DESCRIPTORS + 2 :]
+                start, sizes = (
+                    _launcher.starter(made, device, num_descriptors=DESCRIPTORS),
+                    made.args[DESCRIPTORS + 2 :],
+                )
             start(*_descriptors(call, o, config), *_tensors(call, lse), *sizes)
         return o if lse is None else (o, lse)
 

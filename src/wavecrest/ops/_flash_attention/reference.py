@@ -39,10 +39,10 @@ def _pairs(call: FlashAttentionCall) -> _Pairs:
     device = call.q.device
     if call.packed:
         assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-        sequence, i, queries = (one[:, None] for one in _places(call.cu_seqlens_q, call.q.shape[0]))
-        other, j, keys = (one[None, :] for one in _places(call.cu_seqlens_k, call.k.shape[0]))
+        sequence, i, seqlen_q = (one[:, None] for one in _places(call.cu_seqlens_q, call.q.shape[0]))
+        other, j, seqlen_k = (one[None, :] for one in _places(call.cu_seqlens_k, call.k.shape[0]))
         visible = (sequence == other) & (sequence < call.batch)
-        diagonal = i + keys - queries
+        diagonal = i + seqlen_k - seqlen_q
     else:
         sequence = torch.zeros(1, 1, dtype=torch.int64, device=device)
         i, j = torch.arange(call.seqlen_q, device=device)[:, None], torch.arange(call.seqlen_k, device=device)[None, :]
@@ -115,21 +115,21 @@ def _head(call: FlashAttentionCall, pairs: _Pairs, head: int, q: Tensor, k: Tens
     least = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
     if sink is not None:
         least = torch.zeros_like(least) + sink
-    top = torch.cat((scores, least), dim=-1).amax(-1, keepdim=True).detach()
-    top = top.masked_fill(top == float("-inf"), 0.0)
-    weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
+    m_i = torch.cat((scores, least), dim=-1).amax(-1, keepdim=True).detach()
+    m_i = m_i.masked_fill(m_i == float("-inf"), 0.0)
+    weights = torch.exp(scores - m_i)
+    l_i = weights.sum(-1, keepdim=True)
     if sink is not None:
-        total = total + torch.exp(sink - top)
-    nothing = total == 0
-    share = weights / total.masked_fill(nothing, 1.0)
+        l_i = l_i + torch.exp(sink - m_i)
+    nothing = l_i == 0
+    share = weights / l_i.masked_fill(nothing, 1.0)
     if call.dropout:
         share = share * _kept(call, pairs, head) / (1.0 - call.dropout_p)
     # 0 · NaN is NaN: a product alone would let values through that are hidden
     finite = v.isfinite()
     result = share @ v.masked_fill(~finite, 0.0)
     spoiled = (~hidden).to(v.dtype) @ (~finite).to(v.dtype) > 0
-    lse = (top + torch.log(total.masked_fill(nothing, 1.0))).masked_fill(nothing, float("-inf"))
+    lse = (m_i + torch.log(l_i.masked_fill(nothing, 1.0))).masked_fill(nothing, float("-inf"))
     return result.masked_fill(spoiled, float("nan")), lse.squeeze(-1)
 
 

@@ -44,11 +44,12 @@ def flash_decoding(
         q: [B, T, Hq, D], T from 1 to 16 (more with speculative decoding); float32, float16, bfloat16 or float64; D from
             1 to 256; any strides.
         k_cache: [B, S, Hk, D], or pages [P, page, Hk, D] of any size; Hq is a multiple of Hk. In q's dtype; or int8 or
-            an 8-bit float with scales; or uint8 with D / 2 bytes of two codes, from 0 to 15, with scales and shifts of
+            an 8-bit float with scales; or uint8 with D / 2 bytes of two values, from 0 to 15, with scales and shifts of
             1, 2, 4 or 8 groups of columns, D a multiple of 2 · groups (`quantize_cache` makes them). Any strides,
             columns next to each other for the kernel.
         v_cache: the same with Dv columns, from 1 to 256.
-        seq_lens: int32 [B], the keys of each sequence, at most S or page · pages. Not looked at before the launch.
+        seq_lens: int32 [B], the keys of each sequence, at most S or page · pages. Not checked on the host: the
+            kernel reads them.
         block_table: int32 [B, pages]: which page of the cache holds each page of a sequence.
         window: keys before its own that a query sees; −1: all.
         softmax_scale: the factor of q · kᵀ, at least 0; None: 1 / √D.
@@ -64,11 +65,11 @@ def flash_decoding(
             sequence has the same bits in any batch.
         k_shift, v_shift: of a cache of 4 bits, what is added after that, in the shape and dtype of the scales.
         seq_starts: int32 [B], the place of each sequence's first key that is not hidden, as of a batch that is padded
-            at the left; 0 and less: none is hidden. Not looked at before the launch.
+            at the left; 0 and less: none is hidden. Not checked on the host: the kernel reads them.
         k, v: [B, T, Hk, D] and [B, T, Hk, Dv] in q's dtype, keys and values of the tokens of q: they are written to the
             caches, which are changed, at places seq_len − T + t from 0 on, before attention. Rounded as the cache asks
             for: with the scales given, or with scales and shifts of tokens that are written too. None: they are there.
-        cos, sin: floating [positions, R / 2], R up to D: the first R columns of q and k are turned by the angles of
+        cos, sin: floating [positions, R / 2], R up to D: the first R columns of q and k are rotated by the angles of
             their places, as by `rope`. A place that the tables do not have makes NaN.
         rotary_style: which columns are a pair, "neox" (i, i + R/2) or "gptj" (2i, 2i + 1).
 

@@ -39,7 +39,7 @@ def default_config(key: Key) -> Config:
 
 # Dynamo would trace the detection of the GPU, which it cannot
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _unwidened(dtype: str) -> str | None:
+def _refuse_dtype(dtype: str) -> str | None:
     """The reason why an 8-bit float cannot be widened on this architecture; for AMD the compiler emulates it."""
     arch = _target.arch()
     if arch is None:
@@ -61,11 +61,10 @@ def refuse(call: FlashDecodingCall) -> str | None:
         return f"takes tables of {', '.join(_checks.KERNEL_DTYPES)}, not {dtype_name(call.cos)}"
     if call.k_cache.dtype not in EIGHT_BIT_FLOATS:
         return None
-    unread: str | None = _unwidened(dtype_name(call.k_cache))
-    if unread is None and call.k is not None:
-        unmade: str | None = _quantized.kernel_refusal(call.k_cache.dtype)
-        return unmade
-    return unread
+    refusal: str | None = _refuse_dtype(dtype_name(call.k_cache))
+    if refusal is None and call.k is not None:
+        refusal = _quantized.kernel_refusal(call.k_cache.dtype)
+    return refusal
 
 
 op.attach_kernel(

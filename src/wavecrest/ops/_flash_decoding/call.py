@@ -108,7 +108,7 @@ class FlashDecodingCall(NamedTuple):
 
     @property
     def prepares(self) -> bool:
-        """True where something is turned or written before attention."""
+        """True where something is rotated or written before attention."""
         return self.k is not None or self.cos is not None
 
     @property
@@ -146,7 +146,7 @@ def _fail(text: str) -> InvalidArgument:
 
 
 def check(call: FlashDecodingCall) -> None:
-    """Raise InvalidArgument, with what is wrong, unless the op takes the arguments."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid."""
     q = call.q
     if not isinstance(q, Tensor) or q.ndim != 4 or q.dtype not in FLOATS:
         raise _fail(f"q must be float32, float16, bfloat16 or float64 [B, T, H, D], got {_describe(q)}")

@@ -86,9 +86,9 @@ def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
 def _tensors(
     call: FlashDecodingCall, q: Tensor, o: Tensor, lse: Tensor | None, parts: Tensor, meta: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The tensors of the kernel over keys, and of the one that joins splits; `q`: turned, where it is.
+    """The tensors of the kernel over keys, and of the one that joins splits; `q` is rotated if rotation is on.
 
-    q, which is not read through them, stands in the place of an absent one.
+    Absent tensors are passed as q and not read.
     """
     starts = q if call.seq_starts is None else call.seq_starts
     sinks = q if call.sinks is None else call.sinks
@@ -136,7 +136,7 @@ def _append_tensors(call: FlashDecodingCall, turned: Tensor) -> tuple[Tensor, ..
 
 
 def append(call: FlashDecodingCall, turned: Tensor) -> _launcher.Launch:
-    """The launch that turns queries and writes new keys and values: a program a token and head."""
+    """The launch that rotates queries and writes new keys and values: a program a token and head."""
     writers = 0 if call.k is None else call.kv_heads
     groups = max(1, call.groups)
     size_k, size_v = call.k_cache.shape[3] // groups, call.v_cache.shape[3] // groups
@@ -176,7 +176,7 @@ def plan(
 ) -> Plan:
     """The launches of a call; parts and meta are memory for the sums of splits, `even`: v begins at an even byte.
 
-    Where queries are turned they are read from memory [B, T, Hq, D] without gaps.
+    Where queries are rotated they are read from memory [B, T, Hq, D] without gaps.
     """
     before = append(call, call.q) if call.prepares else None
     if call.cos is not None:

@@ -82,7 +82,7 @@ def reference(call: FlashDecodingCall) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def appended(call: FlashDecodingCall) -> FlashDecodingCall:
-    """The same call with q turned and without k and v, which are turned, rounded and written to the caches here."""
+    """The same call with q rotated and without k and v, which are rotated, rounded and written to the caches here."""
     q, k, v = call.q, call.k, call.v
     token = torch.arange(call.seqlen_q, device=q.device)
     places = call.seq_lens[:, None] - call.seqlen_q + token

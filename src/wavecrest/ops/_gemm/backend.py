@@ -47,7 +47,7 @@ def _fake(call: GemmCall) -> Tensor:
     return torch.empty(call.shape, dtype=call.dtype, device=call.a.device)
 
 
-# for calls whose addresses are looked at, which Dynamo does not trace: the graph calls the op, which decides again.
+# for calls whose addresses are read, which Dynamo does not trace: the graph calls the op, which decides again.
 # The residual of a graph is the graph's: it is not overwritten
 _in_graph = custom_op_of(op, GemmCall, _fake, without=("overwrite_residual",))
 
@@ -65,7 +65,7 @@ def _refuse(call: GemmCall) -> str | None:
         reason = "makes no float64"
     if reason is None and call.norm_weight is not None and call.K == 0:
         reason = "normalises no row without elements"
-    return reason or _launch.cannot_walk(call)
+    return reason or _launch.refuse_strides(call)
 
 
 def _refuse_tiles(call: GemmCall) -> str | None:
@@ -103,7 +103,7 @@ def default_config(make: Callable[[_config.Shape, Arch | None], Config], key: Ke
 
 
 def _run(planner: _launch.Planner, call: GemmCall, config: Config) -> Tensor:
-    """One call; inside torch.compile as one operation of the graph where its addresses are looked at."""
+    """One call; inside torch.compile as one operation of the graph where its addresses are read."""
     if torch.compiler.is_compiling() and (
         _launch.with_descriptors(call, config) or (planner is _gemv.gemv and _gemv.reads_words(call))
     ):

@@ -41,7 +41,7 @@ class GemmCall(NamedTuple):
         form: how b is stored (see FORMATS): as it is, or as the transpose of a packed weight's values.
         group: the rows of b that share a scale; 0 where scales are not by group.
         zero: uint8 of scale_b's shape: the zero points of 4-bit values; None: 8.
-        tail: [K, T] of a's dtype: more columns behind those of an 8-bit b.
+        tail: [K, T] of a's dtype: more columns after those of an 8-bit b.
     """
 
     a: Tensor
@@ -153,17 +153,21 @@ class GemmCall(NamedTuple):
         )  # fmt: skip
 
 
-def linear_call(
-    x: Tensor,
-    weight: Tensor | PackedWeight,
-    bias: Tensor | None = None,
-    *,
-    scale_x: Tensor | None = None,
-    scale_weight: Tensor | None = None,
-    tail: Tensor | None = None,
-    **options: Any,
-) -> GemmCall:
-    """The call that `linear` makes of its arguments; `options`: those that `gemm` has too, by their names.
+class StoredWeight(NamedTuple):
+    """Fields of a GemmCall that the weight of `linear` brings."""
+
+    b: Tensor
+    scale_b: Tensor | None = None
+    form: str = "plain"
+    group: int = 0
+    zero: Tensor | None = None
+    tail: Tensor | None = None
+
+
+def stored_weight(
+    x: Tensor, weight: Tensor | PackedWeight, scale_weight: Tensor | None, tail: Tensor | None
+) -> StoredWeight:
+    """The weight [N, K], plain or packed, and the tail [T, K] of `linear` as columns of a GEMM's b.
 
     Raises:
         InvalidArgument: the weight, its scales, x or the tail do not fit.
@@ -193,7 +197,26 @@ def linear_call(
         if not isinstance(tail, Tensor) or isinstance(tail, PackedWeight) or tail.ndim != 2:
             raise InvalidArgument("linear: a tail is a plain tensor [T, K]")
         tail = tail.mT
-    return GemmCall(x, stored.mT, bias, scale_x, scale, form=form, group=group, zero=zero, tail=tail, **options)
+    return StoredWeight(stored.t(), scale, form, group, zero, tail)
+
+
+def linear_call(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    scale_x: Tensor | None = None,
+    scale_weight: Tensor | None = None,
+    tail: Tensor | None = None,
+    **options: Any,
+) -> GemmCall:
+    """The call that `linear` makes of its arguments; `options`: those that `gemm` has too, by their names.
+
+    Raises:
+        InvalidArgument: the weight, its scales, x or the tail do not fit.
+    """
+    stored = stored_weight(x, weight, scale_weight, tail)
+    return GemmCall(x, bias=bias, scale_a=scale_x, **stored._asdict(), **options)
 
 
 def scale_kind(scale: Tensor | None, rows: int, K: int, *, of_b: bool, group: int = 0) -> str | None:
@@ -230,7 +253,7 @@ def _describe(value: Any) -> str:
 
 
 def check(call: GemmCall) -> None:
-    """Raise InvalidArgument unless the arguments make a GEMM, naming what is wrong."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid."""
     _check_options(call)
     a, b = call.a, call.b
     for name, value in (("a", a), ("b", b)):

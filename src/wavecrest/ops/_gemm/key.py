@@ -31,7 +31,7 @@ def key_of(call: GemmCall) -> Key:
     a_kind, b_kind = kinds(call)
     a_order, b_order = _launch.orders(call)
     walked = _launch.leading(call)
-    if walked <= 3 and _launch.cannot_walk(call) is not None:
+    if walked <= 3 and _launch.refuse_strides(call) is not None:
         # the kernels refuse the strides of the batch, the residual or the norm, which the choice must know
         walked = 0
     return (

@@ -1,4 +1,4 @@
-"""The launches of the kernels over tiles: how a and b are walked, what a kernel is compiled for, what runs when."""
+"""Launches of the kernels over tiles: indexing of a and b (strides), compile-time options, what runs when."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Walk(NamedTuple):
 
 
 def batch_stride(x: Tensor, batch: tuple[int, ...]) -> int | None:
-    """The one stride that walks the matrices of x [..., R, C] through a batch; None if no one stride does."""
+    """The one stride between the matrices of x [..., R, C] in a batch; None if they have no common stride."""
     view = x.expand(*batch, *x.shape[-2:]) if x.ndim - 2 != len(batch) or x.shape[:-2] != batch else x
     stride, inner = 0, 1
     for size, step in zip(reversed(view.shape[:-2]), reversed(view.stride()[:-2]), strict=True):
@@ -65,7 +65,7 @@ def batch_stride(x: Tensor, batch: tuple[int, ...]) -> int | None:
 
 
 def leading(call: GemmCall) -> int:
-    """Dimensions of a's rows that have no common stride; more than 3 cannot be walked."""
+    """Dimensions of a's rows that have no common stride; the kernels index at most 3."""
     return _layout.leading(call.a) if call.flat else 1
 
 
@@ -98,7 +98,7 @@ def row_stride(call: GemmCall) -> int:
 
 
 def walk(call: GemmCall) -> Walk:
-    """The strides of a and b for the kernels, for a checked call that `cannot_walk` does not refuse."""
+    """The strides of a and b for the kernels, for a checked call that `refuse_strides` does not refuse."""
     a, b = call.a, call.b
     lead, rows, size1, size2 = _a_rows(call)
     a_order, b_order = orders(call)
@@ -144,8 +144,8 @@ def _scale_strides(call: GemmCall) -> tuple[int, int, int, int]:
     return sam, sak, sbn, sbk
 
 
-def cannot_walk(call: GemmCall) -> str | None:
-    """Why strides keep the kernels from a call."""
+def refuse_strides(call: GemmCall) -> str | None:
+    """The reason why the kernels cannot take the strides of a call; None if they can."""
     if call.batches > MOST_BATCHES:
         return f"takes up to {MOST_BATCHES} GEMMs in a batch"
     if leading(call) > 3:
@@ -170,7 +170,7 @@ def access_bytes(call: GemmCall) -> int:
 
 
 def has_descriptors(call: GemmCall) -> bool:
-    """True if tensor descriptors can stand for a and b, but for their addresses, which is looked at on each call."""
+    """True if tensor descriptors can stand for a and b, except for their addresses, which are checked on each call."""
     return (
         access_bytes(call) == 16
         and call.form == "plain"
@@ -330,16 +330,16 @@ def descriptors_of(call: GemmCall, config: Config) -> tuple[Descriptor, Descript
     return a, made(b_order, call.columns, b_stride, config["BLOCK_N"])
 
 
-def _operands(call: GemmCall, config: Config, tma: bool) -> tuple[Any, Any]:
+def _matrix_arguments(call: GemmCall, config: Config, tma: bool) -> tuple[Any, Any]:
     """Arguments for a and b of a kernel over tiles: the tensors, or their TMA descriptors with `tma`."""
     if not tma:
         return call.a, call.b
     a, b = descriptors_of(call, config)
-    return _triton.described(call.a, *a), _triton.described(call.b, *b)
+    return _triton.descriptor(call.a, *a), _triton.descriptor(call.b, *b)
 
 
 def with_descriptors(call: GemmCall, config: Config) -> bool:
-    """True if a configuration reads a and b through tensor descriptors, but for their addresses."""
+    """True if a configuration reads a and b through tensor descriptors, except for their addresses."""
     return bool(config.kwargs.get("TMA")) and has_descriptors(call) and not _triton.interpreted
 
 
@@ -360,7 +360,7 @@ def tiles(call: GemmCall, y: Tensor, parts: Tensor, config: Config, arch: Arch |
     units = 132 if arch is None else arch.compute_units
     programs = min(work, units * config["PERSISTENT"]) if config["PERSISTENT"] else work
     bias, residual, scale_a, scale_b, zero, out_scale = other_tensors(call)
-    a, b = _operands(call, config, tma)
+    a, b = _matrix_arguments(call, config, tma)
     align_n = constants["ALIGN_N"]
     early, options = _pdl.start_of(config, arch)
     scaled = call.form == "int4" or not {"block", "group"}.isdisjoint(kinds(call))
@@ -387,7 +387,7 @@ def _after(warps: int, overlaps: bool) -> Config:
 
 
 def sum_parts(call: GemmCall, y: Tensor, parts: Tensor, split: int, arch: Arch | None) -> _launcher.Launch:
-    """`_sum_kernel` behind `split` parts of K."""
+    """`_sum_kernel` after `split` parts of K."""
     (sam, _, sbn, _, *rest), epilogue = epilogue_of(call)
     bias, residual, scale_a, scale_b, _, out_scale = other_tensors(call)
     align_n, across = column_unit(call), _layout.ceil_div(call.N, SUM_COLUMNS)
@@ -423,7 +423,7 @@ def stream(call: GemmCall, y: Tensor, parts: Tensor, config: Config, arch: Arch 
     units = 132 if arch is None else arch.compute_units
     programs = max(1, min(tiles_m * tiles_n * steps, units * config["PROGRAMS"]))
     bias, residual, scale_a, scale_b, zero, out_scale = other_tensors(call)
-    a, b = _operands(call, config, tma)
+    a, b = _matrix_arguments(call, config, tma)
     align_n = constants["ALIGN_N"]
     first = _launcher.Launch(
         _stream_k_kernel,
@@ -492,9 +492,9 @@ def bind(planner: Planner, call: GemmCall, config: Config) -> Callable[[GemmCall
         elif descriptors is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:
             if start_tma is None:
                 tma = planner(call, y, sums, config, arch, True).first
-                start_tma = _launcher.starter(tma, device, described=2)
+                start_tma = _launcher.starter(tma, device, num_descriptors=2)
             a_descriptor, b_descriptor = (
-                _triton.described(a, *descriptors[0]), _triton.described(b, *descriptors[1])
+                _triton.descriptor(a, *descriptors[0]), _triton.descriptor(b, *descriptors[1])
             )  # fmt: skip
             start_tma(
                 a_descriptor, b_descriptor, y, parts, bias, residual, scale_a, scale_b, zero, out_scale, *values

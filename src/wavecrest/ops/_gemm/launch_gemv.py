@@ -81,7 +81,7 @@ def _words(call: GemmCall, y: Tensor, parts: Tensor, config: Config, arch: Arch 
 
 
 def _tail_steps(call: GemmCall, config: Config) -> int:
-    """Columns of K that a program of the tail takes at a time, as many bytes of it and of a as one of b does."""
+    """K step of a program of the extra rows, so that its loads are as large as those of a program of b."""
     return min(_layout.power_of_two(call.K), config["BLOCK_K"] * max(1, config["BLOCK_N"] // 4))
 
 

@@ -24,7 +24,7 @@ from wavecrest.ops.common.activation import ACTIVATIONS
 
 DESCRIPTORS = 3
 WALKS = "copies tiles along K, every other stride a multiple of 16 bytes and not 0"
-# groups that multiply, each with rows of its own
+# groups that multiply, each with separate rows
 GROUPS = 2
 
 
@@ -48,7 +48,7 @@ def refusal(call: GemmCall) -> str | None:
 
 
 def _walks(call: GemmCall) -> bool:
-    """True if descriptors can stand for a, b and the result, but for their addresses."""
+    """True if descriptors can stand for a, b and the result, except for their addresses."""
     return _launch.has_descriptors(call) and _launch.orders(call) == (1, 1) and call.N * call.a.itemsize % 16 == 0
 
 
@@ -88,9 +88,9 @@ def _blocks(config: Config) -> tuple[list[int], list[int], list[int]]:
 def _descriptors(call: GemmCall, y: Tensor, config: Config) -> tuple[Any, ...]:
     a_block, b_block, y_block = _blocks(config)
     return (
-        _triton.described_tiles(call.a.as_strided(*_row_sizes(call)), a_block),
-        _triton.described_tiles(call.b.mT, b_block),
-        _triton.described_tiles(y.view(call.M, call.N), y_block),
+        _triton.tile_descriptor(call.a.as_strided(*_row_sizes(call)), a_block),
+        _triton.tile_descriptor(call.b.mT, b_block),
+        _triton.tile_descriptor(y.view(call.M, call.N), y_block),
     )
 
 
@@ -119,11 +119,11 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
         y = torch.empty(shape, dtype=dtype, device=device)
         if start is None:
             made = launch(call, y, config, arch)
-            start, sizes = _launcher.starter(made, device, described=DESCRIPTORS), made.args[DESCRIPTORS:]
+            start, sizes = _launcher.starter(made, device, num_descriptors=DESCRIPTORS), made.args[DESCRIPTORS:]
         start(
-            _triton.described_tiles(a.as_strided(*a_sizes), a_block),
-            _triton.described_tiles(b.mT, b_block),
-            _triton.described_tiles(y.view(rows), y_block),
+            _triton.tile_descriptor(a.as_strided(*a_sizes), a_block),
+            _triton.tile_descriptor(b.mT, b_block),
+            _triton.tile_descriptor(y.view(rows), y_block),
             *sizes,
         )
         return y

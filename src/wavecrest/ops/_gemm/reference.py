@@ -31,7 +31,7 @@ def _wide(x: Tensor, call: GemmCall) -> Tensor:
 
 
 def values_of_b(call: GemmCall) -> Tensor:
-    """b [..., K, N] in its plain form, times its scales, with the tail behind it."""
+    """b [..., K, N] in its plain form, times its scales, with the tail after it."""
     if call.tail is not None:
         alone = values_of_b(call._replace(tail=None))
         return torch.cat((alone, call.tail.to(alone.dtype)), dim=-1)

@@ -53,7 +53,7 @@ def words_of(x: Tensor) -> Tensor:
 
 
 def check(call: MemcpyCall) -> None:
-    """Raise InvalidArgument unless the arguments are ones of the op, naming what is wrong."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid."""
     x, mode, programs, value = call
     if not isinstance(x, Tensor) or x.layout != torch.strided or x.dtype.is_complex:
         found = f"{x.dtype} ({x.layout})" if isinstance(x, Tensor) else type(x).__name__

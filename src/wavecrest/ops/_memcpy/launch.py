@@ -43,7 +43,7 @@ def bind(call: MemcpyCall, config: Config) -> Callable[[MemcpyCall], Tensor]:
 
     def run(call: MemcpyCall) -> Tensor:
         x = call.x
-        # where x starts is not part of the signature: looked at in each call
+        # where x starts is not part of the signature: checked on each call
         words = words_of(x)
         if reads:
             total = torch.zeros((), dtype=torch.int64, device=x.device)

@@ -38,10 +38,11 @@ def mla_decode(
         q_nope: [B, T, H, R], absorbed (q · w_uk of each head), or [B, T, H, Dn] with `w_uk`; T from 1 to 16; float32,
             float16, bfloat16 or float64; any strides. The kernel needs the columns of this and all other tensors next
             to each other.
-        q_rope: [B, T, H, Dr] in q_nope's dtype, Dr from 1 to 128, turned by its position or, with `cos`, to be turned.
+        q_rope: [B, T, H, Dr] in q_nope's dtype, Dr from 1 to 128, rotated by its position; not yet with `cos`.
         latent_cache: [B, S, R + Dr], or pages [P, page, R + Dr] of any size, in q_nope's dtype: for each token its
-            latent of R columns, 1 to 512, and its rotary part, turned. Any strides between tokens and pages.
-        seq_lens: int32 [B], the keys of each sequence, at most S or page · pages. Not looked at before the launch.
+            latent of R columns, 1 to 512, and its rotary part, rotated. Any strides between tokens and pages.
+        seq_lens: int32 [B], the keys of each sequence, at most S or page · pages. Not checked on the host: the
+            kernel reads them.
         block_table: int32 [B, pages]: which page of the cache holds each page of a sequence. Entries beyond a
             sequence's keys may be anything.
         w_uk: [H, Dn, R], the weight that expands a latent to the keys of each head. The queries are multiplied by it
@@ -51,8 +52,8 @@ def mla_decode(
         softmax_scale: the factor of the scores, at least 0. None: 1 / √(Dn + Dr), which needs `w_uk`, as absorbed
             queries do not tell Dn.
         logit_cap: c > 0: scaled scores s become c · tanh(s / c). 0: no cap.
-        cos, sin: [positions, Dr / 2], any floating dtype: q_rope is turned by them as by `rope`, in float32 and rounded
-            once. The cache's keys are not turned here: they are stored turned.
+        cos, sin: [positions, Dr / 2], any floating dtype: q_rope is rotated by them as by `rope`, in float32, and
+            rounded once. The cache's keys are not rotated here: they are stored rotated.
         positions: int32 or int64 [B, T] with tables; None: seq_len − T + t. A position outside the table gives NaN.
         rope_style: which columns are a pair, "neox" (i, i + Dr/2) or "gptj" (2i, 2i + 1).
         return_lse: also return the log-sum-exp of the scores (natural logarithm).

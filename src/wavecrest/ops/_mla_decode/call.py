@@ -262,5 +262,5 @@ class Checks:
 
 
 def check(call: MlaDecodeCall) -> None:
-    """Raise InvalidArgument unless the arguments are those of decoding, naming what is wrong."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid."""
     Checks("mla_decode", call).all(MAX_TOKENS)

@@ -13,8 +13,8 @@ INVARIANT_KEYS = 1024
 # fewest keys of a split otherwise: with fewer, writing and adding partial sums costs more than reading the keys
 LEAST_KEYS = 128
 MOST_SPLITS = 64
-# cost of a program of split keys beside its keys, counted in keys: the partial sums of 64 rows, written and read
-# again, are as many bytes as about 230 keys, and the queries are read
+# cost of a program of split keys beside its keys, counted in keys: partial sums of 64 rows, written and read, equal
+# the bytes of about 230 keys; reading the queries adds to that
 PROGRAM_KEYS = 256
 # sm_90's kernel: rows of a program, keys of a tile, and tiles in shared memory beside the queries, 144 of 227 KiB. Two
 # tiles of 64 keys take 10 % longer, as the kernel waits for copies (H200, 2026-11-22)
@@ -92,8 +92,8 @@ def _tile(shape: Shape, arch: Arch | None) -> Tile:
 def splits_for(programs: int, keys: int, slots: int) -> int:
     """The number of programs that share the keys of a row, so that all end soonest where `slots` run at a time.
 
-    The time of a program is that of its keys, and of PROGRAM_KEYS more where they are split. Of the numbers within 5 %
-    of the best it is the least, as partial sums take memory.
+    A program costs its keys, plus PROGRAM_KEYS if keys are split. Returns the smallest number within 5 % of the best,
+    since partial sums take memory.
     """
     most = max(1, min(MOST_SPLITS, keys // LEAST_KEYS))
     times = [

@@ -169,7 +169,7 @@ def _portable_launch(
     q_strides, rope_strides = strides(q, 3), strides(call.q_rope, 3)
     q_align = _layout.alignment(0, q_strides, rope_strides)
     stride_cp, token = strides(call.latent_cache, 2)
-    # what divides a token's stride, where it divides a page's too: of a whole cache, whatever its length
+    # alignment of token and page strides; for an unpaged cache of any length
     c_align = _layout.alignment(0, (stride_cp, token))
     paged = call.block_table is not None
     table_strides = (0, 0) if call.cos is None or call.sin is None else (call.cos.stride(0), call.sin.stride(0))
@@ -234,8 +234,8 @@ def allocator(
 ) -> Callable[[MlaDecodeCall], Buffers]:
     """The function that allocates the buffers of calls with the signature of this one.
 
-    Where a buffer is not needed an input stands in, not a result: a torch.compile that takes every tensor of a kernel
-    for written, and the last of those that are one for the result, would lose the result.
+    Where a buffer is not needed an input stands in, not a result: a torch.compile that assumes that a kernel writes
+    every tensor, and keeps only the last of several aliases, would lose the result.
     """
     shape, latent_shape, lse_shape, dtype = call.shape, call.latent_shape, call.lse_shape, call.q_nope.dtype
     absorbs, expands, return_lse = call.w_uk is not None, call.w_uv is not None, call.return_lse

@@ -51,8 +51,8 @@ def _descriptors(block_n: int, call: MlaDecodeCall) -> tuple[Any, ...]:
     """Tensor descriptors of half a latent's columns, and of the rotary part, for tiles of `block_n` keys."""
     cache = call.latent_cache
     return (
-        _triton.described_tiles(cache, [1, block_n, HALF]),
-        _triton.described_tiles(cache, [1, block_n, HEAD_DIM_ROPE]),
+        _triton.tile_descriptor(cache, [1, block_n, HALF]),
+        _triton.tile_descriptor(cache, [1, block_n, HEAD_DIM_ROPE]),
     )
 
 

@@ -12,7 +12,7 @@ from wavecrest.ops._rope.reference import reference as rope_reference
 
 
 def rotated(call: MlaDecodeCall) -> Tensor:
-    """The queries' rotary part, turned by the angles of their positions where tables are given."""
+    """The queries' rotary part, rotated by the angles of their positions where tables are given."""
     if call.cos is None or call.sin is None:
         return call.q_rope
     positions = call.positions

@@ -39,9 +39,10 @@ def mla_prefill(
 
     Args:
         q_nope: [B, T, H, Dn], float32, float16, bfloat16 or float64; T at least 1.
-        q_rope: [B, T, H, Dr] in q_nope's dtype, Dr from 1 to 128, turned, or with `cos` to be turned.
+        q_rope: [B, T, H, Dr] in q_nope's dtype, Dr from 1 to 128, rotated, or with `cos` to be rotated.
         latent_cache: [B, S, R + Dr], or pages [P, page, R + Dr], in q_nope's dtype; the T tokens' rows are in it.
-        seq_lens: int32 [B], the keys of each sequence, those of the T tokens included. Not looked at before the launch.
+        seq_lens: int32 [B], the keys of each sequence, those of the T tokens included. Not checked on the host: the
+            kernel reads them.
         w_uk: [H, Dn, R]. w_uv: [H, Dv, R]. Both parts of `kv_b_proj.weight.view(H, Dn + Dv, R)`.
         block_table: int32 [B, pages].
         softmax_scale: None: 1 / √(Dn + Dr).

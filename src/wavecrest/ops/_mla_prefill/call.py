@@ -1,4 +1,4 @@
-"""A call of mla_prefill: that of mla_decode, for any number of queries and with both weights."""
+"""The typed call of mla_prefill: fields of `MlaDecodeCall`, any number of queries, both weights required."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MlaPrefillCall(MlaDecodeCall):
 
 
 def check(call: MlaPrefillCall) -> None:
-    """Raise InvalidArgument unless the arguments are ones of the op, naming what is wrong."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid."""
     for name, weight in (("w_uk", call.w_uk), ("w_uv", call.w_uv)):
         if weight is None:
             raise InvalidArgument(f"mla_prefill: {name} must be given: queries and results are not absorbed")

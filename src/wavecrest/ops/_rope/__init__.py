@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of columns turned by an angle that grows with the position (Su et al., 2021).
+"""Rotary position embedding: pairs of columns rotated by an angle that grows with the position (Su et al., 2021).
 
 Column pairs (a, b) become (a·cos − b·sin, b·cos + a·sin). The style says which columns are a pair: "neox" pairs column
 i with column i + R/2 (GPT-NeoX, Llama), "gptj" column 2i with 2i + 1 (GPT-J, Meta's own Llama code).
@@ -15,7 +15,7 @@ __all__ = ["rope"]
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, style: str = "neox") -> Tensor:
-    """x with the first R columns of each head turned by the angles of its token's position, rounded once from float32.
+    """x with the first R columns of each head rotated by the angles of its token's position, rounded once from float32.
 
     Args:
         x: [..., S, H, D] (batch, sequence, heads, head_dim; or tokens, heads, head_dim), any strides, float32, float16,

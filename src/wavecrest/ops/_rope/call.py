@@ -32,7 +32,7 @@ KEY_FIELDS = (
 
 
 class RopeCall(NamedTuple):
-    """x [..., S, H, D] with the first R columns of each head turned; see `wavecrest.ops.rope` for the arguments."""
+    """x [..., S, H, D] with the first R columns of each head rotated; see `wavecrest.ops.rope` for the arguments."""
 
     x: Tensor
     cos: Tensor
@@ -88,7 +88,7 @@ def token_rows(call: RopeCall, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check(call: RopeCall) -> None:
-    """Raise InvalidArgument unless the arguments are ones of the op, naming what is wrong."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid."""
     x, cos = call.x, call.cos
     _checks.check_rows("rope", x)
     if x.ndim < 3:

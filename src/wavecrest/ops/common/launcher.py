@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import wavecrest.ops.common.triton as _triton
 import wavecrest.ops.common.warmup as _ahead
 from wavecrest.dispatch.tuned import Config
 
@@ -29,19 +32,18 @@ class Launch(NamedTuple):
         return {**self.constants, **self.config.kwargs}
 
 
-def starter(launch: Launch, device: torch.device, described: int = 0) -> Callable[..., None]:
+def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> Callable[..., None]:
     """The function that takes the kernel's positional arguments, tensors first, and launches it.
 
-    The first `described` of them are tensor descriptors, whose addresses the caller knows to be multiples of 16.
+    The first `num_descriptors` of them are tensor descriptors, whose addresses the caller knows to be multiples of 16.
 
-    It is for one signature: sizes, strides, dtypes and device are those of `launch`. What Triton then still has to
-    find out on each call is whether the addresses are multiples of 16; where all are, the compiled kernel is called
-    without Triton's own look-up, which is most of the cost of a launch.
+    Valid for one signature (sizes, strides, dtypes, device). Each call checks only that addresses are multiples of 16;
+    if they are, the compiled kernel is called without Triton's own look-up, which is most of the cost of a launch.
 
-    In a pass of `_ahead.rehearse` the kernel is compiled for the arguments, and not launched.
+    Inside `ops.common.warmup.rehearse` the kernel is compiled for the arguments, not launched.
     """
-    tensors = described + sum(isinstance(value, Tensor) for value in launch.args)
-    # not the launch itself: what is bound is kept, and would keep the tensors of the first call
+    tensors = num_descriptors + sum(isinstance(value, Tensor) for value in launch.args)
+    # do not capture `launch`: the closure is cached and would keep the first call's tensors alive
     kernel, grid = launch.kernel, launch.grid
     slow, options = kernel[grid], launch.options()
     if torch.compiler.is_compiling():
@@ -52,31 +54,33 @@ def starter(launch: Launch, device: torch.device, described: int = 0) -> Callabl
 
     def start(*args: Any) -> None:
         nonlocal fast, constants, rehearsed
-        addresses = 0
-        for tensor in args[described:tensors]:
-            addresses |= tensor.data_ptr()
+        pointers = [tensor.data_ptr() for tensor in args[num_descriptors:tensors]]
+        aligned = reduce(or_, pointers, 0) % 16 == 0
         ahead = under_way()
         if ahead is not None:
             # once is enough for the blocks of a model, which come here one after the other
             if not rehearsed:
                 ahead.compile(kernel, grid, args, options)
-                rehearsed = addresses % 16 == 0
-        elif addresses % 16 != 0:
+                rehearsed = aligned
+        elif not aligned:
             slow(*args, **options)
         elif fast is not None:
-            fast(*args, *constants)
+            fast(*args[:num_descriptors], *pointers, *args[tensors:], *constants)
         else:
             compiled = slow(*args, **options)
             # None in Triton's interpreter
             if compiled is not None:
                 constants = [options[parameter.name] for parameter in kernel.params[len(args) :]]
-                fast = compiled[(*grid, 1, 1)]
+                fast = _triton.direct(compiled, grid, device.index)
 
     if device.type != "cuda" or torch.cuda.device_count() == 1:
         return start
 
     def guarded(*args: Any) -> None:
         # Triton launches on the current device, which need not be the tensors'
+        if torch.cuda.current_device() == device.index:
+            start(*args)
+            return
         with torch.cuda.device(device):
             start(*args)
 

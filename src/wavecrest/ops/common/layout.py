@@ -1,4 +1,4 @@
-"""How tensors [..., N] are walked as rows: strides, alignment, counts.
+"""How tensors [..., N] are indexed as rows: strides, alignment, counts.
 
 Nothing here copies: leading dimensions that have one common stride are merged, up to three that do not are passed to
 the kernel with their strides, more than three are refused.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """How tensors of the same leading shape are walked: `strides` holds three leading strides a tensor.
+    """How tensors of the same leading shape are indexed: `strides` holds three leading strides a tensor.
 
     `leading` is 1 (row i starts at i · strides[0]) or 3 (row i is split by size1 and size2).
     """

@@ -112,10 +112,36 @@ def compiles_beside() -> Any:
     return None if interpreted else getattr(triton, "AsyncCompileMode", None)
 
 
-def described_tiles(x: Any, block: list[int]) -> Any:
+def direct(compiled: Any, grid: tuple[int, ...], device: int | None) -> Callable[..., None]:
+    """The function that launches a compiled kernel as `compiled[grid]` does, with addresses in place of tensors.
+
+    It takes all of the kernel's parameters, constants too. Triton's launcher asks a tensor for its address and the
+    driver whether the address is one of the device; it takes a number as it is. Unless a profiler has set hooks, the
+    record made for them is left out.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    x, y, z = (*grid, 1, 1)[:3]
+    with_hooks = compiled[x, y, z]
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    stream_of, hooks = driver.active.get_current_stream, knobs.runtime
+
+    def start(*args: Any) -> None:
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        # chains of functions; before triton 3.5 one function, or None
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            with_hooks(*args)
+        else:
+            run(x, y, z, stream_of(device), function, metadata, None, None, None, *args)
+
+    return start
+
+
+def tile_descriptor(x: Any, block: list[int]) -> Any:
     """A tensor descriptor over x, which kernels in Gluon load blocks of `block` elements from, last one contiguous.
 
-    The stride of a dimension of one element is nothing that is walked, and any multiple of 16 bytes will do.
+    The stride of a dimension of one element is never used, and any multiple of 16 bytes will do.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -130,7 +156,7 @@ def _layout(block: tuple[int, ...], dtype: Any) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
-def described(x: Any, shape: list[int], strides: list[int], block: list[int]) -> Any:
+def descriptor(x: Any, shape: list[int], strides: list[int], block: list[int]) -> Any:
     """A tensor descriptor over the memory of x, which kernels load blocks of `block` elements from."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -139,8 +165,7 @@ def described(x: Any, shape: list[int], strides: list[int], block: list[int]) ->
 
 __all__ = [
     "compiles_beside",
-    "described",
-    "described_tiles",
+    "descriptor",
     "emulated",
     "gl",
     "gluon",
@@ -151,6 +176,7 @@ __all__ = [
     "reciprocal",
     "store_tile",
     "thread_barrier",
+    "tile_descriptor",
     "tl",
     "triton",
     "unavailable",

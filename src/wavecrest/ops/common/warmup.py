@@ -67,7 +67,7 @@ under_way: ContextVar[Pass | None] = ContextVar("wavecrest_pass", default=None)
 
 
 def possible(device: torch.device) -> bool:
-    """True if kernels for a device can be compiled so: `rehearse` is for these alone."""
+    """Whether `rehearse` works for a device."""
     return device.type == "cuda" and not torch.compiler.is_compiling() and _triton.compiles_beside() is not None
 
 
@@ -78,8 +78,8 @@ def rehearse(work: Callable[[], Any]) -> str | None:
     operations run: none of them may use values of these kernels as indices or on the host.
 
     Returns:
-        The reason why `work` did not finish, or None. A kernel that does not compile is no such reason: its error shows
-        at its launch, as an error that stopped this pass shows when `work` runs normally.
+        The reason why `work` did not finish, or None. A kernel that fails to compile is not reported here: its error is
+        raised at its launch, like any error of `work` itself.
     """
     try:
         with ThreadPoolExecutor(min(MOST_THREADS, hardware.cpu().compute_units)) as threads:

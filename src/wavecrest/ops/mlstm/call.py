@@ -295,7 +295,7 @@ class _Checks:
 
 
 def check(op: str, call: MlstmCall) -> None:
-    """Raise InvalidArgument unless the arguments are those of an mLSTM over sequences, naming what is wrong."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid for an mLSTM over sequences."""
     checks, q = _Checks(op, call.q), call.q
     checks.check_q("B, NH, S, DK")
     checks.like_q("k", call.k, q.shape[-1])
@@ -337,7 +337,7 @@ def _check_sequences(checks: _Checks, call: MlstmCall) -> None:
 
 
 def check_step(op: str, call: MlstmStepCall) -> None:
-    """Raise InvalidArgument unless the arguments are those of one step of an mLSTM, naming what is wrong."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid for one step of an mLSTM."""
     checks, q = _Checks(op, call.q), call.q
     checks.check_q("B, NH, DK")
     checks.like_q("k", call.k, q.shape[-1])

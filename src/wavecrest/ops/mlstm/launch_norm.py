@@ -119,10 +119,10 @@ def allocated(buffers: tuple[Buffer, ...], device: torch.device | str) -> tuple[
 def picker(
     fields: tuple[str, ...], values: tuple[Any, ...], names: tuple[str | None, ...]
 ) -> Callable[[tuple[Any, ...]], tuple[Tensor, ...]]:
-    """The function that picks a kernel's tensors, by the names of their fields, out of a tuple like `values`.
+    """A function that picks a kernel's tensors from a tuple like `values` by field name.
 
-    Which of them are None is fixed by a call's signature. The kernel neither reads nor writes those, nor what has no
-    name: the first value stands in for them.
+    Fields that are None, or have no name, are passed as the first value and not accessed by the kernel. Which fields
+    are None is fixed by a call's signature.
     """
     places = [0 if name is None else fields.index(name) for name in names]
     picked: Callable[[tuple[Any, ...]], tuple[Tensor, ...]] = itemgetter(

@@ -82,7 +82,7 @@ def _packed(call: MlstmCall, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _width(call: MlstmCall) -> int:
-    """Tokens of the longest sequence; of all where lengths on the device must not be looked at."""
+    """Tokens of the longest sequence; of all where lengths on the device must not be read."""
     if call.cu_seqlens is None or torch.compiler.is_compiling() or call.cu_seqlens.device.type == "meta":
         return call.tokens
     if call.cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -181,7 +181,7 @@ def _decays(lf: Tensor) -> Tensor:
 
 
 def _chunk(rows: Rows, state: State, eps: float, normalize: bool) -> tuple[Tensor, State]:
-    """h of one chunk, and the states behind it."""
+    """h of one chunk, and the states after it."""
     q, k, v, i, lf, _, resets = rows
     c, n, m = state
     length, scale = q.shape[2], q.shape[-1] ** -0.5
@@ -211,7 +211,7 @@ def _chunk(rows: Rows, state: State, eps: float, normalize: bool) -> tuple[Tenso
     h = old + p @ v
     if normalize:
         h = h / _denominator(old_n[..., 0] + p.sum(-1), top, eps)[..., None]
-    # the last token's weights are those of the states behind it
+    # the last token's weights are those of the states after it
     take = torch.exp(d[..., -1, :])[..., None] * k
     forget = torch.exp(carry[..., -1])[..., None]
     if fresh is not None:

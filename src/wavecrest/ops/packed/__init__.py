@@ -1,4 +1,4 @@
-"""Packed weights: a weight [N, K] in the layout and precision that a kernel reads, which knows what it is."""
+"""Packed weights: a weight [N, K] as a kernel reads it, with its format, scales and zero points."""
 
 from wavecrest.ops.packed.cache import quantize_cache
 from wavecrest.ops.packed.weight import PackedWeight, from_plain, pack, refuse_other_formats, to_plain

@@ -70,7 +70,7 @@ class Spec(NamedTuple):
 
 
 def check(spec: Spec, call: RowCall) -> None:
-    """Raise InvalidArgument unless the arguments are ones of the op, naming what is wrong."""
+    """Raise InvalidArgument, naming the fault, unless the arguments are valid."""
     op, x = spec.name, call.x
     if spec.kind == "scaled":
         _quantized.check_dequantize(op, x, call.quantization)

@@ -38,7 +38,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     Raises:
         InvalidArgument: a shape, dtype or dim is outside this.
     """
-    if dim in (-1, getattr(x, "ndim", 0) - 1):
+    if dim == -1 or dim == getattr(x, "ndim", 0) - 1:
         return _op(RowCall("softmax", x))
     dim = _dimension(x, dim)
     return _op(RowCall("softmax", x.movedim(dim, -1))).movedim(-1, dim)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class AppliedStep:
     """One step with the parameters that `apply` needs."""
 
     step_id: str
@@ -26,36 +26,36 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class AppliedSteps:
     """The steps kept so far, in the order in which they were kept."""
 
-    applied: tuple[Applied, ...] = ()
+    steps: tuple[AppliedStep, ...] = ()
 
-    def plus(self, step: Step, params: dict[str, Any]) -> Stack:
-        """This stack with one more step; steps that it excludes are taken out."""
-        rest = tuple(item for item in self.applied if not step.excludes(item.step))
-        return Stack((*rest, Applied(step.id, params)))
+    def plus(self, step: Step, params: dict[str, Any]) -> AppliedSteps:
+        """These steps with one more step; steps that it excludes are taken out."""
+        rest = tuple(item for item in self.steps if not step.excludes(item.step))
+        return AppliedSteps((*rest, AppliedStep(step.id, params)))
 
-    def without(self, step_id: str) -> Stack:
-        """This stack without a step."""
-        return Stack(tuple(item for item in self.applied if item.step_id != step_id))
+    def without(self, step_id: str) -> AppliedSteps:
+        """These steps without one."""
+        return AppliedSteps(tuple(item for item in self.steps if item.step_id != step_id))
 
-    def only(self, *phases: str) -> Stack:
-        """The part of the stack in the given phases."""
-        return Stack(tuple(item for item in self.applied if item.step.phase in phases))
+    def only(self, *phases: str) -> AppliedSteps:
+        """The steps of the given phases."""
+        return AppliedSteps(tuple(item for item in self.steps if item.step.phase in phases))
 
-    def ordered(self) -> list[Applied]:
+    def ordered(self) -> list[AppliedStep]:
         """The order of assembly: by phase, and inside a phase in the order kept."""
-        return sorted(self.applied, key=lambda item: PHASES.index(item.step.phase))
+        return sorted(self.steps, key=lambda item: PHASES.index(item.step.phase))
 
 
-def build(model: nn.Module, stack: Stack) -> nn.Module:
-    """A new module with the steps of `stack` applied; `model` itself stays as it is.
+def build(model: nn.Module, applied: AppliedSteps) -> nn.Module:
+    """A new module with these steps applied; `model` itself stays as it is.
 
     Raises:
         StepRefused: a step does not fit this model.
     """
     made = structural_copy(model)
-    for item in stack.ordered():
+    for item in applied.ordered():
         made = item.step.apply(made, item.params)
     return made

@@ -109,7 +109,7 @@ class Step:
         raise NotImplementedError
 
     def excludes(self, other: Step) -> bool:
-        """Whether keeping this step takes the effect of `other` (kept before) out of the stack."""
+        """Whether keeping this step takes `other` (kept before) out of force."""
         return self.group is not None and self.group == other.group
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:

@@ -247,7 +247,7 @@ def attention_mask(**given: Any) -> Tensor | None:
 
 
 def _is_tracing(tensor: Any) -> bool:
-    """True where values cannot be looked at: compiling, exporting, capturing."""
+    """True where values cannot be read: compiling, exporting, capturing."""
     from transformers.utils import import_utils
 
     return bool(import_utils.is_tracing(tensor))
@@ -278,7 +278,7 @@ def _one_row(given: dict[str, Any]) -> Tensor | None:
 
 
 def _padding(given: dict[str, Any], keys: int) -> Tensor | None:
-    """True for those of the first `keys` keys that are no padding, bool [B, keys]; None where no key is padding."""
+    """Which of the first `keys` keys are not padding, bool [B, keys]; None where no key is padding."""
     from transformers.masking_utils import prepare_padding_mask
 
     first = given.get("kv_offset", 0)

@@ -1,4 +1,4 @@
-"""Example calls of the op conv2d, and what is compiled, measured and emulated of it."""
+"""Cases of conv2d: example calls to compile, benchmark and emulate."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def _call(
             options[f"cu_seqlens_{name}"] = torch.tensor(starts, dtype=torch.int32, device=device)
             options[f"max_seqlen_{name}"] = tokens
             options[f"tokens_{name}"] = starts[-1]
-        queries, keys = options.pop("tokens_q"), options.pop("tokens_k")
-        q, k, v = q[:queries], k[:keys], v[:keys]
+        tokens_q, tokens_k = options.pop("tokens_q"), options.pop("tokens_k")
+        q, k, v = q[:tokens_q], k[:tokens_k], v[:tokens_k]
     return FlashAttentionCall(q, k, v, layout, **options)
 
 

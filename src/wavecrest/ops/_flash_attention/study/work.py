@@ -61,11 +61,11 @@ def work(backend: str, key: Key, config: Config, arch: Arch) -> tuple[Work, ...]
     values = _work.product(m, dv, n, shape.bits, warps, arch, held=True)
     size, kv = shape.bits / 8, 1 if shape.kv_dtype is not None else shape.bits / 8
     loaded, lanes = n * (d + dv) * kv, warps * arch.wave_size
-    queries = heads * part["queries"] * part["d"] * size
+    q_bytes = heads * part["queries"] * part["d"] * size
     return (
         Work(
             programs=programs, warps=_WARPS if hopper else warps, steps=steps, loaded=loaded,
-            fresh=queries + part["batch"] * part["kv_heads"] * part["keys"] * (part["d"] + part["dv"]) * kv,
+            fresh=q_bytes + part["batch"] * part["kv_heads"] * part["keys"] * (part["d"] + part["dv"]) * kv,
             depth=_work.depth(stages, wide, arch), shared=int(m * d * size) + _work.kept(loaded, stages, wide, arch),
             # sums, scores and weights; queries where the matrix unit does not read them from LDS. Warps of sm_90's
             # kernel hand theirs to each other

@@ -1,4 +1,4 @@
-"""Example calls of gemm and their cost, and what is compiled, emulated and benchmarked of them."""
+"""Cases of gemm: example calls to compile, benchmark and emulate, and their cost."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _waits(shape: Shape, config: Config, arch: Arch) -> bool:
     return not config.get("PERSISTENT", 1) and (shape.a_bits == 16 or (shape.a_bits == 8 and config["SPLIT_K"] > 1))
 
 
-def _operands(shape: Shape) -> tuple[float, float]:
+def _matrix_bytes(shape: Shape) -> tuple[float, float]:
     """Bytes of a and of b."""
     both = 1 + shape.gated
     a, b = shape.rows * shape.K * shape.a_bits / 8, shape.columns * both * shape.K * shape.b_bits / 8
@@ -49,7 +49,7 @@ def _operands(shape: Shape) -> tuple[float, float]:
 
 def _in_groups(shape: Shape, config: Config, arch: Arch) -> float:
     """Bytes from memory where tiles run in groups of GROUP_M rows: those that run at a time share rows and columns."""
-    a, b = _operands(shape)
+    a, b = _matrix_bytes(shape)
     if a + b <= l2_bytes(arch):
         return a + b
     tiles_m = _layout.ceil_div(shape.rows, config["BLOCK_M"])
@@ -82,7 +82,7 @@ def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, pro
     if _waits(shape, config, arch):
         chain += k * shape.a_bits / 8 / _HOPPER_K_BYTES * _DRAINED_CYCLES
     if shape.normed:
-        # rows go through shared memory once more, behind a barrier
+        # rows go through shared memory once more, after a barrier
         chain += _NORMED_CYCLES * loops
     split = config.get("SPLIT_K", 2) > 1
     size = 4 if split else _SIZES.get(str(part["out"]), 1)
@@ -130,7 +130,7 @@ def streamed(shape: Shape, part: dict[str, object], config: Config, arch: Arch) 
     steps = tiles * _layout.ceil_div(shape.K, config["BLOCK_K"])
     programs = min(steps, arch.compute_units * config["PROGRAMS"])
     first = _tile(shape, part, config, arch, programs, steps / programs)
-    once = sum(_operands(shape))
+    once = sum(_matrix_bytes(shape))
     missed = 1.0 - min(1.0, l2_bytes(arch) / once)
     first = replace(first, fresh=max(once, steps * shape.batch * first.loaded * missed))
     size = _SIZES.get(str(part["out"]), 1)
@@ -156,7 +156,7 @@ def gemv(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> t
     copied, squares = stages > 1, shape.rows * k if shape.normed else 0
     first = Work(
         programs=_layout.ceil_div(shape.columns, n) * split * shape.batch, warps=warps,
-        steps=_layout.ceil_div(_layout.ceil_div(shape.K, k), split), loaded=a + b, fresh=sum(_operands(shape)),
+        steps=_layout.ceil_div(_layout.ceil_div(shape.K, k), split), loaded=a + b, fresh=sum(_matrix_bytes(shape)),
         depth=max(0, stages - 1), shared=int((stages - 1) * (a + b)) if arch.vendor == "nvidia" else 0,
         registers=kept * (shape.rows + 1) * both + squares / lanes + (0.0 if copied else b / lanes / 4),
         stored=shape.rows * n * (4 if split > 1 else size),

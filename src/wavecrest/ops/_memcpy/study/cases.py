@@ -1,4 +1,4 @@
-"""Example calls of the op memcpy, and what is compiled, measured and emulated of it."""
+"""Cases of memcpy: example calls to compile, benchmark and emulate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def inputs(M: int, N: int, dtype: torch.dtype, device: str) -> MemcpyCall:
 
 
 def bench_cases(suite: str, device: str) -> dict[str, Callable[[], MemcpyCall]]:
-    """Every mode at 1 MiB, and but for the quick suite at 64 MiB and 1 GiB, and by more and more workgroups."""
+    """Every mode at 1 MiB; unless the suite is quick also at 64 MiB and 1 GiB, with rising numbers of workgroups."""
     mebibytes = (1,) if suite == "quick" else (1, 64, 1024)
 
     def make(size: int, mode: str, programs: int | None = None) -> MemcpyCall:

@@ -1,4 +1,4 @@
-"""Example calls of mla_decode, and what is compiled, measured and emulated of it."""
+"""Cases of mla_decode: example calls to compile, benchmark and emulate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Example calls of mla_prefill, and what is compiled, measured and emulated of it."""
+"""Cases of mla_prefill: example calls to compile, benchmark and emulate."""
 
 from __future__ import annotations
 

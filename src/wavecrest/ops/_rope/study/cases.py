@@ -1,4 +1,4 @@
-"""Example calls of the op rope, and what is compiled, measured and emulated of it."""
+"""Cases of rope: example calls to compile, benchmark and emulate."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> RopeCall | None:
 
 
 def emulate_cases(arch: str) -> dict[str, Callable[[], RopeCall]]:
-    """Interleaved pairs, positions, and columns that are not turned."""
+    """Interleaved pairs, positions, and columns that are not rotated."""
     call = _example(5, 3, 40, 32, torch.bfloat16, "cpu")
     positions = torch.tensor([4, 0, 2, 2, 1])
     return {

@@ -1,4 +1,4 @@
-"""Example calls of the gated ops, and what is compiled of them."""
+"""Cases of the gated ops: example calls to compile."""
 
 from __future__ import annotations
 

@@ -53,14 +53,14 @@ def mlstm_chunkwise(
             σ(f) below −10⁵ counts as −10⁵.
         c_initial, n_initial, m_initial: the first states, all or none: [B, NH, DK, DV] float32 or float16, [B, NH, DK]
             and [B, NH, 1] float32 (sigmoid: no m). Not written to. None: zeros.
-        return_last_states: also return the states behind the last token.
+        return_last_states: also return the states after the last token.
         eps: added to the denominator.
         chunk_size: tokens of a chunk, a multiple of 16 up to 4096; None: chosen. Results agree up to rounding.
         input_gate: "exp"; or "sigmoid": log σ(i) for i, no m, and 1 for e^−m′.
         normalize: False (sigmoid only): h = s qᵀc′.
         gate_soft_cap: c > 0: gates are c · tanh(x / c) first; 0: they are not.
         cu_seqlens: int32 [N + 1], with B = 1: sequence j is the tokens from cu_seqlens[j] up to cu_seqlens[j + 1];
-            states are [N, …]. Like all of the next three it is not looked at before the launch.
+            states are [N, …]. Like the next three it is not checked on the host: the kernel reads it.
         seq_starts, seq_lens: int32 [B]: a row's tokens are those from its start (0), as many as its length (to the
             end). Others leave states as they are, whatever they hold, and have h = 0.
         resets: bool [B, S]: the states are zeroed (c = n = m = 0) before these tokens.

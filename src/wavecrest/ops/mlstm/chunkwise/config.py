@@ -70,10 +70,10 @@ def chunked(config: Config, chunk: int) -> Config:
 def _nvidia(shape: Shape, arch: Arch | None) -> _Tile:
     """For 64 queries and 256 columns of DV, 4 warps hold h in 128 registers a lane.
 
-    One H200, 2026-11-22, bfloat16, 2,048 tokens of 8 heads of 256 × 512, in µs: chunks of 256 tokens 47.5 with 128
-    queries in 8 warps and 3 stages, 52.8 with 64 in 4 and 2 stages; states 21.9 in tiles of 64 × 64 in steps of 128
-    tokens, 25 to 32 in larger ones, whose number is below that of the multiprocessors. 64 queries are the most that
-    leave room for the stages on GPUs with less shared memory than Hopper. float32 has no matrix units.
+    One H200, 2026-11-22, bfloat16, 2,048 tokens of 8 heads of 256 × 512, in µs (the log was not kept): chunks of 256
+    tokens 47.5 with 128 queries in 8 warps and 3 stages, 52.8 with 64 in 4 and 2 stages; states 21.9 in tiles of
+    64 × 64 in steps of 128 tokens, 25 to 32 in larger tiles, which are fewer than the multiprocessors. 64 queries are
+    the most that leave room for the stages on GPUs with less shared memory than Hopper. float32 has no matrix units.
     """
     if shape.dtype == "float32":
         return _Tile(32, 32, 32, 32, 64, (32, 32, 32), 8, 4, 1, 1, 256)

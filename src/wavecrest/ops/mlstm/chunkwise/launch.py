@@ -57,7 +57,7 @@ STATE_TENSORS = (
 CHUNK_TENSORS = (
     "q", "k", "v", "states", "scales", "vectors", "links", "planes", *SEQUENCES, "norm_weight", "output_gate", "h",
 )  # fmt: skip
-# where the norm is a launch of its own
+# where the norm is a separate launch
 CHUNK_TENSORS_APART = (*CHUNK_TENSORS[:-1], "scratch")
 
 
@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
     """The division of a call over programs.
 
     `slots`: chunks of all sequences; `tiles`: of a state, over DK and DV; `parts`: tiles of the keys of a chunk;
-    `apart`: the norm is a launch of its own.
+    `apart`: the norm is a separate launch.
     """
 
     slots: int
@@ -131,8 +131,8 @@ def _gates(call: MlstmCall, tensors: tuple[Tensor, ...], sizes: Sizes, config: C
         "BLOCK_T": min(GATES, _layout.power_of_two(config["CHUNK"])),
     }  # fmt: skip
     grid = (sizes.slots * call.heads,)
-    # two tokens a lane of a warp of 32: on one H200, 2026-11-22, 256 tokens took 6.8 µs so, 8.8 in one warp; 128 tokens
-    # 8.5, 10.2 in twice as many
+    # two tokens a lane of a warp of 32. One H200, 2026-11-22 (the log was not kept): 256 tokens: 6.8 µs, 8.8 with one
+    # warp; 128 tokens: 8.5 µs, 10.2 with twice the warps
     made = Config(num_warps=max(1, constants["BLOCK_T"] // 64))
     return _launcher.Launch(_mlstm_gates_kernel, grid, (*tensors, *numbers), constants, made)
 
@@ -272,7 +272,7 @@ def bind(call: MlstmCall, config: Config) -> Callable[[MlstmCall], Tensor | tupl
     buffers = buffers_of(call, sizes, config["CHUNK"])
     # the part of padded and packed rows that no launch writes is 0
     like = torch.empty_like if call.form == "whole" else torch.zeros_like
-    # as in a call, for what is there of it
+    # placeholders with the None pattern of a real call: q stands for each buffer that exists
     values = (*call, call.q, *(None if one is None else call.q for one in buffers))
     names = (*_names(sizes), *([NORM_TENSORS] if sizes.apart else []))
     made = planned(call, config, _target.arch())

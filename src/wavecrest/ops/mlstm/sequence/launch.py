@@ -37,12 +37,12 @@ _READ = (
     "norm_weight", "output_gate",
 )  # fmt: skip
 TENSORS = (*_READ, "h", "c", "n", "m")
-# where the norm is a launch of its own
+# where the norm is a separate launch
 TENSORS_APART = (*_READ, "scratch", "c", "n", "m")
 
 
 class Split(NamedTuple):
-    """The division of a head over programs. `tiles`: programs over DV; `apart`: the norm is a launch of its own."""
+    """The division of a head over programs. `tiles`: programs over DV; `apart`: the norm is a separate launch."""
 
     tiles: int
     apart: bool
@@ -112,7 +112,7 @@ def bind(call: MlstmCall, config: Config) -> Callable[[MlstmCall], Tensor | tupl
     buffers = buffers_of(call, split)
     # the part of padded and packed rows that no launch writes is 0
     like = torch.empty_like if call.form == "whole" else torch.zeros_like
-    # as in a call, for what is there of it
+    # placeholders with the None pattern of a real call: q stands for each buffer that exists
     values = (*call, call.q, *(None if one is None else call.q for one in buffers))
     made = planned(call, config, _target.arch())
     start, tensors_of = (

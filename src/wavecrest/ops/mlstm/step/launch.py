@@ -1,4 +1,4 @@
-"""The launches of mlstm_step: the kernel of a step, and where programs are not counted a second launch behind it."""
+"""The launches of mlstm_step: the kernel of a step, and where programs are not counted a second launch after it."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def bind(call: MlstmStepCall, config: Config) -> Callable[[MlstmStepCall], tuple
     """The function that launches the kernels for calls with the signature of this one."""
     device, split = call.q.device, split_of(call, config)
     buffers = buffers_of(call, split)
-    # as in a call, for what is there of it
+    # placeholders with the None pattern of a real call: q stands for each buffer that exists
     values = (*call, call.q, *(None if one is None else call.q for one in buffers))
     made = planned(call, config, _target.arch())
     names, norm_names = tensors_of(call, split), norm_tensors_of(split)

@@ -1,4 +1,4 @@
-"""Example calls of the row ops, and what is compiled and emulated of them."""
+"""Cases of the row ops: example calls to compile and emulate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
 from wavecrest.ops.rows.call import RowCall, Spec
 from wavecrest.ops.rows.config import Shape, configured
-from wavecrest.ops.rows.launch import launch, outputs, rounding_of
+from wavecrest.ops.rows.launch import bind_outputs, launch, rounding_of
 
 # columns (narrow with several rows a program, odd, common, held whole or split in few, split in many) for compile tests
 COMPILE_COLUMNS = (64, 1000, 4096, 65536, 262144)
@@ -24,7 +24,7 @@ _EPS = {"rms": 1e-6, "layer": 1e-5}
 
 
 def _call(spec: Spec, rows: list[torch.Tensor], vectors: list[torch.Tensor], **options: Any) -> RowCall:
-    """The op's call with default options, but for those given."""
+    """The op's call with default options, except those given."""
     if spec.quantized:
         options = {"dtype": spec.dtypes[0]} | options
     residual = rows[1] if spec.residual else None
@@ -69,7 +69,7 @@ def _compiled(call: RowCall, arch: Arch, config: Config | None, rows: int = 0) -
     shape = Shape(call.kind, dtype_name(x), call.residual is not None, *rounding)
     slots = torch.empty(1, dtype=torch.int64, device="meta")
     chosen = config or configured(rows, x.shape[-1], shape, arch)
-    return launch(call, *outputs(call), slots, chosen, rounding_of(how), arch)
+    return launch(call, *bind_outputs(call)(call), slots, chosen, rounding_of(how), arch)
 
 
 def emulate_cases(spec: Spec, arch: str) -> dict[str, Callable[[], RowCall]]:

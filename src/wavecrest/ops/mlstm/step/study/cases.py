@@ -1,4 +1,4 @@
-"""Example calls of mlstm_step, the least work of one, and what is compiled, measured and emulated of it."""
+"""Cases of mlstm_step: example calls to compile, benchmark and emulate, and the least work of one."""
 
 from __future__ import annotations
 

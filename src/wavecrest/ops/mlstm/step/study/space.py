@@ -18,7 +18,7 @@ def space(dk: int, dv: int, arch: Arch) -> Iterator[Config]:
     for block_k in sorted({rows, *(size for size in (16, 32, 64, 128) if size < rows)}):
         for block_v in (16, 32, 64, 128, 256, 512):
             for warps in (1, 2, 4, 8):
-                # from two accesses of 16 bytes a lane to the registers that there are; at most 16 parts in turn
+                # from two 16-byte accesses per lane up to the register limit; at most 16 K blocks
                 each = block_k * block_v // (warps * arch.wave_size)
                 made = Config(BLOCK_K=block_k, BLOCK_V=block_v, num_warps=warps)
                 if 8 <= each <= 64 and block_v <= width and rows // block_k <= 16 and made != first:

@@ -17,7 +17,7 @@ from wavecrest.errors import OutputError, TableError
 
 
 @dataclass(frozen=True, slots=True)
-class Miss:
+class UntunedCall:
     """A key without a row: the op, the architecture, the key's parts by name, and the backend that ran instead."""
 
     op: str
@@ -28,7 +28,7 @@ class Miss:
 
 
 class Recorder:
-    """Appends misses to a file.
+    """Appends untuned calls to a file.
 
     Raises:
         OutputError: the file cannot be written; found when it is made, not at a call.
@@ -38,14 +38,14 @@ class Recorder:
         self.path = path
         self._append(b"")
 
-    def add(self, miss: Miss) -> None:
-        """Write one miss.
+    def add(self, untuned: UntunedCall) -> None:
+        """Write one untuned call.
 
         Raises:
             OutputError: the file cannot be written any more.
         """
-        values = {"op": miss.op, "arch": miss.arch, "key": dict(miss.key), "backend": miss.backend}
-        line = json.dumps({**values, "source": miss.source}, ensure_ascii=False)
+        values = {"op": untuned.op, "arch": untuned.arch, "key": dict(untuned.key), "backend": untuned.backend}
+        line = json.dumps({**values, "source": untuned.source}, ensure_ascii=False)
         self._append(f"{line}\n".encode())
 
     def _append(self, data: bytes) -> None:
@@ -59,11 +59,11 @@ class Recorder:
             raise OutputError(f"cannot write misses to {self.path}: {error.strerror or error}") from error
 
 
-def read(path: Path) -> list[Miss]:
-    """The misses of a file, each op and key once, in the order of their first line.
+def read(path: Path) -> list[UntunedCall]:
+    """The untuned calls of a file, each op and key once, in the order of their first line.
 
     Raises:
-        TableError: the file cannot be read, or has lines that are not misses; the message names all of them.
+        TableError: the file cannot be read, or has lines that are not untuned calls; the message names all of them.
     """
     try:
         text = path.read_bytes().decode()
@@ -71,24 +71,24 @@ def read(path: Path) -> list[Miss]:
         raise TableError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise TableError(f"{path} is not UTF-8 text ({error.reason})") from None
-    found: dict[tuple[Any, ...], Miss] = {}
+    found: dict[tuple[Any, ...], UntunedCall] = {}
     bad = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            miss = _miss(json.loads(line))
+            untuned = _untuned_call(json.loads(line))
         except (ValueError, RecursionError) as problem:
             bad.append(f"line {number}: {problem}")
             continue
-        found.setdefault((miss.op, miss.arch, *miss.key.items()), miss)
+        found.setdefault((untuned.op, untuned.arch, *untuned.key.items()), untuned)
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise TableError(f"{path} is no file of misses: {'; '.join(bad[:5])}{more}: correct or delete the lines")
     return list(found.values())
 
 
-def _miss(value: Any) -> Miss:
+def _untuned_call(value: Any) -> UntunedCall:
     if not isinstance(value, dict):
         raise ValueError("is no object")
     texts = [text for name in ("op", "arch", "backend", "source") if isinstance(text := value.get(name), str)]
@@ -98,4 +98,4 @@ def _miss(value: Any) -> Miss:
     if not all(part is None or isinstance(part, int | str) for part in key.values()):
         raise ValueError("its key has a part that is no whole number, text, true, false or null")
     op, arch, backend, source = texts
-    return Miss(op, arch, key, backend, source)
+    return UntunedCall(op, arch, key, backend, source)

@@ -1,8 +1,8 @@
 """Judge the analytic cost model by tuning records: its choices against all candidates that were timed.
 
-    python benchmarks/cost_model.py                                     # the records of one H200 in evidence/
-    python benchmarks/cost_model.py --keys FILE …                       # every key of these records
-    python benchmarks/cost_model.py --trials 150                        # constants by leave-one-key-out as well
+    python benchmarks/evaluate_cost_model.py                            # the records of one H200 in evidence/
+    python benchmarks/evaluate_cost_model.py --keys FILE …              # every key of these records
+    python benchmarks/evaluate_cost_model.py --trials 150               # constants by leave-one-key-out as well
 
 No GPU is needed. Prints tables in Markdown: shares of the measured best (1: as fast). A record has a time for every
 candidate that was found right: that of the final round where it was in it, else that of the quick round. Candidates
