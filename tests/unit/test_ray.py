@@ -92,6 +92,7 @@ def test_a_cluster_tunes_every_key_once_also_without_a_node(
     assert [key.case for key in record.keys] == ["rows 4", "rows 16", "rows 64"] and not record.left
     assert all((key.backend, key.config) == ("kernel", {"BLOCK": 3}) for key in record.keys)
     assert len(record.endings) == 1 and "was lost with its node" in record.endings[0]
+    assert not any(one.status == "failed" for key in record.keys for one in key.candidates), "no candidate is to blame"
     assert lost.count(record.endings[0].split(":")[0]) == 2, "what the node had was begun again"
 
 
