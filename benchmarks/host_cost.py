@@ -101,7 +101,8 @@ def bare(op: AnyOp, call: AnyCall) -> Work | None:
         start = starter(launch, *more, **options)
 
         def run(*args: Any) -> None:
-            seen.append((launch, args))
+            # descriptors, tensors, and the numbers that stay
+            seen.append((launch, (*args, *launch.args[len(args) :])))
             start(*args)
 
         return run
