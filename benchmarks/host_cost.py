@@ -101,7 +101,8 @@ def bare(op: AnyOp, call: AnyCall) -> Work | None:
         start = starter(launch, *more, **options)
 
         def run(*args: Any) -> None:
-            seen.append((launch, args))
+            # descriptors, tensors, and the numbers that stay
+            seen.append((launch, (*args, *launch.args[len(args) :])))
             start(*args)
 
         return run
@@ -184,7 +185,7 @@ def main() -> int:
     over = [name for name, row in rows.items() if row.get("ratio", 0.0) > MOST]
     sys.stdout.write(f"over {MOST} times: {', '.join(over) or 'no op'}\n")
     if arguments.out is not None:
-        header = provenance.header(hardware.detect(), command=" ".join(sys.argv)).model_dump(mode="json")
+        header = provenance.header(hardware.detect(), command=provenance.command_line()).model_dump(mode="json")
         result = {"kind": "host_cost", "header": header, "unit": "µs a call", "rows": rows}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         files.write_document(arguments.out, result)

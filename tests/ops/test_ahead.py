@@ -99,16 +99,16 @@ def starter(kernel: Kernel) -> Any:
 def test_a_pass_compiles_what_would_be_launched_and_launches_nothing() -> None:
     kernel = Kernel()
     start = starter(kernel)
-    assert _ahead.rehearse(lambda: start(X, 64)) is None
+    assert _ahead.rehearse(lambda: start(X)) is None
     ((grid, args, options),) = kernel.warmed
     assert grid == (3,) and args[0] is X and args[1:] == (64,) and options == OPTIONS
     assert not kernel.launched and not kernel.fast
     # and afterwards as ever
-    start(X, 64)
-    start(X, 64)
+    start(X)
+    start(X)
     assert kernel.launched == [((3,), (X, 64), OPTIONS)] and kernel.fast == [(X.data_ptr(), 64, 8, 2)]
     # what is compiled is not launched in a later pass either
-    assert _ahead.rehearse(lambda: start(X, 64)) is None
+    assert _ahead.rehearse(lambda: start(X)) is None
     assert len(kernel.launched) == len(kernel.fast) == 1
 
 
@@ -118,7 +118,7 @@ def test_a_kernel_is_asked_for_once_and_for_each_alignment() -> None:
 
     def blocks() -> None:
         for x in (X[1:], X, X, X):
-            start(x, 64)
+            start(x)
 
     assert _ahead.rehearse(blocks) is None
     assert [args[0].data_ptr() % 16 for _, args, _ in kernel.warmed] == [4, 0]
@@ -131,7 +131,7 @@ def test_kernels_are_compiled_beside_each_other() -> None:
 
     def work() -> None:
         for start in starts:
-            start(X, 64)
+            start(X)
 
     assert _ahead.rehearse(work) is None
     assert not both.broken
@@ -148,7 +148,7 @@ def test_a_pass_waits_for_the_compilers() -> None:
     start = starter(Kernel(compiling))
 
     def work() -> None:
-        start(X, 64)
+        start(X)
         threading.Timer(0.05, gate.set).start()
 
     assert _ahead.rehearse(work) is None
@@ -167,7 +167,7 @@ def test_kernels_are_loaded_by_the_threads_and_a_pass_waits_for_it() -> None:
     start = starter(kernel)
 
     def work() -> None:
-        start(X, 64)
+        start(X)
         threading.Timer(0.05, gate.set).start()
 
     assert _ahead.rehearse(work) is None
@@ -180,7 +180,7 @@ def test_a_kernel_that_does_not_load_says_so_when_it_is_launched(caplog: pytest.
 
     kernel = Kernel(loading=refuse)
     start = starter(kernel)
-    assert _ahead.rehearse(lambda: start(X, 64)) is None
+    assert _ahead.rehearse(lambda: start(X)) is None
     assert len(kernel.loaded) == 1 and not caplog.records
 
 
@@ -190,10 +190,10 @@ def test_a_kernel_that_does_not_compile_says_so_when_it_is_launched() -> None:
 
     kernel = Kernel(refuse)
     start = starter(kernel)
-    assert _ahead.rehearse(lambda: start(X, 64)) is None
+    assert _ahead.rehearse(lambda: start(X)) is None
     assert len(kernel.warmed) == 1 and not kernel.loaded
     with pytest.raises(ValueError, match="too much shared memory"):
-        start(X, 64)
+        start(X)
 
 
 def test_what_stops_the_work_ends_the_pass() -> None:
@@ -201,12 +201,12 @@ def test_what_stops_the_work_ends_the_pass() -> None:
     start = starter(kernel)
 
     def work() -> None:
-        start(X, 64)
+        start(X)
         raise RuntimeError("out of memory")
 
     assert _ahead.rehearse(work) == "RuntimeError: out of memory"
     assert _ahead.under_way.get() is None and active.get() is None
-    start(X, 64)
+    start(X)
     assert len(kernel.launched) == 1
 
 
@@ -238,7 +238,7 @@ def test_a_mode_of_the_callers_own_is_left_alone() -> None:
     kernel = Kernel()
     start = starter(kernel)
     token = active.set(Mode(SimpleNamespace(), ignore_errors=False))  # type: ignore[arg-type]
-    reason = _ahead.rehearse(lambda: start(X, 64))
+    reason = _ahead.rehearse(lambda: start(X))
     active.reset(token)
     assert reason == "RuntimeError: Another mode is already active" and not kernel.warmed
 

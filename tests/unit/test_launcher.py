@@ -89,10 +89,10 @@ def test_the_second_launch_is_direct_and_odd_addresses_are_looked_up(
     direct = _triton.direct
     monkeypatch.setattr(_triton, "direct", lambda compiled, grid, _device: direct(compiled, grid, 3))
     start = launcher.starter(launch, torch.device("cpu"))
-    start(x, y, 16)
+    start(x, y)
     assert kernel.looked_up == 1 and not kernel.compiled.direct
-    start(y, x, 16)
-    start(x, odd, 16)
+    start(y, x)
+    start(x, odd)
     assert kernel.looked_up == 2
     (args,) = kernel.compiled.direct
     assert args[:4] == (4, 1, 1, STREAM) and args[9:] == (y.data_ptr(), x.data_ptr(), 16, 32)

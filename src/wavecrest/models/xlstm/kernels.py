@@ -22,9 +22,9 @@ from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument
 from wavecrest.ops import mlstm_parallel
 from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
-from wavecrest.ops.mlstm.chunkwise.backend import op as chunkwise
-from wavecrest.ops.mlstm.sequence.backend import op as sequence
-from wavecrest.ops.mlstm.step.backend import op as step
+from wavecrest.ops.mlstm.chunkwise.backend import op as chunkwise_op
+from wavecrest.ops.mlstm.sequence.backend import op as sequence_op
+from wavecrest.ops.mlstm.step.backend import op as step_op
 
 AUTO = "auto"
 Result = tuple[Tensor, tuple[Tensor, Tensor, Tensor | None] | None]
@@ -98,7 +98,7 @@ UNUSED = frozenset(
     }
 )  # fmt: skip
 # looked up once: torch.compile traces calls of them
-_OPS: dict[str, AnyOp] = {op.name: op for op in (chunkwise, sequence, step)}
+_OPS: dict[str, AnyOp] = {op.name: op for op in (chunkwise_op, sequence_op, step_op)}
 _fallbacks: dict[tuple[str, Key], Fallback] = {}
 
 

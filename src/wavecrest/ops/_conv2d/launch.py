@@ -19,8 +19,6 @@ from wavecrest.ops.common.activation import ACTIVATIONS
 
 # the contiguous dimension, by the kernel's number for it
 ANY, CHANNELS, LINES = 0, 1, 2
-# x, weight, bias and the result
-TENSORS = 4
 
 
 def x_order(x: Tensor) -> int:
@@ -174,12 +172,12 @@ def bind(call: Conv2dCall, config: Config) -> Callable[[Conv2dCall], Tensor]:
     if call.M == 0:
         return lambda _call: torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
     made = launch(call, call.x, config, _target.arch())
-    start, sizes = _launcher.starter(made, device), made.args[TENSORS:]
+    start = _launcher.starter(made, device)
 
     def run(call: Conv2dCall) -> Tensor:
         x, bias = call.x, call.bias
         y = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
-        start(x, call.weight, x if bias is None else bias, y, *sizes)
+        start(x, call.weight, x if bias is None else bias, y)
         return y
 
     return run

@@ -22,7 +22,6 @@ from wavecrest.ops.common.triton import tl
 # the contiguous dimension, by the kernel's number for it
 ANY, COLUMNS, TOKENS = 0, 1, 2
 ORDERS = ("any", "columns", "tokens")
-TENSORS = 13
 # matrix units take no fewer, of 8-bit values no fewer than the second
 LEAST_BLOCK, LEAST_BLOCK_8_BITS = 16, 32
 # offsets in a tile from which on 32 bits are too few
@@ -235,16 +234,15 @@ def bind(call: FlashAttentionCall, config: Config) -> Callable[[FlashAttentionCa
     shape, dtype, device = call.shape, call.dtype, call.q.device
     lse_shape = call.lse_shape if call.return_lse else None
     start: Callable[..., None] | None = None
-    sizes: tuple[Any, ...] = ()
     if call.batch * call.seqlen_q * call.q.numel() > 0:
         made = launch(call, *empty_results(meta), config, _target.arch())
-        start, sizes = _launcher.starter(made, device), made.args[TENSORS:]
+        start = _launcher.starter(made, device)
 
     def run(call: FlashAttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         o = torch.empty(shape, dtype=dtype, device=device)
         lse = None if lse_shape is None else torch.empty(lse_shape, dtype=torch.float32, device=device)
         if start is not None:
-            start(*_tensors(call, o, lse), *sizes)
+            start(*_tensors(call, o, lse))
         return o if lse is None else (o, lse)
 
     return run

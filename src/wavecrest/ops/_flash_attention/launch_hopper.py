@@ -139,10 +139,9 @@ def bind(
     device, arch = call.q.device, _target.arch()
     some = call.batch * call.seqlen_q * call.q.numel() > 0
     start: Callable[..., None] | None = None
-    sizes: tuple[Any, ...] = ()
 
     def run(call: FlashAttentionCall) -> Tensor | tuple[Tensor, Tensor]:
-        nonlocal start, sizes
+        nonlocal start
         if not _hopper.aligned("flash_attention", call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()):
             result: Tensor | tuple[Tensor, Tensor] = portable(call)
             return result
@@ -150,11 +149,8 @@ def bind(
         if some:
             if start is None:
                 made = launch(call, o, lse, config, arch)
-                start, sizes = (
-                    _launcher.starter(made, device, num_descriptors=DESCRIPTORS),
-                    made.args[DESCRIPTORS + 2 :],
-                )
-            start(*_descriptors(call, o, config), *_tensors(call, lse), *sizes)
+                start = _launcher.starter(made, device, num_descriptors=DESCRIPTORS)
+            start(*_descriptors(call, o, config), *_tensors(call, lse))
         return o if lse is None else (o, lse)
 
     return run

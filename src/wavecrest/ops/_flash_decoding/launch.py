@@ -23,9 +23,6 @@ from wavecrest.ops.common.quantized import LARGEST
 
 # matrix units take no fewer
 LEAST_BLOCK = 16
-TENSORS = 16
-JOIN_TENSORS = 7
-APPEND_TENSORS = 14
 # splits that are put together at a time
 JOINED = 16
 
@@ -262,11 +259,9 @@ def bind(
     nothing = torch.empty(0, dtype=dtype, device=device)
     sums = torch.empty(0, dtype=torch.float32, device=device)
     made = plan(call, nothing, sums if call.return_lse else None, sums, sums, config, _target.arch(), even)
-    start, numbers = _launcher.starter(made.first, device), made.first.args[TENSORS:]
+    start = _launcher.starter(made.first, device)
     prepare = None if made.before is None else _launcher.starter(made.before, device)
-    prepare_numbers = () if made.before is None else made.before.args[APPEND_TENSORS:]
     join = None if made.second is None else _launcher.starter(made.second, device)
-    join_numbers = () if made.second is None else made.second.args[JOIN_TENSORS:]
     parts_shape, out, q_shape, turns = made.parts, call.head_dim_v, call.q.shape, call.cos is not None
     lse_shape = (call.batch, call.heads, call.seqlen_q) if call.return_lse else None
     paired = made.first.constants["PAIRS"] and not torch.compiler.is_compiling()
@@ -289,12 +284,12 @@ def bind(
         if o.numel() > 0:
             if prepare is not None:
                 turned = torch.empty(q_shape, dtype=dtype, device=device) if turns else q
-                prepare(*_append_tensors(call, turned), *prepare_numbers)
+                prepare(*_append_tensors(call, turned))
                 q = turned
             first, joined = _tensors(call, q, o, lse, parts, meta)
-            start(*first, *numbers)
+            start(*first)
             if join is not None:
-                join(*joined, *join_numbers)
+                join(*joined)
         return o if lse is None else (o, lse)
 
     return run

@@ -188,6 +188,8 @@ def stored_weight(
             by_group = weight.format == "int4" or (weight.format != "fp8_block" and scale.shape[1] != 1)
             group = weight.group if by_group else 0
             zero = None if weight.zero is None else weight.zero.mT
+    elif scale is None and tail is None and isinstance(weight, Tensor) and weight.ndim == 2:
+        return StoredWeight(weight.t())
     if not isinstance(stored, Tensor) or stored.ndim != 2:
         found = list(stored.shape) if isinstance(stored, Tensor) else type(stored).__name__
         raise InvalidArgument(f"linear: weight must be a tensor [N, K], got {found}")

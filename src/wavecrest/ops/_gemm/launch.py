@@ -259,8 +259,8 @@ class Plan(NamedTuple):
     first: _launcher.Launch
     parts: tuple[int, ...] | None
     second: _launcher.Launch | None
-    # tensors among the first launch's arguments; the rest are numbers. One less without a zero point or a tail
-    tensors: int = 10
+    # the first launch reads 4-bit values as words, and has no tensor of zero points
+    reads_words: bool = False
 
 
 def column_unit(call: GemmCall) -> int:
@@ -470,10 +470,8 @@ def bind(planner: Planner, call: GemmCall, config: Config) -> Callable[[GemmCall
     plan = planner(call, y, sums, config, arch, False)
     start = _launcher.starter(plan.first, device)
     second = None if plan.second is None else _launcher.starter(plan.second, device)
-    # the bound function keeps sizes and constants, not the plan, which has the tensors of one call
-    reads_words, values = plan.tensors == 9, plan.first.args[plan.tensors :]
-    second_values = () if plan.second is None else plan.second.args[7:]
-    parts_shape = plan.parts
+    # the bound function does not keep the plan, which has the tensors of one call
+    reads_words, parts_shape = plan.reads_words, plan.parts
     descriptors = descriptors_of(call, config) if with_descriptors(call, config) else None
     # made by the first call whose addresses are multiples of 16, which descriptors need
     start_tma: Callable[..., None] | None = None
@@ -488,7 +486,7 @@ def bind(planner: Planner, call: GemmCall, config: Config) -> Callable[[GemmCall
             # a weight that starts inside a word, as a slice may: the kernel loads whole words
             if b.data_ptr() % 4 != 0:
                 b = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=device).copy_(b)
-            start(a, b, y, parts, bias, residual, scale_a, scale_b, out_scale, *values)
+            start(a, b, y, parts, bias, residual, scale_a, scale_b, out_scale)
         elif descriptors is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:
             if start_tma is None:
                 tma = planner(call, y, sums, config, arch, True).first
@@ -496,13 +494,11 @@ def bind(planner: Planner, call: GemmCall, config: Config) -> Callable[[GemmCall
             a_descriptor, b_descriptor = (
                 _triton.descriptor(a, *descriptors[0]), _triton.descriptor(b, *descriptors[1])
             )  # fmt: skip
-            start_tma(
-                a_descriptor, b_descriptor, y, parts, bias, residual, scale_a, scale_b, zero, out_scale, *values
-            )  # fmt: skip
+            start_tma(a_descriptor, b_descriptor, y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
         else:
-            start(a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale, *values)
+            start(a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
         if second is not None:
-            second(parts, y, bias, residual, scale_a, scale_b, out_scale, *second_values)
+            second(parts, y, bias, residual, scale_a, scale_b, out_scale)
         return y
 
     return run

@@ -77,7 +77,7 @@ def _words(call: GemmCall, y: Tensor, parts: Tensor, config: Config, arch: Arch 
         },
         _launch.without(options, "SPLIT_K"),
     )  # fmt: skip
-    return _launch.Plan(first, None, None, tensors=9)
+    return _launch.Plan(first, None, None, reads_words=True)
 
 
 def _tail_steps(call: GemmCall, config: Config) -> int:

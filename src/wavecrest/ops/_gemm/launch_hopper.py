@@ -108,10 +108,9 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
     arch, shape, dtype, device, rows = _target.arch(), call.shape, call.dtype, call.a.device, (call.M, call.N)
     a_sizes, (a_block, b_block, y_block) = _row_sizes(call), _blocks(config)
     start: Callable[..., None] | None = None
-    sizes: tuple[Any, ...] = ()
 
     def run(call: GemmCall) -> Tensor:
-        nonlocal start, sizes
+        nonlocal start
         a, b = call.a, call.b
         addresses = a.data_ptr() | b.data_ptr()
         if addresses % 16 != 0 and not _hopper.aligned("gemm", addresses):
@@ -119,12 +118,11 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
         y = torch.empty(shape, dtype=dtype, device=device)
         if start is None:
             made = launch(call, y, config, arch)
-            start, sizes = _launcher.starter(made, device, num_descriptors=DESCRIPTORS), made.args[DESCRIPTORS:]
+            start = _launcher.starter(made, device, num_descriptors=DESCRIPTORS)
         start(
             _triton.tile_descriptor(a.as_strided(*a_sizes), a_block),
             _triton.tile_descriptor(b.mT, b_block),
             _triton.tile_descriptor(y.view(rows), y_block),
-            *sizes,
         )
         return y
 

@@ -12,9 +12,6 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.ops._memcpy.call import UNIT_BYTES, WORD_BYTES, MemcpyCall, words_of
 from wavecrest.ops._memcpy.kernel import _memcpy_kernel
 
-# the words of x, and of the result
-TENSORS = 2
-
 
 def launch(call: MemcpyCall, words: Tensor, y: Tensor, config: Config) -> _launcher.Launch:
     """The kernel's launch: `words` are those of x, y those of the result or, of mode "read", the sum."""
@@ -38,7 +35,7 @@ def bind(call: MemcpyCall, config: Config) -> Callable[[MemcpyCall], Tensor]:
     """The function that launches the kernel for calls with the signature of this one."""
     words = words_of(call.x)
     made = launch(call, words, words, config)
-    start, sizes = _launcher.starter(made, call.x.device), made.args[TENSORS:]
+    start = _launcher.starter(made, call.x.device)
     has_elements, reads = call.x.numel() > 0, call.mode == "read"
 
     def run(call: MemcpyCall) -> Tensor:
@@ -48,11 +45,11 @@ def bind(call: MemcpyCall, config: Config) -> Callable[[MemcpyCall], Tensor]:
         if reads:
             total = torch.zeros((), dtype=torch.int64, device=x.device)
             if has_elements:
-                start(words, total, *sizes)
+                start(words, total)
             return total
         y = torch.empty_like(x)
         if has_elements:
-            start(words, words_of(y), *sizes)
+            start(words, words_of(y))
         return y
 
     return run

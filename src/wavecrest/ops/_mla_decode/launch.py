@@ -23,8 +23,6 @@ from wavecrest.ops._mla_decode.kernel import _mla_join_kernel, _mla_kernel, _mla
 
 # matrix units take no fewer
 LEAST_BLOCK = 16
-# tensors of the launches that combine splits, and that multiply by a weight
-COMBINE_TENSORS, GEMM_TENSORS = 5, 3
 STYLES = {"none": 0, "neox": 1, "gptj": 2}
 
 
@@ -282,28 +280,16 @@ def plan(call: MlaDecodeCall, config: Config, arch: Arch | None, kernel: AttendK
     )
 
 
-class _Bound(NamedTuple):
-    """A launch that is bound: `start(*tensors, *sizes)` runs it."""
-
-    start: Callable[..., None]
-    sizes: tuple[Any, ...]
-
-
-def _bound(launch: _launcher.Launch | None, tensors: int, device: torch.device) -> _Bound | None:
-    return None if launch is None else _Bound(_launcher.starter(launch, device), launch.args[tensors:])
-
-
 def bind(call: MlaDecodeCall, config: Config, kernel: AttendKernel = PORTABLE) -> Callable[[MlaDecodeCall], MlaResult]:
     """The function that launches the kernels for calls with the signature of this one."""
     device, descriptors_of = call.q_nope.device, kernel.descriptors
     made = plan(call, config, _target.arch(), kernel)
     fields = kernel.input_fields(call)
     num_descriptors = 0 if descriptors_of is None else len(descriptors_of(call))
-    attend = _Bound(
-        _launcher.starter(made.attend, device, num_descriptors), made.attend.args[num_descriptors + len(fields) + 5 :]
+    attend = _launcher.starter(made.attend, device, num_descriptors)
+    absorb, combine, expand = (
+        None if one is None else _launcher.starter(one, device) for one in (made.absorb, made.combine, made.expand)
     )
-    absorb, expand = (_bound(one, GEMM_TENSORS, device) for one in (made.absorb, made.expand))
-    combine = _bound(made.combine, COMBINE_TENSORS, device)
     inputs_of, allocate = attrgetter(*fields), allocator(call, device, made.partial_shape)
     has_rows, return_lse = call.batch > 0, call.return_lse
 
@@ -312,13 +298,13 @@ def bind(call: MlaDecodeCall, config: Config, kernel: AttendKernel = PORTABLE) -
         q, latents, o, lse, partial_o, partial_ml = buffers
         if has_rows:
             if absorb is not None:
-                absorb.start(call.q_nope, call.w_uk, q, *absorb.sizes)
+                absorb(call.q_nope, call.w_uk, q)
             descriptors = () if descriptors_of is None else descriptors_of(call)
-            attend.start(*descriptors, q, *inputs_of(call), latents, lse, partial_o, partial_ml, *attend.sizes)
+            attend(*descriptors, q, *inputs_of(call), latents, lse, partial_o, partial_ml)
             if combine is not None:
-                combine.start(partial_o, partial_ml, call.seq_lens, latents, lse, *combine.sizes)
+                combine(partial_o, partial_ml, call.seq_lens, latents, lse)
             if expand is not None:
-                expand.start(latents, call.w_uv, o, *expand.sizes)
+                expand(latents, call.w_uv, o)
         return (o, lse) if return_lse else o
 
     return run

@@ -13,9 +13,6 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.ops._rope.call import RopeCall, result_like, token_rows
 from wavecrest.ops._rope.kernel import _rope_kernel
 
-# x, the result, cos, sin, positions
-TENSORS = 5
-
 
 def launch(call: RopeCall, y: Tensor, config: Config) -> _launcher.Launch:
     """The kernel's launch: y is memory for the result, with the strides of `result_like(x)`."""
@@ -83,14 +80,14 @@ def _units(unit: int, *strides: int) -> tuple[int, ...]:
 def bind(call: RopeCall, config: Config) -> Callable[[RopeCall], Tensor]:
     """The function that launches the kernel for calls with the signature of this one."""
     made = launch(call, result_like(call.x), config)
-    start, sizes = _launcher.starter(made, call.x.device), made.args[TENSORS:]
+    start = _launcher.starter(made, call.x.device)
     has_elements = call.x.numel() > 0
 
     def run(call: RopeCall) -> Tensor:
         x, cos, positions = call.x, call.cos, call.positions
         y = torch.empty_like(x)
         if has_elements:
-            start(x, y, cos, call.sin, cos if positions is None else positions, *sizes)
+            start(x, y, cos, call.sin, cos if positions is None else positions)
         return y
 
     return run

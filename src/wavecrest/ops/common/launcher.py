@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 
 
 def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> Callable[..., None]:
-    """The function that takes the kernel's positional arguments, tensors first, and launches it.
+    """The function that takes the kernel's tensors and launches it: `launch.args` are these, then numbers it keeps.
 
     The first `num_descriptors` of them are tensor descriptors, whose addresses the caller knows to be multiples of 16.
 
@@ -43,34 +43,36 @@ def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> C
     Inside `ops.common.warmup.rehearse` the kernel is compiled for the arguments, not launched.
     """
     tensors = num_descriptors + sum(isinstance(value, Tensor) for value in launch.args)
+    numbers = launch.args[tensors:]
     # do not capture `launch`: the closure is cached and would keep the first call's tensors alive
     kernel, grid = launch.kernel, launch.grid
     slow, options = kernel[grid], launch.options()
     if torch.compiler.is_compiling():
-        return lambda *args: slow(*args, **options)
+        return lambda *args: slow(*args, *numbers, **options)
     fast: Callable[..., None] | None = None
-    constants: list[Any] = []
+    constants = numbers
     under_way, rehearsed = _ahead.under_way.get, False
 
     def start(*args: Any) -> None:
         nonlocal fast, constants, rehearsed
-        pointers = [tensor.data_ptr() for tensor in args[num_descriptors:tensors]]
+        pointers = [tensor.data_ptr() for tensor in args[num_descriptors:]]
         aligned = reduce(or_, pointers, 0) % 16 == 0
         ahead = under_way()
         if ahead is not None:
             # once is enough for the blocks of a model, which come here one after the other
             if not rehearsed:
-                ahead.compile(kernel, grid, args, options)
+                ahead.compile(kernel, grid, (*args, *numbers), options)
                 rehearsed = aligned
         elif not aligned:
-            slow(*args, **options)
+            slow(*args, *numbers, **options)
         elif fast is not None:
-            fast(*args[:num_descriptors], *pointers, *args[tensors:], *constants)
+            fast(*args[:num_descriptors], *pointers, *constants)
         else:
-            compiled = slow(*args, **options)
+            compiled = slow(*args, *numbers, **options)
             # None in Triton's interpreter
             if compiled is not None:
-                constants = [options[parameter.name] for parameter in kernel.params[len(args) :]]
+                named = kernel.params[len(args) + len(numbers) :]
+                constants = (*numbers, *(options[parameter.name] for parameter in named))
                 fast = _triton.direct(compiled, grid, device.index)
 
     if device.type != "cuda" or torch.cuda.device_count() == 1:

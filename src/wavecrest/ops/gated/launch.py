@@ -14,9 +14,6 @@ from wavecrest.ops.common.activation import ACTIVATIONS
 from wavecrest.ops.gated.call import GatedCall
 from wavecrest.ops.gated.kernel import _gated_kernel
 
-# gate, up and the result
-TENSORS = 3
-
 
 def launch(call: GatedCall, y: Tensor, config: Config) -> _launcher.Launch:
     """The kernel's launch: y is memory for the result."""
@@ -59,7 +56,7 @@ def launch(call: GatedCall, y: Tensor, config: Config) -> _launcher.Launch:
 def bind(call: GatedCall, config: Config) -> Callable[[GatedCall], Tensor]:
     """The function that launches the kernel for calls with the signature of this one."""
     made = launch(call, call.gate, config)
-    start, sizes = _launcher.starter(made, call.gate.device), made.args[TENSORS:]
+    start = _launcher.starter(made, call.gate.device)
     shape = (*call.gate.shape[:-1], call.columns)
     has_elements = call.gate.numel() > 0
 
@@ -67,7 +64,7 @@ def bind(call: GatedCall, config: Config) -> Callable[[GatedCall], Tensor]:
         gate, up = call.gate, call.up
         y = torch.empty(shape, dtype=gate.dtype, device=gate.device)
         if has_elements:
-            start(gate, gate if up is None else up, y, *sizes)
+            start(gate, gate if up is None else up, y)
         return y
 
     return run

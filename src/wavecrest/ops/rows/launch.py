@@ -160,7 +160,7 @@ def bind(call: RowCall, config: Config) -> Callable[[RowCall], Any]:
     x, how = call.x, call.quantization
     rounding = rounding_of(how)
     made = launch(call, x, x, x, x, config, rounding)
-    start, sizes = _launcher.starter(made, x.device), made.args[8:]
+    start = _launcher.starter(made, x.device)
     look = None
     if rounding == WHOLE:
         look = _launcher.starter(launch(call, x, x, x, x, config, PEAK), x.device)
@@ -183,8 +183,8 @@ def bind(call: RowCall, config: Config) -> Callable[[RowCall], Any]:
                 x if make_slots is None else make_slots(),
             )
             if look is not None:
-                look(*tensors, *sizes)
-            start(*tensors, *sizes)
+                look(*tensors)
+            start(*tensors)
         if not scaled:
             return y if residual is None else (y, h)
         return (y, scale) if residual is None else (y, scale, h)

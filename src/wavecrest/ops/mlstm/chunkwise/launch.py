@@ -277,12 +277,10 @@ def bind(call: MlstmCall, config: Config) -> Callable[[MlstmCall], Tensor | tupl
     names = (*_names(sizes), *([NORM_TENSORS] if sizes.apart else []))
     made = planned(call, config, _target.arch())
     starts = [
-        (_launcher.starter(one, device), picker(FIELDS, values, some), one.args[len(some) :])
-        for one, some in zip(made, names, strict=True)
+        (_launcher.starter(one, device), picker(FIELDS, values, some)) for one, some in zip(made, names, strict=True)
     ]
-    (gates, gates_of, gate_sizes), (keys, keys_of, key_sizes) = starts[:2]
-    (states, states_of, state_sizes), (chunks, chunks_of, chunk_sizes) = starts[2:4]
-    norm, norm_of, norm_sizes = starts[4] if sizes.apart else (None, chunks_of, ())
+    (gates, gates_of), (keys, keys_of), (states, states_of), (chunks, chunks_of) = starts[:4]
+    norm, norm_of = starts[4] if sizes.apart else (None, chunks_of)
     some, written = call.sequences * call.heads > 0, call.batch * call.tokens > 0
     last = None
     if call.return_last_states:
@@ -295,15 +293,15 @@ def bind(call: MlstmCall, config: Config) -> Callable[[MlstmCall], Tensor | tupl
             now.append(None if one is None else torch.empty(one[0], dtype=one[1], device=device))
         every = tuple(now)
         if some and written:
-            gates(*gates_of(every), *gate_sizes)
-            keys(*keys_of(every), *key_sizes)
+            gates(*gates_of(every))
+            keys(*keys_of(every))
         if some:
             # the last states are written where there are no tokens too
-            states(*states_of(every), *state_sizes)
+            states(*states_of(every))
         if some and written:
-            chunks(*chunks_of(every), *chunk_sizes)
+            chunks(*chunks_of(every))
             if norm is not None:
-                norm(*norm_of(every), *norm_sizes)
+                norm(*norm_of(every))
         return h if last is None else last(every)
 
     return run

@@ -119,11 +119,9 @@ def bind(call: MlstmCall, config: Config) -> Callable[[MlstmCall], Tensor | tupl
         _launcher.starter(made[0], device),
         picker(FIELDS, values, TENSORS_APART if split.apart else TENSORS),
     )
-    sizes = made[0].args[len(TENSORS) :]
-    norm, norm_of, norm_sizes = None, tensors_of, ()
+    norm, norm_of = None, tensors_of
     if split.apart:
         norm, norm_of = _launcher.starter(made[1], device), picker(FIELDS, values, NORM_TENSORS)
-        norm_sizes = made[1].args[len(NORM_TENSORS) :]
     some, written = call.sequences * call.heads > 0, call.batch * call.tokens > 0
     last = None
     if call.return_last_states:
@@ -136,9 +134,9 @@ def bind(call: MlstmCall, config: Config) -> Callable[[MlstmCall], Tensor | tupl
             now.append(None if one is None else torch.empty(one[0], dtype=one[1], device=device))
         every = tuple(now)
         if some:
-            start(*tensors_of(every), *sizes)
+            start(*tensors_of(every))
             if norm is not None and written:
-                norm(*norm_of(every), *norm_sizes)
+                norm(*norm_of(every))
         return h if last is None else last(every)
 
     return run

@@ -161,11 +161,9 @@ def bind(call: MlstmStepCall, config: Config) -> Callable[[MlstmStepCall], tuple
     made = planned(call, config, _target.arch())
     names, norm_names = tensors_of(call, split), norm_tensors_of(split)
     start, step_of = _launcher.starter(made[0], device), picker(FIELDS, values, names)
-    sizes = made[0].args[len(names) :]
-    norm, norm_of, norm_sizes = None, step_of, ()
+    norm, norm_of = None, step_of
     if split.second:
         norm, norm_of = _launcher.starter(made[1], device), picker(FIELDS, values, norm_names)
-        norm_sizes = made[1].args[len(norm_names) :]
     some = call.batch * call.heads > 0
     states = ("c", "n", "m") if call.in_place else ("c_new", "n_new", "m_new")
     results = picker(FIELDS, values, ("h", *states[: 3 if call.input_gate == "exp" else 2]))
@@ -176,9 +174,9 @@ def bind(call: MlstmStepCall, config: Config) -> Callable[[MlstmStepCall], tuple
             now.append(None if one is None else torch.empty(one[0], dtype=one[1], device=device))
         every = tuple(now)
         if some:
-            start(*step_of(every), *sizes)
+            start(*step_of(every))
             if norm is not None:
-                norm(*norm_of(every), *norm_sizes)
+                norm(*norm_of(every))
         return results(every)
 
     return run
