@@ -31,6 +31,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 
+# and what the first of them compiles of the package is there for the next ones
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
 # tests ask the registry for ops, which register when this is imported
 importlib.import_module("wavecrest.ops")
 

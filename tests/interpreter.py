@@ -1,10 +1,16 @@
-"""Triton's interpreter as tests use it: right where it differs from the hardware, and not slower than it has to be."""
+"""Triton's interpreter as tests use it: right where it differs from the hardware, and not slower than it has to be.
+
+Most of its time goes to types and shapes, not to numbers: the shortcuts below take a third of it, and whatever they do
+not know they leave to the interpreter.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,26 +34,45 @@ def mend(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         return
-    monkeypatch.setattr(interpreter, "_convert_float", _convert_as_torch_does(interpreter._convert_float))
-    builder = interpreter.InterpreterBuilder
-    monkeypatch.setattr(builder, "create_dot", _dot_of_floats(builder.create_dot))
-    monkeypatch.setattr(interpreter.TritonSemantic, "binary_op_sanitize_overflow_impl", _no_overflow)
+    for place, name, changed in _changes(interpreter):
+        monkeypatch.setattr(place, name, changed)
+    # per test, as it holds what is patched at the moment
     monkeypatch.setattr(interpreter, "_patch_lang", _Patched(interpreter._patch_lang))
-    monkeypatch.setattr(interpreter, "_get_np_dtype", _by_name(interpreter._get_np_dtype))
-    core = interpreter.tl.core
-    monkeypatch.setattr(core, "_type_for_tuple_values", _of_sizes(core._type_for_tuple_values, core.constexpr))
-    monkeypatch.setattr(core.block_type, "__init__", _of_blocks(core.block_type.__init__))
+
+
+@functools.cache
+def _changes(interpreter: Any) -> list[tuple[Any, str, Any]]:
+    """What is changed where, made once: what the changes have learned of types holds for every test."""
+    builder, semantic, core = interpreter.InterpreterBuilder, interpreter.TritonSemantic, interpreter.tl.core
+    broadcast = _broadcast(interpreter, semantic.broadcast_impl_value)
+    changes: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (interpreter, "_convert_float", _convert_as_torch_does),
+        (builder, "create_dot", _dot_of_floats),
+        (semantic, "binary_op_sanitize_overflow_impl", lambda _: _no_overflow),
+        (semantic, "broadcast_impl_value", lambda _: broadcast),
+        (semantic, "binary_op_type_checking_impl", lambda check: _of_one_type(interpreter, check, broadcast)),
+        (interpreter, "_get_np_dtype", _by_name),
+        (interpreter, "_patch_builtin", lambda patch: _builtins(core, patch)),
+        (core, "_type_for_tuple_values", lambda make: _of_sizes(make, core.constexpr)),
+        (core.block_type, "__init__", _of_blocks),
+        (core.block_type, "to_ir", lambda convert: _as_it_is(convert, builder)),
+        (core.tensor, "__init__", _of_tensors),
+        (core, "_unwrap_if_constexpr", lambda unwrap: _of_plain_values(unwrap, core.tensor)),
+    ]
+    return [(place, name, change(getattr(place, name))) for place, name, change in changes]
 
 
 def _convert_as_torch_does(convert: Any) -> Any:
     def wrapper(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if str(source) == "bf16" and str(target) == "fp32":
+            return (data.astype(np.uint32) << 16).view(np.float32)
         if str(source) == "fp32" and str(target) in _SMALL_TYPES:
             wide = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32).reshape(-1))
             narrow = wide.to(_SMALL_TYPES[str(target)])
             width = torch.int16 if narrow.element_size() == 2 else torch.uint8
             bits = narrow.view(width).numpy()
             return bits.view(np.uint16 if narrow.element_size() == 2 else np.uint8).reshape(data.shape)
-        if str(target) == "fp32" and str(source) in _SMALL_TYPES and str(source) != "bf16":
+        if str(target) == "fp32" and str(source) in _SMALL_TYPES:
             bits = torch.from_numpy(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
             return bits.view(_SMALL_TYPES[str(source)]).float().numpy().reshape(data.shape)
         return convert(data, source, target, rounding)
@@ -156,5 +181,149 @@ def _of_blocks(init: Any) -> Any:
             known[key] = vars(self).copy()
         else:
             vars(self).update(known[key])
+
+    return wrapper
+
+
+def _of_tensors(init: Any) -> Any:
+    """What a tensor knows by the sizes of its type, worked out once for each."""
+    known: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def wrapper(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in known:
+            init(self, handle, type)
+            known[sizes] = {
+                name: value for name, value in vars(self).items() if name not in ("handle", "type", "dtype")
+            }
+            return
+        vars(self).update(known[sizes])
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    return wrapper
+
+
+def _of_plain_values(unwrap: Any, tensor: type) -> Any:
+    """What is no constexpr and holds none is returned at once."""
+    plain = {tensor, int, float, bool, str, type(None)}
+
+    def wrapper(value: Any) -> Any:
+        return value if type(value) in plain else unwrap(value)
+
+    return wrapper
+
+
+def _as_it_is(convert: Any, interpreted: type) -> Any:
+    """The interpreter's own type of a block is the block's type."""
+
+    def wrapper(self: Any, builder: Any) -> Any:
+        if not isinstance(builder, interpreted):
+            return convert(self, builder)
+        self.element_ty.to_ir(builder)
+        return self
+
+    return wrapper
+
+
+def _builtins(core: Any, patch: Any) -> Any:
+    """Triton's functions with the interpreter's semantics: found once, not in every launch, and called directly."""
+    names: dict[Any, list[str]] = {}
+    bound: dict[tuple[Any, Any], Any] = {}
+    checked = core.builtin(lambda: None).__code__
+
+    def bind(member: Any, semantic: Any) -> Any:
+        # of a builtin, what asks whether _semantic is given is passed by
+        function = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        return call
+
+    def wrapper(package: Any, builder: Any, scope: Any) -> None:
+        if package not in names:
+            names[package] = [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+        semantic = sys.modules["triton.runtime.interpreter"].TritonSemantic(builder)  # type: ignore[attr-defined]
+        for name in names[package]:
+            member = getattr(package, name)
+            if core.is_builtin(member):
+                if (member, builder) not in bound:
+                    bound[member, builder] = bind(member, semantic)
+                scope.set_attr(package, name, bound[member, builder])
+
+    return wrapper
+
+
+def _broadcast(interpreter: Any, broadcast: Any) -> Any:
+    """Two tensors in one shape: those that have it already, a scalar and a block, and blocks with axes of 1."""
+    core, handle = interpreter.tl.core, interpreter.TensorHandle
+
+    def filled(scalar: Any, block: Any) -> Any:
+        data = np.full(
+            tuple(block.type.shape), scalar.handle.data, dtype=interpreter._get_np_dtype(scalar.handle.dtype)
+        )
+        return core.tensor(handle(data, scalar.handle.dtype.scalar), core.block_type(scalar.dtype, block.type.shape))
+
+    def spread(tensor: Any, shape: tuple[int, ...]) -> Any:
+        data = np.broadcast_to(tensor.handle.data, shape)
+        return core.tensor(handle(data, tensor.handle.dtype.scalar), core.block_type(tensor.dtype, list(shape)))
+
+    def wrapper(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type.is_block(), rhs.type.is_block()
+        if not left or not right:
+            if left:
+                return lhs, filled(rhs, lhs)
+            return (filled(lhs, rhs), rhs) if right else (lhs, rhs)
+        a, b = tuple(lhs.type.shape), tuple(rhs.type.shape)
+        if a == b:
+            return lhs, rhs
+        if len(a) != len(b) or any(1 not in (m, n) and m != n for m, n in zip(a, b, strict=True)):
+            return broadcast(self, lhs, rhs)
+        shape = tuple([n if m == 1 else m for m, n in zip(a, b, strict=True)])
+        return lhs if a == shape else spread(lhs, shape), rhs if b == shape else spread(rhs, shape)
+
+    return wrapper
+
+
+def _of_one_type(interpreter: Any, check: Any, broadcast: Any) -> Any:
+    """Operands that need no promotion: of one type, one of float32 or int32 and a number, a pointer and an integer."""
+    core, handle = interpreter.tl.core, interpreter.TensorHandle
+
+    def constant(number: Any, tensor: Any) -> Any:
+        """The number in the tensor's type, or as it is where more happens to it."""
+        kind, name = type(number), tensor.dtype.name
+        small = kind is int and -(2**31) <= number < 2**31
+        if not (name == "fp32" and (small or kind is float)) and not (name == "int32" and small):
+            return number
+        # zeros lose their sign in the interpreter too
+        data = np.array([number or 0], dtype=interpreter._get_np_dtype(tensor.dtype))
+        return core.tensor(handle(data, tensor.dtype), tensor.dtype)
+
+    def agree(a: Any, b: Any, pointers: tuple[bool, bool], divides: bool) -> bool:
+        if type(a) is core.dtype and type(b) is core.dtype:
+            return a.name == b.name and not (divides and a.name in ("fp16", "bf16"))
+        if type(b) is core.dtype:
+            return pointers[0] and type(a) is core.pointer_type and b.is_int()
+        return pointers[1] and type(a) is core.dtype and type(b) is core.pointer_type and a.is_int()
+
+    def wrapper(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        a, b = lhs, rhs
+        if arithmetic_check and type(a) is not core.tensor and type(b) is core.tensor:
+            a = constant(a, b)
+        elif arithmetic_check and type(a) is core.tensor and type(b) is not core.tensor:
+            b = constant(b, a)
+        of_tensors = type(a) is core.tensor and type(b) is core.tensor
+        if of_tensors and agree(a.dtype, b.dtype, (allow_lhs_ptr, allow_rhs_ptr), div_or_mod):
+            return broadcast(self, a, b)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     return wrapper

@@ -6,7 +6,9 @@ Not a test file: `tests/ops/test_row_kernel.py` has the cases that the ops of on
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +42,12 @@ def shape_id(shape: tuple[int, ...]) -> str:
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
+    # the same shapes are asked for over and over: drawing takes longer than copying
+    return (_drawn if math.prod(shape) <= 2**18 else _drawn.__wrapped__)(shape, dtype, device, seed).clone()
+
+
+@functools.lru_cache(256)
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.int8:
         return torch.randint(-127, 128, shape, generator=generator, dtype=dtype).to(device)
@@ -541,6 +549,16 @@ def assert_rounds_once(op: str, config: Config | None, device: str) -> None:
     torch.testing.assert_close(scale, in_two[1], rtol=1e-6, atol=0.0)
     twice = run("quantize_int8", "reference", y.bfloat16())
     assert (q != twice[0]).float().mean() > 0.02, "the case does not tell rounding once from rounding twice"
+
+
+def specialised(kernel: Any) -> list[str]:
+    """The parameters whose values, alignments or types Triton compiles a kernel anew for."""
+    if not hasattr(kernel, "params"):
+        # defined for the interpreter: the same with what Triton makes of it for a GPU
+        from triton.runtime.jit import JITFunction
+
+        kernel = JITFunction(kernel.fn, **kernel.kwargs)
+    return [one.name for one in kernel.params if not (one.is_constexpr or one.do_not_specialize)]
 
 
 def assert_compiles(op: str, dynamic: bool, columns: int, extra: tuple[Any, ...] = ()) -> None:

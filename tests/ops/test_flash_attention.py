@@ -34,7 +34,7 @@ from tests.ops.attention_harness import (
     tensors,
     wide,
 )
-from tests.ops.op_harness import BACKENDS, DTYPES, assert_never_copies, name, random
+from tests.ops.op_harness import BACKENDS, DTYPES, assert_never_copies, name, random, specialised
 from wavecrest import hardware, ops
 from wavecrest.dispatch.call import mapped
 from wavecrest.dispatch.decision import PortableKernel
@@ -624,14 +624,13 @@ print(len(graphs), sum("triton_kernel" in target for target in graphs[0]))
     assert _child(code).split() == ["1", "1"]
 
 
-def test_specialised_FlashAttentionCall() -> None:
-    """Triton compiles anew for types and alignments of tensors alone; asked of a process without the interpreter."""
+def test_specialised_arguments() -> None:
+    """Triton compiles anew for types and alignments of tensors alone."""
     pytest.importorskip("triton", reason="asks Triton about a kernel's arguments")
-    code = """
-from wavecrest.ops._flash_attention.kernel import _flash_attention_kernel
-print(*(p.name for p in _flash_attention_kernel.params if not (p.is_constexpr or p.do_not_specialize)))
-"""
-    assert all(word.endswith("_ptr") for word in _child(code).split()) and len(_child(code).split()) == 13
+    from wavecrest.ops._flash_attention.kernel import _flash_attention_kernel
+
+    found = specialised(_flash_attention_kernel)
+    assert all(name.endswith("_ptr") for name in found) and len(found) == 13
 
 
 def _made(queries: int, keys: int, batch: int = 2, heads: int = 8, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.mla_harness import BF16, CONFIGS, F16, F32, NAN, assert_right, case, config, exact, run
-from tests.ops.op_harness import assert_few_calls, same_bits
+from tests.ops.op_harness import assert_few_calls, same_bits, specialised
 from wavecrest import hardware, ops
 from wavecrest.dispatch.call import mapped
 from wavecrest.dispatch.decision import PortableKernel
@@ -541,18 +541,13 @@ def test_another_length_does_not_compile_anew(page: int) -> None:
 
 
 def test_specialised_arguments() -> None:
-    """Triton compiles anew for types and alignments of tensors alone; asked of a process without the interpreter."""
+    """Triton compiles anew for types and alignments of tensors alone."""
     pytest.importorskip("triton", reason="asks Triton about a kernel's arguments")
-    from tests.ops.test_flash_attention import _child
+    from wavecrest.ops._mla_decode import kernel
 
-    code = """
-from wavecrest.ops._mla_decode import kernel
-for one in (kernel._mla_kernel, kernel._mla_join_kernel, kernel._mla_product_kernel):
-    print(*(p.name for p in one.params if not (p.is_constexpr or p.do_not_specialize)))
-"""
-    lines = [line.split() for line in _child(code).splitlines()]
-    assert [len(line) for line in lines] == [12, 5, 3]
-    assert all(word.endswith("_ptr") for line in lines for word in line)
+    found = [specialised(one) for one in (kernel._mla_kernel, kernel._mla_join_kernel, kernel._mla_product_kernel)]
+    assert [len(names) for names in found] == [12, 5, 3]
+    assert all(name.endswith("_ptr") for names in found for name in names)
 
 
 # arguments, dispatch

@@ -126,4 +126,4 @@ def test_real_children(tmp_path: Path) -> None:
     trial = try_variable(StepContext(workload, hardware.cpu(), processes=1), "PLANTED", "1", seconds=0.2)
     assert trial.ratio > 3
     with pytest.raises(StepRefused, match="child process failed"):
-        try_variable(StepContext(workload, hardware.cpu(), processes=1), "PLANTED", "die", seconds=0.2)
+        environment._child(StepContext(workload, hardware.cpu(), processes=1), {"PLANTED": "die"}, 0.2)

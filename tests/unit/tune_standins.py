@@ -25,6 +25,8 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.tune import race
 
 ROWS = (4, 16, 64)
+# the variable that names the file which "meet" waits for
+MEETING = "PLANTED_MEETING"
 CALLS: Counter[str] = Counter()
 
 
@@ -81,19 +83,27 @@ def _among(_x: Tensor) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def _meet(_x: Tensor) -> None:
+    # ends when somebody makes the file: until then whoever has a key keeps it
+    while not os.path.exists(os.environ[MEETING]):
+        time.sleep(0.01)
+
+
 def _killed(_x: Tensor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 BEFORE = {
-    "crash": _crash, "exit": _exit, "hang": _hang, "late": _late, "among": _among, "killed": _killed,
+    "crash": _crash, "exit": _exit, "hang": _hang, "late": _late, "among": _among, "meet": _meet,
+    "killed": _killed,
 }  # fmt: skip
 
 
 def _planted(name: str, x: Tensor) -> Tensor:
     if name in BEFORE:
         BEFORE[name](x)
-    out = _twice(x, 0.2)
+    # whoever waits for others wins nothing by it
+    out = _twice(x, 9.0 if name == "meet" else 0.2)
     if name == "wrong":
         return 1.25 * out
     if name == "tail":
