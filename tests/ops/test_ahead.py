@@ -225,7 +225,7 @@ def test_others_launch_as_ever() -> None:
     start = starter(kernel)
 
     def work() -> None:
-        thread = threading.Thread(target=start, args=(X, 64))
+        thread = threading.Thread(target=start, args=(X,))
         thread.start()
         thread.join()
         other[(1,)](X, 64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 import wavecrest.ops.common.launcher as launcher
 import wavecrest.ops.common.triton as _triton
+from tests.layout.test_ops import LAUNCH_CALLS
 from wavecrest.dispatch.tuned import Config
 
 triton = pytest.importorskip("triton")
@@ -94,5 +97,13 @@ def test_the_second_launch_is_direct_and_odd_addresses_are_looked_up(
     start(y, x)
     start(x, odd)
     assert kernel.looked_up == 2
-    (args,) = kernel.compiled.direct
-    assert args[:4] == (4, 1, 1, STREAM) and args[9:] == (y.data_ptr(), x.data_ptr(), 16, 32)
+    calls = []
+    sys.setprofile(lambda frame, event, _argument: calls.append(frame.f_code) if event == "call" else None)
+    try:
+        start(y, x)
+    finally:
+        sys.setprofile(None)
+    ours = [code.co_name for code in calls if code.co_filename.startswith(str(Path(launcher.__file__).parent))]
+    assert 0 < len(ours) <= LAUNCH_CALLS, ours
+    args, again = kernel.compiled.direct
+    assert args == again and args[:4] == (4, 1, 1, STREAM) and args[9:] == (y.data_ptr(), x.data_ptr(), 16, 32)

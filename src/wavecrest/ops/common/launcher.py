@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from operator import or_
+from operator import methodcaller, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from wavecrest.dispatch.tuned import Config
 
 # above PyTorch (10) and the reference (0)
 KERNEL_PRIORITY = 20
+_ADDRESS = methodcaller("data_ptr")
 
 
 class Launch(NamedTuple):
@@ -55,7 +56,7 @@ def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> C
 
     def start(*args: Any) -> None:
         nonlocal fast, constants, rehearsed
-        pointers = [tensor.data_ptr() for tensor in args[num_descriptors:]]
+        pointers = [*map(_ADDRESS, args[num_descriptors:])]
         aligned = reduce(or_, pointers, 0) % 16 == 0
         ahead = under_way()
         if ahead is not None:
