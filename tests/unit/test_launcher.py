@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +82,27 @@ def test_a_profiler_sees_launches(hooks: SimpleNamespace, name: str, hook: Any) 
     setattr(hooks, name, None)
     start(64, 9)
     assert compiled.direct == [(5, 2, 1, STREAM, "function", "metadata", None, None, None, 64, 9)]
+
+
+@pytest.mark.parametrize(
+    ("version", "in_turn"), [((3, 11, 7), True), ((3, 11, 8), False), ((3, 12, 1), True), ((3, 12, 2), False)]
+)
+def test_kernels_are_parsed_in_turn_where_python_needs_it(
+    version: tuple[int, ...], in_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+
+    class Parsed:
+        def parse(self) -> None:
+            # two that parse at a time meet; one alone waits in vain
+            both.wait(0.2)
+
+    monkeypatch.setattr(triton.runtime.jit, "JITCallable", Parsed, raising=False)
+    monkeypatch.setattr(sys, "version_info", version)
+    _triton.parse_in_turn.__wrapped__()
+    with ThreadPoolExecutor(2) as threads:
+        found = [one.exception() for one in [threads.submit(Parsed().parse) for _ in range(2)]]
+    assert [isinstance(one, threading.BrokenBarrierError) for one in found] == [in_turn] * 2
 
 
 def test_the_second_launch_is_direct_and_odd_addresses_are_looked_up(

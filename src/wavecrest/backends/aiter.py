@@ -19,6 +19,7 @@ import wavecrest.backends.torch.gemm as native
 from wavecrest import env, hardware
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
+from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.dispatch.tuned import aiter_csv
 from wavecrest.errors import TableError
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
@@ -42,7 +43,7 @@ def _missing() -> str | None:
 
 
 # Dynamo would trace the search for the package
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _unavailable() -> str | None:
     return _missing()
 
@@ -114,7 +115,7 @@ def _tables() -> tuple[tuple[aiter_csv.Row, ...], str]:
 
 
 # Dynamo would trace the search through the rows
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _tabled(M: int, N: int, K: int, dtype: str) -> str:
     """A note for `explain`: the GEMM's row in aiter's tables, or why they cannot be read; "" if there is neither."""
     device = hardware.detect()

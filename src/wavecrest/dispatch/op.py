@@ -22,6 +22,7 @@ from wavecrest.dispatch import lookup
 from wavecrest.dispatch.call import Signature, device_of, signature_function
 from wavecrest.dispatch.decision import Backend, Decision, DispatchMiss, Key, Refusal, Source
 from wavecrest.dispatch.study import Study
+from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.dispatch.tuned import Config, Database, Overlay, untuned_calls
 from wavecrest.errors import InvalidArgument, OutputError, Unsupported
 from wavecrest.records.renamed import current_backend
@@ -425,7 +426,7 @@ def _decision(
 
 
 # Dynamo runs this while it traces and keeps the result as a constant, so that it does not trace the reading of a file
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _measured(
     name: str, key: Key, taking: tuple[str, ...], fallback: str
 ) -> tuple[str, tuple[tuple[str, int], ...], Source, str]:
@@ -438,7 +439,7 @@ def _measured(
 
 
 # Dynamo runs this while it traces and keeps the result as a constant, so that recording leaves no trace in the graph
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _note_traced(
     name: str,
     key: Key,

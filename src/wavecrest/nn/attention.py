@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from wavecrest.dispatch.decision import Decision
 from wavecrest.dispatch.keys import dtype_name
+from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.ops._flash_attention.backend import op as _flash_attention
 from wavecrest.ops._flash_attention.call import FLOATS, MAX_HEAD_DIM, FlashAttentionCall
@@ -315,7 +316,7 @@ def _note(name: str, call: FlashAttentionCall, reason: str, undecoded: str = "")
 
 
 # Dynamo runs this while it traces, so that a warning is no break of the graph
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _warn(reason: str, done: str = "runs in PyTorch") -> None:
     if reason not in _warned:
         _warned.add(reason)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wavecrest.dispatch.keys import dtype_name
+from wavecrest.dispatch.tracing import constant_in_graphs
 
 PRIORITY = 10
 # settings of fp32_precision that do not round float32 before it is multiplied; "none" is PyTorch's own default
@@ -31,7 +32,7 @@ def settings_of(device: str) -> Any:
 
 
 # Dynamo would trace a setting it knows as a guard on global state, which only repeats its own
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def rounds(device: str) -> bool:
     """True if float32 is rounded (to tf32, to bfloat16) before it is multiplied."""
     return settings_of(device).fp32_precision not in UNROUNDED

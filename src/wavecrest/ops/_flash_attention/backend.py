@@ -15,6 +15,7 @@ import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.keys import name_of, needs_grad
 from wavecrest.dispatch.op import Op
+from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.dispatch.tuned import Config
 from wavecrest.ops._flash_attention.call import FlashAttentionCall, check
 from wavecrest.ops._flash_attention.key import KEY_FIELDS, key_of, shape_of
@@ -52,7 +53,7 @@ def refuse(call: FlashAttentionCall) -> str | None:
 
 
 # Dynamo would trace the detection of the GPU, which it cannot
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _refuse_dtype(dtype: torch.dtype) -> str | None:
     return _launch.refuse_dtype(dtype, _target.arch())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 import wavecrest.ops._flash_decoding.config as _config
@@ -14,6 +13,7 @@ import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.keys import dtype_name, needs_grad
 from wavecrest.dispatch.op import Op
+from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.dispatch.tuned import Config
 from wavecrest.ops._flash_decoding.call import EIGHT_BIT_FLOATS, FlashDecodingCall, check
 from wavecrest.ops._flash_decoding.key import KEY_FIELDS, key_of, shape_of
@@ -38,7 +38,7 @@ def default_config(key: Key) -> Config:
 
 
 # Dynamo would trace the detection of the GPU, which it cannot
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _refuse_dtype(dtype: str) -> str | None:
     """The reason why an 8-bit float cannot be widened on this architecture; for AMD the compiler emulates it."""
     arch = _target.arch()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import wavecrest.ops.common.target as _target
+from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.errors import InvalidArgument
 from wavecrest.ops.common.triton import tl, triton
 
@@ -107,7 +108,7 @@ def dequantized(q: Tensor, how: Quantization | None) -> Tensor:
 
 
 # Dynamo would trace the detection of the GPU, which it cannot
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def kernel_refusal(dtype: torch.dtype) -> str | None:
     """Why a kernel does not make an 8-bit type on the current architecture."""
     name = str(dtype).removeprefix("torch.")

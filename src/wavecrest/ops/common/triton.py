@@ -6,6 +6,8 @@ With the stand-in a kernel can be defined but not launched; `unavailable` is the
 from __future__ import annotations
 
 import functools
+import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -112,6 +114,28 @@ def compiles_beside() -> Any:
     return None if interpreted else getattr(triton, "AsyncCompileMode", None)
 
 
+@functools.cache
+def parse_in_turn() -> None:
+    """Have Triton parse one kernel at a time, where Python's own parser fails in threads.
+
+    Before Python 3.11.8 and 3.12.2 `ast.parse` in two threads may raise SystemError, "AST constructor recursion depth
+    mismatch" (CPython issue 106905; seen with kernels compiled ahead under load, Python 3.11.7, 2026-11-25).
+    """
+    if sys.version_info >= (3, 12, 2) or (3, 11, 8) <= sys.version_info < (3, 12):
+        return
+    from triton.runtime import jit
+
+    # before triton 3.5 one class
+    kind = getattr(jit, "JITCallable", jit.JITFunction)
+    parse, one_at_a_time = kind.parse, threading.Lock()
+
+    def parsed(kernel: Any) -> Any:
+        with one_at_a_time:
+            return parse(kernel)
+
+    kind.parse = parsed
+
+
 def direct(compiled: Any, grid: tuple[int, ...], device: int | None) -> Callable[..., None]:
     """The function that launches a compiled kernel as `compiled[grid]` does, with addresses in place of tensors.
 
@@ -173,6 +197,7 @@ __all__ = [
     "interpreted",
     "load_tile",
     "no_gluon",
+    "parse_in_turn",
     "reciprocal",
     "store_tile",
     "thread_barrier",

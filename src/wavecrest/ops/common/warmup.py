@@ -82,6 +82,7 @@ def rehearse(work: Callable[[], Any]) -> str | None:
         raised at its launch, like any error of `work` itself.
     """
     try:
+        _triton.parse_in_turn()
         with ThreadPoolExecutor(min(MOST_THREADS, hardware.cpu().compute_units)) as threads:
             # in a context of its own: other code that launches Triton kernels during the pass is not affected
             context = copy_context()

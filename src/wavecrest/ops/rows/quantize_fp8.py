@@ -7,6 +7,7 @@ from torch import Tensor
 
 import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.op import Op
+from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.ops.rows.backend import register
 from wavecrest.ops.rows.call import RowCall, Spec
 
@@ -17,7 +18,7 @@ _op: Op[RowCall, tuple[Tensor, Tensor]] = register(Spec("quantize_fp8", "identit
 
 
 # a constant where Dynamo traces a call
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _native() -> torch.dtype:
     arch = _target.arch()
     return torch.float8_e4m3fnuz if arch is not None and arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
