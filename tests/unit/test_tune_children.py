@@ -131,7 +131,7 @@ def test_a_module_that_cannot_be_imported_ends_the_run(tmp_path: Path, monkeypat
 
 def test_a_module_that_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # before the child's own first line
-    (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
+    (tmp_path / "sitecustomize.py").write_text("print('welcome', flush=True)\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
     worker = workers.Child()
     assert worker.next(60)["reason"] == "gave an invalid answer: welcome"
