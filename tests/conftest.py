@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+# before a test replaces a function of torch: Dynamo lists them when it is imported, and traces no other
+import torch._dynamo
+
 from tests import interpreter
 
 # Triton reads this when the kernels are defined, so it must be set before wavecrest.ops is imported
@@ -29,7 +32,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
-
 
 # and what the first of them compiles of the package is there for the next ones
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
