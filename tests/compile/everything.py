@@ -1,7 +1,7 @@
 """Compile targets for architectures and print the rows as JSON: `python everything.py gfx942,sm_90 rms_norm softmax`.
 
 With `--known FILE` (see `recorded.py`) kernels whose sources, constants and options are as recorded are not compiled
-again, except the sample of `recorded`. A process of its own, since kernels defined for Triton's interpreter cannot
+again, but for those of `recorded.ALWAYS`. A process of its own, since kernels defined for Triton's interpreter cannot
 be compiled.
 """
 
@@ -25,8 +25,7 @@ def main(archs: str, *targets: str) -> None:
     if known is not None:
         keys = recorded.places(work)
         before = recorded.load(known)
-        anew = recorded.sample(keys)
-        work = [job for job, place in zip(work, keys, strict=True) if place in anew or not before.has(place)]
+        work = [job for job, place in zip(work, keys, strict=True) if not before.has(place)]
 
     def note(done: int, planned: int, what: str) -> None:
         sys.stderr.write(f"{done}/{planned} {what}\n")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,6 +84,39 @@ def test_a_profiler_sees_launches(hooks: SimpleNamespace, name: str, hook: Any) 
     setattr(hooks, name, None)
     start(64, 9)
     assert compiled.direct == [(5, 2, 1, STREAM, "function", "metadata", None, None, None, 64, 9)]
+
+
+def test_descriptors_go_to_the_compiled_kernel_as_they_are(
+    hooks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, x, descriptor = Kernel(), torch.zeros(16), object()
+    direct = _triton.direct
+    monkeypatch.setattr(_triton, "direct", lambda compiled, grid, _device: direct(compiled, grid, 3))
+    launch = launcher.Launch(kernel, (4,), (descriptor, x, 16), {"BLOCK": 32}, Config(num_warps=4))
+    start = launcher.starter(launch, torch.device("cpu"), num_descriptors=1)
+    start(descriptor, x)
+    start(descriptor, x)
+    (args,) = kernel.compiled.direct
+    assert args[9:] == (descriptor, x.data_ptr(), 16, 32)
+
+
+@pytest.mark.parametrize(("current", "changed"), [(1, []), (0, ["cuda:1"])])
+def test_a_launch_is_on_the_device_of_its_tensors(
+    current: int, changed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        entered.append(str(which))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernel, odd = Kernel(), torch.zeros(17)[1:]
+    launcher.starter(launcher.Launch(kernel, (4,), (odd, 16), {}, Config()), torch.device("cuda:1"))(odd)
+    assert kernel.looked_up == 1 and entered == changed
 
 
 @pytest.mark.parametrize(

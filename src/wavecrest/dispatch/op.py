@@ -196,6 +196,7 @@ class Op(Generic[C, R]):
             raise
         if bound is None:
             self.check(call)
+            # here and not in a function of its own: a warning names the line of the public function's caller
             key = self.key(call)
             bound = self._bind_signature(self._signature(call), call, self._cache.get(key) or self._decide(key, call))
         bound.entry.calls += 1
