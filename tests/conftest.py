@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-# before a test replaces a function of torch: Dynamo lists them when it is imported, and traces no other
-import torch._dynamo
-
 from tests import interpreter
 
 # Triton reads this when the kernels are defined, so it must be set before wavecrest.ops is imported
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# before a test replaces a function of torch: Dynamo lists them when it is imported, and traces no other; it imports
+# Triton, which reads the line above
+importlib.import_module("torch._dynamo")
 
 # nor may rows that somebody measured on this machine decide what tests run
 os.environ["WAVECREST_DATABASE"] = "off"

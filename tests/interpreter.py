@@ -34,14 +34,26 @@ def mend(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         return
-    for place, name, changed in _changes(interpreter):
+    for place, name, _, changed in _changes(interpreter):
         monkeypatch.setattr(place, name, changed)
     # per test, as it holds what is patched at the moment
     monkeypatch.setattr(interpreter, "_patch_lang", _Patched(interpreter._patch_lang))
 
 
+def take_no_shortcut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave types and shapes to the interpreter itself, until the test ends."""
+    interpreter: Any = sys.modules["triton.runtime.interpreter"]
+    for place, name, original, _ in _changes(interpreter)[_MENDED:]:
+        monkeypatch.setattr(place, name, original)
+    monkeypatch.setattr(interpreter, "_patch_lang", interpreter._patch_lang.patch)
+
+
+# the first changes are of results; those after them save time alone
+_MENDED = 3
+
+
 @functools.cache
-def _changes(interpreter: Any) -> list[tuple[Any, str, Any]]:
+def _changes(interpreter: Any) -> list[tuple[Any, str, Any, Any]]:
     """What is changed where, made once: what the changes have learned of types holds for every test."""
     builder, semantic, core = interpreter.InterpreterBuilder, interpreter.TritonSemantic, interpreter.tl.core
     broadcast = _broadcast(interpreter, semantic.broadcast_impl_value)
@@ -59,7 +71,7 @@ def _changes(interpreter: Any) -> list[tuple[Any, str, Any]]:
         (core.tensor, "__init__", _of_tensors),
         (core, "_unwrap_if_constexpr", lambda unwrap: _of_plain_values(unwrap, core.tensor)),
     ]
-    return [(place, name, change(getattr(place, name))) for place, name, change in changes]
+    return [(place, name, getattr(place, name), change(getattr(place, name))) for place, name, change in changes]
 
 
 def _convert_as_torch_does(convert: Any) -> Any:
@@ -121,7 +133,7 @@ class _Patched:
     """
 
     def __init__(self, patch: Any) -> None:
-        self._patch, self._done, self._modules = patch, set[Any](), dict[Any, Any]()
+        self.patch, self._done, self._modules = patch, set[Any](), dict[Any, Any]()
 
     def __call__(self, function: Any) -> Any:
         if function not in self._modules:
@@ -130,7 +142,7 @@ class _Patched:
         if self._modules[function] in self._done:
             # of a call within a kernel, which restores nothing
             return None
-        scope = self._patch(function)
+        scope = self.patch(function)
         self._done.add(self._modules[function])
         restore = scope.restore
 

@@ -8,6 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests import interpreter
+from tests.ops.test_contract import bits, copied, example, refusal, results_of
+from wavecrest import ops
 from wavecrest.ops.common.triton import tl, triton
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -53,6 +56,18 @@ def test_integers_that_leave_their_type_are_errors(factor: int, term: int) -> No
 
     # and the next launch is as any other
     assert torch.equal(_integers(x, 3, 2), x * 3 + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ops.names())
+def test_shortcuts_change_no_bit(name: str, dtype: torch.dtype) -> None:
+    op, call = ops.get(name), example(name, dtype, "cpu")
+    for backend in [one for one in op.backends if one.startswith("triton") and refusal(name, one, call) is None]:
+        found = results_of(op.run(backend, copied(call)))
+        with pytest.MonkeyPatch.context() as patch:
+            interpreter.take_no_shortcut(patch)
+            wanted = results_of(op.run(backend, copied(call)))
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, wanted, strict=True)), backend
 
 
 def test_integers_of_64_bits_go_beyond_32() -> None:
