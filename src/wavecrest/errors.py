@@ -120,3 +120,7 @@ class MissingDependency(EnvironmentProblem):
 
 class PlanWarning(UserWarning):
     """A plan was applied, but not exactly as it was made; the text says what differs."""
+
+
+class CompileWarning(UserWarning):
+    """A model that should run compiled runs in eager; the text says why."""

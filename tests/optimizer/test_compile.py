@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from wavecrest import hardware
-from wavecrest.graphs.inductor import PRESETS, strict_compilation
+from wavecrest.errors import CompileWarning, StepRefused
+from wavecrest.graphs.inductor import PRESETS, Preset, compile_module, strict_compilation
 from wavecrest.measure.workload import Buckets, from_example
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id
+
+TRACED = Preset("traced", "traced only", "")
 
 
 def model() -> nn.Module:
@@ -68,3 +75,88 @@ def test_group_replaces_and_order_is_by_phase() -> None:
     assert [item.step_id for item in applied.ordered()] == ["fuse_qkv", "compile:freezing"]
     assert applied.only("surgery").steps[0].step_id == "fuse_qkv"
     assert applied.without("fuse_qkv").steps[0].step_id == "compile:freezing"
+
+
+class OwnSequential(nn.Sequential):
+    """A subclass that keeps PyTorch's forward."""
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False)
+
+
+ROOTS: dict[str, Callable[[], nn.Module]] = {
+    "Sequential": lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU()),
+    "subclass": lambda: OwnSequential(nn.Linear(16, 16), nn.GELU()),
+    "Linear": lambda: nn.Linear(16, 16),
+    "LayerNorm": lambda: nn.LayerNorm(16),
+    "TransformerEncoder": encoder,
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+}
+
+
+def graphs_made() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo traces, nothing is generated."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("root", ROOTS)
+def test_every_root_of_torch_nn_compiles(root: str) -> None:
+    module = ROOTS[root]().eval()
+    example = torch.randn(2, 3, 16)
+    with torch.no_grad():
+        expected = module(example)
+        before = graphs_made()
+        compile_module(module, TRACED)
+        made = module(example)
+    assert graphs_made() == before + 1
+    torch.testing.assert_close(made, expected)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_hooks_of_a_compiled_root_run() -> None:
+    module = ROOTS["Sequential"]()
+    module.register_forward_hook(lambda _module, _args, output: output + 1)
+    example = torch.randn(2, 16)
+    expected = module(example)
+    compile_module(module, TRACED)
+    torch.testing.assert_close(module(example), expected)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_candidates_of_one_class_do_not_share_a_limit() -> None:
+    torch._dynamo.reset()
+    with strict_compilation(graphs=1), torch.no_grad():
+        for size in range(4, 24):
+            module = nn.Sequential(nn.Linear(size, size))
+            compile_module(module, TRACED)
+            module(torch.ones(2, size))
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_model_without_a_graph_is_refused_or_said() -> None:
+    recurrent = nn.LSTM(8, 8).eval()
+    compile_module(recurrent, TRACED)
+    with torch.no_grad(), strict_compilation(graphs=1), pytest.raises(StepRefused, match="made no graph of LSTM"):
+        recurrent(torch.randn(3, 1, 8))
+    with torch.no_grad(), pytest.warns(CompileWarning, match="LSTM"):
+        recurrent(torch.randn(3, 1, 8))
+    # said once
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recurrent(torch.randn(3, 1, 8))
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_compiled_model_inside_an_outer_compile() -> None:
+    module = ROOTS["Sequential"]()
+    compile_module(module, TRACED)
+    example = torch.randn(2, 16)
+    outer = torch.compile(lambda x: module(x) + 1, fullgraph=True)
+    torch.testing.assert_close(outer(example), module(example) + 1)

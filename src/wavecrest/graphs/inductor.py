@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import logging
+import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from wavecrest.errors import CompileWarning, StepRefused
+from wavecrest.graphs.root import traceable
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +69,57 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def compile_module(module: Any, preset: Preset) -> None:
+def compile_module(module: nn.Module, preset: Preset) -> None:
     """Compile `module` in place: its class, state_dict keys and attributes stay, only the call is compiled.
 
-    Shapes are static: one graph per bucket; another shape compiles again.
+    Shapes are static: one graph per bucket; another shape compiles again. A model of which no part compiles is never
+    taken for a compiled one: its first call raises `StepRefused` inside `strict_compilation`, and outside it warns
+    (`CompileWarning`) and goes on in eager.
     """
-    options = dict(preset.options)
-    if options:
-        module.compile(dynamic=False, options=options)
-    else:
-        module.compile(dynamic=False, mode=preset.mode)
+    module._compiled_call_impl = _FirstCall(module, preset)
+
+
+class _FirstCall:
+    """The compiled call of `module` until its first call has shown that there is a graph."""
+
+    def __init__(self, module: nn.Module, preset: Preset) -> None:
+        import torch
+
+        self._module, self._preset = weakref.ref(module), preset
+        options: dict[str, Any] = dict(preset.options)
+        self._plain = traceable(module)
+        self._compiled = (
+            torch.compile(self._plain, dynamic=False, options=options)
+            if options
+            else torch.compile(self._plain, dynamic=False, mode=preset.mode)
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        # an outer torch.compile goes through to the model
+        if torch.compiler.is_compiling():
+            return self._plain(*args, **kwargs)
+        from torch._dynamo.utils import counters
+
+        before = counters["stats"]["unique_graphs"]
+        result = self._compiled(*args, **kwargs)
+        if counters["stats"]["unique_graphs"] == before:
+            self._no_graph()
+        module = self._module()
+        # a later step may have put its own call in this place
+        if module is not None and module._compiled_call_impl is self:
+            module._compiled_call_impl = self._compiled
+        return result
+
+    def _no_graph(self) -> None:
+        import torch
+
+        name = type(self._module()).__name__
+        reason = f"{self._preset.title}: Dynamo made no graph of {name}, every part of it would run in eager"
+        if torch._dynamo.config.fail_on_recompile_limit_hit:
+            raise StepRefused(reason)
+        warnings.warn(CompileWarning(reason), stacklevel=4)
 
 
 @contextmanager
