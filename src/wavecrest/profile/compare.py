@@ -1,0 +1,146 @@
+"""Compare the profiles of an original and a candidate, and name what made the candidate slower.
+
+Everything is read from two `BucketProfile`s, so a cause names what the profiler saw: categories whose time grew, the
+ops and kernels that came or went, a wider dtype, copies to the host, and time in which the device had no work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from wavecrest.profile.categories import CATEGORIES
+from wavecrest.profile.trace import COMPILED, OUTSIDE
+from wavecrest.records import BucketProfile, OpTime
+
+# a change below this share of the original's call is not worth a line
+LEAST = 0.02
+# a kernel below this share of its category's growth (that went: of its category's time before) is not named
+NAMED = 0.1
+WIDE = ("float64", "float32")
+COPY_TO_HOST = "Memcpy DtoH"
+# ops that wait until the device has caught up, as their result is a Python number
+WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero", "aten::equal")
+
+
+class Cause(NamedTuple):
+    """One reason for a change: `ms` a call is what it costs (positive) or saves (negative)."""
+
+    text: str
+    ms: float
+
+
+def causes(base: BucketProfile, new: BucketProfile) -> list[Cause]:
+    """What `new` spends more time on than `base`, the largest cost first; empty if nothing grew by 2 % of a call.
+
+    On the CPU the time of compiled code has no ops of its own; it is one entry, against everything that it replaced.
+    """
+    least = LEAST * base.wall_ms
+    found = [*_categories(base, new, least), *_idle(base, new), *_waits(base, new)]
+    return sorted((cause for cause in found if cause.ms >= least), key=lambda cause: -cause.ms)
+
+
+def _categories(base: BucketProfile, new: BucketProfile, least: float) -> Iterator[Cause]:
+    compiled = _sum(new.ops, lambda op: op.name == COMPILED)
+    replaced = 0.0
+    for category in CATEGORIES:
+        before = _sum(base.ops, lambda op, category=category: _is(op, category))  # type: ignore[misc]
+        after = _sum(new.ops, lambda op, category=category: _is(op, category))  # type: ignore[misc]
+        if compiled and after < before:
+            replaced += before - after
+        elif after - before >= least:
+            text = f"{category} {_ms(before)} → {_ms(after)} ms"
+            changes = _changes(base, new, category, after - before)
+            yield Cause(f"{text}: {changes}" if changes else text, after - before)
+    if compiled > replaced:
+        yield Cause(
+            f"compiled code takes {_ms(compiled)} ms, what it replaced took {_ms(replaced)} ms", compiled - replaced
+        )
+
+
+def _is(op: OpTime, category: str) -> bool:
+    return op.category == category and op.name not in (COMPILED, OUTSIDE)
+
+
+def _changes(base: BucketProfile, new: BucketProfile, category: str, grown: float) -> str:
+    """The ops of a category that came, went or grew, with the dtype that they computed in."""
+    wider = set(WIDE) - {_dtype(op) for op in base.ops}
+    before, after = _by_name(base.ops, category, wider), _by_name(new.ops, category, wider)
+    parts = []
+    came = {name: ms for name, ms in after.items() if name not in before and ms >= NAMED * grown}
+    went = {name: ms for name, ms in before.items() if name not in after and ms >= NAMED * sum(before.values())}
+    if came:
+        parts.append(f"{_list(came)} came")
+    if went:
+        parts.append(f"{_list(went)} went")
+    slower = {
+        name: ms - before[name] for name, ms in after.items() if name in before and ms - before[name] >= NAMED * grown
+    }
+    parts += [
+        f"{name} {_ms(before[name])} → {_ms(after[name])}"
+        for name in sorted(slower, key=lambda name: -slower[name])[:2]
+    ]
+    return ", ".join(parts)
+
+
+def _by_name(ops: Sequence[OpTime], category: str, wider: set[str]) -> dict[str, float]:
+    totals: dict[str, float] = defaultdict(float)
+    for op in ops:
+        if _is(op, category):
+            totals[_label(op, wider)] += op.ms
+    return totals
+
+
+def _label(op: OpTime, wider: set[str]) -> str:
+    """The longest kernel if any, as the op's name can hide a change of backend; with a dtype that is new."""
+    name = op.kernels[0] if op.kernels else op.name.removeprefix("aten::")
+    dtype = _dtype(op)
+    return f"{name} ({dtype})" if dtype in wider else name
+
+
+def _dtype(op: OpTime) -> str:
+    return op.shapes.rsplit(" ", 1)[-1]
+
+
+def _idle(base: BucketProfile, new: BucketProfile) -> Iterator[Cause]:
+    if base.idle_ms is None or new.idle_ms is None:
+        return
+    share = new.idle_ms / new.wall_ms if new.wall_ms else 0.0
+    before = base.idle_ms / base.wall_ms if base.wall_ms else 0.0
+    yield Cause(
+        f"the device waits for the host {share:.0%} of the time ({before:.0%} before), "
+        f"{new.launches} launches a call ({base.launches} before)",
+        new.idle_ms - base.idle_ms,
+    )
+
+
+def _waits(base: BucketProfile, new: BucketProfile) -> Iterator[Cause]:
+    """Reads by the host: they cost the launches that could have been queued, at least the whole idle time that came."""
+    before, after = _reads(base), _reads(new)
+    if after > before:
+        idle = (new.idle_ms or 0.0) - (base.idle_ms or 0.0)
+        own = _sum(new.ops, _reads_host) - _sum(base.ops, _reads_host)
+        yield Cause(f"the host reads from the device {after} times a call ({before} before) and waits", max(idle, own))
+
+
+def _reads_host(op: OpTime) -> bool:
+    return op.name in WAITS or any(kernel.startswith(COPY_TO_HOST) for kernel in (op.name, *op.kernels))
+
+
+def _reads(profile: BucketProfile) -> int:
+    """Calls that bring a value to the host; of nested ops (item, _local_scalar_dense) only one counts."""
+    return max((op.calls for op in profile.ops if _reads_host(op)), default=0)
+
+
+def _sum(ops: Sequence[OpTime], wanted: Callable[[OpTime], bool]) -> float:
+    return sum(op.ms for op in ops if wanted(op))
+
+
+def _list(times: dict[str, float]) -> str:
+    names = sorted(times, key=lambda name: -times[name])
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3g}"
