@@ -32,7 +32,7 @@ class Cause(NamedTuple):
 
 
 def causes(base: BucketProfile, new: BucketProfile) -> list[Cause]:
-    """What `new` spends more time on than `base`, the largest cost first; empty if nothing grew by 2 % of a call.
+    """Name everything that `new` spends more time on than `base`, the largest cost first; only growth of 2 % of a call counts.
 
     On the CPU the time of compiled code has no ops of its own; it is one entry, against everything that it replaced.
     """
