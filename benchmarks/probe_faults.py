@@ -231,7 +231,7 @@ def mla() -> None:
     for tokens, heads, invariant in itertools.product((1, 2, 16), (16, 128), (True, False)):
         q, rope = (torch.randn(1, tokens, heads, d, device="cuda").half() for d in (512, 64))
         cache = torch.randn(1, 1024, 576, device="cuda").half()
-        call = MlaDecodeCall(q, rope, cache, torch.tensor([1000], dtype=torch.int32, device="cuda"), batch_invariant=invariant)
+        call = MlaDecodeCall(q, rope, cache, torch.tensor([1000], dtype=torch.int32, device="cuda"), softmax_scale=0.1, batch_invariant=invariant)
         for backend in ("triton", "triton_hopper"):
             try:
                 op.run(backend, call)
