@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import sys
 import time
@@ -106,6 +107,9 @@ def judge(case: Case, config: Config | None = None, device: str = "cuda") -> dic
     told = {"case": case._asdict(), "config": dict(config.kwargs)}
     try:
         got = op.run("triton", call, config=config)
+    except RuntimeError:
+        # what a GPU reports breaks the process
+        raise
     # a compiler may raise anything
     except Exception as error:
         return told | {"error": f"{type(error).__name__}: {error}"[:300]}
@@ -129,30 +133,51 @@ def judge(case: Case, config: Config | None = None, device: str = "cuda") -> dic
 
 
 def _work(jobs: Any, results: Any, until: float) -> None:
+    """Do cases until there is none. A process whose GPU context is broken ends, as nothing runs in it any more."""
     while (case := jobs.get()) is not None:
         if time.time() > until:
             continue
-        results.put(judge(*case) if isinstance(case[0], Case) else judge(Case(*case)))
+        try:
+            one = judge(*case)
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            config = case[1] or Config()
+            text = str(error).splitlines()[0]
+            results.put({"case": case[0]._asdict(), "config": dict(config.kwargs), "error": text, "broken": True})
+            os._exit(1)
+        results.put(one)
     results.put(None)
 
 
 def run(wanted: list[tuple[Case, Config | None]], budget: float, processes: int) -> list[dict[str, Any]]:
     """The results of all cases that are done within `budget` seconds, by several processes on the current GPU."""
     context = multiprocessing.get_context("spawn")
-    jobs, results = context.Queue(), context.Queue()
+    # a queue whose `put` has written when it returns
+    jobs, results, until = context.Queue(), context.SimpleQueue(), time.time() + budget
     for case in wanted:
         jobs.put(case)
-    workers = [context.Process(target=_work, args=(jobs, results, time.time() + budget)) for _ in range(processes)]
-    for worker in workers:
+    workers: list[Any] = []
+
+    def begin() -> None:
         jobs.put(None)
-        worker.start()
+        workers.append(context.Process(target=_work, args=(jobs, results, until)))
+        workers[-1].start()
+
+    for _ in range(processes):
+        begin()
     done, left = [], processes
     while left > 0:
-        one = results.get(timeout=budget + 120)
+        one = results.get()
         if one is None:
             left -= 1
-        else:
-            done.append(one)
+            continue
+        done.append(one)
+        if one.pop("broken", False):
+            if time.time() < until:
+                begin()
+            else:
+                left -= 1
+    jobs.cancel_join_thread()
     for worker in workers:
         worker.join()
     return done
