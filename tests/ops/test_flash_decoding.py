@@ -658,6 +658,36 @@ def test_a_window_hides_what_is_not_a_number(page: int, device: str) -> None:
     assert same_bits(run(call), wanted)
 
 
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("window", [-1, 20])
+@pytest.mark.parametrize("starts", [None, [0, 37]])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_pytorch_takes_nothing_from_keys_that_no_query_sees(
+    backend: str, dtype: torch.dtype, starts: list[int] | None, window: int, poison: float, device: str
+) -> None:
+    call = case([100, 128], tokens=2, keys=160, window=window, beyond=0.0, starts=starts, dtype=dtype, device=device)
+    wanted = run(call, backend=backend)
+    for b, length in enumerate((100, 128)):
+        first = max(0 if window < 0 else length - 2 - window, 0 if starts is None else starts[b])
+        for cache in (call.k_cache, call.v_cache):
+            cache[b, :first], cache[b, length:] = poison, poison
+    assert same_bits(run(call, backend=backend), wanted)
+
+
+@pytest.mark.parametrize("entry", [-(2**31), 2**31 - 1, -1])
+@pytest.mark.parametrize("window", [-1, 20])
+def test_the_reference_reads_no_entry_of_a_page_that_no_query_sees(window: int, entry: int, device: str) -> None:
+    call = case([100, 0], tokens=2, keys=160, page=16, window=window, starts=[37, 0], device=device)
+    wanted = run(call, backend="reference")
+    assert call.block_table is not None
+    first = max(37, 0 if window < 0 else 100 - 2 - window)
+    call.block_table[0, : first // 16] = entry
+    call.block_table[0, -(-100 // 16) :] = entry
+    call.block_table[1] = entry
+    assert same_bits(run(call, backend="reference"), wanted)
+
+
 @pytest.mark.parametrize(("cache", "groups"), [(I8, 1), (I4, 1), (I4, 4)])
 def test_a_window_hides_scales_that_are_not_numbers(cache: torch.dtype, groups: int, device: str) -> None:
     call = case(

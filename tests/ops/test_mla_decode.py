@@ -453,10 +453,10 @@ def _meta(batch: int, capacity: int, heads: int = 128, tokens: int = 1, page: in
 def test_default_configurations(arch: str) -> None:
     """Tiles that matrix units take, no more rows than there are, and LDS and registers that are enough."""
     known = ARCHS[arch]
-    for batch, rows, capacity, width, bits, page, more in itertools.product(
-        (0, 64), (1, 16, 128, 4096), (16, 131072), (16, 512), (16, 32), (0, 1), (0, 2)
+    for batch, rows, capacity, width, bits, page, more, rope_width in itertools.product(
+        (0, 64), (1, 16, 128, 4096), (16, 131072), (16, 512), (16, 32), (0, 1), (0, 2), (16, 64, 128)
     ):
-        shape = configs.Shape(batch, rows, capacity, width, bits, page, more)
+        shape = configs.Shape(batch, rows, capacity, width, bits, page, more, rope_width)
         tried = list(space_of(shape, known))
         made = tried[0]
         assert made == configs.default(shape, known) and len(tried) == len(set(tried)) > 1
@@ -468,7 +468,7 @@ def test_default_configurations(arch: str) -> None:
                 assert one["SPLITS"] == 0 and one["KEYS"] == configs.INVARIANT_KEYS
         stages = made["num_stages"] if known.vendor == "nvidia" else max(1, made["num_stages"] - 1)
         held = made["BLOCK_N"] * stages + (made["BLOCK_M"] if arch in ("sm_90", "sm_100") else 0)
-        assert held * (width + 64) * bits // 8 <= known.lds_kib << 10
+        assert held * (width + rope_width) * bits // 8 <= known.lds_kib << 10
         # sums, of the registers there are a lane
         assert made["BLOCK_M"] * width <= (256 if known.wave_size == 64 else 128) * made["num_warps"] * known.wave_size
 

@@ -45,6 +45,7 @@ from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
+from wavecrest.ops.rows.call import RowCall
 
 RESIDUAL = [variant for variant, (op, _) in VARIANTS.items() if op.startswith("add_")]
 WEIGHTED = [ROW_OPS[op] for op in ROW_OPS if "norm" in op]
@@ -651,3 +652,39 @@ def test_any_dequantize(data: st.DataObject) -> None:
 @given(st.data())
 def test_any_norm_and_rounding(data: st.DataObject) -> None:
     any_call(data, [variant for variant, (op, _) in VARIANTS.items() if op.endswith("norm_quantize")])
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "softmax"])
+def test_rows_wider_than_programs_that_run_at_once_are_refused(kind: str) -> None:
+    """Parts of a row beyond these would wait for parts that cannot start, and then work out all others."""
+    op = registry.get({"rms": "rms_norm", "layer": "layer_norm", "softmax": "softmax"}[kind])
+
+    def refusal(columns: int) -> str | None:
+        x = torch.zeros(1, dtype=torch.bfloat16).expand(1, columns)
+        return op.backends["triton"].refuse(RowCall(kind, x))
+
+    assert refusal(1 << 20) is None
+    assert refusal((1 << 20) + 1) == "splits rows over programs that run at once: up to 1048576 columns, not 1048577"
+
+
+@pytest.mark.parametrize("granularity", ["token", "group", "tensor"])
+def test_columns_beyond_32_bits_are_refused(granularity: str) -> None:
+    x = torch.zeros(1, dtype=torch.bfloat16).expand(1, 1 << 31)
+    refuse = registry.get("quantize_int8").backends["triton"].refuse
+    call = RowCall("identity", x, dtype=torch.int8, granularity=granularity)
+    assert "2147483648" in str(refuse(call))
+    assert (refuse(call._replace(x=x[:, : 1 << 21])) is None) == (granularity != "token")
+
+
+@pytest.mark.gpu
+def test_a_row_beyond_32_bits_is_answered_on_a_gpu() -> None:
+    """By PyTorch's operations, which count in 64 bits: neither the kernel nor PyTorch's own norms do."""
+    columns = (1 << 31) + 16
+    x = torch.ones(1, columns, dtype=torch.bfloat16, device="cuda")
+    some = torch.tensor([0, 1, columns // 2, columns - 1], device="cuda")
+    for name, want in (("rms_norm", 1.0), ("softmax", 2.0**-31)):
+        got = getattr(ops, name)(x)
+        assert torch.equal(got[0, some], torch.full((4,), want, dtype=torch.bfloat16, device="cuda"))
+    values, scale = ops.quantize_int8(x)
+    assert torch.equal(values[0, some].int(), torch.full((4,), 127, dtype=torch.int32, device="cuda"))
+    torch.testing.assert_close(scale, torch.full_like(scale, 1 / 127))

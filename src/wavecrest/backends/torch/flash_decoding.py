@@ -13,7 +13,7 @@ from wavecrest.backends.torch.common import PRIORITY
 from wavecrest.backends.torch.flash_attention import fitting, needs_copy
 from wavecrest.ops._flash_decoding.backend import op as _op
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
-from wavecrest.ops._flash_decoding.reference import appended
+from wavecrest.ops._flash_decoding.reference import appended, seen_by_any
 
 
 def _refuse(call: FlashDecodingCall) -> str | None:
@@ -53,12 +53,11 @@ def bind(call: FlashDecodingCall) -> Callable[[FlashDecodingCall], Tensor]:
         visible = j <= own
         if window >= 0:
             visible = visible & (j >= own - window)
-        taking_part = j < call.seq_lens[:, None]
         if call.seq_starts is not None:
-            taking_part = taking_part & (j >= call.seq_starts[:, None])
-            visible = visible & taking_part[:, None, None, :]
-        # the cache may hold anything where a sequence has no keys: 0 · NaN would be NaN
-        v = v.where(taking_part[:, None, :, None], 0.0)
+            visible = visible & (j >= call.seq_starts[:, None, None, None])
+        # the cache may hold anything where no query sees a key: 0 · NaN and NaN − ∞ would be NaN
+        seen = seen_by_any(call)[:, None, :, None]
+        k, v = k.where(seen, 0.0), v.where(seen, 0.0)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
         sees = own >= (0 if call.seq_starts is None else call.seq_starts.clamp(min=0)[:, None, None, None])
         return y.where(sees, 0.0).transpose(1, 2).contiguous()

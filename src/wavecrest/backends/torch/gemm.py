@@ -54,7 +54,7 @@ def _refuse_int8(call: GemmCall) -> str | None:
 def _refuse_float8(call: GemmCall) -> str | None:
     if not call.a.is_cuda:
         return "multiplies 8-bit floats on a GPU"
-    if not call.flat or call.K % 16 != 0 or call.columns % 16 != 0:
+    if not call.flat or any(side == 0 or side % 16 != 0 for side in (call.K, call.columns)):
         return "multiplies 8-bit floats of one matrix b, with K and N that are multiples of 16"
     if call.a.dtype == call.b.dtype == torch.float8_e5m2:
         return "does not multiply float8_e5m2 by float8_e5m2"
@@ -62,6 +62,9 @@ def _refuse_float8(call: GemmCall) -> str | None:
         return f"applies scales to tensors, or to rows and columns, not {' and '.join(kinds(call))}"
     if call.b.stride(-2) != 1 or call.dtype == torch.int8:
         return "multiplies 8-bit floats with b contiguous along K"
+    if call.b.stride(-1) % 16 != 0:
+        # CUBLAS_STATUS_NOT_SUPPORTED (H200, torch 2.11); a copy of b on every call is no choice
+        return "multiplies 8-bit floats with columns of b that begin a multiple of 16 bytes apart"
     return None
 
 
@@ -197,6 +200,13 @@ def _whole_lines(x: Tensor) -> bool:
     return inner == 1 and outer % 8 == 0 and (torch.compiler.is_compiling() or x.data_ptr() % 8 == 0)
 
 
+def _takes_float8(rows: Tensor) -> bool:
+    """True for 8-bit floats [M, K] as cuBLASLt takes them: rows that begin at multiples of 16 bytes."""
+    fits = rows.stride(1) == 1 and rows.stride(0) % 16 == 0 and rows.stride(0) >= rows.shape[1]
+    # Dynamo does not trace addresses
+    return fits and (torch.compiler.is_compiling() or rows.data_ptr() % 16 == 0)
+
+
 def _by_rows(vector: Tensor, like: Tensor) -> tuple[int, ...]:
     """The shape in which one value a row, or one for all, broadcasts against rows [..., N] as those of `like`."""
     return () if vector.numel() == 1 else (*like.shape[:-1], 1)
@@ -205,7 +215,6 @@ def _by_rows(vector: Tensor, like: Tensor) -> tuple[int, ...]:
 def _bind_float8(call: GemmCall) -> Bound:
     M, K, shape, kind = call.M, call.K, (*call.a.shape[:-1], call.columns), kinds(call)[0]
     out = call.dtype if call.dtype in FLOATS else torch.bfloat16
-    is_contiguous = call.a.reshape(M, K).stride(-1) == 1
     a_shape: tuple[int, ...] = ()
     b_shape: tuple[int, ...] = ()
     if kind == "vector":
@@ -213,13 +222,16 @@ def _bind_float8(call: GemmCall) -> Bound:
         a_shape, b_shape, out = (-1, 1), (1, -1), torch.bfloat16
 
     def run(call: GemmCall) -> Tensor:
-        a = call.a.reshape(M, K)
-        a = a if is_contiguous else a.contiguous()
+        a, b = call.a.reshape(M, K), call.b
+        if not _takes_float8(a):
+            a = a.clone(memory_format=torch.contiguous_format)
+        if not _takes_float8(b.mT):
+            b = b.mT.clone(memory_format=torch.contiguous_format).mT
         if call.scale_a is None or call.scale_b is None:
             scale_a = scale_b = torch.ones((), device=a.device)
         else:
             scale_a, scale_b = call.scale_a.reshape(a_shape).contiguous(), call.scale_b.reshape(b_shape).contiguous()
-        return torch._scaled_mm(a, call.b, scale_a=scale_a, scale_b=scale_b, out_dtype=out).reshape(shape)
+        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out).reshape(shape)
 
     return run
 

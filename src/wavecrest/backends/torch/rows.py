@@ -14,8 +14,18 @@ from wavecrest.dispatch import registry
 from wavecrest.ops.rows.call import RowCall
 
 
+# columns that PyTorch's kernels for a GPU count in 32 bits
+MOST_COLUMNS = (1 << 31) - 1
+
+
+def _refuse_wide(call: RowCall) -> str | None:
+    if call.x.is_cuda and call.x.shape[-1] > MOST_COLUMNS:
+        return f"counts columns in 32 bits on a GPU, and there are {call.x.shape[-1]}"
+    return None
+
+
 def _refuse(call: RowCall) -> str | None:
-    return other_dtype(call.x, weight=call.weight, bias=call.bias)
+    return other_dtype(call.x, weight=call.weight, bias=call.bias) or _refuse_wide(call)
 
 
 def _rms_norm(x: Tensor, size: Sequence[int], call: RowCall) -> Tensor:
@@ -53,7 +63,7 @@ for _name, _bind, _refusal in (
     ("add_rms_norm", partial(_bind_norm, _rms_norm), _refuse),
     ("layer_norm", partial(_bind_norm, _layer_norm), _refuse),
     ("add_layer_norm", partial(_bind_norm, _layer_norm), _refuse),
-    ("softmax", _bind_softmax, lambda _call: None),
+    ("softmax", _bind_softmax, _refuse_wide),
 ):
     registry.get(_name).attach("torch", partial(_run, _bind), refuse=_refusal, priority=PRIORITY, bind=_bind)
 # PyTorch has no op for these: its form is the definition, written in its operations

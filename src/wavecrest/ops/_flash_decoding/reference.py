@@ -16,13 +16,29 @@ from wavecrest.ops.packed.cache import dequantize, quantize_cache
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def seen_by_any(call: FlashDecodingCall) -> Tensor:
+    """bool [B, S]: the keys that take part, between the first that the first query sees and the last of a sequence."""
+    place = torch.arange(call.capacity, device=call.seq_lens.device)
+    length = call.seq_lens.long()[:, None]
+    seen = place < length
+    if call.window >= 0:
+        seen = seen & (place >= length - call.seqlen_q - call.window)
+    return seen if call.seq_starts is None else seen & (place >= call.seq_starts[:, None])
+
+
 def stored(
     call: FlashDecodingCall, cache: Tensor, scale: Tensor | None, shift: Tensor | None, wide: torch.dtype
 ) -> Tensor:
-    """The values of a cache, [B, S, Hk, D]: pages in order, quantized values times their scales."""
+    """The values of a cache, [B, S, Hk, D]: pages in order, quantized values times their scales.
+
+    Another page stands for one that has no key which any query sees: its entry may be anything.
+    """
+    table = call.block_table
+    if table is not None:
+        table = table.long().where(seen_by_any(call).view(*table.shape, call.page).any(-1), 0)
 
     def in_order(stored: Tensor) -> Tensor:
-        return stored if call.block_table is None else stored[call.block_table.long()].flatten(1, 2)
+        return stored if table is None else stored[table].flatten(1, 2)
 
     if cache.dtype == FOUR_BITS and scale is not None and shift is not None:
         return dequantize(in_order(cache), in_order(scale), in_order(shift), wide)
@@ -36,12 +52,7 @@ def _cached(
     call: FlashDecodingCall, cache: Tensor, scale: Tensor | None, shift: Tensor | None, wide: torch.dtype
 ) -> Tensor:
     """The values of a cache for each query head, [B, Hq, S, D], 0 for keys that no query sees."""
-    rows = stored(call, cache, scale, shift, wide)
-    place = torch.arange(call.capacity, device=rows.device)
-    taking_part = place < call.seq_lens[:, None]
-    if call.seq_starts is not None:
-        taking_part = taking_part & (place >= call.seq_starts[:, None])
-    rows = rows.where(taking_part[..., None, None], 0.0)
+    rows = stored(call, cache, scale, shift, wide).where(seen_by_any(call)[..., None, None], 0.0)
     return rows.transpose(1, 2).repeat_interleave(call.group, dim=1)
 
 

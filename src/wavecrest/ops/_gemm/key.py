@@ -6,7 +6,7 @@ import wavecrest.ops._gemm.config as _config
 import wavecrest.ops._gemm.launch as _launch
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.keys import name_of, row_bucket
-from wavecrest.ops._gemm.call import GATED, GemmCall, kinds
+from wavecrest.ops._gemm.call import FLOAT8, GATED, GemmCall, kinds
 
 KEY_FIELDS = (
     "rows", "columns", "k", "a", "b", "form", "group", "scales", "bias", "activation", "residual", "out", "precision",
@@ -15,11 +15,12 @@ KEY_FIELDS = (
 
 
 def _form(call: GemmCall) -> str:
-    """The storage of b, with the properties that make backends refuse 4-bit values."""
+    """The storage of b, with the properties that make backends refuse 4-bit values and 8-bit floats."""
     text = call.form
     if call.zero is not None:
         text += " zeros"
-    if call.form == "int4" and call.b.stride(-1) % 16 != 0:
+    float8 = call.a.dtype in FLOAT8 and call.b.dtype in FLOAT8 and call.b.stride(-2) == 1
+    if (call.form == "int4" or float8) and call.b.stride(-1) % 16 != 0:
         text += " unaligned"
     if call.tail is not None:
         text += f" tail {call.tails}"

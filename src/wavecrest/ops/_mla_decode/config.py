@@ -32,6 +32,7 @@ class Shape(NamedTuple):
         bits: of an element.
         page_size: tokens of a page, 0 without pages.
         extras: 0 to 2: one for a logit cap and one for rotation, each of which takes registers.
+        rope_width: the power of two that holds the rotary part.
     """
 
     batch: int
@@ -41,6 +42,7 @@ class Shape(NamedTuple):
     bits: int
     page_size: int = 0
     extras: int = 0
+    rope_width: int = 64
 
 
 # BLOCK_M, BLOCK_N, PART, num_warps, num_stages
@@ -58,9 +60,10 @@ def _nvidia(rows: int, shape: Shape, arch: Arch | None) -> Tile:
     if arch is not None and arch.name == "sm_80":
         # queries are held in registers, beside the sums of 32 rows
         return min(rows, 32), 32, shape.width, 8, 2
-    # where rows of a tile lie in several pages their addresses take registers too
-    fewer = rows == 64 and (shape.page_size % 64 != 0 or shape.extras == 2)
-    return rows, 32 if fewer else 64, shape.width, 8, 2
+    # where rows of a tile lie in several pages their addresses take registers too; and with a rotary part of 128
+    # columns three tiles of 64 rows are 240 KiB
+    fewer = shape.page_size % 64 != 0 or shape.extras == 2 or shape.width + shape.rope_width > 576
+    return rows, 32 if rows == 64 and fewer else 64, shape.width, 8, 2
 
 
 def _cdna(rows: int, shape: Shape, arch: Arch) -> Tile:

@@ -57,4 +57,7 @@ def shape_of(key: Key) -> Shape:
     batch = 0 if part["invariant"] else part["batch"]
     width = max(16, _layout.power_of_two(part["latent"]))
     extras = (part["capped"] == 1) + (part["style"] != "none")
-    return Shape(batch, part["tokens"] * part["heads"], part["capacity"], width, bits, part["page"], extras)
+    rope_width = max(16, _layout.power_of_two(part["rotary"]))
+    return Shape(
+        batch, part["tokens"] * part["heads"], part["capacity"], width, bits, part["page"], extras, rope_width
+    )

@@ -8,11 +8,19 @@ from functools import cache
 
 import wavecrest.ops.common.triton as _triton
 from wavecrest import hardware
+from wavecrest.dispatch.tracing import constant_in_graphs
 
 
 @cache
-def _detected() -> hardware.Arch | None:
-    return hardware.detect().known
+def _detected() -> str:
+    known = hardware.detect().known
+    return "" if known is None else known.name
+
+
+# Dynamo would trace the detection, with the imports in it: a name is what it can keep
+@constant_in_graphs
+def _name() -> str:
+    return _detected()
 
 
 _assumed: hardware.Arch | None = None
@@ -35,7 +43,8 @@ def arch() -> hardware.Arch | None:
         return _assumed
     if _triton.emulated is not None:
         return hardware.ARCHS[_triton.emulated]
-    return _detected()
+    name = _name()
+    return hardware.ARCHS[name] if name else None
 
 
 def wave_size() -> int:

@@ -9,6 +9,7 @@ import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.quantized as _quantized
 import wavecrest.ops.common.target as _target
+import wavecrest.ops.rows.split as _split
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.keys import dtype_name, name_of
 from wavecrest.dispatch.op import Op
@@ -66,7 +67,11 @@ def refuse(call: RowCall) -> str | None:
         reason: str | None = _quantized.kernel_refusal(eight_bits)
         if reason is not None:
             return reason
-    return _checks.kernel_refusal(dtype, x.device.type, call.leading, call.needs_grad)
+    rounding, static = (None, False) if how is None else (how.granularity, how.scale is not None)
+    tiled = Shape(call.kind, dtype, rounding=rounding, static=static).tiled
+    return _checks.kernel_refusal(dtype, x.device.type, call.leading, call.needs_grad) or _split.refusal(
+        x.shape[-1], not tiled
+    )
 
 
 def opt_in(call: RowCall) -> str | None:

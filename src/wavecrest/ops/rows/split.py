@@ -12,6 +12,18 @@ from wavecrest.errors import InvalidArgument
 # looks at what other programs of a row have published before a program works their share out by itself (a few ms);
 # at least 1 where it is compiled, as triton 3.6 aborts on a loop that it knows not to run
 PATIENCE = 1 << 14
+# columns of a row whose programs exchange numbers. All of a row must run at once: those that wait for one that cannot
+# start work out all shares themselves, one after the other. A row of 2²⁸ columns had no answer in 30 s (H200, 2026-11-25)
+MOST_EXCHANGED = 1 << 20
+# columns that 32 bits count, the last program's block among them
+MOST_COUNTED = (1 << 31) - (1 << 16)
+
+
+def refusal(columns: int, exchanges: bool) -> str | None:
+    """The reason why the kernel takes no row of that width; `exchanges`: a result needs all of its row."""
+    if exchanges and columns > MOST_EXCHANGED:
+        return f"splits rows over programs that run at once: up to {MOST_EXCHANGED} columns, not {columns}"
+    return f"counts columns in 32 bits, and there are {columns}" if columns > MOST_COUNTED else None
 
 
 def patience() -> int:

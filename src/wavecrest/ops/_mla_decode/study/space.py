@@ -29,7 +29,7 @@ def space_of(shape: Shape, arch: Arch) -> Iterator[Config]:
     for rows, keys, warps, num_stages, finer in choices:
         # the queries' tile where it is not in registers, and the keys' of each stage
         tiles = keys * num_stages + (rows if arch.vendor == "nvidia" and rows == 64 else 0)
-        if tiles * (shape.width + 64) * shape.bits // 8 > arch.lds_kib << 10 or rows > max(16, most):
+        if tiles * (shape.width + shape.rope_width) * shape.bits // 8 > arch.lds_kib << 10 or rows > max(16, most):
             continue
         # sums, at most 160 registers a lane
         if rows * shape.width > 160 * warps * arch.wave_size:
