@@ -9,6 +9,8 @@ from tests.ops.op_harness import BACKENDS, E4M3, E5M2, LARGEST, assert_refuses, 
 from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.errors import Unsupported
+from wavecrest.hardware import ARCHS
+from wavecrest.ops.common import quantized
 
 OP = "quantize_fp8"
 INF, NAN = float("inf"), float("nan")
@@ -106,6 +108,18 @@ def test_the_type_is_that_of_the_gpu(fp8: str, wanted: torch.dtype, monkeypatch:
     monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: SimpleNamespace(fp8=fp8, name="gfx942"))
     assert ops.quantize_fp8(torch.ones(2, 8))[0].dtype == wanted
     assert ops.quantize_fp8(torch.ones(2, 8), dtype=E5M2)[0].dtype == E5M2
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_make_fnuz_types_where_the_gpu_has_them(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS[arch])
+    native = ARCHS[arch].fp8 == "e4m3fnuz"
+    for dtype in FNUZ:
+        refusal = quantized.kernel_refusal(dtype)
+        assert refusal is None if native else f"{arch} has no {name(dtype)}; gfx942 do" == refusal
+    # and where it has 8-bit floats at all, the kernels make the OCP types
+    for dtype in (E4M3, E5M2):
+        assert (quantized.kernel_refusal(dtype) is None) == (ARCHS[arch].fp8 is not None)
 
 
 def test_the_type_without_a_gpu_or_on_nvidia(device: str) -> None:

@@ -1,7 +1,8 @@
-"""The assembly that makes floats of 4-bit codes and of bytes, instruction by instruction: alone, and in the kernels."""
+"""The assembly that makes floats of 4- and 8-bit values, instruction by instruction: alone, and in the kernels."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import ARCHS
+from wavecrest.ops._flash_decoding import kernel as decoding
 from wavecrest.ops._gemm import launch
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import linear_call
@@ -58,8 +60,28 @@ def _fma(dtype: torch.dtype) -> Callable[[Words, Words, Words], Words]:
     return made
 
 
+def _from_bits(bits: Words, dtype: torch.dtype) -> torch.Tensor:
+    width = np.uint8 if dtype.itemsize == 1 else np.uint16
+    return torch.from_numpy(np.asarray(bits, dtype=width).copy()).view(dtype)
+
+
+def _to_bits(values: torch.Tensor) -> Words:
+    return values.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+
+
+def _e4m3_pair(pair: Words) -> Words:
+    """The low byte as float16 in the low half, the high byte in the high half."""
+    low, high = (_from_bits(pair >> shift & 255, torch.float8_e4m3fn).half() for shift in (0, 8))
+    return _to_bits(low) | _to_bits(high) << 16
+
+
 INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "mov.b32": lambda value: value,
+    "cvt.u16.u32": lambda value: value & 0xFFFF,
+    "cvt.rn.f16x2.e4m3x2": _e4m3_pair,
+    "cvt.f32.f16": lambda bits: _from_bits(bits, F16).float(),
+    # the first operand is the high half
+    "cvt.rn.bf16x2.f32": lambda high, low: _to_bits(low.bfloat16()) | _to_bits(high.bfloat16()) << 16,
     "prmt.b32": _prmt,
     "shr.b32": lambda value, by: value >> by,
     "xor.b32": lambda value, other: value ^ other,
@@ -76,9 +98,14 @@ def execute(text: str, outputs: int, inputs: list[Words]) -> list[Words]:
         name, _, rest = line.strip().partition(" ")
         if not name or name == ".reg":
             continue
-        target, *sources = (part.strip() for part in rest.split(","))
+        target, *sources = re.findall(r"\{[^}]*\}|[^\s,]+", rest)
         values = [registers[source] if source in registers else np.uint32(int(source, 0)) for source in sources]
-        registers[target] = INSTRUCTIONS[name](*values)
+        if target.startswith("{"):
+            # a word into two registers of 16 bits, the low half first
+            low, high = target.strip("{}").replace(" ", "").split(",")
+            registers[low], registers[high] = values[0] & 0xFFFF, values[0] >> 16
+        else:
+            registers[target] = INSTRUCTIONS[name](*values)
     return [registers[f"${place}"] for place in range(outputs)]
 
 
@@ -126,6 +153,20 @@ def test_every_byte_of_pairs(what: str, dtype: torch.dtype) -> None:
     signed = columns - 256 * (columns > 127)
     want = signed if what == "INT8_PAIRS" else np.concatenate([columns & 15, columns >> 4], 1) - 8
     assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_every_8_bit_float_of_pairs(dtype: torch.dtype) -> None:
+    """Two pairs of e4m3: the first elements of both pairs, then the second ones."""
+    text: Any = (decoding.E4M3_PAIRS_BF16 if dtype == BF16 else decoding.E4M3_PAIRS_FP16).value
+    assert "\n" not in text and "'" not in text and "\\" not in text
+    byte = np.arange(256)
+    four = np.stack([byte, (7 * byte + 3) % 256, (13 * byte + 5) % 256, 255 - byte], 1).astype(np.uint8)
+    registers = execute(text, 2, [four.view(np.uint32)[:, 0]])
+    halves = np.stack(registers, 1).astype(np.uint32).view(np.int16)
+    got = torch.from_numpy(halves.copy()).view(dtype).float()
+    want = torch.from_numpy(four).view(torch.float8_e4m3fn).float()[:, [0, 2, 1, 3]]
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 # --- in the kernels
