@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from wavecrest.errors import PlanMismatch, PlanWarning, StepRefused
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, build, step_by_id
 from wavecrest.optimizer.steps.precision import gate_dtype
+from wavecrest.records import decode
 from wavecrest.records.renamed import current_backend
 
 if TYPE_CHECKING:
@@ -87,7 +87,11 @@ def pin_dispatch(rows: Iterable[DecisionRow]) -> None:
         op = ops.get(row.op)
         if current_backend(row.backend) in op.backends:
             op.pin(
-                tuple(json.loads(row.key)), row.backend, Config(**row.config) if row.config else None, "exact", "plan"
+                tuple(decode.json_of(row.key)),
+                row.backend,
+                Config(**row.config) if row.config else None,
+                "exact",
+                "plan",
             )
 
 

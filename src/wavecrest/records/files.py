@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import tempfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pydantic
 
 from wavecrest import __version__
 from wavecrest.errors import OutputError, RecordError, UserError
-from wavecrest.records import lines
+from wavecrest.records import decode, lines
 
 # the end of a name that asks for compressed JSON lines
 LINES = ".jsonl.gz"
@@ -74,7 +73,7 @@ def write_model(path: Path, model: Model) -> None:
     """
     if path.name.endswith(LINES):
         # through text, as only that has infinities as strings
-        write_document(path, json.loads(model.model_dump_json()))
+        write_document(path, decode.json_of(model.model_dump_json()))
     else:
         write_text(path, model.model_dump_json(indent=1) + "\n")
 
@@ -99,50 +98,26 @@ def beside(path: Path, name: str) -> Path:
     return path.with_name(f"{path.name.removesuffix(ending)}_{name}{ending}")
 
 
-def content(path: Path) -> bytes:
-    """The bytes of a file, decompressed where its name ends in .gz.
-
-    Raises:
-        OSError: it cannot be read, or is cut short or damaged by gzip's own checksum.
-    """
-    held = path.read_bytes()
-    if path.suffix != ".gz":
-        return held
-    try:
-        return gzip.decompress(held)
-    except (EOFError, zlib.error) as problem:
-        raise gzip.BadGzipFile(str(problem)) from None
-
-
 def content_hash(path: Path) -> str:
     """The first `HASH_DIGITS` of the SHA-256 of a file's uncompressed content.
 
     Raises:
-        OSError: as of `content`.
+        OSError, ValueError: as of `decode.content`.
     """
-    return hashlib.sha256(content(path)).hexdigest()[:HASH_DIGITS]
+    return hashlib.sha256(decode.content(path)).hexdigest()[:HASH_DIGITS]
 
 
 def read_json(path: Path, *, what: str, error: type[UserError] = RecordError) -> Any:
     """The JSON value of a file in either form.
 
     Raises:
-        RecordError (or `error`): no such file, unreadable, or damaged.
+        RecordError (or `error`): no such file, unreadable, damaged, or beyond the limits of `records.decode`.
     """
+    text = decode.read_text(path, what=what, error=error)
     try:
-        text = content(path).decode()
-    except FileNotFoundError:
-        raise error(f"no {what} at {path}") from None
-    except gzip.BadGzipFile as problem:
-        raise error(f"the {what} {path} is damaged: {problem}") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise error(f"cannot read the {what} {path}: {problem}") from problem
-    try:
-        return lines.join(text.removesuffix("\n").split("\n")) if path.name.endswith(LINES) else json.loads(text)
-    except json.JSONDecodeError as problem:
-        raise error(f"the {what} {path} is damaged: not JSON at line {problem.lineno}: {problem.msg}") from None
+        return lines.join(text.removesuffix("\n").split("\n")) if path.name.endswith(LINES) else decode.json_of(text)
     except ValueError as problem:
-        raise error(f"the {what} {path} is damaged: {problem}") from None
+        raise error(f"the {what} {decode.shown(path)} is damaged: {problem}") from None
 
 
 def read_document(path: Path, *, what: str, current: int, error: type[UserError] = RecordError) -> dict[str, Any]:
@@ -152,11 +127,14 @@ def read_document(path: Path, *, what: str, current: int, error: type[UserError]
         RecordError (or `error`): no such file, damaged, foreign, or newer than this version.
     """
     document = read_json(path, what=what, error=error)
-    if not isinstance(document, dict) or not isinstance(document.get("format_version"), int):
-        raise error(f"{path} is not a wavecrest {what}: it has no format_version")
-    if document["format_version"] > current:
+    version = document.get("format_version") if isinstance(document, dict) else None
+    # True is a whole number, too
+    if type(version) is not int or version < 0:
+        raise error(f"{decode.shown(path)} is not a wavecrest {what}: it has no format_version")
+    if version > current:
         raise error(
-            f"the {what} {path} has format {document['format_version']}, this wavecrest ({__version__}) reads up to "
+            f"the {what} {decode.shown(path)} has format {version}, this wavecrest ({__version__}) reads up to "
             f"{current}; upgrade wavecrest"
         )
-    return document
+    found: dict[str, Any] = document
+    return found

@@ -20,6 +20,7 @@ from pathlib import Path
 from wavecrest.dispatch.tuned.config import Config
 from wavecrest.dispatch.tuned.row import Cell, Evidence, Row, RowKey
 from wavecrest.errors import InvalidArgument, OutputError, TableError
+from wavecrest.records import decode
 from wavecrest.records.renamed import current_backend
 
 # the columns after those of the key
@@ -40,15 +41,9 @@ def read(path: Path, fields: tuple[str, ...]) -> dict[RowKey, Row]:
     Raises:
         TableError: the file cannot be read or is malformed; the message names the line.
     """
-    try:
-        text = path.read_bytes().decode()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return {}
-    except OSError as error:
-        raise TableError(f"cannot read {path}: {error.strerror or error}; make it readable or delete it") from error
-    except UnicodeDecodeError as error:
-        raise TableError(f"{path} is not UTF-8 text ({error.reason}); write the table anew or delete it") from None
-    return _parse(text, fields, path)
+    return _parse(decode.read_text(path, what="table", error=TableError), fields, path)
 
 
 def write(path: Path, fields: tuple[str, ...], rows: Iterable[Row]) -> None:

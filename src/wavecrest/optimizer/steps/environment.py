@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from wavecrest import env
 from wavecrest.errors import StepRefused
 from wavecrest.measure.timing import Interval, bootstrap_processes, keeps
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
+from wavecrest.records import decode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -181,5 +181,5 @@ def _child(context: StepContext, changes: dict[str, str | None], seconds: float)
         if done.returncode != 0 or not target.exists():
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise StepRefused(f"a child process failed: {last}")
-        samples: dict[str, list[float]] = json.loads(target.read_text())
+        samples: dict[str, list[float]] = decode.json_of(target.read_text())
         return samples
