@@ -92,6 +92,12 @@ def settings() -> tuple[Setting, ...]:
     return tuple(Setting(**row) for row in _data()["setting"])
 
 
+def may_try(name: str, value: str) -> bool:
+    """True if the table lists this value of a variable to try: all that a plan file may set in a process."""
+    row = variable(name)
+    return row is not None and value in row.try_values
+
+
 def variable(name: str) -> Variable | None:
     """The table's row for a variable, if it has one."""
     return next((row for row in table() if row.name == name), None)

@@ -73,7 +73,7 @@ class Display:
 
     def phase(self, text: str) -> None:
         """A new piece of work."""
-        self._progress.reset(self._task, description=escape(text), total=None)
+        self._progress.reset(self._task, description=escape(_shared.visible(text)), total=None)
 
     def update(self, done: int, planned: int) -> None:
         """Progress inside it; measuring may go on beyond the planned minimum."""

@@ -35,7 +35,7 @@ from pydantic import Field
 from wavecrest import hardware
 from wavecrest.errors import RecordError
 from wavecrest.isa.facts import KernelFacts, Row, wide_share
-from wavecrest.records import decode
+from wavecrest.records import decode, files
 from wavecrest.records.files import Model
 
 
@@ -124,9 +124,7 @@ def load(path: Path) -> Budget:
     except decode.Undecodable as problem:
         raise RecordError(f"the budget {path} is damaged: {problem}") from None
     except pydantic.ValidationError as problem:
-        first = problem.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RecordError(f"the budget {path} is not valid: {where}: {first['msg']}") from None
+        raise RecordError(f"the budget {path} is not valid: {files.first_problem(problem)}") from None
 
 
 def _over(facts: KernelFacts, limits: Limits, arch: hardware.Arch) -> list[str]:

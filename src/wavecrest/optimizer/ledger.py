@@ -98,7 +98,9 @@ class Ledger:
         self.environment = plan.environment
         self.seconds_before = sum(step.seconds for step in before.steps)
         for step in plan.kept():
-            self.applied = self.applied.plus(step_by_id(step.id), step.params)
+            kept = step_by_id(step.id)
+            kept.check_params(step.params)
+            self.applied = self.applied.plus(kept, step.params)
 
     def note(self, *texts: str) -> None:
         """Add notes to the record; empty ones are left out."""

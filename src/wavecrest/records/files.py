@@ -32,6 +32,14 @@ class Model(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
 
+def first_problem(error: pydantic.ValidationError) -> str:
+    """The first problem of a value that fits no schema, as "steps.0.level: Input should be …"."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    text = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {text}" if where else text
+
+
 def prepare_folder(folder: Path) -> Path:
     """Create a folder for results and prove that it can be written, before any work is done.
 

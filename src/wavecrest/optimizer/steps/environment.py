@@ -15,6 +15,7 @@ from wavecrest import env
 from wavecrest.errors import StepRefused
 from wavecrest.measure.timing import Interval, bootstrap_processes, keeps
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
+from wavecrest.optimizer.steps.params import Candidates
 from wavecrest.records import decode
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class EnvironmentStep(Step):
     title = "environment"
     level = 1
     phase = "environment"
+    params_type = Candidates
 
     def find(self, context: StepContext) -> Found:
         """The table's candidates for this vendor that are not set already."""
