@@ -7,6 +7,7 @@ table with the live process; `docs/env.md` is generated from it.
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -148,6 +149,11 @@ def python_child(changes: Mapping[str, str | None]) -> dict[str, str]:
     source = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     return child({**changes, "PYTHONPATH": path})
+
+
+def python_command(module: str) -> list[str]:
+    """The command of a Python process that runs a module of wavecrest and ends when this process ends."""
+    return [sys.executable, "-m", "wavecrest.measure.child", str(os.getpid()), module]
 
 
 def clean_child() -> dict[str, str]:

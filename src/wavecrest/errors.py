@@ -120,3 +120,7 @@ class MissingDependency(EnvironmentProblem):
 
 class PlanWarning(UserWarning):
     """A plan was applied, but not exactly as it was made; the text says what differs."""
+
+
+class OutputWarning(UserWarning):
+    """A run has its result, but a file of it is missing; the text says which, and why."""

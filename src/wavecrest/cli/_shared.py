@@ -11,6 +11,7 @@ import pydantic
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -53,6 +54,11 @@ WorkloadArgument = Annotated[
 HfOption = Annotated[
     str | None, typer.Option("--hf", metavar="DIR", help="A local Hugging Face model folder, instead of W.")
 ]
+
+
+def print_error(text: str) -> None:
+    """An error as one line on standard error; its text is not markup."""
+    err.print(f"[red]error:[/red] {escape(text)}", soft_wrap=True)
 
 
 def print_json(model: pydantic.BaseModel) -> None:

@@ -114,7 +114,7 @@ def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, 
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "process.json"
         command = [
-            sys.executable, "-m", "wavecrest.optimizer.verify",
+            *env.python_command("wavecrest.optimizer.verify"),
             json.dumps([spec, str(plan_path), device, seconds, index, str(target)]),
         ]  # fmt: skip
         try:

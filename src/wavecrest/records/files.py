@@ -5,13 +5,18 @@ A document is JSON, or, where its name ends with `.jsonl.gz`, JSON lines (`recor
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gzip
 import hashlib
 import json
 import os
+import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pydantic
 
@@ -23,6 +28,10 @@ from wavecrest.records import decode, lines
 LINES = ".jsonl.gz"
 # digits of a content hash: two of a thousand records agree by chance once in 10^8 tries
 HASH_DIGITS = 12
+# permissions of a file that was not there before
+NEW_FILE = 0o644
+# in a run's folder while the run goes on
+LOCK = "run.lock"
 
 
 class Model(pydantic.BaseModel):
@@ -30,6 +39,48 @@ class Model(pydantic.BaseModel):
 
     # JSON has no NaN or infinity: strings, so that they come back as what they were
     model_config = pydantic.ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process: a second one gets an error. A process that dies lets go, however it dies.
+
+    Raises:
+        OutputError: another process holds it, or the lock file cannot be written.
+    """
+    path = folder / LOCK
+    try:
+        file = _lock(path)
+    except BlockingIOError:
+        owner = path.read_text(errors="replace").strip()[:20] or "another process"
+        raise OutputError(
+            f"the folder {decode.shown(folder)} is in use by process {owner}; wait for it, or give another folder"
+        ) from None
+    except OSError as error:
+        raise OutputError(f"cannot write {decode.shown(path)}: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        # in this order: whoever waits for the lock sees that its file is gone
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def _lock(path: Path) -> IO[str]:
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # the process before may have taken the file away after it was opened here
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+                return file
+        except OSError:
+            file.close()
+            raise
+        file.close()
 
 
 def first_problem(error: pydantic.ValidationError) -> str:
@@ -50,14 +101,25 @@ def prepare_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise OutputError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise OutputError(f"cannot write to the output folder {decode.shown(folder)}: {reason}") from error
     return folder
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all (a temporary file in the same folder, then a rename)."""
-    _write(path, text.encode())
+    """Write a file whole or not at all (a temporary file beside it, then a rename).
+
+    A symlink stays one: what it leads to is written. A device or a FIFO that somebody reads is written into.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    try:
+        held = text.encode()
+    except UnicodeEncodeError:
+        raise OutputError(f"cannot write {decode.shown(path)}: its text has half of a surrogate pair") from None
+    _write(path, held)
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
@@ -86,18 +148,43 @@ def write_model(path: Path, model: Model) -> None:
         write_text(path, model.model_dump_json(indent=1) + "\n")
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, held: bytes) -> None:
     temporary: Path | None = None
     try:
-        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        mode = path.stat().st_mode if path.exists() else stat.S_IFREG | NEW_FILE
+        if not stat.S_ISREG(mode):
+            return _write_into(path, mode, held)
+        target = Path(os.path.realpath(path))
+        # a name may be as long as the file system allows: the temporary one has its beginning alone
+        with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name[:40]}.", delete=False) as file:
             temporary = Path(file.name)
-            file.write(content)
-        temporary.chmod(0o644)
-        os.replace(temporary, path)
-    except OSError as error:
+            file.write(held)
+        temporary.chmod(stat.S_IMODE(mode))
+        os.replace(temporary, target)
+    except (OSError, ValueError) as error:
+        # a null byte in a path is a ValueError
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise OutputError(f"cannot write {decode.shown(path)}: {reason}") from error
+
+
+def _write_into(path: Path, mode: int, held: bytes) -> None:
+    """Write what is no regular file without replacing it: a character device, or a FIFO that is being read.
+
+    Raises:
+        OSError: it is something else, nobody reads it, or it takes no more.
+    """
+    if not stat.S_ISCHR(mode) and not stat.S_ISFIFO(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a block device or a socket"
+        raise OSError(errno.EINVAL, f"it is {kind}; give the name of a file")
+    # without waiting for a reader: where there is none, this raises
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "wb", buffering=0) as file:
+        left = memoryview(held)
+        while left:
+            left = left[file.write(left) :]
 
 
 def beside(path: Path, name: str) -> Path:

@@ -22,6 +22,8 @@ from wavecrest.records.provenance import Header
 from wavecrest.records.renamed import current_backend
 
 FORMAT_VERSION = 1
+# percent of a roofline: more is beyond what a cache explains, so the ceiling was measured wrong
+MOST_PERCENT = 110.0
 
 # records made before a backend got its name of today are read with that
 BackendName = Annotated[str, pydantic.AfterValidator(current_backend)]
@@ -73,6 +75,11 @@ class OpTime(Model):
     bound: Literal["compute", "memory"] | None = None
     # the device kernels that ran it, longest first; empty on the CPU
     kernels: list[str] = Field(default_factory=list)
+
+    @property
+    def below_ceiling(self) -> bool:
+        """False where an op is faster than its ceiling by more than a cache explains: the ceiling is not valid."""
+        return self.roofline_percent is None or self.roofline_percent <= MOST_PERCENT
 
 
 class Ceilings(Model):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -167,7 +166,7 @@ def _child(context: StepContext, changes: dict[str, str | None], seconds: float)
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "samples.json"
         command = [
-            sys.executable, "-m", "wavecrest.optimizer.steps.environment_child",
+            *env.python_command("wavecrest.optimizer.steps.environment_child"),
             context.workload.spec, context.device.torch_name, str(seconds), str(target),
         ]  # fmt: skip
         try:
