@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# torch is no dependency of the package: which build is right depends on the GPU
+INSTALL_TORCH = "pip install torch (builds for ROCm and CUDA: https://pytorch.org/get-started)"
+
 # public name -> module that defines it; a module's own name maps to that module
 _LAZY = {
     "Buckets": "wavecrest.measure.workload",
@@ -54,7 +57,14 @@ def __getattr__(name: str) -> Any:
         module_name = _LAZY[name]
     except KeyError:
         raise AttributeError(f"module 'wavecrest' has no attribute {name!r}") from None
-    module = importlib.import_module(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from wavecrest.errors import MissingDependency
+
+        raise MissingDependency("torch", f"wavecrest.{name}", INSTALL_TORCH) from None
     value = module if module_name.rpartition(".")[2] == name else getattr(module, name)
     globals()[name] = value
     return value

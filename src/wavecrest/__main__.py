@@ -1,7 +1,89 @@
-"""`python -m wavecrest` is the `wavecrest` program."""
+"""The `wavecrest` program and `python -m wavecrest`: signals and standard output first, then the commands.
 
+Nothing is imported before the signals are looked after, as torch alone takes seconds. A signal becomes one line and the
+exit code that shells expect, 130 for Ctrl-C and 143 for SIGTERM, whatever was under way.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
 import sys
+import threading
+from types import FrameType
 
-from wavecrest.cli.main import main
+# seconds that a command has to write what it knows after a signal
+PATIENCE = 20.0
 
-sys.exit(main())
+
+def main() -> int:
+    """Run the program; the exit code."""
+    received: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        if received:
+            # asked twice: what is written is whole at any time
+            os._exit(128 + number)
+        received.append(number)
+        # a compiler may swallow the exception and go on
+        watch = threading.Timer(PATIENCE, os._exit, (128 + number,))
+        watch.daemon = True
+        watch.start()
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # a shell that starts a program in the background has SIGINT ignored
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    if sys.stdout is None or sys.stderr is None:
+        # whatever is opened next would be written into by prints
+        return _leave(1, "standard output or standard error is closed; send it to /dev/null instead")
+    code = 1
+    try:
+        from wavecrest.cli.main import main as run
+
+        code = run()
+        if code != 130:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 130
+        _say("interrupted")
+    except BrokenPipeError:
+        # the reader of a pipe has read enough
+        return _leave(code)
+    except OSError as error:
+        return _leave(1, f"cannot write to standard output: {error.strerror or error}")
+    except BaseException:
+        # an import that a signal interrupts may raise anything
+        if not received:
+            raise
+        code = 130
+        _say("interrupted")
+    if received:
+        return _leave(128 + received[0])
+    return code
+
+
+def _say(text: str) -> None:
+    os.write(2, f"{text}\n".encode())
+
+
+def _leave(code: int, problem: str = "") -> int:
+    """End at once: what runs at exit may wait for compilers, or write to an output that is gone."""
+    if problem:
+        try:
+            _say(f"error: {problem}")
+        except OSError:
+            # there is nobody to tell; the exit code does
+            code = code or 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ table with the live process; `docs/env.md` is generated from it.
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,6 +93,12 @@ def settings() -> tuple[Setting, ...]:
     return tuple(Setting(**row) for row in _data()["setting"])
 
 
+def may_try(name: str, value: str) -> bool:
+    """True if the table lists this value of a variable to try: all that a plan file may set in a process."""
+    row = variable(name)
+    return row is not None and value in row.try_values
+
+
 def variable(name: str) -> Variable | None:
     """The table's row for a variable, if it has one."""
     return next((row for row in table() if row.name == name), None)
@@ -142,6 +149,11 @@ def python_child(changes: Mapping[str, str | None]) -> dict[str, str]:
     source = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     return child({**changes, "PYTHONPATH": path})
+
+
+def python_command(module: str) -> list[str]:
+    """The command of a Python process that runs a module of wavecrest and ends when this process ends."""
+    return [sys.executable, "-m", "wavecrest.measure.child", str(os.getpid()), module]
 
 
 def clean_child() -> dict[str, str]:

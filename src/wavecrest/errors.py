@@ -124,3 +124,7 @@ class PlanWarning(UserWarning):
 
 class CompileWarning(UserWarning):
     """A model that should run compiled runs in eager; the text says why."""
+
+
+class OutputWarning(UserWarning):
+    """A run has its result, but a file of it is missing; the text says which, and why."""

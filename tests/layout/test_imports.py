@@ -178,6 +178,36 @@ def test_only_env_reads_the_environment() -> None:
     assert not found, found
 
 
+# readers of what comes from a file: `records.decode` is the one that knows limits
+READERS = {
+    "json": ("load", "loads", "JSONDecoder"),
+    "yaml": ("load", "load_all", "safe_load", "safe_load_all", "full_load", "unsafe_load", "compose", "parse"),
+    "tomllib": ("load", "loads"),
+    "pickle": ("load", "loads", "Unpickler"),
+    "marshal": ("load", "loads"),
+    "torch": ("load",),
+}
+# the package's own data, and the project file of a checkout
+OWN_DATA = ("env", "dispatch.tuned.spaces", "records.provenance")
+
+
+def test_one_decoder_reads_files() -> None:
+    found = []
+    for name, path in _modules():
+        if name == "records.decode":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in READERS and node.module != "torch":
+                found.append(f"{name}:{node.lineno}: from {node.module} import")
+            if not isinstance(node, ast.Attribute):
+                continue
+            module = node.value.id if isinstance(node.value, ast.Name) else ""
+            own = module == "tomllib" and name in OWN_DATA
+            if node.attr == "model_validate_json" or (node.attr in READERS.get(module, ()) and not own):
+                found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, found
+
+
 def test_only_cli_prints() -> None:
     found = []
     for name, path in _modules():

@@ -125,12 +125,12 @@ def test_written_and_read_again(form: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_heads": 0}, "num_heads must be a whole number above 0, got 0"),
+        ({"num_heads": 0}, "num_heads must be a whole number from 1 to 16,777,216, got 0"),
         ({"vocab_size": 9.5}, "vocab_size must be"),
         ({"embedding_dim": True}, "embedding_dim must be"),
         ({"num_heads": 5}, "5 heads do not divide qk_dim 32"),
-        ({"qk_dim_factor": 0.0}, "qk_dim_factor must be a number above 0"),
-        ({"eps": "small"}, "eps must be a number"),
+        ({"qk_dim_factor": 0.0}, "qk_dim_factor must be above 0"),
+        ({"eps": "small"}, "eps must be above 0"),
         ({"gate_soft_cap": -1.0}, "gate_soft_cap must be a number from 0 on or None"),
         ({"mode": "decode"}, "mode takes train, train_with_padding, inference, not 'decode'"),
         ({"weight_mode": "both"}, "weight_mode takes single, fused"),

@@ -416,25 +416,34 @@ def test_trials_of_variables_have_their_part_of_the_budget(run: Run, monkeypatch
         phase = "environment"
 
         def find(self, context: StepContext) -> Found:
-            return Found(("A=1",), {"candidates": [("A", "1")]})
+            return Found(("OMP_WAIT_POLICY=active",), {"candidates": [("OMP_WAIT_POLICY", "active")]})
 
     def candidates(_context: StepContext, _pairs: object, *, allowance: float, **_more: object) -> Trials:
         asked.append(allowance)
         gain = EnvironmentTrial(
-            "A", "1", {"default": [[2.0], [2.1]]}, {"default": [[1.0], [1.1]]}, 2.0, Interval(1.9, 2.1)
+            "OMP_WAIT_POLICY",
+            "active",
+            {"default": [[2.0], [2.1]]},
+            {"default": [[1.0], [1.1]]},
+            2.0,
+            Interval(1.9, 2.1),
         )
-        return Trials([gain], [gain], ["A=1 helps"])
+        return Trials([gain], [gain], ["OMP_WAIT_POLICY=active helps"])
 
     monkeypatch.setattr("wavecrest.optimizer.trial.try_candidates", candidates)
     result = run(Environment(), budget=100.0)
     row = outcome(result, "environment")
     assert asked == [pytest.approx(30.0)] and row.verdict == "kept" and row.ratio == 2.0
-    assert row.params["set"] == {"A": "1"} and "set them before import" in row.reason
-    assert [(setting.name, setting.value) for setting in result.plan.environment] == [("A", "1")]
+    assert row.params["set"] == {"OMP_WAIT_POLICY": "active"} and "set them before import" in row.reason
+    assert [(setting.name, setting.value) for setting in result.plan.environment] == [("OMP_WAIT_POLICY", "active")]
     # it acts in other processes alone: nothing is in force in this one
     assert result.plan.stack == []
     (samples,) = result.record.samples
-    assert samples.step == "environment A=1" and samples.base == [2.0, 2.1] and samples.new == [1.0, 1.1]
+    assert (
+        samples.step == "environment OMP_WAIT_POLICY=active"
+        and samples.base == [2.0, 2.1]
+        and samples.new == [1.0, 1.1]
+    )
 
 
 def test_the_coverage_is_that_of_the_result(run: Run) -> None:

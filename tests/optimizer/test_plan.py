@@ -144,13 +144,15 @@ def test_applying_pins_the_backends_of_the_plan(run: Run) -> None:
 
 def test_a_variable_that_is_not_set_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = run(TakePauseOut()).plan
-    plan = Plan.model_validate({**plan.model_dump(), "environment": [{"name": "PLANTED", "value": "7", "ratio": 1.1}]})
-    monkeypatch.setenv("PLANTED", "6")
-    with pytest.warns(PlanWarning, match="measured with PLANTED=7 set before import"):
+    plan = Plan.model_validate(
+        {**plan.model_dump(), "environment": [{"name": "OMP_WAIT_POLICY", "value": "active", "ratio": 1.1}]}
+    )
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    with pytest.warns(PlanWarning, match="measured with OMP_WAIT_POLICY=active set before import"):
         assert plan.apply(slow()[0]).pause == 0
-    with pytest.raises(PlanMismatch, match="PLANTED=7"):
+    with pytest.raises(PlanMismatch, match="OMP_WAIT_POLICY=active"):
         plan.apply(slow()[0], strict=True)
-    monkeypatch.setenv("PLANTED", "7")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert plan.apply(slow()[0], strict=True).pause == 0
 
 

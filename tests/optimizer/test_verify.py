@@ -246,8 +246,8 @@ def test_a_child_has_the_variables_of_the_plan(plan: Plan, monkeypatch: pytest.M
         return type("Done", (), {"returncode": 0, "stderr": ""})
 
     monkeypatch.setattr(verify.subprocess, "run", start)
-    setting = {"name": "PLANTED", "value": "7", "ratio": 1.1}
+    setting = {"name": "OMP_WAIT_POLICY", "value": "active", "ratio": 1.1}
     more = Plan.model_validate({**json.loads(plan.model_dump_json()), "environment": [setting]})
     child = partial(verify._child, SLOW, tmp_path / "plan.json", "cpu", 0.1, 0)
     assert child(more) == process(4) == child(plan)
-    assert asked[0]["PLANTED"] == "7" and "PLANTED" not in asked[1]
+    assert asked[0]["OMP_WAIT_POLICY"] == "active" and "OMP_WAIT_POLICY" not in asked[1]

@@ -101,5 +101,5 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(f"{NEW}\n{line(1)}\n")
     (tmp_path / "b.csv").write_text(f"{OLD}\n{line(2, gfx='')}\n")
     assert [row.M for row in aiter_csv.read([tmp_path / "a.csv", tmp_path / "b.csv"])] == [1, 2]
-    with pytest.raises(TableError, match=r"cannot read gone\.csv"):
+    with pytest.raises(TableError, match=r"no file of aiter's at .*gone\.csv"):
         list(aiter_csv.read([tmp_path / "gone.csv"]))

@@ -190,7 +190,7 @@ def test_malformed_files_are_named_with_line_and_remedy(tmp_path: Path, text: st
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(HEADER.encode() + b"\xff\n")
-    with pytest.raises(TableError, match=r"a\.csv is not UTF-8"):
+    with pytest.raises(TableError, match=r"a\.csv is damaged: not UTF-8"):
         database.read(tmp_path / "a.csv", FIELDS)
     with pytest.raises(TableError, match="cannot read"):
         database.read(tmp_path, FIELDS)

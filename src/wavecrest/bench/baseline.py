@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from wavecrest import env, hardware, records
 from wavecrest.errors import EnvironmentProblem, WavecrestError, WorkloadError
 from wavecrest.measure import timing
 from wavecrest.measure.workload import Call, Inputs, Workload
-from wavecrest.records import provenance
+from wavecrest.records import decode, provenance
 
 # (bucket, completed samples, planned samples), for progress displays
 OnBucketProgress = Callable[[str, int, int], None]
@@ -137,7 +136,7 @@ def peak_memory(work: Call, device: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        events = decode.json_of(path.read_text(encoding="utf-8"), finite=False)["traceEvents"]
     changes = [
         (event["ts"], event["args"]["Bytes"])
         for event in events

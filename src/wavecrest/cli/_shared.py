@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from wavecrest.dispatch.decision import OpCoverage
 
+# characters that a terminal acts on, or that change how the text around them reads: all control characters but the
+# line feed and the tab, and those that turn the direction of text
+_ACTIVE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+
+
+def visible(text: str) -> str:
+    """Text whose control characters are written out, as \\x1b, so that text from a file cannot drive a terminal."""
+    return _ACTIVE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+class _Console(Console):
+    """A console that shows control characters of what is printed instead of sending them to the terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The text with its markup, made visible."""
+        return super().render_str(visible(text), **options)
+
+
 # results go to stdout, everything about the work in progress to stderr
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = _Console(highlight=False)
+err = _Console(stderr=True, highlight=False)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 DeviceOption = Annotated[
@@ -33,6 +54,11 @@ WorkloadArgument = Annotated[
 HfOption = Annotated[
     str | None, typer.Option("--hf", metavar="DIR", help="A local Hugging Face model folder, instead of W.")
 ]
+
+
+def print_error(text: str) -> None:
+    """An error as one line on standard error; its text is not markup."""
+    err.print(f"[red]error:[/red] {escape(text)}", soft_wrap=True)
 
 
 def print_json(model: pydantic.BaseModel) -> None:

@@ -30,6 +30,8 @@ SHOWN = 10
 # default sizes by name; other sizes get one that keeps a tensor of four dimensions small
 DEFAULTS = {"M": 16, "N": 4096, "K": 4096}
 OTHER_SIZE = 64
+# of a size: more is no tensor
+MOST_DIGITS = 12
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -96,8 +98,10 @@ def _settings(op: AnyOp, items: list[str], fp8: str | None) -> tuple[list[int], 
             raise InvalidArgument(f"{item!r}: {name} is already {given[name]}; give {_example(defaults)}")
         given[name] = value
     for name in op.study.sizes:
-        if name in given and (not given[name].isdecimal() or int(given[name]) < 1):
-            raise InvalidArgument(f"{name}={given[name]}: must be a whole number of at least 1")
+        # Python converts no number of some thousand digits
+        text = given.get(name, "1")
+        if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < 1:
+            raise InvalidArgument(f"{name}={text[:40]}: must be a whole number from 1 to {10**MOST_DIGITS - 1:,}")
     values = defaults | given
     dtype = _spelled(op, fp8).get(values["dtype"])
     if dtype is None:
@@ -147,7 +151,7 @@ def _call(op: AnyOp, settings: list[str], arch: Arch | None, device: str) -> Any
         return op.study.inputs(*sizes, getattr(torch, dtype), device)
     except RuntimeError as error:
         shown = " ".join(f"{name}={size}" for name, size in zip(op.study.sizes, sizes, strict=True))
-        raise InvalidArgument(f"{shown} does not fit on {device}: {error}") from error
+        raise InvalidArgument(f"{shown} does not fit on {device}: {str(error).splitlines()[0]}") from error
 
 
 def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 
 import typer
-from rich.markup import escape
 
-from wavecrest import __version__
+from wavecrest import INSTALL_TORCH, __version__
 from wavecrest.cli import _shared
-from wavecrest.errors import WavecrestError
+from wavecrest.errors import MissingDependency, WavecrestError, WorkloadError
 
 # in the order of use; each is a module of wavecrest.cli with a typer function `command` (or a typer app `app`)
 COMMANDS = (
@@ -48,8 +48,9 @@ app = typer.Typer(
 
 
 def _usage(error: Exception) -> str:
+    """What is wrong with a command line; "" where a group without a command has printed its help."""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
-    return f"{text}; see `wavecrest --help`"
+    return f"{text}; see `wavecrest --help`" if text else ""
 
 
 def _print_version(value: bool) -> None:
@@ -77,19 +78,46 @@ for _name in COMMANDS:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        code = app(args=argv, standalone_mode=False)
+        # bare `wavecrest` is a question
+        code = app(args=argv or ["--help"], standalone_mode=False)
     except WavecrestError as error:
-        _shared.err.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        _shared.print_error(str(error))
         return error.exit_code
     except _ClickException as error:
+        text = _usage(error)
+        if text:
+            _shared.print_error(text)
         # click's own code for bad usage is 2, which here means a regression
-        _shared.err.print(f"[red]error:[/red] {escape(_usage(error))}", soft_wrap=True)
+        return 1 if text else 0
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        missing = MissingDependency("torch", f"wavecrest {next(iter(argv), '')}".strip(), INSTALL_TORCH)
+        _shared.print_error(str(missing))
+        return missing.exit_code
+    except SystemExit as error:
+        _shared.print_error(f"the workload ended the program: sys.exit({error.code!r})")
+        return WorkloadError.exit_code
+    except FileNotFoundError as error:
+        # relative paths lead nowhere without it
+        if _has_folder():
+            raise
+        _shared.print_error(f"the working folder is gone ({error.strerror}); change to one that exists")
         return 1
     except (KeyboardInterrupt, typer.Abort):
         _shared.err.print("interrupted")
         return 130
     return code if isinstance(code, int) else 0
+
+
+def _has_folder() -> bool:
+    try:
+        Path.cwd()
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from wavecrest.cli import _shared
-from wavecrest.errors import InvalidArgument
+from wavecrest.errors import InvalidArgument, OutputError
 
 if TYPE_CHECKING:
     from wavecrest.dispatch.decision import OpCoverage
@@ -73,7 +73,7 @@ class Display:
 
     def phase(self, text: str) -> None:
         """A new piece of work."""
-        self._progress.reset(self._task, description=escape(text), total=None)
+        self._progress.reset(self._task, description=escape(_shared.visible(text)), total=None)
 
     def update(self, done: int, planned: int) -> None:
         """Progress inside it; measuring may go on beyond the planned minimum."""
@@ -154,6 +154,9 @@ def command(
         _shared.print_json(result.record)
     else:
         print_summary(result.record, folder)
+    if result.unwritten:
+        _shared.print_error(result.unwritten)
+        return OutputError.exit_code
     return 0
 
 

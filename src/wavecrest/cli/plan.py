@@ -53,9 +53,12 @@ def show(plan: PlanArgument, json: _shared.JsonOption = False) -> int:
         return 0
     machine, out = loaded.fingerprint, _shared.out
     out.print(f"workload  {escape(loaded.workload)}  {escape(loaded.spec or '(a model in memory)')}")
-    out.print(f"model     {escape(loaded.model.cls)}  {loaded.model.parameters:,} parameters  {loaded.model.dtype}")
-    out.print(f"machine   {escape(machine.arch)}  {escape(machine.device)}  torch {machine.torch}  {machine.driver}")
-    out.print(f"made      {loaded.created} by wavecrest {machine.wavecrest}")
+    out.print(
+        f"model     {escape(loaded.model.cls)}  {loaded.model.parameters:,} parameters  {escape(loaded.model.dtype)}"
+    )
+    torch = f"torch {escape(machine.torch)}"
+    out.print(f"machine   {escape(machine.arch)}  {escape(machine.device)}  {torch}  {escape(machine.driver)}")
+    out.print(f"made      {escape(loaded.created)} by wavecrest {escape(machine.wavecrest)}")
     for bucket in loaded.buckets:
         out.print(f"bucket    {escape(bucket.name)}  {escape(_shared.shapes_line(bucket.shapes))}")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -68,7 +71,9 @@ def show(plan: PlanArgument, json: _shared.JsonOption = False) -> int:
         table.add_row(escape(step.title), verdict, speed, f"[dim]{escape(step.reason)}[/]")
     out.print(table)
     for setting in loaded.environment:
-        out.print(f"export {setting.name}={shlex.quote(setting.value)}  [dim]# {setting.when}; {setting.ratio:.3f}×[/]")
+        # one line each, which a shell may take as it is: name and value are of the table, and quoted all the same
+        line = f"export {shlex.quote(setting.name)}={shlex.quote(setting.value)}"
+        out.print(f"{escape(line)}  [dim]# {setting.when}; {setting.ratio:.3f}×[/]", soft_wrap=True)
     if loaded.result is not None:
         out.print(f"result    {loaded.result.verdict}  {loaded.result.ratio:.3f}× {loaded.result.ci}")
     else:
@@ -133,10 +138,17 @@ def check(plan: PlanArgument, device: _shared.DeviceOption = None, json: _shared
 
 
 def check_machine(plan: Plan, device: str | None = None) -> PlanCheck:
-    """Compare a plan's fingerprint with this machine's."""
+    """Compare a plan's fingerprint with this machine's.
+
+    Raises:
+        PlanError: a step in force is unknown, or does not take its parameters.
+    """
     from wavecrest import hardware
     from wavecrest.optimizer.plan import Fingerprint
+    from wavecrest.optimizer.steps import step_by_id
 
+    for step in plan.kept():
+        step_by_id(step.id).check_params(step.params)
     differences = plan.fingerprint.differences(Fingerprint.of(hardware.detect(device)))
     if not differences:
         return PlanCheck(action="replay", reasons=["the fingerprint is exactly this machine's"])

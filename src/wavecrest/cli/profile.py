@@ -159,7 +159,8 @@ def _print_ops(ops: list[OpTime]) -> None:
 def _roofline(op: OpTime) -> str:
     if op.roofline_percent is None:
         return "–"
-    return f"{op.roofline_percent:.0f}% {'cmp' if op.bound == 'compute' else 'mem'}"
+    limit = "cmp" if op.bound == "compute" else "mem"
+    return f"{op.roofline_percent:.0f}% {limit}{'' if op.below_ceiling else ' !'}"
 
 
 def ms(value: float) -> str:
@@ -174,7 +175,8 @@ def _print_ceilings(record: ProfileRecord) -> None:
     peaks = ", ".join(f"{name} {peak:.3g} TFLOP/s" for name, peak in record.ceilings.peak.items())
     _shared.out.print(
         f"\n[dim]roofline, {escape(record.ceilings.source)}: {record.ceilings.bandwidth:.0f} GB/s, {peaks}; "
-        "cmp and mem: bound by compute or memory; above 100% an op reads from a cache[/]"
+        "cmp and mem: bound by compute or memory; above 100% an op reads from a cache; "
+        "!: so far above that the ceiling is not valid[/]"
     )
 
 

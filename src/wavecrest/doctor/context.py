@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wavecrest import env, hardware
+from wavecrest.records import decode
 
 CHILD_TIMEOUT = 120
 # a child prints every setting of Inductor as text
@@ -107,7 +107,7 @@ def inductor_settings(environment: Mapping[str, str]) -> Dump:
     line = next((line for line in done.stdout.splitlines() if line.startswith("INDUCTOR ")), None)
     if done.returncode != 0 or line is None:
         return Dump(failure=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    return Dump(json.loads(line.removeprefix("INDUCTOR ")))
+    return Dump(decode.json_of(line.removeprefix("INDUCTOR "), finite=False))
 
 
 def inductor_variables(source: str) -> dict[str, tuple[str, ...]]:

@@ -61,8 +61,9 @@ def find_breaks(function: Callable[..., Any], buckets: Mapping[str, Inputs]) -> 
 
     graphs, note, current = 0, "", ""
     with _dynamo_as_found(), torch.no_grad():
-        compiled = torch.compile(function, backend=backend)
         try:
+            # it looks into the model, too: one of torch.jit, or one with attributes of any name, makes it raise
+            compiled = torch.compile(function, backend=backend)
             for _ in range(2):
                 graphs = 0
                 for bucket, inputs in buckets.items():
@@ -70,9 +71,8 @@ def find_breaks(function: Callable[..., Any], buckets: Mapping[str, Inputs]) -> 
                     inputs.clone().call(compiled)
                     graphs = max(graphs, counted)
         except Exception as error:
-            note = (
-                f"bucket {current}: Dynamo could not trace the model: {type(error).__name__}: {_headline(str(error))}"
-            )
+            place = f"bucket {current}: " if current else ""
+            note = f"{place}Dynamo could not trace the model: {type(error).__name__}: {_headline(str(error))}"
         found = [_from_reason(reason) for reason in utils.graph_break_reasons if reason.graph_break]
         metrics = _named(utils.get_compilation_metrics())
         found += [entry for entry in map(_from_failure, metrics) if entry is not None]

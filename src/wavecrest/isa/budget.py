@@ -25,7 +25,6 @@ A name or pattern that matches nothing is an error, so that a budget cannot outl
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,6 +35,7 @@ from pydantic import Field
 from wavecrest import hardware
 from wavecrest.errors import RecordError
 from wavecrest.isa.facts import KernelFacts, Row, wide_share
+from wavecrest.records import decode, files
 from wavecrest.records.files import Model
 
 
@@ -118,16 +118,13 @@ def load(path: Path) -> Budget:
     Raises:
         RecordError: it is missing, not TOML, or not a budget.
     """
+    text = decode.read_text(path, what="budget")
     try:
-        return Budget.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise RecordError(f"no budget file {path}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise RecordError(f"cannot read the budget {path}: {problem}") from problem
+        return Budget.model_validate(decode.toml_of(text))
+    except decode.Undecodable as problem:
+        raise RecordError(f"the budget {path} is damaged: {problem}") from None
     except pydantic.ValidationError as problem:
-        first = problem.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RecordError(f"the budget {path} is not valid: {where}: {first['msg']}") from None
+        raise RecordError(f"the budget {path} is not valid: {files.first_problem(problem)}") from None
 
 
 def _over(facts: KernelFacts, limits: Limits, arch: hardware.Arch) -> list[str]:

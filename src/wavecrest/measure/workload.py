@@ -50,8 +50,15 @@ class Inputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def call(self, function: Callable[..., Any]) -> Any:
-        """Call a model with these inputs."""
-        return function(*self.args, **self.kwargs)
+        """Call a model with these inputs.
+
+        Raises:
+            WorkloadError: it calls sys.exit.
+        """
+        try:
+            return function(*self.args, **self.kwargs)
+        except SystemExit as error:
+            raise WorkloadError(f"the model calls sys.exit({error.code!r}); a model must return") from error
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor inside, with a path such as "args[0]" or "input_ids"."""
@@ -213,6 +220,11 @@ def load(spec: str, *, device: str | None = None) -> Workload:
             `(model, inputs)` or a `Workload`, or it built the model on another device.
     """
     begin = time.perf_counter()
+    try:
+        spec.encode()
+    except UnicodeEncodeError:
+        # records name the workload, and are UTF-8
+        raise WorkloadError(f"the workload {spec!a} has a name that is no UTF-8; rename it") from None
     prefix, _, rest = spec.partition(":")
     if prefix in LOADERS:
         module_name, _, loader = LOADERS[prefix].partition(":")
@@ -266,6 +278,8 @@ def _call_factory(spec: str, device: str | None) -> Any:
         return factory(device=device or _default_device()) if takes_device else factory()
     except WavecrestError:
         raise
+    except SystemExit as error:
+        raise WorkloadError(f"{spec} calls sys.exit({error.code!r}); it must return (model, inputs)") from error
     except Exception as error:
         raise WorkloadError(f"{spec} raised {type(error).__name__}: {_first_line(error)}") from error
 

@@ -41,6 +41,9 @@ class Analysis:
 
     def breaks(self) -> tuple[list[GraphBreak], str]:
         """Where Dynamo splits the workload's own model; the note says into how many graphs."""
-        graphs, breaks, note = find_breaks(self.workload.model, self.workload.buckets)
+        try:
+            graphs, breaks, note = find_breaks(self.workload.model, self.workload.buckets)
+        except Exception as error:
+            return [], f"no graph breaks known: {type(error).__name__}: {error}"
         text = f"Dynamo sees {graphs} graph{'s' if graphs != 1 else ''}"
         return breaks, f"{text}: {note}" if note else text

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wavecrest import hardware, report
+from wavecrest.errors import InvalidArgument, OutputWarning
 from wavecrest.measure.workload import Workload, from_example
 from wavecrest.optimizer.analysis import Analysis
 from wavecrest.optimizer.engine import run_ladder
@@ -43,13 +46,17 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class OptimizeResult:
-    """Result of `optimize`: the optimized model, the plan to replay, the report and the whole record."""
+    """Result of `optimize`: the optimized model, the plan to replay, the report and the whole record.
+
+    `unwritten` says why `folder` does not hold all of it (a full disk, a report that cannot be made), or is empty.
+    """
 
     model: nn.Module
     plan: Plan
     report: Report
     record: OptimizeRecord
     folder: Path | None
+    unwritten: str = ""
 
 
 class OptimizeInterrupted(KeyboardInterrupt):
@@ -92,7 +99,10 @@ def optimize(
         OptimizeInterrupted: Ctrl-C (a KeyboardInterrupt that carries what was decided).
     """
     options = Options(level=level, min_gain=min_gain, budget=budget, precision=precision)
-    return run(from_example(model, example_inputs), options, out=Path(out) if out else None, resume=resume)
+    result = run(from_example(model, example_inputs), options, out=Path(out) if out else None, resume=resume)
+    if result.unwritten:
+        warnings.warn(result.unwritten, OutputWarning, stacklevel=2)
+    return result
 
 
 def run(
@@ -119,8 +129,22 @@ def run(
         analysis: finds ceilings, profiles and graph breaks; None takes the device's own.
     """
     options, progress = options or Options(), progress or Silent()
-    if out is not None:
-        files.prepare_folder(out)
+    if out is None and resume:
+        raise InvalidArgument("resume needs the folder of the interrupted run (out=)")
+    with contextlib.nullcontext() if out is None else files.locked(files.prepare_folder(out)):
+        return _run(workload, options, out, resume, progress, command, now, analysis)
+
+
+def _run(
+    workload: Workload,
+    options: Options,
+    out: Path | None,
+    resume: bool,
+    progress: Progress,
+    command: str | None,
+    now: Clock,
+    analysis: Analysis | None,
+) -> OptimizeResult:
     device = hardware.detect(workload.device)
     state = RunState(
         workload,
@@ -135,8 +159,12 @@ def run(
     ledger = state.ledger
     if resume:
         ledger.resume(workload, device)
+    # from here on a run that is killed can be resumed
+    ledger.begin()
     try:
         run_ladder(state)
     except KeyboardInterrupt:
         raise OptimizeInterrupted(ledger.record, ledger.plan, out) from None
-    return OptimizeResult(state.current, ledger.plan, Report(ledger.record), ledger.record, out)
+    return OptimizeResult(
+        state.current, ledger.plan, Report(ledger.record), ledger.record, out, unwritten=ledger.unwritten
+    )

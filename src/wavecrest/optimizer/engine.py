@@ -45,6 +45,7 @@ def _prepare(run: RunState) -> None:
     record = run.ledger.record
     run.progress.phase("baseline")
     record.baseline = run.measurer.baseline()
+    run.ledger.save()
     run.progress.phase("profile")
     record.ceilings, note = run.analysis.ceilings()
     run.ledger.note(note)

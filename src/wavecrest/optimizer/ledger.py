@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from wavecrest import records, report
 from wavecrest.bench.baseline import shapes
-from wavecrest.errors import InvalidArgument, PlanMismatch
+from wavecrest.errors import OutputError, PlanMismatch
 from wavecrest.optimizer.plan import EnvironmentSetting, Plan
 from wavecrest.optimizer.steps import AppliedSteps, step_by_id
 from wavecrest.records import OptimizeRecord, Samples, StepOutcome, provenance
@@ -39,6 +39,7 @@ class Ledger:
         environment: variables that proved to help.
         folder: where the files are written, or None to keep everything in memory.
         seconds_before: what the steps taken over from an interrupted run took.
+        unwritten: why the files do not hold all of the run, or "".
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Ledger:
         self.applied = AppliedSteps()
         self.environment: list[EnvironmentSetting] = []
         self.seconds_before = 0.0
+        self.unwritten = ""
         self._head = Plan.start(
             workload, device, {name: shapes(inputs) for name, inputs in workload.buckets.items()}
         ).model_copy(update={"min_gain": options.min_gain, "precision": options.precision})
@@ -79,13 +81,16 @@ class Ledger:
     def resume(self, workload: Workload, device: Device) -> None:
         """Take over the outcomes of an interrupted run in the same folder.
 
+        The plan alone says what was decided: it is written last, so that a kill between the two files repeats a step.
+
         Raises:
-            InvalidArgument: the run has no folder.
-            PlanError: the files of the interrupted run are missing or damaged.
+            PlanError, RecordError: the files of the interrupted run are damaged.
             PlanMismatch: it ran on another model, architecture or other versions.
         """
-        if self.folder is None:
-            raise InvalidArgument("resume needs the folder of the interrupted run (out=)")
+        assert self.folder is not None
+        if not any((self.folder / name).exists() for name in (PLAN_FILE, RUN_FILE)):
+            # killed while the workload was loaded
+            return self.note("nothing to resume: the run had not begun")
         plan = Plan.load(self.folder / PLAN_FILE)
         before = records.load_as(self.folder / RUN_FILE, OptimizeRecord)
         differences = plan.match(workload, device)
@@ -93,12 +98,17 @@ class Ledger:
             raise PlanMismatch(
                 f"the interrupted run was made with other versions ({'; '.join(differences)}); start anew"
             )
-        self.record.steps, self.record.samples = before.steps, before.samples
-        self.record.notes = [*before.notes, f"resumed after {len(before.steps)} steps"]
+        decided = {(step.id, step.attempt) for step in plan.steps}
+        # samples of variables are named after them, "environment NAME=VALUE"
+        kept = [row for row in before.samples if (row.step.partition(" ")[0], row.attempt) in decided]
+        self.record.steps, self.record.samples, self.record.baseline = plan.steps, kept, before.baseline
+        self.record.notes = [*before.notes, f"resumed after {len(plan.steps)} steps"]
         self.environment = plan.environment
-        self.seconds_before = sum(step.seconds for step in before.steps)
-        for step in plan.kept():
-            self.applied = self.applied.plus(step_by_id(step.id), step.params)
+        self.seconds_before = sum(step.seconds for step in plan.steps)
+        for row in plan.kept():
+            step = step_by_id(row.id)
+            step.check_params(row.params)
+            self.applied = self.applied.plus(step, row.params)
 
     def note(self, *texts: str) -> None:
         """Add notes to the record; empty ones are left out."""
@@ -129,13 +139,38 @@ class Ledger:
                     outcome.verdict, outcome.reason = verdict, reason
             self.applied = self.applied.without(step_id)
 
-    def save(self) -> None:
-        """Write run.json and plan.json."""
+    def begin(self) -> None:
+        """Write both files for the first time: an older run's plan in the folder must not be taken for this one's.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
         if self.folder is not None:
+            self.plan.save(self.folder / PLAN_FILE)
+            records.save(self.record, self.folder / RUN_FILE)
+
+    def save(self) -> None:
+        """Write run.json and plan.json; a disk that is full ends no run, and `unwritten` says what is missing."""
+        if self.folder is None:
+            return
+        try:
             records.save(self.record, self.folder / RUN_FILE)
             self.plan.save(self.folder / PLAN_FILE)
+            self.unwritten = ""
+        except OutputError as error:
+            self.unwritten = str(error)
 
     def save_report(self) -> None:
-        """Write report.html."""
-        if self.folder is not None:
+        """Write report.html; one that cannot be made is a note of the record, as the verdict does not depend on it."""
+        if self.folder is None:
+            return
+        try:
             report.write(self.record, self.folder / REPORT_FILE)
+        except OutputError as error:
+            self.unwritten = self.unwritten or str(error)
+        except Exception as error:
+            self.note(f"no report: {type(error).__name__}: {error}")
+            self.save()
+            self.unwritten = self.unwritten or (
+                f"the report cannot be made ({type(error).__name__}: {error}); {RUN_FILE} and {PLAN_FILE} are whole"
+            )

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from wavecrest import hardware
+from wavecrest import env, hardware
 from wavecrest.errors import PlanError, PlanMismatch, PlanWarning
-from wavecrest.records import DecisionRow, Result, StepOutcome, files, provenance
+from wavecrest.records import DecisionRow, Result, StepOutcome, decode, files, provenance
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,7 +95,14 @@ class EnvironmentSetting(files.Model):
     name: str
     value: str
     when: Literal["before import"] = "before import"
-    ratio: float
+    ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+    @pydantic.model_validator(mode="after")
+    def _known(self) -> EnvironmentSetting:
+        # a variable can name code to run (PYTHONSTARTUP, LD_PRELOAD, BROWSER), and verify sets what a plan says
+        if not env.may_try(self.name, self.value):
+            raise ValueError(f"{self.name}={self.value} is not in this wavecrest's table of variables to try")
+        return self
 
 
 class BucketSpec(files.Model):
@@ -109,7 +116,7 @@ class Plan(files.Model):
     """Decisions of `optimize`. `steps` has every verdict; the kept steps are replayed in their order."""
 
     kind: Literal["plan"] = "plan"
-    format_version: int = FORMAT_VERSION
+    format_version: pydantic.StrictInt = FORMAT_VERSION
     created: str
     workload: str
     spec: str | None
@@ -122,8 +129,19 @@ class Plan(files.Model):
     stack: list[str] = Field(default_factory=list)
     dispatch: list[DecisionRow] = Field(default_factory=list)
     result: Result | None = None
-    min_gain: float = 0.02
-    precision: str | None = None
+    min_gain: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    precision: Literal["tf32", "bf16", "fp16"] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _agrees(self) -> Plan:
+        asked = [step_id for step_id in self.stack if step_id.startswith("precision:")]
+        wrong = [step_id for step_id in asked if step_id != f"precision:{self.precision}"]
+        if wrong:
+            raise ValueError(f"the step {wrong[0]} is in force, and precision says {self.precision or 'nothing'}")
+        for what, names in (("step", self.stack), ("variable", [row.name for row in self.environment])):
+            if len(set(names)) != len(names):
+                raise ValueError(f"a {what} is there twice: {', '.join(names)}")
+        return self
 
     @classmethod
     def start(cls, workload: Workload, device: hardware.Device, shapes: dict[str, dict[str, str]]) -> Plan:
@@ -155,13 +173,11 @@ class Plan(files.Model):
         path = Path(path)
         document = files.read_document(path, what="plan", current=FORMAT_VERSION, error=PlanError)
         if document.get("kind") != "plan":
-            raise PlanError(f"{path} is not a wavecrest plan: kind {document.get('kind')!r}")
+            raise PlanError(f"{decode.shown(path)} is not a wavecrest plan: kind {document.get('kind')!r}")
         try:
             return cls.model_validate(document)
         except pydantic.ValidationError as problem:
-            first = problem.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise PlanError(f"the plan {path} is damaged: {where}: {first['msg']}") from None
+            raise PlanError(f"the plan {decode.shown(path)} is damaged: {files.first_problem(problem)}") from None
 
     def kept(self) -> list[StepOutcome]:
         """The steps in force, in the order of replay."""
@@ -200,6 +216,8 @@ class Plan(files.Model):
             strict: raise where a step would be dropped or a variable is missing, instead of warning.
 
         Raises:
+            PlanError: the plan holds what no `optimize` writes: an unknown step or parameter, or a damaged row.
+            StepRefused: a step does not fit the model.
             PlanMismatch: another architecture or model; or other versions and no example inputs to verify with; or,
                 with strict, anything that would have been a PlanWarning.
         """
@@ -222,7 +240,7 @@ class Plan(files.Model):
                 f"versions differ from the plan's ({'; '.join(differences)}): its steps must be verified again. Pass "
                 "example_inputs to apply, or run `wavecrest verify`"
             )
-        pin_dispatch(self.dispatch)
+        pin_dispatch(self.dispatch, strict)
         return replay(self.kept(), workload, verify=bool(differences), because=differences, strict=strict).model
 
 

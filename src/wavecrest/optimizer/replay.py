@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wavecrest import env, ops
+from wavecrest.dispatch.lookup import misfit
 from wavecrest.dispatch.tuned import Config
-from wavecrest.errors import PlanMismatch, PlanWarning, StepRefused
+from wavecrest.errors import PlanError, PlanMismatch, PlanWarning, StepRefused, WavecrestError
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, build, step_by_id
 from wavecrest.optimizer.steps.precision import gate_dtype
+from wavecrest.records import decode
 from wavecrest.records.renamed import current_backend
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from wavecrest.dispatch.op import AnyOp
     from wavecrest.measure.workload import Workload
     from wavecrest.records import DecisionRow, StepOutcome
+
+# the least value of settings that may not be 0, and the most of any: tiles have some thousand elements
+LEAST = {"num_warps": 1, "num_ctas": 1}
+MOST_SETTING = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +52,23 @@ def replay(
 
     Raises:
         PlanMismatch: with `strict`, a step that no longer verifies.
-        PlanError: the plan names a step that this version does not have.
+        PlanError: the plan names a step that this version does not have, or parameters that a step does not take.
         StepRefused: without `verify`, a step does not fit the model.
     """
+    for step in steps:
+        step_by_id(step.id).check_params(step.params)
     applied = AppliedSteps()
     if not verify:
         for step in steps:
             applied = applied.plus(step_by_id(step.id), step.params)
-        return Replay(build(workload.model, applied), applied, [])
+        return Replay(_built(workload.model, applied), applied, [])
     gate = Gate.prepare(workload)
     dropped = []
-    model = build(workload.model, applied)
+    model = _built(workload.model, applied)
     for step in steps:
         trial = applied.plus(step_by_id(step.id), step.params)
         try:
-            candidate = build(workload.model, trial)
+            candidate = _built(workload.model, trial)
             gate.dtype = gate_dtype(item.step_id for item in trial.steps) or workload.dtype
             problem = failures(gate.check(candidate))
         except StepRefused as error:
@@ -81,14 +89,70 @@ def check_environment(variables: Mapping[str, str], strict: bool) -> None:
         _tell(f"the plan was measured with {names} set before import, which is not so here", strict)
 
 
-def pin_dispatch(rows: Iterable[DecisionRow]) -> None:
-    """Pin the backends and configurations that a plan was measured with; backends not present here are left out."""
-    for row in rows:
+def _built(model: nn.Module, applied: AppliedSteps) -> nn.Module:
+    """`build`; what a step raises for parameters that fit its schema and not the model is a refusal."""
+    try:
+        return build(model, applied)
+    except WavecrestError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or ["(no message)"])[0]
+        raise StepRefused(f"the steps do not fit this model: {type(error).__name__}: {first}") from error
+
+
+def pin_dispatch(rows: Iterable[DecisionRow], strict: bool = False) -> None:
+    """Pin the backends and configurations that a plan was measured with.
+
+    Backends that are not present here are left out; so are, with a PlanWarning, rows that fit no call of this version
+    (with `strict` they raise PlanMismatch).
+
+    Raises:
+        PlanError: a row names an unknown op, or its key or configuration is not one that `optimize` writes.
+    """
+    # all are read before the first is pinned
+    for row, key in [(row, _key(row)) for row in rows]:
         op = ops.get(row.op)
-        if current_backend(row.backend) in op.backends:
-            op.pin(
-                tuple(json.loads(row.key)), row.backend, Config(**row.config) if row.config else None, "exact", "plan"
-            )
+        backend = current_backend(row.backend)
+        if backend not in op.backends:
+            continue
+        config = Config(**row.config) if row.config else None
+        problem = _misfit(op, key, backend, config)
+        if problem:
+            _tell(f"the plan's choice {backend} for {row.op} {row.key} is left out: {problem}", strict)
+        else:
+            op.pin(key, backend, config, "exact", "plan")
+
+
+def _key(row: DecisionRow) -> tuple[Any, ...]:
+    """The shape key of a row.
+
+    Raises:
+        PlanError: the row is damaged, or of an op that there is not.
+    """
+    place = f"the plan's dispatch row of {row.op}"
+    try:
+        ops.get(row.op)
+        key = decode.json_of(row.key)
+    except ValueError as problem:
+        raise PlanError(f"{place} is damaged: {problem}") from None
+    if not isinstance(key, list) or not all(part is None or isinstance(part, int | str) for part in key):
+        raise PlanError(f"{place} is damaged: its key is no list of whole numbers, text, true, false and null")
+    # LAUNCH_OPTIONS reach the compiler as they are; 0 means "not set" for some, and flags are 0 or 1
+    beyond = {name: value for name, value in row.config.items() if not LEAST.get(name, 0) <= value <= MOST_SETTING}
+    if beyond:
+        raise PlanError(f"{place} is damaged: its configuration has {beyond}")
+    return tuple(key)
+
+
+def _misfit(op: AnyOp, key: tuple[Any, ...], backend: str, config: Config | None) -> str:
+    """Why a pin would never match a call, or could not run it; or ""."""
+    if op.key_fields and len(key) != len(op.key_fields):
+        return f"its key has {len(key)} parts, those of this version have {len(op.key_fields)}"
+    try:
+        return misfit(op, key, backend, config)
+    # a default configuration is computed from the parts of the key, which may be anything here
+    except Exception as error:
+        return f"no configuration can be made for such a key ({type(error).__name__}: {error})"
 
 
 def _tell(message: str, strict: bool) -> None:

@@ -23,7 +23,7 @@ from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.replay import replay
 from wavecrest.optimizer.steps.precision import gate_dtype
 from wavecrest.optimizer.verdict import check_quality, claim
-from wavecrest.records import VerifyProcess, VerifyRecord, provenance
+from wavecrest.records import VerifyProcess, VerifyRecord, decode, provenance
 
 CHILD_TIMEOUT = 1800.0
 
@@ -114,7 +114,7 @@ def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, 
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "process.json"
         command = [
-            sys.executable, "-m", "wavecrest.optimizer.verify",
+            *env.python_command("wavecrest.optimizer.verify"),
             json.dumps([spec, str(plan_path), device, seconds, index, str(target)]),
         ]  # fmt: skip
         try:
@@ -126,7 +126,7 @@ def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, 
         if done.returncode != 0 or not target.exists():
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise EnvironmentProblem(f"process {index} failed: {last}")
-        return VerifyProcess.model_validate_json(target.read_text())
+        return VerifyProcess.model_validate(decode.json_of(target.read_text()))
 
 
 def check_here(
@@ -176,5 +176,5 @@ def check_here(
 
 
 if __name__ == "__main__":
-    _spec, _plan, _device, _seconds, _index, _target = json.loads(sys.argv[1])
+    _spec, _plan, _device, _seconds, _index, _target = decode.json_of(sys.argv[1])
     Path(_target).write_text(check_here(_spec, Path(_plan), _device, _seconds, _index).model_dump_json())

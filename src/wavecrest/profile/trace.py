@@ -7,8 +7,6 @@ and `cuda_driver` launches (ROCm uses the same words), `cpu_op` with its input s
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +18,11 @@ from typing import Any
 from wavecrest.errors import RecordError
 from wavecrest.profile import roofline
 from wavecrest.profile.categories import CATEGORIES, Category, category
-from wavecrest.records import CategoryTime, Ceilings, OpTime
+from wavecrest.records import CategoryTime, Ceilings, OpTime, decode
 
 MARK = "wavecrest.call"
+# bytes of a trace: a call of a large model leaves some 100 MB
+MOST_BYTES = 2 << 30
 # time of a call on the CPU in which no op was running
 OUTSIDE = "(outside any op)"
 # Inductor's C++ kernels leave no events of their own; this is the time of the graph that calls them
@@ -98,11 +98,11 @@ def load(path: Path) -> list[Event]:
     Raises:
         RecordError: the file is missing, damaged or not a Chrome trace.
     """
+    text = decode.read_text(path, what="trace", most=MOST_BYTES)
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            document = json.load(file)
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RecordError(f"cannot read the trace {path}: {error}") from error
+        document = decode.json_of(text, finite=False)
+    except ValueError as error:
+        raise RecordError(f"cannot read the trace {decode.shown(path)}: {error}") from error
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
         raise RecordError(f"{path} is not a Chrome trace: it has no traceEvents")

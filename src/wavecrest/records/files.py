@@ -5,25 +5,33 @@ A document is JSON, or, where its name ends with `.jsonl.gz`, JSON lines (`recor
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gzip
 import hashlib
 import json
 import os
+import stat
 import tempfile
-import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pydantic
 
 from wavecrest import __version__
 from wavecrest.errors import OutputError, RecordError, UserError
-from wavecrest.records import lines
+from wavecrest.records import decode, lines
 
 # the end of a name that asks for compressed JSON lines
 LINES = ".jsonl.gz"
 # digits of a content hash: two of a thousand records agree by chance once in 10^8 tries
 HASH_DIGITS = 12
+# permissions of a file that was not there before
+NEW_FILE = 0o644
+# in a run's folder while the run goes on
+LOCK = "run.lock"
 
 
 class Model(pydantic.BaseModel):
@@ -31,6 +39,56 @@ class Model(pydantic.BaseModel):
 
     # JSON has no NaN or infinity: strings, so that they come back as what they were
     model_config = pydantic.ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process: a second one gets an error. A process that dies lets go, however it dies.
+
+    Raises:
+        OutputError: another process holds it, or the lock file cannot be written.
+    """
+    path = folder / LOCK
+    try:
+        file = _lock(path)
+    except BlockingIOError:
+        owner = path.read_text(errors="replace").strip()[:20] or "another process"
+        raise OutputError(
+            f"the folder {decode.shown(folder)} is in use by process {owner}; wait for it, or give another folder"
+        ) from None
+    except OSError as error:
+        raise OutputError(f"cannot write {decode.shown(path)}: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        # in this order: whoever waits for the lock sees that its file is gone
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def _lock(path: Path) -> IO[str]:
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # the process before may have taken the file away after it was opened here
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+                return file
+        except OSError:
+            file.close()
+            raise
+        file.close()
+
+
+def first_problem(error: pydantic.ValidationError) -> str:
+    """The first problem of a value that fits no schema, as "steps.0.level: Input should be …"."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    text = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {text}" if where else text
 
 
 def prepare_folder(folder: Path) -> Path:
@@ -43,14 +101,25 @@ def prepare_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise OutputError(f"cannot write to the output folder {folder}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise OutputError(f"cannot write to the output folder {decode.shown(folder)}: {reason}") from error
     return folder
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all (a temporary file in the same folder, then a rename)."""
-    _write(path, text.encode())
+    """Write a file whole or not at all (a temporary file beside it, then a rename).
+
+    A symlink stays one: what it leads to is written. A device or a FIFO that somebody reads is written into.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    try:
+        held = text.encode()
+    except UnicodeEncodeError:
+        raise OutputError(f"cannot write {decode.shown(path)}: its text has half of a surrogate pair") from None
+    _write(path, held)
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
@@ -74,23 +143,48 @@ def write_model(path: Path, model: Model) -> None:
     """
     if path.name.endswith(LINES):
         # through text, as only that has infinities as strings
-        write_document(path, json.loads(model.model_dump_json()))
+        write_document(path, decode.json_of(model.model_dump_json()))
     else:
         write_text(path, model.model_dump_json(indent=1) + "\n")
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, held: bytes) -> None:
     temporary: Path | None = None
     try:
-        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        mode = path.stat().st_mode if path.exists() else stat.S_IFREG | NEW_FILE
+        if not stat.S_ISREG(mode):
+            return _write_into(path, mode, held)
+        target = Path(os.path.realpath(path))
+        # a name may be as long as the file system allows: the temporary one has its beginning alone
+        with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name[:40]}.", delete=False) as file:
             temporary = Path(file.name)
-            file.write(content)
-        temporary.chmod(0o644)
-        os.replace(temporary, path)
-    except OSError as error:
+            file.write(held)
+        temporary.chmod(stat.S_IMODE(mode))
+        os.replace(temporary, target)
+    except (OSError, ValueError) as error:
+        # a null byte in a path is a ValueError
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise OutputError(f"cannot write {decode.shown(path)}: {reason}") from error
+
+
+def _write_into(path: Path, mode: int, held: bytes) -> None:
+    """Write what is no regular file without replacing it: a character device, or a FIFO that is being read.
+
+    Raises:
+        OSError: it is something else, nobody reads it, or it takes no more.
+    """
+    if not stat.S_ISCHR(mode) and not stat.S_ISFIFO(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a block device or a socket"
+        raise OSError(errno.EINVAL, f"it is {kind}; give the name of a file")
+    # without waiting for a reader: where there is none, this raises
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "wb", buffering=0) as file:
+        left = memoryview(held)
+        while left:
+            left = left[file.write(left) :]
 
 
 def beside(path: Path, name: str) -> Path:
@@ -99,50 +193,26 @@ def beside(path: Path, name: str) -> Path:
     return path.with_name(f"{path.name.removesuffix(ending)}_{name}{ending}")
 
 
-def content(path: Path) -> bytes:
-    """The bytes of a file, decompressed where its name ends in .gz.
-
-    Raises:
-        OSError: it cannot be read, or is cut short or damaged by gzip's own checksum.
-    """
-    held = path.read_bytes()
-    if path.suffix != ".gz":
-        return held
-    try:
-        return gzip.decompress(held)
-    except (EOFError, zlib.error) as problem:
-        raise gzip.BadGzipFile(str(problem)) from None
-
-
 def content_hash(path: Path) -> str:
     """The first `HASH_DIGITS` of the SHA-256 of a file's uncompressed content.
 
     Raises:
-        OSError: as of `content`.
+        OSError, ValueError: as of `decode.content`.
     """
-    return hashlib.sha256(content(path)).hexdigest()[:HASH_DIGITS]
+    return hashlib.sha256(decode.content(path)).hexdigest()[:HASH_DIGITS]
 
 
 def read_json(path: Path, *, what: str, error: type[UserError] = RecordError) -> Any:
     """The JSON value of a file in either form.
 
     Raises:
-        RecordError (or `error`): no such file, unreadable, or damaged.
+        RecordError (or `error`): no such file, unreadable, damaged, or beyond the limits of `records.decode`.
     """
+    text = decode.read_text(path, what=what, error=error)
     try:
-        text = content(path).decode()
-    except FileNotFoundError:
-        raise error(f"no {what} at {path}") from None
-    except gzip.BadGzipFile as problem:
-        raise error(f"the {what} {path} is damaged: {problem}") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise error(f"cannot read the {what} {path}: {problem}") from problem
-    try:
-        return lines.join(text.removesuffix("\n").split("\n")) if path.name.endswith(LINES) else json.loads(text)
-    except json.JSONDecodeError as problem:
-        raise error(f"the {what} {path} is damaged: not JSON at line {problem.lineno}: {problem.msg}") from None
+        return lines.join(text.removesuffix("\n").split("\n")) if path.name.endswith(LINES) else decode.json_of(text)
     except ValueError as problem:
-        raise error(f"the {what} {path} is damaged: {problem}") from None
+        raise error(f"the {what} {decode.shown(path)} is damaged: {problem}") from None
 
 
 def read_document(path: Path, *, what: str, current: int, error: type[UserError] = RecordError) -> dict[str, Any]:
@@ -152,11 +222,14 @@ def read_document(path: Path, *, what: str, current: int, error: type[UserError]
         RecordError (or `error`): no such file, damaged, foreign, or newer than this version.
     """
     document = read_json(path, what=what, error=error)
-    if not isinstance(document, dict) or not isinstance(document.get("format_version"), int):
-        raise error(f"{path} is not a wavecrest {what}: it has no format_version")
-    if document["format_version"] > current:
+    version = document.get("format_version") if isinstance(document, dict) else None
+    # True is a whole number, too
+    if type(version) is not int or version < 0:
+        raise error(f"{decode.shown(path)} is not a wavecrest {what}: it has no format_version")
+    if version > current:
         raise error(
-            f"the {what} {path} has format {document['format_version']}, this wavecrest ({__version__}) reads up to "
+            f"the {what} {decode.shown(path)} has format {version}, this wavecrest ({__version__}) reads up to "
             f"{current}; upgrade wavecrest"
         )
-    return document
+    found: dict[str, Any] = document
+    return found

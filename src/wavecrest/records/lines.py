@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from wavecrest.records.decode import Undecodable, json_of
+
 Document = dict[str, Any]
 
 
@@ -30,9 +32,10 @@ def join(lines: Iterable[str]) -> Document:
     last: dict[str, Document] = {}
     for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line)
-        except json.JSONDecodeError as problem:
-            raise ValueError(f"not JSON at line {number}: {problem.msg}") from None
+            value = json_of(line)
+        except Undecodable as problem:
+            # the reader of one value calls it line 1
+            raise ValueError(f"{str(problem).replace('at line 1', f'at line {number}')}") from None
         if not isinstance(value, dict):
             raise ValueError(f"line {number} is not an object")
         if number == 1:

@@ -16,11 +16,14 @@ from pydantic import Field
 
 from wavecrest.errors import RecordError
 from wavecrest.measure.timing import Interval, Measurement
-from wavecrest.records.files import Model, read_document, write_model
+from wavecrest.records import decode
+from wavecrest.records.files import Model, first_problem, read_document, write_model
 from wavecrest.records.provenance import Header
 from wavecrest.records.renamed import current_backend
 
 FORMAT_VERSION = 1
+# percent of a roofline: more is beyond what a cache explains, so the ceiling was measured wrong
+MOST_PERCENT = 110.0
 
 # records made before a backend got its name of today are read with that
 BackendName = Annotated[str, pydantic.AfterValidator(current_backend)]
@@ -72,6 +75,11 @@ class OpTime(Model):
     bound: Literal["compute", "memory"] | None = None
     # the device kernels that ran it, longest first; empty on the CPU
     kernels: list[str] = Field(default_factory=list)
+
+    @property
+    def below_ceiling(self) -> bool:
+        """False where an op is faster than its ceiling by more than a cache explains: the ceiling is not valid."""
+        return self.roofline_percent is None or self.roofline_percent <= MOST_PERCENT
 
 
 class Ceilings(Model):
@@ -523,15 +531,13 @@ def load(path: Path) -> Record:
     """
     document = read_document(path, what="result file", current=FORMAT_VERSION)
     if document.get("kind") not in _KINDS:
-        raise RecordError(f"{path} is not a wavecrest result file: kind {document.get('kind')!r}")
+        raise RecordError(f"{decode.shown(path)} is not a wavecrest result file: kind {document.get('kind')!r}")
     while document["format_version"] < FORMAT_VERSION:
         document = MIGRATIONS[document["format_version"]](document)
     try:
         return _ADAPTER.validate_python(document)
     except pydantic.ValidationError as problem:
-        first = problem.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RecordError(f"the result file {path} is damaged: {where}: {first['msg']}") from None
+        raise RecordError(f"the result file {decode.shown(path)} is damaged: {first_problem(problem)}") from None
 
 
 def load_as(path: Path, kind: type[R]) -> R:

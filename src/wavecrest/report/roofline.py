@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from wavecrest.records import BucketProfile, OpTime, OptimizeRecord
+from wavecrest.records.schema import MOST_PERCENT
 from wavecrest.report import breakdown, numbers, svg
 
 HEIGHT = 300
@@ -99,6 +100,12 @@ def _panel(
     label = f"roofline of {bucket}: {len(points)} operations"
     unknown = sum(1 for op in ops if not (op.flops and op.bytes))
     notes = [f"{unknown} of {len(ops)} rows have no known cost or no FLOPs and are left out." if unknown else ""]
+    beyond = sum(1 for op in ops if not op.below_ceiling)
+    if beyond:
+        notes.append(
+            f"The ceiling is not valid: {beyond} of {len(ops)} rows are above {MOST_PERCENT:.0f} % of it. Measure "
+            "it again while nothing else runs."
+        )
     if not memory and not compute:
         notes.append("No roof is drawn: the peaks of this device are not known.")
     y_ticks = [
@@ -193,6 +200,7 @@ def _mark(
     )
     if op.roofline_percent is not None:
         text += f"\n{op.roofline_percent:.0f} % of the roofline, {op.bound or 'unknown'} bound"
+        text += "" if op.below_ceiling else ": the ceiling is not valid"
     colour = palette.get(op.category, breakdown.CATEGORY_COLOURS)
     area = math.sqrt(op.ms / largest)
     return svg.marker(

@@ -25,7 +25,7 @@ from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.records import provenance
+from wavecrest.records import decode, provenance
 from wavecrest.tune import admission, candidates, race, shapes, trial, untuned_calls
 
 Say = Callable[[dict[str, Any]], None]
@@ -114,7 +114,7 @@ def answer(asked: dict[str, Any], device: hardware.Device, seconds: float, say: 
 
 def _listen(arrived: SimpleQueue[dict[str, Any]]) -> None:
     for line in sys.stdin:
-        arrived.put(json.loads(line))
+        arrived.put(decode.json_of(line, finite=False))
     # the parent is gone: stop at once, since the step under way may never end
     os._exit(0)
 

@@ -26,6 +26,7 @@ from wavecrest.errors import EnvironmentProblem, Unsupported
 from wavecrest.hardware import Arch
 from wavecrest.isa import Launch, compiler
 from wavecrest.measure.timing import Clock
+from wavecrest.records import decode
 from wavecrest.tune import compile_worker
 from wavecrest.tune.candidates import Candidate
 from wavecrest.tune.workers import importable
@@ -183,7 +184,7 @@ class CompileWorker:
         except (BrokenPipeError, ValueError):
             ready, line = [child.stdout], ""
         if line:
-            reply: dict[str, Any] = json.loads(line)
+            reply: dict[str, Any] = decode.json_of(line, finite=False)
             return reply
         self._stop()
         if self._closed:

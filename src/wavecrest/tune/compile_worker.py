@@ -19,6 +19,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.isa import compiler
+from wavecrest.records import decode
 
 _PLAIN = (bool, int, float, str)
 
@@ -89,7 +90,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
-        replies.write(json.dumps(answer(json.loads(line))) + "\n")
+        replies.write(json.dumps(answer(decode.json_of(line, finite=False))) + "\n")
         replies.flush()
 
 

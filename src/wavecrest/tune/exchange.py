@@ -23,7 +23,7 @@ from wavecrest.dispatch.tuned.row import RowKey
 from wavecrest.errors import InvalidArgument, TableError
 from wavecrest.ops._gemm.backend import op as gemm
 from wavecrest.ops._gemm.call import GemmCall
-from wavecrest.records import files
+from wavecrest.records import decode, files
 from wavecrest.tune import admission, session
 
 # aiter's tuner allows this share of elements to be off, and lists solutions beyond it
@@ -65,10 +65,7 @@ def read(path: Path, arch: str | None) -> Imported:
         raise InvalidArgument(f"--arch takes {', '.join(hardware.ARCHS)}, not {arch!r}")
     if path.suffix == ".json" or path.name.endswith(files.LINES):
         return _record(records.load_as(path, records.TuneRecord), session.named(path))
-    try:
-        head = path.read_bytes()[: 1 << 16].decode(errors="replace").lstrip()
-    except OSError as error:
-        raise TableError(f"cannot read {path}: {error.strerror or error}") from error
+    head = decode.read_text(path, what="table", error=TableError).lstrip()
     if head.startswith("Validator,") or "TunableOp_" in head.partition("\n")[0]:
         return _tunable(tunable_op.read(path), path.name, arch)
     return _aiter(list(aiter_csv.read([path])), arch)
@@ -250,7 +247,7 @@ def _named(entry: Entry) -> str:
 
 def _detail(row: Row) -> dict[str, Any]:
     try:
-        found = json.loads(row.evidence.detail or "{}")
+        found = decode.json_of(row.evidence.detail or "{}")
     except ValueError as error:
         raise TableError(f"the detail of a row is damaged: {error}") from None
     return found if isinstance(found, dict) else {}
@@ -305,4 +302,4 @@ def _to_tunable(entries: list[Entry]) -> Exported:
             left.append(f"{_named(entry)}: was tuned with other versions than most; TunableOp takes one set a file")
         else:
             rows.append((detail["operator"], detail["sizes"], detail["solution"], entry.row.us))
-    return Exported(tunable_op.written(json.loads(common), rows), len(rows), tuple(left))
+    return Exported(tunable_op.written(decode.json_of(common), rows), len(rows), tuple(left))

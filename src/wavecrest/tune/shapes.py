@@ -14,6 +14,7 @@ from wavecrest.bench import suites
 from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, TableError
+from wavecrest.records import decode
 
 # dtype of a row that names no dtype
 DTYPE = "bfloat16"
@@ -45,12 +46,9 @@ def read(path: Path, device: str) -> dict[str, Shapes]:
     Raises:
         TableError: it cannot be read, or has invalid rows; the message names the lines.
     """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise TableError(f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise TableError(f"{path} is not UTF-8 text ({error.reason})") from None
+    text = decode.read_text(path, what="file of shapes", error=TableError, mark=True)
+    # a cell may be as long as the file, which has its own limit
+    csv.field_size_limit(decode.MOST_BYTES)
     lines = csv.reader(text.splitlines())
     header = [name.strip() for name in next(lines, [])]
     if "op" not in header or len(set(header)) != len(header):

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from wavecrest import env
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Device
+from wavecrest.records import decode
 
 # signals that mean someone else killed the worker: no kernel sends them
 OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -102,7 +103,7 @@ class Child:
             return {"event": "silent"}
         if line is not None and line.endswith("\n"):
             try:
-                message: dict[str, Any] = json.loads(line)
+                message: dict[str, Any] = decode.json_of(line, finite=False)
             except ValueError:
                 # an import may print before the child has redirected its output
                 return {"event": "ended", "reason": f"gave an invalid answer: {line[:200].strip()}", "outside": False}

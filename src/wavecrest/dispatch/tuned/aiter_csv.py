@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wavecrest.errors import TableError
+from wavecrest.records import decode
 
 # columns that find a row; the older form lacks the first
 KEY = ("gfx", "cu_num", "M", "N", "K", "bias", "dtype", "outdtype", "scaleAB", "bpreshuffle")
@@ -212,11 +213,7 @@ def read(paths: Iterable[Path]) -> Iterator[Row]:
         TableError: a file cannot be read, or is malformed.
     """
     for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TableError(f"cannot read {path.name}: {error}") from error
-        yield from parse(text, path.name)
+        yield from parse(decode.read_text(path, what="file of aiter's", error=TableError), path.name)
 
 
 def padded(M: int, N: int) -> tuple[int, ...]:

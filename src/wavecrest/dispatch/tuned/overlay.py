@@ -24,6 +24,7 @@ from wavecrest import env
 from wavecrest.dispatch.tuned.row import Row, RowKey
 from wavecrest.dispatch.tuned.table import COLUMNS, EVIDENCE, Malformed, as_written, cells_of, row_of
 from wavecrest.errors import InvalidArgument, OutputError, TableError
+from wavecrest.records import decode
 
 # "wave", so that another program's database is told from an empty one
 APPLICATION = 0x77617665
@@ -267,13 +268,13 @@ class Overlay:
             if crc != _crc(texts):
                 raise Malformed("its checksum is another")
             arch, op, fields, key, *cells = texts
-            names, parts = tuple(json.loads(fields)), tuple(json.loads(key))
+            names, parts = tuple(decode.json_of(fields)), tuple(decode.json_of(key))
             if len(names) != len(parts):
                 raise Malformed(f"its key has {len(parts)} parts for {len(names)} names")
             if not all(part is None or isinstance(part, int | str) for part in parts):
                 raise Malformed("a part of its key is no whole number, text, true, false or nothing")
             return Entry(arch, op, names, row_of(parts, cells))
-        except (Malformed, ValueError, TypeError, RecursionError) as problem:
+        except (Malformed, ValueError, TypeError) as problem:
             place = " ".join(str(text)[:200] for text in texts[:2]) + f" {str(texts[3])[:200]}"
             raise TableError(f"{self.path}: the row of {place} is damaged: {problem}; move the file away") from None
 

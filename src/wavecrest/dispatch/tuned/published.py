@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from wavecrest.dispatch.tuned.row import Cell, Proposal, RowKey
 from wavecrest.dispatch.tuned.table import Malformed, cell_of
 from wavecrest.errors import TableError
+from wavecrest.records import decode
 
 # the priors that come with the package
 PRIOR = Path(__file__).with_name("prior")
@@ -65,14 +67,9 @@ def read(path: Path, fields: tuple[str, ...]) -> Priors:
     Raises:
         TableError: the file cannot be read or is malformed; the message names the line.
     """
-    try:
-        text = path.read_bytes().decode()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return Priors((), {})
-    except OSError as error:
-        raise TableError(f"cannot read {path}: {error.strerror or error}; make it readable or delete it") from error
-    except UnicodeDecodeError as error:
-        raise TableError(f"{path} is not UTF-8 text ({error.reason}); correct or delete it") from None
+    text = decode.read_text(path, what="table", error=TableError)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: dict[RowKey, Prior] = {}
     try:

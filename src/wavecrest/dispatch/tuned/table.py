@@ -11,7 +11,6 @@ import io
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterable
 from dataclasses import fields as fields_of
 from dataclasses import replace
@@ -20,6 +19,7 @@ from pathlib import Path
 from wavecrest.dispatch.tuned.config import Config
 from wavecrest.dispatch.tuned.row import Cell, Evidence, Row, RowKey
 from wavecrest.errors import InvalidArgument, OutputError, TableError
+from wavecrest.records import decode, files
 from wavecrest.records.renamed import current_backend
 
 # the columns after those of the key
@@ -40,15 +40,9 @@ def read(path: Path, fields: tuple[str, ...]) -> dict[RowKey, Row]:
     Raises:
         TableError: the file cannot be read or is malformed; the message names the line.
     """
-    try:
-        text = path.read_bytes().decode()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return {}
-    except OSError as error:
-        raise TableError(f"cannot read {path}: {error.strerror or error}; make it readable or delete it") from error
-    except UnicodeDecodeError as error:
-        raise TableError(f"{path} is not UTF-8 text ({error.reason}); write the table anew or delete it") from None
-    return _parse(text, fields, path)
+    return _parse(decode.read_text(path, what="table", error=TableError), fields, path)
 
 
 def write(path: Path, fields: tuple[str, ...], rows: Iterable[Row]) -> None:
@@ -78,7 +72,11 @@ def write(path: Path, fields: tuple[str, ...], rows: Iterable[Row]) -> None:
     for row, again in zip(ordered, parsed.values(), strict=True):
         if as_written(again) != as_written(row):
             raise InvalidArgument(f"{row} would be read back as {again}: a cell holds what the format cannot say")
-    _replace(path, text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+    files.write_text(path, text)
 
 
 def _parse(text: str, fields: tuple[str, ...], path: Path) -> dict[RowKey, Row]:
@@ -234,20 +232,3 @@ def _rank(value: Cell) -> tuple[int, int, str]:
     if isinstance(value, bool):
         return 1, int(value), ""
     return (2, value, "") if isinstance(value, int) else (3, 0, str(value))
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8", newline=""
-        ) as file:
-            temporary = Path(file.name)
-            file.write(text)
-        temporary.chmod(0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

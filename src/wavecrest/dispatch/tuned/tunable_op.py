@@ -16,6 +16,7 @@ from pathlib import Path
 
 from wavecrest.dispatch.tuned.aiter_csv import SHOWN
 from wavecrest.errors import TableError
+from wavecrest.records import decode
 
 DTYPES = {"float": "float32", "Half": "float16", "BFloat16": "bfloat16", "double": "float64"}
 ARCH = "GCN_ARCH_NAME"
@@ -72,13 +73,7 @@ def read(path: Path) -> Results:
     Raises:
         TableError: the file cannot be read, or has lines that TunableOp did not write; the message names them.
     """
-    try:
-        text = path.read_bytes().decode()
-    except OSError as error:
-        raise TableError(f"cannot read {path.name}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise TableError(f"{path.name} is not UTF-8 text ({error.reason})") from None
-    return parse(text, path.name)
+    return parse(decode.read_text(path, what="file of TunableOp's", error=TableError), path.name)
 
 
 def parse(text: str, file: str) -> Results:

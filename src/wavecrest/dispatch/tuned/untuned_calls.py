@@ -14,6 +14,7 @@ from typing import Any
 
 from wavecrest.dispatch.tuned.row import Cell
 from wavecrest.errors import OutputError, TableError
+from wavecrest.records import decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +66,15 @@ def read(path: Path) -> list[UntunedCall]:
     Raises:
         TableError: the file cannot be read, or has lines that are not untuned calls; the message names all of them.
     """
-    try:
-        text = path.read_bytes().decode()
-    except OSError as error:
-        raise TableError(f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise TableError(f"{path} is not UTF-8 text ({error.reason})") from None
+    text = decode.read_text(path, what="file of misses", error=TableError)
     found: dict[tuple[Any, ...], UntunedCall] = {}
     bad = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            untuned = _untuned_call(json.loads(line))
-        except (ValueError, RecursionError) as problem:
+            untuned = _untuned_call(decode.json_of(line))
+        except ValueError as problem:
             bad.append(f"line {number}: {problem}")
             continue
         found.setdefault((untuned.op, untuned.arch, *untuned.key.items()), untuned)

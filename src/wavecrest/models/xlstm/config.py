@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,6 +13,7 @@ import torch
 
 from wavecrest.errors import CheckpointError, InvalidArgument, MissingDependency
 from wavecrest.models.xlstm import kernels
+from wavecrest.records import decode, files
 
 MODES = ("train", "train_with_padding", "inference")
 WEIGHT_MODES = ("single", "fused")
@@ -55,6 +56,9 @@ _SWITCHES = (
 )  # fmt: skip
 _FACTORS = ("norm_eps", "qk_dim_factor", "v_dim_factor", "eps", "ffn_proj_factor")
 _SIZES = ("embedding_dim", "num_heads", "num_blocks", "vocab_size", "chunk_size", "ffn_round_up_to_multiple_of")
+# far beyond any model: with them no size overflows, and the names of all weights fit in memory
+MOST = dict.fromkeys(_SIZES, 1 << 24) | {"num_blocks": 1 << 12}
+MOST_FACTOR = 1 << 10
 
 
 class ConfigWarning(UserWarning):
@@ -139,15 +143,17 @@ class xLSTMLargeConfig:
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InvalidArgument(f"xLSTM: {name} must be a whole number above 0, got {value!r}")
+            if type(value) is not int or not 1 <= value <= MOST[name]:
+                raise InvalidArgument(f"xLSTM: {name} must be a whole number from 1 to {MOST[name]:,}, got {value!r}")
         for name in _FACTORS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise InvalidArgument(f"xLSTM: {name} must be a number above 0, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST_FACTOR:
+                raise InvalidArgument(f"xLSTM: {name} must be above 0 and at most {MOST_FACTOR}, got {value!r}")
         for name in _CAPS:
             cap = getattr(self, name)
-            if cap is not None and (isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0):
+            if cap is not None and (
+                isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 <= cap < math.inf
+            ):
                 raise InvalidArgument(f"xLSTM: {name} must be a number from 0 on or None, got {cap!r}")
         choices = {"mode": MODES, "weight_mode": WEIGHT_MODES}
         choices |= dict.fromkeys(("autocast_kernel_dtype", "inference_state_dtype"), tuple(DTYPES))
@@ -280,10 +286,7 @@ class xLSTMLargeConfig:
         path = Path(folder)
         if (path / "config.json").is_file():
             path = path / "config.json"
-            try:
-                values = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise CheckpointError(f"{path} is damaged: {error}") from error
+            values = files.read_json(path, what="configuration", error=CheckpointError)
         elif (path / "config.yaml").is_file():
             path = path / "config.yaml"
             values = _read_yaml(path)
@@ -343,10 +346,11 @@ def _read_yaml(path: Path) -> Any:
         import yaml
     except ImportError as error:
         raise MissingDependency("pyyaml", str(path), "pip install 'wavecrest[hf]'") from error
+    text = decode.read_text(path, what="configuration", error=CheckpointError)
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        return decode.yaml_of(text, yaml)
+    except decode.Undecodable as problem:
+        raise CheckpointError(f"{path} is damaged: {problem}") from None
 
 
 def write_yaml(path: Path, values: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from wavecrest.models.xlstm.layers import fused_projections
 from wavecrest.models.xlstm.network import xLSTMNetwork
 from wavecrest.models.xlstm.quantize import check_format, packed, put, takes
 from wavecrest.ops import PackedWeight
+from wavecrest.records import decode
 
 Network = TypeVar("Network", bound=xLSTMNetwork)
 
@@ -71,7 +72,7 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            table = decode.json_of(decode.read_text(index, what="index", error=CheckpointError))["weight_map"]
             names = sorted(set(table.values()))
             outside = [name for name in names if Path(name).name != name]
         except (ValueError, KeyError, TypeError, AttributeError) as error:

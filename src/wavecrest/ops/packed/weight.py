@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.ops.packed import formats as _packed
 from wavecrest.ops.packed.formats import DTYPES, FORMATS, STORED
+from wavecrest.records import decode
 
 _ADVICE = "use wavecrest.ops.linear, or .unpack()"
 _aten = torch.ops.aten
@@ -354,7 +355,7 @@ def _metadata(name: str, tensor: Any) -> dict[str, Any]:
     wanted = {"format": str, "shape": list, "dtype": str, "group": int, "parts": list}
     damaged = f"from_plain: {name}.{_METADATA} is damaged; save the weights again"
     try:
-        about = json.loads(bytes(tensor.tolist()))
+        about = decode.json_of(bytes(tensor.tolist()))
         version = about["version"]
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{damaged} ({error})") from error

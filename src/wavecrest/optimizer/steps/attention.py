@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wavecrest.errors import StepRefused
+from wavecrest.errors import PlanError, StepRefused
 from wavecrest.graphs.capture import device_time
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
+from wavecrest.optimizer.steps.params import PackGQAOwners, SDPABackendName, SDPAOwners
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +37,7 @@ class UseSDPA(Step):
     title = "attention → SDPA"
     level = 3
     group = "attention implementation"
+    params_type = SDPAOwners
 
     def find(self, context: StepContext) -> Found:
         """Transformers models whose implementation is "eager" and that support SDPA."""
@@ -77,6 +79,7 @@ class PackGQA(Step):
     title = "pack GQA decode"
     level = 3
     group = "attention implementation"
+    params_type = PackGQAOwners
 
     def find(self, context: StepContext) -> Found:
         """Transformers models on SDPA that are called with one query token and fewer K/V heads than query heads."""
@@ -162,11 +165,19 @@ class SDPABackend(Step):
     level = 3
     phase = "setting"
     group = "sdpa backend"
+    params_type = SDPABackendName
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.id = f"sdpa:{name}"
         self.title = f"SDPA {name}"
+
+    def check_params(self, params: dict[str, Any]) -> list[str]:
+        """The backend must be this step's own."""
+        found = super().check_params(params)
+        if params["backend"] != self.name:
+            raise PlanError(f"parameters of step {self.id}: backend is {params['backend']!r}")
+        return found
 
     def find(self, context: StepContext) -> Found:
         """Where the model calls SDPA on a GPU, and the backend takes these calls and is not slower on them alone."""

@@ -12,7 +12,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from wavecrest.errors import StepRefused
+import pydantic
+
+from wavecrest.errors import PlanError, StepRefused
+from wavecrest.optimizer.steps.params import Params
+from wavecrest.records import files
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,6 +92,7 @@ class Step:
         level: 1 environment, 2 compile, 3 surgery, 4 kernels, 5 capture and quantisation.
         phase: when its effect takes place in the assembled model.
         group: steps of one group exclude each other; a kept one replaces the one before.
+        params_type: schema of the parameters that `apply` takes; None: a plan may hold any.
     """
 
     id: str
@@ -95,6 +100,21 @@ class Step:
     level: int
     phase: Phase = "surgery"
     group: str | None = None
+    params_type: type[Params] | None = None
+
+    def check_params(self, params: dict[str, Any]) -> list[str]:
+        """The paths of the modules that parameters from a plan file name.
+
+        Raises:
+            PlanError: a parameter is unknown, missing, of another type or not one that this step takes. A step of
+                another package without `params_type` checks its own.
+        """
+        if self.params_type is None:
+            return []
+        try:
+            return self.params_type.model_validate(params).modules()
+        except pydantic.ValidationError as problem:
+            raise PlanError(f"parameters of step {self.id}: {files.first_problem(problem)}") from None
 
     def find(self, context: StepContext) -> Found:
         """Find the sites that this step would change.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from wavecrest.graphs.capture import CapturedModule
 from wavecrest.graphs.inductor import PRESETS, compile_module
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
+from wavecrest.optimizer.steps.params import CaptureBuckets
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +26,7 @@ class CaptureGraph(Step):
     level = 5
     phase = "capture"
     group = "capture"
+    params_type = CaptureBuckets
 
     def find(self, context: StepContext) -> Found:
         """On a GPU; the model must have no data-dependent control flow, which capture itself finds out."""

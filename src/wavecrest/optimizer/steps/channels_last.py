@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from wavecrest.errors import StepRefused
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
+from wavecrest.optimizer.steps.params import Sites
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,6 +18,7 @@ class ChannelsLast(Step):
     id = "channels_last"
     title = "channels_last"
     level = 3
+    params_type = Sites
 
     def find(self, context: StepContext) -> Found:
         """Every Conv2d whose weight is not channels-last yet."""
@@ -43,6 +46,8 @@ class ChannelsLast(Step):
 
         for name in params["sites"]:
             conv = model.get_submodule(name)
+            if not isinstance(conv, torch.nn.Conv2d):
+                raise StepRefused(f"{name} is a {type(conv).__name__}, not a Conv2d")
             weight = conv.weight
             assert isinstance(weight, torch.Tensor)
             conv.weight = torch.nn.Parameter(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wavecrest.errors import StepRefused
+from wavecrest.errors import PlanError
 from wavecrest.graphs.inductor import PRESETS, Preset, compile_module
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
+from wavecrest.optimizer.steps.params import CompilePreset
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,11 +27,19 @@ class Compile(Step):
     level = 2
     phase = "compile"
     group = "compile"
+    params_type = CompilePreset
 
     def __init__(self, preset: Preset) -> None:
         self.preset = preset
         self.id = f"compile:{preset.name}"
         self.title = preset.title
+
+    def check_params(self, params: dict[str, Any]) -> list[str]:
+        """The preset must be this step's own."""
+        found = super().check_params(params)
+        if params["preset"] != self.preset.name:
+            raise PlanError(f"parameters of step {self.id}: preset is {params['preset']!r}")
+        return found
 
     def excludes(self, other: Step) -> bool:
         """Another preset; and whole-model capture, where the preset captures by itself."""
@@ -61,10 +70,7 @@ class Compile(Step):
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Compile in place."""
-        preset = PRESETS.get(params.get("preset", ""))
-        if preset is None:
-            raise StepRefused(f"no compile preset {params.get('preset')!r} in this version")
-        compile_module(model, preset)
+        compile_module(model, self.preset)
         return model
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +14,8 @@ from wavecrest import env
 from wavecrest.errors import StepRefused
 from wavecrest.measure.timing import Interval, bootstrap_processes, keeps
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
+from wavecrest.optimizer.steps.params import Candidates
+from wavecrest.records import decode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +60,7 @@ class EnvironmentStep(Step):
     title = "environment"
     level = 1
     phase = "environment"
+    params_type = Candidates
 
     def find(self, context: StepContext) -> Found:
         """The table's candidates for this vendor that are not set already."""
@@ -165,7 +166,7 @@ def _child(context: StepContext, changes: dict[str, str | None], seconds: float)
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "samples.json"
         command = [
-            sys.executable, "-m", "wavecrest.optimizer.steps.environment_child",
+            *env.python_command("wavecrest.optimizer.steps.environment_child"),
             context.workload.spec, context.device.torch_name, str(seconds), str(target),
         ]  # fmt: skip
         try:
@@ -181,5 +182,5 @@ def _child(context: StepContext, changes: dict[str, str | None], seconds: float)
         if done.returncode != 0 or not target.exists():
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise StepRefused(f"a child process failed: {last}")
-        samples: dict[str, list[float]] = json.loads(target.read_text())
+        samples: dict[str, list[float]] = decode.json_of(target.read_text())
         return samples

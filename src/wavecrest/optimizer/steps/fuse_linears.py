@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from wavecrest.errors import StepRefused
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
+from wavecrest.optimizer.steps.params import Groups
 
 if TYPE_CHECKING:
     from wavecrest.measure.workload import Inputs
@@ -161,6 +162,7 @@ class FuseLinears(Step):
 
     names: ClassVar[tuple[tuple[str, ...], ...]]
     level = 3
+    params_type = Groups
 
     def find(self, context: StepContext) -> Found:
         """Groups found by name and proven by a traced forward of the first bucket."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from wavecrest.errors import PlanError
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
+from wavecrest.optimizer.steps.params import PrecisionName
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,11 +36,19 @@ class Precision(Step):
     level = 3
     phase = "setting"
     group = "precision"
+    params_type = PrecisionName
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.id = f"precision:{name}"
         self.title = f"precision {name}"
+
+    def check_params(self, params: dict[str, Any]) -> list[str]:
+        """The precision must be this step's own."""
+        found = super().check_params(params)
+        if params["precision"] != self.name:
+            raise PlanError(f"parameters of step {self.id}: precision is {params['precision']!r}")
+        return found
 
     def find(self, context: StepContext) -> Found:
         """Only a float32 model, and only if asked."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from wavecrest.errors import StepRefused
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
+from wavecrest.optimizer.steps.params import Sites
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,6 +18,7 @@ class ReplaceActivation(Step):
     id = "replace_activation"
     title = "gated MLP → wavecrest"
     level = 4
+    params_type = Sites
 
     def find(self, context: StepContext) -> Found:
         """Modules with gate_proj, up_proj, down_proj and act_fn that prove it on a probe."""

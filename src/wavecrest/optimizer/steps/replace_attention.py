@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from wavecrest.errors import StepRefused, WavecrestError
 from wavecrest.optimizer.steps.attention import _attention_owners
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, structural_copy
+from wavecrest.optimizer.steps.params import RoutedOwners, RoutedSites
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,6 +32,7 @@ class ReplaceAttention(Step):
     title = "attention → wavecrest"
     level = 4
     group = "attention implementation"
+    params_type = RoutedOwners
 
     def find(self, context: StepContext) -> Found:
         """The outermost transformers models whose calls, as they are made, dispatch gives to another kernel.
@@ -77,6 +79,7 @@ class ReplaceSDPA(Step):
     id = "replace_sdpa"
     title = "SDPA calls → wavecrest"
     level = 4
+    params_type = RoutedSites
 
     def find(self, context: StepContext) -> Found:
         """The modules whose own forward makes such a call, but those of transformers, which have an interface."""

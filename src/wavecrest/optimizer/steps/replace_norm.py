@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from wavecrest.errors import StepRefused
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
+from wavecrest.optimizer.steps.params import Sites
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,6 +18,7 @@ class ReplaceNorm(Step):
     id = "replace_norm"
     title = "norms → wavecrest"
     level = 4
+    params_type = Sites
 
     def find(self, context: StepContext) -> Found:
         """Norm modules that prove, on a probe, to compute what our module computes."""
@@ -38,7 +40,7 @@ class ReplaceNorm(Step):
                 sites.append(name)
         distinct = "; ".join(dict.fromkeys(reasons))
         if not sites:
-            return Found((), note=distinct or "no normalisation layer in the model")
+            return Found((), note=distinct or "no LayerNorm or RMSNorm in the model")
         return Found(tuple(sites), {"sites": sites}, f"left out: {distinct}" if distinct else "")
 
     def predict(self, found: Found, context: StepContext) -> Prediction:

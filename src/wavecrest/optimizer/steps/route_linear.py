@@ -13,6 +13,7 @@ from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import linear_call
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
 from wavecrest.optimizer.steps.fuse_linears import FusedSlice
+from wavecrest.optimizer.steps.params import RoutedSites
 
 if TYPE_CHECKING:
     from wavecrest.dispatch.decision import Decision
@@ -56,6 +57,7 @@ class RouteLinear(Step):
     id = "route_linear"
     title = "linear → measured"
     level = 4
+    params_type = RoutedSites
 
     def find(self, context: StepContext) -> Found:
         """Layers for which dispatch chooses another backend than PyTorch's, in any bucket of the workload."""

@@ -1,0 +1,110 @@
+"""The parameters that steps take from a plan file, as schemas: a plan is data, so an unknown or wrong one is refused.
+
+A field that names modules of the model has the type `Modules`; the paths are looked up before the step is applied.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+# dotted paths of modules; "" is the model itself
+Modules = list[str]
+
+
+class Params(pydantic.BaseModel):
+    """Base of the schemas: no unknown keys, no conversions."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    def modules(self) -> list[str]:
+        """Paths of the modules that the parameters name."""
+        return []
+
+
+class Sites(Params):
+    """The modules that a step replaces or changes."""
+
+    sites: Annotated[Modules, Field(min_length=1)]
+
+    def modules(self) -> list[str]:
+        """The sites."""
+        return self.sites
+
+
+class RoutedSites(Sites):
+    """Sites, and what dispatch decided for each of their calls, for people."""
+
+    routes: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class Owners(Params):
+    """The transformers models whose attention implementation is set."""
+
+    owners: Annotated[Modules, Field(min_length=1)]
+
+    def modules(self) -> list[str]:
+        """The owners."""
+        return self.owners
+
+
+class SDPAOwners(Owners):
+    """Of the step that sets SDPA. transformers takes any name, and loads code for one with a slash."""
+
+    implementation: Literal["sdpa"]
+
+
+class PackGQAOwners(Owners):
+    """Of the step that sets wavecrest's packed heads."""
+
+    implementation: Literal["wavecrest_pack_gqa"]
+
+
+class RoutedOwners(Owners):
+    """Owners, and what dispatch decided for each of their calls, for people."""
+
+    routes: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class Groups(Params):
+    """Linear layers that become one GEMM."""
+
+    groups: Annotated[list[Annotated[Modules, Field(min_length=2)]], Field(min_length=1)]
+
+    def modules(self) -> list[str]:
+        """The layers of all groups."""
+        return [path for group in self.groups for path in group]
+
+
+class CompilePreset(Params):
+    """A preset of `graphs.inductor`."""
+
+    preset: str
+
+
+class PrecisionName(Params):
+    """A precision of `steps.precision`."""
+
+    precision: Literal["tf32", "bf16", "fp16"]
+
+
+class SDPABackendName(Params):
+    """A backend of scaled_dot_product_attention."""
+
+    backend: Literal["flash", "cudnn", "efficient", "math"]
+
+
+class CaptureBuckets(Params):
+    """The buckets that are captured, and how what is not compiled yet is compiled first."""
+
+    buckets: Annotated[list[str], Field(min_length=1)]
+    compile: Literal["", "default"]
+
+
+class Candidates(Params):
+    """Variables that were tried, and those that helped; they are set before import, not by the step."""
+
+    candidates: list[Any]
+    set: dict[str, str] = Field(default_factory=dict)
