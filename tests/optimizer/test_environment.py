@@ -123,7 +123,7 @@ def test_real_children(tmp_path: Path) -> None:
         "    return Net(4, 4), torch.randn(2, 4)\n"
     )
     workload = load(f"{file}:make")
-    trial = try_variable(StepContext(workload, hardware.cpu(), processes=1), "PLANTED", "1", seconds=0.2)
+    trial = try_variable(StepContext(workload, hardware.cpu(), processes=2), "PLANTED", "1", seconds=0.2)
     assert trial.ratio > 3
     with pytest.raises(StepRefused, match="child process failed"):
         environment._child(StepContext(workload, hardware.cpu(), processes=1), {"PLANTED": "die"}, 0.2)

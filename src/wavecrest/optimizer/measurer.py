@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ class Measurer:
     workload: Workload
     budget: float
     progress: Progress
-    now: timing.Clock = time.perf_counter
+    now: timing.Clock = timing.HOST_CLOCK
 
     @property
     def seconds(self) -> float:

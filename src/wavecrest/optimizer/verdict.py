@@ -24,7 +24,7 @@ def judge(pairs: dict[str, timing.Paired], min_gain: float) -> tuple[records.Ver
     Kept only if the lower end of the joint interval (geometric mean over buckets) is above 1 + min_gain and no bucket
     is proven slower; a tie keeps the simpler model.
     """
-    ratio, ci = timing.bootstrap_speedup([(pair.base, pair.new) for pair in pairs.values()])
+    ratio, ci = timing.block_speedup([(pair.base, pair.new) for pair in pairs.values()])
     slower = [f"{bucket} {pair.ratio:.3f}× {pair.ci}" for bucket, pair in pairs.items() if pair.ci.high < 1]
     if timing.keeps(ci, min_gain) and not slower:
         return "kept", f"faster by at least {min_gain:.0%} (95 %)", ratio, ci
@@ -84,7 +84,7 @@ def claim(pairs: dict[str, timing.Paired], alone: dict[str, timing.Measurement])
             note = f"original measured alone at the start; interleaved with the result it took {row.base_ms:.3f} ms"
             rows[index] = row.model_copy(update={"base_ms": first.median, "ratio": ratio, "ci": ci, "note": note})
     if not replaced:
-        ratio, ci = timing.bootstrap_speedup([(pair.base, pair.new) for pair in pairs.values()])
+        ratio, ci = timing.block_speedup([(pair.base, pair.new) for pair in pairs.values()])
         return Claim(rows, ratio, ci)
 
     def mean(values: list[float]) -> float:

@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -62,15 +61,15 @@ def run(
         if on_process is not None:
             on_process(index, processes)
         results.append(_child(spec, plan_path, loaded.device, seconds, index, plan))
-    # the processes are the unit that is resampled; medians of their blocks stand for them
+    # the processes are the unit of the interval; medians of their blocks stand for them
     buckets = [
         (
-            [[row.base_ms for row in result.speed if row.bucket == bucket] for result in results],
-            [[row.new_ms for row in result.speed if row.bucket == bucket] for result in results],
+            [row.base_ms for result in results for row in result.speed if row.bucket == bucket],
+            [row.new_ms for result in results for row in result.speed if row.bucket == bucket],
         )
         for bucket in loaded.buckets
     ]
-    ratio, ci = timing.bootstrap_processes(buckets)
+    ratio, ci = timing.process_speedup(buckets)
     passed, reason = verdict_of(results, ratio, ci, plan)
     return VerifyRecord(
         header=provenance.header(found, command=command),
@@ -130,7 +129,7 @@ def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, 
 
 
 def check_here(
-    spec: str, plan_path: Path, device: str, seconds: float, index: int, *, now: timing.Clock = time.perf_counter
+    spec: str, plan_path: Path, device: str, seconds: float, index: int, *, now: timing.Clock = timing.HOST_CLOCK
 ) -> VerifyProcess:
     """Check a plan in this process: load, replay the plan, gate, quality, paired timing. Run in a fresh process.
 

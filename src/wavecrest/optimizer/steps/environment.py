@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from wavecrest import env
 from wavecrest.errors import StepRefused
-from wavecrest.measure.timing import Interval, bootstrap_processes, keeps
+from wavecrest.measure.timing import Interval, keeps, process_speedup
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
 
 if TYPE_CHECKING:
@@ -156,8 +156,12 @@ def try_variable(context: StepContext, name: str, value: str, *, seconds: float 
     buckets = list(context.workload.buckets)
     base = {bucket: [run[bucket] for run in sides["base"]] for bucket in buckets}
     new = {bucket: [run[bucket] for run in sides["new"]] for bucket in buckets}
-    ratio, ci = bootstrap_processes([(base[bucket], new[bucket]) for bucket in buckets])
+    ratio, ci = process_speedup([(_medians(base[bucket]), _medians(new[bucket])) for bucket in buckets])
     return EnvironmentTrial(name, value, base, new, ratio, ci)
+
+
+def _medians(runs: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(run) for run in runs]
 
 
 def _child(context: StepContext, changes: dict[str, str | None], seconds: float) -> dict[str, list[float]]:
