@@ -11,6 +11,7 @@ from typing import Any
 from wavecrest import env, hardware, records
 from wavecrest.errors import EnvironmentProblem, WavecrestError, WorkloadError
 from wavecrest.measure import timing
+from wavecrest.measure.rotation import Rotation
 from wavecrest.measure.workload import Call, Inputs, Workload
 from wavecrest.records import provenance
 
@@ -52,9 +53,12 @@ def bench_bucket(
     kind = workload.device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise EnvironmentProblem(f"the workload is on device {workload.device}; only cpu and cuda devices can be timed")
-    work = _NamedCall(workload, bucket, function)
+    rotation = Rotation(workload.buckets[bucket])
+    work = _NamedCall(workload, bucket, function, rotation)
     before = shapes(workload.buckets[bucket])
-    measurement = timing.measure(work, device=workload.device, seconds=seconds, on_progress=on_progress, now=now)
+    measurement = timing.measure(
+        work, device=workload.device, seconds=seconds, rotation=rotation, on_progress=on_progress, now=now
+    )
     work.prepare()
     after = shapes(workload.buckets[bucket])
     if before != after:

@@ -70,7 +70,8 @@ def show(plan: PlanArgument, json: _shared.JsonOption = False) -> int:
     for setting in loaded.environment:
         out.print(f"export {setting.name}={shlex.quote(setting.value)}  [dim]# {setting.when}; {setting.ratio:.3f}×[/]")
     if loaded.result is not None:
-        out.print(f"result    {loaded.result.verdict}  {loaded.result.ratio:.3f}× {loaded.result.ci}")
+        ci = "" if loaded.result.unit == "phases" else f" {loaded.result.ci}"
+        out.print(f"result    {loaded.result.verdict}  {loaded.result.ratio:.3f}×{ci}")
     else:
         out.print("result    [yellow]the run was interrupted; resume it with `wavecrest optimize … --resume RUN`[/]")
     return 0

@@ -37,9 +37,7 @@ def time_buckets(
         for bucket, inputs in loaded.buckets.items():
             rotation = Rotation(inputs)
             work = workload.Call(loaded, bucket, model, rotation)
-            found[bucket] = timing.measure(
-                work, device=loaded.device, seconds=seconds, rotation=rotation, now=now
-            )
+            found[bucket] = timing.measure(work, device=loaded.device, seconds=seconds, rotation=rotation, now=now)
     return found
 
 

@@ -39,9 +39,8 @@ class EnvironmentTrial:
             for bucket in runs[0]:
                 found = [statistics.median(run[bucket]) for run in runs]
                 if max(found) > (1 + UNSTABLE_RANGE) * min(found):
-                    return (
-                        f"unstable: bucket {bucket} takes {min(found):.3f} to {max(found):.3f} ms in processes {side} it"
-                    )
+                    span = f"{min(found):.3f} to {max(found):.3f} ms"
+                    return f"unstable: bucket {bucket} takes {span} in processes {side} it"
         return ""
 
 
