@@ -73,7 +73,7 @@ def as_times(samples: Sequence[float]) -> np.ndarray:
     """Times as an array.
 
     Raises:
-        InvalidArgument: there is none, or one is not finite or not above zero.
+        InvalidArgument: there is no time, or one that is not finite or not above zero.
     """
     values = np.asarray(samples, dtype=np.float64)
     if values.size == 0 or not (values > 0).all() or not np.isfinite(values).all():

@@ -78,7 +78,7 @@ def run(
 
 
 def _process(index: int, claim: Claim, report: SideReport) -> VerifyProcess:
-    """What is recorded of a pair of processes."""
+    """The record of a pair of processes."""
     before, after = medians(claim.base[index]), medians(claim.new[index])
     return VerifyProcess(
         process=index,
