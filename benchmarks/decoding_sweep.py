@@ -97,7 +97,9 @@ def cases() -> list[Case]:
     ]
     random.Random(0).shuffle(made)
     # the neighbourhood of the fault that was found comes first
-    return sorted(made, key=lambda one: (one.page != 1) + (one.queries != 16) + (one.window != 20) + ((one.d, one.dv) != (80, 64)))
+    return sorted(
+        made, key=lambda one: (one.page != 1) + (one.queries != 16) + (one.window != 20) + ((one.d, one.dv) != (80, 64))
+    )
 
 
 def judge(case: Case, config: Config | None = None, device: str = "cuda") -> dict[str, Any]:
@@ -118,7 +120,9 @@ def judge(case: Case, config: Config | None = None, device: str = "cuda") -> dic
     if case.scales == "none":
         wide = wide._replace(k_cache=call.k_cache.double(), v_cache=call.v_cache.double())
     y = reference(wide)
-    sized = wide._replace(v_cache=wide.v_cache.abs() if case.scales == "none" else wide.v_cache.float().abs().to(call.v_cache.dtype))
+    sized = wide._replace(
+        v_cache=wide.v_cache.abs() if case.scales == "none" else wide.v_cache.float().abs().to(call.v_cache.dtype)
+    )
     size = reference(sized)
     assert isinstance(y, Tensor) and isinstance(size, Tensor)
     unit = ROUNDING[call.q.dtype]
@@ -127,7 +131,12 @@ def judge(case: Case, config: Config | None = None, device: str = "cuda") -> dic
     beyond = off > bound
     told |= {"wrong": float(beyond.double().mean()), "largest": float(off.max()), "ratio": float((off / bound).max())}
     if bool(beyond.any()):
-        for name, dims in (("sequences", (1, 2, 3)), ("queries", (0, 2, 3)), ("heads", (0, 1, 3)), ("columns", (0, 1, 2))):
+        for name, dims in (
+            ("sequences", (1, 2, 3)),
+            ("queries", (0, 2, 3)),
+            ("heads", (0, 1, 3)),
+            ("columns", (0, 1, 2)),
+        ):
             told[name] = beyond.any(dims[2]).any(dims[1]).any(dims[0]).nonzero().flatten().tolist()
     return told
 

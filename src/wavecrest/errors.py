@@ -18,6 +18,7 @@ WavecrestError                     exit code
 ├── EmulationError                 2   machine code went wrong in the emulator; the message names the instruction
 │   └── OutOfBounds                2   it accessed memory outside of what it was given
 └── EnvironmentProblem             3   the machine lacks something: a device, a compiler, a package
+    ├── ClockError                 3   times cannot be trusted; the message says which clock and why
     └── MissingDependency          3   an optional package is not installed; the message names the command
 """
 
@@ -108,6 +109,10 @@ class EnvironmentProblem(WavecrestError):
     """The machine lacks something the command needs."""
 
     exit_code = 3
+
+
+class ClockError(EnvironmentProblem):
+    """Times cannot be trusted: a clock was replaced, clocks disagree, or work runs on after the timed call."""
 
 
 class MissingDependency(EnvironmentProblem):

@@ -201,11 +201,8 @@ def test_a_workload(
     op.restudy(call_of_key=lambda parts, device: (torch.ones(4, 8, device=device),))
     middle = sum(interval) / 2
     pair = timing.Paired((middle,) * 10, (1.0,) * 10, middle, timing.Interval(*interval), "made up")
-    plain = timing.bootstrap_speedup
     monkeypatch.setattr(timing, "measure_pair", lambda *_works, **_options: pair)
-    monkeypatch.setattr(
-        timing, "bootstrap_speedup", lambda found: (pair.ratio, pair.ci) if len(found[0][0]) == 10 else plain(found)
-    )
+    monkeypatch.setattr(timing, "block_speedup", lambda _pairs: (pair.ratio, pair.ci))
     with registry.measured_in(database.Database(tmp_path, "sm_90")):
         options = [f"{path}:work", "--executor", "here", "--out", str(out)]
         assert main.main(["tune", *options]) == 0

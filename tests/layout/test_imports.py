@@ -52,6 +52,8 @@ PLUG_POINTS = {
     ("ops", "study"),
     # ways of loading a workload
     ("measure.workload", "wavecrest.integrations"),
+    # the program of a child process that applies a plan, which steps that need no plan start too
+    ("optimizer.alternate", "wavecrest.optimizer.side"),
 }
 
 

@@ -12,10 +12,9 @@ from torch import nn
 from wavecrest import hardware
 from wavecrest.errors import StepRefused
 from wavecrest.measure.workload import from_example, load
+from wavecrest.optimizer.alternate import SideReport
 from wavecrest.optimizer.steps import StepContext, environment, step_by_id
 from wavecrest.optimizer.steps.environment import try_candidates, try_variable
-
-Child = Callable[[StepContext, dict[str, str | None], float], dict[str, list[float]]]
 
 
 def context(processes: int = 3) -> StepContext:
@@ -29,12 +28,13 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, st
 
     def replace(base: list[float], new: list[float]) -> list[dict[str, str | None]]:
         asked: list[dict[str, str | None]] = []
-        times = {True: iter(new * 9), False: iter(base * 9)}
+        series = {True: iter(new * 9), False: iter(base * 9)}
 
-        def child(_context: StepContext, changes: dict[str, str | None], _seconds: float) -> dict[str, list[float]]:
+        def child(_context: StepContext, changes: dict[str, str | None], _seconds: float) -> SideReport:
             asked.append(changes)
-            middle = next(times[next(iter(changes.values())) is not None])
-            return {"default": [middle * (1 + 0.001 * i) for i in range(30)]}
+            middle = next(series[next(iter(changes.values())) is not None])
+            times = {"default": [middle * (1 + 0.001 * i) for i in range(30)]}
+            return SideReport(clock="made up", times=times, numerics=[], quality=[], warnings=[])
 
         monkeypatch.setattr(environment, "_child", child)
         return asked
@@ -85,7 +85,7 @@ def test_the_allowance_leaves_the_rest_untried(children: Callable[..., list[dict
 
 
 def test_a_failing_child_is_a_line_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def child(*_arguments: object) -> dict[str, list[float]]:
+    def child(*_arguments: object) -> SideReport:
         raise StepRefused("a child process failed: Segmentation fault")
 
     monkeypatch.setattr(environment, "_child", child)
@@ -123,7 +123,7 @@ def test_real_children(tmp_path: Path) -> None:
         "    return Net(4, 4), torch.randn(2, 4)\n"
     )
     workload = load(f"{file}:make")
-    trial = try_variable(StepContext(workload, hardware.cpu(), processes=1), "PLANTED", "1", seconds=0.2)
-    assert trial.ratio > 3
+    trial = try_variable(StepContext(workload, hardware.cpu(), processes=2), "PLANTED", "1", seconds=0.2)
+    assert trial.claim.ratio > 3 and trial.claim.pairs == 2
     with pytest.raises(StepRefused, match="child process failed"):
         environment._child(StepContext(workload, hardware.cpu(), processes=1), {"PLANTED": "die"}, 0.2)

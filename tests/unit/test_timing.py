@@ -13,7 +13,7 @@ import pytest
 
 from tests.clock import SimulatedClock
 from wavecrest.errors import InvalidArgument
-from wavecrest.measure import timing
+from wavecrest.measure import speedup, timing
 
 
 class Machine(SimulatedClock):
@@ -50,13 +50,13 @@ class Machine(SimulatedClock):
     def measure(self, **options: Any) -> timing.Measurement:
         return timing.measure(self.base, device="cpu", now=self, **options)
 
-    def pair(self, *, seconds: float = 10.0) -> timing.Paired:
-        return timing.measure_pair(self.base, self.new, device="cpu", seconds=seconds, now=self)
+    def pair(self, *, seconds: float = 10.0, seed: int = 0, **options: Any) -> timing.Paired:
+        return timing.measure_pair(self.base, self.new, device="cpu", seconds=seconds, seed=seed, now=self, **options)
 
 
 @pytest.mark.parametrize("seconds", [1.0, 10.0], ids=["fewest-blocks", "many-blocks"])
 def test_null_changes_are_not_kept(seconds: float) -> None:
-    intervals = [Machine(seed, noise=0.05).pair(seconds=seconds).ci for seed in range(300)]
+    intervals = [Machine(seed, noise=0.05).pair(seconds=seconds, seed=seed).ci for seed in range(300)]
     assert sum(timing.keeps(ci, 0.0) for ci in intervals) <= 0.05 * len(intervals)
     assert sum(timing.keeps(ci, 0.02) for ci in intervals) <= 0.005 * len(intervals)
     # the other way round too: null changes are not called slower either
@@ -67,51 +67,131 @@ def test_null_changes_are_not_kept(seconds: float) -> None:
 
 @pytest.mark.parametrize("seconds", [1.0, 10.0], ids=["fewest-blocks", "many-blocks"])
 def test_real_gains_are_kept(seconds: float) -> None:
-    pairs = [Machine(seed, noise=0.05, gain=1.10).pair(seconds=seconds) for seed in range(100)]
+    pairs = [Machine(seed, noise=0.05, gain=1.10).pair(seconds=seconds, seed=seed) for seed in range(100)]
     assert sum(timing.keeps(pair.ci, 0.02) for pair in pairs) >= 95
     assert np.median([pair.ratio for pair in pairs]) == pytest.approx(1.10, abs=0.01)
 
 
 def test_real_losses_are_never_kept() -> None:
-    pairs = [Machine(seed, noise=0.05, gain=0.95).pair(seconds=2.0) for seed in range(50)]
+    pairs = [Machine(seed, noise=0.05, gain=0.95).pair(seconds=2.0, seed=seed) for seed in range(50)]
     assert not any(timing.keeps(pair.ci, 0.0) for pair in pairs)
 
 
 @pytest.mark.parametrize("drift", [0.05, -0.05, 0.2], ids=["slower", "faster", "much-slower"])
 def test_drift_of_both_sides_is_no_gain(drift: float) -> None:
-    pairs = [Machine(seed, noise=0.02, drift=drift).pair(seconds=4.0) for seed in range(60)]
-    assert sum(timing.keeps(pair.ci, 0.0) for pair in pairs) <= 3
-    assert sum(pair.ci.high < 1 for pair in pairs) <= 3
+    pairs = [Machine(seed, noise=0.02, drift=drift).pair(seconds=4.0, seed=seed) for seed in range(200)]
+    # 2.5 % and three standard errors
+    assert sum(timing.keeps(pair.ci, 0.0) for pair in pairs) <= 11
+    assert sum(pair.ci.high < 1 for pair in pairs) <= 11
     assert np.median([pair.ratio for pair in pairs]) == pytest.approx(1.0, abs=0.01)
 
 
-def test_blocks_run_abba_and_settle_after_each_change_of_side() -> None:
+# calls of a block: (is timed, side)
+ABBA = [(0, "base"), (1, "base"), (0, "new"), (1, "new"), (1, "new"), (0, "base"), (1, "base")]
+BAAB = [(timed, "new" if side == "base" else "base") for timed, side in ABBA]
+
+
+@pytest.fixture
+def unshifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks one right after the other, so that they can be told apart in a list of calls."""
+    monkeypatch.setattr(timing, "MOST_SHIFT", 0)
+
+
+def test_every_timed_run_of_a_side_follows_an_untimed_call_of_that_side(unshifted: None) -> None:
+    """The first of a block too; whether base is the outer side is drawn at random, from a seed that is recorded."""
     machine = Machine(ms=50.0)
-    pair = machine.pair(seconds=0.1)
-    # the second and the fifth call of a block are not timed
-    measured = machine.calls[-6 * pair.n :]
-    assert measured == ["base", "new", "new", "new", "base", "base"] * pair.n
-    warm = machine.calls[: -6 * pair.n]
+    pair = machine.pair(seconds=2.0, seed=3)
+    blocks = [machine.calls[-7 * pair.n :][start : start + 7] for start in range(0, 7 * pair.n, 7)]
+    abba, baab = ([side for _, side in block] for block in (ABBA, BAAB))
+    assert all(block in (abba, baab) for block in blocks) and abba in blocks and baab in blocks
+    warm = machine.calls[: -7 * pair.n]
     assert warm.count("base") >= 3 and warm.count("new") >= 3
+    assert pair.seed == 3
+    again, other = Machine(ms=50.0), Machine(ms=50.0)
+    assert again.pair(seconds=2.0, seed=3) == pair and again.calls == machine.calls
+    other.pair(seconds=2.0, seed=4)
+    assert other.calls != machine.calls
+
+
+def test_seeds_are_drawn_anew() -> None:
+    assert len({Machine().pair(seconds=0.1, seed=None).seed for _ in range(4)}) == 4
+
+
+def test_progress_is_told_between_blocks_alone(unshifted: None) -> None:
+    machine = Machine(ms=50.0)
+    told: list[tuple[int, int]] = []
+
+    def progress(done: int, planned: int) -> None:
+        told.append((done, planned))
+        machine.calls.append("progress")
+
+    pair = machine.pair(seconds=1.0, on_progress=progress)
+    assert told == [(done, 15) for done in range(1, pair.n + 1)]
+    blocks = " ".join(machine.calls).split("progress")
+    assert all(block.split() in ([side for _, side in ABBA], [side for _, side in BAAB]) for block in blocks[1:-1])
 
 
 def test_long_calls_are_all_timed() -> None:
     machine = Machine(ms=2 * timing.SETTLED_MS)
     pair = machine.pair(seconds=0.1)
-    assert machine.calls[-4 * (pair.n - 1) :] == ["base", "new", "new", "base"] * (pair.n - 1)
+    calls = machine.calls[-4 * (pair.n - 1) :]
+    blocks = [calls[start : start + 4] for start in range(0, len(calls), 4)]
+    assert all(block in (["base", "new", "new", "base"], ["new", "base", "base", "new"]) for block in blocks)
 
 
-def test_a_block_is_the_mean_of_its_two_timed_calls() -> None:
+def test_up_to_two_untimed_calls_of_the_outer_side_shift_a_block() -> None:
+    """At random, so that what disturbs every n-th call meets another place of the next block."""
+    machine = Machine(ms=50.0, noise=0.1)
+    pair = machine.pair(seconds=40.0, seed=3)
+    calls = " ".join(machine.calls[-7 * pair.n :])
+    for side in ("base", "new"):
+        other = "new" if side == "base" else "base"
+        found = {len(run.split()) for run in calls.split(other)[1:-1]}
+        # the end of a block has two calls, and the next begins with up to four of the same side
+        assert found - {0} <= {2, 3, 4, 5, 6} and {4, 5, 6} <= found
+
+
+@pytest.mark.parametrize("base_outside", [True, False], ids=["ABBA", "BAAB"])
+def test_a_block_is_the_mean_of_its_two_timed_calls_of_a_side(base_outside: bool, unshifted: None) -> None:
+    """Calls that are not timed take 99 ms here, and none of that is in a result."""
     clock = SimulatedClock()
-    # 99: calls right after a change of side, which must not count; before them three warm-up calls a side
-    times = iter([100.0] * 6 + [1.0, 99.0, 10.0, 30.0, 99.0, 3.0] * 15)
+    times = iter([99.0, 1.0, 99.0, 10.0, 30.0, 99.0, 3.0])
 
     def work() -> None:
         clock.advance(next(times) / 1e3)
 
-    pair = timing.measure_pair(work, work, device="cpu", seconds=0.0, now=clock)
-    assert pair.base == pytest.approx((2.0,) * 15) and pair.new == pytest.approx((20.0,) * 15)
-    assert pair.ratio == pytest.approx(0.1)
+    pair = timing._Pair(timing.Stopwatch("cpu", now=clock), work, work, None, np.random.default_rng(0))
+    outside_inside = pytest.approx((2.0, 20.0) if base_outside else (20.0, 2.0))
+    assert pair._block(base_outside, None) == outside_inside
+
+
+class Pairing(SimulatedClock):
+    """Two works of equal length, and what the timer did, with a price on the first call after anything else."""
+
+    def __init__(self, price: float) -> None:
+        super().__init__()
+        self.price, self.last, self.ms = price, "", 1.0
+
+    def work(self, name: str) -> Callable[[], None]:
+        def call() -> None:
+            # what ran before left its own code and data in the caches
+            self.advance((self.ms * (1 + self.price) if self.last != name else self.ms) / 1e3)
+            self.last = name
+
+        return call
+
+    def progress(self, _done: int, _planned: int) -> None:
+        self.last = "progress"
+
+
+def test_what_ran_before_a_side_costs_neither_side() -> None:
+    """A display between blocks, and the other side: the untimed call pays for both."""
+    clock = Pairing(price=0.5)
+    pair = timing.measure_pair(
+        clock.work("base"), clock.work("new"), device="cpu", seconds=0.1, on_progress=clock.progress, now=clock
+    )
+    assert pair.base == pytest.approx([1.0] * pair.n) and pair.new == pytest.approx([1.0] * pair.n)
+    assert pair.ratio == pytest.approx(1.0) and pair.ci.high == pytest.approx(1.0)
 
 
 def test_the_collector_leaves_older_objects_alone_while_something_is_timed() -> None:
@@ -210,8 +290,12 @@ def _unpaired(base: list[float], new: list[float]) -> timing.Interval:
     return timing.bootstrap_unpaired(base, new)[1]
 
 
+def _blocks(base: list[float], new: list[float]) -> timing.Interval:
+    return timing.block_speedup([(base, new)])[1]
+
+
 def _of_processes(base: list[float], new: list[float]) -> timing.Interval:
-    return timing.bootstrap_processes([([[ms] for ms in base], [[ms] for ms in new])])[1]
+    return timing.process_speedup([(base, new)])[1]
 
 
 def _of_the_median(base: list[float], _new: list[float]) -> timing.Interval:
@@ -224,11 +308,15 @@ def _of_the_median(base: list[float], _new: list[float]) -> timing.Interval:
     [
         (_paired, 30, 0.94, 0.98),
         (_unpaired, 30, 0.94, 0.98),
-        (_of_processes, 10, 0.945, 0.985),
+        (_blocks, 6, 0.94, 0.99),
+        (_blocks, 15, 0.93, 0.97),
+        (_blocks, 60, 0.93, 0.97),
+        (_of_processes, 3, 0.93, 0.97),
+        (_of_processes, 10, 0.93, 0.97),
         # the median of few samples is covered less often than a ratio of two
         (_of_the_median, 30, 0.92, 0.97),
     ],
-    ids=["paired", "unpaired", "processes", "median"],
+    ids=["rounds", "unpaired", "6 blocks", "15 blocks", "60 blocks", "3 processes", "10 processes", "median"],
 )
 def test_intervals_cover_the_truth_as_often_as_they_say(
     interval: Callable[[list[float], list[float]], timing.Interval], n: int, least: float, most: float
@@ -258,15 +346,52 @@ def test_unpaired_runs_of_the_same_speed_do_not_differ() -> None:
 def test_blocks_stay_paired_when_resampled() -> None:
     # noise that hits both sides of a block alike cancels, however large
     shared = np.random.default_rng(3).uniform(1, 10, 40)
-    ratio, ci = timing.bootstrap_speedup([((shared * 2).tolist(), shared.tolist())])
-    assert ratio == pytest.approx(2.0)
-    assert ci.low == pytest.approx(2.0) and ci.high == pytest.approx(2.0)
+    for statistic in (timing.bootstrap_speedup, timing.block_speedup):
+        ratio, ci = statistic([((shared * 2).tolist(), shared.tolist())])
+        assert ratio == pytest.approx(2.0)
+        assert ci.low == pytest.approx(2.0) and ci.high == pytest.approx(2.0)
 
 
 def test_buckets_combine_as_geometric_mean() -> None:
-    ratio, ci = timing.bootstrap_speedup([([4.0] * 20, [1.0] * 20), ([1.0] * 20, [1.0] * 20)])
-    assert ratio == pytest.approx(2.0)
-    assert ci.low == pytest.approx(2.0)
+    for statistic in (timing.bootstrap_speedup, timing.block_speedup, timing.process_speedup):
+        ratio, ci = statistic([([4.0] * 20, [1.0] * 20), ([1.0] * 20, [1.0] * 20)])
+        assert ratio == pytest.approx(2.0)
+        assert ci.low == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("statistic", "n"), [(timing.block_speedup, 20), (timing.process_speedup, 4)])
+def test_intervals_over_several_buckets_cover_the_truth(statistic: Any, n: int) -> None:
+    random = np.random.default_rng(6)
+    hits = 0
+    for _ in range(600):
+        buckets = [(random.normal(10, 0.3, n), random.normal(new, 0.3, n)) for new in (8, 10, 12.5)]
+        _, ci = statistic(buckets)
+        hits += ci.low <= 1.0 <= ci.high
+    # to first order the three gains cancel
+    assert 0.92 <= hits / 600 <= 0.98
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "quantile"),
+    [(0.975, 1, 12.706), (0.975, 2, 4.303), (0.995, 2, 9.925), (0.975, 7, 2.365), (0.99, 30, 2.457)],
+)
+def test_quantiles_of_student(probability: float, freedom: int, quantile: float) -> None:
+    """Values of the printed tables."""
+    assert speedup.student_quantile(probability, freedom) == pytest.approx(quantile, abs=6e-4)
+
+
+@pytest.mark.parametrize(("count", "rank"), [(6, 0), (7, 2), (8, 3), (10, 8), (15, 25), (25, 89), (50, 434)])
+def test_ranks_of_wilcoxon(count: int, rank: int) -> None:
+    """Critical values of the signed-rank test at 2.5 % a side, as printed tables have them."""
+    assert speedup._rank_cut(count) == rank
+
+
+def test_too_few_for_an_interval_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="5 blocks give no 95 % interval; it takes at least 6"):
+        timing.block_speedup([([1.0] * 5, [1.0] * 5)])
+    with pytest.raises(InvalidArgument, match="at least two processes a side"):
+        timing.process_speedup([([1.0], [1.0])])
+    assert Machine(ms=50.0).pair(seconds=0.0, min_blocks=2).n == speedup.LEAST_BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -276,6 +401,8 @@ def test_impossible_times_are_refused(samples: list[float]) -> None:
     for call in (
         lambda: timing.bootstrap_median(samples),
         lambda: timing.bootstrap_speedup([(samples, samples)]),
+        lambda: timing.block_speedup([(samples * 6, [1.0] * len(samples) * 6)]),
+        lambda: timing.process_speedup([(samples * 3, [1.0] * len(samples) * 3)]),
         lambda: timing.bootstrap_unpaired([1.0], samples),
         lambda: timing.bootstrap_unpaired(samples, [1.0]),
     ):
@@ -284,8 +411,11 @@ def test_impossible_times_are_refused(samples: list[float]) -> None:
 
 
 def test_pairs_of_unequal_length_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="equal"):
-        timing.bootstrap_speedup([([1.0, 2.0], [1.0])])
+    for statistic in (timing.bootstrap_speedup, timing.block_speedup):
+        with pytest.raises(InvalidArgument, match="equal"):
+            statistic([([1.0, 2.0], [1.0])])
+    with pytest.raises(InvalidArgument, match="as many on each"):
+        timing.process_speedup([([1.0, 2.0], [1.0, 2.0]), ([1.0, 2.0], [1.0])])
 
 
 def test_the_real_clock_measures_real_work() -> None:

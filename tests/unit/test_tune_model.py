@@ -159,10 +159,7 @@ def test_a_tie_keeps_what_ran_before(
     if len(pairs) > 1:
         joint = Interval(1.5, 2.0)
     monkeypatch.setattr(timing, "measure_pair", lambda *_works, **_options: next(made))
-    plain = timing.bootstrap_speedup
-    monkeypatch.setattr(
-        timing, "bootstrap_speedup", lambda found: (1.1, joint) if found[0][0] == (1.0, 1.0) else plain(found)
-    )
+    monkeypatch.setattr(timing, "block_speedup", lambda _pairs: (1.1, joint))
     work = Workload(Model(op, rates), dict.fromkeys(pairs, Inputs((torch.ones(4, 8),))))
     overlay = Overlay(tmp_path / "user.sqlite")
     record = tuned(work, rates, overlay=overlay)

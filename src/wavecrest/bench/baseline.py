@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from wavecrest import env, hardware, records
 from wavecrest.errors import EnvironmentProblem, WavecrestError, WorkloadError
 from wavecrest.measure import timing
+from wavecrest.measure.rotation import Rotation
 from wavecrest.measure.workload import Call, Inputs, Workload
 from wavecrest.records import decode, provenance
 
@@ -34,7 +34,7 @@ def bench_bucket(
     function: Callable[..., Any] | None = None,
     seconds: float = 5.0,
     on_progress: timing.OnProgress | None = None,
-    now: timing.Clock = time.perf_counter,
+    now: timing.Clock = timing.HOST_CLOCK,
 ) -> records.BucketBench:
     """Time one bucket under `torch.no_grad()`: at least 30 samples, cold start apart, then the memory of one more call.
 
@@ -52,9 +52,12 @@ def bench_bucket(
     kind = workload.device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise EnvironmentProblem(f"the workload is on device {workload.device}; only cpu and cuda devices can be timed")
-    work = _NamedCall(workload, bucket, function)
+    rotation = Rotation(workload.buckets[bucket])
+    work = _NamedCall(workload, bucket, function, rotation)
     before = shapes(workload.buckets[bucket])
-    measurement = timing.measure(work, device=workload.device, seconds=seconds, on_progress=on_progress, now=now)
+    measurement = timing.measure(
+        work, device=workload.device, seconds=seconds, rotation=rotation, on_progress=on_progress, now=now
+    )
     work.prepare()
     after = shapes(workload.buckets[bucket])
     if before != after:
@@ -78,7 +81,7 @@ def bench_workload(
     seconds_per_bucket: float = 5.0,
     function: Callable[..., Any] | None = None,
     on_progress: OnBucketProgress | None = None,
-    now: timing.Clock = time.perf_counter,
+    now: timing.Clock = timing.HOST_CLOCK,
 ) -> list[records.BucketBench]:
     """`bench_bucket` for every bucket, in their order."""
     results = []

@@ -165,7 +165,9 @@ def print_summary(record: OptimizeRecord, folder: Path | None) -> None:
     console = _shared.out
     console.print()
     for bench in record.baseline:
-        console.print(f"baseline  {escape(bench.bucket)}  {bench.measurement.describe()}")
+        floor = record.resolution.get(bench.bucket)
+        resolved = "" if floor is None else f"; differences below {floor:.1%} are not resolved here"
+        console.print(f"baseline  {escape(bench.bucket)}  {bench.measurement.describe()}[dim]{resolved}[/]")
     wide = console.width >= 100
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("step", overflow="fold")
@@ -225,19 +227,22 @@ def _print_result(record: OptimizeRecord) -> None:
     console, result = _shared.out, record.result
     if result is None:
         return
+    one_process = result.unit == "phases"
     for row in result.speed:
-        console.print(f"{escape(row.bucket)}  {row.base_ms:.3f} ms → {row.new_ms:.3f} ms  {row.ratio:.2f}× {row.ci}")
+        ci = "" if one_process else f" {row.ci}"
+        console.print(f"{escape(row.bucket)}  {row.base_ms:.3f} ms → {row.new_ms:.3f} ms  {row.ratio:.2f}×{ci}")
+    if result.drift is not None:
+        console.print(f"[dim]the original changed by {result.drift:+.1%} from its first measurement to its last[/]")
     for check in result.quality:
         mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
         console.print(f"{mark} {escape(check.name)}: {check.value:.7g} (limit {check.limit:g}) {escape(check.detail)}")
+    why = f"[dim]{escape(result.reason)}[/]"
     if result.verdict == "faster":
-        console.print(f"[bold green]result  {result.ratio:.2f}× faster[/] {result.ci}")
-    elif result.verdict == "undecided":
         console.print(
-            "[bold]result  undecided[/]: no gain is proven, but not every step could be tried or confirmed (see above)"
+            f"[bold green]result  {result.ratio:.2f}× faster[/]{'' if one_process else f' {result.ci}'}  {why}"
         )
     else:
-        console.print("[bold]result  already optimal[/]: no step with a proven gain; the model is unchanged")
+        console.print(f"[bold]result  {result.verdict}[/]  {why}")
 
 
 def _error_ratio(step: StepOutcome) -> str:

@@ -75,7 +75,8 @@ def show(plan: PlanArgument, json: _shared.JsonOption = False) -> int:
         line = f"export {shlex.quote(setting.name)}={shlex.quote(setting.value)}"
         out.print(f"{escape(line)}  [dim]# {setting.when}; {setting.ratio:.3f}×[/]", soft_wrap=True)
     if loaded.result is not None:
-        out.print(f"result    {loaded.result.verdict}  {loaded.result.ratio:.3f}× {loaded.result.ci}")
+        ci = "" if loaded.result.unit == "phases" else f" {loaded.result.ci}"
+        out.print(f"result    {loaded.result.verdict}  {loaded.result.ratio:.3f}×{ci}")
     else:
         out.print("result    [yellow]the run was interrupted; resume it with `wavecrest optimize … --resume RUN`[/]")
     return 0

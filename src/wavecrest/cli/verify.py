@@ -26,7 +26,7 @@ def command(
     plan: Annotated[Path, typer.Option("--plan", help="The plan file to check.")],
     workload: _shared.WorkloadArgument = None,
     hf: _shared.HfOption = None,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="How many fresh processes.")] = 3,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="How many fresh processes a side.")] = 3,
     seconds: Annotated[float, typer.Option("--seconds", help="Sampling time a bucket and process.")] = 5.0,
     device: _shared.DeviceOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the result as JSON to this file.")] = None,
@@ -39,7 +39,7 @@ def command(
     from wavecrest import records
 
     spec = _shared.spec_of(workload, hf)
-    with _shared.err.status(f"verifying in {processes} fresh processes"):
+    with _shared.err.status(f"verifying in {processes} fresh processes a side"):
         record = run(spec, plan, processes=processes, seconds=seconds, device=device)
     if out is not None:
         records.save(record, out)
@@ -57,12 +57,14 @@ def command(
                 escape(row.bucket),
                 f"{row.base_ms:.3f} ms",
                 f"{row.new_ms:.3f} ms",
-                f"{row.ratio:.3f}× {row.ci}",
+                f"{row.ratio:.3f}×",
                 "[red]wrong[/]" if wrong else "[green]ok[/]",
             )
         for text in result.warnings:
             _shared.err.print(f"[yellow]process {result.process}:[/] {escape(text)}")
     _shared.out.print(table)
+    if record.drift is not None and record.processes[1:]:
+        _shared.out.print(f"[dim]the original changed by {record.drift:+.1%} from the first process to the last[/]")
     style = "green" if record.passed else "red"
     _shared.out.print(f"[{style}]{'passed' if record.passed else 'failed'}[/]: {escape(record.reason)}")
     return 0 if record.passed else 2

@@ -1,7 +1,8 @@
-"""Bootstrap statistics of times: medians, speed-ups, their 95 % intervals, and the rule that keeps a step.
+"""Bootstrap statistics of times that were taken in rounds or alone, and the rule that keeps a step.
 
 "Mean of ten, keep if better" accepts noise: 46 % of null changes at 5 % noise (simulated in tests/unit/test_timing.py).
-The rule here is: keep only if the lower end of the 95 % bootstrap interval of the speed-up is above 1 + min_gain.
+The rule here is: keep only if the lower end of the 95 % interval of the speed-up is above 1 + min_gain. Speed-ups of
+the paired timer and of processes are in `speedup`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ QUANTILES = (0.025, 0.975)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A 95 % bootstrap confidence interval."""
+    """A 95 % confidence interval."""
 
     low: float
     high: float
@@ -44,7 +45,7 @@ def trimmed_spread(samples: Sequence[float]) -> float:
 
 def bootstrap_median(samples: Sequence[float], *, seed: int = 0) -> Interval:
     """95 % percentile bootstrap interval of the median."""
-    values = _times(samples)
+    values = as_times(samples)
     picks = np.random.default_rng(seed).integers(0, values.size, (BOOTSTRAP_ROUNDS, values.size))
     low, high = np.quantile(np.median(values[picks], axis=1), QUANTILES)
     return Interval(float(low), float(high))
@@ -60,7 +61,7 @@ def bootstrap_unpaired(base: Sequence[float], new: Sequence[float], *, seed: int
 
     The interval covers the noise inside both runs, not what differs between them (another process, machine or clock).
     """
-    a, b = _times(base), _times(new)
+    a, b = as_times(base), as_times(new)
     rng = np.random.default_rng(seed)
     rounds = np.median(a[rng.integers(0, a.size, (BOOTSTRAP_ROUNDS, a.size))], axis=1)
     rounds /= np.median(b[rng.integers(0, b.size, (BOOTSTRAP_ROUNDS, b.size))], axis=1)
@@ -68,10 +69,15 @@ def bootstrap_unpaired(base: Sequence[float], new: Sequence[float], *, seed: int
     return float(np.median(a) / np.median(b)), Interval(float(low), float(high))
 
 
-def _times(samples: Sequence[float]) -> np.ndarray:
+def as_times(samples: Sequence[float]) -> np.ndarray:
+    """Times as an array.
+
+    Raises:
+        InvalidArgument: there is no time, or one that is not finite or not above zero.
+    """
     values = np.asarray(samples, dtype=np.float64)
     if values.size == 0 or not (values > 0).all() or not np.isfinite(values).all():
-        raise InvalidArgument("a bootstrap needs at least one time, and every time finite and above zero")
+        raise InvalidArgument("statistics need at least one time, and every time finite and above zero")
     return values
 
 
@@ -81,11 +87,11 @@ def bootstrap_speedup(
     """Speed-up and its 95 % interval over one or more buckets.
 
     Args:
-        pairs: per bucket, (base, candidate) times by block; element i of both comes from the same block. A bucket's
+        pairs: per bucket, (base, candidate) times by round; element i of both comes from the same round. A bucket's
             speed-up is the ratio of medians; several buckets combine as a geometric mean.
 
     Returns:
-        (speed-up, interval); blocks are resampled together, so what hit both sides of a block stays paired.
+        (speed-up, interval); rounds are resampled together, so what hit both sides of a round stays paired.
     """
     if not pairs or any(len(base) != len(new) or not base for base, new in pairs):
         raise InvalidArgument("bootstrap_speedup needs pairs of equal, non-zero length")
@@ -93,32 +99,9 @@ def bootstrap_speedup(
     log_rounds = np.zeros(BOOTSTRAP_ROUNDS)
     log_point = 0.0
     for base, new in pairs:
-        a, b = _times(base), _times(new)
+        a, b = as_times(base), as_times(new)
         picks = rng.integers(0, a.size, (BOOTSTRAP_ROUNDS, a.size))
         log_rounds += np.log(np.median(a[picks], axis=1) / np.median(b[picks], axis=1))
         log_point += math.log(float(np.median(a)) / float(np.median(b)))
     low, high = np.quantile(log_rounds / len(pairs), QUANTILES)
     return math.exp(log_point / len(pairs)), Interval(math.exp(float(low)), math.exp(float(high)))
-
-
-def bootstrap_processes(
-    buckets: Sequence[tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]], *, seed: int = 0
-) -> tuple[float, Interval]:
-    """Speed-up and 95 % interval where each side ran in several fresh processes.
-
-    Args:
-        buckets: per bucket, (samples of each base process, samples of each candidate process), in ms. Processes are
-            the unit that is resampled: samples of one process share its memory layout and are not independent.
-    """
-    rng = np.random.default_rng(seed)
-    log_rounds = np.zeros(BOOTSTRAP_ROUNDS)
-    log_point = 0.0
-    for base, new in buckets:
-        if not base or not new:
-            raise InvalidArgument("bootstrap_processes needs at least one process a side")
-        sides = [np.log([statistics.median(run) for run in side]) for side in (base, new)]
-        drawn = [np.median(side[rng.integers(0, side.size, (BOOTSTRAP_ROUNDS, side.size))], axis=1) for side in sides]
-        log_rounds += drawn[0] - drawn[1]
-        log_point += float(np.median(sides[0]) - np.median(sides[1]))
-    low, high = np.quantile(log_rounds / len(buckets), QUANTILES)
-    return math.exp(log_point / len(buckets)), Interval(math.exp(float(low)), math.exp(float(high)))

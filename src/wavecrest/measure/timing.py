@@ -1,37 +1,48 @@
-"""The timer: warm-up, cold start apart, single measurements, interleaved pairs and rounds, and when sampling ends.
+"""The timer: warm-up, cold start apart, single measurements, pairs and rounds, and when sampling ends.
 
-- Base and candidate run interleaved in ABBA blocks, so that clock drift and neighbours hit both alike; the block is
-  the unit that the bootstrap resamples.
-- Where the spread is too wide a measurement says "unstable" instead of giving a number.
-- Time is read from `now`, the host's clock unless a test passes a simulated one (tests/unit/test_timing.py).
+No side of a pair has an advantage by its place:
+
+- A block is ABBA or BAAB, drawn at random.
+- Each timed run of a side follows an untimed call of that side, and nothing lies between the two: progress displays,
+  statistics, other inputs and garbage collection have their time between blocks.
+- A few untimed calls, their number drawn at random, go before a block, so that what disturbs every n-th call of the
+  process does not meet the same place of every block.
+- Inputs change their values and addresses from call to call (`rotation`), the same way for both sides.
+
+Where the spread is too wide a measurement says "unstable" instead of giving a number. Time is read from `now`, the
+host's clock unless a test passes a simulated one (tests/unit/test_timing.py).
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import secrets
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from wavecrest.errors import InvalidArgument
 from wavecrest.measure.bootstrap import (
     Interval,
     bootstrap_median,
-    bootstrap_processes,
     bootstrap_speedup,
     bootstrap_unpaired,
     keeps,
     trimmed_spread,
 )
-from wavecrest.measure.clock import FLUSH_BYTES, Clock, Stopwatch, Work
+from wavecrest.measure.clock import FLUSH_BYTES, HOST_CLOCK, Clock, Stopwatch, Work
+from wavecrest.measure.speedup import LEAST_BLOCKS, block_speedup, process_speedup
 
 __all__ = [
     "CLOCK_SECONDS",
+    "FINEST_HALF_WIDTH",
     "FLUSH_BYTES",
+    "HOST_CLOCK",
     "MAX_FLUSHES",
     "MAX_ROUNDS",
     "MAX_SAMPLES",
@@ -44,18 +55,23 @@ __all__ = [
     "Interleaved",
     "Interval",
     "Measurement",
+    "OnOutput",
     "OnProgress",
     "Paired",
+    "Rotating",
+    "Side",
     "Stopwatch",
     "Work",
+    "block_speedup",
     "bootstrap_median",
-    "bootstrap_processes",
     "bootstrap_speedup",
     "bootstrap_unpaired",
     "keeps",
     "measure",
     "measure_interleaved",
     "measure_pair",
+    "process_speedup",
+    "resolution",
     "trimmed_spread",
     "warm_up",
 ]
@@ -65,12 +81,16 @@ MIN_SAMPLES = 30
 UNSTABLE_SPREAD = 0.10
 # paired measurement stops early once the interval is this narrow, as a share of the ratio
 TARGET_HALF_WIDTH = 0.01
+# or, while the interval holds the gain that is to be decided on, this narrow
+FINEST_HALF_WIDTH = 0.0025
 # calls longer than this are not disturbed by what ran before them
 SETTLED_MS = 200.0
 # samples (or blocks) kept at most: the bootstrap's memory and the size of a record grow with them
 MAX_SAMPLES = 1000
 # a run of samples lasts at least this long, so that fast work is not judged by one lucky millisecond
 MIN_SECONDS = 0.5
+# a work is called for this long at least before it is timed
+WARM_UP_SECONDS = 0.2
 
 # flushes before one sample at most
 MAX_FLUSHES = 8
@@ -79,8 +99,38 @@ CLOCK_SECONDS = 0.05
 # rounds of an interleaved measurement at most
 MAX_ROUNDS = 400
 
-# (completed, planned) after each block, for progress displays
+# up to this many calls more, drawn at random, go before a block: what disturbs every n-th call hits no fixed place
+MOST_SHIFT = 2
+# one block in about this many passes its outputs on (`OnOutput`), and its times do not count
+OUTPUT_BLOCKS = 16
+
+# (completed, planned) between blocks, for progress displays
 OnProgress = Callable[[int, int], None]
+Side = Literal["base", "new"]
+# (side, output, number of the input set): what a call returned, right after it, in a block whose times do not count.
+# Which blocks these are is drawn at random, so a candidate cannot know. The same number means the same inputs on both
+# sides. Whoever keeps the output of a captured model past this call copies it
+OnOutput = Callable[[Side, Any, int], None]
+
+
+class Rotating(Protocol):
+    """Input sets that calls go round; `rotation.Rotation`."""
+
+    @property
+    def sets(self) -> int:
+        """Number of sets; 0 where nothing can rotate."""
+
+    def start(self) -> None:
+        """Make the sets, after warm-up calls with the example."""
+
+    def use(self, slot: int) -> None:
+        """The inputs of the next calls."""
+
+    def refresh(self, random: np.random.Generator) -> None:
+        """Other values and addresses."""
+
+    def release(self) -> None:
+        """The example again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +188,8 @@ class Measurement:
 class Paired:
     """Base against candidate, measured interleaved; `ratio` is base time over candidate time (above 1: faster).
 
-    `base` and `new` hold one value a block, in ms: the mean of the two calls of that side in the block.
+    `base` and `new` hold one value a block, in ms: the mean of the two calls of that side in the block. `seed` is that
+    of the generator that drew the order of each block.
     """
 
     base: tuple[float, ...]
@@ -146,10 +197,11 @@ class Paired:
     ratio: float
     ci: Interval
     clock: str
+    seed: int = 0
 
     @property
     def n(self) -> int:
-        """Number of ABBA blocks."""
+        """Number of blocks."""
         return len(self.base)
 
     @property
@@ -190,7 +242,20 @@ def _quiet_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def warm_up(stopwatch: Stopwatch, work: Work, *, calls: int = 3, seconds: float = 0.2) -> float:
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection inside; what was left lying is collected at the end."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(1)
+        if enabled:
+            gc.enable()
+
+
+def warm_up(stopwatch: Stopwatch, work: Work, *, calls: int = 3, seconds: float = WARM_UP_SECONDS) -> float:
     """Call until both limits are reached; returns the first call's wall time in ms (the cold start)."""
     begin = stopwatch.now()
     _, cold = stopwatch.time(work)
@@ -202,25 +267,38 @@ def warm_up(stopwatch: Stopwatch, work: Work, *, calls: int = 3, seconds: float 
     return cold
 
 
+def _begin(stopwatch: Stopwatch, works: Sequence[Work], rotation: Rotating | None) -> None:
+    """Make the input sets, and call every work once with each: compilers meet the new addresses here."""
+    if rotation is None:
+        return
+    rotation.start()
+    for slot in range(rotation.sets):
+        rotation.use(slot)
+        for work in works:
+            stopwatch.time(work)
+
+
 def _stride(stopwatch: Stopwatch, work: Work, seconds: float) -> int:
-    """How many calls to make for each one kept, so that MAX_SAMPLES kept ones last about MIN_SECONDS."""
+    """How many calls to make for each one kept: MAX_SAMPLES last about MIN_SECONDS, and short calls settle first."""
     _, wall = stopwatch.time(work)
     wanted = min(MIN_SECONDS, seconds) * 1e3 / MAX_SAMPLES
-    return max(1, math.ceil(wanted / wall)) if wall > 0 else 1
+    return max(2 if wall < SETTLED_MS else 1, math.ceil(wanted / wall)) if wall > 0 else 2
 
 
 @dataclass(slots=True)
 class _Stop:
     """When sampling ends: enough samples and time, and then a narrow interval, or the end of the time or the room.
 
-    Looks only at sample counts that grow by half (each look costs a bootstrap, and many looks at the same data would
-    favour lucky intervals), and only at the interval's width, never at which side leads.
+    Looks only at sample counts that grow by half (each look costs statistics, and many looks at the same data would
+    favour lucky intervals), and never at which side leads: only at the interval's width, and at whether it holds
+    `threshold`, the speed-up that is to be decided on.
     """
 
     least: int
     seconds: float
     now: Clock
     begin: float
+    threshold: float | None = None
     _next: int = 0
 
     def due(self, count: int) -> bool:
@@ -235,7 +313,10 @@ class _Stop:
 
     def done(self, count: int, center: float, ci: Interval) -> bool:
         """True if sampling ends with this interval."""
-        narrow = (ci.high - ci.low) / 2 <= TARGET_HALF_WIDTH * center
+        half = (ci.high - ci.low) / 2
+        narrow = half <= TARGET_HALF_WIDTH * center
+        if self.threshold is not None and ci.low <= self.threshold <= ci.high:
+            narrow = half <= FINEST_HALF_WIDTH * center
         return narrow or count >= MAX_SAMPLES or self.now() - self.begin > self.seconds
 
 
@@ -246,29 +327,51 @@ def measure(
     min_samples: int = MIN_SAMPLES,
     seconds: float = 5.0,
     cold_cache: bool = False,
+    rotation: Rotating | None = None,
     on_progress: OnProgress | None = None,
-    now: Clock = time.perf_counter,
+    now: Clock = HOST_CLOCK,
 ) -> Measurement:
     """Time `work` after warm-up: at least `min_samples` calls, more while `seconds` last and the interval is wide.
 
     Goes on for MIN_SECONDS even if the interval is narrow before; of very fast work only every n-th call is a sample,
-    at most MAX_SAMPLES in all. `on_progress` gets the samples so far and the least number wanted.
+    at most MAX_SAMPLES in all. An untimed call precedes each sample of a work below SETTLED_MS. `rotation` is of the
+    inputs that `work` calls with. `on_progress` gets the samples so far and the least number wanted.
+
+    Raises:
+        ClockError: clocks disagree, were replaced, or work goes on after the timed call.
     """
-    with _quiet_heap():
-        return _measure(work, Stopwatch(device, cold_cache, now), min_samples, seconds, on_progress)
+    stopwatch = Stopwatch(device, cold_cache, now)
+    with _quiet_heap(), stopwatch.watched():
+        try:
+            return _measure(work, stopwatch, min_samples, seconds, rotation, on_progress)
+        finally:
+            if rotation is not None:
+                rotation.release()
 
 
 def _measure(
-    work: Work, stopwatch: Stopwatch, min_samples: int, seconds: float, on_progress: OnProgress | None
+    work: Work,
+    stopwatch: Stopwatch,
+    min_samples: int,
+    seconds: float,
+    rotation: Rotating | None,
+    on_progress: OnProgress | None,
 ) -> Measurement:
     cold = warm_up(stopwatch, work)
+    _begin(stopwatch, [work], rotation)
     stride = _stride(stopwatch, work, seconds)
+    random = np.random.default_rng()
     samples: list[float] = []
     wall: list[float] = []
     stop = _Stop(min_samples, seconds, stopwatch.now, stopwatch.now())
     while True:
-        for _ in range(stride):
-            sample, host = stopwatch.time(work)
+        if rotation is not None:
+            rotation.refresh(random)
+        with _no_collection():
+            for call in range(stride):
+                if rotation is not None:
+                    rotation.use(call)
+                sample, host = stopwatch.time(work)
         samples.append(sample)
         wall.append(host)
         if on_progress is not None:
@@ -287,48 +390,126 @@ def measure_pair(
     device: str,
     min_blocks: int = MIN_SAMPLES // 2,
     seconds: float = 10.0,
+    threshold: float | None = None,
+    rotation: Rotating | None = None,
+    seed: int | None = None,
     on_progress: OnProgress | None = None,
-    now: Clock = time.perf_counter,
+    on_output: OnOutput | None = None,
+    now: Clock = HOST_CLOCK,
 ) -> Paired:
-    """Time `base` against `new` in interleaved ABBA blocks.
+    """Time `base` against `new` in blocks of ABBA or BAAB, drawn at random.
 
-    After each change of side one call is not timed: right after the other side ran, the host's caches hold that
-    side's code and data, which no server sees. Calls that take longer than SETTLED_MS settle by themselves.
+    Before each timed run of a side that side is called once untimed: right after anything else ran, the host's caches
+    hold other code and data, which no server sees. Calls that take longer than SETTLED_MS settle by themselves.
 
-    Runs at least `min_blocks` blocks (two calls of each side a block) and MIN_SECONDS, then goes on while `seconds`
-    last and the interval of the speed-up is wider than one percent either way, to MAX_SAMPLES blocks at most. The stop
-    looks at the width alone, never at which side leads, so it does not favour a verdict.
+    Runs at least `min_blocks` blocks (two timed calls of each side a block) and MIN_SECONDS, then goes on while
+    `seconds` last and the interval of the speed-up is wider than one percent either way, to MAX_SAMPLES blocks at most.
+
+    Args:
+        threshold: the speed-up that is to be decided on, such as 1.02: an interval that holds it goes on to
+            FINEST_HALF_WIDTH. The stop never looks at which side leads, so it does not favour a verdict.
+        rotation: of the inputs that both works call with; None: they call with their own.
+        seed: of the generator that draws; None takes a fresh one. The result names it.
+        on_progress: gets the blocks so far and the least number wanted, between blocks.
+        on_output: gets outputs of some calls (see `OnOutput`).
+
+    Raises:
+        ClockError: clocks disagree, were replaced, or work goes on after the timed call.
     """
-    with _quiet_heap():
-        return _measure_pair(base, new, Stopwatch(device, now=now), min_blocks, seconds, on_progress)
+    stopwatch = Stopwatch(device, now=now)
+    seed = secrets.randbits(32) if seed is None else seed
+    pair = _Pair(stopwatch, base, new, rotation, np.random.default_rng(seed))
+    stop_at = max(min_blocks, LEAST_BLOCKS)
+    with _quiet_heap(), stopwatch.watched():
+        try:
+            pair.warm_up(min(WARM_UP_SECONDS, seconds))
+            stop = _Stop(stop_at, seconds, stopwatch.now, stopwatch.now(), threshold)
+            return pair.run(stop, seed, on_progress, on_output)
+        finally:
+            if rotation is not None:
+                rotation.release()
 
 
-def _measure_pair(
-    base: Work, new: Work, stopwatch: Stopwatch, min_blocks: int, seconds: float, on_progress: OnProgress | None
-) -> Paired:
-    warm_up(stopwatch, base)
-    warm_up(stopwatch, new)
-    a: list[float] = []
-    b: list[float] = []
-    stop = _Stop(min_blocks, seconds, stopwatch.now, stopwatch.now())
-    while True:
-        first, _ = stopwatch.time(base)
-        if not b or b[-1] < SETTLED_MS:
-            stopwatch.time(new)
-        second, _ = stopwatch.time(new)
-        third, _ = stopwatch.time(new)
-        if first < SETTLED_MS:
-            stopwatch.time(base)
-        fourth, _ = stopwatch.time(base)
-        a.append((first + fourth) / 2)
-        b.append((second + third) / 2)
-        if on_progress is not None:
-            on_progress(len(a), min_blocks)
-        if not stop.due(len(a)):
-            continue
-        ratio, ci = bootstrap_speedup([(a, b)])
-        if stop.done(len(a), ratio, ci):
-            return Paired(tuple(a), tuple(b), ratio, ci, stopwatch.clock)
+@dataclass(slots=True)
+class _Pair:
+    """Two works and what is known of them while they are timed."""
+
+    stopwatch: Stopwatch
+    base: Work
+    new: Work
+    rotation: Rotating | None
+    random: np.random.Generator
+    # ms of each side's last call: whether it settles by itself
+    last: dict[Side, float] = field(default_factory=lambda: {"base": 0.0, "new": 0.0})
+
+    def warm_up(self, seconds: float) -> None:
+        """Both sides, and both with every input set."""
+        for work in (self.base, self.new):
+            warm_up(self.stopwatch, work, seconds=seconds)
+        _begin(self.stopwatch, (self.base, self.new), self.rotation)
+
+    def run(self, stop: _Stop, seed: int, on_progress: OnProgress | None, on_output: OnOutput | None) -> Paired:
+        """Blocks until `stop` has enough."""
+        a: list[float] = []
+        b: list[float] = []
+        while True:
+            base_outside = bool(self.random.integers(2))
+            if self.rotation is not None:
+                self.rotation.refresh(self.random)
+            if on_output is not None and not self.random.integers(OUTPUT_BLOCKS):
+                self._block(base_outside, on_output)
+                continue
+            with _no_collection():
+                base_ms, new_ms = self._block(base_outside, None)
+            a.append(base_ms)
+            b.append(new_ms)
+            if on_progress is not None:
+                on_progress(len(a), stop.least)
+            if not stop.due(len(a)):
+                continue
+            ratio, ci = block_speedup([(a, b)])
+            if stop.done(len(a), ratio, ci):
+                return Paired(tuple(a), tuple(b), ratio, ci, self.stopwatch.clock, seed)
+
+    def _block(self, base_outside: bool, on_output: OnOutput | None) -> tuple[float, float]:
+        """Mean ms of the two timed calls of base and of new; the second and third timed call are the inner side's."""
+        outer: tuple[Side, Work] = ("base", self.base) if base_outside else ("new", self.new)
+        inner: tuple[Side, Work] = ("new", self.new) if base_outside else ("base", self.base)
+        for _ in range(int(self.random.integers(MOST_SHIFT + 1)) if self.last[outer[0]] < SETTLED_MS else 0):
+            self._untimed(outer[1])
+        first = self._timed(outer, (1,), on_output)
+        both = self._timed(inner, (1, 2), on_output)
+        last = self._timed(outer, (2,), on_output)
+        outside, inside = (first + last) / 2, both / 2
+        return (outside, inside) if base_outside else (inside, outside)
+
+    def _untimed(self, work: Work) -> None:
+        if self.rotation is not None:
+            self.rotation.use(0)
+        self.stopwatch.time(work)
+
+    def _timed(self, side: tuple[Side, Work], slots: tuple[int, ...], on_output: OnOutput | None) -> float:
+        """Ms of one timed call for each slot, after a call that is not timed."""
+        name, work = side
+        if self.last[name] < SETTLED_MS:
+            self._untimed(work)
+        total = 0.0
+        for slot in slots:
+            if self.rotation is not None:
+                self.rotation.use(slot)
+            sample, _, output = self.stopwatch.run(work)
+            total += sample
+            if on_output is not None:
+                on_output(name, output, slot)
+            # an answer that is kept would hold memory that the next call would otherwise use again
+            del output
+        self.last[name] = total / len(slots)
+        return total
+
+
+def resolution(same: Paired) -> float:
+    """The share below which a difference says nothing here, from one work timed against itself (0.01: one percent)."""
+    return max(same.ci.high, 1 / same.ci.low) - 1
 
 
 def measure_interleaved(
@@ -338,22 +519,25 @@ def measure_interleaved(
     seconds: float = 0.25,
     min_rounds: int = MIN_SAMPLES,
     on_progress: OnProgress | None = None,
-    now: Clock = time.perf_counter,
+    now: Clock = HOST_CLOCK,
 ) -> Interleaved:
-    """Time several pieces of work of microseconds in turn (ABCABC…), so that drift hits all alike.
+    """Time several pieces of work of microseconds in turn, in an order drawn anew each round, so that drift hits all
+    alike.
 
     On a GPU every sample is the device's span of one call behind a read of FLUSH_BYTES: caches are cold and clean, and
     the host enqueues the call while that read runs, so its cost is not in the span. On the CPU a sample is host wall
-    time. Nothing is tuned by the result: rounds go on until `min_rounds` are done and `seconds` are over, to
-    MAX_ROUNDS.
+    time, after a call of the same work that is not timed. Nothing is tuned by the result: rounds go on until
+    `min_rounds` are done and `seconds` are over, to MAX_ROUNDS.
 
     Raises:
         InvalidArgument: there is no work.
+        ClockError: clocks disagree or were replaced.
     """
     if not works:
         raise InvalidArgument("measure_interleaved needs at least one work")
-    with _quiet_heap():
-        return _measure_interleaved(works, Stopwatch(device, now=now), seconds, min_rounds, on_progress)
+    stopwatch = Stopwatch(device, now=now)
+    with _quiet_heap(), stopwatch.watched():
+        return _measure_interleaved(works, stopwatch, seconds, min_rounds, on_progress)
 
 
 def _measure_interleaved(
@@ -368,17 +552,30 @@ def _measure_interleaved(
     # a GPU that was idle while something compiled takes a while to come back to its clock
     while not on_cpu and stopwatch.now() - begin < CLOCK_SECONDS:
         _device_round(stopwatch, works, flushes)
+    random = np.random.default_rng(0)
     begin = stopwatch.now()
     rounds = 0
     while rounds < min_rounds or (rounds < MAX_ROUNDS and stopwatch.now() - begin < seconds):
-        taken = [stopwatch.time(work)[0] for work in works] if on_cpu else _device_round(stopwatch, works, flushes)
-        for series, sample in zip(samples, taken, strict=True):
-            series.append(sample)
+        order = [int(index) for index in random.permutation(len(works))]
+        turns = [works[index] for index in order]
+        with _no_collection():
+            taken = _host_round(stopwatch, turns) if on_cpu else _device_round(stopwatch, turns, flushes)
+        for index, sample in zip(order, taken, strict=True):
+            samples[index].append(sample)
         rounds += 1
         if on_progress is not None:
             on_progress(rounds, min_rounds)
     clock = stopwatch.clock if on_cpu else f"{stopwatch.clock}, caches cold and clean"
     return Interleaved(tuple(tuple(series) for series in samples), clock)
+
+
+def _host_round(stopwatch: Stopwatch, works: Sequence[Work]) -> list[float]:
+    """One timed call of each work, each after a call of its own that is not timed."""
+    taken = []
+    for work in works:
+        stopwatch.time(work)
+        taken.append(stopwatch.time(work)[0])
+    return taken
 
 
 def _device_round(stopwatch: Stopwatch, works: Sequence[Work], flushes: int) -> list[float]:
@@ -394,7 +591,7 @@ def _device_round(stopwatch: Stopwatch, works: Sequence[Work], flushes: int) -> 
         begin.record(stream)
         work()
         end.record(stream)
-    stream.synchronize()
+    torch.cuda.synchronize(stopwatch.device)
     return [begin.elapsed_time(end) for begin, end in spans]
 
 

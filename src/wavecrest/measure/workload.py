@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from wavecrest import hardware
 from wavecrest.errors import WavecrestError, WorkloadError
@@ -173,13 +173,25 @@ class Workload:
         return call()
 
 
+class InputSets(Protocol):
+    """Several inputs of one bucket; `current` is for the next call (`rotation.Rotation`)."""
+
+    current: Inputs
+
+
 @dataclass(slots=True)
 class Call:
-    """One call of a bucket, as the timer takes it: `prepare` runs before it and is not timed."""
+    """One call of a bucket, as the timer takes it: `prepare` runs before it and is not timed.
+
+    Attributes:
+        function: called with the inputs; None takes the workload's model.
+        sets: where the inputs come from; None takes the workload's own.
+    """
 
     workload: Workload
     bucket: str
     function: Callable[..., Any] | None = None
+    sets: InputSets | None = None
 
     def prepare(self) -> None:
         """Reset the inputs, and tell inductor's graph trees that earlier outputs may be overwritten."""
@@ -194,8 +206,9 @@ class Call:
         import torch
 
         function = self.workload.model if self.function is None else self.function
+        inputs = self.workload.buckets[self.bucket] if self.sets is None else self.sets.current
         with torch.no_grad():
-            return self.workload.buckets[self.bucket].call(function)
+            return inputs.call(function)
 
 
 def from_example(model: nn.Module, example: Any, *, spec: str | None = None, name: str | None = None) -> Workload:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # compiled variants of one function that a run may make for each bucket
 GRAPHS_A_BUCKET = 128
+# part of the budget that is left for the final measurement once a step is kept
+FINAL_SHARE = 0.25
 
 
 def run_ladder(run: RunState) -> None:
@@ -46,6 +48,8 @@ def _prepare(run: RunState) -> None:
     run.progress.phase("baseline")
     record.baseline = run.measurer.baseline()
     run.ledger.save()
+    run.progress.phase("resolution: the original against itself")
+    record.resolution = run.measurer.resolve()
     run.progress.phase("profile")
     record.ceilings, note = run.analysis.ceilings()
     run.ledger.note(note)
@@ -109,7 +113,9 @@ def _deserves_retry(run: RunState, step: Step) -> bool:
 def _take(run: RunState, step: Step, *, attempt: int) -> None:
     run.progress.phase(step.title + (" (again)" if attempt > 1 else ""))
     begin = run.now()
-    run.context.seconds_left = run.seconds_left
+    # what was kept must be measured at the end, as its user runs it
+    reserve = FINAL_SHARE * run.options.budget if run.ledger.applied.steps else 0.0
+    run.context.seconds_left = run.seconds_left - reserve
     outcome = try_step(run, step, attempt)
     outcome.seconds = run.now() - begin
     if step.phase == "compile":

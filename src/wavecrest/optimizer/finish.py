@@ -1,25 +1,33 @@
-"""The end of a run: the result measured as the user will run it, and what happens if the measurement disagrees."""
+"""The end of a run: original and result measured as their users run them, and what becomes of the steps."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Literal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from wavecrest.dispatch import registry
+from wavecrest.errors import EnvironmentProblem
+from wavecrest.measure import timing
 from wavecrest.measure.timing import Interval
+from wavecrest.optimizer.alternate import LOOKS, Claim, SideReport, Task, Unit, alternate, run_child
 from wavecrest.optimizer.gate import failures
+from wavecrest.optimizer.side import time_buckets
 from wavecrest.optimizer.steps import build
 from wavecrest.optimizer.trial import OUT_OF_BUDGET
-from wavecrest.optimizer.verdict import check_quality, claim
+from wavecrest.optimizer.verdict import check_quality, no_gain_verdict, result_verdict
 from wavecrest.records import DecisionRow, Result
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable
 
     from wavecrest.optimizer.state import RunState
-    from wavecrest.records import StepOutcome
+
+# sampling time a bucket of one process or phase, in seconds, at most
+MOST_SECONDS = 4.0
 
 
 def finish(run: RunState) -> None:
@@ -49,22 +57,81 @@ def _final(run: RunState) -> Result:
     bad = [row for row in quality if not row.passed]
     if problem or bad:
         return _drop_last(run, problem or f"{bad[0].name} is {bad[0].value:g}, limit {bad[0].limit:g} {bad[0].detail}")
-    pairs = run.measurer.pairs(run.workload.model, run.current)
-    run.ledger.add_pairs("result", 1, pairs)
-    found = claim(pairs, {bench.bucket: bench.measurement for bench in run.ledger.record.baseline})
-    if found.ci.low <= 1:
-        return _unconfirmed(run, found.ratio, found.ci)
-    run.ledger.note(*(f"{row.bucket}: {row.note}" for row in found.speed if row.note))
+    claim = _measured(run)
+    run.ledger.add_claim("result", claim)
+    verdict, reason = result_verdict(claim, run.options.min_gain)
+    if verdict == "slower":
+        return _slower(run, reason)
+    assert claim.ci is not None
     return Result(
-        verdict="faster",
-        ratio=found.ratio,
-        ci=found.ci,
-        speed=found.speed,
+        verdict=verdict,
+        reason=reason,
+        ratio=claim.ratio,
+        ci=claim.ci,
+        unit=claim.unit,
+        drift=claim.drift,
+        speed=claim.speed,
         numerics=numerics,
         quality=quality,
         peak_memory_before=run.measurer.peak_memory(run.workload.model),
         peak_memory_after=run.measurer.peak_memory(run.current),
     )
+
+
+def _measured(run: RunState) -> Claim:
+    """Original against result in fresh processes, or in phases of this one where a process cannot load the model."""
+    spec = run.workload.spec
+    if spec is None:
+        run.ledger.note("measured in one process: a model in memory cannot be loaded in others")
+        return _in_phases(run)
+    try:
+        return _in_processes(run, spec)
+    except EnvironmentProblem as error:
+        run.ledger.note(f"measured in one process: {error}")
+        return _in_phases(run)
+
+
+def _in_processes(run: RunState, spec: str) -> Claim:
+    seconds = min(MOST_SECONDS, run.measurer.seconds)
+    variables: dict[str, str | None] = {row.name: row.value for row in run.ledger.environment}
+    if run.workload.device != "cpu":
+        # the children need the memory that candidates have left behind
+        torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder) / "plan.json"
+        run.ledger.plan.save(plan)
+
+        def one(side: timing.Side, pair: int) -> SideReport:
+            run.progress.phase(f"final measurement: {_NAMES[side]}, fresh process {pair + 1}")
+            task = Task(spec, run.workload.device, seconds, str(plan) if side == "new" else None)
+            return run_child(task, variables if side == "new" else {}, f"{_NAMES[side]}, process {pair + 1}")
+
+        return _alternate(run, one, "processes")
+
+
+def _in_phases(run: RunState) -> Claim:
+    seconds = min(MOST_SECONDS, run.measurer.seconds)
+
+    def one(side: timing.Side, pair: int) -> SideReport:
+        run.progress.phase(f"final measurement: {_NAMES[side]}, phase {pair + 1}")
+        model = run.workload.model if side == "base" else run.current
+        found = time_buckets(run.workload, model, seconds, run.now)
+        return SideReport(
+            clock=next(iter(found.values())).clock,
+            times={bucket: list(row.samples) for bucket, row in found.items()},
+            numerics=[],
+            quality=[],
+            warnings=[],
+        )
+
+    return _alternate(run, one, "phases")
+
+
+_NAMES = {"base": "original", "new": "result"}
+
+
+def _alternate(run: RunState, one: Callable[[timing.Side, int], SideReport], unit: Unit) -> Claim:
+    return alternate(one, unit=unit, looks=LOOKS, min_gain=run.options.min_gain, seconds_left=lambda: run.seconds_left)
 
 
 def _drop_last(run: RunState, reason: str) -> Result:
@@ -77,30 +144,18 @@ def _drop_last(run: RunState, reason: str) -> Result:
     return _final(run)
 
 
-def _unconfirmed(run: RunState, ratio: float, ci: Interval) -> Result:
-    """Each step was faster when it was tried, but the whole is not faster now: nothing stays."""
-    reason = f"the final measurement does not confirm it: all steps together {ratio:.3f}× {ci}"
+def _slower(run: RunState, found: str) -> Result:
+    """Each step was faster when it was tried, and the whole is slower as its user runs it: no step stays."""
+    reason = f"the final measurement contradicts it: all steps together {found}"
     run.ledger.take_back([item.step_id for item in run.ledger.applied.steps], "reverted", reason)
-    unchanged = _unchanged(run)
-    # an interval that contains 1 proves neither a gain nor its absence
-    return unchanged.model_copy(update={"verdict": "undecided"}) if ci.high > 1 else unchanged
+    return _unchanged(run).model_copy(update={"verdict": "undecided", "reason": reason})
 
 
 def _unchanged(run: RunState) -> Result:
     """No step is in force: the model is the user's own."""
     run.current = run.workload.model
-    verdict = _no_gain(run.ledger.record.steps)
-    return Result(verdict=verdict, ratio=1.0, ci=Interval(1.0, 1.0), speed=[], numerics=[], quality=[])
-
-
-def _no_gain(steps: Iterable[StepOutcome]) -> Literal["already optimal", "undecided"]:
-    """Optimal only if every applicable step was tried: a step without time, or no compiler, leaves it open."""
-    for row in steps:
-        if row.verdict == "skipped" and row.reason.startswith(OUT_OF_BUDGET):
-            return "undecided"
-        if row.id == "compile:default" and row.verdict == "refused":
-            return "undecided"
-    return "already optimal"
+    verdict, reason = no_gain_verdict(run.ledger.record, OUT_OF_BUDGET)
+    return Result(verdict=verdict, reason=reason, ratio=1.0, ci=Interval(1.0, 1.0), speed=[], numerics=[], quality=[])
 
 
 def _coverage() -> list[DecisionRow]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from wavecrest.hardware import Device
     from wavecrest.measure.timing import Paired
     from wavecrest.measure.workload import Workload
+    from wavecrest.optimizer.alternate import Claim
     from wavecrest.optimizer.options import Options
     from wavecrest.records import Verdict
 
@@ -130,6 +131,11 @@ class Ledger:
     def add_pairs(self, step: str, attempt: int, pairs: Mapping[str, Paired]) -> None:
         """The raw times of a step that was measured interleaved."""
         self.add_samples(step, attempt, {bucket: (pair.base, pair.new) for bucket, pair in pairs.items()})
+
+    def add_claim(self, step: str, claim: Claim) -> None:
+        """The raw times of processes or phases; the attempt is the number of the pair."""
+        for number, (base, new) in enumerate(zip(claim.base, claim.new, strict=True), 1):
+            self.add_samples(step, number, {bucket: (base[bucket], new[bucket]) for bucket in base})
 
     def take_back(self, step_ids: Iterable[str], verdict: Verdict, reason: str) -> None:
         """Steps that were kept are out of force after all; their outcomes say why."""

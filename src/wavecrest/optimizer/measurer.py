@@ -1,15 +1,16 @@
-"""Timing within a run: how long each bucket is sampled, the baseline, and pairs of models."""
+"""Timing within a run: seconds a bucket, the baseline, what the machine resolves, and pairs of models."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from wavecrest.bench.baseline import bench_workload
+from wavecrest.errors import StepRefused
 from wavecrest.measure import timing
+from wavecrest.measure.rotation import Rotation
 from wavecrest.measure.workload import Call, Workload
 from wavecrest.records import BucketBench
 
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 LEAST_SECONDS, MOST_SECONDS = 4.0, 10.0
 # a run measures about this many times: each bucket may take this part of the budget
 MEASUREMENTS = 75
+# the original against itself, at most
+RESOLUTION_SECONDS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measurer:
     """Times the buckets of a workload.
 
@@ -33,12 +36,17 @@ class Measurer:
         budget: seconds of the whole run; it sets how long a bucket is sampled.
         progress: is told of every sample.
         now: where time comes from.
+        resolution: the share below which a difference says nothing here; 0 until `resolve` has measured it.
+        on_output: gets outputs of timed models, by bucket (`timing.OnOutput`): for a check of answers while timing.
     """
 
     workload: Workload
     budget: float
     progress: Progress
-    now: timing.Clock = time.perf_counter
+    now: timing.Clock = timing.HOST_CLOCK
+    resolution: float = 0.0
+    on_output: dict[str, timing.OnOutput] = field(default_factory=dict)
+    _threads: int = field(default_factory=torch.get_num_threads)
 
     @property
     def seconds(self) -> float:
@@ -55,19 +63,52 @@ class Measurer:
             now=self.now,
         )
 
-    def pairs(self, base: nn.Module, new: nn.Module) -> dict[str, timing.Paired]:
-        """Two models interleaved, by bucket."""
-        return {
-            bucket: timing.measure_pair(
-                Call(self.workload, bucket, base),
-                Call(self.workload, bucket, new),
-                device=self.workload.device,
-                seconds=self.seconds,
-                on_progress=self.progress.update,
-                now=self.now,
-            )
+    def resolve(self) -> dict[str, float]:
+        """Time the original against itself; by bucket, the share below which a difference says nothing here."""
+        seconds = min(RESOLUTION_SECONDS, self.seconds)
+        found = {
+            bucket: timing.resolution(self._pair(bucket, self.workload.model, self.workload.model, seconds, None))
             for bucket in self.workload.buckets
         }
+        self.resolution = max(found.values())
+        return found
+
+    def pairs(self, base: nn.Module, new: nn.Module, min_gain: float) -> dict[str, timing.Paired]:
+        """Two models interleaved, by bucket; `min_gain` is what is to be decided on.
+
+        Raises:
+            StepRefused: the candidate changed the number of threads, for everything else in the process too.
+            ClockError: the times cannot be trusted.
+        """
+        self._check_threads()
+        found = {bucket: self._pair(bucket, base, new, self.seconds, 1 + min_gain) for bucket in self.workload.buckets}
+        self._check_threads()
+        return found
+
+    def _pair(
+        self, bucket: str, base: nn.Module, new: nn.Module, seconds: float, threshold: float | None
+    ) -> timing.Paired:
+        rotation = Rotation(self.workload.buckets[bucket])
+        return timing.measure_pair(
+            Call(self.workload, bucket, base, rotation),
+            Call(self.workload, bucket, new, rotation),
+            device=self.workload.device,
+            seconds=seconds,
+            threshold=threshold,
+            rotation=rotation,
+            on_progress=self.progress.update,
+            on_output=self.on_output.get(bucket),
+            now=self.now,
+        )
+
+    def _check_threads(self) -> None:
+        threads = torch.get_num_threads()
+        if threads != self._threads:
+            torch.set_num_threads(self._threads)
+            raise StepRefused(
+                f"it changes the number of threads from {self._threads} to {threads}, for the original too; it is put "
+                "back (to run with another number, set OMP_NUM_THREADS)"
+            )
 
     def peak_memory(self, model: nn.Module) -> int | None:
         """Bytes allocated on the GPU at the peak of one call of every bucket, weights included.

@@ -77,9 +77,9 @@ def _try_on_copy(run: RunState, step: Step, found: Found, outcome: StepOutcome) 
     problem = failures(outcome.numerics)
     if problem:
         return _close(outcome, "refused", f"wrong answers: {problem}")
-    pairs = run.measurer.pairs(run.current, candidate)
+    pairs = run.measurer.pairs(run.current, candidate, run.options.min_gain)
     run.ledger.add_pairs(step.id, outcome.attempt, pairs)
-    verdict, reason, outcome.ratio, outcome.ci = judge(pairs, run.options.min_gain)
+    verdict, reason, outcome.ratio, outcome.ci = judge(pairs, run.options.min_gain, run.measurer.resolution)
     outcome.speed = speeds(pairs)
     _close(outcome, verdict, reason)
     if verdict == "kept":
@@ -100,18 +100,13 @@ def _try_environment(run: RunState, found: Found, outcome: StepOutcome) -> None:
         say=run.progress.phase,
     )
     for trial in trials.done:
-        times = {
-            bucket: ([ms for process in trial.base[bucket] for ms in process],
-                     [ms for process in trial.new[bucket] for ms in process])
-            for bucket in trial.base
-        }  # fmt: skip
-        run.ledger.add_samples(f"environment {trial.name}={trial.value}", outcome.attempt, times)
+        run.ledger.add_claim(f"environment {trial.name}={trial.value}", trial.claim)
     kept = trials.kept
-    run.ledger.environment = [EnvironmentSetting(name=row.name, value=row.value, ratio=row.ratio) for row in kept]
+    run.ledger.environment = [EnvironmentSetting(name=row.name, value=row.value, ratio=row.claim.ratio) for row in kept]
     outcome.params = {**outcome.params, "set": {row.name: row.value for row in kept}}
     reason = "; ".join(trials.lines)
     if not kept:
         return _close(outcome, "tie" if trials.done else "skipped", reason)
-    best = max(kept, key=lambda row: row.ratio)
-    outcome.ratio, outcome.ci = best.ratio, best.ci
+    best = max(kept, key=lambda row: row.claim.ratio)
+    outcome.ratio, outcome.ci = best.claim.ratio, best.claim.ci
     return _close(outcome, "kept", f"{reason}; set them before import (`wavecrest plan show` prints the exports)")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -16,23 +14,47 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wavecrest.measure.workload import Workload
+    from wavecrest.optimizer.alternate import Claim
+    from wavecrest.records import OptimizeRecord
+
+# how the reason of a tie begins that a quieter measurement might turn into a verdict
+UNDECIDED = "undecided"
+QUIETER = "run again on a quieter machine, or with more --budget"
 
 
-def judge(pairs: dict[str, timing.Paired], min_gain: float) -> tuple[records.Verdict, str, float, timing.Interval]:
+def judge(
+    pairs: dict[str, timing.Paired], min_gain: float, resolution: float = 0.0
+) -> tuple[records.Verdict, str, float, timing.Interval]:
     """The verdict of a measured step: kept, reverted or tie, with its reason, the joint speed-up and its interval.
 
-    Kept only if the lower end of the joint interval (geometric mean over buckets) is above 1 + min_gain and no bucket
-    is proven slower; a tie keeps the simpler model.
+    Kept only if the lower end of the joint interval (geometric mean over buckets) is above 1 + min_gain, the speed-up
+    is one that this machine resolves, and no bucket is proven slower; a tie keeps the simpler model.
+
+    Args:
+        pairs: by bucket.
+        min_gain: the gain to prove (0.02: two percent).
+        resolution: the share below which the original differs from itself here.
     """
-    ratio, ci = timing.bootstrap_speedup([(pair.base, pair.new) for pair in pairs.values()])
-    slower = [f"{bucket} {pair.ratio:.3f}× {pair.ci}" for bucket, pair in pairs.items() if pair.ci.high < 1]
+    ratio, ci = timing.block_speedup([(pair.base, pair.new) for pair in pairs.values()])
+    slower = [
+        f"{bucket} {pair.ratio:.3f}× {pair.ci}"
+        for bucket, pair in pairs.items()
+        if pair.ci.high < 1 and pair.ratio * (1 + resolution) < 1
+    ]
+    open_end = timing.keeps(timing.Interval(ci.high, ci.high), min_gain)
+    if 1 / (1 + resolution) < ratio < 1 + resolution and not slower:
+        reason = f"no difference that is resolved here (the original against itself: {resolution:.1%})"
+        return "tie", f"{UNDECIDED}: {reason}" if open_end else reason, ratio, ci
     if timing.keeps(ci, min_gain) and not slower:
         return "kept", f"faster by at least {min_gain:.0%} (95 %)", ratio, ci
     if ci.high < 1:
         return "reverted", "slower", ratio, ci
     if slower:
         return "reverted", f"slower on a bucket: {', '.join(slower)}", ratio, ci
-    return "tie", f"no gain of at least {min_gain:.0%} is proven; the simpler model stays", ratio, ci
+    if open_end:
+        reason = f"{UNDECIDED}: the interval holds a gain of {min_gain:.0%}; the simpler model stays"
+        return "tie", reason, ratio, ci
+    return "tie", f"no gain of {min_gain:.0%}; the simpler model stays", ratio, ci
 
 
 def speeds(pairs: dict[str, timing.Paired]) -> list[BucketSpeed]:
@@ -46,53 +68,63 @@ def speeds(pairs: dict[str, timing.Paired]) -> list[BucketSpeed]:
             ci=pair.ci,
             blocks=pair.n,
             clock=pair.clock,
+            seed=pair.seed,
         )
         for bucket, pair in pairs.items()
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The speed-up to report of a final comparison: per bucket, and over all buckets."""
+def result_verdict(claim: Claim, min_gain: float) -> tuple[Literal["faster", "slower", "undecided"], str]:
+    """The verdict of original against result, and the reason.
 
-    speed: list[BucketSpeed]
-    ratio: float
-    ci: timing.Interval
+    Faster only if the lower end of the interval is above 1 + min_gain; slower if the whole interval is below 1.
+    """
+    found = claim.describe()
+    if claim.ci is None:
+        return "undecided", f"{found}; take at least two"
+    if timing.keeps(claim.ci, min_gain):
+        return "faster", found
+    if claim.ci.high < 1:
+        return "slower", found
+    if claim.ci.high < 1 + min_gain:
+        return "undecided", f"{found}: less than the {min_gain:.0%} that were to be proven"
+    return "undecided", (
+        f"{found}: the processes differ by more than the gain. Each step was proven by itself and stays in the plan; "
+        "run `wavecrest verify` when the machine is quiet, or give more --budget"
+    )
 
 
-def claim(pairs: dict[str, timing.Paired], alone: dict[str, timing.Measurement]) -> Claim:
-    """The speed-up against the faster of two measurements of the original.
+def no_gain_verdict(record: OptimizeRecord, out_of_budget: str) -> tuple[Literal["already optimal", "undecided"], str]:
+    """The verdict of a run that kept nothing, and the reason.
 
-    A process that has compiled and captured, and a host whose cores other tenants share, slow a host-bound eager model
-    down and leave a captured one alone: an original that took 11.9 ms by itself took 23.2 ms interleaved with the
-    result (one H200 host; evidence/nvidia-h200/2026-11-20_optimize_llama_prefill.jsonl.gz). So where the original was
-    faster when it was measured alone, before anything was compiled, that is what the result is compared with.
+    Optimal only if every step that applies was tried, on stable times, with an interval that excludes the gain.
 
     Args:
-        pairs: original against result, interleaved.
-        alone: the original by itself, at the start.
+        record: the run.
+        out_of_budget: how the reason of a step begins that had no time left.
     """
-    rows = speeds(pairs)
-    replaced = False
-    for index, row in enumerate(rows):
-        first = alone.get(row.bucket)
-        if first is None:
-            continue
-        ratio, ci = timing.bootstrap_unpaired(first.samples, pairs[row.bucket].new)
-        if ratio < row.ratio:
-            replaced = True
-            note = f"original measured alone at the start; interleaved with the result it took {row.base_ms:.3f} ms"
-            rows[index] = row.model_copy(update={"base_ms": first.median, "ratio": ratio, "ci": ci, "note": note})
-    if not replaced:
-        ratio, ci = timing.bootstrap_speedup([(pair.base, pair.new) for pair in pairs.values()])
-        return Claim(rows, ratio, ci)
-
-    def mean(values: list[float]) -> float:
-        return math.exp(sum(math.log(value) for value in values) / len(values))
-
-    # the ends of all intervals together: wider than a joint bootstrap would be, and right for any dependence
-    joint = timing.Interval(mean([row.ci.low for row in rows]), mean([row.ci.high for row in rows]))
-    return Claim(rows, mean([row.ratio for row in rows]), joint)
+    last = {row.id: row for row in record.steps}
+    tried = [row for row in last.values() if row.verdict != "skipped"]
+    late = [row.title for row in last.values() if row.verdict == "skipped" and row.reason.startswith(out_of_budget)]
+    if late:
+        more = f" and {len(late) - 3} more" if len(late) > 3 else ""
+        return "undecided", f"no time was left for {', '.join(late[:3])}{more}; give more --budget"
+    if (compiled := last.get("compile:default")) is not None and compiled.verdict == "refused":
+        return "undecided", f"torch.compile is refused here: {compiled.reason}"
+    if tried and all(row.verdict == "refused" for row in tried):
+        return "undecided", f"every step was refused ({len(tried)}); the table says why"
+    unstable = [row.bucket for row in record.baseline if row.measurement.unstable]
+    if unstable:
+        return "undecided", f"the original's own times are unstable ({', '.join(unstable)}); {QUIETER}"
+    open_ones = [row.title for row in tried if row.verdict == "tie" and row.reason.startswith(UNDECIDED)]
+    if open_ones:
+        return "undecided", f"too noisy to decide on {', '.join(open_ones)}; {QUIETER}"
+    floor = max(record.resolution.values(), default=0.0)
+    if tried and floor > record.min_gain:
+        return "undecided", f"differences below {floor:.1%} are not resolved here; {QUIETER}"
+    if not tried:
+        return "already optimal", "no step applies to this model here"
+    return "already optimal", f"{len(tried)} steps tried, none with a proven gain of {record.min_gain:.0%}"
 
 
 def check_quality(workload: Workload, model: nn.Module) -> list[QualityResult]:

@@ -1,31 +1,22 @@
 """A plan checked again in fresh processes: numerics, the workload's own quality check, and speed.
 
 Fresh processes matter: on some ROCm versions about one process in five replays a captured graph wrongly
-(ROCm/clr#279), which no check in the process that made the plan can see.
+(ROCm/clr#279), which no check in the process that made the plan can see. Original and result each run alone in
+processes that alternate, by the same code as the final measurement of a run (`alternate`).
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-import time
-import warnings
+import math
 from collections.abc import Callable
 from pathlib import Path
 
-from wavecrest import env, hardware
-from wavecrest.errors import EnvironmentProblem
+from wavecrest import hardware
 from wavecrest.measure import timing, workload
-from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.alternate import Claim, SideReport, Task, alternate, medians, run_child
+from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.plan import Plan
-from wavecrest.optimizer.replay import replay
-from wavecrest.optimizer.steps.precision import gate_dtype
-from wavecrest.optimizer.verdict import check_quality, claim
-from wavecrest.records import VerifyProcess, VerifyRecord, decode, provenance
-
-CHILD_TIMEOUT = 1800.0
+from wavecrest.records import ProcessSpeed, VerifyProcess, VerifyRecord, provenance
 
 
 def run(
@@ -38,15 +29,15 @@ def run(
     on_process: Callable[[int, int], None] | None = None,
     command: str | None = None,
 ) -> VerifyRecord:
-    """Apply the plan in fresh processes and compare with the original in each.
+    """Apply the plan in fresh processes, and compare their speed with that of the original in others.
 
     Args:
         spec: the workload, as `wavecrest.measure.workload.load` takes it.
         plan_path: the plan file.
-        processes: how many fresh processes.
+        processes: how many fresh processes a side.
         seconds: sampling time a bucket and process.
         device: torch device name; None takes the workload's own.
-        on_process: is told (number of the process, processes) before each.
+        on_process: is told (number of the process, processes) before each pair.
         command: the command line, for the record.
 
     Raises:
@@ -57,43 +48,65 @@ def run(
     loaded = workload.load(spec, device=device)
     found = hardware.detect(loaded.device)
     plan.match(loaded, found)
-    results = []
-    for index in range(processes):
-        if on_process is not None:
+    variables: dict[str, str | None] = {row.name: row.value for row in plan.environment}
+    reports: list[SideReport] = []
+
+    def one(side: timing.Side, index: int) -> SideReport:
+        if on_process is not None and (side == "base") == (index % 2 == 0):
             on_process(index, processes)
-        results.append(_child(spec, plan_path, loaded.device, seconds, index, plan))
-    # the processes are the unit that is resampled; medians of their blocks stand for them
-    buckets = [
-        (
-            [[row.base_ms for row in result.speed if row.bucket == bucket] for result in results],
-            [[row.new_ms for row in result.speed if row.bucket == bucket] for result in results],
-        )
-        for bucket in loaded.buckets
-    ]
-    ratio, ci = timing.bootstrap_processes(buckets)
-    passed, reason = verdict_of(results, ratio, ci, plan)
+        task = Task(spec, loaded.device, seconds)
+        if side == "base":
+            return run_child(task, {}, f"process {index} of the original")
+        task = Task(spec, loaded.device, seconds, str(plan_path), check=True)
+        reports.append(run_child(task, variables, f"process {index}"))
+        return reports[-1]
+
+    claim = alternate(one, unit="processes", looks=(processes,), min_gain=0.0, seconds_left=lambda: math.inf)
+    results = [_process(index, claim, report) for index, report in enumerate(reports)]
+    passed, reason = verdict_of(results, claim, plan)
     return VerifyRecord(
         header=provenance.header(found, command=command),
         workload=loaded.name,
         plan=str(plan_path),
         processes=results,
-        ratio=ratio,
-        ci=ci,
+        ratio=claim.ratio,
+        ci=claim.ci,
+        drift=claim.drift,
         passed=passed,
         reason=reason,
     )
 
 
-def verdict_of(results: list[VerifyProcess], ratio: float, ci: timing.Interval, plan: Plan) -> tuple[bool, str]:
+def _process(index: int, claim: Claim, report: SideReport) -> VerifyProcess:
+    """The record of a pair of processes."""
+    before, after = medians(claim.base[index]), medians(claim.new[index])
+    return VerifyProcess(
+        process=index,
+        numerics=report.numerics,
+        quality=report.quality,
+        speed=[
+            ProcessSpeed(
+                bucket=bucket,
+                base_ms=before[bucket],
+                new_ms=after[bucket],
+                ratio=before[bucket] / after[bucket],
+                clock=report.clock,
+            )
+            for bucket in before
+        ],
+        warnings=report.warnings,
+    )
+
+
+def verdict_of(results: list[VerifyProcess], claim: Claim, plan: Plan) -> tuple[bool, str]:
     """Whether a plan passes, and the reason.
 
     It fails if any process gives wrong answers or fails the workload's quality check, or if the optimized model is
     proven slower. A plan without steps is the original model, so its speed is not judged.
 
     Args:
-        results: one a process.
-        ratio: speed-up over all processes and buckets.
-        ci: its interval.
+        results: one a process of the optimized model.
+        claim: original against optimized. A single pair has no interval, so its speed is not judged.
         plan: what was verified.
     """
     wrong = [(result.process, failures(result.numerics)) for result in results if failures(result.numerics)]
@@ -104,77 +117,7 @@ def verdict_of(results: list[VerifyProcess], ratio: float, ci: timing.Interval, 
     if bad:
         process, row = bad[0]
         return False, f"process {process}: {row.name} is {row.value:g}, limit {row.limit:g}"
-    if plan.stack and ci.high < 1:
-        return False, f"the optimized model is slower than the original: {ratio:.3f}× {ci}"
-    return True, f"numerics hold in {len(results)} processes; {ratio:.3f}× {ci}"
-
-
-def _child(spec: str, plan_path: Path, device: str, seconds: float, index: int, plan: Plan) -> VerifyProcess:
-    changes = {row.name: row.value for row in plan.environment}
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "process.json"
-        command = [
-            *env.python_command("wavecrest.optimizer.verify"),
-            json.dumps([spec, str(plan_path), device, seconds, index, str(target)]),
-        ]  # fmt: skip
-        try:
-            done = subprocess.run(
-                command, env=env.python_child(changes), capture_output=True, text=True, timeout=CHILD_TIMEOUT
-            )
-        except subprocess.TimeoutExpired:
-            raise EnvironmentProblem(f"process {index} took more than {CHILD_TIMEOUT:.0f} s") from None
-        if done.returncode != 0 or not target.exists():
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise EnvironmentProblem(f"process {index} failed: {last}")
-        return VerifyProcess.model_validate(decode.json_of(target.read_text()))
-
-
-def check_here(
-    spec: str, plan_path: Path, device: str, seconds: float, index: int, *, now: timing.Clock = time.perf_counter
-) -> VerifyProcess:
-    """Check a plan in this process: load, replay the plan, gate, quality, paired timing. Run in a fresh process.
-
-    Args:
-        spec: the workload.
-        plan_path: the plan.
-        device: torch device name.
-        seconds: sampling time a bucket, for the original alone and again for the pair.
-        index: number of this process.
-        now: where time comes from.
-
-    Raises:
-        PlanError, PlanMismatch, WorkloadError: the plan or the workload cannot be used here.
-    """
-    plan = Plan.load(plan_path)
-    loaded = workload.load(spec, device=device)
-    differences = plan.match(loaded, hardware.detect(loaded.device))
-    # before anything is compiled in this process
-    alone = {
-        bucket: timing.measure(workload.Call(loaded, bucket), device=loaded.device, seconds=seconds, now=now)
-        for bucket in loaded.buckets
-    }
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        made = replay(plan.kept(), loaded, verify=bool(differences), because=differences, strict=False)
-        texts = [str(row.message) for row in caught if row.category.__module__.startswith("wavecrest")]
-    gate = Gate.prepare(loaded, dtype=gate_dtype(plan.stack))
-    numerics = gate.check(made.model)
-    quality = check_quality(loaded, made.model)
-    pairs = {
-        bucket: timing.measure_pair(
-            workload.Call(loaded, bucket, loaded.model),
-            workload.Call(loaded, bucket, made.model),
-            device=loaded.device,
-            seconds=seconds,
-            now=now,
-        )
-        for bucket in loaded.buckets
-    }
-    return VerifyProcess(
-        process=index, numerics=numerics, quality=quality, speed=claim(pairs, alone).speed, warnings=texts
-    )
-
-
-if __name__ == "__main__":
-    _spec, _plan, _device, _seconds, _index, _target = decode.json_of(sys.argv[1])
-    Path(_target).write_text(check_here(_spec, Path(_plan), _device, _seconds, _index).model_dump_json())
+    if plan.stack and claim.ci is not None and claim.ci.high < 1:
+        return False, f"the optimized model is slower than the original: {claim.describe()}"
+    count = len(results)
+    return True, f"numerics hold in {count} process{'es' if count > 1 else ''}; {claim.describe()}"

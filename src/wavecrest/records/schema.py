@@ -131,18 +131,32 @@ class ProfileRecord(Model):
 Verdict = Literal["kept", "reverted", "tie", "refused", "skipped"]
 
 
-class BucketSpeed(Model):
-    """A step's effect on one bucket: times in ms, ratio above 1 is faster."""
+class ProcessSpeed(Model):
+    """Original and result on one bucket, each in one process, which has no interval: times in ms.
+
+    Records of before 2026-11-25 have the interval of blocks within the process.
+    """
 
     bucket: str
     base_ms: float
     new_ms: float
     ratio: float
+    ci: Interval | None = None
+    blocks: int = 0
+    clock: str
+    note: str = ""
+
+
+class BucketSpeed(ProcessSpeed):
+    """A step's effect on one bucket: times in ms, ratio above 1 is faster.
+
+    `blocks`: of the paired timer for a step, pairs of processes or phases for a result.
+    """
+
     ci: Interval
     blocks: int
-    clock: str
-    # where base_ms does not come from the same blocks as new_ms, why
-    note: str = ""
+    # of the generator that drew the order of blocks
+    seed: int | None = None
 
 
 class BucketError(Model):
@@ -202,12 +216,22 @@ class Samples(Model):
 
 
 class Result(Model):
-    """The end of a run: optimized against original, measured again at the end, interleaved."""
+    """The end of a run: optimized against original, each as its user runs it.
 
-    # "undecided": nothing kept, but the budget ended before every step was tried, or compilation is refused here
+    `verdict`: "undecided" where no gain is proven and none is excluded; steps that were proven one by one then stay.
+    `ci`: of 95 %, over pairs of processes or phases. That of phases covers the time of one process, not what differs
+    between processes, and is not shown as an interval.
+    """
+
     verdict: Literal["faster", "already optimal", "undecided"]
+    # why it is that verdict, and what to do where it is undecided
+    reason: str = ""
     ratio: float
     ci: Interval
+    # fresh processes that alternate, phases of one process, or (before 2026-11-25) blocks of one process
+    unit: Literal["processes", "phases", "blocks"] = "blocks"
+    # how much longer the last original took than the first, as a share
+    drift: float | None = None
     speed: list[BucketSpeed]
     numerics: list[BucketError]
     quality: list[QualityResult]
@@ -242,6 +266,8 @@ class OptimizeRecord(Model):
     min_gain: float
     budget_seconds: float
     baseline: list[BucketBench]
+    # the original against itself, by bucket: differences below this share are not resolved here
+    resolution: dict[str, float] = Field(default_factory=dict)
     ceilings: Ceilings | None = None
     profile_before: list[BucketProfile] = Field(default_factory=list)
     profile_after: list[BucketProfile] = Field(default_factory=list)
@@ -259,7 +285,7 @@ class VerifyProcess(Model):
     process: int
     numerics: list[BucketError]
     quality: list[QualityResult]
-    speed: list[BucketSpeed]
+    speed: list[ProcessSpeed]
     warnings: list[str] = Field(default_factory=list)
 
 
@@ -273,7 +299,9 @@ class VerifyRecord(Model):
     plan: str
     processes: list[VerifyProcess]
     ratio: float
-    ci: Interval
+    # None for a single process, which has none
+    ci: Interval | None
+    drift: float | None = None
     passed: bool
     reason: str
 

@@ -256,7 +256,7 @@ def _judge(
         )
         for bucket, pair in pairs.items()
     ]  # fmt: skip
-    record.ratio, record.ci = timing.bootstrap_speedup([(pair.base, pair.new) for pair in pairs.values()])
+    record.ratio, record.ci = timing.block_speedup([(pair.base, pair.new) for pair in pairs.values()])
     record.verdict, record.reason = _verdict(record, pairs)
     record.kept = record.verdict == "kept"
 

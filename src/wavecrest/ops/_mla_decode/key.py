@@ -58,6 +58,4 @@ def shape_of(key: Key) -> Shape:
     width = max(16, _layout.power_of_two(part["latent"]))
     extras = (part["capped"] == 1) + (part["style"] != "none")
     rope_width = max(16, _layout.power_of_two(part["rotary"]))
-    return Shape(
-        batch, part["tokens"] * part["heads"], part["capacity"], width, bits, part["page"], extras, rope_width
-    )
+    return Shape(batch, part["tokens"] * part["heads"], part["capacity"], width, bits, part["page"], extras, rope_width)

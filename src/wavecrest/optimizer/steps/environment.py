@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wavecrest import env
-from wavecrest.errors import StepRefused
-from wavecrest.measure.timing import Interval, bootstrap_processes, keeps
+from wavecrest.errors import EnvironmentProblem, StepRefused
+from wavecrest.measure.timing import keeps
+from wavecrest.optimizer.alternate import Claim, SideReport, Task, alternate, run_child
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
 from wavecrest.optimizer.steps.params import Candidates
-from wavecrest.records import decode
 
 if TYPE_CHECKING:
     from torch import nn
 
-CHILD_TIMEOUT = 600.0
 # seconds of a child process beside loading the workload: imports, and sampling a bucket
 CHILD_START = 4.0
 CHILD_SAMPLING = 2.5
@@ -30,26 +27,21 @@ UNSTABLE_RANGE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentTrial:
-    """One variable tried in child processes: per bucket, samples of each process without and with it, in ms."""
+    """One variable tried in fresh processes, without it and with it."""
 
     name: str
     value: str
-    base: dict[str, list[list[float]]]
-    new: dict[str, list[list[float]]]
-    ratio: float
-    ci: Interval
+    claim: Claim
 
     @property
     def unstable(self) -> str:
         """Why no verdict can be given, or an empty string: process medians of one side that lie far apart."""
-        for side, buckets in (("without", self.base), ("with", self.new)):
-            for bucket, runs in buckets.items():
-                medians = [statistics.median(run) for run in runs]
-                if max(medians) > (1 + UNSTABLE_RANGE) * min(medians):
-                    return (
-                        f"unstable: bucket {bucket} takes {min(medians):.3f} to {max(medians):.3f} ms in processes "
-                        f"{side} it"
-                    )
+        for side, runs in (("without", self.claim.base), ("with", self.claim.new)):
+            for bucket in runs[0]:
+                found = [statistics.median(run[bucket]) for run in runs]
+                if max(found) > (1 + UNSTABLE_RANGE) * min(found):
+                    span = f"{min(found):.3f} to {max(found):.3f} ms"
+                    return f"unstable: bucket {bucket} takes {span} in processes {side} it"
         return ""
 
 
@@ -129,9 +121,10 @@ def try_candidates(
         if trial.unstable:
             trials.lines.append(f"{text} {trial.unstable}")
             continue
-        wins = keeps(trial.ci, min_gain)
-        word = "helps" if wins else "hurts" if trial.ci.high < 1 else "makes no proven difference"
-        trials.lines.append(f"{text} {word}: {trial.ratio:.3f}× {trial.ci} over {context.processes} processes")
+        ci = trial.claim.ci
+        wins = ci is not None and keeps(ci, min_gain)
+        word = "helps" if wins else "hurts" if ci is not None and ci.high < 1 else "makes no proven difference"
+        trials.lines.append(f"{text} {word}: {trial.claim.describe()}")
         if wins:
             trials.kept.append(trial)
     return trials
@@ -143,44 +136,24 @@ def _child_seconds(context: StepContext) -> float:
 
 
 def try_variable(context: StepContext, name: str, value: str, *, seconds: float = 2.0) -> EnvironmentTrial:
-    """A/B of one variable over `context.processes` fresh processes a side, interleaved ABBA.
+    """A/B of one variable over `context.processes` fresh processes a side, which alternate.
 
     Raises:
         StepRefused: a child fails; the message carries its last line.
     """
-    sides: dict[str, list[dict[str, list[float]]]] = {"base": [], "new": []}
-    for index in range(context.processes):
-        order = ("base", "new") if index % 2 == 0 else ("new", "base")
-        for side in order:
-            changes = {name: value if side == "new" else None}
-            sides[side].append(_child(context, changes, seconds))
-    buckets = list(context.workload.buckets)
-    base = {bucket: [run[bucket] for run in sides["base"]] for bucket in buckets}
-    new = {bucket: [run[bucket] for run in sides["new"]] for bucket in buckets}
-    ratio, ci = bootstrap_processes([(base[bucket], new[bucket]) for bucket in buckets])
-    return EnvironmentTrial(name, value, base, new, ratio, ci)
+    claim = alternate(
+        lambda side, _pair: _child(context, {name: value if side == "new" else None}, seconds),
+        unit="processes",
+        looks=(context.processes,),
+        min_gain=0.0,
+        seconds_left=lambda: math.inf,
+    )
+    return EnvironmentTrial(name, value, claim)
 
 
-def _child(context: StepContext, changes: dict[str, str | None], seconds: float) -> dict[str, list[float]]:
+def _child(context: StepContext, changes: dict[str, str | None], seconds: float) -> SideReport:
     assert context.workload.spec is not None
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "samples.json"
-        command = [
-            *env.python_command("wavecrest.optimizer.steps.environment_child"),
-            context.workload.spec, context.device.torch_name, str(seconds), str(target),
-        ]  # fmt: skip
-        try:
-            done = subprocess.run(
-                command,
-                env=env.python_child(changes),
-                capture_output=True,
-                text=True,
-                timeout=CHILD_TIMEOUT,
-            )
-        except subprocess.TimeoutExpired:
-            raise StepRefused(f"a child process took more than {CHILD_TIMEOUT:.0f} s") from None
-        if done.returncode != 0 or not target.exists():
-            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise StepRefused(f"a child process failed: {last}")
-        samples: dict[str, list[float]] = decode.json_of(target.read_text())
-        return samples
+    try:
+        return run_child(Task(context.workload.spec, context.device.torch_name, seconds), changes, "a child process")
+    except EnvironmentProblem as error:
+        raise StepRefused(str(error)) from error
