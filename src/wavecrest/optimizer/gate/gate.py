@@ -144,7 +144,6 @@ class Gate:
         try:
             first = site.add_case("example", variations.draw("example"), reference)
             self._check_determinism(site, first)
-            self._check_substance(site, first)
             differs = self._add_values(site, first, reference, row, begin)
             if "dependence" in self.rules and not differs:
                 raise RuleBroken(
@@ -182,12 +181,6 @@ class Gate:
                     f"not verifiable: called twice with the same inputs, the original's own {path} differs by "
                     f"{found.relative:.2g} (random numbers in the model?)",
                 )
-
-    def _check_substance(self, site: Site, first: Outcome) -> None:
-        compared = [leaf for leaf in first.answer.leaves.values() if leaf.kind == "tensor" and leaf.value.numel()]
-        plain = [leaf for leaf in first.answer.leaves.values() if leaf.kind != "tensor" and leaf.value is not None]
-        if "substance" in self.rules and not compared and not plain and not first.written:
-            raise RuleBroken("substance", "not verified: the original returns nothing and writes nothing to compare")
 
     def _add_values(
         self, site: Site, first: Outcome, reference: Reference, row: records.GateBucket, begin: float
@@ -345,6 +338,10 @@ class Gate:
             judge = self._judge_with(rules - {"state", "sharing"})
             sequence = behaviour.Sequence(site, candidate, judge, rules, verified, self._random, graphs)
             sequences.append((sequence, each))
+        if "poison" in rules:
+            with behaviour.filled_memory(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                sequences[0][0].call(0, "poison", call)
         for sequence, each in sequences:
             # compilation in the first calls makes `each` an upper limit
             sequence.run(self._calls(each, thorough, rules))
@@ -433,10 +430,6 @@ class Gate:
             named = rule != "keyword" or isinstance(sequence.candidate, nn.Module)
             if rule in rules and rule in self._ways and named:
                 sequence.call(0, rule, self._ways[rule])
-        if "poison" in rules:
-            with behaviour.filled_memory(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                sequence.call(0, "poison", call)
         if "concurrent" in rules and self._concurrent:
             sequence.concurrent()
 

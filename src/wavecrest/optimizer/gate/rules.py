@@ -6,7 +6,6 @@ from wavecrest.errors import StepRefused
 
 # name -> what the rule holds a candidate to
 RULES: dict[str, str] = {
-    "substance": "there is something to compare: an output, or a tensor that the call writes",
     "leaves": "every value of the output is compared; one that cannot be is a refusal",
     "structure": "the same outputs, in containers of the same types",
     "type": "tensors of the same class, dtype, device and layout",
@@ -16,7 +15,7 @@ RULES: dict[str, str] = {
     "top-1": "the same most likely token",
     "state": "the same tensors of inputs, parameters and buffers are written, with the same values",
     "determinism": "the original gives the same answer twice",
-    "dependence": "the original's answers differ between the inputs tried",
+    "dependence": "the original answers something, and not the same on all inputs tried",
     "variation": "right on other values than the example's: noise, other token ids",
     "twins": "right on values that differ from the last ones in their interior alone",
     "padding": "right where masks have padding",
