@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from wavecrest.measure.workload import Inputs
-from wavecrest.optimizer.gate.leaves import Answer
+from wavecrest.optimizer.gate.accuracy import is_float
+from wavecrest.optimizer.gate.leaves import Answer, collect, shared_memory
 from wavecrest.optimizer.gate.reference import call
 from wavecrest.optimizer.gate.rules import RuleBroken
 from wavecrest.optimizer.gate.site import CallWay, Case, Outcome, Site, first_line, same_answer
@@ -49,12 +50,18 @@ def in_thread(function: Callable[..., Any], inputs: Inputs) -> Any:
         return pool.submit(quiet, *inputs.args, **inputs.kwargs).result()
 
 
-def at_new_addresses(function: Callable[..., Any], inputs: Inputs) -> Any:
-    """Call with copies of the tensors; other objects, such as a cache, stay the same."""
-    args, kwargs = pytree.tree_map(
-        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (inputs.args, dict(inputs.kwargs))
-    )
-    return call(function, Inputs(args, kwargs))
+def after_a_write(function: Callable[..., Any], inputs: Inputs) -> Any:
+    """Call, write into the answer as a caller may, and call again."""
+    first = collect(call(function, inputs), strict=False)
+    callers = {tensor.untyped_storage().data_ptr() for _, tensor in inputs.tensors()}
+    for path, leaf in first.leaves.items():
+        if leaf.kind != "tensor" or leaf.value.layout != torch.strided or not leaf.value.numel():
+            continue
+        if leaf.value.untyped_storage().data_ptr() in callers or "itself" in shared_memory(first, {}).get(path, ()):
+            continue
+        with torch.inference_mode(leaf.value.is_inference()):
+            leaf.value.fill_(float("nan") if is_float(leaf.value) else 1)
+    return call(function, inputs)
 
 
 def with_gradients(function: Callable[..., Any], inputs: Inputs) -> Any:
@@ -136,23 +143,39 @@ class Sequence:
     calls: int = 0
     _held: deque[tuple[Answer, Answer]] = field(default_factory=deque)
 
+    def _elsewhere(self, index: int) -> CallWay:
+        """Call with copies of the tensors, while the bucket's own hold other values; a cache stays the same."""
+        other = self.site.cases[(index + 1) % len(self.site.cases)].values
+
+        def way(function: Callable[..., Any], inputs: Inputs) -> Any:
+            args, kwargs = pytree.tree_map(
+                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (inputs.args, dict(inputs.kwargs))
+            )
+            self.site.variations.write_plain(other)
+            return call(function, Inputs(args, kwargs))
+
+        return way
+
     def run(self, calls: int) -> None:
         """Call in turn on all cases, in random order, at old and new addresses; answers are held over later calls.
 
         Raises:
             RuleBroken: "repeat", "pointers", "addresses" or "held".
         """
-        ways: list[tuple[str, CallWay, bool]] = [("repeat", call, True)]
-        if "pointers" in self.rules:
-            ways.append(("pointers", call, False))
-        if "addresses" in self.rules:
-            ways.append(("addresses", at_new_addresses, True))
+        rules = ["repeat", *(rule for rule in ("pointers", "addresses") if rule in self.rules)]
         for number in range(calls):
-            rule, way, counted = ways[number % len(ways)]
+            rule = rules[number % len(rules)]
             index = self.random.randrange(len(self.site.cases))
+            way = self._elsewhere(index) if rule == "addresses" else call
             if "poison" in self.rules:
                 poison(self.verified[index])
-            answer = self.call(index, rule, way, counted=counted, where=f"call {number + 1} of {calls}")
+            where = f"call {number + 1} of {calls}"
+            try:
+                answer = self.call(index, rule, way, counted=rule != "pointers", where=where)
+            except RuleBroken:
+                # wrong at a plain call too: it is not the way of calling
+                self.call(index, "repeat", call, where=where)
+                raise
             if "held" in self.rules:
                 self._hold(answer)
         while self._held:
@@ -244,8 +267,6 @@ def concurrent_answers(
     site: Site, function: Callable[..., Any], calls: int
 ) -> list[tuple[int, Answer | BaseException]]:
     """Answers of two threads that call at the same time, with the number of the case of each."""
-    from wavecrest.optimizer.gate.leaves import collect
-
     inputs, numbers = [], []
     for thread in range(2):
         number = min(thread, len(site.cases) - 1)

@@ -145,11 +145,12 @@ class Gate:
             first = site.add_case("example", variations.draw("example"), reference)
             self._check_determinism(site, first)
             differs = self._add_values(site, first, reference, row, begin)
-            if "dependence" in self.rules and not differs:
-                raise RuleBroken(
-                    "dependence", "not verified: the original's answer does not depend on the inputs tried"
-                )
+            if {"dependence", "variation"} <= self.rules and not differs:
+                nothing = all(leaf.value is None for leaf in first.answer.leaves.values()) and not first.written
+                what = "returns nothing and writes nothing" if nothing else "answers the same on all inputs tried"
+                raise RuleBroken("dependence", f"not verified: the original {what}")
             row.values = [case.kind for case in site.cases]
+            site.put_back()
             if "shapes" in self.rules:
                 self._add_shapes(bucket, inputs, reference, row)
         finally:
@@ -198,7 +199,7 @@ class Gate:
                 continue
             differs |= self._add_kind(site, kind, first, reference, row)
         for number in range(1, DRAWS):
-            if differs or not roles & {"data", "ids"}:
+            if differs or "variation" not in self.rules or not roles & {"data", "ids"}:
                 break
             differs |= self._add_kind(site, "noise", first, reference, row, number)
         return differs
@@ -248,12 +249,13 @@ class Gate:
             row.notes.append("these shapes only")
 
     def _find_ways(self, site: Site) -> None:
-        """Other ways to call that the original allows: in a thread, by keyword, with gradients, two at a time."""
+        """Other ways to call that the original allows: a thread, keywords, gradients, two at a time, and so on."""
         model = self.workload.model
         ways: dict[str, CallWay | None] = {
             "thread": behaviour.in_thread,
             "keyword": behaviour.by_keyword(model, site.inputs),
             "gradients": behaviour.with_gradients,
+            "owned": None if site.cases[0].written else behaviour.after_a_write,
         }
         for rule, way in ways.items():
             if way is None or rule not in self.rules:
@@ -425,7 +427,7 @@ class Gate:
     def _other_ways(self, sequence: behaviour.Sequence, rules: frozenset[str]) -> None:
         if "thread" in rules and "thread" in self._ways:
             sequence.thread()
-        for rule in ("keyword", "gradients"):
+        for rule in ("keyword", "gradients", "owned"):
             # a function in place of a model need not have the model's names
             named = rule != "keyword" or isinstance(sequence.candidate, nn.Module)
             if rule in rules and rule in self._ways and named:

@@ -91,7 +91,7 @@ class Variations:
             return value
         random = self._generator(item, "noise" if kind == "twins" else kind, number)
         if item.role == "mask":
-            return _pad(value, random) if kind in ("padding", "edges") else value
+            return _pad(value, random) if kind == "padding" else value
         if item.role == "ids":
             value = _draw_ids(value, item.high, random, ends=kind == "edges")
         else:
@@ -117,6 +117,14 @@ class Variations:
         """
         for item, value in zip(self.varied, values, strict=True):
             write(item.tensor, value, counted=counted)
+
+    def write_plain(self, values: list[Tensor]) -> None:
+        """Write values into the arguments that are tensors themselves, not into those inside of objects."""
+        leaves, _ = pytree.tree_flatten((self.inputs.args, dict(self.inputs.kwargs)))
+        plain = {id(leaf) for leaf in leaves}
+        for item, value in zip(self.varied, values, strict=True):
+            if id(item.tensor) in plain:
+                write(item.tensor, value)
 
     @property
     def has(self) -> set[str]:

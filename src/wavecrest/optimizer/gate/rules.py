@@ -26,6 +26,7 @@ RULES: dict[str, str] = {
     "pointers": "right after values change in place without PyTorch's version counter",
     "addresses": "right for new tensors at new addresses",
     "held": "an answer stays what it is after later calls",
+    "owned": "an answer is the caller's: what is written into it changes no later answer",
     "poison": "right where freed memory holds NaN, and no earlier answer",
     "thread": "right in another thread, with nothing of the gate on the call stack",
     "concurrent": "right when two threads call at the same time",
