@@ -47,7 +47,7 @@ class Slow(nn.Module):
 
 def slow() -> tuple[Slow, Tensor]:
     torch.manual_seed(0)
-    return Slow(), torch.randn(4, 16)
+    return Slow().eval(), torch.randn(4, 16)
 
 
 def watched() -> Workload:

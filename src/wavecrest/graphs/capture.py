@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from wavecrest.errors import StepRefused
 from wavecrest.measure import cuda_graph, timing
-from wavecrest.measure.workload import iter_tensors
+from wavecrest.measure.tree import iter_tensors
 
 
 class CaptureWarning(UserWarning):

@@ -7,6 +7,7 @@ under the relative rule (twice the original's own error), below which a differen
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +92,28 @@ class Comparison:
         return asdict(self)
 
 
+# elements that are compared at a time: a float64 copy of a chunk is 32 MiB
+CHUNK = 1 << 22
+
+
+def _chunks(out: Tensor, ref: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both tensors in float64, CHUNK elements at a time, so that large ones are never held whole in float64."""
+    import torch
+
+    def flat(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
+
+    out, ref = flat(out), flat(ref)
+    for begin in range(0, ref.numel(), CHUNK):
+        part = slice(begin, begin + CHUNK)
+        yield out[part].to(device=ref.device, dtype=torch.float64), ref[part].to(torch.float64)
+
+
 def compare(out: Tensor, ref: Tensor) -> Comparison:
-    """Compare `out` with `ref` in float64 (exactly, for integers and bool).
+    """Compare `out` with `ref` in float64 (exactly, for integers and bool); complex numbers by their two parts.
 
     An element that is infinite or NaN in `ref` must be the same infinity or NaN in `out`, and nowhere else.
     """
@@ -102,21 +123,44 @@ def compare(out: Tensor, ref: Tensor) -> Comparison:
         return Comparison(float("inf"), float("inf"), False, False, ref.numel())
     if ref.numel() == 0:
         return Comparison(0.0, 0.0, True, True, 0)
-    ref64 = ref.detach().to(torch.float64)
-    out64 = out.detach().to(device=ref.device, dtype=torch.float64)
-    finite = torch.isfinite(ref64)
-    same_nan = torch.equal(torch.isnan(ref64), torch.isnan(out64))
-    infinite = torch.isinf(ref64)
-    same_inf = torch.equal(infinite, torch.isinf(out64)) and torch.equal(ref64[infinite], out64[infinite])
-    delta = (out64[finite] - ref64[finite]).abs()
-    if delta.numel() == 0:
-        return Comparison(0.0, 0.0, same_nan and same_inf, True, ref.numel())
-    scale = ref64[finite].abs()
-    norm = float(scale.square().sum().sqrt())
-    error = float(delta.square().sum().sqrt())
+    # squares of the error and of the reference, the largest error, agreement outside of the finite elements
+    sums: Any = None
+    worst: Any = None
+    same: Any = None
+    for out64, ref64 in _chunks(out, ref):
+        finite = torch.isfinite(ref64)
+        agrees = torch.where(finite, torch.isfinite(out64), (out64 == ref64) | (out64.isnan() & ref64.isnan())).all()
+        # errors are of the finite elements of the reference; NaN in `out` there goes on to the error
+        scale = torch.where(finite, ref64, 0.0).abs()
+        delta = torch.where(finite, out64 - ref64, 0.0).abs()
+        squares = torch.stack([delta.square().sum(), scale.square().sum()])
+        largest = (delta / scale.clamp_min(1.0)).max()
+        first = sums is None
+        sums = squares if first else sums + squares
+        # maximum keeps NaN
+        worst = largest if first else torch.maximum(worst, largest)
+        same = agrees if first else same & agrees
+    error, norm = (float(value) ** 0.5 for value in sums)
     relative = error / norm if norm > 0 else (0.0 if error == 0 else float("inf"))
-    worst = float((delta / scale.clamp_min(1.0)).max())
-    return Comparison(relative, worst, same_nan and same_inf, True, ref.numel())
+    return Comparison(relative, float(worst), bool(same), True, ref.numel())
+
+
+def far_counts(out: Tensor, ref: Tensor, shares: tuple[float, ...], least: float) -> list[int]:
+    """How many elements are off by more than each share of their own value, and last how many were looked at.
+
+    Args:
+        out, ref: of one shape.
+        shares: of |ref|.
+        least: elements of `ref` below this are not counted, such as subnormal numbers.
+    """
+    counts: Any = None
+    for out64, ref64 in _chunks(out, ref):
+        size = ref64.abs()
+        counted = (size >= least) & size.isfinite()
+        delta = (out64 - ref64).abs() * counted
+        found = [*((delta > share * size).sum() for share in shares), counted.sum()]
+        counts = found if counts is None else [a + b for a, b in zip(counts, found, strict=True)]
+    return [int(value) for value in counts or [0] * (len(shares) + 1)]
 
 
 # a unit in the last place of what products are rounded to before they are summed; sums are in float32

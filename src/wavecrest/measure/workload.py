@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from wavecrest import hardware
 from wavecrest.errors import WavecrestError, WorkloadError
+from wavecrest.measure.tree import iter_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -102,6 +103,7 @@ class Workload:
         reset: optional; called with the bucket's name before every call, outside the timed region. For inputs that a
             call changes, such as the write position of a key-value cache.
         load_seconds: how long `load` took, 0 for a model in memory.
+        in_training: names of modules that were in training mode when they were given; `restore_modes` puts them back.
     """
 
     model: nn.Module
@@ -111,6 +113,7 @@ class Workload:
     name: str = "model"
     reset: Callable[[str], None] | None = None
     load_seconds: float = 0.0
+    in_training: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         import torch
@@ -126,7 +129,14 @@ class Workload:
         for bucket, inputs in self.buckets.items():
             _check_bucket(bucket, inputs)
         self._check_device()
+        self.in_training = [name for name, module in self.model.named_modules() if module.training]
         self.model.eval()
+
+    def restore_modes(self) -> None:
+        """Training mode as it was when the model was given."""
+        wanted = set(self.in_training)
+        for name, module in self.model.named_modules():
+            module.training = name in wanted
 
     @property
     def device(self) -> str:
@@ -366,24 +376,3 @@ def _check_bucket(bucket: str, inputs: Inputs) -> None:
     for path, tensor in tensors:
         if tensor.numel() == 0 and tensor.ndim > 0:
             raise WorkloadError(f"bucket {bucket}: {path} is empty (shape {tuple(tensor.shape)})")
-
-
-def iter_tensors(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor inside nested containers, dataclasses and cache objects, with its path."""
-    import torch
-
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from iter_tensors(f"{path}.{key}", item, seen)
-    elif isinstance(value, tuple | list):
-        for index, item in enumerate(value):
-            yield from iter_tensors(f"{path}[{index}]", item, seen)
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        # caches and dataclasses of transformers
-        for key, item in vars(value).items():
-            yield from iter_tensors(f"{path}.{key}", item, seen)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from wavecrest.errors import InvalidArgument
 from wavecrest.graphs.inductor import strict_compilation
-from wavecrest.optimizer.finish import finish
+from wavecrest.optimizer.finish import finish, withdraw
 from wavecrest.optimizer.gate import Gate
 from wavecrest.optimizer.steps import build, steps_up_to
 from wavecrest.optimizer.trial import try_step
@@ -31,10 +31,15 @@ def run_ladder(run: RunState) -> None:
         KeyboardInterrupt: after the state has been written.
     """
     try:
-        with strict_compilation(graphs=GRAPHS_A_BUCKET * len(run.workload.buckets)):
-            _prepare(run)
-            _climb(run)
-        finish(run)
+        try:
+            with strict_compilation(graphs=GRAPHS_A_BUCKET * len(run.workload.buckets)):
+                _prepare(run)
+                _climb(run)
+            finish(run)
+        finally:
+            changed = run.untouched.put_back()
+            run.workload.restore_modes()
+        _close(run, changed)
     except KeyboardInterrupt:
         run.ledger.note("interrupted by the user")
         run.ledger.save()
@@ -42,9 +47,25 @@ def run_ladder(run: RunState) -> None:
         raise
 
 
+def _close(run: RunState, changed: list[str]) -> None:
+    """Say what the model's own calls wrote; a result that changed the user's model is none."""
+    gate, before = run.gate.summary, len(run.ledger.record.notes)
+    own = run.untouched.own_writes
+    if own:
+        run.ledger.note(f"the model's own calls change {', '.join(own[:5])}: put back as before the run")
+    run.ledger.note(*(f"accuracy gate: {text}" for text in gate.notes))
+    if changed:
+        withdraw(run, f"it changed {', '.join(changed[:5])} of the user's model while it was timed; put back")
+    elif len(run.ledger.record.notes) > before:
+        run.ledger.save()
+        run.ledger.save_report()
+
+
 def _prepare(run: RunState) -> None:
     """Everything that steps and verdicts refer to: baseline, profile, graph breaks, reference outputs."""
     record = run.ledger.record
+    if run.workload.in_training:
+        run.ledger.note("the model was given in training mode: it is measured in eval mode, and put back at the end")
     run.progress.phase("baseline")
     record.baseline = run.measurer.baseline()
     run.ledger.save()
@@ -60,7 +81,10 @@ def _prepare(run: RunState) -> None:
         record.breaks, note = run.analysis.breaks()
         run.ledger.note(note)
     run.progress.phase("reference outputs")
-    run.gate = Gate.prepare(run.workload)
+    run.gate = Gate.prepare(run.workload, now=run.now)
+    record.gate = run.gate.summary
+    # what the original changed so far is its own doing
+    run.untouched.learn()
     if run.gate.note:
         run.ledger.note(f"accuracy gate: {run.gate.note}")
     if run.ledger.applied.steps:

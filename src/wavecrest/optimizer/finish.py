@@ -51,7 +51,7 @@ def finish(run: RunState) -> None:
 
 
 def _final(run: RunState) -> Result:
-    numerics = run.check(run.current, run.ledger.applied)
+    numerics = run.check(run.current, run.ledger.applied, final=True)
     problem = failures(numerics)
     quality = check_quality(run.workload, run.current)
     bad = [row for row in quality if not row.passed]
@@ -149,6 +149,15 @@ def _slower(run: RunState, found: str) -> Result:
     reason = f"the final measurement contradicts it: all steps together {found}"
     run.ledger.take_back([item.step_id for item in run.ledger.applied.steps], "reverted", reason)
     return _unchanged(run).model_copy(update={"verdict": "undecided", "reason": reason})
+
+
+def withdraw(run: RunState, reason: str) -> None:
+    """Take back all steps and the result, and write everything again."""
+    run.ledger.take_back([item.step_id for item in run.ledger.applied.steps], "refused", reason)
+    run.ledger.note(reason)
+    run.ledger.record.result = _unchanged(run).model_copy(update={"verdict": "undecided"})
+    run.ledger.save()
+    run.ledger.save_report()
 
 
 def _unchanged(run: RunState) -> Result:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from wavecrest import hardware
 from wavecrest.optimizer.gate import Gate
+from wavecrest.optimizer.gate.untouched import Untouched
 from wavecrest.optimizer.steps import StepContext
 from wavecrest.optimizer.steps.precision import gate_dtype
 
@@ -33,6 +34,7 @@ class RunState:
         context: what steps may look at.
         current: the model as optimized so far; the workload's own model at the start.
         gate: the accuracy gate; prepared once the baseline is measured.
+        untouched: puts the user's model back as it was, after every step and at the end.
         began: when this run began, by `now`.
     """
 
@@ -47,11 +49,13 @@ class RunState:
     context: StepContext = field(init=False)
     current: nn.Module = field(init=False)
     gate: Gate = field(init=False)
+    untouched: Untouched = field(init=False)
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.began = self.now()
         self.current = self.workload.model
+        self.untouched = Untouched(self.workload)
         self.context = StepContext(
             self.workload,
             self.device,
@@ -65,10 +69,22 @@ class RunState:
         """Seconds left of the budget."""
         return self.options.budget - self.ledger.seconds_before - (self.now() - self.began)
 
-    def check(self, model: nn.Module, applied: AppliedSteps) -> list[BucketError]:
-        """The accuracy gate, with the limits of a lower precision only where that precision is applied."""
+    def check(self, model: nn.Module, applied: AppliedSteps, *, final: bool = False) -> list[BucketError]:
+        """The accuracy gate, with the limits of a lower precision only where that precision is applied.
+
+        Args:
+            model: with `applied`.
+            applied: its steps.
+            final: it is the result: all calls are made, however long they take, and a compiled model is called with
+                other shapes and by keyword too, which compiles it again.
+        """
         self.gate.dtype = gate_dtype(item.step_id for item in applied.steps) or self.workload.dtype
-        return self.gate.check(model)
+        skip: set[str] = set()
+        if applied.only("compile", "capture").steps:
+            # a compiled model with gradients is another compilation, and a graph replays for one thread at a time
+            skip |= {"gradients", "concurrent"} if final else {"gradients", "concurrent", "keyword", "shapes"}
+        graphs = bool(applied.only("capture").steps) or any("compile:" in item.step_id for item in applied.steps)
+        return self.gate.check(model, thorough=final, skip=frozenset(skip), graphs=graphs)
 
     def profile(self, model: nn.Module) -> list[BucketProfile]:
         """Where the time of each bucket goes; empty, with a note, if that cannot be found out."""

@@ -32,6 +32,7 @@ def try_step(run: RunState, step: Step, attempt: int) -> StepOutcome:
     outcome = StepOutcome(
         id=step.id, title=step.title, level=step.level, attempt=attempt, verdict="skipped", reason="nothing to change"
     )
+    before = run.ledger.applied, run.current
     try:
         _try(run, step, outcome)
     except Refused as error:
@@ -41,6 +42,11 @@ def try_step(run: RunState, step: Step, attempt: int) -> StepOutcome:
         _close(outcome, "refused", f"it raised {type(error).__name__}: {first}")
     finally:
         run.context.model = None
+    changed = run.untouched.put_back()
+    if changed:
+        # whatever it gained: a step works on a copy
+        run.ledger.applied, run.current = before
+        _close(outcome, "refused", f"it changed {', '.join(changed[:5])} of the user's model; put back (rule: model)")
     return outcome
 
 

@@ -162,7 +162,8 @@ class BucketSpeed(ProcessSpeed):
 class BucketError(Model):
     """Error of one output of a bucket against the high-precision reference of the original model.
 
-    `own` is the original model's error against that reference; `ratio` is error / own; `limit` is what was allowed.
+    `own` is the original model's error against that reference; `limit` is what was allowed; `rule` is the rule of the
+    gate that was broken, or that the row belongs to.
     """
 
     bucket: str
@@ -172,6 +173,33 @@ class BucketError(Model):
     limit: float
     passed: bool
     note: str = ""
+    rule: str = ""
+
+
+class GateBucket(Model):
+    """What the gate tried on one bucket: kinds of values, shapes beside the bucket's own, and what was left out."""
+
+    bucket: str
+    values: list[str]
+    shapes: list[str] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
+
+
+class GateSummary(Model):
+    """The work of the accuracy gate in a run.
+
+    `seed` and the versions reproduce the values. `checks`, `calls` and `leaves` count over all candidates: models
+    checked, calls made, values compared. `seconds` is what it all took, the reference outputs included.
+    """
+
+    seed: int
+    rules: list[str]
+    buckets: list[GateBucket]
+    checks: int = 0
+    calls: int = 0
+    leaves: int = 0
+    seconds: float = 0.0
+    notes: list[str] = Field(default_factory=list)
 
 
 class QualityResult(Model):
@@ -276,6 +304,8 @@ class OptimizeRecord(Model):
     samples: list[Samples] = Field(default_factory=list)
     result: Result | None = None
     coverage: list[DecisionRow] = Field(default_factory=list)
+    # None in records made before the gate kept one
+    gate: GateSummary | None = None
     notes: list[str] = Field(default_factory=list)
 
 

@@ -147,7 +147,7 @@ def structural_copy(model: nn.Module) -> nn.Module:
     Raises:
         StepRefused: the model holds something that cannot be copied (a lock, an open file, a live generator).
     """
-    from wavecrest.measure.workload import iter_tensors
+    from wavecrest.measure.tree import iter_tensors
 
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):

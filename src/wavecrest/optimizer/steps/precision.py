@@ -68,6 +68,7 @@ class Precision(Step):
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Autocast around the call, or TF32 inside it."""
         import torch
+        from torch.utils import _pytree as pytree
 
         forward = model.forward
         device_type = next((p.device.type for p in model.parameters()), "cpu")
@@ -87,7 +88,11 @@ class Precision(Step):
 
         def run_autocast(*args: Any, **kwargs: Any) -> Any:
             with torch.autocast(device_type, dtype=dtype):
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+            # callers of a float32 model get float32
+            return pytree.tree_map(
+                lambda leaf: leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == dtype else leaf, result
+            )
 
         model.forward = run_autocast
         return model

@@ -1,0 +1,518 @@
+"""Gate: prepared once from the original, it checks candidates."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from wavecrest import records
+from wavecrest.errors import StepRefused
+from wavecrest.measure import numerics
+from wavecrest.measure.workload import Inputs, Workload, from_example
+from wavecrest.optimizer.gate import accuracy, behaviour
+from wavecrest.optimizer.gate.inputs import KINDS, Variations, embedding_rows, other_shapes
+from wavecrest.optimizer.gate.leaves import Answer, check_structure
+from wavecrest.optimizer.gate.process import ProcessState
+from wavecrest.optimizer.gate.reference import Reference, call
+from wavecrest.optimizer.gate.rules import ALL_RULES, RuleBroken
+from wavecrest.optimizer.gate.site import LARGE, CallWay, Case, Outcome, Site, first_line, same_answer, tracked_state
+from wavecrest.optimizer.gate.snapshot import Snapshot
+from wavecrest.optimizer.gate.watch import OutputWatch
+
+# calls of a candidate beside one for each set of values
+CALLS = 64
+# a trial makes fewer where they would take longer than this; the result is always called CALLS times
+SECONDS_A_TRIAL, FEWEST_CALLS = 2.0, 12
+# values beside the example and the noise are left out where reference outputs take longer than this, in seconds
+SECONDS_A_BUCKET = 20.0
+# a value at the edge is no test where the original itself is this far from its reference
+MOST_OWN_ERROR = 0.1
+# further draws of values until the original's answers differ
+DRAWS = 4
+# shapes tried beside a bucket's own
+OTHER_SHAPES = 3
+# rules by the kind of values
+RULE_OF_KIND = {"noise": "variation", "twins": "twins", "padding": "padding", "edges": "edges"}
+
+Rows = list[records.BucketError]
+
+
+@dataclass(slots=True)
+class Gate:
+    """The right answers of the original model on several sets of values, and the comparison with candidates.
+
+    Attributes:
+        workload: the original with its buckets.
+        dtype: whose tolerance floor applies (the model's, or the one the user asked for).
+        seed: what the values were drawn from.
+        rules: names of `rules.RULES` in force.
+        note: why the reference is not in higher precision, if it is not.
+        problem: why no candidate can be checked at all, if so.
+        summary: what the gate has done so far, for the record.
+    """
+
+    workload: Workload
+    dtype: str
+    seed: int
+    rules: frozenset[str] = ALL_RULES
+    note: str = ""
+    problem: RuleBroken | None = None
+    now: Callable[[], float] = time.perf_counter
+    summary: records.GateSummary = field(init=False)
+    sites: list[Site] = field(default_factory=list)
+    other_sites: list[Site] = field(default_factory=list)
+    _ways: dict[str, CallWay] = field(default_factory=dict)
+    _concurrent: bool = False
+    _random: random.Random = field(init=False)
+    _process: ProcessState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self.summary = records.GateSummary(seed=self.seed, rules=sorted(self.rules), buckets=[])
+        self._process = ProcessState(self.workload.model)
+
+    @classmethod
+    def prepare(
+        cls,
+        workload: Workload,
+        *,
+        dtype: str | None = None,
+        seed: int | None = None,
+        rules: frozenset[str] = ALL_RULES,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> Gate:
+        """Run the original and its high-precision copy on every bucket and set of values.
+
+        Args:
+            workload: the original and its example inputs, which are as before afterwards.
+            dtype: whose tolerance floor applies; None: the model's.
+            seed: of the values; None draws one, which the summary names.
+            rules: names of `rules.RULES` in force.
+            now: where time comes from.
+        """
+        if seed is None:
+            seed = secrets.randbits(32) if "seeds" in rules else 0
+        gate = cls(workload, dtype or workload.dtype, seed, rules, now=now)
+        with gate._timed():
+            gate._prepare()
+        return gate
+
+    @classmethod
+    def pair(cls, original: Callable[..., Any], *examples: Any, **options: Any) -> Gate:
+        """A gate for any function in place of a model: each example is its arguments, as a workload's bucket is.
+
+        Args:
+            original: what candidates must agree with; it is called as it is, so without higher precision.
+            examples: one or more of what `from_example` takes.
+            options: of `prepare`.
+        """
+        model = original if isinstance(original, nn.Module) else _Function(original)
+        workload = from_example(model, examples[0])
+        for number, example in enumerate(examples[1:], 2):
+            workload.buckets[f"example {number}"] = from_example(model, example).buckets["default"]
+        return cls.prepare(workload, **options)
+
+    # ---- the original
+
+    def _prepare(self) -> None:
+        reference = Reference(self.workload)
+        for bucket, inputs in self.workload.buckets.items():
+            row = records.GateBucket(bucket=bucket, values=[])
+            self.summary.buckets.append(row)
+            try:
+                self._prepare_bucket(bucket, inputs, reference, row)
+            except RuleBroken as error:
+                self.problem = self.problem or error
+        self.note = reference.note
+        if self.sites and self.sites[0].cases:
+            self._find_ways(self.sites[0])
+
+    def _prepare_bucket(self, bucket: str, inputs: Inputs, reference: Reference, row: records.GateBucket) -> None:
+        model, begin = self.workload.model, self.now()
+        variations = Variations.of(inputs, self.seed, self._embedded(inputs))
+        site = Site(model, bucket, bucket, inputs, variations)
+        self.sites.append(site)
+        try:
+            first = site.add_case("example", variations.draw("example"), reference)
+            self._check_determinism(site, first)
+            differs = self._add_values(site, first, reference, row, begin)
+            if {"dependence", "variation"} <= self.rules and not differs:
+                nothing = all(leaf.value is None for leaf in first.answer.leaves.values()) and not first.written
+                what = "returns nothing and writes nothing" if nothing else "answers the same on all inputs tried"
+                raise RuleBroken("dependence", f"not verified: the original {what}")
+            row.values = [case.kind for case in site.cases]
+            site.put_back()
+            if "shapes" in self.rules:
+                self._add_shapes(bucket, inputs, reference, row)
+        finally:
+            site.put_back()
+
+    def _embedded(self, inputs: Inputs) -> dict[int, int]:
+        roots = [*((f"args[{i}]", value) for i, value in enumerate(inputs.args)), *inputs.kwargs.items()]
+        before = Snapshot([*roots, *tracked_state(self.workload.model).items()])
+        try:
+            with embedding_rows(self.workload.model) as found:
+                call(self.workload.model, inputs)
+            return dict(found)
+        finally:
+            before.restore()
+
+    def _check_determinism(self, site: Site, first: Outcome) -> None:
+        """The original twice on the same values: what differs beyond rounding cannot be verified."""
+        if "determinism" not in self.rules:
+            return
+        again = site.run(site.model, site.cases[0].values)
+        check_structure(again.answer, first.answer, self.rules)
+        floor = numerics.tolerance("model", self.workload.dtype)
+        for path, tensor in again.answer.numeric():
+            found = numerics.compare(tensor, first.answer.leaves[path].value)
+            limits = floor if accuracy.is_float(tensor) else numerics.Tolerance(0.0, 0.0)
+            if not found.within(limits):
+                raise RuleBroken(
+                    "determinism",
+                    f"not verifiable: called twice with the same inputs, the original's own {path} differs by "
+                    f"{found.relative:.2g} (random numbers in the model?)",
+                )
+
+    def _add_values(
+        self, site: Site, first: Outcome, reference: Reference, row: records.GateBucket, begin: float
+    ) -> bool:
+        """Cases of other values; returns whether the original's answers differ between any two."""
+        differs = False
+        roles = site.variations.has
+        for kind in KINDS:
+            if RULE_OF_KIND[kind] not in self.rules or (kind != "noise" and "variation" not in self.rules):
+                continue
+            if not roles & ({"mask"} if kind == "padding" else {"data", "ids"}):
+                continue
+            if kind != "noise" and (first.answer.nbytes > 8 * LARGE or self.now() - begin > SECONDS_A_BUCKET):
+                row.notes.append(f"no {kind}: the reference outputs are large or slow")
+                continue
+            differs |= self._add_kind(site, kind, first, reference, row)
+        for number in range(1, DRAWS):
+            if differs or "variation" not in self.rules or not roles & {"data", "ids"}:
+                break
+            differs |= self._add_kind(site, "noise", first, reference, row, number)
+        return differs
+
+    def _add_kind(
+        self,
+        site: Site,
+        kind: str,
+        first: Outcome,
+        reference: Reference,
+        row: records.GateBucket,
+        number: int = 0,
+    ) -> bool:
+        """One case more, if the original can answer it; returns whether its answer differs from the first one."""
+        for attempt in range(number, number + (3 if kind == "edges" else 1)):
+            try:
+                found = site.add_case(kind, site.variations.draw(kind, attempt), reference)
+            except RuleBroken:
+                raise
+            except Exception as error:
+                row.notes.append(f"no {kind}: the original raised {first_line(error)}")
+                return False
+            if kind == "edges" and not _is_usable(site.cases[-1], found.answer):
+                site.cases.pop()
+                continue
+            return not same_answer(found.answer, first.answer) or _differs(found, first)
+        row.notes.append(f"no {kind}: the original's own answers are not accurate there")
+        return False
+
+    def _add_shapes(self, bucket: str, inputs: Inputs, reference: Reference, row: records.GateBucket) -> None:
+        for label, resized in other_shapes(inputs):
+            if len(row.shapes) >= OTHER_SHAPES:
+                break
+            variations = Variations.of(resized, self.seed, None)
+            site = Site(self.workload.model, bucket, f"{bucket}, {label}", resized, variations)
+            try:
+                site.add_case("example", variations.draw("example"), reference)
+            except Exception as error:
+                # most models fix some of their sizes
+                row.notes.append(f"not {label}: the original raised {first_line(error)[:80]}")
+                continue
+            finally:
+                site.put_back()
+            self.other_sites.append(site)
+            row.shapes.append(label)
+        if not row.shapes:
+            row.notes.append("these shapes only")
+
+    def _find_ways(self, site: Site) -> None:
+        """Other ways to call that the original allows: a thread, keywords, gradients, two at a time, and so on."""
+        model = self.workload.model
+        ways: dict[str, CallWay | None] = {
+            "thread": behaviour.in_thread,
+            "keyword": behaviour.by_keyword(model, site.inputs),
+            "gradients": behaviour.with_gradients,
+            "owned": None if site.cases[0].written else behaviour.after_a_write,
+        }
+        for rule, way in ways.items():
+            if way is None or rule not in self.rules:
+                continue
+            if self._answers(site, way):
+                self._ways[rule] = way
+            else:
+                self.summary.notes.append(f"the original itself does not allow: {rule}")
+        if "concurrent" in self.rules and not site.cases[0].written and site.plain_inputs:
+            found = behaviour.concurrent_answers(site, model, 2)
+            self._concurrent = all(
+                isinstance(answer, Answer) and not self._failed(site, site.cases[index], Outcome(answer, {}, {}, {}))
+                for index, answer in found
+            )
+        site.put_back()
+
+    def _answers(self, site: Site, way: CallWay) -> bool:
+        """Whether the original gives its own answers when it is called this way."""
+        try:
+            done = site.run(site.model, site.cases[0].values, way=way)
+            return not self._failed(site, site.cases[0], done)
+        except Exception:
+            # whatever it raises, candidates are not held to it; the summary says so
+            return False
+
+    def _failed(self, site: Site, case: Case, done: Outcome) -> Rows:
+        rows = site.judge(case, done, self.dtype, self.workload.dtype, self.rules - {"state", "sharing"})
+        return [row for row in rows if not row.passed]
+
+    # ---- candidates
+
+    def check(
+        self,
+        candidate: Callable[..., Any],
+        *,
+        thorough: bool = False,
+        skip: frozenset[str] = frozenset(),
+        graphs: bool = False,
+    ) -> Rows:
+        """The worst error of each output of each bucket over the sets of values, against what is allowed.
+
+        Args:
+            candidate: called as the model is.
+            thorough: make all CALLS calls, however long they take.
+            skip: rules that are left out for this candidate; the summary's notes say why.
+            graphs: it replays recorded graphs, which may raise in other threads, and where an answer is read after
+                the next call.
+
+        Raises:
+            RuleBroken: a rule that has no error to show, with its name; a StepRefused.
+        """
+        if self.problem is not None:
+            raise self.problem
+        with self._timed():
+            self.summary.checks += 1
+            try:
+                rows = self._check(candidate, thorough, self.rules - skip, graphs)
+            finally:
+                for site in [*self.sites, *self.other_sites]:
+                    site.put_back()
+                undone = self._process.put_back() if "process" in self.rules else []
+            if undone:
+                raise RuleBroken("process", undone[0])
+        return rows
+
+    def _check(self, candidate: Callable[..., Any], thorough: bool, rules: frozenset[str], graphs: bool) -> Rows:
+        if "process" in rules:
+            undone = self._process.put_back()
+            if undone:
+                raise RuleBroken("process", undone[0])
+        worst: dict[tuple[str, str], records.BucketError] = {}
+        sequences = []
+        for site in self.sites:
+            site.meet(candidate)
+            begin = self.now()
+            verified = {}
+            for index, case in enumerate(site.cases):
+                verified[index] = self._first_call(site, case, candidate, rules, worst)
+                if any(not row.passed for row in worst.values()):
+                    return list(worst.values())
+            each = (self.now() - begin) / len(site.cases)
+            judge = self._judge_with(rules - {"state", "sharing"})
+            sequence = behaviour.Sequence(site, candidate, judge, rules, verified, self._random, graphs)
+            sequences.append((sequence, each))
+        if "poison" in rules:
+            with behaviour.filled_memory(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                sequences[0][0].call(0, "poison", call)
+        for sequence, each in sequences:
+            # compilation in the first calls makes `each` an upper limit
+            sequence.run(self._calls(each, thorough, rules))
+        self._other_ways(sequences[0][0], rules)
+        self._other_shapes(candidate, rules, worst)
+        for sequence, _ in sequences:
+            self.summary.calls += sequence.calls
+            self.summary.notes += [text for text in sequence.notes if text not in self.summary.notes]
+        return list(worst.values())
+
+    def watch(self, bucket: str) -> OutputWatch:
+        """What the timer gives the outputs of a bucket's timed calls to: its `on_output`; `check` comes after."""
+        return OutputWatch(self, bucket)
+
+    def _calls(self, each: float, thorough: bool, rules: frozenset[str]) -> int:
+        if "repeat" not in rules:
+            return 3
+        wanted = max(FEWEST_CALLS, CALLS // len(self.sites))
+        if thorough or each <= 0:
+            return wanted
+        return int(min(wanted, max(FEWEST_CALLS, SECONDS_A_TRIAL / each)))
+
+    def _first_call(
+        self,
+        site: Site,
+        case: Case,
+        candidate: Callable[..., Any],
+        rules: frozenset[str],
+        worst: dict[tuple[str, str], records.BucketError],
+    ) -> Answer:
+        """The candidate's answer to a case, held to all that is known of it; a copy of it if it is right."""
+        self.summary.calls += 1
+        self._meet_precision(site, case)
+        try:
+            done = site.run(candidate, case.values)
+        except StepRefused:
+            raise
+        except Exception as error:
+            raise StepRefused(
+                f"it raised {first_line(error).replace(': ', f' on bucket {site.label}: ', 1)}"
+            ) from error
+        answer = done.answer.copy()
+        done = Outcome(answer, done.sharing, done.written, done.plain)
+        rows = self._judge_with(rules)(site, case, done)
+        self.summary.leaves += len(rows)
+        for row in rows:
+            if not row.passed and case.kind != "example" and row.rule == "accuracy":
+                row.rule = RULE_OF_KIND[case.kind]
+                row.note = "; ".join(text for text in (row.note, f"on values of the kind {case.kind}") if text)
+            key = (row.bucket, row.output)
+            if key not in worst or badness(row) > badness(worst[key]):
+                worst[key] = row
+        return answer
+
+    def _judge_with(self, rules: frozenset[str]) -> behaviour.Judge:
+        return lambda site, case, done: site.judge(case, done, self.dtype, self.workload.dtype, rules)
+
+    def _meet_precision(self, site: Site, case: Case) -> None:
+        """How far off the original's elements are in the lower precision that was asked for, if one was."""
+        if self.dtype == self.workload.dtype or "elements" not in self.rules:
+            return
+        wanted = [path for path, row in case.expected.items() if self.dtype not in row.far_in and row.original is None]
+        if not wanted:
+            return
+        kind = site.variations.varied[0].tensor.device.type if site.variations.varied else "cpu"
+
+        def lowered(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(kind, dtype=getattr(torch, self.dtype)):
+                return site.model(*args, **kwargs)
+
+        try:
+            answer = dict(site.run(lowered, case.values, look=False).answer.numeric())
+        except Exception:
+            # an original that does not run in this precision gives nothing to compare with
+            answer = {}
+        for path in wanted:
+            out = answer.get(path)
+            if out is not None and out.shape == case.expected[path].reference.shape:
+                case.expected[path].far_in[self.dtype] = accuracy.far_off(out, case.expected[path].reference)
+
+    def _other_ways(self, sequence: behaviour.Sequence, rules: frozenset[str]) -> None:
+        if "thread" in rules and "thread" in self._ways:
+            sequence.thread()
+        for rule in ("keyword", "gradients", "owned"):
+            # a function in place of a model need not have the model's names
+            named = rule != "keyword" or isinstance(sequence.candidate, nn.Module)
+            if rule in rules and rule in self._ways and named:
+                sequence.call(0, rule, self._ways[rule])
+        if "concurrent" in rules and self._concurrent:
+            sequence.concurrent()
+
+    def _other_shapes(
+        self,
+        candidate: Callable[..., Any],
+        rules: frozenset[str],
+        worst: dict[tuple[str, str], records.BucketError],
+    ) -> None:
+        if "shapes" not in rules:
+            return
+        # a compiled model compiles another shape by itself, and its own shape's code stays as it is
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            for site in self.other_sites:
+                site.meet(candidate)
+                case = site.cases[0]
+                self._meet_precision(site, case)
+                self.summary.calls += 1
+                try:
+                    done = site.run(candidate, case.values)
+                    rows = self._judge_with(rules)(site, case, done)
+                except Exception as error:
+                    raise RuleBroken("shapes", f"on {site.label}: {first_line(error)}") from error
+                for row in rows:
+                    if not row.passed:
+                        row = row.model_copy(update={"rule": "shapes", "note": f"on {site.label}"})
+                        worst[(row.bucket, f"{row.output}, {site.label}")] = row
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = self.now()
+        try:
+            yield
+        finally:
+            self.summary.seconds += self.now() - begin
+
+
+class _Function(nn.Module):
+    """A function in place of a model."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self._function(*args, **kwargs)
+
+
+def _is_usable(case: Case, answer: Answer) -> bool:
+    """Whether the original is finite and accurate enough on these values to tell a wrong answer from a right one."""
+    for path, tensor in answer.numeric():
+        if not accuracy.is_float(tensor):
+            continue
+        own = case.expected[path].own
+        finite = bool(torch.isfinite(torch.view_as_real(tensor) if tensor.is_complex() else tensor).all())
+        if not finite or own.relative > MOST_OWN_ERROR:
+            return False
+    return True
+
+
+def _differs(a: Outcome, b: Outcome) -> bool:
+    if a.written.keys() != b.written.keys():
+        return True
+    return any(not torch.equal(row.values, b.written[path].values) for path, row in a.written.items())
+
+
+def failures(rows: Rows) -> str:
+    """The failed rows in one sentence, or an empty string."""
+    failed = [row for row in rows if not row.passed]
+    if not failed:
+        return ""
+    worst = max(failed, key=badness)
+    text = f"{worst.output} of bucket {worst.bucket}: error {worst.error:.2e}, allowed {worst.limit:.2e}"
+    if worst.note:
+        text += f" ({worst.note})"
+    return text + (f"; {len(failed)} outputs fail" if len(failed) > 1 else "")
+
+
+def badness(row: records.BucketError) -> float:
+    """Order of rows: the failed ones above all others, NaN as the worst."""
+    if not row.passed:
+        return 1e9 + (row.error if row.error == row.error else float("inf"))
+    return row.error / row.limit if row.limit else row.error
