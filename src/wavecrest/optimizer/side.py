@@ -21,6 +21,7 @@ from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.replay import replay
 from wavecrest.optimizer.steps.precision import gate_dtype
 from wavecrest.optimizer.verdict import check_quality
+from wavecrest.records import decode
 
 if TYPE_CHECKING:
     from torch import nn
