@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import typer
+from rich.markup import escape
 
 from wavecrest import INSTALL_TORCH, __version__
 from wavecrest.cli import _shared
@@ -36,6 +37,9 @@ COMMANDS = (
 _ClickException: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"
 )
+
+# exit code after Ctrl-C, as of shells; typer returns it for a KeyboardInterrupt inside a command
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="wavecrest",
@@ -106,9 +110,13 @@ def main(argv: list[str] | None = None) -> int:
             raise
         _shared.print_error(f"the working folder is gone ({error.strerror}); change to one that exists")
         return 1
+    except _shared.Interrupted as interrupted:
+        _shared.err.print(escape(str(interrupted)), soft_wrap=True)
+        return INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    if code == INTERRUPTED:
         _shared.err.print("interrupted")
-        return 130
     return code if isinstance(code, int) else 0
 
 

@@ -151,7 +151,7 @@ def write_model(path: Path, model: Model) -> None:
 def _write(path: Path, held: bytes) -> None:
     temporary: Path | None = None
     try:
-        mode = path.stat().st_mode if path.exists() else stat.S_IFREG | NEW_FILE
+        mode = _mode(path)
         if not stat.S_ISREG(mode):
             return _write_into(path, mode, held)
         target = Path(os.path.realpath(path))
@@ -167,6 +167,18 @@ def _write(path: Path, held: bytes) -> None:
             temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise OutputError(f"cannot write {decode.shown(path)}: {reason}") from error
+
+
+def _mode(path: Path) -> int:
+    """Kind and permissions of a file, or of the one to make where there is none.
+
+    Raises:
+        OSError: it cannot be found out, as in a loop of symlinks.
+    """
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return stat.S_IFREG | NEW_FILE
 
 
 def _write_into(path: Path, mode: int, held: bytes) -> None:
