@@ -52,7 +52,7 @@ app = typer.Typer(
 
 
 def _usage(error: Exception) -> str:
-    """What is wrong with a command line; "" where a group without a command has printed its help."""
+    """The problem of a command line; "" where a group without a command has printed its help."""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     return f"{text}; see `wavecrest --help`" if text else ""
 

@@ -239,7 +239,7 @@ def _check_plain(value: Any, finite: bool) -> None:
             raise Undecodable(f"{_quoted(value)} holds half of a surrogate pair, which is no character") from None
     elif isinstance(value, float):
         if finite and not math.isfinite(value):
-            raise Undecodable("it has a number beyond the range of float64, or one that is none")
+            raise Undecodable("it has a number beyond the range of float64, or NaN")
     elif isinstance(value, int) and not -MOST_WHOLE <= value <= MOST_WHOLE:
         raise Undecodable("it has a whole number beyond 64 bits")
 

@@ -170,7 +170,7 @@ def _write(path: Path, held: bytes) -> None:
 
 
 def _mode(path: Path) -> int:
-    """Kind and permissions of a file, or of the one to make where there is none.
+    """Kind and permissions of a file, or of the one to make where it is missing.
 
     Raises:
         OSError: it cannot be found out, as in a loop of symlinks.
@@ -190,7 +190,7 @@ def _write_into(path: Path, mode: int, held: bytes) -> None:
     if not stat.S_ISCHR(mode) and not stat.S_ISFIFO(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "a block device or a socket"
         raise OSError(errno.EINVAL, f"it is {kind}; give the name of a file")
-    # without waiting for a reader: where there is none, this raises
+    # without waiting for a reader: where it is missing, this raises
     descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
     with open(descriptor, "wb", buffering=0) as file:
