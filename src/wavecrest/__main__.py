@@ -60,6 +60,9 @@ def main() -> int:
         code = 130
         _say("interrupted")
     if received:
+        if code != 130:
+            # what was interrupted took the exception for one of its own, and the command went on to its end
+            _say("interrupted")
         return _leave(128 + received[0])
     return code
 

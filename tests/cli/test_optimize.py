@@ -52,7 +52,8 @@ number = 5
 
 def note():
     # a verdict is written, and the next step is measured
-    if HERE.joinpath("run", "run.json").exists():
+    path = HERE.joinpath("run", "run.json")
+    if path.exists() and '"verdict"' in path.read_text():
         HERE.joinpath("measuring").touch()
 
 class Slow(nn.Module):

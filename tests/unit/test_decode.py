@@ -70,10 +70,12 @@ def test_plain_values_come_back(value: Any) -> None:
         ("a: 2026-13-45\n", "month"),
         ("a: " + "1" * 5000, "digits|64 bits"),
         ("a: b: c", "mapping values"),
+        ("a: 1\n? \n", "a name in it is not text"),
+        ("1: 2", "a name in it is not text"),
         ("a: \x07", "special characters"),
         ("a: ]", "flow|parsing"),
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_yaml_beyond_a_limit_is_named(text: str, reason: str) -> None:
     with pytest.raises(Undecodable, match=reason):

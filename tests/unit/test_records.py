@@ -108,6 +108,12 @@ def test_wrong_kind(written: Path) -> None:
         records.load_as(written, records.ProfileRecord)
 
 
+def test_a_format_that_there_never_was(written: Path) -> None:
+    _change(written, format_version=0)
+    with pytest.raises(RecordError, match="has format 0, which there never was"):
+        records.load(written)
+
+
 def test_older_formats_migrate_step_by_step(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def upgrade(document: dict[str, Any]) -> dict[str, Any]:
         document["workload"] = document.pop("model_name")

@@ -550,3 +550,52 @@ def test_a_file_that_somebody_was_killed_over_is_read(tmp_path: Path) -> None:
     assert Path(f"{left.path}-journal").exists()
     assert left.check() == [] and left.entries() == whole.entries()
     assert not Path(f"{left.path}-journal").exists()
+
+
+def test_a_row_of_a_clock_that_was_wrong_is_replaced_by_the_next(tmp_path: Path) -> None:
+    overlay = Overlay(tmp_path / "rows.sqlite")
+    assert overlay.write([entry(us=1.0, date="2099-01-01T00:00:00+00:00")]) == 1
+    (held,) = overlay.entries()
+    assert held.row.evidence.date < "2099"
+    # one that an older version wrote
+    with closing(sqlite3.connect(overlay.path)) as connection:
+        values = overlay._values(entry(us=1.0, date="2099-01-01T00:00:00+00:00"))
+        marks = ", ".join("?" * len(values))
+        connection.execute(f"INSERT OR REPLACE INTO rows VALUES ({marks})", values)
+        connection.commit()
+    assert overlay.write([entry(us=2.0, date="2026-01-02T00:00:00+00:00")]) == 1
+    assert [one.row.us for one in overlay.entries()] == [2.0]
+
+
+def test_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    overlay = Overlay(tmp_path / "fifo")
+    with pytest.raises(TableError, match="no regular file"):
+        overlay.entries()
+    with pytest.raises(OutputError, match="no regular file"):
+        overlay.write([entry()])
+
+
+def test_text_with_half_of_a_surrogate_pair_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="surrogate"):
+        Overlay(tmp_path / "rows.sqlite").write([entry("k", 1, 2, True, origin="\ud800")])
+
+
+def test_flipped_bits_never_lose_rows_without_a_word(tmp_path: Path) -> None:
+    """A damaged file is named, or gives all rows as they were: never fewer, and never others."""
+    overlay = Overlay(tmp_path / "rows.sqlite")
+    overlay.write([entry(f"k{number}", 1, 2, True) for number in range(120)])
+    with closing(sqlite3.connect(overlay.path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    whole, before = overlay.path.read_bytes(), overlay.entries()
+    chance, named = random.Random(7), 0
+    for _ in range(150):
+        held = bytearray(whole)
+        for _ in range(8):
+            held[chance.randrange(100, len(held))] ^= 1 << chance.randrange(8)
+        overlay.path.write_bytes(held)
+        try:
+            assert overlay.entries() == before
+        except TableError:
+            named += 1
+    assert named > 75

@@ -56,6 +56,10 @@ HfOption = Annotated[
 ]
 
 
+class Interrupted(Exception):
+    """A command that was interrupted has something to say about it; its program turns this into the line and 130."""
+
+
 def print_error(text: str) -> None:
     """An error as one line on standard error; its text is not markup."""
     err.print(f"[red]error:[/red] {escape(text)}", soft_wrap=True)

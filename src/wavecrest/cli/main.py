@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import typer
+from rich.markup import escape
 
 from wavecrest import INSTALL_TORCH, __version__
 from wavecrest.cli import _shared
@@ -37,6 +38,9 @@ _ClickException: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"
 )
 
+# exit code after Ctrl-C, as of shells; typer returns it for a KeyboardInterrupt inside a command
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="wavecrest",
     help="Point it at a PyTorch model and get back a faster model, with proof.",
@@ -48,7 +52,7 @@ app = typer.Typer(
 
 
 def _usage(error: Exception) -> str:
-    """What is wrong with a command line; "" where a group without a command has printed its help."""
+    """The problem of a command line; "" where a group without a command has printed its help."""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     return f"{text}; see `wavecrest --help`" if text else ""
 
@@ -106,9 +110,13 @@ def main(argv: list[str] | None = None) -> int:
             raise
         _shared.print_error(f"the working folder is gone ({error.strerror}); change to one that exists")
         return 1
+    except _shared.Interrupted as interrupted:
+        _shared.err.print(escape(str(interrupted)), soft_wrap=True)
+        return INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    if code == INTERRUPTED:
         _shared.err.print("interrupted")
-        return 130
     return code if isinstance(code, int) else 0
 
 

@@ -147,9 +147,8 @@ def command(
                 display=display,
             )
     except OptimizeInterrupted as interrupted:
-        # the program that runs commands turns a KeyboardInterrupt into a bare exit code
-        _shared.err.print(f"[yellow]{escape(str(interrupted))}[/]", soft_wrap=True)
-        return 130
+        # typer turns a KeyboardInterrupt into a bare exit code
+        raise _shared.Interrupted(str(interrupted)) from None
     if json:
         _shared.print_json(result.record)
     else:

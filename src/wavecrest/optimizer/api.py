@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import time
 import warnings
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from wavecrest.optimizer.analysis import Analysis
 from wavecrest.optimizer.engine import run_ladder
 from wavecrest.optimizer.ledger import Ledger
 from wavecrest.optimizer.measurer import Measurer
-from wavecrest.optimizer.options import MAX_LEVEL, Options, Progress, Silent
+from wavecrest.optimizer.options import MAX_LEVEL, Logged, Options, Progress, Silent
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.state import RunState
 from wavecrest.records import OptimizeRecord, files
@@ -44,7 +45,7 @@ class Report:
         report.write(self.record, Path(path))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class OptimizeResult:
     """Result of `optimize`: the optimized model, the plan to replay, the report and the whole record.
 
@@ -57,6 +58,27 @@ class OptimizeResult:
     record: OptimizeRecord
     folder: Path | None
     unwritten: str = ""
+
+    def __repr__(self) -> str:
+        """One line: the verdict, and where the files are."""
+        where = f", folder={str(self.folder)!r}" if self.folder else ""
+        return f"OptimizeResult({report.headline(self.record).title!r}{where})"
+
+    def summary(self) -> str:
+        """The verdict, the time of each bucket before and after, and the steps in force, as lines of text."""
+        head = report.headline(self.record)
+        rows = self.record.result.speed if self.record.result else []
+        lines = [" ".join(filter(None, (head.title, head.interval))), head.meaning]
+        for row in rows:
+            lines.append(f"{row.bucket}: {row.base_ms:.3f} ms → {row.new_ms:.3f} ms, {row.ratio:.3f}× {row.ci}")
+        kept = [step.title for step in self.plan.kept()]
+        lines += [f"in force: {', '.join(kept) or 'nothing'}"]
+        lines += [f"environment: {row.name}={row.value}" for row in self.plan.environment]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The summary for a notebook; `report.html()` is the whole page."""
+        return f"<pre>{html.escape(self.summary())}</pre>"
 
 
 class OptimizeInterrupted(KeyboardInterrupt):
@@ -78,6 +100,7 @@ def optimize(
     precision: str | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    progress: Progress | bool = False,
 ) -> OptimizeResult:
     """Make a model faster, one measured step at a time, and prove it.
 
@@ -90,6 +113,7 @@ def optimize(
         precision: "tf32", "bf16" or "fp16" to have that tried; answers then change by that precision.
         out: folder for run.json, plan.json and report.html; None keeps everything in memory.
         resume: go on with the run in `out`.
+        progress: receiver of what runs and what came of it; True logs it to the logger "wavecrest" (level INFO).
 
     Returns:
         result.model, result.plan, result.report, result.record
@@ -99,7 +123,10 @@ def optimize(
         OptimizeInterrupted: Ctrl-C (a KeyboardInterrupt that carries what was decided).
     """
     options = Options(level=level, min_gain=min_gain, budget=budget, precision=precision)
-    result = run(from_example(model, example_inputs), options, out=Path(out) if out else None, resume=resume)
+    told = Logged() if progress is True else progress or None
+    result = run(
+        from_example(model, example_inputs), options, out=Path(out) if out else None, resume=resume, progress=told
+    )
     if result.unwritten:
         warnings.warn(result.unwritten, OutputWarning, stacklevel=2)
     return result

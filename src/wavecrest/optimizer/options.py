@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,8 +46,8 @@ class Options:
             raise InvalidArgument(f"level must be 1 to {MAX_LEVEL}, not {self.level}")
         if not 0 <= self.min_gain < 1:
             raise InvalidArgument(f"min_gain must be at least 0 and below 1 (2% is 0.02), not {self.min_gain}")
-        if self.budget <= 0:
-            raise InvalidArgument(f"the budget must be positive, not {self.budget} s")
+        if not 0 < self.budget < math.inf:
+            raise InvalidArgument(f"the budget must be positive and finite, not {self.budget} s")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise InvalidArgument(f"precision is one of {', '.join(PRECISIONS)}, not {self.precision!r}")
         if self.processes < 1:
@@ -76,3 +78,21 @@ class Silent:
 
     def outcome(self, step: StepOutcome) -> None:
         """Nothing."""
+
+
+class Logged:
+    """A progress display that logs phases and verdicts to the logger "wavecrest"."""
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger("wavecrest")
+
+    def phase(self, text: str) -> None:
+        """One line."""
+        self._logger.info("%s", text)
+
+    def update(self, done: int, planned: int) -> None:
+        """Nothing: samples come too fast for lines."""
+
+    def outcome(self, step: StepOutcome) -> None:
+        """One line: the verdict and its reason."""
+        self._logger.info("%s %s: %s", step.verdict, step.title, step.reason)

@@ -179,12 +179,14 @@ def yaml_of(text: str, module: Any) -> Any:
 
 
 def _check_names(root: Any, module: Any) -> None:
-    """Every name of a mapping once: PyYAML takes the last one."""
+    """Names are text, and every one is there once: PyYAML takes the last."""
     left = [root]
     while left:
         node = left.pop()
         if isinstance(node, module.MappingNode):
-            names = [key.value for key, _ in node.value if isinstance(key, module.ScalarNode)]
+            names = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
+            if len(names) != len(node.value):
+                raise Undecodable("a name in it is not text")
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise Undecodable(f"{_quoted(twice)} is there twice")
@@ -239,7 +241,7 @@ def _check_plain(value: Any, finite: bool) -> None:
             raise Undecodable(f"{_quoted(value)} holds half of a surrogate pair, which is no character") from None
     elif isinstance(value, float):
         if finite and not math.isfinite(value):
-            raise Undecodable("it has a number beyond the range of float64, or one that is none")
+            raise Undecodable("it has a number beyond the range of float64, or NaN")
     elif isinstance(value, int) and not -MOST_WHOLE <= value <= MOST_WHOLE:
         raise Undecodable("it has a whole number beyond 64 bits")
 

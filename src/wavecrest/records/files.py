@@ -151,7 +151,7 @@ def write_model(path: Path, model: Model) -> None:
 def _write(path: Path, held: bytes) -> None:
     temporary: Path | None = None
     try:
-        mode = path.stat().st_mode if path.exists() else stat.S_IFREG | NEW_FILE
+        mode = _mode(path)
         if not stat.S_ISREG(mode):
             return _write_into(path, mode, held)
         target = Path(os.path.realpath(path))
@@ -169,6 +169,18 @@ def _write(path: Path, held: bytes) -> None:
         raise OutputError(f"cannot write {decode.shown(path)}: {reason}") from error
 
 
+def _mode(path: Path) -> int:
+    """Kind and permissions of a file, or of the one to make where it is missing.
+
+    Raises:
+        OSError: it cannot be found out, as in a loop of symlinks.
+    """
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return stat.S_IFREG | NEW_FILE
+
+
 def _write_into(path: Path, mode: int, held: bytes) -> None:
     """Write what is no regular file without replacing it: a character device, or a FIFO that is being read.
 
@@ -178,7 +190,7 @@ def _write_into(path: Path, mode: int, held: bytes) -> None:
     if not stat.S_ISCHR(mode) and not stat.S_ISFIFO(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "a block device or a socket"
         raise OSError(errno.EINVAL, f"it is {kind}; give the name of a file")
-    # without waiting for a reader: where there is none, this raises
+    # without waiting for a reader: where it is missing, this raises
     descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
     with open(descriptor, "wb", buffering=0) as file:

@@ -591,6 +591,8 @@ def load(path: Path) -> Record:
     if document.get("kind") not in _KINDS:
         raise RecordError(f"{decode.shown(path)} is not a wavecrest result file: kind {document.get('kind')!r}")
     while document["format_version"] < FORMAT_VERSION:
+        if document["format_version"] not in MIGRATIONS:
+            raise RecordError(f"{decode.shown(path)} has format {document['format_version']}, which there never was")
         document = MIGRATIONS[document["format_version"]](document)
     try:
         return _ADAPTER.validate_python(document)

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -34,6 +35,9 @@ _ALL = (*PLACE, *COLUMNS, *EVIDENCE)
 _UNIQUE = (*PLACE, "device", "units", "versions", "origin")
 # seconds that a writer waits for others
 PATIENCE = 60.0
+NO_FILE = "it is no regular file; set WAVECREST_DATABASE to a file of its own"
+# by which the clocks of two machines may differ
+TOLERANCE = timedelta(hours=1)
 # wavecrest writes no longer keys and cells, so a row that has one is damaged
 MOST_TEXT = 1 << 16
 
@@ -92,6 +96,8 @@ class Overlay:
         # False, too, where a folder above may not be looked into
         if not os.path.exists(self.path):
             return []
+        if not self.path.is_file():
+            raise TableError(f"cannot read the user database {decode.shown(self.path)}: {NO_FILE}")
         given = {"arch": arch, "op": op}
         wanted = {name: value for name, value in given.items() if value is not None}
         where = " AND ".join(f'"{name}" = ?' for name in wanted) or "1"
@@ -99,6 +105,10 @@ class Overlay:
         with self._reading(), closing(self._open(writing=False)) as connection:
             if self._schema(connection) == 0:
                 return []
+            # a damaged page may end a table early, and its rows would be missing without a word
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise TableError(f"the user database {self.path} is damaged: {_line(found)}; move it away")
             return [self._entry(values) for values in connection.execute(query, tuple(wanted.values()))]
 
     def write(self, entries: Iterable[Entry]) -> int:
@@ -112,15 +122,17 @@ class Overlay:
             OutputError: the file cannot be written.
             TableError: the file is damaged, foreign, or newer than this version.
         """
-        made = [self._values(entry) for entry in entries]
+        made = [self._values(_dated(entry)) for entry in entries]
         marks = ", ".join("?" * (len(_ALL) + 1))
         others = ", ".join(f'"{name}" = excluded."{name}"' for name in (*_ALL, "crc") if name not in _UNIQUE)
         insert = (
             f"INSERT INTO rows ({_quoted((*_ALL, 'crc'))}) VALUES ({marks}) ON CONFLICT ({_quoted(_UNIQUE)}) "
-            f'DO UPDATE SET {others} WHERE excluded."date" >= rows."date"'
+            # a date that has not come yet is of a clock that was wrong, and must not outlive what is measured since
+            f'DO UPDATE SET {others} WHERE excluded."date" >= rows."date" OR rows."date" > ?'
         )
         with self._writing() as connection:
-            return sum(connection.execute(insert, values).rowcount for values in made)
+            now = (datetime.now(UTC) + TOLERANCE).isoformat(timespec="seconds")
+            return sum(connection.execute(insert, (*values, now)).rowcount for values in made)
 
     def prepare(self) -> None:
         """Make the file, or bring it to this version's schema; to find out, before a long run, that it can be written.
@@ -159,6 +171,9 @@ class Overlay:
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """A transaction that is committed at the end, and undone by whatever is raised inside."""
+        if self.path.exists() and not self.path.is_file():
+            # SQLite would wait for the other end of a FIFO
+            raise OutputError(f"cannot write the user database {decode.shown(self.path)}: {NO_FILE}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with closing(self._open(writing=True)) as connection:
@@ -265,6 +280,7 @@ class Overlay:
         try:
             if not all(isinstance(text, str) and len(text) <= MOST_TEXT for text in texts):
                 raise Malformed("a cell is not text that wavecrest writes")
+            decode.check(texts)
             if crc != _crc(texts):
                 raise Malformed("its checksum is another")
             arch, op, fields, key, *cells = texts
@@ -279,11 +295,21 @@ class Overlay:
             raise TableError(f"{self.path}: the row of {place} is damaged: {problem}; move the file away") from None
 
 
+def _dated(entry: Entry) -> Entry:
+    """The entry with a date of now where its own has not come yet."""
+    now = datetime.now(UTC)
+    evidence = entry.row.evidence
+    if evidence.date <= (now + TOLERANCE).isoformat(timespec="seconds"):
+        return entry
+    evidence = replace(evidence, date=now.isoformat(timespec="seconds"))
+    return replace(entry, row=replace(entry.row, evidence=evidence))
+
+
 def _crc(texts: Iterable[str]) -> int:
     return zlib.crc32(json.dumps(list(texts)).encode())
 
 
-def _line(error: Exception) -> str:
+def _line(error: object) -> str:
     return " ".join(str(error).split())
 
 

@@ -51,13 +51,13 @@ class Owners(Params):
 
 
 class SDPAOwners(Owners):
-    """Of the step that sets SDPA. transformers takes any name, and loads code for one with a slash."""
+    """Owners that get SDPA. transformers takes any name, and loads code for one with a slash."""
 
     implementation: Literal["sdpa"]
 
 
 class PackGQAOwners(Owners):
-    """Of the step that sets wavecrest's packed heads."""
+    """Owners that get the packed heads of wavecrest."""
 
     implementation: Literal["wavecrest_pack_gqa"]
 
