@@ -727,7 +727,7 @@ def input_used_up() -> Planted:
 
 @cheat("determinism", alone=True)
 def random_answer() -> Planted:
-    model, inputs = net()
+    model, inputs = net(64)
     original = Wrapped(model, lambda y: F.dropout(y, training=True))
     return original, inputs, Wrapped(model, torch.zeros_like)
 

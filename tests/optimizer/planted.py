@@ -100,6 +100,8 @@ class FadingGain(Planted):
     """Takes the pause out when it is tried, and changes it by `later` when the result is built again at the end."""
 
     id = title = "fading"
+    # the pause that is left when it is tried
+    first = 0.0
 
     def __init__(self, later: float) -> None:
         self.later, self.applied = later, 0
@@ -107,7 +109,7 @@ class FadingGain(Planted):
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         self.applied += 1
         # twice while it is tried: for the check of causal masks, and as the candidate
-        model.pause = 0.0 if self.applied <= 2 else model.pause + self.later
+        model.pause = self.first if self.applied <= 2 else model.pause + self.later
         return model
 
 

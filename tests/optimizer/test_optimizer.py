@@ -39,6 +39,7 @@ from wavecrest.optimizer.options import Silent
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.steps import Found, Step, StepContext, steps_up_to
 from wavecrest.optimizer.steps.environment import EnvironmentTrial, Trials
+from wavecrest.profile.least_time import LeastTimes, Work
 
 
 def outcome(result: OptimizeResult, step: str) -> records.StepOutcome:
@@ -503,3 +504,64 @@ def test_the_result_is_measured_with_fresh_compiler_state(run: Run, monkeypatch:
     run(TakePauseOut(), progress=Told())
     end = told.index("final measurement")
     assert told[end - 1 : end + 3] == ["gain", "final measurement", "reset", "final measurement: original, phase 1"]
+
+
+class Bounded(NoAnalysis):
+    """The original takes 7 ms and cannot take less than 2; ceilings that say so were measured before."""
+
+    def __init__(self, workload: Any, least: float = 2.0) -> None:
+        super().__init__(workload)
+        object.__setattr__(self, "work", {"default": Work(bytes=int(least * 1.1e6))})
+
+    def ceilings(self) -> tuple[records.Ceilings | None, str]:
+        return records.Ceilings(source="measured", bandwidth=1.0, peak={}), ""
+
+    def least_times(self, ceilings: Any, *, lower_precision: bool) -> tuple[Any, str]:
+        return LeastTimes(self.work, lambda: ceilings, ceilings, 0, lower_precision), ""  # type: ignore[attr-defined]
+
+
+def test_a_step_faster_than_the_hardware_allows_is_refused(run: Run) -> None:
+    workload = from_example(*slow())
+    result = run(TakePauseOut(), TakeHalfOut(), workload=workload, analysis=Bounded(workload))
+    assert outcome(result, "gain").reason.startswith("faster than the hardware allows: bucket default took ")
+    assert [row.verdict for row in result.record.steps] == ["refused", "kept"] and result.plan.stack == ["half"]
+
+
+def test_a_result_faster_than_the_hardware_allows_is_taken_back(run: Run) -> None:
+    """Possible when it was tried, impossible in the end."""
+    workload = from_example(*slow())
+    result = run(FadingGain(-PAUSE), workload=workload, analysis=Bounded(workload, least=0.9))
+    assert result.record.result is not None and result.record.result.verdict == "faster"
+    workload = from_example(*slow())
+    later = FadingGain(-PAUSE)
+    later.first = PAUSE / 2
+    result = run(later, workload=workload, analysis=Bounded(workload))
+    row = outcome(result, "fading")
+    assert row.verdict == "refused" and "final check failed with it: faster than the hardware allows" in row.reason
+    assert result.plan.stack == [] and result.model is workload.model
+
+
+def test_a_ceiling_that_the_original_beats_bounds_nothing(run: Run) -> None:
+    workload = from_example(*slow())
+    record = run(TakePauseOut(), workload=workload, analysis=Bounded(workload, least=8.0)).record
+    assert record.steps[0].verdict == "kept" and record.ceilings is not None
+    assert "ceiling not valid: the original is faster than it allows" in record.ceilings.source
+    assert any(note.startswith("ceiling not valid") for note in record.notes)
+
+
+def test_a_step_that_changes_the_number_of_threads_is_refused_and_the_number_put_back(run: Run) -> None:
+    class Threads(TakePauseOut):
+        def apply(self, model: torch.nn.Module, params: dict[str, Any]) -> torch.nn.Module:
+            torch.set_num_threads(2)
+            return super().apply(model, params)
+
+    before = torch.get_num_threads()
+    result = run(Threads())
+    reason = f"it changes the number of threads from {before} to 2, for the original too; it is put back"
+    assert outcome(result, "gain").reason.startswith(reason) and torch.get_num_threads() == before
+
+
+def test_what_the_machine_resolves_is_measured_first(run: Run) -> None:
+    """2 % of noise a call: the original differs from itself by less, since a block has many."""
+    record = run(Nothing()).record
+    assert 0 < record.resolution["default"] < 0.02

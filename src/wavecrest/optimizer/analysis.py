@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from wavecrest.errors import InvalidArgument
 from wavecrest.graphs.breaks import find_breaks
 from wavecrest.profile import measure_ceilings, profile_workload
+from wavecrest.profile.least_time import LeastTimes, cache_bytes, least_work
 from wavecrest.records import BucketProfile, Ceilings, GraphBreak
 
 if TYPE_CHECKING:
@@ -31,6 +32,17 @@ class Analysis:
             return measure_ceilings(self.workload.device, self.workload.dtype), ""
         except InvalidArgument as error:
             return None, f"no measured ceilings: {error}"
+
+    def least_times(self, ceilings: Ceilings | None, *, lower_precision: bool) -> tuple[LeastTimes | None, str]:
+        """The time that no right result can be below; or None with a note."""
+        if ceilings is None:
+            return None, ""
+        try:
+            work = {bucket: least_work(self.workload, bucket) for bucket in self.workload.buckets}
+        except Exception as error:
+            return None, f"no least time: {type(error).__name__}: {error}"
+        cache = cache_bytes(self.workload.device)
+        return LeastTimes(work, lambda: self.ceilings()[0], ceilings, cache, lower_precision), ""
 
     def profile(self, model: nn.Module, ceilings: Ceilings | None) -> tuple[list[BucketProfile], str]:
         """Where the time of each bucket goes."""

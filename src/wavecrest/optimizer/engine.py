@@ -13,6 +13,7 @@ from wavecrest.optimizer.finish import finish, withdraw
 from wavecrest.optimizer.gate import Gate
 from wavecrest.optimizer.steps import build, steps_up_to
 from wavecrest.optimizer.trial import try_step
+from wavecrest.profile.least_time import beaten_ceiling
 
 if TYPE_CHECKING:
     from wavecrest.optimizer.state import RunState
@@ -75,6 +76,7 @@ def _prepare(run: RunState) -> None:
     record.ceilings, note = run.analysis.ceilings()
     run.ledger.note(note)
     record.profile_before = run.profile(run.workload.model)
+    _bound_times(run)
     run.context.profile = record.profile_before
     if run.options.level >= 2:
         run.progress.phase("graph breaks")
@@ -90,6 +92,24 @@ def _prepare(run: RunState) -> None:
     if run.ledger.applied.steps:
         run.progress.phase("rebuilding the kept steps")
         run.current = build(run.workload.model, run.ledger.applied)
+
+
+def _bound_times(run: RunState) -> None:
+    """Find the times that no step can be below, unless the ceilings they rest on are beaten by the original."""
+    record = run.ledger.record
+    beaten = beaten_ceiling(record.profile_before)
+    least, note = run.analysis.least_times(record.ceilings, lower_precision=run.options.precision is not None)
+    run.ledger.note(note)
+    own = {row.bucket: row.measurement.median for row in record.baseline}
+    if least is not None and not beaten:
+        beaten = "the original is faster than it allows" if least.impossible(own) else ""
+        record.ceilings = least.ceilings
+    if beaten and record.ceilings is not None:
+        # a busy machine: percentages of it mean nothing, and nothing is refused by it
+        source = f"{record.ceilings.source}; ceiling not valid: {beaten}"
+        record.ceilings = record.ceilings.model_copy(update={"source": source})
+        run.ledger.note(f"ceiling not valid: {beaten}; the machine was busy when it was measured")
+    run.measurer.least = None if beaten else least
 
 
 def _climb(run: RunState) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from wavecrest.dispatch import registry
-from wavecrest.errors import EnvironmentProblem
+from wavecrest.errors import EnvironmentProblem, StepRefused
 from wavecrest.measure import timing
 from wavecrest.measure.timing import Interval
 from wavecrest.optimizer.alternate import LOOKS, Claim, SideReport, Task, Unit, alternate, run_child
@@ -59,6 +59,10 @@ def _final(run: RunState) -> Result:
         return _drop_last(run, problem or f"{bad[0].name} is {bad[0].value:g}, limit {bad[0].limit:g} {bad[0].detail}")
     claim = _measured(run)
     run.ledger.add_claim("result", claim)
+    try:
+        run.measurer.check_possible({row.bucket: row.new_ms for row in claim.speed})
+    except StepRefused as error:
+        return _drop_last(run, str(error))
     verdict, reason = result_verdict(claim, run.options.min_gain)
     if verdict == "slower":
         return _slower(run, reason)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wavecrest.optimizer.options import Progress
+    from wavecrest.profile.least_time import LeastTimes
 
 # sampling time a bucket, in seconds: on noisy machines less leaves every interval wide, more buys little
 LEAST_SECONDS, MOST_SECONDS = 4.0, 10.0
@@ -37,6 +38,7 @@ class Measurer:
         progress: is told of every sample.
         now: where time comes from.
         resolution: the share below which a difference says nothing here; 0 until `resolve` has measured it.
+        least: times that no right result is below; None where they are not known.
         on_output: gets outputs of timed models, by bucket (`timing.OnOutput`): for a check of answers while timing.
     """
 
@@ -45,6 +47,7 @@ class Measurer:
     progress: Progress
     now: timing.Clock = timing.HOST_CLOCK
     resolution: float = 0.0
+    least: LeastTimes | None = None
     on_output: dict[str, timing.OnOutput] = field(default_factory=dict)
     _threads: int = field(default_factory=torch.get_num_threads)
 
@@ -77,13 +80,25 @@ class Measurer:
         """Two models interleaved, by bucket; `min_gain` is what is to be decided on.
 
         Raises:
-            StepRefused: the candidate changed the number of threads, for everything else in the process too.
+            StepRefused: the candidate changed the number of threads, for everything else in the process too, or is
+                faster than the hardware allows.
             ClockError: the times cannot be trusted.
         """
         self._check_threads()
         found = {bucket: self._pair(bucket, base, new, self.seconds, 1 + min_gain) for bucket in self.workload.buckets}
         self._check_threads()
+        self.check_possible({bucket: pair.new_ms for bucket, pair in found.items()})
         return found
+
+    def check_possible(self, times: dict[str, float]) -> None:
+        """Hold times of a candidate, in ms by bucket, to the least that this device allows.
+
+        Raises:
+            StepRefused: one is below it.
+        """
+        problem = self.least.impossible(times) if self.least is not None else ""
+        if problem:
+            raise StepRefused(problem)
 
     def _pair(
         self, bucket: str, base: nn.Module, new: nn.Module, seconds: float, threshold: float | None

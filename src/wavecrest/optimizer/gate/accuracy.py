@@ -30,6 +30,8 @@ from wavecrest.measure import numerics
 OWN_ERROR_FACTOR = 2.0
 # on values at the edge a few elements decide the norm, so errors of equal quality scatter more
 EDGE_FACTOR = 8.0
+# and never this much, which an answer that is missing would be within
+MOST_LOST = 0.5
 # share of positions whose top-1 token may differ from the reference, beyond the original's own share
 TOP1_SLACK = 0.01
 # shares of their own value that elements are counted as far off beyond
@@ -57,8 +59,8 @@ class Expected:
     far: list[int]
     own_top1: float = 0.0
     edge: bool = False
-    # by dtype: `far` of the original run in that precision
-    far_in: dict[str, list[int]] = field(default_factory=dict)
+    # by dtype: error and `far` of the original run in that precision
+    lowered: dict[str, tuple[numerics.Comparison, list[int]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, original: Tensor, reference: Tensor, *, edge: bool, hold: int) -> Expected:
@@ -120,7 +122,9 @@ def judge(
     if out.shape != reference.shape or expected.original is not None:
         return
     if "elements" in rules and not expected.edge:
-        far = expected.far if dtype == model_dtype else expected.far_in.get(dtype)
+        far: list[int] | None = expected.far
+        if dtype != model_dtype:
+            far = expected.lowered[dtype][1] if dtype in expected.lowered else None
         if far is not None:
             yield from _elements(bucket, name, out, expected, far, dtype)
     if is_logits(name) and "top-1" in rules:
@@ -139,6 +143,10 @@ def judge(
 
 def _limits(expected: Expected, dtype: str) -> numerics.Tolerance:
     floor = numerics.tolerance("model", dtype)
+    if expected.edge and dtype in expected.lowered:
+        # at the edge the precision asked for may lose more than its floor, for the original too
+        lost = min(MOST_LOST, EDGE_FACTOR * expected.lowered[dtype][0].relative)
+        floor = numerics.Tolerance(max(floor.relative, lost), floor.worst)
     factor = EDGE_FACTOR if expected.edge else OWN_ERROR_FACTOR
     worst = float("inf") if expected.edge else max(factor * expected.own.worst, floor.worst)
     return numerics.Tolerance(max(factor * expected.own.relative, floor.relative), worst)

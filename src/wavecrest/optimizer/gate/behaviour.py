@@ -177,7 +177,7 @@ class Sequence:
                 self.call(index, "repeat", call, where=where)
                 raise
             if "held" in self.rules:
-                self._hold(answer)
+                self._hold(self.site.cases[index], answer)
         while self._held:
             self._release()
 
@@ -211,7 +211,10 @@ class Sequence:
         if note not in self.notes and rule == "repeat":
             self.notes.append(note)
 
-    def _hold(self, answer: Answer) -> None:
+    def _hold(self, case: Case, answer: Answer) -> None:
+        # an answer that is a view of the input changes with it, as the original's does
+        own = {path: leaf for path, leaf in answer.leaves.items() if not case.sharing.get(path, set()) - {"itself"}}
+        answer = Answer(own)
         self._held.append((answer, answer.copy()))
         while len(self._held) > (1 if answer.nbytes > LARGE_ANSWER else HELD):
             self._release()

@@ -336,6 +336,8 @@ class Gate:
                 verified[index] = self._first_call(site, case, candidate, rules, worst)
                 if any(not row.passed for row in worst.values()):
                     return list(worst.values())
+            # buffers of the candidate's own, which the next site compares with those of the start
+            site.put_back()
             each = (self.now() - begin) / len(site.cases)
             judge = self._judge_with(rules - {"state", "sharing"})
             sequence = behaviour.Sequence(site, candidate, judge, rules, verified, self._random, graphs)
@@ -402,10 +404,10 @@ class Gate:
         return lambda site, case, done: site.judge(case, done, self.dtype, self.workload.dtype, rules)
 
     def _meet_precision(self, site: Site, case: Case) -> None:
-        """How far off the original's elements are in the lower precision that was asked for, if one was."""
-        if self.dtype == self.workload.dtype or "elements" not in self.rules:
+        """How far off the original is in the lower precision that was asked for, if one was."""
+        if self.dtype == self.workload.dtype:
             return
-        wanted = [path for path, row in case.expected.items() if self.dtype not in row.far_in and row.original is None]
+        wanted = [path for path, row in case.expected.items() if self.dtype not in row.lowered and row.original is None]
         if not wanted:
             return
         kind = site.variations.varied[0].tensor.device.type if site.variations.varied else "cpu"
@@ -421,8 +423,11 @@ class Gate:
             answer = {}
         for path in wanted:
             out = answer.get(path)
-            if out is not None and out.shape == case.expected[path].reference.shape:
-                case.expected[path].far_in[self.dtype] = accuracy.far_off(out, case.expected[path].reference)
+            row = case.expected[path]
+            if out is not None and out.shape == row.reference.shape:
+                found = numerics.compare(out, row.reference)
+                if found.nonfinite_match:
+                    row.lowered[self.dtype] = (found, accuracy.far_off(out, row.reference))
 
     def _other_ways(self, sequence: behaviour.Sequence, rules: frozenset[str]) -> None:
         if "thread" in rules and "thread" in self._ways:
@@ -445,6 +450,8 @@ class Gate:
             return
         # a compiled model compiles another shape by itself, and its own shape's code stays as it is
         with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            for site in self.sites:
+                site.put_back()
             for site in self.other_sites:
                 site.meet(candidate)
                 case = site.cases[0]
@@ -455,6 +462,8 @@ class Gate:
                     rows = self._judge_with(rules)(site, case, done)
                 except Exception as error:
                     raise RuleBroken("shapes", f"on {site.label}: {first_line(error)}") from error
+                finally:
+                    site.put_back()
                 for row in rows:
                     if not row.passed:
                         row = row.model_copy(update={"rule": "shapes", "note": f"on {site.label}"})
