@@ -195,7 +195,10 @@ def run(wanted: list[tuple[Case, Config | None]], budget: float, processes: int)
 def line(one: dict[str, Any]) -> str:
     """A result as a line of text."""
     case = Case(**one["case"])
-    name = f"page {case.page:2} {case.cache:4} {case.scales:6} T {case.queries:2} window {case.window:3} D {case.d:3} Dv {case.dv:3}"
+    name = (
+        f"page {case.page:2} {case.cache:4} {case.scales:6} T {case.queries:2} window {case.window:3} "
+        f"D {case.d:3} Dv {case.dv:3}"
+    )
     config = " ".join(f"{key}={value}" for key, value in one["config"].items())
     if "error" in one:
         return f"{name}  {one['error']}  {config}"
@@ -207,6 +210,7 @@ def line(one: dict[str, Any]) -> str:
 
 
 def main() -> int:
+    """Sweep, print what is wrong; 1 if anything is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=100, help="seconds; what is not begun by then is left out")
     parser.add_argument("--jobs", type=int, default=14)
@@ -218,8 +222,8 @@ def main() -> int:
     done = run([(case, None) for case in wanted], args.budget, args.jobs)
     bad = [one for one in done if one.get("wrong", 1)]
     for one in bad:
-        print(line(one))
-    print(f"{len(done)} of {len(wanted)} cases done, {len(bad)} wrong")
+        sys.stdout.write(line(one) + "\n")
+    sys.stdout.write(f"{len(done)} of {len(wanted)} cases done, {len(bad)} wrong\n")
     if args.out:
         args.out.write_text("".join(json.dumps(one) + "\n" for one in done))
     return int(bool(bad))

@@ -32,7 +32,7 @@ class Cause(NamedTuple):
 
 
 def causes(base: BucketProfile, new: BucketProfile) -> list[Cause]:
-    """Name everything that `new` spends more time on than `base`, the largest cost first; only growth of 2 % of a call counts.
+    """Name what grew from `base` to `new` by 2 % of a call or more, the largest cost first.
 
     On the CPU the time of compiled code has no ops of its own; it is one entry, against everything that it replaced.
     """

@@ -13,7 +13,6 @@ from wavecrest.backends.torch.common import PRIORITY, other_dtype
 from wavecrest.dispatch import registry
 from wavecrest.ops.rows.call import RowCall
 
-
 # columns that PyTorch's kernels for a GPU count in 32 bits
 MOST_COLUMNS = (1 << 31) - 1
 

@@ -13,7 +13,8 @@ from wavecrest.errors import InvalidArgument
 # at least 1 where it is compiled, as triton 3.6 aborts on a loop that it knows not to run
 PATIENCE = 1 << 14
 # columns of a row whose programs exchange numbers. All of a row must run at once: those that wait for one that cannot
-# start work out all shares themselves, one after the other. A row of 2²⁸ columns had no answer in 30 s (H200, 2026-11-25)
+# start work out all shares themselves, one after the other. A row of 2²⁸ columns had no answer in 30 s (H200,
+# 2026-11-25)
 MOST_EXCHANGED = 1 << 20
 # columns that 32 bits count, the last program's block among them
 MOST_COUNTED = (1 << 31) - (1 << 16)
