@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wavecrest.measure.workload import iter_tensors
+from wavecrest.measure.tree import iter_tensors
 
 if TYPE_CHECKING:
     from wavecrest.measure.workload import Workload
