@@ -142,7 +142,7 @@ def judge(case: Case, config: Config | None = None, device: str = "cuda") -> dic
 
 
 def _work(jobs: Any, results: Any, until: float) -> None:
-    """Do cases until there is none. A process whose GPU context is broken ends, as nothing runs in it any more."""
+    """Do cases until the queue ends. A process with a broken GPU context ends."""
     while (case := jobs.get()) is not None:
         if time.time() > until:
             continue

@@ -68,13 +68,13 @@ def test_variables_that_help_are_set_for_the_result_alone(
     real = finish.finish
 
     def with_variable(state: Any) -> None:
-        state.ledger.environment = [EnvironmentSetting(name="PLANTED", value="7", ratio=1.1)]
+        state.ledger.environment = [EnvironmentSetting(name="OMP_WAIT_POLICY", value="active", ratio=1.1)]
         real(state)
 
     monkeypatch.setattr("wavecrest.optimizer.engine.finish", with_variable)
     run(TakePauseOut(), workload=workload.load(SLOW))
     sides = {(name.split(",")[0], tuple(changes.items())) for name, changes in children.asked if name}
-    assert sides == {("original", ()), ("result", (("PLANTED", "7"),))}
+    assert sides == {("original", ()), ("result", (("OMP_WAIT_POLICY", "active"),))}
 
 
 def test_a_child_that_dies_leads_to_phases_of_one_process(

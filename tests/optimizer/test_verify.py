@@ -173,7 +173,7 @@ def test_one_process_has_no_interval_and_its_speed_is_not_judged(
 def test_the_original_runs_alone(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In processes that no plan was applied in, and without its variables: as it runs today."""
     plan = run(TakePauseOut()).plan
-    setting = {"name": "PLANTED", "value": "7", "ratio": 1.1}
+    setting = {"name": "OMP_WAIT_POLICY", "value": "active", "ratio": 1.1}
     Plan.model_validate({**json.loads(plan.model_dump_json()), "environment": [setting]}).save(tmp_path / "plan.json")
     asked: list[tuple[bool, bool, dict[str, Any]]] = []
 
@@ -183,7 +183,7 @@ def test_the_original_runs_alone(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr(verify, "run_child", child)
     verify.run(SLOW, tmp_path / "plan.json", processes=2, seconds=0.1)
-    original, result = (False, False, {}), (True, True, {"PLANTED": "7"})
+    original, result = (False, False, {}), (True, True, {"OMP_WAIT_POLICY": "active"})
     assert asked == [original, result, result, original]
 
 

@@ -60,7 +60,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def attributes(value: Any) -> list[tuple[str, Any]]:
-    """What an object holds in `__slots__` and `__dict__`, by name."""
+    """The attributes that an object holds in `__slots__` and `__dict__`, by name."""
     found = [(name, getattr(value, name)) for name in _slots(type(value)) if hasattr(value, name)]
     return found + list(getattr(value, "__dict__", {}).items())
 

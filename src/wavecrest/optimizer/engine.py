@@ -49,7 +49,7 @@ def run_ladder(run: RunState) -> None:
 
 
 def _close(run: RunState, changed: list[str]) -> None:
-    """Say what the model's own calls wrote; a result that changed the user's model is none."""
+    """Say what the model's own calls wrote; refuse a result that changed the user's model."""
     gate, before = run.gate.summary, len(run.ledger.record.notes)
     own = run.untouched.own_writes
     if own:

@@ -158,7 +158,7 @@ def _higher(a: Ceilings, b: Ceilings) -> Ceilings:
 
 
 def beaten_ceiling(profile: list[BucketProfile]) -> str:
-    """The operation that lies furthest beyond its ceiling, in words; or an empty string if there is none."""
+    """The operation that lies furthest beyond its ceiling, in words; or an empty string."""
     found = [(op.roofline_percent, op.name) for bucket in profile for op in bucket.ops if op.roofline_percent]
     percent, name = max(found, default=(0.0, ""))
     return f"{name} reaches {percent:,.0f} % of it" if percent > 100 * (1 + SLACK) else ""

@@ -177,7 +177,7 @@ class BucketError(Model):
 
 
 class GateBucket(Model):
-    """What the gate tried on one bucket: kinds of values, shapes beside the bucket's own, and what was left out."""
+    """The gate's inputs for one bucket: kinds of values, shapes beside the bucket's own, and what was left out."""
 
     bucket: str
     values: list[str]

@@ -277,8 +277,9 @@ class Gate:
         try:
             done = site.run(site.model, site.cases[0].values, way=way)
             return not self._failed(site, site.cases[0], done)
-        except Exception:
-            # whatever it raises, candidates are not held to it; the summary says so
+        except Exception as error:
+            # whatever it raises, candidates are not held to it
+            self.summary.notes.append(f"called in another way, the original raised {type(error).__name__}")
             return False
 
     def _failed(self, site: Site, case: Case, done: Outcome) -> Rows:
@@ -357,7 +358,7 @@ class Gate:
         return list(worst.values())
 
     def watch(self, bucket: str) -> OutputWatch:
-        """What the timer gives the outputs of a bucket's timed calls to: its `on_output`; `check` comes after."""
+        """The watch for a bucket's timed calls: give the timer its `on_output`, then call its `check`."""
         return OutputWatch(self, bucket)
 
     def _calls(self, each: float, thorough: bool, rules: frozenset[str]) -> int:
@@ -418,8 +419,9 @@ class Gate:
 
         try:
             answer = dict(site.run(lowered, case.values, look=False).answer.numeric())
-        except Exception:
-            # an original that does not run in this precision gives nothing to compare with
+        except Exception as error:
+            # nothing to compare with
+            self.summary.notes.append(f"the original does not run in {self.dtype}: {type(error).__name__}")
             answer = {}
         for path in wanted:
             out = answer.get(path)

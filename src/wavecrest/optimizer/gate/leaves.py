@@ -44,7 +44,7 @@ class Leaf:
 
 @dataclass(slots=True)
 class Answer:
-    """What a call returned: leaves by path, and the types of the containers and objects that hold them."""
+    """The result of a call: leaves by path, and the types of the containers and objects that hold them."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
     containers: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a step must leave alone outside of its model: torch's functions, the clocks, global settings, module classes."""
+"""State outside of the model that steps must not change: torch's functions, clocks, global settings, classes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MODULE = (
     "parameters", "train",
 )  # fmt: skip
 # modules of wavecrest whose own functions and classes are watched
-_OWN = ("wavecrest.optimizer.gate", "wavecrest.measure", "wavecrest.optimizer.trial", "wavecrest.optimizer.verdict")
+_OWN = tuple(f"wavecrest.{room}" for room in ("optimizer.gate", "measure", "optimizer.trial", "optimizer.verdict"))
 _MISSING = object()
 
 

@@ -32,7 +32,7 @@ class Reference:
     """A copy of the model in higher precision.
 
     Attributes:
-        note: why there is none, or why it did not answer; the original is the reference then.
+        note: the reason if it cannot be made or does not answer; the original is the reference then.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -58,7 +58,7 @@ class Reference:
         return ""
 
     def answer(self, inputs: Inputs) -> tuple[Answer, dict[str, Tensor]] | None:
-        """What the copy answers, and the tensors of its inputs and buffers after the call, by path.
+        """The copy's answer, and the tensors of its inputs and buffers after the call, by path.
 
         Args:
             inputs: hold the values; a copy of them is called with.

@@ -44,7 +44,7 @@ CallWay = Callable[[Callable[..., Any], Inputs], Any]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a call left in a tensor of its inputs or of the model.
+    """The change that a call made to a tensor of its inputs or of the model.
 
     Attributes:
         places: where the bits changed, in the flat tensor; None where its shape or dtype changed.
@@ -82,7 +82,7 @@ class Case:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one call: the answer (not copied), shared memory, tensors written, plain values after it."""
+    """The effects of one call: the answer (not copied), shared memory, tensors written, plain values after it."""
 
     answer: Answer
     sharing: dict[str, set[str]]

@@ -41,7 +41,7 @@ class Untouched:
     """A workload's model and inputs at the start of a run: checked after every step, put back, and said so.
 
     Parameters, buffers, flags, hooks and attributes of every module, and tensors and containers of the inputs. What
-    the model's own calls write (a counter, a key-value cache) is put back as well, and is nobody's fault.
+    the model's own calls write (a counter, a key-value cache) is put back as well; no step is blamed for it.
 
     Args:
         workload: as it is before anything runs.
@@ -74,7 +74,7 @@ class Untouched:
 
     @property
     def own_writes(self) -> list[str]:
-        """What the model's own calls change."""
+        """The names of everything that the model's own calls change."""
         return sorted(self._own)
 
     def _put_back(self) -> Iterator[str]:

@@ -7,8 +7,9 @@ blocks drawn at random, and the same number of an input set means the same input
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from wavecrest.measure import numerics
 from wavecrest.optimizer.gate import accuracy
@@ -17,11 +18,26 @@ from wavecrest.optimizer.gate.rules import RuleBroken
 from wavecrest.optimizer.gate.site import LARGE
 
 if TYPE_CHECKING:
-    from wavecrest.optimizer.gate.gate import Gate
     from wavecrest.optimizer.gate.site import Site
 
 # pairs of large answers that are compared at most
 MOST_LARGE = 4
+
+
+class Limits(Protocol):
+    """The part of a gate that a watch reads."""
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """Names of the rules that are on."""
+
+    @property
+    def dtype(self) -> str:
+        """The precision that answers are held to."""
+
+    @property
+    def sites(self) -> Sequence[Site]:
+        """One for each bucket."""
 
 
 @dataclass(slots=True)
@@ -36,7 +52,7 @@ class OutputWatch:
         compared: pairs of answers so far.
     """
 
-    gate: Gate
+    gate: Limits
     bucket: str
     compared: int = 0
     _waiting: dict[int, tuple[str, Answer]] = field(default_factory=dict)
