@@ -299,7 +299,7 @@ def test_what_of_misses_cannot_be_tuned_is_said(
     none = untuned(tmp_path / "none.jsonl", (4, 16), arch="gfx942")
     for words, message in (
         ([str(none)], "has nothing to tune here: was missed on gfx942"),
-        ([str(tmp_path / "gone.jsonl")], "cannot read"),
+        ([str(tmp_path / "gone.jsonl")], "no file of misses"),
         ([str(path), "--table", "double.csv"], "a table's rows name the record they come from"),
         ([str(untuned(tmp_path / "op.jsonl", (4, 8), op="gone"))], "no op named 'gone'"),
     ):

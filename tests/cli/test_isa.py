@@ -162,7 +162,7 @@ def test_diff_needs_two_columns(archs: list[str] | None, configs: list[str]) -> 
         (["rms_norm", "--diff"], "compares two columns"),
         (["show", "rms_norm", "--case", "N=5"], "no case 'N=5'"),
         (["--arch", "gfx94", "rms_norm"], "no architecture 'gfx94'"),
-        (["rms_norm", "--budget", "/nowhere.toml"], "no budget file /nowhere.toml"),
+        (["rms_norm", "--budget", "/nowhere.toml"], "no budget at /nowhere.toml"),
         (["/nowhere.py:cases"], "no file /nowhere.py"),
         (["rms_norm", "--what"], "No such option"),
     ],

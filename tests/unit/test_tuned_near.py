@@ -353,7 +353,7 @@ def test_files_that_hold_no_untuned_calls(tmp_path: Path, line: str, message: st
     path.write_bytes(b"\xff")
     with pytest.raises(TableError, match="UTF-8"):
         untuned_calls.read(path)
-    with pytest.raises(TableError, match="cannot read"):
+    with pytest.raises(TableError, match="no file of misses"):
         untuned_calls.read(tmp_path / "gone")
 
 
