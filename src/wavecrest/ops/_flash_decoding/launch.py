@@ -23,6 +23,8 @@ from wavecrest.ops.common.quantized import LARGEST
 
 # matrix units take no fewer
 LEAST_BLOCK = 16
+# columns of a product from shared memory
+LEAST_SHARED = 64
 # splits that are put together at a time
 JOINED = 16
 
@@ -58,6 +60,11 @@ def _rounds(arch: Arch | None) -> bool:
 def _is_nvidia(arch: Arch | None) -> bool:
     """True for the interpreter too, which runs what is written for NVIDIA."""
     return arch is None or arch.vendor == "nvidia"
+
+
+def _multiplies_shared(arch: Arch | None, config: Config) -> bool:
+    """True where a group of warps multiplies operands in shared memory (`wgmma`)."""
+    return arch is not None and arch.name == "sm_90" and config["BLOCK_M"] >= 64 and config["num_warps"] % 4 == 0
 
 
 def _narrow(call: FlashDecodingCall, arch: Arch | None) -> bool:
@@ -196,6 +203,9 @@ def plan(
     # all keys are seen by a window as large as the cache; differences with it then fit into 32 bits
     left = call.capacity if call.window < 0 else min(call.window, call.capacity)
     overlaps, narrow, nvidia = _pdl.overlaps(arch), _narrow(call, arch), _is_nvidia(arch)
+    # with operands in shared memory pairs gain nothing, and of two products of 32 columns behind each other's ends one
+    # was wrong: ptxas 12.8 makes their addresses of a register that it has not set (every case of one H200, 2026-11-25)
+    least_pairs = 2 * (LEAST_SHARED if _multiplies_shared(arch, config) else LEAST_BLOCK)
     # how far a tile reaches, in elements
     reach = max(k_strides[1], v_strides[1]) * keys + max(block_d, block_dv)
     constants = {
@@ -222,7 +232,7 @@ def plan(
             "EVEN_D": size_d * groups == block_d, "EVEN_DV": size_dv * groups == block_dv,
             "WIDE": reach >= 2**31, "PTX": _assembles(arch),
             "FOREIGN": _foreign(call, arch), "ROUNDS": _rounds(arch),
-            "PAIRS": narrow and even and block_dv >= 2 * LEAST_BLOCK and kv_align % 2 == 0 and size_dv % 2 == 0,
+            "PAIRS": narrow and even and block_dv >= least_pairs and kv_align % 2 == 0 and size_dv % 2 == 0,
             "HALF": narrow and call.q.dtype == torch.bfloat16, "AHEAD": nvidia and call.by_token and call.groups < 2,
             "BLOCK_D": block_d, "BLOCK_DV": block_dv,
         },
