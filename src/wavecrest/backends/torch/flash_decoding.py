@@ -13,7 +13,7 @@ from wavecrest.backends.torch.common import PRIORITY
 from wavecrest.backends.torch.flash_attention import fitting, needs_copy
 from wavecrest.ops._flash_decoding.backend import op as _op
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
-from wavecrest.ops._flash_decoding.reference import appended, seen_by_any
+from wavecrest.ops._flash_decoding.reference import appended
 
 
 def _refuse(call: FlashDecodingCall) -> str | None:
@@ -56,7 +56,7 @@ def bind(call: FlashDecodingCall) -> Callable[[FlashDecodingCall], Tensor]:
         if call.seq_starts is not None:
             visible = visible & (j >= call.seq_starts[:, None, None, None])
         # the cache may hold anything where no query sees a key: 0 · NaN and NaN − ∞ would be NaN
-        seen = seen_by_any(call)[:, None, :, None]
+        seen = visible.any(2)[..., None]
         k, v = k.where(seen, 0.0), v.where(seen, 0.0)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
         sees = own >= (0 if call.seq_starts is None else call.seq_starts.clamp(min=0)[:, None, None, None])
