@@ -1,6 +1,7 @@
 """flash_decoding's kernel against its definition in float64, over pages, caches, queries, windows and sizes of heads.
 
-    PYTHONPATH=src python3 -m benchmarks.decoding_sweep [--budget 100] [--jobs 14] [--out FILE] [--sample N]
+    PYTHONPATH=src python3 -m benchmarks.decoding_sweep [--budget 100] [--jobs 14]
+        [--out evidence/<machine>/<date>_decoding-sweep_flash_decoding.jsonl.gz]
 
 One process compiles and runs a share of the calls; each call is one kernel. A line for each wrong call says how many
 elements are beyond the bound, where they are, and with which configuration; the last line counts. Exit code 1 if any
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
+import math
 import multiprocessing
 import os
 import random
@@ -23,11 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wavecrest import hardware
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import WavecrestError
 from wavecrest.ops._flash_decoding.backend import default_config, op
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
 from wavecrest.ops._flash_decoding.reference import reference
+from wavecrest.records import files, provenance
 
 DTYPES = {
     "e4m3": torch.float8_e4m3fn,
@@ -209,12 +212,19 @@ def line(one: dict[str, Any]) -> str:
     return text
 
 
+def stored(one: dict[str, Any]) -> dict[str, Any]:
+    """A result for a record: JSON has no infinity, nor NaN."""
+    return {
+        key: value if not isinstance(value, float) or math.isfinite(value) else str(value) for key, value in one.items()
+    }
+
+
 def main() -> int:
     """Sweep, print what is wrong; 1 if anything is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=100, help="seconds; what is not begun by then is left out")
     parser.add_argument("--jobs", type=int, default=14)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write the result to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise WavecrestError("the sweep needs a GPU")
@@ -224,8 +234,12 @@ def main() -> int:
     for one in bad:
         sys.stdout.write(line(one) + "\n")
     sys.stdout.write(f"{len(done)} of {len(wanted)} cases done, {len(bad)} wrong\n")
-    if args.out:
-        args.out.write_text("".join(json.dumps(one) + "\n" for one in done))
+    if args.out is not None:
+        header = provenance.header(hardware.detect(), command=provenance.command_line()).model_dump(mode="json")
+        result = {"kind": "decoding_sweep", "header": header, "planned": len(wanted), "wrong": len(bad)}
+        result["cases"] = [stored(one) for one in done]
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        files.write_document(args.out, result)
     return int(bool(bad))
 
 

@@ -97,12 +97,13 @@ def bare(op: AnyOp, call: AnyCall) -> Work | None:
     seen: list[tuple[_launcher.Launch, tuple[Any, ...]]] = []
     starter = _launcher.starter
 
-    def noting(launch: _launcher.Launch, *more: Any, **options: Any) -> Callable[..., None]:
-        start = starter(launch, *more, **options)
+    def noting(launch: _launcher.Launch, device: torch.device, num_descriptors: int = 0) -> Callable[..., None]:
+        start = starter(launch, device, num_descriptors)
 
         def run(*args: Any) -> None:
-            # descriptors, tensors, and the numbers that stay
-            seen.append((launch, (*args, *launch.args[len(args) :])))
+            # descriptors, the call's tensors, and the numbers that stay
+            described = launch.args[:num_descriptors]
+            seen.append((launch, (*described, *args[num_descriptors:], *launch.args[len(args) :])))
             start(*args)
 
         return run

@@ -29,7 +29,7 @@ from wavecrest import hardware
 from wavecrest.bench import ops as bench_ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.keys import dtype_name
-from wavecrest.measure import numerics, timing
+from wavecrest.measure import interleaved, numerics, timing
 from wavecrest.ops import mlstm_chunkwise, mlstm_step
 from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
 from wavecrest.records import provenance
@@ -191,7 +191,7 @@ def right(name: str, report: Report, args: argparse.Namespace) -> None:
 def timed(works: dict[str, Call], device: str, more: dict[str, Call] | None = None) -> dict[str, Row]:
     """Works in turn: milliseconds, interval and rounds of each."""
     every = works | (more or {})
-    taken = timing.measure_interleaved(list(every.values()), device=device, seconds=0.25)
+    taken = interleaved.measure(list(every.values()), device=device, seconds=0.25)
     found = {}
     for name, exact in zip(every, taken.samples, strict=True):
         series = [round(one, 6) for one in exact]

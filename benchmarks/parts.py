@@ -141,6 +141,10 @@ class File:
         write()
         return write
 
+    def done(self) -> set[str]:
+        """The parts that a run has done to the end."""
+        return {one["part"] for one in self._runs if one["ended"] == "done"}
+
 
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
@@ -256,8 +260,11 @@ def _grouped(parts: Sequence[Part]) -> list[list[Part]]:
     return found
 
 
-def _inside(part: Part, args: argparse.Namespace) -> None:
-    """The process of a part. Rows leave by what was stdout; whatever else is printed goes to stderr."""
+def inside(part: Part, args: argparse.Namespace) -> None:
+    """Do the work of a part in its own process, with `args.known`.
+
+    Rows leave by what was stdout; whatever else is printed goes to stderr.
+    """
     stream = os.dup(1)
     os.dup2(2, 1)
     known = json.loads(args.known)
@@ -288,7 +295,7 @@ def main(about: str, module: str, parts: Sequence[Part], argv: Sequence[str] | N
     if wrong:
         parser.error(f"no part {wrong[0]!r}; there are {', '.join(names)}")
     if args.process is not None:
-        _inside(next(part for part in parts if part.name == args.process), args)
+        inside(next(part for part in parts if part.name == args.process), args)
         return 0
     if args.out is None:
         parser.error("--out is missing: the file for results")
@@ -299,10 +306,14 @@ def main(about: str, module: str, parts: Sequence[Part], argv: Sequence[str] | N
         parser.error(str(error))
     command = [sys.executable, "-m", module, "--out", str(args.out)]
     command += ["--small"] * args.small + (["--device", args.device] if args.device else [])
-    return _run_all([part for part in parts if not args.parts or part.name in args.parts], command, args.budget, file)
+    return run_all([part for part in parts if not args.parts or part.name in args.parts], command, args.budget, file)
 
 
-def _run_all(parts: Sequence[Part], command: list[str], budget: float, file: File) -> int:
+def run_all(parts: Sequence[Part], command: list[str], budget: float, file: File) -> int:
+    """Run parts within a budget of seconds; 1 where one ended badly.
+
+    `command` starts a part's process, which calls `inside`.
+    """
     deadline, well = time.monotonic() + budget, True
     for group in _grouped(parts):
         left = deadline - time.monotonic()

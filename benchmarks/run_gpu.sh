@@ -2,15 +2,16 @@
 # What a machine with a GPU should check before a release, from the source tree, nothing installed:
 # the kernels' tests, a memory check, host cost, and optimize on the example models. Result files go to OUT.
 #
-#   benchmarks/run_gpu.sh OUT [part …]     parts: tests rows tune host minilm prefill decode   (default: all but tune)
+#   benchmarks/run_gpu.sh OUT [part …]     parts: tests rows tune guide host aa minilm prefill decode
+#   (default: all but tune and guide)
 #   rows = sanitize bench. Peers of bench that are not installed can be on PYTHONPATH; WORKERS: processes of tests, with
-#   pytest-xdist; TUNE_BUDGET, BENCH_BUDGET, SANITIZE_BUDGET: seconds.
+#   pytest-xdist; TUNE_BUDGET, BENCH_BUDGET, SANITIZE_BUDGET, GUIDE_BUDGET: seconds.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/run_gpu.sh OUT [part …]}
 shift
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests rows host minilm prefill decode)
+[ ${#parts[@]} -gt 0 ] || parts=(tests rows host aa minilm prefill decode)
 # rows stands for two parts
 read -ra parts <<<"$(sed 's/\brows\b/sanitize bench/g' <<<"${parts[*]}")"
 export PYTHONPATH=src:.${PYTHONPATH:+:$PYTHONPATH}
@@ -48,7 +49,13 @@ for part in "${parts[@]}"; do
         "$python" -m wavecrest bench ${BENCH:---all-ops} --suite shared --device cuda --budget "${BENCH_BUDGET:-480}" \
             --out "$out/ops.json" 2>&1 | tee "$out/bench.log"
         ;;
+    guide)
+        # goes on with what is not done, so a second call on the same OUT finishes it
+        "$python" -m benchmarks.guide --out "$out/guide.jsonl.gz" --device cuda --budget "${GUIDE_BUDGET:-540s}" \
+            2>&1 | tee "$out/guide.log"
+        ;;
     host) "$python" benchmarks/host_cost.py --out "$out/host_cost.json" 2>&1 | tee "$out/host.log" ;;
+    aa) "$python" benchmarks/aa.py --out "$out/aa.json" 2>&1 | tee "$out/aa.log" ;;
     minilm) optimize minilm examples/minilm.py:make 150s && verify minilm examples/minilm.py:make ;;
     prefill) optimize llama_prefill examples/llama.py:prefill ${PREFILL_BUDGET:-240s} ;;
     decode)

@@ -42,7 +42,7 @@ from wavecrest.bench import ops as bench_ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.keys import dtype_name
 from wavecrest.dispatch.tuned import Config
-from wavecrest.measure import cuda_graph, numerics, timing
+from wavecrest.measure import cuda_graph, interleaved, numerics, timing
 from wavecrest.models.xlstm import generation, xLSTMLarge, xLSTMLargeConfig
 from wavecrest.models.xlstm.generation import Decoder
 from wavecrest.models.xlstm.kernels import Kernels
@@ -360,7 +360,7 @@ def bandwidth(place: Place) -> Row:
     size = bench_ops.COPY_BYTES["cpu" if place.small else "cuda"]
     copied, clock = bench_ops.copy_bandwidth(place.device, size, seconds=0.25)
     source = torch.randn(size // 4, device=place.device)
-    taken = timing.measure_interleaved([source.sum], device=place.device, seconds=0.25)
+    taken = interleaved.measure([source.sum], device=place.device, seconds=0.25)
     read = source.nbytes / statistics.median(taken.samples[0]) / 1e6
     return {"copy_gbps": round(copied, 1), "read_gbps": round(read, 1), "bandwidth_clock": clock}
 

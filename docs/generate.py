@@ -1,4 +1,4 @@
-"""Write env.md, cli.md, speed.md, tuned.md and the tables in emulation.md from their sources; --check only compares."""
+"""Write the generated pages (`PAGES`) and the tables in emulation.md from their sources; --check only compares."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from benchmarks.zoo import page as zoo
 
 from wavecrest import env
 from wavecrest.cli.main import COMMANDS, app
@@ -86,7 +87,7 @@ def _command(name: str, command: Any) -> Iterator[str]:
     )
     commands = getattr(command, "commands", {})
     yield f"{'##' if name.count(' ') == 1 else '###'} {name}"
-    yield f"```\n{' '.join(filter(None, (name, '[OPTIONS]', usage, 'COMMAND …' if commands else '')))}\n```"
+    yield f"```text\n{' '.join(filter(None, (name, '[OPTIONS]', usage, 'COMMAND …' if commands else '')))}\n```"
     help_text = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
     if help_text:
         yield help_text
@@ -283,12 +284,18 @@ def tuned_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def zoo_page() -> str:
+    """docs/zoo.md: the models of benchmarks/zoo and their records."""
+    return zoo.page(NOTE)
+
+
 PAGES = {
     "env.md": env_page,
     "cli.md": cli_page,
     "emulation.md": emulation_page,
     "speed.md": speed_page,
     "tuned.md": tuned_page,
+    "zoo.md": zoo_page,
 }
 
 

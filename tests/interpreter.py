@@ -1,7 +1,7 @@
 """Triton's interpreter as tests use it: right where it differs from the hardware, and not slower than it has to be.
 
-Most of its time goes to types and shapes, not to numbers: the shortcuts below leave a third of it or less, and whatever
-they do not know they leave to the interpreter.
+Most of its time goes to types and shapes, not to numbers. The shortcuts below save that time; what they do not know
+they leave to the interpreter.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ def take_no_shortcut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # the first changes are of results; those after them save time alone
-_MENDED = 3
+_MENDED = 4
 
 
 @functools.cache
 def _changes(interpreter: Any) -> list[tuple[Any, str, Any, Any]]:
-    """What is changed where, made once: what the changes have learned of types holds for every test."""
+    """Each change with its place, made once, so that its caches of types serve every test."""
     builder, semantic, core = interpreter.InterpreterBuilder, interpreter.TritonSemantic, interpreter.tl.core
     broadcast = _broadcast(interpreter, semantic.broadcast_impl_value)
     changes: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (interpreter, "_convert_float", _convert_as_torch_does),
         (builder, "create_dot", _dot_of_floats),
+        (builder, "create_splat", lambda splat: _of_its_type(interpreter, splat)),
         (semantic, "binary_op_sanitize_overflow_impl", lambda _: _no_overflow),
         (semantic, "broadcast_impl_value", lambda _: broadcast),
         (semantic, "binary_op_type_checking_impl", lambda check: _of_one_type(interpreter, check, broadcast)),
@@ -115,6 +116,20 @@ def _dot_of_floats(create_dot: Any) -> Any:
     return wrapper
 
 
+def _of_its_type(interpreter: Any, splat: Any) -> Any:
+    """A scalar comparison spread over a block is of bools, as loads and stores of 3.9 ask of their masks.
+
+    The interpreter (3.6, 3.9) makes it of the type of what was compared.
+    """
+
+    def wrapper(self: Any, kind: Any, scalar: Any) -> Any:
+        if scalar.data.dtype != np.bool_:
+            return splat(self, kind, scalar)
+        return interpreter.TensorHandle(np.full(kind.shape, scalar.data), kind.element_ty)
+
+    return wrapper
+
+
 def _no_overflow(_semantic: Any, lhs: Any, rhs: Any, operation: Any) -> None:
     """Sums and products of integers that leave their type are errors.
 
@@ -134,7 +149,7 @@ def _check_limits(wide: Any, dtype: Any, operation: str) -> None:
 
 
 class _Patched:
-    """What the interpreter makes of Triton's language for a kernel, once a launch.
+    """Put the interpreter's functions in the place of Triton's language for a kernel, once a launch.
 
     The interpreter (3.6, 3.9) does it again for every function that a kernel calls, a quarter of the time of
     attention's tests.
@@ -215,7 +230,7 @@ def _sizes(type: Any) -> tuple[int, ...]:
 
 
 def _of_tensors(init: Any) -> Any:
-    """What a tensor knows by the sizes of its type, worked out once for each."""
+    """Properties of a tensor that follow from its type, computed once for each type."""
     known: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def wrapper(self: Any, handle: Any, type: Any) -> None:
@@ -246,7 +261,7 @@ def _of_handles(init: Any, pointer_type: type) -> Any:
 
 
 def _of_plain_values(unwrap: Any, tensor: type) -> Any:
-    """What is no constexpr and holds none is returned at once."""
+    """A value without constexpr is returned at once."""
     plain = {tensor, int, float, bool, str, type(None)}
 
     def wrapper(value: Any) -> Any:
@@ -302,9 +317,8 @@ def _broadcast(interpreter: Any, broadcast: Any) -> Any:
     core, handle = interpreter.tl.core, interpreter.TensorHandle
 
     def filled(scalar: Any, block: Any) -> Any:
-        data = np.full(
-            tuple(block.type.shape), scalar.handle.data, dtype=interpreter._get_np_dtype(scalar.handle.dtype)
-        )
+        # of the data's type, which for comparisons is not the handle's: see _of_its_type
+        data = np.full(tuple(block.type.shape), scalar.handle.data)
         return core.tensor(handle(data, scalar.handle.dtype.scalar), core.block_type(scalar.dtype, block.type.shape))
 
     def spread(tensor: Any, shape: tuple[int, ...]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from wavecrest.dispatch.decision import Backend
 from wavecrest.dispatch.op import Op
 from wavecrest.dispatch.study import KernelStudy, Study
 from wavecrest.dispatch.tuned import Config
@@ -174,3 +175,8 @@ class ToyOp(Op[Any, Any]):
                 case: partial(lambda make: self._call(make()), make) for case, make in cases(*args).items()
             }
         return made
+
+
+def planted(op: Op[Any, Any], name: str, run: Callable[[Any], Any], *, priority: int) -> None:
+    """A backend of one of wavecrest's ops that nothing checks, for tests that want a wrong one, or one that counts."""
+    op._put(Backend(name, run, None, takes, takes, priority))

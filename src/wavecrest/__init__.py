@@ -18,14 +18,27 @@ _LAZY = {
     "Buckets": "wavecrest.measure.workload",
     "Plan": "wavecrest.optimizer.plan",
     "Workload": "wavecrest.measure.workload",
+    "add_layer_norm": "wavecrest.nn.functional",
+    "add_rms_norm": "wavecrest.nn.functional",
+    "attention": "wavecrest.nn.functional",
+    "check_kernel": "wavecrest.backends.user",
+    "conv2d": "wavecrest.nn.functional",
     "coverage": "wavecrest.dispatch.registry",
     "env": "wavecrest.env",
     "errors": "wavecrest.errors",
     "hardware": "wavecrest.hardware",
+    "layer_norm": "wavecrest.nn.functional",
+    "linear": "wavecrest.nn.functional",
+    "matmul": "wavecrest.nn.functional",
     "nn": "wavecrest.nn",
     "ops": "wavecrest.ops",
     "optimize": "wavecrest.optimizer.api",
+    "register_kernel": "wavecrest.backends.user",
     "registry": "wavecrest.dispatch.registry",
+    "rms_norm": "wavecrest.nn.functional",
+    "route": "wavecrest.optimizer.routed",
+    "settings": "wavecrest.settings",
+    "softmax": "wavecrest.nn.functional",
 }
 
 __all__ = [
@@ -33,23 +46,49 @@ __all__ = [
     "Plan",
     "Workload",
     "__version__",
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention",
+    "check_kernel",
+    "conv2d",
     "coverage",
     "env",
     "errors",
     "hardware",
+    "layer_norm",
+    "linear",
+    "matmul",
     "nn",
     "ops",
     "optimize",
+    "register_kernel",
     "registry",
+    "rms_norm",
+    "route",
+    "settings",
+    "softmax",
 ]
 
 if TYPE_CHECKING:
-    from wavecrest import env, errors, hardware, nn, ops
+    from wavecrest import env, errors, hardware, nn, ops, settings
+    from wavecrest.backends.user import check_kernel, register_kernel
     from wavecrest.dispatch import registry
     from wavecrest.dispatch.registry import coverage
     from wavecrest.measure.workload import Buckets, Workload
+    from wavecrest.nn.functional import (
+        add_layer_norm,
+        add_rms_norm,
+        attention,
+        conv2d,
+        layer_norm,
+        linear,
+        matmul,
+        rms_norm,
+        softmax,
+    )
     from wavecrest.optimizer.api import optimize
     from wavecrest.optimizer.plan import Plan
+    from wavecrest.optimizer.routed import route
 
 
 def __getattr__(name: str) -> Any:

@@ -36,7 +36,7 @@ def main() -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
     if sys.stdout is None or sys.stderr is None:
-        # whatever is opened next would be written into by prints
+        # the next file to be opened would get the closed number, and prints would go into it
         return _leave(1, "standard output or standard error is closed; send it to /dev/null instead")
     code = 1
     try:
@@ -61,7 +61,7 @@ def main() -> int:
         _say("interrupted")
     if received:
         if code != 130:
-            # what was interrupted took the exception for one of its own, and the command went on to its end
+            # the interrupted code caught the exception, and the command went on to its end
             _say("interrupted")
         return _leave(128 + received[0])
     return code

@@ -114,6 +114,11 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def set_value(name: str, value: str) -> None:
+    """Set a variable of this process and of those that it starts; only for variables that cannot change a result."""
+    os.environ[name] = value
+
+
 def snapshot() -> dict[str, str]:
     """The variables of this process that the table knows and that are set; of a path only the last part.
 

@@ -8,18 +8,21 @@ WavecrestError                     exit code
 │   ├── OutputError                1   a result cannot be written where asked
 │   ├── RecordError                1   a result file is damaged, foreign or newer than this version
 │   ├── PlanError                  1   a plan file is damaged, foreign or newer than this version
+│   ├── BundleError                1   a proof bundle is damaged, foreign or newer than this version
 │   └── TableError                 1   a table of measured rows is damaged, or made for other columns
 ├── Refused                        2   the work was understood and declined, with the reason
 │   ├── PlanMismatch               2   the plan belongs to another machine or another model
 │   ├── StepRefused                2   one optimization step declines (recorded as a verdict, never lost)
 │   ├── Unsupported                2   a backend does not take this call
+│   │   └── KernelRefused          2   a user's kernel is not for this call, or broke the op's contract; names the case
 │   └── UnsupportedInstruction     2   the emulator has no meaning for an instruction, which the message names
 ├── Regression                     2   a check that guards speed or numerics failed
 ├── EmulationError                 2   machine code went wrong in the emulator; the message names the instruction
 │   └── OutOfBounds                2   it accessed memory outside of what it was given
 └── EnvironmentProblem             3   the machine lacks something: a device, a compiler, a package
     ├── ClockError                 3   times cannot be trusted; the message says which clock and why
-    └── MissingDependency          3   an optional package is not installed; the message names the command
+    ├── MissingDependency          3   an optional package is not installed; the message names the command
+    └── RankFailed                 3   another process of a job over several GPUs failed, or ended
 """
 
 from __future__ import annotations
@@ -59,6 +62,10 @@ class PlanError(UserError):
     """A plan file is damaged, foreign or newer than this version."""
 
 
+class BundleError(UserError):
+    """A proof bundle is damaged, foreign or newer than this version."""
+
+
 class TableError(UserError):
     """A table of measured rows is damaged, or made for other columns."""
 
@@ -83,6 +90,10 @@ class Unsupported(Refused):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class KernelRefused(Unsupported):
+    """A user's kernel does not run a call: it is not declared for it, or a check found it wrong."""
 
 
 class UnsupportedInstruction(Refused):
@@ -123,12 +134,28 @@ class MissingDependency(EnvironmentProblem):
         self.package = package
 
 
+class RankFailed(EnvironmentProblem):
+    """Another process of a job over several GPUs failed or ended; the message has its rank and its error, if known."""
+
+
 class PlanWarning(UserWarning):
     """A plan was applied, but not exactly as it was made; the text says what differs."""
 
 
+class LayoutWarning(UserWarning):
+    """Tensors are read in a layout that they are likely not in; the text says how to name theirs."""
+
+
 class CompileWarning(UserWarning):
     """A model that should run compiled runs in eager; the text says why."""
+
+
+class ShapeWarning(UserWarning):
+    """A call has a shape that nothing is compiled for; the text says which, what runs instead, and what to do."""
+
+
+class InterpreterWarning(UserWarning):
+    """Kernels run in Triton's interpreter, which gets values of a type wrong; the text says of which."""
 
 
 class OutputWarning(UserWarning):

@@ -12,12 +12,17 @@ import pytest
 import torch
 
 from tests.ops.op_harness import call_of
-from wavecrest import records
+from tests.toy import planted
+from wavecrest import hardware, records
+from wavecrest.bench import sides
+from wavecrest.bench.rates import rates
 from wavecrest.cli import _bench_ops, main
 from wavecrest.cli.bench import run
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.op import AnyOp
-from wavecrest.measure import timing
+from wavecrest.measure import interleaved, timing
+from wavecrest.measure.workload import load
+from wavecrest.optimizer.plan import Plan
 
 BODY = """
 import torch
@@ -29,6 +34,11 @@ def make():
 
 def broken():
     return nn.Linear(16, 16), torch.ones(1, 3)
+"""
+IDS = """
+class Ids(nn.Module):
+    def forward(self, input):
+        return input.float()
 """
 
 
@@ -57,7 +67,7 @@ def samples(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def test_table(workload: Path, samples: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["bench", f"{workload}:make"]) == 0
     text = capsys.readouterr().out
-    assert "make · 272 parameters · float32" in text
+    assert "Linear · 272 parameters · float32" in text
     for part in ("b1", "b8", "args[0]", "1x16", "8x16", "12.00 ms", "12.00 ms to 12.00 ms", "99.00 ms", "spread 0.0%"):
         assert part in text, part
     assert "unstable" not in text
@@ -90,7 +100,7 @@ def test_file_and_json(workload: Path, tmp_path: Path, capsys: pytest.CaptureFix
 def test_run_is_callable_from_python(workload: Path, samples: dict[str, float]) -> None:
     seen = []
     record = run(f"{workload}:make", device="cpu", on_progress=lambda *facts: seen.append(facts))
-    assert record.workload == "make" and record.parameters == 272
+    assert record.workload == "Linear" and record.parameters == 272
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,22 @@ def test_run_is_callable_from_python(workload: Path, samples: dict[str, float]) 
         (["rms_norm", "--case", "9x9"], 1, "has '9x9' in its name"),
         (["rms_norm", "--dtype", "int4"], 1, "--dtype takes"),
         (["rms_norm", "--seconds", "0"], 1, "--seconds must be above zero"),
-        (["rms_norm", "--budget", "-1"], 1, "--budget must be above zero"),
+        (["rms_norm", "--budget", "-1"], 1, "a duration is written like 90s"),
+        (["rms_norm", "--budget", "0s"], 1, "--budget must be above zero"),
+        (["rms_norm", "--case-seconds", "0"], 1, "--case-seconds must be above zero"),
+        (["M=16"], 1, "M=16 is a size of an op: give its name first, as in gemm M=4096"),
+        (["{file}:make", "M=16"], 1, "M=16 is a size of an op"),
+        (["rms_norm", "M=16", "--suite", "quick"], 1, "M=16 says which cases there are, so --suite has no meaning"),
+        (["rms_norm", "--csv", "{folder}/a.csv", "--dtype", "bf16"], 1, "--csv says which cases there are, so --dtype"),
+        (["rms_norm", "M=4:1"], 1, "M=4:1: a range goes up, by a step of at least 1 or a factor of at least 2"),
+        (["rms_norm", "M=4:a"], 1, "M=4:a: a range is first:last, first:last:step or first:last:*factor"),
+        (["rms_norm", "M=1:99999"], 1, "M=1:99999: 1,001 calls; at most 1,000 at once"),
+        (["rms_norm", "K=4"], 1, "'K=4' is no size or dtype that rms_norm takes"),
+        (["rms_norm", "N=0"], 1, "N=0: must be a whole number from 1"),
+        (["rms_norm", "dtype=int4"], 1, "dtype=int4: rms_norm takes float64, float32"),
+        (["--csv", "{folder}/a.csv"], 1, "no file of shapes at"),
+        (["rms_norm", "--compile", "--plan", "a.json"], 1, "--compile, --plan is for a workload; ops are beside"),
+        (["{file}:make", "--plan", "{folder}/none.json"], 1, "no plan at"),
         (["rms_norm", "--device", "cuda:99"], 3, "cuda:99 is not here"),
         (["rms_norm", "--out", "{folder}"], 1, "is a folder"),
         (["rms_norm", "--plot", "{folder}/a.pdf"], 1, "ending in .svg or .png"),
@@ -133,8 +158,10 @@ def test_run_is_callable_from_python(workload: Path, samples: dict[str, float]) 
         "nothing", "both", "no-function", "wrong-inputs", "no-time", "nan", "no-gpu", "folder", "file-as-folder",
         "no-hf-folder", "two-workloads", "suite-of-workload", "plot-of-hf", "unknown-op", "unknown-workload", "mix",
         "all-and-some", "peers-of-nothing", "unknown-peer", "unknown-suite", "no-case", "bad-dtype", "no-time-ops",
-        "no-budget", "no-gpu-ops", "folder-ops", "pdf", "split-into-file", "from-nothing", "from-foreign",
-        "from-and-op", "from-and-suite",
+        "no-budget", "empty-budget", "no-case-time", "sizes-alone", "sizes-of-workload", "sizes-and-suite",
+        "csv-and-dtype", "range-down", "range-of-words", "too-many", "unknown-size", "no-size", "unknown-dtype",
+        "no-csv", "forms-of-ops", "no-plan", "no-gpu-ops", "folder-ops", "pdf", "split-into-file", "from-nothing",
+        "from-foreign", "from-and-op", "from-and-suite",
     ],
 )  # fmt: skip
 def test_bad_calls(
@@ -150,9 +177,66 @@ def test_bad_calls(
 def test_a_bad_output_is_found_before_anything_is_measured(workload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "measure", lambda *args, **options: pytest.fail("measured first"))
     assert main.main(["bench", f"{workload}:make", "-o", f"{workload}/a.json"]) == 1
-    monkeypatch.setattr(timing, "measure_interleaved", lambda *args, **options: pytest.fail("measured first"))
+    monkeypatch.setattr(interleaved, "measure", lambda *args, **options: pytest.fail("measured first"))
     for option, value in (("-o", f"{workload}/a.json"), ("--split", str(workload)), ("--plot", "a.pdf")):
         assert main.main(["bench", "rms_norm", option, value]) == 1
+
+
+# --- other forms of a model
+
+
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timings of pairs made up: the model 12 ms, another form 8 ms."""
+
+    def measure_pair(base: Any, new: Any, **_options: Any) -> timing.Paired:
+        base(), new()
+        return timing.Paired((12.0,) * 9, (8.0,) * 9, 1.5, timing.Interval(1.4, 1.6), "host wall", 7)
+
+    monkeypatch.setattr(timing, "measure_pair", measure_pair)
+
+
+def test_samples_and_tokens_a_second(
+    workload: Path, samples: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload.write_text(BODY.replace("Buckets(", "Buckets(ids=torch.ones(6, 5, dtype=torch.int64), "))
+    workload.write_text(workload.read_text().replace("nn.Linear(16, 16), Buckets", "Ids(), Buckets") + IDS)
+    assert main.main(["bench", f"{workload}:make"]) == 0
+    text = capsys.readouterr().out
+    assert "b8: 667 samples/s\n" in text, "8 samples in 12 ms"
+    assert "ids: 500 samples/s, 2,500 tokens/s\n" in text
+
+
+def test_a_model_beside_compile_and_a_plan(
+    workload: Path, samples: dict[str, float], pairs: None, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    loaded = load(f"{workload}:make")
+    plan, target = workload.parent / "plan.json", workload.parent / "a.json"
+    Plan.start(loaded, hardware.cpu(), {name: {} for name in loaded.buckets}).save(plan)
+    monkeypatch.setattr(sides, "compiled", lambda workload: workload.model)
+    arguments = [f"{workload}:make", "--compile", "--plan", str(plan), "-o", str(target)]
+    assert main.main(["bench", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "torch.compile" in text and "1.50×" in text and "1.40–1.60" in text and "8.000 ms" in text
+    assert "1,000 samples/s" in " ".join(text.split()), "8 samples in 8 ms"
+    assert max(map(len, text.splitlines())) <= 80
+    record = records.load_as(target, records.BenchRecord)
+    assert [side.name for side in record.sides] == ["torch.compile", str(plan)]
+    for side in record.sides:
+        assert not side.problem and side.error == 0.0 and [pair.bucket for pair in side.buckets] == ["b1", "b8"]
+
+
+def test_a_form_that_fails_or_answers_otherwise_has_no_time(workload: Path, pairs: None) -> None:
+    def raising(_workload: Any) -> Any:
+        raise RuntimeError("no compiler\nmore")
+
+    loaded = load(f"{workload}:make")
+    assert sides.beside(loaded, "a", raising, seconds=1.0).problem == "RuntimeError: no compiler"
+    other = sides.beside(loaded, "b", lambda workload: lambda input: workload.model(input)[:, :3], seconds=1.0)
+    assert other.problem == "ValueError: its answer has other shapes than the model's" and not other.buckets
+    off = sides.beside(loaded, "c", lambda workload: lambda input: 1.5 * workload.model(input), seconds=1.0)
+    assert off.error == pytest.approx(0.5, rel=1e-3) and off.buckets[0].ratio == 1.5
 
 
 # --- ops
@@ -164,12 +248,12 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     facts = {"ours": 0.020}
     monkeypatch.setenv("COLUMNS", "100")
 
-    def measure(works: list[Any], **_options: Any) -> timing.Interleaved:
+    def measure(works: list[Any], **_options: Any) -> interleaved.Interleaved:
         peers = [0.030 + 0.010 * index for index in range(len(works) - 2)]
         times = [facts["ours"], *peers, 0.010] if len(works) > 1 else [0.010]
-        return timing.Interleaved(tuple((value,) * 40 for value in times), "device events")
+        return interleaved.Interleaved(tuple((value,) * 40 for value in times), "device events")
 
-    monkeypatch.setattr(timing, "measure_interleaved", measure)
+    monkeypatch.setattr(interleaved, "measure", measure)
     return facts
 
 
@@ -181,21 +265,96 @@ def test_ops_table(
     assert main.main(arguments) == 0
     text = capsys.readouterr().out
     assert "suite quick" in text and "peers: eager (torch" in text
-    for part in ("rms_norm · copy of 64.0 MiB: 13,422 GB/s", "silu_and_mul", "20.00 µs", "50 %", "1.50×"):
+    for part in (
+        "rms_norm · copy of 64.0 MiB: 13,422 GB/s",
+        "silu_and_mul",
+        "20.00 µs",
+        "50 %",
+        "1.50×",
+        "peak unknown",
+    ):
         assert part in text, part
     # the peer's own column, then the best peer's
-    assert re.search(r"20\.00 µs .* 1\.50×\s+1\.50× \[1\.50, 1\.50\]", text)
+    assert re.search(r"20\.00 µs .* 1\.50×\s+1\.50×\s*\n.*20\.00–20\.00.*1\.50–1\.50", text)
     assert "best peers: geometric mean 1.50× [1.500, 1.500] over 3 cases" in text
     assert "slower in none" in text and "ours ran by backend torch" in text
     assert "no liger: not installed; it needs pip install" in text
     assert max(map(len, [line for line in text.splitlines() if "×" in line and "bf16" in line])) <= 80
 
 
+def test_sizes_of_the_users(
+    rounds: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    target = tmp_path / "a.json"
+    words = ["gemm", "M=8:32:*2", "N=16,24", "k=32", "dtype=fp32"]
+    assert main.main(["bench", *words, "--peers", "eager", "--device", "cpu", "-o", str(target)]) == 0
+    captured = capsys.readouterr()
+    (found,) = records.load_as(target, records.OpBenchRecord).ops
+    assert [case.case for case in found.cases] == [f"{M}x{N}x32 fp32" for M in (8, 16, 32) for N in (16, 24)]
+    assert found.cases[1].sizes == {"M": 8, "N": 24, "K": 32} and found.cases[1].flops == 2 * 8 * 24 * 32
+    # 2 · 8 · 24 · 32 operations and 4 · (8 · 32 + 24 · 32 + 8 · 24) bytes in 20 µs, whose peaks nothing says
+    assert "0.61 GFLOP/s" in captured.out and "0.24 GB/s" in captured.out and "peak unknown" in captured.out
+    assert "MxNxK" in captured.out and "gemm 8x24x32 fp32: 20.00 µs (" in captured.err
+    table = [line for line in captured.out.splitlines() if "20.00" in line]
+    assert len(table) == 12 and max(map(len, table)) <= 80
+
+
+def test_rates_of_a_known_device_have_a_share_of_its_peak(
+    rounds: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "a.json"
+    assert main.main(["bench", "gemm", "M=64", "N=64", "K=64", "dtype=fp32", "--peers", "none", "-o", str(target)]) == 0
+    record = records.load_as(target, records.OpBenchRecord)
+    record.peak_gbps, record.peaks_from, record.ops[0].cases[0].peak_tflops = (
+        4800.0,
+        "NVIDIA datasheet, H200",
+        0.0524288,
+    )
+    records.save(record, target)
+    capsys.readouterr()
+    assert main.main(["bench", "--from", str(target)]) == 0
+    text = capsys.readouterr().out
+    # 2 · 64³ operations in 20 µs; the 48 KiB of its tensors at 4,800 GB/s take 0.01 µs
+    assert "26.2 GFLOP/s" in text and "50% of peak" in text and " 2.46 GB/s" not in text
+    assert "peaks: 4,800 GB/s, 0.1 TFLOP/s float32 (NVIDIA datasheet, H200, dense)" in text
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_gemm_has_a_share_of_the_peak_and_a_norm_of_the_bandwidth(tmp_path: Path) -> None:
+    target = tmp_path / "a.json"
+    for words, unit in ((["gemm", "M=4096", "dtype=bf16"], "TFLOP/s"), (["rms_norm", "M=8192"], "GB/s")):
+        assert main.main(["bench", *words, "--peers", "eager", "--seconds", "0.1", "-o", str(target)]) == 0
+        record = records.load_as(target, records.OpBenchRecord)
+        case = record.ops[0].cases[0]
+        assert case.impls[0].ms is not None and record.peaks_from
+        (rate,) = rates(case, case.impls[0].ms, record.peak_gbps)
+        assert rate.unit == unit and rate.share is not None and 0.1 < rate.share < 1.05
+
+
+def test_sizes_from_a_file(rounds: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, target = tmp_path / "shapes.csv", tmp_path / "a.json"
+    file.write_text("rows,columns,dtype\n3,40,fp32\n4,48,\n")
+    arguments = ["--peers", "none", "--device", "cpu", "-o", str(target)]
+    assert main.main(["bench", "rms_norm", "--csv", str(file), *arguments]) == 0
+    record = records.load_as(target, records.OpBenchRecord)
+    assert record.suite == "shapes.csv" and [case.case for case in record.ops[0].cases] == ["3x40 fp32", "4x48 bf16"]
+    capsys.readouterr()
+    file.write_text("M,N\n")
+    assert main.main(["bench", "rms_norm", "--csv", str(file), *arguments]) == 1
+    assert "shapes.csv has nothing to measure: it has no row" in capsys.readouterr().err
+    file.write_text("op,M,N\nsoftmax,3,40\nrms_norm,4,x\n")
+    assert main.main(["bench", "--csv", str(file), *arguments]) == 1
+    assert "line 3: N=x: must be a whole number" in capsys.readouterr().err
+    assert main.main(["bench", "rms_norm", "--csv", str(file), *arguments]) == 1
+    assert "line 2: is of softmax, and asked for are rms_norm" in capsys.readouterr().err
+
+
 def test_ops_that_are_slower_are_named(rounds: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:
     rounds["ours"] = 0.060
     assert main.main(["bench", "rms_norm", "--suite", "quick", "--peers", "eager", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    assert "0.50× [0.50, 0.50]" in text and "slower in 3: 16x1024 bf16, 64x4096 bf16, 7x1000 fp32" in text
+    assert "0.50–0.50" in text and "slower in 3: 16x1024 bf16, 64x4096 bf16, 7x1000 fp32" in text
 
 
 def test_a_cell_says_why_a_peer_has_no_time() -> None:
@@ -279,7 +438,7 @@ def test_a_wrong_result_is_no_success(
     op = registry.get("rms_norm")
     monkeypatch.setattr(op, "backends", dict(op.backends))
     monkeypatch.setattr(op, "_order", op._order)
-    op.attach("broken", lambda call: 2 * call.x, priority=99)
+    planted(op, "broken", lambda call: 2 * call.x, priority=99)
     target = tmp_path / "a.json"
     arguments = ["rms_norm", "--suite", "quick", "--peers", "eager", "--device", "cpu", "-o", str(target)]
     assert main.main(["bench", *arguments]) == 2

@@ -24,7 +24,7 @@ from wavecrest.dispatch.tuned import Config, Database, Entry, Evidence, Overlay,
 from wavecrest.dispatch.tuned import untuned_calls as files
 from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
-from wavecrest.measure import timing
+from wavecrest.measure import interleaved
 from wavecrest.tune import session, untuned_calls
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +168,10 @@ def test_check_names_what_dispatch_cannot_use(user: Overlay, capsys: pytest.Capt
     user.path.write_bytes(b"none" * 5000)
     for words in (["show"], ["check"], ["import", str(SHIPPED / "rope.csv")], ["merge", str(user.path)]):
         assert str(user.path) in said(capsys, *words, code=1)
-    assert "rows are well" in said(capsys, "check", str(user.path.parent / "none.sqlite"))
+    other = Overlay(user.path.parent / "other.sqlite")
+    assert "no database at" in said(capsys, "check", str(other.path), code=1)
+    other.prepare()
+    assert "rows are well" in said(capsys, "check", str(other.path))
 
 
 def test_without_a_users_database(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -185,7 +188,7 @@ def test_without_a_users_database(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_leave_one_out(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "leave-one-out", str(EVIDENCE / "2026-11-21_tune_rope.jsonl.gz"))
     assert "rope 11" in text and "geometric mean" in text
-    assert "not tune" in said(capsys, "leave-one-out", str(EVIDENCE / "2026-11-22_bench_rope.jsonl.gz"), code=1)
+    assert "not of tune" in said(capsys, "leave-one-out", str(EVIDENCE / "2026-11-22_bench_rope.jsonl.gz"), code=1)
 
 
 @pytest.fixture
@@ -214,13 +217,13 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyOp]:
     made.native("torch", native, priority=10)
     made.kernel("kernel", kernel, priority=5, space=lambda key, arch: [Config(BLOCK=2)])
 
-    def measured(works: Any, *, min_rounds: int, **_options: Any) -> timing.Interleaved:
+    def measured(works: Any, *, min_rounds: int, **_options: Any) -> interleaved.Interleaved:
         for work in works:
             work()
         series = [tuple(us / 1e3 * (1 + place / 1e6) for place in range(min_rounds)) for us in ran[-len(works) :]]
-        return timing.Interleaved(tuple(series), "made up")
+        return interleaved.Interleaved(tuple(series), "made up")
 
-    monkeypatch.setattr(timing, "measure_interleaved", measured)
+    monkeypatch.setattr(interleaved, "measure", measured)
     # what is looked up once a process is not to be the stand-in's
     here()
     device = replace(hardware.cpu(), arch="sm_90", name="stand-in", compute_units=77)
@@ -321,7 +324,7 @@ SMALL = {"flash_attention": (2, 4, 9, 16), "flash_decoding": (2, 4, 9, 16), "gem
 
 @pytest.mark.parametrize("name", [*SMALL, "rms_norm", "silu_and_mul", "quantize_int8"])
 def test_calls_are_made_from_keys(name: str) -> None:
-    """Of every shipped key, and of an example: the call has that key, and the example's runs."""
+    """For every shipped key, and an example: the call made from the key has that key, and the example's call runs."""
     found = registry.get(name)
     fields = lookup.fields_of(found)
     keys = [dict(zip(fields, key, strict=True)) for key in Database(arch="sm_90").rows(name, fields)]

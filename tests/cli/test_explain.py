@@ -10,11 +10,12 @@ import torch
 
 from tests.toy import ToyOp, TwoCall
 from wavecrest import hardware
+from wavecrest.bench import sizes
 from wavecrest.cli import explain, main
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.keys import dtype_name
-from wavecrest.dispatch.tuned import Config, Database, Row, database
+from wavecrest.dispatch.tuned import Config, Database, Row, database, row
 from wavecrest.errors import InvalidArgument
 
 # what M=3 N=64 dtype=float32 are in the key of an op whose key does not call them rows, columns and dtype
@@ -223,6 +224,7 @@ def test_a_ranking_for_an_architecture_that_is_not_here(arch: str, capsys: pytes
     assert main.main(["explain", "gemm", "16", "1024", "1024", "bf16", "--arch", arch]) == 0
     text = capsys.readouterr().out
     assert f"gemm on {arch}" in text and "model, not measured" in text and "(default)" in text and "memory" in text
+    assert ("published for" in text) == (arch in ("gfx942", "gfx950"))
     assert main.main(["explain", "gemm", "16", "1024", "1024", "bf16", "--arch", arch, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["kind"], shown["evidence"], shown["arch"]) == ("explain-model", "model", arch)
@@ -256,9 +258,6 @@ def test_what_others_published_is_shown_for_an_architecture(capsys: pytest.Captu
     # other architectures have no such data
     record = explain.rank("mlstm_chunkwise", "sm_90", ["B=1", "S=2048", "D=64", "bf16"])
     assert record.decision is not None and (record.decision.backend, record.decision.source) == ("triton", "default")
-    # a key that needs operations on the device's tensors is decided there
-    record = explain.rank("mla_prefill", "gfx942", ["B=2", "H=3", "T=5", "S=9"])
-    assert record.decision is None and "where the GPU is" in record.note and not record.ranking
 
 
 @pytest.mark.parametrize(
@@ -275,3 +274,63 @@ def test_what_cannot_be_ranked_is_said(
     monkeypatch.setenv("COLUMNS", "200")
     assert main.main(["explain", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_row_of_another_part_is_compared_with_the_part_that_is_assumed() -> None:
+    evidence = row.Evidence(device="AMD Instinct MI300A", units=228)
+    with row.assumed(hardware.ARCHS["gfx942"]):
+        assert row.differences(evidence) == "AMD Instinct MI300A, 228 compute units, 304 on MI300X"
+        assert row.differences(row.Evidence(device="AMD Instinct MI300X OAM", units=304)) == ""
+    assert row.differences(evidence).startswith("AMD Instinct MI300A, 228 compute units, ")
+    assert row.differences(evidence).endswith(" here")
+
+
+def _sizes_by_the_keys_words() -> list[tuple[str, str]]:
+    from wavecrest import ops
+
+    found = []
+    for name in ops.names():
+        op = registry.get(name)
+        named = [field for field in op.key_fields if sizes.named(op, field) in op.study.sizes]
+        found += [(name, field) for field in named]
+    return found
+
+
+@pytest.mark.parametrize(("op", "field"), _sizes_by_the_keys_words())
+def test_a_size_may_be_named_as_in_the_key(op: str, field: str) -> None:
+    for word in (field, field.upper()):
+        assert explain.rank(op, "gfx942", [f"{word}=128"]).key[field] == 128
+
+
+def test_the_keys_words_reach_most_ops_and_other_parts_of_a_key_stay_refused() -> None:
+    assert {"batch", "heads", "dk", "tokens", "rows", "columns", "capacity"} <= {
+        field for _, field in _sizes_by_the_keys_words()
+    }
+    for op, word in (("mlstm_chunkwise", "DV=64"), ("flash_decoding", "tokens=2"), ("rms_norm", "batch=2")):
+        with pytest.raises(InvalidArgument, match="is no size"):
+            explain.rank(op, "gfx942", [word])
+    with pytest.raises(InvalidArgument, match="D is already 32"):
+        explain.rank("mlstm_chunkwise", "gfx942", ["D=32", "dk=64"])
+
+
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm_80", "sm_90", "sm_100"])
+def test_every_op_has_a_decision_for_every_architecture_here(arch: str) -> None:
+    from wavecrest import ops
+
+    for name in ops.names():
+        record = explain.rank(name, arch)
+        assert record.decision is not None, f"{name}: {record.note}"
+        assert record.decision.arch == arch and record.decision.flops >= 0 and record.decision.function
+        assert "compute units" not in record.decision.reason, "rows are compared with the architecture's part"
+
+
+def test_a_key_that_needs_the_values_of_tensors_is_decided_where_the_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = registry.get("rms_norm")
+    plain = op.key
+
+    def key(call: Any) -> Any:
+        return (*plain(call)[:-1], bool(call.x.flatten()[0] > 0))
+
+    monkeypatch.setattr(op, "key", key)
+    record = explain.rank("rms_norm", "gfx942", ["2", "8"])
+    assert record.decision is None and "where the GPU is" in record.note

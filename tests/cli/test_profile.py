@@ -98,7 +98,7 @@ def test_json_is_the_record_alone(file: Path, capsys: pytest.CaptureFixture[str]
     assert main.main(["profile", f"{file}:make", "--calls", "1", "--no-breaks", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["kind"] == "profile"
-    assert records.ProfileRecord.model_validate(document).workload == "make"
+    assert records.ProfileRecord.model_validate(document).workload == "Model"
 
 
 def test_idle_time_and_launches_are_shown_where_there_is_a_gpu(

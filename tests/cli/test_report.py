@@ -45,7 +45,7 @@ def test_folder_gets_a_report(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert main.main(["report", str(folder)]) == 0
     assert "Faster by 1.31×" in (folder / "report.html").read_text(encoding="utf-8")
     out = capsys.readouterr().out
-    assert out.startswith("net[/red]: Faster by 1.31× [1.29, 1.33]\n")
+    assert out.startswith("net[/red]: faster by 1.31× [1.29, 1.33]\n")
     assert str(folder / "report.html") in out
 
 
@@ -67,6 +67,7 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = json.loads(capsys.readouterr().out)
     assert printed["headline"] == "Faster by 1.31×"
     assert printed["interval"] == "[1.29, 1.33]"
+    assert printed["first_line"].endswith("faster by 1.31× [1.29, 1.33]")
     assert printed["path"] == str(folder / "report.html")
 
 
@@ -107,4 +108,4 @@ def test_record_of_another_command_is_named(folder: Path, capsys: pytest.Capture
     bench = {key: document[key] for key in ("format_version", "header", "workload", "dtype", "parameters")}
     (folder / "run.json").write_text(json.dumps(bench | {"kind": "bench", "buckets": []}), encoding="utf-8")
     assert main.main(["report", str(folder)]) == 1
-    assert "is a bench result, not optimize" in capsys.readouterr().err
+    assert "is a result of bench, not of optimize" in capsys.readouterr().err

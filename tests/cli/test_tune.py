@@ -27,7 +27,7 @@ from wavecrest.dispatch.tuned import Config, database
 from wavecrest.dispatch.tuned.row import here
 from wavecrest.errors import InvalidArgument
 from wavecrest.integrations import ray
-from wavecrest.measure import timing
+from wavecrest.measure import interleaved, timing
 from wavecrest.tune import session, workers
 
 
@@ -64,15 +64,15 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[ToyOp]:
     made.native("torch", native, priority=10)
     made.kernel("kernel", kernel, priority=5, space=space)
 
-    def measured(works: Any, *, min_rounds: int, **_options: Any) -> timing.Interleaved:
+    def measured(works: Any, *, min_rounds: int, **_options: Any) -> interleaved.Interleaved:
         names = []
         for work in works:
             work()
             names.append(ran[-1])
         series = tuple(tuple(TIMES[name] * (1 + index / 1000) for index in range(min_rounds)) for name in names)
-        return timing.Interleaved(series, "made up")
+        return interleaved.Interleaved(series, "made up")
 
-    monkeypatch.setattr(timing, "measure_interleaved", measured)
+    monkeypatch.setattr(interleaved, "measure", measured)
     # what is looked up once a process is not to be the stand-in's
     here()
     # an architecture is known, so that the space is asked
@@ -123,7 +123,9 @@ def test_options_reach_the_run(op: ToyOp, monkeypatch: pytest.MonkeyPatch, tmp_p
     name, device, settings, targets = asked["args"]
     assert name == "double" and device.arch == "sm_90"
     configs = (Config(BLOCK=2, num_warps=4), Config(BLOCK=8))
-    wanted = session.Settings("quick", "4", ("torch", "kernel"), 90.0, 0.5, 3, 7, 9.0, ("json", "wave"), configs)
+    wanted = session.Settings(
+        "quick", "4", ("torch", "kernel"), 90.0, 0.5, 3, 7, 9.0, ("json", "wave"), configs=configs
+    )
     assert settings == wanted
     assert targets == session.Targets(tmp_path / "a.json", None) and asked["resume"] is True
     # on the CPU there is one child, if no more are asked for
@@ -227,7 +229,7 @@ def test_a_workload(
         (["model.py:play"], "model.py has no function 'play'"),
         (["nothing.py:work"], "no file nothing.py"),
         (["model.py:work", "--out", "."], ". is a folder; give the name of a file in it"),
-        (["model.py:work"], "work calls nothing that can be tuned here: double rows are for calls on a GPU"),
+        (["model.py:work"], "Model calls nothing that can be tuned here: double rows are for calls on a GPU"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,17 +25,48 @@ def ops_with_kernels() -> list[str]:
     return [name for name in registry.names() if "triton" in registry.get(name).backends]
 
 
-def compiled(targets: list[str], archs: tuple[str, ...] = ARCHS, known: Path | None = None) -> Compiled:
-    """The kernels of targets, compiled in a process without the interpreter; all, or those not known."""
+# a script of this folder and its arguments
+Question = tuple[str, ...]
+_POOL = ThreadPoolExecutor(os.cpu_count())
+_ANSWERS: dict[Question, Future[str]] = {}
+
+
+def _run(question: Question) -> str:
+    """The output of a script, in a process without the interpreter: kernels defined for it cannot be compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("everything.py")
-    options = [] if known is None else ["--known", str(known)]
+    script, *arguments = question
     done = subprocess.run(
-        [sys.executable, str(script), ",".join(archs), *options, *targets],
-        env=environment, capture_output=True, text=True,
+        [sys.executable, str(Path(__file__).with_name(script)), *arguments],
+        env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return Compiled.model_validate_json(done.stdout)
+    return done.stdout
+
+
+def _asked(question: Question) -> Future[str]:
+    if question not in _ANSWERS:
+        _ANSWERS[question] = _POOL.submit(_run, question)
+    return _ANSWERS[question]
+
+
+def answer(*question: str) -> Any:
+    """The JSON that a script prints; it runs once a session. Its own errors fail the test."""
+    return json.loads(_asked(question).result())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the scripts of the `QUESTIONS` of all modules side by side: each compiles on one core."""
+    if session.config.option.collectonly or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    for module in dict.fromkeys(item.module for item in session.items if isinstance(item, pytest.Function)):
+        for question in getattr(module, "QUESTIONS", ()):
+            _asked(question)
+
+
+def compiled(targets: list[str], archs: tuple[str, ...] = ARCHS, known: Path | None = None) -> Compiled:
+    """The kernels of targets, compiled in a process without the interpreter; all, or those not known."""
+    options = [] if known is None else ["--known", str(known)]
+    return Compiled.model_validate_json(_run(("everything.py", ",".join(archs), *options, *targets)))
 
 
 def compile_rows(targets: list[str], archs: tuple[str, ...] = ARCHS) -> list[Row]:

@@ -1,4 +1,4 @@
-"""What lanes hand to each other in the loops of the GEMV kernels, as JSON: `python exchanges.py`.
+"""Exchanges between lanes in the loops of the GEMV kernels, as JSON: `python exchanges.py`.
 
 A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
 """

@@ -1,4 +1,4 @@
-"""What sm_90's pipelines overwrite too early, as JSON: `python pipelines.py`.
+"""Find tiles that sm_90's pipelines overwrite too early, as JSON: `python pipelines.py`.
 
 A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
 """

@@ -1,4 +1,4 @@
-"""What was compiled before: by case and architecture a key of all that went in, and a hash of what came out.
+"""The record of compiled kernels: by case and architecture a key of all inputs, and a hash of the machine code.
 
 A kernel whose key is as recorded has the machine code that was recorded, and was held to the budget that was recorded
 with it; so a test run compiles what has changed, and one architecture whole.
@@ -49,7 +49,7 @@ class Recorded(BaseModel):
     ops: dict[str, dict[str, dict[str, tuple[str, str]]]]
 
     def of(self, op: str, case: str, arch: str) -> tuple[str, str] | None:
-        """Key and code of a kernel; None where there is none."""
+        """Key and code of a kernel; None for a kernel that was not recorded."""
         return self.ops.get(op, {}).get(case, {}).get(arch)
 
     def has(self, place: Place) -> bool:
@@ -61,7 +61,7 @@ class Recorded(BaseModel):
 
 
 def load(path: Path = FILE) -> Recorded:
-    """The record of a file; an empty one where there is none."""
+    """The record of a file; an empty one if there is no file."""
     if not path.is_file():
         return Recorded(triton="", budgets={}, ops={})
     return Recorded.model_validate_json(path.read_text(encoding="utf-8"))

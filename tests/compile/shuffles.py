@@ -1,4 +1,4 @@
-"""What sm_90 makes of sums across lanes in kernels that pass them on, as JSON: `python shuffles.py`.
+"""Sums across lanes in sm_90's machine code, in kernels that pass them on, as JSON: `python shuffles.py`.
 
 A process of its own, since kernels defined for Triton's interpreter cannot be compiled.
 """

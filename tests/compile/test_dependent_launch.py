@@ -6,15 +6,14 @@ the first ones of a decode step may, where their configuration says it.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.compile.conftest import answer
+
+QUESTIONS = (("dependent.py",),)
 
 FIRST = (
     "triton _tile_kernel", "triton_stream_k _stream_k_kernel", "triton_gemv _multiply_kernel",
@@ -38,11 +37,7 @@ EARLY = (
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("dependent.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return answer("dependent.py")  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("kernel", FIRST)

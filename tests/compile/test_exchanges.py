@@ -6,22 +6,16 @@ the rows they are multiplied by; triton 3.6 passed all weights through LDS to me
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.compile.conftest import answer
+
+QUESTIONS = (("exchanges.py",),)
 
 
 @pytest.fixture(scope="module")
 def exchanges() -> dict[str, dict[str, list[str]]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("exchanges.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return answer("exchanges.py")  # type: ignore[no-any-return]
 
 
 def test_an_exchange_is_found(exchanges: dict[str, dict[str, list[str]]]) -> None:

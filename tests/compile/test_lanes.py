@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.compile.conftest import answer
+
+QUESTIONS = (("lanes.py",),)
+
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("lanes.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return answer("lanes.py")  # type: ignore[no-any-return]
 
 
 def _alone(load: dict[str, Any]) -> bool:

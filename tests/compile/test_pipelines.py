@@ -8,22 +8,16 @@ last turns' copies, which are masked off, put zeros there at once.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.compile.conftest import answer
+
+QUESTIONS = (("pipelines.py",),)
 
 
 @pytest.fixture(scope="module")
 def pipelines() -> dict[str, tuple[int, list[str]]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("pipelines.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return answer("pipelines.py")  # type: ignore[no-any-return]
 
 
 def test_a_tile_with_two_readers_is_found(pipelines: dict[str, tuple[int, list[str]]]) -> None:

@@ -6,22 +6,16 @@ one place, as a layout that holds a number several times does, the bits are thos
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.compile.conftest import answer
+
+QUESTIONS = (("shuffles.py",),)
 
 
 @pytest.fixture(scope="module")
 def sums() -> dict[str, tuple[int, int]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("shuffles.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return answer("shuffles.py")  # type: ignore[no-any-return]
 
 
 def test_a_merged_product_is_found(sums: dict[str, tuple[int, int]]) -> None:

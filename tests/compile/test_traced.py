@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.compile.conftest import answer
+
+QUESTIONS = (("traced.py",),)
 
 # kernel: what it writes in any of its forms
 WRITTEN = {
@@ -50,11 +49,7 @@ WRITTEN = {
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("traced.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return answer("traced.py")  # type: ignore[no-any-return]
 
 
 def test_every_kernel_is_looked_at(kernels: dict[str, Any]) -> None:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.compile.conftest import answer
+
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+QUESTIONS = (("waiting.py", *ARCHS, "sm_90"),)
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("waiting.py")
-    done = subprocess.run(
-        [sys.executable, str(script), *ARCHS, "sm_90"], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return answer(*QUESTIONS[0])  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -1,4 +1,4 @@
-"""What torch.compile makes of our kernels, as JSON: `python traced.py`.
+"""Trace wavecrest's kernels as torch.compile does; the tensors they write, as JSON: `python traced.py`.
 
 It works out which tensors a kernel writes from the kernel's intermediate code; where that cannot be made it takes all
 of them for written, copies them, and keeps CUDA graphs from being used. Torch up to 2.11 makes it with all sizes,
@@ -28,7 +28,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 class _Driver:
-    """What stands for a GPU: its architecture."""
+    """A driver in place of a GPU's: its architecture alone."""
 
     def get_current_target(self) -> GPUTarget:
         return TARGET

@@ -1,4 +1,4 @@
-"""What programs of one row do about each other, as JSON by architecture: `python waiting.py gfx942 …`.
+"""How programs of one row wait for each other, as JSON by architecture: `python waiting.py gfx942 …`.
 
 "loads": those inside the loops of a split row's kernel. "counted": the machine code of a step of the mLSTM whose
 programs are counted.

@@ -245,7 +245,7 @@ def _locks_reversed(_arch: str) -> tuple[float, float]:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """What the kernel sees of 1,000 elements in a block of 1,024."""
+    """1,000 elements in a block of 1,024, as the kernel sees them."""
     return torch.cat([x, torch.zeros(24, dtype=x.dtype)])
 
 

@@ -33,7 +33,8 @@ def test_subjects_fit_a_line() -> None:
         pytest.skip(f"the history does not reach {SINCE[:7]}: a shallow clone, or another history")
     log = _git("log", "--format=%h %s", f"{SINCE}..HEAD")
     assert log.returncode == 0, log.stderr
-    assert not too_long(log.stdout), "\n".join(too_long(log.stdout))
+    found = too_long(log.stdout)
+    assert not found, "\n".join(found)
 
 
 def test_a_long_subject_is_found() -> None:

@@ -21,19 +21,21 @@ MODULES = {
 # layer of each package below wavecrest; docs/architecture.md explains the rules
 LAYERS = {
     "errors": 0, "hardware": 0, "env": 0,
-    "measure": 1, "records": 1, "dispatch": 1,
+    "measure": 1, "records": 1, "dispatch": 1, "settings": 1,
     "ops": 2,
     "backends": 3,
     "nn": 4, "models": 4,
     "graphs": 5, "bench": 5, "profile": 5, "report": 5, "doctor": 5, "isa": 5, "tune": 5,
     "optimizer": 6,
-    "cli": 7, "integrations": 7,
+    "cli": 7, "compat": 7, "integrations": 7,
 }  # fmt: skip
 # imports inside a layer that are allowed: (from, to)
 SIDEWAYS = {
     ("hardware", "errors"),
     # rows and records are read with the backend names of today
     ("dispatch", "records"),
+    # strictness and the rows that decide are dispatch's
+    ("settings", "dispatch"),
     # a record stores measurements as the timer made them
     ("records", "measure"),
     ("models", "nn"),
@@ -48,12 +50,15 @@ PLUG_POINTS = {
     ("", "wavecrest"),
     # backends attach to ops by name
     ("dispatch.registry", "wavecrest.backends"),
+    # a user's kernel is held to the contract when it is first asked for
+    ("backends.user", "wavecrest.tune"),
+    ("backends.user", "wavecrest.ops"),
     # an op names its study, which tools ask for
     ("ops", "study"),
     # ways of loading a workload
     ("measure.workload", "wavecrest.integrations"),
     # the program of a child process that applies a plan, which steps that need no plan start too
-    ("optimizer.alternate", "wavecrest.optimizer.side"),
+    ("optimizer.children", "wavecrest.optimizer.side"),
 }
 
 
@@ -191,6 +196,8 @@ READERS = {
 }
 # the package's own data, and the project file of a checkout
 OWN_DATA = ("env", "dispatch.tuned.spaces", "records.provenance")
+# reads what the process before it wrote, from a folder that its user alone can write to
+OWN_COPIES = "measure.copies"
 
 
 def test_one_decoder_reads_files() -> None:
@@ -204,7 +211,7 @@ def test_one_decoder_reads_files() -> None:
             if not isinstance(node, ast.Attribute):
                 continue
             module = node.value.id if isinstance(node.value, ast.Name) else ""
-            own = module == "tomllib" and name in OWN_DATA
+            own = (module == "tomllib" and name in OWN_DATA) or (module == "torch" and name == OWN_COPIES)
             if node.attr == "model_validate_json" or (node.attr in READERS.get(module, ()) and not own):
                 found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
     assert not found, found

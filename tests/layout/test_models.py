@@ -59,7 +59,7 @@ def _modules() -> dict[str, Path]:
 
 
 def edges_of(sources: dict[str, str]) -> dict[str, set[str]]:
-    """What each module imports of the others: lazily too, and for types alone."""
+    """Imports between the modules: lazy ones too, and those for types alone."""
     found: dict[str, set[str]] = {}
     for name, source in sources.items():
         imported = set()

@@ -187,7 +187,7 @@ assert inspect.isfunction(wavecrest.ops.gemm) and inspect.isfunction(wavecrest.o
     assert not modules & set(ops.__all__)
 
 
-# Python calls of ours from the public function to the library or the launch, once a signature is bound
+# wavecrest's Python calls from the public function to the library or the launch, once a signature is bound
 MOST_CALLS = 8
 # those of a launch, which tests/unit/test_launcher.py counts
 LAUNCH_CALLS = 2

@@ -35,7 +35,7 @@ class _Utils:
 
 
 class _Driver:
-    """What stands for a GPU: launches come here, and no further."""
+    """A driver in place of a GPU's: launches come here, and no further."""
 
     utils = _Utils()
     launched = 0

@@ -158,7 +158,7 @@ def test_gradients_are_those_of_additions_apart() -> None:
 
 @pytest.mark.parametrize("trained", ["norm_mlstm.weight", "norm_ffn.weight", "out_proj.weight", "embedding.weight"])
 def test_one_parameter_that_is_trained(trained: str) -> None:
-    """What autograd keeps for it is not written to."""
+    """Tensors that autograd keeps for the backward pass are not written to."""
     rows, found = tokens(2, 21), []
     for hooked in (False, True):
         model = build(dtype=torch.float64)

@@ -40,7 +40,7 @@ class Passes:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
-    """Those that a test's models make, as if this were a GPU."""
+    """Counts of the passes that a test's models make, as on a GPU."""
     made, run, decode = Passes(), xLSTMLarge._run, xLSTMLarge.decode
 
     def counted_run(*args: Any, **options: Any) -> Any:
@@ -203,7 +203,7 @@ def test_a_cpu_rehearses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ahead.py finds, without a compiled kernel on the disk."""
+    """The report of ahead.py, without a compiled kernel on the disk."""
     pytest.importorskip("triton", reason="kernels are compiled by triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
@@ -214,12 +214,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_in_earnest_nothing_is_left_to_compile(compiled: dict[str, Any]) -> None:
-    """What is compiled ahead is what is launched: types, alignments and numbers of 1 are those of the launch."""
+    """The kernels compiled ahead are those launched: types, alignments and numbers of 1 are those of the launch."""
     for name in ("a token", "tokens behind it", "of two rows", "of another model"):
         assert compiled[name]["ahead"] and not compiled[name]["earnest"], (name, compiled[name])
     for name in ("a token again", "tokens again"):
         assert not compiled[name]["ahead"] and not compiled[name]["earnest"], (name, compiled[name])
-    # a step's kernels are none of who asks for one token
+    # who asks for one token needs no kernel of a step
     assert not any("step" in kernel for kernel in compiled["a token"]["ahead"])
     assert any("step" in kernel for kernel in compiled["tokens behind it"]["ahead"])
     # the product of the last token's row is made for the number of rows, the prompt's other kernels are not

@@ -170,7 +170,7 @@ def test_tokens_that_are_not_read_may_be_outside_of_the_vocabulary() -> None:
 
 
 def _for_transformers(**changes: Any) -> Any:
-    """A configuration of ours as transformers reads it."""
+    """A configuration of wavecrest as transformers reads it."""
     return xLSTMConfig.from_dict(json.loads(json.dumps(xLSTMLargeConfig(**(SIZES | changes)).to_dict("huggingface"))))
 
 

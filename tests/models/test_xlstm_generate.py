@@ -137,7 +137,7 @@ def test_noise_of_zero_draws_nothing_that_is_cut() -> None:
 
 
 def _ending(check_every: int) -> tuple[Any, Tensor, int]:
-    """What is made with an end, without one, and the end: one that a row comes to in the middle."""
+    """Texts generated with an end token and without, and the end token: one that a row reaches in the middle."""
     model = build()
     prompt = tokens(4, 5)
     free = model.generate(prompt, 24, temperature=1.0, generator=torch.Generator(DEVICE).manual_seed(3)).tokens

@@ -29,7 +29,7 @@ from wavecrest.ops import pack
 def layers(bias: tuple[bool, bool] = (False, True), **more: Any) -> tuple[Linear, Linear]:
     torch.manual_seed(0)
     wide, narrow = (
-        Linear(torch.randn(n, 24, **more), torch.randn(n, **more) if has else None)
+        Linear.from_weight(torch.randn(n, 24, **more), torch.randn(n, **more) if has else None)
         for n, has in zip((40, 6), bias, strict=True)
     )
     return wide, narrow
@@ -272,7 +272,7 @@ def test_one_product_is_both_of_a_packed_weight(format: str, bias: tuple[bool, b
 
 @pytest.mark.parametrize(("format", "group"), [("int4", None), ("fp8_block", None), ("int8", 32)])
 def test_formats_without_a_tail(format: str, group: int | None, kernel: Op) -> None:
-    wide, narrow = Linear(torch.randn(48, 64)), Linear(torch.randn(6, 64))
+    wide, narrow = Linear.from_weight(torch.randn(48, 64)), Linear.from_weight(torch.randn(6, 64))
     wide.weight = nn.Parameter(pack(wide.weight.data, format, group=group), requires_grad=False)
     with torch.no_grad():
         assert FusedProjection(wide, narrow).for_rows(torch.randn(2, 64)) is None

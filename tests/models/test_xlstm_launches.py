@@ -1,6 +1,7 @@
-"""How many kernels a decoding step launches a layer: what is between the kernels is what a small batch waits for.
+"""Number of kernels that a decoding step launches a layer: with a small batch a step waits for launches.
 
-Products normalise the rows that they read and add the residual, where kernels of ours run them: no norm is launched.
+Products normalise the rows that they read and add the residual, where wavecrest's kernels
+run them: no norm is launched.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAKES = ("empty", "new_empty", "lift_fresh", "detach")
 
 
 class Launches(TorchDispatchMode):
-    """Kernels of ours by name, and PyTorch's operations that are no views."""
+    """wavecrest's kernels by name, and PyTorch's operations other than views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class Launches(TorchDispatchMode):
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    """What is launched while it is entered; ops run on `OPS`."""
+    """The launches of a test; ops run on `OPS`."""
     quicken(monkeypatch)
     counted, starter = Launches(), _launcher.starter
 
@@ -82,7 +83,7 @@ def decoder(model: xLSTMLarge) -> Decoder:
 
 
 def step_of(launches: Launches, form: str | None = None, **changes: Any) -> Callable[[int], Counter[str]]:
-    """What a step of a model with so many blocks launches."""
+    """A function that counts the launches of a step, for a model with a given number of blocks."""
 
     def count(blocks: int) -> Counter[str]:
         model = build(weight_mode="fused", num_blocks=blocks, dtype=torch.bfloat16, **changes)

@@ -154,7 +154,7 @@ def test_where_it_does_not_apply(calls: Counter[str]) -> None:
 
 
 def test_a_prompt_ends_as_a_step_does(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is behind its last mLSTM has as few rows: the product before adds, the one behind normalises."""
+    """Behind the last mLSTM there are as few rows: the GEMM before it adds, the one behind normalises."""
     model, prompt = build(weight_mode="fused"), tokens(2, 9)
     found, _ = model(prompt, last_only=True)
     # both of the first block, whose products add where x lies, the first one of the second block, and the last
@@ -315,7 +315,7 @@ def _has_run(kernel: str | None) -> tuple[xLSTMLarge, tuple[Tensor, ...]]:
 def test_what_others_put_in_a_module_s_place_or_around_it_runs(
     name: str, kernel: str | None, calls: Counter[str]
 ) -> None:
-    """In steps and behind prompts, with products of ours or PyTorch's, of a model that has run without it."""
+    """In steps and behind prompts, with wavecrest's GEMMs or PyTorch's, of a model that has run without it."""
     with torch.no_grad():
         model, before = _has_run(kernel)
         halved = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""What the tests of xLSTM share: a small model whose parts all matter, and the model in float64 from its formulas."""
+"""Shared by the tests of xLSTM: a small model whose parts all matter, and the model in float64 from its formulas."""
 
 from __future__ import annotations
 

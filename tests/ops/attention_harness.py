@@ -1,4 +1,4 @@
-"""What the attention tests share: an oracle of plain loops, bounds, calls of every layout and comparison.
+"""Shared by the attention tests: an oracle of plain loops, bounds, calls of every layout and comparison.
 
 Not a test file: `tests/ops/test_flash_attention.py` has the cases.
 """
@@ -222,7 +222,7 @@ def _beside_result(row: Tensor, layout: str) -> Tensor:
 
 
 def lost_to_subnormals(call: FlashAttentionCall) -> Tensor:
-    """What weights under 2⁻¹⁴ lose in float16, against Σ |v|, [B, 1, Hq, Dv] beside the result."""
+    """Error of weights under 2⁻¹⁴ in float16, against Σ |v|, [B, 1, Hq, Dv] beside the result."""
     if call.v.dtype != torch.float16:
         return torch.zeros((), dtype=torch.float64, device=call.v.device)
     tokens = 0 if call.packed else 2 if call.layout == "bhsd" else 1

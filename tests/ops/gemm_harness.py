@@ -1,4 +1,4 @@
-"""What the tests of gemm and linear share: a float64 oracle with its bound, a watch over memory, operands, layouts.
+"""Shared by the tests of gemm and linear: a float64 oracle with its bound, a watch over memory, operands, layouts.
 
 Not a test file: see `tests/ops/test_gemm.py` and `tests/ops/test_linear.py`.
 """
@@ -38,18 +38,18 @@ _FLOATS = {F32: (24, -126), F16: (11, -14), BF16: (8, -126), F64: (53, -1022)}
 
 
 def tile(m: int = 16, n: int = 16, k: int = 32, **more: int) -> Config:
-    """Of the kernel over tiles, with small tiles that are not split."""
+    """A configuration of the kernel over tiles: small tiles, not split."""
     values = {"GROUP_M": 2, "SPLIT_K": 1, "PERSISTENT": 0, "TMA": 0, "num_warps": 4, "num_stages": 2}
     return Config(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, **(values | more))
 
 
 def stream(m: int = 16, n: int = 16, k: int = 32, group: int = 2, programs: int = 1) -> Config:
-    """Of stream-K: `programs` a compute unit."""
+    """A configuration of stream-K: `programs` a compute unit."""
     return Config(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=group, PROGRAMS=programs, TMA=0, num_warps=4, num_stages=2)
 
 
 def multiply(n: int = 16, k: int = 64, split: int = 1) -> Config:
-    """Of the kernel without matrix instructions."""
+    """A configuration of the kernel without matrix instructions."""
     return Config(BLOCK_N=n, BLOCK_K=k, SPLIT_K=split, num_warps=4, num_stages=2)
 
 
@@ -61,7 +61,7 @@ def fitted(config: Config | None, call: GemmCall) -> Config | None:
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, units: int, xcds: int = 1) -> None:
-    """Launches as for a GPU of so many compute units and dies."""
+    """Launches as for a GPU with `units` compute units and `xcds` dies."""
     arch = replace(ARCHS["gfx942"], compute_units=units, xcds=xcds)
     monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: arch)
 
@@ -70,7 +70,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, units: int, xcds: int = 1) -> None:
 
 
 class Watch:
-    """What kernels in Triton's interpreter touched: nothing but elements of their arguments; stores are counted.
+    """Watch kernels in Triton's interpreter: they touch elements of their arguments alone; stores are counted.
 
     On a GPU nothing is watched: there `scripts/sanitize` does it.
     """
@@ -286,7 +286,7 @@ def oracle(
     step: float = 2.0**-24,
     norm: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """What a call is defined as, and how far a result may be from it before it is rounded; float64, on the CPU.
+    """The exact result of a call, and the error allowed before it is rounded; float64, on the CPU.
 
     `b` [..., K, N]: the values of a packed weight. `unit`, `sums` and `shrink`: see `numerics.product_bound`. `step`:
     half a unit in the last place of what each step after the product is rounded to. `norm`: half a unit of what rows
@@ -376,7 +376,7 @@ def assert_near(got: Tensor, want: Tensor, slack: Tensor, out_scale: Tensor | No
 
 
 def steps_of(backend: str, call: GemmCall) -> float:
-    """What a backend rounds to between its steps: float32, but PyTorch the dtype of a."""
+    """Half a unit in the last place of a backend's values between its steps: float32's; PyTorch: of a's dtype."""
     if F64 in (call.a.dtype, call.b.dtype):
         return 2.0**-53
     if backend == "torch" and call.a.dtype in (E4M3, E5M2):
@@ -411,11 +411,14 @@ def bound_of(backend: str, call: GemmCall) -> dict[str, float]:
     if call.precision == "tf32" and call.a.dtype == F32:
         unit = numerics.PRODUCT_UNITS["tf32"]
     if call.a.is_cuda:
-        # sm_90 keeps 14 bits of sums of 8-bit floats; PyTorch may add parts of 16-bit products in their own type
-        sums = 2.0**-13 if call.a.dtype in (E4M3, E5M2) else max(sums, step)
+        # sm_90 keeps 14 bits of sums of 8-bit floats: of 128 products, unless more are asked for; PyTorch may add parts
+        # of 16-bit products in their own type
+        short, K = call.a.dtype in (E4M3, E5M2), call.a.shape[-1]
+        alone = min(K, 128) if short and call.precision != "fast_accum" else K
+        sums = 2.0**-13 * math.sqrt(alone / K) if short else max(sums, step)
         if call.a.dtype != I8 or blocks:
-            bits = 8 if call.a.dtype in (E4M3, E5M2) else max(16, 8 * call.a.itemsize)
-            shrink, _ = numerics.matrix_unit_shrink(call.a.shape[-1], bits, call.precision)
+            bits = 8 if short else max(16, 8 * call.a.itemsize)
+            shrink, _ = numerics.matrix_unit_shrink(alone, bits, call.precision)
     made = {"unit": unit, "sums": sums, "shrink": shrink, "step": step}
     if call.norm_weight is not None and backend in ("torch", "triton") and call.a.dtype != F32:
         # the row is rounded to a's dtype before it is multiplied
@@ -613,7 +616,7 @@ FINISHERS: tuple[tuple[str, Config | None], ...] = (
 
 
 def residual_of(kind: str, M: int, N: int, device: str) -> Tensor | None:
-    """Of another dtype than the result, rows of a larger tensor or every second column of one."""
+    """A residual of another dtype than the result's: transposed, one row for all, or every second column."""
     if kind == "none":
         return None
     if kind == "strided":

@@ -1,4 +1,4 @@
-"""What the tests of MLA share: an oracle in float64 that decompresses keys and values, bounds, and calls with NaN
+"""Shared by the tests of MLA: an oracle in float64 that decompresses keys and values, bounds, and calls with NaN
 wherever no sequence has a key.
 
 Not a test file: `tests/ops/test_mla_decode.py` and `tests/ops/test_mla_prefill.py` have the cases.
@@ -121,7 +121,7 @@ def exact(call: MlaDecodeCall, rounded: bool = False) -> Exact:
     lse_bound = torch.zeros_like(lse)
     unit, single = ROUNDING[call.q_nope.dtype], ROUNDING[torch.float64 if call.q_nope.dtype == torch.float64 else F32]
     latent, rotary = call.latent_dim, call.head_dim_rope
-    # of sums of so many products, each rounded; errors of either sign
+    # sums of this number of products, each rounded; errors of either sign
     sums = 4 * math.sqrt(latent + rotary + call.head_dim_nope) * single
     uk, uv = (None if one is None else one.cpu().double() for one in (call.w_uk, call.w_uv))
     for b, length in enumerate(call.seq_lens.tolist()):

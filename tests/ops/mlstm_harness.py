@@ -1,4 +1,4 @@
-"""What the tests of the mLSTM share: an oracle in float64, token by token in plain loops, bounds, calls with poison.
+"""Shared by the tests of the mLSTM: an oracle in float64, token by token in plain loops, bounds, calls with poison.
 
 Not a test file: `tests/ops/test_mlstm_chunkwise.py`, `test_mlstm_sequence.py` and `test_mlstm_step.py` have the cases.
 """

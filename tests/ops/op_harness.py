@@ -1,4 +1,4 @@
-"""What the op tests share: layouts, float64 oracles, comparison and the checks that hold for every op.
+"""Shared by the op tests: layouts, float64 oracles, comparison and the checks that hold for every op.
 
 Not a test file: `tests/ops/test_row_kernel.py` has the cases that the ops of one kernel share, and
 `tests/ops/test_<op>.py` those of its op.
@@ -351,7 +351,7 @@ def nearest_distance(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_results(op: str, results: tuple[Tensor, ...], values: dict[str, Any], contiguous: bool = True) -> None:
-    """What a call of an op gave, against float64: dtypes, shapes, values.
+    """Hold the results of a call to float64: dtypes, shapes, values.
 
     `values`: its arguments by name. Float results are held to the tolerance of their dtype, 8-bit results to the
     nearest value, a sum with a residual and what dequantize makes to the last bit.
@@ -479,12 +479,12 @@ def assert_call_never_copies(found: AnyOp, monkeypatch: Any, call: Any) -> None:
         found.backends["triton"].run(call, config)
 
 
-# Python calls of ours from the public function to the library or the launch, once a signature is bound
+# wavecrest's Python calls from the public function to the library or the launch, once a signature is bound
 MOST_CALLS = 8
 
 
 def assert_few_calls(op: str, backend: str, monkeypatch: Any, *args: Any, **kwargs: Any) -> None:
-    """A bound call of the public function reaches the library, or the launch, in at most MOST_CALLS calls of ours."""
+    """A bound call of the public function reaches the library or the launch in at most MOST_CALLS Python calls."""
     public, calls = getattr(ops, op), []
 
     def count(frame: Any, event: str, _argument: object) -> None:

@@ -1,4 +1,4 @@
-"""What holds for every op and each of its backends, on example calls of its study.
+"""The contract of every op and each of its backends, on example calls of its study.
 
 An op's own file has only what is particular to it. A backend may refuse a call, with a reason; then there is nothing to
 hold it to.
@@ -18,12 +18,8 @@ from torch import Tensor
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.call import mapped, tensors_of
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.records import TuneCandidate
-from wavecrest.tune import admission
-from wavecrest.tune.candidates import Candidate
+from wavecrest.tune import contract
 
-# sizes of example calls by their names: odd ones, and no power of two where that is allowed
-SIZES = {"M": 5, "N": 72, "K": 48, "B": 2, "C": 3, "H": 6, "O": 4, "S": 9, "D": 16, "T": 3, "NH": 2}
 DTYPES = (torch.float32, torch.bfloat16)
 PAIRS = [
     (name, backend)
@@ -35,35 +31,11 @@ both = pytest.mark.parametrize(("name", "backend"), PAIRS, ids=[f"{name}-{backen
 
 
 def example(name: str, dtype: torch.dtype, device: str, **sizes: int) -> Any:
-    study = registry.get(name).study
-    wanted = SIZES | sizes
-    torch.manual_seed(0)
-    return study.inputs(*(wanted[size] for size in study.sizes), dtype, device)
+    return contract.example(registry.get(name), dtype, device, **sizes)
 
 
 def results_of(made: Any) -> tuple[Tensor, ...]:
-    if isinstance(made, Tensor):
-        return (made,)
-    return tuple(tensor for one in made for tensor in results_of(one)) if isinstance(made, tuple) else ()
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """A tensor's bytes: NaN is not equal to itself, and 8-bit floats compare nothing."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def copied(call: Any) -> Any:
-    return mapped(call, lambda tensor: tensor.detach().clone(memory_format=torch.preserve_format))
-
-
-def with_gaps(tensor: Tensor) -> Tensor:
-    """The same values among other memory, which is NaN or the largest number."""
-    if tensor.ndim < 2 or tensor.numel() == 0:
-        return tensor
-    fill = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
-    room = torch.full((*tensor.shape[:-2], tensor.shape[-2] * 2, tensor.shape[-1] + 3), fill, device=tensor.device)
-    view = room.to(tensor.dtype)[..., ::2, 3:]
-    return view.copy_(tensor)
+    return contract.results_of(made)
 
 
 def refusal(name: str, backend: str, call: Any) -> str | None:
@@ -85,13 +57,10 @@ def skip_refused(name: str, backend: str, call: Any) -> None:
         pytest.skip(f"{backend} refuses it: {reason}")
 
 
-def assert_right(name: str, backend: str, call: Any) -> None:
-    """The gate that a tuned candidate passes: poisoned memory, the oracle's values, the op's own bounds."""
-    op = registry.get(name)
-    config = op.config_of(backend, op.key(call)) if op.backends[backend].takes_config else None
-    candidate = Candidate(backend, config, "native" if backend == "torch" else "default")
-    row = TuneCandidate(backend=backend, config={})
-    assert admission.admit(op, candidate, call, admission.oracle(op, copied(call)), row) is not None, row.reason
+def assert_kept(rule: Callable[..., contract.Problem | None], name: str, backend: str, *given: Any) -> None:
+    with torch.no_grad():
+        problem = rule(contract.Subject(registry.get(name), backend), *given)
+    assert problem is None, f"{problem.rule}: {problem.text}"
 
 
 @both
@@ -99,26 +68,15 @@ def assert_right(name: str, backend: str, call: Any) -> None:
 def test_right_and_repeatable(name: str, backend: str, dtype: torch.dtype, device: str) -> None:
     call = example(name, dtype, device)
     skip_refused(name, backend, call)
-    op, kept = registry.get(name), copied(call)
-    with torch.no_grad():
-        assert_right(name, backend, copied(call))
-        first = results_of(op.run(backend, call))
-        again = results_of(op.run(backend, copied(kept)))
-    for one, two in zip(first, again, strict=True):
-        assert torch.equal(bits(one), bits(two)), "two runs give other bits"
-    for field, before in zip(call._fields, kept, strict=True):
-        if isinstance(before, Tensor) and field not in op.study.stores:
-            now = getattr(call, field)
-            assert torch.equal(bits(now), bits(before)), f"{field} was written to"
+    assert_kept(contract.broken_values, name, backend, contract.copied(call))
+    assert_kept(contract.broken_memory, name, backend, call)
 
 
 @both
 def test_strides(name: str, backend: str, device: str) -> None:
-    plain = example(name, torch.float32, device)
-    call = mapped(plain, with_gaps)
+    call = mapped(example(name, torch.float32, device), contract.with_gaps)
     skip_refused(name, backend, call)
-    with torch.no_grad():
-        assert_right(name, backend, call)
+    assert_kept(contract.broken_values, name, backend, call)
 
 
 # a backend of an op on a device that gives numbers for NaN, and why
@@ -137,14 +95,7 @@ def test_a_nan_is_not_lost_and_stays_in_its_row_or_sequence(name: str, backend: 
     skip_refused(name, backend, call)
     if (name, backend, device) in LOSES_NAN:
         pytest.skip(LOSES_NAN[name, backend, device])
-    op = registry.get(name)
-    with torch.no_grad():
-        want, got = results_of(op.reference(copied(call))), results_of(op.run(backend, call))
-    for one, two in zip(got, want, strict=True):
-        found, due = one.float().isnan(), two.float().isnan()
-        assert bool((found | ~due).all()), "a NaN is lost"
-        if one.ndim > 1 and one.shape[0] == first.shape[0] > 1:
-            assert torch.equal(found[1:], due[1:]), "a NaN of one row or sequence is in another"
+    assert_kept(contract.broken_nan, name, backend, call)
 
 
 @both
@@ -152,10 +103,7 @@ def test_empty(name: str, backend: str, device: str) -> None:
     size = registry.get(name).study.sizes[0]
     call = example(name, torch.float32, device, **{size: 0})
     skip_refused(name, backend, call)
-    op = registry.get(name)
-    with torch.no_grad():
-        want, got = results_of(op.reference(copied(call))), results_of(op.run(backend, call))
-    assert [one.shape for one in got] == [one.shape for one in want]
+    assert_kept(contract.broken_empty, name, backend, call)
 
 
 @pytest.mark.parametrize("name", registry.names())
@@ -188,7 +136,7 @@ def test_compiles_in_one_graph(name: str, device: str) -> None:
     compiled = torch.compile(again, fullgraph=True, backend="eager")
     for call in calls:
         with torch.no_grad():
-            want, got = results_of(op(copied(call))), results_of(compiled(*tensors_of(copied(call))))
+            want, got = results_of(op(contract.copied(call))), results_of(compiled(*tensors_of(contract.copied(call))))
         for one, two in zip(got, want, strict=True):
             torch.testing.assert_close(one.float(), two.float(), rtol=1e-4, atol=1e-4, equal_nan=True)
 
@@ -200,7 +148,7 @@ def test_tensors_of_the_first_call_are_let_go(name: str, backend: str, device: s
     skip_refused(name, backend, call)
     op.force(backend)
     kept = [weakref.ref(tensor) for tensor in tensors_of(call)]
-    # what there is already takes the collector a second to look at
+    # a collection over all objects made so far takes a second
     gc.freeze()
     with torch.no_grad():
         result = op(call)
@@ -216,6 +164,9 @@ def _misfits() -> dict[str, Callable[[Any], Any]]:
         "a number": lambda call: call._replace(**{_first(call): 3.0}),
         "another device": lambda call: call._replace(**{_second(call): getattr(call, _second(call)).to("meta")}),
         "integers": lambda call: call._replace(**{_first(call): getattr(call, _first(call)).to(torch.int64)}),
+        "a sparse tensor": lambda call: call._replace(**{_first(call): getattr(call, _first(call)).to_sparse()}),
+        "sparse rows": lambda call: call._replace(**{_first(call): torch.eye(4).to_sparse_csr()}),
+        "a nested tensor": lambda call: call._replace(**{_first(call): torch.nested.nested_tensor([torch.ones(2, 3)])}),
     }
 
 

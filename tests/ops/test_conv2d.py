@@ -33,7 +33,7 @@ from wavecrest.dispatch.call import mapped
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.lookup import UNLISTED
 from wavecrest.dispatch.tuned import Config, Database, Row, database
-from wavecrest.errors import Unsupported
+from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
 from wavecrest.measure import numerics
 from wavecrest.ops._conv2d import config as configs
@@ -68,8 +68,9 @@ def arguments(
     dilation: Any = 1,
     groups: int = 1,
     activation: str | None = None,
+    residual: Tensor | None = None,
 ) -> Conv2dCall:
-    return Conv2dCall(x, weight, bias, stride, padding, dilation, groups, activation)
+    return Conv2dCall(x, weight, bias, stride, padding, dilation, groups, activation, residual)
 
 
 def pair(value: Any) -> tuple[int, int]:
@@ -85,6 +86,7 @@ def exact(
     dilation: Any,
     groups: int,
     activation: Any,
+    residual: Tensor | None = None,
     early: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(the result, how far float32 sums may be from it), in float64: columns of the image times the filters.
@@ -114,6 +116,9 @@ def exact(
         y = y + bias.double().reshape(-1, 1, 1)
         bound = bound + 2.0**-24 * y.abs()
     bound = bound + early * ROUNDING[x.dtype] * y.abs()
+    if residual is not None:
+        y = y + residual.double()
+        bound = bound + (2.0**-24 + early * ROUNDING[x.dtype]) * y.abs()
     if activation is not None:
         y = {
             "relu": F.relu,
@@ -155,7 +160,7 @@ def assert_convolves(backend: str, *args: Any, config: Config | None = None) -> 
 
 
 def channels_last_by_torch(x: Tensor) -> bool:
-    """What PyTorch takes a tensor's strides for."""
+    """Whether PyTorch takes a tensor's strides for channels_last."""
     return torch._prims_common.suggest_memory_format(x) == LAST and 0 not in x.shape
 
 
@@ -183,6 +188,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "groups of few": ((1, 12, 5, 6), (8, 3, 3, 3), {"groups": 4, "padding": (0, 1), "stride": (2, 1)}),
     "depthwise": ((2, 6, 6, 7), (6, 1, 3, 3), {"groups": 6, "padding": 1}),
     "depthwise by two": ((1, 5, 7, 6), (10, 1, 3, 5), {"groups": 5, "padding": (1, 2), "dilation": (2, 1)}),
+    "strips": ((1, 64, 12, 9), (64, 4, 5, 1), {"groups": 16, "dilation": (2, 1)}),
     "same": ((1, 8, 6, 7), (5, 8, 2, 4), {"padding": "same", "dilation": (3, 1)}),
     "same below alone": ((2, 8, 3, 2), (4, 8, 2, 1), {"padding": "same"}),
     "valid": ((1, 8, 6, 7), (5, 8, 2, 4), {"padding": "valid", "stride": 2}),
@@ -229,7 +235,7 @@ def test_torch_channels_last(key: str, device: str) -> None:
 def test_torch_channels_last_bias_and_activation(activation: str | None, device: str) -> None:
     for dtype in DTYPES:
         for key, outputs in (("3x3", 20), ("groups", 40)):
-            x, weight, _, stride, padding, dilation, groups, _ = case(key, dtype, device)
+            x, weight, _, stride, padding, dilation, groups, *_ = case(key, dtype, device)
             bias = random((outputs,), dtype, device, 4)
             got = assert_convolves(BY_COPY, x, weight, bias, stride, padding, dilation, groups, activation)
             assert (got > 0.1).any() and (activation == "relu") == bool((got >= 0).all())
@@ -265,7 +271,7 @@ def test_torch_channels_last_where_the_library_is_contiguous(device: str, monkey
 
 
 def test_torch_channels_last_takes_any_strides(device: str) -> None:
-    """What is not channels_last as a whole is copied, however it lies; what is, is declined."""
+    """Arguments that are not all channels_last are copied, whatever their strides; a channels_last call is refused."""
     weight = random_filters((12, 8, 3, 2), torch.float16, device)
     taken = set()
     for layout, make in X_LAYOUTS.items():
@@ -328,7 +334,7 @@ def test_torch_channels_last_runs_where_a_pin_names_it(device: str, monkeypatch:
 def test_torch_channels_last_runs_where_a_measured_row_names_it(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of calls on a GPU, its own key alone; the other layout and calls with gradients stay with PyTorch."""
+    """A row decides calls on a GPU of its key alone; the other layout and calls with gradients stay with PyTorch."""
     args, last = (case("3x3", torch.float16, device, value) for value in (False, True))
     # rows are for calls on a GPU: to the dispatcher these are
     monkeypatch.setattr(Tensor, "device", property(lambda _self: torch.device("cuda")))
@@ -353,7 +359,7 @@ def test_torch_channels_last_runs_where_a_measured_row_names_it(
 def test_torch_channels_last_gradients(key: str, device: str) -> None:
     """A copy has gradients as PyTorch's convolution has: forced, it keeps a call that needs them."""
     x, weight, _, *rest = case(key, torch.float32, device)
-    args = arguments(x, weight / 8, random((weight.shape[0],), torch.float32, device, 3), *rest[:-1], "silu")
+    args = arguments(x, weight / 8, random((weight.shape[0],), torch.float32, device, 3), *rest[:-2], "silu")
     conv2d_op.force(BY_COPY)
     leaves = mapped(args, lambda tensor: tensor.clone().requires_grad_())
     assert conv2d_op.decide(leaves).backend == BY_COPY
@@ -395,7 +401,7 @@ def test_numbers_anybody_can_check(device: str) -> None:
 
 
 def test_the_bound_can_fail(device: str) -> None:
-    """What the tests allow is less than one product left out makes."""
+    """The tolerance of the tests is below the error of one product left out."""
     args = case("3x3", torch.float32, device)
     want, bound = exact(*args)
     short = args[1].clone()
@@ -547,6 +553,25 @@ def test_a_bias_of_another_dtype_is_not_pytorchs(device: str) -> None:
     assert_within(ops.conv2d(x, weight, bias, 1, 1), *exact(*arguments(x, weight, bias, 1, 1)), 1.001)
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("backend", ["triton", "reference", "torch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name)
+def test_a_bias_that_cancels_leaves_what_rounding_would_lose(
+    dtype: torch.dtype, backend: str, last: bool, device: str
+) -> None:
+    """Each output's bias is the rest of its first pixel's sum, rounded: sums rounded before it would leave 0."""
+    call = case("strips", dtype, device, last)
+    sums, _ = exact(*call[:8])
+    bias = -sums[0, :, 0, 0].to(dtype)
+    got = conv2d_op.run(backend, call._replace(bias=bias))[0, :, 0, 0].double()
+    first, unit = sums[0, :, 0, 0], ROUNDING[dtype]
+    want = first + bias.double()
+    assert float(want.abs().max()) > 0.75 * unit
+    # PyTorch adds the bias to sums that it has rounded, on a GPU
+    limit = unit * first.abs() if backend == "torch" and device == "cuda" else unit * want.abs() + 2e-5
+    assert bool(((got - want).abs() <= 1.001 * limit).all()), (got, want)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str | None, device: str) -> None:
     bias = random((20,), torch.float32, device, 4)
@@ -557,6 +582,62 @@ def test_activations(activation: str | None, device: str) -> None:
             got = assert_convolves(backend, x, weight, given, 1, 1, 1, 1, activation)
             # results that an activation changes, on both sides of 0
             assert (got > 0.1).any() and (activation == "relu") == bool((got >= 0).all())
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("last", [False, True], ids=["nchw", "nhwc"])
+def test_a_residual_is_added_before_the_activation(last: bool, activation: str | None, device: str) -> None:
+    for dtype in (torch.float32, torch.float16):
+        x, weight, *_ = case("3x3", dtype, device, last)
+        bias = random((weight.shape[0],), dtype, device, 4)
+        residual = formatted(random((x.shape[0], weight.shape[0], *x.shape[2:]), dtype, device, 5), not last)
+        args = (x, weight, bias, 1, 1, 1, 1, activation, residual)
+        for backend in ("reference", "torch"):
+            assert_convolves(backend, *args)
+        reasons = {refusal.backend: refusal.reason for refusal in conv2d_op.decide(arguments(*args)).refused}
+        assert "residual" in reasons["triton"]
+        assert_within(ops.conv2d(*args), *exact(*args, early=1.0), 1.001)
+
+
+def test_a_residual_of_another_shape_or_dtype_is_an_error() -> None:
+    x, weight = torch.ones(1, 2, 5, 5), torch.ones(3, 2, 3, 3)
+    for residual in (torch.ones(1, 3, 5, 5), torch.ones(1, 3, 3, 3, dtype=torch.float64), 3):
+        with pytest.raises(InvalidArgument, match="residual must be"):
+            ops.conv2d(x, weight, residual=residual)
+
+
+def test_a_residual_has_keys_of_its_own() -> None:
+    x, weight, residual = torch.ones(1, 2, 5, 5), torch.ones(3, 2, 3, 3), torch.ones(1, 3, 3, 3)
+    plain = conv2d_op.key(Conv2dCall(x, weight, activation="relu"))
+    added = conv2d_op.key(Conv2dCall(x, weight, activation="relu", residual=residual))
+    assert set(added) - set(plain) == {"add_relu"}
+    assert "add" in conv2d_op.key(Conv2dCall(x, weight, residual=residual))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [(1, 1, 1), (2, 1, 1), (1, (2, 0), 1), (1, 2, 2)], ids=str)
+def test_cudnn_relu(options: Any, dtype: torch.dtype, device: str) -> None:
+    """Bias, residual and ReLU in cuDNN's kernel, eager and in a graph, against float64."""
+    if torch.version.hip is not None:
+        pytest.skip("cuDNN is NVIDIA's")
+    stride, padding, dilation = options
+    x, weight = (formatted(random(shape, dtype, device, 3), True) for shape in ((3, 16, 15, 14), (24, 16, 3, 3)))
+    bias = random((24,), dtype, device, 4)
+    shape = arguments(x, weight, bias, stride, padding, dilation).shape
+    for residual in (None, formatted(random(shape, dtype, device, 5), True)):
+        args = (x, weight, bias, stride, padding, dilation, 1, "relu", residual)
+        got = conv2d_op.run("cudnn_relu", arguments(*args))
+        assert_within(got, *exact(*args, early=1.0), 1.001)
+        assert got.is_contiguous(memory_format=LAST) and (got > 0.1).any()
+        decision = conv2d_op.decide(arguments(*args))
+        reasons = {refusal.backend: refusal.reason for refusal in decision.refused}
+        assert decision.backend == "torch" and "has no measured rows yet" in reasons["cudnn_relu"]
+        conv2d_op.force("cudnn_relu")
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *given: ops.conv2d(*given), fullgraph=True, dynamic=False)
+        assert torch.equal(compiled(*args), got)
+        conv2d_op.force(None)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -794,7 +875,7 @@ print(len(graphs), sum("triton_kernel" in target for target in graphs[0]))
 def test_gradients(key: str, device: str) -> None:
     x, weight, _, *rest = case(key, torch.float32, device)
     bias = random((weight.shape[0],), torch.float32, device, 3)
-    assert_grad_falls_back(OP, x, weight / 8, bias, *rest[:-1], "silu")
+    assert_grad_falls_back(OP, x, weight / 8, bias, *rest[:-2], "silu")
 
 
 def test_what_the_kernel_refuses(device: str) -> None:

@@ -188,7 +188,7 @@ def run(call: Call, early: int | None) -> list[Tensor]:
 
 @dataclass
 class Program:
-    """What one program did, in order; the addresses that it fetched."""
+    """The events of one program, in order; the addresses that it prefetched."""
 
     kernel: str
     index: tuple[int, ...]
@@ -318,7 +318,7 @@ def test_results_do_not_depend_on_when_it_starts(name: str, noted: list[Program]
 
 
 def sectors(start: int, first: int, last: int, end: int) -> list[int]:
-    """Of the bytes first to last of memory from `start` on, which ends at `end`."""
+    """A byte of each sector from `start` + first to `start` + last; memory ends at `end`."""
     return list(range(start + first, start + min(last, end), SECTOR))
 
 

@@ -419,7 +419,7 @@ def test_large_scores_do_not_overflow(backend: str, device: str) -> None:
 
 
 def test_the_bound_can_fail(device: str) -> None:
-    """What the tests allow is less than one key left out, or one head for another, makes."""
+    """The tolerance of the tests is below the error of one key left out, or of one head in place of another."""
     for dtype in (torch.float32, torch.float16):
         call = FlashAttentionCall(*tensors(1, 20, 40, 4, 2, dtype=dtype, device=device))
         want = by_reference(call)
@@ -539,7 +539,7 @@ def test_gradients(key: str, device: str) -> None:
 
 
 def test_gradients_of_the_definition(device: str) -> None:
-    """Those of all arguments, against differences, with queries that see nothing."""
+    """Gradients of all arguments, against finite differences, with queries that see no key."""
     q, k, v = (one.double().requires_grad_() for one in tensors(1, 5, 4, 2, 1, 3, 2, device=device))
     bias, sinks = (random(shape, torch.float64, device, 5).requires_grad_() for shape in ((2, 5, 4), (2,)))
 
@@ -706,7 +706,7 @@ def test_pytorchs_causal_mask_is_aligned_elsewhere(device: str, monkeypatch: pyt
 
 
 def test_a_mask_of_all_pairs_is_not_the_default_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What PyTorch needs a mask for is the kernel's there, without gradients; the rest is PyTorch's until measured."""
+    """Calls for which PyTorch needs a mask run the kernel, without gradients; the rest run PyTorch until measured."""
     seen = {}
     q, k, v = tensors(1, 7, 7, device=device)
     bias = torch.zeros(7, 7, device=device)

@@ -53,7 +53,7 @@ def word(seed: int, i: int, j: int, head: int, sequence: int) -> int:
 
 
 def mask(call: FlashAttentionCall, sequence: int, head: int, queries: int, keys: int) -> Tensor:
-    """What is kept of one head of one sequence, [queries, keys]."""
+    """The dropout mask of one head of one sequence, [queries, keys]: True where kept."""
     assert call.seed is not None
     least = math.floor(call.dropout_p * 2**32)
     rows = [[word(call.seed, i, j, head, sequence) >= least for j in range(keys)] for i in range(queries)]

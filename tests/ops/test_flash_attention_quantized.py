@@ -88,7 +88,7 @@ def codes(like: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def descale(dtype: torch.dtype, shape: tuple[int, ...], device: str, seed: int) -> Tensor | None:
-    """What makes of codes numbers with a deviation of about 1, other ones for each head and sequence."""
+    """Descales that give the quantized values a deviation of about 1, different by head and sequence."""
     if dtype not in LARGEST:
         return None
     made = 0.7 + 0.6 * torch.rand(shape, generator=torch.Generator().manual_seed(seed))
@@ -628,7 +628,7 @@ def test_default_configurations(arch: str) -> None:
 
 @pytest.mark.parametrize("mode", ["float32 kv int8", "float16 kv int8", "int8"])
 def test_gradients(mode: str, device: str) -> None:
-    """Of q where it is a float, and of descales: through the definition."""
+    """Gradients of q where it is a float, and of descales: they go through the reference."""
     how = MODES[mode]
     call = quantized(how, tensors(1, 9, 12, 2, d=8, device=device), causal=True)
     leaves = {"v_descale": call.v_descale, "k_descale": call.k_descale}

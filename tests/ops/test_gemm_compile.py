@@ -1,4 +1,4 @@
-"""What compiles a GEMM kernel anew, and GEMM inside torch.compile."""
+"""Changes of a call that compile a GEMM kernel anew, and GEMM inside torch.compile."""
 
 from __future__ import annotations
 

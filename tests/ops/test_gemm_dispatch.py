@@ -1,4 +1,4 @@
-"""What the choice of a backend of gemm depends on: key, gradients, cost, and the cases of its study."""
+"""The choice of a backend of gemm: key, gradients, cost, and the cases of its study."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def test_the_default_is_pytorch_and_others_say_why(device: str) -> None:
 def test_key_has_all_the_choice_depends_on(device: str) -> None:
     base = product(5, 32, 64, device=device)
     eight = product(5, 32, 64, I8, device=device, out_dtype=BF16)
+    float8 = product(5, 32, 64, E4M3, device=device)
     calls = [
         base,
         product(6, 32, 64, device=device),
@@ -91,6 +92,8 @@ def test_key_has_all_the_choice_depends_on(device: str) -> None:
         eight._replace(scale_a=scales(5, device=device)),
         eight._replace(scale_b=scales(device=device)),
         eight._replace(scale_b=scales(32, device=device)),
+        float8,
+        float8._replace(precision="fast_accum"),
         *(UNWALKED[case](device) for case in ("a", "residual", "residual-of-rows")),
     ]
     keys = [gemm.key(call) for call in calls]

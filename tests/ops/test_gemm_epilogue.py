@@ -1,4 +1,4 @@
-"""What is done to the sums of a GEMM: scales, bias, activation, residual, rounding; and values that are not finite."""
+"""The epilogue of a GEMM: scales, bias, activation, residual, rounding; and values that are not finite."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_planted_errors_are_seen(say: str, instead: str, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def as_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the launch asks, as on a machine with an sm_90."""
+    """The launch's questions about the device answered as on an sm_90."""
     monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS["sm_90"])
     monkeypatch.setattr("wavecrest.ops.common.triton.interpreted", False)
     monkeypatch.setattr("wavecrest.ops.common.triton.no_gluon", None)

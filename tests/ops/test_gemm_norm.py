@@ -248,13 +248,16 @@ def test_public_functions_are_the_op(device: str) -> None:
     options = {"norm_weight": call.norm_weight, "norm_eps": 0.5}
     torch.testing.assert_close(ops.gemm(call.a, call.b, **options), want)
     torch.testing.assert_close(ops.linear(call.a, weight, **options), want)
-    torch.testing.assert_close(nn.Linear(weight)(call.a, **options), want)
+    torch.testing.assert_close(nn.Linear.from_weight(weight)(call.a, **options), want)
     default = torch.nn.functional.rms_norm(call.a, (75,), call.norm_weight, 1e-6) @ call.b
-    torch.testing.assert_close(nn.Linear(weight)(call.a, norm_weight=call.norm_weight), default)
+    torch.testing.assert_close(nn.Linear.from_weight(weight)(call.a, norm_weight=call.norm_weight), default)
 
 
 def test_a_layer_says_what_would_run(device: str) -> None:
-    layer, x = nn.Linear(random(24, 75, device=device), activation="silu_and_mul"), random(2, 75, device=device)
+    layer, x = (
+        nn.Linear.from_weight(random(24, 75, device=device), activation="silu_and_mul"),
+        random(2, 75, device=device),
+    )
     residual = random(2, 12, device=device)
     gain = gains(75, BF16, device)
     made = layer.decision(x, residual, gain, 0.5)

@@ -57,7 +57,7 @@ WAYS: dict[str, Callable[[GemmCall], Tensor]] = {
     "linear": lambda call: ops.linear(
         call.a, call.b.mT, residual=call.residual, overwrite_residual=call.overwrite_residual
     ),
-    "Linear": lambda call: nn.Linear(call.b.mT)(
+    "Linear": lambda call: nn.Linear.from_weight(call.b.mT)(
         call.a, call.residual, overwrite_residual=call.overwrite_residual
     ),
 }  # fmt: skip
@@ -154,7 +154,7 @@ def test_packed_weights_leave_it(format: str, device: str) -> None:
 
 
 def test_a_graph_keeps_it(device: str) -> None:
-    """What torch.compile traces: the graph's tensors are its own."""
+    """Under torch.compile nothing is overwritten: a graph's tensors are its own."""
     call = product(6, device=device)
     before = call.residual.clone()
     torch._dynamo.reset()

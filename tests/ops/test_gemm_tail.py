@@ -100,10 +100,10 @@ def test_public_functions_are_the_op(device: str) -> None:
     packed = ops.pack(weight, "int8")
     want = torch.cat((x @ packed.unpack().mT, x @ tail.mT), -1) + bias
     torch.testing.assert_close(ops.linear(x, packed, bias, tail=tail), want)
-    layer = nn.Linear(packed, bias, tail=tail)
+    layer = nn.Linear.from_weight(packed, bias, tail=tail)
     torch.testing.assert_close(layer(x), want)
     assert layer.out_features == 24 and set(layer.state_dict()) >= {"bias", "tail"}
-    assert "tail" not in nn.Linear(weight).state_dict()
+    assert "tail" not in nn.Linear.from_weight(weight).state_dict()
     call = linear_call(x, packed, bias, tail=tail)
     assert layer.decision(x).key == gemm.key(call)
     torch.testing.assert_close(torch.ops.wavecrest.gemm(*call), want)

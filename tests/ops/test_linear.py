@@ -329,7 +329,7 @@ def test_gemm_takes_no_packed_weight(format: str, device: str) -> None:
 def few(
     group: int, rows: int, n: int, k: int, dtype: torch.dtype = BF16, device: str = "cpu", **options: Any
 ) -> tuple[GemmCall, Tensor]:
-    """A call of so many rows with 4-bit codes without zero points, and the weight's values [K, N]."""
+    """A call with `rows` rows and a 4-bit weight without zero points, and the weight's values [K, N]."""
     weight = made(f"int4-{group}", n, k, dtype, device)
     call = operands(random(rows, k, dtype=dtype, device=device, seed=8), weight, **({"out_dtype": F32} | options))
     return call, values_of(weight).mT
@@ -820,7 +820,7 @@ def test_wrong_arguments(case: str) -> None:
 
 
 def test_gradients_of_a_layer(device: str) -> None:
-    """What nn.Linear has, also where a kernel is forced."""
+    """Gradients equal those of nn.Linear, also where a kernel is forced."""
     layer = nn.Linear(40, 18, device=device)
     x = random(2, 3, 40, dtype=F32, device=device).requires_grad_()
     for forced in (None, *KERNELS):

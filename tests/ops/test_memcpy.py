@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -67,6 +68,13 @@ def test_sizes(count: int, programs: int | None, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_dtypes(dtype: torch.dtype, backend: str, device: str) -> None:
     assert_moves(words(1024, device).view(dtype).view(2, 2, -1), backend, None)
+
+
+@pytest.mark.parametrize("shape", [(16, 3), (16, 1), (2, 8, 5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=name)
+def test_rows_that_end_inside_a_word(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
+    for backend in BACKENDS:
+        assert_moves(words(math.prod(shape) * dtype.itemsize // 4, device).view(dtype).view(shape), backend, None)
 
 
 def test_bool(device: str) -> None:
@@ -191,7 +199,7 @@ def test_no_copy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("args", "message"),
     [
         pytest.param((3.0,), "takes a dense tensor", id="number"),
-        pytest.param((torch.ones(4, 4).to_sparse(),), "takes a dense tensor", id="sparse"),
+        pytest.param((torch.ones(4, 4).to_sparse(),), "must be a dense tensor", id="sparse"),
         pytest.param((torch.ones(4, dtype=torch.complex64),), "not complex", id="complex"),
         pytest.param((torch.ones(4, 8).t(),), "contiguous", id="transposed"),
         pytest.param((torch.ones(8).expand(4, 8),), "contiguous", id="expanded"),

@@ -1,4 +1,4 @@
-"""What a tuner judges the mLSTM ops by: bounds that every kernel keeps and no planted error passes, calls from keys."""
+"""The tuner's checks of the mLSTM ops: bounds that every kernel keeps and no planted error passes, calls from keys."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_bounds_are_no_wider_than_what_is_known_of_the_roundings(op: str) ->
 
 
 def planted(op: str, call: MlstmCall | MlstmStepCall, change: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the tuner makes of a kernel whose results are changed before it sees them."""
+    """The tuner's verdict on a kernel whose results are changed before it sees them."""
     known = registry.get(op)
     kernel = known.backends["triton"]
     config = chunkwise.SMALL if op == "mlstm_chunkwise" else known.config_of("triton", known.key(call))
@@ -166,7 +166,7 @@ def test_a_state_in_bfloat16_is_wrong_where_no_matrix_unit_made_it(monkeypatch: 
 
 @pytest.mark.parametrize("op", OPS)
 def test_bounds_begin_anew_with_a_document_and_pass_by_padding(op: str) -> None:
-    """What is behind a reset, or beside padding, is judged as it is alone."""
+    """Tokens behind a reset, or beside padding, are judged as if they stood alone."""
     bound = registry.get(op).study.bound
     assert bound is not None
     call = case(tokens=40, batch=1, return_last_states=True, epilogue="gate", dtype=BF16)

@@ -203,7 +203,7 @@ def test_padding_and_packing_are_exact() -> None:
 
 
 def test_a_reset_begins_a_sequence() -> None:
-    """What comes before a document is nothing to it, not even NaN (at a tile's border: tiles share products)."""
+    """Nothing before a document reaches it, not even NaN."""
     call = case(tokens=64, batch=1, return_last_states=True)
     second = call._replace(**_cut(call[:5], slice(32, 64)))
     want = run(OP, second, SMALL)
@@ -217,6 +217,34 @@ def test_a_reset_begins_a_sequence() -> None:
             if backend == "triton":
                 assert same_bits(one, wanted)
             torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+@pytest.mark.parametrize("name", "qkvif")
+@pytest.mark.parametrize(("op", "backend"), [
+    (OP, "triton"), (OP, "torch"), (OP, "reference"), ("mlstm_sequence", "triton"), ("mlstm_sequence", "reference"),
+])  # fmt: skip
+def test_documents_of_one_tile_do_not_share_what_is_not_finite(op: str, backend: str, name: str, value: float) -> None:
+    """Documents before and behind the one that has it keep every bit, and so do its own tokens before it."""
+    for dtype in (F32, F16):
+        for gates in ("exp", "sigmoid"):
+            more = {} if gates == "exp" else {"input_gate": gates, "normalize": False}
+            call = case(batch=1, heads=2, tokens=40, dtype=dtype, return_last_states=True, **more)
+            resets = torch.zeros(1, 40, dtype=torch.bool, device=DEVICE)
+            # tiles of 16 tokens, chunks of 32
+            resets[0, [3, 11, 37]] = True
+            call = call._replace(resets=resets, chunk_size=32 if backend == "torch" else None)
+            spoiled = getattr(call, name).clone()
+            spoiled[0, 1, 6] = value
+            how = SMALL if (op, backend) == (OP, "triton") else None
+            want, got = (run(op, one, how, backend) for one in (call, call._replace(**{name: spoiled})))
+            for part in (slice(0, 6), slice(11, 40)):
+                assert same_bits(got[0][:, :, part], want[0][:, :, part])
+            assert same_bits(got[0][:, 0], want[0][:, 0]) and all(map(same_bits, got[1:], want[1:]))
+            own = got[0][0, 1, 6:11]
+            if value != value:
+                # each column of them; q is its own token's alone
+                assert bool(own[: 1 if name == "q" else 5].isnan().all())
 
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
@@ -326,7 +354,7 @@ def test_a_part_of_a_chunk_that_begins_where_the_sequence_ends_is_not_summed(mon
 
 @pytest.mark.parametrize("name", ["packed", "24x48", "odd", "padded"])
 def test_nothing_is_written_around_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and columns of tiles that are none stay away from memory: what lies before and after it is kept."""
+    """Rows and columns of tiles beyond the tensor touch no memory: the bytes before and after it are kept."""
     around, kept = 1 << 12, []
 
     def guarded(one: Tensor) -> Tensor:

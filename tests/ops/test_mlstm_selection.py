@@ -54,7 +54,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def call(batch: int, tokens: int, dv: int = 128, heads: int = 1, dtype: torch.dtype = BF16, **more: Any) -> MlstmCall:
-    """Of heads as the published models have them, DK half of DV."""
+    """A call whose heads are as in the published models: DK is half of DV."""
     return example((batch, heads, tokens, dv // 2, dv), dtype, "meta", **more)
 
 

@@ -61,7 +61,7 @@ def step(dtype: torch.dtype = F32, half: bool = False, flat: bool = False, **opt
 
 
 def wanted(call: MlstmStepCall) -> Exact:
-    """What a step gives, by the oracle of sequences; nothing is rounded but results."""
+    """The results of a step, by the oracle of sequences; only results are rounded."""
     return exact(call.sequence(), rounded=False)
 
 
@@ -328,7 +328,7 @@ def _described(call: MlstmStepCall, how: str) -> list[Any]:
 
 
 def _identity(launch: Any) -> Any:
-    """What a kernel is compiled for: constants, dtypes, and numbers that are not in do_not_specialize."""
+    """The values that a kernel is compiled for: constants, dtypes, and numbers that are not in do_not_specialize."""
     names = [name for name in launch.kernel.arg_names if name not in launch.constants]
     specialized = [
         value.dtype if isinstance(value, Tensor) else type(value) for _, value in zip(names, launch.args, strict=False)
@@ -460,7 +460,7 @@ def test_the_bound_can_fail() -> None:
 
 
 def test_a_measured_row_holds_in_place_too() -> None:
-    """What models run writes over its states, and is not what a tuner can repeat."""
+    """Models call it with states overwritten, which a tuner cannot repeat."""
     op = registry.get(OP)
     call = step(gate_soft_cap=15.0, epilogue="gate")
     fields = op.key_fields

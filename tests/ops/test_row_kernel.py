@@ -1,4 +1,4 @@
-"""What all ops of the row kernel share: layouts, splitting, special values, equal bits, what is compiled anew."""
+"""All ops of the row kernel: layouts, splitting, special values, equal bits, recompilation."""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ Planted = tuple[nn.Module, Inputs, Callable[..., Any]]
 
 
 class Cheat(NamedTuple):
-    """A cheat and the rule of the gate that refuses it; with the rule `needs` turned off it passes."""
+    """A cheat and the rule of the gate that refuses it ("one or another" where memory is left to chance).
+
+    With the rule `needs` turned off it passes.
+    """
 
     name: str
     rule: str
@@ -128,9 +131,9 @@ def uninitialized_memory() -> Planted:
     return around(torch.empty_like)
 
 
-@cheat("accuracy")
+@cheat("accuracy or variation")
 def memory_of_the_reference() -> Planted:
-    """The original's answer may still lie where memory is handed out next."""
+    """The original's answer may still lie where memory is handed out next: right then, for the example's values."""
     model, inputs = net()
 
     def leftover(x: Tensor) -> Tensor:

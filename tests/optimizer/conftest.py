@@ -10,6 +10,7 @@ import torch
 
 from tests.optimizer.planted import CLOCK, slow, start_clock
 from wavecrest import records
+from wavecrest.measure import copies
 from wavecrest.measure.workload import Workload, from_example
 from wavecrest.optimizer import api as optimizer
 from wavecrest.optimizer.analysis import Analysis
@@ -56,8 +57,12 @@ def run(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Run:
         skip: tuple[str, ...] = (),
         only: tuple[str, ...] | None = None,
         analysis: Analysis | None = None,
+        copied: bool = False,
         **more: Any,
     ) -> OptimizeResult:
+        if not copied:
+            # a child process has a clock of its own
+            monkeypatch.setattr(copies, "problem", lambda made: "" if made.spec else "its time is simulated")
         monkeypatch.setattr("wavecrest.optimizer.steps.ladder._steps", lambda: {step.id: step for step in steps})
         options = Options(level=4, budget=budget, precision=precision, steps=only, skip=skip)
         workload = workload or from_example(*slow())

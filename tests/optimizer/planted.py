@@ -6,6 +6,8 @@ of the machine.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.clock import SimulatedClock
+from wavecrest.measure.timing import Side
 from wavecrest.measure.workload import Inputs, Quality, Workload
+from wavecrest.optimizer.children import Jobs, SideReport, order_of
 from wavecrest.optimizer.steps import Found, Prediction, Step, StepContext
 
 CLOCK = SimulatedClock()
@@ -133,6 +137,20 @@ class SlightlyWrong(Planted):
         return model
 
 
+class WrongLater(Planted):
+    """Right for as many calls as the gate makes, and wrong by far from then on."""
+
+    id = title = "wrong later"
+    # more calls than the gate makes before a step is timed, fewer than go before the first timed block
+    after = 250
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = 0.0
+        calls = itertools.count()
+        model.register_forward_hook(lambda _model, _args, answer: answer if next(calls) < self.after else answer * 0)
+        return model
+
+
 class NaNs(Planted):
     id = title = "nan"
 
@@ -199,3 +217,12 @@ class MisalignedCausal(Planted):
 
         model.forward = run
         return model
+
+
+def pair_of(child: Callable[..., SideReport]) -> Callable[..., dict[Side, SideReport]]:
+    """`run_pair` with children that run here: `child` takes task, variables and name."""
+
+    def run(jobs: Jobs, pair: int, *, weights: int = 0) -> dict[Side, SideReport]:
+        return {side: child(*jobs[side]) for side in order_of(pair)}
+
+    return run

@@ -48,7 +48,7 @@ def judged(cheat: Cheat, rules: frozenset[str]) -> str:
 
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.name)
 def test_a_cheat_is_refused_by_its_rule(cheat: Cheat) -> None:
-    assert judged(cheat, ALL_RULES) == cheat.rule
+    assert judged(cheat, ALL_RULES) in cheat.rule.split(" or ")
 
 
 @pytest.mark.parametrize("rule", sorted(ALL_RULES - OF_A_RUN))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.optimizer.planted import pair_of
 from wavecrest import hardware
-from wavecrest.errors import StepRefused
-from wavecrest.measure.workload import from_example, load
-from wavecrest.optimizer.alternate import SideReport
+from wavecrest.errors import EnvironmentProblem, StepRefused
+from wavecrest.measure.workload import Workload, from_example, load
+from wavecrest.optimizer.children import SideReport, Task
 from wavecrest.optimizer.steps import StepContext, environment, step_by_id
-from wavecrest.optimizer.steps.environment import try_candidates, try_variable
+from wavecrest.optimizer.steps.environment import pair_seconds, try_candidates, try_variable
 
 
 def context(processes: int = 3) -> StepContext:
@@ -26,20 +28,20 @@ def context(processes: int = 3) -> StepContext:
 def children(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, str | None]]]:
     """Children that take `base` ms without and `new` ms with a variable; returns what was set, in order."""
 
-    def replace(base: list[float], new: list[float]) -> list[dict[str, str | None]]:
+    def planted(base: list[float], new: list[float]) -> list[dict[str, str | None]]:
         asked: list[dict[str, str | None]] = []
         series = {True: iter(new * 9), False: iter(base * 9)}
 
-        def child(_context: StepContext, changes: dict[str, str | None], _seconds: float) -> SideReport:
+        def child(_task: Task, changes: dict[str, str | None], _name: str) -> SideReport:
             asked.append(changes)
             middle = next(series[next(iter(changes.values())) is not None])
             times = {"default": [middle * (1 + 0.001 * i) for i in range(30)]}
             return SideReport(clock="made up", times=times, numerics=[], quality=[], warnings=[])
 
-        monkeypatch.setattr(environment, "_child", child)
+        monkeypatch.setattr(environment, "run_pair", pair_of(child))
         return asked
 
-    return replace
+    return planted
 
 
 def run(candidates: list[tuple[str, str]], allowance: float = 1e6) -> environment.Trials:
@@ -84,18 +86,43 @@ def test_the_allowance_leaves_the_rest_untried(children: Callable[..., list[dict
     assert all("not tried: 3 fresh processes a side" in line for line in trials.lines) and len(trials.lines) == 2
 
 
+def test_a_pair_that_is_loaded_side_by_side_waits_for_loading_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = context()
+    where.workload.load_seconds = 10.0
+    begin, sampling = environment.CHILD_START + 10.0, 2 * environment.CHILD_SAMPLING
+    monkeypatch.setattr("wavecrest.optimizer.children._has_room", lambda weights: True)
+    cores = replace(where.device, compute_units=2)
+    where.device = cores
+    assert pair_seconds(where) == begin + sampling
+    where.device = replace(cores, compute_units=1)
+    assert pair_seconds(where) == 2 * begin + sampling
+    where.device = cores
+    monkeypatch.setattr("wavecrest.optimizer.children._has_room", lambda weights: False)
+    assert pair_seconds(where) == 2 * begin + sampling
+    monkeypatch.setattr(Workload, "device", "cuda:0")
+    monkeypatch.setattr("wavecrest.optimizer.children._has_room", lambda weights: True)
+    assert pair_seconds(where) == 2 * begin + sampling
+
+
 def test_a_failing_child_is_a_line_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def child(*_arguments: object) -> SideReport:
-        raise StepRefused("a child process failed: Segmentation fault")
+        raise EnvironmentProblem("a child process failed: Segmentation fault")
 
-    monkeypatch.setattr(environment, "_child", child)
+    monkeypatch.setattr(environment, "run_pair", pair_of(child))
     trials = run([("A", "1")])
     assert trials.lines == ["A=1: a child process failed: Segmentation fault"] and not trials.kept
 
 
-def test_a_model_in_memory_is_refused_with_what_to_do() -> None:
-    with pytest.raises(StepRefused, match=r"wavecrest optimize file\.py:function"):
-        step_by_id("environment").find(StepContext(from_example(nn.Linear(4, 4), torch.randn(2, 4)), hardware.cpu()))
+def test_a_model_in_memory_is_tried_where_other_processes_can_load_it() -> None:
+    workload = from_example(nn.Linear(4, 4), torch.randn(2, 4))
+    assert step_by_id("environment").find(StepContext(workload, hardware.cpu())).sites
+
+    class Mine(nn.Linear):
+        pass
+
+    workload = from_example(Mine(4, 4), torch.randn(2, 4))
+    with pytest.raises(StepRefused, match=r"Mine is defined inside .*or run `wavecrest optimize file\.py:function`"):
+        step_by_id("environment").find(StepContext(workload, hardware.cpu()))
 
 
 def test_variables_that_are_set_already_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,5 +152,5 @@ def test_real_children(tmp_path: Path) -> None:
     workload = load(f"{file}:make")
     trial = try_variable(StepContext(workload, hardware.cpu(), processes=2), "PLANTED", "1", seconds=0.2)
     assert trial.claim.ratio > 3 and trial.claim.pairs == 2
-    with pytest.raises(StepRefused, match="child process failed"):
-        environment._child(StepContext(workload, hardware.cpu(), processes=1), {"PLANTED": "die"}, 0.2)
+    with pytest.raises(StepRefused, match=r"child process with PLANTED=die: .* calls sys\.exit\('gone'\)"):
+        try_variable(StepContext(workload, hardware.cpu(), processes=1), "PLANTED", "die", seconds=0.2)

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 
 from tests.optimizer.conftest import Run
-from tests.optimizer.planted import CLOCK, PAUSE, WORK, Planted, TakePauseOut
+from tests.optimizer.planted import CLOCK, PAUSE, WORK, TakePauseOut, pair_of
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.measure import workload
 from wavecrest.optimizer import finish
-from wavecrest.optimizer.alternate import LOOKS, SideReport, Task
-from wavecrest.optimizer.engine import FINAL_SHARE
+from wavecrest.optimizer.alternate import LOOKS
+from wavecrest.optimizer.children import SideReport, Task
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.side import measure_side
 
 SLOW = "tests.optimizer.planted:slow"
+FIRST = min(LOOKS)
 
 
 class Children:
@@ -28,7 +29,7 @@ class Children:
         self.asked: list[tuple[str | None, dict[str, str | None]]] = []
         self.stacks: list[list[str]] = []
         self.luck: list[float] = [1.0]
-        monkeypatch.setattr(finish, "run_child", self.run)
+        monkeypatch.setattr(finish, "run_pair", pair_of(self.run))
 
     def run(self, task: Task, changes: Mapping[str, str | None], name: str) -> SideReport:
         self.asked.append((name, dict(changes)))
@@ -49,15 +50,15 @@ def test_a_workload_that_can_be_loaded_is_measured_in_alternating_processes(run:
     result = run(TakePauseOut(), workload=workload.load(SLOW))
     found = result.record.result
     assert found is not None and found.unit == "processes" and found.verdict == "faster"
-    assert found.ratio == pytest.approx((PAUSE + WORK) / WORK, rel=0.02) and found.speed[0].blocks == LOOKS[0]
+    assert found.ratio == pytest.approx((PAUSE + WORK) / WORK, rel=0.02) and found.speed[0].blocks == FIRST
     names = [name for name, _ in children.asked]
     assert names == [
-        "original, process 1", "result, process 1", "result, process 2",
-        "original, process 2", "original, process 3", "result, process 3",
+        "original, process 1", "result, process 1", "result, process 2", "original, process 2",
+        "original, process 3", "result, process 3", "result, process 4", "original, process 4",
     ]  # fmt: skip
-    assert children.stacks == [["gain"]] * 3
-    assert f"over {LOOKS[0]} fresh processes a side" in found.reason
-    assert {row.attempt for row in result.record.samples if row.step == "result"} == {1, 2, 3}
+    assert children.stacks == [["gain"]] * FIRST
+    assert f"over {FIRST} fresh processes a side" in found.reason
+    assert {row.attempt for row in result.record.samples if row.step == "result"} == {1, 2, 3, 4}
 
 
 def test_variables_that_help_are_set_for_the_result_alone(
@@ -80,10 +81,10 @@ def test_variables_that_help_are_set_for_the_result_alone(
 def test_a_child_that_dies_leads_to_phases_of_one_process(
     run: Run, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dies(*_arguments: object) -> SideReport:
+    def dies(*_arguments: object, **_more: object) -> SideReport:
         raise EnvironmentProblem("result, process 1 failed: planted death")
 
-    monkeypatch.setattr(finish, "run_child", dies)
+    monkeypatch.setattr(finish, "run_pair", dies)
     record = run(TakePauseOut(), workload=workload.load(SLOW)).record
     assert record.result is not None and record.result.unit == "phases" and record.result.verdict == "faster"
     assert "measured in one process: result, process 1 failed: planted death" in record.notes
@@ -92,33 +93,33 @@ def test_a_child_that_dies_leads_to_phases_of_one_process(
 
 def test_luck_of_processes_takes_more_pairs_and_drops_nothing(run: Run, children: Children) -> None:
     """Processes that differ by far more than the gain: undecided, with the step in the plan."""
-    children.luck = [1.0, 9.0, 0.2, 1.0, 5.0, 1.5]
+    children.luck = [1.0, 90.0, 0.02, 1.0, 50.0, 0.1]
     result = run(TakePauseOut(), workload=workload.load(SLOW), budget=600.0)
     found = result.record.result
-    assert found is not None and found.verdict == "undecided" and found.speed[0].blocks == LOOKS[-1]
+    assert found is not None and found.verdict == "undecided" and found.speed[0].blocks == max(LOOKS)
     assert result.plan.stack == ["gain"] and result.model.pause == 0.0
     assert "the processes differ by more than the gain" in found.reason
 
 
-def test_a_part_of_the_budget_is_left_for_the_final_measurement(run: Run) -> None:
-    seen: list[float] = []
+def test_a_model_in_memory_is_measured_from_a_copy(
+    run: Run, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[Task] = []
 
-    class Slowly(Planted):
-        title = "slowly"
+    def child(task: Task, changes: Mapping[str, str | None], name: str) -> SideReport:
+        tasks.append(task)
+        return children.run(task, changes, name)
 
-        def __init__(self, number: int) -> None:
-            self.id = f"slowly {number}"
+    monkeypatch.setattr(finish, "run_pair", pair_of(child))
+    result = run(TakePauseOut(), copied=True, budget=600.0)
+    record = result.record
+    assert record.result is not None and record.result.unit == "processes" and record.spec is None
+    assert all(task.copied for task in tasks) and len({task.spec for task in tasks}) == 1
+    assert not Path(tasks[0].spec).exists()
+    assert "the fresh processes of the final measurement loaded a copy of the model's pickle" in record.notes
 
-        def find(self, context: Any) -> Any:
-            seen.append(context.seconds_left)
-            CLOCK.advance(20.0)
-            return super().find(context)
 
-        def apply(self, model: Any, params: Any) -> Any:
-            return model
-
-    budget = 100.0
-    run(Slowly(0), TakePauseOut(), Slowly(1), budget=budget)
-    # nothing is kept yet at the first, so nothing has to be left for it
-    assert seen[0] > 0.9 * budget
-    assert seen[0] - seen[1] == pytest.approx(20.0 + FINAL_SHARE * budget, abs=10.0)
+def test_a_small_budget_holds_no_processes_for_a_model_in_memory(run: Run, children: Children) -> None:
+    record = run(TakePauseOut(), copied=True, budget=40.0).record
+    assert record.result is not None and record.result.unit == "phases" and not children.asked
+    assert any(note.startswith("measured in one process: 8 fresh processes take about") for note in record.notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from wavecrest.errors import StepRefused
 from wavecrest.measure.workload import Inputs, Workload, from_example
-from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.checking import check_applied
+from wavecrest.optimizer.gate import ALL_RULES, RULES, Gate, accuracy, failures
 from wavecrest.optimizer.gate.inputs import KINDS, Variations
+from wavecrest.optimizer.steps.applied import AppliedStep, AppliedSteps
 from wavecrest.records import BucketError
 
 
@@ -142,6 +145,13 @@ def test_state_in_the_inputs_is_compared_and_put_back() -> None:
 
 def drawn(inputs: Inputs, kind: str, seed: int = 7) -> list[Tensor]:
     return Variations.of(inputs, seed).draw(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_of_one_token_keeps_showing_it(kind: str) -> None:
+    mask = Inputs((), {"attention_mask": torch.ones(1, 1, dtype=torch.int64)})
+    for seed in range(8):
+        assert bool(Variations.of(mask, seed).draw(kind)[0].all())
 
 
 def test_variations_keep_what_must_stay() -> None:
@@ -334,6 +344,15 @@ def test_whole_numbers_are_exact_everywhere(dtype: torch.dtype, value: int) -> N
     assert not row.passed and row.limit == 0
 
 
+def test_whole_numbers_may_be_the_originals_or_the_references() -> None:
+    """Where those differ the original decided between two values closer than its rounding."""
+    original, right = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
+    expected = accuracy.Expected.of("y", original, right, edge=False, hold=1 << 30)
+    for out, passes in ((original, True), (right, True), (torch.tensor([1, 2, 5]), False), (original[:2], False)):
+        (row,) = accuracy.judge("b", "y", out, expected, "float32", "float32", ALL_RULES)
+        assert row.passed == passes, out
+
+
 class Answers(nn.Module):
     def __init__(self, answer: Tensor) -> None:
         super().__init__()
@@ -370,3 +389,66 @@ def test_the_worst_failure_is_named_and_the_others_counted() -> None:
 def test_noise_holds_a_few_values_ten_times_as_large() -> None:
     (noise,) = drawn(Inputs((3 + 0.01 * torch.randn(1000),)), "noise")
     assert int((noise > 20).sum()) == 4 and float(noise.max()) < 40
+
+
+def test_rules_that_were_left_out_say_why() -> None:
+    workload = from_example(Net(), torch.randn(8, 64))
+    gate = Gate.prepare(workload)
+    gate.check(workload.model, skip={"keyword": "for a reason"})
+    assert gate.summary.not_run == {"padding": "no input is a mask", "keyword": "for a reason"}
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, *args: Tensor) -> Tensor:
+            self.calls += 1
+            return args[0] * 2
+
+    found = Gate.prepare(from_example(Counting(), torch.randn(3))).summary.not_run
+    assert {"owned", "concurrent", "timing", "keyword"} <= found.keys()
+    assert found["keyword"] == "its arguments cannot be named" and "calls write state" in found["timing"]
+
+
+@pytest.mark.parametrize("steps", [("compile:default",), ("capture",), ()])
+@pytest.mark.parametrize("final", [True, False])
+def test_a_plan_is_checked_later_as_it_was_when_it_was_made(
+    steps: tuple[str, ...], final: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured model serves one thread at a time: `verify` must not hold it to more than the run did."""
+    workload = from_example(Net(), torch.randn(8, 64))
+    gate = Gate.prepare(workload)
+    asked = {}
+    monkeypatch.setattr(Gate, "check", lambda _gate, _model, **options: asked.update(options) or [])
+    applied = AppliedSteps(tuple(AppliedStep(step, {}) for step in steps))
+    check_applied(gate, workload.model, applied, final=final)
+    wanted = {"gradients", "concurrent"} | (set() if final else {"keyword", "shapes"})
+    assert asked["skip"].keys() == (wanted if steps else set()) and asked["graphs"] == bool(steps)
+    assert asked["thorough"] == final and gate.dtype == "float32"
+
+
+def test_elements_may_be_far_off_twice_as_often_as_the_originals_own() -> None:
+    """Small elements, which no norm shows; the original loses 500 of 50,000, and a candidate may lose 1,000 or so."""
+    right = torch.ones(100_000, dtype=torch.float64)
+    right[:50_000] = 1e-6
+
+    def lost(count: int) -> Tensor:
+        out = right.float()
+        out[:count] = 0
+        return out
+
+    expected = accuracy.Expected.of("y", lost(500), right, edge=False, hold=1 << 30)
+    for count, passes in ((500, True), (1000, True), (1200, False), (5000, False)):
+        rows = list(accuracy.judge("b", "y", lost(count), expected, "float32", "float32", ALL_RULES))
+        assert rows[0].passed and all(row.passed for row in rows) == passes, count
+    assert rows[-1].rule == "elements" and "off by more than 0.5" in rows[-1].note
+
+
+def test_the_page_names_every_rule() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "proof.md").read_text(encoding="utf-8")
+    table = page[page.index("| rule | holds") :]
+    named = {
+        name.strip() for row in table.splitlines()[2:] if row.startswith("| ") for name in row.split("|")[1].split(",")
+    }
+    assert named == set(RULES)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.optimizer.cheats import Cache, Counts, Decode, InPlace, Masked, Net, Plain, Slots, Softmax, Wrapped, masked
-from wavecrest.measure.workload import Inputs, Workload
+from wavecrest.measure.workload import Inputs, Workload, from_example
 from wavecrest.optimizer.gate import Gate, failures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -312,3 +312,16 @@ def test_a_transformers_model_with_its_cache() -> None:
     assert not failures(rows) and cache.get_seq_length() == 6
     assert {row.output.split(" ")[0] for row in rows if row.bucket == "prefill"} >= {"logits"}
     assert any("after the call" in row.output for row in rows if row.bucket == "decode")
+
+
+def test_a_head_of_zeros_is_named_where_nothing_can_be_verified() -> None:
+    """torchvision's ViT is made so: its answers say nothing until trained weights are loaded."""
+    model = nn.Sequential()
+    model.add_module("body", nn.Linear(4, 4))
+    model.add_module("head", nn.Linear(4, 2))
+    nn.init.zeros_(model.head.weight)
+    gate = Gate.prepare(from_example(model.eval(), torch.randn(2, 4)))
+    assert gate.problem is not None and gate.problem.rule == "dependence"
+    assert "its last linear layer, head, are all zero: load trained ones" in str(gate.problem)
+    nn.init.ones_(model.head.weight)
+    assert Gate.prepare(from_example(model, torch.randn(2, 4))).problem is None

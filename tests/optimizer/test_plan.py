@@ -1,4 +1,4 @@
-"""What identifies a plan's machine and model, and what applying a plan does besides building its steps."""
+"""The identity of a plan's machine and model, and the effects of applying a plan besides building its steps."""
 
 from __future__ import annotations
 
@@ -164,6 +164,30 @@ def test_other_versions_are_held_to_the_limits_of_the_plans_dtype(run: Run, monk
     with pytest.warns(PlanWarning, match="step gain no longer verifies"):
         made = plan.apply(*slow())
     assert made.pause == PAUSE
+
+
+def test_other_versions_are_held_to_the_limits_of_the_precision_that_was_asked_for(run: Run) -> None:
+    class Coarse(TakePauseOut):
+        id = "precision:bf16"
+
+        def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+            return SlightlyWrong().apply(model, params)
+
+    plan = run(Coarse(), precision="bf16").plan
+    assert plan.stack == ["precision:bf16"]
+    plan.fingerprint.torch = "2.0.0"
+    assert plan.apply(*slow(), strict=True).pause == 0
+
+
+def test_a_step_that_no_longer_verifies_is_no_part_of_those_after_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = run(TakeHalfOut(), TakePauseOut()).plan
+    assert plan.stack == ["half", "gain"]
+    plan.fingerprint.torch = "2.0.0"
+    monkeypatch.setattr(TakeHalfOut, "apply", SlightlyWrong.apply)
+    model, x = slow()
+    with pytest.warns(PlanWarning, match="step half no longer verifies") as told:
+        made = plan.apply(model, x)
+    assert len(told) == 1 and made.pause == 0 and torch.equal(made(x), model(x))
 
 
 def test_the_last_attempt_that_was_kept_is_replayed(run: Run) -> None:

@@ -341,3 +341,11 @@ class TestOutputFiles:
         (tmp_path / "b").symlink_to(tmp_path / "a")
         with pytest.raises(OutputError, match="cannot write"):
             files.write_text(tmp_path / "a", "x")
+
+
+def test_what_a_kill_in_the_middle_of_a_write_leaves_is_taken_away(run: Run, tmp_path: Path) -> None:
+    for name in ("run.json", "plan.json", "report.html"):
+        (tmp_path / f".{name}.x7_ab").write_text("half of it")
+    (tmp_path / ".mine").touch()
+    run(TakePauseOut(), out=tmp_path, resume=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "plan.json", "report.html", ".mine"}

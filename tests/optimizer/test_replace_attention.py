@@ -18,7 +18,7 @@ from wavecrest.errors import InvalidArgument, StepRefused, Unsupported
 from wavecrest.measure.workload import Inputs, Workload, from_example
 from wavecrest.nn import attention as ours
 from wavecrest.ops._flash_decoding.call import FlashDecodingCall
-from wavecrest.optimizer.gate import ALL_RULES, Gate, failures
+from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps import replace_attention as step_module
 from wavecrest.optimizer.steps.attention import check_causal
@@ -101,7 +101,7 @@ def logits(model: nn.Module, **inputs: Any) -> Tensor:
 
 
 def ops_of(calls: list[ours.Call], queries: int) -> list[str]:
-    """What the calls of so many queries ran on."""
+    """The ops that calls with `queries` queries ran."""
     return [call.decision.op if call.decision else "PyTorch" for call in calls if call.queries == queries]
 
 
@@ -114,7 +114,7 @@ def assert_same(got: Tensor, want: Tensor, shown: Tensor | None = None) -> None:
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """What dispatch chooses here, or the kernel in Triton's interpreter."""
+    """The backend that dispatch chooses here, or the kernel in Triton's interpreter."""
     if request.param == "triton":
         pytest.importorskip("triton", reason="runs the kernel")
         registry.get(OP).force("triton")
@@ -404,7 +404,7 @@ def test_a_decoder_with_a_bias_of_positions_generates() -> None:
 
 
 def visible_pairs(given: dict[str, Any]) -> Tensor:
-    """What transformers' own dense mask says, [B, Sq, kv_length]."""
+    """transformers' own dense mask, [B, Sq, kv_length]."""
     mask = masking.sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     return mask[:, 0]
 
@@ -667,7 +667,7 @@ def test_the_module_and_the_call_say_whether_it_is_causal() -> None:
 # torch.compile
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_compile_fullgraph(name: str) -> None:
     torch._dynamo.reset()
     # gemma2's layers are of two kinds, which take turns
@@ -689,15 +689,15 @@ def test_compile_fullgraph(name: str) -> None:
     assert_same(torch.cat(pieces, 1), whole)
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [("llama", "inductor"), ("gemma2", "eager"), ("mistral", "eager"), ("gpt_oss", "eager")]
-)
+@pytest.mark.parametrize(("name", "backend"), [("llama", "inductor"), ("gemma2", "eager"), ("gpt_oss", "eager")])
 def test_a_compiled_step_is_one_graph_at_every_position(name: str, backend: str) -> None:
     """The mask made inside, from the position that the cache has on the device."""
     # where layers are of one kind one is enough
-    tokens, graphs, model = ids(2, 12), {}, made(name, 1 if name in ("llama", "mistral") else 2)
+    tokens, graphs, model = ids(2, 12), {"stock": 1}, made(name, 1 if name == "llama" else 2)
     want = logits(model, input_ids=tokens)
-    for kind, one in (("stock", model), ("ours", switched(model))):
+    # sliding layers count positions in Python, and have other code before and after they are full
+    kinds = {"ours": switched(model)} if name == "llama" else {"stock": model, "ours": switched(model)}
+    for kind, one in kinds.items():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         past = transformers.StaticCache(config=model.config, max_cache_len=24)
@@ -709,14 +709,13 @@ def test_a_compiled_step_is_one_graph_at_every_position(name: str, backend: str)
         traced = {decision.op for decision, calls in registry.coverage() if calls == 0}
         assert_same(torch.cat(got, 1), want[:, 3:])
     assert "flash_decoding" in traced
-    # sliding layers count positions in Python, and have other code before and after they are full
-    assert graphs["ours"] == graphs["stock"] and (graphs["ours"] == 1 or name != "llama")
+    assert graphs["ours"] == graphs["stock"]
 
 
-@pytest.mark.parametrize(("name", "backend"), [("llama", "inductor"), ("gemma2", "eager"), ("gpt_oss", "eager")])
+@pytest.mark.parametrize(("name", "backend"), [("llama", "aot_eager"), ("gpt_oss", "eager")])
 def test_a_compiled_step_of_a_padded_batch(name: str, backend: str) -> None:
     """The mask made before the compiled call, as generate() does it."""
-    model = made(name)
+    model = made(name, 1 if name == "llama" else 2)
     other, tokens = switched(model), ids(2, 14)
     shown = torch.ones_like(tokens)
     shown[1, :3] = 0
@@ -742,6 +741,20 @@ def test_a_compiled_step_of_a_padded_batch(name: str, backend: str) -> None:
     assert_same(torch.cat(got, 1), want, shown)
     if name == "llama":
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_lengths_of_any_size_are_in_a_mask_that_is_made_while_compiling() -> None:
+    """All four bytes of them, which a graph cannot view as one number."""
+    torch._dynamo.reset()
+    ends, starts = (
+        torch.tensor(one, dtype=torch.int32) for one in ([3, 300, 70_000, (1 << 24) + 5], [0, 256, 1, 65_536])
+    )
+
+    def there_and_back(ends: Tensor, starts: Tensor) -> Any:
+        return ours._lengths(ours.lengths_mask(ends, starts, 7))
+
+    got = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(ends, starts)
+    assert got[0].tolist() == ends.tolist() and got[1].tolist() == starts.tolist() and got[2] == 7
 
 
 def test_a_padded_batch_whose_mask_is_made_while_compiling(unwarned: None) -> None:
@@ -807,9 +820,8 @@ def test_the_step_replaces_what_dispatch_gives_to_a_kernel() -> None:
     assert [row["backend"] for row in found.params["routes"]] == ["triton"] * 2 and "9 queries" in found.note
     assert found.params["routes"][0]["config"]["BLOCK_M"] >= 16
     made_by_it = build(workload.model, AppliedSteps().plus(step, found.params))
-    # Triton's interpreter runs one kernel at a time
-    gate = Gate.prepare(workload, rules=ALL_RULES - {"concurrent"})
-    assert not failures(gate.check(made_by_it))
+    gate = Gate.prepare(workload)
+    assert not failures(gate.check(made_by_it)) and "one at a time" in gate.summary.not_run["concurrent"]
     check_causal(workload.model, made_by_it, list(workload.buckets.values()))
     # the original is as it was, and so is a model that is taken back
     assert workload.model.config._attn_implementation == "eager"

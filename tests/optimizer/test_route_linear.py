@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.toy import planted
 from wavecrest import hardware
 from wavecrest import nn as ours
 from wavecrest.dispatch import registry
@@ -32,7 +33,7 @@ class Block(nn.Module):
 
 @pytest.fixture
 def op() -> Iterator[Op]:
-    """gemm, with a backend that counts its calls in place of a kernel of ours."""
+    """gemm, with a backend that counts its calls in place of wavecrest's kernel."""
     op = registry.get("gemm")
     backends = dict(op.backends)
     calls: list[tuple[int, ...]] = []
@@ -41,12 +42,12 @@ def op() -> Iterator[Op]:
         calls.append(tuple(call.a.shape))
         return op.reference(call)
 
-    op.attach("planted", run, priority=1)
+    planted(op, "planted", run, priority=1)
     op.calls = calls  # type: ignore[attr-defined]
     yield op
     op.backends.clear()
     op.backends.update(backends)
-    op.attach("reference", op.reference, priority=0)
+    op._put(op.backends["reference"])
     op.unpin()
     del op.calls  # type: ignore[attr-defined]
 
@@ -112,6 +113,24 @@ def test_the_wide_product_of_fused_projections_is_routed(op: Op) -> None:
     assert op.calls == [(4, 16)]  # type: ignore[attr-defined]
 
 
+def test_conv1d_is_a_linear_layer_with_its_weight_transposed(op: Op) -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    model = nn.Sequential(conv1d(24, 16), nn.ReLU(), conv1d(8, 24)).eval()
+    workload = from_example(model, torch.randn(4, 16))
+    _pin(op, 4, nn.Linear(16, 24))
+    step = step_by_id("route_linear")
+    found = step.find(_context(workload))
+    assert found.sites == ("0",)
+    made = build(model, AppliedSteps().plus(step, found.params))
+    assert type(made[0]) is ours.Linear and made[0].bias is model[0].bias and type(made[2]) is conv1d
+    op.calls.clear()  # type: ignore[attr-defined]
+    assert not failures(Gate.prepare(workload).check(made))
+    assert op.calls  # type: ignore[attr-defined]
+
+
 def test_no_linear_layer(op: Op) -> None:
     workload = from_example(nn.Sequential(nn.ReLU()), torch.randn(4, 16))
-    assert step_by_id("route_linear").find(_context(workload)).note == "no Linear layer is called"
+    assert step_by_id("route_linear").find(_context(workload)).note == (
+        "no Linear layer is called that another step has not replaced"
+    )

@@ -10,7 +10,9 @@ import pytest
 
 from tests.clock import SimulatedClock
 from wavecrest.measure import timing
-from wavecrest.optimizer.alternate import LOOKS, Claim, SideReport, alternate, claim_of
+from wavecrest.measure.speedup import TAIL
+from wavecrest.optimizer.alternate import LOOKS, Claim, alternate, claim_of, in_turn
+from wavecrest.optimizer.children import SideReport
 from wavecrest.optimizer.verdict import judge, no_gain_verdict, result_verdict
 from wavecrest.records import BucketBench, OptimizeRecord, StepOutcome
 
@@ -66,7 +68,13 @@ def claimed(ratio: float, low: float, high: float, unit: Any = "processes", pair
         (claimed(1.1, 1.02, 1.15), "undecided", "differ by more than the gain"),
         (claimed(1.01, 1.005, 1.015), "undecided", "less than the 2% that were to be proven"),
         (claimed(0.9, 0.85, 0.99), "slower", "0.900×"),
-        (claimed(0.9, 0.8, 1.1), "undecided", "run `wavecrest verify` when the machine is quiet"),
+        (claimed(0.9, 0.8, 1.1), "undecided", "differ by more than the gain. Each step was proven by itself and stays"),
+        (
+            claimed(0.9, 0.8, 1.1, pairs=8),
+            "undecided",
+            "and the original itself changed by +7% meanwhile. Each step was",
+        ),
+        (claimed(1.1, 1.0, 1.2, "phases"), "undecided", "the phases differ by more than the gain"),
         (claimed(1.1, 1.05, 1.15, "phases"), "faster", "in one process, its 3 phases a side between 1.100× and 1.122×"),
     ],
 )
@@ -78,9 +86,9 @@ def test_verdicts_of_a_result(found: Claim, verdict: str, reason: str) -> None:
 def test_one_process_is_never_shown_with_an_interval() -> None:
     """`[1.272, 1.272]` was printed of a single process."""
     report = side([10.0])
-    one = claim_of([report], [side([8.0])], unit="processes")
+    one = claim_of([report], [side([8.0])], unit="processes", tail=TAIL)
     assert one.ci is None and one.describe() == "1.250× in one fresh process a side, which has no interval"
-    assert "[" not in claim_of([report] * 3, [side([8.0])] * 3, unit="phases").describe()
+    assert "[" not in claim_of([report] * 3, [side([8.0])] * 3, unit="phases", tail=TAIL).describe()
     assert result_verdict(one, 0.02)[0] == "undecided"
 
 
@@ -89,20 +97,32 @@ def side(times: list[float]) -> SideReport:
 
 
 def test_sides_alternate_and_pairs_are_taken_until_the_interval_decides() -> None:
-    """Three pairs where the gain is plain, all eight where it never is."""
-    for spread, wanted in ((0.001, 3), (0.2, 8)):
+    """The first look decides where a gain, a loss, or that there is neither, is plain; none where nothing ever is."""
+    first, last = min(LOOKS), max(LOOKS)
+    for new, spread, wanted in ((9.0, 0.001, first), (11.0, 0.001, first), (10.0, 0.001, first), (9.0, 0.2, last)):
         order: list[tuple[str, int]] = []
         random = np.random.default_rng(1)
 
-        def run(which: str, pair: int, spread: float = spread, order: Any = order, random: Any = random) -> SideReport:
+        def run(
+            which: str, pair: int, new: float = new, spread: float = spread, order: Any = order, random: Any = random
+        ) -> SideReport:
             order.append((which, pair))
-            return side([(10.0 if which == "base" else 9.0) * (1 + spread * random.standard_normal())] * 5)
+            return side([(10.0 if which == "base" else new) * (1 + spread * random.standard_normal())] * 5)
 
-        found = alternate(run, unit="processes", looks=LOOKS, min_gain=0.02, seconds_left=lambda: math.inf)
+        found = alternate(in_turn(run), unit="processes", looks=LOOKS, min_gain=0.02, seconds_left=lambda: math.inf)
         assert found.pairs == wanted
         sides = [which for which, _ in order]
         assert sides == (["base", "new", "new", "base"] * wanted)[: 2 * wanted]
         assert [pair for _, pair in order] == [pair for pair in range(wanted) for _ in range(2)]
+
+
+def test_intervals_of_buckets_allow_for_all_looks_too() -> None:
+    random = np.random.default_rng(2)
+    base, new = ([side(list(scale * random.uniform(0.9, 1.1, 1))) for _ in range(5)] for scale in (10.0, 8.0))
+    once, often = (claim_of(base, new, unit="processes", tail=tail) for tail in (TAIL, TAIL / 3))
+    for wide, narrow in ((often.ci, once.ci), (often.speed[0].ci, once.speed[0].ci)):
+        assert wide is not None and narrow is not None
+        assert wide.low < narrow.low < narrow.high < wide.high
 
 
 def test_more_pairs_are_taken_only_while_the_budget_covers_them() -> None:
@@ -112,10 +132,14 @@ def test_more_pairs_are_taken_only_while_the_budget_covers_them() -> None:
         clock.advance(10.0)
         return side([float(random.uniform(5, 15))])
 
-    for budget, pairs in ((0.0, 3), (95.0, 3), (100.0, 5), (155.0, 5), (161.0, 8)):
+    for budget, pairs in ((0.0, 4), (115.0, 4), (121.0, 6), (241.0, 12)):
         clock.seconds = 0.0
         found = alternate(
-            run, unit="processes", looks=LOOKS, min_gain=0.02, seconds_left=lambda budget=budget: budget - clock()
+            in_turn(run),
+            unit="processes",
+            looks=LOOKS,
+            min_gain=0.02,
+            seconds_left=lambda budget=budget: budget - clock(),
         )
         assert found.pairs == pairs, budget
 
@@ -136,7 +160,7 @@ def test_luck_of_processes_is_no_gain(luck: float, drift: float, noise: float) -
             ms = 10 * (1 + luck * random.random()) * (1 + drift * next(age)) * (1 + noise * random.random())
             return side([ms])
 
-        found = alternate(run, unit="processes", looks=LOOKS, min_gain=0.0, seconds_left=lambda: math.inf)
+        found = alternate(in_turn(run), unit="processes", looks=LOOKS, min_gain=0.0, seconds_left=lambda: math.inf)
         sides[result_verdict(found, 0.0)[0]] += 1
     # 2.5 % and three standard errors
     assert sides["faster"] <= 40 and sides["slower"] <= 40
@@ -152,17 +176,17 @@ def test_gains_are_found_over_the_luck_of_processes(luck: float, gain: float, sh
         def run(which: str, pair: int) -> SideReport:
             return side([10 / (gain if which == "new" else 1) * (1 + luck * random.random())])
 
-        found = alternate(run, unit="processes", looks=LOOKS, min_gain=0.02, seconds_left=lambda: math.inf)
+        found = alternate(in_turn(run), unit="processes", looks=LOOKS, min_gain=0.02, seconds_left=lambda: math.inf)
         faster += result_verdict(found, 0.02)[0] == "faster"
     assert faster >= share * 200
 
 
 def test_drift_is_of_the_originals() -> None:
-    found = claim_of([side([10.0]), side([10.2]), side([11.0])], [side([5.0])] * 3, unit="processes")
+    found = claim_of([side([10.0]), side([10.2]), side([11.0])], [side([5.0])] * 3, unit="processes", tail=TAIL)
     assert found.drift == pytest.approx(0.1)
 
 
-def step(verdict: Any, reason: str = "", step_id: str = "some") -> StepOutcome:
+def step(verdict: Any, reason: str = "why", step_id: str = "some") -> StepOutcome:
     return StepOutcome(id=step_id, title=step_id, level=3, verdict=verdict, reason=reason)
 
 
@@ -176,8 +200,13 @@ LATE = "no time left"
         ([step("skipped", "nothing to change")], {}, "already optimal", "no step applies"),
         ([step("tie"), step("skipped", f"{LATE} in it", "late")], {}, "undecided", "no time was left for late"),
         ([step("tie"), step("refused", "no g++", "compile:default")], {}, "undecided", "refused here: no g++"),
-        ([step("refused"), step("refused", step_id="b")], {}, "undecided", "every step was refused (2)"),
-        ([step("refused"), step("tie", step_id="b")], {}, "already optimal", "2 steps"),
+        ([step("refused"), step("refused", step_id="b")], {}, "undecided", "every step was refused (2): why"),
+        ([step("refused", "a"), step("refused", "b", "b"), step("refused", "b", "c")], {}, "undecided",
+         "every step was refused (3): 2 of them because b"),
+        ([step("refused"), step("tie", step_id="b")], {}, "already optimal",
+         "2 steps tried, none with a proven gain of 2%; 1 refused, the table says why"),
+        ([step("tie"), step("skipped", f"{LATE} in it", "late")], {"unstable": True}, "undecided",
+         "no time was left for late, and the original's own times are unstable (a); run again on a quieter machine"),
         ([step("tie", "undecided: noise")], {}, "undecided", "too noisy to decide on some"),
         # the second try of a step is what counts
         ([step("tie", "undecided: noise"), step("tie", "no gain")], {}, "already optimal", "1 steps"),

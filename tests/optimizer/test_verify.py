@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.optimizer.conftest import Run
 from tests.optimizer.planted import (
@@ -16,18 +20,23 @@ from tests.optimizer.planted import (
     AddPause,
     FastButWrong,
     TakePauseOut,
+    pair_of,
+    slow,
     watched,
 )
-from wavecrest import hardware
+from wavecrest import hardware, ops
 from wavecrest.cli.main import main
-from wavecrest.errors import EnvironmentProblem
+from wavecrest.errors import EnvironmentProblem, PlanError
 from wavecrest.measure import workload
 from wavecrest.measure.timing import Interval
-from wavecrest.optimizer import alternate, verify
-from wavecrest.optimizer.alternate import Claim, SideReport, Task, run_child
+from wavecrest.ops.rows.call import RowCall
+from wavecrest.optimizer import children, verify
+from wavecrest.optimizer.alternate import Claim
+from wavecrest.optimizer.children import Job, SideReport, Task, run_child
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.side import measure_side
-from wavecrest.records import BucketError, QualityResult, StepOutcome, VerifyProcess
+from wavecrest.optimizer.steps import ladder
+from wavecrest.records import BucketError, DecisionRow, QualityResult, StepOutcome, VerifyProcess
 
 SLOW, WATCHED = "tests.optimizer.planted:slow", "tests.optimizer.planted:watched"
 FASTER, SLOWER, EQUAL = Interval(1.2, 1.4), Interval(0.7, 0.9), Interval(0.9, 1.1)
@@ -85,7 +94,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     def child(task: Task, _changes: object, _name: str) -> SideReport:
         return measure_side(task, now=CLOCK)
 
-    monkeypatch.setattr(verify, "run_child", child)
+    monkeypatch.setattr(verify, "run_pair", pair_of(child))
 
 
 def test_a_good_plan_passes_with_its_speed(run: Run, here: None, tmp_path: Path) -> None:
@@ -95,7 +104,8 @@ def test_a_good_plan_passes_with_its_speed(run: Run, here: None, tmp_path: Path)
     assert record.passed and told == [(0, 2), (1, 2)] and [row.process for row in record.processes] == [0, 1]
     speedup = (PAUSE + WORK) / WORK
     assert record.ratio == pytest.approx(speedup, rel=0.02)
-    assert record.ci is not None and record.ci.low < speedup < record.ci.high
+    # of every twenty intervals of 95 % one does not hold the true value: how near it is, is held above
+    assert record.ci is not None and record.ci.low < record.ratio < record.ci.high
     assert record.drift == pytest.approx(0.0, abs=0.02)
     for row in record.processes:
         assert row.speed[0].base_ms == pytest.approx(7, rel=0.02) and row.speed[0].new_ms == pytest.approx(1, rel=0.02)
@@ -137,7 +147,8 @@ def test_a_step_that_no_longer_verifies_is_dropped_and_said(
     plan.fingerprint.torch = "2.0.0"
     plan.save(tmp_path / "plan.json")
     monkeypatch.setattr(TakePauseOut, "apply", FastButWrong.apply)
-    record = verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1)
+    # simulated seconds: enough samples for the limit below
+    record = verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=2.0)
     (found,) = record.processes
     assert len(found.warnings) == 1 and "no longer verifies (torch 2.0.0 → " in found.warnings[0]
     # what is left is the original
@@ -158,6 +169,20 @@ def test_a_precision_has_the_limits_of_that_precision(
 
     run(Coarse(), precision="bf16", out=tmp_path)
     assert verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1).passed
+
+
+def test_each_process_has_its_own_times(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(TakePauseOut(), out=tmp_path)
+    times = {"process 0 of the original": 8.0, "process 1 of the original": 9.0, "process 0": 2.0, "process 1": 3.0}
+
+    def child(_task: Task, _changes: Any, name: str) -> SideReport:
+        return SideReport(clock="made up", times={"b": [times[name]] * 3}, numerics=[], quality=[], warnings=[])
+
+    monkeypatch.setattr(verify, "run_pair", pair_of(child))
+    record = verify.run(SLOW, tmp_path / "plan.json", processes=2)
+    found = [(row.process, row.speed[0].base_ms, row.speed[0].new_ms, row.speed[0].ratio) for row in record.processes]
+    assert found == [(0, 8.0, 2.0, 4.0), (1, 9.0, 3.0, 3.0)]
+    assert record.ratio == pytest.approx(12**0.5) and record.drift == pytest.approx(1 / 8)
 
 
 def test_one_process_has_no_interval_and_its_speed_is_not_judged(
@@ -181,7 +206,7 @@ def test_the_original_runs_alone(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_
         asked.append((task.plan is not None, task.check, dict(changes)))
         return measure_side(task, now=CLOCK)
 
-    monkeypatch.setattr(verify, "run_child", child)
+    monkeypatch.setattr(verify, "run_pair", pair_of(child))
     verify.run(SLOW, tmp_path / "plan.json", processes=2, seconds=0.1)
     original, result = (False, False, {}), (True, True, {"OMP_WAIT_POLICY": "active"})
     assert asked == [original, result, result, original]
@@ -214,7 +239,7 @@ def make():
 
 
 @pytest.fixture
-def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An installed package with a wrong step, which child processes find by its entry point."""
     info = tmp_path / "planted_steps-1.0.dist-info"
     info.mkdir()
@@ -223,7 +248,13 @@ def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "planted_steps.py").write_text(STEPS)
     (tmp_path / "work.py").write_text(WORKLOAD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return tmp_path
+    # and this one, which looks at the plan before it starts any
+    monkeypatch.syspath_prepend(tmp_path)
+    ladder._steps.cache_clear()
+    ladder.step_by_id("doubled")
+    yield tmp_path
+    ladder._steps.cache_clear()
+    sys.modules.pop("planted_steps")
 
 
 def wrong_plan(folder: Path) -> Path:
@@ -263,9 +294,65 @@ def test_a_child_has_the_variables_it_is_given(monkeypatch: pytest.MonkeyPatch) 
         asked.append(env)
         assert json.loads(command[-2])["spec"] == SLOW
         Path(command[-1]).write_text(report.model_dump_json())
-        return type("Done", (), {"returncode": 0, "stderr": ""})
+        return real([sys.executable, "-c", ""], start_new_session=True)
 
-    monkeypatch.setattr(alternate.subprocess, "run", start)
+    real = subprocess.Popen
+    monkeypatch.setattr(children.subprocess, "Popen", start)
     task = Task(SLOW, "cpu", 0.1)
-    assert run_child(task, {"PLANTED": "7"}, "it") == report == run_child(task, {}, "it")
+    assert run_child(Job(task, {"PLANTED": "7"}, "it")) == report == run_child(Job(task, {}, "it"))
     assert asked[0]["PLANTED"] == "7" and "PLANTED" not in asked[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"id": "magic"}, "no step 'magic'"),
+        ({"id": "replace_norm", "params": {"magic": 1}}, "parameters of step replace_norm"),
+        ({}, "dispatch row of rms_norm is damaged"),
+    ],
+    ids=["step", "parameters", "row"],
+)
+def test_a_plan_is_looked_at_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    plan = Plan.start(workload.load(SLOW, device="cpu"), hardware.cpu(), {"default": {}})
+    if change:
+        plan.steps = [StepOutcome(**{"title": "t", "level": 3, "verdict": "kept", "reason": "r", **change})]
+        plan.stack = [change["id"]]
+    else:
+        plan.dispatch = [row("{")]
+    plan.save(tmp_path / "plan.json")
+    monkeypatch.setattr(verify, "run_pair", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.raises(PlanError, match=message):
+        verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1)
+
+
+def row(key: str) -> DecisionRow:
+    return DecisionRow(op="rms_norm", key=key, backend="torch", config={}, source="exact", reason="", calls=1)
+
+
+def test_a_process_pins_the_plans_rows_as_apply_does(tmp_path: Path) -> None:
+    op = ops.get("rms_norm")
+    call = RowCall("rms", torch.randn(4, 64), None, torch.ones(64), None, 1e-6)
+    key = op.key(call)
+    model, _ = slow()
+    plan = Plan.start(workload.load(SLOW, device="cpu"), hardware.cpu(), {"default": {}})
+    plan.dispatch = [row(json.dumps(list(key)))]
+    plan.save(tmp_path / "plan.json")
+
+    def decided() -> str:
+        return op.decide(call).reason
+
+    own = decided()
+    found = {}
+    for name, apply in {
+        "apply": lambda: plan.apply(model),
+        "verify": lambda: measure_side(Task(SLOW, "cpu", 0.05, str(tmp_path / "plan.json")), now=CLOCK),
+        "the original": lambda: measure_side(Task(SLOW, "cpu", 0.05), now=CLOCK),
+    }.items():
+        try:
+            apply()
+            found[name] = decided()
+        finally:
+            op.unpin()
+    assert found["apply"] == found["verify"] == "plan" != own == found["the original"]

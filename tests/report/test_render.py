@@ -15,9 +15,8 @@ import pytest
 from wavecrest import records, report
 from wavecrest.errors import OutputError
 from wavecrest.measure.timing import Interval
-from wavecrest.records import BucketError, OptimizeRecord, QualityResult, provenance
-from wavecrest.report import breakdown, histograms, numbers, roofline, svg, waterfall, words
-from wavecrest.report.page import worst_error
+from wavecrest.records import BucketError, GateBucket, GateSummary, OptimizeRecord, QualityResult, provenance
+from wavecrest.report import breakdown, histograms, numbers, proof, roofline, svg, waterfall, words
 
 Sample = Callable[[str], OptimizeRecord]
 VOID = {"meta", "link", "br"}
@@ -79,12 +78,14 @@ def test_every_step_appears_with_its_reason(record: OptimizeRecord) -> None:
     html = report.render(record)
     page = Page(html)
     rows = [a for tag, a in page.elements if tag == "tbody" and "data-step" in a]
+    # what was tried first, what was skipped folded below
+    in_order = sorted(record.steps, key=lambda step: step.verdict == "skipped")
     assert [(a["data-step"], a["data-attempt"], a["data-verdict"]) for a in rows] == [
-        (step.id, str(step.attempt), step.verdict) for step in record.steps
+        (step.id, str(step.attempt), step.verdict) for step in in_order
     ]
     for step in record.steps:
-        # once in the table; what was not kept is listed again with its reason
-        assert page.text.count(squeezed(step.reason)) >= (1 if step.verdict == "kept" else 2)
+        # once in the table; what was tried and not kept is listed again with its reason
+        assert page.text.count(squeezed(step.reason)) >= (1 if step.verdict in ("kept", "skipped") else 2)
         assert squeezed(step.title) in page.text
         for site in step.sites:
             assert site in page.text
@@ -98,7 +99,7 @@ def test_tables_hold_the_numbers(sample: Sample) -> None:
         assert f"{speed.ratio:.3f}×" in text
         assert f"[{speed.ci.low:.3f}, {speed.ci.high:.3f}]" in text
     for check in record.result.numerics:
-        assert f"{check.error:.2e} {check.own:.2e} {check.error / check.own:.2f}×" in text
+        assert f"{check.error:.2e} {check.own:.2e} {check.limit:.2e} {check.error / check.limit * 100:.0f} %" in text
     for item in record.breaks:
         assert f"{item.file}:{item.line} {item.reason}" in text
     for row in record.coverage:
@@ -190,6 +191,30 @@ def test_headline_of_a_gain(sample: Sample) -> None:
     head = words.headline(record)
     assert (head.title, head.interval, head.tone) == ("Faster by 1.31×", "[1.29, 1.33]", "good")
     assert "Faster by 1.31×" in Page(report.render(record)).text
+
+
+def test_the_first_line_has_the_class_and_milliseconds(sample: Sample) -> None:
+    record = sample("full")
+    assert record.result is not None
+    record.result.ratio, record.result.ci = 1.31, Interval(1.29, 1.33)
+    for row, base, new in zip(record.result.speed, (42.06, 7.4), (29.34, 0.5678), strict=True):
+        row.base_ms, row.new_ms = base, new
+    assert words.first_line(record) == (
+        "LlamaForCausalLM: prefill b1 s2048 42.1 ms → 29.3 ms, decode b16 7.40 ms → 0.568 ms, "
+        "faster by 1.31× [1.29, 1.33]"
+    )
+    record.result = None
+    assert words.first_line(record).endswith("ms, interrupted") and "→" not in words.first_line(record)
+    assert record.baseline[0].bucket in words.times(record)[0]
+    many = sample("many buckets")
+    assert words.times(many)[-1].startswith("and ") and len(words.times(many)) == words.MOST_TIMES + 1
+
+
+def test_the_first_line_claims_no_gain_on_a_red_gate(sample: Sample) -> None:
+    record = sample("full")
+    assert record.result is not None
+    record.result.quality.append(QualityResult(name="perplexity", value=99, limit=9, passed=False))
+    assert "→" not in words.first_line(record) and words.first_line(record).endswith("accuracy check failed")
 
 
 def test_summary_counts_the_last_attempt_of_a_step(sample: Sample) -> None:
@@ -330,10 +355,11 @@ def test_many_skipped_steps_are_named_once(sample: Sample) -> None:
     panel = waterfall.panels(record)[0]
     assert not [row for row in panel.rows if row.kind == "skipped"]
     assert panel.left_out == 9
-    text = Page(report.render(record)).text
-    assert "9 skipped steps are not drawn" in text
-    assert "variant 0, variant 1, variant 2," in text
-    assert text.count(skipped.reason) == 9 + 1
+    html = report.render(record)
+    assert "9 skipped steps are not drawn" in Page(html).text
+    # each in a table that is folded, and nowhere else
+    assert html.count(skipped.reason) == html.split('<details class="skipped">')[1].count(skipped.reason)
+    assert Page(html).text.count(skipped.reason) == 9
 
 
 def test_waterfall_whiskers_are_the_interval(sample: Sample) -> None:
@@ -497,31 +523,109 @@ def test_memory(size: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "own", "expected"),
-    [(0.2, 0.1, "2.00×"), (0.0, 0.0, "0"), (1e-3, 0.0, "1.0e-03 (own 0)"), (float("nan"), 0.1, "not finite")],
+    ("error", "limit", "expected"),
+    [
+        (0.2, 0.4, "50 %"),
+        (0.2, 0.1, "200 %"),
+        (1e-9, 1e-4, "0.0010 %"),
+        (0.0, 0.0, "0"),
+        (1e-3, 0.0, "1.0e-03 (limit 0)"),
+        (float("nan"), 0.1, "not finite"),
+    ],
 )
-def test_error_ratio(error: float, own: float, expected: str) -> None:
-    assert numbers.error_ratio(error, own) == expected
+def test_error_share(error: float, limit: float, expected: str) -> None:
+    assert numbers.error_share(error, limit) == expected
 
 
-def _check(error: float, own: float, limit: float) -> BucketError:
-    return BucketError(bucket="b", output="o", error=error, own=own, limit=limit, passed=error <= limit)
+def _check(error: float, limit: float) -> BucketError:
+    return BucketError(bucket="b", output="o", error=error, own=0.1, limit=limit, passed=error <= limit)
 
 
 @pytest.mark.parametrize(
     ("checks", "expected"),
     [
         ([], "–"),
-        ([_check(0.3, 0.1, 3.0), _check(0.2, 0.1, 0.21)], "2.00×"),
-        ([_check(0.9, 0.1, 0.91), _check(1e-3, 0.0, 0.0)], "1.0e-03 (own 0)"),
-        ([_check(0.5, 0.25, 0.4), _check(float("nan"), 0.1, 0.2), _check(9.0, 0.1, 0.2)], "not finite"),
-        ([_check(float("nan"), 0.1, 0.2), _check(9.0, 0.1, 0.2)], "not finite"),
-        ([_check(0.0, 0.0, 0.0)], "0"),
+        ([_check(0.3, 3.0), _check(0.2, 0.25)], "80 %"),
+        ([_check(0.9, 0.91), _check(1e-3, 0.0)], "1.0e-03 (limit 0)"),
+        ([_check(0.5, 0.4), _check(float("nan"), 0.2), _check(9.0, 0.2)], "not finite"),
+        ([_check(float("nan"), 0.2), _check(9.0, 0.2)], "not finite"),
+        ([_check(0.0, 0.0)], "0"),
     ],
     ids=["none", "nearest to its limit", "failed first", "nan in the middle", "nan first", "exact"],
 )
 def test_worst_error(checks: list[BucketError], expected: str) -> None:
-    assert worst_error(checks) == expected
+    assert proof.worst_error(checks) == expected
+
+
+GATE = GateSummary(
+    seed=4711,
+    rules=["accuracy", "padding", "shapes", "timing"],
+    buckets=[
+        GateBucket(bucket="b1", values=["example", "noise"], shapes=["batch 3"]),
+        GateBucket(
+            bucket="b16",
+            values=["example"],
+            notes=["no noise: the reference outputs are large or slow", "these shapes only"],
+        ),
+    ],
+    checks=7,
+    calls=1312,
+    leaves=84,
+    timed=26,
+    seconds=12.5,
+    notes=[],
+    not_run={"padding": "no input is a <mask>"},
+)
+
+
+def test_the_page_says_how_it_was_proven(sample: Sample) -> None:
+    record = sample("full")
+    assert record.result is not None
+    record.gate, record.seconds, record.resolution = GATE, 125.0, {"prefill": 0.0123}
+    record.result.unit, record.result.drift = "processes", -0.031
+    for row in record.result.speed:
+        row.blocks = 4
+    text = Page(report.render(record)).text
+    for part in (
+        "Resolution prefill 1.2 %: the original against itself",
+        "4 fresh processes a side that alternate; the interval is over pairs of processes",
+        "Drift of the host -3.1 %",
+        "Rules 3 of 4 run for every candidate",
+        "7 models, 1,312 calls, 84 outputs against their limits, 26 answers of timed calls",
+        "Values of b1 example, noise, also batch 3",
+        "Values of b16 example, these shapes only; no noise: the reference outputs are large or slow",
+        "Seed 4711",
+        "12.5 s, 10 % of the run",
+        "Not run: padding no input is a <mask>",
+    ):
+        assert part in text, part
+    lines = proof.lines(record)
+    assert lines[0].startswith("accuracy gate: 3 of 4 rules; 7 models") and "seed 4711" in lines[0]
+    assert lines[-1] == "accuracy gate, rules not run for some model: padding (no input is a <mask>)"
+
+
+def test_one_process_is_shown_without_an_interval(sample: Sample) -> None:
+    record = sample("full")
+    assert record.result is not None
+    record.result.unit, record.result.ratio, record.result.ci = "phases", 1.31, Interval(1.291, 1.334)
+    head = words.headline(record)
+    assert (head.title, head.interval) == ("Faster by 1.31×", "") and "one process" in head.meaning
+    page = report.render(record)
+    speed = page[page.index('<section id="speed">') : page.index("Baseline: shapes")]
+    assert "Phases a side" in speed and "[" not in re.sub(r"<[^>]*>", "", speed)
+
+
+def test_an_undecided_run_gives_its_reason(sample: Sample) -> None:
+    record = sample("already optimal")
+    assert record.result is not None
+    record.result.verdict, record.result.reason = "undecided", "every step was refused (2): no copy"
+    assert words.headline(record).meaning.endswith("Undecided: every step was refused (2): no copy.")
+
+
+def test_records_of_before_have_no_gate(sample: Sample) -> None:
+    record = sample("full")
+    assert record.gate is None and proof.gate(record) == [] == proof.lines(record)
+    assert "has no account of the accuracy gate" in Page(report.render(record)).text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import random
 import sys
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,17 @@ import torch
 from torch import nn
 
 from wavecrest import hardware, records
+from wavecrest.bench import shapes
 from wavecrest.dispatch.tuned import aiter_csv, published, table, tunable_op, untuned_calls
 from wavecrest.errors import WavecrestError
+from wavecrest.measure import timing
 from wavecrest.measure.workload import from_example
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
+from wavecrest.optimizer import bundle
 from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.recompute import recompute
 from wavecrest.profile import trace
-from wavecrest.records import StepOutcome, provenance
-from wavecrest.tune import shapes
+from wavecrest.records import StepOutcome, archive, provenance
 
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
 FIELDS = ("op", "rows", "columns")
@@ -60,6 +65,75 @@ def _record() -> str:
     ).model_dump_json()  # fmt: skip
 
 
+def _measured_record() -> str:
+    """A record with samples, whose figures can be computed again."""
+    held = records.OptimizeRecord.model_validate_json(_record())
+    interval = timing.Interval(1.0, 1.0)
+    times = [1.0] * 6
+    measured = timing.Measurement(tuple(times), tuple(times), 1.0, "host wall", interval)
+    held.baseline = [records.BucketBench(bucket="b", measurement=measured, shapes={}, peak_memory_bytes=None)]
+    held.steps = [
+        StepOutcome(id="replace_norm", title="t", level=4, verdict="kept", reason="r", ratio=1.0, ci=interval),
+        StepOutcome(id="environment", title="t", level=1, verdict="tie", reason="r"),
+    ]
+    names = (
+        ("resolution", 1),
+        ("replace_norm", 1),
+        ("result", 1),
+        ("result", 2),
+        ("result", 3),
+        ("environment A=b", 1),
+    )
+    held.samples = [
+        records.Samples(step=name, attempt=attempt, bucket="b", base=times, new=times) for name, attempt in names
+    ]
+    held.resolution = {"b": 0.0}
+    held.gate = records.GateSummary(seed=1, rules=[], buckets=[records.GateBucket(bucket="b", values=["example"])])
+    speed = records.BucketSpeed(bucket="b", base_ms=1.0, new_ms=1.0, ratio=1.0, ci=interval, blocks=3, clock="c")
+    held.result = records.Result(
+        verdict="faster", ratio=1.0, ci=interval, unit="phases", drift=0.0, speed=[speed], numerics=[], quality=[]
+    )
+    return held.model_dump_json()
+
+
+def _manifest() -> str:
+    hashes = {name: hashlib.sha256(_members()[name]).hexdigest() for name in (bundle.RUN, bundle.PLAN)}
+    return bundle.Manifest(
+        created="now", wavecrest="0", source="s", members=hashes, sources={"w.py": "0" * 64}, weights="0" * 64,
+        inputs=[bundle.InputHashes(bucket="b", example={"x": "0" * 64}, drawn=[("noise", "0" * 64)])], seed=1,
+    ).model_dump_json()  # fmt: skip
+
+
+@cache
+def _members() -> dict[str, bytes]:
+    return {bundle.RUN: _measured_record().encode(), bundle.PLAN: _plan().encode()}
+
+
+def _use_manifest(path: Path) -> None:
+    packed = path.with_suffix(".zip")
+    archive.write(packed, {bundle.MANIFEST: path.read_bytes(), **_members()})
+    bundle.read(packed)
+
+
+def _use_samples(path: Path) -> None:
+    record = records.load_as(path, records.OptimizeRecord)
+    recompute(record, Plan.of_value(json.loads(_members()[bundle.PLAN]), "plan"))
+
+
+def _use_archive(path: Path) -> None:
+    """The bytes of an archive, which the text stands for."""
+    packed = path.with_suffix(".zip")
+    packed.write_bytes(path.read_bytes().decode(errors="replace").encode("latin-1", errors="replace"))
+    bundle.read(packed)
+
+
+def _archive() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "b.zip")
+        archive.write(path, {bundle.MANIFEST: _manifest().encode(), **_members()})
+        return path.read_bytes().decode("latin-1")
+
+
 def _use_plan(path: Path) -> None:
     Plan.load(path).apply(MODEL)
 
@@ -69,6 +143,9 @@ CONFIG = {"embedding_dim": 64, "num_heads": 4, "num_blocks": 2, "vocab_size": 97
 FILES: dict[str, tuple[Callable[[], str], Callable[[Path], object]]] = {
     "plan.json": (_plan, _use_plan),
     "run.json": (_record, records.load),
+    "bundle.json": (_manifest, _use_manifest),
+    "samples.json": (_measured_record, _use_samples),
+    "archive.txt": (_archive, _use_archive),
     "trace.json": (lambda: json.dumps({"traceEvents": [{"name": "a", "ts": 1, "dur": 2}]}), trace.load),
     "config.json": (lambda: json.dumps(CONFIG), lambda path: xLSTMLargeConfig.from_folder(path.parent)),
     "config.yaml": (

@@ -19,7 +19,7 @@ ASKED = {"torch_blas": "cublas", "torch_blaslt": "cublaslt", "torch_ck": "ck"}
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What PyTorch's preference is set to, in order; a CPU build keeps none."""
+    """The values that PyTorch's preference is set to, in order; a CPU build does not keep them."""
     seen: list[Any] = ["default"]
 
     def preferred(library: Any = None) -> Any:

@@ -99,7 +99,7 @@ def test_kernels_of_gpus_say_so(backend: str, words: str) -> None:
 
 
 def test_pytorchs_own_words(device: str) -> None:
-    """What PyTorch's kernel does not take it says in a warning, which is the reason and reaches nobody else."""
+    """PyTorch's kernel says in a warning why it refuses a call: that is the reason, and no user sees the warning."""
     dtype = torch.float16 if device == "cuda" else torch.float32
     q, k, v = tensors(2, 6, 9, 2, 2, 16, 8, dtype=dtype, device=device)
     with warnings.catch_warnings():

@@ -15,6 +15,8 @@ from wavecrest.ops._gemm.call import GemmCall
 
 E4M3 = torch.float8_e4m3fn
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# whether each call of the GEMM that stands for PyTorch's was allowed to sum in fewer bits
+FAST: list[bool] = []
 
 
 def rows(count: int, size: int, padding: int = 0, offset: int = 0) -> Tensor:
@@ -34,7 +36,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cuda":
         return
 
-    def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def scaled_mm(
+        a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, use_fast_accum: bool
+    ) -> Tensor:
+        FAST.append(use_fast_accum)
         for one in (a, b.mT):
             assert one.stride(1) == 1 and one.stride(0) % 16 == 0 and one.data_ptr() % 16 == 0
         return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
@@ -57,6 +62,21 @@ def test_columns_of_b_that_begin_off_16_bytes_are_refused(padding: int, activati
         assert op.key(call) != op.key(call._replace(b=rows(96, 64, 16).mT))
 
 
+@pytest.mark.parametrize("activation", [None, "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"])
+@pytest.mark.parametrize("offset", [0, 8])
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_another_backend_is_the_default_where_pytorch_refuses(offset: int, activation: str | None) -> None:
+    """And the decision says why; an address off 16 bytes, which a key does not have, is no reason."""
+    options = {"activation": activation, "out_dtype": torch.bfloat16}
+    taken = op.decide(product(rows(32, 64), rows(96, 64, 16, offset), **options))
+    assert taken.backend in ("torch", "gemm_then_act")
+    refused = op.decide(product(rows(32, 64), rows(96, 64, 8, offset), **options))
+    reasons = {one.backend: one.reason for one in refused.refused}
+    assert refused.backend not in ("torch", "gemm_then_act")
+    for name in ("torch",) if activation is None else ("torch", "gemm_then_act"):
+        assert "a multiple of 16 bytes apart" in reasons[name]
+
+
 @pytest.mark.parametrize(
     ("of", "padding", "offset"),
     [(of, *where) for of in "ab" for where in ((0, 0), (16, 0), (0, 1), (0, 8), (16, 8))] + [("a", 1, 0), ("a", 8, 0)],
@@ -69,6 +89,17 @@ def test_what_begins_off_16_bytes_is_copied(count: int, of: str, padding: int, o
     call = product(a, b, out_dtype=torch.float32)
     assert backend.refuse(call) is None
     torch.testing.assert_close(backend.bind(call)(call), a.float() @ b.float().mT)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_sums_in_fewer_bits_are_asked_for_by_name() -> None:
+    if DEVICE == "cuda":
+        pytest.skip("what PyTorch is asked for is seen on a CPU")
+    call = product(rows(32, 64), rows(96, 64))
+    FAST.clear()
+    for precision in ("ieee", "fast_accum"):
+        backend.bind(call._replace(precision=precision))(call)
+    assert FAST == [False, True]
 
 
 @pytest.mark.parametrize("sides", [(0, 16), (16, 0), (8, 16), (16, 8)])

@@ -26,9 +26,10 @@ from wavecrest.dispatch.call import mapped, tensors_of
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, MissingDependency, OutputError, Unsupported
-from wavecrest.measure import timing
+from wavecrest.measure import interleaved, timing
 
 MIB = 1 << 20
+UNLIMITED = ops._Limits(0.25, math.inf, math.inf, timing.HOST_CLOCK)
 
 
 @pytest.fixture
@@ -55,20 +56,20 @@ class Timer:
         self.ms, self.copy_ms, self.rounds = 1.0, 0.5, 40
         self.calls: list[list[Any]] = []
 
-    def __call__(self, works: list[Any], *, device: str, seconds: float, **_options: Any) -> timing.Interleaved:
+    def __call__(self, works: list[Any], *, device: str, seconds: float, **_options: Any) -> interleaved.Interleaved:
         self.calls.append(list(works))
         for work in works:
             work()
         # a drift that hits all works of a round alike
         drift = [1 + index / 100 for index in range(self.rounds)]
         times = [(index + 1) * self.ms for index in range(len(works) - 1)] + [self.copy_ms]
-        return timing.Interleaved(tuple(tuple(t * d for d in drift) for t in times), "device events")
+        return interleaved.Interleaved(tuple(tuple(t * d for d in drift) for t in times), "device events")
 
 
 @pytest.fixture
 def timer(monkeypatch: pytest.MonkeyPatch) -> Timer:
     timer = Timer()
-    monkeypatch.setattr(timing, "measure_interleaved", timer)
+    monkeypatch.setattr(interleaved, "measure", timer)
     return timer
 
 
@@ -283,6 +284,56 @@ def test_time_that_runs_out(double: ToyOp, timer: Timer) -> None:
     assert not any(case.impls for case in found.cases) and found.geomean is None
 
 
+def test_the_time_of_a_case_leaves_out_what_does_not_fit(double: ToyOp, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimulatedClock()
+    real = interleaved.measure
+    monkeypatch.setattr(interleaved, "measure", lambda works, **options: real(works, **options, now=clock))
+    monkeypatch.setattr(ops, "copy_bandwidth", lambda *args, **options: (10.0, "simulated"))
+
+    def lasting(seconds: float) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            clock.advance(seconds)
+            return x + x
+
+        return run
+
+    def prepare(name: str, _op: Any, call: Any) -> peers.Prepared:
+        return peers.Prepared(partial(lasting({"eager": 0.1, "compile": 2.0}[name]), call.x))
+
+    double.native("slow", lasting(0.5), priority=99)
+    monkeypatch.setattr(peers, "prepare", prepare)
+    monkeypatch.setattr(ops, "_copy", lambda size, device: partial(clock.advance, 0.001))
+
+    def found(case_seconds: float) -> records.OpCase:
+        settings = ops.Settings("quick", ("eager", "compile"), "64x", case_seconds=case_seconds)
+        (case,) = ops.bench_ops(["double"], hardware.cpu(), settings, now=clock).ops[0].cases
+        return case
+
+    # nine calls of 2 s do not fit, what does gets fewer rounds
+    case = found(10.0)
+    assert [impl.name for impl in case.impls if impl.ms] == ["wavecrest", "eager"]
+    assert case.impls[2].problem == "9 calls of 2 s do not fit into the 10 s of --case-seconds"
+    assert case.rounds == 3 and case.cut == "3 rounds in place of 30: the 10 s of --case-seconds were over"
+    assert case.impls[0].samples == [500.0] * 3 and case.ratio == pytest.approx(0.2)
+    # ours alone
+    assert [impl.problem for impl in found(5.05).impls[1:]] == [
+        "9 calls of 0.1 s do not fit into the 5.05 s of --case-seconds",
+        "no time left of the 5.05 s of --case-seconds",
+    ]  # fmt: skip
+    # not even that
+    none = found(2.0)
+    assert none.problem == "9 calls of 0.5 s do not fit into the 2 s of --case-seconds" and not none.impls
+    begin = clock.seconds
+    whole = found(math.inf)
+    assert whole.rounds == 30 and not whole.cut and clock.seconds - begin > 100
+
+
+def test_a_case_that_a_cpu_has_no_memory_for(double: ToyOp, timer: Timer) -> None:
+    settings = ops.Settings(words=("M=999999999", "N=999999999"), peers=())
+    (case,) = ops.bench_ops(["double"], hardware.cpu(), settings).ops[0].cases
+    assert case.problem.startswith("out of memory: ") and case.sizes == {"M": 999999999, "N": 999999999}
+
+
 def test_a_case_too_large_for_the_memory(double: ToyOp, timer: Timer) -> None:
     def huge() -> tuple[Any, ...]:
         raise torch.OutOfMemoryError("tried to allocate 900 GiB\nmore")
@@ -317,12 +368,12 @@ def test_a_case_that_the_op_refuses(double: ToyOp, timer: Timer) -> None:
 
 def test_a_device_that_fails_keeps_what_was_measured(double: ToyOp, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(Timer):
-        def __call__(self, works: list[Any], **options: Any) -> timing.Interleaved:
+        def __call__(self, works: list[Any], **options: Any) -> interleaved.Interleaved:
             if len(self.calls) == 2:
                 raise RuntimeError("CUDA error: an illegal memory access\nmore")
             return super().__call__(works, **options)
 
-    monkeypatch.setattr(timing, "measure_interleaved", Failing())
+    monkeypatch.setattr(interleaved, "measure", Failing())
     found = bench().ops[0]
     assert found.problem == "ended at RuntimeError: CUDA error: an illegal memory access"
     assert len(found.cases) == 1 and found.geomean == pytest.approx(2.0)
@@ -387,7 +438,7 @@ def test_one_record_an_op(double: ToyOp, timer: Timer) -> None:
 def test_works_run_in_turn_in_random_order() -> None:
     order: list[str] = []
     works = [partial(order.append, name) for name in "abc"]
-    taken = timing.measure_interleaved(works, device="cpu", seconds=0.0, min_rounds=12)
+    taken = interleaved.measure(works, device="cpu", seconds=0.0, min_rounds=12)
     assert taken.rounds == 12 and len(taken.samples) == 3 and taken.clock == "host wall"
     assert all(sample > 0 for series in taken.samples for sample in series)
     rounds = ["".join(order[-72:][start : start + 6]) for start in range(0, 72, 6)]
@@ -396,30 +447,36 @@ def test_works_run_in_turn_in_random_order() -> None:
     assert len(set(rounds)) > 3
 
 
+def test_a_limit_ends_the_rounds_but_not_before_the_third() -> None:
+    clock = SimulatedClock()
+    works = [partial(clock.advance, 1.0)]
+    assert interleaved.measure(works, device="cpu", limit=20.0, now=clock).rounds == 9
+    assert interleaved.measure(works, device="cpu", limit=-1.0, now=clock).rounds == interleaved.LEAST_ROUNDS
+    assert interleaved.measure(works, device="cpu", now=clock).rounds == 30
+
+
 def test_a_sample_is_of_the_work_it_is_listed_under() -> None:
     clock = SimulatedClock()
     works = [partial(clock.advance, seconds) for seconds in (0.001, 0.002, 0.003)]
-    taken = timing.measure_interleaved(works, device="cpu", seconds=0.0, min_rounds=8, now=clock)
+    taken = interleaved.measure(works, device="cpu", seconds=0.0, min_rounds=8, now=clock)
     assert taken.samples == tuple(pytest.approx([ms] * 8) for ms in (1.0, 2.0, 3.0))
 
 
 def test_rounds_go_on_for_the_time_given_and_end() -> None:
     clock = SimulatedClock()
-    taken = timing.measure_interleaved(
-        [partial(clock.advance, 0.002)], device="cpu", seconds=0.1, min_rounds=3, now=clock
-    )
+    taken = interleaved.measure([partial(clock.advance, 0.002)], device="cpu", seconds=0.1, min_rounds=3, now=clock)
     # warm-up calls come before; 0.1 s of two calls of 2 ms each, or one more where sums of floats fall short
     assert 25 <= taken.rounds <= 26 and taken.samples[0] == pytest.approx([2.0] * taken.rounds)
-    one = timing.measure_interleaved([partial(clock.advance, 0.5)], device="cpu", seconds=0.1, min_rounds=3, now=clock)
+    one = interleaved.measure([partial(clock.advance, 0.5)], device="cpu", seconds=0.1, min_rounds=3, now=clock)
     assert one.rounds == 3
-    endless = timing.measure_interleaved([partial(clock.advance, 0.01)], device="cpu", seconds=60.0, now=clock)
-    assert endless.rounds == timing.MAX_ROUNDS
+    endless = interleaved.measure([partial(clock.advance, 0.01)], device="cpu", seconds=60.0, now=clock)
+    assert endless.rounds == interleaved.MAX_ROUNDS
     with pytest.raises(InvalidArgument, match="at least one work"):
-        timing.measure_interleaved([], device="cpu")
+        interleaved.measure([], device="cpu")
 
 
 class FakeGpu:
-    """What the timer uses of torch.cuda, noting the order on the stream; events are 1 ms a step apart."""
+    """The part of torch.cuda that the timer uses, with the order on the stream; events are 1 ms a step apart."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
@@ -444,14 +501,14 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.log.append("wait"))
         monkeypatch.setattr(timing.Stopwatch, "flush", lambda self: gpu.log.append("flush"))
-        monkeypatch.setattr(timing, "CLOCK_SECONDS", 0.0)
+        monkeypatch.setattr(interleaved, "CLOCK_SECONDS", 0.0)
 
 
 def test_on_a_gpu_every_call_is_cold_and_nothing_waits_inside_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
-    monkeypatch.setattr(timing, "_flushes", lambda stopwatch, works: 2)
+    monkeypatch.setattr(interleaved, "_flushes", lambda stopwatch, works: 2)
     works = [partial(gpu.log.append, name) for name in "ab"]
-    taken = timing.measure_interleaved(works, device="cuda:0", seconds=0.0, min_rounds=3)
+    taken = interleaved.measure(works, device="cuda:0", seconds=0.0, min_rounds=3)
     calls = {name: ["flush", "flush", "event", name, "event"] for name in "ab"}
     one, other = [*calls["a"], *calls["b"], "wait"], [*calls["b"], *calls["a"], "wait"]
     rounds = [gpu.log[-33:][start : start + 11] for start in range(0, 33, 11)]
@@ -459,7 +516,7 @@ def test_on_a_gpu_every_call_is_cold_and_nothing_waits_inside_a_round(monkeypatc
     assert taken.samples == ((2.0,) * 3, (2.0,) * 3) and taken.clock == "device events, caches cold and clean"
 
 
-@pytest.mark.parametrize(("host", "wanted"), [(0.0001, 1), (0.01, 4), (1.0, timing.MAX_FLUSHES)])
+@pytest.mark.parametrize(("host", "wanted"), [(0.0001, 1), (0.01, 4), (1.0, interleaved.MAX_FLUSHES)])
 def test_flushes_last_longer_than_the_slowest_host_call(
     monkeypatch: pytest.MonkeyPatch, host: float, wanted: int
 ) -> None:
@@ -468,7 +525,7 @@ def test_flushes_last_longer_than_the_slowest_host_call(
     clock = SimulatedClock()
     watch = timing.Stopwatch("cuda:0", now=clock)
     monkeypatch.setattr(timing.Stopwatch, "time", lambda self, work: (4.0, 4.0))
-    assert timing._flushes(watch, [lambda: None, partial(clock.advance, host)]) == wanted
+    assert interleaved._flushes(watch, [lambda: None, partial(clock.advance, host)]) == wanted
 
 
 @pytest.mark.gpu
@@ -476,7 +533,7 @@ def test_a_cold_read_on_the_gpu_is_not_faster_than_memory() -> None:
     # 16 MiB fit into the cache: warm reads would pass the memory's bandwidth
     x = torch.randn(4 * MIB, device="cuda")
     y = torch.empty_like(x)
-    taken = timing.measure_interleaved([lambda: y.copy_(x)], device=hardware.detect().torch_name)
+    taken = interleaved.measure([lambda: y.copy_(x)], device=hardware.detect().torch_name)
     gbps = 2 * x.nbytes / min(taken.samples[0]) / 1e6
     known = hardware.detect().known
     assert known is None or gbps < 1.1 * known.bandwidth
@@ -787,7 +844,7 @@ def test_an_op_with_several_kernels_shows_each(device: str) -> None:
     assert ops._own_backends(op) == ["triton", "triton_stream_k", "triton_gemv", "triton_hopper"]
     assert ops._own_backends(registry.get("rms_norm")) == []
     call = op.study.inputs(3, 32, 64, torch.float32, device)
-    names = [candidate.timing.name for candidate in ops._candidates(op, call, ("eager",))]
+    names = [candidate.timing.name for candidate in ops._candidates(op, call, ("eager",), UNLIMITED, math.inf)]
     assert names == ["wavecrest", "triton", "triton_stream_k", "triton_gemv", "triton_hopper", "eager"]
     prepared = ops._forced(op, "triton_gemv", call)
     assert torch.allclose(prepared.run(), op.reference(call), atol=1e-4)

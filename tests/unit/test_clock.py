@@ -57,6 +57,23 @@ def test_two_clocks_must_agree() -> None:
             assert not agrees and "two clocks disagree" in str(error)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_other_work_between_two_readings_is_no_disagreement(place: int) -> None:
+    """A process that waits for its core while it reads the clocks: 20 ms, at any of four places."""
+    host = SimulatedClock()
+    readings = iter([*range(6), *range(6)])
+
+    def read(clock: SimulatedClock) -> float:
+        # the first clock is read second and fifth, and the pause is before or after it
+        if next(readings) == (1, 2, 4, 5)[place]:
+            host.advance(0.02)
+        return clock()
+
+    watch = Stopwatch("cpu", now=lambda: read(host), second=lambda: read(host))
+    with watch.watched():
+        host.advance(0.3)
+
+
 def test_the_host_clock_has_a_second_one_and_a_simulated_one_has_none() -> None:
     assert Stopwatch("cpu").second is time.monotonic
     assert Stopwatch("cpu", now=SimulatedClock()).second is None

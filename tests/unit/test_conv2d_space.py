@@ -1,4 +1,4 @@
-"""What is tried of the convolution's kernel: within the limits of every architecture; nothing is compiled."""
+"""The space of the convolution's kernel: within the limits of every architecture; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def shape_of(call: Conv2dCall) -> configs.Shape:
 
 
 def tried(call: Conv2dCall, arch: Arch) -> list[Config]:
-    """What the backend says, the default among it."""
+    """The configurations of the backend's space, the default among them."""
     assert TRITON.space is not None
     return list(TRITON.space(conv2d_op.key(call), arch))
 

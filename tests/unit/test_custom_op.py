@@ -24,6 +24,12 @@ class ScaledCall(NamedTuple):
     in_place: bool = False
 
 
+class PairCall(NamedTuple):
+    x: Tensor
+    stride: int | tuple[int, int] = 1
+    padding: int | tuple[int, int] | str = 0
+
+
 class ListCall(NamedTuple):
     x: list[Tensor]
 
@@ -65,6 +71,13 @@ def test_the_schema_is_made_of_the_fields() -> None:
     assert schema_of(ScaledCall) == (
         "(Tensor x, Tensor? y, float factor, SymInt times, str mode, ScalarType? dtype, bool in_place) -> Tensor"
     )
+
+
+def test_a_pair_is_two_numbers_and_a_field_may_be_narrower_in_a_graph() -> None:
+    with pytest.raises(InvalidArgument, match=r"a field of type int \| tuple\[int, int\] \| str has no torch schema"):
+        schema_of(PairCall)
+    narrowed = {"padding": int | tuple[int, int] | None}
+    assert schema_of(PairCall, narrowed) == "(Tensor x, SymInt[2] stride, SymInt[2]? padding) -> Tensor"
 
 
 def test_a_type_that_no_schema_has_is_an_error() -> None:

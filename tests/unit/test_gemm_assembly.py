@@ -173,7 +173,7 @@ def test_every_8_bit_float_of_pairs(dtype: torch.dtype) -> None:
 
 
 class _Results:
-    """What the interpreter's builder gives for a call with several results."""
+    """The builder's value for a call with several results."""
 
     def __init__(self, handles: list[Any]) -> None:
         self.handles = handles

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests import interpreter
-from tests.ops.test_contract import bits, copied, example, refusal, results_of
+from tests.ops.test_contract import example, refusal, results_of
 from wavecrest import ops
+from wavecrest.errors import InterpreterWarning
+from wavecrest.ops._gemm.call import GemmCall
+from wavecrest.ops.common import interpreted
 from wavecrest.ops.common.triton import tl, triton
+from wavecrest.tune.contract import bits, copied
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels run on a GPU here", allow_module_level=True)
@@ -107,3 +115,67 @@ def test_triton_is_itself_again_behind_a_launch() -> None:
     _integers(torch.arange(16, dtype=torch.int32), 1, 1)
 
     assert state() == before
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Forget what was detected of the interpreter, before a test and after it."""
+    found = (
+        interpreted.computes_small_floats, interpreted._warn, interpreted.takes_scalar_masks, interpreted._warn_of_masks
+    )  # fmt: skip
+    for one in found:
+        one.cache_clear()
+    yield
+    for one in found:
+        one.cache_clear()
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_users_are_told_that_small_floats_are_wrong(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter as it is: once, and only by kernels that have such values."""
+    monkeypatch.undo()
+    monkeypatch.setattr(interpreted, "takes_scalar_masks", lambda: True)
+    a, b = torch.randn(16, 32), torch.randn(32, 16)
+    gemm = ops.get("gemm")
+    with warnings.catch_warnings(record=True) as caught:
+        # not those of numpy
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", InterpreterWarning)
+        gemm.run("triton", GemmCall(a.half(), b.half()))
+        gemm.run("triton", GemmCall(a, b))
+        assert caught == []
+        for _ in range(2):
+            gemm.run("triton", GemmCall(a.to(dtype), b.to(dtype)))
+    assert [one.category for one in caught] == [InterpreterWarning]
+    assert "bfloat16" in str(caught[0].message) and "float32 or float16" in str(caught[0].message)
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_users_are_told_that_masks_of_scalars_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As triton 3.9's interpreter refuses them: once, before a kernel runs."""
+    # the mends of these tests
+    monkeypatch.undo()
+    splat = sys.modules["triton.runtime.interpreter"].InterpreterBuilder.create_splat
+
+    def refuse(self: Any, kind: Any, scalar: Any) -> Any:
+        if scalar.data.dtype == np.bool_:
+            raise ValueError("mask has unsupported dtype")
+        return splat(self, kind, scalar)
+
+    monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_splat", refuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            interpreted.warn_of([])
+    assert [one.category for one in caught] == [InterpreterWarning]
+    assert "masks made of comparisons" in str(caught[0].message) and "unsupported dtype" in str(caught[0].message)
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_there_is_no_warning_where_they_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 32).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InterpreterWarning)
+        ops.get("gemm").run("triton", GemmCall(x, x.mT))
+    assert interpreted.computes_small_floats() and interpreted.takes_scalar_masks()

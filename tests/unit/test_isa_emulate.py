@@ -103,7 +103,7 @@ def test_what_is_too_large_is_nan_or_the_largest(library: Any) -> None:
 def test_the_largest_value_of_each_format(
     library: Any, code: int, largest: float, step: float, top: int, beyond: int
 ) -> None:
-    """What is nearer to the largest value than to the next step becomes it; the rest is NaN, infinity, or saturates."""
+    """A value nearer to the largest than to the next step becomes it; others become NaN, infinity, or saturate."""
 
     def converted(value: float, saturate: bool = False) -> int:
         (bits,) = struct.unpack("<I", struct.pack("<f", value))

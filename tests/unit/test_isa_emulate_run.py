@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class FakeOp:
-    """What run looks at of an op; `result` is what its kernel returns."""
+    """The parts of an op that `run` uses; `result` is returned by its kernel."""
 
     name, op_class = "fake", "row"
 

@@ -1,4 +1,4 @@
-"""What there is to compile: configurations, cases, users' functions. Nothing is compiled here, see tests/compile."""
+"""The jobs of a survey: configurations, cases, users' functions. Nothing is compiled here, see tests/compile."""
 
 from __future__ import annotations
 

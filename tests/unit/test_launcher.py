@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import wavecrest
 import wavecrest.ops.common.launcher as launcher
 import wavecrest.ops.common.triton as _triton
-from tests.layout.test_ops import LAUNCH_CALLS
+from tests.layout.test_ops import LAUNCH_CALLS, MOST_CALLS
+from wavecrest import ops
+from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
+from wavecrest.hardware import ARCHS
+from wavecrest.ops._gemm.call import GemmCall
 
 triton = pytest.importorskip("triton")
 
@@ -45,15 +52,27 @@ class Kernel:
     """A kernel as `triton.jit` makes it: compiled at its first launch."""
 
     def __init__(self) -> None:
-        self.compiled, self.looked_up = Compiled(), 0
+        self.compiled, self.looked_up, self.described = Compiled(), 0, 0
         self.params = [SimpleNamespace(name=name) for name in ("x", "y", "n", "BLOCK")]
 
     def __getitem__(self, _grid: tuple[int, ...]) -> Any:
-        def launch(*_args: Any, **_options: Any) -> Compiled:
+        def launch(*args: Any, **_options: Any) -> Compiled:
             self.looked_up += 1
+            self.described = sum(hasattr(value, "base") for value in args)
             return self.compiled
 
         return launch
+
+
+def profiled(work: Callable[[], Any], folder: Path) -> list[str]:
+    """The Python functions of a folder, and those written for signatures, that work calls."""
+    calls: list[Any] = []
+    sys.setprofile(lambda frame, event, _argument: calls.append(frame.f_code) if event == "call" else None)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return [code.co_name for code in calls if code.co_filename.startswith((str(folder), "<signature"))]
 
 
 @pytest.fixture
@@ -86,18 +105,84 @@ def test_a_profiler_sees_launches(hooks: SimpleNamespace, name: str, hook: Any) 
     assert compiled.direct == [(5, 2, 1, STREAM, "function", "metadata", None, None, None, 64, 9)]
 
 
-def test_descriptors_go_to_the_compiled_kernel_as_they_are(
+def test_a_launch_has_the_first_ones_descriptors_of_its_own_tensors(
     hooks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel, x, descriptor = Kernel(), torch.zeros(16), object()
+    kernel, x = Kernel(), torch.zeros(16)
     direct = _triton.direct
     monkeypatch.setattr(_triton, "direct", lambda compiled, grid, _device: direct(compiled, grid, 3))
-    launch = launcher.Launch(kernel, (4,), (descriptor, x, 16), {"BLOCK": 32}, Config(num_warps=4))
+    first, second = torch.zeros(4, 16), torch.ones(4, 16)
+    made = _triton.descriptor(first, [4, 16], [16, 1], [4, 16])
+    launch = launcher.Launch(kernel, (4,), (made, x, 16), {"BLOCK": 32}, Config(num_warps=4))
     start = launcher.starter(launch, torch.device("cpu"), num_descriptors=1)
-    start(descriptor, x)
-    start(descriptor, x)
+    start(first, x)
+    start(second, x)
+    ((*_, descriptor, address, sixteen, block),) = kernel.compiled.direct
+    assert (address, sixteen, block) == (x.data_ptr(), 16, 32)
+    assert type(descriptor) is type(made) and descriptor.base is second and made.base is first
+    assert vars(descriptor) | {"base": first} == vars(made)
+    # the function is kept for as long as its signature is, and a model's tensors need not be
+    kept = weakref.ref(first)
+    del first, made, launch
+    assert kept() is None
+
+
+def _bfloat16(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+A, B = _bfloat16(64, 128), _bfloat16(128, 128)
+Q = _bfloat16(1, 64, 2, 64)
+Q_NOPE, Q_ROPE, CACHE = _bfloat16(1, 1, 16, 512), _bfloat16(1, 1, 16, 64), _bfloat16(1, 64, 576)
+LENGTHS = torch.tensor([64], dtype=torch.int32)
+TILES = Config(
+    BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, SPLIT_K=1, PERSISTENT=0, TMA=1, EARLY=0, num_warps=4, num_stages=2
+)
+# op, backend, its kernel, a call, and the tensors that it describes but for the result
+DESCRIBED: dict[str, tuple[str, str, str, Callable[[], Any], tuple[Tensor, ...]]] = {
+    "gemm": ("gemm", "triton", "_gemm.launch._tile_kernel", lambda: ops.gemm(A, B), (A, B)),
+    "gated gemm": (
+        "gemm", "triton_hopper", "_gemm.launch_hopper._hopper_gated_kernel",
+        lambda: ops.gemm(A, B.mT, activation="silu_and_mul"), (A, B),
+    ),
+    "flash_attention": (
+        "flash_attention", "triton_hopper", "_flash_attention.launch_hopper._hopper_attention_kernel",
+        lambda: ops.flash_attention(Q, Q, Q), (Q, Q, Q),
+    ),
+    "mla_decode": (
+        "mla_decode", "triton_hopper", "_mla_decode.launch_hopper._hopper_mla_kernel",
+        lambda: ops.mla_decode(Q_NOPE, Q_ROPE, CACHE, seq_lens=LENGTHS, softmax_scale=0.1), (CACHE, CACHE),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launches on a CPU, by a compiled kernel that does nothing")
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_a_bound_call_with_descriptors_is_short(
+    name: str, hooks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No part of a descriptor is worked out again but the address of its tensor."""
+    called, backend, place, call, described = DESCRIBED[name]
+    op, kernel = registry.get(called), Kernel()
+    direct = _triton.direct
+    monkeypatch.setattr(_triton, "direct", lambda compiled, grid, _device: direct(compiled, grid, 3))
+    monkeypatch.setattr(_triton, "interpreted", False)
+    monkeypatch.setattr(_triton, "emulated", "sm_90")
+    monkeypatch.setattr("wavecrest.ops.common.target.arch", lambda: ARCHS["sm_90"])
+    monkeypatch.setattr(f"wavecrest.ops.{place}", kernel)
+    kernel.params = []
+    if backend == "triton":
+        op.pin(op.key(GemmCall(A, B)), backend, TILES, "exact", "a test")
+    else:
+        op.force(backend)
+    with torch.no_grad():
+        call()
+        ours = profiled(call, Path(wavecrest.__file__).parent)
+    assert 0 < len(ours) <= MOST_CALLS, ours
     (args,) = kernel.compiled.direct
-    assert args[9:] == (descriptor, x.data_ptr(), 16, 32)
+    found = [value.base for value in args[9:] if hasattr(value, "base")]
+    assert len(found) == kernel.described >= len(described) and kernel.looked_up == 1
+    assert [one.data_ptr() for one in found[: len(described)]] == [one.data_ptr() for one in described]
 
 
 @pytest.mark.parametrize(("current", "changed"), [(1, []), (0, ["cuda:1"])])
@@ -144,7 +229,8 @@ def test_the_second_launch_is_direct_and_odd_addresses_are_looked_up(
     hooks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel, memory = Kernel(), torch.zeros(64)
-    x, y, odd = memory[:16], memory[16:32], memory[33:49]
+    # 8 bytes behind a multiple of 16
+    x, y, odd = memory[:16], memory[16:32], memory[34:50]
     assert memory.data_ptr() % 16 == 0
     launch = launcher.Launch(kernel, (4,), (x, y, 16), {"BLOCK": 32}, Config(num_warps=4))
     direct = _triton.direct
@@ -155,13 +241,7 @@ def test_the_second_launch_is_direct_and_odd_addresses_are_looked_up(
     start(y, x)
     start(x, odd)
     assert kernel.looked_up == 2
-    calls = []
-    sys.setprofile(lambda frame, event, _argument: calls.append(frame.f_code) if event == "call" else None)
-    try:
-        start(y, x)
-    finally:
-        sys.setprofile(None)
-    ours = [code.co_name for code in calls if code.co_filename.startswith(str(Path(launcher.__file__).parent))]
+    ours = profiled(lambda: start(y, x), Path(launcher.__file__).parent)
     assert 0 < len(ours) <= LAUNCH_CALLS, ours
     args, again = kernel.compiled.direct
     assert args == again and args[:4] == (4, 1, 1, STREAM) and args[9:] == (y.data_ptr(), x.data_ptr(), 16, 32)

@@ -128,8 +128,8 @@ def test_hooks_and_wrong_arguments_are_refused() -> None:
     with pytest.raises(StepRefused, match="hooks"):
         wnn.Linear.from_module(layer)
     with pytest.raises(InvalidArgument, match=r"weight must be \[N, K\]"):
-        wnn.Linear(torch.zeros(3))
+        wnn.Linear.from_weight(torch.zeros(3))
     with pytest.raises(InvalidArgument, match="activation takes relu"):
-        wnn.Linear(torch.zeros(3, 4), activation="swish")
+        wnn.Linear.from_weight(torch.zeros(3, 4), activation="swish")
     with pytest.raises(InvalidArgument):
         wnn.Linear.from_module(nn.Linear(96, 47), "shuffled")

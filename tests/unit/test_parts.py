@@ -21,7 +21,7 @@ from tests.clock import SimulatedClock
 from tests.unit import parts_trial
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
-from wavecrest.measure import timing
+from wavecrest.measure import interleaved
 from wavecrest.models.xlstm.quantize import quantize
 from wavecrest.ops.mlstm.call import MlstmStepCall
 
@@ -138,7 +138,7 @@ def test_wrong_peers_have_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    monkeypatch.setattr(timing, "measure_interleaved", partial(timing.measure_interleaved, now=clock))
+    monkeypatch.setattr(interleaved, "measure", partial(interleaved.measure, now=clock))
     made = {
         "wavecrest": lambda: taking(0.001), "slow": lambda: taking(0.002),
         "off": lambda: off, "raises": lambda: lambda *given: 1 // 0, "aborts": lambda: off, "absent": absent,
@@ -288,7 +288,7 @@ def test_a_wrong_model_is_told(form: str | None, fault: Any, monkeypatch: pytest
 @pytest.mark.parametrize("peer", ["official", "unpacked"])
 @pytest.mark.parametrize("part", ["prompt", "steps"])
 def test_the_error_of_others_allows_half_as_much_again(peer: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the official package, or where it has no such model of PyTorch's operations in the model's dtype."""
+    """The peer is the official package; without it, PyTorch's operations in the model's dtype."""
     model, other = xlstm_peers.ours(PLACE), object()
     errors = {id(model): {"prompt": 0.3, "steps": 0.3}, id(other): {"prompt": 0.3, "steps": 0.3}}
 

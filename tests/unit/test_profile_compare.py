@@ -59,10 +59,11 @@ def test_math_attention_is_named_with_its_dtype() -> None:
         ),
     ]
     (first,) = causes(gpu(GEMM, FUSED), gpu(GEMM, *math))
+    assert first.kind == "math_attention"
     assert first.ms == pytest.approx(11.3 - 0.84)
     assert first.text == (
-        "attention 0.84 → 11.3 ms: gemmSN_NN_kernel (float32), softmax_warp_forward (float32) came, "
-        "cudnn_generated_fort_native_sdpa went"
+        "attention 0.84 → 11.3 ms: SDPA took the math path; gemmSN_NN_kernel (float32), softmax_warp_forward (float32) "
+        "came, cudnn_generated_fort_native_sdpa went"
     )
 
 

@@ -104,7 +104,7 @@ def test_missing_field_is_named(written: Path) -> None:
 
 
 def test_wrong_kind(written: Path) -> None:
-    with pytest.raises(RecordError, match="is a bench result, not profile"):
+    with pytest.raises(RecordError, match="is a result of bench, not of profile"):
         records.load_as(written, records.ProfileRecord)
 
 

@@ -14,7 +14,7 @@ import torch
 from tests.toy import ToyOp, takes
 from wavecrest import ops
 from wavecrest.dispatch import registry
-from wavecrest.dispatch.decision import Cost, DispatchMiss
+from wavecrest.dispatch.decision import Cost, DispatchMiss, Refusal
 from wavecrest.dispatch.keys import dtype_name, m_bucket, needs_grad
 from wavecrest.dispatch.lookup import UNLISTED
 from wavecrest.dispatch.op import Op
@@ -57,6 +57,14 @@ def op() -> Iterator[Op]:
 def test_highest_priority_that_takes_the_call(op: Op) -> None:
     assert op(torch.zeros(2, 4)) == ("fast", Config(BLOCK_N=4))
     assert op(torch.zeros(2, 16)) == ("plain", None)
+
+
+def test_a_notebook_shows_a_decision_as_text(op: Op) -> None:
+    decision = op.decide(op.of(torch.zeros(2, 16)))
+    hostile = replace(decision, reason="<script>alert(1)</script>", refused=(Refusal("<img src=x>", "a & b"),))
+    shown = hostile._repr_html_()
+    assert "<script" not in shown and "<img" not in shown
+    assert "&lt;script&gt;" in shown and "not &lt;img src=x&gt;" in shown and "a &amp; b" in shown
 
 
 def test_a_decision_says_who_refused_and_why(op: Op) -> None:

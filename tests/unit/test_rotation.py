@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.clock import SimulatedClock
 from wavecrest.graphs.capture import CapturedModule
 from wavecrest.measure import timing
-from wavecrest.measure.rotation import SETS, Rotation
+from wavecrest.measure.rotation import HELD, HELD_BYTES, SETS, Rotation
 from wavecrest.measure.workload import Call, Inputs, Workload, from_example
 
 
@@ -258,3 +258,19 @@ def test_a_captured_model_sees_the_values_of_each_set() -> None:
             with torch.no_grad():
                 torch.testing.assert_close(call(), layer(*rotating.current.args))
     assert len(captured._graphs) == 1 and not captured.eager_calls
+
+
+def test_what_calls_allocate_moves_from_block_to_block() -> None:
+    """The heap is another one in each block, and as it was at the end."""
+    random = np.random.default_rng(0)
+    rotation = Rotation(Inputs((torch.randn(4, 4),)))
+    rotation.start()
+    seen = set()
+    for _ in range(20):
+        rotation.refresh(random)
+        assert len(rotation._held) == HELD
+        assert all(HELD_BYTES[0] <= block.nbytes <= HELD_BYTES[1] for block in rotation._held)
+        seen.add(tuple(block.data_ptr() for block in rotation._held))
+    assert len(seen) == 20
+    rotation.release()
+    assert not rotation._held

@@ -13,7 +13,7 @@ import pytest
 
 from tests.clock import SimulatedClock
 from wavecrest.errors import InvalidArgument
-from wavecrest.measure import speedup, timing
+from wavecrest.measure import interleaved, speedup, timing
 
 
 class Machine(SimulatedClock):
@@ -131,6 +131,14 @@ def test_progress_is_told_between_blocks_alone(unshifted: None) -> None:
     assert all(block.split() in ([side for _, side in ABBA], [side for _, side in BAAB]) for block in blocks[1:-1])
 
 
+def test_slow_work_has_fewer_blocks_rather_than_no_end() -> None:
+    machine = Machine(ms=1000.0)
+    assert machine.pair(seconds=1.0).n == timing.LEAST_BLOCKS
+    # two warm-ups of three calls, and the blocks; the first finds out that the calls are long
+    assert len(machine.calls) <= 6 + 4 * timing.LEAST_BLOCKS + 4
+    assert Machine(ms=50.0).pair(seconds=4.0).n >= timing.MIN_SAMPLES // 2
+
+
 def test_long_calls_are_all_timed() -> None:
     machine = Machine(ms=2 * timing.SETTLED_MS)
     pair = machine.pair(seconds=0.1)
@@ -205,7 +213,7 @@ def test_the_collector_leaves_older_objects_alone_while_something_is_timed() -> 
     for measure in (
         lambda: timing.measure(work, device="cpu", seconds=0.1, now=clock),
         lambda: timing.measure_pair(work, work, device="cpu", seconds=0.1, now=clock),
-        lambda: timing.measure_interleaved([work], device="cpu", now=clock),
+        lambda: interleaved.measure([work], device="cpu", now=clock),
     ):
         older.clear()
         measure()
@@ -321,7 +329,7 @@ def _of_the_median(base: list[float], _new: list[float]) -> timing.Interval:
 def test_intervals_cover_the_truth_as_often_as_they_say(
     interval: Callable[[list[float], list[float]], timing.Interval], n: int, least: float, most: float
 ) -> None:
-    """Of 600 experiments 95 % must hold the true speed-up; intervals of 90 % hold it in 90 to 92 %, of 99 % in 99 %."""
+    """95 % of 600 intervals of 95 % must hold the true speed-up; those of 90 % hold it in 90 to 92 %, of 99 % in 99."""
     random = np.random.default_rng(5)
     hits = 0
     for _ in range(600):
@@ -419,7 +427,7 @@ def test_pairs_of_unequal_length_are_refused() -> None:
 
 
 def test_the_real_clock_measures_real_work() -> None:
-    """How long a sleep lasts beyond what was asked depends on the machine's load; it never lasts less."""
+    """A sleep may last longer than asked, by the machine's load; it never lasts less."""
     measured = timing.measure(lambda: time.sleep(0.004), device="cpu", seconds=0.1)
     assert measured.clock == "host wall"
     assert min(measured.samples) >= 4.0 and measured.n >= timing.MIN_SAMPLES

@@ -3,70 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from tests.clock import SimulatedClock
+from tests.clock import DISTURBANCES, Disturb, Disturbed
 from wavecrest.cli import _shared
 from wavecrest.cli.optimize import Display
 from wavecrest.measure import timing
 
-MS = 20.0
 # share of null changes that may be called faster, or slower: half of what a 95 % interval leaves out
 TAIL = 0.025
 
 
-class Disturbed(SimulatedClock):
-    """Works whose calls take MS with 1 % of noise, times what the machine does to the call by its number and time."""
-
-    def __init__(self, seed: int, disturb: Callable[[Disturbed, int], float]) -> None:
-        super().__init__()
-        self.random, self.disturb, self.count = np.random.default_rng(seed), disturb, 0
-
-    def work(self, gain: float = 1.0) -> Callable[[], None]:
-        def call() -> None:
-            factor = self.disturb(self, self.count) * max(0.1, 1 + 0.01 * self.random.standard_normal())
-            self.count += 1
-            self.advance(MS * factor / gain / 1e3)
-
-        return call
-
-
-def periodic(period: int, phase: int, share: float) -> Callable[[Disturbed, int], float]:
-    return lambda _clock, call: 1 + share if call % period == phase else 1.0
-
-
-def _bursts(clock: Disturbed, _call: int) -> float:
-    # a neighbour takes half of the machine for a second, every three seconds
-    return 2.0 if clock.seconds % 3 < 1 else 1.0
-
-
-def _long_bursts(clock: Disturbed, _call: int) -> float:
-    return 1.4 if math.sin(clock.seconds) > 0.5 else 1.0
-
-
-DISTURBANCES = {
-    **{
-        f"every {period} calls, phase {phase}": periodic(period, phase, 0.2)
-        for period in (4, 5, 6, 7, 8)
-        for phase in (0, 3)
-    },
-    "two of seven": lambda _clock, call: 1.3 if call % 7 in (0, 3) else 1.0,
-    "drift": lambda clock, _call: 1 + 0.05 * clock.seconds,
-    "quadratic drift": lambda clock, _call: 1 + 0.03 * clock.seconds**2,
-    "bursts": _bursts,
-    "long bursts": _long_bursts,
-    "heavy tail": lambda clock, _call: 1 + 0.02 * float(clock.random.pareto(1.5)),
-}
-
-
-def measured(
-    disturb: Callable[[Disturbed, int], float], gain: float, runs: int, seconds: float = 4.0
-) -> list[timing.Paired]:
+def measured(disturb: Disturb, gain: float, runs: int, seconds: float = 4.0) -> list[timing.Paired]:
     pairs = []
     for seed in range(runs):
         clock = Disturbed(seed, disturb)
@@ -118,6 +70,46 @@ def test_a_fixed_order_would_favour_a_side(name: str, monkeypatch: pytest.Monkey
     pairs = measured(DISTURBANCES[name], 1.0, 40)
     wrong = sum(pair.ci.low > 1 or pair.ci.high < 1 for pair in pairs)
     assert wrong == 40 if "every" in name else wrong <= most(40, 2 * TAIL)
+
+
+class ColdAfterDisplay(Disturbed):
+    """The first call after the progress display takes 5 % longer: the display has used the caches."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, self._factor)
+        self._cold = False
+
+    def _factor(self, _clock: Disturbed, _call: int) -> float:
+        cold, self._cold = self._cold, False
+        return 1.05 if cold else 1.0
+
+    def update(self, _done: int, _planned: int) -> None:
+        self._cold = True
+
+
+def wins_with_a_display(runs: int) -> tuple[int, int]:
+    """(faster, slower) of one work against itself with a display that costs the next call."""
+    ends = []
+    for seed in range(runs):
+        clock = ColdAfterDisplay(seed)
+        pair = timing.measure_pair(
+            clock.work(), clock.work(), device="cpu", seconds=4.0, seed=seed, on_progress=clock.update, now=clock
+        )
+        ends.append(pair.ci)
+    return sum(ci.low > 1 for ci in ends), sum(ci.high < 1 for ci in ends)
+
+
+def test_a_display_costs_no_side() -> None:
+    assert max(wins_with_a_display(200)) <= most(200, TAIL)
+
+
+def test_a_side_that_is_timed_right_after_the_display_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault of before: base opens every block, and nothing goes before its first timed call."""
+    block = timing._Pair._block
+    monkeypatch.setattr(timing, "MOST_SHIFT", 0)
+    monkeypatch.setattr(timing._Pair, "_block", lambda self, _outside, hook: block(self, True, hook))
+    monkeypatch.setattr(timing._Pair, "_untimed", lambda *_: None)
+    assert wins_with_a_display(40) == (40, 0)
 
 
 def test_one_object_on_both_sides_is_neither_faster_nor_slower() -> None:

@@ -1,4 +1,4 @@
-"""What may be timed: planted errors, memory that nobody wrote, and times that cannot be."""
+"""Admission to timing: planted errors, memory that was never written, and impossible times are refused."""
 
 from __future__ import annotations
 

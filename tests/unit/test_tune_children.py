@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from wavecrest import hardware, records
+from wavecrest.bench import sizes
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import EnvironmentProblem, InvalidArgument
-from wavecrest.tune import child, pool, session, shapes, trial, workers
+from wavecrest.tune import child, pool, session, trial, workers
 from wavecrest.tune.candidates import Candidate, Field
 
 pytestmark = pytest.mark.usefixtures("standins")
@@ -221,7 +222,7 @@ def test_a_case_of_another_version_is_refused(source: dict[str, Any], message: s
 
 def test_a_case_that_is_made_from_its_key() -> None:
     op = registry.get("gemm")
-    call = shapes.call(op, (16, 32, 64), "bfloat16", "cpu")
+    call = sizes.call(op, (16, 32, 64), "bfloat16", "cpu")
     one = trial.Trial(session.suites.Case("any", tuple), op.key(call), Field((), ()))
     assert op.key(child.trial_of(child.job(op, one), op, "cpu").case.make()) == one.key
 

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.toy import ToyCall
 from wavecrest import hardware, records
 from wavecrest.bench import suites
 from wavecrest.dispatch import lookup, registry
@@ -85,7 +86,7 @@ def targets(folder: Path) -> session.Targets:
 
 
 def tune(folder: Path) -> records.TuneRecord:
-    cases = [suites.Case(f"rows {rows}", lambda rows=rows: (torch.ones(rows, 8),)) for rows in range(1, KEYS + 1)]
+    cases = [suites.Case(f"rows {rows}", lambda rows=rows: ToyCall(torch.ones(rows, 8))) for rows in range(1, KEYS + 1)]
     return session.tune(
         "planted", DEVICE, session.Settings(), targets(folder), resume=True, cases=cases,
         starts=[Quick, Quick],

@@ -24,7 +24,7 @@ from wavecrest.dispatch.keys import row_bucket
 from wavecrest.dispatch.tuned import Config, database
 from wavecrest.errors import InvalidArgument, OutputError, TableError, Unsupported
 from wavecrest.measure import timing
-from wavecrest.measure.timing import Interleaved
+from wavecrest.measure.interleaved import Interleaved
 from wavecrest.records import files, provenance
 from wavecrest.tune import admission, candidates, compile_ahead, race, session
 

@@ -1,4 +1,4 @@
-"""What is tried of the product's backends: within the limits of every architecture; nothing is compiled."""
+"""The spaces of gemm's backends: within the limits of every architecture; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def within_limits(where: str, config: Config, call: GemmCall, arch: Arch) -> Non
         kept = config["num_stages"]
     assert kept * step <= arch.lds_kib * 1024, f"{where}: shared memory"
     blocks = call.group or (128 if call.scale_a is not None and call.scale_a.ndim == 2 else 0)
-    assert m * n * halves * (2 if blocks else 1) / lanes <= 128, f"{where}: registers"
+    of_a_unit = call.b.dtype == call.a.dtype == F8 and not blocks and arch.name == "sm_90"
+    assert m * n * (halves * (2 if blocks else 1) + of_a_unit) / lanes <= 128, f"{where}: registers"
     if blocks and not (call.form == "int4" and k == 64):
         assert blocks % k == 0, f"{where}: columns of several scales in a step"
     if "CHAINS" in config:
@@ -243,6 +244,37 @@ def test_a_backend_says_its_space_through_the_op() -> None:
         key = key_of(PRODUCTS["bf16 1x4096x4096"])
         assert attached is not None
         assert list(attached(key, arch)) == list(space.space(backend, MAKERS[backend], key, arch))
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=str)
+def test_8_bit_floats_are_added_in_float32_on_sm_90_unless_named(arch: Arch) -> None:
+    """For sums of 128 products at a time, which the matrix unit keeps in 14 bits."""
+
+    def of(call: GemmCall, backend: str = "triton") -> tuple[int, str]:
+        config = MAKERS[backend](shape_of(key_of(call)), arch)
+        plan = PLANNERS[backend](call, call.a, call.a.new_empty(0, dtype=torch.float32), config, arch, False)
+        constants = plan.first.options()
+        return constants["UNIT_SUMS"], constants["PRECISION"]
+
+    short = 128 if arch.name == "sm_90" else 0
+    for M in (16, 64, 256, 4096):
+        for activation in (None, "silu_and_mul"):
+            call = product(M, 4096, 4096, F8, scale_a=scale(), scale_b=scale(), activation=activation)
+            assert of(call) == (short, "ieee")
+            assert of(call._replace(precision="fast_accum")) == (0, "ieee")
+        call = product(M, 4096, 4096, F8, torch.float8_e5m2)
+        assert of(call, "triton_stream_k") == (short, "ieee")
+        assert of(product(M, 4096, 4096, BF16, F8)) == of(product(M, 4096, 4096)) == (0, "ieee")
+        assert of(product(M, 4096, 4096, F32, precision="tf32")) == (0, "tf32")
+
+
+def test_sums_of_8_bit_floats_leave_room_for_those_of_a_unit() -> None:
+    shape = shape_of(key_of(product(4096, 4096, 4096, F8)))
+    fast = shape_of(key_of(product(4096, 4096, 4096, F8, precision="fast_accum")))
+    tile, large = (defaults.tiled(one, ARCHS["sm_90"]) for one in (shape, fast))
+    assert (tile["BLOCK_M"] * tile["BLOCK_N"], tile["num_warps"]) == (64 * 128, 4)
+    assert (large["BLOCK_M"] * large["BLOCK_N"], large["num_warps"]) == (128 * 256, 8)
+    assert defaults.tiled(shape, ARCHS["gfx942"]) == defaults.tiled(fast, ARCHS["gfx942"])
 
 
 def test_launches_refuse_what_the_planner_refuses_and_have_none_for_nothing() -> None:

@@ -248,7 +248,7 @@ def test_launch_options_are_those_of_the_survey() -> None:
 
 
 def problems(folder: Path, results: Path) -> list[str]:
-    """What is wrong with the tables in a folder, beyond their format."""
+    """Faults of the tables in a folder, beyond their format."""
     found = []
     for path in sorted(folder.glob("*/*")):
         where = f"{path.parent.name}/{path.name}"

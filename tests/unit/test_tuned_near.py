@@ -105,7 +105,7 @@ def test_a_near_row_is_taken_only_beyond_doubt() -> None:
 def test_the_nearest_row_that_fits_is_taken() -> None:
     rows = [row(8, 64), row(16, 256), row(16, 512, us=19.9), row(128, 64, config=Config(BLOCK=1))]
     assert chosen(*rows, fits=lambda one: "" if one.key[0] != 8 else "too large").row == rows[1]
-    # one whose own lead is none is not taken, however well it fits
+    # a row without a lead is not taken, however well it fits
     assert chosen(*rows, fits=lambda one: "" if one.key[1] == 512 else "too large").row is None
     found = chosen(*rows, fits=lambda one: f"of {one.key[0]}")
     assert found.row is None and found.reason == "no measured row near it fits: of 8"
@@ -432,7 +432,7 @@ def test_a_key_that_is_left_out_is_not_its_own_neighbour() -> None:
 
 
 def test_a_lead_is_counted_over_what_would_run_and_was_timed() -> None:
-    """`default_us` is one backend's default: no lead over `gemm_then_act`, which runs where gated rows are none."""
+    """`default_us` is one backend's default: no lead over `gemm_then_act`, which runs where there are no gated rows."""
     record = records.load_as(EVIDENCE / "nvidia-h200" / "2026-11-23_tune_xlstm_gated.jsonl.gz", records.TuneRecord)
     left = {one.case: one for one in evaluate_near_rows.decide(record)}
     gated = [key for key in record.keys if key.key["b"] == "bfloat16"]

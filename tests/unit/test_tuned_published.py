@@ -1,4 +1,4 @@
-"""What others have published: read, looked up behind what was measured, and never mistaken for it."""
+"""Published choices: read, looked up after measured rows, and never mistaken for them."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_stages_starts_and_sizes() -> None:
     assert some[0] == config, "EARLY=0 is not written"
     assert {(one["num_stages"], one.kwargs.get("EARLY", 0)) for one in some} == {
         (stages, early) for stages in (2, 3, 5) for early in (0, 1, 2)
-    }, "one stage is none"
+    }, "one stage is no pipeline"
     others = list(xlstm_chain.sizes(config))
     # 10 kinds less two with half a warp, each with two numbers of stages
     assert len(set(others)) == len(others) == 16

@@ -174,7 +174,7 @@ def _window(call: FlashAttentionCall) -> tuple[int, int, int]:
     """aiter's window (left, right, sink tokens); −1: unlimited. Older versions have no third number."""
     left = -1 if call.left >= call.seqlen_k - 1 else call.left
     right = -1 if call.right >= call.seqlen_q - 1 else call.right
-    # where causality is all there is it says so by its flag alone, as its kernels written by hand ask for
+    # plain causality is its flag alone, without a window: its assembly kernels take no other form
     return left, -1 if call.causal and left < 0 else right, 0
 
 

@@ -27,19 +27,35 @@ def shapes(inputs: Inputs) -> dict[str, str]:
     return found
 
 
+def counted(inputs: Inputs) -> tuple[int | None, int | None]:
+    """The samples and tokens of a call: the first size of its first tensor, and all elements where those are token ids.
+
+    Token ids are whole numbers [batch, length]; None where a call has no such thing.
+    """
+    import torch
+
+    first = next((tensor for _, tensor in inputs.tensors() if tensor.ndim > 0), None)
+    if first is None:
+        return None, None
+    ids = first.ndim == 2 and first.dtype in (torch.int32, torch.int64)
+    return first.shape[0], first.numel() if ids else None
+
+
 def bench_bucket(
     workload: Workload,
     bucket: str,
     *,
     function: Callable[..., Any] | None = None,
     seconds: float = 5.0,
+    min_samples: int = timing.MIN_SAMPLES,
     on_progress: timing.OnProgress | None = None,
     now: timing.Clock = timing.HOST_CLOCK,
 ) -> records.BucketBench:
-    """Time one bucket under `torch.no_grad()`: at least 30 samples, cold start apart, then the memory of one more call.
+    """Time one bucket under `torch.no_grad()`, cold start apart, then the memory of one more call.
 
     Args:
         function: called with the bucket's inputs; None takes the workload's model.
+        min_samples: the fewest there are.
         seconds: longest sampling time; sampling ends earlier once the interval is within one percent either way.
 
     Raises:
@@ -56,7 +72,13 @@ def bench_bucket(
     work = _NamedCall(workload, bucket, function, rotation)
     before = shapes(workload.buckets[bucket])
     measurement = timing.measure(
-        work, device=workload.device, seconds=seconds, rotation=rotation, on_progress=on_progress, now=now
+        work,
+        device=workload.device,
+        min_samples=min_samples,
+        seconds=seconds,
+        rotation=rotation,
+        on_progress=on_progress,
+        now=now,
     )
     work.prepare()
     after = shapes(workload.buckets[bucket])
@@ -67,11 +89,14 @@ def bench_bucket(
             f"{after.get(path, 'absent')}, so no two did the same work; give inputs that a call leaves alone, "
             "or Workload(reset=…)"
         )
+    samples, tokens = counted(workload.buckets[bucket])
     return records.BucketBench(
         bucket=bucket,
         measurement=measurement,
         shapes=before,
         peak_memory_bytes=peak_memory(work, workload.device),
+        samples=samples,
+        tokens=tokens,
     )
 
 
@@ -79,6 +104,7 @@ def bench_workload(
     workload: Workload,
     *,
     seconds_per_bucket: float = 5.0,
+    min_samples: int = timing.MIN_SAMPLES,
     function: Callable[..., Any] | None = None,
     on_progress: OnBucketProgress | None = None,
     now: timing.Clock = timing.HOST_CLOCK,
@@ -88,7 +114,15 @@ def bench_workload(
     for bucket in workload.buckets:
         progress = None if on_progress is None else _for_bucket(on_progress, bucket)
         results.append(
-            bench_bucket(workload, bucket, function=function, seconds=seconds_per_bucket, on_progress=progress, now=now)
+            bench_bucket(
+                workload,
+                bucket,
+                function=function,
+                seconds=seconds_per_bucket,
+                min_samples=min_samples,
+                on_progress=progress,
+                now=now,
+            )
         )
     return results
 

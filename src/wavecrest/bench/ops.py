@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wavecrest import hardware, records
-from wavecrest.bench import peers, suites
+from wavecrest.bench import peers, rates, shapes, sizes, suites
 from wavecrest.bench.baseline import _first_line
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.keys import dtype_name
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.measure import numerics, timing
+from wavecrest.measure import interleaved, numerics, timing
+from wavecrest.measure.clock import Clock
 from wavecrest.records import provenance
 
 # the name of wavecrest's implementation in results
@@ -39,8 +40,13 @@ PEER_SLACK = 10.0
 # differ; a peer that rounds before it quantizes (the norm) is off in many
 CODE_STEPS, CODE_SHARE, PEER_CODE_SHARE = 1, 0.01, 1.0
 
+# calls of an implementation that a case needs at least once its time is limited: to warm up, then a pair a round
+LEAST_CALLS = 3 + 2 * interleaved.LEAST_ROUNDS
+
 # (op, case, index of the case, number of cases), before each case
 OnCase = Callable[[str, str, int, int], None]
+# (op, its row, seconds it took), after each case
+OnRow = Callable[[str, records.OpCase, float], None]
 # the record so far, after each op
 OnOp = Callable[[records.OpBenchRecord], None]
 
@@ -55,6 +61,26 @@ class Settings:
     dtype: str | None = None
     seconds: float = 0.25
     budget: float = math.inf
+    words: tuple[str, ...] = ()
+    shapes: Path | None = None
+    case_seconds: float = math.inf
+
+    @property
+    def source(self) -> str:
+        """Where the cases are from: a suite by name, "sizes", or a file."""
+        if self.shapes is not None:
+            return self.shapes.name
+        return "sizes" if self.words else self.suite
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Seconds of sampling and in all of a case, and the time after which no case begins, by a clock."""
+
+    seconds: float
+    case_seconds: float
+    deadline: float
+    now: Clock
 
 
 @dataclass(slots=True)
@@ -64,6 +90,8 @@ class _Candidate:
     timing: records.ImplTiming
     call: Callable[[], Any] | None = None
     series: tuple[float, ...] = field(default=())
+    # it is right, as far as is known, and there was no time for it
+    late: bool = False
 
 
 def bench_ops(
@@ -73,42 +101,51 @@ def bench_ops(
     *,
     command: str | None = None,
     on_case: OnCase | None = None,
+    on_row: OnRow | None = None,
     on_op: OnOp | None = None,
+    now: Clock = timing.HOST_CLOCK,
 ) -> records.OpBenchRecord:
-    """Measure ops over a suite of cases.
+    """Measure ops over a suite of cases, or at sizes of the user's.
 
     Args:
-        names: ops by name.
+        names: ops by name; empty takes those that a file of shapes names.
         device: where to run.
         settings: `suite` and `dtype` as in `suites.cases`, `peers` as in `peers.available`, `matching` a part of the
-            names of the cases wanted; `seconds` of sampling a case (30 rounds are the least); `budget` in
+            names of the cases wanted; `words` give sizes in place of the suite (`sizes.several`), `shapes` a file of
+            them (`shapes.read`); `seconds` of sampling a case (30 rounds are the least); `budget` in
             seconds after which no case is started: the record names the cases left out, with that reason.
+            `case_seconds` bounds a case: peers that do not fit into it are left out, and rounds end early, with the
+            reason; a call that has begun is not stopped.
         command: for the record's header; None takes this process's.
         on_case: called before each case.
+        on_row: called after each case.
         on_op: called after each op with the record so far.
+        now: the clock of `budget` and `case_seconds`.
 
     Raises:
-        InvalidArgument: an unknown op, suite, dtype or peer, or no case has `matching` in its name.
+        InvalidArgument: an unknown op, suite, dtype, size or peer, or no case has `matching` in its name.
+        TableError: the file of shapes cannot be read.
     """
     versions, missing = peers.available(settings.peers)
     target = device.torch_name
-    work = [
-        (op, suites.cases(op, settings.suite, target, dtype=settings.dtype, matching=settings.matching))
-        for op in map(registry.get, dict.fromkeys(names))
-    ]
+    work = _work(names, settings, device)
     total = sum(len(found) for _, found in work)
+    if total == 0 and settings.shapes is not None:
+        raise InvalidArgument(f"{settings.shapes} has nothing to measure: it has no row")
     if total == 0:
-        raise InvalidArgument(f"no case of suite {settings.suite!r} has {settings.matching!r} in its name")
-    deadline = time.perf_counter() + settings.budget
+        raise InvalidArgument(f"no case of suite {settings.source!r} has {settings.matching!r} in its name")
+    limits = _Limits(settings.seconds, settings.case_seconds, now() + settings.budget, now)
     done = 0
     benches: list[records.OpBench] = []
 
     def record() -> records.OpBenchRecord:
         return records.OpBenchRecord(
             header=provenance.header(device, command=command),
-            suite=settings.suite,
+            suite=settings.source,
             peers=versions,
             missing=missing,
+            peak_gbps=None if device.known is None else device.known.bandwidth,
+            peaks_from=rates.source(device.known),
             samples="full",
             ops=list(benches),
         )
@@ -122,33 +159,57 @@ def bench_ops(
                 if on_case is not None:
                     on_case(name, case, offset + index, total)
 
-            benches.append(_bench_op(op, found, target, tuple(versions), settings.seconds, deadline, before))
+            def after(row: records.OpCase, seconds: float, name: str = op.name) -> None:
+                row.peak_tflops = rates.peak_tflops(device.known, row.dtype)
+                if on_row is not None:
+                    on_row(name, row, seconds)
+
+            benches.append(_bench_op(op, found, target, tuple(versions), limits, before, after))
             done += len(found)
             if on_op is not None:
                 on_op(record())
     return record()
 
 
+def _work(
+    names: Sequence[str], settings: Settings, device: hardware.Device
+) -> list[tuple[AnyOp, Sequence[suites.Case]]]:
+    """The ops with their cases: of a file of shapes, of words, or of a suite."""
+    target = device.torch_name
+    fp8 = None if device.known is None else device.known.fp8
+    if settings.shapes is not None:
+        listed = shapes.read(settings.shapes, target, known=tuple(dict.fromkeys(names)), fp8=fp8)
+        return [(registry.get(name), own.cases) for name, own in listed.items()]
+    found = list(map(registry.get, dict.fromkeys(names)))
+    if settings.words:
+        return [(op, [suites.sized(op, one, target) for one in sizes.several(op, settings.words, fp8)]) for op in found]
+    return [
+        (op, suites.cases(op, settings.suite, target, dtype=settings.dtype, matching=settings.matching)) for op in found
+    ]
+
+
 def _bench_op(
     op: AnyOp,
-    found: list[suites.Case],
+    found: Sequence[suites.Case],
     device: str,
     wanted: tuple[str, ...],
-    seconds: float,
-    deadline: float,
+    limits: _Limits,
     before: Callable[[str, int], None],
+    after: Callable[[records.OpCase, float], None],
 ) -> records.OpBench:
     bench = records.OpBench(op=op.name, copy_bytes=COPY_BYTES[device.partition(":")[0]])
     pairs: list[tuple[Sequence[float], Sequence[float]]] = []
     try:
-        bench.copy_gbps, bench.clock = copy_bandwidth(device, bench.copy_bytes, seconds=seconds)
+        bench.copy_gbps, bench.clock = copy_bandwidth(device, bench.copy_bytes, seconds=limits.seconds)
         for index, case in enumerate(found):
             before(case.name, index)
-            if time.perf_counter() > deadline:
-                bench.cases.append(records.OpCase(case=case.name, problem="no time left of the budget"))
+            begin = limits.now()
+            if begin > limits.deadline:
+                bench.cases.append(_unmeasured(case, "no time left of the budget"))
                 continue
-            row, pair = _bench_case(op, case, device, wanted, seconds)
+            row, pair = _bench_case(op, case, device, wanted, limits)
             bench.cases.append(row)
+            after(row, limits.now() - begin)
             pairs += [pair] if pair is not None else []
             if device != "cpu":
                 # the next case's tensors have other sizes
@@ -163,7 +224,7 @@ def _bench_op(
 
 def copy_bandwidth(device: str, size: int, *, seconds: float) -> tuple[float, str]:
     """GB/s (read plus written) of copying a bfloat16 tensor of `size` bytes, and the kind of clock used."""
-    taken = timing.measure_interleaved([_copy(size, device)], device=device, seconds=seconds)
+    taken = interleaved.measure([_copy(size, device)], device=device, seconds=seconds)
     return 2 * size / statistics.median(taken.samples[0]) / 1e6, taken.clock
 
 
@@ -173,25 +234,36 @@ def _copy(size: int, device: str) -> Callable[[], Any]:
     return partial(torch.empty_like(source).copy_, source)
 
 
+def _unmeasured(case: suites.Case, problem: str) -> records.OpCase:
+    return records.OpCase(case=case.name, sizes=dict(case.sizes), problem=problem)
+
+
 def _bench_case(
-    op: AnyOp, case: suites.Case, device: str, wanted: tuple[str, ...], seconds: float
+    op: AnyOp, case: suites.Case, device: str, wanted: tuple[str, ...], limits: _Limits
 ) -> tuple[records.OpCase, tuple[Sequence[float], Sequence[float]] | None]:
+    end = limits.now() + limits.case_seconds
     try:
-        call = case.make()
-        row = _describe(op, case.name, call)
-        candidates = _candidates(op, call, wanted)
+        call = _made(case)
+        row = _describe(op, case, call)
+        candidates = _candidates(op, call, wanted, limits, end)
+        if candidates[0].late:
+            return _unmeasured(case, candidates[0].timing.problem), None
         timed = [candidate for candidate in candidates if candidate.call is not None]
         # the copy reads n/2 bytes and writes n/2, n being the bytes that the case moves
-        copied = timing.measure_interleaved(
+        copied = interleaved.measure(
             [*(candidate.call for candidate in timed if candidate.call is not None), _copy(row.bytes // 2, device)],
             device=device,
-            seconds=seconds,
+            seconds=limits.seconds,
+            limit=end - limits.now(),
         )
     except torch.OutOfMemoryError as error:
-        return records.OpCase(case=case.name, problem=f"out of memory: {_first_line(error)}"), None
+        return _unmeasured(case, f"out of memory: {_first_line(error)}"), None
     except (InvalidArgument, Unsupported) as error:
-        return records.OpCase(case=case.name, problem=f"the op refuses it: {_first_line(error)}"), None
+        return _unmeasured(case, f"the op refuses it: {_first_line(error)}"), None
     row.rounds, row.copy_ms = copied.rounds, statistics.median(copied.samples[-1])
+    if row.rounds < timing.MIN_SAMPLES:
+        over = f"the {limits.case_seconds:g} s of --case-seconds were over"
+        row.cut = f"{row.rounds} rounds in place of {timing.MIN_SAMPLES}: {over}"
     for candidate, exact in zip(timed, copied.samples, strict=False):
         # nanoseconds, as the record has them, so that every figure can be computed again from it
         series = tuple(round(sample, 6) for sample in exact)
@@ -201,6 +273,23 @@ def _bench_case(
         candidate.timing.samples = list(series)
     row.impls = [candidate.timing for candidate in candidates]
     return row, _compare_with_best(row, candidates)
+
+
+def _made(case: suites.Case) -> AnyCall:
+    """The call of a case.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit into the memory; that of a CPU, too.
+    """
+    try:
+        return case.make()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # the CPU's allocator has no class of its own
+        if "memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(_first_line(error)) from error
 
 
 def _compare_with_best(
@@ -216,11 +305,12 @@ def _compare_with_best(
     return best.series, ours.series
 
 
-def _describe(op: AnyOp, name: str, call: AnyCall) -> records.OpCase:
+def _describe(op: AnyOp, case: suites.Case, call: AnyCall) -> records.OpCase:
     tensors = [value for value in call if isinstance(value, Tensor)]
     cost, decision = op.study.cost(call), op.decide(call)
     return records.OpCase(
-        case=name,
+        case=case.name,
+        sizes=dict(case.sizes),
         dtype=dtype_name(tensors[0]),
         columns=tensors[0].shape[-1] if tensors[0].ndim > 1 else 0,
         shapes=[
@@ -235,26 +325,65 @@ def _describe(op: AnyOp, name: str, call: AnyCall) -> records.OpCase:
     )
 
 
-def _candidates(op: AnyOp, call: AnyCall, wanted: tuple[str, ...]) -> list[_Candidate]:
-    """Wavecrest and the peers, each called once and compared with the reference; those that fail have no call."""
+def _candidates(op: AnyOp, call: AnyCall, wanted: tuple[str, ...], limits: _Limits, end: float) -> list[_Candidate]:
+    """Wavecrest and the peers, each called once and compared with the reference; those that fail have no call.
+
+    Those that do not fit into the time until `end` have none either: a share of it goes to each that is taken in.
+    """
     oracle = results_of(op.reference(call))
     first = next(value for value in call if isinstance(value, Tensor))
-    limits = limits_of(op, dtype_name(first))
-    loose = Limits(
-        numerics.Tolerance(PEER_SLACK * limits.values.relative, PEER_SLACK * limits.values.worst), PEER_CODE_SHARE
-    )
-    found = [_candidate(OURS, lambda: peers.Prepared(partial(op, call)), oracle, limits)]
-    for backend in _own_backends(op):
-        found.append(_candidate(backend, partial(_forced, op, backend, call), oracle, limits))
-    for peer in wanted:
-        found.append(_candidate(peer, partial(peers.prepare, peer, op, call), oracle, loose))
+    own = limits_of(op, dtype_name(first))
+    loose = Limits(numerics.Tolerance(PEER_SLACK * own.values.relative, PEER_SLACK * own.values.worst), PEER_CODE_SHARE)
+    planned: list[tuple[str, Callable[[], peers.Prepared], Limits]] = [
+        (OURS, lambda: peers.Prepared(partial(op, call)), own),
+        *((backend, partial(_forced, op, backend, call), own) for backend in _own_backends(op)),
+        *((peer, partial(peers.prepare, peer, op, call), loose) for peer in wanted),
+    ]
+    found: list[_Candidate] = []
+    # seconds that the timing of those taken in needs at least
+    promised = 0.0
+    for name, prepare, bounds in planned:
+        left = end - limits.now() - promised
+        if left <= 0:
+            row = records.ImplTiming(
+                name=name, problem=f"no time left of the {limits.case_seconds:g} s of --case-seconds"
+            )
+            found.append(_Candidate(row, late=True))
+            continue
+        begin = limits.now()
+        candidate = _candidate(name, prepare, oracle, bounds)
+        if candidate.call is not None:
+            promised += _fit(candidate, limits.now() - begin, end - promised, limits)
+        found.append(candidate)
     return found
 
 
+def _fit(candidate: _Candidate, first: float, end: float, limits: _Limits) -> float:
+    """The seconds that timing a candidate takes at least; where they are not left, it loses its call, and 0.
+
+    `first` are those of its first call, which may have compiled something: too long, and a second one decides.
+    """
+    assert candidate.call is not None
+    needed = LEAST_CALLS * first
+    if needed > end - limits.now() > 0:
+        begin = limits.now()
+        _finished(results_of(candidate.call()))
+        needed = LEAST_CALLS * (limits.now() - begin)
+    if needed <= end - limits.now():
+        return needed
+    candidate.call, candidate.late = None, True
+    candidate.timing.problem = (
+        f"{LEAST_CALLS} calls of {needed / LEAST_CALLS:.2g} s do not fit into the {limits.case_seconds:g} s "
+        "of --case-seconds"
+    )
+    return 0.0
+
+
 def _own_backends(op: AnyOp) -> list[str]:
-    """The backends to show beside the dispatched call; empty for an op with one kernel."""
+    """The backends to show beside the dispatched call: kernels, where there are several, and those of users."""
     own = [name for name in op.backends if name.startswith("triton")]
-    return own if len(own) > 1 else []
+    users = [name for name, backend in op.backends.items() if backend.user and name not in own]
+    return [*(own if len(own) > 1 else []), *users]
 
 
 def _forced(op: AnyOp, backend: str, call: AnyCall) -> peers.Prepared:
@@ -264,6 +393,8 @@ def _forced(op: AnyOp, backend: str, call: AnyCall) -> peers.Prepared:
     if reason is not None:
         raise Unsupported(reason)
     decision = op.decide(call)
+    if not chosen.takes_config:
+        return peers.Prepared(partial(chosen.run if chosen.bind is None else chosen.bind(call), call))
     config = decision.config if decision.backend == backend else None
     config = config or op.config_of(backend, decision.key)
     run = partial(chosen.run, config=config) if chosen.bind is None else chosen.bind(call, config)
@@ -288,13 +419,12 @@ def _candidate(
     name: str, prepare: Callable[[], peers.Prepared], oracle: tuple[Tensor, ...], limits: Limits
 ) -> _Candidate:
     row = records.ImplTiming(name=name)
-    begin = time.perf_counter()
+    begin = timing.HOST_CLOCK()
     try:
         prepared = prepare()
         results = results_of(prepared.finish(prepared.run()))
-        if results[0].is_cuda:
-            torch.cuda.synchronize(results[0].device)
-        row.first_ms = round((time.perf_counter() - begin) * 1e3, 3)
+        _finished(results)
+        row.first_ms = round((timing.HOST_CLOCK() - begin) * 1e3, 3)
         row.problem = gate(row, results, oracle, limits)
     except Unsupported as error:
         row.problem = str(error)
@@ -304,6 +434,12 @@ def _candidate(
             raise
         row.problem = f"raised {type(error).__name__}: {_first_line(error)}"
     return _Candidate(row, None if row.problem else prepared.run)
+
+
+def _finished(results: tuple[Any, ...]) -> None:
+    """Wait until the device has computed results."""
+    if isinstance(results[0], Tensor) and results[0].is_cuda:
+        torch.cuda.synchronize(results[0].device)
 
 
 def results_of(value: Any) -> tuple[Tensor, ...]:

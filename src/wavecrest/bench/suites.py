@@ -1,19 +1,20 @@
-"""The cases of `wavecrest bench OP`: shapes by suite, or what the op itself declares."""
+"""The cases of `wavecrest bench OP`: shapes by suite, what the op itself declares, or the sizes asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from wavecrest.bench import sizes
 from wavecrest.dispatch.call import AnyCall
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument
 
-SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+SHORT_DTYPES = {long: short for short, long in sizes.SHORT.items()}
 
 # (M, N, dtype)
 Shape = tuple[int, int, str]
@@ -56,6 +57,16 @@ class Case:
 
     name: str
     make: Callable[[], AnyCall]
+    # as asked for by name; empty for the cases of a suite
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def sized(op: AnyOp, shape: sizes.Shape, device: str) -> Case:
+    """The case of sizes and a dtype; its name has the sizes in the order of `Study.sizes`."""
+    numbers, dtype = shape
+    name = f"{'x'.join(map(str, numbers))} {SHORT_DTYPES.get(dtype, dtype)}"
+    make = partial(sizes.call, op, numbers, dtype, device)
+    return Case(name, make, dict(zip(op.study.sizes, numbers, strict=True)))
 
 
 def dtype_of(name: str) -> torch.dtype:

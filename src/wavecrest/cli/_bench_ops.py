@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,15 @@ from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument, OutputError, Regression
 
 if TYPE_CHECKING:
-    from wavecrest.bench.ops import OnCase, OnOp, Settings
+    from wavecrest.bench.ops import OnCase, OnOp, OnRow, Settings
+    from wavecrest.bench.rates import Rate
     from wavecrest.records import ImplTiming, OpBench, OpBenchRecord, OpCase
 
 # thresholds of "a large tensor" and "a wide row" in the summary
 LARGE_BYTES = 64 << 20
 WIDE_COLUMNS = 65536
+# on a CPU, where one large GEMM takes seconds: seconds after which no case is begun, and seconds of a case
+CPU_BUDGET, CPU_CASE_SECONDS = 600.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,32 +93,45 @@ def run_ops(
     *,
     device: str | None = None,
     on_case: OnCase | None = None,
+    on_row: OnRow | None = None,
     on_op: OnOp | None = None,
 ) -> OpBenchRecord:
     """Measure ops beside their peers.
 
     Args:
-        names: ops by name; empty takes all.
-        settings: see `wavecrest.bench.ops.Settings`.
+        names: ops by name; empty takes all, or those of a file of shapes.
+        settings: see `wavecrest.bench.ops.Settings`; on a CPU a budget or a time a case without a limit gets one.
         device: as for `wavecrest.hardware.detect`.
         on_case: called before each case.
+        on_row: called after each case.
         on_op: called after each op with the record so far.
 
     Raises:
-        InvalidArgument: an unknown op, suite, peer or dtype, or times that are not above zero.
+        InvalidArgument: an unknown op, suite, peer, size or dtype, or times that are not above zero.
+        TableError: a file of shapes cannot be read.
         EnvironmentProblem: the device is not here.
     """
-    for option, value in (("--seconds", settings.seconds), ("--budget", settings.budget)):
+    times = {"--seconds": settings.seconds, "--budget": settings.budget, "--case-seconds": settings.case_seconds}
+    for option, value in times.items():
         if not value > 0:
             raise InvalidArgument(f"{option} must be above zero, not {value:g}")
     from wavecrest import hardware, ops
     from wavecrest.bench.ops import bench_ops
 
-    return bench_ops(names or ops.names(), hardware.detect(device), settings, on_case=on_case, on_op=on_op)
+    target = hardware.detect(device)
+    if target.kind == "cpu":
+        budget, case = settings.budget, settings.case_seconds
+        settings = replace(
+            settings,
+            budget=CPU_BUDGET if math.isinf(budget) else budget,
+            case_seconds=CPU_CASE_SECONDS if math.isinf(case) else case,
+        )
+    every = [] if settings.shapes is not None else ops.names()
+    return bench_ops(names or every, target, settings, on_case=on_case, on_row=on_row, on_op=on_op)
 
 
 def measure(names: list[str], settings: Settings, device: str | None, places: Targets) -> OpBenchRecord:
-    """`run_ops` with a progress bar on stderr; a killed run keeps the ops that are done."""
+    """`run_ops` with a bar and a line a case on stderr; a killed run keeps the ops that are done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("cases"))
     with Progress(*columns, console=_shared.err, transient=True) as progress:
         task = progress.add_task("loading", total=None)
@@ -122,7 +139,18 @@ def measure(names: list[str], settings: Settings, device: str | None, places: Ta
         def on_case(op: str, case: str, index: int, total: int) -> None:
             progress.update(task, description=f"{op} {escape(case)}", completed=index, total=total)
 
-        return run_ops(names, settings, device=device, on_case=on_case, on_op=places.keep)
+        def on_row(op: str, row: OpCase, seconds: float) -> None:
+            progress.console.print(f"[dim]{op} {escape(row.case)}: {escape(_brief(row))} ({seconds:.1f} s)[/dim]")
+
+        return run_ops(names, settings, device=device, on_case=on_case, on_row=on_row, on_op=places.keep)
+
+
+def _brief(row: OpCase) -> str:
+    """A case in a few words, for the line when it is done."""
+    if row.problem or not row.impls:
+        return row.problem
+    ours = row.impls[0]
+    return _shared.format_time(ours.ms) if ours.ms is not None else ours.problem
 
 
 def load(path: Path) -> OpBenchRecord:
@@ -137,44 +165,63 @@ def show(record: OpBenchRecord) -> None:
     out, header = _shared.out, record.header
     peers = ", ".join(f"{name} ({version})" for name, version in record.peers.items()) or "none"
     out.print(
-        f"suite {record.suite} · {escape(header.device['name'])} ({header.device['arch']}) · {header.created[:10]} · "
-        f"peers: {escape(peers)}",
+        f"{escape(_origin(record))} · {escape(header.device['name'])} ({escape(header.device['arch'])}) · "
+        f"{escape(header.created[:10])} · peers: {escape(peers)}",
         soft_wrap=True,
     )
+    out.print(f"[dim]{escape(_peaks(record))}[/dim]", soft_wrap=True)
     for name, reason in record.missing.items():
-        out.print(f"[yellow]no {name}[/yellow]: {escape(reason)}", soft_wrap=True)
+        out.print(f"[yellow]no {escape(name)}[/yellow]: {escape(reason)}", soft_wrap=True)
     for bench in record.ops:
-        _show_op(bench, [*record.peers])
+        _show_op(bench, [*record.peers], record.peak_gbps)
     out.print(
-        "[dim]ours: median time; copy: percent of the bandwidth of the large copy; same: of a copy of as many bytes;\n"
-        "a peer: its time over ours (above 1: ours is faster); best: the fastest peer, with its 95 % interval[/dim]",
+        "[dim]ours: median time, with its 95 % interval; rate: of what limits the case, memory or arithmetic, and its\n"
+        "share of the peak (both rates where a peak is unknown); copy: percent of the bandwidth of the large copy,\n"
+        "and of a copy of as many bytes; a peer: its time over ours (above 1: ours is faster); best: the fastest\n"
+        "peer, with its 95 % interval[/dim]",
         soft_wrap=True,
     )
 
 
-def _show_op(bench: OpBench, peers: list[str]) -> None:
+def _origin(record: OpBenchRecord) -> str:
+    """Where the cases are from: a suite, or the sizes of the command line or of a file."""
+    asked = any(case.sizes for bench in record.ops for case in bench.cases)
+    return record.suite if asked else f"suite {record.suite}"
+
+
+def _peaks(record: OpBenchRecord) -> str:
+    """The peaks that rates are compared with, and where they are from."""
+    if record.peak_gbps is None:
+        return "peak unknown: no datasheet figures for this device; copy is of the rate measured here"
+    found = {case.dtype: case.peak_tflops for bench in record.ops for case in bench.cases if case.peak_tflops}
+    tera = "".join(f", {peak:,.1f} TFLOP/s {dtype}" for dtype, peak in found.items())
+    return f"peaks: {record.peak_gbps:,.0f} GB/s{tera} ({record.peaks_from}, dense)"
+
+
+def _show_op(bench: OpBench, peers: list[str], peak_gbps: float | None) -> None:
     out = _shared.out
-    out.print(
-        f"\n[bold]{bench.op}[/bold] · copy of {_shared.format_bytes(bench.copy_bytes)}: {bench.copy_gbps:,.0f} GB/s"
-        f"{f' · {bench.clock}' if bench.clock else ''}"
-    )
+    copied = f"copy of {_shared.format_bytes(bench.copy_bytes)}: {bench.copy_gbps:,.0f} GB/s"
+    clock = f" · {escape(bench.clock)}" if bench.clock else ""
+    out.print(f"\n[bold]{escape(bench.op)}[/bold] · {copied}{clock}")
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("case", overflow="fold", min_width=16)
-    for title in ("ours", "copy", "same", *peers, "best"):
+    sizes = next((case.sizes for case in bench.cases if case.sizes), {})
+    table.add_column("x".join(sizes) or "case", overflow="fold", min_width=10)
+    for title in ("ours", "rate", "copy", *map(escape, peers), "best"):
         table.add_column(title, justify="right", no_wrap=True)
     for case in bench.cases:
-        table.add_row(*_row(bench, case, peers))
+        table.add_row(*_row(bench, case, peers, peak_gbps))
     out.print(table)
     for line in _notes(bench):
         out.print(line, soft_wrap=True)
 
 
-def _row(bench: OpBench, case: OpCase, peers: list[str]) -> list[str]:
+def _row(bench: OpBench, case: OpCase, peers: list[str], peak_gbps: float | None) -> list[str]:
     from wavecrest.bench.ops import percent
+    from wavecrest.bench.rates import rates
 
     by_name = {impl.name: impl for impl in case.impls}
     ours = case.impls[0] if case.impls else None
-    if ours is None or ours.ms is None:
+    if ours is None or ours.ms is None or ours.ci is None:
         wrong = ours is not None and ours.problem.startswith("wrong")
         word = "[red]wrong[/red]" if wrong else "[yellow]none[/yellow]"
         return [escape(case.case), word, "", "", *("" for _ in peers), ""]
@@ -183,16 +230,43 @@ def _row(bench: OpBench, case: OpCase, peers: list[str]) -> list[str]:
     best = "–"
     if case.ratio is not None and case.ci is not None:
         slower = case.ci.high < 1
-        best = f"{case.ratio:.2f}× [{case.ci.low:.2f}, {case.ci.high:.2f}]"
-        best = f"[yellow]{escape(best)}[/yellow]" if slower else escape(best)
+        best = f"{case.ratio:.2f}×\n{case.ci.low:.2f}–{case.ci.high:.2f}"
+        best = f"[yellow]{best}[/yellow]" if slower else best
     return [
         escape(case.case),
-        _shared.format_time(ours.ms),
-        "–" if share is None else f"{share:.0f} %",
-        same,
+        f"{_shared.format_time(ours.ms)}\n[dim]{_span(ours.ci.low, ours.ci.high)}[/dim]",
+        _rates(rates(case, ours.ms, peak_gbps), case.dtype),
+        f"{'–' if share is None else f'{share:.0f} %'}\n[dim]{same}[/dim]",
         *(_peer_cell(by_name.get(peer), ours.ms) for peer in peers),
         best,
     ]
+
+
+def _span(low: float, high: float) -> str:
+    """An interval in the unit of its lower end, as "12.31–12.40"."""
+    first, unit = _shared.format_time(low).split(" ")
+    factor = {"µs": 1e3, "ms": 1.0, "s": 1e-3}[unit]
+    digits = len(first.partition(".")[2])
+    return f"{first}–{high * factor:.{digits}f}"
+
+
+def _rates(found: list[Rate], dtype: str) -> str:
+    """One rate with its share of the peak, or two without."""
+    shown = [_rate(rate, dtype) for rate in found]
+    if len(found) == 1:
+        share = found[0].share
+        return shown[0] if share is None else f"{shown[0]}\n[dim]{share:.0%} of peak[/dim]"
+    return "\n".join(shown)
+
+
+def _rate(rate: Rate, dtype: str) -> str:
+    """ "3,912 GB/s", "612 TFLOP/s", "45.1 GFLOP/s"; operations on integers are Top/s and Gop/s."""
+    value, unit = rate.value, rate.unit
+    if unit != "GB/s":
+        value, unit = (value * 1e3, "GFLOP/s") if value < 1 else (value, unit)
+        unit = unit.replace("FLOP", "op") if dtype.startswith(("int", "uint")) else unit
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} {unit}"
 
 
 def _peer_cell(impl: ImplTiming | None, ours: float) -> str:
@@ -209,6 +283,8 @@ def _notes(bench: OpBench) -> list[str]:
     for case in bench.cases:
         if case.problem:
             reasons.setdefault(f"not measured: {case.problem}", []).append(case.case)
+        if case.cut:
+            reasons.setdefault(f"cut: {case.cut}", []).append(case.case)
         for impl in case.impls:
             if impl.problem:
                 reasons.setdefault(f"{impl.name}: {impl.problem}", []).append(case.case)
@@ -218,7 +294,7 @@ def _notes(bench: OpBench) -> list[str]:
     ]
     backends = {case.backend for case in bench.cases if case.backend}
     if backends - {"triton"}:
-        lines.append(f"[dim]ours ran by backend {', '.join(sorted(backends))}[/dim]")
+        lines.append(f"[dim]ours ran by backend {escape(', '.join(sorted(backends)))}[/dim]")
     if bench.problem:
         lines.append(f"[red]{escape(bench.problem)}[/red]")
     return lines + summary(bench)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.highlighter import JSONHighlighter
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -37,10 +39,16 @@ class _Console(Console):
         """The text with its markup, made visible."""
         return super().render_str(visible(text), **options)
 
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The pieces that go to the terminal: of text that is no markup, too, and without the console's own codes."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
 
 # results go to stdout, everything about the work in progress to stderr
-out = _Console(highlight=False)
-err = _Console(stderr=True, highlight=False)
+# no emoji: rich reads one in "M=4:a: …"
+out = _Console(highlight=False, emoji=False)
+err = _Console(stderr=True, highlight=False, emoji=False)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 DeviceOption = Annotated[
@@ -56,6 +64,26 @@ HfOption = Annotated[
 ]
 
 
+def _use_kernels(specs: list[str] | None) -> list[str] | None:
+    if specs:
+        from wavecrest.backends import user_files
+
+        user_files.use(specs)
+    return specs
+
+
+KernelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kernels",
+        metavar="FILE",
+        callback=_use_kernels,
+        help="Load this first, FILE.py or a module that registers kernels of your own (wavecrest.register_kernel); "
+        "child processes load it too. Repeatable.",
+    ),
+]
+
+
 class Interrupted(Exception):
     """A command that was interrupted has something to say about it; its program turns this into the line and 130."""
 
@@ -66,19 +94,24 @@ def print_error(text: str) -> None:
 
 
 def print_json(model: pydantic.BaseModel) -> None:
-    """A record as JSON on standard output."""
-    out.print_json(model.model_dump_json())
+    """A record as JSON on standard output: characters that a terminal acts on as \\uNNNN, which is the same JSON."""
+    text = _ACTIVE.sub(lambda match: f"\\u{ord(match[0]):04x}", model.model_dump_json(indent=2))
+    shown = JSONHighlighter()(text)
+    shown.no_wrap, shown.overflow = True, None
+    out.print(shown, soft_wrap=True)
 
 
-def spec_of(workload: str | None, hf: str | None) -> str:
+def spec_of(workload: str | None, hf: str | None, generate: str | None = None) -> str:
     """The workload spec of a command line.
 
     Raises:
-        InvalidArgument: neither or both were given.
+        InvalidArgument: no workload was given, or more than one.
     """
-    if (workload is None) == (hf is None):
+    if sum(one is not None for one in (workload, hf, generate)) != 1:
         raise InvalidArgument("give one workload: file.py:function, package.module:function, or --hf DIR")
-    return workload if workload is not None else f"hf:{hf}"
+    if workload is not None:
+        return workload
+    return f"hf:{hf}" if generate is None else f"generate:{generate}"
 
 
 def parse_percent(text: str) -> float:
@@ -138,6 +171,6 @@ def print_coverage(rows: Sequence[OpCoverage]) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         keys = [str(row.keys.get(source, "–")) for source in sources]
-        table.add_row(row.op, f"{sum(row.calls.values()):,}", *keys)
+        table.add_row(escape(row.op), f"{sum(row.calls.values()):,}", *keys)
     out.print(table)
     out.print("[dim]calls inside torch.compile are decided and not counted; exact: a measured row of its own[/dim]")

@@ -83,18 +83,18 @@ def show(record: WorkloadTuneRecord) -> None:
     table.add_column("before", overflow="fold")
     table.add_column("fastest", overflow="fold")
     for one in record.keys:
-        before = f"{one.backend} [dim]{one.source}[/dim]{_time(one.before_us)}"
+        before = f"{escape(one.backend)} [dim]{escape(one.source)}[/dim]{_time(one.before_us)}"
         if one.left:
             after = f"[dim]not tuned: {escape(one.left)}[/dim]"
         elif (one.winner, one.winner_config) == (one.backend, one.config):
             after = "the same"
         else:
-            after = f"{one.winner}{_time(one.us)}"
-        table.add_row(one.op, f"{one.calls:,}", before, after)
+            after = f"{escape(one.winner)}{_time(one.us)}"
+        table.add_row(escape(one.op), f"{one.calls:,}", before, after)
     out.print(table)
     for one in record.keys:
         if one.note:
-            out.print(f"[yellow]{one.op}[/yellow] {escape(one.case)}: {escape(one.note)}", soft_wrap=True)
+            out.print(f"[yellow]{escape(one.op)}[/yellow] {escape(one.case)}: {escape(one.note)}", soft_wrap=True)
     saved = _saved(record.keys)
     if saved:
         out.print(f"by the ops alone, calls times their gains: {_shared.format_time(saved / 1e3)} a pass less")

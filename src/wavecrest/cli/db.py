@@ -153,8 +153,8 @@ def _cells(row: DbRow) -> list[str]:
     error = "" if row.error is None else f"error {row.error:.1e}"
     facts = (row.origin, error, row.device, row.versions, row.date[:10], row.commit, row.record)
     return [
-        f"{row.op} {row.arch} [dim]{row.place}\n{escape(key)}[/dim]",
-        f"{escape(row.backend)}\n[dim]{config}[/dim]" if config else escape(row.backend),
+        f"{escape(f'{row.op} {row.arch}')} [dim]{escape(row.place)}\n{escape(key)}[/dim]",
+        f"{escape(row.backend)}\n[dim]{escape(config)}[/dim]" if config else escape(row.backend),
         _shared.format_time(row.us / 1e3),
         "–" if row.native_us is None else _shared.format_time(row.native_us / 1e3),
         escape(", ".join(fact for fact in facts if fact)),
@@ -336,6 +336,9 @@ def run_check(paths: Iterable[Path] = ()) -> tuple[int, list[str]]:
 
     mine = Overlay.of_user()
     given = [Overlay(path) for path in paths]
+    missing = next((overlay.path for overlay in given if not overlay.path.exists()), None)
+    if missing is not None:
+        raise TableError(f"no database at {missing}")
     overlays = given or ([] if mine is None else [mine])
     problems: list[str] = []
     notes: list[str] = []
@@ -411,7 +414,7 @@ def evaluate_near_rows(
         table.add_column(title, justify="left" if title == "op" else "right")
     for one in run_evaluate_near_rows(paths):
         times = [f"{value:.3f}×" for value in (one.chosen, one.default)]
-        table.add_row(one.op, str(one.keys), str(one.taken), *times, str(one.slower), f"{one.worst:.3f}×")
+        table.add_row(escape(one.op), str(one.keys), str(one.taken), *times, str(one.slower), f"{one.worst:.3f}×")
     _shared.out.print(table)
     _shared.out.print(
         "chosen, default: geometric mean of the time over the measured best; slower: keys that a near row made slower "

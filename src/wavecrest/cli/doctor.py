@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from wavecrest import INSTALL_TORCH
 from wavecrest.cli import _shared
 from wavecrest.errors import EnvironmentProblem
 
@@ -28,9 +29,7 @@ def run(device: str | None = None) -> DoctorReport:
     try:
         import torch
     except (ImportError, OSError) as error:
-        raise EnvironmentProblem(
-            f"torch cannot be imported ({error}); install the build for your GPU: https://pytorch.org/get-started"
-        ) from error
+        raise EnvironmentProblem(f"torch cannot be imported ({error}); install it with: {INSTALL_TORCH}") from error
     from wavecrest import env, hardware
     from wavecrest.doctor import DoctorReport, collect, run_checks
     from wavecrest.doctor.context import kernel_driver, read_file

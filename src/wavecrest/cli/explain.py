@@ -27,13 +27,6 @@ if TYPE_CHECKING:
 # number of configurations of a ranking that are shown
 SHOWN = 10
 
-# default sizes by name; other sizes get one that keeps a tensor of four dimensions small
-DEFAULTS = {"M": 16, "N": 4096, "K": 4096}
-OTHER_SIZE = 64
-# of a size: more is no tensor
-MOST_DIGITS = 12
-SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
 
 class ExplainRecord(pydantic.BaseModel):
     """A decision with the call and the device it was made for."""
@@ -70,7 +63,8 @@ class Ranked(pydantic.BaseModel):
 class RankingRecord(pydantic.BaseModel):
     """The cost model's ranking for a call on an architecture, the fastest configuration first: not a measurement.
 
-    `decision`: the decision there; None with the reason in `note`, which also says why a ranking is missing.
+    `fitted`: the model's constants were fitted to times that others published for this part. `decision`: the decision
+    there; None with the reason in `note`, which also says why a ranking is missing.
     """
 
     kind: Literal["explain-model"] = "explain-model"
@@ -78,79 +72,22 @@ class RankingRecord(pydantic.BaseModel):
     op: str
     arch: str
     part: str
+    fitted: bool = False
     key: dict[str, Any]
     ranking: list[Ranked]
     decision: ExplainRecord | None = None
     note: str = ""
 
 
-def _settings(op: AnyOp, items: list[str], fp8: str | None) -> tuple[list[int], str]:
-    """The sizes in the order of `Study.sizes`, and the dtype's name; `fp8`: the 8-bit float of the device."""
-    defaults = _defaults(op)
-    given: dict[str, str] = {}
-    for item in items:
-        name, separator, value = item.partition("=")
-        if not separator:
-            name, value = _place(op, item, given), item
-        if name not in defaults:
-            raise InvalidArgument(f"{item!r} is no size or dtype that {op.name} takes: give {_example(defaults)}")
-        if name in given:
-            raise InvalidArgument(f"{item!r}: {name} is already {given[name]}; give {_example(defaults)}")
-        given[name] = value
-    for name in op.study.sizes:
-        # Python converts no number of some thousand digits
-        text = given.get(name, "1")
-        if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < 1:
-            raise InvalidArgument(f"{name}={text[:40]}: must be a whole number from 1 to {10**MOST_DIGITS - 1:,}")
-    values = defaults | given
-    dtype = _spelled(op, fp8).get(values["dtype"])
-    if dtype is None:
-        raise InvalidArgument(f"dtype={values['dtype']}: {op.name} takes {', '.join(op.study.example_dtypes)}")
-    return [int(values[name]) for name in op.study.sizes], dtype
-
-
-def _defaults(op: AnyOp) -> dict[str, str]:
-    dtypes = op.study.example_dtypes
-    sizes = {name: str(DEFAULTS.get(name, OTHER_SIZE)) for name in op.study.sizes}
-    return {**sizes, "dtype": "bfloat16" if "bfloat16" in dtypes else dtypes[0]}
-
-
-def _example(values: dict[str, str]) -> str:
-    return f"'{' '.join(values.values())}' or '{' '.join(f'{name}={value}' for name, value in values.items())}'"
-
-
-def _place(op: AnyOp, word: str, given: dict[str, str]) -> str:
-    """The setting that a bare word gives: the first size not given yet, the dtype, or "" if it fits neither."""
-    if word[:1].isdecimal():
-        return next((name for name in op.study.sizes if name not in given), "")
-    return "dtype" if word.isidentifier() and word not in op.study.sizes else ""
-
-
-def _spelled(op: AnyOp, fp8: str | None) -> dict[str, str]:
-    """The dtypes of an op by every accepted name."""
-    found = {name: name for name in op.study.example_dtypes}
-    found |= {short: name for short, name in SHORT.items() if name in found}
-    eight = [name for name in op.study.example_dtypes if name.startswith("float8")]
-    if eight:
-        found["fp8"] = next((name for name in eight if name == f"float8_{fp8}"), eight[0])
-    return found
-
-
-def _usage(op: AnyOp) -> str:
-    example = [str(DEFAULTS.get(name, DEFAULTS["N"])) for name in op.study.sizes]
-    named = " ".join(f"{name}={value}" for name, value in zip(op.study.sizes, example, strict=True))
-    return f"give sizes and dtype as in '{' '.join(example)} bf16' or '{named} dtype=bfloat16'"
-
-
 def _call(op: AnyOp, settings: list[str], arch: Arch | None, device: str) -> AnyCall:
     """The call that the settings describe."""
-    import torch
+    from wavecrest.bench import sizes
 
-    sizes, dtype = _settings(op, settings, arch.fp8 if arch is not None else None)
+    numbers, dtype = sizes.one(op, settings, arch.fp8 if arch is not None else None)
     try:
-        return op.study.inputs(*sizes, getattr(torch, dtype), device)
+        return sizes.call(op, numbers, dtype, device)
     except RuntimeError as error:
-        shown = " ".join(f"{name}={size}" for name, size in zip(op.study.sizes, sizes, strict=True))
+        shown = " ".join(f"{name}={size}" for name, size in zip(op.study.sizes, numbers, strict=True))
         raise InvalidArgument(f"{shown} does not fit on {device}: {str(error).splitlines()[0]}") from error
 
 
@@ -194,8 +131,9 @@ def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord
         for one in ranking
     ]  # fmt: skip
     return RankingRecord(
-        op=op, arch=arch, part=target.part, key=key, ranking=rows, decision=decision, note="; ".join(notes)
-    )
+        op=op, arch=arch, part=target.part, fitted=arch in cost_model.FITTED, key=key, ranking=rows,
+        decision=decision, note="; ".join(notes),
+    )  # fmt: skip
 
 
 def _decision_on(target: Arch, op: AnyOp, settings: list[str]) -> tuple[ExplainRecord | None, list[str]]:
@@ -204,23 +142,16 @@ def _decision_on(target: Arch, op: AnyOp, settings: list[str]) -> tuple[ExplainR
     Arguments are tensors without memory that claim to be on a GPU. Software that a backend needs is looked for on this
     machine.
     """
-    import torch
-    from torch._subclasses import FakeTensor, FakeTensorMode
+    from wavecrest.ops.common import elsewhere
 
-    import wavecrest.ops.common.target as _target
-    from wavecrest.dispatch import registry
-    from wavecrest.dispatch.call import mapped
-    from wavecrest.dispatch.tuned import Database, Overlay
-
-    mode, gpu = FakeTensorMode(), torch.device("cuda", 0)
     made = _call(op, settings, target, "meta")
-    call = mapped(made, lambda tensor: FakeTensor(mode, tensor, gpu))
-    rows = Database(arch=target.name, overlay=Overlay.of_user())
+    call = elsewhere.claimed(made)
     try:
-        with torch.no_grad(), _target.assumed(target), registry.measured_in(rows):
+        with elsewhere.assumed(target):
             op.check(call)
             decision = op.decide_as(op.key(call), call)
-            cost, measured = op.study.cost(call), _measured(op, decision.key)
+            # lengths are read where there is memory
+            cost, measured = op.study.cost(made), _measured(op, decision.key)
             function = _function(op, decision, call, target)
     # without CUDA in PyTorch some operations on such tensors have no kernel
     except (RuntimeError, NotImplementedError) as error:
@@ -316,19 +247,20 @@ def _text(value: Any) -> str:
 
 
 def _show(record: ExplainRecord) -> None:
-    table = Table(title=f"{record.op} on {record.device} ({record.arch})", show_header=False, title_justify="left")
+    title = escape(f"{record.op} on {record.device} ({record.arch})")
+    table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("call", ", ".join(f"{name} {_text(value)}" for name, value in record.key.items()))
+    table.add_row("call", escape(", ".join(f"{name} {_text(value)}" for name, value in record.key.items())))
     table.add_row("runs", f"[green]{escape(record.backend)}[/green]")
     table.add_row("function", escape(record.function))
     if record.config:
-        table.add_row("config", ", ".join(f"{name}={value}" for name, value in record.config.items()))
-    table.add_row("why", f"{escape(record.reason)} (source: {record.source})")
+        table.add_row("config", escape(", ".join(f"{name}={value}" for name, value in record.config.items())))
+    table.add_row("why", escape(f"{record.reason} (source: {record.source})"))
     if record.measured:
         table.add_row("measured", escape(record.measured))
     for backend, reason in record.refused.items():
-        table.add_row(f"not {backend}", escape(reason))
+        table.add_row(escape(f"not {backend}"), escape(reason))
     table.add_row("least work", f"{record.flops:,} operations, {record.bytes:,} bytes")
     _shared.out.print(table)
     if record.note:
@@ -343,7 +275,9 @@ def _show_ranking(record: RankingRecord) -> None:
     if not record.ranking:
         return
     call = ", ".join(f"{name} {_text(value)}" for name, value in record.key.items())
-    _shared.out.print(f"{record.op} on {record.arch} ({escape(record.part)}): [bold]model[/bold], not measured")
+    where = escape(f"{record.op} on {record.arch} ({record.part})")
+    fitted = f" (constants fitted to GEMM times that AMD published for {record.part})" if record.fitted else ""
+    _shared.out.print(f"{where}: [bold]model[/bold], not measured{fitted}", soft_wrap=True)
     _shared.out.print(escape(f"call: {call}"), soft_wrap=True)
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", justify="right")
@@ -357,7 +291,8 @@ def _show_ranking(record: RankingRecord) -> None:
         shares = sorted(one.shares.items(), key=lambda pair: -pair[1])
         words = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
         backend = f"{one.backend} (default)" if one.default else one.backend
-        table.add_row(str(place), f"{backend}\n[dim]{config}[/dim]", _shared.format_time(one.us / 1e3), words)
+        runs = f"{escape(backend)}\n[dim]{escape(config)}[/dim]"
+        table.add_row(str(place), runs, _shared.format_time(one.us / 1e3), escape(words))
     _shared.out.print(table)
     hidden = len(record.ranking) - SHOWN
     if hidden > 0:
@@ -383,6 +318,7 @@ def command(
             "ranking of its configurations.",
         ),
     ] = None,
+    kernels: _shared.KernelsOption = None,
     as_json: _shared.JsonOption = False,
 ) -> None:
     """Show which backend runs an op's call, and why."""

@@ -178,7 +178,7 @@ def _table(rows: Sequence[Row], *, diff: bool) -> Table | str:
     if diff:
         table.add_column("change", justify="right")
     for label, values in lines:
-        table.add_row(label, *values, *([_change(*values)] if diff else []))
+        table.add_row(escape(label), *map(escape, values), *([_change(*values)] if diff else []))
     return table
 
 
@@ -203,7 +203,7 @@ def _show_code(row: Row) -> None:
     assert row.facts is not None
     hot = row.facts.hot
     what = "hot loop" if hot is not None else "whole kernel (it has no loop)"
-    _shared.out.print(f"[bold]{escape(row.case)} {row.arch} {escape(row.chosen)}[/bold] · {what}")
+    _shared.out.print(f"[bold]{escape(f'{row.case} {row.arch} {row.chosen}')}[/bold] · {what}")
     for line in hot.code if hot is not None else row.facts.body:
         _shared.out.print(Text(line), soft_wrap=True)
     _shared.out.print()
@@ -213,7 +213,7 @@ def show(record: IsaRecord, *, diff: bool = False, code: bool = False) -> None:
     """Print a record for people."""
     out = _shared.out
     versions = record.header.versions
-    out.print(f"{escape(record.target)} · compiled by triton {versions.triton}, nothing was run\n")
+    out.print(f"{escape(record.target)} · compiled by triton {escape(str(versions.triton))}, nothing was run\n")
     for case in dict.fromkeys(row.case for row in record.rows):
         rows = [row for row in record.rows if row.case == case]
         for group in _groups(rows, out.width) if not diff else [rows]:
@@ -222,7 +222,7 @@ def show(record: IsaRecord, *, diff: bool = False, code: bool = False) -> None:
                 out.print(_table(group, diff=diff))
             for row in group:
                 if row.facts is None:
-                    out.print(f"[red]{row.arch} {escape(row.chosen)}:[/red] {escape(row.reason)}", soft_wrap=True)
+                    out.print(f"[red]{escape(f'{row.arch} {row.chosen}')}:[/red] {escape(row.reason)}", soft_wrap=True)
             for reason in dict.fromkeys(
                 f"{row.arch}: no model: {row.facts.mca_reason}" for row in group if row.facts and row.facts.mca_reason
             ):
@@ -315,6 +315,10 @@ def command(
     budget: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Hold the result to a budget file; exit code 2 if it is over.")
     ] = None,
+    write_budget: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a budget file that asks for the waves per SIMD that are reached now."),
+    ] = None,
     json: _shared.JsonOption = False,
 ) -> None:
     """Compile a kernel for each architecture and read its machine code: registers, spills, waves, access widths."""
@@ -337,6 +341,8 @@ def command(
         _shared.print_json(record)
     else:
         show(record, diff=diff, code=asm)
+    if write_budget is not None:
+        _write_budget(write_budget, target, record)
     over = limits(record) if limits is not None else []
     for line in over:
         _shared.err.print(f"[red]over budget:[/red] {escape(line)}", soft_wrap=True)
@@ -352,6 +358,16 @@ def _load_budget(path: Path | None) -> Callable[[IsaRecord], list[str]] | None:
 
     loaded = budget.load(path)
     return lambda record: budget.check(loaded, record.rows)
+
+
+def _write_budget(path: Path, target: str, record: IsaRecord) -> None:
+    """Write a budget of a record; of a file that is there, limits and exceptions stay."""
+    from wavecrest.isa import budget
+    from wavecrest.records import files
+
+    old = budget.load(path) if path.exists() else None
+    files.write_text(path, budget.written(target, record.rows, old))
+    _shared.err.print(f"written to {escape(str(path))}", highlight=False, soft_wrap=True)
 
 
 # running machine code in an emulator is a command of its own module

@@ -55,6 +55,7 @@ def run(
     resident: int = 64,
     output: Path | None = None,
     on_case: Callable[[CaseResult], None] | None = None,
+    kernels: bool = False,
 ) -> EmulationRecord | ProgramResult:
     """Run an op's kernel, a script or a test file as machine code of an AMD GPU, on the CPU.
 
@@ -68,6 +69,7 @@ def run(
         workers: threads; `resident`: workgroups of each that are under way at a time.
         output: where an op's record is written.
         on_case: called after each case of an op.
+        kernels: run the kernels of users that are registered, in place of the ops' own.
 
     Raises:
         InvalidArgument: no such op, architecture or dtype, or options that do not go together.
@@ -87,16 +89,23 @@ def run(
         return emulation.run_file(target, arch, arguments, cuda_is_cpu=cuda_is_cpu, **options)
     if arguments or cuda_is_cpu:
         raise InvalidArgument(f"arguments after -- and --cuda-is-cpu are for scripts and tests; {target} is an op")
-    names = emulation.op_names(target)
+    own = _user_kernels() if kernels else ()
+    names = emulation.op_names(target, own)
     chosen = emulation.cases(shapes, dtypes) if shapes or dtypes else None
     if output is not None:
         if output.is_dir():
             raise OutputError(f"{output} is a folder; give the name of a file in it")
         files.prepare_folder(output.parent)
-    record = emulation.run_ops(names, arch, chosen, on_case=on_case, **options)
+    record = emulation.run_ops(names, arch, chosen, on_case=on_case, kernels=own, **options)
     if output is not None:
         files.write_model(output, record)
     return record
+
+
+def _user_kernels() -> tuple[tuple[str, str], ...]:
+    from wavecrest.backends import user
+
+    return tuple(user.KERNELS)
 
 
 def _error(case: CaseResult) -> str:
@@ -123,7 +132,9 @@ def _show_cases(record: EmulationRecord) -> None:
         count = f"{work.instructions:,}" if work.instructions < 10**6 else f"{work.instructions / 1e6:.1f} M"
         numbers = (f"{work.workgroups:,}", count, f"{work.seconds:.1f}")
         shape = case.shapes[0] if case.shapes else "–"
-        table.add_row(escape(case.case), shape, case.dtype, _OUTCOMES[case.outcome], _error(case), *numbers)
+        table.add_row(
+            escape(case.case), escape(shape), escape(case.dtype), _OUTCOMES[case.outcome], _error(case), *numbers
+        )
     _shared.out.print(table)
     for case in record.cases:
         if case.reason:
@@ -150,7 +161,8 @@ def show(result: EmulationRecord | ProgramResult) -> None:
     from wavecrest.isa.emulate.record import EmulationRecord
 
     out = _shared.out
-    evidence = f"emulated {result.arch} · triton {result.header.versions.triton} · tinygrad {result.tinygrad[:7]}"
+    triton = result.header.versions.triton
+    evidence = escape(f"emulated {result.arch} · triton {triton} · tinygrad {result.tinygrad[:7]}")
     if isinstance(result, EmulationRecord):
         out.print(f"[dim]{evidence}[/dim]")
         _show_cases(result)
@@ -163,7 +175,7 @@ def show(result: EmulationRecord | ProgramResult) -> None:
     out.print(f"{mark} {escape(result.target)} [dim]{evidence}[/dim]", soft_wrap=True)
     if result.reason:
         out.print(escape(result.reason), soft_wrap=True)
-    out.print(_sum(result.work), soft_wrap=True)
+    out.print(escape(_sum(result.work)), soft_wrap=True)
 
 
 def command(
@@ -189,6 +201,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write an op's record here.")
     ] = None,
+    kernels: _shared.KernelsOption = None,
     json: _shared.JsonOption = False,
 ) -> None:
     """Execute AMD machine code on the CPU, without a GPU: an op against its oracle, a script, or a test file.
@@ -200,7 +213,7 @@ def command(
     dtypes = [name.strip() for name in (dtype or "").split(",") if name.strip()]
 
     def on_case(case: CaseResult) -> None:
-        _shared.err.print(f"[dim]{case.op}, {case.case}: {case.outcome}[/dim]")
+        _shared.err.print(f"[dim]{escape(case.op)}, {escape(case.case)}: {case.outcome}[/dim]")
 
     # with --json, a script's output must not mix with the result
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
@@ -215,12 +228,13 @@ def command(
             resident=resident,
             output=output,
             on_case=on_case,
+            kernels=bool(kernels),
         )
     if json:
         _shared.print_json(result)
     else:
         show(result)
     if output is not None:
-        _shared.err.print(f"written to {output}", highlight=False, soft_wrap=True)
+        _shared.err.print(f"written to {escape(str(output))}", highlight=False, soft_wrap=True)
     if not result.passed:
         raise typer.Exit(2)

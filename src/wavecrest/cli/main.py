@@ -17,7 +17,7 @@ from wavecrest import INSTALL_TORCH, __version__
 from wavecrest.cli import _shared
 from wavecrest.errors import MissingDependency, WavecrestError, WorkloadError
 
-# in the order of use; each is a module of wavecrest.cli with a typer function `command` (or a typer app `app`)
+# in the order of use; each is a module of wavecrest.cli, with _ for -, with a typer function `command` (or an `app`)
 COMMANDS = (
     "doctor",
     "bench",
@@ -31,6 +31,7 @@ COMMANDS = (
     "db",
     "isa",
     "report",
+    "new-op",
 )
 
 # typer carries its own copy of click since 0.29; before, it used the package
@@ -45,8 +46,8 @@ app = typer.Typer(
     name="wavecrest",
     help="Point it at a PyTorch model and get back a faster model, with proof.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -54,6 +55,10 @@ app = typer.Typer(
 def _usage(error: Exception) -> str:
     """The problem of a command line; "" where a group without a command has printed its help."""
     text = error.format_message() if hasattr(error, "format_message") else str(error)
+    context = getattr(error, "ctx", None)
+    if context is not None and text == context.get_help():
+        _shared.out.print(text, markup=False, soft_wrap=True)
+        return ""
     return f"{text}; see `wavecrest --help`" if text else ""
 
 
@@ -71,9 +76,10 @@ def _root(
 
 
 for _name in COMMANDS:
-    if importlib.util.find_spec(f"wavecrest.cli.{_name}") is None:
+    _file = f"wavecrest.cli.{_name.replace('-', '_')}"
+    if importlib.util.find_spec(_file) is None:
         continue
-    _module = importlib.import_module(f"wavecrest.cli.{_name}")
+    _module = importlib.import_module(_file)
     if hasattr(_module, "app"):
         app.add_typer(_module.app, name=_name)
     else:
@@ -85,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         # bare `wavecrest` is a question
-        code = app(args=argv or ["--help"], standalone_mode=False)
+        code = app(args=argv or ["--help"], prog_name="wavecrest", standalone_mode=False)
     except WavecrestError as error:
         _shared.print_error(str(error))
         return error.exit_code
@@ -102,6 +108,12 @@ def main(argv: list[str] | None = None) -> int:
         _shared.print_error(str(missing))
         return missing.exit_code
     except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):
+            # click's answer to a reader that has read enough, such as `head`
+            raise error.__context__ from None
+        if not argv or argv[0] in ("--install-completion", "--show-completion"):
+            # the shell asked, in a variable where there are no arguments, and was told
+            return error.code if isinstance(error.code, int) else 0
         _shared.print_error(f"the workload ended the program: sys.exit({error.code!r})")
         return WorkloadError.exit_code
     except FileNotFoundError as error:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
 
 from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument, OutputError
 
 if TYPE_CHECKING:
     from wavecrest.dispatch.decision import OpCoverage
+    from wavecrest.measure.workload import Workload
     from wavecrest.optimizer.api import OptimizeResult
     from wavecrest.records import OptimizeRecord, StepOutcome
 
 STYLES = {"kept": "green", "reverted": "yellow", "tie": "yellow", "refused": "red", "skipped": "dim"}
+# columns of a terminal that has room for a bar and the time of the current piece
+WIDE = 60
 MARKS = {"kept": "✓", "reverted": "✗", "tie": "=", "refused": "!", "skipped": "·"}
 
 
@@ -38,29 +43,44 @@ def run(
     steps: tuple[str, ...] | None = None,
     skip: tuple[str, ...] = (),
     display: Display | None = None,
-) -> OptimizeResult:
+    bundle: Path | None = None,
+) -> tuple[OptimizeResult, Workload]:
     """Load a workload and run the ladder; see `wavecrest.optimize`."""
     from wavecrest.measure import workload
     from wavecrest.optimizer import api as optimizer
     from wavecrest.records import files
 
     options = optimizer.Options(level, min_gain, budget, precision, processes, steps, skip)
-    if out is not None:
-        files.prepare_folder(out)
-    return optimizer.run(workload.load(spec, device=device), options, out=out, resume=resume, progress=display)
+    with nullcontext() if out is None else files.new_folder(out):
+        loaded = workload.load(spec, device=device)
+        return optimizer.run(loaded, options, out=out, resume=resume, progress=display, bundle=bundle), loaded
+
+
+class _Left(ProgressColumn):
+    """The time to come, where it is known."""
+
+    def render(self, task: Task) -> Text:
+        """ "5 min left", or nothing."""
+        from wavecrest.optimizer.options import minutes
+
+        end = task.fields.get("end")
+        return Text("" if end is None else f"{minutes(max(0.0, end - task.get_time()))} left", style="cyan")
 
 
 class Display:
-    """A spinner with the current piece of work, and one line per verdict."""
+    """A spinner with the current piece of work, the time to come, and one line per verdict."""
 
     def __init__(self) -> None:
+        # on a narrow terminal the text gets the room
+        bar = [BarColumn(bar_width=20), TimeElapsedColumn()] if _shared.err.width >= WIDE else []
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TimeElapsedColumn(),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+            *bar,
+            _Left(),
             console=_shared.err,
             transient=True,
+            expand=True,
         )
         self._task = self._progress.add_task("loading the workload", total=None)
 
@@ -79,6 +99,10 @@ class Display:
         """Progress inside it; measuring may go on beyond the planned minimum."""
         self._progress.update(self._task, completed=min(done, planned), total=planned)
 
+    def remaining(self, seconds: float) -> None:
+        """The time to come, which counts down from now on."""
+        self._progress.update(self._task, end=self._progress.get_time() + seconds)
+
     def outcome(self, step: StepOutcome) -> None:
         """One line per verdict, above the spinner; steps with nothing to do are in the summary."""
         if step.verdict == "skipped":
@@ -95,6 +119,14 @@ class Display:
 def command(
     workload: _shared.WorkloadArgument = None,
     hf: _shared.HfOption = None,
+    generate: Annotated[
+        str | None,
+        typer.Option(
+            "--generate",
+            metavar="W",
+            help="A function returning (model, inputs, options of generate()), instead of W: tokens/s end to end.",
+        ),
+    ] = None,
     level: Annotated[
         int,
         typer.Option(
@@ -119,6 +151,10 @@ def command(
     ] = 3,
     step: Annotated[list[str] | None, typer.Option("--step", metavar="ID", help="Only this step (repeatable).")] = None,
     skip: Annotated[list[str] | None, typer.Option("--skip", metavar="ID", help="Not this step (repeatable).")] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option("--bundle", metavar="FILE", help="Also write a proof bundle, which `verify --bundle` checks."),
+    ] = None,
     json: _shared.JsonOption = False,
 ) -> int:
     """Make a model faster, one measured step at a time, and prove it.
@@ -126,13 +162,13 @@ def command(
     Every step is predicted, applied to a copy, held to an accuracy gate and measured interleaved against the model
     before it; it stays only if the gain is proven. Writes run.json, plan.json and report.html.
     """
-    spec = _shared.spec_of(workload, hf)
+    spec = _shared.spec_of(workload, hf, generate)
     folder = resume or out or Path("runs") / f"{_slug(spec)}-{datetime.now():%Y%m%d-%H%M%S}"
     from wavecrest.optimizer.api import OptimizeInterrupted
 
     try:
         with Display() as display:
-            result = run(
+            result, loaded = run(
                 spec,
                 level=level,
                 min_gain=_shared.parse_percent(min_gain),
@@ -145,7 +181,10 @@ def command(
                 steps=tuple(step) if step else None,
                 skip=tuple(skip or ()),
                 display=display,
+                bundle=bundle,
             )
+            if generate is not None:
+                throughput = _throughput(result, loaded, folder, display)
     except OptimizeInterrupted as interrupted:
         # typer turns a KeyboardInterrupt into a bare exit code
         raise _shared.Interrupted(str(interrupted)) from None
@@ -153,16 +192,34 @@ def command(
         _shared.print_json(result.record)
     else:
         print_summary(result.record, folder)
+        if generate is not None:
+            _shared.out.print("\n".join(map(escape, throughput)), soft_wrap=True)
+        if bundle is not None and bundle.is_file():
+            _shared.out.print(f"[dim]proof bundle:[/] {escape(str(bundle))}", soft_wrap=True)
     if result.unwritten:
         _shared.print_error(result.unwritten)
         return OutputError.exit_code
     return 0
 
 
+def _throughput(result: OptimizeResult, loaded: Workload, folder: Path, display: Display) -> list[str]:
+    """Measure whole generations, and write and tell what came of it."""
+    from wavecrest.integrations import generate
+
+    assert isinstance(loaded, generate.Generation)
+    display.phase("tokens/s, end to end")
+    found = loaded.throughput(result.model)
+    generate.write(found, folder)
+    return found.lines()
+
+
 def print_summary(record: OptimizeRecord, folder: Path | None) -> None:
     """The verdict table and the result."""
+    from wavecrest.report import first_line, proof
+
     console = _shared.out
     console.print()
+    console.print(f"[bold]{escape(first_line(record))}[/]", soft_wrap=True)
     for bench in record.baseline:
         floor = record.resolution.get(bench.bucket)
         resolved = "" if floor is None else f"; differences below {floor:.1%} are not resolved here"
@@ -175,7 +232,7 @@ def print_summary(record: OptimizeRecord, folder: Path | None) -> None:
     table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("95 % CI", no_wrap=True)
     if wide:
-        table.add_column("error/own", justify="right")
+        table.add_column("error/limit", justify="right")
     table.add_column("verdict", no_wrap=True)
     table.add_column("why", overflow="fold", ratio=1)
     for step in record.steps:
@@ -187,12 +244,14 @@ def print_summary(record: OptimizeRecord, folder: Path | None) -> None:
         cells.append(f"{step.ratio:.3f}×" if step.ratio else "–")
         cells.append(str(step.ci) if step.ci else "–")
         if wide:
-            cells.append(_error_ratio(step))
+            cells.append(proof.worst_error(step.numerics))
         style = STYLES[step.verdict]
         cells += [f"[{style}]{step.verdict}[/]", f"[dim]{escape(_short(step.reason, 200 if wide else 60))}[/]"]
         table.add_row(*cells)
     console.print(table)
-    _print_skipped(record)
+    skipped = sum(step.verdict == "skipped" for step in record.steps)
+    if skipped:
+        console.print(f"[dim]{skipped} steps skipped; the report has the reason of each[/]")
     _shared.print_coverage(_coverage(record))
     console.print()
     _print_result(record)
@@ -212,17 +271,9 @@ def _coverage(record: OptimizeRecord) -> list[OpCoverage]:
     return list(found.values())
 
 
-def _print_skipped(record: OptimizeRecord) -> None:
-    """One line per reason: the steps that had nothing to do."""
-    reasons: dict[str, list[str]] = {}
-    for step in record.steps:
-        if step.verdict == "skipped":
-            reasons.setdefault(step.reason, []).append(step.title)
-    for reason, titles in reasons.items():
-        _shared.out.print(f"[dim]skipped: {escape(', '.join(titles))}: {escape(_short(reason, 200))}[/]")
-
-
 def _print_result(record: OptimizeRecord) -> None:
+    from wavecrest.report import proof
+
     console, result = _shared.out, record.result
     if result is None:
         return
@@ -235,6 +286,8 @@ def _print_result(record: OptimizeRecord) -> None:
     for check in result.quality:
         mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
         console.print(f"{mark} {escape(check.name)}: {check.value:.7g} (limit {check.limit:g}) {escape(check.detail)}")
+    for line in proof.lines(record):
+        console.print(f"[dim]{escape(line)}[/]")
     why = f"[dim]{escape(result.reason)}[/]"
     if result.verdict == "faster":
         console.print(
@@ -242,11 +295,6 @@ def _print_result(record: OptimizeRecord) -> None:
         )
     else:
         console.print(f"[bold]result  {result.verdict}[/]  {why}")
-
-
-def _error_ratio(step: StepOutcome) -> str:
-    ratios = [row.error / row.own for row in step.numerics if row.own > 0]
-    return f"{max(ratios):.1f}×" if ratios else "–"
 
 
 def _short(text: str, limit: int = 90) -> str:

@@ -88,7 +88,7 @@ def diff(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another plan.json.")],
     json: _shared.JsonOption = False,
 ) -> int:
-    """How two plans differ: machine, model, steps, environment."""
+    """Show how two plans differ: machine, model, steps, environment."""
     found = compare(run(a), run(b))
     if json:
         _shared.print_json(found)
@@ -128,7 +128,7 @@ def compare(a: Plan, b: Plan) -> PlanDiff:
 
 @app.command("check")
 def check(plan: PlanArgument, device: _shared.DeviceOption = None, json: _shared.JsonOption = False) -> int:
-    """Whether a plan applies on this machine: replay, verify again, or refuse (exit code 2)."""
+    """Say whether a plan applies on this machine: replay, verify again, or refuse (exit code 2)."""
     found = check_machine(run(plan), device)
     if json:
         _shared.print_json(found)
@@ -142,14 +142,13 @@ def check_machine(plan: Plan, device: str | None = None) -> PlanCheck:
     """Compare a plan's fingerprint with this machine's.
 
     Raises:
-        PlanError: a step in force is unknown, or does not take its parameters.
+        PlanError: a step in force is unknown, or does not take its parameters; a dispatch row is damaged.
     """
     from wavecrest import hardware
     from wavecrest.optimizer.plan import Fingerprint
-    from wavecrest.optimizer.steps import step_by_id
+    from wavecrest.optimizer.replay import check_plan
 
-    for step in plan.kept():
-        step_by_id(step.id).check_params(step.params)
+    check_plan(plan.kept(), plan.dispatch)
     differences = plan.fingerprint.differences(Fingerprint.of(hardware.detect(device)))
     if not differences:
         return PlanCheck(action="replay", reasons=["the fingerprint is exactly this machine's"])

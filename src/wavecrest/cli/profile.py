@@ -74,7 +74,7 @@ def command(
     calls: Annotated[int, typer.Option("--calls", help="Steady calls to trace for each bucket.")] = 5,
     json: _shared.JsonOption = False,
 ) -> int:
-    """Show where the time goes: categories, idle time, top shapes against the roofline, graph breaks.
+    """Show where the time goes: categories, idle time, top shapes against the roofline, graph breaks, and the causes.
 
     Times are per call. Wall time is measured without the profiler, the rest comes from its trace. -o writes traces to
     open in Perfetto or chrome://tracing.
@@ -96,11 +96,12 @@ def print_record(record: ProfileRecord) -> None:
     """The record for people."""
     console = _shared.out
     device = record.header.device
-    console.print(f"[bold]{escape(record.workload)}[/]  {escape(str(device['name']))} ({device['arch']})")
+    console.print(f"[bold]{escape(record.workload)}[/]  {escape(str(device['name']))} ({escape(str(device['arch']))})")
     for bucket in record.buckets:
         _print_bucket(bucket)
     _print_ceilings(record)
     _print_breaks(record)
+    _print_causes(record)
 
 
 def _print_bucket(bucket: BucketProfile) -> None:
@@ -123,7 +124,13 @@ def _print_bucket(bucket: BucketProfile) -> None:
         categories.add_column(no_wrap=True, justify="right")
     for entry in bucket.categories:
         bar = "█" * max(1, round(entry.share * BAR))
-        cells = [entry.category, f"[cyan]{bar}[/]", f"{entry.share:.1%}", ms(entry.ms), _count(entry.calls, "call")]
+        cells = [
+            escape(entry.category),
+            f"[cyan]{bar}[/]",
+            f"{entry.share:.1%}",
+            ms(entry.ms),
+            _count(entry.calls, "call"),
+        ]
         categories.add_row(*cells)
     console.print(categories)
     if bucket.uncategorized:
@@ -172,7 +179,7 @@ def _print_ceilings(record: ProfileRecord) -> None:
     if record.ceilings is None:
         _shared.out.print("\n[dim]roofline: no ceiling is known for this device[/]")
         return
-    peaks = ", ".join(f"{name} {peak:.3g} TFLOP/s" for name, peak in record.ceilings.peak.items())
+    peaks = ", ".join(f"{escape(name)} {peak:.3g} TFLOP/s" for name, peak in record.ceilings.peak.items())
     _shared.out.print(
         f"\n[dim]roofline, {escape(record.ceilings.source)}: {record.ceilings.bandwidth:.0f} GB/s, {peaks}; "
         "cmp and mem: bound by compute or memory; above 100% an op reads from a cache; "
@@ -196,6 +203,24 @@ def _print_breaks(record: ProfileRecord) -> None:
         style = "red" if entry.kind == "break" else "yellow"
         console.print(f"  [{style}]{entry.kind}[/] {escape(entry.file)}:{entry.line}", soft_wrap=True)
         console.print(Padding(f"[dim]{escape(entry.reason)}[/]", (0, 0, 0, 4)))
+
+
+def _print_causes(record: ProfileRecord) -> None:
+    """The causes of time, and the backends that ran attention."""
+    from wavecrest.profile.causes import sdpa_backends
+
+    console = _shared.out
+    console.print()
+    for bucket in record.buckets:
+        backends = ", ".join(f"{name} {_count(calls, 'call')}" for name, calls in sdpa_backends(bucket).items())
+        if backends:
+            console.print(f"SDPA's backends, {escape(bucket.bucket)}: {backends}")
+    if not record.causes:
+        console.print("causes: none is known that costs 2 % of a call; the roofline says what is left")
+        return
+    console.print("[bold]causes[/]  what costs time in the model as it is")
+    for cause in record.causes:
+        console.print(Padding(f"[yellow]•[/] {escape(cause.text)}", (0, 0, 0, 2)))
 
 
 def _count(number: int, noun: str) -> str:

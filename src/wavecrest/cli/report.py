@@ -25,6 +25,7 @@ class Written(files.Model):
     workload: str
     headline: str
     interval: str
+    first_line: str
 
 
 def find_record(run: Path) -> Path:
@@ -69,6 +70,7 @@ def run(run: Path, output: Path | None = None) -> Written:
         workload=record.workload,
         headline=head.title,
         interval=head.interval,
+        first_line=report.first_line(record),
     )
 
 
@@ -87,5 +89,5 @@ def command(
     if json:
         _shared.print_json(written)
         return
-    _shared.out.print(f"{escape(written.workload)}: [bold]{written.headline}[/bold] {escape(written.interval)}")
+    _shared.out.print(f"[bold]{escape(written.first_line)}[/]", soft_wrap=True)
     _shared.out.print(f"{escape(written.path)}  ({written.bytes / 1024:,.0f} KiB)", soft_wrap=True)

@@ -98,7 +98,7 @@ def run_file(
 
     Args:
         path: NAME.jsonl, written by `registry.record_misses` or through WAVECREST_MISSES; or NAME.csv, see
-            `wavecrest.tune.shapes.read`.
+            `wavecrest.bench.shapes.read`.
         settings: see `wavecrest.tune.session.Settings`; the budget is that of all ops together.
         device, table, keep, resume, executor, children, on_step: as for `run`; a table takes the rows of one op.
         out: the record's file; with several ops each has its own, "<stem>_<op>.json" beside it.
@@ -161,11 +161,12 @@ def run_workload(
 def _listed(path: Path, target: Device) -> dict[str, dict[str, Any]]:
     """By op, the arguments of `session.tune` that select the calls."""
     from wavecrest import ops
+    from wavecrest.bench import shapes
     from wavecrest.dispatch.tuned import untuned_calls as files
-    from wavecrest.tune import shapes, untuned_calls
+    from wavecrest.tune import untuned_calls
 
     if path.suffix == ".csv":
-        listed = shapes.read(path, target.torch_name)
+        listed = shapes.read(path, target.torch_name, fp8=target.known.fp8 if target.known else None)
         if not listed:
             raise InvalidArgument(f"{path} has nothing to tune: it has no row")
         return {name: {"cases": own.cases, "sources": own.sources} for name, own in listed.items()}
@@ -254,8 +255,9 @@ def show(record: TuneRecord) -> None:
     """Print a record for people."""
     out, header, compiled = _shared.out, record.header, record.compilation
     out.print(
-        f"{record.op} · suite {record.suite} · {escape(header.device['name'])} ({header.device['arch']}) · torch "
-        f"{header.versions.torch} · triton {header.versions.triton}",
+        f"{escape(record.op)} · suite {escape(record.suite)} · {escape(header.device['name'])} "
+        f"({escape(header.device['arch'])}) · torch {escape(str(header.versions.torch))} · triton "
+        f"{escape(str(header.versions.triton))}",
         soft_wrap=True,
     )
     ahead = f"none, {compiled.note}" if compiled.note else f"{compiled.kernels} in {compiled.seconds:.0f} s"
@@ -285,7 +287,7 @@ def _row(key: TunedKey) -> list[str]:
         native += f"\n{key.ratio:.2f}× {key.ci}"
     return [
         escape(key.case),
-        f"{key.backend}\n[dim]{config}[/dim]" if config else key.backend,
+        f"{escape(key.backend)}\n[dim]{escape(config)}[/dim]" if config else escape(key.backend),
         _shared.format_time(key.us / 1e3),
         escape(native),
     ]
@@ -299,7 +301,7 @@ def notes(record: TuneRecord) -> list[str]:
     won = Counter(key.backend for key in record.keys if key.backend is not None)
     lines = [
         f"{len(tried)} candidates of {len(record.keys)} keys: {words or 'none'}",
-        "won by " + (", ".join(f"{name} {count}" for name, count in sorted(won.items())) or "none"),
+        "won by " + (", ".join(f"{escape(name)} {count}" for name, count in sorted(won.items())) or "none"),
     ]
     for status, style in (("wrong", "red"), ("impossible", "red"), ("failed", "yellow")):
         found = [(key, one) for key in record.keys for one in key.candidates if one.status == status]
@@ -424,8 +426,9 @@ def command(
     ] = 60.0,
     modules: Annotated[
         list[str] | None,
-        typer.Option("--import", metavar="MODULE", help="Import this first: ops and backends of your own. Repeatable."),
+        typer.Option("--import", metavar="MODULE", help="Import this first: ops of your own. Repeatable."),
     ] = None,
+    kernels: _shared.KernelsOption = None,
     json: _shared.JsonOption = False,
 ) -> None:
     """Find the fastest correct backend and configuration for each shape of an op, PyTorch among them.
@@ -446,6 +449,7 @@ def command(
         configs=_configs(configs),
         timeout=timeout,
         modules=tuple(modules or ()),
+        kernels=tuple(str(Path(one).resolve()) if one.endswith(".py") else one for one in kernels or ()),
     )
     asked = _Asked(device, out, table, keep, resume, executor, children)
     workload: WorkloadTuneRecord | None = None
@@ -461,7 +465,9 @@ def command(
                 found = [_tune_op(op, settings, asked, on_step)]
     except KeyboardInterrupt:
         if out is not None:
-            _shared.err.print(f"what was found is in {out}; --resume goes on", highlight=False, soft_wrap=True)
+            _shared.err.print(
+                f"what was found is in {escape(str(out))}; --resume goes on", highlight=False, soft_wrap=True
+            )
         raise
     if workload is not None:
         _shared.print_json(workload) if json else _tune_workload.show(workload)
@@ -469,7 +475,7 @@ def command(
         _shared.print_json(record) if json else show(record)
     for path in (out, table):
         if path is not None:
-            _shared.err.print(f"written to {path}", highlight=False, soft_wrap=True)
+            _shared.err.print(f"written to {escape(str(path))}", highlight=False, soft_wrap=True)
     for record in found:
         judge(record)
 

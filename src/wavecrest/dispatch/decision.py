@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
@@ -21,6 +22,10 @@ R = TypeVar("R")
 
 class DispatchMiss(UserWarning):
     """A call has no measured row of its own (strict mode reports it)."""
+
+
+class MissingKernel(UserWarning):
+    """A measured row names a user's kernel that this process has not loaded; the row is ignored (said once)."""
 
 
 class PortableKernel(UserWarning):
@@ -65,6 +70,15 @@ class Decision:
         """True if PyTorch's own operation runs the calls."""
         return self.backend == NATIVE
 
+    def _repr_html_(self) -> str:
+        """The decision for a notebook: what runs and why, and why not the others."""
+        head = f"<b>{html.escape(f'{self.op}: {self.backend}')}</b><br>{html.escape(f'{self.source}: {self.reason}')}"
+        rows = [("key", repr(self.key)), *((f"not {one.backend}", one.reason) for one in self.refused)]
+        if self.config is not None:
+            rows.insert(0, ("configuration", repr(self.config)))
+        cells = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in rows)
+        return f"<div>{head}<table>{cells}</table></div>"
+
     def describe(self) -> str:
         """One line for people."""
         config = f" {self.config!r}" if self.config is not None else ""
@@ -89,6 +103,9 @@ class Backend(Generic[C, R]):
         optional: parameters that a configuration may have beside them, as rows measured before a parameter was there
             do not have it.
         as_native: its results are rounded on the way where PyTorch's are, and judged as those.
+        configs: the configurations that it may run with, the default first, where the op's study has no space for it;
+            a row with another one is not used.
+        user: a user's kernel, which `refuse` holds to the op's contract.
     """
 
     name: str
@@ -100,6 +117,8 @@ class Backend(Generic[C, R]):
     default_config: Callable[[Key], Config] | None = None
     optional: tuple[str, ...] = ()
     as_native: bool = False
+    configs: tuple[Config, ...] = ()
+    user: bool = False
 
     @property
     def takes_config(self) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from wavecrest import hardware
-from wavecrest.dispatch.decision import Backend, Key, Source
+from wavecrest.dispatch.decision import Backend, Key, MissingKernel, Source
 from wavecrest.dispatch.study import Study
 from wavecrest.dispatch.tuned import LAUNCH_OPTIONS, Cell, Config, Database, Proposal, Row, near
 from wavecrest.hardware import Arch
@@ -19,6 +20,9 @@ UNLISTED = ("device", "grad", "in_place")
 
 # backend ("" for none), its configuration, source, reason
 Answer = tuple[str, tuple[tuple[str, int], ...], Source, str]
+
+# (op, backend) of rows whose kernel is missing, which a warning was given of
+_missing: set[tuple[str, str]] = set()
 
 
 class Described(Protocol):
@@ -100,7 +104,7 @@ def pairs(config: Config | None) -> tuple[tuple[str, int], ...]:
 
 
 def columns(op: Described, key: Key) -> tuple[tuple[str, ...], tuple[Cell, ...]] | None:
-    """The parts of a key that measured rows have, by name; None for calls that no rows are for."""
+    """The parts of a key that measured rows have, by name; None for calls without rows: on a CPU, or with gradients."""
     parts = dict(zip(op.key_fields, key, strict=False))
     if parts.get("device") != "cuda" or parts.get("grad", False):
         return None
@@ -120,9 +124,24 @@ def unusable(op: Described, key: Key, taking: tuple[str, ...], backend: str, con
 
 def _not_here(op: Described, taking: tuple[str, ...], backend: str) -> str:
     """Why a backend does not run a call; "" where it does."""
-    if backend not in op.backends:
+    if is_missing(op, backend):
         return f"which {op.name} does not have"
     return "" if backend in taking else "which refuses it"
+
+
+def is_missing(op: Described, backend: str) -> bool:
+    """True if an op has no backend of a name that a measured row has; the first time it is a MissingKernel warning."""
+    if backend in op.backends:
+        return False
+    if (op.name, backend) not in _missing:
+        _missing.add((op.name, backend))
+        warnings.warn(
+            f"measured rows of {op.name} name the kernel {backend!r}, which is not registered in this process: they "
+            "are ignored; load it with --kernels FILE or WAVECREST_KERNELS, or install its package",
+            MissingKernel,
+            stacklevel=2,
+        )
+    return True
 
 
 def _near(
@@ -186,7 +205,7 @@ def baseline(op: Described, taking: tuple[str, ...], fallback: str, row: Row) ->
 def _space(op: Described, key: Key, backend: str, arch: Arch | None) -> frozenset[Config]:
     """The configurations of a backend that can work for a key: LDS, registers and divisibility allow them."""
     space = op.study.kernel(backend).space
-    tried = () if space is None or arch is None else space(key, arch)
+    tried = op.backends[backend].configs if space is None or arch is None else space(key, arch)
     return frozenset([op.config_of(backend, key), *tried])
 
 
@@ -215,6 +234,9 @@ def misfit(op: Described, key: Key, backend: str, config: Config | None) -> str:
     given = {} if config is None else config.kwargs
     if not op.backends[backend].takes_config:
         return f"which takes no configuration ({_words(given)})" if given else ""
+    choices = op.backends[backend].configs
+    if choices and config not in choices:
+        return f"which was not registered with {_words(given)}"
     known, more = op.config_of(backend, key).kwargs, (*op.backends[backend].optional, *LAUNCH_OPTIONS)
     unknown = {name: value for name, value in given.items() if name not in known and name not in more}
     if unknown:

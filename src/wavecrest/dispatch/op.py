@@ -9,6 +9,7 @@ the cost of a bare kernel launch.
 from __future__ import annotations
 
 import importlib
+import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,18 +20,20 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 
 from wavecrest.dispatch import lookup
-from wavecrest.dispatch.call import Signature, device_of, signature_function
+from wavecrest.dispatch.call import Signature, device_of, fields_of, signature_function
 from wavecrest.dispatch.decision import Backend, Decision, DispatchMiss, Key, Refusal, Source
 from wavecrest.dispatch.study import Study
 from wavecrest.dispatch.tracing import constant_in_graphs
 from wavecrest.dispatch.tuned import Config, Database, Overlay, untuned_calls
-from wavecrest.errors import InvalidArgument, OutputError, Unsupported
+from wavecrest.errors import InvalidArgument, KernelRefused, OutputError, Unsupported
 from wavecrest.records.renamed import current_backend
 
 C = TypeVar("C", bound=tuple[Any, ...])
 R = TypeVar("R")
 
 Strict = Literal["off", "warn", "error"]
+
+_logger = logging.getLogger("wavecrest.dispatch")
 
 # reason why a kernel that the interpreter or the emulator runs is opt-in
 ON_THE_CPU = "Triton's interpreter and the emulator are for tests: they run when forced or named"
@@ -78,6 +81,17 @@ def _never(_call: Any) -> None:
     return None
 
 
+def _check_dense(op: str, names: tuple[str, ...], check: Callable[[C], None], call: C) -> None:
+    """Refuse sparse, nested and mkldnn tensors, which have no strides, for all ops; then the op's own check."""
+    for name, value in zip(names, call, strict=True):
+        if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested):
+            kind, way = str(value.layout), "convert it with .to_dense()"
+            if value.is_nested:
+                kind, way = "a nested tensor", "pad it with torch.nested.to_padded_tensor"
+            raise InvalidArgument(f"{op}: {name} must be a dense tensor, got {kind}; {way}")
+    check(call)
+
+
 @dataclass(eq=False)
 class Op(Generic[C, R]):
     """One op: its definition, its checks, and the backends that compute it.
@@ -116,6 +130,8 @@ class Op(Generic[C, R]):
     _signature: Callable[[C], Signature] = field(init=False)
     # backend that every key uses, set by `force`; None: decide per key
     _forced: str | None = None
+    # set once all of wavecrest's backends are attached: from then on only checked kernels are added
+    _closed: bool = False
     # grows whenever any op's decisions are dropped: copies of decisions kept elsewhere are then stale
     epoch: ClassVar[int] = 0
 
@@ -124,6 +140,7 @@ class Op(Generic[C, R]):
             raise InvalidArgument(f"an op named {self.name} is already registered")
         STATE.ops[self.name] = self
         self._signature = signature_function(self.call_type)
+        self.check = partial(_check_dense, self.name, tuple(fields_of(self.call_type)), self.check)
         self.attach("reference", self.reference, priority=0)
 
     @property
@@ -147,7 +164,13 @@ class Op(Generic[C, R]):
         bind: Callable[[C], Callable[[C], R]] | None = None,
         as_native: bool = False,
     ) -> None:
-        """Add a backend without configurations (see `Backend`); decisions made before are forgotten."""
+        """Add a backend without configurations (see `Backend`); decisions made before are forgotten.
+
+        Nothing checks it: it is for wavecrest's backends, and for an op's own package.
+
+        Raises:
+            InvalidArgument: the op is one of wavecrest's, whose backends are complete.
+        """
         self._add(Backend(name, run, bind, refuse, opt_in, priority, as_native=as_native))
 
     def attach_kernel(
@@ -165,6 +188,9 @@ class Op(Generic[C, R]):
         """Add one of wavecrest's kernels by the function that binds it (see `Backend`); forgets earlier decisions.
 
         `run` runs one call; None: the call is bound, then run. On the CPU it runs only when forced, pinned or named.
+
+        Raises:
+            InvalidArgument: as of `attach`.
         """
 
         def bound_and_called(call: C, config: Config) -> R:
@@ -175,7 +201,39 @@ class Op(Generic[C, R]):
 
         self._add(Backend(name, run or bound_and_called, bind, refuse, asked_for, priority, default_config, optional))
 
+    def attach_user(self, backend: Backend[C, R]) -> None:
+        """Add or replace a kernel of a user's; decisions made before are forgotten.
+
+        For `wavecrest.backends.user`, whose backends refuse each call that they were not checked for.
+
+        Raises:
+            InvalidArgument: one of the op's own backends has that name.
+        """
+        own = self.backends.get(backend.name)
+        if own is not None and not own.user:
+            raise InvalidArgument(f"{self.name} has a backend {backend.name!r} of its own; choose another name")
+        self._put(backend)
+
+    def detach_user(self, name: str) -> None:
+        """Take a user's kernel away, if there is one of that name; decisions made before are forgotten."""
+        if name in self.backends and self.backends[name].user:
+            del self.backends[name]
+            self._order = tuple([one for one in self._order if one.name != name])
+            self.forget()
+
+    def close(self) -> None:
+        """Take no more backends that nothing checks: all of wavecrest's are attached."""
+        self._closed = True
+
     def _add(self, backend: Backend[C, R]) -> None:
+        if self._closed:
+            raise InvalidArgument(
+                f"{self.name} takes no backend that nothing checks: register {backend.name!r} with "
+                f"wavecrest.register_kernel({self.name!r}), which holds it to the op's contract"
+            )
+        self._put(backend)
+
+    def _put(self, backend: Backend[C, R]) -> None:
         self.backends[backend.name] = backend
         self._order = tuple(sorted(self.backends.values(), key=lambda one: -one.priority))
         self.forget()
@@ -190,8 +248,9 @@ class Op(Generic[C, R]):
             return self._call_traced(self.key(call), call)
         try:
             bound = self._bound.get(self._signature(call))
-        except (AttributeError, TypeError):
-            # the signature cannot be formed of an argument that is no tensor or has no hash: check refuses such a call
+        except (AttributeError, TypeError, RuntimeError):
+            # the signature cannot be formed of an argument that is no tensor, or has no strides or hash: check refuses
+            # such a call
             self.check(call)
             raise
         if bound is None:
@@ -206,17 +265,17 @@ class Op(Generic[C, R]):
     def call_on(self, backend: str, call: C) -> R:
         """Run a call on the backend that its caller names, with the configuration that was measured for it, if one was.
 
-        Bound for its signature and counted as `__call__` does it; a decision of its own, whose source is "forced".
+        Bound for its signature and counted as by `__call__`. The decision's source is "forced".
 
         Raises:
             InvalidArgument: there is no backend of that name.
-            Unsupported: the backend refuses this call.
+            Unsupported: the backend refuses this call; KernelRefused where it is a user's kernel.
         """
         if torch.compiler.is_compiling():
             return self.run(backend, call)
         try:
             bound = self._bound.get((backend, *self._signature(call)))
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, RuntimeError):
             self.check(call)
             raise
         if bound is None:
@@ -244,7 +303,8 @@ class Op(Generic[C, R]):
         chosen = self._backend(backend)
         reason = chosen.refuse(call)
         if reason is not None:
-            raise Unsupported(f"{self.name}: backend {backend} refuses: {reason}")
+            kind = KernelRefused if chosen.user else Unsupported
+            raise kind(f"{self.name}: backend {backend} refuses: {reason}")
         return chosen
 
     def _bind_signature(self, signature: tuple[Any, ...], call: C, entry: _Entry) -> _Bound:
@@ -281,7 +341,7 @@ class Op(Generic[C, R]):
 
         Raises:
             InvalidArgument: there is no backend of that name.
-            Unsupported: the backend refuses this call.
+            Unsupported: the backend refuses this call; KernelRefused where it is a user's kernel.
         """
         chosen = self._taking(backend, call)
         result: R
@@ -421,6 +481,10 @@ def _decision(
     if config is None and op.backends[backend].takes_config:
         config = op.config_of(backend, key)
     decision = Decision(op.name, key, backend, config, source, reason, tuple(Refusal(*pair) for pair in refused))
+    if _logger.isEnabledFor(logging.INFO):
+        _logger.info("%s", decision.describe())
+        for refusal in decision.refused:
+            _logger.debug("%s: not %s, which %s", op.name, refusal.backend, refusal.reason)
     if source not in ("exact", "forced"):
         _report_untuned_call(op, decision)
     return decision

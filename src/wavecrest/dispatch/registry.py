@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wavecrest import env
+from wavecrest import env, hardware, records
 from wavecrest.dispatch import lookup
 from wavecrest.dispatch.decision import Coverage, Key
 from wavecrest.dispatch.op import STATE, Decisions, Op, Strict
-from wavecrest.dispatch.tuned import Database, Row, untuned_calls
-from wavecrest.errors import InvalidArgument
+from wavecrest.dispatch.tuned import Config, Database, Row, untuned_calls
+from wavecrest.errors import InvalidArgument, PlanMismatch
 
 # modules that attach backends to ops by name; imported by load_backends, never by an op
 BACKEND_MODULES = (
@@ -30,15 +30,37 @@ BACKEND_MODULES = (
     "wavecrest.backends.torch.rows",
     "wavecrest.backends.gemm_then_act",
     "wavecrest.backends.blas",
+    "wavecrest.backends.addmm_activation",
+    "wavecrest.backends.onednn",
     "wavecrest.backends.sdpa",
     "wavecrest.backends.aiter",
 )
 
 
+# loads users' kernels and ops, of packages and of WAVECREST_KERNELS
+USER_KERNELS = "wavecrest.backends.user_files"
+
+
 def load_backends() -> None:
-    """Import the modules that attach backends; called when `wavecrest.ops` is imported."""
+    """Import the modules that attach backends; called when `wavecrest.ops` is imported.
+
+    After it wavecrest's ops take no other backend than users' kernels, which are checked.
+    """
     for name in BACKEND_MODULES:
         importlib.import_module(name)
+    for op in STATE.ops.values():
+        op.close()
+
+
+def load_user_kernels() -> None:
+    """Load the kernels and ops of installed packages and of WAVECREST_KERNELS; called at the end of `wavecrest.ops`.
+
+    A package that cannot be loaded is a warning, and a file that cannot be loaded an error.
+
+    Raises:
+        WorkloadError: what WAVECREST_KERNELS names cannot be loaded.
+    """
+    importlib.import_module(USER_KERNELS).load_all()
 
 
 def get(name: str) -> Op[Any, Any]:
@@ -140,6 +162,37 @@ def reread() -> None:
     forget()
 
 
+def pin_tuned(path: Path | str) -> int:
+    """Fix the choices that a record of `wavecrest tune` found, for this process: `Op.pin` for each of its keys.
+
+    For CPUs, whose calls have no measured rows in a database, and where a record is served as it is. Calls inside
+    torch.compile do not know their number of rows, and are decided as before.
+
+    Args:
+        path: written by `wavecrest tune OP --out FILE`.
+
+    Returns:
+        The number of keys that are pinned; a key that a missing kernel won is left out with a MissingKernel warning.
+
+    Raises:
+        RecordError: it is damaged, or no record of a tuning run.
+        PlanMismatch: it was measured on another device.
+    """
+    record = records.load_as(Path(path), records.TuneRecord)
+    was, kind = record.header.device, record.header.device["kind"]
+    here = hardware.detect("cpu" if kind == "cpu" else None)
+    if was["name"] != here.name:
+        raise PlanMismatch(f"{path} was measured on {was['name']}, and this is {here.name}: tune here")
+    op, pinned = get(record.op), 0
+    for found in record.keys:
+        if found.backend is None or lookup.is_missing(op, found.backend):
+            continue
+        config = Config(**found.config) if found.config else None
+        op.pin(tuple(found.key.values()), found.backend, config, "exact", f"{found.us:.3g} µs, pinned from {path}")
+        pinned += 1
+    return pinned
+
+
 def record_misses(path: Path | None) -> None:
     """Append the key of every call on a GPU without a measured row of its own to a file, for `wavecrest tune FILE`.
 
@@ -162,7 +215,8 @@ def coverage() -> Coverage:
     return Coverage(lambda: [row for name in sorted(STATE.ops) for row in STATE.ops[name].decisions()])
 
 
-_mode = env.get("WAVECREST_STRICT", "off")
+# empty is not set, and capitals do not matter, as for the variables of `settings`
+_mode = (env.get("WAVECREST_STRICT") or "off").lower()
 if _mode in ("off", "warn", "error"):
     strict(_mode)  # type: ignore[arg-type]
 else:

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -75,11 +75,16 @@ def find_breaks(function: Callable[..., Any], buckets: Mapping[str, Inputs]) -> 
             note = f"{place}Dynamo could not trace the model: {type(error).__name__}: {_headline(str(error))}"
         found = [_from_reason(reason) for reason in utils.graph_break_reasons if reason.graph_break]
         metrics = _named(utils.get_compilation_metrics())
-        found += [entry for entry in map(_from_failure, metrics) if entry is not None]
-        found += [entry for entry in map(_from_recompile, metrics) if entry is not None]
+        found += of_metrics(metrics)
         limited = dict.fromkeys(_place(entry) for entry in metrics if _hit_limit(entry))
     notes = [note, *(f"{place} passed Dynamo's recompile limit and runs without compilation" for place in limited)]
     return Breaks(graphs, _merge(found), "; ".join(filter(None, notes)))
+
+
+def of_metrics(metrics: Sequence[Any]) -> list[GraphBreak]:
+    """Functions that run in eager as a whole, then recompiles, by Dynamo's metrics of compilations."""
+    found = [*map(_from_failure, metrics), *map(_from_recompile, metrics)]
+    return [entry for entry in found if entry is not None]
 
 
 @contextlib.contextmanager

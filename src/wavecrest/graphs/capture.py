@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from wavecrest.errors import StepRefused
+from wavecrest.graphs.masks import Padding, without_full_mask
 from wavecrest.measure import cuda_graph, timing
 from wavecrest.measure.tree import iter_tensors
 
@@ -40,12 +41,14 @@ class CapturedModule(nn.Module):
     Tensors passed as arguments are copied into static buffers. Other objects (a key-value cache) are part of the
     signature by identity: their tensors are read and written in place at the addresses they had at capture. Calls
     that need gradients, and calls beyond `max_graphs` signatures, run without a graph; `eager_calls` counts them.
+    With `padding`, calls whose padding mask hides nothing run without it (`graphs.masks`).
     """
 
-    def __init__(self, inner: nn.Module, *, max_graphs: int = 16) -> None:
+    def __init__(self, inner: nn.Module, *, max_graphs: int = 16, padding: Padding | None = None) -> None:
         super().__init__()
         self.inner = inner
         self.max_graphs = max_graphs
+        self.padding = padding
         self.eager_calls = 0
         self._graphs: dict[Any, _Captured] = {}
         self._pool: Any = None
@@ -60,6 +63,8 @@ class CapturedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Copy in, replay, read out; outputs are copies that the caller may keep."""
+        if self.padding is not None:
+            args, kwargs = without_full_mask(args, kwargs, self.padding)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         signature = (spec, tuple(_leaf_key(leaf) for leaf in leaves))
         captured = self._graphs.get(signature)
@@ -78,7 +83,7 @@ class CapturedModule(nn.Module):
         return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, captured.output)
 
     def _eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run without a graph; the first time with a warning, since it is what the user wanted to avoid."""
+        """Run without a graph; the first time with a warning, since the user asked for a graph."""
         if not self.eager_calls:
             warnings.warn(f"a captured model runs without its graph: {reason}", CaptureWarning, stacklevel=3)
         self.eager_calls += 1

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from wavecrest.errors import EnvironmentProblem, InvalidArgument
+from wavecrest import INSTALL_TORCH
+from wavecrest.errors import EnvironmentProblem, InvalidArgument, MissingDependency
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +157,12 @@ def detect(device: str | None = None) -> Device:
     Raises:
         InvalidArgument: the name has another form.
         EnvironmentProblem: a GPU was requested and torch sees no GPU of that number.
+        MissingDependency: torch is not installed.
     """
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise MissingDependency("torch", "wavecrest.hardware.detect", INSTALL_TORCH) from error
     if device is None:
         return _gpu(torch.cuda.current_device()) if torch.cuda.is_available() else cpu()
     kind, _, ordinal = device.partition(":")

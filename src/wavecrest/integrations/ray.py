@@ -37,7 +37,7 @@ class RayWorker:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send the child a line; `next` reports a lost node."""
-        # it returns nothing, and `next` will raise whatever it raises
+        # it returns nothing; `next` raises its error
         self._actor.send.remote(message)
 
     def next(self, timeout: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Workloads from local Hugging Face model folders, and wavecrest's attention for their models."""
+"""Workloads from local Hugging Face model folders, and `attn_implementation="wavecrest"` for their models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wavecrest.optimizer.steps.replace_attention import register_attention, use_
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["load_folder", "patch_transformers_xlstm", "register_attention", "use_attention"]
+__all__ = ["enable", "load_folder", "patch_transformers_xlstm", "use_attention"]
 
 # sequence lengths and batch sizes tried unless the folder's spec says otherwise
 DEFAULT_SHAPES = ((1, 32), (8, 128))
@@ -28,6 +28,23 @@ SENTENCES = (
     "Heavy rain is expected in the north, with clear skies by the evening.",
     "Please restart the server after the configuration has been changed.",
 )
+
+
+def enable() -> None:
+    """Make `attn_implementation="wavecrest"` known to transformers, in this process; a second time does nothing.
+
+    transformers (5.24) has no entry points that it would load by itself. `docs/attention.md` says which calls and masks
+    run on which op.
+
+    Raises:
+        MissingDependency: transformers is not installed.
+    """
+    try:
+        register_attention()
+    except ImportError as error:
+        raise MissingDependency(
+            "transformers", 'attn_implementation="wavecrest"', "pip install 'wavecrest[hf]'"
+        ) from error
 
 
 def load_folder(folder: str, *, device: str | None = None) -> Workload:

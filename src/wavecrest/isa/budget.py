@@ -25,6 +25,7 @@ A name or pattern that matches nothing is an error, so that a budget cannot outl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,7 +34,7 @@ import pydantic
 from pydantic import Field
 
 from wavecrest import hardware
-from wavecrest.errors import RecordError
+from wavecrest.errors import InvalidArgument, RecordError, Unsupported
 from wavecrest.isa.facts import KernelFacts, Row, wide_share
 from wavecrest.records import decode, files
 from wavecrest.records.files import Model
@@ -189,3 +190,56 @@ def unused(budget: Budget, rows: Sequence[Row]) -> list[str]:
         if not any(exemption.covers(row) for row in rows):
             found.append(f"exception: no case is named {exemption.cases!r} on {exemption.archs!r}")
     return found
+
+
+def written(name: str, rows: Sequence[Row], old: Budget | None = None, *, keep: bool = False) -> str:
+    """The text of a budget file that asks for the waves per SIMD that are reached now.
+
+    Args:
+        name: the op's.
+        rows: its cases, all compiled.
+        old: the budget before; its limits and exceptions stay as they are.
+        keep: a floor of `old` is only lowered, never raised: for a second version of Triton.
+
+    Raises:
+        Unsupported: a case does not compile.
+        InvalidArgument: the name of a case is a pattern for another one, whose floors it would set.
+    """
+    waves = _floors(rows, old if keep else None)
+    lines = [f"# What {name}'s machine code must keep to; see wavecrest.isa.budget for the format.", "", "[limits]"]
+    limits = old.limits if old is not None else Limits.model_validate({})
+    # most ops have no matrix instructions
+    lines += [f"{limit} = {value}" for limit, value in limits.model_dump().items() if limit != "matrix" or value]
+    lines += ["", "# least waves per SIMD; of several patterns that match a case the last one counts", "[waves]"]
+    for case, values in waves.items():
+        inside = ", ".join(f"{arch} = {value:g}" for arch, value in values.items())
+        lines.append(f'"{case}" = {{ {inside} }}')
+    for one in old.exception if old is not None else []:
+        lines += ["", "[[exception]]"]
+        lines += [
+            f'{field} = "{value}"' if isinstance(value, str) else f"{field} = {value}"
+            for field, value in one.model_dump(exclude_none=True).items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _floors(rows: Sequence[Row], old: Budget | None) -> dict[str, dict[str, float]]:
+    """The commonest floor of each architecture for all cases, then the cases that differ from it."""
+    reached: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row.facts is None:
+            raise Unsupported(f"{row.target} {row.case} {row.arch}: {row.reason}")
+        before = None if old is None else old.waves_of(row)
+        reached[row.case, row.arch] = row.facts.waves if before is None else min(before, row.facts.waves)
+    archs = list(dict.fromkeys(row.arch for row in rows))
+    common = {arch: Counter(v for (_, a), v in reached.items() if a == arch).most_common(1)[0][0] for arch in archs}
+    table = {"*": common}
+    for case in dict.fromkeys(row.case for row in rows):
+        other = {arch: reached[case, arch] for arch in archs if reached.get((case, arch), common[arch]) != common[arch]}
+        if other:
+            table[case] = other
+    for name in table:
+        matched = [case for case in {row.case for row in rows} if fnmatchcase(case, name) and case != name]
+        if name != "*" and matched:
+            raise InvalidArgument(f"the case name {name!r} is a pattern for {matched}")
+    return table

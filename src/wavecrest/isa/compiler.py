@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ def build(launch: Launch, arch: str) -> Any:
 def source_key(launch: Launch, arch: str) -> str:
     """A hash of all that `build` makes machine code from: sources, types, constants, options and the compiler.
 
+    The same wherever Triton is installed: its libraries of device functions count by content.
+
     Args, Raises: as of `build`.
     """
     require_compiler()
@@ -137,7 +140,22 @@ def source_key(launch: Launch, arch: str) -> str:
 
     backend = make_backend(_target(arch_of(arch)))
     source, options = _source(launch, backend)
-    return hashlib.sha256(f"{source.hash()} {backend.hash()} {options.hash()}".encode()).hexdigest()[:12]
+    return hashlib.sha256(f"{source.hash()} {backend.hash()} {_options_key(options)}".encode()).hexdigest()[:12]
+
+
+def _options_key(options: Any) -> str:
+    """A backend's options as text. Triton 3.6's own hash of those for AMD holds the paths of libraries."""
+    values = vars(options).items()
+    return repr(sorted((name, _by_content(value) if name == "extern_libs" else value) for name, value in values))
+
+
+def _by_content(libraries: Any) -> list[tuple[str, str]]:
+    return sorted((name, _content_hash(path)) for name, path in dict(libraries).items())
+
+
+@cache
+def _content_hash(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def compile_launch(launch: Launch, arch: str) -> Compiled:

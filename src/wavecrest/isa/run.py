@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wavecrest import env, hardware, ops
+from wavecrest.backends import user
 from wavecrest.dispatch.call import AnyCall, mapped, tensors_of
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, MissingDependency, Unsupported, WavecrestError, WorkloadError
@@ -59,12 +60,23 @@ CASES = (
 )
 
 
-def op_names(target: str) -> list[str]:
+def op_names(target: str, kernels: Sequence[tuple[str, str]] = ()) -> list[str]:
     """The ops that a target names: one, or with "all" every op that has a Triton kernel.
+
+    Args:
+        target: the name of an op, or "all".
+        kernels: (op, name) of users' kernels: if there are any, ops with one of these.
 
     Raises:
         InvalidArgument: no such op, or it has no kernel.
     """
+    if kernels:
+        found = list(dict.fromkeys(op for op, _ in kernels if target in ("all", op)))
+        if not found:
+            raise InvalidArgument(
+                f"--kernels registers no kernel for {ops.get(target).name if target != 'all' else 'any op'}"
+            )
+        return found
     if target == "all":
         return [name for name in ops.names() if "triton" in ops.get(name).backends]
     if "triton" not in ops.get(target).backends:
@@ -95,6 +107,7 @@ def run_ops(
     chosen: Sequence[Case] | None = None,
     *,
     on_case: OnCase | None = None,
+    kernels: Sequence[tuple[str, str]] = (),
     **options: Any,
 ) -> EmulationRecord:
     """Run ops on one architecture and compare each result with the op's oracle.
@@ -104,6 +117,7 @@ def run_ops(
         arch: an AMD architecture.
         chosen: the cases from `cases`; None: the standard ones, and those that the op adds (`Study.emulate_cases`).
         on_case: called after each.
+        kernels: (op, name) of users' kernels to run in place of the ops' own.
         options: as for `emulate.emulated`.
 
     Raises:
@@ -114,6 +128,7 @@ def run_ops(
         for name in names:
             op = ops.get(name)
             own = [backend for backend in op.backends if backend.startswith("triton")]
+            own = [backend for found, backend in kernels if found == name] if kernels else own
             for backend, (label, dtype, make) in itertools.product(own, list(_calls(op, arch, chosen))):
                 # the first one is the default kernel
                 label = label if backend == own[0] else f"{label} · {backend.removeprefix('triton_')}"
@@ -152,7 +167,7 @@ def _example(op: AnyOp, case: Case) -> AnyCall:
 
 
 def _with_gaps(tensor: Tensor) -> Tensor:
-    """The same values with a row of other memory after each, and three elements before each of its own."""
+    """The same values in a view with gaps: a row between two rows, and three elements before each row."""
     shape = (tensor.shape[0] * 2, *tensor.shape[1:-1], tensor.shape[-1] + 3)
     # NaN, or the largest number: it shows up if a kernel takes it for data
     fill = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
@@ -183,7 +198,8 @@ def _run_case(
         result.shapes = ["x".join(map(str, tensor.shape)) for tensor in tensors]
         result.dtype = dtype or str(tensors[0].dtype).removeprefix("torch.")
         kept = _copies(call)
-        with _nan_in_uninitialised_memory():
+        # the oracle is the check here: a user's kernel needs no other one
+        with _nan_in_uninitialised_memory(), user.being_checked(op.name, backend):
             got = op.run(backend, call)
     except (Unsupported, InvalidArgument) as error:
         # a standard case may be outside the contract of the kernel or of the op

@@ -92,12 +92,12 @@ class Comparison:
         return asdict(self)
 
 
-# elements that are compared at a time: a float64 copy of a chunk is 32 MiB
-CHUNK = 1 << 22
+# elements compared at a time: on a CPU what one thread takes and its cache holds in float64; GPUs take 32 MiB
+CHUNK, CHUNK_GPU = 1 << 15, 1 << 22
 
 
 def _chunks(out: Tensor, ref: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both tensors in float64, CHUNK elements at a time, so that large ones are never held whole in float64."""
+    """Both tensors in float64, a chunk at a time, so that large ones are never held whole in float64."""
     import torch
 
     def flat(tensor: Tensor) -> Tensor:
@@ -107,8 +107,9 @@ def _chunks(out: Tensor, ref: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
 
     out, ref = flat(out), flat(ref)
-    for begin in range(0, ref.numel(), CHUNK):
-        part = slice(begin, begin + CHUNK)
+    chunk = CHUNK if ref.device.type == "cpu" else CHUNK_GPU
+    for begin in range(0, ref.numel(), chunk):
+        part = slice(begin, begin + chunk)
         yield out[part].to(device=ref.device, dtype=torch.float64), ref[part].to(torch.float64)
 
 
@@ -117,13 +118,39 @@ def compare(out: Tensor, ref: Tensor) -> Comparison:
 
     An element that is infinite or NaN in `ref` must be the same infinity or NaN in `out`, and nowhere else.
     """
-    import torch
 
     if out.shape != ref.shape:
         return Comparison(float("inf"), float("inf"), False, False, ref.numel())
     if ref.numel() == 0:
         return Comparison(0.0, 0.0, True, True, 0)
-    # squares of the error and of the reference, the largest error, agreement outside of the finite elements
+    sums, worst, same = _errors_of_finite(out, ref)
+    if not bool((sums + worst).isfinite().all()):
+        # NaN or infinity somewhere, or squares that overflow
+        sums, worst, same = _errors(out, ref)
+    error, norm = (float(value) ** 0.5 for value in sums)
+    relative = error / norm if norm > 0 else (0.0 if error == 0 else float("inf"))
+    return Comparison(relative, float(worst), bool(same), True, ref.numel())
+
+
+def _errors_of_finite(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as `_errors` if all elements are finite; else the sums or the largest error are NaN or infinite."""
+    import torch
+
+    sums: Any = None
+    worst: Any = None
+    for out64, ref64 in _chunks(out, ref):
+        delta = out64 - ref64
+        found = torch.stack([delta.dot(delta), ref64.dot(ref64)])
+        # not in place: a float64 reference is itself here
+        largest = (delta.abs_() / ref64.abs().clamp_min_(1.0)).max()
+        sums, worst = (found, largest) if sums is None else (sums + found, torch.maximum(worst, largest))
+    return sums, worst, torch.ones((), dtype=torch.bool)
+
+
+def _errors(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of squares of the error and of the reference [2], the largest error, agreement outside of the finite."""
+    import torch
+
     sums: Any = None
     worst: Any = None
     same: Any = None
@@ -140,13 +167,11 @@ def compare(out: Tensor, ref: Tensor) -> Comparison:
         # maximum keeps NaN
         worst = largest if first else torch.maximum(worst, largest)
         same = agrees if first else same & agrees
-    error, norm = (float(value) ** 0.5 for value in sums)
-    relative = error / norm if norm > 0 else (0.0 if error == 0 else float("inf"))
-    return Comparison(relative, float(worst), bool(same), True, ref.numel())
+    return sums, worst, same
 
 
 def far_counts(out: Tensor, ref: Tensor, shares: tuple[float, ...], least: float) -> list[int]:
-    """How many elements are off by more than each share of their own value, and last how many were looked at.
+    """Number of elements that are off by more than each share of their own value; then the number compared.
 
     Args:
         out, ref: of one shape.
@@ -163,7 +188,7 @@ def far_counts(out: Tensor, ref: Tensor, shares: tuple[float, ...], least: float
     return [int(value) for value in counts or [0] * (len(shares) + 1)]
 
 
-# a unit in the last place of what products are rounded to before they are summed; sums are in float32
+# half a unit in the last place of a product, which is rounded before it is summed; sums are in float32
 PRODUCT_UNITS = {"ieee": 2.0**-24, "tf32": 2.0**-11}
 
 
@@ -214,4 +239,8 @@ def matrix_unit_shrink(K: int, a_bits: int, precision: str = "ieee") -> tuple[fl
     # sums of 8-bit floats keep 14 bits
     unit = 2.0**-14 if a_bits == 8 else 2.0**-24
     cut = K / (256 // a_bits) * unit
+    if a_bits == 8:
+        # each product is cut to a unit of the sum (sums of up to 16,384 positive products are within it, two thirds
+        # of it at most: one H200, record 2026-11-25_gemm-accuracy_fp8)
+        return K * unit / 2, cut
     return cut + (2.0**-9 if a_bits == 32 else 0.0), cut

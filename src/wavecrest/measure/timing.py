@@ -1,4 +1,4 @@
-"""The timer: warm-up, cold start apart, single measurements, pairs and rounds, and when sampling ends.
+"""The timer: warm-up, cold start apart, single measurements and pairs, and when sampling ends.
 
 No side of a pair has an advantage by its place:
 
@@ -9,8 +9,8 @@ No side of a pair has an advantage by its place:
   process does not meet the same place of every block.
 - Inputs change their values and addresses from call to call (`rotation`), the same way for both sides.
 
-Where the spread is too wide a measurement says "unstable" instead of giving a number. Time is read from `now`, the
-host's clock unless a test passes a simulated one (tests/unit/test_timing.py).
+`interleaved` times many works in turn. Where the spread is too wide a measurement says "unstable" instead of giving a
+number. Time is read from `now`, the host's clock unless a test passes a simulated one (tests/unit/test_timing.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from wavecrest.errors import InvalidArgument
 from wavecrest.measure.bootstrap import (
     Interval,
     bootstrap_median,
@@ -35,16 +34,12 @@ from wavecrest.measure.bootstrap import (
     keeps,
     trimmed_spread,
 )
-from wavecrest.measure.clock import FLUSH_BYTES, HOST_CLOCK, Clock, Stopwatch, Work
+from wavecrest.measure.clock import HOST_CLOCK, Clock, Stopwatch, Work
 from wavecrest.measure.speedup import LEAST_BLOCKS, block_speedup, process_speedup
 
 __all__ = [
-    "CLOCK_SECONDS",
     "FINEST_HALF_WIDTH",
-    "FLUSH_BYTES",
     "HOST_CLOCK",
-    "MAX_FLUSHES",
-    "MAX_ROUNDS",
     "MAX_SAMPLES",
     "MIN_SAMPLES",
     "MIN_SECONDS",
@@ -52,7 +47,6 @@ __all__ = [
     "TARGET_HALF_WIDTH",
     "UNSTABLE_SPREAD",
     "Clock",
-    "Interleaved",
     "Interval",
     "Measurement",
     "OnOutput",
@@ -68,9 +62,10 @@ __all__ = [
     "bootstrap_unpaired",
     "keeps",
     "measure",
-    "measure_interleaved",
     "measure_pair",
+    "no_collection",
     "process_speedup",
+    "quiet_heap",
     "resolution",
     "trimmed_spread",
     "warm_up",
@@ -83,25 +78,19 @@ UNSTABLE_SPREAD = 0.10
 TARGET_HALF_WIDTH = 0.01
 # or, while the interval holds the gain that is to be decided on, this narrow
 FINEST_HALF_WIDTH = 0.0025
-# calls longer than this are not disturbed by what ran before them
-SETTLED_MS = 200.0
+# pairs of slow work end after this many times their `seconds`, with fewer blocks than wanted
+OVERTIME = 3
+# calls longer than this are hardly disturbed by what ran before them: it refills caches in a millisecond
+SETTLED_MS = 100.0
 # samples (or blocks) kept at most: the bootstrap's memory and the size of a record grow with them
 MAX_SAMPLES = 1000
 # a run of samples lasts at least this long, so that fast work is not judged by one lucky millisecond
 MIN_SECONDS = 0.5
 # a work is called for this long at least before it is timed
 WARM_UP_SECONDS = 0.2
-
-# flushes before one sample at most
-MAX_FLUSHES = 8
-# rounds that are not kept go before an interleaved measurement on a GPU for this long
-CLOCK_SECONDS = 0.05
-# rounds of an interleaved measurement at most
-MAX_ROUNDS = 400
-
 # up to this many calls more, drawn at random, go before a block: what disturbs every n-th call hits no fixed place
 MOST_SHIFT = 2
-# one block in about this many passes its outputs on (`OnOutput`), and its times do not count
+# one block in about this many, and one at least, passes its outputs on (`OnOutput`), and its times do not count
 OUTPUT_BLOCKS = 16
 
 # (completed, planned) between blocks, for progress displays
@@ -215,21 +204,8 @@ class Paired:
         return statistics.median(self.new)
 
 
-@dataclass(frozen=True, slots=True)
-class Interleaved:
-    """Several pieces of work timed in turn: `samples[i][r]` is work i in round r, in ms."""
-
-    samples: tuple[tuple[float, ...], ...]
-    clock: str
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds."""
-        return len(self.samples[0])
-
-
 @contextmanager
-def _quiet_heap() -> Iterator[None]:
+def quiet_heap() -> Iterator[None]:
     """Keep what this process has allocated so far out of the collector's sight while something is timed.
 
     Compilation leaves millions of objects; a collection that walks over them would be charged to whichever side
@@ -243,7 +219,7 @@ def _quiet_heap() -> Iterator[None]:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """No garbage collection inside; what was left lying is collected at the end."""
     enabled = gc.isenabled()
     gc.disable()
@@ -299,11 +275,15 @@ class _Stop:
     now: Clock
     begin: float
     threshold: float | None = None
+    # samples that are enough once OVERTIME is over; None: `least`
+    fewest: int | None = None
     _next: int = 0
 
     def due(self, count: int) -> bool:
         """True if the interval must be computed now."""
         elapsed = self.now() - self.begin
+        if self.fewest is not None and count >= self.fewest and elapsed > OVERTIME * self.seconds:
+            return True
         if count >= self.least and (elapsed > self.seconds or count >= MAX_SAMPLES):
             return True
         if count < max(self.least, self._next) or elapsed < min(MIN_SECONDS, self.seconds):
@@ -329,21 +309,23 @@ def measure(
     cold_cache: bool = False,
     rotation: Rotating | None = None,
     on_progress: OnProgress | None = None,
+    pause: Callable[[], float] | None = None,
     now: Clock = HOST_CLOCK,
 ) -> Measurement:
     """Time `work` after warm-up: at least `min_samples` calls, more while `seconds` last and the interval is wide.
 
     Goes on for MIN_SECONDS even if the interval is narrow before; of very fast work only every n-th call is a sample,
-    at most MAX_SAMPLES in all. An untimed call precedes each sample of a work below SETTLED_MS. `rotation` is of the
-    inputs that `work` calls with. `on_progress` gets the samples so far and the least number wanted.
+    at most MAX_SAMPLES in all. An untimed call, or two at random, precedes each sample of a work below SETTLED_MS.
+    `rotation` is of the inputs that `work` calls with. `on_progress` gets the samples so far and the least wanted.
+    `pause` is called between samples, when something else may run; the seconds that it returns do not count.
 
     Raises:
         ClockError: clocks disagree, were replaced, or work goes on after the timed call.
     """
     stopwatch = Stopwatch(device, cold_cache, now)
-    with _quiet_heap(), stopwatch.watched():
+    with quiet_heap(), stopwatch.watched():
         try:
-            return _measure(work, stopwatch, min_samples, seconds, rotation, on_progress)
+            return _measure(work, stopwatch, min_samples, seconds, rotation, on_progress, pause)
         finally:
             if rotation is not None:
                 rotation.release()
@@ -356,6 +338,7 @@ def _measure(
     seconds: float,
     rotation: Rotating | None,
     on_progress: OnProgress | None,
+    pause: Callable[[], float] | None,
 ) -> Measurement:
     cold = warm_up(stopwatch, work)
     _begin(stopwatch, [work], rotation)
@@ -367,8 +350,10 @@ def _measure(
     while True:
         if rotation is not None:
             rotation.refresh(random)
-        with _no_collection():
-            for call in range(stride):
+        # what disturbs every n-th call hits no fixed place of the stride
+        more = int(random.integers(2)) if stride > 1 else 0
+        with no_collection():
+            for call in range(stride + more):
                 if rotation is not None:
                     rotation.use(call)
                 sample, host = stopwatch.time(work)
@@ -376,6 +361,8 @@ def _measure(
         wall.append(host)
         if on_progress is not None:
             on_progress(len(samples), min_samples)
+        if pause is not None:
+            stop.begin += pause()
         if not stop.due(len(samples)):
             continue
         ci = bootstrap_median(samples)
@@ -404,6 +391,7 @@ def measure_pair(
 
     Runs at least `min_blocks` blocks (two timed calls of each side a block) and MIN_SECONDS, then goes on while
     `seconds` last and the interval of the speed-up is wider than one percent either way, to MAX_SAMPLES blocks at most.
+    Of slow work LEAST_BLOCKS are enough once OVERTIME times `seconds` are over.
 
     Args:
         threshold: the speed-up that is to be decided on, such as 1.02: an interval that holds it goes on to
@@ -420,10 +408,10 @@ def measure_pair(
     seed = secrets.randbits(32) if seed is None else seed
     pair = _Pair(stopwatch, base, new, rotation, np.random.default_rng(seed))
     stop_at = max(min_blocks, LEAST_BLOCKS)
-    with _quiet_heap(), stopwatch.watched():
+    with quiet_heap(), stopwatch.watched():
         try:
             pair.warm_up(min(WARM_UP_SECONDS, seconds))
-            stop = _Stop(stop_at, seconds, stopwatch.now, stopwatch.now(), threshold)
+            stop = _Stop(stop_at, seconds, stopwatch.now, stopwatch.now(), threshold, LEAST_BLOCKS)
             return pair.run(stop, seed, on_progress, on_output)
         finally:
             if rotation is not None:
@@ -452,14 +440,16 @@ class _Pair:
         """Blocks until `stop` has enough."""
         a: list[float] = []
         b: list[float] = []
+        shown = int(self.random.integers(LEAST_BLOCKS))
         while True:
             base_outside = bool(self.random.integers(2))
             if self.rotation is not None:
                 self.rotation.refresh(self.random)
-            if on_output is not None and not self.random.integers(OUTPUT_BLOCKS):
+            if on_output is not None and (len(a) == shown or not self.random.integers(OUTPUT_BLOCKS)):
+                shown = -1
                 self._block(base_outside, on_output)
                 continue
-            with _no_collection():
+            with no_collection():
                 base_ms, new_ms = self._block(base_outside, None)
             a.append(base_ms)
             b.append(new_ms)
@@ -510,105 +500,3 @@ class _Pair:
 def resolution(same: Paired) -> float:
     """The share below which a difference says nothing here, from one work timed against itself (0.01: one percent)."""
     return max(same.ci.high, 1 / same.ci.low) - 1
-
-
-def measure_interleaved(
-    works: Sequence[Work],
-    *,
-    device: str,
-    seconds: float = 0.25,
-    min_rounds: int = MIN_SAMPLES,
-    on_progress: OnProgress | None = None,
-    now: Clock = HOST_CLOCK,
-) -> Interleaved:
-    """Time several pieces of work of microseconds in turn, in an order drawn anew each round, so that drift hits all
-    alike.
-
-    On a GPU every sample is the device's span of one call behind a read of FLUSH_BYTES: caches are cold and clean, and
-    the host enqueues the call while that read runs, so its cost is not in the span. On the CPU a sample is host wall
-    time, after a call of the same work that is not timed. Nothing is tuned by the result: rounds go on until
-    `min_rounds` are done and `seconds` are over, to MAX_ROUNDS.
-
-    Raises:
-        InvalidArgument: there is no work.
-        ClockError: clocks disagree or were replaced.
-    """
-    if not works:
-        raise InvalidArgument("measure_interleaved needs at least one work")
-    stopwatch = Stopwatch(device, now=now)
-    with _quiet_heap(), stopwatch.watched():
-        return _measure_interleaved(works, stopwatch, seconds, min_rounds, on_progress)
-
-
-def _measure_interleaved(
-    works: Sequence[Work], stopwatch: Stopwatch, seconds: float, min_rounds: int, on_progress: OnProgress | None
-) -> Interleaved:
-    on_cpu = stopwatch.device == "cpu"
-    for work in works:
-        warm_up(stopwatch, work, seconds=0.0)
-    flushes = 0 if on_cpu else _flushes(stopwatch, works)
-    samples: list[list[float]] = [[] for _ in works]
-    begin = stopwatch.now()
-    # a GPU that was idle while something compiled takes a while to come back to its clock
-    while not on_cpu and stopwatch.now() - begin < CLOCK_SECONDS:
-        _device_round(stopwatch, works, flushes)
-    random = np.random.default_rng(0)
-    begin = stopwatch.now()
-    rounds = 0
-    while rounds < min_rounds or (rounds < MAX_ROUNDS and stopwatch.now() - begin < seconds):
-        order = [int(index) for index in random.permutation(len(works))]
-        turns = [works[index] for index in order]
-        with _no_collection():
-            taken = _host_round(stopwatch, turns) if on_cpu else _device_round(stopwatch, turns, flushes)
-        for index, sample in zip(order, taken, strict=True):
-            samples[index].append(sample)
-        rounds += 1
-        if on_progress is not None:
-            on_progress(rounds, min_rounds)
-    clock = stopwatch.clock if on_cpu else f"{stopwatch.clock}, caches cold and clean"
-    return Interleaved(tuple(tuple(series) for series in samples), clock)
-
-
-def _host_round(stopwatch: Stopwatch, works: Sequence[Work]) -> list[float]:
-    """One timed call of each work, each after a call of its own that is not timed."""
-    taken = []
-    for work in works:
-        stopwatch.time(work)
-        taken.append(stopwatch.time(work)[0])
-    return taken
-
-
-def _device_round(stopwatch: Stopwatch, works: Sequence[Work], flushes: int) -> list[float]:
-    """One call of each work between device events; waits only at the end, so that the device never waits for us."""
-    import torch
-
-    stream = torch.cuda.current_stream(stopwatch.device)
-    event: Any = torch.cuda.Event
-    spans = [(event(enable_timing=True), event(enable_timing=True)) for _ in works]
-    for work, (begin, end) in zip(works, spans, strict=True):
-        for _ in range(flushes):
-            stopwatch.flush()
-        begin.record(stream)
-        work()
-        end.record(stream)
-    torch.cuda.synchronize(stopwatch.device)
-    return [begin.elapsed_time(end) for begin, end in spans]
-
-
-def _flushes(stopwatch: Stopwatch, works: Sequence[Work]) -> int:
-    """How many flushes go before each sample, so that the slowest host call is over before the device gets to it."""
-    import torch
-
-    stream = torch.cuda.current_stream(stopwatch.device)
-    device = min(stopwatch.time(stopwatch.flush)[0] for _ in range(3))
-    host = 0.0
-    for work in works:
-        calls = []
-        for _ in range(3):
-            start = stopwatch.now()
-            work()
-            calls.append((stopwatch.now() - start) * 1e3)
-            stream.synchronize()
-        host = max(host, min(calls))
-    # the events around the call cost the host some microseconds too
-    return min(MAX_FLUSHES, max(1, math.ceil(1.5 * (host + 0.02) / device)))

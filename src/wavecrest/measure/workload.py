@@ -18,15 +18,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from wavecrest import hardware
-from wavecrest.errors import WavecrestError, WorkloadError
+from wavecrest import INSTALL_TORCH, hardware
+from wavecrest.errors import MissingDependency, WavecrestError, WorkloadError
+from wavecrest.measure.ranges import BATCH, LENGTH, Ranges, shape_of
 from wavecrest.measure.tree import iter_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 # prefix of a spec -> loader, by name: layers above may provide ways of loading without being imported here
-LOADERS = {"hf": "wavecrest.integrations.transformers:load_folder"}
+LOADERS = {
+    "hf": "wavecrest.integrations.transformers:load_folder",
+    "generate": "wavecrest.integrations.generate:load",
+}
+# the prefixes after which a spec names a folder, and no function
+FOLDERS = ("hf",)
 
 # a quality check: (original model, candidate) -> named checks; both are called exactly as the model is
 QualityFn = Callable[[Callable[..., Any], Callable[..., Any]], "list[Quality]"]
@@ -87,6 +93,9 @@ class Buckets(dict[str, Any]):
 
     Each value is what a single example input may be: a tensor, a tuple or list of positional arguments, or a dict of
     keyword arguments.
+
+    Instead of shapes, ranges of them: `Buckets(example={"input_ids": …, "attention_mask": …}, batch=(1, 64),
+    length=(1, 4096))`. The model is optimized at the ends and in the middle, and served within the ranges by padding.
     """
 
 
@@ -102,8 +111,10 @@ class Workload:
         name: what reports call it.
         reset: optional; called with the bucket's name before every call, outside the timed region. For inputs that a
             call changes, such as the write position of a key-value cache.
-        load_seconds: how long `load` took, 0 for a model in memory.
+        load_seconds: how long `load` took; of a model in memory, how long its copy for child processes took, 0 before.
         in_training: names of modules that were in training mode when they were given; `restore_modes` puts them back.
+        ranges: batches and lengths that are served, beyond those of the buckets; None: the buckets alone.
+        copied: the folder of a copy for child processes (`measure.copies`), or None.
     """
 
     model: nn.Module
@@ -114,6 +125,8 @@ class Workload:
     reset: Callable[[str], None] | None = None
     load_seconds: float = 0.0
     in_training: list[str] = field(init=False, default_factory=list)
+    copied: Path | None = field(init=False, default=None)
+    ranges: Ranges | None = None
 
     def __post_init__(self) -> None:
         import torch
@@ -223,6 +236,11 @@ class Call:
 
 def from_example(model: nn.Module, example: Any, *, spec: str | None = None, name: str | None = None) -> Workload:
     """A workload from a module and its example inputs: a tensor, a tuple or list, a dict, an `Inputs` or `Buckets`."""
+    found = _ranges(example)
+    if found is not None:
+        ranges, one = found
+        made = {bucket: Inputs((), kwargs) for bucket, kwargs in ranges.examples(one).items()}
+        return Workload(model, made, spec=spec, name=name or type(model).__name__, ranges=ranges)
     if isinstance(example, Buckets):
         buckets = {str(key): _as_inputs(value) for key, value in example.items()}
     else:
@@ -230,11 +248,36 @@ def from_example(model: nn.Module, example: Any, *, spec: str | None = None, nam
     return Workload(model, buckets, spec=spec, name=name or type(model).__name__)
 
 
+def _ranges(example: Any) -> tuple[Ranges, Mapping[str, Any]] | None:
+    """The declared ranges and the example of `Buckets`; None where it has no ranges.
+
+    Raises:
+        WorkloadError: a range has no example of keyword arguments beside it, or more than one.
+    """
+    if not isinstance(example, Buckets):
+        return None
+    spans = {name: value for name, value in example.items() if name in (BATCH, LENGTH) and _is_span(value)}
+    if not spans:
+        return None
+    rest = [value for name, value in example.items() if name not in spans]
+    if len(rest) != 1 or not isinstance(rest[0], Mapping):
+        raise WorkloadError(
+            "ranges of shapes take one example beside them, a dict of keyword arguments: "
+            'wavecrest.Buckets(example={"input_ids": …, "attention_mask": …}, batch=(1, 64), length=(1, 4096))'
+        )
+    own = shape_of(rest[0]) or (1, 1)
+    return Ranges(spans.get(BATCH, (own[0], own[0])), spans.get(LENGTH, (own[1], own[1]))), rest[0]
+
+
+def _is_span(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(type(one) is int for one in value)
+
+
 def load(spec: str, *, device: str | None = None) -> Workload:
-    """Load `file.py:function`, `package.module:function` or `hf:DIR`.
+    """Load `file.py:function`, `package.module:function`, `hf:DIR` or `generate:file.py:function`.
 
     Args:
-        spec: the workload; `hf:DIR` is a local Hugging Face model folder.
+        spec: the workload; `hf:DIR` is a local Hugging Face model folder, `generate:` greedy generation.
         device: torch device name to build it on. A function with a parameter named `device` receives it; one without
             must build the model there by itself.
 
@@ -248,17 +291,20 @@ def load(spec: str, *, device: str | None = None) -> Workload:
     except UnicodeEncodeError:
         # records name the workload, and are UTF-8
         raise WorkloadError(f"the workload {spec!a} has a name that is no UTF-8; rename it") from None
+    if "\0" in spec:
+        raise WorkloadError(f"the workload {spec!a} has a null byte in its name, which no file has")
     prefix, _, rest = spec.partition(":")
     if prefix in LOADERS:
         module_name, _, loader = LOADERS[prefix].partition(":")
         made: Any = getattr(importlib.import_module(module_name), loader)(rest, device=device)
     else:
-        made = _call_factory(spec, device)
+        made = call_factory(spec, device)
     if isinstance(made, Workload):
         workload = made
         workload.spec = spec
     elif isinstance(made, tuple) and len(made) == 2:
-        workload = from_example(made[0], made[1], spec=spec, name=rest)
+        # reports call it by its class
+        workload = from_example(made[0], made[1], spec=spec)
     else:
         raise WorkloadError(f"{spec} returned {type(made).__name__}; it must return (model, inputs) or a Workload")
     if device is not None and not _same_device(workload.device, device):
@@ -275,6 +321,18 @@ def _same_device(have: str, want: str) -> bool:
         return "cuda:0" if name == "cuda" else name
 
     return normal(have) == normal(want)
+
+
+def source_of(spec: str) -> Path | None:
+    """The file of a loaded workload's function, or the folder of a Hugging Face model; None if it has none."""
+    prefix, _, rest = spec.partition(":")
+    if prefix in FOLDERS:
+        return Path(rest).resolve()
+    target = (rest if prefix in LOADERS else spec).rpartition(":")[0]
+    if target.endswith(".py"):
+        return Path(target).resolve()
+    file = getattr(sys.modules.get(target), "__file__", None)
+    return Path(file).resolve() if isinstance(file, str) else None
 
 
 def load_function(spec: str) -> Callable[..., Any]:
@@ -294,7 +352,12 @@ def load_function(spec: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _call_factory(spec: str, device: str | None) -> Any:
+def call_factory(spec: str, device: str | None) -> Any:
+    """Call the function that a spec names, with the device if it has a parameter of that name; returns its result.
+
+    Raises:
+        WorkloadError: there is no such function, or it raised.
+    """
     factory = load_function(spec)
     try:
         takes_device = "device" in inspect.signature(factory).parameters
@@ -333,6 +396,8 @@ def _importing(target: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        if error.name == "torch":
+            raise MissingDependency("torch", f"the workload {target}", INSTALL_TORCH) from error
         raise WorkloadError(f"importing {target} failed: {_first_line(error)}") from error
     except (Exception, SystemExit) as error:
         raise WorkloadError(f"importing {target} raised {type(error).__name__}: {_first_line(error)}") from error

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
+import torch
 from torch import Tensor, nn
 
 from wavecrest.ops import gelu_and_mul, silu_and_mul, softmax
+from wavecrest.ops.common.activation import activated
+
+# activations that linear layers end in, by the name that gemm has for them
+NAMES = ("gelu", "gelu_tanh", "relu", "silu")
 
 
 class SiluAndMul(nn.Module):
@@ -43,3 +51,21 @@ class Softmax(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}"
+
+
+@cache
+def _sample() -> Tensor:
+    far = torch.tensor([10.0, 30.0, 100.0, 1e3, 1e4], dtype=torch.float64)
+    return torch.cat([-far, torch.linspace(-6, 6, 193, dtype=torch.float64), far])
+
+
+def activation_name(function: Callable[[Tensor], object]) -> str:
+    """The one of NAMES that a function computes, or "": found by trying it on float64 numbers of all sizes [203]."""
+    with torch.inference_mode(False), torch.no_grad():
+        x = _sample()
+        # it may write into its argument
+        seen = function(x.clone())
+        if not isinstance(seen, Tensor) or seen.shape != x.shape:
+            return ""
+        fits = (name for name in NAMES if torch.allclose(seen.double(), activated(x, name), rtol=1e-9, atol=1e-12))
+        return next(fits, "")

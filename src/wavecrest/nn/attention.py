@@ -10,6 +10,7 @@ where they begin, as numbers on the device, so that a compiled or captured step 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import warnings
 from collections.abc import Iterator
@@ -70,6 +71,7 @@ class _Seen(NamedTuple):
     bias: Tensor | None
 
 
+_logger = logging.getLogger("wavecrest.attention")
 _watchers: list[list[Call]] = []
 _warned: set[str] = set()
 
@@ -317,22 +319,24 @@ def _note(name: str, call: FlashAttentionCall, reason: str, undecoded: str = "")
 
 # Dynamo runs this while it traces, so that a warning is no break of the graph
 @constant_in_graphs
-def _warn(reason: str, done: str = "runs in PyTorch") -> None:
+def warn_fallback(reason: str, done: str = "runs in PyTorch") -> None:
+    """Say, once for a reason, that attention of a model does not run on the op."""
     if reason not in _warned:
         _warned.add(reason)
+        _logger.info("attention %s for %s", done, reason)
         warnings.warn(f"attention {done} for {reason}", AttentionFallback, stacklevel=4)
 
 
 def warn_written_out(reason: str) -> None:
     """Say, once for a reason, that a mask of a few queries behind many keys is written out."""
-    _warn(reason, "reads a written-out mask and the whole cache")
+    warn_fallback(reason, "reads a written-out mask and the whole cache")
 
 
 def _by_torch(call: FlashAttentionCall, dropout: float, reason: str) -> Tensor:
     """PyTorch's attention of a call that the op does not take."""
     if call.softcap > 0 or call.sinks is not None:
         raise Unsupported(f"attention with softcap or sinks and {reason}: set the model's attention to eager for it")
-    _warn(reason)
+    warn_fallback(reason)
     q, k, v = (call.bhsd(one) for one in (call.q, call.k, call.v))
     options: dict[str, Any] = {"scale": call.softmax_scale, "dropout_p": dropout, "enable_gqa": call.group > 1}
     if call.causal and call.left < 0 and call.bias is None and call.seqlen_q >= call.seqlen_k:
@@ -378,13 +382,34 @@ def sdpa(
     Returns:
         [B, H, Sq, Dv] with the strides of a contiguous [B, Sq, H, Dv].
     """
-    arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-    reason = _left_to_pytorch(*arguments, scale, enable_gqa)
-    if reason:
+    call = sdpa_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(call, str):
         for calls in () if torch.compiler.is_compiling() else _watchers:
-            calls.append(Call("scaled_dot_product_attention", query.shape[-2], key.shape[-2], None, reason))
-        _warn(reason)
-        return F.scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
+            calls.append(Call("scaled_dot_product_attention", query.shape[-2], key.shape[-2], None, call))
+        warn_fallback(call)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    _note("scaled_dot_product_attention", call, "")
+    result = _flash_attention(call)
+    assert isinstance(result, Tensor)
+    return result.transpose(1, 2)
+
+
+def sdpa_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> FlashAttentionCall | str:
+    """The call of the op that a call of `scaled_dot_product_attention` is; or why it is left to PyTorch."""
+    reason = _left_to_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if reason:
+        return reason
     keys = query.shape[2] if is_causal and key.shape[2] > query.shape[2] else key.shape[2]
     if keys != key.shape[2]:
         # PyTorch's causal mask is aligned at the upper left: no query sees these
@@ -394,11 +419,7 @@ def sdpa(
         bias = as_bias(attn_mask, query.dtype)
     q, k, v = (one.transpose(1, 2) for one in (query, key, value))
     causal = is_causal and query.shape[2] > 1
-    call = FlashAttentionCall(q, k, v, causal=causal, softmax_scale=scale, bias=bias)
-    _note("scaled_dot_product_attention", call, "")
-    result = _flash_attention(call)
-    assert isinstance(result, Tensor)
-    return result.transpose(1, 2)
+    return FlashAttentionCall(q, k, v, causal=causal, softmax_scale=scale, bias=bias)
 
 
 def _left_to_pytorch(
@@ -424,6 +445,8 @@ def _left_to_pytorch(
     heads = key.shape[1] == query.shape[1] or (enable_gqa and query.shape[1] % max(key.shape[1], 1) == 0)
     if key.shape[:3] != value.shape[:3] or key.shape[0] != query.shape[0] or not heads:
         return "batches or heads that are broadcast"
+    if mask is not None and type(mask) not in (Tensor, nn.Parameter):
+        return f"a mask of class {type(mask).__name__}"
     if is_causal and (mask is not None or query.shape[2] > key.shape[2]):
         return "a causal mask aligned at the upper left of fewer keys than queries, or beside another mask"
     if mask is not None and (mask.dtype not in (torch.bool, query.dtype) or not 1 <= mask.ndim <= 4):

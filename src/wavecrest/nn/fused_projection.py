@@ -74,7 +74,7 @@ class FusedProjection:
                 if layer.bias is not None:
                     part.copy_(layer.bias.data)
                     layer.bias.data = _own(part)
-        self._both = Linear(weight, bias, tail=narrow if one_scale else None)
+        self._both = Linear.from_weight(weight, bias, tail=narrow if one_scale else None)
         self._lies_behind = True
 
     def _part(self) -> None:

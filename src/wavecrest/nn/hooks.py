@@ -1,4 +1,4 @@
-"""Checks for code that runs around a module's forward: hooks, and a forward that replaces it."""
+"""Checks for code that runs around a module's forward (hooks, a forward that replaces it), and a module recast."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ def plain(module: nn.Module, kind: type[_Module]) -> TypeGuard[_Module]:
         or _module._global_forward_pre_hooks
         or "forward" in module.__dict__
     )
+
+
+def recast(module: nn.Module, kind: type[_Module]) -> _Module:
+    """A module of class `kind`, derived from `module`'s, in the same state, with the same parameters and children.
+
+    It is made without a constructor, which would repeat the arguments of `module`'s.
+    """
+    made = kind.__new__(kind)
+    # containers of its own: what is registered on one is not on the other
+    made.__dict__.update(
+        {name: value.copy() if isinstance(value, dict | set) else value for name, value in vars(module).items()}
+    )
+    return made
 
 
 def watched(model: nn.Module) -> bool:

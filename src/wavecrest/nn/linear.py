@@ -2,18 +2,104 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wavecrest.dispatch.decision import Decision
-from wavecrest.errors import InvalidArgument, StepRefused
+from wavecrest.dispatch.tracing import constant_in_graphs
+from wavecrest.errors import InvalidArgument, StepRefused, Unsupported
+from wavecrest.nn.hooks import plain
+from wavecrest.nn.precision import in_16_bits, of_gemm, rounded
 from wavecrest.ops import PackedWeight, linear, pack
 from wavecrest.ops._gemm.backend import op
 from wavecrest.ops._gemm.call import GATED, linear_call
 from wavecrest.ops.common.activation import ACTIVATIONS
 from wavecrest.ops.packed import refuse_other_formats
+from wavecrest.settings import STATE
+
+_logger = logging.getLogger("wavecrest.linear")
+# reasons that were told already
+_warned: set[str] = set()
+
+
+class LinearFallback(UserWarning):
+    """A linear layer runs on dispatch's choice, as the backend that was chosen for it refuses the call."""
+
+
+def linear_on(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, backend: str) -> Tensor:
+    """act(x @ weightᵀ + bias) by a backend of gemm, [..., K] to [..., N].
+
+    By dispatch's choice where that refuses, with a `LinearFallback` for each reason, once.
+    """
+    call = linear_call(x, weight, bias, activation=activation)
+    if torch.compiler.is_compiling():
+        # asked first: Dynamo does not trace how Unsupported is made
+        refusal = op.backends[backend].refuse(call)
+        if refusal is None:
+            return op.call_on(backend, call)
+        reason = f"{op.name}: backend {backend} refuses: {refusal}"
+    else:
+        try:
+            return op.call_on(backend, call)
+        except Unsupported as error:
+            reason = error.reason
+    # calls that need gradients run PyTorch on purpose
+    if not call.needs_grad:
+        _tell(reason)
+    return op(call)
+
+
+# Dynamo runs this while it traces, so that a warning is no break of the graph
+@constant_in_graphs
+def _tell(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        _logger.info("linear runs on dispatch's choice: %s", reason)
+        warnings.warn(f"linear runs on dispatch's choice: {reason}", LinearFallback, stacklevel=4)
+
+
+class LinearOn(nn.Linear):
+    """An nn.Linear, with an activation after it or none, on the backend of gemm that its maker names.
+
+    Parameters and state_dict are those of nn.Linear.
+    """
+
+    activation: str | None
+    backend: str
+
+    @classmethod
+    def adopt(cls, module: nn.Linear, activation: str | None, backend: str) -> None:
+        """Turn an `nn.Linear` into this class, in place."""
+        module.__class__ = cls
+        module.activation, module.backend = activation, backend  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] to [..., out_features]."""
+        return linear_on(x, self.weight, self.bias, self.activation, self.backend)
+
+    def extra_repr(self) -> str:
+        act = f", {self.activation}" if self.activation else ""
+        return f"{super().extra_repr()}{act} by {self.backend}"
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """True for transformers' Conv1D (of GPT-2), a linear layer whose weight is [K, N]."""
+    kind = type(module)
+    # without an import of transformers
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils" and plain(module, kind)
+
+
+def linear_of_conv1d(module: nn.Module) -> nn.Linear:
+    """An `nn.Linear` that computes what transformers' Conv1D does: the weight is a copy [N, K], the bias is shared."""
+    weight, bias = module.get_parameter("weight"), module.get_parameter("bias")
+    made = nn.Linear(weight.shape[0], weight.shape[1], device="meta")
+    made.weight = nn.Parameter(weight.detach().mT.contiguous(), weight.requires_grad)
+    made.bias = bias
+    return made.train(module.training)
 
 
 class Linear(nn.Module):
@@ -27,18 +113,55 @@ class Linear(nn.Module):
     tail: nn.Parameter | None
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, tail: Tensor | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Take a weight [N, K], plain or a `PackedWeight`, a bias [N], and a tail [T, K] as of `wavecrest.ops.linear`.
+        """Random parameters as those of `torch.nn.Linear`; `from_weight` and `from_module` take trained ones.
+
+        Args:
+            in_features: K.
+            out_features: N; of a gated activation after it, so that the weight has twice the rows.
+            bias: whether there is one.
+            activation: applied after the bias; None for none.
+            device, dtype: of the parameters.
+
+        Raises:
+            InvalidArgument: a number of features is less than 1, or the activation is unknown.
+        """
+        super().__init__()
+        if isinstance(in_features, Tensor):
+            raise InvalidArgument("Linear: takes in_features and out_features; Linear.from_weight takes a weight")
+        if min(in_features, out_features) < 1:
+            raise InvalidArgument(f"Linear: features must be at least 1, got {in_features} and {out_features}")
+        rows = out_features * 2 if activation in GATED else out_features
+        made = nn.Linear(in_features, rows, bias, device, dtype)
+        self._take(made.weight, made.bias if bias else None, activation, None)
+
+    @classmethod
+    def from_weight(
+        cls, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, tail: Tensor | None = None
+    ) -> Linear:
+        """A layer of a weight [N, K], plain or a `PackedWeight`, a bias [N], and a tail [T, K] as of `ops.linear`.
 
         Raises:
             InvalidArgument: the weight is not a matrix, or the activation is unknown.
         """
-        super().__init__()
         if not isinstance(weight, Tensor) or weight.ndim != 2:
             raise InvalidArgument(
                 f"Linear: weight must be [N, K], got {getattr(weight, 'shape', type(weight).__name__)}"
             )
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take(weight, bias, activation, tail)
+        return made
+
+    def _take(self, weight: Tensor, bias: Tensor | None, activation: str | None, tail: Tensor | None) -> None:
         if activation is not None and activation not in (*ACTIVATIONS, *GATED):
             raise InvalidArgument(f"Linear: activation takes {', '.join((*ACTIVATIONS, *GATED))}, not {activation!r}")
         learns = weight.requires_grad and not isinstance(weight, PackedWeight)
@@ -77,10 +200,24 @@ class Linear(nn.Module):
         With `norm_weight` [K] it is RMSNorm(x) that is multiplied, with `overwrite_residual` the result may be made in
         the residual's memory: see `wavecrest.ops.gemm`.
         """
+        if STATE.precision != "ieee" and x.dtype == torch.float32:
+            x, weight, tail, precision, out_dtype = self._by_policy(x)
+            return linear(
+                x, weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
+                norm_eps=norm_eps, tail=tail, precision=precision, out_dtype=out_dtype,
+            )  # fmt: skip
         return linear(
             x, self.weight, self.bias, residual=residual, activation=self.activation, norm_weight=norm_weight,
             norm_eps=norm_eps, tail=self.tail, overwrite_residual=overwrite_residual,
         )  # fmt: skip
+
+    def _by_policy(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, str, torch.dtype | None]:
+        """x, weight and tail, precision and dtype of the result, as `wavecrest.settings` asks of float32."""
+        dtype = rounded(x)
+        if dtype is None:
+            return x, self.weight, self.tail, of_gemm(x), None
+        tail = None if self.tail is None else in_16_bits(self.tail, dtype)
+        return in_16_bits(x, dtype), in_16_bits(self.weight, dtype), tail, "ieee", torch.float32
 
     def decision(
         self,
@@ -90,10 +227,11 @@ class Linear(nn.Module):
         norm_eps: float = 1e-6,
     ) -> Decision:
         """Which backend `forward` would run for these arguments, and what that rests on."""
+        x, weight, tail, precision, out_dtype = self._by_policy(x)
         return op.decide(
             linear_call(
-                x, self.weight, self.bias, tail=self.tail, residual=residual, activation=self.activation,
-                norm_weight=norm_weight, norm_eps=norm_eps,
+                x, weight, self.bias, tail=tail, residual=residual, activation=self.activation,
+                norm_weight=norm_weight, norm_eps=norm_eps, precision=precision, out_dtype=out_dtype,
             )
         )  # fmt: skip
 
@@ -125,4 +263,4 @@ class Linear(nn.Module):
         if format != "plain":
             with torch.no_grad():
                 weight = pack(weight.detach(), format, **options)
-        return cls(weight, module.bias, activation)
+        return cls.from_weight(weight, module.bias, activation)

@@ -232,7 +232,7 @@ def _adopt(made: nn.Module, module: nn.Module, name: str) -> None:
 def _prove(module: nn.Module, made: nn.Module, size: int) -> None:
     """Raise StepRefused unless both compute the same on random inputs, with random parameters in place of the real.
 
-    Random parameters, since fresh ones (a weight of ones, a bias of zeros) would hide what they are for. Works on
+    Random parameters, since fresh ones (a weight of ones, a bias of zeros) would hide that they are ignored. Works on
     float32 copies on the CPU; the modules are not touched.
     """
     name = type(module).__name__

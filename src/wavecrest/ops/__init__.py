@@ -3,7 +3,7 @@
 Importing this package touches no GPU and works without Triton.
 """
 
-from wavecrest.dispatch.registry import get, load_backends, names
+from wavecrest.dispatch.registry import get, load_backends, load_user_kernels, names
 from wavecrest.ops._conv2d import conv2d
 from wavecrest.ops._flash_attention import flash_attention
 from wavecrest.ops._flash_decoding import flash_decoding
@@ -30,6 +30,7 @@ from wavecrest.ops.rows.quantize_int8 import quantize_int8
 from wavecrest.ops.rows.rms_norm import rms_norm
 from wavecrest.ops.rows.rms_norm_quantize import rms_norm_quantize
 from wavecrest.ops.rows.softmax import softmax
+from wavecrest.settings import read_environment
 
 __all__ = [
     "PackedWeight",
@@ -66,3 +67,5 @@ __all__ = [
 ]
 
 load_backends()
+read_environment()
+load_user_kernels()

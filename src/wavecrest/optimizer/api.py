@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import html
+import threading
 import time
 import warnings
 from dataclasses import dataclass
@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wavecrest import hardware, report
-from wavecrest.errors import InvalidArgument, OutputWarning
+from wavecrest.errors import InvalidArgument, OutputError, OutputWarning
+from wavecrest.measure import copies
 from wavecrest.measure.workload import Workload, from_example
 from wavecrest.optimizer.analysis import Analysis
-from wavecrest.optimizer.engine import run_ladder
+from wavecrest.optimizer.bundle import write as write_bundle
+from wavecrest.optimizer.engine import check_steps, run_ladder
 from wavecrest.optimizer.ledger import Ledger
 from wavecrest.optimizer.measurer import Measurer
-from wavecrest.optimizer.options import MAX_LEVEL, Logged, Options, Progress, Silent
+from wavecrest.optimizer.options import MAX_LEVEL, Options, Progress, Silent
 from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.progress import receiver
 from wavecrest.optimizer.state import RunState
 from wavecrest.records import OptimizeRecord, files
+from wavecrest.report import notebook
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,6 +49,9 @@ class Report:
         report.write(self.record, Path(path))
 
 
+_ONE_AT_A_TIME = threading.RLock()
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class OptimizeResult:
     """Result of `optimize`: the optimized model, the plan to replay, the report and the whole record.
@@ -65,20 +72,23 @@ class OptimizeResult:
         return f"OptimizeResult({report.headline(self.record).title!r}{where})"
 
     def summary(self) -> str:
-        """The verdict, the time of each bucket before and after, and the steps in force, as lines of text."""
+        """The first line of the report, the time of each bucket before and after, and the steps in force."""
         head = report.headline(self.record)
         rows = self.record.result.speed if self.record.result else []
-        lines = [" ".join(filter(None, (head.title, head.interval))), head.meaning]
+        lines = [report.first_line(self.record), head.meaning]
         for row in rows:
-            lines.append(f"{row.bucket}: {row.base_ms:.3f} ms → {row.new_ms:.3f} ms, {row.ratio:.3f}× {row.ci}")
+            # phases of one process have no interval
+            ci = "" if self.record.result is None or self.record.result.unit == "phases" else f" {row.ci}"
+            lines.append(f"{row.bucket}: {row.base_ms:.3f} ms → {row.new_ms:.3f} ms, {row.ratio:.3f}×{ci}")
         kept = [step.title for step in self.plan.kept()]
         lines += [f"in force: {', '.join(kept) or 'nothing'}"]
         lines += [f"environment: {row.name}={row.value}" for row in self.plan.environment]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The summary for a notebook; `report.html()` is the whole page."""
-        return f"<pre>{html.escape(self.summary())}</pre>"
+        """The summary for a notebook, with every step folded; `report.html()` is the whole page."""
+        notes = [f"set before import: {row.name}={row.value}" for row in self.plan.environment]
+        return notebook.result(self.record, notes)
 
 
 class OptimizeInterrupted(KeyboardInterrupt):
@@ -100,7 +110,8 @@ def optimize(
     precision: str | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    progress: Progress | bool = False,
+    progress: Progress | bool | None = None,
+    bundle: str | Path | None = None,
 ) -> OptimizeResult:
     """Make a model faster, one measured step at a time, and prove it.
 
@@ -113,7 +124,9 @@ def optimize(
         precision: "tf32", "bf16" or "fp16" to have that tried; answers then change by that precision.
         out: folder for run.json, plan.json and report.html; None keeps everything in memory.
         resume: go on with the run in `out`.
-        progress: receiver of what runs and what came of it; True logs it to the logger "wavecrest" (level INFO).
+        progress: receiver of what runs, what came of it and how long it takes; True writes lines to standard error,
+            False nothing, None lines where that is a terminal or the code runs in a notebook.
+        bundle: file for the proof bundle, which `wavecrest verify --bundle` checks.
 
     Returns:
         result.model, result.plan, result.report, result.record
@@ -123,9 +136,13 @@ def optimize(
         OptimizeInterrupted: Ctrl-C (a KeyboardInterrupt that carries what was decided).
     """
     options = Options(level=level, min_gain=min_gain, budget=budget, precision=precision)
-    told = Logged() if progress is True else progress or None
     result = run(
-        from_example(model, example_inputs), options, out=Path(out) if out else None, resume=resume, progress=told
+        from_example(model, example_inputs),
+        options,
+        out=Path(out) if out else None,
+        resume=resume,
+        progress=receiver(progress),
+        bundle=Path(bundle) if bundle else None,
     )
     if result.unwritten:
         warnings.warn(result.unwritten, OutputWarning, stacklevel=2)
@@ -139,6 +156,7 @@ def run(
     out: Path | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    bundle: Path | None = None,
     command: str | None = None,
     now: Clock = time.perf_counter,
     analysis: Analysis | None = None,
@@ -151,15 +169,23 @@ def run(
         out: folder for run.json, plan.json and report.html; None keeps everything in memory.
         resume: go on with the run in `out`.
         progress: is told what runs and what came of it.
+        bundle: file for the proof bundle of the finished run.
         command: the command line, for the record.
         now: where time comes from.
         analysis: finds ceilings, profiles and graph breaks; None takes the device's own.
+
+    Runs of other threads wait for this one: they would disturb its times, and a process has one profiler.
     """
     options, progress = options or Options(), progress or Silent()
     if out is None and resume:
         raise InvalidArgument("resume needs the folder of the interrupted run (out=)")
-    with contextlib.nullcontext() if out is None else files.locked(files.prepare_folder(out)):
-        return _run(workload, options, out, resume, progress, command, now, analysis)
+    check_steps(options)
+    if bundle is not None:
+        files.prepare_folder(bundle.parent)
+        if bundle.is_dir():
+            raise OutputError(f"cannot write the bundle {bundle}: it is a folder; give the name of a file")
+    with _ONE_AT_A_TIME, contextlib.nullcontext() if out is None else files.locked(files.prepare_folder(out)):
+        return _run(workload, options, out, resume, progress, bundle, command, now, analysis)
 
 
 def _run(
@@ -168,6 +194,7 @@ def _run(
     out: Path | None,
     resume: bool,
     progress: Progress,
+    bundle: Path | None,
     command: str | None,
     now: Clock,
     analysis: Analysis | None,
@@ -192,6 +219,19 @@ def _run(
         run_ladder(state)
     except KeyboardInterrupt:
         raise OptimizeInterrupted(ledger.record, ledger.plan, out) from None
-    return OptimizeResult(
-        state.current, ledger.plan, Report(ledger.record), ledger.record, out, unwritten=ledger.unwritten
-    )
+    finally:
+        copies.discard(workload)
+    unwritten = ledger.unwritten
+    if bundle is not None:
+        progress.phase("proof bundle")
+        unwritten = unwritten or _write_bundle(bundle, state)
+    return OptimizeResult(state.current, ledger.plan, Report(ledger.record), ledger.record, out, unwritten=unwritten)
+
+
+def _write_bundle(path: Path, state: RunState) -> str:
+    """Write the proof bundle; why it was not written, or "": a finished run does not end for it."""
+    try:
+        write_bundle(path, state.ledger.record, state.ledger.plan, state.workload, state.gate)
+    except Exception as error:
+        return f"there is no proof bundle at {path}: {type(error).__name__}: {error}"
+    return ""

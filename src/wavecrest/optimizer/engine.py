@@ -1,6 +1,7 @@
 """The ladder: one measured step at a time, each kept, reverted, called a tie, refused or skipped, with its reason.
 
-Files are written after every step, so that an interrupted run can be resumed; the user's model is never changed.
+The planner says which step is next. Files are written after every step, so that an interrupted run can be resumed; the
+user's model is never changed.
 """
 
 from __future__ import annotations
@@ -9,20 +10,26 @@ from typing import TYPE_CHECKING
 
 from wavecrest.errors import InvalidArgument
 from wavecrest.graphs.inductor import strict_compilation
-from wavecrest.optimizer.finish import finish, withdraw
+from wavecrest.optimizer.alternate import LOOKS
+from wavecrest.optimizer.costs import Costs, Kind
+from wavecrest.optimizer.finish import MOST_SECONDS, finish, withdraw
 from wavecrest.optimizer.gate import Gate
+from wavecrest.optimizer.planner import Planner
+from wavecrest.optimizer.ranged import compilations
 from wavecrest.optimizer.steps import build, steps_up_to
-from wavecrest.optimizer.trial import try_step
+from wavecrest.optimizer.steps.environment import pair_seconds
+from wavecrest.optimizer.trial import set_aside, try_step
 from wavecrest.profile.least_time import beaten_ceiling
 
 if TYPE_CHECKING:
+    from wavecrest.optimizer.options import Options
+    from wavecrest.optimizer.planner import Candidate
     from wavecrest.optimizer.state import RunState
     from wavecrest.optimizer.steps import Step
+    from wavecrest.records import StepOutcome
 
 # compiled variants of one function that a run may make for each bucket
 GRAPHS_A_BUCKET = 128
-# part of the budget that is left for the final measurement once a step is kept
-FINAL_SHARE = 0.25
 
 
 def run_ladder(run: RunState) -> None:
@@ -71,20 +78,17 @@ def _prepare(run: RunState) -> None:
     record.baseline = run.measurer.baseline()
     run.ledger.save()
     run.progress.phase("resolution: the original against itself")
-    record.resolution = run.measurer.resolve()
+    run.ledger.add_resolution(run.measurer.resolve())
     run.progress.phase("profile")
     record.ceilings, note = run.analysis.ceilings()
     run.ledger.note(note)
     record.profile_before = run.profile(run.workload.model)
     _bound_times(run)
     run.context.profile = record.profile_before
-    if run.options.level >= 2:
-        run.progress.phase("graph breaks")
-        record.breaks, note = run.analysis.breaks()
-        run.ledger.note(note)
     run.progress.phase("reference outputs")
     run.gate = Gate.prepare(run.workload, now=run.now)
     record.gate = run.gate.summary
+    _know_costs(run)
     # what the original changed so far is its own doing
     run.untouched.learn()
     if run.gate.note:
@@ -92,6 +96,46 @@ def _prepare(run: RunState) -> None:
     if run.ledger.applied.steps:
         run.progress.phase("rebuilding the kept steps")
         run.current = build(run.workload.model, run.ledger.applied)
+
+
+def _know_costs(run: RunState) -> None:
+    """Expect what is known of trials and of the end before the first one; say if the budget is short for them."""
+    buckets, first, most = len(run.workload.buckets), min(LOOKS), max(LOOKS)
+    # one pair of processes or phases of the final measurement
+    pair = pair_seconds(run.context) if run.workload.spec else 2 * min(MOST_SECONDS, run.measurer.seconds) * buckets
+    run.costs = Costs(
+        sampling=run.measurer.seconds * buckets,
+        ops=sum(op.calls for profile in run.context.profile for op in profile.ops),
+        # the final check of answers takes about as long as the first
+        least_final=first * pair + run.gate.summary.seconds,
+        later_looks=(most - first) * pair,
+        sizes=compilations(run.workload.ranges) if run.workload.ranges else 0,
+    )
+    kind: Kind = "first" if run.options.level >= 2 else "plain"
+    needed = run.seconds_spent + run.costs.expect(kind) + run.costs.final(0.0, compiled=kind == "first")
+    run.costs.short = needed > run.options.budget
+    if run.costs.short:
+        run.ledger.note(
+            f"a budget of {run.options.budget:.0f} s is short for this workload: to try torch.compile and to prove "
+            f"it takes about {needed:.0f} s; the best step is tried all the same, and its proof may "
+            f"take longer than the budget"
+        )
+        run.progress.phase(run.ledger.record.notes[-1])
+
+
+def _look_for_breaks(run: RunState) -> None:
+    """Where Dynamo splits the original, for the report: after the steps, if the time of a compilation is left."""
+    reserve = run.costs.final(run.options.budget, compiled=True) if run.ledger.applied.steps else 0.0
+    if run.options.level < 2:
+        return
+    if run.costs.compilation > run.seconds_left - reserve:
+        run.ledger.note("graph breaks of the original are not looked for: no time is left (wavecrest profile does)")
+        return
+    run.progress.phase("graph breaks")
+    run.ledger.record.breaks, note = run.analysis.breaks()
+    run.ledger.note(note)
+    # torch.compile of a model leaves an attribute on it
+    run.untouched.put_back()
 
 
 def _bound_times(run: RunState) -> None:
@@ -113,57 +157,57 @@ def _bound_times(run: RunState) -> None:
 
 
 def _climb(run: RunState) -> None:
-    """Try every step once, and steps that lost a second time where another step has changed the ground since."""
-    steps = _chosen(run)
-    done = {(outcome.id, outcome.attempt) for outcome in run.ledger.record.steps}
-    for step in steps:
-        if (step.id, 1) not in done:
-            _take(run, step, attempt=1)
-    for step in steps:
-        if (step.id, 2) not in done and _deserves_retry(run, step):
-            _take(run, step, attempt=2)
+    """Try steps as long as the planner has one that fits; then say what became of the others."""
+    planner = Planner(run, _chosen(run))
+    while True:
+        one = planner.next()
+        run.progress.remaining(planner.seconds_to_come())
+        if one is None:
+            break
+        _take(run, one)
+    for one in planner.rest():
+        _end(run, set_aside(run, one))
+    _look_for_breaks(run)
 
 
 def _chosen(run: RunState) -> list[Step]:
-    """The steps of the level that were asked for.
-
-    Raises:
-        InvalidArgument: `steps` or `skip` names a step that the level does not have.
-    """
+    """The steps of the level that were asked for."""
     options, steps = run.options, steps_up_to(run.options.level)
-    unknown = {*(options.steps or ()), *options.skip} - {step.id for step in steps}
-    if unknown:
-        raise InvalidArgument(
-            f"no step {', '.join(sorted(unknown))} at level {options.level}; "
-            f"there are {', '.join(step.id for step in steps)}"
-        )
     if options.skip:
         run.ledger.note(f"not tried, as asked: {', '.join(options.skip)}")
     wanted = [step for step in steps if options.steps is None or step.id in options.steps]
     return [step for step in wanted if step.id not in options.skip]
 
 
-def _deserves_retry(run: RunState, step: Step) -> bool:
-    """True for a measured loss or tie after which another step was kept."""
-    rows = run.ledger.record.steps
-    index = next((i for i, row in enumerate(rows) if row.id == step.id), None)
-    if index is None or rows[index].verdict not in ("reverted", "tie") or step.level == 1:
-        return False
-    # a compile mode that lost to the one in force lost to it already
-    rivals = any(step.excludes(item.step) for item in run.ledger.applied.steps)
-    return not rivals and any(row.verdict == "kept" for row in rows[index + 1 :])
+def check_steps(options: Options) -> None:
+    """Look at the names of steps that were asked for, before anything is done.
+
+    Raises:
+        InvalidArgument: `steps` or `skip` names a step that the level does not have.
+    """
+    steps = steps_up_to(options.level)
+    unknown = {*(options.steps or ()), *options.skip} - {step.id for step in steps}
+    if unknown:
+        raise InvalidArgument(
+            f"no step {', '.join(sorted(unknown))} at level {options.level}; "
+            f"there are {', '.join(step.id for step in steps)}"
+        )
 
 
-def _take(run: RunState, step: Step, *, attempt: int) -> None:
-    run.progress.phase(step.title + (" (again)" if attempt > 1 else ""))
+def _take(run: RunState, one: Candidate) -> None:
+    step = one.step
+    run.progress.phase(step.title + (" (again)" if one.attempt > 1 else ""))
     begin = run.now()
     # what was kept must be measured at the end, as its user runs it
-    reserve = FINAL_SHARE * run.options.budget if run.ledger.applied.steps else 0.0
-    run.context.seconds_left = run.seconds_left - reserve
-    outcome = try_step(run, step, attempt)
+    run.context.seconds_left = run.seconds_left - one.reserve
+    outcome = try_step(run, one)
     outcome.seconds = run.now() - begin
-    if step.phase == "compile":
-        run.context.compile_seconds = max(run.context.compile_seconds, outcome.seconds)
+    if outcome.speed and one.kind is not None:
+        run.costs.add(one.kind, outcome.seconds)
+    _end(run, outcome)
+
+
+def _end(run: RunState, outcome: StepOutcome) -> None:
     run.ledger.add(outcome)
     run.progress.outcome(outcome)
     run.ledger.save()

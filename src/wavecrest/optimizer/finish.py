@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from wavecrest.dispatch import registry
-from wavecrest.errors import EnvironmentProblem, StepRefused
-from wavecrest.measure import timing
+from wavecrest.errors import EnvironmentProblem, StepRefused, WavecrestError
+from wavecrest.graphs.inductor import strict_compilation
+from wavecrest.measure import copies, timing
 from wavecrest.measure.timing import Interval
-from wavecrest.optimizer.alternate import LOOKS, Claim, SideReport, Task, Unit, alternate, run_child
+from wavecrest.optimizer.alternate import LOOKS, Claim, Unit, alternate, in_turn
+from wavecrest.optimizer.children import Job, SideReport, Task, run_pair, weight_bytes
 from wavecrest.optimizer.gate import failures
+from wavecrest.optimizer.ledger import RESULT
+from wavecrest.optimizer.ranged import GRAPHS, seconds_to_serve, serving
 from wavecrest.optimizer.side import time_buckets
 from wavecrest.optimizer.steps import build
+from wavecrest.optimizer.steps.environment import pair_seconds
 from wavecrest.optimizer.trial import OUT_OF_BUDGET
 from wavecrest.optimizer.verdict import check_quality, no_gain_verdict, result_verdict
 from wavecrest.records import DecisionRow, Result
@@ -27,11 +33,14 @@ if TYPE_CHECKING:
     from wavecrest.optimizer.state import RunState
 
 # sampling time a bucket of one process or phase, in seconds, at most
-MOST_SECONDS = 4.0
+MOST_SECONDS = 1.0
 
 
 def finish(run: RunState) -> None:
-    """Measure the result with fresh compiler state and default limits, original against final; write everything."""
+    """Measure the result with fresh compiler state and default limits, original against final; write everything.
+
+    `run.current` is then the model to return.
+    """
     run.progress.phase("final measurement")
     torch._dynamo.reset()
     # the coverage table is that of the result, not of candidates that were turned down
@@ -41,24 +50,32 @@ def finish(run: RunState) -> None:
         record.result = _unchanged(run)
     else:
         run.current = build(run.workload.model, run.ledger.applied)
-        # as the user will run it, with one exception: a fall-back to eager raises
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        # as the user will run it, with one exception: a fall-back to eager raises. Declared ranges are served with a
+        # limit of their own
+        default = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+        with strict_compilation(graphs=GRAPHS) if run.workload.ranges else default:
             record.result = _final(run)
         record.profile_after = run.profile(run.current)
     record.coverage = _coverage()
+    run.ledger.save()
+    run.current = serving(run)
+    record.seconds = run.seconds_spent
     run.ledger.save()
     run.ledger.save_report()
 
 
 def _final(run: RunState) -> Result:
-    numerics = run.check(run.current, run.ledger.applied, final=True)
+    try:
+        numerics = run.check(run.current, run.ledger.applied, final=True)
+    except StepRefused as error:
+        return _drop_last(run, str(error))
     problem = failures(numerics)
     quality = check_quality(run.workload, run.current)
     bad = [row for row in quality if not row.passed]
     if problem or bad:
         return _drop_last(run, problem or f"{bad[0].name} is {bad[0].value:g}, limit {bad[0].limit:g} {bad[0].detail}")
     claim = _measured(run)
-    run.ledger.add_claim("result", claim)
+    run.ledger.add_claim(RESULT, claim)
     try:
         run.measurer.check_possible({row.bucket: row.new_ms for row in claim.speed})
     except StepRefused as error:
@@ -84,31 +101,51 @@ def _final(run: RunState) -> Result:
 
 def _measured(run: RunState) -> Claim:
     """Original against result in fresh processes, or in phases of this one where a process cannot load the model."""
-    spec = run.workload.spec
-    if spec is None:
-        run.ledger.note("measured in one process: a model in memory cannot be loaded in others")
-        return _in_phases(run)
     try:
-        return _in_processes(run, spec)
-    except EnvironmentProblem as error:
+        if run.workload.spec is None:
+            _check_time(run)
+        source = copies.source(run.workload)
+        claim = _in_processes(run, source)
+    except WavecrestError as error:
         run.ledger.note(f"measured in one process: {error}")
         return _in_phases(run)
+    if source.copied:
+        run.ledger.note("the fresh processes of the final measurement loaded a copy of the model's pickle")
+    return claim
 
 
-def _in_processes(run: RunState, spec: str) -> Claim:
+def _check_time(run: RunState) -> None:
+    """Fresh processes are for a model in memory what it can have where the budget holds them.
+
+    Raises:
+        EnvironmentProblem: it does not.
+    """
+    pairs = min(LOOKS)
+    compiling = run.costs.compilation if run.ledger.applied.only("compile").steps else 0.0
+    needed = pairs * (pair_seconds(run.context) + compiling)
+    if needed > run.seconds_left:
+        raise EnvironmentProblem(
+            f"{2 * pairs} fresh processes take about {needed:.0f} s, and {max(0.0, run.seconds_left):.0f} s are left"
+        )
+
+
+def _in_processes(run: RunState, source: copies.Source) -> Claim:
     seconds = min(MOST_SECONDS, run.measurer.seconds)
     variables: dict[str, str | None] = {row.name: row.value for row in run.ledger.environment}
-    if run.workload.device != "cpu":
+    device, weights = run.workload.device, weight_bytes(run.workload.model)
+    if device != "cpu":
         # the children need the memory that candidates have left behind
         torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         run.ledger.plan.save(plan)
 
-        def one(side: timing.Side, pair: int) -> SideReport:
-            run.progress.phase(f"final measurement: {_NAMES[side]}, fresh process {pair + 1}")
-            task = Task(spec, run.workload.device, seconds, str(plan) if side == "new" else None)
-            return run_child(task, variables if side == "new" else {}, f"{_NAMES[side]}, process {pair + 1}")
+        def one(pair: int) -> dict[timing.Side, SideReport]:
+            run.progress.phase(f"final measurement: original and result in fresh processes, pair {pair + 1}")
+            task = Task(source.spec, device, seconds, copied=source.copied)
+            original = Job(task, {}, f"original, process {pair + 1}")
+            result = Job(replace(task, plan=str(plan)), variables, f"result, process {pair + 1}")
+            return run_pair({"base": original, "new": result}, pair, weights=weights)
 
         return _alternate(run, one, "processes")
 
@@ -128,14 +165,17 @@ def _in_phases(run: RunState) -> Claim:
             warnings=[],
         )
 
-    return _alternate(run, one, "phases")
+    return _alternate(run, in_turn(one), "phases")
 
 
 _NAMES = {"base": "original", "new": "result"}
 
 
-def _alternate(run: RunState, one: Callable[[timing.Side, int], SideReport], unit: Unit) -> Claim:
-    return alternate(one, unit=unit, looks=LOOKS, min_gain=run.options.min_gain, seconds_left=lambda: run.seconds_left)
+def _alternate(run: RunState, one: Callable[[int], dict[timing.Side, SideReport]], unit: Unit) -> Claim:
+    def left() -> float:
+        return run.seconds_left - seconds_to_serve(run)
+
+    return alternate(one, unit=unit, looks=LOOKS, min_gain=run.options.min_gain, seconds_left=left)
 
 
 def _drop_last(run: RunState, reason: str) -> Result:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from wavecrest import records, report
 from wavecrest.bench.baseline import shapes
 from wavecrest.errors import OutputError, PlanMismatch
+from wavecrest.measure import timing
 from wavecrest.optimizer.plan import EnvironmentSetting, Plan
 from wavecrest.optimizer.steps import AppliedSteps, step_by_id
-from wavecrest.records import OptimizeRecord, Samples, StepOutcome, provenance
+from wavecrest.records import OptimizeRecord, Samples, StepOutcome, files, provenance
 
 if TYPE_CHECKING:
     from wavecrest.hardware import Device
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 Times = tuple[Sequence[float], Sequence[float]]
 
 RUN_FILE, PLAN_FILE, REPORT_FILE = "run.json", "plan.json", "report.html"
+# names of samples that are of no step: the original against itself, and original against result
+RESOLUTION, RESULT = "resolution", "result"
 
 
 class Ledger:
@@ -101,7 +104,11 @@ class Ledger:
             )
         decided = {(step.id, step.attempt) for step in plan.steps}
         # samples of variables are named after them, "environment NAME=VALUE"
-        kept = [row for row in before.samples if (row.step.partition(" ")[0], row.attempt) in decided]
+        kept = [
+            row
+            for row in before.samples
+            if row.step == RESOLUTION or (row.step.partition(" ")[0], row.attempt) in decided
+        ]
         self.record.steps, self.record.samples, self.record.baseline = plan.steps, kept, before.baseline
         self.record.notes = [*before.notes, f"resumed after {len(plan.steps)} steps"]
         self.environment = plan.environment
@@ -132,8 +139,15 @@ class Ledger:
         """The raw times of a step that was measured interleaved."""
         self.add_samples(step, attempt, {bucket: (pair.base, pair.new) for bucket, pair in pairs.items()})
 
+    def add_resolution(self, pairs: Mapping[str, Paired]) -> None:
+        """The original against itself; measured again, it is the next attempt."""
+        attempt = 1 + max((row.attempt for row in self.record.samples if row.step == RESOLUTION), default=0)
+        self.record.resolution = {bucket: timing.resolution(pair) for bucket, pair in pairs.items()}
+        self.add_pairs(RESOLUTION, attempt, pairs)
+
     def add_claim(self, step: str, claim: Claim) -> None:
-        """The raw times of processes or phases; the attempt is the number of the pair."""
+        """The raw times of processes or phases, in place of earlier ones; the attempt is the number of the pair."""
+        self.record.samples = [row for row in self.record.samples if row.step != step]
         for number, (base, new) in enumerate(zip(claim.base, claim.new, strict=True), 1):
             self.add_samples(step, number, {bucket: (base[bucket], new[bucket]) for bucket in base})
 
@@ -152,6 +166,7 @@ class Ledger:
             OutputError: they cannot be written.
         """
         if self.folder is not None:
+            files.sweep(self.folder, (RUN_FILE, PLAN_FILE, REPORT_FILE))
             self.plan.save(self.folder / PLAN_FILE)
             records.save(self.record, self.folder / RUN_FILE)
 

@@ -15,6 +15,8 @@ from wavecrest.measure.workload import Call, Workload
 from wavecrest.records import BucketBench
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
     from wavecrest.optimizer.options import Progress
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
 LEAST_SECONDS, MOST_SECONDS = 4.0, 10.0
 # a run measures about this many times: each bucket may take this part of the budget
 MEASUREMENTS = 75
-# the original against itself, at most
-RESOLUTION_SECONDS = 2.0
+# the original against itself: sampling time, and the blocks that slow work is given beyond it
+RESOLUTION_SECONDS, RESOLUTION_BLOCKS = 2.0, 10
+# samples of the baseline at least
+BASELINE_SAMPLES = 15
 
 
 @dataclass(slots=True)
@@ -39,7 +43,6 @@ class Measurer:
         now: where time comes from.
         resolution: the share below which a difference says nothing here; 0 until `resolve` has measured it.
         least: times that no right result is below; None where they are not known.
-        on_output: gets outputs of timed models, by bucket (`timing.OnOutput`): for a check of answers while timing.
     """
 
     workload: Workload
@@ -48,7 +51,6 @@ class Measurer:
     now: timing.Clock = timing.HOST_CLOCK
     resolution: float = 0.0
     least: LeastTimes | None = None
-    on_output: dict[str, timing.OnOutput] = field(default_factory=dict)
     _threads: int = field(default_factory=torch.get_num_threads)
 
     @property
@@ -62,22 +64,35 @@ class Measurer:
         return bench_workload(
             self.workload,
             seconds_per_bucket=self.seconds,
+            min_samples=BASELINE_SAMPLES,
             on_progress=lambda _bucket, done, planned: self.progress.update(done, planned),
             now=self.now,
         )
 
-    def resolve(self) -> dict[str, float]:
-        """Time the original against itself; by bucket, the share below which a difference says nothing here."""
-        seconds = min(RESOLUTION_SECONDS, self.seconds)
+    def resolve(self, *, as_long: bool = False) -> dict[str, timing.Paired]:
+        """Time the original against itself, by bucket: `resolution` is the share that a difference must exceed.
+
+        Args:
+            as_long: for as long as a step is timed, which resolves more.
+        """
+        seconds = self.seconds if as_long else min(RESOLUTION_SECONDS, self.seconds)
         found = {
-            bucket: timing.resolution(self._pair(bucket, self.workload.model, self.workload.model, seconds, None))
+            bucket: self._pair(bucket, self.workload.model, self.workload.model, seconds, min_blocks=RESOLUTION_BLOCKS)
             for bucket in self.workload.buckets
         }
-        self.resolution = max(found.values())
+        self.resolution = max(map(timing.resolution, found.values()))
         return found
 
-    def pairs(self, base: nn.Module, new: nn.Module, min_gain: float) -> dict[str, timing.Paired]:
-        """Two models interleaved, by bucket; `min_gain` is what is to be decided on.
+    def pairs(
+        self, base: nn.Module, new: nn.Module, min_gain: float, on_output: Mapping[str, timing.OnOutput]
+    ) -> dict[str, timing.Paired]:
+        """Two models interleaved, by bucket.
+
+        Args:
+            base: the model so far.
+            new: the candidate.
+            min_gain: the gain that is to be decided on (0.02: two percent).
+            on_output: by bucket, gets outputs of both while they are timed.
 
         Raises:
             StepRefused: the candidate changed the number of threads, for everything else in the process too, or is
@@ -85,7 +100,10 @@ class Measurer:
             ClockError: the times cannot be trusted.
         """
         self._check_threads()
-        found = {bucket: self._pair(bucket, base, new, self.seconds, 1 + min_gain) for bucket in self.workload.buckets}
+        found = {
+            bucket: self._pair(bucket, base, new, self.seconds, 1 + min_gain, on_output.get(bucket))
+            for bucket in self.workload.buckets
+        }
         self._check_threads()
         self.check_possible({bucket: pair.new_ms for bucket, pair in found.items()})
         return found
@@ -101,18 +119,26 @@ class Measurer:
             raise StepRefused(problem)
 
     def _pair(
-        self, bucket: str, base: nn.Module, new: nn.Module, seconds: float, threshold: float | None
+        self,
+        bucket: str,
+        base: nn.Module,
+        new: nn.Module,
+        seconds: float,
+        threshold: float | None = None,
+        on_output: timing.OnOutput | None = None,
+        min_blocks: int = timing.MIN_SAMPLES // 2,
     ) -> timing.Paired:
         rotation = Rotation(self.workload.buckets[bucket])
         return timing.measure_pair(
             Call(self.workload, bucket, base, rotation),
             Call(self.workload, bucket, new, rotation),
             device=self.workload.device,
+            min_blocks=min_blocks,
             seconds=seconds,
             threshold=threshold,
             rotation=rotation,
             on_progress=self.progress.update,
-            on_output=self.on_output.get(bucket),
+            on_output=on_output,
             now=self.now,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -66,6 +65,9 @@ class Progress(Protocol):
     def outcome(self, step: StepOutcome) -> None:
         """A step has its verdict."""
 
+    def remaining(self, seconds: float) -> None:
+        """The run takes about this long from now on, by what its steps took so far; at most the budget's rest."""
+
 
 class Silent:
     """A progress display that shows nothing."""
@@ -79,20 +81,12 @@ class Silent:
     def outcome(self, step: StepOutcome) -> None:
         """Nothing."""
 
+    def remaining(self, seconds: float) -> None:
+        """Nothing."""
 
-class Logged:
-    """A progress display that logs phases and verdicts to the logger "wavecrest"."""
 
-    def __init__(self) -> None:
-        self._logger = logging.getLogger("wavecrest")
-
-    def phase(self, text: str) -> None:
-        """One line."""
-        self._logger.info("%s", text)
-
-    def update(self, done: int, planned: int) -> None:
-        """Nothing: samples come too fast for lines."""
-
-    def outcome(self, step: StepOutcome) -> None:
-        """One line: the verdict and its reason."""
-        self._logger.info("%s %s: %s", step.verdict, step.title, step.reason)
+def minutes(seconds: float) -> str:
+    """A time to wait in words: "40 s", "5 min", "1.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -17,6 +17,7 @@ from pydantic import Field
 from wavecrest import env, hardware
 from wavecrest.errors import PlanError, PlanMismatch, PlanWarning
 from wavecrest.records import DecisionRow, Result, StepOutcome, decode, files, provenance
+from wavecrest.report import notebook, numbers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -171,13 +172,35 @@ class Plan(files.Model):
             PlanError: no such file, damaged, foreign, or newer than this version.
         """
         path = Path(path)
-        document = files.read_document(path, what="plan", current=FORMAT_VERSION, error=PlanError)
+        return cls.of_value(files.read_json(path, what="plan", error=PlanError), decode.shown(path))
+
+    @classmethod
+    def of_value(cls, value: Any, name: str) -> Plan:
+        """The plan of a value read as JSON; `name` is its file's.
+
+        Raises:
+            PlanError: damaged, foreign, or newer than this version.
+        """
+        document = files.document_of(value, name, what="plan", current=FORMAT_VERSION, error=PlanError)
         if document.get("kind") != "plan":
-            raise PlanError(f"{decode.shown(path)} is not a wavecrest plan: kind {document.get('kind')!r}")
+            raise PlanError(f"{name} is not a wavecrest plan: kind {document.get('kind')!r}")
         try:
             return cls.model_validate(document)
         except pydantic.ValidationError as problem:
-            raise PlanError(f"the plan {decode.shown(path)} is damaged: {files.first_problem(problem)}") from None
+            raise PlanError(f"the plan {name} is damaged: {files.first_problem(problem)}") from None
+
+    def _repr_html_(self) -> str:
+        """The plan for a notebook: model, machine, and the steps in force."""
+        machine, found = self.fingerprint, self.result
+        rows = [(step.title, numbers.ratio(step.ratio), numbers.interval(step.ci), step.reason) for step in self.kept()]
+        lines = [
+            f"{self.model.parameters:,} parameters, {self.model.dtype}; made on {machine.device} ({machine.arch}), "
+            f"torch {machine.torch}",
+            f"result: {found.verdict}" if found else "the run was interrupted",
+            *(f"set before import: {row.name}={row.value}" for row in self.environment),
+            "" if rows else "no step is in force: applying it changes nothing",
+        ]
+        return str(notebook.card(f"Plan for {self.model.cls}", lines, ("step", "speed-up", "95 % CI", "why"), rows))
 
     def kept(self) -> list[StepOutcome]:
         """The steps in force, in the order of replay."""
@@ -210,6 +233,9 @@ class Plan(files.Model):
     def apply(self, model: nn.Module, example_inputs: Any = None, *, strict: bool = False) -> nn.Module:
         """The optimized model; `model` itself stays as it is, and shares its weights with the result.
 
+        A plan holds no ranges of shapes: what a run served by padding is applied here at fixed shapes, and others
+        compile anew.
+
         Args:
             model: the model the plan was made for.
             example_inputs: as for `optimize`; needed only where versions differ, to verify the numerics again.
@@ -223,7 +249,7 @@ class Plan(files.Model):
         """
         # replaying needs torch and every step; reading a plan needs neither
         from wavecrest.measure.workload import Inputs, Workload, from_example
-        from wavecrest.optimizer.replay import check_environment, pin_dispatch, replay
+        from wavecrest.optimizer.replay import check_environment, check_ranges, pin_dispatch, replay
 
         if example_inputs is None:
             import torch
@@ -235,6 +261,7 @@ class Plan(files.Model):
         device = hardware.detect(workload.device)
         differences = self.match(workload, device)
         check_environment({row.name: row.value for row in self.environment}, strict)
+        check_ranges(workload, strict)
         if differences and example_inputs is None:
             raise PlanMismatch(
                 f"versions differ from the plan's ({'; '.join(differences)}): its steps must be verified again. Pass "

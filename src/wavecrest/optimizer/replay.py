@@ -11,9 +11,9 @@ from wavecrest import env, ops
 from wavecrest.dispatch.lookup import misfit
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import PlanError, PlanMismatch, PlanWarning, StepRefused, WavecrestError
+from wavecrest.optimizer.checking import check_applied
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, build, step_by_id
-from wavecrest.optimizer.steps.precision import gate_dtype
 from wavecrest.records import decode
 from wavecrest.records.renamed import current_backend
 
@@ -55,8 +55,7 @@ def replay(
         PlanError: the plan names a step that this version does not have, or parameters that a step does not take.
         StepRefused: without `verify`, a step does not fit the model.
     """
-    for step in steps:
-        step_by_id(step.id).check_params(step.params)
+    check_plan(steps)
     applied = AppliedSteps()
     if not verify:
         for step in steps:
@@ -69,8 +68,7 @@ def replay(
         trial = applied.plus(step_by_id(step.id), step.params)
         try:
             candidate = _built(workload.model, trial)
-            gate.dtype = gate_dtype(item.step_id for item in trial.steps) or workload.dtype
-            problem = failures(gate.check(candidate))
+            problem = failures(check_applied(gate, candidate, trial, final=False))
         except StepRefused as error:
             problem = str(error)
         if problem:
@@ -81,12 +79,30 @@ def replay(
     return Replay(model, applied, dropped)
 
 
+def check_plan(steps: Iterable[StepOutcome], rows: Iterable[DecisionRow] = ()) -> None:
+    """Look at everything that a plan names, before anything of it is done.
+
+    Raises:
+        PlanError: a step that this version does not have, parameters that a step does not take, a damaged row.
+    """
+    for step in steps:
+        step_by_id(step.id).check_params(step.params)
+    for row in rows:
+        _key(row)
+
+
 def check_environment(variables: Mapping[str, str], strict: bool) -> None:
     """Warn, or with `strict` raise PlanMismatch, if variables that a plan was measured with are not set."""
     missing = [f"{name}={value}" for name, value in variables.items() if env.get(name) != value]
     if missing:
         names = " ".join(missing)
         _tell(f"the plan was measured with {names} set before import, which is not so here", strict)
+
+
+def check_ranges(workload: Workload, strict: bool) -> None:
+    """Warn, or with `strict` raise PlanMismatch, if ranges of shapes are declared, which a plan does not hold."""
+    if workload.ranges is not None:
+        _tell("a plan holds no ranges of shapes: its model is for fixed shapes, and others compile anew", strict)
 
 
 def _built(model: nn.Module, applied: AppliedSteps) -> nn.Module:

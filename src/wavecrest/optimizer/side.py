@@ -1,10 +1,12 @@
 """The child process of an alternating measurement: one side alone, as its user runs it.
 
-Run as `python -m wavecrest.optimizer.side TASK OUT.json`, with a `Task` as JSON.
+Run as `python -m wavecrest.optimizer.side TASK OUT.json [FD]`, with a `Task` as JSON. FD is a socket to the parent,
+which gives turns to this process and to that of the other side (`children`).
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -13,13 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from wavecrest import hardware
-from wavecrest.measure import timing, workload
+from wavecrest.errors import WavecrestError, WorkloadError
+from wavecrest.measure import copies, timing, workload
 from wavecrest.measure.rotation import Rotation
-from wavecrest.optimizer.alternate import SideReport, Task
+from wavecrest.optimizer.checking import check_applied
+from wavecrest.optimizer.children import Problem, SideReport, Task, Turns, problem_file
 from wavecrest.optimizer.gate import Gate
+from wavecrest.optimizer.gate.site import first_line
 from wavecrest.optimizer.plan import Plan
-from wavecrest.optimizer.replay import replay
-from wavecrest.optimizer.steps.precision import gate_dtype
+from wavecrest.optimizer.replay import pin_dispatch, replay
+from wavecrest.optimizer.steps import AppliedSteps
 from wavecrest.optimizer.verdict import check_quality
 from wavecrest.records import decode
 
@@ -27,47 +32,95 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+# samples of a bucket at least: what differs between processes is more than what more samples of one would tell
+LEAST_SAMPLES = 10
+
+
 def time_buckets(
-    loaded: workload.Workload, model: nn.Module, seconds: float, now: timing.Clock = timing.HOST_CLOCK
+    loaded: workload.Workload,
+    model: nn.Module,
+    seconds: float,
+    now: timing.Clock = timing.HOST_CLOCK,
+    turns: Turns | None = None,
 ) -> dict[str, timing.Measurement]:
-    """Every bucket of a model, alone, for `seconds` at most each."""
+    """Every bucket of a model, alone, for `seconds` at most each; in turns with another process where there is one."""
     found = {}
     # a fall-back to eager is an error, not a slow result
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for bucket, inputs in loaded.buckets.items():
+        if turns is not None:
+            # compilers run while the other side's do
+            for bucket in loaded.buckets:
+                work = workload.Call(loaded, bucket, model)
+                work.prepare()
+                work()
+        for place, (bucket, inputs) in enumerate(loaded.buckets.items()):
             rotation = Rotation(inputs)
-            work = workload.Call(loaded, bucket, model, rotation)
-            found[bucket] = timing.measure(work, device=loaded.device, seconds=seconds, rotation=rotation, now=now)
+            if turns is not None:
+                turns.begin(place)
+            found[bucket] = timing.measure(
+                workload.Call(loaded, bucket, model, rotation),
+                device=loaded.device,
+                min_samples=LEAST_SAMPLES,
+                seconds=seconds,
+                rotation=rotation,
+                pause=turns.pause if turns is not None else None,
+                now=now,
+            )
+    if turns is not None:
+        turns.end()
     return found
 
 
-def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK) -> SideReport:
+def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Turns | None = None) -> SideReport:
     """Load the workload, apply the plan, time every bucket, and check the answers if asked to.
 
     Raises:
-        PlanError, PlanMismatch, WorkloadError: the plan or the workload cannot be used here.
+        PlanError, PlanMismatch, WorkloadError: the plan or the workload cannot be used here, or the model raises.
         ClockError: the times cannot be trusted.
     """
-    loaded = workload.load(task.spec, device=task.device)
-    model, texts, dtype = loaded.model, [], None
+    if task.copied:
+        loaded = copies.load(Path(task.spec), task.device)
+    else:
+        loaded = workload.load(task.spec, device=task.device)
+    model, texts, applied = loaded.model, [], AppliedSteps()
     if task.plan is not None:
         plan = Plan.load(task.plan)
         differences = plan.match(loaded, hardware.detect(loaded.device))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            model = replay(plan.kept(), loaded, verify=bool(differences), because=differences, strict=False).model
-            texts = [str(row.message) for row in caught if row.category.__module__.startswith("wavecrest")]
-        dtype = gate_dtype(plan.stack)
-    measured = time_buckets(loaded, model, task.seconds, now)
+            # as Plan.apply does it
+            pin_dispatch(plan.dispatch)
+            made = replay(plan.kept(), loaded, verify=bool(differences), because=differences, strict=False)
+        model, applied = made.model, made.applied
+        texts = [str(row.message) for row in caught if row.category.__module__.startswith("wavecrest")]
+    try:
+        measured = time_buckets(loaded, model, task.seconds, now, turns)
+    except WavecrestError:
+        raise
+    except Exception as error:
+        whose = "the model" if task.plan is None else "the optimized model"
+        raise WorkloadError(f"{whose} raised {first_line(error)}") from error
     return SideReport(
         clock=next(iter(measured.values())).clock,
         times={bucket: list(found.samples) for bucket, found in measured.items()},
-        numerics=Gate.prepare(loaded, dtype=dtype).check(model) if task.check else [],
+        numerics=check_applied(Gate.prepare(loaded), model, applied, final=True) if task.check else [],
         quality=check_quality(loaded, model) if task.check else [],
         warnings=texts,
     )
 
 
+def main() -> int:
+    """Run the task of the command line; the exit code."""
+    task, target = Task(**decode.json_of(sys.argv[1])), Path(sys.argv[2])
+    turns = Turns(socket.socket(fileno=int(sys.argv[3]))) if len(sys.argv) > 3 else None
+    try:
+        found = measure_side(task, turns=turns)
+    except WavecrestError as error:
+        problem_file(target).write_text(Problem.of(error).model_dump_json())
+        return error.exit_code
+    target.write_text(found.model_dump_json())
+    return 0
+
+
 if __name__ == "__main__":
-    _task, _target = sys.argv[1:]
-    Path(_target).write_text(measure_side(Task(**decode.json_of(_task))).model_dump_json())
+    sys.exit(main())

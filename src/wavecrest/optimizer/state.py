@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wavecrest import hardware
+from wavecrest.optimizer.checking import check_applied
+from wavecrest.optimizer.costs import Costs
 from wavecrest.optimizer.gate import Gate
 from wavecrest.optimizer.gate.untouched import Untouched
 from wavecrest.optimizer.steps import StepContext
-from wavecrest.optimizer.steps.precision import gate_dtype
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +36,7 @@ class RunState:
         current: the model as optimized so far; the workload's own model at the start.
         gate: the accuracy gate; prepared once the baseline is measured.
         untouched: puts the user's model back as it was, after every step and at the end.
+        costs: what trials took so far.
         began: when this run began, by `now`.
     """
 
@@ -51,6 +53,8 @@ class RunState:
     gate: Gate = field(init=False)
     untouched: Untouched = field(init=False)
     began: float = field(init=False)
+    costs: Costs = field(default_factory=Costs)
+    _profiled: tuple[nn.Module, list[BucketProfile]] | None = None
 
     def __post_init__(self) -> None:
         self.began = self.now()
@@ -67,27 +71,27 @@ class RunState:
     @property
     def seconds_left(self) -> float:
         """Seconds left of the budget."""
-        return self.options.budget - self.ledger.seconds_before - (self.now() - self.began)
+        return self.options.budget - self.seconds_spent
+
+    @property
+    def seconds_spent(self) -> float:
+        """Seconds that the run took so far, with those before it was interrupted."""
+        return self.ledger.seconds_before + self.now() - self.began
 
     def check(self, model: nn.Module, applied: AppliedSteps, *, final: bool = False) -> list[BucketError]:
-        """The accuracy gate, with the limits of a lower precision only where that precision is applied.
-
-        Args:
-            model: with `applied`.
-            applied: its steps.
-            final: it is the result: all calls are made, however long they take, and a compiled model is called with
-                other shapes and by keyword too, which compiles it again.
-        """
-        self.gate.dtype = gate_dtype(item.step_id for item in applied.steps) or self.workload.dtype
-        skip: set[str] = set()
-        if applied.only("compile", "capture").steps:
-            # a compiled model with gradients is another compilation, and a graph replays for one thread at a time
-            skip |= {"gradients", "concurrent"} if final else {"gradients", "concurrent", "keyword", "shapes"}
-        graphs = bool(applied.only("capture").steps) or any("compile:" in item.step_id for item in applied.steps)
-        return self.gate.check(model, thorough=final, skip=frozenset(skip), graphs=graphs)
+        """The accuracy gate (`check_applied`); `final`: it is the result."""
+        return check_applied(self.gate, model, applied, final=final)
 
     def profile(self, model: nn.Module) -> list[BucketProfile]:
         """Where the time of each bucket goes; empty, with a note, if that cannot be found out."""
         found, note = self.analysis.profile(model, self.ledger.record.ceilings)
         self.ledger.note(note)
         return found
+
+    def current_profile(self) -> list[BucketProfile]:
+        """The profile of the model as optimized so far."""
+        if self.current is self.workload.model:
+            return self.ledger.record.profile_before
+        if self._profiled is None or self._profiled[0] is not self.current:
+            self._profiled = self.current, self.profile(self.current)
+        return self._profiled[1]

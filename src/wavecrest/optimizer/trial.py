@@ -1,4 +1,4 @@
-"""The trial of one step: find → predict → apply on a copy → accuracy gate → interleaved measurement → verdict."""
+"""The trial of one step: apply on a copy → accuracy gate → interleaved measurement → verdict, with its causes."""
 
 from __future__ import annotations
 
@@ -6,42 +6,40 @@ import math
 from typing import TYPE_CHECKING
 
 from wavecrest.errors import Refused
+from wavecrest.optimizer.diagnosis import PROFILE_SHARE, Traced, diagnose, seconds_of_profile
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.plan import EnvironmentSetting
+from wavecrest.optimizer.planner import ENVIRONMENT_SHARE
 from wavecrest.optimizer.steps import build
 from wavecrest.optimizer.steps.attention import check_causal
 from wavecrest.optimizer.steps.environment import try_candidates
-from wavecrest.optimizer.verdict import judge, speeds
+from wavecrest.optimizer.verdict import is_hidden_by_resolution, judge, speeds
 from wavecrest.records import StepOutcome
 
 if TYPE_CHECKING:
+    from wavecrest.optimizer.planner import Candidate
     from wavecrest.optimizer.state import RunState
     from wavecrest.optimizer.steps import Found, Step
     from wavecrest.records import Verdict
 
 OUT_OF_BUDGET = "no time left in the budget"
-# share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
-ENVIRONMENT_SHARE = 0.3
 
 
-def try_step(run: RunState, step: Step, attempt: int) -> StepOutcome:
+def try_step(run: RunState, one: Candidate) -> StepOutcome:
     """Try a step on the model as optimized so far; a step that is kept is in force afterwards.
 
     Whatever a step or a compiler raises ends that step alone, as refused: the model it ran on was a copy.
     """
-    outcome = StepOutcome(
-        id=step.id, title=step.title, level=step.level, attempt=attempt, verdict="skipped", reason="nothing to change"
-    )
+    outcome = _outcome(one)
     before = run.ledger.applied, run.current
     try:
-        _try(run, step, outcome)
-    except Refused as error:
-        _close(outcome, "refused", str(error))
+        assert one.found is not None
+        if one.step.phase == "environment":
+            _try_environment(run, one.found, outcome)
+        else:
+            _try_on_copy(run, one.step, one.found, outcome)
     except Exception as error:
-        first = (str(error).strip().splitlines() or ["(no message)"])[0]
-        _close(outcome, "refused", f"it raised {type(error).__name__}: {first}")
-    finally:
-        run.context.model = None
+        _refuse(outcome, error)
     changed = run.untouched.put_back()
     if changed:
         # whatever it gained: a step works on a copy
@@ -50,31 +48,52 @@ def try_step(run: RunState, step: Step, attempt: int) -> StepOutcome:
     return outcome
 
 
+def set_aside(run: RunState, one: Candidate) -> StepOutcome:
+    """The outcome of a step that is not tried: it cannot be, there is nothing to change, or the time has run out."""
+    outcome = _outcome(one)
+    outcome.predicted, outcome.prediction = None, ""
+    if one.error is not None:
+        _refuse(outcome, one.error)
+    elif one.is_able:
+        takes = f"it takes about {one.seconds:.0f} s and its proof {one.reserve:.0f} s"
+        left = f"{max(0.0, run.seconds_left):.0f} s are left"
+        _close(outcome, "skipped", f"{OUT_OF_BUDGET} of {run.options.budget:.0f} s: {takes}, and {left}")
+    elif one.found is not None and one.found.note:
+        _close(outcome, "skipped", one.found.note)
+    return outcome
+
+
+def _outcome(one: Candidate) -> StepOutcome:
+    step, found, ratio = one.step, one.found, one.prediction.ratio
+    return StepOutcome(
+        id=step.id,
+        title=step.title,
+        level=step.level,
+        attempt=one.attempt,
+        params=found.params if found is not None and found.sites else {},
+        sites=list(found.sites) if found is not None else [],
+        predicted=ratio if ratio is not None and math.isfinite(ratio) else None,
+        prediction=one.prediction.basis,
+        verdict="skipped",
+        reason="nothing to change",
+        chosen=one.why,
+        expected_seconds=one.seconds if one.why else None,
+    )
+
+
+def _refuse(outcome: StepOutcome, error: Exception) -> None:
+    first = (str(error).strip().splitlines() or ["(no message)"])[0]
+    reason = str(error) if isinstance(error, Refused) else f"it raised {type(error).__name__}: {first}"
+    _close(outcome, "refused", reason)
+
+
 def _close(outcome: StepOutcome, verdict: Verdict, reason: str) -> None:
     outcome.verdict, outcome.reason = verdict, reason
 
 
-def _try(run: RunState, step: Step, outcome: StepOutcome) -> None:
-    applied = run.ledger.applied
-    run.context.model = build(run.workload.model, applied.only("surgery"))
-    run.context.compiled = bool(applied.only("compile").steps)
-    found = step.find(run.context)
-    if not found.sites:
-        return _close(outcome, "skipped", found.note or "nothing to change")
-    if run.context.seconds_left <= 0:
-        outcome.sites = list(found.sites)
-        return _close(outcome, "skipped", f"{OUT_OF_BUDGET} of {run.options.budget:.0f} s")
-    prediction = step.predict(found, run.context)
-    outcome.params, outcome.sites, outcome.prediction = found.params, list(found.sites), prediction.basis
-    if prediction.ratio is not None and math.isfinite(prediction.ratio):
-        outcome.predicted = prediction.ratio
-    if step.phase == "environment":
-        return _try_environment(run, found, outcome)
-    return _try_on_copy(run, step, found, outcome)
-
-
 def _try_on_copy(run: RunState, step: Step, found: Found, outcome: StepOutcome) -> None:
     trial = run.ledger.applied.plus(step, found.params)
+    begun = Traced.so_far()
     if step.phase == "surgery":
         surgery = build(run.workload.model, trial.only("surgery"))
         check_causal(run.workload.model, surgery, list(run.workload.buckets.values()))
@@ -83,18 +102,39 @@ def _try_on_copy(run: RunState, step: Step, found: Found, outcome: StepOutcome) 
     problem = failures(outcome.numerics)
     if problem:
         return _close(outcome, "refused", f"wrong answers: {problem}")
-    pairs = run.measurer.pairs(run.current, candidate, run.options.min_gain)
+    timed = Traced.so_far()
+    watches = {bucket: run.gate.watch(bucket) for bucket in run.workload.buckets}
+    takers = {bucket: watch.on_output for bucket, watch in watches.items()}
+    pairs = run.measurer.pairs(run.current, candidate, run.options.min_gain, takers)
+    for watch in watches.values():
+        run.gate.summary.timed += watch.check()
     run.ledger.add_pairs(step.id, outcome.attempt, pairs)
+    if is_hidden_by_resolution(pairs, run.options.min_gain, run.measurer.resolution):
+        # what was measured at the start may be of a busier moment, and was measured for less time
+        run.progress.phase("resolution: the original against itself, again")
+        run.ledger.add_resolution(run.measurer.resolve(as_long=True))
+    outcome.resolution = run.measurer.resolution
     verdict, reason, outcome.ratio, outcome.ci = judge(pairs, run.options.min_gain, run.measurer.resolution)
     outcome.speed = speeds(pairs)
+    if verdict != "kept":
+        outcome.causes = diagnose(run, candidate, outcome.speed, begun.causes_since(timed))
+        reason = "; ".join([reason, *(cause.text for cause in outcome.causes[:1])])
     _close(outcome, verdict, reason)
     if verdict == "kept":
         run.ledger.applied, run.current = trial, candidate
-        if step.phase in ("compile", "capture") and run.device.kind != "cpu":
-            # later predictions go by what is left; on the CPU compiled code leaves no events to profile
-            run.progress.phase("profile")
-            run.context.profile = run.profile(candidate) or run.context.profile
+        # later predictions go by what is left
+        _profile_again(run, outcome)
     return None
+
+
+def _profile_again(run: RunState, outcome: StepOutcome) -> None:
+    """Profile the model as optimized so far, where that takes little and shows its ops."""
+    if run.device.kind == "cpu" and run.ledger.applied.only("compile").steps:
+        # compiled code leaves no events there
+        return
+    if seconds_of_profile(row.new_ms for row in outcome.speed) <= PROFILE_SHARE * run.seconds_left:
+        run.progress.phase("profile")
+        run.context.profile = run.current_profile() or run.context.profile
 
 
 def _try_environment(run: RunState, found: Found, outcome: StepOutcome) -> None:
@@ -102,7 +142,7 @@ def _try_environment(run: RunState, found: Found, outcome: StepOutcome) -> None:
         run.context,
         found.params["candidates"],
         min_gain=run.options.min_gain,
-        allowance=ENVIRONMENT_SHARE * run.options.budget,
+        allowance=min(ENVIRONMENT_SHARE * run.options.budget, run.context.seconds_left),
         say=run.progress.phase,
     )
     for trial in trials.done:

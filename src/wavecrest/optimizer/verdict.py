@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # how the reason of a tie begins that a quieter measurement might turn into a verdict
 UNDECIDED = "undecided"
+# share that the original may change by from its first to its last measurement before an undecided result says so
+DRIFTED = 0.05
 QUIETER = "run again on a quieter machine, or with more --budget"
 
 
@@ -57,21 +60,14 @@ def judge(
     return "tie", f"no gain of {min_gain:.0%}; the simpler model stays", ratio, ci
 
 
+def is_hidden_by_resolution(pairs: dict[str, timing.Paired], min_gain: float, resolution: float) -> bool:
+    """True where the intervals decide and `resolution` alone makes a tie of it: worth measuring it again."""
+    return judge(pairs, min_gain)[0] != "tie" and judge(pairs, min_gain, resolution)[0] == "tie"
+
+
 def speeds(pairs: dict[str, timing.Paired]) -> list[BucketSpeed]:
     """The pairs as they are stored in records."""
-    return [
-        BucketSpeed(
-            bucket=bucket,
-            base_ms=pair.base_ms,
-            new_ms=pair.new_ms,
-            ratio=pair.ratio,
-            ci=pair.ci,
-            blocks=pair.n,
-            clock=pair.clock,
-            seed=pair.seed,
-        )
-        for bucket, pair in pairs.items()
-    ]
+    return [BucketSpeed.of(bucket, pair) for bucket, pair in pairs.items()]
 
 
 def result_verdict(claim: Claim, min_gain: float) -> tuple[Literal["faster", "slower", "undecided"], str]:
@@ -87,10 +83,14 @@ def result_verdict(claim: Claim, min_gain: float) -> tuple[Literal["faster", "sl
     if claim.ci.high < 1:
         return "slower", found
     if claim.ci.high < 1 + min_gain:
-        return "undecided", f"{found}: less than the {min_gain:.0%} that were to be proven"
+        return "undecided", (
+            f"{found}: less than the {min_gain:.0%} that were to be proven. Each step was proven by itself and stays "
+            "in the plan; leave steps out with --skip where a simpler model is worth more"
+        )
+    busy = "" if abs(claim.drift) < DRIFTED else f", and the original itself changed by {claim.drift:+.0%} meanwhile"
     return "undecided", (
-        f"{found}: the processes differ by more than the gain. Each step was proven by itself and stays in the plan; "
-        "run `wavecrest verify` when the machine is quiet, or give more --budget"
+        f"{found}: the {claim.unit} differ by more than the gain{busy}. Each step was proven by itself and stays in "
+        "the plan; run `wavecrest verify` when the machine is quiet, or give more --budget"
     )
 
 
@@ -103,19 +103,24 @@ def no_gain_verdict(record: OptimizeRecord, out_of_budget: str) -> tuple[Literal
         record: the run.
         out_of_budget: how the reason of a step begins that had no time left.
     """
+    unstable = [row.bucket for row in record.baseline if row.measurement.unstable]
+    noisy = f"the original's own times are unstable ({', '.join(unstable)})" if unstable else ""
     last = {row.id: row for row in record.steps}
     tried = [row for row in last.values() if row.verdict != "skipped"]
     late = [row.title for row in last.values() if row.verdict == "skipped" and row.reason.startswith(out_of_budget)]
     if late:
         more = f" and {len(late) - 3} more" if len(late) > 3 else ""
-        return "undecided", f"no time was left for {', '.join(late[:3])}{more}; give more --budget"
+        reason = f"no time was left for {', '.join(late[:3])}{more}"
+        return "undecided", f"{reason}, and {noisy}; {QUIETER}" if noisy else f"{reason}; give more --budget"
     if (compiled := last.get("compile:default")) is not None and compiled.verdict == "refused":
         return "undecided", f"torch.compile is refused here: {compiled.reason}"
-    if tried and all(row.verdict == "refused" for row in tried):
-        return "undecided", f"every step was refused ({len(tried)}); the table says why"
-    unstable = [row.bucket for row in record.baseline if row.measurement.unstable]
-    if unstable:
-        return "undecided", f"the original's own times are unstable ({', '.join(unstable)}); {QUIETER}"
+    refused = [row.reason for row in tried if row.verdict == "refused"]
+    if refused and len(refused) == len(tried):
+        reason, count = Counter(refused).most_common(1)[0]
+        why = reason if count == len(refused) else f"{count} of them because {reason}"
+        return "undecided", f"every step was refused ({len(refused)}): {why}"
+    if noisy:
+        return "undecided", f"{noisy}; {QUIETER}"
     open_ones = [row.title for row in tried if row.verdict == "tie" and row.reason.startswith(UNDECIDED)]
     if open_ones:
         return "undecided", f"too noisy to decide on {', '.join(open_ones)}; {QUIETER}"
@@ -124,7 +129,8 @@ def no_gain_verdict(record: OptimizeRecord, out_of_budget: str) -> tuple[Literal
         return "undecided", f"differences below {floor:.1%} are not resolved here; {QUIETER}"
     if not tried:
         return "already optimal", "no step applies to this model here"
-    return "already optimal", f"{len(tried)} steps tried, none with a proven gain of {record.min_gain:.0%}"
+    more = f"; {len(refused)} refused, the table says why" if refused else ""
+    return "already optimal", f"{len(tried)} steps tried, none with a proven gain of {record.min_gain:.0%}{more}"
 
 
 def check_quality(workload: Workload, model: nn.Module) -> list[QualityResult]:

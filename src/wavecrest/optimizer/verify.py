@@ -8,14 +8,17 @@ processes that alternate, by the same code as the final measurement of a run (`a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from wavecrest import hardware
 from wavecrest.measure import timing, workload
-from wavecrest.optimizer.alternate import Claim, SideReport, Task, alternate, medians, run_child
+from wavecrest.measure.speedup import TAIL
+from wavecrest.optimizer.alternate import Claim, alternate, medians
+from wavecrest.optimizer.children import Job, SideReport, Task, run_pair, weight_bytes
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.replay import check_plan
 from wavecrest.records import ProcessSpeed, VerifyProcess, VerifyRecord, provenance
 
 
@@ -24,6 +27,8 @@ def run(
     plan_path: Path,
     *,
     processes: int = 3,
+    looks: Mapping[int, float] | None = None,
+    min_gain: float = 0.0,
     seconds: float = 5.0,
     device: str | None = None,
     on_process: Callable[[int, int], None] | None = None,
@@ -34,7 +39,9 @@ def run(
     Args:
         spec: the workload, as `wavecrest.measure.workload.load` takes it.
         plan_path: the plan file.
-        processes: how many fresh processes a side.
+        processes: how many fresh processes a side; with `looks` the most.
+        looks: as `alternate` takes them; None looks once, after all processes.
+        min_gain: the gain to decide on (0.02: two percent).
         seconds: sampling time a bucket and process.
         device: torch device name; None takes the workload's own.
         on_process: is told (number of the process, processes) before each pair.
@@ -48,20 +55,23 @@ def run(
     loaded = workload.load(spec, device=device)
     found = hardware.detect(loaded.device)
     plan.match(loaded, found)
+    # before any process is started
+    check_plan(plan.kept(), plan.dispatch)
     variables: dict[str, str | None] = {row.name: row.value for row in plan.environment}
     reports: list[SideReport] = []
 
-    def one(side: timing.Side, index: int) -> SideReport:
-        if on_process is not None and (side == "base") == (index % 2 == 0):
+    def one(index: int) -> dict[timing.Side, SideReport]:
+        if on_process is not None:
             on_process(index, processes)
-        task = Task(spec, loaded.device, seconds)
-        if side == "base":
-            return run_child(task, {}, f"process {index} of the original")
-        task = Task(spec, loaded.device, seconds, str(plan_path), check=True)
-        reports.append(run_child(task, variables, f"process {index}"))
-        return reports[-1]
+        original = Job(Task(spec, loaded.device, seconds), {}, f"process {index} of the original")
+        result = Job(Task(spec, loaded.device, seconds, str(plan_path), check=True), variables, f"process {index}")
+        pair = run_pair({"base": original, "new": result}, index, weights=weight_bytes(loaded.model))
+        reports.append(pair["new"])
+        return pair
 
-    claim = alternate(one, unit="processes", looks=(processes,), min_gain=0.0, seconds_left=lambda: math.inf)
+    claim = alternate(
+        one, unit="processes", looks=looks or {processes: TAIL}, min_gain=min_gain, seconds_left=lambda: math.inf
+    )
     results = [_process(index, claim, report) for index, report in enumerate(reports)]
     passed, reason = verdict_of(results, claim, plan)
     return VerifyRecord(

@@ -18,6 +18,7 @@ from wavecrest.errors import InvalidArgument, WorkloadError
 from wavecrest.measure import timing
 from wavecrest.measure.workload import Call
 from wavecrest.profile import trace
+from wavecrest.profile.causes import causes_of_breaks, causes_of_buckets
 from wavecrest.profile.roofline import datasheet, measure_ceilings
 from wavecrest.records import provenance
 
@@ -127,4 +128,5 @@ def record(
         breaks=list(breaks),
         breaks_note=breaks_note,
         ceilings=ceilings,
+        causes=[*causes_of_buckets(buckets), *causes_of_breaks(breaks)],
     )

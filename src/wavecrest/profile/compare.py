@@ -8,27 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from wavecrest.profile.categories import CATEGORIES
+from wavecrest.profile.causes import LEAST, is_float64, is_layout, masked_calls, reads, reads_host, sdpa_backends, total
 from wavecrest.profile.trace import COMPILED, OUTSIDE
-from wavecrest.records import BucketProfile, OpTime
+from wavecrest.records import BucketProfile, Cause, CauseKind, OpTime
 
-# a change below this share of the original's call is not worth a line
-LEAST = 0.02
 # a kernel below this share of its category's growth (that went: of its category's time before) is not named
 NAMED = 0.1
 WIDE = ("float64", "float32")
-COPY_TO_HOST = "Memcpy DtoH"
-# ops that wait until the device has caught up, as their result is a Python number
-WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero", "aten::equal")
-
-
-class Cause(NamedTuple):
-    """One reason for a change: `ms` a call is what it costs (positive) or saves (negative)."""
-
-    text: str
-    ms: float
 
 
 def causes(base: BucketProfile, new: BucketProfile) -> list[Cause]:
@@ -37,26 +25,72 @@ def causes(base: BucketProfile, new: BucketProfile) -> list[Cause]:
     On the CPU the time of compiled code has no ops of its own; it is one entry, against everything that it replaced.
     """
     least = LEAST * base.wall_ms
-    found = [*_categories(base, new, least), *_idle(base, new), *_waits(base, new)]
-    return sorted((cause for cause in found if cause.ms >= least), key=lambda cause: -cause.ms)
+    found = [*_written_out(base, new), *_categories(base, new, least), *_idle(base, new), *_waits(base, new)]
+    return sorted((cause for cause in found if _cost(cause) >= least), key=lambda cause: -_cost(cause))
+
+
+def _cost(cause: Cause) -> float:
+    return cause.ms or 0.0
+
+
+def _written_out(base: BucketProfile, new: BucketProfile) -> Iterator[Cause]:
+    """Calls of a fused kernel that a compiler has written out as products and a softmax."""
+    before, after = sdpa_backends(base), sdpa_backends(new)
+    fused = before.total() - before["math"]
+    if not fused or after.total():
+        return
+    grown = {
+        category: total(new.ops, lambda op, category=category: op.category == category)  # type: ignore[misc]
+        - total(base.ops, lambda op, category=category: op.category == category)  # type: ignore[misc]
+        for category in ("gemm", "normalisation", "attention")
+    }
+    yield Cause(
+        kind="math_attention",
+        text=f"{fused} calls of SDPA are written out: products take {_ms(grown['gemm'])} ms more, "
+        f"softmax and norms {_ms(grown['normalisation'])} ms more",
+        ms=sum(grown.values()),
+    )
 
 
 def _categories(base: BucketProfile, new: BucketProfile, least: float) -> Iterator[Cause]:
-    compiled = _sum(new.ops, lambda op: op.name == COMPILED)
+    compiled = total(new.ops, lambda op: op.name == COMPILED)
     replaced = 0.0
     for category in CATEGORIES:
-        before = _sum(base.ops, lambda op, category=category: _is(op, category))  # type: ignore[misc]
-        after = _sum(new.ops, lambda op, category=category: _is(op, category))  # type: ignore[misc]
+        before = total(base.ops, lambda op, category=category: _is(op, category))  # type: ignore[misc]
+        after = total(new.ops, lambda op, category=category: _is(op, category))  # type: ignore[misc]
         if compiled and after < before:
             replaced += before - after
         elif after - before >= least:
             text = f"{category} {_ms(before)} → {_ms(after)} ms"
-            changes = _changes(base, new, category, after - before)
-            yield Cause(f"{text}: {changes}" if changes else text, after - before)
+            kind, why = _kind(base, new, category, after - before)
+            changes = "; ".join(filter(None, (why, _changes(base, new, category, after - before))))
+            yield Cause(kind=kind, text=f"{text}: {changes}" if changes else text, ms=after - before)
     if compiled > replaced:
-        yield Cause(
-            f"compiled code takes {_ms(compiled)} ms, what it replaced took {_ms(replaced)} ms", compiled - replaced
-        )
+        text = f"compiled code takes {_ms(compiled)} ms, what it replaced took {_ms(replaced)} ms"
+        yield Cause(kind="compiled_code", text=text, ms=compiled - replaced)
+
+
+def _kind(base: BucketProfile, new: BucketProfile, category: str, grown: float) -> tuple[CauseKind, str]:
+    """The kind of a category's growth, and what stands behind it in words."""
+
+    def came(wanted: Callable[[OpTime], bool]) -> bool:
+        def mine(op: OpTime) -> bool:
+            return _is(op, category) and wanted(op)
+
+        return total(new.ops, mine) - total(base.ops, mine) >= grown / 2
+
+    if category == "attention":
+        math = sdpa_backends(new)["math"] > sdpa_backends(base)["math"]
+        path = "SDPA took the math path" if math else ""
+        if masked_calls(new) > masked_calls(base):
+            return "dense_mask", f"{path}, a mask that is written out appeared".removeprefix(", ")
+        if math:
+            return "math_attention", path
+    if came(is_float64):
+        return "float64", ""
+    if category == "memory" and came(is_layout):
+        return "layout", "copies between memory layouts"
+    return ("norms" if category == "normalisation" else "kernels"), ""
 
 
 def _is(op: OpTime, category: str) -> bool:
@@ -109,32 +143,21 @@ def _idle(base: BucketProfile, new: BucketProfile) -> Iterator[Cause]:
     share = new.idle_ms / new.wall_ms if new.wall_ms else 0.0
     before = base.idle_ms / base.wall_ms if base.wall_ms else 0.0
     yield Cause(
-        f"the device waits for the host {share:.0%} of the time ({before:.0%} before), "
+        kind="launch_gaps",
+        text=f"the device waits for the host {share:.0%} of the time ({before:.0%} before), "
         f"{new.launches} launches a call ({base.launches} before)",
-        new.idle_ms - base.idle_ms,
+        ms=new.idle_ms - base.idle_ms,
     )
 
 
 def _waits(base: BucketProfile, new: BucketProfile) -> Iterator[Cause]:
     """Reads by the host: they cost the launches that could have been queued, at least the whole idle time that came."""
-    before, after = _reads(base), _reads(new)
+    before, after = reads(base), reads(new)
     if after > before:
         idle = (new.idle_ms or 0.0) - (base.idle_ms or 0.0)
-        own = _sum(new.ops, _reads_host) - _sum(base.ops, _reads_host)
-        yield Cause(f"the host reads from the device {after} times a call ({before} before) and waits", max(idle, own))
-
-
-def _reads_host(op: OpTime) -> bool:
-    return op.name in WAITS or any(kernel.startswith(COPY_TO_HOST) for kernel in (op.name, *op.kernels))
-
-
-def _reads(profile: BucketProfile) -> int:
-    """Calls that bring a value to the host; of nested ops (item, _local_scalar_dense) only one counts."""
-    return max((op.calls for op in profile.ops if _reads_host(op)), default=0)
-
-
-def _sum(ops: Sequence[OpTime], wanted: Callable[[OpTime], bool]) -> float:
-    return sum(op.ms for op in ops if wanted(op))
+        own = total(new.ops, reads_host) - total(base.ops, reads_host)
+        text = f"the host reads from the device {after} times a call ({before} before) and waits"
+        yield Cause(kind="host_sync", text=text, ms=max(idle, own))
 
 
 def _list(times: dict[str, float]) -> str:

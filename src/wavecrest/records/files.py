@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import gzip
 import hashlib
 import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,6 +84,22 @@ def _lock(path: Path) -> IO[str]:
         file.close()
 
 
+def sweep(folder: Path, names: Iterable[str]) -> None:
+    """Take away what a process that was killed while it wrote these files has left beside them.
+
+    Only for a folder that is held (`locked`): another process may be writing elsewhere.
+    """
+    for name in names:
+        for path in folder.glob(f".{glob.escape(_stem(name))}.*"):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _stem(name: str) -> str:
+    """The begin of a temporary name; a name may be as long as the file system allows."""
+    return name[:40]
+
+
 def first_problem(error: pydantic.ValidationError) -> str:
     """The first problem of a value that fits no schema, as "steps.0.level: Input should be …"."""
     first = error.errors()[0]
@@ -107,6 +124,24 @@ def prepare_folder(folder: Path) -> Path:
     return folder
 
 
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """`prepare_folder`; what it created is gone again if the work in it raises and has left nothing there.
+
+    Raises:
+        OutputError: it cannot be created or written.
+    """
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        yield prepare_folder(folder)
+    except BaseException:
+        for one in missing:
+            # with something in it, it stays
+            with suppress(OSError):
+                one.rmdir()
+        raise
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all (a temporary file beside it, then a rename).
 
@@ -119,6 +154,15 @@ def write_text(path: Path, text: str) -> None:
         held = text.encode()
     except UnicodeEncodeError:
         raise OutputError(f"cannot write {decode.shown(path)}: its text has half of a surrogate pair") from None
+    _write(path, held)
+
+
+def write_bytes(path: Path, held: bytes) -> None:
+    """`write_text` for bytes.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
     _write(path, held)
 
 
@@ -155,8 +199,8 @@ def _write(path: Path, held: bytes) -> None:
         if not stat.S_ISREG(mode):
             return _write_into(path, mode, held)
         target = Path(os.path.realpath(path))
-        # a name may be as long as the file system allows: the temporary one has its beginning alone
-        with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name[:40]}.", delete=False) as file:
+        prefix = f".{_stem(target.name)}."
+        with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=prefix, delete=False) as file:
             temporary = Path(file.name)
             file.write(held)
         temporary.chmod(stat.S_IMODE(mode))
@@ -234,13 +278,24 @@ def read_document(path: Path, *, what: str, current: int, error: type[UserError]
         RecordError (or `error`): no such file, damaged, foreign, or newer than this version.
     """
     document = read_json(path, what=what, error=error)
+    return document_of(document, decode.shown(path), what=what, current=current, error=error)
+
+
+def document_of(
+    document: Any, name: str, *, what: str, current: int, error: type[UserError] = RecordError
+) -> dict[str, Any]:
+    """A value read as JSON, if it is an object with a `format_version` of at most `current`; `name` is its file's.
+
+    Raises:
+        RecordError (or `error`): it is foreign, or newer than this version.
+    """
     version = document.get("format_version") if isinstance(document, dict) else None
     # True is a whole number, too
     if type(version) is not int or version < 0:
-        raise error(f"{decode.shown(path)} is not a wavecrest {what}: it has no format_version")
+        raise error(f"{name} is not a wavecrest {what}: it has no format_version")
     if version > current:
         raise error(
-            f"the {what} {decode.shown(path)} has format {version}, this wavecrest ({__version__}) reads up to "
+            f"the {what} {name} has format {version}, this wavecrest ({__version__}) reads up to "
             f"{current}; upgrade wavecrest"
         )
     found: dict[str, Any] = document

@@ -1,23 +1,17 @@
-"""Result files: what every command leaves behind, as versioned JSON.
+"""Records of models: what `bench`, `profile`, `optimize` and `verify` of a workload leave behind.
 
-A record names its kind and format version, the machine, the versions and commit, and the exact command. A file of a
-newer format, of another program, or cut short gets one clear error; older formats migrate step by step. A name that
-ends with `.jsonl.gz` is written as compressed JSON lines, any other as JSON; both are read.
+`schema_ops` has those of ops, `result_files` reads and writes both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from wavecrest.errors import RecordError
-from wavecrest.measure.timing import Interval, Measurement
-from wavecrest.records import decode
-from wavecrest.records.files import Model, first_problem, read_document, write_model
+from wavecrest.measure.timing import Interval, Measurement, Paired
+from wavecrest.records.files import Model
 from wavecrest.records.provenance import Header
 from wavecrest.records.renamed import current_backend
 
@@ -30,12 +24,14 @@ BackendName = Annotated[str, pydantic.AfterValidator(current_backend)]
 
 
 class BucketBench(Model):
-    """Baseline of one bucket."""
+    """Baseline of one bucket; `samples` and `tokens` are those of one call, None where it has no such thing."""
 
     bucket: str
     measurement: Measurement
     shapes: dict[str, str]
     peak_memory_bytes: int | None
+    samples: int | None = None
+    tokens: int | None = None
 
 
 class BenchRecord(Model):
@@ -48,6 +44,8 @@ class BenchRecord(Model):
     dtype: str
     parameters: int
     buckets: list[BucketBench]
+    # other forms of the model beside it: torch.compile of it, a plan applied to it
+    sides: list[SideBench] = Field(default_factory=list)
 
 
 class CategoryTime(Model):
@@ -99,6 +97,33 @@ class GraphBreak(Model):
     reason: str
 
 
+# what makes a model slow, or a candidate slower than the model before it
+CauseKind = Literal[
+    "math_attention",  # SDPA took the math path
+    "dense_mask",  # attention got a mask that is written out
+    "graph_breaks",
+    "recompiles",
+    "eager",  # a function runs in eager, though it was to be compiled
+    "norms",  # normalisation takes more, or is not fused
+    "launch_gaps",  # the device waits for the host
+    "host_sync",  # the host waits for a value from the device
+    "layout",  # copies between memory layouts
+    "float64",
+    "kernels",  # other or slower kernels in a category
+    "clocks",  # the device's clock is held down
+    "compiled_code",  # fused code takes more than what it replaced
+    "unknown",
+]
+
+
+class Cause(Model):
+    """Something that costs time, in one sentence; `ms` of a call, None where that is not known."""
+
+    kind: CauseKind
+    text: str
+    ms: float | None = None
+
+
 class BucketProfile(Model):
     """Where the time of one bucket goes."""
 
@@ -126,6 +151,8 @@ class ProfileRecord(Model):
     breaks_note: str = ""
     # ceilings that the percentages of the roofline refer to; None where they are not known
     ceilings: Ceilings | None = None
+    # what costs time in the model as it is, the buckets in their order
+    causes: list[Cause] = Field(default_factory=list)
 
 
 Verdict = Literal["kept", "reverted", "tie", "refused", "skipped"]
@@ -158,6 +185,28 @@ class BucketSpeed(ProcessSpeed):
     # of the generator that drew the order of blocks
     seed: int | None = None
 
+    @classmethod
+    def of(cls, bucket: str, pair: Paired) -> BucketSpeed:
+        """The row of a bucket's pair as the timer made it."""
+        return cls(
+            bucket=bucket, base_ms=pair.base_ms, new_ms=pair.new_ms, ratio=pair.ratio, ci=pair.ci, blocks=pair.n,
+            clock=pair.clock, seed=pair.seed,
+        )  # fmt: skip
+
+
+class SideBench(Model):
+    """Another form of a workload's model beside the model as it is (`base_ms`), or the reason why there is no time.
+
+    `first_s`: seconds until every bucket had its first answer, compilation among them. `error`: the largest relative
+    difference of an answer from the model's.
+    """
+
+    name: str
+    first_s: float | None = None
+    error: float | None = None
+    buckets: list[BucketSpeed] = Field(default_factory=list)
+    problem: str = ""
+
 
 class BucketError(Model):
     """Error of one output of a bucket against the high-precision reference of the original model.
@@ -189,7 +238,9 @@ class GateSummary(Model):
     """The work of the accuracy gate in a run.
 
     `seed` and the versions reproduce the values. `checks`, `calls` and `leaves` count over all candidates: models
-    checked, calls made, values compared. `seconds` is what it all took, the reference outputs included.
+    checked, calls made, values compared. `timed` are answers of calls that were being timed, compared with those of the
+    model before. `not_run` has the rules that were left out, for some candidate at least, with the reason. `seconds` is
+    what it all took, the reference outputs included, the timed calls and the first compilation of a candidate not.
     """
 
     seed: int
@@ -198,8 +249,18 @@ class GateSummary(Model):
     checks: int = 0
     calls: int = 0
     leaves: int = 0
+    timed: int = 0
+    not_run: dict[str, str] = Field(default_factory=dict)
     seconds: float = 0.0
     notes: list[str] = Field(default_factory=list)
+
+    def add(self, other: GateSummary) -> None:
+        """Count the work of a second gate of the same seed too; its buckets and rules are its own."""
+        self.checks += other.checks
+        self.calls += other.calls
+        self.leaves += other.leaves
+        self.seconds += other.seconds
+        self.notes += [text for text in other.notes if text not in self.notes]
 
 
 class QualityResult(Model):
@@ -225,8 +286,15 @@ class StepOutcome(Model):
     prediction: str = ""
     verdict: Verdict
     reason: str
+    # of a step that was measured and not kept: what it spends more on than the model before
+    causes: list[Cause] = Field(default_factory=list)
+    # why it was tried when it was, and how many seconds that was expected to take
+    chosen: str = ""
+    expected_seconds: float | None = None
     ratio: float | None = None
     ci: Interval | None = None
+    # the share below which the original differed from itself when it was judged; None where it was not timed in pairs
+    resolution: float | None = None
     speed: list[BucketSpeed] = Field(default_factory=list)
     numerics: list[BucketError] = Field(default_factory=list)
     quality: list[QualityResult] = Field(default_factory=list)
@@ -304,6 +372,8 @@ class OptimizeRecord(Model):
     samples: list[Samples] = Field(default_factory=list)
     result: Result | None = None
     coverage: list[DecisionRow] = Field(default_factory=list)
+    # of the whole run; None in records of before 2026-11-25 and of interrupted runs
+    seconds: float | None = None
     # None in records made before the gate kept one
     gate: GateSummary | None = None
     notes: list[str] = Field(default_factory=list)
@@ -329,284 +399,38 @@ class VerifyRecord(Model):
     plan: str
     processes: list[VerifyProcess]
     ratio: float
-    # None for a single process, which has none
+    # None for a single process: the interval is over processes
     ci: Interval | None
     drift: float | None = None
     passed: bool
     reason: str
 
 
-SamplesKept = Literal["full", "thinned"]
+class Check(Model):
+    """One part of a check: passed, failed, or (None) not done, with the reason."""
+
+    what: str
+    passed: bool | None
+    detail: str
 
 
-class ImplTiming(Model):
-    """One implementation of an op on one case; `problem` says why it has no time, `ms` and `ci` are None then.
+class BundleRecord(Model):
+    """`wavecrest verify --bundle`.
 
-    `relative` and `worst` are its error against the op's reference (`numerics.compare`, the larger of all results).
-    `samples` (ms) are the rounds of the measurement, the same rounds for every implementation of the case: `ms` is
-    their median, `ci` its `timing.bootstrap_median`. The record says if some are left out.
+    `outcome`: confirmed (everything that was checked holds), not confirmed (something does not, or could not be
+    decided), other machine (what does not depend on the machine holds, and the speed cannot be compared here).
     """
 
-    name: str
-    ms: float | None = None
-    ci: Interval | None = None
-    # the first call, with everything that compiles in it
-    first_ms: float | None = None
-    relative: float | None = None
-    worst: float | None = None
-    samples: list[float] = Field(default_factory=list)
-    problem: str = ""
-
-
-class OpCase(Model):
-    """One op on one set of arguments: our implementation first, then the peers.
-
-    `columns` is the last size of the first argument, 0 if it has no rows. `bytes` is the least that must move;
-    `tensor_bytes` the size of the largest argument. `copy_ms` is a copy that reads and writes `bytes` in all, timed in
-    the same rounds. `ratio` is the best peer's time over ours (above 1: ours is faster) with its paired interval; None
-    where either has no time.
-    """
-
-    case: str
-    dtype: str = ""
-    columns: int = 0
-    shapes: list[str] = Field(default_factory=list)
-    bytes: int = 0
-    flops: int = 0
-    tensor_bytes: int = 0
-    backend: BackendName = ""
-    config: dict[str, int] = Field(default_factory=dict)
-    rounds: int = 0
-    copy_ms: float | None = None
-    impls: list[ImplTiming] = Field(default_factory=list)
-    best_peer: str | None = None
-    ratio: float | None = None
-    ci: Interval | None = None
-    # why the whole case was not measured (out of memory, no time left)
-    problem: str = ""
-
-
-class OpBench(Model):
-    """`wavecrest bench OP`: one op over a suite.
-
-    `copy_gbps` is what percentages compare with: bytes read plus written, in GB/s, by a copy of a tensor of
-    `copy_bytes` measured just before this op. `geomean` is over the ratios of all cases, with its paired interval.
-    """
-
-    op: str
-    copy_gbps: float = 0.0
-    copy_bytes: int
-    clock: str = ""
-    cases: list[OpCase] = Field(default_factory=list)
-    geomean: float | None = None
-    ci: Interval | None = None
-    # why the measurement of this op ended early
-    problem: str = ""
-
-
-class OpBenchRecord(Model):
-    """`wavecrest bench OP …`: several ops in one file, or one op a file; `peers` holds versions, `missing` reasons.
-
-    `samples`: "thinned" where the file keeps every n-th round alone, as all did until 2026-11-24.
-    """
-
-    kind: Literal["bench-ops"] = "bench-ops"
+    kind: Literal["bundle"] = "bundle"
     format_version: int = FORMAT_VERSION
     header: Header
-    suite: str
-    peers: dict[str, str]
-    missing: dict[str, str]
-    samples: SamplesKept = "thinned"
-    ops: list[OpBench]
-
-
-TuneStatus = Literal["refused", "failed", "wrong", "impossible", "dropped", "timed", "won"]
-
-
-class TuneCandidate(Model):
-    """One way to run the calls of a key, and what became of it.
-
-    `status`: refused (the backend or the compiler declines it), failed (raised, ended its process, or did not come to
-    an end), wrong, impossible (a time below what the hardware can do), dropped (correct, and slower than the best in
-    the quick round), timed (in the final round), won; all but the last two with the reason. `role`: native is PyTorch,
-    default what runs where nothing is measured.
-    `quick_ms` is from the last quick round it was in; `samples` (ms) are the rounds of the final one, `ms` their median
-    and `ci` its `timing.bootstrap_median`. The record says if some samples are left out.
-    """
-
-    backend: BackendName
-    config: dict[str, int] = Field(default_factory=dict)
-    role: Literal["native", "default", "tried"] = "tried"
-    status: TuneStatus = "timed"
-    reason: str = ""
-    # the first call in this process: what was not compiled ahead is in it
-    first_ms: float | None = None
-    relative: float | None = None
-    worst: float | None = None
-    # the largest error as a share of what the op allows that element; None where the op says nothing
-    of_bound: float | None = None
-    quick_ms: float | None = None
-    ms: float | None = None
-    ci: Interval | None = None
-    samples: list[float] = Field(default_factory=list)
-
-
-class TunedKey(Model):
-    """One shape key: its candidates and the winner among them.
-
-    `us` and `native_us` are medians of the final round; `ratio` is native over winner with its paired interval. All are
-    None where there is no such time; `least_us` is the floor below which a time is refused.
-    """
-
-    case: str
-    key: dict[str, str | int | bool | None]
-    backend: BackendName | None = None
-    config: dict[str, int] = Field(default_factory=dict)
-    reason: str = ""
-    us: float | None = None
-    native_us: float | None = None
-    ratio: float | None = None
-    ci: Interval | None = None
-    least_us: float | None = None
-    rounds: int = 0
-    clock: str = ""
-    seconds: float = 0.0
-    candidates: list[TuneCandidate] = Field(default_factory=list)
-    # why there is no winner
-    problem: str = ""
-
-
-class TuneCompilation(Model):
-    """Compilation before anything was timed: distinct kernels, those that failed, and those not reached in time.
-
-    `note` says why, where nothing was compiled.
-    """
-
-    kernels: int = 0
-    failed: dict[str, str] = Field(default_factory=dict)
-    left: int = 0
-    workers: int = 0
-    seconds: float = 0.0
-    note: str = ""
-
-
-class TuneRecord(Model):
-    """`wavecrest tune OP`: `left` are the cases without a result and why; `problem` is why the run ended early.
-
-    `children` are the processes that keys were spread over, 0 where all ran in one; `endings` say which of them ended
-    in the middle of a key, and why; `unfinished` has, by case, the candidates that ended one and are not run again.
-    `samples`: "thinned" where the file keeps every n-th round alone, as all did until 2026-11-24.
-    """
-
-    kind: Literal["tune"] = "tune"
-    format_version: int = FORMAT_VERSION
-    header: Header
-    op: str
-    suite: str
-    budget_seconds: float
-    seconds: float = 0.0
-    compilation: TuneCompilation = Field(default_factory=TuneCompilation)
-    samples: SamplesKept = "thinned"
-    keys: list[TunedKey] = Field(default_factory=list)
-    left: dict[str, str] = Field(default_factory=dict)
-    children: int = 0
-    endings: list[str] = Field(default_factory=list)
-    unfinished: dict[str, dict[str, str]] = Field(default_factory=dict)
-    problem: str = ""
-
-
-class CalledKey(Model):
-    """A key that a workload calls: `calls` in one pass over its buckets, what ran them before, and what was found.
-
-    `left` says why it was not tuned or has no winner, `note` why its row decided nothing when the workload was timed.
-    `before_us` and `us` are the op's own times, of what ran before (None where that was in no final) and of the winner.
-    """
-
-    op: str
-    case: str
-    key: dict[str, str | int | bool | None]
-    calls: int
-    backend: BackendName
-    config: dict[str, int] = Field(default_factory=dict)
-    source: str
-    left: str = ""
-    winner: BackendName = ""
-    winner_config: dict[str, int] = Field(default_factory=dict)
-    before_us: float | None = None
-    us: float | None = None
-    note: str = ""
-
-
-class WorkloadTuneRecord(Model):
-    """`wavecrest tune WORKLOAD`: the keys it calls, their tuning by op, and its own time before and after.
-
-    `verdict`: kept (the workload is faster by the rows), tie, slower, nothing (no row changes what runs), or "" where
-    the run ended before. `kept`: the rows are worth keeping; `written`: they are in the user's database.
-    """
-
-    kind: Literal["tune-workload"] = "tune-workload"
-    format_version: int = FORMAT_VERSION
-    header: Header
+    bundle: str
+    # the first digits of the SHA-256 of the file
+    content: str
     workload: str
-    seconds: float = 0.0
-    keys: list[CalledKey] = Field(default_factory=list)
-    tunes: list[TuneRecord] = Field(default_factory=list)
-    buckets: list[BucketSpeed] = Field(default_factory=list)
-    ratio: float | None = None
-    ci: Interval | None = None
-    verdict: Literal["", "kept", "tie", "slower", "nothing"] = ""
-    reason: str = ""
-    kept: bool = False
-    written: bool = False
-    problem: str = ""
-
-
-Record = BenchRecord | ProfileRecord | OptimizeRecord | VerifyRecord | OpBenchRecord | TuneRecord | WorkloadTuneRecord
-_ADAPTER: pydantic.TypeAdapter[Record] = pydantic.TypeAdapter(Annotated[Record, Field(discriminator="kind")])
-_KINDS = ("bench", "profile", "optimize", "verify", "bench-ops", "tune", "tune-workload")
-# format version n -> function that turns a version-n document into n + 1
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-
-R = TypeVar(
-    "R", BenchRecord, ProfileRecord, OptimizeRecord, VerifyRecord, OpBenchRecord, TuneRecord, WorkloadTuneRecord
-)
-
-
-def save(record: Record, path: Path) -> None:
-    """Write a record: as compressed JSON lines if the name ends with `.jsonl.gz`, else as JSON.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    write_model(path, record)
-
-
-def load(path: Path) -> Record:
-    """Read a result file of any kind, in either form.
-
-    Raises:
-        RecordError: damaged, foreign or newer.
-    """
-    document = read_document(path, what="result file", current=FORMAT_VERSION)
-    if document.get("kind") not in _KINDS:
-        raise RecordError(f"{decode.shown(path)} is not a wavecrest result file: kind {document.get('kind')!r}")
-    while document["format_version"] < FORMAT_VERSION:
-        if document["format_version"] not in MIGRATIONS:
-            raise RecordError(f"{decode.shown(path)} has format {document['format_version']}, which there never was")
-        document = MIGRATIONS[document["format_version"]](document)
-    try:
-        return _ADAPTER.validate_python(document)
-    except pydantic.ValidationError as problem:
-        raise RecordError(f"the result file {decode.shown(path)} is damaged: {first_problem(problem)}") from None
-
-
-def load_as(path: Path, kind: type[R]) -> R:
-    """Read a result file of one kind.
-
-    Raises:
-        RecordError: it is of another kind, damaged, foreign or newer.
-    """
-    record = load(path)
-    if not isinstance(record, kind):
-        raise RecordError(f"{path} is a {record.kind} result, not {kind.model_fields['kind'].default}")
-    return record
+    claim: str
+    outcome: Literal["confirmed", "not confirmed", "other machine"]
+    reason: str
+    checks: list[Check]
+    # the speed measured again; None where that was not done
+    verified: VerifyRecord | None = None

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from wavecrest.report.page import render, write
-from wavecrest.report.words import Headline, headline
+from wavecrest.report.words import Headline, first_line, headline
 
-__all__ = ["Headline", "headline", "render", "write"]
+__all__ = ["Headline", "first_line", "headline", "render", "write"]

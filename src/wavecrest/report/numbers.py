@@ -70,13 +70,18 @@ def error(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.2e}"
 
 
-def error_ratio(error_value: float, own: float) -> str:
-    """Error over the original's own error: 1.02×; an own error of zero gives the error itself."""
-    if not (finite(error_value) and finite(own)):
+def is_nan(value: float) -> bool:
+    """Whether an error is not a number."""
+    return math.isnan(value)
+
+
+def error_share(error_value: float, limit: float) -> str:
+    """Error as a share of its limit: 52 %; where the limit is zero the error itself."""
+    if not (finite(error_value) and finite(limit)):
         return NOT_FINITE
-    if own == 0:
-        return "0" if error_value == 0 else f"{error_value:.1e} (own 0)"
-    return f"{error_value / own:.2f}×"
+    if limit == 0:
+        return "0" if error_value == 0 else f"{error_value:.1e} (limit 0)"
+    return f"{significant(error_value / limit * 100, 2)} %"
 
 
 def count(value: int) -> str:

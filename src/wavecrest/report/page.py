@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from wavecrest.records import BucketError, DecisionRow, OptimizeRecord, StepOutcome, Verdict, files
-from wavecrest.report import breakdown, histograms, numbers, roofline, waterfall, words
+from wavecrest.records import DecisionRow, OptimizeRecord, StepOutcome, Verdict, files
+from wavecrest.report import breakdown, histograms, numbers, proof, roofline, waterfall, words
 
 FILTERS = {
     "count": numbers.count,
@@ -49,9 +48,10 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters.update(FILTERS)
     environment.globals.update(
-        error_ratio=numbers.error_ratio,
-        worst_error=worst_error,
+        error_share=numbers.error_share,
+        worst_error=proof.worst_error,
         details_line=details_line,
+        final_claim=proof.final_claim,
         plain=plain,
         unchanged=words.unchanged,
     )
@@ -72,12 +72,17 @@ def render(record: OptimizeRecord) -> str:
             device=record.header.device,
             headline=words.headline(record),
             summary=words.summary(record),
+            times=words.times(record),
+            tried=[step for step in record.steps if step.verdict != "skipped"],
+            skipped=[step for step in record.steps if step.verdict == "skipped"],
             evidence=words.evidence(record),
             facts=facts(record),
+            timer=proof.timer(record),
+            gate=proof.gate(record),
             commands=words.commands(record),
             verdicts=words.VERDICTS,
             waterfalls=waterfall.panels(record),
-            times=breakdown.time_panels(record),
+            panels=breakdown.time_panels(record),
             rooflines=roofline.panels(record),
             roofline_legend=roofline.legend(record),
             histograms=kept,
@@ -120,7 +125,7 @@ def facts(record: OptimizeRecord) -> list[tuple[str, str]]:
         ("Device", str(device.get("name", "unknown"))),
         ("Architecture", str(device.get("arch", "unknown"))),
         ("Size", f"{units} {unit_name}, {numbers.memory(memory)}" if units and memory else "unknown"),
-        ("Driver", str(device.get("driver", "unknown"))),
+        ("Linux kernel" if device.get("kind") == "cpu" else "Driver", str(device.get("driver", "unknown"))),
         ("Platform", versions.platform),
         ("PyTorch", versions.torch or "not installed"),
         ("Triton", versions.triton or "not installed"),
@@ -143,30 +148,12 @@ def sources(coverage: list[DecisionRow]) -> list[tuple[str, int]]:
 
 
 def dropped(steps: list[StepOutcome]) -> list[tuple[Verdict, str, int, str]]:
-    """(verdict, titles, attempt, reason) of what was not kept; steps skipped for one reason share a row."""
+    """(verdict, title, attempt, reason) of what was tried and not kept."""
     rows: list[tuple[Verdict, str, int, str]] = []
     order: tuple[Verdict, ...] = ("reverted", "tie", "refused")
     for verdict in order:
         rows += [(verdict, step.title, step.attempt, step.reason) for step in steps if step.verdict == verdict]
-    skipped: dict[str, list[str]] = {}
-    for step in steps:
-        if step.verdict == "skipped":
-            skipped.setdefault(step.reason, []).append(step.title)
-    return rows + [("skipped", ", ".join(titles), 1, reason) for reason, titles in skipped.items()]
-
-
-def worst_error(checks: list[BucketError]) -> str:
-    """Error over own error of the output nearest to its limit, a failed check first."""
-    if not checks:
-        return numbers.DASH
-
-    def order(check: BucketError) -> tuple[bool, bool, float]:
-        # comparisons with NaN are all false, so it needs a place of its own: the worst
-        nan = math.isnan(check.error)
-        return not check.passed, nan, 0.0 if nan else check.error / check.limit if check.limit else check.error
-
-    worst = max(checks, key=order)
-    return numbers.error_ratio(worst.error, worst.own)
+    return rows
 
 
 def details_line(step: StepOutcome) -> str:

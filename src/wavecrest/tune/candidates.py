@@ -69,11 +69,11 @@ def backends(op: AnyOp, wanted: Iterable[str] | None) -> tuple[str, ...]:
 def configurations(op: AnyOp, backend: str, key: Key, arch: Arch | None) -> tuple[Config, ...]:
     """The configurations of a backend to try for a key, each once, its default first.
 
-    `arch`: None if the hardware is unknown; then only the default is tried.
+    `arch`: None if the hardware is unknown; then only the default is tried, or what the backend was registered with.
     """
     default = op.config_of(backend, key)
     space = op.study.kernel(backend).space
-    more = () if space is None or arch is None else space(key, arch)
+    more = op.backends[backend].configs if space is None or arch is None else space(key, arch)
     return tuple(dict.fromkeys((default, *more)))
 
 
@@ -115,10 +115,11 @@ def field(
                 if problem:
                     refused.append((name, f"with {_words(config)}, {problem}"))
                     continue
-                # a tie goes to the default of the first backend, and to no other default
-                is_default = config == own and not has_default
+                # a tie goes to the default of the first backend, and to no other default; never to a user's kernel,
+                # which runs nowhere by default
+                is_default = config == own and not has_default and not backend.user
                 found.append(Candidate(name, config, "default" if is_default else "tried"))
-            has_default = True
+            has_default = has_default or not backend.user
     if limit is not None and arch is not None:
         found, left = _likeliest(op, found, key, arch, limit)
         refused += left

@@ -20,20 +20,24 @@ from typing import Any
 import torch
 
 from wavecrest import hardware, ops
-from wavecrest.bench import suites
+from wavecrest.backends import user_files
+from wavecrest.bench import sizes, suites
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.records import decode, provenance
-from wavecrest.tune import admission, candidates, race, shapes, trial, untuned_calls
+from wavecrest.tune import admission, candidates, race, trial, untuned_calls
 
 Say = Callable[[dict[str, Any]], None]
 
 
-def greeting(device: hardware.Device, modules: tuple[str, ...], seconds: float) -> dict[str, Any]:
-    """The first message to a child: the device (as it is named in the child) and the modules to import."""
-    return {"device": device.to_dict() | {"index": 0}, "modules": list(modules), "seconds": seconds}
+def greeting(
+    device: hardware.Device, modules: tuple[str, ...], seconds: float, kernels: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The first message to a child: the device (as it is named in the child), what to import and what to load."""
+    named = device.to_dict() | {"index": 0}
+    return {"device": named, "modules": list(modules), "seconds": seconds, "kernels": list(kernels)}
 
 
 def job(op: AnyOp, one: trial.Trial) -> dict[str, Any]:
@@ -77,7 +81,7 @@ def _case(name: str, source: dict[str, Any], op: AnyOp, key: Key, device: str) -
         if case is None:
             raise InvalidArgument(f"suite {source['suite']} of {op.name} has no case {name!r} in this process")
     elif "sizes" in source:
-        case = suites.Case(name, partial(shapes.call, op, source["sizes"], source["dtype"], device))
+        case = suites.Case(name, partial(sizes.call, op, source["sizes"], source["dtype"], device))
     else:
         # a call that is made from its key has that key, or is refused
         return suites.Case(name, partial(untuned_calls.call, op, untuned_calls.parts_of(op, key), device))
@@ -134,6 +138,8 @@ def main() -> None:
     first = arrived.get()
     for name in first["modules"]:
         importlib.import_module(name)
+    for spec in first["kernels"]:
+        user_files.load(spec)
     device = hardware.Device(**first["device"])
     here = hardware.detect("cpu" if device.kind == "cpu" else "cuda:0")
     versions = provenance.versions()

@@ -18,7 +18,7 @@ from wavecrest.dispatch import lookup, registry
 from wavecrest.dispatch.decision import Decision, Key
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.dispatch.tuned import Cell, Entry, Overlay, Row
-from wavecrest.errors import InvalidArgument, Unsupported
+from wavecrest.errors import InvalidArgument, Unsupported, WavecrestError, WorkloadError
 from wavecrest.hardware import Device
 from wavecrest.measure import timing
 from wavecrest.measure.timing import Clock
@@ -48,11 +48,21 @@ class Called:
 
 
 def called(workload: Workload) -> list[Called]:
-    """The keys that one pass over the buckets calls, the most frequent first."""
+    """The keys that one pass over the buckets calls, the most frequent first.
+
+    Raises:
+        WorkloadError: the model raised.
+    """
     registry.forget()
     with registry.coverage() as seen:
         for bucket in workload.buckets:
-            workload.run(bucket)
+            try:
+                workload.run(bucket)
+            except WavecrestError:
+                raise
+            except Exception as error:
+                first = (str(error).strip().splitlines() or ["(no message)"])[0]
+                raise WorkloadError(f"bucket {bucket} raised {type(error).__name__}: {first}") from error
     found = [Called(ops.get(one.op), one.key, one, calls) for one, calls in seen]
     return sorted(found, key=lambda one: -one.calls)
 

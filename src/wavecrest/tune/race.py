@@ -1,7 +1,7 @@
 """Time the candidates of a key: a quick round that halves the field, a final among the best, and the judgement.
 
-Times are of interleaved calls with cold caches (`timing.measure_interleaved`), so that drift hits all candidates alike
-and a judgement can rest on pairs.
+Times are of interleaved calls with cold caches (`interleaved.measure`), so that drift hits all candidates
+alike and a judgement can rest on pairs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from wavecrest import records
-from wavecrest.measure import timing
-from wavecrest.measure.timing import Clock, Interleaved, Interval
+from wavecrest.measure import interleaved, timing
+from wavecrest.measure.interleaved import Interleaved
+from wavecrest.measure.timing import Clock, Interval
 
 # interleaved rounds of the quick round; after each, candidates slower than DROP times the best are dropped
 RUNGS = (4, 8, 16)
@@ -38,7 +39,7 @@ def timer_of(device: str, now: Clock = time.perf_counter) -> Timer:
     """The timer of a torch device; `now`: where the host's time comes from."""
 
     def taken(works: Sequence[Callable[[], Any]], *, rounds: int, seconds: float) -> Interleaved:
-        return timing.measure_interleaved(works, device=device, seconds=seconds, min_rounds=rounds, now=now)
+        return interleaved.measure(works, device=device, seconds=seconds, min_rounds=rounds, now=now)
 
     return taken
 

@@ -43,7 +43,8 @@ class Settings:
         seconds: of the final round of a key (`race.FINAL_ROUNDS` rounds are the least).
         workers: child processes that compile; None: one less than the number of cores.
         timeout: seconds of silence after which a candidate in a child is given up (`pool.Pool`).
-        modules: Python modules that children import first, such as a user's ops and backends.
+        modules: Python modules that children import first, such as a user's ops.
+        kernels: files and modules with a user's kernels, which children load first (`backends.user_files.load`).
         candidates: number of configurations per key, beside the default, that the cost model ranks first; None:
         all.
         configs: configurations to try in place of the default and the backends' spaces, each by the backends that it
@@ -59,6 +60,7 @@ class Settings:
     candidates: int | None = None
     timeout: float = 60.0
     modules: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
     configs: tuple[Config, ...] | Mapping[str, tuple[Config, ...]] | None = None
 
     def configs_of(self, case: str) -> tuple[Config, ...] | None:
@@ -379,7 +381,7 @@ def _spread(run: _Run, planned: list[trial.Trial], starts: Sequence[workers.Star
         "name": run.device.name,
         "versions": {name: getattr(versions, name) for name in ("wavecrest", "torch", "triton")},
     }
-    hello = child.greeting(run.device, settings.modules, settings.seconds)
+    hello = child.greeting(run.device, settings.modules, settings.seconds, settings.kernels)
     own = pool.Pool(run.op, hello, settings.timeout, run.deadline, expected, run.now)
     run.record.children = len(starts)
     done: set[int] = set()

@@ -19,7 +19,7 @@ from wavecrest.bench import suites
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.hardware import Device
-from wavecrest.measure.timing import Interleaved
+from wavecrest.measure.interleaved import Interleaved
 from wavecrest.tune import admission, candidates, race
 
 # calls of a candidate that runs alone, and seconds after which it has had enough
@@ -58,8 +58,8 @@ class Trial:
         ended: candidates that crashed or hung a process, with the reasons; they are not run again.
         alone: run every candidate for a while by itself before it is timed among others, to find the one that ends
             the process.
-        source: how another process makes the case: {"suite": its suite}, {"sizes": …, "dtype": …} (`shapes.call`), or
-            nothing, which is from the key (`untuned_calls.call`).
+        source: how another process makes the case: {"suite": its suite}, {"sizes": …, "dtype": …}
+            (`bench.sizes.call`), or nothing, which is from the key (`untuned_calls.call`).
     """
 
     case: suites.Case

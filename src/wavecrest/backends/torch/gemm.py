@@ -15,11 +15,27 @@ from torch.nn import functional as F
 from wavecrest.backends.torch.common import PRIORITY, ROUNDED, UNROUNDED, rounds, settings_of
 from wavecrest.dispatch.keys import dtype_name, needs_grad, row_bucket
 from wavecrest.ops._gemm.backend import op
-from wavecrest.ops._gemm.call import FLOATS, GATED, GemmCall, kinds
+from wavecrest.ops._gemm.call import FAST_ACCUM, FLOATS, GATED, GemmCall, kinds
 from wavecrest.ops.common.quantized import Quantization
 from wavecrest.ops.common.quantized import reference as quantized
 
 Bound = Callable[[GemmCall], Tensor]
+
+
+def more_than_linear(call: GemmCall) -> str | None:
+    """The reason why a call is more than act(a @ b + bias) with one matrix b, or needs gradients."""
+    if call.form != "plain" or not call.flat or call.tail is not None:
+        return "takes one plain matrix b"
+    if call.bias is not None and (call.bias.dtype != call.a.dtype or call.bias_along != "n"):
+        return "takes a bias along N, of a's dtype"
+    more = (call.residual, call.out_scale, call.norm_weight, call.scale_a, call.scale_b)
+    if any(part is not None for part in more) or call.alpha != 1.0:
+        return "applies no scales, norm, factor or residual"
+    if 0 in (call.M, call.N, call.K):
+        return "takes no empty matrices"
+    if needs_grad(call.a, call.b, call.bias):
+        return "has no gradients"
+    return None
 
 
 def refuse(call: GemmCall) -> str | None:
@@ -215,6 +231,7 @@ def _by_rows(vector: Tensor, like: Tensor) -> tuple[int, ...]:
 def _bind_float8(call: GemmCall) -> Bound:
     M, K, shape, kind = call.M, call.K, (*call.a.shape[:-1], call.columns), kinds(call)[0]
     out = call.dtype if call.dtype in FLOATS else torch.bfloat16
+    fast = call.precision == FAST_ACCUM
     a_shape: tuple[int, ...] = ()
     b_shape: tuple[int, ...] = ()
     if kind == "vector":
@@ -231,7 +248,8 @@ def _bind_float8(call: GemmCall) -> Bound:
             scale_a = scale_b = torch.ones((), device=a.device)
         else:
             scale_a, scale_b = call.scale_a.reshape(a_shape).contiguous(), call.scale_b.reshape(b_shape).contiguous()
-        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out).reshape(shape)
+        y = torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out, use_fast_accum=fast)
+        return y.reshape(shape)
 
     return run
 

@@ -16,7 +16,7 @@ def _memcpy(call: MemcpyCall) -> Tensor:
         return x.clone()
     words = words_of(x)
     if call.mode == "read":
-        # as int64, which is what PyTorch sums integers in
+        # as int64: PyTorch sums integers in it
         return words.sum()
     return torch.full_like(words, call.signed_value).view(x.dtype).view(x.shape)
 

@@ -217,7 +217,7 @@ def read(paths: Iterable[Path]) -> Iterator[Row]:
 
 
 def padded(M: int, N: int) -> tuple[int, ...]:
-    """The numbers of rows that aiter looks for in turn: M, and what it is padded to, finely and coarsely."""
+    """The numbers of rows that aiter looks for in turn: M, then M padded finely and coarsely."""
     step = 16 if M <= 256 else 32 if M <= 1024 else 64 if M <= 4096 else 128
     coarse = 8192 if M > 8192 and N > 4096 else 1 << max(0, M - 1).bit_length()
     return tuple(dict.fromkeys((M, -(-M // step) * step, coarse)))

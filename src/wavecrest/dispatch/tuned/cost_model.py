@@ -54,7 +54,8 @@ class Constants:
         overlap: the part of the time of every other resource that is not hidden behind the slowest one.
         launch, following: µs of the first launch of a call, and of each later one.
         memory_cycles, l2_cycles: latency of a load from memory and from the L2, in cycles.
-        matrix, bandwidth, l2, vector: the fraction of the peak that is reached.
+        matrix, matrix_8bit: the fraction of the peak that matrix instructions reach; of 8-bit types.
+        bandwidth, l2, vector: likewise.
         step_cycles: cycles of a step beside its matrix instructions: it waits for its loads and for the other warps.
         program_cycles: cycles of a program beside its steps.
         registers: registers of a lane beside operands and accumulators.
@@ -66,6 +67,7 @@ class Constants:
     memory_cycles: float = 1100.0
     l2_cycles: float = 350.0
     matrix: float = 0.7
+    matrix_8bit: float = 0.7
     bandwidth: float = 0.94
     l2: float = 0.78
     vector: float = 0.85
@@ -74,7 +76,23 @@ class Constants:
     registers: float = 42.0
 
 
+# fitted to measurements on one H200
 CONSTANTS = Constants()
+# fitted to times of GEMMs that AMD published for MI300X and MI355X, of half of the weights (evidence/published,
+# `python -m benchmarks.published_times fit`, 2026-11-25); every other architecture has CONSTANTS
+FITTED = {
+    "gfx942": Constants(
+        overlap=0.23, launch=2.1, matrix_8bit=0.46, bandwidth=0.61, l2=0.63, program_cycles=520.0
+    ),
+    "gfx950": Constants(
+        overlap=0.21, launch=2.7, matrix=1.0, matrix_8bit=0.48, bandwidth=0.89, l2=1.0, program_cycles=75.0
+    ),
+}  # fmt: skip
+
+
+def constants_of(arch: Arch) -> Constants:
+    """The constants of an architecture."""
+    return FITTED.get(arch.name, CONSTANTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +176,9 @@ def _registers(work: Work, arch: Arch, constants: Constants) -> tuple[int, float
     return min(math.ceil(wanted), most), max(0.0, wanted - most)
 
 
-def resident(work: Work, arch: Arch, constants: Constants = CONSTANTS) -> int:
+def resident(work: Work, arch: Arch, constants: Constants | None = None) -> int:
     """Programs that are resident on a compute unit at a time; 0 where none fits."""
+    constants = constants or constants_of(arch)
     one = unit(arch, wgp=False)
     vgpr, _ = _registers(work, arch, constants)
     found = occupancy(arch, vgpr=vgpr, sgpr=0, lds=work.shared, warps=work.warps, wgp=False)
@@ -172,9 +191,17 @@ def l2_bytes(arch: Arch) -> float:
 
 
 def predict_launch(
-    work: Work, arch: Arch, constants: Constants = CONSTANTS, *, following: bool = False
+    work: Work, arch: Arch, constants: Constants | None = None, *, following: bool = False
 ) -> Prediction | None:
-    """The time of one launch; None where no program fits. `following`: another launch comes before it."""
+    """The time of one launch; None where no program fits.
+
+    Args:
+        work: the launch.
+        arch: what it runs on.
+        constants: None: those of the architecture.
+        following: another launch comes before it.
+    """
+    constants = constants or constants_of(arch)
     fit = resident(work, arch, constants)
     if fit == 0:
         return None
@@ -183,7 +210,8 @@ def predict_launch(
     rounds, busiest = full + (rest > 0), full * fit + math.ceil(rest / units)
     _, spilled = _registers(work, arch, constants)
     spills = spilled * work.warps * arch.wave_size * SPILLED_BYTES
-    matrix = work.matrix / (peak(arch, work.dtype) * work.rate * constants.matrix)
+    reached = constants.matrix_8bit if work.dtype.startswith(("int8", "float8")) else constants.matrix
+    matrix = work.matrix / (peak(arch, work.dtype) * work.rate * reached)
     # a multiplication and an addition are two operations of the peak; a SIMD has a quarter of the lanes
     lanes = peak(arch, "float32") / 2 * constants.vector
     vector, own = work.vector / lanes, work.vector / (lanes * min(1.0, work.warps / 4))
@@ -219,7 +247,7 @@ def _memory_bytes(arch: Arch, constants: Constants) -> float:
     return arch.bandwidth * constants.bandwidth / arch.clock
 
 
-def predict(works: Sequence[Work], arch: Arch, constants: Constants = CONSTANTS) -> Prediction | None:
+def predict(works: Sequence[Work], arch: Arch, constants: Constants | None = None) -> Prediction | None:
     """The time of consecutive launches; None where a program does not fit, or nothing is launched."""
     terms = dict.fromkeys(TERMS, 0.0)
     for place, work in enumerate(works):
@@ -248,7 +276,7 @@ def rank(
     key: tuple[Any, ...],
     arch: Arch,
     backends: Iterable[str] | None = None,
-    constants: Constants = CONSTANTS,
+    constants: Constants | None = None,
 ) -> list[Choice]:
     """The configurations of an op's kernels for a key, the fastest by the model first, in order of trial where equal.
 
@@ -257,7 +285,7 @@ def rank(
         key: the call's key; where it does not say how much work there is, nothing is ranked.
         arch: the architecture it would run on, which need not be that of this machine.
         backends: only these; None: all that describe their work.
-        constants: see `Constants`.
+        constants: None: those of the architecture.
     """
     found = []
     for name, kernel in kernels.items():

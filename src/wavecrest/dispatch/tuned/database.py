@@ -54,6 +54,12 @@ class Database:
         made._trial, made._prior = rows, self._prior
         return made
 
+    def without_overlay(self) -> Database:
+        """This one without the user's own rows, and without those of a run."""
+        made = Database(self.folder, self._arch)
+        made._prior = self._prior
+        return made
+
     def path(self, op: str) -> Path:
         """Where the rows of an op are, if it has any."""
         return self.folder / self.arch / f"{op}.csv"

@@ -93,11 +93,8 @@ class Overlay:
         Raises:
             TableError: the file is damaged, foreign, or newer than this version.
         """
-        # False, too, where a folder above may not be looked into
-        if not os.path.exists(self.path):
+        if not self._there():
             return []
-        if not self.path.is_file():
-            raise TableError(f"cannot read the user database {decode.shown(self.path)}: {NO_FILE}")
         given = {"arch": arch, "op": op}
         wanted = {name: value for name, value in given.items() if value is not None}
         where = " AND ".join(f'"{name}" = ?' for name in wanted) or "1"
@@ -150,13 +147,26 @@ class Overlay:
         Raises:
             TableError: the file cannot be read at all.
         """
-        if not os.path.exists(self.path):
+        if not self._there():
             return []
         with self._reading(), closing(self._open(writing=False)) as connection:
             if self._schema(connection) == 0:
                 return []
             found = [text for (text,) in connection.execute("PRAGMA integrity_check(10)")]
         return [] if found == ["ok"] else [f"{self.path}: {text}" for text in found]
+
+    def _there(self) -> bool:
+        """Whether there is a file to read.
+
+        Raises:
+            TableError: there is something else, such as a FIFO, whose other end SQLite would wait for.
+        """
+        # False, too, where a folder above may not be looked into
+        if not os.path.exists(self.path):
+            return False
+        if not self.path.is_file():
+            raise TableError(f"cannot read the user database {decode.shown(self.path)}: {NO_FILE}")
+        return True
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -107,6 +109,20 @@ def here() -> Here:
     return Here(device.arch, device.name, device.compute_units, versions_text(torch.__version__, triton, device.driver))
 
 
+_assumed: hardware.Arch | None = None
+
+
+@contextmanager
+def assumed(target: hardware.Arch) -> Iterator[None]:
+    """Inside, rows are compared with the part of an architecture, which need not be here, and not with this device."""
+    global _assumed
+    before, _assumed = _assumed, target
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
 def said(row: Row, *, user: bool = False) -> str:
     """Times and source of a row, and how device and versions differ from those here, as text for people."""
     evidence = row.evidence
@@ -122,10 +138,16 @@ def differences(evidence: Evidence) -> str:
     """The parts of a row's device and versions that differ from those here; "" where they are the same or not known."""
     now = here()
     found = []
-    if evidence.device and evidence.device != now.device:
+    device, units, where = now.device, now.units, "here"
+    if _assumed is not None:
+        # a part is named without its vendor
+        part = _assumed.part
+        device = evidence.device if part in evidence.device else part
+        units, where = _assumed.compute_units, f"on {part}"
+    if evidence.device and evidence.device != device:
         found.append(evidence.device)
-    if evidence.units is not None and evidence.units != now.units:
-        found.append(f"{evidence.units} compute units, {now.units} here")
+    if evidence.units is not None and evidence.units != units:
+        found.append(f"{evidence.units} compute units, {units} {where}")
     mine = now.versions.split("; ")
     found += [part for part in evidence.versions.split("; ") if part and part not in mine]
     return ", ".join(found)

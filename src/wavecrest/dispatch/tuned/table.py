@@ -161,7 +161,7 @@ def _whole(text: str) -> int:
 
 
 def parse_config(text: str) -> Config | None:
-    """A configuration from a cell such as 'BLOCK_M=64 num_warps=4'; None for none.
+    """A configuration from a cell such as 'BLOCK_M=64 num_warps=4'; None for an empty cell.
 
     Raises:
         Malformed: it is not written so.

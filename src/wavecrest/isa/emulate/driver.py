@@ -163,7 +163,7 @@ class EmulatedDriver:
         return self._target
 
     def get_current_device(self) -> int:
-        """A number of its own for each architecture."""
+        """A number that differs by architecture."""
         return _FIRST_DEVICE + ARCHS.index(self.arch)
 
     def set_current_device(self, _device: int) -> None:

@@ -33,7 +33,7 @@ def make_linear(
 ) -> Linear:
     """A linear layer whose parameters `reset` fills."""
     weight = nn.Parameter(torch.empty(outputs, inputs, device=device))
-    return Linear(weight, nn.Parameter(torch.empty(outputs, device=device)) if bias else None, activation)
+    return Linear.from_weight(weight, nn.Parameter(torch.empty(outputs, device=device)) if bias else None, activation)
 
 
 class HeadNorm(nn.Module):

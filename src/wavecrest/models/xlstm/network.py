@@ -77,7 +77,7 @@ class xLSTMNetwork(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.embedding_dim, device=device)
         self.backbone = BlockStack(config, device)
         if config.tie_word_embeddings:
-            self.lm_head = Linear(self.embedding.weight)
+            self.lm_head = Linear.from_weight(self.embedding.weight)
         else:
             self.lm_head = make_linear(config.embedding_dim, config.vocab_size, False, device)
         self._choice = FusionChoice()

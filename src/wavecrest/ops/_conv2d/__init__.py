@@ -19,8 +19,9 @@ def conv2d(
     dilation: Pair = 1,
     groups: int = 1,
     activation: str | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """act(conv(x, weight) + bias): sums in float32 (float64 for float64), rounded once.
+    """act(conv(x, weight) + bias + residual): sums in float32 (float64 for float64), rounded once.
 
     Args:
         x: [B, C, H, W], contiguous, channels_last or of any other strides, which are read in place; float32, float16,
@@ -33,6 +34,7 @@ def conv2d(
         dilation: input pixels from one tap of the kernel to the next, a number or (along H, along W).
         groups: divides C and O; outputs of a group see the channels of their group alone.
         activation: None, "relu", "leaky_relu" (0.01 · x below 0), "silu", "gelu" or "gelu_tanh".
+        residual: [B, O, OH, OW] of x's dtype, any strides; added before the activation, as residual networks do.
 
     Returns:
         [B, O, OH, OW] of x's dtype with OH = (H + padding · 2 − dilation · (R − 1) − 1) // stride + 1; channels_last
@@ -48,4 +50,4 @@ def conv2d(
         padding = tuple(padding)
     if isinstance(dilation, list):
         dilation = tuple(dilation)
-    return _op(Conv2dCall(x, weight, bias, stride, padding, dilation, groups, activation))
+    return _op(Conv2dCall(x, weight, bias, stride, padding, dilation, groups, activation, residual))

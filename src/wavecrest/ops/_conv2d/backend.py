@@ -27,6 +27,8 @@ def default_config(key: Key) -> Config:
 
 def refuse(call: Conv2dCall) -> str | None:
     """The reason why the kernel cannot run a call."""
+    if call.residual is not None:
+        return "adds no residual"
     reason: str | None = _checks.kernel_refusal(dtype_name(call.x), call.x.device.type, 1, call.needs_grad)
     return reason
 

@@ -36,9 +36,10 @@ def like_channels_last(x: Tensor) -> bool:
 
 
 class Conv2dCall(NamedTuple):
-    """act(conv(x, weight) + bias); see `wavecrest.ops.conv2d` for the arguments. Properties are of a checked call.
+    """act(conv(x, weight) + bias + residual); see `wavecrest.ops.conv2d` for the arguments.
 
-    As an implicit GEMM each group has M rows (pixels of the result), N columns (its outputs) and a depth of K.
+    Properties are of a checked call. As an implicit GEMM each group has M rows (pixels of the result), N columns (its
+    outputs) and a depth of K.
     """
 
     x: Tensor
@@ -49,6 +50,7 @@ class Conv2dCall(NamedTuple):
     dilation: Pair = 1
     groups: int = 1
     activation: str | None = None
+    residual: Tensor | None = None
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -122,12 +124,18 @@ class Conv2dCall(NamedTuple):
     @property
     def needs_grad(self) -> bool:
         """True if autograd would record the call."""
-        return needs_grad(self.x, self.weight, self.bias)
+        return needs_grad(self.x, self.weight, self.bias, self.residual)
 
     @property
     def memory_format(self) -> torch.memory_format:
         """The memory format of the result."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
+
+
+def with_pairs(call: Conv2dCall) -> Conv2dCall:
+    """The same call with (along H, along W) for stride, padding and dilation: of a call that pads both sides alike."""
+    above, _, left, _ = call.pads
+    return call._replace(stride=call.strides, padding=(above, left), dilation=call.dilations)
 
 
 def _describe(value: Any) -> str:
@@ -176,6 +184,13 @@ def check(call: Conv2dCall) -> None:
             f"conv2d: the kernel covers {dil_h * (taps_r - 1) + 1} × {dil_w * (taps_s - 1) + 1} pixels, more than the "
             f"padded input has ({x.shape[2] + above + below} × {x.shape[3] + left + right})"
         )
+    residual = call.residual
+    if residual is not None:
+        fits = isinstance(residual, Tensor) and residual.shape == call.shape and residual.dtype == x.dtype
+        if not fits or residual.device != x.device:
+            raise InvalidArgument(
+                f"conv2d: residual must be {x.dtype} {list(call.shape)} on {x.device}, got {_describe(residual)}"
+            )
 
 
 def _check_options(call: Conv2dCall) -> None:

@@ -34,10 +34,17 @@ def key_of(call: Conv2dCall) -> Key:
         _ORDERS[weight_order(call.weight)],
         "channels_last" if call.channels_last else "contiguous",
         None if call.bias is None else dtype_name(call.bias),
-        call.activation,
+        _epilogue(call),
         call.x.device.type,
         call.needs_grad,
     )
+
+
+def _epilogue(call: Conv2dCall) -> str | None:
+    """The activation, with "add_" in front where a residual is added before it ("add" without an activation)."""
+    if call.residual is None:
+        return call.activation
+    return "add" if call.activation is None else f"add_{call.activation}"
 
 
 def shape_of(key: Key) -> Shape:

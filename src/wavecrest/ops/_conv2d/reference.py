@@ -12,7 +12,7 @@ from wavecrest.ops.common.activation import activated
 
 
 def reference(call: Conv2dCall) -> Tensor:
-    """act(Σ over r, s, c of x[b, c, oh · stride + r · dilation − pad, …] · weight[o, c, r, s] + bias[o]).
+    """act(Σ over r, s, c of x[b, c, oh · stride + r · dilation − pad, …] · weight[o, c, r, s] + bias[o] + residual).
 
     In float32 (float64 for float64), rounded once.
     """
@@ -37,4 +37,6 @@ def reference(call: Conv2dCall) -> Tensor:
     y = y.flatten(1, 2)
     if call.bias is not None:
         y = y + call.bias.to(y.dtype).reshape(outputs, 1, 1)
+    if call.residual is not None:
+        y = y + _checks.widen(call.residual)
     return activated(y, call.activation).to(call.x.dtype).contiguous(memory_format=call.memory_format)

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
+from wavecrest.errors import LayoutWarning
 from wavecrest.ops._flash_attention.backend import op as _op
-from wavecrest.ops._flash_attention.call import FlashAttentionCall, Window
+from wavecrest.ops._flash_attention.call import MANY_HEADS, FlashAttentionCall, Window
 
 __all__ = ["flash_attention"]
+
+
+def _doubt_layout(q: Tensor, k: Tensor) -> None:
+    """Warn of q and k that were read as [B, S, H, D] with more heads than tokens, and than any model has."""
+    if torch.compiler.is_compiling() or k.ndim != 4 or k.shape[2] <= MANY_HEADS or q.shape[1] >= q.shape[2]:
+        return
+    warnings.warn(
+        f"flash_attention: q {list(q.shape)} is read as {q.shape[1]} tokens of {q.shape[2]} heads, [B, S, H, D]; pass "
+        'layout="bhsd" if it is [B, H, S, D], as wavecrest.attention takes it, or layout="bshd" if it is meant so',
+        LayoutWarning,
+        stacklevel=3,
+    )
 
 
 def flash_attention(
@@ -16,7 +31,7 @@ def flash_attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str = "bshd",
+    layout: str | None = None,
     causal: bool = False,
     window: Window = (-1, -1),
     softmax_scale: float | None = None,
@@ -52,7 +67,8 @@ def flash_attention(
         k: the same with Sk and Hk, of which Hq is a multiple: query head h reads head h // (Hq / Hk). q's dtype, or an
             8-bit one with a q that is a float.
         v: the same as k with Dv columns, from 1 to 256. Stored transposed ([B, H, Dv, S]) it is passed as a view.
-        layout: "bshd", "bhsd", or "thd": sequences of several lengths behind one another.
+        layout: "bshd", "bhsd", or "thd": sequences of several lengths behind one another. None: "bshd", with a
+            `LayoutWarning` for q and k of more than 256 heads and fewer tokens than heads: they are likely "bhsd".
         causal: a query sees no key after its own: j ≤ i + Sk − Sq.
         window: (left, right), keys that a query sees before and after its own, which it sees too; −1: all. With
             `causal` right is 0.
@@ -98,6 +114,10 @@ def flash_attention(
     Raises:
         InvalidArgument: a shape, dtype, device or option is outside this.
     """
+    if layout is None:
+        layout = "bshd"
+        if isinstance(q, Tensor) and q.ndim == 4 and q.shape[2] > MANY_HEADS and isinstance(k, Tensor):
+            _doubt_layout(q, k)
     if isinstance(window, list):
         # calls are looked up by their arguments
         window = tuple(window)

@@ -19,6 +19,8 @@ LAYOUTS = ("bshd", "bhsd", "thd")
 MAX_HEAD_DIM = 256
 # positions, and what a window adds to them, are counted in 32 bits
 MAX_LENGTH = 1 << 29
+# more heads than any published model has: 232 (Falcon 180B) was the most on 2026-11-25
+MANY_HEADS = 256
 
 Window = tuple[int, int]
 
@@ -239,7 +241,16 @@ def _check_sizes(call: FlashAttentionCall) -> None:
     if call.kv_heads == 0 or call.heads == 0 or call.heads % call.kv_heads != 0:
         raise InvalidArgument(
             f"flash_attention: the heads of q ({call.heads}) must be a multiple of those of k and v ({call.kv_heads})"
+            f"{_other_layout(call)}"
         )
+
+
+def _other_layout(call: FlashAttentionCall) -> str:
+    """Advice where sequences and heads fit if they are read the other way round; else ""."""
+    if call.packed or call.seqlen_k == 0 or call.seqlen_q % call.seqlen_k != 0:
+        return ""
+    form, other = ("[B, H, S, D]", "bhsd") if call.layout == "bshd" else ("[B, S, H, D]", "bshd")
+    return f' in layout "{call.layout}"; if q, k and v are {form}, pass layout="{other}"'
 
 
 def _check_options(call: FlashAttentionCall) -> None:

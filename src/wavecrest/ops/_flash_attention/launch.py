@@ -142,7 +142,7 @@ def launch(
     d_align, dv_align = (_layout.alignment(one.shape[-1]) for one in (q, v))
     o_strides = call.bhsd(o).stride()
     tiles = _layout.ceil_div(call.seqlen_q, config["BLOCK_M"])
-    # left and right of all there is
+    # a window of this width hides no key
     most = call.seqlen_q + call.seqlen_k
     return _launcher.Launch(
         _flash_attention_kernel,

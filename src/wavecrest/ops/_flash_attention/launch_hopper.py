@@ -18,7 +18,7 @@ from wavecrest.hardware import Arch
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops._flash_attention.config import Shape
 from wavecrest.ops._flash_attention.kernel_hopper import _hopper_attention_kernel
-from wavecrest.ops._flash_attention.launch import LEAST_BLOCK, empty_results
+from wavecrest.ops._flash_attention.launch import LEAST_BLOCK
 
 DESCRIPTORS = 4
 # consumer warp groups, each with separate rows
@@ -138,19 +138,23 @@ def bind(
     """
     device, arch = call.q.device, _target.arch()
     some = call.batch * call.seqlen_q * call.q.numel() > 0
+    shape, dtype, lse_shape = call.shape, call.dtype, call.lse_shape if call.return_lse else None
     start: Callable[..., None] | None = None
 
     def run(call: FlashAttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         nonlocal start
-        if not _hopper.aligned("flash_attention", call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()):
+        q, k, v = call.q, call.k, call.v
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        if addresses % 16 != 0 and not _hopper.aligned("flash_attention", addresses):
             result: Tensor | tuple[Tensor, Tensor] = portable(call)
             return result
-        o, lse = empty_results(call)
+        o = torch.empty(shape, dtype=dtype, device=device)
+        lse = None if lse_shape is None else torch.empty(lse_shape, dtype=torch.float32, device=device)
         if some:
             if start is None:
                 made = launch(call, o, lse, config, arch)
                 start = _launcher.starter(made, device, num_descriptors=DESCRIPTORS)
-            start(*_descriptors(call, o, config), *_tensors(call, lse))
+            start(q, k, v, o, *_tensors(call, lse))
         return o if lse is None else (o, lse)
 
     return run

@@ -717,7 +717,8 @@ def _joining_kernel(  # type: ignore[no-untyped-def]
     first = 0
     if LEFT:
         hidden = _hidden(starts_ptr, sequence * stride_start, seqlen_k, STARTS)
-        first = tl.maximum(seqlen_k - seqlen_q - left, hidden) // BLOCK_N * BLOCK_N // CHUNK
+        begin = tl.maximum(seqlen_k - seqlen_q - left, hidden) // BLOCK_N * BLOCK_N
+        first = begin // CHUNK
     Dv = dv_units * DV_ALIGN
     offs_dv = tl.arange(0, BLOCK_DV)
     mask_dv = offs_dv < Dv
@@ -730,6 +731,9 @@ def _joining_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_DV], tl.float32)
     base_at = (sequence * kv_heads + kv_head) * splits
     last = tl.cdiv(seqlen_k, CHUNK)
+    if LEFT:
+        # a program that has no key has written nothing
+        last = tl.where(begin < seqlen_k, last, 0)
     # from multiples of BLOCK_S on, so that what is added to what does not depend on how many there are
     for start in range(first // BLOCK_S * BLOCK_S, last, BLOCK_S):
         split = start + offs_s

@@ -17,7 +17,9 @@ from wavecrest.ops.packed import PackedWeight
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FLOAT8 = tuple(dtype for dtype in LARGEST if dtype.is_floating_point)
 FORMATS = ("plain", "shuffled", "int4")
-PRECISIONS = ("ieee", "tf32")
+# for 8-bit floats: sums may be those of a matrix unit that keeps fewer bits than float32 (PyTorch: use_fast_accum)
+FAST_ACCUM = "fast_accum"
+PRECISIONS = ("ieee", "tf32", FAST_ACCUM)
 # activations of the first half of the columns, times the second half
 GATED = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "gelu_tanh"}
 # rows or columns of a block that shares a scale
@@ -338,6 +340,8 @@ def _check_types(call: GemmCall) -> None:
         raise InvalidArgument(f"gemm: zero must have scale_b's shape, got {_describe(call.zero)}")
     if call.precision not in PRECISIONS:
         raise InvalidArgument(f"gemm: precision takes {', '.join(PRECISIONS)}, not {call.precision!r}")
+    if call.precision == FAST_ACCUM and not both_float8:
+        raise InvalidArgument(f"gemm: precision {FAST_ACCUM} is for 8-bit floats, not {a.dtype} and {b.dtype}")
 
 
 def _check_scales(call: GemmCall) -> None:

@@ -133,10 +133,17 @@ def as_type(b, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def _dot(a, b, acc, PRECISION: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + a · b; a b that is stored in fewer bits than a is made a's type."""
+def _dot(  # type: ignore[no-untyped-def]
+    a, b, acc, PRECISION: tl.constexpr, PTX: tl.constexpr, UNIT_SUMS: tl.constexpr = 0
+):
+    """acc + a · b; a b that is stored in fewer bits than a is made a's type.
+
+    UNIT_SUMS: products that the matrix unit of sm_90 adds by itself, in 14 bits for 8-bit floats, before their sum is
+    added to acc in float32; 0: it adds to acc by itself.
+    """
     b = as_type(b, a.dtype, PTX)
-    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    most: tl.constexpr = (UNIT_SUMS if a.shape[1] > UNIT_SUMS else a.shape[1]) if UNIT_SUMS > 0 else None
+    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype, max_num_imprecise_acc=most)
 
 
 @triton.jit
@@ -187,7 +194,7 @@ def _accumulated(  # type: ignore[no-untyped-def]
     a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, up, first, last,
     FORMAT: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, PTX: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, PTX: tl.constexpr, UNIT_SUMS: tl.constexpr,
     CHAINS: tl.constexpr, BOTH: tl.constexpr, NORM_EPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -228,10 +235,10 @@ def _accumulated(  # type: ignore[no-untyped-def]
                 ahead = _loop_scale(scales, rows, n, k + BLOCK_K, M, N + up, K, SCALE_A, SCALE_B, GROUP)
                 acc = _scaled_dot(a_tile, b_tile, acc, scale, ACC, PRECISION, PTX)
             else:
-                acc = _dot(a_tile, b_tile, acc, PRECISION, PTX)
+                acc = _dot(a_tile, b_tile, acc, PRECISION, PTX, UNIT_SUMS)
                 if BOTH:
                     b_tile = b.load([col + beyond, k]).T if B_ORDER == BY_K else b.load([k, col + beyond])
-                    acc_up = _dot(a_tile, b_tile, acc_up, PRECISION, PTX)
+                    acc_up = _dot(a_tile, b_tile, acc_up, PRECISION, PTX, UNIT_SUMS)
     else:
         mask_m = (rows < M)[:, None]
         mask_n = (col + offs_n < N)[None, :]
@@ -327,9 +334,9 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     a_tile = (wide * gains).to(a_tile.dtype)
                     columns = k + BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
                     gains = tl.load(scales[0] + columns, mask=columns < K, other=0.0).to(tl.float32)
-                acc = _dot(a_tile, b_tile, acc, PRECISION, PTX)
+                acc = _dot(a_tile, b_tile, acc, PRECISION, PTX, UNIT_SUMS)
                 if BOTH:
-                    acc_up = _dot(a_tile, up_tile, acc_up, PRECISION, PTX)
+                    acc_up = _dot(a_tile, up_tile, acc_up, PRECISION, PTX, UNIT_SUMS)
                 more = ()
                 for chain in tl.static_range(CHAINS - 1):
                     at = k + (chain + 1) * (BLOCK_K // CHAINS)
@@ -337,7 +344,8 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     b_tile = _columns_loaded(
                         b, n, offs_n, at, K, mask_n, stride_bk, stride_bn, FORMAT, EVEN_K, WIDE, BLOCK_K // CHAINS
                     )
-                    more = more + (_dot(a_tile, b_tile, chains[chain], PRECISION, PTX),)  # type: ignore[assignment]
+                    one = _dot(a_tile, b_tile, chains[chain], PRECISION, PTX, UNIT_SUMS)
+                    more = more + (one,)  # type: ignore[assignment]
                 chains = more
         for chain in tl.static_range(CHAINS - 1):
             acc += chains[chain]
@@ -444,8 +452,8 @@ def _tile(  # type: ignore[no-untyped-def]
     LEADING: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
-    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, CHAINS: tl.constexpr,
-    BOTH: tl.constexpr, NEXT: tl.constexpr, NORM_EPS: tl.constexpr,
+    GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
+    UNIT_SUMS: tl.constexpr, CHAINS: tl.constexpr, BOTH: tl.constexpr, NEXT: tl.constexpr, NORM_EPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of one part of K: finished, or with SPLIT_K its sum to part_ptr [parts, batch, M, N].
@@ -463,13 +471,13 @@ def _tile(  # type: ignore[no-untyped-def]
     acc, acc_up = _accumulated(
         a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, N if BOTH else 0, first, last,
         FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-        PRECISION, ACC, PTX, CHAINS, BOTH, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
+        PRECISION, ACC, PTX, UNIT_SUMS, CHAINS, BOTH, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if GATED and not BOTH:
         acc_up, _ = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, N, first, last,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-            PRECISION, ACC, PTX, CHAINS, False, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
+            PRECISION, ACC, PTX, UNIT_SUMS, CHAINS, False, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     pdl_launch_dependents(NEXT)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -500,8 +508,8 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
     XCDS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PERSISTENT: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, CHAINS: tl.constexpr, BOTH: tl.constexpr,
-    NORM_EPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PTX: tl.constexpr, UNIT_SUMS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, CHAINS: tl.constexpr,
+    BOTH: tl.constexpr, NORM_EPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Tiles [BLOCK_M, BLOCK_N], one a program or, PERSISTENT, every `programs`-th; `steps` of BLOCK_K a part of K."""
     N = n_units * ALIGN_N
@@ -541,15 +549,15 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
             _tile(
                 index, operands, scales, after, sizes, walks, tiles_m, tiles_n, steps, batch,
                 FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, BOTH, False, NORM_EPS,
-                BLOCK_M, BLOCK_N, BLOCK_K,
+                BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, UNIT_SUMS, CHAINS, BOTH, False,
+                NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         pdl_launch_dependents(PDL and SPLIT_K == 1)
     else:
         _tile(
             begin, operands, scales, after, sizes, walks, tiles_m, tiles_n, steps, batch,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, PRECISION, ACC,
-            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, CHAINS, BOTH,
+            BIAS, ACTIVATION, GATED, RESIDUAL, LARGEST, GROUP_M, SPLIT_K, TMA, PTX, UNIT_SUMS, CHAINS, BOTH,
             PDL and SPLIT_K == 1, NORM_EPS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
@@ -609,8 +617,8 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
     LEADING: tl.constexpr, ALIGN: tl.constexpr, ALIGN_N: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, LARGEST: tl.constexpr,
-    XCDS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    XCDS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr, UNIT_SUMS: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all steps of all tiles a program (stream-K: Osama et al., 2023), for any number of programs.
 
@@ -641,7 +649,7 @@ def _stream_k_kernel(  # type: ignore[no-untyped-def]
         acc, _ = _accumulated(
             a, b, scales, sizes, a_strides, b_strides, batch, tile_m, tile_n, 0, first, last,
             FORMAT, SCALE_A, SCALE_B, HAS_ZERO, GROUP, LEADING, A_ORDER, B_ORDER, EVEN_K, WIDE, TMA,
-            PRECISION, ACC, PTX, 1, False, 0.0, BLOCK_M, BLOCK_N, BLOCK_K,
+            PRECISION, ACC, PTX, UNIT_SUMS, 1, False, 0.0, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if last - first == steps:
             rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -6,7 +6,7 @@ import wavecrest.ops._gemm.config as _config
 import wavecrest.ops._gemm.launch as _launch
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.keys import name_of, row_bucket
-from wavecrest.ops._gemm.call import FLOAT8, GATED, GemmCall, kinds
+from wavecrest.ops._gemm.call import FAST_ACCUM, FLOAT8, GATED, GemmCall, kinds
 
 KEY_FIELDS = (
     "rows", "columns", "k", "a", "b", "form", "group", "scales", "bias", "activation", "residual", "out", "precision",
@@ -70,7 +70,9 @@ def shape_of(key: Key) -> _config.Shape:
     walked = part["leading"] == 1 and part["batch"] == 0 and part["k"] > 0
     has_descriptors = access == 16 and plain and walked and not normed
     ieee = a_bits == 32 and part["precision"] == "ieee"
+    unit_sums = part["a"].startswith("float8") and part["b"].startswith("float8") and part["precision"] != FAST_ACCUM
     return _config.Shape(
         part["rows"], part["columns"], part["k"], a_bits, b_bits, max(1, part["batch"]), step,
         part["activation"] in GATED, has_descriptors, ieee, access, normed, "tail" in part["form"],
+        unit_sums,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import wavecrest.ops.common.triton as _triton
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
-from wavecrest.ops._gemm.call import GATED, GemmCall, kinds
+from wavecrest.ops._gemm.call import FAST_ACCUM, FLOAT8, GATED, GemmCall, kinds
 from wavecrest.ops._gemm.config import in_one_loop
 from wavecrest.ops._gemm.kernel import _join_kernel, _stream_k_kernel, _sum_kernel, _tile_kernel
 from wavecrest.ops.common.activation import ACTIVATIONS
@@ -30,6 +30,9 @@ SCALES = {"none": 0, "tensor": 1, "vector": 2, "block": 3, "group": 4, "norm": 5
 MOST_BATCHES = 65535
 # columns of a program of `_sum_kernel`
 SUM_COLUMNS = 512
+# products of 8-bit floats that sm_90's matrix unit adds in 14 bits before their sum is added in float32; cuBLAS does
+# so after as many, and errors are as large as its (one H200, 2026-11-25)
+UNIT_SUMS = 128
 
 
 class Walk(NamedTuple):
@@ -273,6 +276,11 @@ def assembles(arch: Arch | None) -> bool:
     return arch is not None and arch.vendor == "nvidia" and not _triton.interpreted
 
 
+def adds_short(call: GemmCall, arch: Arch | None) -> bool:
+    """True where the matrix unit does not add products in float32: 8-bit floats on sm_90."""
+    return arch is not None and arch.name == "sm_90" and call.a.dtype in FLOAT8 and call.b.dtype in FLOAT8
+
+
 def _mainloop(call: GemmCall, config: Config, arch: Arch | None) -> tuple[tuple[Any, ...], dict[str, Any], Walk]:
     """Sizes and constants that the kernels over tiles share; sizes without the steps, which come before size1."""
     how, config_k = walk(call), config["BLOCK_K"]
@@ -303,10 +311,12 @@ def _mainloop(call: GemmCall, config: Config, arch: Arch | None) -> tuple[tuple[
         "B_ORDER": how.b_order,
         "EVEN_K": call.K % config_k == 0,
         "WIDE": widest * blocks >= 1 << 31,
-        "PRECISION": call.precision,
+        # a name that is not one of float32 changes nothing else
+        "PRECISION": "tf32" if call.precision == "tf32" else "ieee",
         "ACC": tl.int32 if call.integers else tl.float32,
         "XCDS": 1 if arch is None else arch.xcds,
         "PTX": assembles(arch),
+        "UNIT_SUMS": UNIT_SUMS if adds_short(call, arch) and call.precision != FAST_ACCUM else 0,
         "PDL": _pdl.overlaps(arch),
     }
     return (how.size1, how.size2, *how.a_strides, *how.b_strides), constants, how
@@ -472,7 +482,7 @@ def bind(planner: Planner, call: GemmCall, config: Config) -> Callable[[GemmCall
     second = None if plan.second is None else _launcher.starter(plan.second, device)
     # the bound function does not keep the plan, which has the tensors of one call
     reads_words, parts_shape = plan.reads_words, plan.parts
-    descriptors = descriptors_of(call, config) if with_descriptors(call, config) else None
+    has_tma = with_descriptors(call, config)
     # made by the first call whose addresses are multiples of 16, which descriptors need
     start_tma: Callable[..., None] | None = None
 
@@ -487,14 +497,11 @@ def bind(planner: Planner, call: GemmCall, config: Config) -> Callable[[GemmCall
             if b.data_ptr() % 4 != 0:
                 b = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device=device).copy_(b)
             start(a, b, y, parts, bias, residual, scale_a, scale_b, out_scale)
-        elif descriptors is not None and (a.data_ptr() | b.data_ptr()) % 16 == 0:
+        elif has_tma and (a.data_ptr() | b.data_ptr()) % 16 == 0:
             if start_tma is None:
                 tma = planner(call, y, sums, config, arch, True).first
                 start_tma = _launcher.starter(tma, device, num_descriptors=2)
-            a_descriptor, b_descriptor = (
-                _triton.descriptor(a, *descriptors[0]), _triton.descriptor(b, *descriptors[1])
-            )  # fmt: skip
-            start_tma(a_descriptor, b_descriptor, y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
+            start_tma(a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
         else:
             start(a, b, y, parts, bias, residual, scale_a, scale_b, zero, out_scale)
         if second is not None:

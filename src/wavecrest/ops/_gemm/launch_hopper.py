@@ -74,23 +74,14 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
     )  # fmt: skip
 
 
-def _row_sizes(call: GemmCall) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Sizes and strides of a as one matrix of rows."""
-    return (call.M, call.K), (_launch.row_stride(call), 1)
-
-
-def _blocks(config: Config) -> tuple[list[int], list[int], list[int]]:
-    """The blocks of a, of b's transpose and of the result that descriptors copy."""
-    m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    return [m, k], [n, k], [m // GROUPS, n]
-
-
 def _descriptors(call: GemmCall, y: Tensor, config: Config) -> tuple[Any, ...]:
-    a_block, b_block, y_block = _blocks(config)
+    """Tensor descriptors of a as one matrix of rows, of b's transpose and of the result."""
+    m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    rows = call.a.as_strided((call.M, call.K), (_launch.row_stride(call), 1))
     return (
-        _triton.tile_descriptor(call.a.as_strided(*_row_sizes(call)), a_block),
-        _triton.tile_descriptor(call.b.mT, b_block),
-        _triton.tile_descriptor(y.view(call.M, call.N), y_block),
+        _triton.tile_descriptor(rows, [m, k]),
+        _triton.tile_descriptor(call.b.mT, [n, k]),
+        _triton.tile_descriptor(y.view(call.M, call.N), [m // GROUPS, n]),
     )
 
 
@@ -105,8 +96,7 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
     if not _walks(call):
         _hopper.replaced("gemm", WALKS)
         return portable
-    arch, shape, dtype, device, rows = _target.arch(), call.shape, call.dtype, call.a.device, (call.M, call.N)
-    a_sizes, (a_block, b_block, y_block) = _row_sizes(call), _blocks(config)
+    arch, shape, dtype, device = _target.arch(), call.shape, call.dtype, call.a.device
     start: Callable[..., None] | None = None
 
     def run(call: GemmCall) -> Tensor:
@@ -119,11 +109,7 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
         if start is None:
             made = launch(call, y, config, arch)
             start = _launcher.starter(made, device, num_descriptors=DESCRIPTORS)
-        start(
-            _triton.tile_descriptor(a.as_strided(*a_sizes), a_block),
-            _triton.tile_descriptor(b.mT, b_block),
-            _triton.tile_descriptor(y.view(rows), y_block),
-        )
+        start(a, b, y)
         return y
 
     return run

@@ -37,11 +37,15 @@ def bind(call: MemcpyCall, config: Config) -> Callable[[MemcpyCall], Tensor]:
     made = launch(call, words, words, config)
     start = _launcher.starter(made, call.x.device)
     has_elements, reads = call.x.numel() > 0, call.mode == "read"
+    # the kernel sees no shape, so that one view does where rows are whole words; Dynamo does not trace the offset
+    in_word = max(1, WORD_BYTES // call.x.element_size())
+    one_view = call.x.ndim > 0 and call.x.shape[-1] % in_word == 0 and not torch.compiler.is_compiling()
 
     def run(call: MemcpyCall) -> Tensor:
         x = call.x
         # where x starts is not part of the signature: checked on each call
-        words = words_of(x)
+        is_whole = one_view and x.storage_offset() % in_word == 0
+        words = x.view(torch.int32) if is_whole else words_of(x)
         if reads:
             total = torch.zeros((), dtype=torch.int64, device=x.device)
             if has_elements:
@@ -49,7 +53,7 @@ def bind(call: MemcpyCall, config: Config) -> Callable[[MemcpyCall], Tensor]:
             return total
         y = torch.empty_like(x)
         if has_elements:
-            start(words, words_of(y))
+            start(words, y.view(torch.int32) if is_whole else words_of(y))
         return y
 
     return run

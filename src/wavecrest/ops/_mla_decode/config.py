@@ -60,9 +60,10 @@ def _nvidia(rows: int, shape: Shape, arch: Arch | None) -> Tile:
     if arch is not None and arch.name == "sm_80":
         # queries are held in registers, beside the sums of 32 rows
         return min(rows, 32), 32, shape.width, 8, 2
-    # where rows of a tile lie in several pages their addresses take registers too; and with a rotary part of 128
-    # columns three tiles of 64 rows are 240 KiB
-    fewer = shape.page_size % 64 != 0 or shape.extras == 2 or shape.width + shape.rope_width > 576
+    # where rows of a tile lie in several pages their addresses take registers too; with a rotary part of 128 columns
+    # three tiles of 64 rows are 240 KiB, and on sm_100 four of 576, as compiled by triton 3.6, 281
+    wide = shape.width + shape.rope_width > 576 or (arch is not None and arch.name == "sm_100")
+    fewer = shape.page_size % 64 != 0 or shape.extras == 2 or wide
     return rows, 32 if rows == 64 and fewer else 64, shape.width, 8, 2
 
 

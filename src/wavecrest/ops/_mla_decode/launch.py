@@ -95,7 +95,7 @@ class AttendKernel(NamedTuple):
         input_fields: the names of the fields of a call that the kernel reads beside the queries.
         launch: makes the launch from the call, these tensors, the queries, the configuration, the split and the
             architecture.
-        descriptors: makes the tensor descriptors of a call; None: the kernel takes none.
+        descriptors: makes the tensor descriptors of a call, all of its latent cache; None: the kernel takes none.
     """
 
     input_fields: Callable[[MlaDecodeCall], tuple[str, ...]]
@@ -282,10 +282,10 @@ def plan(call: MlaDecodeCall, config: Config, arch: Arch | None, kernel: AttendK
 
 def bind(call: MlaDecodeCall, config: Config, kernel: AttendKernel = PORTABLE) -> Callable[[MlaDecodeCall], MlaResult]:
     """The function that launches the kernels for calls with the signature of this one."""
-    device, descriptors_of = call.q_nope.device, kernel.descriptors
+    device = call.q_nope.device
     made = plan(call, config, _target.arch(), kernel)
     fields = kernel.input_fields(call)
-    num_descriptors = 0 if descriptors_of is None else len(descriptors_of(call))
+    num_descriptors = 0 if kernel.descriptors is None else len(kernel.descriptors(call))
     attend = _launcher.starter(made.attend, device, num_descriptors)
     absorb, combine, expand = (
         None if one is None else _launcher.starter(one, device) for one in (made.absorb, made.combine, made.expand)
@@ -299,8 +299,7 @@ def bind(call: MlaDecodeCall, config: Config, kernel: AttendKernel = PORTABLE) -
         if has_rows:
             if absorb is not None:
                 absorb(call.q_nope, call.w_uk, q)
-            descriptors = () if descriptors_of is None else descriptors_of(call)
-            attend(*descriptors, q, *inputs_of(call), latents, lse, partial_o, partial_ml)
+            attend(*(call.latent_cache,) * num_descriptors, q, *inputs_of(call), latents, lse, partial_o, partial_ml)
             if combine is not None:
                 combine(partial_o, partial_ml, call.seq_lens, latents, lse)
             if expand is not None:

@@ -112,7 +112,8 @@ def bind(
 
     def run(call: MlaDecodeCall) -> MlaResult:
         nonlocal bound
-        if not _hopper.aligned("mla_decode", call.latent_cache.data_ptr()):
+        address = call.latent_cache.data_ptr()
+        if address % 16 != 0 and not _hopper.aligned("mla_decode", address):
             return portable(call)
         if bound is None:
             bound = _launch.bind(call, config, _kernel(config))

@@ -82,9 +82,10 @@ def token_rows(call: RopeCall, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if call.positions is not None:
         own = call.positions.expand(tokens).unsqueeze(-1)
     else:
-        table = call.cos if call.cos.ndim > 2 else call.cos[: tokens[-1]]
+        table = call.cos if call.cos.ndim > 2 else call.cos.narrow(0, 0, tokens[-1])
         own = table.expand(*tokens, call.cos.shape[-1])
-    return call.x[..., 0], y[..., 0], own
+    # by methods: PyTorch for CPUs does not index a tensor that claims to be on a GPU
+    return call.x.select(-1, 0), y.select(-1, 0), own
 
 
 def check(call: RopeCall) -> None:

@@ -63,7 +63,7 @@ def product(m: int, n: int, k: int, bits: int, warps: int, arch: Arch, *, held: 
         lds = (m // 64) * n * k * size + (0.0 if held else across * m * k * size)
         return Product(2.0 * m * n * k, 1.0, lds, 30.0, 20.0)
     high, across = _warps(m, n, warps)
-    # warps without columns of their own repeat those of others
+    # warps without columns repeat those of others
     used = min(across, max(1, n // LEAST_N))
     repeated = across / used
     flops = 2.0 * max(m, LEAST_M) * max(n, LEAST_N) * k * repeated

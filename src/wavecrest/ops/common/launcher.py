@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from operator import methodcaller, or_
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import wavecrest.ops.common.interpreted as _interpreted
 import wavecrest.ops.common.triton as _triton
 import wavecrest.ops.common.warmup as _ahead
 from wavecrest.dispatch.tuned import Config
 
 # above PyTorch (10) and the reference (0)
 KERNEL_PRIORITY = 20
-_ADDRESS = methodcaller("data_ptr")
 
 
 class Launch(NamedTuple):
@@ -36,15 +36,23 @@ class Launch(NamedTuple):
 def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> Callable[..., None]:
     """The function that takes the kernel's tensors and launches it: `launch.args` are these, then numbers it keeps.
 
-    The first `num_descriptors` of them are tensor descriptors, whose addresses the caller knows to be multiples of 16.
+    The first `num_descriptors` of `launch.args` are tensor descriptors. The function takes the tensors that they
+    describe, whose addresses the caller knows to be multiples of 16.
 
     Valid for one signature (sizes, strides, dtypes, device). Each call checks only that addresses are multiples of 16;
     if they are, the compiled kernel is called without Triton's own look-up, which is most of the cost of a launch.
 
     Inside `ops.common.warmup.rehearse` the kernel is compiled for the arguments, not launched.
     """
+    if _triton.interpreted and not torch.compiler.is_compiling():
+        _interpreted.warn_of(launch.args)
     tensors = num_descriptors + sum(isinstance(value, Tensor) for value in launch.args)
     numbers = launch.args[tensors:]
+    # Triton checks what the signature fixes each time it makes a descriptor: a call's are copies with its own tensors
+    forms = [
+        (type(one), {name: value for name, value in vars(one).items() if name != "base"})
+        for one in launch.args[:num_descriptors]
+    ]
     # do not capture `launch`: the closure is cached and would keep the first call's tensors alive
     kernel, grid = launch.kernel, launch.grid
     slow, options = kernel[grid], launch.options()
@@ -56,7 +64,19 @@ def starter(launch: Launch, device: torch.device, num_descriptors: int = 0) -> C
 
     def start(*args: Any) -> None:
         nonlocal fast, constants, rehearsed
-        pointers = [*map(_ADDRESS, args[num_descriptors:])]
+        # by the tensor's own method, which a subclass without memory of its own refuses (PackedWeight); in a loop, as
+        # operator.methodcaller takes twice the time (Python 3.11)
+        pointers = []
+        for x in args[num_descriptors:]:
+            pointers.append(x.data_ptr())
+        if num_descriptors:
+            descriptors = []
+            # written out: a function would be another call for each
+            for (kind, fields), x in zip(forms, args, strict=False):
+                descriptor = object.__new__(kind)
+                descriptor.__dict__.update(fields, base=x)
+                descriptors.append(descriptor)
+            args = (*descriptors, *args[num_descriptors:])
         aligned = reduce(or_, pointers, 0) % 16 == 0
         ahead = under_way()
         if ahead is not None:

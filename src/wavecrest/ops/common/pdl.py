@@ -11,10 +11,10 @@ from wavecrest.errors import InvalidArgument
 
 # NVIDIA's architectures without programmatic dependent launch
 BEFORE_OVERLAP = ("sm_80",)
-# how early kernels start whose configuration does not say: a decode step of xLSTM 7B was 11 % longer with it, timed one
+# EARLY of a configuration that does not name it: with 1 everywhere a decode step of xLSTM 7B was 11 % longer, timed one
 # after the other (H200, 2026-11-22)
 EARLY = 0
-# steps fetched ahead at most: the code grows with each
+# most steps to prefetch: the code grows with each
 MOST_AHEAD = 16
 
 
@@ -27,11 +27,11 @@ def overlaps(arch: hardware.Arch | None) -> bool:
 
 
 def start_of(config: Config, arch: hardware.Arch | None) -> tuple[int, Config]:
-    """How early a launch starts, and what it is launched with: `config` without EARLY.
+    """(EARLY, the launch's configuration without it).
 
-    EARLY of a configuration: 0: behind the end of the launch before; 1: while that runs (programmatic dependent
-    launch), and waits inside; 1 + n: and before it waits, has its first n steps brought to the L2 cache. It is 0 where
-    kernels do not overlap.
+    EARLY = 0: the launch starts when the one before has ended. 1: it starts while that one runs, and waits inside
+    (programmatic dependent launch). 1 + n: it also prefetches its first n steps into the L2 cache before it waits.
+    It is 0 where kernels do not overlap.
 
     Raises:
         InvalidArgument: EARLY is below 0, or has more steps than `MOST_AHEAD`.

@@ -17,7 +17,7 @@ def _detected() -> str:
     return "" if known is None else known.name
 
 
-# Dynamo would trace the detection, with the imports in it: a name is what it can keep
+# Dynamo would trace the detection and the imports in it; a name it can keep as a constant
 @constant_in_graphs
 def _name() -> str:
     return _detected()
@@ -28,7 +28,7 @@ _assumed: hardware.Arch | None = None
 
 @contextmanager
 def assumed(known: hardware.Arch) -> Iterator[None]:
-    """`arch` is another inside, for what is said of a device that is not here; nothing can be launched for it."""
+    """Inside, `arch` returns `known`, to describe calls on a device that is not here; nothing can be launched."""
     global _assumed
     before, _assumed = _assumed, known
     try:
@@ -51,3 +51,8 @@ def wave_size() -> int:
     """Threads a warp (NVIDIA) or wave (AMD) of `arch`; 32 if that is None."""
     known = arch()
     return known.wave_size if known is not None else 32
+
+
+def is_assumed() -> bool:
+    """True inside `assumed`, where nothing can be launched."""
+    return _assumed is not None

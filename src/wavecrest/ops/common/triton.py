@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from wavecrest import env
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     class triton:
         """Typed stub of the module triton: the part that the ops use."""
+
+        __version__: str
 
         @overload
         @staticmethod
@@ -107,6 +110,28 @@ if no_gluon is None:
     load_tile = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
     store_tile = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_shared_to_global
     thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+@contextmanager
+def interpreted_launches() -> Iterator[list[None]]:
+    """While it is open: an entry for each kernel, of anybody's, that runs in Triton's interpreter."""
+    launches: list[None] = []
+    if not interpreted:
+        yield launches
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    run = GridExecutor.__call__
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        launches.append(None)
+        return run(self, *args, **options)
+
+    GridExecutor.__call__ = counted
+    try:
+        yield launches
+    finally:
+        GridExecutor.__call__ = run
 
 
 def compiles_beside() -> Any:
@@ -195,6 +220,7 @@ __all__ = [
     "gluon",
     "hopper",
     "interpreted",
+    "interpreted_launches",
     "load_tile",
     "no_gluon",
     "parse_in_turn",

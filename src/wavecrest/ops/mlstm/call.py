@@ -27,7 +27,7 @@ BFLOAT16_STATE = (
 class MlstmCall(NamedTuple):
     """A call of mlstm_chunkwise or mlstm_sequence; shapes and dtypes are those of their arguments.
 
-    Properties are of checked calls. A *sequence* is what has a state of its own: a row of the batch, or with
+    Properties are of checked calls. Each *sequence* has its own state: it is a row of the batch, or with
     `cu_seqlens` one of the packed sequences.
     """
 
@@ -177,9 +177,10 @@ class MlstmStepCall(NamedTuple):
 
     def sequence(self) -> MlstmCall:
         """The same call as a sequence of one token; its states are views."""
-        gates = (self.i, self.f) if self.i.ndim == 3 else (self.i[..., None], self.f[..., None])
-        gate = None if self.output_gate is None else self.output_gate[:, :, None]
-        q, k, v = (one[:, :, None] for one in (self.q, self.k, self.v))
+        # by methods: PyTorch for CPUs does not index a tensor that claims to be on a GPU
+        gates = (self.i, self.f) if self.i.ndim == 3 else (self.i.unsqueeze(-1), self.f.unsqueeze(-1))
+        gate = None if self.output_gate is None else self.output_gate.unsqueeze(2)
+        q, k, v = (one.unsqueeze(2) for one in (self.q, self.k, self.v))
         kept = self.c_dtype if self.c_dtype in STATE_DTYPES else torch.float32
         return MlstmCall(
             q, k, v, *gates, self.c, self.n, self.m, True, self.eps, None, self.input_gate, self.normalize,

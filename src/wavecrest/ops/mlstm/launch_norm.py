@@ -61,7 +61,7 @@ def norm_launch(
         y: the result [B, NH, S, DV], for its strides.
         scratch: the strides of rows, heads and tokens of h before the norm, whose last dimension is contiguous.
         states: the caller's n and m, for their strides, where the kernel writes them.
-        arch: what it is made for.
+        arch: the architecture it is compiled for.
         early: it starts while the launch before it still runs, which allows that, and waits for its end.
         tile: SEQUENCE or STEP.
     """

@@ -186,7 +186,7 @@ def _chunk(rows: Rows, state: State, eps: float, normalize: bool) -> tuple[Tenso
     c, n, m = state
     length, scale = q.shape[2], q.shape[-1] ** -0.5
     seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    fresh = None
+    fresh = lost = None
     if resets is None:
         own = lf.cumsum(-1)
     else:
@@ -195,6 +195,10 @@ def _chunk(rows: Rows, state: State, eps: float, normalize: bool) -> tuple[Tenso
         seen = seen & (document[:, :, None] == document[:, None, :])[:, None]
         own = lf[..., None, :].masked_fill(~seen, 0.0).sum(-1)
         fresh = (document > 0)[:, None]
+        # a product with a token that is not finite is NaN in rows of other documents too
+        spoiled = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+        lost = (seen & spoiled[..., None, :]).any(-1)[..., None]
+        k, v = (one.masked_fill(spoiled[..., None], 0.0) for one in (k, v))
     d = (_decays(lf) + i[..., None, :]).masked_fill(~seen, float("-inf"))
     carry = own
     top = None
@@ -217,6 +221,9 @@ def _chunk(rows: Rows, state: State, eps: float, normalize: bool) -> tuple[Tenso
     if fresh is not None:
         c, n, _ = _zeroed((c, n, None), ~fresh[:, 0, -1])
     c, n = forget[..., None] * c + take.mT @ v, forget * n + take.sum(-2)
+    if lost is not None:
+        h = h.masked_fill(lost, float("nan"))
+        c, n = c.masked_fill(lost[..., -1:, :], float("nan")), n.masked_fill(lost[..., -1, :], float("nan"))
     return h, (c, n, None if top is None else top[..., -1])
 
 

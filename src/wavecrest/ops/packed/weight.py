@@ -1,4 +1,4 @@
-"""Packed weights: a weight [N, K] in the layout and precision that a kernel reads, which knows what it is.
+"""Packed weights: a weight [N, K] in the layout and precision that a kernel reads, with its format.
 
 A layout kept as an attribute beside a tensor is lost by `nn.Parameter`, `.to()` or `state_dict`, and the next kernel
 computes wrong numbers without an error. A `PackedWeight` carries format, scales and group through all of these, and
@@ -153,7 +153,7 @@ class PackedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The few ops that leave a weight what it is; all others are refused."""
+        """The few ops that keep a weight's values and layout; all others are refused."""
         kwargs = kwargs or {}
         if func in _COMPOSITE:
             return func.decompose(*args, **kwargs)

@@ -6,9 +6,10 @@ import random
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from wavecrest import records
 from wavecrest.errors import StepRefused
 from wavecrest.measure import numerics
 from wavecrest.measure.workload import Inputs, Workload, from_example
+from wavecrest.ops.common.triton import interpreted_launches
 from wavecrest.optimizer.gate import accuracy, behaviour
 from wavecrest.optimizer.gate.inputs import KINDS, Variations, embedding_rows, other_shapes
 from wavecrest.optimizer.gate.leaves import Answer, check_structure
@@ -28,12 +30,15 @@ from wavecrest.optimizer.gate.site import LARGE, CallWay, Case, Outcome, Site, f
 from wavecrest.optimizer.gate.snapshot import Snapshot
 from wavecrest.optimizer.gate.watch import OutputWatch
 
-# calls of a candidate beside one for each set of values
-CALLS = 64
+# calls of a candidate beside one for each set of values: a few in every bucket, the others in the bucket whose calls
+# take least
+CALLS, CALLS_A_BUCKET = 64, 12
 # a trial makes fewer where they would take longer than this; the result is always called CALLS times
-SECONDS_A_TRIAL, FEWEST_CALLS = 2.0, 12
+SECONDS_A_TRIAL, FEWEST_CALLS = 2.0, 6
 # values beside the example and the noise are left out where reference outputs take longer than this, in seconds
-SECONDS_A_BUCKET = 20.0
+SECONDS_A_BUCKET = 8.0
+# and so are shapes after the first one
+SECONDS_OF_SHAPES = 3.0
 # a value at the edge is no test where the original itself is this far from its reference
 MOST_OWN_ERROR = 0.1
 # further draws of values until the original's answers differ
@@ -126,6 +131,9 @@ class Gate:
     def _prepare(self) -> None:
         reference = Reference(self.workload)
         for bucket, inputs in self.workload.buckets.items():
+            # as before every call: what the last one has written is not written again by the next
+            if self.workload.reset is not None:
+                self.workload.reset(bucket)
             row = records.GateBucket(bucket=bucket, values=[])
             self.summary.buckets.append(row)
             try:
@@ -133,8 +141,9 @@ class Gate:
             except RuleBroken as error:
                 self.problem = self.problem or error
         self.note = reference.note
-        if self.sites and self.sites[0].cases:
-            self._find_ways(self.sites[0])
+        if self.sites and self._cheapest.cases:
+            self._find_ways(self._cheapest)
+            self._note_values()
 
     def _prepare_bucket(self, bucket: str, inputs: Inputs, reference: Reference, row: records.GateBucket) -> None:
         model, begin = self.workload.model, self.now()
@@ -148,13 +157,18 @@ class Gate:
             if {"dependence", "variation"} <= self.rules and not differs:
                 nothing = all(leaf.value is None for leaf in first.answer.leaves.values()) and not first.written
                 what = "returns nothing and writes nothing" if nothing else "answers the same on all inputs tried"
-                raise RuleBroken("dependence", f"not verified: the original {what}")
+                raise RuleBroken("dependence", f"not verified: the original {what}{_zeros(model)}")
             row.values = [case.kind for case in site.cases]
             site.put_back()
             if "shapes" in self.rules:
                 self._add_shapes(bucket, inputs, reference, row)
         finally:
             site.put_back()
+
+    @property
+    def _cheapest(self) -> Site:
+        """The site whose calls take least: most calls are made there."""
+        return min(self.sites, key=lambda site: site.seconds)
 
     def _embedded(self, inputs: Inputs) -> dict[int, int]:
         roots = [*((f"args[{i}]", value) for i, value in enumerate(inputs.args)), *inputs.kwargs.items()]
@@ -170,7 +184,9 @@ class Gate:
         """The original twice on the same values: what differs beyond rounding cannot be verified."""
         if "determinism" not in self.rules:
             return
+        begin = self.now()
         again = site.run(site.model, site.cases[0].values)
+        site.seconds = self.now() - begin
         check_structure(again.answer, first.answer, self.rules)
         floor = numerics.tolerance("model", self.workload.dtype)
         for path, tensor in again.answer.numeric():
@@ -230,8 +246,9 @@ class Gate:
         return False
 
     def _add_shapes(self, bucket: str, inputs: Inputs, reference: Reference, row: records.GateBucket) -> None:
+        begin = self.now()
         for label, resized in other_shapes(inputs):
-            if len(row.shapes) >= OTHER_SHAPES:
+            if len(row.shapes) >= (OTHER_SHAPES if self.now() - begin < SECONDS_OF_SHAPES else 1):
                 break
             variations = Variations.of(resized, self.seed, None)
             site = Site(self.workload.model, bucket, f"{bucket}, {label}", resized, variations)
@@ -258,19 +275,40 @@ class Gate:
             "owned": None if site.cases[0].written else behaviour.after_a_write,
         }
         for rule, way in ways.items():
-            if way is None or rule not in self.rules:
+            if rule not in self.rules:
                 continue
-            if self._answers(site, way):
+            if way is None:
+                self._leave_out(rule, "calls write state" if rule == "owned" else "its arguments cannot be named")
+            elif self._answers(site, way):
                 self._ways[rule] = way
             else:
-                self.summary.notes.append(f"the original itself does not allow: {rule}")
+                self._leave_out(rule, "the original itself does not allow it")
         if "concurrent" in self.rules and not site.cases[0].written and site.plain_inputs:
             found = behaviour.concurrent_answers(site, model, 2)
             self._concurrent = all(
                 isinstance(answer, Answer) and not self._failed(site, site.cases[index], Outcome(answer, {}, {}, {}))
                 for index, answer in found
             )
+        if not self._concurrent:
+            self._leave_out("concurrent", "calls write state, or the original itself does not allow it")
         site.put_back()
+
+    def _note_values(self) -> None:
+        """Which rules have nothing to try on this workload."""
+        tried = {case.kind for site in self.sites for case in site.cases}
+        for kind, rule in RULE_OF_KIND.items():
+            if kind not in tried and rule != "variation":
+                self._leave_out(
+                    rule, "no input is a mask" if kind == "padding" else "no values of this kind; see its notes"
+                )
+        if not self.other_sites:
+            self._leave_out("shapes", "these shapes only: the original takes no others that were tried")
+        if any(site.cases and site.cases[0].written for site in self.sites):
+            self._leave_out("timing", "calls write state, which base and candidate would find different")
+
+    def _leave_out(self, rule: str, reason: str) -> None:
+        if rule in self.rules:
+            self.summary.not_run.setdefault(rule, reason)
 
     def _answers(self, site: Site, way: CallWay) -> bool:
         """Whether the original gives its own answers when it is called this way."""
@@ -293,17 +331,20 @@ class Gate:
         candidate: Callable[..., Any],
         *,
         thorough: bool = False,
-        skip: frozenset[str] = frozenset(),
+        skip: Mapping[str, str] = MappingProxyType({}),
         graphs: bool = False,
+        recompiles: bool = False,
     ) -> Rows:
         """The worst error of each output of each bucket over the sets of values, against what is allowed.
 
         Args:
             candidate: called as the model is.
             thorough: make all CALLS calls, however long they take.
-            skip: rules that are left out for this candidate; the summary's notes say why.
+            skip: rules that are left out for this candidate, with the reason, which the summary keeps.
             graphs: it replays recorded graphs, which may raise in other threads, and where an answer is read after
                 the next call.
+            recompiles: it is compiled again for every other shape, way of calling and global setting: one other
+                shape a bucket is enough, the first of them is called by keyword, and no setting is changed.
 
         Raises:
             RuleBroken: a rule that has no error to show, with its name; a StepRefused.
@@ -312,8 +353,10 @@ class Gate:
             raise self.problem
         with self._timed():
             self.summary.checks += 1
+            for rule, reason in skip.items():
+                self._leave_out(rule, reason)
             try:
-                rows = self._check(candidate, thorough, self.rules - skip, graphs)
+                rows = self._check(candidate, thorough, self.rules - skip.keys(), graphs, recompiles)
             finally:
                 for site in [*self.sites, *self.other_sites]:
                     site.put_back()
@@ -322,37 +365,53 @@ class Gate:
                 raise RuleBroken("process", undone[0])
         return rows
 
-    def _check(self, candidate: Callable[..., Any], thorough: bool, rules: frozenset[str], graphs: bool) -> Rows:
+    def _check(
+        self, candidate: Callable[..., Any], thorough: bool, rules: frozenset[str], graphs: bool, recompiles: bool
+    ) -> Rows:
         if "process" in rules:
             undone = self._process.put_back()
             if undone:
                 raise RuleBroken("process", undone[0])
         worst: dict[tuple[str, str], records.BucketError] = {}
-        sequences = []
-        for site in self.sites:
-            site.meet(candidate)
-            begin = self.now()
-            verified = {}
-            for index, case in enumerate(site.cases):
-                verified[index] = self._first_call(site, case, candidate, rules, worst)
-                if any(not row.passed for row in worst.values()):
-                    return list(worst.values())
-            # buffers of the candidate's own, which the next site compares with those of the start
-            site.put_back()
-            each = (self.now() - begin) / len(site.cases)
-            judge = self._judge_with(rules - {"state", "sharing"})
-            sequence = behaviour.Sequence(site, candidate, judge, rules, verified, self._random, graphs)
-            sequences.append((sequence, each))
-        if "poison" in rules:
+        sequences: dict[int, behaviour.Sequence] = {}
+        # seconds of a call at each site
+        each: dict[int, float] = {}
+        with interpreted_launches() as launches:
+            for number, site in enumerate(self.sites):
+                site.meet(candidate)
+                verified, compiling = {}, 0.0
+                for index, case in enumerate(site.cases):
+                    begin = self.now()
+                    verified[index] = self._first_call(site, case, candidate, rules, worst)
+                    took = self.now() - begin
+                    compiling = took if index == 0 else compiling
+                    each[number] = min(each.get(number, took), took)
+                    if any(not row.passed for row in worst.values()):
+                        return list(worst.values())
+                # the first call of a compiled model compiles it, which is not the gate's doing
+                self.summary.seconds -= compiling - each[number]
+                # buffers of the candidate's own, which the next site compares with those of the start
+                site.put_back()
+                judge = self._judge_with(rules - {"state", "sharing"})
+                sequences[number] = behaviour.Sequence(site, candidate, judge, rules, verified, self._random, graphs)
+        if launches:
+            self._leave_out("concurrent", "kernels ran in Triton's interpreter, which runs one at a time")
+            rules = rules - {"concurrent"}
+        main = sequences[self.sites.index(self._cheapest)]
+        # a compiled model would compile other code under the setting that fills memory; freed memory is filled for all
+        if "poison" in rules and not recompiles:
             with behaviour.filled_memory(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                sequences[0][0].call(0, "poison", call)
-        for sequence, each in sequences:
-            # compilation in the first calls makes `each` an upper limit
-            sequence.run(self._calls(each, thorough, rules))
-        self._other_ways(sequences[0][0], rules)
-        self._other_shapes(candidate, rules, worst)
-        for sequence, _ in sequences:
+                main.call(0, "poison", call)
+        for number, calls in self._calls(each, thorough, rules).items():
+            sequences[number].run(calls)
+        first = {site.bucket: site for site in reversed(self.other_sites)}
+        others = list(first.values()) if recompiles else self.other_sites
+        together = recompiles and bool(others) and {"keyword", "shapes"} <= rules and "keyword" in self._ways
+        self._other_ways(main, rules - {"keyword"} if together else rules)
+        if "shapes" in rules:
+            self._other_shapes(candidate, others, rules, worst, by_name=others[0] if together else None)
+        for sequence in sequences.values():
             self.summary.calls += sequence.calls
             self.summary.notes += [text for text in sequence.notes if text not in self.summary.notes]
         return list(worst.values())
@@ -361,13 +420,19 @@ class Gate:
         """The watch for a bucket's timed calls: give the timer its `on_output`, then call its `check`."""
         return OutputWatch(self, bucket)
 
-    def _calls(self, each: float, thorough: bool, rules: frozenset[str]) -> int:
+    def _calls(self, each: dict[int, float], thorough: bool, rules: frozenset[str]) -> dict[int, int]:
+        """Calls to make at each site, by the seconds that one takes there."""
         if "repeat" not in rules:
-            return 3
-        wanted = max(FEWEST_CALLS, CALLS // len(self.sites))
-        if thorough or each <= 0:
+            return dict.fromkeys(each, 3)
+        main = self.sites.index(self._cheapest)
+        wanted = dict.fromkeys(each, CALLS_A_BUCKET)
+        wanted[main] = max(CALLS_A_BUCKET, CALLS - CALLS_A_BUCKET * (len(each) - 1))
+        if thorough:
             return wanted
-        return int(min(wanted, max(FEWEST_CALLS, SECONDS_A_TRIAL / each)))
+        affordable = {
+            number: int(SECONDS_A_TRIAL / seconds) if seconds > 0 else CALLS for number, seconds in each.items()
+        }
+        return {number: min(calls, max(FEWEST_CALLS, affordable[number])) for number, calls in wanted.items()}
 
     def _first_call(
         self,
@@ -445,23 +510,25 @@ class Gate:
     def _other_shapes(
         self,
         candidate: Callable[..., Any],
+        others: Sequence[Site],
         rules: frozenset[str],
         worst: dict[tuple[str, str], records.BucketError],
+        by_name: Site | None = None,
     ) -> None:
-        if "shapes" not in rules:
-            return
+        """The candidate at other sites; at `by_name` with arguments by keyword, which is the rule then named."""
         # a compiled model compiles another shape by itself, and its own shape's code stays as it is
         with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             for site in self.sites:
                 site.put_back()
-            for site in self.other_sites:
+            for site in others:
                 site.meet(candidate)
                 case = site.cases[0]
                 self._meet_precision(site, case)
                 self.summary.calls += 1
                 try:
-                    done = site.run(candidate, case.values)
-                    rows = self._judge_with(rules)(site, case, done)
+                    rows = self._at_other_shape(candidate, site, case, rules, by_keyword=site is by_name)
+                except RuleBroken:
+                    raise
                 except Exception as error:
                     raise RuleBroken("shapes", f"on {site.label}: {first_line(error)}") from error
                 finally:
@@ -470,6 +537,37 @@ class Gate:
                     if not row.passed:
                         row = row.model_copy(update={"rule": "shapes", "note": f"on {site.label}"})
                         worst[(row.bucket, f"{row.output}, {site.label}")] = row
+
+    def _at_other_shape(
+        self, candidate: Callable[..., Any], site: Site, case: Case, rules: frozenset[str], *, by_keyword: bool
+    ) -> Rows:
+        """The rows of one call.
+
+        Raises:
+            RuleBroken: "keyword": it is wrong with arguments by name, and right without; "shapes".
+        """
+
+        def judged(way: CallWay) -> Rows:
+            try:
+                return self._judge_with(rules)(site, case, site.run(candidate, case.values, way=way))
+            except RuleBroken as error:
+                raise RuleBroken("shapes", f"on {site.label}: {error}") from error
+
+        if not by_keyword:
+            return judged(call)
+        problem = ""
+        try:
+            rows = judged(self._ways["keyword"])
+            if all(row.passed for row in rows):
+                return rows
+            problem = failures(rows)
+        except Exception as error:
+            problem = first_line(error)
+        # wrong by keyword: of the shape or of the keywords, which one more compilation tells
+        rows = judged(call)
+        if all(row.passed for row in rows):
+            raise RuleBroken("keyword", f"on {site.label}: {problem}")
+        return rows
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -490,6 +588,16 @@ class _Function(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
         return self._function(*args, **kwargs)
+
+
+def _zeros(model: nn.Module) -> str:
+    """The likely cause of an answer that never changes: a new head of zeros, as torchvision's ViT has it."""
+    last = next(
+        ((name, row) for name, row in reversed(list(model.named_modules())) if isinstance(row, nn.Linear)), None
+    )
+    if last is None or bool(last[1].weight.any()):
+        return ""
+    return f"; the weights of its last linear layer, {last[0] or 'the model'}, are all zero: load trained ones"
 
 
 def _is_usable(case: Case, answer: Answer) -> bool:

@@ -148,7 +148,8 @@ def _role(path: str, value: Tensor, vocabulary: int | None) -> tuple[str, int]:
     if value.dtype == torch.bool:
         return "mask", 0
     low, high = int(value.min()), int(value.max())
-    if value.numel() > 1 and low >= 0 and high <= 1 and (named_mask or vocabulary is None):
+    # a mask of one token too: hiding it would leave nothing to answer from
+    if low >= 0 and high <= 1 and (named_mask or (value.numel() > 1 and vocabulary is None)):
         return "mask", 0
     if vocabulary is not None:
         return "ids", max(high, vocabulary - 1)

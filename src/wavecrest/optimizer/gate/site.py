@@ -111,12 +111,14 @@ class Site:
         label: bucket, with the shape where it is not the bucket's own.
         bucket: name of the bucket.
         cases: sets of values with the right answers; the example is first.
+        seconds: that a call of the original takes; infinite while not known.
     """
 
     def __init__(self, model: nn.Module, bucket: str, label: str, inputs: Inputs, variations: Variations) -> None:
         self.model, self.bucket, self.label = model, bucket, label
         self.inputs, self.variations = inputs, variations
         self.cases: list[Case] = []
+        self.seconds = float("inf")
         self._roots = [*((f"args[{i}]", value) for i, value in enumerate(inputs.args)), *inputs.kwargs.items()]
         self.snapshot = Snapshot([*self._roots, *tracked_state(model).items()])
         self._caller = {path for path, _ in inputs.tensors()}

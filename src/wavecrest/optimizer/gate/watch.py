@@ -44,7 +44,9 @@ class Limits(Protocol):
 class OutputWatch:
     """Compares the outputs of base and candidate while the pair is timed; nothing is timed meanwhile.
 
-    Base and candidate are both within the limits of their case, so they may differ by the sum of their limits.
+    Base and candidate are both within the limits of their case, so they may differ by the sum of their limits. Whole
+    numbers may differ once: rounding decides between two values that are equally likely. A model whose calls write
+    state of their own is not watched, since base and candidate then start from different states.
 
     Attributes:
         gate: has the limits.
@@ -57,6 +59,7 @@ class OutputWatch:
     compared: int = 0
     _waiting: dict[int, tuple[str, Answer]] = field(default_factory=dict)
     _problem: RuleBroken | None = None
+    _flips: int = 0
 
     def on_output(self, side: Literal["base", "new"], output: Any, number: int) -> None:
         """Take an output of a timed call: compare it with the other side's, or keep a copy until that comes.
@@ -66,7 +69,7 @@ class OutputWatch:
             output: what the call returned.
             number: of the input set.
         """
-        if self._problem is not None or "timing" not in self.gate.rules:
+        if self._problem is not None or "timing" not in self.gate.rules or self._site.cases[0].written:
             return
         try:
             answer = collect(output, self._site.snapshot.names)
@@ -93,6 +96,10 @@ class OutputWatch:
                     max(factor * relative, 2 * floor.relative), max(factor * worst, 2 * floor.worst)
                 )
             found = numerics.compare(tensor, right)
+            if not found.within(limits) and not accuracy.is_float(right) and found.shape_match:
+                self._flips += 1
+                if self._flips == 1:
+                    continue
             if not found.within(limits):
                 raise RuleBroken(
                     "timing",

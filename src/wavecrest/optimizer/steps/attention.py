@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wavecrest.errors import PlanError, StepRefused
+from wavecrest.graphs import masks
 from wavecrest.graphs.capture import device_time
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
 from wavecrest.optimizer.steps.params import PackGQAOwners, SDPABackendName, SDPAOwners
@@ -38,6 +39,7 @@ class UseSDPA(Step):
     level = 3
     group = "attention implementation"
     params_type = SDPAOwners
+    cures = ("math_attention",)
 
     def find(self, context: StepContext) -> Found:
         """Transformers models whose implementation is "eager" and that support SDPA."""
@@ -134,7 +136,6 @@ def register_pack_gqa() -> None:
     """Make `wavecrest_pack_gqa` known to transformers' attention and mask interfaces."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
 
     def pack_gqa(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any
@@ -156,7 +157,7 @@ def register_pack_gqa() -> None:
         return result.reshape(batch, 1, heads, value.shape[-1]), None
 
     AttentionInterface.register("wavecrest_pack_gqa", pack_gqa)
-    AttentionMaskInterface.register("wavecrest_pack_gqa", sdpa_mask)
+    AttentionMaskInterface.register("wavecrest_pack_gqa", masks.mask)
 
 
 class SDPABackend(Step):
@@ -171,6 +172,7 @@ class SDPABackend(Step):
         self.name = name
         self.id = f"sdpa:{name}"
         self.title = f"SDPA {name}"
+        self.cures = () if name == "math" else ("math_attention",)
 
     def check_params(self, params: dict[str, Any]) -> list[str]:
         """The backend must be this step's own."""
@@ -193,12 +195,13 @@ class SDPABackend(Step):
         alone = f"{ours * 1e3:.1f} µs against the default's {default * 1e3:.1f} µs, called alone"
         if ours > default * (1 - MIN_ALONE):
             raise StepRefused(f"not faster on the model's calls: {alone}")
-        return Found(("model",), {"backend": self.name}, alone)
+        return Found(("model",), {"backend": self.name}, alone, saved=1 - ours / default)
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
-        """No model is trusted here: which backend wins depends on shape and version."""
+        """The part of attention that the backend saved on the calls alone."""
         share = context.share("attention")
-        return Prediction(None, f"attention is {share:.0%} of the time; {found.note}")
+        basis = f"attention is {share:.0%} of the time; {found.note}"
+        return Prediction(None, basis) if found.saved is None else Prediction.of_saved(found.saved * share, basis)
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Run the forward under torch.nn.attention.sdpa_kernel."""

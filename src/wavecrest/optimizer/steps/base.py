@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from wavecrest.hardware import Device
     from wavecrest.measure.timing import Clock
     from wavecrest.measure.workload import Workload
-    from wavecrest.records import BucketProfile
+    from wavecrest.records import BucketProfile, CauseKind
 
+# no prediction promises that more of a call's time goes
+MOST_SAVED = 0.9
 # when an applied step takes effect: surgery on the module tree, settings around the call, compilation, capture
 Phase = Literal["environment", "surgery", "setting", "compile", "capture"]
 PHASES: tuple[Phase, ...] = ("environment", "surgery", "setting", "compile", "capture")
@@ -35,20 +38,32 @@ PHASES: tuple[Phase, ...] = ("environment", "surgery", "setting", "compile", "ca
 class Found:
     """The sites that a step would change. Without sites there is nothing to do, and `note` has the reason.
 
-    `params` is JSON and is all that `apply` needs to do the same again from a plan file.
+    `params` is JSON and is all that `apply` needs to do the same again from a plan file. `saved` is the share of the
+    sites' own time that was saved where the step tried them alone; None where it did not. `rows` are those of each
+    site's input, where the step saw them.
     """
 
     sites: tuple[str, ...]
     params: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+    saved: float | None = None
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Expected speed-up (1.0: none) and what it rests on; evidence of kind "model", never a measurement."""
+    """Expected speed-up (1.0: none) and what it rests on; evidence of kind "model", never a measurement.
+
+    `ratio` None: no model is trusted; the planner then expects little of the step, and tries it late.
+    """
 
     ratio: float | None
     basis: str
+
+    @classmethod
+    def of_saved(cls, saved: float, basis: str) -> Prediction:
+        """The prediction that this share of a call's time goes (0 to 1), which nothing brings above MOST_SAVED."""
+        return cls(1 / (1 - min(max(saved, 0.0), MOST_SAVED)), basis)
 
 
 @dataclass(slots=True)
@@ -62,25 +77,38 @@ class StepContext:
     model: nn.Module | None = None
     precision: str | None = None
     processes: int = 3
-    # whether a compile step is in force
+    # whether a compile step is in force, and whether calls are replays of captured graphs
     compiled: bool = False
-    # seconds of the budget that are left, and that the longest compilation so far took
+    captured: bool = False
+    # seconds of the budget that are left for trials of steps
     seconds_left: float = float("inf")
-    compile_seconds: float = 0.0
     # where time comes from
     now: Clock = time.perf_counter
 
     def share(self, *categories: str) -> float:
-        """Mean share of the profiled time, over buckets, that these categories take (0 to 1)."""
+        """Mean share of a call's time, over buckets, that these categories take (0 to 1).
+
+        On a GPU the time in which the device had no work is part of the call, so that all categories together take
+        what `idle_share` leaves.
+        """
         if not self.profile:
             return 0.0
-        shares = [sum(row.share for row in bucket.categories if row.category in categories) for bucket in self.profile]
+        shares = [
+            _busy(bucket) * sum(row.share for row in bucket.categories if row.category in categories)
+            for bucket in self.profile
+        ]
         return sum(shares) / len(shares)
 
     def idle_share(self) -> float:
         """Mean share of wall time in which the GPU had no work (0 on the CPU, where it is not measured)."""
-        idle = [bucket.idle_ms / bucket.wall_ms for bucket in self.profile if bucket.idle_ms and bucket.wall_ms]
-        return sum(idle) / len(self.profile) if idle else 0.0
+        idle = [1 - _busy(bucket) for bucket in self.profile]
+        return sum(idle) / len(idle) if idle else 0.0
+
+
+def _busy(bucket: BucketProfile) -> float:
+    if not bucket.idle_ms or not bucket.wall_ms:
+        return 1.0
+    return 1 - min(1.0, bucket.idle_ms / bucket.wall_ms)
 
 
 class Step:
@@ -93,6 +121,9 @@ class Step:
         phase: when its effect takes place in the assembled model.
         group: steps of one group exclude each other; a kept one replaces the one before.
         params_type: schema of the parameters that `apply` takes; None: a plan may hold any.
+        tried_after: ids of steps that are tried before this one where both apply, as they change its sites.
+        searches: it searches for minutes, so it is tried last, once, on the final shape of the model.
+        cures: kinds of causes that it removes; a diagnosis that names one has the step tried next.
     """
 
     id: str
@@ -101,6 +132,9 @@ class Step:
     phase: Phase = "surgery"
     group: str | None = None
     params_type: type[Params] | None = None
+    tried_after: Sequence[str] = ()
+    searches: bool = False
+    cures: Sequence[CauseKind] = ()
 
     def check_params(self, params: dict[str, Any]) -> list[str]:
         """The paths of the modules that parameters from a plan file name.
@@ -163,7 +197,10 @@ def structural_copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
-        raise StepRefused(f"the model cannot be copied ({type(error).__name__}: {error})") from error
+        raise StepRefused(
+            f"the model cannot be copied ({type(error).__name__}: {error}), and steps work on a copy; keep locks, "
+            "files and generators outside of its modules"
+        ) from error
 
 
 def set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from wavecrest.graphs import masks
 from wavecrest.graphs.capture import CapturedModule
 from wavecrest.graphs.inductor import PRESETS, compile_module
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
+from wavecrest.optimizer.steps.compile import mask_params
 from wavecrest.optimizer.steps.params import CaptureBuckets
 
 if TYPE_CHECKING:
@@ -27,12 +29,14 @@ class CaptureGraph(Step):
     phase = "capture"
     group = "capture"
     params_type = CaptureBuckets
+    cures = ("launch_gaps",)
 
     def find(self, context: StepContext) -> Found:
         """On a GPU; the model must have no data-dependent control flow, which capture itself finds out."""
         if context.device.kind == "cpu":
             return Found((), note="graphs exist on GPUs only")
         params = {"buckets": list(context.workload.buckets), "compile": "default" if context.compiled else ""}
+        params |= mask_params(context)
         return Found(tuple(context.workload.buckets), params)
 
     def excludes(self, other: Step) -> bool:
@@ -42,10 +46,12 @@ class CaptureGraph(Step):
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """Launch gaps go."""
         idle = context.idle_share()
-        return Prediction(1 / (1 - 0.9 * min(idle, 0.9)), f"launch gaps are {idle:.0%} of the wall time")
+        return Prediction.of_saved(0.9 * idle, f"launch gaps are {idle:.0%} of the wall time")
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Wrap; capture happens at the first call of each bucket. What is not compiled yet is compiled by default."""
+        masks.use(model, params.get("masks", []))
         if model._compiled_call_impl is None and params.get("compile"):
             compile_module(model, PRESETS[params["compile"]])
-        return CapturedModule(model, max_graphs=max(16, 2 * len(params["buckets"])))
+        padding = masks.padding_argument(model) if params.get("padding") else None
+        return CapturedModule(model, max_graphs=max(16, 2 * len(params["buckets"])), padding=padding)

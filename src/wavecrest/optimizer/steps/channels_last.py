@@ -19,6 +19,7 @@ class ChannelsLast(Step):
     title = "channels_last"
     level = 3
     params_type = Sites
+    cures = ("layout",)
 
     def find(self, context: StepContext) -> Found:
         """Every Conv2d whose weight is not channels-last yet."""
@@ -48,9 +49,13 @@ class ChannelsLast(Step):
             conv = model.get_submodule(name)
             if not isinstance(conv, torch.nn.Conv2d):
                 raise StepRefused(f"{name} is a {type(conv).__name__}, not a Conv2d")
-            weight = conv.weight
-            assert isinstance(weight, torch.Tensor)
-            conv.weight = torch.nn.Parameter(
-                weight.detach().clone(memory_format=torch.channels_last), requires_grad=weight.requires_grad
-            )
+            set_channels_last(conv)
         return model
+
+
+def set_channels_last(conv: nn.Conv2d) -> None:
+    """Give a convolution a new weight in that layout."""
+    import torch
+
+    made = conv.weight.detach().clone(memory_format=torch.channels_last)
+    conv.weight = torch.nn.Parameter(made, requires_grad=conv.weight.requires_grad)

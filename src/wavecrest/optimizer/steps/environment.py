@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from wavecrest import env
-from wavecrest.errors import EnvironmentProblem, StepRefused
-from wavecrest.measure.timing import keeps
-from wavecrest.optimizer.alternate import Claim, SideReport, Task, alternate, run_child
+from wavecrest.errors import StepRefused, WavecrestError
+from wavecrest.measure import copies
+from wavecrest.measure.speedup import TAIL
+from wavecrest.measure.timing import Side, keeps
+from wavecrest.optimizer.alternate import Claim, alternate
+from wavecrest.optimizer.children import Job, Task, run_pair, side_by_side, weight_bytes
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
 from wavecrest.optimizer.steps.params import Candidates
 
@@ -64,10 +67,11 @@ class EnvironmentStep(Step):
         ]
         if not candidates:
             return Found((), note=f"the table has nothing to try on {context.device.vendor}")
-        if context.workload.spec is None:
+        problem = copies.problem(context.workload)
+        if problem:
             raise StepRefused(
-                "a variable acts before import, so it is tried in child processes, and a model in memory cannot be "
-                "rebuilt there; run `wavecrest optimize file.py:function` to include this step"
+                f"a variable acts before import, so it is tried in child processes, which cannot load this model: "
+                f"{problem}; or run `wavecrest optimize file.py:function`"
             )
         return Found(tuple(f"{name}={value}" for name, value in candidates), {"candidates": candidates})
 
@@ -104,7 +108,7 @@ def try_candidates(
         text = f"{name}={value}"
         spent = context.now() - begin
         count = len(trials.done)
-        needed = spent / count if count else 2 * context.processes * _child_seconds(context)
+        needed = spent / count if count else context.processes * pair_seconds(context)
         if spent + needed > allowance:
             trials.lines.append(
                 f"{text} not tried: {context.processes} fresh processes a side take about {needed:.0f} s, "
@@ -130,9 +134,16 @@ def try_candidates(
     return trials
 
 
-def _child_seconds(context: StepContext) -> float:
-    """Expected seconds of a child process before the first has run: interpreter and imports, loading, sampling."""
-    return CHILD_START + context.workload.load_seconds + CHILD_SAMPLING * len(context.workload.buckets)
+def pair_seconds(context: StepContext) -> float:
+    """Expected seconds of a pair of child processes before the first has run.
+
+    Of each: interpreter and imports, loading, sampling. Where both sides are loaded at the same time, and each has a
+    processor for that, they share what comes before sampling.
+    """
+    workload = context.workload
+    begin, sampling = CHILD_START + workload.load_seconds, CHILD_SAMPLING * len(workload.buckets)
+    together = side_by_side(workload.device, weight_bytes(workload.model)) and context.device.compute_units > 1
+    return (1 if together else 2) * begin + 2 * sampling
 
 
 def try_variable(context: StepContext, name: str, value: str, *, seconds: float = 2.0) -> EnvironmentTrial:
@@ -141,19 +152,21 @@ def try_variable(context: StepContext, name: str, value: str, *, seconds: float 
     Raises:
         StepRefused: a child fails; the message carries its last line.
     """
-    claim = alternate(
-        lambda side, _pair: _child(context, {name: value if side == "new" else None}, seconds),
-        unit="processes",
-        looks=(context.processes,),
-        min_gain=0.0,
-        seconds_left=lambda: math.inf,
-    )
-    return EnvironmentTrial(name, value, claim)
-
-
-def _child(context: StepContext, changes: dict[str, str | None], seconds: float) -> SideReport:
-    assert context.workload.spec is not None
     try:
-        return run_child(Task(context.workload.spec, context.device.torch_name, seconds), changes, "a child process")
-    except EnvironmentProblem as error:
+        source = copies.source(context.workload)
+        task = Task(source.spec, context.device.torch_name, seconds, copied=source.copied)
+        jobs: dict[Side, Job] = {
+            "base": Job(task, {name: None}, f"a child process without {name}"),
+            "new": Job(task, {name: value}, f"a child process with {name}={value}"),
+        }
+        weights = weight_bytes(context.workload.model)
+        claim = alternate(
+            lambda pair: run_pair(jobs, pair, weights=weights),
+            unit="processes",
+            looks={context.processes: TAIL},
+            min_gain=0.0,
+            seconds_left=lambda: math.inf,
+        )
+    except WavecrestError as error:
         raise StepRefused(str(error)) from error
+    return EnvironmentTrial(name, value, claim)

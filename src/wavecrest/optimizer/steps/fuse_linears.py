@@ -1,14 +1,15 @@
-"""Projection fusion: Linear layers that read the same input become one GEMM (Q, K, V; gate and up).
+"""Horizontal fusion: layers that read the same input become one (Q, K, V; gate and up; any by data flow).
 
-The model's own forward stays. The first of the fused layers computes the wide GEMM and keeps the result for the others.
-Those return their slice if they are called with the same tensor object, and compute their own slice otherwise. So a
-forward that calls them in another order, or with another input, is still right.
+The model's own forward stays. The first of the fused layers computes the wide result and keeps it for the others. Those
+return their slice if they are called with the same tensor object, and compute their own slice otherwise. So a forward
+that calls them in another order, or with another input, is still right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,32 +31,45 @@ QKV_NAMES = (
     ("q_lin", "k_lin", "v_lin"),
 )
 GATE_UP_NAMES = (("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"))
+# calls of other layers between two of one input, beyond which the wide result would be kept for too long
+MOST_BETWEEN = 2
+
+Layer = nn.Linear | nn.Conv2d
 
 
 class FusedWeights(nn.Module):
-    """The stacked weight of several Linear layers, [sum of out_features, in_features], and its last result."""
+    """The stacked weight of several layers, [sum of outputs, inputs, …], and its last result."""
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__()
-        first = linears[0]
+        first = layers[0]
         self.weight = nn.Parameter(
-            torch.cat([linear.weight.detach() for linear in linears]), requires_grad=first.weight.requires_grad
+            torch.cat([layer.weight.detach() for layer in layers]), requires_grad=first.weight.requires_grad
         )
-        if first.bias is not None:
-            self.bias = nn.Parameter(
-                torch.cat([linear.bias.detach() for linear in linears]), requires_grad=first.bias.requires_grad
-            )
+        if any(layer.bias is not None for layer in layers):
+            # zeros of a bias that is not there
+            parts = [
+                layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias.detach()
+                for layer in layers
+            ]
+            learns = any(layer.bias is not None and layer.bias.requires_grad for layer in layers)
+            self.bias = nn.Parameter(torch.cat(parts), requires_grad=learns)
         else:
             self.register_parameter("bias", None)
-        # the function that computes the wide GEMM: (x, weight, bias) -> [..., N]
+        # the function that computes the wide result: (x, weight, bias) -> [..., N], of a convolution [B, N, …]
         self.product_of: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
-        # the input of the last wide GEMM, and its result; None between forwards
-        self.source: Tensor | None = None
-        self.product: Tensor | None = None
+        if isinstance(first, nn.Conv2d):
+            self.product_of = partial(
+                F.conv2d, stride=first.stride, padding=first.padding, dilation=first.dilation, groups=first.groups
+            )
+        # the dimension of the outputs
+        self.dim = -3 if isinstance(first, nn.Conv2d) else -1
+        # the input of the last wide call, and its result, under one name as two threads may run; None between forwards
+        self.made: tuple[Tensor, Tensor] | None = None
 
 
 class FusedSlice(nn.Module):
-    """Stands where one of the fused Linear layers stood: rows [start, stop) of the stacked weight."""
+    """Stands where one of the fused layers stood: rows [start, stop) of the stacked weight."""
 
     def __init__(self, fused: FusedWeights, start: int, stop: int, *, first: bool, last: bool) -> None:
         super().__init__()
@@ -64,6 +78,11 @@ class FusedSlice(nn.Module):
         self.first, self.last = first, last
         self.in_features = fused.weight.shape[1]
         self.out_features = stop - start
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it stands for a Linear layer."""
+        return self.fused.dim == -1
 
     @property
     def weight(self) -> Tensor:
@@ -76,41 +95,81 @@ class FusedSlice(nn.Module):
         return None if self.fused.bias is None else self.fused.bias[self.start : self.stop]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] to [..., out_features], a view of the wide result."""
+        """x [..., in_features] to [..., out_features], a view of the wide result; of a convolution [B, C, H, W]."""
         fused = self.fused
         if self.first:
-            fused.source = x
-            fused.product = fused.product_of(x, fused.weight, fused.bias)
-        product = fused.product
-        if product is None or fused.source is not x:
-            return F.linear(x, self.weight, self.bias)
+            fused.made = x, fused.product_of(x, fused.weight, fused.bias)
+        made = fused.made
+        if made is None or made[0] is not x:
+            return fused.product_of(x, self.weight, self.bias)
         if self.last:
             # nothing outlives the forward
-            fused.source = fused.product = None
-        return product[..., self.start : self.stop]
+            fused.made = None
+        return made[1].narrow(fused.dim, self.start, self.out_features)
 
 
-def same_input_groups(
-    model: nn.Module, names: tuple[tuple[str, ...], ...], inputs: Inputs
-) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Groups of sibling Linear layers that a forward calls once each, in order, with one and the same tensor.
+class Grouped(NamedTuple):
+    """Groups of module paths, the rows (of convolutions: pixels) that each reads, and why others are left out."""
 
-    Returns:
-        (groups of module paths, reasons why look-alikes were left out)
-    """
+    groups: list[tuple[str, ...]]
+    rows: list[int]
+    reasons: list[str]
+
+
+def same_input_groups(model: nn.Module, names: tuple[tuple[str, ...], ...], inputs: Inputs) -> Grouped:
+    """Groups of sibling Linear layers that a forward calls once each, in order, with one and the same tensor."""
     groups: list[tuple[str, ...]] = []
     for path, module in model.named_modules():
         for family in names:
             if all(isinstance(getattr(module, name, None), nn.Linear) for name in family):
                 groups.append(tuple(f"{path}.{name}" if path else name for name in family))
-    # per layer, (input, its version counter) of each call: an input that is changed in place between calls differs
+    calls, order = _watch(model, {name for group in groups for name in group}, inputs)
+    return _fitting(model, groups, calls, order)
+
+
+def groups_by_flow(model: nn.Module, inputs: Inputs) -> Grouped:
+    """Groups of plain Linear or Conv2d layers that a forward calls once each, one after the other, with one tensor."""
+    layers = {path for path, module in model.named_modules() if type(module) in (nn.Linear, nn.Conv2d)}
+    calls, order = _watch(model, layers, inputs)
+    groups: list[list[str]] = []
+    # by input, its version and what the layers must agree in: the group, and the place of its last call
+    open_groups: dict[tuple[Any, ...], tuple[list[str], int]] = {}
+    for place, path in enumerate(order):
+        if len(calls[path]) != 1:
+            continue
+        source, version = calls[path][0]
+        key = (id(source), version, _kind(model.get_submodule(path)))
+        group, last = open_groups.get(key, ([], place))
+        if not group or place - last > MOST_BETWEEN + 1:
+            group = []
+            groups.append(group)
+        group.append(path)
+        open_groups[key] = group, place
+    return _fitting(model, [tuple(group) for group in groups if len(group) > 1], calls, order)
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    """The properties that layers of one group have in common."""
+    if isinstance(layer, nn.Linear):
+        return (nn.Linear, layer.in_features, layer.weight.dtype)
+    options = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
+    return (nn.Conv2d, layer.in_channels, layer.weight.dtype, *options)
+
+
+def _watch(
+    model: nn.Module, layers: Iterable[str], inputs: Inputs
+) -> tuple[dict[str, list[tuple[Tensor, int]]], list[str]]:
+    """(input, its version counter) of each call of each layer in one forward, and the layers in the order of calls."""
     calls: dict[str, list[tuple[Tensor, int]]] = {}
     order: list[str] = []
     handles = []
-    for member in {name for group in groups for name in group}:
+    for member in layers:
 
         def watch(_module: nn.Module, args: tuple[Any, ...], name: str = member) -> None:
-            calls.setdefault(name, []).append((args[0], args[0]._version))
+            # a call by keyword has no input here, and is never one of a group
+            source = args[0] if args else torch.empty(0)
+            # an input that is changed in place between calls differs; tensors of inference mode count no versions
+            calls.setdefault(name, []).append((source, -1 if source.is_inference() else source._version))
             order.append(name)
 
         handles.append(model.get_submodule(member).register_forward_pre_hook(watch))
@@ -120,31 +179,35 @@ def same_input_groups(
     finally:
         for handle in handles:
             handle.remove()
-    fits, reasons = [], []
+    return calls, order
+
+
+def _fitting(
+    model: nn.Module, groups: list[tuple[str, ...]], calls: dict[str, list[tuple[Tensor, int]]], order: list[str]
+) -> Grouped:
+    fits, rows, reasons = [], [], []
     for group in groups:
         reason = _refusal(model, group, calls, order)
         if reason is None:
             fits.append(group)
+            rows.append(calls[group[0]][0][0].numel() // _layer(model, group[0]).weight.shape[1])
         else:
             reasons.append(f"{group[0]}: {reason}")
-    return fits, reasons
+    return Grouped(fits, rows, reasons)
 
 
 def _refusal(
     model: nn.Module, group: tuple[str, ...], calls: dict[str, list[tuple[Tensor, int]]], order: list[str]
 ) -> str | None:
     try:
-        linears = [_linear(model, name) for name in group]
+        layers = [_layer(model, name) for name in group]
     except StepRefused as error:
         return str(error)
-    first = linears[0]
-    for linear in linears:
-        if linear.in_features != first.in_features or linear.weight.dtype != first.weight.dtype:
-            return "the layers differ in input width or dtype"
-        if (linear.bias is None) != (first.bias is None):
-            return "some of the layers have a bias and some have none"
-        if linear._forward_hooks or linear._forward_pre_hooks:
-            return "a hook is registered on one of the layers"
+    problem = _differences(layers)
+    if problem:
+        return problem
+    if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+        return "a hook is registered on one of the layers"
     if any(len(calls.get(name, ())) != 1 for name in group):
         return "the layers are not called exactly once in a forward"
     if [name for name in order if name in group] != list(group):
@@ -157,60 +220,77 @@ def _refusal(
     return None
 
 
+def _differences(layers: Sequence[Layer]) -> str:
+    """Why layers cannot be one, or ""."""
+    first = layers[0]
+    if isinstance(first, nn.Conv2d) and (first.groups != 1 or first.padding_mode != "zeros"):
+        return "a convolution in groups, or with another padding than zeros"
+    if any(_kind(layer) != _kind(first) for layer in layers):
+        return "the layers differ in input width or dtype"
+    return ""
+
+
 class FuseLinears(Step):
-    """Replace groups of Linear layers that read one tensor by slices of one GEMM."""
+    """Replace groups of layers that read one tensor by slices of one wide layer."""
 
     names: ClassVar[tuple[tuple[str, ...], ...]]
     level = 3
     params_type = Groups
 
+    def groups(self, model: nn.Module, inputs: Inputs) -> Grouped:
+        """Groups of layers, and reasons why look-alikes were left out."""
+        return same_input_groups(model, self.names, inputs)
+
     def find(self, context: StepContext) -> Found:
-        """Groups found by name and proven by a traced forward of the first bucket."""
+        """Groups, proven by a traced forward of the first bucket."""
         assert context.model is not None
         inputs = next(iter(context.workload.buckets.values()))
-        groups, reasons = same_input_groups(context.model, self.names, inputs)
+        groups, rows, reasons = self.groups(context.model, inputs)
         if not groups:
-            return Found((), note="; ".join(reasons) or "no such group of Linear layers")
+            return Found((), note="; ".join(reasons) or "no such group of layers")
         sites = tuple(name.rpartition(".")[0] for name, *_ in groups)
         note = f"{len(groups)} groups" + (f"; left out: {'; '.join(reasons)}" if reasons else "")
-        return Found(sites, {"groups": [list(group) for group in groups]}, note)
+        return Found(sites, {"groups": [list(group) for group in groups]}, note, rows=tuple(rows))
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """The input is read once instead of once a layer, and launches go: roofline bytes of the groups."""
         model = context.model
         assert model is not None
-        rows = max((tensor.numel() for _, tensor in next(iter(context.workload.buckets.values())).tensors()), default=1)
         before = after = 0
-        for group in found.params["groups"]:
-            linears = [_linear(model, name) for name in group]
-            weights = sum(linear.weight.numel() for linear in linears)
-            width = linears[0].in_features
-            outputs = sum(linear.out_features for linear in linears) * rows
+        for group, rows in zip(found.params["groups"], found.rows, strict=True):
+            layers = [_layer(model, name) for name in group]
+            weights = sum(layer.weight.numel() for layer in layers)
+            width = layers[0].weight.shape[1]
+            outputs = sum(len(layer.weight) for layer in layers) * rows
             before += len(group) * rows * width + weights + outputs
             after += rows * width + weights + outputs
-        share = context.share("gemm")
+        share = context.share("gemm", "convolution")
         gain = share * (1 - after / before) + 0.3 * context.idle_share()
-        return Prediction(1 / (1 - gain), f"bytes of these layers ×{after / before:.2f}, GEMM {share:.0%} of the time")
+        return Prediction(
+            1 / (1 - gain), f"bytes of these layers ×{after / before:.2f}, GEMM and convolution {share:.0%} of the time"
+        )
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Stack the weights of each group and put slices in the layers' places."""
         for group in params["groups"]:
-            linears = [_linear(model, name) for name in group]
-            fused = FusedWeights(linears)
+            layers = [_layer(model, name) for name in group]
+            if problem := _differences(layers):
+                raise StepRefused(f"{', '.join(group)} cannot be one layer: {problem}")
+            fused = FusedWeights(layers)
             start = 0
-            for index, (name, linear) in enumerate(zip(group, linears, strict=True)):
-                stop = start + linear.out_features
+            for index, (name, layer) in enumerate(zip(group, layers, strict=True)):
+                stop = start + len(layer.weight)
                 piece = FusedSlice(fused, start, stop, first=index == 0, last=index == len(group) - 1)
                 set_submodule(model, name, piece)
                 start = stop
         return model
 
 
-def _linear(model: nn.Module, path: str) -> nn.Linear:
+def _layer(model: nn.Module, path: str) -> Layer:
     module = model.get_submodule(path)
-    if type(module) is not nn.Linear:
-        raise StepRefused(f"{path} is a {type(module).__name__}, not a plain Linear")
-    return module
+    if type(module) not in (nn.Linear, nn.Conv2d):
+        raise StepRefused(f"{path} is a {type(module).__name__}, not a plain Linear or Conv2d")
+    return module  # type: ignore[return-value]
 
 
 class FuseQKV(FuseLinears):
@@ -227,3 +307,21 @@ class FuseGateUp(FuseLinears):
     id = "fuse_gate_up"
     title = "fuse gate+up"
     names = GATE_UP_NAMES
+
+
+class FuseParallel(FuseLinears):
+    """Layers of one input that have no names of a family, or another parent: of T5, parallel blocks, Inception."""
+
+    id = "fuse_parallel"
+    title = "fuse parallel layers"
+
+    def groups(self, model: nn.Module, inputs: Inputs) -> Grouped:
+        """Groups found by data flow, without those that the steps for named ones take."""
+        found = groups_by_flow(model, inputs)
+        others = [row for row in zip(found.groups, found.rows, strict=True) if not _is_named(row[0])]
+        return Grouped([group for group, _ in others], [rows for _, rows in others], found.reasons)
+
+
+def _is_named(group: Sequence[str]) -> bool:
+    parents, names = {path.rpartition(".")[0] for path in group}, tuple(path.rpartition(".")[2] for path in group)
+    return len(parents) == 1 and names in (*QKV_NAMES, *GATE_UP_NAMES)

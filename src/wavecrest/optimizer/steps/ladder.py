@@ -1,4 +1,4 @@
-"""The steps there are, in the order in which they are tried."""
+"""The steps there are. The planner decides in which order they are tried; where it sees no difference, this one."""
 
 from __future__ import annotations
 
@@ -24,32 +24,44 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.attention import attention_steps
     from wavecrest.optimizer.steps.capture import CaptureGraph
     from wavecrest.optimizer.steps.channels_last import ChannelsLast
+    from wavecrest.optimizer.steps.choose_linear import ChooseLinear
     from wavecrest.optimizer.steps.compile import compile_steps
+    from wavecrest.optimizer.steps.compile_epilogues import CompileEpilogues
+    from wavecrest.optimizer.steps.compile_fusions import fusion_steps
     from wavecrest.optimizer.steps.environment import EnvironmentStep
-    from wavecrest.optimizer.steps.fuse_linears import FuseGateUp, FuseQKV
+    from wavecrest.optimizer.steps.fold_batch_norm import FoldBatchNorm
+    from wavecrest.optimizer.steps.fuse_linears import FuseGateUp, FuseParallel, FuseQKV
+    from wavecrest.optimizer.steps.pack_heads import PackHeads
+    from wavecrest.optimizer.steps.patch_conv import PatchConvolution
     from wavecrest.optimizer.steps.precision import precision_steps
     from wavecrest.optimizer.steps.replace_activation import ReplaceActivation
     from wavecrest.optimizer.steps.replace_attention import ReplaceAttention, ReplaceSDPA
+    from wavecrest.optimizer.steps.replace_encoder import ReplaceEncoder
     from wavecrest.optimizer.steps.replace_norm import ReplaceNorm
     from wavecrest.optimizer.steps.route_linear import RouteLinear
 
     steps: list[Step] = [
         EnvironmentStep(),
         *compile_steps(thorough=False),
-        # before surgery: while the host is the bottleneck, kernels that get faster show no gain
         CaptureGraph(),
         ChannelsLast(),
+        FoldBatchNorm(),
+        CompileEpilogues(),
+        PatchConvolution(),
+        PackHeads(),
         *precision_steps(),
         *attention_steps(),
         FuseQKV(),
         FuseGateUp(),
-        # after the fusions, because the table has separate rows for their wide GEMMs
+        FuseParallel(),
         RouteLinear(),
+        ChooseLinear(),
+        ReplaceEncoder(),
         ReplaceAttention(),
         ReplaceSDPA(),
         ReplaceNorm(),
         ReplaceActivation(),
-        # these search for minutes, so they search once, on the final shape of the model
+        *fusion_steps(),
         *compile_steps(thorough=True),
     ]
     for entry in metadata.entry_points(group=ENTRY_POINTS):
@@ -58,7 +70,7 @@ def _steps() -> dict[str, Step]:
 
 
 def steps_up_to(level: int) -> list[Step]:
-    """The steps up to a level, in order."""
+    """The steps up to a level."""
     return [step for step in _steps().values() if step.level <= level]
 
 

@@ -34,6 +34,12 @@ class Sites(Params):
         return self.sites
 
 
+class PackedSites(Sites):
+    """MultiheadAttention modules, and those among them whose weights nothing reads."""
+
+    unread: Modules = Field(default_factory=list)
+
+
 class RoutedSites(Sites):
     """Sites, and what dispatch decided for each of their calls, for people."""
 
@@ -78,7 +84,28 @@ class Groups(Params):
         return [path for group in self.groups for path in group]
 
 
-class CompilePreset(Params):
+class Folded(Params):
+    """[layer, norm]: batch norms, and the layers whose weights take them in."""
+
+    pairs: Annotated[list[Annotated[Modules, Field(min_length=2, max_length=2)]], Field(min_length=1)]
+
+    def modules(self) -> list[str]:
+        """The layers and norms."""
+        return [path for pair in self.pairs for path in pair]
+
+
+class Masks(Params):
+    """Models whose masks are not written out while they are traced (`graphs.masks`), and the root's padding mask."""
+
+    masks: Modules = Field(default_factory=list)
+    padding: Literal["", "attention_mask"] = ""
+
+    def modules(self) -> list[str]:
+        """The models."""
+        return self.masks
+
+
+class CompilePreset(Masks):
     """A preset of `graphs.inductor`."""
 
     preset: str
@@ -96,7 +123,17 @@ class SDPABackendName(Params):
     backend: Literal["flash", "cudnn", "efficient", "math"]
 
 
-class CaptureBuckets(Params):
+class FoldedPreset(CompilePreset):
+    """The same, and the batch norms that are folded first: [layer, norm]."""
+
+    pairs: list[Annotated[Modules, Field(min_length=2, max_length=2)]] = Field(default_factory=list)
+
+    def modules(self) -> list[str]:
+        """The models, layers and norms."""
+        return [*super().modules(), *(path for pair in self.pairs for path in pair)]
+
+
+class CaptureBuckets(Masks):
     """The buckets that are captured, and how what is not compiled yet is compiled first."""
 
     buckets: Annotated[list[str], Field(min_length=1)]
@@ -108,3 +145,38 @@ class Candidates(Params):
 
     candidates: list[Any]
     set: dict[str, str] = Field(default_factory=dict)
+
+
+class FusedPreset(CompilePreset):
+    """The same, and the backend of gemm for each linear layer with an activation (`graphs.activations.name_of`)."""
+
+    backends: dict[str, str] = Field(default_factory=dict)
+
+
+class LinearBackend(Params):
+    """A linear layer, the module and the name of the activation that it takes in ("" for none), and its backend."""
+
+    linear: str
+    module: str
+    activation: Literal["", "gelu", "gelu_tanh", "relu", "silu"]
+    backend: str
+
+
+class EncoderSites(Sites):
+    """TransformerEncoder modules and their layers, and the backends of gemm that linear layers inside run on."""
+
+    layers: list[LinearBackend] = Field(default_factory=list)
+
+    def modules(self) -> list[str]:
+        """The sites, and the linear layers, which are there before the sites are replaced."""
+        return [*self.sites, *(row.linear for row in self.layers)]
+
+
+class LinearBackends(Params):
+    """Linear layers and the backends of gemm that they run on."""
+
+    layers: Annotated[list[LinearBackend], Field(min_length=1)]
+
+    def modules(self) -> list[str]:
+        """The layers and activations."""
+        return [path for row in self.layers for path in (row.linear, row.module) if path]

@@ -33,6 +33,7 @@ class ReplaceAttention(Step):
     level = 4
     group = "attention implementation"
     params_type = RoutedOwners
+    cures = ("dense_mask", "math_attention")
 
     def find(self, context: StepContext) -> Found:
         """The outermost transformers models whose calls, as they are made, dispatch gives to another kernel.
@@ -60,9 +61,11 @@ class ReplaceAttention(Step):
         return Found(tuple(owners), {"owners": list(owners), "routes": routes}, note)
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
-        """A mask that hides half of the keys, or a window, is work that is not done; how much depends on lengths."""
-        share = context.share("attention")
-        return Prediction(None, f"attention is {share:.0%} of the time; {found.note}")
+        """Copies of grouped heads and work on hidden keys go; how much of each there is depends on the lengths."""
+        share = context.share("memory") + 0.5 * context.share("attention")
+        return Prediction.of_saved(
+            0.6 * share, f"copies and half of attention are {share:.0%} of the time; {found.note}"
+        )
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Set the implementation on a private copy of the configuration."""
@@ -80,6 +83,7 @@ class ReplaceSDPA(Step):
     title = "SDPA calls → wavecrest"
     level = 4
     params_type = RoutedSites
+    cures = ("dense_mask", "math_attention")
 
     def find(self, context: StepContext) -> Found:
         """The modules whose own forward makes such a call, but those of transformers, which have an interface."""
@@ -108,7 +112,7 @@ class ReplaceSDPA(Step):
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """As for transformers models."""
         share = context.share("attention")
-        return Prediction(None, f"attention is {share:.0%} of the time; {found.note}")
+        return Prediction.of_saved(0.2 * share, f"attention is {share:.0%} of the time; {found.note}")
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Run the forward of each site with its calls taken over."""

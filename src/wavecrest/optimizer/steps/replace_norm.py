@@ -19,6 +19,7 @@ class ReplaceNorm(Step):
     title = "norms → wavecrest"
     level = 4
     params_type = Sites
+    cures = ("norms",)
 
     def find(self, context: StepContext) -> Found:
         """Norm modules that prove, on a probe, to compute what our module computes."""

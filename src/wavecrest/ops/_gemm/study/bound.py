@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+import wavecrest.ops._gemm.launch as _launch
 import wavecrest.ops.common.target as _target
 from wavecrest.measure import numerics
-from wavecrest.ops._gemm.call import FLOAT8, GATED, GemmCall, kinds
+from wavecrest.ops._gemm.call import FAST_ACCUM, GATED, GemmCall, kinds
 from wavecrest.ops._gemm.reference import values_of_a, values_of_b
 from wavecrest.ops.common.activation import activated
 
@@ -29,10 +30,12 @@ def _exactness(call: GemmCall) -> tuple[float, float, float, float]:
     known = _target.arch()
     if not call.a.is_cuda or known is None or known.vendor != "nvidia":
         return unit, 2.0**-24, 0.0, 0.0
-    # the matrix unit of sm_90 keeps 14 bits of sums of 8-bit floats
-    short = call.a.dtype in FLOAT8 and known.name == "sm_90"
+    short = _launch.adds_short(call, known)
     bits = 8 if short else max(16, call.a.itemsize * 8)
-    return unit, 2.0**-13 if short else 2.0**-24, *numerics.matrix_unit_shrink(call.K, bits, call.precision)
+    # products whose sum the matrix unit keeps in 14 bits; such sums are added in float32, and their errors at random
+    alone = min(call.K, _launch.UNIT_SUMS) if short and call.precision != FAST_ACCUM else call.K
+    sums = 2.0**-13 * math.sqrt(alone / max(1, call.K)) if short else 0.0
+    return unit, sums + 2.0**-24, *numerics.matrix_unit_shrink(alone, bits, call.precision)
 
 
 def _normalised(call: GemmCall, a: Tensor, b: Tensor, y: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import wavecrest.ops.common.launcher as _launcher
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Cell, Config
 from wavecrest.hardware import ARCHS, Arch
-from wavecrest.ops._gemm.call import GATED, SCALE_BLOCK, GemmCall
+from wavecrest.ops._gemm.call import FAST_ACCUM, GATED, SCALE_BLOCK, GemmCall
 from wavecrest.ops._gemm.key import key_of, shape_of
 from wavecrest.ops._gemm.reference import values_of_b
 
@@ -103,6 +103,9 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
         add("large fp8", _empty(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale()))
         blocks = _empty(4096, 6144, 4096, f8, scale_a=_scale(4096, 32), scale_b=_scale(32, 48))
         add("large fp8 blocks", blocks)
+    if arch.name == "sm_90":
+        fast = _empty(4096, 6144, 4096, f8, scale_a=_scale(), scale_b=_scale(), precision=FAST_ACCUM)
+        add("large fp8 fast_accum", fast)
     cases = {}
     for name, (planner, make, what) in planned.items():
         chosen = config or make(shape_of(key_of(what)), arch)

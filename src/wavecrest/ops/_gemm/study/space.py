@@ -111,11 +111,14 @@ def shared_bytes(config: Config, shape: Shape, arch: Arch) -> int:
 def sums_a_lane(config: Config, shape: Shape, arch: Arch) -> float:
     """Registers a lane that the sums of a tile take: both halves where gated, and a step's own where it is scaled.
 
-    Squares of rows that are normalised too.
+    Squares of rows that are normalised too, and the sums that sm_90's matrix unit may not add to the others by itself.
     """
     lanes = config["num_warps"] * arch.wave_size
     squares = config["BLOCK_M"] * config["BLOCK_K"] if shape.normed else 0
-    return (config["BLOCK_M"] * config["BLOCK_N"] * (1 + shape.gated) * (1 + (shape.step > 0)) + squares) / lanes
+    sums = (1 + shape.gated) * (1 + (shape.step > 0))
+    if shape.unit_sums and not shape.step and arch.name == "sm_90":
+        sums += 1
+    return (config["BLOCK_M"] * config["BLOCK_N"] * sums + squares) / lanes
 
 
 def problem(config: Config, shape: Shape, arch: Arch) -> str | None:
@@ -186,7 +189,7 @@ def _regime(shape: Shape, arch: Arch) -> tuple[tuple[Tile, ...], tuple[int, ...]
         return _tiles("nvidia_32") + _tiles("nvidia_64")[:6], programs
     if some:
         return _tiles("nvidia_64"), programs
-    if shape.gated or shape.step:
+    if shape.gated or shape.step or (shape.unit_sums and arch.name == "sm_90"):
         return _tiles("nvidia_double"), programs
     return _tiles("nvidia_256" if 0 < rows <= 256 else "nvidia_more"), programs
 

@@ -31,9 +31,11 @@ LEAST_UNIT = tl.constexpr(60.0)
 
 
 @triton.jit
-def _load(at, mask, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile, 0 where there is no column; COLS: there may be none."""
-    if COLS:
+def _load(at, mask, COLS: tl.constexpr, rows=None):  # type: ignore[no-untyped-def]
+    """A tile, 0 where there is no column; COLS: there may be none. `rows`: 0 where it is False."""
+    if rows is not None:
+        tile = tl.load(at, mask=rows[:, None] & mask[None, :], other=0.0)
+    elif COLS:
         tile = tl.load(at, mask=mask[None, :], other=0.0)
     else:
         tile = tl.load(at)
@@ -79,7 +81,12 @@ def _attend(  # type: ignore[no-untyped-def]
     # what is not seen is chosen away: a product of it may be infinite
     p = tl.where(seen, s * tl.exp2(d), 0.0)
     v_tile = tile_of(rows_s, offs_v, stride_v, stride_vd, CONTIGUOUS, ALIGN, WIDE)
-    v = _load(v_ptr + tl.cast(other, tl.int64) * stride_vs + v_tile, mask_v, DV % BLOCK_V != 0)
+    v_at = v_ptr + tl.cast(other, tl.int64) * stride_vs + v_tile
+    if RESETS:
+        # values that are not finite would spoil rows of other documents; those of their own have NaN for a weight
+        v = _load(v_at, mask_v, DV % BLOCK_V != 0, local_s == local_s)
+    else:
+        v = _load(v_at, mask_v, DV % BLOCK_V != 0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee", out_dtype=tl.float32)
     return acc, den + tl.sum(p, 1)
 

@@ -245,6 +245,9 @@ def planned(call: MlstmCall, config: Config, arch: Arch | None) -> list[_launche
             raise InvalidArgument(f"mlstm_chunkwise: {whole}={config[whole]} is no multiple of {part}={config[part]}")
     device = call.q.device if torch.compiler.is_compiling() else torch.device("meta")
     sizes = sizes_of(call, config)
+    if call.resets is not None:
+        # see `marked`
+        call = call._replace(i=torch.empty(call.i.shape, dtype=call.i.dtype, device=device))
     h = torch.empty_like(call.v, device=device)
     values = (*call, h, *allocated(buffers_of(call, sizes, config["CHUNK"]), device))
     chunks = _layout.ceil_div(call.tokens, config["CHUNK"])
@@ -259,6 +262,15 @@ def planned(call: MlstmCall, config: Config, arch: Arch | None) -> list[_launche
         tensors = picker(FIELDS, values, NORM_TENSORS)(values)
         found.append(norm_launch(call, tensors, h, before_norm(call), None, arch))
     return found
+
+
+def marked(i: Tensor, v: Tensor) -> Tensor:
+    """i, contiguous, NaN for tokens that have a value which is not finite: the kernels see them by their gates alone.
+
+    Where a product has several documents, such a value would be NaN in all of them.
+    """
+    largest = torch.linalg.vector_norm(v, math.inf, dim=-1)
+    return i.masked_fill(~largest.isfinite(), math.nan).contiguous()
 
 
 def _names(sizes: Sizes) -> tuple[tuple[str, ...], ...]:
@@ -282,11 +294,14 @@ def bind(call: MlstmCall, config: Config) -> Callable[[MlstmCall], Tensor | tupl
     (gates, gates_of), (keys, keys_of), (states, states_of), (chunks, chunks_of) = starts[:4]
     norm, norm_of = starts[4] if sizes.apart else (None, chunks_of)
     some, written = call.sequences * call.heads > 0, call.batch * call.tokens > 0
+    resets = written and call.resets is not None
     last = None
     if call.return_last_states:
         last = picker(FIELDS, values, ("h", "c", "n", "m") if call.exponential else ("h", "c", "n"))
 
     def run(call: MlstmCall) -> Tensor | tuple[Tensor, ...]:
+        if resets:
+            call = call._replace(i=marked(call.i, call.v))
         h = like(call.v)
         now: list[Any] = [*call, h]
         for one in buffers:

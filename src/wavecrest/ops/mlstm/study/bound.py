@@ -15,7 +15,7 @@ from torch import Tensor
 import wavecrest.ops.mlstm.reference as _reference
 from wavecrest.ops.mlstm.call import MlstmCall, MlstmStepCall
 
-# half a unit in the last place; float32 is what everything is computed in
+# half a unit in the last place; everything is computed in float32
 _HALF_UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 _STEP = _HALF_UNIT[torch.float32]
 # the least number that a rounding to a type is off by: half of its least subnormal number
@@ -64,7 +64,7 @@ def _spread(x: Tensor, dims: int) -> Tensor:
 
 
 def _step(state: _Carried, k: Tensor, v: Tensor, gates: tuple[Tensor, Tensor], off: tuple[Tensor, Tensor]) -> _Carried:
-    """One token: k [N, NH, DK], v [N, NH, DV], the logarithms of gates i and f, and what they are off by [N, NH]."""
+    """One token: k [N, NH, DK], v [N, NH, DV], the logarithms of gates i and f, and their errors [N, NH]."""
     (i, lf), (i_off, lf_off) = gates, off
     m = state.m
     if m is None:
@@ -74,7 +74,7 @@ def _step(state: _Carried, k: Tensor, v: Tensor, gates: tuple[Tensor, Tensor], o
         m_new = torch.maximum(lf + m, i)
         forget, take = lf + m - m_new, i - m_new
         size = 2 * m.abs() + m_new.abs()
-        # a maximum is off by no more than what it is of
+        # a maximum is off by no more than its arguments are
         m_off = torch.maximum(state.m_off + lf_off + _STEP * (lf.abs() + m.abs()), i_off)
     # the exponents' roundings, then the exponentials'
     forget_off = lf_off + _STEP * (lf.abs() + size + _EXP_UNITS)

@@ -1,17 +1,15 @@
-"""A file of shapes as cases of a tuning run: a CSV with one row per call, with the op's sizes and dtype as columns."""
+"""A file of shapes as cases: a CSV with one row per call, with the op's sizes and dtype as columns."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wavecrest import ops
-from wavecrest.bench import suites
-from wavecrest.dispatch.call import AnyCall
+from wavecrest.bench import sizes, suites
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, TableError
 from wavecrest.records import decode
@@ -30,18 +28,15 @@ class Shapes:
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def call(op: AnyOp, sizes: Sequence[int], dtype: str, device: str) -> AnyCall:
-    """A call with sizes, as `Study.inputs` makes it."""
-    return op.study.inputs(*sizes, suites.dtype_of(dtype), device)
-
-
-def read(path: Path, device: str) -> dict[str, Shapes]:
+def read(path: Path, device: str, *, known: Sequence[str] = (), fp8: str | None = None) -> dict[str, Shapes]:
     """The shapes of a file, by op, each once.
 
     Args:
-        path: CSV with a header: `op`, the op's sizes by name (gemm: M, N, K; others `Study.sizes`), and, if wanted,
-            `dtype` (bfloat16 where it is empty). Sizes of other ops are left empty.
+        path: CSV with a header: `op`, the op's sizes by name (gemm: M, N, K; others `Study.sizes`) or by the names of
+            its key, and, if wanted, `dtype` (bfloat16 where it is empty). Sizes of other ops are left empty.
         device: where the cases' tensors are to be.
+        known: the only ops that rows may name. Where it is one, there need not be a column `op`.
+        fp8: the 8-bit float of the device, which "fp8" means.
 
     Raises:
         TableError: it cannot be read, or has invalid rows; the message names the lines.
@@ -51,7 +46,7 @@ def read(path: Path, device: str) -> dict[str, Shapes]:
     csv.field_size_limit(decode.MOST_BYTES)
     lines = csv.reader(text.splitlines())
     header = [name.strip() for name in next(lines, [])]
-    if "op" not in header or len(set(header)) != len(header):
+    if ("op" not in header and len(known) != 1) or not any(header) or len(set(header)) != len(header):
         raise TableError(f"{path} is not a file of shapes: its first line names the columns, each once: op,M,N,K,dtype")
     found: dict[str, Shapes] = {}
     bad: list[str] = []
@@ -62,40 +57,34 @@ def read(path: Path, device: str) -> dict[str, Shapes]:
             if len(cells) != len(header):
                 raise InvalidArgument(f"has {len(cells)} cells for {len(header)} columns")
             row = {name: cell.strip() for name, cell in zip(header, cells, strict=True) if cell.strip()}
-            op, sizes, dtype = _shape(row)
+            op, shape = _shape(row, known, fp8)
         except InvalidArgument as error:
             bad.append(f"line {lines.line_num}: {error}")
             continue
-        name = f"{'x'.join(map(str, sizes))} {suites.SHORT_DTYPES.get(dtype, dtype)}"
+        case = suites.sized(op, shape, device)
         own = found.setdefault(op.name, Shapes())
-        if name not in own.sources:
-            own.cases.append(suites.Case(name, partial(call, op, sizes, dtype, device)))
-            own.sources[name] = {"sizes": list(sizes), "dtype": dtype}
+        if case.name not in own.sources:
+            own.cases.append(case)
+            own.sources[case.name] = {"sizes": list(shape[0]), "dtype": shape[1]}
     if bad:
         more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
         raise TableError(f"{path} is not a file of shapes: {'; '.join(bad[:SHOWN])}{more}: correct or delete the lines")
     return found
 
 
-def _shape(row: dict[str, str]) -> tuple[AnyOp, tuple[int, ...], str]:
+def _shape(row: dict[str, str], known: Sequence[str], fp8: str | None) -> tuple[AnyOp, sizes.Shape]:
     """The op, sizes and dtype of a row.
 
     Raises:
         InvalidArgument: a part is missing or not understood.
     """
-    if "op" not in row:
+    if "op" not in row and len(known) != 1:
         raise InvalidArgument("names no op")
-    op = ops.get(row.pop("op"))
-    text = row.pop("dtype", DTYPE)
-    try:
-        dtype = str(suites.dtype_of(text)).removeprefix("torch.")
-    except InvalidArgument:
-        raise InvalidArgument(f"dtype is {text!r}, and must be one of {', '.join(suites.SHORT_DTYPES)}") from None
-    if set(row) != set(op.study.sizes):
-        raise InvalidArgument(f"{op.name} has the sizes {', '.join(op.study.sizes)}, not {', '.join(row) or 'none'}")
-    sizes = []
-    for name in op.study.sizes:
-        if not row[name].isdecimal() or int(row[name]) < 1:
-            raise InvalidArgument(f"{name} is {row[name]!r}, and must be a whole number above zero")
-        sizes.append(int(row[name]))
-    return op, tuple(sizes), dtype
+    op = ops.get(row.pop("op", *known[:1]))
+    if known and op.name not in known:
+        raise InvalidArgument(f"is of {op.name}, and asked for are {', '.join(known)}")
+    text = {"dtype": DTYPE, **row}
+    given = [sizes.named(op, name) for name in text if name != "dtype"]
+    if sorted(given) != sorted(op.study.sizes):
+        raise InvalidArgument(f"{op.name} has the sizes {', '.join(op.study.sizes)}, not {', '.join(given) or 'none'}")
+    return op, sizes.one(op, [f"{name}={value}" for name, value in text.items()], fp8)

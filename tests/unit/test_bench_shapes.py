@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from wavecrest.bench import shapes, sizes
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.call import tensors_of
 from wavecrest.errors import TableError
-from wavecrest.tune import shapes
 
 
 def written(folder: Path, text: str) -> Path:
@@ -60,11 +60,11 @@ def test_the_hundred_products_of_language_models_are_shapes() -> None:
         ("op,M,N,K\nnothing,1,2,3\n", "line 2: no op named 'nothing'"),
         ("op,M,N,K\ngemm,1,2,\n", "line 2: gemm has the sizes M, N, K, not M, N"),
         ("op,M,N,K,H\ngemm,1,2,3,4\n", "line 2: gemm has the sizes M, N, K, not M, N, K, H"),
-        ("op,M,N,K\ngemm,1,2,3\ngemm,1,-2,3\n", "line 3: N is '-2', and must be a whole number above zero"),
-        ("op,M,N,K\ngemm,0,2,3\n", "line 2: M is '0'"),
-        ("op,M,N,K\ngemm,1.5,2,3\n", "line 2: M is '1.5'"),
-        ("op,M,N,K,dtype\ngemm,1,2,3,int32\n", "line 2: dtype is 'int32', and must be one of bfloat16, float16"),
-        ("op,M,N\n" + "rms_norm,0,1\n" * 7, "line 6: M is '0', .* and 2 more: correct or delete the lines"),
+        ("op,M,N,K\ngemm,1,2,3\ngemm,1,-2,3\n", "line 3: N=-2: must be a whole number from 1"),
+        ("op,M,N,K\ngemm,0,2,3\n", "line 2: M=0: must be"),
+        ("op,M,N,K\ngemm,1.5,2,3\n", "line 2: M=1.5: must be"),
+        ("op,M,N,K,dtype\ngemm,1,2,3,int32\n", "line 2: dtype=int32: gemm takes float64, float32"),
+        ("op,M,N\n" + "rms_norm,0,1\n" * 7, "line 6: M=0: must .* and 2 more: correct or delete the lines"),
     ],
 )
 def test_what_is_no_shape_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -83,8 +83,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", registry.names())
 def test_every_op_takes_its_sizes(name: str) -> None:
     op = registry.get(name)
-    sizes = {"D": 64, "N": 256, "K": 256}
-    call = shapes.call(op, [sizes.get(size, 4) for size in op.study.sizes], "bfloat16", "meta")
+    known = {"D": 64, "N": 256, "K": 256}
+    call = sizes.call(op, [known.get(size, 4) for size in op.study.sizes], "bfloat16", "meta")
     tensors = tensors_of(call)
     assert tensors and all(tensor.device.type == "meta" for tensor in tensors)
     op.check(call)

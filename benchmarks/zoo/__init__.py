@@ -1,0 +1,1 @@
+"""Real architectures with random weights, beside what a user has without wavecrest."""

@@ -1,0 +1,190 @@
+"""docs/zoo.md, from the zoo's records: a table a machine, the seeds' four models, and what became of every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.parts import Row
+from benchmarks.zoo.measure import WAVECREST, summary
+from benchmarks.zoo.peers import PEERS
+from benchmarks.zoo.registry import Entry, Size, entries
+
+from wavecrest.records import files
+
+EVIDENCE = Path(__file__).resolve().parents[2] / "evidence"
+# the four models whose throughput the project was first asked for
+SEEDS = ("resnet-50", "resnet-152", "bert-base", "bert-large")
+INTRODUCTION = (
+    "Real architectures, built from their libraries' code with random weights, beside what a user has without "
+    "wavecrest. All run interleaved in one process, in blocks of ABBA, by the timer that judges steps; wavecrest runs "
+    "first, with its default settings and the budget of the record's command. A peer whose answer is wrong has no "
+    "time. *× best* is the fastest peer's time over wavecrest's, with its 95 % interval: above 1, wavecrest is faster. "
+    "*% of roofline* is the least time of the model's products at the peak, or of reading its weights and inputs once "
+    "at the bandwidth, both measured just before, over wavecrest's time. *By hand* is channels_last with cuDNN's "
+    "search and `reduce-overhead` for networks of images, a CUDA graph for others; on a CPU Inductor's frozen weights."
+)
+HOW = (
+    "`PYTHONPATH=src python -m benchmarks.zoo --out FILE` measures all models, `--models mlp,vit-b16 --budget 90s` "
+    "some of them, and a second call goes on where the first ended. A model is a workload too: `wavecrest optimize "
+    "benchmarks.zoo.workloads:bert_base`. No part of a model is without effect (`benchmarks/zoo/weights.py`)."
+)
+
+
+class Run(NamedTuple):
+    """The newest run of a model on a machine."""
+
+    part: str
+    ended: str
+    header: Row | None
+    rows: dict[str, Row]
+    path: Path
+
+    @property
+    def figures(self) -> Row:
+        """`summary` of the run; empty where it has no times."""
+        return summary(list(self.rows.values()))
+
+
+def runs(evidence: Path = EVIDENCE) -> dict[str, dict[str, Run]]:
+    """By machine and model, the newest run; one that was done goes before one that was not.
+
+    Raises:
+        RecordError: a record is damaged.
+    """
+    found: dict[str, dict[str, Run]] = {}
+    for path in sorted(evidence.glob(f"*/*_zoo_*{files.LINES}"), key=lambda path: path.name):
+        for one in files.read_json(path, what="record")["runs"]:
+            machine = found.setdefault(path.parent.name, {})
+            before = machine.get(one["part"])
+            if before is None or one["ended"] == "done" or before.ended != "done":
+                rows = {row["case"]: row for row in one["rows"]}
+                machine[one["part"]] = Run(one["part"], one["ended"], one["header"], rows, path)
+    return found
+
+
+def page(note: str, evidence: Path = EVIDENCE) -> str:
+    """The page; `note` says that it is generated."""
+    parts = ["# The zoo", note, INTRODUCTION, HOW]
+    machines = runs(evidence)
+    for machine, measured in machines.items():
+        parts += _machine(machine, measured)
+    parts += ["## The models", *_models(list(entries().values()))]
+    for machine, measured in machines.items():
+        parts += [f"## Steps on {machine}", *_steps(measured)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _size(size: Size | None) -> str:
+    return "–" if size is None else f"{size.batch} × {size.length:,} {size.dtype}"
+
+
+def _models(known: list[Entry]) -> Iterator[str]:
+    yield (
+        "Batch × length (pixels of a side, tokens, samples of sound, features) and dtype of one call on a GPU and on a "
+        "CPU; models too large for a CPU have no size there."
+    )
+    lines = ["| model | | library | GPU | CPU |", "|---|---|---|---|---|"]
+    for entry in known:
+        cells = (f"`{entry.name}`", entry.about, entry.library, _size(entry.gpu), _size(entry.cpu))
+        lines.append(f"| {' | '.join(cells)} |")
+    yield "\n".join(lines)
+
+
+def _machine(machine: str, measured: dict[str, Run]) -> Iterator[str]:
+    first = next((run.header for run in measured.values() if run.header is not None), None)
+    device = first["device"]["name"] if first is not None else machine
+    yield f"## {device}"
+    for path in sorted({run.path for run in measured.values()}):
+        header = next((run.header for run in measured.values() if run.path == path and run.header), None)
+        if header is not None:
+            versions = ", ".join(f"{name} {header['versions'][name]}" for name in ("torch", "triton", "transformers"))
+            yield (
+                f"**Measured** {header['created'][:10]}, {versions}, commit {header['commit']}, "
+                f"`{_cell(header['command'])}`. Record: [`{path.name}`](../evidence/{machine}/{path.name})."
+            )
+    ratios = [run.figures["ratio"] for run in measured.values() if run.figures]
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        yield (
+            f"Geometric mean over {len(ratios)} {'models' if len(ratios) > 1 else 'model'}: {mean:.2f}× the best peer "
+            f"({min(ratios):.2f}–{max(ratios):.2f}); {sum(ratio < 0.98 for ratio in ratios)} below 0.98."
+        )
+    yield "\n".join(_table(measured))
+    seeds = [measured[name] for name in SEEDS if name in measured and measured[name].figures]
+    if seeds:
+        yield "\n".join(_seeds(seeds))
+
+
+def _table(measured: dict[str, Run]) -> Iterator[str]:
+    names = [peer.name for peer in PEERS if any(peer.name in run.rows for run in measured.values())]
+    heads = ["model", *(f"{name}, ms" for name in names), "wavecrest, ms", "rate", "× best", "% of roofline", "seconds"]
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for run in measured.values():
+        figures = run.figures
+        if not figures:
+            said = run.rows.get(WAVECREST, {}).get("problem") or (run.ended if run.ended != "done" else "no times")
+            yield f"| `{run.part}` | {_cell(said)} |" + " |" * (len(heads) - 2)
+            continue
+        times = [run.rows.get(name, {}).get("ms") for name in names]
+        shown = ["–" if time is None else f"{time:.3f}" for time in times]
+        low, high = figures["ratio_ci"]
+        cells = [
+            f"`{run.part}`", *shown, f"{figures['ms']:.3f}", f"{figures['rate']:,.0f} {run.rows['model']['unit']}/s",
+            f"{figures['ratio']:.2f}× [{low:.2f}, {high:.2f}] {figures['best']}",
+            f"{figures['bound_percent']:.0f}" if "bound_percent" in figures else "–",
+            f"{run.rows[WAVECREST]['seconds']:.0f}",
+        ]  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
+
+
+def _seeds(measured: list[Run]) -> Iterator[str]:
+    yield "| throughput | batch | eager | best peer | wavecrest | × eager |"
+    yield "|---|---|---|---|---|---|"
+    for run in measured:
+        figures, sizes = run.figures, run.rows["model"]
+
+        def rate(ms: float, count: int = sizes["count"], unit: str = sizes["unit"]) -> str:
+            return f"{count / ms * 1e3:,.0f} {unit}/s"
+
+        eager = run.rows.get("eager", {}).get("ms")
+        cells = (
+            run.part, str(sizes["batch"]), "–" if eager is None else rate(eager),
+            f"{rate(figures['best_ms'])} ({figures['best']})", rate(figures["ms"]),
+            f"{figures['eager_ratio']:.2f}×" if "eager_ratio" in figures else "–",
+        )  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
+
+
+def _steps(measured: dict[str, Run]) -> Iterator[str]:
+    yield "What was kept of each model, why not more, and the causes of what was lost."
+    for run in measured.values():
+        row: dict[str, Any] | None = run.rows.get(WAVECREST)
+        yield f"### {run.part}"
+        if row is None or "problem" in row:
+            yield _cell(f"No result: {run.ended if row is None else row['problem']}.")
+            continue
+        settings = [f"{name}={value}" for name, value in row["environment"].items()]
+        kept = ", ".join([*row["kept"], *settings]) or "nothing"
+        yield _cell(f"{row['verdict'].capitalize()}; in force: {kept}. {row['reason']}")
+        lines = [f"- {_step(step)}" for step in row["steps"] if step["verdict"] != "skipped"]
+        left = [step["title"] for step in row["steps"] if step["verdict"] == "skipped"]
+        problems = [f"- {name}: {_cell(one['problem'])}" for name, one in run.rows.items() if "problem" in one]
+        lines += [f"- no time for: {', '.join(left)}"] if left else []
+        yield "\n".join([*lines, *problems])
+
+
+def _step(step: dict[str, Any]) -> str:
+    ratio = "" if step["ratio"] is None else f" {step['ratio']:.3f}×"
+    again = " (again)" if step["attempt"] > 1 else ""
+    # the reason ends with the first cause
+    causes = "; ".join(step["causes"][1:])
+    text = f"{step['verdict']} {step['title']}{again}{ratio}: {step['reason']}" + (f"; {causes}" if causes else "")
+    return _cell(text)

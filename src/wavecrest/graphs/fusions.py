@@ -1,0 +1,144 @@
+"""Backends for torch.compile that fuse what Inductor and eager do not, and then run Inductor or PyTorch's own kernels.
+
+Three rewritings of the graph: constants are taken out (`graphs.constants`), linear layers end in their activation
+(`graphs.activations`), and, where PyTorch's own kernels run, residual additions and norms are one kernel
+(`graphs.residual_norms`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from wavecrest.graphs import activations, constants, residual_norms
+from wavecrest.graphs.root import traceable
+from wavecrest.measure.workload import Inputs
+from wavecrest.ops._gemm.call import GemmCall
+
+
+class Counts(NamedTuple):
+    """Rewritings of the graphs of one call: calls that are constants, activations, additions with norms."""
+
+    constants: int = 0
+    activations: int = 0
+    norms: int = 0
+
+    def __add__(self, other: object) -> Counts:
+        assert isinstance(other, Counts)
+        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __str__(self) -> str:
+        words = (
+            "calls whose results are constants",
+            "linear layers that end in their activation",
+            "residual additions with their norm",
+        )
+        return ", ".join(f"{number} {what}" for number, what in zip(self, words, strict=True) if number)
+
+
+class Rewritten(NamedTuple):
+    """A graph, what was changed in it, and the constants that were taken out of it."""
+
+    graph: fx.GraphModule
+    counts: Counts
+    parts: constants.Split | None
+
+    def call(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the inputs that the graph had before; `run`: the graph as it is now, compiled or not."""
+        return run if self.parts is None else constants.cached(run, self.parts)
+
+
+def backend(module: nn.Module, choices: Mapping[str, str], *, inductor: bool) -> Callable[..., Any]:
+    """A backend for torch.compile of a call of `module`.
+
+    Args:
+        module: whose parameters and buffers constants are made from; it is not kept alive.
+        choices: the backend of gemm for each linear layer with an activation, by `activations.name_of`.
+        inductor: compile what is left by Inductor; else PyTorch's own kernels run, and wavecrest's between them.
+    """
+    own = weakref.ref(module)
+
+    def compile_graph(graph: fx.GraphModule, examples: list[Any]) -> Any:
+        made = rewrite(graph, own(), choices, inductor=inductor)
+        if not inductor:
+            return made.call(made.graph.forward)
+        from torch._inductor.compile_fx import compile_fx
+
+        more = [] if made.parts is None else last_inputs(made.graph, len(made.parts.values))
+        compiled: Any = compile_fx(made.graph, [*examples, *more])
+        return made.call(compiled)
+
+    return compile_graph
+
+
+def rewrite(
+    graph: fx.GraphModule,
+    module: nn.Module | None,
+    choices: Mapping[str, str],
+    *,
+    inductor: bool,
+    norms: residual_norms.Wanted = residual_norms.own_kernel,
+) -> Rewritten:
+    """A rewritten copy of a graph: Dynamo reads the inputs of its own once more.
+
+    Args:
+        graph: as Dynamo makes it.
+        module, choices, inductor: as for `backend`.
+        norms: which additions with norms are replaced.
+    """
+    graph = fx.GraphModule(graph, _copy(graph.graph))
+    parts = None if module is None else constants.split(graph, constants.own_tensors(module))
+    linears = activations.rewrite(graph, choices, as_ops=inductor)
+    # Inductor fuses these by itself
+    added = 0 if inductor else residual_norms.rewrite(graph, norms)
+    return Rewritten(graph, Counts(0 if parts is None else parts.calls, linears, added), parts)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    made = fx.Graph()
+    result = made.graph_copy(graph, {})
+    made.output(result)
+    made.output_node().meta = dict(graph.output_node().meta)
+    return made
+
+
+def count(module: nn.Module, inputs: Inputs, choices: Mapping[str, str], *, inductor: bool) -> Counts:
+    """The number of changes that `rewrite` would make in one call."""
+    found = Counts()
+
+    def counting(graph: fx.GraphModule, _examples: list[Tensor]) -> Any:
+        nonlocal found
+        made = rewrite(graph, module, choices, inductor=inductor)
+        found += made.counts
+        return made.call(made.graph.forward)
+
+    _trace(module, inputs, counting)
+    return found
+
+
+def activation_calls(module: nn.Module, inputs: Inputs) -> list[GemmCall]:
+    """The linear layers of one call that end in an activation, one call of gemm each, with fake tensors."""
+    found: list[GemmCall] = []
+
+    def collecting(graph: fx.GraphModule, _examples: list[Tensor]) -> Any:
+        calls = [activations.call_of(site) for site in activations.sites(graph.graph)]
+        found.extend(call for call in calls if call is not None)
+        return graph.forward
+
+    _trace(module, inputs, collecting)
+    return found
+
+
+def _trace(module: nn.Module, inputs: Inputs, compile_graph: Callable[..., Any]) -> None:
+    with torch.no_grad():
+        inputs.clone().call(torch.compile(traceable(module), backend=compile_graph, dynamic=False))
+
+
+def last_inputs(graph: fx.GraphModule, number: int) -> list[Any]:
+    """The example values of the last `number` inputs of a graph: where constants were taken out, these."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return [node.meta["example_value"] for node in placeholders[-number:]]

@@ -1,0 +1,158 @@
+"""Attention masks of transformers models under tracing: none where the eager model needs none.
+
+In eager, transformers reads the padding mask and passes no mask to scaled_dot_product_attention where nothing is
+padded. A traced or captured model cannot read values, and before torch 2.14 it cannot even see that there is no padding
+mask (`torch.compiler.is_exporting()` is a constant True inside Dynamo), so it writes out a dense mask [B, 1, Sq, Sk].
+SDPA then leaves its flash kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from wavecrest.errors import StepRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from wavecrest.measure.workload import Inputs
+
+# transformers' names: the implementation that this file replaces, and the one it registers
+SDPA, NAME = "sdpa", "wavecrest_sdpa"
+# the argument of transformers models that marks padding: [B, S], 1 for a token, 0 for padding
+ARGUMENT = "attention_mask"
+
+
+def register() -> None:
+    """Make "wavecrest_sdpa", SDPA with `mask`, known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(NAME, sdpa_attention_forward)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def mask(**given: Any) -> Tensor | None:
+    """The mask of one forward for SDPA (transformers' `AttentionMaskInterface`), bool, True for a key that is seen.
+
+    None where queries see all keys, or the keys up to their own. One row [B, 1, 1, Sk] where only padding is hidden
+    and its values cannot be read. Everything else is transformers' own mask.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, prepare_padding_mask, sdpa_mask
+
+    # versions before 5 describe queries by a tensor of positions
+    if "q_length" not in given:
+        return _own(sdpa_mask, given)
+    queries, keys, first = given["q_length"], given["kv_length"], given.get("kv_offset", 0)
+    local = given.get("local_size")
+    padding: Tensor | None = prepare_padding_mask(given.get("attention_mask"), keys, first)
+    if given.get("mask_function") is bidirectional_mask_function and given.get("allow_is_bidirectional_skip"):
+        if local is not None and keys >= local:
+            return _own(sdpa_mask, given)
+        if padding is None:
+            return None
+        if is_tracing(padding):
+            return padding[:, first : first + keys].bool()[:, None, None, :]
+    elif (
+        padding is None
+        and given.get("allow_is_causal_skip", True)
+        and isinstance(given.get("q_offset", 0), int)
+        and (local is None or keys < local)
+        and queries in (1, keys)
+    ):
+        return None
+    return _own(sdpa_mask, given)
+
+
+def _own(sdpa_mask: Any, given: dict[str, Any]) -> Tensor | None:
+    made: Tensor | None = sdpa_mask(**given)
+    return made
+
+
+def is_tracing(tensor: Tensor) -> bool:
+    """True where the values of a tensor cannot be read: compiling, exporting, capturing."""
+    from transformers.utils import import_utils
+
+    return bool(import_utils.is_tracing(tensor))
+
+
+def owners(model: nn.Module) -> list[str]:
+    """Paths of the outermost transformers models inside that use SDPA throughout (the empty path: the model itself)."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(owner == "" or path.startswith(f"{owner}.") for owner in found)
+        if not inside and hasattr(module, "set_attn_implementation") and _implementations(module) == {SDPA}:
+            found.append(path)
+    return found
+
+
+def _implementations(module: nn.Module) -> set[str | None]:
+    configs = [getattr(part, "config", None) for part in module.modules() if hasattr(part, "set_attn_implementation")]
+    return {getattr(config, "_attn_implementation", None) for config in configs}
+
+
+def use(model: nn.Module, paths: Sequence[str]) -> None:
+    """Let the transformers models at `paths` use `mask`, where their implementation is SDPA still; changes in place.
+
+    Raises:
+        StepRefused: the implementation of one of them cannot be set.
+    """
+    register()
+    for path in paths:
+        module: Any = model.get_submodule(path)
+        # a step that was kept since has set an implementation of its own, which uses such masks as well
+        if _implementations(module) != {SDPA}:
+            continue
+        module.set_attn_implementation(NAME)
+        # transformers warns and leaves what it cannot set
+        if _implementations(module) != {NAME}:
+            raise StepRefused(f"the attention implementation of {type(module).__name__} cannot be set")
+
+
+class Padding(NamedTuple):
+    """Where a model takes its padding mask: the name of the argument, and its position in a call without names."""
+
+    name: str
+    position: int
+
+
+def padding_argument(model: nn.Module) -> Padding | None:
+    """The padding mask of a transformers model; None if it takes none."""
+    if not hasattr(model, "set_attn_implementation"):
+        return None
+    names = list(inspect.signature(model.forward).parameters)
+    return Padding(ARGUMENT, names.index(ARGUMENT)) if ARGUMENT in names else None
+
+
+def is_given(padding: Padding, inputs: Sequence[Inputs]) -> bool:
+    """Whether some example passes a padding mask [B, S]."""
+    return any(_is_mask(_get(example.args, example.kwargs, padding)) for example in inputs)
+
+
+def without_full_mask(
+    args: tuple[Any, ...], kwargs: dict[str, Any], padding: Padding
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with None for a padding mask that hides nothing.
+
+    It waits for the device, as transformers' own look at the mask does in eager. Where values cannot be read, the
+    arguments stay as they are.
+    """
+    value = _get(args, kwargs, padding)
+    if not _is_mask(value) or is_tracing(value) or not bool(value.all()):
+        return args, kwargs
+    if padding.name in kwargs:
+        return args, {**kwargs, padding.name: None}
+    return (*args[: padding.position], None, *args[padding.position + 1 :]), kwargs
+
+
+def _get(args: tuple[Any, ...], kwargs: Mapping[str, Any], padding: Padding) -> Any:
+    return args[padding.position] if padding.position < len(args) else kwargs.get(padding.name)
+
+
+def _is_mask(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()

@@ -1,0 +1,407 @@
+"""Models over several GPUs of a job: tensor parallelism on local shards, and decisions that all ranks share.
+
+After `parallelize` a rank holds an ordinary model with smaller layers: attention heads and MLP columns are divided, and
+two sums over the ranks a block put the results together. All that works on an ordinary model (ops, steps, plans) works
+on the shard. Ranks agree because rank 0 decides and the others apply what it decided.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from wavecrest.errors import InvalidArgument, RankFailed, WavecrestError
+from wavecrest.measure.workload import Workload, from_example
+from wavecrest.optimizer import api
+from wavecrest.optimizer.gate import Gate, RuleBroken, failures
+from wavecrest.optimizer.options import Options
+from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.progress import receiver
+
+__all__ = ["ParallelResult", "RowParallel", "GatheredLinear", "gather_local", "on_rank_zero", "optimize", "parallelize"]
+
+logger = logging.getLogger("wavecrest.integrations.distributed")
+
+R = TypeVar("R")
+
+# ranks wait for rank 0 while it optimizes or tunes
+PATIENCE = timedelta(hours=24)
+# styles of transformers' tensor-parallel plans that divide nothing
+WHOLE = ("replicated_with_grad_allreduce",)
+GATHERED = ("colwise_gather_output", "colwise_rep")
+# rules of the gate about answers; those about threads, memory and gradients are held on rank 0's shard
+RULES = frozenset(
+    ("leaves", "structure", "type", "accuracy", "elements", "top-1", "dependence", "variation", "padding", "edges")
+)
+
+
+# torch 2.13 deprecates the older name
+_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+
+
+class _Sharded(nn.Module):
+    """A layer whose weight is divided; `group` names the ranks that results are put together over, "" for none."""
+
+    def __init__(self, linear: nn.Linear, group: Any) -> None:
+        super().__init__()
+        self.linear = linear
+        self.group = group
+
+
+class RowParallel(_Sharded):
+    """y = Σ over ranks of x_r · W_rᵀ, plus the bias: x_r [..., K / ranks] is the rank's part of the columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K / ranks] to [..., N], the same on every rank."""
+        y: Tensor = self.linear(x)
+        return collectives.all_reduce(y, "sum", self.group) if self.group else y
+
+
+class GatheredLinear(_Sharded):
+    """y = x · Wᵀ with the rows of W divided, and the parts of y put side by side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N], the same on every rank; [..., N / ranks] without a group."""
+        y: Tensor = self.linear(x)
+        return _gather(y, y.ndim - 1, self.group) if self.group else y
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Divide a transformers model (Llama, Qwen2, Qwen3, Mistral and others of their plan) over the ranks, in place.
+
+    Every rank calls it with the same model. The weights are rank 0's. Q, K, V, gate and up projections keep the rows of
+    the rank's heads and columns, o_proj and down_proj the columns that belong to them, with a sum over the ranks behind
+    them; lm_head its rows of the vocabulary, gathered, where it shares no weight with the embedding. Embeddings and
+    norms are whole on every rank.
+
+    Args:
+        model: in eval mode, on the rank's device. Its config has a tensor-parallel plan.
+        mesh: of one dimension; None: all ranks of the job. The process group is initialized (torchrun, and
+            `torch.distributed.init_process_group`).
+
+    Returns:
+        The model.
+
+    Raises:
+        InvalidArgument: the process group is not initialized, the model has no plan or one with other styles, or
+            heads, columns or rows do not divide by the ranks; nothing is changed then.
+    """
+    mesh = _mesh(model) if mesh is None else mesh
+    if mesh.ndim != 1:
+        raise InvalidArgument(f"parallelize takes a mesh of one dimension, not {mesh.ndim}")
+    styles = _styles(model, mesh.size())
+    group = mesh.get_group().group_name
+    sharded = {id(p) for path, style in styles.items() if style for p in model.get_submodule(path).parameters()}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in sharded and not tensor.is_meta:
+            tensor.data.copy_(distribute_tensor(tensor.data, mesh, [Replicate()]).to_local())
+    for path, style in styles.items():
+        layer = model.get_submodule(path)
+        if not style:
+            continue
+        local = _local(layer, mesh, rows=style != "rowwise")
+        if style == "colwise":
+            model.set_submodule(path, local)
+        else:
+            model.set_submodule(path, (RowParallel if style == "rowwise" else GatheredLinear)(local, group))
+    return model
+
+
+def _mesh(model: nn.Module) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise InvalidArgument(
+            "parallelize needs the job's process group: start with torchrun and call "
+            "torch.distributed.init_process_group first"
+        )
+    return init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+
+
+def _styles(model: nn.Module, ranks: int) -> dict[str, str]:
+    """The style of each divided layer, checked: "colwise", "rowwise", "gathered", or "" for one that stays whole."""
+    config: Any = getattr(model, "config", None)
+    base = getattr(model, "base_model_prefix", "")
+    prefix = f"{base}." if base and hasattr(model, base) else ""
+    plan = {prefix + name: style for name, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
+    if not plan:
+        raise InvalidArgument(f"{type(model).__name__} has no tensor-parallel plan in its config (base_model_tp_plan)")
+    if isinstance(getattr(model, "lm_head", None), nn.Linear):
+        plan["lm_head"] = "colwise_gather_output"
+    known = {"colwise", "rowwise", *GATHERED, *WHOLE}
+    if unknown := sorted(set(plan.values()) - known):
+        raise InvalidArgument(f"{type(model).__name__}: no style {', '.join(unknown)}; there are {', '.join(known)}")
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (count := getattr(config, name, ranks)) % ranks:
+            raise InvalidArgument(f"{name} of {count} does not divide by {ranks} ranks")
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    styles = {}
+    for path, module in model.named_modules():
+        style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), "")
+        if not style or style in WHOLE:
+            continue
+        if type(module) is not nn.Linear:
+            raise InvalidArgument(
+                f"{path} is a {type(module).__name__}; parallelize takes a model before other changes"
+            )
+        if style in GATHERED:
+            # a tied or uneven head stays whole
+            tied = module.weight is embedding or module.weight.shape[0] % ranks
+            styles[path] = "" if tied else "gathered"
+            continue
+        size = module.weight.shape[1 if style == "rowwise" else 0]
+        if size % ranks:
+            raise InvalidArgument(f"{path}: its size of {size} does not divide by {ranks} ranks")
+        styles[path] = style
+    return styles
+
+
+@torch.no_grad()
+def _local(layer: nn.Module, mesh: DeviceMesh, *, rows: bool) -> nn.Linear:
+    """This rank's part of a layer; the bias of a layer divided by columns is rank 0's, as the sum adds it once."""
+    assert isinstance(layer, nn.Linear)
+    weight = distribute_tensor(layer.weight.data, mesh, [Shard(0 if rows else 1)]).to_local().contiguous()
+    bias: Tensor | None = layer.bias
+    if bias is not None:
+        whole = distribute_tensor(bias.data, mesh, [Shard(0) if rows else Replicate()]).to_local()
+        bias = whole if rows or mesh.get_local_rank() == 0 else torch.zeros_like(whole)
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.clone(), requires_grad=layer.weight.requires_grad)
+    return made.train(layer.training)
+
+
+@contextmanager
+def gather_local(model: nn.Module) -> Iterator[nn.Module]:
+    """The shard as a model of its own inside the context: nothing is put together over ranks, and answers are partial.
+
+    Its layers have the shapes and take the time that they have on this rank, without communication.
+    """
+    layers = [module for module in model.modules() if isinstance(module, _Sharded)]
+    groups = [layer.group for layer in layers]
+    try:
+        for layer in layers:
+            layer.group = ""
+        yield model
+    finally:
+        for layer, group in zip(layers, groups, strict=True):
+            layer.group = group
+
+
+class _Job:
+    """Messages between the ranks by gloo, which can wait for hours and needs no GPU."""
+
+    def __init__(self) -> None:
+        if not dist.is_initialized():
+            raise InvalidArgument(
+                "the job has no process group: start with torchrun and call torch.distributed.init_process_group first"
+            )
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def tell(self, message: Any = None) -> Any:
+        """Rank 0's message, on every rank."""
+        box = [message]
+        with _ended():
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise on every rank if one has an error: its own, or which other rank has which."""
+        found: list[Any] = [None] * self.ranks
+        with _ended():
+            dist.all_gather_object(found, None if error is None else _line(error), group=self.group)
+        if error is not None:
+            raise error
+        failed = [(rank, line) for rank, line in enumerate(found) if line]
+        if failed:
+            raise RankFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
+
+
+def _line(error: BaseException) -> str:
+    text = (str(error).strip().splitlines() or ["(no message)"])[0]
+    return f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    """A connection that breaks while this rank waits is a rank that ended."""
+    try:
+        yield
+    except (RuntimeError, dist.DistBackendError) as error:
+        if isinstance(error, WavecrestError):
+            raise
+        raise RankFailed(f"another rank ended while rank {dist.get_rank()} waited for it ({_line(error)})") from error
+
+
+def on_rank_zero(function: Callable[[], R]) -> R:
+    """Run a function on rank 0 and return its result on every rank, such as a run of `wavecrest.tune.session.tune`.
+
+    Rows that it tuned are in the user's database; the other ranks of a host read them when their decisions are made, so
+    their earlier decisions are dropped here.
+
+    Args:
+        function: its result can be pickled.
+
+    Raises:
+        RankFailed: on the other ranks, with rank 0's error; rank 0 raises its own.
+    """
+    from wavecrest.dispatch import registry
+
+    job = _Job()
+    result, error = None, None
+    if job.rank == 0:
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+    job.agree(error)
+    answer: R = job.tell(result)
+    if job.rank:
+        registry.reread()
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelResult:
+    """Result of `optimize` on one rank.
+
+    Attributes:
+        model: the rank's shard with the plan applied; the parallel model as it was where `refused` says why.
+        plan: rank 0's, the same on every rank.
+        refused: why the plan is not in force, or "".
+        local: rank 0's `wavecrest.optimizer.api.OptimizeResult` with report and record; None on other ranks.
+    """
+
+    model: nn.Module
+    plan: Plan
+    refused: str
+    local: api.OptimizeResult | None
+
+
+def optimize(model: nn.Module, example_inputs: Any, *, progress: Any = None, **options: Any) -> ParallelResult:
+    """Optimize a model that `parallelize` divided; every rank of the job calls it alike.
+
+    Rank 0 runs `wavecrest.optimize` on its shard without communication, so its speed-ups are those of a rank's own
+    work. The others wait, then all ranks apply the same plan, and rank 0 holds the answers of the whole parallel model
+    to the accuracy gate. A plan that fails there on any rank is in force on none.
+
+    Args:
+        model: of `parallelize`, in eval mode; it is not changed.
+        example_inputs: as for `wavecrest.optimize`, the same on every rank.
+        progress: as for `wavecrest.optimize`; rank 0 alone shows it.
+        options: fields of `wavecrest.optimizer.api.Options`, and `out` and `bundle` of `wavecrest.optimize`.
+
+    Returns:
+        This rank's result.
+
+    Raises:
+        RankFailed: another rank failed or ended.
+        InvalidArgument: the model has no layers that `parallelize` made, or an option is wrong.
+    """
+    if not any(isinstance(module, _Sharded) for module in model.modules()):
+        raise InvalidArgument("distributed.optimize takes a model that distributed.parallelize divided")
+    job = _Job()
+    local, error = None, None
+    if job.rank == 0:
+        try:
+            local = _optimize_shard(model, example_inputs, progress, options)
+        except Exception as raised:
+            error = raised
+    job.agree(error)
+    plan = Plan.of_value(job.tell(local.plan.model_dump(mode="json") if local else None), "of rank 0")
+    optimized, error = model, None
+    try:
+        with gather_local(model):
+            optimized = plan.apply(model, example_inputs)
+        for ours, theirs in zip(_shards(optimized), _shards(model), strict=True):
+            ours.group = theirs.group
+    except Exception as raised:
+        error = raised
+    job.agree(error)
+    refused = _check(job, model, optimized, example_inputs)
+    if refused:
+        logger.warning("the plan is not in force: %s", refused)
+    return ParallelResult(model if refused else optimized, plan, refused, local)
+
+
+def _shards(model: nn.Module) -> list[_Sharded]:
+    return [module for module in model.modules() if isinstance(module, _Sharded)]
+
+
+def _optimize_shard(model: nn.Module, inputs: Any, progress: Any, options: Mapping[str, Any]) -> api.OptimizeResult:
+    files: dict[str, Any] = {name: Path(options[name]) for name in ("out", "bundle") if options.get(name) is not None}
+    rest = {name: value for name, value in options.items() if name not in ("out", "bundle")}
+    # a step in other processes would have to start other ranks
+    rest["skip"] = tuple({*rest.get("skip", ()), "environment"})
+    with gather_local(model):
+        return api.run(from_example(model, inputs), Options(**rest), progress=receiver(progress), **files)
+
+
+def _check(job: _Job, model: nn.Module, optimized: nn.Module, inputs: Any) -> str:
+    """Why answers of the whole parallel model break the gate, or "": rank 0 calls, the others answer its calls."""
+    if job.rank:
+        _answer(job, (model, optimized))
+        return str(job.tell())
+    problem = ""
+    try:
+        gate = Gate.prepare(_called(job, model, inputs), rules=RULES)
+        problem = failures(gate.check(_Caller(job, 1, optimized)))
+    except RuleBroken as error:
+        problem = str(error)
+    finally:
+        job.tell(None)
+    job.tell(problem)
+    return problem
+
+
+def _called(job: _Job, model: nn.Module, inputs: Any) -> Workload:
+    workload = from_example(model, inputs)
+    return Workload(_Caller(job, 0, model), workload.buckets, name=workload.name)
+
+
+class _Caller(nn.Module):
+    """A model on rank 0 whose calls all ranks make, with the same inputs."""
+
+    def __init__(self, job: _Job, number: int, model: nn.Module) -> None:
+        super().__init__()
+        self.number, self.model = number, model
+        # past nn.Module and copies: a job cannot be copied
+        self._tell = job.tell
+
+    def __deepcopy__(self, memo: Any) -> _Caller:
+        raise TypeError("a model over several ranks has no copy in higher precision")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The answer of the parallel model."""
+        self._tell((self.number, args, kwargs))
+        with _ended():
+            return self.model(*args, **kwargs)
+
+
+def _answer(job: _Job, models: tuple[nn.Module, ...]) -> None:
+    while (message := job.tell()) is not None:
+        number, args, kwargs = message
+        with torch.no_grad(), _ended():
+            models[number](*_here(args), **_here(kwargs))
+
+
+def _here(value: Any) -> Any:
+    """Rank 0's tensors on this rank's device."""
+    if isinstance(value, Tensor):
+        return value.to(torch.accelerator.current_device_index()) if value.is_cuda else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_here(one) for one in value)
+    return {name: _here(one) for name, one in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,301 @@
+"""Greedy generation by transformers models as a workload: prompt and step are optimized, tokens/s are the result.
+
+Both calls share one static key-value cache, so that a step can be compiled and captured once for every position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wavecrest.errors import MissingDependency, WorkloadError
+from wavecrest.measure import timing, workload
+from wavecrest.measure.workload import Inputs, Quality, Workload
+
+__all__ = ["Generation", "Step", "Throughput", "load", "of"]
+
+PROMPT, DECODE = "prompt", "decode"
+# options of `generate` that have a meaning here: greedy, with a static cache
+OPTIONS = ("max_new_tokens", "do_sample", "eos_token_id", "pad_token_id", "cache_implementation")
+
+
+class Step(nn.Module):
+    """The logits of the last position, after a prompt or one more token, which the cache takes in."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        # models of transformers 5 that keep more than keys have another name for it
+        names = inspect.signature(inner.forward).parameters
+        self.cache = "past_key_values" if "past_key_values" in names else "cache"
+
+    def forward(self, input_ids: Tensor, cache: Any, begins: bool) -> Tensor:
+        """Map token ids [B, S] to logits [B, vocabulary]; `begins`: they are the first ones of the cache."""
+        if begins:
+            for layer in cache.layers:
+                layer.cumulative_length.zero_()
+        given = {self.cache: cache, "use_cache": True, "logits_to_keep": 1}
+        logits: Tensor = self.inner(input_ids=input_ids, **given).logits
+        return logits[:, -1]
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Greedy generation end to end, prompt and new tokens together: tokens a second, new ones alone counted.
+
+    Attributes:
+        batch, prompt, new: sequences, tokens of each prompt, new tokens of each.
+        original, optimized: the same loop over the original and the optimized step.
+        ratio, low, high: optimized over original, with its 95 % interval over blocks of one process.
+        library: transformers' own `generate()` of the original with the options as given.
+        library_ratio, library_low, library_high: optimized over that.
+        same_ids: whether the three give the same token ids.
+    """
+
+    batch: int
+    prompt: int
+    new: int
+    original: float
+    optimized: float
+    ratio: float
+    low: float
+    high: float
+    library: float
+    library_ratio: float
+    library_low: float
+    library_high: float
+    same_ids: bool
+
+    def lines(self) -> list[str]:
+        """The result as lines of text."""
+        what = f"batch {self.batch}, prompt {self.prompt}, {self.new} new tokens"
+        ratio = f"{self.ratio:.2f}× [{self.low:.2f}, {self.high:.2f}]"
+        own = f"{self.library_ratio:.2f}× [{self.library_low:.2f}, {self.library_high:.2f}]"
+        return [
+            f"generate ({what}, end to end, one process): {self.original:.1f} → {self.optimized:.1f} tokens/s, {ratio}",
+            f"transformers' generate(): {self.library:.1f} tokens/s, the optimized model {own} of it",
+            f"greedy token ids: {'the same' if self.same_ids else 'NOT the same'}",
+        ]
+
+
+@dataclass(slots=True)
+class Generation(Workload):
+    """A workload of two buckets, "prompt" and "decode", and the loop around them; made by `of`.
+
+    Attributes:
+        options: of `generate`, as given.
+        keys: keys and values of the prompt by layer, which the decode bucket starts from.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    keys: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def step(self) -> Step:
+        """The original, which the buckets call."""
+        assert isinstance(self.model, Step)
+        return self.model
+
+    @property
+    def tokens(self) -> Tensor:
+        """The prompts, int64 [B, S]."""
+        found: Tensor = self.buckets[PROMPT].kwargs["input_ids"]
+        return found
+
+    def generate(self, step: Callable[..., Any] | None = None) -> Tensor:
+        """Greedy token ids int64 [B, S + new], as `generate` gives them: padding follows a row's end.
+
+        Args:
+            step: the original, or what a plan or a run has made of it; None: the original.
+        """
+        step = self.model if step is None else step
+        cache, tokens = self.buckets[PROMPT].kwargs["cache"], self.tokens
+        ends, padding = _ends(self), _padding(self)
+        done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        made = [tokens]
+        with torch.no_grad():
+            for count in range(self.options["max_new_tokens"]):
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+                logits = step(input_ids=made[-1], cache=cache, begins=count == 0)
+                token = logits.argmax(-1)
+                if ends is not None:
+                    token = torch.where(done, padding, token)
+                    done = done | torch.isin(token, ends)
+                made.append(token[:, None])
+                # reading it waits for the device: only where there is an end to wait for
+                if ends is not None and bool(done.all()):
+                    break
+        return torch.cat(made, dim=1)
+
+    def by_library(self) -> Tensor:
+        """The token ids of transformers' own `generate()` of the original."""
+        inner: Any = self.step.inner
+        with torch.no_grad():
+            found: Tensor = inner.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), **self.options)
+        return found
+
+    def throughput(self, optimized: nn.Module, *, seconds: float = 10.0) -> Throughput:
+        """Time whole generations by the original, by the optimized model and by transformers, interleaved in pairs.
+
+        Args:
+            optimized: what a plan or a run has made of `step`.
+            seconds: for each of the two pairs; slow models take longer.
+        """
+        want, got, own = self.generate(), self.generate(optimized), self.by_library()
+        new = want.shape[1] - self.tokens.shape[1]
+        count = self.tokens.shape[0] * new
+        works = (self.generate, lambda: self.generate(optimized), self.by_library)
+        pair = timing.measure_pair(works[0], works[1], device=self.device, seconds=seconds)
+        other = timing.measure_pair(works[2], works[1], device=self.device, seconds=seconds)
+        return Throughput(
+            batch=self.tokens.shape[0], prompt=self.tokens.shape[1], new=new, original=count / pair.base_ms * 1e3,
+            optimized=count / pair.new_ms * 1e3, ratio=pair.ratio, low=pair.ci.low, high=pair.ci.high,
+            library=count / other.base_ms * 1e3, library_ratio=other.ratio, library_low=other.ci.low,
+            library_high=other.ci.high, same_ids=torch.equal(want, got) and torch.equal(want, own),
+        )  # fmt: skip
+
+    def _rewind(self, bucket: str) -> None:
+        """Before a call: the cache empty, or as the prompt left it; zeros in the room behind, so that writes show."""
+        length = 0 if bucket == PROMPT else self.tokens.shape[1]
+        for layer, (keys, values) in zip(self.buckets[DECODE].kwargs["cache"].layers, self.keys, strict=True):
+            for room, kept in ((layer.keys, keys), (layer.values, values)):
+                room[:, :, :length].copy_(kept[:, :, :length])
+                room[:, :, length:].zero_()
+            layer.cumulative_length.fill_(length)
+
+    def _same_ids(self, original: Callable[..., Any], candidate: Callable[..., Any]) -> list[Quality]:
+        want, got = self.generate(original), self.generate(candidate)
+        share = float((want == got).float().mean()) if want.shape == got.shape else 0.0
+        return [Quality("same greedy token ids", share, 1.0, share == 1.0, f"of {want.numel()} ids")]
+
+
+def load(spec: str, *, device: str | None = None) -> Generation:
+    """The workload of a function that returns (model, inputs, options): see `of`.
+
+    Raises:
+        WorkloadError: there is no such function, or it returns something else.
+    """
+    made = workload.call_factory(spec, device)
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise WorkloadError(
+            f"{spec} returned {type(made).__name__}; for --generate it must return (model, inputs, options), such as "
+            '(model, {"input_ids": ids}, {"max_new_tokens": 64})'
+        )
+    found = of(*made)
+    found.name = spec.rpartition(":")[2]
+    return found
+
+
+def of(model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> Generation:
+    """Greedy generation by a causal language model of transformers, with a static cache, as a workload.
+
+    Args:
+        model: on the device it serves on.
+        inputs: token ids int64 [B, S], or a dict of "input_ids" and perhaps an "attention_mask" that hides nothing.
+        options: of `generate`: "max_new_tokens", and perhaps "do_sample" (False), "eos_token_id", "pad_token_id",
+            "cache_implementation" ("static").
+
+    Raises:
+        MissingDependency: transformers is not installed.
+        WorkloadError: the model has no cache that a captured step can use, or inputs or options are other ones.
+    """
+    try:
+        from transformers import StaticCache
+    except ImportError as error:
+        raise MissingDependency("transformers", "--generate", "pip install 'wavecrest[hf]'") from error
+    if not hasattr(model, "generate") or not hasattr(model, "config"):
+        raise WorkloadError(f"--generate takes a causal language model of transformers, not {type(model).__name__}")
+    _check(options)
+    tokens = _tokens(inputs)
+    config: Any = model.config
+    new = options["max_new_tokens"]
+    cache: Any = StaticCache(config=config, max_cache_len=tokens.shape[1] + new)
+    left = {type(layer).__name__ for layer in cache.layers if not _counts_on_device(layer)}
+    if left:
+        raise WorkloadError(
+            f"{type(model).__name__} keeps {', '.join(sorted(left))}, which counts its tokens in Python (a sliding "
+            "window) or not at all (a version before 5): a captured step cannot follow it"
+        )
+    step = Step(model).eval()
+    prompt = {"input_ids": tokens, "cache": cache, "begins": True}
+    with torch.no_grad():
+        # the cache gets its memory here
+        first = step(**prompt).argmax(-1)[:, None]
+    buckets = {PROMPT: Inputs((), prompt), DECODE: Inputs((), {**prompt, "input_ids": first, "begins": False})}
+    made = Generation(step, buckets, name=type(model).__name__, options={"do_sample": False, **options})
+    length = tokens.shape[1]
+    made.keys = [(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone()) for layer in cache.layers]
+    made.reset, made.quality = made._rewind, made._same_ids
+    # empty, as no call leaves it: a run tells the original's own writes by what differs from the beginning
+    made._rewind(PROMPT)
+    return made
+
+
+def _check(options: Any) -> None:
+    if not isinstance(options, Mapping) or not isinstance(options.get("max_new_tokens"), int):
+        raise WorkloadError('--generate takes options of generate() with "max_new_tokens", a whole number')
+    if options["max_new_tokens"] < 2:
+        raise WorkloadError("--generate takes at least 2 new tokens: the first one is the prompt's")
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        raise WorkloadError(f"--generate takes the options {', '.join(OPTIONS)}, not {', '.join(unknown)}")
+    if options.get("do_sample") or options.get("cache_implementation", "static") != "static":
+        raise WorkloadError("--generate is greedy, with a static cache: do_sample=False, cache_implementation='static'")
+
+
+def _tokens(inputs: Any) -> Tensor:
+    if isinstance(inputs, Mapping):
+        unknown = sorted(set(inputs) - {"input_ids", "attention_mask"})
+        if unknown or "input_ids" not in inputs:
+            raise WorkloadError(f"--generate takes input_ids and an attention_mask, not {', '.join(map(str, inputs))}")
+        mask = inputs.get("attention_mask")
+        if mask is not None and not bool(torch.as_tensor(mask).all()):
+            raise WorkloadError("--generate takes prompts of one length, without padding")
+        inputs = inputs["input_ids"]
+    if not isinstance(inputs, Tensor) or inputs.ndim != 2 or inputs.dtype != torch.int64 or not inputs.numel():
+        raise WorkloadError("--generate takes token ids int64 [B, S]")
+    return inputs
+
+
+def _counts_on_device(layer: Any) -> bool:
+    return isinstance(getattr(layer, "cumulative_length", None), Tensor) and not getattr(layer, "is_sliding", False)
+
+
+def _ends(made: Generation) -> Tensor | None:
+    """The ids that end a row, of the options or of the model's own, as `generate` takes them."""
+    found = made.options.get("eos_token_id", _own(made, "eos_token_id"))
+    return None if found is None else torch.tensor(found, device=made.tokens.device).reshape(-1)
+
+
+def _padding(made: Generation) -> Tensor:
+    found = made.options.get("pad_token_id", _own(made, "pad_token_id"))
+    ends = _ends(made)
+    if found is None:
+        found = 0 if ends is None else int(ends[0])
+    return torch.tensor(found, device=made.tokens.device)
+
+
+def _own(made: Generation, name: str) -> Any:
+    return getattr(getattr(made.step.inner, "generation_config", None), name, None)
+
+
+def write(found: Throughput, folder: Path) -> Path:
+    """Write the result as JSON into the folder of a run, and return the file.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    import json
+
+    from wavecrest.records import files
+
+    path = folder / "generate.json"
+    files.write_text(path, json.dumps(dataclasses.asdict(found), indent=1) + "\n")
+    return path

@@ -1,0 +1,322 @@
+"""Fresh processes of a measurement: one by itself, or a pair whose sides take turns on the processor.
+
+On a CPU both sides of a pair are loaded at the same time and then timed in turns of a tenth of a second, the other one
+stopped meanwhile: what the host does over seconds meets both alike, and a process that spins or works on outside of
+its turns gains nothing. On a GPU, and where memory is short, one side runs after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from wavecrest import env, errors
+from wavecrest.errors import EnvironmentProblem, MissingDependency, WavecrestError
+from wavecrest.measure import timing
+from wavecrest.records import BucketError, QualityResult, decode, files
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# seconds that a child may take
+CHILD_TIMEOUT = 1800.0
+# seconds of a turn
+TURN_SECONDS = 0.1
+# both sides of a pair are loaded at the same time where free memory holds a model this many times
+MEMORY_FACTOR = 4
+# the place that a child names when its times are taken
+TIMED = -1
+PLACE = struct.Struct(">i")
+# seconds between looks at whether a child is alive
+_LOOK = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The work of one child process.
+
+    Attributes:
+        spec: the workload.
+        device: torch device name.
+        seconds: sampling time a bucket.
+        plan: the plan file to apply before timing; None times the workload's own model.
+        check: after timing, also run the accuracy gate and the workload's quality check.
+        copied: `spec` is the folder of a copy of a model in memory (`measure.copies`).
+    """
+
+    spec: str
+    device: str
+    seconds: float
+    plan: str | None = None
+    check: bool = False
+    copied: bool = False
+
+
+class SideReport(files.Model):
+    """Result of a child process: samples in ms by bucket, and the checks that were asked for."""
+
+    clock: str
+    times: dict[str, list[float]]
+    numerics: list[BucketError]
+    quality: list[QualityResult]
+    warnings: list[str]
+
+
+class Problem(files.Model):
+    """An error that a child ended with: the name of its class in `errors`, and its text."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: WavecrestError) -> Problem:
+        """The problem to hand to the parent."""
+        return cls(kind=type(error).__name__, text=str(error))
+
+    def error(self, name: str) -> WavecrestError:
+        """The error again, with the name of the process in front."""
+        found = getattr(errors, self.kind, None)
+        text = f"{name}: {self.text}"
+        if isinstance(found, type) and issubclass(found, WavecrestError) and found is not MissingDependency:
+            return found(text)
+        return EnvironmentProblem(text)
+
+
+class Job(NamedTuple):
+    """A task with the environment variables to set, or to unset where None, and the name that errors call it."""
+
+    task: Task
+    changes: Mapping[str, str | None]
+    name: str
+
+
+Jobs = Mapping[timing.Side, Job]
+
+
+def order_of(pair: int) -> tuple[timing.Side, timing.Side]:
+    """Which side of a pair is first: each in turn."""
+    return ("base", "new") if pair % 2 == 0 else ("new", "base")
+
+
+def run_child(job: Job) -> SideReport:
+    """Run a task in a fresh process.
+
+    Raises:
+        WavecrestError: the error of `errors` that the child ended with.
+        EnvironmentProblem: it died, or took more than CHILD_TIMEOUT; with its last line.
+    """
+    with _Child(job) as child:
+        return child.report()
+
+
+def run_pair(jobs: Jobs, pair: int, *, weights: int = 0) -> dict[timing.Side, SideReport]:
+    """Run both sides of a pair, each in a fresh process.
+
+    Args:
+        jobs: by side.
+        pair: its number, which says which side is first.
+        weights: bytes of the model, which both load.
+
+    Raises:
+        WavecrestError: see `run_child`.
+    """
+    order = order_of(pair)
+    if not all(side_by_side(job.task.device, weights) for job in jobs.values()):
+        return {side: run_child(jobs[side]) for side in order}
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(_Child(jobs[side], in_turns=True)) for side in order]
+        take_turns(children)
+        return {side: child.report() for side, child in zip(order, children, strict=True)}
+
+
+def side_by_side(device: str, weights: int) -> bool:
+    """Whether both sides of a pair are loaded at the same time: on a CPU whose memory holds the model a few times."""
+    return device == "cpu" and _has_room(weights)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _has_room(weights: int) -> bool:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return weights * MEMORY_FACTOR <= free
+
+
+class Turns:
+    """The turns of this process, a child whose parent has another one timed at the same time.
+
+    Args:
+        connection: to the parent.
+        now: where time comes from.
+    """
+
+    def __init__(self, connection: socket.socket, now: timing.Clock = timing.HOST_CLOCK) -> None:
+        # not for processes that this one starts
+        connection.set_inheritable(False)
+        self._connection, self._now = connection, now
+        self._place, self._end = 0, 0.0
+
+    def begin(self, place: int) -> None:
+        """Wait for the first turn at a place, the number of a bucket: both sides are there then."""
+        self._place = place
+        self._wait()
+
+    def pause(self) -> float:
+        """Let the other side have its turn if this one's is over; the seconds that passed meanwhile."""
+        begin = self._now()
+        if begin < self._end:
+            return 0.0
+        self._wait()
+        return self._now() - begin
+
+    def end(self) -> None:
+        """Say that the times are taken, and wait until those of the other side are."""
+        self._place = TIMED
+        self._wait()
+
+    def _wait(self) -> None:
+        self._connection.sendall(PLACE.pack(self._place))
+        if not self._connection.recv(1):
+            raise EnvironmentProblem("the process that started this one has ended")
+        self._end = self._now() + TURN_SECONDS
+
+
+class _Child:
+    """A child process, which ends with the block."""
+
+    def __init__(self, job: Job, *, in_turns: bool = False) -> None:
+        self.name = job.name
+        # the bucket that it wants to go on with; None until it says so, TIMED at the end
+        self.place: int | None = None
+        self._stack = contextlib.ExitStack()
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        self._target, self._log = folder / "side.json", folder / "log"
+        self._deadline = time.monotonic() + CHILD_TIMEOUT
+        command = [*env.python_command("wavecrest.optimizer.side"), json.dumps(asdict(job.task)), str(self._target)]
+        with contextlib.ExitStack() as theirs:
+            passed: list[int] = []
+            if in_turns:
+                self._connection, other = socket.socketpair()
+                self._stack.enter_context(self._connection).settimeout(_LOOK)
+                passed = [theirs.enter_context(other).fileno()]
+                command.append(str(passed[0]))
+            # a process group of its own, so that all of it can be stopped and ended
+            self._process = subprocess.Popen(
+                command,
+                env=env.python_child(job.changes),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=theirs.enter_context(self._log.open("wb")),
+                pass_fds=passed,
+                process_group=0,
+            )
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+        self._stack.close()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all of its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def meet(self) -> None:
+        """Wait until it can begin, or wants to go on.
+
+        Raises:
+            WavecrestError: it ended instead; see `run_child`.
+        """
+        data = b""
+        while len(data) < PLACE.size:
+            with contextlib.suppress(TimeoutError):
+                more = self._connection.recv(PLACE.size - len(data))
+                data += more
+                if not more:
+                    # it has closed its end, as it does when it dies
+                    self.report()
+                    raise EnvironmentProblem(f"{self.name} failed: it ended before its turns did")
+            self._check_time()
+        (self.place,) = PLACE.unpack(data)
+
+    def take_turn(self) -> None:
+        """Let it go on until its turn is over, and stop it then."""
+        self.signal(signal.SIGCONT)
+        self.allow()
+        self.meet()
+        self.signal(signal.SIGSTOP)
+
+    def allow(self) -> None:
+        """Answer that it may go on; where it has ended, `meet` finds out."""
+        with contextlib.suppress(OSError):
+            self._connection.sendall(b"t")
+
+    def report(self) -> SideReport:
+        """Wait for its end, and read its report.
+
+        Raises:
+            WavecrestError: see `run_child`.
+        """
+        try:
+            code = self._process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._check_time()
+            raise
+        if code != 0 or not self._target.exists():
+            raise self._problem()
+        return SideReport.model_validate(decode.json_of(self._target.read_text()))
+
+    def _check_time(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise EnvironmentProblem(f"{self.name} took more than {CHILD_TIMEOUT:.0f} s")
+
+    def _problem(self) -> WavecrestError:
+        path = problem_file(self._target)
+        if path.exists():
+            return Problem.model_validate(decode.json_of(path.read_text())).error(self.name)
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        last = lines[-1] if lines else f"exit code {self._process.returncode}"
+        return EnvironmentProblem(f"{self.name} failed: {last}")
+
+
+def problem_file(target: Path) -> Path:
+    """The file of the error that a child ended with, beside that of its report."""
+    return target.with_name("problem.json")
+
+
+def take_turns(children: Sequence[_Child]) -> None:
+    """Let children that have been started be timed in turns: all at one bucket, then all at the next."""
+    for child in children:
+        child.meet()
+    for child in children:
+        child.signal(signal.SIGSTOP)
+    order = list(children)
+    while places := [child.place for child in order if child.place is not None and child.place != TIMED]:
+        first = min(places)
+        for child in order:
+            if child.place == first:
+                child.take_turn()
+        # ABBA, as a drift goes on within two turns
+        order.reverse()
+    for child in children:
+        child.signal(signal.SIGCONT)
+        child.allow()

@@ -1,0 +1,123 @@
+"""Seconds that trials take, learned in this run: a step that the budget does not hold is not begun.
+
+Before anything is known the seconds are priors: what is measured at most, and a compilation by the number of ops. Then
+the longest trial of each kind says what the next one takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from wavecrest.optimizer.steps import Step
+
+# the kinds of trials: nothing is compiled, the model is compiled for the first time in the run, changed code or another
+# preset is compiled, compiled code is captured as it is, a preset searches
+Kind = Literal["plain", "first", "later", "captured", "search"]
+# seconds of a first compilation: a start, and for each op of a call. Three trials of 114 to 814 ops took 17 to 21 s on
+# one H200 with about 6 s of measuring, one of 940 ops 24 s on two cores (evidence, 2026-11-20)
+COMPILE_START, COMPILE_OP = 8.0, 0.01
+# part of the first compilation that a later one takes, as processes and caches are warm (a ResNet-50 on one H200: 24.5
+# s, then 9.2 s; 2026-11-25, torch 2.11), and that one of code that did not change takes, as Inductor's cache has it
+# (1.3 to 2.4 s after 21 s; H200, evidence, 2026-11-20)
+LATER_SHARE, CAPTURED_SHARE = 0.4, 0.1
+# a search at compile time against a plain compilation: 2 to 5 times as long for a 16-layer Llama, over 6 times for a
+# float32 BERT with two buckets (H200, 2026-11-20)
+SEARCH_FACTOR = 6.0
+# seconds of the gate and of building a candidate in a trial, by guess
+GATE_SECONDS = 2.0
+# the end of the run may take this part of a small budget to look again
+SMALL_SHARE = 0.6
+# the final gate compiles again for other shapes and for arguments by name: about this many later compilations
+FINAL_COMPILATIONS = 3
+
+
+def kind_of(step: Step, *, compiled: bool, first: bool, searches: bool = False) -> Kind:
+    """The kind of a step's trial.
+
+    Args:
+        step: not one that runs in processes of its own.
+        compiled: a compile step is in force.
+        first: no trial has compiled anything yet.
+        searches: a compile step that searches is in force, so that changed code is searched for again.
+    """
+    if step.searches or (searches and step.phase in ("surgery", "setting")):
+        return "search"
+    if step.phase == "capture" and (compiled or not first):
+        return "captured"
+    if step.phase != "compile" and not compiled:
+        return "plain"
+    return "first" if first else "later"
+
+
+@dataclass(slots=True)
+class Costs:
+    """Seconds of trials by kind.
+
+    Attributes:
+        sampling: seconds that a trial measures at most.
+        ops: op calls of one call of the model, over all buckets; 0 where they are not known.
+        least_final, later_looks: seconds of the end of the run: with the fewest processes or phases that decide, and
+            what all later looks take beside them.
+        sizes: later compilations that declared ranges of shapes take at the end.
+        short: the budget does not hold a compilation and its proof.
+    """
+
+    sampling: float = 0.0
+    ops: int = 0
+    least_final: float = 0.0
+    later_looks: float = 0.0
+    sizes: int = 0
+    short: bool = False
+    _longest: dict[Kind, float] = field(default_factory=dict)
+
+    @property
+    def nothing_compiled(self) -> bool:
+        """Whether no trial has compiled the model yet."""
+        return "first" not in self._longest
+
+    def add(self, kind: Kind, seconds: float) -> None:
+        """Learn from a trial that went to its end."""
+        self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
+
+    def expect(self, kind: Kind) -> float:
+        """Seconds that the next trial of this kind takes."""
+        if kind in self._longest:
+            return self._longest[kind]
+        plain = self._longest.get("plain", self.sampling + GATE_SECONDS)
+        if kind == "plain":
+            return plain
+        compilation = self.compilation
+        if kind == "first":
+            return plain + compilation
+        share = {"later": LATER_SHARE, "captured": CAPTURED_SHARE, "search": SEARCH_FACTOR}[kind]
+        return plain + share * compilation
+
+    @property
+    def compilation(self) -> float:
+        """Seconds of the first compilation: of the trial, without what measuring takes at least; or the prior."""
+        if self.nothing_compiled:
+            return COMPILE_START + COMPILE_OP * self.ops
+        return max(0.0, self._longest["first"] - self._longest.get("plain", 0.0))
+
+    @property
+    def _later(self) -> float:
+        """Seconds of a later compilation alone."""
+        return max(self.expect("later") - self.expect("plain"), 0.0)
+
+    @property
+    def serving(self) -> float:
+        """Seconds that the compilations for declared ranges of shapes take."""
+        return self.sizes * self._later
+
+    def final(self, budget: float, *, compiled: bool) -> float:
+        """Seconds to leave for the end of the run: all looks where SMALL_SHARE of the budget holds them, else one.
+
+        Args:
+            budget: seconds of the run; 0 leaves time for one look alone.
+            compiled: a compile step is in force.
+        """
+        later = FINAL_COMPILATIONS * self._later + self.serving if compiled else 0.0
+        least = self.least_final + later
+        return max(least, min(least + self.later_looks, SMALL_SHARE * budget))

@@ -1,0 +1,357 @@
+"""The planner: which step is tried next. The one with the most predicted gain per second of its trial.
+
+Predictions are made again after every kept step and every diagnosis. Taken are the steps that gain most a second as
+long as they fit, or those that gain most together (a knapsack) where cheap steps would use up the time of a much better
+one; the one of them that gains most a second is next. Four rules stand above the gain. A step that cures a cause which
+a diagnosis named comes first; steps named by `Step.tried_after` come before that step; second attempts come after all
+first ones; steps that search come last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from wavecrest.errors import Refused, StepRefused
+from wavecrest.optimizer.costs import Kind, kind_of
+from wavecrest.optimizer.steps import Found, Prediction, build
+from wavecrest.optimizer.steps.environment import pair_seconds
+
+if TYPE_CHECKING:
+    from wavecrest.optimizer.state import RunState
+    from wavecrest.optimizer.steps import Step
+    from wavecrest.records import Cause, StepOutcome
+
+# what is expected of a step that predicts nothing, and of a second attempt as a part of its first prediction
+UNKNOWN_RATIO, AGAIN = 1.02, 0.5
+# the first look at the result decides on such a gain, on machines whose processes differ by some percent
+SURE_RATIO = 1.2
+# a set of steps that leaves the best one a second for later must promise this many times the gain
+BETTER = 1.25
+# no trial takes less, in seconds: a gain for nothing would make everything else look dear
+LEAST_SECONDS = 1.0
+# steps look at the model again after each kept step where that takes at most this share of the time left; otherwise the
+# chosen step alone does
+LOOK_SHARE = 0.02
+# share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
+ENVIRONMENT_SHARE = 0.3
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A step that may be tried next.
+
+    Attributes:
+        step: the step.
+        attempt: 1, or 2 where another step has changed the ground since it lost.
+        found: its sites on the model as optimized so far; None where looking for them raised `error`.
+        error: why there is nothing to try.
+        prediction: what it is worth there.
+        kind: of trial.
+        seconds: of its trial, expected.
+        reserve: seconds to leave for the end of the run if it is kept.
+        cause: of an earlier loss: this step removes it, or another has removed it since this one lost.
+        why: it is tried now.
+    """
+
+    step: Step
+    attempt: int
+    found: Found | None
+    error: Exception | None
+    prediction: Prediction
+    kind: Kind | None
+    seconds: float
+    reserve: float
+    cause: Cause | None = None
+    why: str = ""
+
+    @property
+    def is_able(self) -> bool:
+        """Whether there is something to try."""
+        return self.found is not None and bool(self.found.sites)
+
+    @property
+    def ratio(self) -> float:
+        """The speed-up that is expected."""
+        ratio = self.prediction.ratio
+        if ratio is None or not math.isfinite(ratio):
+            return UNKNOWN_RATIO
+        return max(1.0, 1 + AGAIN * (ratio - 1) if self.attempt > 1 else ratio)
+
+    @property
+    def gain(self) -> float:
+        """The logarithm of the expected speed-up: gains of several steps add up."""
+        return math.log(self.ratio)
+
+    @property
+    def tier(self) -> int:
+        """Cures, first attempts, second attempts, searches; a lower tier goes first."""
+        if self.cause is not None:
+            return 0
+        return 3 if self.step.searches else self.attempt
+
+
+@dataclass(slots=True)
+class _Look:
+    """The sites and the prediction of a step, and the ground and the profile that they rest on."""
+
+    found: Found | None
+    error: Exception | None
+    prediction: Prediction
+    ground: object
+    profile: object
+
+
+@dataclass(slots=True)
+class Planner:
+    """Chooses among `steps` until none is left that fits.
+
+    Attributes:
+        run: the run; its ledger says what was tried.
+        steps: those of the level that were asked for.
+    """
+
+    run: RunState
+    steps: Sequence[Step]
+    _looks: dict[str, _Look] = field(default_factory=dict)
+    # seconds that the longest look of all open steps took
+    _looking: float = 0.0
+
+    def next(self) -> Candidate | None:
+        """The candidate to try; None when nothing is left that can be tried."""
+        while True:
+            steps = self._open()
+            cheap = self._looking <= LOOK_SHARE * self.run.seconds_left
+            self._look([step for step, _ in steps], again=cheap)
+            candidates = [self._candidate(step, attempt) for step, attempt in steps]
+            chosen = self._choose([one for one in candidates if one.is_able])
+            # what was found on an earlier ground may be gone, and what was not found may be there now
+            doubtful = [chosen.step] if chosen else [one.step for one in candidates if not one.is_able]
+            if not self._look(doubtful, again=True):
+                return chosen
+
+    def rest(self) -> list[Candidate]:
+        """First attempts that were not made: refused, nothing to change, or no time."""
+        return [self._candidate(step, attempt) for step, attempt in self._open() if attempt == 1]
+
+    def seconds_to_come(self) -> float:
+        """Seconds of the open trials that fit and of the end of the run, at most what is left of the budget."""
+        left = self.run.seconds_left
+        candidates = [self._candidate(step, attempt) for step, attempt in self._open() if step.id in self._looks]
+        reserve = self._reserve(compiled=self._compiled)
+        trials = sum(one.seconds for one in candidates if one.is_able and one.seconds + one.reserve <= left)
+        return max(0.0, min(trials + reserve, left))
+
+    # ---- what is open
+
+    def _open(self) -> list[tuple[Step, int]]:
+        done = {(row.id, row.attempt) for row in self.run.ledger.record.steps}
+        first = [(step, 1) for step in self.steps if (step.id, 1) not in done]
+        lost = [step for step in self.steps if (step.id, 1) in done and (step.id, 2) not in done]
+        return first + [(step, 2) for step in lost if self._deserves_retry(step)]
+
+    def _deserves_retry(self, step: Step) -> bool:
+        """True for a measured loss or tie after which another step was kept."""
+        rows = self.run.ledger.record.steps
+        index = next(i for i, row in enumerate(rows) if row.id == step.id)
+        if rows[index].verdict not in ("reverted", "tie") or step.level == 1:
+            return False
+        # a compile mode that lost to the one in force lost to it already
+        rivals = any(step.excludes(item.step) for item in self.run.ledger.applied.steps)
+        return not rivals and any(row.verdict == "kept" for row in rows[index + 1 :])
+
+    # ---- looks and predictions
+
+    @property
+    def _compiled(self) -> bool:
+        return bool(self.run.ledger.applied.only("compile").steps)
+
+    @property
+    def _ground(self) -> object:
+        """The part of the steps in force that sites depend on."""
+        return self.run.ledger.applied.only("surgery"), self._compiled
+
+    def _look(self, steps: Sequence[Step], *, again: bool) -> bool:
+        """Look and predict where ground or profile changed; False if they are as they were.
+
+        Args:
+            steps: to look for.
+            again: also where the step has looked on another ground; else it only predicts anew.
+        """
+        run, context, ground = self.run, self.run.context, self._ground
+        known = {step.id: self._looks.get(step.id) for step in steps}
+        moved = {name for name, look in known.items() if look is None or (again and look.ground != ground)}
+        changed = [step for step in steps if step.id in moved or known[step.id].profile is not context.profile]  # type: ignore[union-attr]
+        if not changed:
+            return False
+        if moved:
+            run.progress.phase("which steps apply")
+        begin = run.now()
+        context.compiled, context.captured = self._compiled, bool(run.ledger.applied.only("capture").steps)
+        try:
+            context.model = build(run.workload.model, run.ledger.applied.only("surgery"))
+            for step in changed:
+                look = known[step.id]
+                if look is None or step.id in moved:
+                    found, problem = self._find(step)
+                    look = _Look(found, problem, Prediction(None, ""), ground, None)
+                look.prediction, look.profile = self._predict(step, look.found), context.profile
+                self._looks[step.id] = look
+        except Refused as error:
+            # the model cannot be copied
+            for step in changed:
+                self._looks[step.id] = _Look(None, error, Prediction(None, ""), ground, context.profile)
+        finally:
+            # the tensors that surgery made are not held while candidates are timed
+            context.model = None
+        self._looking = max(self._looking, run.now() - begin)
+        return bool(moved)
+
+    def _find(self, step: Step) -> tuple[Found | None, Exception | None]:
+        """The sites, or why there is nothing to try."""
+        try:
+            found, problem = step.find(self.run.context), None
+        except Exception as error:
+            found, problem = None, error
+        changed = self.run.untouched.put_back()
+        if changed:
+            return None, StepRefused(f"it changed {', '.join(changed[:5])} of the user's model; put back (rule: model)")
+        return found, problem
+
+    def _predict(self, step: Step, found: Found | None) -> Prediction:
+        if found is None or not found.sites:
+            return Prediction(None, "")
+        try:
+            return step.predict(found, self.run.context)
+        except Exception as error:
+            return Prediction(None, f"not predicted ({type(error).__name__}: {error})")
+
+    # ---- cost and choice
+
+    def _candidate(self, step: Step, attempt: int) -> Candidate:
+        run, look = self.run, self._looks[step.id]
+        kind: Kind | None = None
+        if step.phase == "environment":
+            count = len(look.found.sites) if look.found else 0
+            pairs = run.options.processes * count
+            seconds = min(pairs * pair_seconds(run.context), ENVIRONMENT_SHARE * run.options.budget)
+        else:
+            searches = any(item.step.searches for item in run.ledger.applied.steps)
+            kind = kind_of(step, compiled=self._compiled, first=run.costs.nothing_compiled, searches=searches)
+            seconds = run.costs.expect(kind)
+        compiled = self._compiled or step.phase == "compile"
+        made = Candidate(step, attempt, look.found, look.error, look.prediction, kind, max(seconds, LEAST_SECONDS), 0.0)
+        made.reserve = self._reserve(compiled=compiled)
+        return self._with_cause(made)
+
+    def _reserve(self, *, compiled: bool) -> float:
+        if self.run.costs.short and not self.run.ledger.applied.steps:
+            # it was said that the budget will not do: the best single step, rather than none
+            return 0.0
+        gain = math.prod(row.ratio or 1.0 for row in self.run.ledger.record.steps if row.verdict == "kept")
+        # the first look decides on a large gain; and while nothing is kept, no later one is in sight
+        once = not self.run.ledger.applied.steps or gain >= SURE_RATIO
+        return self.run.costs.final(0.0 if once else self.run.options.budget, compiled=compiled)
+
+    def _with_cause(self, one: Candidate) -> Candidate:
+        """Raise the prediction of a cure to what the step that lost would gain without the cause, and of that step."""
+        for row in reversed(self._losses()):
+            for cause in row.causes:
+                lost = _without(row, cause)
+                if lost is None or not self._is_pending(one, row, cause):
+                    continue
+                own = one.prediction.ratio or 1.0
+                basis = f"{row.title} lost by it: {cause.text}; without it {lost:.2f}×"
+                one.prediction = Prediction(max(own, lost), f"{one.prediction.basis}; {basis}".removeprefix("; "))
+                one.cause = cause
+                return one
+        return one
+
+    def _losses(self) -> list[StepOutcome]:
+        return [row for row in self.run.ledger.record.steps if row.verdict in ("reverted", "tie") and row.causes]
+
+    def _is_pending(self, one: Candidate, row: StepOutcome, cause: Cause) -> bool:
+        """Whether `one` removes the cause, or is the step that lost and a step kept since then removes it."""
+        rows = self.run.ledger.record.steps
+        later = rows[rows.index(row) + 1 :]
+        cured = any(
+            other.verdict == "kept" and cause.kind in step.cures
+            for other in later
+            for step in self.steps
+            if step.id == other.id
+        )
+        if one.step.id == row.id:
+            return cured and row.attempt == 1 and one.attempt == 2
+        # a rival takes the place of what lost, and cures nothing of it
+        rival = any(one.step.excludes(step) for step in self.steps if step.id == row.id)
+        cures = cause.kind in one.step.cures and not one.step.searches and not rival
+        return not cured and one.attempt == 1 and cures
+
+    def _choose(self, able: Sequence[Candidate]) -> Candidate | None:
+        """The candidate that gains most a second among those of the lowest tier that are worth their time together."""
+        left = self.run.seconds_left
+        fits = [one for one in able if one.seconds + one.reserve <= left]
+        waiting = {one.step.id for one in fits if one.attempt == 1}
+        ready = [one for one in fits if not waiting.intersection(one.step.tried_after)]
+        if not ready:
+            return None
+        tier = min(one.tier for one in ready)
+        same = [one for one in ready if one.tier == tier]
+        reserve = max(one.reserve for one in same)
+        items = [(one.gain, one.seconds) for one in same]
+        together, greedy = best_together(items, left - reserve), densest_together(items, left - reserve)
+        is_better = sum(items[i][0] for i in together) > BETTER * sum(items[i][0] for i in greedy)
+        worth = [same[index] for index in (together if is_better else greedy)] or same
+        chosen = max(worth, key=lambda one: one.gain / one.seconds)
+        chosen.why = _why(chosen, len(able))
+        return chosen
+
+
+def densest_together(items: Sequence[tuple[float, float]], seconds: float) -> list[int]:
+    """The indices of the items, each (gain, seconds), taken by gain a second as long as they fit."""
+    taken = []
+    for index in sorted(range(len(items)), key=lambda index: -items[index][0] / items[index][1]):
+        if items[index][1] <= seconds:
+            seconds -= items[index][1]
+            taken.append(index)
+    return taken
+
+
+def best_together(items: Sequence[tuple[float, float]], seconds: float) -> list[int]:
+    """The indices of the items, each (gain, seconds), that gain most and take at most `seconds` together.
+
+    Whole seconds, rounded up: the sets that are compared always fit.
+    """
+    room = int(seconds)
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] * (room + 1)
+    for index, (gain, cost) in enumerate(items):
+        need = math.ceil(cost)
+        for free in range(room, need - 1, -1):
+            before = best[free - need]
+            if before[0] + gain > best[free][0]:
+                best[free] = before[0] + gain, (*before[1], index)
+    return list(best[room][1]) if room >= 0 else []
+
+
+def _without(row: StepOutcome, cause: Cause) -> float | None:
+    """The speed-up that a step would have had without one of its causes; None where that is not above 1."""
+    if cause.ms is None or not row.speed:
+        return None
+    base, new = (sum(getattr(speed, name) for speed in row.speed) for name in ("base_ms", "new_ms"))
+    rest = new - cause.ms
+    return base / rest if 0 < rest < base else None
+
+
+def _why(chosen: Candidate, able: int) -> str:
+    worth = f"{chosen.ratio:.2f}× predicted for {chosen.seconds:.0f} s"
+    if chosen.prediction.ratio is None:
+        worth = f"nothing predicted, for {chosen.seconds:.0f} s"
+    if chosen.cause is not None:
+        return f"{worth}; it comes first because of a cause that was named: {chosen.cause.text}"
+    if chosen.step.searches:
+        return f"{worth}; it searches, on the final shape of the model"
+    if chosen.attempt > 1:
+        return f"{worth}; again, as another step was kept since"
+    return f"{worth}, the most a second of {able} that could be tried" if able > 1 else worth

@@ -1,0 +1,233 @@
+"""Linear layers on the backend of gemm that is fastest for their calls, their activation in the same kernel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from wavecrest.errors import StepRefused
+from wavecrest.graphs.activations import name_of
+from wavecrest.nn.activation import activation_name
+from wavecrest.nn.linear import LinearOn, is_conv1d, linear_of_conv1d, linear_on
+from wavecrest.ops._gemm.backend import op
+from wavecrest.ops._gemm.call import GemmCall, linear_call
+from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, set_submodule
+from wavecrest.optimizer.steps.fuse_linears import FusedSlice
+from wavecrest.optimizer.steps.gemm_choices import choices
+from wavecrest.optimizer.steps.params import LinearBackends
+from wavecrest.optimizer.steps.reads import Reads
+
+if TYPE_CHECKING:
+    from wavecrest.measure.workload import Inputs
+
+
+class Layer(NamedTuple):
+    """A linear layer, the module of the activation that alone reads its result, if one does, and its calls."""
+
+    linear: str
+    module: str
+    activation: str
+    calls: tuple[GemmCall, ...]
+
+
+class ChooseLinear(Step):
+    """Linear layers whose calls another backend than PyTorch's runs faster, each timed alone.
+
+    transformers' Conv1D is one, with a copy of its weight transposed. The activation goes along where a module of it
+    alone reads the result, found by data flow. Layers whose activation is a function take it in where graphs are
+    rewritten: compile:fusions. nn.TransformerEncoderLayer in eval mode is one operation of PyTorch, which
+    `replace_encoder` opens. On a GPU a layer without an activation is for `route_linear`, which goes by measured rows.
+    """
+
+    id = "choose_linear"
+    title = "linear → fastest backend"
+    level = 4
+    params_type = LinearBackends
+    tried_after = ("fuse_qkv", "fuse_gate_up", "fuse_parallel")
+
+    def find(self, context: StepContext) -> Found:
+        """The layers for whose calls another backend of gemm is faster than PyTorch's kernels."""
+        assert context.model is not None
+        return race(context.model, context)
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        """The part of the layers' own time that the calls saved alone, of the time of GEMMs."""
+        share, saved = context.share("gemm"), found.saved or 0.0
+        basis = f"{found.note}; {saved:.0%} of their time was saved on the calls alone, GEMM is {share:.0%} of the time"
+        return Prediction.of_saved(saved * share, basis)
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        """Change the class of each layer; parameters stay. The modules of the activations become Identity."""
+        for row in params["layers"]:
+            linear, activation = model.get_submodule(row["linear"]), row["activation"] or None
+            if row["backend"] not in op.backends:
+                raise StepRefused(f"gemm has no backend {row['backend']}; it has {', '.join(sorted(op.backends))}")
+            if isinstance(linear, FusedSlice) and linear.first and linear.is_linear and not activation:
+                linear.fused.product_of = partial(linear_on, activation=None, backend=row["backend"])
+                continue
+            if is_conv1d(linear):
+                linear = linear_of_conv1d(linear)
+                set_submodule(model, row["linear"], linear)
+            if type(linear) is not nn.Linear:
+                raise StepRefused(f"{row['linear']} is a {type(linear).__name__}, not a plain Linear")
+            if bool(activation) != bool(row["module"]):
+                raise StepRefused(f"{row['linear']}: an activation and its module go together")
+            if activation:
+                module = model.get_submodule(row["module"])
+                if activation_of(module) != activation:
+                    raise StepRefused(f"{row['module']} is a {type(module).__name__}, which is not {activation}")
+                set_submodule(model, row["module"], nn.Identity())
+            LinearOn.adopt(linear, activation, row["backend"])
+        return model
+
+
+def race(model: nn.Module, context: StepContext, under: Sequence[str] = ("",)) -> Found:
+    """The layers for whose calls another backend is faster, as parameters of `choose_linear`.
+
+    Args:
+        model: as the step finds it; the context has the workload and the device.
+        under: paths of modules; layers elsewhere are left as they are.
+    """
+    inside = tuple(f"{path}." if path else "" for path in under)
+    seen = [
+        layer for layer in layers(model, list(context.workload.buckets.values())) if layer.linear.startswith(inside)
+    ]
+    if context.device.kind != "cpu":
+        seen = [layer for layer in seen if layer.activation]
+    if not seen:
+        return Found((), note="no linear layer that runs once, or with a module of an activation after it")
+    raced = choices((call for layer in seen for call in layer.calls), context.workload.device)
+    chosen = []
+    refused: Counter[str] = Counter()
+    for layer in seen:
+        named = [raced.backends.get(name_of(call), "") for call in layer.calls]
+        # one backend for all buckets: that of the most work which has one
+        best = max(zip(layer.calls, named, strict=True), key=lambda pair: bool(pair[1]) * pair[0].M)[1]
+        if best:
+            row = {"linear": layer.linear, "module": layer.module, "activation": layer.activation, "backend": best}
+            chosen.append(row)
+            refused.update(_refusals(best, layer.calls))
+    if not chosen:
+        return Found((), note=f"PyTorch's kernels are the fastest for {len(seen)} layers{raced.note}")
+    used = ", ".join(sorted({row["backend"] for row in chosen}))
+    inner = sum(bool(row["activation"]) for row in chosen)
+    note = f"{len(chosen)} of {len(seen)} layers on {used}, {inner} of them with their activation{raced.note}"
+    for why, count in refused.items():
+        note += f"; {count} of their calls run on dispatch's choice, as {why}"
+    return Found(tuple(row["linear"] for row in chosen), {"layers": chosen}, note, saved=raced.saved)
+
+
+@torch.no_grad()
+def _refusals(backend: str, calls: Sequence[GemmCall]) -> list[str]:
+    """Why a backend does not take calls of a layer that runs on it, one reason for each such call."""
+    reasons = [op.backends[backend].refuse(call) for call in calls]
+    return [f"{backend} {reason}" for reason in reasons if reason is not None]
+
+
+def layers(model: nn.Module, inputs: Sequence[Inputs]) -> list[Layer]:
+    """The linear layers that run once in every example, with the activations that hold in every example."""
+    found: dict[str, Layer] | None = None
+    for example in inputs:
+        seen = {layer.linear: layer for layer in _layers(model, example)}
+        found = seen if found is None else {path: _both(found[path], seen[path]) for path in found if path in seen}
+    return list((found or {}).values())
+
+
+def _both(first: Layer, second: Layer) -> Layer:
+    if (first.module, first.activation) == (second.module, second.activation):
+        return first._replace(calls=first.calls + second.calls)
+    calls = tuple(call._replace(activation=None) for call in first.calls + second.calls)
+    return Layer(first.linear, "", "", calls)
+
+
+def activation_of(module: nn.Module) -> str:
+    """The activation that a module without parameters computes, or ""."""
+    if any(True for _ in module.children()) or any(True for _ in module.parameters()) or module._forward_hooks:
+        return ""
+    try:
+        return activation_name(module)
+    except (TypeError, ValueError, RuntimeError, IndexError, AssertionError):
+        # it takes no numbers of one dimension: it is no activation
+        return ""
+
+
+def _layers(model: nn.Module, example: Inputs) -> list[Layer]:
+    """As `layers`, of one example."""
+    inputs: dict[str, list[Any]] = {}
+    made: dict[int, str] = {}
+    taken: dict[str, list[tuple[str, int]]] = {}
+    runs: dict[str, int] = {}
+    # tensors stay alive, or another could get the same id
+    alive: list[Any] = []
+    before: dict[int, int] = {}
+    replaced: dict[int, int] = {}
+    reads, handles = Reads(), []
+
+    def after_layer(path: str) -> Any:
+        def hook(_module: nn.Module, args: Any, result: Any) -> None:
+            alive.append(result)
+            inputs.setdefault(path, []).append(args[0] if args else None)
+            made[id(result)] = path
+            reads.count[id(result)] = 0
+
+        return hook
+
+    def before_activation(path: str) -> Any:
+        def hook(_module: nn.Module, args: Any) -> None:
+            runs[path] = runs.get(path, 0) + 1
+            if args and id(args[0]) in made:
+                taken.setdefault(made[id(args[0])], []).append((path, id(args[0])))
+                before[id(args[0])] = reads.count[id(args[0])]
+
+        return hook
+
+    def after_activation(_module: nn.Module, args: Any, result: Any) -> None:
+        if args and id(args[0]) in before:
+            # what the activation itself reads is not counted
+            reads.count[id(args[0])] = before.pop(id(args[0]))
+            if result is args[0]:
+                # in place: who reads it now reads the activation
+                replaced[id(result)] = reads.count.pop(id(result))
+
+    names: dict[str, str] = {}
+    for path, module in model.named_modules():
+        hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+        if _is_layer(module) and not hooked:
+            handles.append(module.register_forward_hook(after_layer(path)))
+        elif not hooked and (name := activation_of(module)):
+            names[path] = name
+            handles.append(module.register_forward_pre_hook(before_activation(path)))
+            handles.append(module.register_forward_hook(after_activation))
+    try:
+        with torch.no_grad(), reads:
+            example.clone().call(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = []
+    for path, given in inputs.items():
+        if len(given) != 1 or given[0] is None:
+            continue
+        users = taken.get(path, [])
+        alone = len(users) == 1 and runs[users[0][0]] == 1 and (reads.count | replaced)[users[0][1]] == 0
+        layer: Any = model.get_submodule(path)
+        module = users[0][0] if alone and not isinstance(layer, FusedSlice) else ""
+        activation = names[module] if module else ""
+        layer = layer.fused if isinstance(layer, FusedSlice) else layer
+        weight = layer.weight.mT if is_conv1d(layer) else layer.weight
+        call = linear_call(given[0], weight, layer.bias, activation=activation or None)
+        found.append(Layer(path, module, activation, (call,)))
+    return found
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.Linear
+        or is_conv1d(module)
+        or (isinstance(module, FusedSlice) and module.first and module.is_linear)
+    )

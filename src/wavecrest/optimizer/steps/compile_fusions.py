@@ -1,0 +1,73 @@
+"""torch.compile of a model whose graph is rewritten first (`graphs.fusions`), with Inductor or without."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from wavecrest.graphs import fusions, masks
+from wavecrest.graphs.inductor import PRESETS, Preset, compile_module
+from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, structural_copy
+from wavecrest.optimizer.steps.compile import GAP_GAIN, Compile
+from wavecrest.optimizer.steps.gemm_choices import choices
+from wavecrest.optimizer.steps.params import FusedPreset
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# shares of the time of elementwise work that an activation inside its GEMM, and of norms that the residual addition
+# inside the norm, typically save: a model for ordering expectations, not a measurement
+ACTIVATION_GAIN, NORM_GAIN = 0.4, 0.3
+
+
+class CompileFusions(Compile):
+    """Constants computed once, activations inside GEMMs, and without Inductor also additions inside norms."""
+
+    level = 4
+    params_type = FusedPreset
+
+    def __init__(self, preset: Preset) -> None:
+        super().__init__(preset)
+        self._inductor = preset.fusions == "inductor"
+
+    def find(self, context: StepContext) -> Found:
+        """Models in whose graphs something can be fused, with a faster backend of gemm for each activation."""
+        found = super().find(context)
+        if not found.sites:
+            return found
+        model = structural_copy(context.workload.model if context.model is None else context.model)
+        masks.use(model, found.params.get("masks", []))
+        inputs = list(context.workload.buckets.values())
+        calls = [call for example in inputs for call in fusions.activation_calls(model, example)]
+        raced = choices(calls, context.workload.device)
+        backends = raced.backends
+        counts = fusions.Counts()
+        for example in inputs:
+            counts += fusions.count(model, example, backends, inductor=self._inductor)
+        if not any(counts):
+            more = f"; PyTorch's kernels are the fastest for {len(calls)} activations" if calls else ""
+            return Found((), note=f"nothing in the graphs of the model can be fused{more}{raced.note}")
+        return Found(found.sites, {**found.params, "backends": backends}, f"{counts}{raced.note}")
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        """Activations lose a pass; without Inductor, which fuses them by itself, additions before norms do too."""
+        elementwise, norms = context.share("elementwise"), context.share("normalisation")
+        saved = ACTIVATION_GAIN * elementwise if found.params["backends"] else 0.0
+        basis = f"elementwise work is {elementwise:.0%} of the time"
+        if not self._inductor:
+            saved += NORM_GAIN * norms + GAP_GAIN * context.idle_share()
+            basis += f", norms are {norms:.0%}, launch gaps {context.idle_share():.0%}"
+        if context.compiled and not self._inductor:
+            return Prediction(None, f"{basis}; against a compiled model it is measured, not modelled")
+        return Prediction.of_saved(saved, f"{found.note}; {basis}")
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        """Compile in place."""
+        masks.use(model, params.get("masks", []))
+        padding = masks.padding_argument(model) if params.get("padding") else None
+        compile_module(model, self.preset, padding, params.get("backends", {}))
+        return model
+
+
+def fusion_steps() -> list[Step]:
+    """One step per preset with fusions."""
+    return [CompileFusions(preset) for preset in PRESETS.values() if preset.fusions]

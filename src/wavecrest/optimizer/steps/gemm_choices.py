@@ -1,0 +1,119 @@
+"""The backend of gemm for a linear layer with its activation: by a measured row, or timed on the call alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from wavecrest.dispatch.op import Op
+from wavecrest.errors import WavecrestError
+from wavecrest.graphs.activations import name_of
+from wavecrest.graphs.capture import device_time
+from wavecrest.measure import timing
+from wavecrest.ops._gemm.backend import op
+from wavecrest.ops._gemm.call import GemmCall
+
+# gain that a backend must show on the call alone before the whole model is built and measured with it
+MIN_ALONE = 0.03
+
+# time in ms of one call of a function
+Timer = Callable[[Callable[[], Any]], float]
+
+
+class Choices(NamedTuple):
+    """The backends by `name_of`, where another than PyTorch's is faster, and the share of all calls' time they save.
+
+    `left_out` has the backends that take a call and raised when it was timed, with the first error of each.
+    """
+
+    backends: dict[str, str]
+    saved: float
+    left_out: dict[str, str]
+
+    @property
+    def note(self) -> str:
+        """The backends that were left out, as a clause that goes after others; empty without one."""
+        told = "; ".join(f"left out of the race: {name} ({error})" for name, error in self.left_out.items())
+        return f"; {told}" if told else ""
+
+
+class _Timed(NamedTuple):
+    """The fastest backend of a call ("": PyTorch's own), the times in ms of PyTorch's and of it, and what raised."""
+
+    backend: str
+    own: float
+    best: float
+    raised: dict[str, str]
+
+
+# what was timed in this process: a step looks for its sites more than once in a run
+_timed: dict[tuple[str, str, int], _Timed] = {}
+
+
+def host_time(work: Callable[[], Any], rounds: int = 9) -> float:
+    """Median time in ms of one call on the CPU; it serves to choose among kernels, not for verdicts."""
+    work()
+    stopwatch = timing.Stopwatch("cpu")
+    return statistics.median(stopwatch.time(work)[0] for _ in range(rounds))
+
+
+def choices(calls: Iterable[GemmCall], device: str, time: Timer | None = None) -> Choices:
+    """The backend for each call where another than PyTorch's is faster.
+
+    Args:
+        calls: with fake tensors; each distinct one is timed with random numbers on `device`, once in a process.
+        device: of the model.
+        time: how a call is timed; None: by the device's clock.
+    """
+    backends: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    own = best = 0.0
+    for call in calls:
+        name = name_of(call)
+        # rows that were measured since decide anew
+        key = (device, name, Op.epoch)
+        timed = _timed.get(key) if time is None else None
+        if timed is None:
+            timed = _time(_with_numbers(call, device), time or (host_time if device == "cpu" else device_time))
+            if time is None:
+                _timed[key] = timed
+        own, best = own + timed.own, best + timed.best
+        left_out = timed.raised | left_out
+        if timed.backend:
+            backends[name] = timed.backend
+    return Choices(backends, 1 - best / own if own else 0.0, left_out)
+
+
+def _with_numbers(call: GemmCall, device: str) -> GemmCall:
+    def numbers(like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, device=device).to(like.dtype)
+
+    bias = None if call.bias is None else numbers(call.bias)
+    # the weight of a linear layer is [N, K]
+    return call._replace(a=numbers(call.a), b=numbers(call.b.mT).mT, bias=bias)
+
+
+def _time(call: GemmCall, time: Timer) -> _Timed:
+    """Time a call on every backend that takes it; one that a measured row names is not raced again."""
+    with torch.no_grad():
+        decision = op.decide(call)
+        names = [one.name for one in op.by_priority() if one.refuse(call) is None and one.name != "reference"]
+        if decision.source == "exact":
+            names = [name for name in names if name in ("torch", decision.backend)]
+        times: dict[str, float] = {}
+        raised: dict[str, str] = {}
+        for name in names:
+            try:
+                times[name] = time(partial(op.call_on, name, call))
+            except WavecrestError as error:
+                # it cannot be captured, or its configuration does not fit the chip
+                raised[name] = str(error).partition("\n")[0]
+    if "torch" not in times:
+        return _Timed("", 0.0, 0.0, raised)
+    own, best = times["torch"], min(times, key=lambda one: times[one])
+    wins = best != "torch" and times[best] < own * (1 - MIN_ALONE)
+    return _Timed(best, own, times[best], raised) if wins else _Timed("", own, own, raised)

@@ -1,0 +1,202 @@
+"""The planner on simulated workloads: the best first, within the budget, and the cure of a cause next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from tests.optimizer import simulated
+from tests.optimizer.conftest import NoAnalysis, Run
+from tests.optimizer.planted import CLOCK, PAUSE, AddPause, Nothing, Planted, TakeHalfOut, TakePauseOut, slow
+from wavecrest import records
+from wavecrest.measure.workload import from_example
+from wavecrest.optimizer.planner import best_together, densest_together
+from wavecrest.optimizer.steps import Found, Prediction, StepContext
+from wavecrest.records import OptimizeRecord
+
+
+def climb(run: Run, name: str, budget: float) -> OptimizeRecord:
+    workload = simulated.workload(name)
+    analysis = simulated.Profiles(workload)
+    return run(*simulated.steps(name), workload=workload, analysis=analysis, budget=budget).record
+
+
+def gain(record: OptimizeRecord) -> float:
+    assert record.result is not None
+    return record.result.ratio - 1
+
+
+def tried(record: OptimizeRecord) -> list[str]:
+    return [row.id for row in record.steps if row.verdict != "skipped"]
+
+
+@pytest.mark.parametrize("name", simulated.SHAPES)
+def test_a_small_budget_gets_most_of_the_gain(run: Run, name: str) -> None:
+    found = {budget: climb(run, name, budget) for budget in (60.0, 90.0, 300.0)}
+    assert gain(found[90.0]) >= 0.85 * gain(found[300.0])
+    # one gain at least: the one that the profile promises
+    assert found[60.0].result is not None and found[60.0].result.verdict == "faster"
+    assert all(row.seconds is not None and row.seconds <= 1.1 * budget for budget, row in found.items())
+
+
+def test_what_is_cheap_and_promising_comes_first(run: Run) -> None:
+    record = climb(run, "decode", 300.0)
+    order = tried(record)
+    # launch gaps, then the copies of K and V: seconds each; a compilation after them, a search at the end
+    assert order[0] == "capture" and order.index("replace_attention") < order.index("compile:default")
+    assert order.index("compile:max-autotune") > max(order.index(name) for name in order if "max" not in name[8:11])
+    first = record.steps[0]
+    assert first.chosen.startswith("2.08× predicted for 6 s, the most a second of ") and first.expected_seconds == 6.0
+    assert first.predicted == pytest.approx(2.08, abs=0.01)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_keeps_to_its_budget_or_says_what_it_needs(run: Run, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilations of 5 to 40 s, later ones of a fifth to three fifths of that, budgets of 40 to 400 s."""
+    random = np.random.default_rng(seed)
+    name = str(random.choice(list(simulated.SHAPES)))
+    first = float(random.uniform(5, 40))
+    shape = simulated.SHAPES[name]
+    changed = simulated.Shape(shape.parts, first, first * float(random.uniform(0.2, 0.6)), shape.steps)
+    monkeypatch.setitem(simulated.SHAPES, name, changed)
+    budget = float(random.uniform(40, 400))
+    record = climb(run, name, budget)
+    said = any("a budget of" in note and "is short" in note for note in record.notes)
+    assert record.seconds is not None and (record.seconds <= 1.1 * budget or said)
+
+
+def test_a_budget_that_is_short_is_said_before_the_first_step(run: Run) -> None:
+    record = climb(run, "decode", 30.0)
+    (note,) = [note for note in record.notes if "is short" in note]
+    assert note.startswith("a budget of 30 s is short for this workload: to try torch.compile and to prove it takes")
+    # the best single step all the same
+    assert tried(record)[0] == "capture" and record.result is not None and record.result.verdict == "faster"
+
+
+def test_a_step_waits_for_those_that_change_its_sites(run: Run) -> None:
+    class Wide(Nothing):
+        id = title = "wide"
+
+    class Routed(TakePauseOut):
+        tried_after = ("wide",)
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(9.0, "planted")
+
+    assert tried(run(Routed(), Wide()).record)[:2] == ["wide", "gain"]
+    # one that does not apply is not waited for
+    Wide.find = lambda self, context: Found((), note="no")  # type: ignore[method-assign]
+    assert tried(run(Routed(), Wide()).record)[0] == "gain"
+
+
+def test_second_attempts_come_after_first_ones_and_searches_last(run: Run) -> None:
+    class Searches(Nothing):
+        id = title = "searches"
+        searches = True
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(9.0, "planted")
+
+    record = run(Searches(), AddPause(), TakeHalfOut(), Nothing(), budget=300.0).record
+    assert [(row.id, row.attempt) for row in record.steps] == [
+        ("slow", 1), ("half", 1), ("noise", 1), ("slow", 2), ("searches", 1)
+    ]  # fmt: skip
+
+
+class Masked(NoAnalysis):
+    """A longer pause than the original's is attention on the math path; of others half is a fused kernel."""
+
+    def profile(self, model: nn.Module, ceilings: records.Ceilings | None) -> tuple[list[records.BucketProfile], str]:
+        pause: Any = model.pause
+        math = pause > PAUSE
+        ms = pause * 1e3 if math else pause * 5e2
+        row = records.OpTime(
+            name="aten::_scaled_dot_product_attention_math" if math else "aten::_scaled_dot_product_flash_attention",
+            category="attention", shapes="2x2x8x8, 2x2x8x8, 2x2x8x8 float32", calls=2, ms=ms, share=1.0,
+        )  # fmt: skip
+        profile = records.BucketProfile(
+            bucket="default", wall_ms=1 + pause * 1e3, kernel_ms=1 + pause * 1e3, idle_ms=None, launches=1,
+            categories=[], ops=[row], uncategorized=[],
+        )  # fmt: skip
+        return [profile], ""
+
+
+class LosesByMath(Planted):
+    """A gain that a slow kernel hides, until another step has taken it out."""
+
+    id = title = "loses"
+    done = False
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        return Prediction(3.0, "planted")
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause = 0.0 if getattr(model, "repaired", False) else 2 * PAUSE
+        return model
+
+
+class Repairs(Planted):
+    """Gains little alone, and takes the slow kernel of the other step out."""
+
+    id = title = "repairs"
+    cures = ("math_attention",)
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        return Prediction(1.0, "nothing")
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        model.pause, model.repaired = model.pause * 0.9, True
+        return model
+
+
+class Other(Nothing):
+    """Promises more than the cure."""
+
+    id = title = "other"
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        return Prediction(1.4, "planted")
+
+
+def test_the_cure_of_a_named_cause_is_tried_next_and_then_what_had_lost(run: Run) -> None:
+    workload = from_example(*slow())
+    record = run(LosesByMath(), Other(), Repairs(), workload=workload, analysis=Masked(workload), budget=200.0).record
+    lost, cure, again, *rest = record.steps
+    assert (lost.id, lost.verdict) == ("loses", "reverted") and lost.causes[0].kind == "math_attention"
+    assert (cure.id, cure.verdict) == ("repairs", "kept") and "because of a cause that was named" in cure.chosen
+    assert "loses lost by it: attention 3 → 12 ms: SDPA took the math path" in cure.prediction
+    assert (again.id, again.attempt, again.verdict) == ("loses", 2, "kept")
+    assert [row.id for row in rest] == ["other"]
+
+
+def test_without_a_cure_the_order_is_that_of_the_predictions(run: Run) -> None:
+    class Harmless(Repairs):
+        cures = ("layout",)
+
+    workload = from_example(*slow())
+    record = run(LosesByMath(), Other(), Harmless(), workload=workload, analysis=Masked(workload), budget=200.0).record
+    assert [row.id for row in record.steps][:3] == ["loses", "other", "repairs"]
+
+
+def test_cheap_steps_do_not_use_up_the_time_of_a_much_better_one() -> None:
+    items = [(0.05, 2.0), (0.05, 2.0), (1.0, 100.0)]
+    assert densest_together(items, 101.0) == [0, 1] and best_together(items, 101.0) == [2]
+    assert best_together(items, 104.0) == [0, 1, 2] and best_together(items, 0.0) == [] == best_together([], 5.0)
+
+
+def test_a_step_that_changes_the_model_while_it_looks_is_refused(run: Run) -> None:
+    class Looks(TakePauseOut):
+        id = title = "looks"
+
+        def find(self, context: StepContext) -> Found:
+            context.workload.model.extra = CLOCK
+            return super().find(context)
+
+    workload = from_example(*slow())
+    record = run(Looks(), TakeHalfOut(), workload=workload).record
+    row = next(row for row in record.steps if row.id == "looks")
+    assert row.verdict == "refused" and row.reason.startswith("it changed attribute extra of the user's model")
+    assert not hasattr(workload.model, "extra") and record.result is not None and record.result.verdict == "faster"

@@ -1,0 +1,188 @@
+"""One rank of tests/unit/test_distributed.py: python -m tests.unit.distributed_ranks RANK FILE; prints what held."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from wavecrest import hardware
+from wavecrest.errors import InvalidArgument, RankFailed
+from wavecrest.integrations import distributed
+from wavecrest.measure.workload import from_example
+from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.steps import AppliedSteps, build, step_by_id
+from wavecrest.optimizer.steps.base import StepContext
+from wavecrest.records import StepOutcome
+
+IDS = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(3))
+INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "use_cache": False}
+STEPS = ("fuse_qkv", "fuse_gate_up", "replace_norm", "replace_activation")
+
+
+def say(held: str) -> None:
+    sys.stdout.write(f"{held}\n")
+    sys.stdout.flush()
+
+
+def model_of(kind: str, seed: int = 0, **fields: Any) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, **fields,
+    )  # fmt: skip
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            # zeros and ones hide a bias that is added twice
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """A plan of the steps in STEPS, as a run would find them on this shard."""
+    workload = from_example(model, INPUTS)
+    device = hardware.detect("cpu")
+    plan = Plan.start(workload, device, {"default": {}})
+    applied = AppliedSteps()
+    for name in STEPS:
+        step = step_by_id(name)
+        # as on a GPU: on the CPU there is nothing to gain from gated MLPs
+        found = step.find(StepContext(workload, replace(device, kind="cuda"), model=build(model, applied)))
+        assert found.sites, (name, found.note)
+        applied = applied.plus(step, found.params)
+        outcome = {"id": name, "title": step.title, "level": step.level, "params": found.params}
+        plan.steps.append(StepOutcome(**outcome, verdict="kept", reason="a test's"))
+        plan.stack.append(name)
+    return plan
+
+
+def planned(workload: Any, options: Any, *, out: Path, **_: Any) -> Any:
+    """Instead of a run that measures: its plan."""
+    assert out == Path("folder") and options.budget == 3.0 and options.skip == ("environment",)
+    # without communication, or the other rank, which waits, would have to call the model too
+    assert not any(layer.group for layer in distributed._shards(workload.model))
+    return SimpleNamespace(plan=plan_of(workload.model))
+
+
+def answers(job: distributed._Job) -> None:
+    for kind, fields in (
+        ("Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("Qwen2", {"tie_word_embeddings": True}),
+        ("Mistral", {"head_dim": 32}),
+    ):
+        one, divided = model_of(kind, **fields), model_of(kind, seed=job.rank, **fields)
+        distributed.parallelize(divided)
+        attention = divided.model.layers[0].self_attn  # type: ignore[union-attr, index]
+        assert attention.q_proj.weight.shape[0] * 2 == one.model.layers[0].self_attn.q_proj.weight.shape[0]
+        assert isinstance(attention.o_proj, distributed.RowParallel)
+        tied = bool(fields.get("tie_word_embeddings"))
+        assert isinstance(divided.lm_head, nn.Linear if tied else distributed.GatheredLinear)
+        assert distributed._check(job, one, divided, INPUTS) == "", kind
+        say(f"answers {kind}")
+
+
+def followed(job: distributed._Job) -> None:
+    one, divided = model_of("Llama"), distributed.parallelize(model_of("Llama"))
+    distributed.api.run = planned  # type: ignore[assignment]
+    result = distributed.optimize(divided, INPUTS, out="folder", budget=3.0)
+    assert all(layer.group for layer in distributed._shards(divided))
+    assert result.refused == "" and (result.local is None) == bool(job.rank)
+    layer = result.model.model.layers[0]  # type: ignore[union-attr, index]
+    # 4 + 2 + 2 heads of 16 columns, and 2 · 96 columns, over two ranks
+    assert layer.self_attn.q_proj.fused.weight.shape == (64, 64)
+    assert layer.mlp.gate_proj.fused.weight.shape == (96, 64)
+    assert type(layer.input_layernorm).__module__.startswith("wavecrest.")
+    assert type(layer.mlp).__module__.startswith("wavecrest.")
+    assert distributed._check(job, one, result.model, INPUTS) == ""
+    assert not isinstance(divided.model.layers[0].self_attn.q_proj, type(layer.self_attn.q_proj))  # type: ignore
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, result.plan.model_dump_json(), group=job.group)
+    assert plans[0] == plans[1]
+    say("followed")
+    apply = Plan.apply
+
+    def damaged(self: Plan, model: nn.Module, inputs: Any = None) -> nn.Module:
+        made = apply(self, model, inputs)
+        if job.rank:
+            # of its own, as plans share weights
+            head = made.lm_head.linear  # type: ignore[union-attr]
+            made.lm_head.linear.weight = nn.Parameter(head.weight * 1.2)  # type: ignore[union-attr]
+        return made
+
+    Plan.apply = damaged  # type: ignore[assignment]
+    result = distributed.optimize(divided, INPUTS, out="folder", budget=3.0)
+    assert "allowed" in result.refused and result.model is divided, result.refused
+    say("refused")
+    Plan.apply = apply  # type: ignore[method-assign]
+
+
+def compiled(job: distributed._Job) -> None:
+    divided = distributed.parallelize(model_of("Llama"))
+    whole = torch.compile(divided, backend="aot_eager", fullgraph=True)
+    assert distributed._check(job, divided, whole, INPUTS) == ""  # type: ignore[arg-type]
+    say("compiled")
+
+
+def refusals(job: distributed._Job) -> None:
+    uneven = model_of("Llama")
+    uneven.config.num_key_value_heads = 3
+    for model, reason in (
+        (nn.Linear(4, 4), "has no tensor-parallel plan"),
+        (distributed.parallelize(model_of("Llama")), "takes a model before other changes"),
+        (uneven, "num_key_value_heads of 3 does not divide by 2 ranks"),
+    ):
+        before = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+        try:
+            distributed.parallelize(model)
+        except InvalidArgument as error:
+            assert reason in str(error), error
+        else:
+            raise AssertionError(reason)
+        assert before == [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    say("refusals")
+
+
+def failures(job: distributed._Job) -> None:
+    def wrong() -> None:
+        raise ValueError("no such op\nsecond line")
+
+    try:
+        distributed.on_rank_zero(wrong)
+    except ValueError:
+        assert job.rank == 0
+    except RankFailed as error:
+        assert job.rank == 1 and str(error) == "rank 0 failed: ValueError: no such op"
+    assert distributed.on_rank_zero(lambda: job.rank + 5) == 5
+    say("failures")
+    if job.rank:
+        os._exit(7)
+    try:
+        job.agree(None)
+    except RankFailed as error:
+        assert "another rank ended while rank 0 waited" in str(error) and "\n" not in str(error), error
+        say("ended")
+
+
+def main() -> None:
+    """Run everything in turn."""
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    job = distributed._Job()
+    for part in (answers, followed, compiled, refusals, failures):
+        part(job)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
