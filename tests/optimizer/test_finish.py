@@ -120,6 +120,6 @@ def test_a_model_in_memory_is_measured_from_a_copy(
 
 
 def test_a_small_budget_holds_no_processes_for_a_model_in_memory(run: Run, children: Children) -> None:
-    record = run(TakePauseOut(), copied=True, budget=40.0).record
+    record = run(TakePauseOut(), copied=True, budget=30.0).record
     assert record.result is not None and record.result.unit == "phases" and not children.asked
     assert any(note.startswith("measured in one process: 8 fresh processes take about") for note in record.notes)
