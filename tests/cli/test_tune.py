@@ -145,9 +145,9 @@ def test_a_configuration_that_is_none(op: ToyOp, capsys: pytest.CaptureFixture[s
 def test_a_crash_in_a_child_is_said(standins: None, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--import", "tests.unit.tune_standins", "--matching", "rows 4", "--backends", "crash", "--device", "cpu"]
     assert main.main(["tune", "planted", *options, "--seconds", "0.01"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     for part in (
-        "in 1 child processes", "failed: rows 4, crash: ended its process with SIGSEGV", "won by torch 1",
+        "in 1 child process", "failed: rows 4, crash: ended its process with SIGSEGV", "won by torch 1",
         "a child ended: rows 4: ended its process with SIGSEGV",
     ):  # fmt: skip
         assert part in text, text

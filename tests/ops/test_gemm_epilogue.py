@@ -289,6 +289,11 @@ def test_8_bit_results_are_the_nearest(dtype: torch.dtype, watch: Watch, device:
 # --- what is not finite
 
 
+def gelu_keeps_infinity(device: str) -> bool:
+    """Whether PyTorch's own GELU of ∞ is ∞: NaN on some Intel CPUs (torch 2.13, 2026-11-26)."""
+    return not bool(torch.nn.functional.gelu(torch.full((64,), INF, device=device)).isnan().any())
+
+
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_special_values_stay_in_their_row_and_column(
@@ -302,6 +307,13 @@ def test_special_values_stay_in_their_row_and_column(
     a[4, 44], b[3, 13] = value, value
     b[:, 7] = 0.0
     for backend, config in SPECIAL_RUNS:
+        if (
+            backend == "torch"
+            and value == INF
+            and activation in ("gelu", "gelu_tanh")
+            and not gelu_keeps_infinity(device)
+        ):
+            continue
         got = assert_right(backend, call._replace(a=a, b=b), config, watch)
         others = [[i for i in range(size) if i != at] for size, at in zip(got.shape, (4, 13), strict=True)]
         assert bool(got[others[0]][:, others[1]].isfinite().all())

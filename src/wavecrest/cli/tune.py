@@ -257,14 +257,14 @@ def show(record: TuneRecord) -> None:
     out.print(
         f"{escape(record.op)} · suite {escape(record.suite)} · {escape(header.device['name'])} "
         f"({escape(header.device['arch'])}) · torch {escape(str(header.versions.torch))} · triton "
-        f"{escape(str(header.versions.triton))}",
-        soft_wrap=True,
+        f"{escape(str(header.versions.triton))}"
     )
     ahead = f"none, {compiled.note}" if compiled.note else f"{compiled.kernels} in {compiled.seconds:.0f} s"
     late = f", {compiled.left} left for their first call" if compiled.left else ""
-    beside = f", in {record.children} child processes" if record.children else ""
+    many = "es" if record.children > 1 else ""
+    beside = f", in {record.children} child process{many}" if record.children else ""
     spent = f"{record.seconds:.0f} s in all{beside}"
-    out.print(f"[dim]compiled before: {escape(ahead)}{late}; {spent}[/dim]", soft_wrap=True)
+    out.print(f"[dim]compiled before: {escape(ahead)}{late}; {spent}[/dim]")
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("case", overflow="fold", min_width=8)
     table.add_column("winner", overflow="fold", min_width=12)
