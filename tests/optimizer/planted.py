@@ -7,7 +7,7 @@ of the machine.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -219,10 +219,10 @@ class MisalignedCausal(Planted):
         return model
 
 
-def pair_of(child: Callable[..., SideReport]) -> Callable[..., dict[Side, SideReport]]:
-    """`run_pair` with children that run here: `child` takes task, variables and name."""
+def pairs_of(child: Callable[..., SideReport]) -> Callable[..., list[dict[Side, SideReport]]]:
+    """`run_pairs` with children that run here: `child` takes task, variables and name."""
 
-    def run(jobs: Jobs, pair: int, *, weights: int = 0) -> dict[Side, SideReport]:
-        return {side: child(*jobs[side]) for side in order_of(pair)}
+    def run(pairs: Sequence[Jobs], first: int, *, memory: int = 0) -> list[dict[Side, SideReport]]:
+        return [{side: child(*jobs[side]) for side in order_of(first + index)} for index, jobs in enumerate(pairs)]
 
     return run

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.optimizer.conftest import NoAnalysis
-from tests.optimizer.planted import CLOCK, AddPause, FastButWrong, Nothing, TakePauseOut, pair_of, start_clock
+from tests.optimizer.planted import CLOCK, AddPause, FastButWrong, Nothing, TakePauseOut, pairs_of, start_clock
 from wavecrest.cli.main import main
 from wavecrest.errors import BundleError, OutputError, PlanMismatch
 from wavecrest.measure import workload
@@ -66,7 +66,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         return measure_side(task, now=CLOCK)
 
     start_clock()
-    monkeypatch.setattr(verify, "run_pair", pair_of(child))
+    monkeypatch.setattr(verify, "run_pairs", pairs_of(child))
 
 
 def documents(path: Path) -> Documents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from wavecrest.errors import ClockError, EnvironmentProblem, MissingDependency, PlanMismatch, WorkloadError
 from wavecrest.measure.timing import Side
 from wavecrest.optimizer import children
-from wavecrest.optimizer.children import Job, Problem, Task, run_child, run_pair
+from wavecrest.optimizer.children import Job, Problem, Task, run_child, run_pairs
 
 # a side writes down when its calls ran, and the second one spins in a thread all the time, to slow the first
 WORKLOAD = """
@@ -71,7 +72,7 @@ def test_a_side_stands_still_while_the_other_is_timed(work: str, tmp_path: Path)
         "base": Job(task, {"TURNS_LOG": str(logs["base"])}, "the first"),
         "new": Job(task, {"TURNS_LOG": str(logs["new"]), "SPINS": "1"}, "the second"),
     }
-    found = run_pair(jobs, 0)
+    (found,) = run_pairs([jobs], 0)
     assert found["base"].times.keys() == found["new"].times.keys() == {"default"}
     calls, others = _rows(logs["base"], "call"), _rows(logs["new"], "call")
     # turns begin once both are loaded; before, both call once to compile
@@ -84,6 +85,52 @@ def test_a_side_stands_still_while_the_other_is_timed(work: str, tmp_path: Path)
     # a signal may take a moment to arrive
     during = sum(any(a + 0.005 < at < b for a, b in timed) for (at,) in _rows(logs["new"], "spin"))
     assert during <= 2 < len(_rows(logs["new"], "spin"))
+
+
+def test_pairs_are_loaded_together_and_timed_one_after_the_other(
+    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: no call is timed before all processes are loaded, none at the same time as another."""
+    monkeypatch.setattr(children, "pairs_together", lambda device, memory: 2)
+    logs = [tmp_path / f"log{index}" for index in range(6)]
+    task = Task(f"{work}:make", "cpu", 0.1)
+    jobs = [Job(task, {"TURNS_LOG": str(log)}, log.name) for log in logs]
+    found = run_pairs([{"base": a, "new": b} for a, b in zip(jobs[::2], jobs[1::2], strict=True)], 0)
+    assert len(found) == 3 and all(row.keys() == {"base", "new"} for row in found)
+    # pair 1 has its second side first
+    assert [list(row) for row in found] == [["base", "new"], ["new", "base"], ["base", "new"]]
+    calls = [_rows(log, "call") for log in logs]
+    loaded = max(rows[0][1] for rows in calls[:4])
+    timed = [[row for row in rows if row[0] > loaded] for rows in calls[:4]]
+    assert all(len(rows) >= 10 for rows in timed)
+    # the second pair after the first, and the third, which was loaded by itself, after both
+    assert max(row[1] for rows in timed[:2] for row in rows) < min(row[0] for rows in timed[2:] for row in rows)
+    assert min(row[0] for rows in calls[4:] for row in rows) > max(row[1] for rows in timed for row in rows)
+    both = [(row, 0) for row in timed[0]] + [(row, 1) for row in timed[1]]
+    spans = [row for row, _ in sorted(both)]
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "free", "cores", "count"),
+    [
+        ("cpu", 10 << 30, 9 << 30, 64, 0),
+        ("cpu", 8 << 30, 9 << 30, 64, 1),
+        # two processes a pair, each with a context of its own
+        ("cuda:0", 1 << 30, 60 << 30, 64, 10),
+        ("cuda:0", 1 << 30, 60 << 30, 8, 4),
+        ("cuda:0", 28 << 30, 59 << 30, 64, 0),
+    ],
+)
+def test_how_many_pairs_memory_and_processors_hold(
+    device: str, memory: int, free: int, cores: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children.os, "sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else free)
+    monkeypatch.setattr(children.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(children.torch.cuda, "mem_get_info", lambda device: (90 << 30, 90 << 30))
+    assert children.pairs_together(device, memory) == count
+    monkeypatch.setattr(children.torch.cuda, "mem_get_info", lambda device: (1 << 30, 90 << 30))
+    assert children.pairs_together(device, memory) == (count if device == "cpu" else 0)
 
 
 def test_no_process_of_a_pair_is_left(work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +146,7 @@ def test_no_process_of_a_pair_is_left(work: str, tmp_path: Path, monkeypatch: py
     log = {"TURNS_LOG": str(tmp_path / "log")}
     good, bad = (Job(Task(f"{work}:{name}", "cpu", 0.1), log, name) for name in ("make", "dies"))
     with pytest.raises(EnvironmentProblem, match="dies failed: exit code 7"):
-        run_pair({"base": good, "new": bad}, 0)
+        run_pairs([{"base": good, "new": bad}], 0)
     assert len(started) == 2
     for pid in started:
         with pytest.raises(ProcessLookupError):

@@ -10,7 +10,7 @@ from torch import nn
 from tests.optimizer.conftest import Run
 from tests.optimizer.planted import CLOCK, Nothing, Planted, TakePauseOut
 from wavecrest.optimizer.alternate import LOOKS
-from wavecrest.optimizer.costs import COMPILE_START, LATER_SHARE, SEARCH_FACTOR, Costs, kind_of
+from wavecrest.optimizer.costs import CAPTURED_SHARE, COMPILE_START, LATER_SHARE, SEARCH_FACTOR, Costs, kind_of
 from wavecrest.optimizer.finish import MOST_SECONDS
 
 
@@ -79,7 +79,10 @@ def test_time_is_left_for_the_end() -> None:
     assert costs.final(50.0, compiled=False) == 30.0 and costs.final(900.0, compiled=False) == 36.0
     later = costs.expect("later") - costs.expect("plain")
     assert costs.final(900.0, compiled=True) == 36.0 + 3 * later
-    costs.sizes = 5
+    costs.loads = 4
+    assert costs.final(900.0, compiled=True) == 36.0 + 3 * later + 4 * CAPTURED_SHARE * costs.compilation
+    assert costs.final(900.0, compiled=False) == 36.0
+    costs.loads, costs.sizes = 0, 5
     assert costs.serving == 5 * later and costs.final(900.0, compiled=True) == pytest.approx(36.0 + 8 * later)
     assert costs.final(900.0, compiled=False) == 36.0
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optimizer.planted import pair_of
+from tests.optimizer.planted import pairs_of
 from wavecrest import hardware
 from wavecrest.errors import EnvironmentProblem, StepRefused
-from wavecrest.measure.workload import Workload, from_example, load
+from wavecrest.measure.workload import from_example, load
 from wavecrest.optimizer.children import SideReport, Task
 from wavecrest.optimizer.steps import StepContext, environment, step_by_id
-from wavecrest.optimizer.steps.environment import pair_seconds, try_candidates, try_variable
+from wavecrest.optimizer.steps.environment import rounds_of_loading, seconds_of_pairs, try_candidates, try_variable
 
 
 def context(processes: int = 3) -> StepContext:
@@ -38,7 +38,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, st
             times = {"default": [middle * (1 + 0.001 * i) for i in range(30)]}
             return SideReport(clock="made up", times=times, numerics=[], quality=[], warnings=[])
 
-        monkeypatch.setattr(environment, "run_pair", pair_of(child))
+        monkeypatch.setattr(environment, "run_pairs", pairs_of(child))
         return asked
 
     return planted
@@ -86,29 +86,29 @@ def test_the_allowance_leaves_the_rest_untried(children: Callable[..., list[dict
     assert all("not tried: 3 fresh processes a side" in line for line in trials.lines) and len(trials.lines) == 2
 
 
-def test_a_pair_that_is_loaded_side_by_side_waits_for_loading_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_that_are_loaded_together_wait_for_loading_once(monkeypatch: pytest.MonkeyPatch) -> None:
     where = context()
     where.workload.load_seconds = 10.0
     begin, sampling = environment.CHILD_START + 10.0, 2 * environment.CHILD_SAMPLING
-    monkeypatch.setattr("wavecrest.optimizer.children._has_room", lambda weights: True)
+    together = [1]
+    monkeypatch.setattr(environment, "pairs_together", lambda device, memory: together[0])
     cores = replace(where.device, compute_units=2)
     where.device = cores
-    assert pair_seconds(where) == begin + sampling
+    assert seconds_of_pairs(where, 3) == 3 * begin + 3 * sampling
     where.device = replace(cores, compute_units=1)
-    assert pair_seconds(where) == 2 * begin + sampling
+    assert seconds_of_pairs(where, 3) == 6 * begin + 3 * sampling
     where.device = cores
-    monkeypatch.setattr("wavecrest.optimizer.children._has_room", lambda weights: False)
-    assert pair_seconds(where) == 2 * begin + sampling
-    monkeypatch.setattr(Workload, "device", "cuda:0")
-    monkeypatch.setattr("wavecrest.optimizer.children._has_room", lambda weights: True)
-    assert pair_seconds(where) == 2 * begin + sampling
+    together[0] = 2
+    assert seconds_of_pairs(where, 3) == 2 * begin + 3 * sampling and rounds_of_loading(where, 4) == 2
+    together[0] = 0
+    assert seconds_of_pairs(where, 3) == 6 * begin + 3 * sampling
 
 
 def test_a_failing_child_is_a_line_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def child(*_arguments: object) -> SideReport:
         raise EnvironmentProblem("a child process failed: Segmentation fault")
 
-    monkeypatch.setattr(environment, "run_pair", pair_of(child))
+    monkeypatch.setattr(environment, "run_pairs", pairs_of(child))
     trials = run([("A", "1")])
     assert trials.lines == ["A=1: a child process failed: Segmentation fault"] and not trials.kept
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.optimizer.conftest import Run
-from tests.optimizer.planted import CLOCK, PAUSE, WORK, TakePauseOut, pair_of
+from tests.optimizer.planted import CLOCK, PAUSE, WORK, TakePauseOut, pairs_of
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.measure import workload
 from wavecrest.optimizer import finish
@@ -29,7 +29,7 @@ class Children:
         self.asked: list[tuple[str | None, dict[str, str | None]]] = []
         self.stacks: list[list[str]] = []
         self.luck: list[float] = [1.0]
-        monkeypatch.setattr(finish, "run_pair", pair_of(self.run))
+        monkeypatch.setattr(finish, "run_pairs", pairs_of(self.run))
 
     def run(self, task: Task, changes: Mapping[str, str | None], name: str) -> SideReport:
         self.asked.append((name, dict(changes)))
@@ -84,7 +84,7 @@ def test_a_child_that_dies_leads_to_phases_of_one_process(
     def dies(*_arguments: object, **_more: object) -> SideReport:
         raise EnvironmentProblem("result, process 1 failed: planted death")
 
-    monkeypatch.setattr(finish, "run_pair", dies)
+    monkeypatch.setattr(finish, "run_pairs", dies)
     record = run(TakePauseOut(), workload=workload.load(SLOW)).record
     assert record.result is not None and record.result.unit == "phases" and record.result.verdict == "faster"
     assert "measured in one process: result, process 1 failed: planted death" in record.notes
@@ -110,7 +110,7 @@ def test_a_model_in_memory_is_measured_from_a_copy(
         tasks.append(task)
         return children.run(task, changes, name)
 
-    monkeypatch.setattr(finish, "run_pair", pair_of(child))
+    monkeypatch.setattr(finish, "run_pairs", pairs_of(child))
     result = run(TakePauseOut(), copied=True, budget=600.0)
     record = result.record
     assert record.result is not None and record.result.unit == "processes" and record.spec is None

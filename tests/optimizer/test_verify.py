@@ -20,7 +20,7 @@ from tests.optimizer.planted import (
     AddPause,
     FastButWrong,
     TakePauseOut,
-    pair_of,
+    pairs_of,
     slow,
     watched,
 )
@@ -94,7 +94,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     def child(task: Task, _changes: object, _name: str) -> SideReport:
         return measure_side(task, now=CLOCK)
 
-    monkeypatch.setattr(verify, "run_pair", pair_of(child))
+    monkeypatch.setattr(verify, "run_pairs", pairs_of(child))
 
 
 def test_a_good_plan_passes_with_its_speed(run: Run, here: None, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_each_process_has_its_own_times(run: Run, monkeypatch: pytest.MonkeyPatc
     def child(_task: Task, _changes: Any, name: str) -> SideReport:
         return SideReport(clock="made up", times={"b": [times[name]] * 3}, numerics=[], quality=[], warnings=[])
 
-    monkeypatch.setattr(verify, "run_pair", pair_of(child))
+    monkeypatch.setattr(verify, "run_pairs", pairs_of(child))
     record = verify.run(SLOW, tmp_path / "plan.json", processes=2)
     found = [(row.process, row.speed[0].base_ms, row.speed[0].new_ms, row.speed[0].ratio) for row in record.processes]
     assert found == [(0, 8.0, 2.0, 4.0), (1, 9.0, 3.0, 3.0)]
@@ -206,7 +206,7 @@ def test_the_original_runs_alone(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_
         asked.append((task.plan is not None, task.check, dict(changes)))
         return measure_side(task, now=CLOCK)
 
-    monkeypatch.setattr(verify, "run_pair", pair_of(child))
+    monkeypatch.setattr(verify, "run_pairs", pairs_of(child))
     verify.run(SLOW, tmp_path / "plan.json", processes=2, seconds=0.1)
     original, result = (False, False, {}), (True, True, {"OMP_WAIT_POLICY": "active"})
     assert asked == [original, result, result, original]
@@ -322,7 +322,7 @@ def test_a_plan_is_looked_at_before_a_process_starts(
     else:
         plan.dispatch = [row("{")]
     plan.save(tmp_path / "plan.json")
-    monkeypatch.setattr(verify, "run_pair", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(verify, "run_pairs", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(PlanError, match=message):
         verify.run(SLOW, tmp_path / "plan.json", processes=1, seconds=0.1)
 

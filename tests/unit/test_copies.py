@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +159,11 @@ def test_a_child_times_a_copy() -> None:
 def test_variables_are_tried_on_a_model_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Job] = []
 
-    def pair(jobs: Jobs, _pair: int, **_options: Any) -> Any:
-        seen.extend(jobs.values())
+    def some(pairs: Sequence[Jobs], _first: int, **_options: Any) -> Any:
+        seen.extend(pairs[0].values())
         raise WorkloadError("seen")
 
-    monkeypatch.setattr("wavecrest.optimizer.steps.environment.run_pair", pair)
+    monkeypatch.setattr("wavecrest.optimizer.steps.environment.run_pairs", some)
     with pytest.raises(Exception, match="seen"):
         try_variable(StepContext(made(), hardware.cpu()), "OMP_WAIT_POLICY", "active")
     assert all(job.task.copied for job in seen)

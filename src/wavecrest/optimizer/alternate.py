@@ -82,7 +82,7 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def alternate(
-    run: Callable[[int], Mapping[timing.Side, SideReport]],
+    run: Callable[[int, int], Sequence[Mapping[timing.Side, SideReport]]],
     *,
     unit: Unit,
     looks: Mapping[int, float],
@@ -92,7 +92,7 @@ def alternate(
     """Pairs of runs until the interval decides, the time ends, or the last look is over.
 
     Args:
-        run: number of the pair → the reports of its processes or phases.
+        run: (number of the first pair, how many) → the reports of each pair's processes or phases.
         unit: what `run` is a pair of.
         looks: numbers of pairs after which the interval is computed, ascending, and its tails then (`LOOKS`).
         min_gain: the gain to decide on (0.02: two percent).
@@ -102,10 +102,9 @@ def alternate(
     new: list[SideReport] = []
     begin, numbers = seconds_left(), list(looks)
     for number, look in enumerate(numbers):
-        while len(base) < look:
-            pair = run(len(base))
-            base.append(pair["base"])
-            new.append(pair["new"])
+        pairs = run(len(base), look - len(base))
+        base += [pair["base"] for pair in pairs]
+        new += [pair["new"] for pair in pairs]
         claim = claim_of(base, new, unit=unit, tail=looks[look])
         left = seconds_left()
         more = numbers[min(number + 1, len(numbers) - 1)] - look
@@ -114,9 +113,13 @@ def alternate(
     return claim
 
 
-def in_turn(run: Callable[[timing.Side, int], SideReport]) -> Callable[[int], dict[timing.Side, SideReport]]:
+def in_turn(
+    run: Callable[[timing.Side, int], SideReport],
+) -> Callable[[int, int], list[dict[timing.Side, SideReport]]]:
     """Pairs of one side after the other, each side first in turn: (side, number of the pair) → its report."""
-    return lambda pair: {side: run(side, pair) for side in order_of(pair)}
+    return lambda first, count: [
+        {side: run(side, pair) for side in order_of(pair)} for pair in range(first, first + count)
+    ]
 
 
 def claim_of(base: Sequence[SideReport], new: Sequence[SideReport], *, unit: Unit, tail: float) -> Claim:

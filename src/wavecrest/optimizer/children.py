@@ -1,8 +1,9 @@
-"""Fresh processes of a measurement: one by itself, or a pair whose sides take turns on the processor.
+"""Fresh processes of a measurement: one by itself, or pairs whose sides take turns on the device.
 
-On a CPU both sides of a pair are loaded at the same time and then timed in turns of a tenth of a second, the other one
-stopped meanwhile: what the host does over seconds meets both alike, and a process that spins or works on outside of
-its turns gains nothing. On a GPU, and where memory is short, one side runs after the other.
+Both sides of a pair are loaded at the same time and then timed in turns of a tenth of a second, the other one stopped
+meanwhile: what the host does over seconds meets both alike, and a process that spins or works on outside of its turns
+gains nothing. Pairs for a GPU are loaded together, as many as processors and memory hold: loading takes ten times as
+long as timing. All are loaded before the first is timed. Where memory is short, one side runs after the other.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from wavecrest import env, errors
 from wavecrest.errors import EnvironmentProblem, MissingDependency, WavecrestError
 from wavecrest.measure import timing
@@ -34,8 +37,10 @@ if TYPE_CHECKING:
 CHILD_TIMEOUT = 1800.0
 # seconds of a turn
 TURN_SECONDS = 0.1
-# both sides of a pair are loaded at the same time where free memory holds a model this many times
+# a pair is loaded at the same time where free memory holds a model this many times on a CPU, twice as many on a GPU
 MEMORY_FACTOR = 4
+# bytes that a process takes on a GPU, and on its host, beside its model
+CONTEXT_BYTES = 2 << 30
 # the place that a child names when its times are taken
 TIMED = -1
 PLACE = struct.Struct(">i")
@@ -121,39 +126,76 @@ def run_child(job: Job) -> SideReport:
         return child.report()
 
 
-def run_pair(jobs: Jobs, pair: int, *, weights: int = 0) -> dict[timing.Side, SideReport]:
-    """Run both sides of a pair, each in a fresh process.
+def run_pairs(pairs: Sequence[Jobs], first: int, *, memory: int = 0) -> list[dict[timing.Side, SideReport]]:
+    """Run both sides of every pair, each in a fresh process.
 
     Args:
-        jobs: by side.
-        pair: its number, which says which side is first.
-        weights: bytes of the model, which both load.
+        pairs: jobs by side.
+        first: the number of the first pair; its number says which side of a pair is first.
+        memory: bytes that a process takes beside what all take (`memory_of`).
 
     Raises:
         WavecrestError: see `run_child`.
     """
-    order = order_of(pair)
-    if not all(side_by_side(job.task.device, weights) for job in jobs.values()):
-        return {side: run_child(jobs[side]) for side in order}
+    found: list[dict[timing.Side, SideReport]] = []
+    while len(found) < len(pairs):
+        begin = len(found)
+        jobs = pairs[begin]
+        # checks that follow the times take memory of their own
+        checks = any(job.task.check for job in jobs.values())
+        count = min(pairs_together(job.task.device, memory) for job in jobs.values())
+        if not count:
+            found.append({side: run_child(jobs[side]) for side in order_of(first + begin)})
+        else:
+            found += _run_together(pairs[begin : begin + (1 if checks else count)], first + begin)
+    return found
+
+
+def _run_together(pairs: Sequence[Jobs], first: int) -> list[dict[timing.Side, SideReport]]:
+    """Load all sides of all pairs, then time one pair after the other."""
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(_Child(jobs[side], in_turns=True)) for side in order]
-        take_turns(children)
-        return {side: child.report() for side, child in zip(order, children, strict=True)}
+        groups = [
+            {side: stack.enter_context(_Child(jobs[side], in_turns=True)) for side in order_of(first + index)}
+            for index, jobs in enumerate(pairs)
+        ]
+        everyone = [child for group in groups for child in group.values()]
+        for child in everyone:
+            child.meet()
+        for child in everyone:
+            child.signal(signal.SIGSTOP)
+        for group in groups:
+            take_turns(list(group.values()))
+        # only now, as a process that ends takes time of the others
+        for child in everyone:
+            child.signal(signal.SIGCONT)
+            child.allow()
+        return [{side: child.report() for side, child in group.items()} for group in groups]
 
 
-def side_by_side(device: str, weights: int) -> bool:
-    """Whether both sides of a pair are loaded at the same time: on a CPU whose memory holds the model a few times."""
-    return device == "cpu" and _has_room(weights)
+def pairs_together(device: str, memory: int) -> int:
+    """How many pairs are loaded at the same time; 0: not even both sides of one.
+
+    On a CPU one at most: loading keeps all processors busy.
+
+    Args:
+        device: torch device name.
+        memory: as `run_pairs` takes it.
+    """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device == "cpu":
+        return int(memory <= free)
+    free = min(free, torch.cuda.mem_get_info(device)[0])
+    return min(free // (2 * (memory + CONTEXT_BYTES)), max(1, (os.cpu_count() or 1) // 2))
+
+
+def memory_of(model: nn.Module, peak: int | None = None) -> int:
+    """Bytes that a process with this model takes: a few times its weights, or the peak that was measured if more."""
+    return max(MEMORY_FACTOR * weight_bytes(model), peak or 0)
 
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def _has_room(weights: int) -> bool:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return weights * MEMORY_FACTOR <= free
 
 
 class Turns:
@@ -304,11 +346,7 @@ def problem_file(target: Path) -> Path:
 
 
 def take_turns(children: Sequence[_Child]) -> None:
-    """Let children that have been started be timed in turns: all at one bucket, then all at the next."""
-    for child in children:
-        child.meet()
-    for child in children:
-        child.signal(signal.SIGSTOP)
+    """Let children that are loaded and stopped be timed in turns: all at one bucket, then all at the next."""
     order = list(children)
     while places := [child.place for child in order if child.place is not None and child.place != TIMED]:
         first = min(places)
@@ -317,6 +355,3 @@ def take_turns(children: Sequence[_Child]) -> None:
                 child.take_turn()
         # ABBA, as a drift goes on within two turns
         order.reverse()
-    for child in children:
-        child.signal(signal.SIGCONT)
-        child.allow()

@@ -60,6 +60,8 @@ class Costs:
         ops: op calls of one call of the model, over all buckets; 0 where they are not known.
         least_final, later_looks: seconds of the end of the run: with the fewest processes or phases that decide, and
             what all later looks take beside them.
+        loads: times that the final measurement waits for processes to load with fewest pairs: each compiles code that
+            caches on disk have.
         sizes: later compilations that declared ranges of shapes take at the end.
         short: the budget does not hold a compilation and its proof.
     """
@@ -68,6 +70,7 @@ class Costs:
     ops: int = 0
     least_final: float = 0.0
     later_looks: float = 0.0
+    loads: int = 0
     sizes: int = 0
     short: bool = False
     _longest: dict[Kind, float] = field(default_factory=dict)
@@ -107,6 +110,11 @@ class Costs:
         return max(self.expect("later") - self.expect("plain"), 0.0)
 
     @property
+    def cached(self) -> float:
+        """Seconds of a compilation in a fresh process whose code the caches on disk have."""
+        return CAPTURED_SHARE * self.compilation
+
+    @property
     def serving(self) -> float:
         """Seconds that the compilations for declared ranges of shapes take."""
         return self.sizes * self._later
@@ -118,6 +126,6 @@ class Costs:
             budget: seconds of the run; 0 leaves time for one look alone.
             compiled: a compile step is in force.
         """
-        later = FINAL_COMPILATIONS * self._later + self.serving if compiled else 0.0
+        later = FINAL_COMPILATIONS * self._later + self.loads * self.cached + self.serving if compiled else 0.0
         least = self.least_final + later
         return max(least, min(least + self.later_looks, SMALL_SHARE * budget))

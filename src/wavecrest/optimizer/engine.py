@@ -6,6 +6,7 @@ user's model is never changed.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from wavecrest.errors import InvalidArgument
@@ -17,7 +18,7 @@ from wavecrest.optimizer.gate import Gate
 from wavecrest.optimizer.planner import Planner
 from wavecrest.optimizer.ranged import compilations
 from wavecrest.optimizer.steps import build, steps_up_to
-from wavecrest.optimizer.steps.environment import pair_seconds
+from wavecrest.optimizer.steps.environment import rounds_of_loading, seconds_of_pairs
 from wavecrest.optimizer.trial import set_aside, try_step
 from wavecrest.profile.least_time import beaten_ceiling
 
@@ -100,15 +101,19 @@ def _prepare(run: RunState) -> None:
 
 def _know_costs(run: RunState) -> None:
     """Expect what is known of trials and of the end before the first one; say if the budget is short for them."""
-    buckets, first, most = len(run.workload.buckets), min(LOOKS), max(LOOKS)
-    # one pair of processes or phases of the final measurement
-    pair = pair_seconds(run.context) if run.workload.spec else 2 * min(MOST_SECONDS, run.measurer.seconds) * buckets
+    buckets, looks = len(run.workload.buckets), list(LOOKS)
+    counts = [looks[0], *(after - before for before, after in itertools.pairwise(looks))]
+    if run.workload.spec:
+        times = [seconds_of_pairs(run.context, count) for count in counts]
+    else:
+        times = [2 * count * min(MOST_SECONDS, run.measurer.seconds) * buckets for count in counts]
     run.costs = Costs(
         sampling=run.measurer.seconds * buckets,
         ops=sum(op.calls for profile in run.context.profile for op in profile.ops),
         # the final check of answers takes about as long as the first
-        least_final=first * pair + run.gate.summary.seconds,
-        later_looks=(most - first) * pair,
+        least_final=times[0] + run.gate.summary.seconds,
+        later_looks=sum(times[1:]),
+        loads=rounds_of_loading(run.context, counts[0]) if run.workload.spec else 0,
         sizes=compilations(run.workload.ranges) if run.workload.ranges else 0,
     )
     kind: Kind = "first" if run.options.level >= 2 else "plain"

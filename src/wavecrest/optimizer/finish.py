@@ -16,13 +16,13 @@ from wavecrest.graphs.inductor import strict_compilation
 from wavecrest.measure import copies, timing
 from wavecrest.measure.timing import Interval
 from wavecrest.optimizer.alternate import LOOKS, Claim, Unit, alternate, in_turn
-from wavecrest.optimizer.children import Job, SideReport, Task, run_pair, weight_bytes
+from wavecrest.optimizer.children import Job, Jobs, SideReport, Task, memory_of, run_pairs
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.ledger import RESULT
 from wavecrest.optimizer.ranged import GRAPHS, seconds_to_serve, serving
 from wavecrest.optimizer.side import time_buckets
 from wavecrest.optimizer.steps import build
-from wavecrest.optimizer.steps.environment import pair_seconds
+from wavecrest.optimizer.steps.environment import rounds_of_loading, seconds_of_pairs
 from wavecrest.optimizer.trial import OUT_OF_BUDGET
 from wavecrest.optimizer.verdict import check_quality, no_gain_verdict, result_verdict
 from wavecrest.records import DecisionRow, Result
@@ -121,8 +121,8 @@ def _check_time(run: RunState) -> None:
         EnvironmentProblem: it does not.
     """
     pairs = min(LOOKS)
-    compiling = run.costs.compilation if run.ledger.applied.only("compile").steps else 0.0
-    needed = pairs * (pair_seconds(run.context) + compiling)
+    compiling = run.costs.cached if run.ledger.applied.only("compile").steps else 0.0
+    needed = seconds_of_pairs(run.context, pairs) + rounds_of_loading(run.context, pairs) * compiling
     if needed > run.seconds_left:
         raise EnvironmentProblem(
             f"{2 * pairs} fresh processes take about {needed:.0f} s, and {max(0.0, run.seconds_left):.0f} s are left"
@@ -132,7 +132,7 @@ def _check_time(run: RunState) -> None:
 def _in_processes(run: RunState, source: copies.Source) -> Claim:
     seconds = min(MOST_SECONDS, run.measurer.seconds)
     variables: dict[str, str | None] = {row.name: row.value for row in run.ledger.environment}
-    device, weights = run.workload.device, weight_bytes(run.workload.model)
+    device, memory = run.workload.device, memory_of(run.workload.model, run.measurer.peak_memory(run.current))
     if device != "cpu":
         # the children need the memory that candidates have left behind
         torch.cuda.empty_cache()
@@ -140,14 +140,20 @@ def _in_processes(run: RunState, source: copies.Source) -> Claim:
         plan = Path(folder) / "plan.json"
         run.ledger.plan.save(plan)
 
-        def one(pair: int) -> dict[timing.Side, SideReport]:
-            run.progress.phase(f"final measurement: original and result in fresh processes, pair {pair + 1}")
+        def jobs(pair: int) -> Jobs:
             task = Task(source.spec, device, seconds, copied=source.copied)
             original = Job(task, {}, f"original, process {pair + 1}")
-            result = Job(replace(task, plan=str(plan)), variables, f"result, process {pair + 1}")
-            return run_pair({"base": original, "new": result}, pair, weights=weights)
+            return {
+                "base": original,
+                "new": Job(replace(task, plan=str(plan)), variables, f"result, process {pair + 1}"),
+            }
 
-        return _alternate(run, one, "processes")
+        def some(first: int, count: int) -> list[dict[timing.Side, SideReport]]:
+            names = f"{first + 1} to {first + count}"
+            run.progress.phase(f"final measurement: original and result in fresh processes, pairs {names}")
+            return run_pairs([jobs(pair) for pair in range(first, first + count)], first, memory=memory)
+
+        return _alternate(run, some, "processes")
 
 
 def _in_phases(run: RunState) -> Claim:
@@ -171,11 +177,11 @@ def _in_phases(run: RunState) -> Claim:
 _NAMES = {"base": "original", "new": "result"}
 
 
-def _alternate(run: RunState, one: Callable[[int], dict[timing.Side, SideReport]], unit: Unit) -> Claim:
+def _alternate(run: RunState, some: Callable[[int, int], list[dict[timing.Side, SideReport]]], unit: Unit) -> Claim:
     def left() -> float:
         return run.seconds_left - seconds_to_serve(run)
 
-    return alternate(one, unit=unit, looks=LOOKS, min_gain=run.options.min_gain, seconds_left=left)
+    return alternate(some, unit=unit, looks=LOOKS, min_gain=run.options.min_gain, seconds_left=left)
 
 
 def _drop_last(run: RunState, reason: str) -> Result:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from wavecrest.errors import Refused, StepRefused
 from wavecrest.optimizer.costs import Kind, kind_of
 from wavecrest.optimizer.steps import Found, Prediction, build
-from wavecrest.optimizer.steps.environment import pair_seconds
+from wavecrest.optimizer.steps.environment import seconds_of_pairs
 
 if TYPE_CHECKING:
     from wavecrest.optimizer.state import RunState
@@ -140,7 +140,7 @@ class Planner:
         """Seconds of the open trials that fit and of the end of the run, at most what is left of the budget."""
         left = self.run.seconds_left
         candidates = [self._candidate(step, attempt) for step, attempt in self._open() if step.id in self._looks]
-        reserve = self._reserve(compiled=self._compiled)
+        reserve = self._reserve(None)
         trials = sum(one.seconds for one in candidates if one.is_able and one.seconds + one.reserve <= left)
         return max(0.0, min(trials + reserve, left))
 
@@ -235,25 +235,34 @@ class Planner:
         kind: Kind | None = None
         if step.phase == "environment":
             count = len(look.found.sites) if look.found else 0
-            pairs = run.options.processes * count
-            seconds = min(pairs * pair_seconds(run.context), ENVIRONMENT_SHARE * run.options.budget)
+            seconds = count * seconds_of_pairs(run.context, run.options.processes)
+            seconds = min(seconds, ENVIRONMENT_SHARE * run.options.budget)
         else:
             searches = any(item.step.searches for item in run.ledger.applied.steps)
             kind = kind_of(step, compiled=self._compiled, first=run.costs.nothing_compiled, searches=searches)
             seconds = run.costs.expect(kind)
-        compiled = self._compiled or step.phase == "compile"
         made = Candidate(step, attempt, look.found, look.error, look.prediction, kind, max(seconds, LEAST_SECONDS), 0.0)
-        made.reserve = self._reserve(compiled=compiled)
+        made.reserve = self._reserve(step)
         return self._with_cause(made)
 
-    def _reserve(self, *, compiled: bool) -> float:
-        if self.run.costs.short and not self.run.ledger.applied.steps:
+    def _proof(self, step: Step | None, budget: float) -> float:
+        """Seconds of the end of the run with this step in force too; see `Costs.final`."""
+        compiled = self._compiled or (step is not None and step.phase == "compile")
+        return self.run.costs.final(budget, compiled=compiled)
+
+    def _reserve(self, step: Step | None) -> float:
+        if self._one_only:
             # it was said that the budget will not do: the best single step, rather than none
             return 0.0
         gain = math.prod(row.ratio or 1.0 for row in self.run.ledger.record.steps if row.verdict == "kept")
         # the first look decides on a large gain; and while nothing is kept, no later one is in sight
         once = not self.run.ledger.applied.steps or gain >= SURE_RATIO
-        return self.run.costs.final(0.0 if once else self.run.options.budget, compiled=compiled)
+        return self._proof(step, 0.0 if once else self.run.options.budget)
+
+    @property
+    def _one_only(self) -> bool:
+        """Whether the budget holds one step that is kept, and its proof."""
+        return self.run.costs.short and not self.run.ledger.applied.steps
 
     def _with_cause(self, one: Candidate) -> Candidate:
         """Raise the prediction of a cure to what the step that lost would gain without the cause, and of that step."""
@@ -304,7 +313,12 @@ class Planner:
         together, greedy = best_together(items, left - reserve), densest_together(items, left - reserve)
         is_better = sum(items[i][0] for i in together) > BETTER * sum(items[i][0] for i in greedy)
         worth = [same[index] for index in (together if is_better else greedy)] or same
-        chosen = max(worth, key=lambda one: one.gain / one.seconds)
+        if self._one_only:
+            # each with its own proof: no other step shares it
+            proofs = {one.step.id: self._proof(one.step, 0.0) for one in same}
+            chosen = max(same, key=lambda one: one.gain / (one.seconds + proofs[one.step.id]))
+        else:
+            chosen = max(worth, key=lambda one: one.gain / one.seconds)
         chosen.why = _why(chosen, len(able))
         return chosen
 

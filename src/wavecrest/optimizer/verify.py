@@ -15,7 +15,7 @@ from wavecrest import hardware
 from wavecrest.measure import timing, workload
 from wavecrest.measure.speedup import TAIL
 from wavecrest.optimizer.alternate import Claim, alternate, medians
-from wavecrest.optimizer.children import Job, SideReport, Task, run_pair, weight_bytes
+from wavecrest.optimizer.children import Job, SideReport, Task, memory_of, run_pairs
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.replay import check_plan
@@ -60,17 +60,19 @@ def run(
     variables: dict[str, str | None] = {row.name: row.value for row in plan.environment}
     reports: list[SideReport] = []
 
-    def one(index: int) -> dict[timing.Side, SideReport]:
-        if on_process is not None:
-            on_process(index, processes)
-        original = Job(Task(spec, loaded.device, seconds), {}, f"process {index} of the original")
-        result = Job(Task(spec, loaded.device, seconds, str(plan_path), check=True), variables, f"process {index}")
-        pair = run_pair({"base": original, "new": result}, index, weights=weight_bytes(loaded.model))
-        reports.append(pair["new"])
-        return pair
+    def some(first: int, count: int) -> list[dict[timing.Side, SideReport]]:
+        found = []
+        for index in range(first, first + count):
+            if on_process is not None:
+                on_process(index, processes)
+            original = Job(Task(spec, loaded.device, seconds), {}, f"process {index} of the original")
+            result = Job(Task(spec, loaded.device, seconds, str(plan_path), check=True), variables, f"process {index}")
+            found += run_pairs([{"base": original, "new": result}], index, memory=memory_of(loaded.model))
+        reports.extend(pair["new"] for pair in found)
+        return found
 
     claim = alternate(
-        one, unit="processes", looks=looks or {processes: TAIL}, min_gain=min_gain, seconds_left=lambda: math.inf
+        some, unit="processes", looks=looks or {processes: TAIL}, min_gain=min_gain, seconds_left=lambda: math.inf
     )
     results = [_process(index, claim, report) for index, report in enumerate(reports)]
     passed, reason = verdict_of(results, claim, plan)

@@ -14,7 +14,7 @@ from wavecrest.measure import copies
 from wavecrest.measure.speedup import TAIL
 from wavecrest.measure.timing import Side, keeps
 from wavecrest.optimizer.alternate import Claim, alternate
-from wavecrest.optimizer.children import Job, Task, run_pair, side_by_side, weight_bytes
+from wavecrest.optimizer.children import Job, Task, memory_of, pairs_together, run_pairs
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext
 from wavecrest.optimizer.steps.params import Candidates
 
@@ -108,7 +108,7 @@ def try_candidates(
         text = f"{name}={value}"
         spent = context.now() - begin
         count = len(trials.done)
-        needed = spent / count if count else context.processes * pair_seconds(context)
+        needed = spent / count if count else seconds_of_pairs(context, context.processes)
         if spent + needed > allowance:
             trials.lines.append(
                 f"{text} not tried: {context.processes} fresh processes a side take about {needed:.0f} s, "
@@ -134,16 +134,23 @@ def try_candidates(
     return trials
 
 
-def pair_seconds(context: StepContext) -> float:
-    """Expected seconds of a pair of child processes before the first has run.
+def seconds_of_pairs(context: StepContext, pairs: int) -> float:
+    """Expected seconds of pairs of child processes before the first has run.
 
-    Of each: interpreter and imports, loading, sampling. Where both sides are loaded at the same time, and each has a
+    Of each: interpreter and imports, loading, sampling. Where several are loaded at the same time, and each has a
     processor for that, they share what comes before sampling.
     """
     workload = context.workload
     begin, sampling = CHILD_START + workload.load_seconds, CHILD_SAMPLING * len(workload.buckets)
-    together = side_by_side(workload.device, weight_bytes(workload.model)) and context.device.compute_units > 1
-    return (1 if together else 2) * begin + 2 * sampling
+    return rounds_of_loading(context, pairs) * begin + 2 * pairs * sampling
+
+
+def rounds_of_loading(context: StepContext, pairs: int) -> int:
+    """How many times, one after the other, `pairs` of child processes wait for loading."""
+    together = pairs_together(context.workload.device, memory_of(context.workload.model))
+    if not together or context.device.compute_units <= 1:
+        return 2 * pairs
+    return math.ceil(pairs / together)
 
 
 def try_variable(context: StepContext, name: str, value: str, *, seconds: float = 2.0) -> EnvironmentTrial:
@@ -159,9 +166,9 @@ def try_variable(context: StepContext, name: str, value: str, *, seconds: float 
             "base": Job(task, {name: None}, f"a child process without {name}"),
             "new": Job(task, {name: value}, f"a child process with {name}={value}"),
         }
-        weights = weight_bytes(context.workload.model)
+        memory = memory_of(context.workload.model)
         claim = alternate(
-            lambda pair: run_pair(jobs, pair, weights=weights),
+            lambda first, count: run_pairs([jobs] * count, first, memory=memory),
             unit="processes",
             looks={context.processes: TAIL},
             min_gain=0.0,
