@@ -86,7 +86,7 @@ def written_out(y: Tensor) -> Tensor:
 def test_activations_are_found_by_what_they_compute(function: Any, name: str, inductor: bool) -> None:
     module = Calls(function)
     assert counts(module, X, inductor=inductor).activations == 1
-    (call,) = fusions.activation_calls(module, Inputs((X,)))
+    (call,) = fusions.activation_calls(fusions.trace(module, Inputs((X,))))
     assert activations.name_of(call) == f"{name} 15x8x8 float32" + (" bias" if call.bias is not None else "")
 
 
@@ -121,7 +121,7 @@ def test_other_functions_are_left_alone(function: Any) -> None:
 
 def test_a_layer_without_a_choice_stays() -> None:
     module = Calls(lambda m, x: F.gelu(m.linear(x)))
-    assert fusions.count(module, Inputs((X,)), {}, inductor=True) == fusions.Counts()
+    assert fusions.count(fusions.trace(module, Inputs((X,))), module, {}, inductor=True) == fusions.Counts()
 
 
 def test_gradients_keep_pytorchs_own() -> None:

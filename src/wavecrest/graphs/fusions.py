@@ -106,36 +106,41 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return made
 
 
-def count(module: nn.Module, inputs: Inputs, choices: Mapping[str, str], *, inductor: bool) -> Counts:
-    """The number of changes that `rewrite` would make in one call."""
-    found = Counts()
+class Traced(NamedTuple):
+    """The graphs that Dynamo makes of one call, with the fake tensors of every node, and the inputs they refer to."""
 
-    def counting(graph: fx.GraphModule, _examples: list[Tensor]) -> Any:
-        nonlocal found
-        made = rewrite(graph, module, choices, inductor=inductor)
-        found += made.counts
-        return made.call(made.graph.forward)
-
-    _trace(module, inputs, counting)
-    return found
+    graphs: list[fx.GraphModule]
+    inputs: Inputs
 
 
-def activation_calls(module: nn.Module, inputs: Inputs) -> list[GemmCall]:
-    """The linear layers of one call that end in an activation, one call of gemm each, with fake tensors."""
-    found: list[GemmCall] = []
+def trace(module: nn.Module, inputs: Inputs) -> Traced:
+    """Trace one call, which runs eagerly."""
+    found = Traced([], inputs.clone())
 
     def collecting(graph: fx.GraphModule, _examples: list[Tensor]) -> Any:
-        calls = [activations.call_of(site) for site in activations.sites(graph.graph)]
-        found.extend(call for call in calls if call is not None)
+        # Dynamo takes the fake tensors out of its own graph in the end
+        found.graphs.append(fx.GraphModule(graph, _copy(graph.graph)))
         return graph.forward
 
-    _trace(module, inputs, collecting)
+    with torch.no_grad():
+        found.inputs.call(torch.compile(traceable(module), backend=collecting, dynamic=False))
     return found
 
 
-def _trace(module: nn.Module, inputs: Inputs, compile_graph: Callable[..., Any]) -> None:
+def count(traced: Traced, module: nn.Module, choices: Mapping[str, str], *, inductor: bool) -> Counts:
+    """The number of changes that `rewrite` would make in the graphs of a call of `module`."""
+    found = Counts()
     with torch.no_grad():
-        inputs.clone().call(torch.compile(traceable(module), backend=compile_graph, dynamic=False))
+        for graph in traced.graphs:
+            found += rewrite(graph, module, choices, inductor=inductor).counts
+    return found
+
+
+def activation_calls(traced: Traced) -> list[GemmCall]:
+    """The linear layers of graphs that end in an activation, one call of gemm each, with fake tensors."""
+    with torch.no_grad():
+        calls = [activations.call_of(site) for graph in traced.graphs for site in activations.sites(graph.graph)]
+    return [call for call in calls if call is not None]
 
 
 def last_inputs(graph: fx.GraphModule, number: int) -> list[Any]:

@@ -75,6 +75,8 @@ class StepContext:
     profile: list[BucketProfile] = field(default_factory=list)
     # the structural copy with the kept surgery applied: what find() inspects
     model: nn.Module | None = None
+    # what steps have found out about it for one another; emptied when it is let go
+    shared: dict[object, Any] = field(default_factory=dict)
     precision: str | None = None
     processes: int = 3
     # whether a compile step is in force, and whether calls are replays of captured graphs

@@ -34,19 +34,28 @@ class CompileFusions(Compile):
         found = super().find(context)
         if not found.sites:
             return found
-        model = structural_copy(context.workload.model if context.model is None else context.model)
-        masks.use(model, found.params.get("masks", []))
-        inputs = list(context.workload.buckets.values())
-        calls = [call for example in inputs for call in fusions.activation_calls(model, example)]
+        model, traced = self._traced(context, found.params.get("masks", []))
+        calls = [call for one in traced for call in fusions.activation_calls(one)]
         raced = choices(calls, context.workload.device)
         backends = raced.backends
         counts = fusions.Counts()
-        for example in inputs:
-            counts += fusions.count(model, example, backends, inductor=self._inductor)
+        for one in traced:
+            counts += fusions.count(one, model, backends, inductor=self._inductor)
         if not any(counts):
             more = f"; PyTorch's kernels are the fastest for {len(calls)} activations" if calls else ""
             return Found((), note=f"nothing in the graphs of the model can be fused{more}{raced.note}")
         return Found(found.sites, {**found.params, "backends": backends}, f"{counts}{raced.note}")
+
+    def _traced(self, context: StepContext, wanted: list[str]) -> tuple[nn.Module, list[fusions.Traced]]:
+        """A copy of the model, and its graphs by bucket: both presets look at the same ones."""
+        own = context.workload.model if context.model is None else context.model
+        key = ("graphs", own, *wanted)
+        if key not in context.shared:
+            model = structural_copy(own)
+            masks.use(model, wanted)
+            context.shared[key] = model, [fusions.trace(model, one) for one in context.workload.buckets.values()]
+        found: tuple[nn.Module, list[fusions.Traced]] = context.shared[key]
+        return found
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
         """Activations lose a pass; without Inductor, which fuses them by itself, additions before norms do too."""
