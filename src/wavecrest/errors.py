@@ -20,6 +20,7 @@ WavecrestError                     exit code
 ├── EmulationError                 2   machine code went wrong in the emulator; the message names the instruction
 │   └── OutOfBounds                2   it accessed memory outside of what it was given
 └── EnvironmentProblem             3   the machine lacks something: a device, a compiler, a package
+    ├── DeviceFailed               3   the GPU failed, and this process cannot use it any more; a new one can go on
     ├── ClockError                 3   times cannot be trusted; the message says which clock and why
     ├── MissingDependency          3   an optional package is not installed; the message names the command
     └── RankFailed                 3   another process of a job over several GPUs failed, or ended
@@ -120,6 +121,10 @@ class EnvironmentProblem(WavecrestError):
     """The machine lacks something the command needs."""
 
     exit_code = 3
+
+
+class DeviceFailed(EnvironmentProblem):
+    """The GPU failed while this process used it: no more work runs on it here. A new process can go on."""
 
 
 class ClockError(EnvironmentProblem):

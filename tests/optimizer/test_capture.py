@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 from wavecrest import hardware
 from wavecrest.errors import StepRefused
 from wavecrest.graphs.capture import CapturedModule, CaptureWarning
+from wavecrest.measure import cuda_graph
 from wavecrest.measure.workload import from_example
 from wavecrest.optimizer.steps import StepContext, step_by_id
 
@@ -96,3 +101,51 @@ def test_a_model_that_synchronizes_is_refused() -> None:
     del x
     torch.cuda.empty_cache()
     assert float(torch.randn(1024, device="cuda").std()) > 0.5
+
+
+# what a process does that tries one capture after another, and torch's own graph trees in between
+SHARED = """
+import torch
+from torch import nn
+from wavecrest.graphs.capture import CapturedModule
+
+model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda().half().eval()
+x = torch.randn(256, 512, device="cuda", dtype=torch.float16)
+with torch.no_grad():
+    want = model(x)
+    first, second = CapturedModule(model), CapturedModule(model)
+    first(x), second(x)
+    del first
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    # memory that is mapped again is somebody else's
+    other = torch.zeros(64 << 20, device="cuda", dtype=torch.uint8)
+    for _ in range(3):
+        torch.testing.assert_close(second(x), want)
+    assert not other.any(), "a replay wrote into memory of others"
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_a_graph_outlives_those_captured_before_it() -> None:
+    """In a process of its own: without a workspace of its own the replay takes the whole context down."""
+    done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_graph_is_recorded_between_two_clearings_of_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    @contextlib.contextmanager
+    def graph(*_arguments: object, **_options: object) -> Iterator[None]:
+        done.append("begin")
+        yield
+        done.append("end")
+
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("clear"), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    cuda_graph.record(lambda: done.append("work"), None, "it")
+    assert done == ["clear", "begin", "work", "end", "clear"]

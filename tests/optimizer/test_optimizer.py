@@ -24,6 +24,7 @@ from tests.optimizer.planted import (
     MisalignedCausal,
     NaNs,
     Nothing,
+    Planted,
     RaisesHalfWay,
     RaisesInForward,
     SlightlyWrong,
@@ -34,18 +35,19 @@ from tests.optimizer.planted import (
     start_clock,
 )
 from wavecrest import ops, records
-from wavecrest.errors import InvalidArgument, PlanMismatch
+from wavecrest.errors import DeviceFailed, InvalidArgument, PlanMismatch
 from wavecrest.measure import timing
 from wavecrest.measure.timing import Interval
 from wavecrest.measure.workload import Buckets, Quality, from_example
-from wavecrest.optimizer import analysis, finish
+from wavecrest.optimizer import analysis, engine, finish
 from wavecrest.optimizer.alternate import LOOKS, Claim
 from wavecrest.optimizer.api import OptimizeInterrupted, OptimizeResult, Options
 from wavecrest.optimizer.gate import ALL_RULES, Gate
+from wavecrest.optimizer.gate.untouched import Untouched
 from wavecrest.optimizer.measurer import LEAST_SECONDS, Measurer
 from wavecrest.optimizer.options import Silent
 from wavecrest.optimizer.plan import Plan
-from wavecrest.optimizer.steps import AppliedSteps, Found, Step, StepContext, steps_up_to
+from wavecrest.optimizer.steps import AppliedSteps, Found, Prediction, Step, StepContext, steps_up_to
 from wavecrest.optimizer.steps.environment import EnvironmentTrial, Trials
 from wavecrest.profile.least_time import LeastTimes, Work
 
@@ -645,3 +647,37 @@ def test_a_busy_moment_at_the_start_hides_no_later_gain(run: Run, monkeypatch: p
     assert measured == [False, True]
     attempts = {sample.attempt for sample in result.record.samples if sample.step == "resolution"}
     assert attempts == {1, 2} and result.record.resolution["default"] < 0.02
+
+
+def test_a_gpu_that_fails_in_a_trial_ends_the_run_so_that_another_process_goes_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = [False]
+
+    class Fails(Planted):
+        id = title = "fails"
+
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            return Prediction(1.01, "after the gain")
+
+        def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+            dead[0] = True
+            raise RuntimeError("CUDA error: unspecified launch failure\nSearch for ...")
+
+    def put_back(self: Untouched) -> list[str]:
+        if dead[0]:
+            raise RuntimeError("CUDA error: unspecified launch failure\nof everything that follows")
+        return real(self)
+
+    real = Untouched.put_back
+    monkeypatch.setattr(Untouched, "put_back", put_back)
+    monkeypatch.setattr(engine, "has_failed", lambda device: dead[0])
+    model, x = slow()
+    with pytest.raises(DeviceFailed, match=f"the GPU failed .CUDA error: unspecified launch.*--resume {tmp_path}"):
+        run(TakePauseOut(), Fails(), Nothing(), workload=from_example(model, x), out=tmp_path)
+    dead[0] = False
+    result = run(TakePauseOut(), Fails(), Nothing(), workload=from_example(model, x), out=tmp_path, resume=True)
+    rows = {row.id: row for row in result.record.steps}
+    assert rows["gain"].verdict == "kept" and rows["fails"].verdict == "refused" and rows["noise"].verdict == "tie"
+    assert rows["fails"].reason == "it raised RuntimeError: CUDA error: unspecified launch failure"
+    assert any(note.startswith("the GPU failed: CUDA error") for note in result.record.notes)

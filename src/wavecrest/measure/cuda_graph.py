@@ -40,13 +40,30 @@ def record(work: Callable[[], Any], pool: Any, what: str) -> tuple[Any, Any]:
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    _clear_workspaces()
     try:
         with torch.compiler.set_stance("fail_on_recompile"), torch.cuda.graph(graph, pool=pool):
             output = work()
     except RuntimeError as error:
         _recover(pool)
         raise StepRefused(f"{what} cannot be captured: {str(error).splitlines()[0]}") from error
+    finally:
+        _clear_workspaces()
     return graph, output
+
+
+def _clear_workspaces() -> None:
+    """Let go of the workspaces of BLAS libraries, so that a graph has one of its own and nobody else uses that.
+
+    torch keeps one for each stream, and captures share a stream: without this the second graph writes into memory of
+    the first one's pool. Once the first is gone and somebody clears the workspaces, as torch's own graph trees do, that
+    memory is unmapped and a replay of the second ends in "unspecified launch failure" (a BERT on an H100, 2026-11-26,
+    torch 2.11).
+    """
+    # a build without a GPU has none
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
 
 
 def _recover(pool: Any) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from wavecrest.errors import InvalidArgument
+import torch
+
+from wavecrest.errors import DeviceFailed, InvalidArgument
 from wavecrest.graphs.inductor import strict_compilation
 from wavecrest.optimizer.alternate import LOOKS
 from wavecrest.optimizer.costs import Costs, Kind
@@ -19,7 +21,7 @@ from wavecrest.optimizer.planner import Planner
 from wavecrest.optimizer.ranged import compilations
 from wavecrest.optimizer.steps import build, steps_up_to
 from wavecrest.optimizer.steps.environment import rounds_of_loading, seconds_of_pairs
-from wavecrest.optimizer.trial import set_aside, try_step
+from wavecrest.optimizer.trial import failed, set_aside, try_step
 from wavecrest.profile.least_time import beaten_ceiling
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def run_ladder(run: RunState) -> None:
 
     Raises:
         KeyboardInterrupt: after the state has been written.
+        DeviceFailed: the GPU failed; what was written can be resumed by another process.
     """
     try:
         try:
@@ -45,8 +48,12 @@ def run_ladder(run: RunState) -> None:
                 _prepare(run)
                 _climb(run)
             finish(run)
+        except RuntimeError as error:
+            if not has_failed(run.workload.device):
+                raise
+            raise _device_failed(run, error) from error
         finally:
-            changed = run.untouched.put_back()
+            changed = [] if has_failed(run.workload.device) else run.untouched.put_back()
             run.workload.restore_modes()
         _close(run, changed)
     except KeyboardInterrupt:
@@ -54,6 +61,27 @@ def run_ladder(run: RunState) -> None:
         run.ledger.save()
         run.ledger.save_report()
         raise
+
+
+def has_failed(device: str) -> bool:
+    """Whether a GPU answers this process no more: an error of a kernel ends all later work of its process."""
+    if device == "cpu":
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _device_failed(run: RunState, error: Exception) -> DeviceFailed:
+    """The error to raise; the run is written as far as it is."""
+    what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    run.ledger.note(f"the GPU failed: {what}")
+    run.ledger.save()
+    folder = run.ledger.folder
+    more = f"`--resume {folder}` in a new process goes on" if folder else "give a folder (--out) to be able to go on"
+    return DeviceFailed(f"the GPU failed ({what}), and this process cannot use it any more; {more}")
 
 
 def _close(run: RunState, changed: list[str]) -> None:
@@ -205,7 +233,16 @@ def _take(run: RunState, one: Candidate) -> None:
     begin = run.now()
     # what was kept must be measured at the end, as its user runs it
     run.context.seconds_left = run.seconds_left - one.reserve
-    outcome = try_step(run, one)
+    try:
+        outcome = try_step(run, one)
+    except RuntimeError as error:
+        if not has_failed(run.workload.device):
+            raise
+        # a run that goes on does not try it again
+        outcome = failed(one, error)
+        outcome.seconds = run.now() - begin
+        _end(run, outcome)
+        raise
     outcome.seconds = run.now() - begin
     if outcome.speed and one.kind is not None:
         run.costs.add(one.kind, outcome.seconds)

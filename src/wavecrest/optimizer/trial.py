@@ -63,6 +63,13 @@ def set_aside(run: RunState, one: Candidate) -> StepOutcome:
     return outcome
 
 
+def failed(one: Candidate, error: Exception) -> StepOutcome:
+    """The outcome of a step whose trial ended with an error that its process does not survive."""
+    outcome = _outcome(one)
+    _refuse(outcome, error)
+    return outcome
+
+
 def _outcome(one: Candidate) -> StepOutcome:
     step, found, ratio = one.step, one.found, one.prediction.ratio
     return StepOutcome(
