@@ -105,24 +105,29 @@ def test_a_model_that_synchronizes_is_refused() -> None:
 
 # what a process does that tries one capture after another, and torch's own graph trees in between
 SHARED = """
+import gc
 import torch
 from torch import nn
 from wavecrest.graphs.capture import CapturedModule
 
-model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda().half().eval()
-x = torch.randn(256, 512, device="cuda", dtype=torch.float16)
+# sizes of a BERT, whose products take a workspace
+sizes = (768, 768, 3072, 768)
+model = nn.Sequential(*(nn.Linear(k, n) for k, n in zip(sizes, sizes[1:]))).cuda().half().eval()
+x = torch.randn(16384, 768, device="cuda", dtype=torch.float16)
 with torch.no_grad():
     want = model(x)
     first, second = CapturedModule(model), CapturedModule(model)
     first(x), second(x)
+    torch.cuda.synchronize()
     del first
+    gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     # memory that is mapped again is somebody else's
-    other = torch.zeros(64 << 20, device="cuda", dtype=torch.uint8)
+    other = [torch.zeros(size << 20, device="cuda", dtype=torch.uint8) for size in (32, 64, 128, 256)]
     for _ in range(3):
         torch.testing.assert_close(second(x), want)
-    assert not other.any(), "a replay wrote into memory of others"
+    assert not any(one.any() for one in other), "a replay wrote into memory of others"
     torch.cuda.synchronize()
 """
 
