@@ -41,7 +41,7 @@ def run(
     """Compile a target's cases and read their machine code.
 
     Args:
-        target: an op's name, or file.py:function returning launches, see `isa.survey.cases_of`.
+        target: an op's name, "all", or file.py:function returning launches, see `isa.survey.cases_of`.
         archs: names of `hardware.ARCHS`; None for every AMD architecture there.
         configs: changes to the shipped configurations such as "num_warps=8"; empty for the shipped ones.
         case: only the case of this name.
@@ -59,8 +59,6 @@ def run(
     from wavecrest import hardware
     from wavecrest.isa import compiler, survey
     from wavecrest.isa import mca as mca_module
-    from wavecrest.isa.facts import IsaRecord
-    from wavecrest.records import provenance
 
     compiler.require_compiler()
     names = (
@@ -71,10 +69,9 @@ def run(
         if len(set(given)) != len(given):
             raise InvalidArgument(f"{what} names the same twice: {', '.join(given)}")
     tool = mca_module.find() if mca else None
-    work = survey.jobs(target, names, overrides, case)
-    rows = survey.survey(work, workers=workers, code=code, mca_tool=tool, on_progress=on_progress)
-    header = provenance.header(hardware.cpu(), evidence="compiled")
-    return IsaRecord(header=header, target=target, rows=rows)
+    return survey.record(
+        target, names, overrides, case, workers=workers, code=code, mca_tool=tool, on_progress=on_progress
+    )
 
 
 def _widths(accesses: dict[int, int]) -> str:
@@ -125,6 +122,9 @@ _LINES: tuple[tuple[str, Callable[[Any], str], bool], ...] = (
     ("  matrix", _in_loop(_matrix), True),
     ("  loads n×B", _in_loop(lambda part: _widths(part.loads)), False),
     ("  stores n×B", _in_loop(lambda part: _widths(part.stores)), False),
+    ("  LDS loads n×B", _in_loop(lambda part: _widths(part.lds_loads or {})), True),
+    ("  LDS stores n×B", _in_loop(lambda part: _widths(part.lds_stores or {})), True),
+    ("  scratch", _in_loop(lambda part: _optional(part.scratch)), True),
     ("  waits (full)", _in_loop(_waits), False),
     ("  barriers", _in_loop(lambda part: str(part.barriers)), True),
     ("  model", _model, False),
@@ -293,7 +293,7 @@ def command(
         str,
         typer.Argument(
             metavar="OP",
-            help="An op's name, or file.py:function returning a dict of case name to wavecrest.isa.Launch.",
+            help="An op's name, all, or file.py:function returning a dict of case name to wavecrest.isa.Launch.",
         ),
     ],
     arch: Annotated[
@@ -370,6 +370,7 @@ def _write_budget(path: Path, target: str, record: IsaRecord) -> None:
     _shared.err.print(f"written to {escape(str(path))}", highlight=False, soft_wrap=True)
 
 
-# running machine code in an emulator is a command of its own module
-if importlib.util.find_spec("wavecrest.cli.isa_run") is not None:
-    app.command("run")(importlib.import_module("wavecrest.cli.isa_run").command)
+# comparing two sides and running machine code in an emulator are commands of their own modules
+for _name in ("diff", "run"):
+    if importlib.util.find_spec(f"wavecrest.cli.isa_{_name}") is not None:
+        app.command(_name)(importlib.import_module(f"wavecrest.cli.isa_{_name}").command)
