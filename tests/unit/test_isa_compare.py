@@ -57,6 +57,8 @@ def diff(base: KernelFacts, new: KernelFacts) -> compare.KernelDiff:
         # occupancy
         ({"waves": 1, "vgpr": 256}, "regression", "occupancy 2 → 1 waves per SIMD, limited by vgpr"),
         ({"waves": 0, "limit": "lds"}, "regression", "cannot be launched: occupancy 2 → 0 waves per SIMD"),
+        ({"waves": 1.75}, "watch", "occupancy 2 → 1.75 waves per SIMD, limited by vgpr"),
+        ({"waves": 1.5}, "regression", "occupancy 2 → 1.5 waves per SIMD, limited by vgpr"),
         ({"waves": 4}, "better", "occupancy 2 → 4 waves per SIMD"),
         # a wider machine: a quarter of its waves is as before
         ({"waves": 4, "most_waves": 16}, "changed", "no change that matters"),
@@ -65,9 +67,12 @@ def diff(base: KernelFacts, new: KernelFacts) -> compare.KernelDiff:
         ({"loop": LOOP | {"matrix": {}}}, "regression", "the hot loop has no matrix instructions any more"),
         ({"loop": LOOP | {"matrix": {"v_mfma_16": 16}}}, "changed", "no change that matters"),
         # widths
-        ({"loop": LOOP | {"loads": {4: 32}}}, "regression", "global loads in the hot loop narrowed from 128 to 32 bits"),
+        ({"loop": LOOP | {"loads": {4: 32}}}, "regression",
+         "global loads in the hot loop narrowed from 128 to 32 bits"),
         ({"loop": LOOP | {"loads": {16: 8, 2: 60}}}, "watch", "global loads in the hot loop narrowed on average"),
         ({"loop": LOOP | {"lds_loads": {8: 32}}}, "watch", "LDS loads in the hot loop narrowed from 128 to 64 bits"),
+        ({"loop": None, "kernel": LOOP | {"instructions": 900, "lds_loads": {4: 64}}}, "changed",
+         "no change that matters"),
         # what is left are scales: the tile goes from memory into LDS by another way
         ({"loop": LOOP | {"lds_stores": {1: 4}}}, "changed", "no change that matters"),
         ({"loop": LOOP | {"loads": {0: 8}}}, "changed", "no change that matters"),

@@ -214,8 +214,10 @@ def show(record: IsaRecord, *, diff: bool = False, code: bool = False) -> None:
     out = _shared.out
     versions = record.header.versions
     out.print(f"{escape(record.target)} · compiled by triton {escape(str(versions.triton))}, nothing was run\n")
-    for case in dict.fromkeys(row.case for row in record.rows):
-        rows = [row for row in record.rows if row.case == case]
+    for target, case in dict.fromkeys((row.target, row.case) for row in record.rows):
+        rows = [row for row in record.rows if (row.target, row.case) == (target, case)]
+        if target != record.target:
+            out.print(f"[bold]{escape(target)}[/bold]", soft_wrap=True)
         for group in _groups(rows, out.width) if not diff else [rows]:
             out.print(_title(group), soft_wrap=True)
             if any(row.facts is not None for row in group) and not (diff and any(row.facts is None for row in group)):
@@ -326,6 +328,8 @@ def command(
     if archs is not None and not archs:
         raise InvalidArgument("--arch names no architecture")
     configs = _pair(archs, config or []) if diff else config or []
+    if target == "all" and (budget is not None or write_budget is not None):
+        raise InvalidArgument("a budget is of one op: --budget and --write-budget do not go with all")
     limits = _load_budget(budget)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("kernels"))
     # no thread of its own: the compilers are forked

@@ -50,7 +50,7 @@ def parse_variables(texts: Sequence[str]) -> dict[str, str]:
 def _switches(names: Sequence[str]) -> list[str]:
     for name in names:
         if re.fullmatch(r"[a-z][a-z0-9-]*", name) is None:
-            raise InvalidArgument(f"--llvm takes the name of a switch, such as amdgpu-use-amdgpu-trackers, not {name!r}")
+            raise InvalidArgument(f"--llvm takes a switch, such as amdgpu-use-amdgpu-trackers, not {name!r}")
     return list(names)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pydantic
 from pydantic import Field
@@ -138,12 +138,24 @@ def load(path: Path) -> IsaRecord:
     Raises:
         RecordError: no such file, damaged, foreign or newer.
     """
+    return load_as(path, IsaRecord, "isa show --json")
+
+
+M = TypeVar("M", bound=Model)
+
+
+def load_as(path: Path, model: type[M], command: str) -> M:
+    """Read a record of one kind; `command` is the one of `wavecrest` that writes it.
+
+    Raises:
+        RecordError: no such file, damaged, foreign or newer.
+    """
     name = decode.shown(path)
     document = files.read_document(path, what="record of wavecrest isa", current=FORMAT_VERSION)
-    if document.get("kind") != "isa":
-        raise RecordError(f"{name} is no record of `wavecrest isa show --json`: kind {document.get('kind')!r}")
+    if document.get("kind") != model.model_fields["kind"].default:
+        raise RecordError(f"{name} is no record of `wavecrest {command}`: kind {document.get('kind')!r}")
     try:
-        return IsaRecord.model_validate(document)
+        return model.model_validate(document)
     except pydantic.ValidationError as problem:
         raise RecordError(f"the record {name} is damaged: {files.first_problem(problem)}") from None
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from wavecrest import env, errors, hardware
+from wavecrest import env, errors
 from wavecrest.errors import EnvironmentProblem, InvalidArgument, MissingDependency, WavecrestError
 from wavecrest.isa import compiler, survey
 from wavecrest.isa.facts import IsaRecord, load
@@ -64,7 +64,10 @@ class Place:
         """The place as records name it: without the folders of the machine."""
         if self.kind == "here":
             return "this environment"
-        return f"…/{self.path.name}" if self.path.is_absolute() else str(self.path)
+        if not self.path.is_absolute():
+            return str(self.path)
+        # of an interpreter, the environment that it is of
+        return "/".join(["…", *self.path.parts[-3 if self.kind == "python" else -1 :]])
 
 
 def place(text: str | None) -> Place:
@@ -143,12 +146,14 @@ def _answer(target: Path, where: Place, log: Path, code: int) -> IsaRecord:
     if target.is_file():
         answer = Answer.model_validate(decode.json_of(target.read_bytes()))
         if answer.record is not None:
-            return answer.record
+            # the user's command, not that of the child
+            header = answer.record.header.model_copy(update={"command": provenance.command_line()})
+            return answer.record.model_copy(update={"header": header})
         raise _error(answer, where)
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     last = lines[-1] if lines else f"exit code {code}"
     advice = ""
-    if where.kind == "python" and "No module named" in last:
+    if where.kind == "python" and ("No module named" in last or MissingDependency.__name__ in last):
         advice = (
             "; it needs torch, triton and the packages that wavecrest needs. Or keep this interpreter and give a "
             "folder that holds another Triton: pip install --no-deps --target FOLDER triton==VERSION"
