@@ -62,7 +62,7 @@ class KernelDiff(Model):
 
     @property
     def words(self) -> list[str]:
-        """What became worse or better, the worst first; "no change" where nothing did."""
+        """The changes for the worse or the better, the worst first; "no change" where there are no such changes."""
         judged = sorted(
             (change for change in self.changes if change.text), key=lambda one: SEVERITIES.index(one.severity)
         )
