@@ -27,6 +27,8 @@ WAVES_LEFT = 0.75
 # growth of the hot loop for the same work, and of the code, that is worth a look
 LOOP_GROWTH = 1.25
 CODE_GROWTH = 1.5
+# code below this leaves most of an instruction cache free, however much it grew
+CODE_BYTES = 16 << 10
 # the least loss of mean access width that is worth a look where the commonest width is as before
 WIDTH_LOSS = 0.75
 # the least share of bytes that accesses still move if their widths are compared
@@ -368,13 +370,13 @@ def _size(base: KernelFacts, new: KernelFacts) -> Iterator[Change]:
             text = f"the hot loop has {old} → {now} instructions, {ratio:.2g} times as many for the same work"
         yield Change(fact="instructions in the hot loop", base=old, new=now, severity=severity, text=text)
     if base.code_bytes != new.code_bytes:
-        grown = new.code_bytes / base.code_bytes
+        grown = new.code_bytes > CODE_BYTES and new.code_bytes >= CODE_GROWTH * base.code_bytes
         yield Change(
             fact="code bytes",
             base=base.code_bytes,
             new=new.code_bytes,
-            severity="watch" if grown >= CODE_GROWTH else "note",
-            text=f"{base.code_bytes:,} → {new.code_bytes:,} bytes of code" if grown >= CODE_GROWTH else "",
+            severity="watch" if grown else "note",
+            text=f"{base.code_bytes:,} → {new.code_bytes:,} bytes of code" if grown else "",
         )
 
 
