@@ -360,6 +360,12 @@ def triton_versions_page() -> str:
         "Kernels with a regression (bold) or something to watch:",
         _versions_table(found),
         "## Known regressions, found again",
+        "`tests/compile/regressions.py` has kernels in the form of two that are known to have become slow on AMD GPUs, "
+        "written here. `mxfp4` has tile and options of the kernel of triton-lang/triton#11763, which LLVM's switch "
+        "`amdgpu-use-amdgpu-trackers` slowed down on gfx950 by 24 stores and 24 loads of scratch memory in its main "
+        "loop (ROCm/triton#970 is a kernel on gfx942 that the same switch slowed down). The wheels of Triton 3.7.1 to "
+        "3.9.0 do not turn it on: `--llvm` does. `transposed` has the tile of AMD-AGI/Primus-Turbo#471, which spilled "
+        "65 registers on gfx942 with Triton 3.8.0 and none with 3.7.1.",
         *[_compared(path) for path in sorted(COMPILED.glob("*_isa-diff_known_*.jsonl.gz"))],
         "<!-- end -->",
     ]
