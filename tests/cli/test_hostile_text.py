@@ -121,6 +121,7 @@ def doctor_record() -> DoctorReport:
     return DoctorReport(
         created="now", device=hardware.cpu().to_dict(), versions=provenance.versions(), platform_release="p",
         kernel_driver="k", compiler="c", threads=1, environment={"A": "b"}, findings=findings,
+        smoke=[records.SmokeRow(op="o", backend="b", dtype="d", outcome="wrong", picked=True, reason="r")],
     )  # fmt: skip
 
 

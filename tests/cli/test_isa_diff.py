@@ -59,7 +59,7 @@ def saved(folder: Path, **sides: IsaRecord) -> list[str]:
         (WATCH, [], 0, "op N=64 · _kernel · gfx942\n  watch: 4,000 → 20,000 bytes of code"),
         (WATCH, ["--strict"], 2, "0 with a regression, 1 to watch, 0 better, 1 changed where it does not matter"),
         (WATCH, ["--every"], 0, "  changed: no change that matters\n  VGPR 128 → 100"),
-        (BAD, ["--case", "N=65"], 0, "1 kernels: 0 with a regression, 1 to watch"),
+        (BAD, ["--case", "N=65"], 0, "1 kernel: 0 with a regression, 1 to watch"),
     ],
 )
 def test_two_saved_sides(
@@ -154,4 +154,4 @@ def test_spills_that_an_option_brings_are_found() -> None:
     assert kernel.verdict == "regression" and kernel.words[0].startswith("spills in a loop appeared: 0 → ")
     assert any(text.startswith("occupancy 8 → 4 waves per SIMD") for text in kernel.words)
     assert found.base.config == "shipped" and found.new.config == "num_warps=4"
-    assert "the machine code of 1 of 1 kernels became worse" in done.stderr
+    assert "the machine code of 1 of 1 kernel became worse" in done.stderr

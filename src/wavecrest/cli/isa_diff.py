@@ -184,9 +184,13 @@ def show(record: IsaDiffRecord, *, every: bool = False) -> None:
     out.print(_summary(record), soft_wrap=True, highlight=False)
 
 
+def _kernels(number: int) -> str:
+    return f"{number} kernel" if number == 1 else f"{number} kernels"
+
+
 def _summary(record: IsaDiffRecord) -> str:
     return (
-        f"{len(record.kernels)} kernels: {record.count('regression')} with a regression, {record.count('watch')} to "
+        f"{_kernels(len(record.kernels))}: {record.count('regression')} with a regression, {record.count('watch')} to "
         f"watch, {record.count('better')} better, {record.count('changed')} changed where it does not matter, "
         f"{record.count('same')} the same"
     )
@@ -283,4 +287,4 @@ def command(
         _shared.err.print(f"written to {escape(str(path))}", highlight=False, soft_wrap=True)
     failed = record.count("regression") + (record.count("watch") if strict else 0)
     if failed:
-        raise Regression(f"the machine code of {failed} of {len(record.kernels)} kernels became worse")
+        raise Regression(f"the machine code of {failed} of {_kernels(len(record.kernels))} became worse")
