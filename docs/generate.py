@@ -329,7 +329,7 @@ def _compared(path: Path) -> str:
     """A comparison of the kernels that are known to have become slow, with its command and record."""
     diff = compare.load(path)
     lines = [
-        f"- **{one.case}, compiled for {one.arch}**: {one.verdict}. {'; '.join(one.words)}." for one in diff.kernels
+        f"- **{one.case}, compiled for {one.arch}**: {one.verdict}: {'; '.join(one.words)}." for one in diff.kernels
     ]
     head = (
         f"From {diff.base.words.rpartition(', ')[0]} to {diff.new.words.rpartition(', ')[0]}: "
