@@ -313,10 +313,16 @@ def _worse(kernel: compare.KernelDiff | None) -> str:
 
 
 def _versions_table(found: list[compare.IsaDiffRecord]) -> str:
-    """A row for each kernel that became worse with a version."""
-    heads = [f"triton {diff.new.triton}" for diff in found]
+    """A row for each kernel that became worse with a version; versions that change all kernels alike share a column."""
+    columns: list[tuple[list[str], compare.IsaDiffRecord]] = []
+    for diff in found:
+        if columns and columns[-1][1].kernels == diff.kernels:
+            columns[-1][0].append(str(diff.new.triton))
+        else:
+            columns.append(([str(diff.new.triton)], diff))
+    heads = [f"triton {' and '.join(versions)}" for versions, _ in columns]
     lines = [f"| kernel | for | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
-    by_key = [{(one.target, one.case, one.arch): one for one in diff.kernels} for diff in found]
+    by_key = [{(one.target, one.case, one.arch): one for one in diff.kernels} for _, diff in columns]
     for key in dict.fromkeys(key for kernels in by_key for key in kernels):
         cells = [_worse(kernels.get(key)) for kernels in by_key]
         if not set(cells) <= {"", "–"}:

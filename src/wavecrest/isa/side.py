@@ -126,6 +126,7 @@ def run(where: Place, task: Task, *, on_progress: survey.OnProgress | None = Non
                 stdout=subprocess.PIPE,
                 stderr=errors_out,
                 text=True,
+                errors="replace",
             ) as child,
         ):
             assert child.stdout is not None
