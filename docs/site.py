@@ -52,7 +52,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
     ),
     "Write a kernel": ("your_kernel.md", "architecture.md", "contributing.md"),
     "xLSTM": ("xlstm.md",),
-    "AMD evidence": ("isa.md", "emulation.md", "facts.md"),
+    "AMD evidence": ("isa.md", "triton_versions.md", "emulation.md", "facts.md"),
     "Ops": ("ops/*",),
     "Reference": ("cli.md", "reference/*", "changelog.md", "*"),
 }  # fmt: skip

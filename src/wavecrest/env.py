@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -149,16 +149,21 @@ def child(changes: Mapping[str, str | None]) -> dict[str, str]:
     return environment
 
 
-def python_child(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """`child` for a Python process that imports this copy of wavecrest, installed or not."""
+def python_child(changes: Mapping[str, str | None], folders: Sequence[str] = ()) -> dict[str, str]:
+    """`child` for a Python process that imports this copy of wavecrest, installed or not.
+
+    Args:
+        changes: as of `child`.
+        folders: searched for modules before installed packages are.
+    """
     source = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([source, *folders, *filter(None, [os.environ.get("PYTHONPATH")])])
     return child({**changes, "PYTHONPATH": path})
 
 
-def python_command(module: str) -> list[str]:
+def python_command(module: str, python: str = sys.executable) -> list[str]:
     """The command of a Python process that runs a module of wavecrest and ends when this process ends."""
-    return [sys.executable, "-m", "wavecrest.measure.child", str(os.getpid()), module]
+    return [python, "-m", "wavecrest.measure.child", str(os.getpid()), module]
 
 
 def clean_child() -> dict[str, str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
-from wavecrest import doctor
+from wavecrest import doctor, ops
 from wavecrest.cli import main
 from wavecrest.cli.doctor import run
 from wavecrest.doctor import Context, DoctorReport, Dump
@@ -105,3 +106,46 @@ def test_a_machine_with_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "✗ ROCm 7.2.1: replay of captured graphs may return garbage" in text and "ROCm/clr#279" in text
     assert "1 problem" in text
     assert json.dumps("ROCm 7.2.1") not in text
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ops for all."""
+    monkeypatch.setattr("wavecrest.ops.names", lambda: ["add_rms_norm", "memcpy", "quantize_int8"])
+
+
+def test_smoke_runs_ops_beside_their_oracles(few: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--device", "cpu", "--smoke", "--json"]) == 0
+    rows = DoctorReport.model_validate_json(capsys.readouterr().out).smoke
+    assert rows is not None and {row.outcome for row in rows} <= {"ok", "refused"}
+    # one backend of each op is what dispatch runs, and it takes the call
+    assert [(row.op, row.outcome) for row in rows if row.picked] == [
+        ("add_rms_norm", "ok"), ("memcpy", "ok"), ("quantize_int8", "ok"),
+    ]  # fmt: skip
+    assert {row.backend for row in rows} >= {"torch", "triton"} and {row.dtype for row in rows} == {"float32"}
+    assert all(bool(row.reason) == (row.outcome == "refused") for row in rows)
+
+
+def test_smoke_finds_an_op_that_is_wrong_and_one_that_fails(
+    few: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(call: Any) -> Any:
+        normed, total = ops.get("add_rms_norm").reference(call)
+        return normed * 1.01, total
+
+    def failing(call: Any) -> Any:
+        raise RuntimeError("HIP error: [bold]invalid[/bold] device function")
+
+    for name, run_it in (("add_rms_norm", wrong), ("memcpy", failing)):
+        backends = ops.get(name).backends
+        changed = dataclasses.replace(backends["torch"], run=run_it, bind=None)
+        monkeypatch.setitem(backends, "torch", changed)
+    assert main.main(["doctor", "--device", "cpu", "--smoke"]) == 2
+    captured = capsys.readouterr()
+    lines = {line.split()[0]: line for line in captured.out.splitlines() if " torch " in line}
+    assert "wrong" in lines["add_rms_norm"] and "failed" in lines["memcpy"] and " ok " in lines["quantize_int8"]
+    # the table folds its last column
+    assert "1 wrong, 1 failed" in captured.out and "[bold]invalid" in captured.out
+    assert "calls are not what the op defines: add_rms_norm on torch, memcpy on torch" in captured.err.replace(
+        "\n", " "
+    )

@@ -23,6 +23,7 @@ from wavecrest.cli import (
     db,
     doctor,
     explain,
+    isa_diff,
     isa_run,
     optimize,
     profile,
@@ -31,6 +32,7 @@ from wavecrest.cli import (
 )
 from wavecrest.cli.main import COMMANDS, main
 from wavecrest.doctor.report import DoctorReport, Finding
+from wavecrest.isa.compare import Change, IsaDiffRecord, KernelDiff, Side
 from wavecrest.isa.emulate.record import EmulationRecord
 from wavecrest.measure import timing
 from wavecrest.measure.workload import from_example
@@ -119,6 +121,7 @@ def doctor_record() -> DoctorReport:
     return DoctorReport(
         created="now", device=hardware.cpu().to_dict(), versions=provenance.versions(), platform_release="p",
         kernel_driver="k", compiler="c", threads=1, environment={"A": "b"}, findings=findings,
+        smoke=[records.SmokeRow(op="o", backend="b", dtype="d", outcome="wrong", picked=True, reason="r")],
     )  # fmt: skip
 
 
@@ -173,6 +176,18 @@ def emulation() -> EmulationRecord:
     return record.load(EVIDENCE / "emulated/2026-11-25_isa-run_gfx950.jsonl.gz")
 
 
+def isa_diff_record() -> IsaDiffRecord:
+    header = provenance.header(hardware.cpu())
+    side = Side(source="s", triton="t", config="c", variables={"A": "b"}, llvm=["l"], header=header)
+    changes = [Change(fact="f", base="b", new="n", severity="watch", text="t"), Change(fact="f", base=1, new="n")]
+    kernel = KernelDiff(
+        target="t", case="c", kernel="k", arch="a", new_arch="b", verdict="watch", same_code=False, changes=changes
+    )
+    return IsaDiffRecord(
+        header=header, target="t", base=side, new=side, kernels=[kernel], only_base=["b"], only_new=["n"]
+    )
+
+
 # by command: the record and the function that prints it
 SHOWN: dict[str, tuple[Callable[[], pydantic.BaseModel], Callable[[Any], object]]] = {
     "doctor": (doctor_record, doctor.show),
@@ -192,6 +207,7 @@ SHOWN: dict[str, tuple[Callable[[], pydantic.BaseModel], Callable[[Any], object]
     "tune": (lambda: evidence("nvidia-h200/2026-11-23_tune_xlstm_prompts.jsonl.gz"), tune.show),
     "tune of a workload": (workload_tune, _tune_workload.show),
     "isa run": (emulation, isa_run.show),
+    "isa diff": (isa_diff_record, isa_diff.show),
 }  # fmt: skip
 
 
@@ -270,7 +286,8 @@ def test_rows_of_a_database_are_shown_as_text(
         ["optimize", f"{HOSTILE}.py:make"], ["bench", f"{HOSTILE}:make"], ["profile", "--hf", HOSTILE],
         ["verify", "--plan", HOSTILE, "x.py:make"], ["verify", "--bundle", HOSTILE], ["plan", "show", HOSTILE],
         ["compare", HOSTILE, HOSTILE], ["explain", HOSTILE], ["tune", HOSTILE], ["db", "show", HOSTILE],
-        ["isa", "show", HOSTILE], ["report", HOSTILE], ["doctor", "--device", HOSTILE], [HOSTILE],
+        ["isa", "show", HOSTILE], ["isa", "diff", HOSTILE, "--with", HOSTILE], ["report", HOSTILE],
+        ["doctor", "--device", HOSTILE], [HOSTILE],
         ["new-op", HOSTILE], ["explain", "rope", "--kernels", f"{HOSTILE}.py"],
     ],
     ids=lambda words: " ".join(words).replace(HOSTILE, "…"),

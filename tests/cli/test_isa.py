@@ -108,6 +108,12 @@ def test_diff_shows_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no difference" in _shown([_row(facts=_facts()), _row("gfx90a", _facts())], capsys, diff=True)
 
 
+def test_cases_of_several_ops_with_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _shown([_row(facts=_facts(), target="a"), _row(facts=_facts(vgpr=61), target="b")], capsys)
+    assert text.index("a\nN=64") < text.index("b\nN=64")
+    assert [line.split() for line in text.splitlines() if "VGPR" in line] == [["VGPR", "60"], ["VGPR", "61"]]
+
+
 def test_many_columns_become_several_tables(capsys: pytest.CaptureFixture[str]) -> None:
     archs = ("gfx90a", "gfx942", "gfx950")
     rows = [_row(arch, _facts(), chosen=chosen) for chosen in ("shipped", "num_warps=8") for arch in archs]
@@ -163,6 +169,8 @@ def test_diff_needs_two_columns(archs: list[str] | None, configs: list[str]) -> 
         (["show", "rms_norm", "--case", "N=5"], "no case 'N=5'"),
         (["--arch", "gfx94", "rms_norm"], "no architecture 'gfx94'"),
         (["rms_norm", "--budget", "/nowhere.toml"], "no budget at /nowhere.toml"),
+        (["all", "--budget", "/nowhere.toml"], "a budget is of one op"),
+        (["all", "--arch", "gfx942", "--case", "N=64"], "has no case 'N=64'"),
         (["/nowhere.py:cases"], "no file /nowhere.py"),
         (["rms_norm", "--what"], "No such option"),
     ],

@@ -64,6 +64,13 @@ def test_a_tile_lies_in_local_memory(examples: Examples, arch: str) -> None:
     assert facts.hot is not None and facts.hot.barriers > 0 and facts.hot.waits is not None
     assert facts.hot.waits > 0 and 0 < (facts.hot.drains or 0) <= facts.hot.waits
     assert facts.hot.loads == {16: 4 if arch.startswith("gfx9") else 8}
+    # a wave writes an eighth of the tile into LDS, and reads at least what its matrix instructions multiply
+    lanes = 64 if arch.startswith("gfx9") else 32
+    stored, read = (
+        lanes * sum(width * number for width, number in (accesses or {}).items())
+        for accesses in (facts.hot.lds_stores, facts.hot.lds_loads)
+    )
+    assert stored == facts.lds // 8 and read >= facts.lds // 4
 
 
 def test_spills_and_scratch_are_seen(examples: Examples) -> None:
@@ -71,6 +78,8 @@ def test_spills_and_scratch_are_seen(examples: Examples) -> None:
     for arch in AMD:
         facts = _facts(examples, "spilling", arch)
         assert (facts.spills > 0) == (facts.scratch > 0) == (arch == "gfx1100"), arch
+        assert (facts.kernel.scratch or 0) >= (facts.loop_scratch or 0)
+        assert (facts.kernel.scratch != 0) == (facts.loop_scratch != 0) == (arch == "gfx1100"), arch
     assert _facts(examples, "spilling", "gfx1100").vgpr == 256
 
 

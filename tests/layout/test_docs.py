@@ -22,7 +22,9 @@ def generator() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["env.md", "cli.md", "emulation.md", "speed.md", "tuned.md", "zoo.md"])
+@pytest.mark.parametrize(
+    "page", ["env.md", "cli.md", "emulation.md", "speed.md", "triton_versions.md", "tuned.md", "zoo.md"]
+)
 def test_page_is_up_to_date(generator: ModuleType, page: str) -> None:
     assert (ROOT / "docs" / page).read_text(encoding="utf-8") == generator.PAGES[page](), "run scripts/docs"
 

@@ -177,7 +177,61 @@ def test_a_spill_is_no_global_access() -> None:
 	buffer_load_dword v1, off, s[4:7], 0
 """
     found = count(AMD.parse(text), AMD)
-    assert (found.instructions, found.loads, found.stores) == (3, {4: 1}, {})
+    assert (found.instructions, found.loads, found.stores, found.scratch) == (3, {4: 1}, {}, 2)
+
+
+def test_scratch_memory() -> None:
+    text = """
+	scratch_store_dwordx4 off, v[1:4], off offset:16 ; 16-byte Folded Spill
+	scratch_load_dword v1, off, off offset:16
+	v_writelane_b32 v40, s30, 0 ; 4-byte Folded Spill
+	global_store_dword v[0:1], v2, off
+"""
+    assert count(AMD.parse(text), AMD).scratch == 2
+    assert count(NVIDIA.parse(SASS.replace("HGMMA.64x128x16.F32.BF16", "LDL.LU")), NVIDIA).scratch == 2
+
+
+@pytest.mark.parametrize(
+    ("opcode", "access"),
+    [
+        ("ds_read_b128", ("load", 16)),
+        ("ds_read2_b64", ("load", 16)),
+        ("ds_read2st64_b32", ("load", 8)),
+        ("ds_read_u16_d16_hi", ("load", 2)),
+        ("ds_read_b64_tr_b16", ("load", 8)),
+        ("ds_load_b96", ("load", 12)),
+        ("ds_load_2addr_stride64_b64", ("load", 16)),
+        ("ds_write_b8", ("store", 1)),
+        ("ds_write_b16_d16_hi", ("store", 2)),
+        ("ds_write2st64_b64", ("store", 16)),
+        ("ds_store_2addr_b32", ("store", 8)),
+        ("ds_bpermute_b32", None),
+        ("ds_swizzle_b32", None),
+        ("ds_add_f32", None),
+        ("global_load_lds_dwordx4", None),
+    ],
+)
+def test_widths_of_lds(opcode: str, access: tuple[str, int] | None) -> None:
+    assert AMD.local(Line(opcode, opcode)) == (None if access is None else Access(*access))  # type: ignore[arg-type]
+    found = count([Line(opcode, opcode)], AMD)
+    assert sum(found.lds_loads.values()) + sum(found.lds_stores.values()) == (access is not None)
+
+
+@pytest.mark.parametrize(
+    ("opcode", "access"),
+    [
+        ("LDS.128", ("load", 16)),
+        ("LDS.U.64", ("load", 8)),
+        ("LDS", ("load", 4)),
+        ("STS.U16", ("store", 2)),
+        ("LDSM.16.M88.4", ("load", 16)),
+        ("LDSM.16.MT88.2", ("load", 8)),
+        ("STSM.16.M88", ("store", 4)),
+        ("LDG.E.128", None),
+    ],
+)
+def test_widths_of_shared_memory(opcode: str, access: tuple[str, int] | None) -> None:
+    assert NVIDIA.local(Line(opcode, opcode)) == (None if access is None else Access(*access))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+from rich import box
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
 from wavecrest import INSTALL_TORCH
 from wavecrest.cli import _shared
-from wavecrest.errors import EnvironmentProblem
+from wavecrest.errors import EnvironmentProblem, Regression
 
 if TYPE_CHECKING:
     from wavecrest.doctor import DoctorReport
+    from wavecrest.records import SmokeRow
+    from wavecrest.tune.smoke import OnRow
 
 _MARKS = {"problem": "[red]✗[/red]", "warn": "[yellow]![/yellow]", "info": "[blue]·[/blue]", "ok": "[green]✓[/green]"}
+_OUTCOMES = {
+    "ok": "[green]ok[/green]",
+    "wrong": "[red]wrong[/red]",
+    "failed": "[red]failed[/red]",
+    "refused": "[dim]refused[/dim]",
+}
 
 
 def run(device: str | None = None) -> DoctorReport:
@@ -97,16 +108,79 @@ def show(report: DoctorReport) -> None:
     summary = ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for count, word in counts if count)
     out.print()
     out.print(f"{summary or 'nothing to report'}. Nothing was changed.")
+    if report.smoke:
+        out.print()
+        _show_smoke(report.smoke)
 
 
-def command(device: _shared.DeviceOption = None, json: _shared.JsonOption = False) -> None:
+def run_smoke(device: str | None = None, *, on_row: OnRow | None = None) -> list[SmokeRow]:
+    """Run one small call of every op on the device, beside its oracle.
+
+    Args:
+        device: as for `run`.
+        on_row: called after each call.
+
+    Raises:
+        InvalidArgument: an unknown device name.
+    """
+    from wavecrest import hardware
+    from wavecrest.tune import smoke
+
+    return smoke.run(hardware.detect(device).torch_name, on_row=on_row)
+
+
+def _show_smoke(rows: Sequence[SmokeRow]) -> None:
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
+    for title in ("op", "backend", "result"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("", overflow="fold")
+    for row in rows:
+        if row.outcome != "refused":
+            note = "runs here" if row.picked and not row.reason else row.reason
+            table.add_row(escape(row.op), escape(row.backend), _OUTCOMES[row.outcome], escape(note))
+    _shared.out.print(table)
+    refusals: dict[str, list[str]] = {}
+    for row in rows:
+        if row.outcome == "refused":
+            refusals.setdefault(row.reason, []).append(f"{row.op} {row.backend}")
+    for reason, names in refusals.items():
+        _shared.out.print(f"[dim]refused ({escape(reason)}): {escape(', '.join(names))}[/dim]", highlight=False)
+    counts = ", ".join(
+        f"{sum(row.outcome == outcome for row in rows)} {outcome}"
+        for outcome in _OUTCOMES
+        if any(row.outcome == outcome for row in rows)
+    )
+    _shared.out.print(
+        f"one small call in {escape(rows[0].dtype)} of every op, beside its oracle: {counts}", soft_wrap=True
+    )
+
+
+def command(
+    device: _shared.DeviceOption = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Also run one small call of every op here, beside its oracle.")
+    ] = False,
+    json: _shared.JsonOption = False,
+) -> None:
     """Look over this machine: device, versions, and what in the environment helps, hurts or does nothing.
 
-    Advises and never changes anything. Returns 0 even with warnings, 3 if PyTorch cannot run here.
+    Advises and never changes anything. Returns 0 even with warnings, 3 if PyTorch cannot run here; with --smoke 2 if an
+    op is wrong.
     """
     with _shared.err.status("looking at the machine"):
         report = run(device)
+    if smoke:
+        with _shared.err.status("running the ops") as status:
+
+            def on_row(row: SmokeRow) -> None:
+                status.update(f"{escape(row.op)} on {escape(row.backend)}: {row.outcome}")
+
+            report = report.model_copy(update={"smoke": run_smoke(device, on_row=on_row)})
     if json:
         _shared.print_json(report)
     else:
         show(report)
+    bad = [row for row in report.smoke or () if row.outcome in ("wrong", "failed")]
+    if bad:
+        names = ", ".join(f"{row.op} on {row.backend}" for row in bad)
+        raise Regression(f"{len(bad)} of {len(report.smoke or ())} calls are not what the op defines: {names}")

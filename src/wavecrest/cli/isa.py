@@ -41,7 +41,7 @@ def run(
     """Compile a target's cases and read their machine code.
 
     Args:
-        target: an op's name, or file.py:function returning launches, see `isa.survey.cases_of`.
+        target: an op's name, "all", or file.py:function returning launches, see `isa.survey.cases_of`.
         archs: names of `hardware.ARCHS`; None for every AMD architecture there.
         configs: changes to the shipped configurations such as "num_warps=8"; empty for the shipped ones.
         case: only the case of this name.
@@ -59,8 +59,6 @@ def run(
     from wavecrest import hardware
     from wavecrest.isa import compiler, survey
     from wavecrest.isa import mca as mca_module
-    from wavecrest.isa.facts import IsaRecord
-    from wavecrest.records import provenance
 
     compiler.require_compiler()
     names = (
@@ -71,10 +69,9 @@ def run(
         if len(set(given)) != len(given):
             raise InvalidArgument(f"{what} names the same twice: {', '.join(given)}")
     tool = mca_module.find() if mca else None
-    work = survey.jobs(target, names, overrides, case)
-    rows = survey.survey(work, workers=workers, code=code, mca_tool=tool, on_progress=on_progress)
-    header = provenance.header(hardware.cpu(), evidence="compiled")
-    return IsaRecord(header=header, target=target, rows=rows)
+    return survey.record(
+        target, names, overrides, case, workers=workers, code=code, mca_tool=tool, on_progress=on_progress
+    )
 
 
 def _widths(accesses: dict[int, int]) -> str:
@@ -125,6 +122,9 @@ _LINES: tuple[tuple[str, Callable[[Any], str], bool], ...] = (
     ("  matrix", _in_loop(_matrix), True),
     ("  loads n×B", _in_loop(lambda part: _widths(part.loads)), False),
     ("  stores n×B", _in_loop(lambda part: _widths(part.stores)), False),
+    ("  LDS loads n×B", _in_loop(lambda part: _widths(part.lds_loads or {})), True),
+    ("  LDS stores n×B", _in_loop(lambda part: _widths(part.lds_stores or {})), True),
+    ("  scratch", _in_loop(lambda part: _optional(part.scratch)), True),
     ("  waits (full)", _in_loop(_waits), False),
     ("  barriers", _in_loop(lambda part: str(part.barriers)), True),
     ("  model", _model, False),
@@ -214,8 +214,10 @@ def show(record: IsaRecord, *, diff: bool = False, code: bool = False) -> None:
     out = _shared.out
     versions = record.header.versions
     out.print(f"{escape(record.target)} · compiled by triton {escape(str(versions.triton))}, nothing was run\n")
-    for case in dict.fromkeys(row.case for row in record.rows):
-        rows = [row for row in record.rows if row.case == case]
+    for target, case in dict.fromkeys((row.target, row.case) for row in record.rows):
+        rows = [row for row in record.rows if (row.target, row.case) == (target, case)]
+        if target != record.target:
+            out.print(f"[bold]{escape(target)}[/bold]", soft_wrap=True)
         for group in _groups(rows, out.width) if not diff else [rows]:
             out.print(_title(group), soft_wrap=True)
             if any(row.facts is not None for row in group) and not (diff and any(row.facts is None for row in group)):
@@ -293,7 +295,7 @@ def command(
         str,
         typer.Argument(
             metavar="OP",
-            help="An op's name, or file.py:function returning a dict of case name to wavecrest.isa.Launch.",
+            help="An op's name, all, or file.py:function returning a dict of case name to wavecrest.isa.Launch.",
         ),
     ],
     arch: Annotated[
@@ -326,6 +328,8 @@ def command(
     if archs is not None and not archs:
         raise InvalidArgument("--arch names no architecture")
     configs = _pair(archs, config or []) if diff else config or []
+    if target == "all" and (budget is not None or write_budget is not None):
+        raise InvalidArgument("a budget is of one op: --budget and --write-budget do not go with all")
     limits = _load_budget(budget)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("kernels"))
     # no thread of its own: the compilers are forked
@@ -370,6 +374,7 @@ def _write_budget(path: Path, target: str, record: IsaRecord) -> None:
     _shared.err.print(f"written to {escape(str(path))}", highlight=False, soft_wrap=True)
 
 
-# running machine code in an emulator is a command of its own module
-if importlib.util.find_spec("wavecrest.cli.isa_run") is not None:
-    app.command("run")(importlib.import_module("wavecrest.cli.isa_run").command)
+# comparing two sides and running machine code in an emulator are commands of their own modules
+for _name in ("diff", "run"):
+    if importlib.util.find_spec(f"wavecrest.cli.isa_{_name}") is not None:
+        app.command(_name)(importlib.import_module(f"wavecrest.cli.isa_{_name}").command)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from wavecrest.records import SmokeRow
 from wavecrest.records.files import Model
 from wavecrest.records.provenance import Versions
 
@@ -43,6 +44,8 @@ class DoctorReport(Model):
     threads: int
     environment: dict[str, str]
     findings: list[Finding] = Field(default_factory=list)
+    # with --smoke: the ops beside their oracles; None without
+    smoke: list[SmokeRow] | None = None
 
     def count(self, level: Level) -> int:
         """The number of findings of this level."""

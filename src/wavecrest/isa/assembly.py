@@ -28,7 +28,7 @@ class Line(NamedTuple):
 
 
 class Access(NamedTuple):
-    """A global memory access of one lane: its direction, and its bytes (0: an opcode of unknown width)."""
+    """A memory access of one lane: its direction, and its bytes (0: an opcode of unknown width)."""
 
     way: Literal["load", "store"]
     bytes: int
@@ -36,10 +36,15 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """The syntax of one vendor's listing. `waits` is None if waiting is not an instruction."""
+    """The syntax of one vendor's listing. `waits` is None if waiting is not an instruction.
+
+    `access` reads a global access, `local` one of LDS; `scratch` says whether a line accesses scratch memory.
+    """
 
     parse: Callable[[str], list[Line]]
     access: Callable[[Line], Access | None]
+    local: Callable[[Line], Access | None]
+    scratch: Callable[[Line], bool]
     matrix: re.Pattern[str]
     barrier: re.Pattern[str]
     waits: re.Pattern[str] | None
@@ -49,14 +54,18 @@ class Syntax:
 class Counts:
     """Instruction counts of a stretch of code; branches are not counted.
 
-    `loads` and `stores` count global accesses by width in bytes a lane. `drains` are waits for every outstanding vector
-    load; None, as `waits`, if waiting is not an instruction.
+    `loads` and `stores` count global accesses by width in bytes a lane, `lds_loads` and `lds_stores` those of LDS, and
+    `scratch` accesses of scratch memory. `drains` are waits for every outstanding vector load; None, as `waits`, if
+    waiting is not an instruction.
     """
 
     instructions: int
     matrix: dict[str, int]
     loads: dict[int, int]
     stores: dict[int, int]
+    lds_loads: dict[int, int]
+    lds_stores: dict[int, int]
+    scratch: int
     barriers: int
     waits: int | None
     drains: int | None
@@ -73,6 +82,8 @@ _AMD_BYTES = {
     "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16,
     "u8": 1, "i8": 1, "b8": 1, "u16": 2, "i16": 2, "b16": 2, "b32": 4, "b64": 8, "b96": 12, "b128": 16,
 }  # fmt: skip
+# LDS: gfx9's names, then those of gfx11 and later; two addresses are one access of twice the width
+_AMD_LDS = re.compile(r"ds_(read|write|load|store)(2|2st64|_2addr|_2addr_stride64)?_[bui](\d+)(?:_\w+)?")
 # a wait for all vector loads: "s_waitcnt vmcnt(0)", "s_wait_loadcnt 0x0", and forms that name other counters beside it
 _AMD_DRAIN = re.compile(r"vmcnt\(0\)|s_wait_loadcnt(?:_dscnt)? (?:0x0|0)\b|s_waitcnt 0\b")
 
@@ -103,6 +114,18 @@ def _access_amd(line: Line) -> Access | None:
     return Access("load" if found[1] == "load" else "store", width)
 
 
+def _local_amd(line: Line) -> Access | None:
+    found = _AMD_LDS.fullmatch(line.opcode)
+    if found is None:
+        return None
+    return Access("load" if found[1] in ("read", "load") else "store", int(found[3]) // 8 * (2 if found[2] else 1))
+
+
+def _scratch_amd(line: Line) -> bool:
+    # gfx90a's spills are buffer instructions; a spill of a scalar register goes into a lane of a vector register
+    return line.opcode.startswith("scratch_") or (line.spill and line.opcode.startswith("buffer_"))
+
+
 _SASS_LABEL = re.compile(r"(\.L_x_\d+):")
 _SASS_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*?)\s*;.*")
 _SASS_END = re.compile(r"BRA `.*|EXIT|RET\b.*")
@@ -126,14 +149,34 @@ def _access_sass(line: Line) -> Access | None:
     name, *modifiers = line.opcode.split(".")
     if name not in ("LDG", "LD", "LDGSTS", "STG", "ST"):
         return None
+    return Access("store" if name.startswith("ST") else "load", _width_sass(modifiers))
+
+
+def _width_sass(modifiers: Sequence[str]) -> int:
     sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-    width = next((sizes[word] for word in modifiers if word in sizes), 4)
-    return Access("store" if name.startswith("ST") else "load", width)
+    return next((sizes[word] for word in modifiers if word in sizes), 4)
+
+
+def _local_sass(line: Line) -> Access | None:
+    name, *modifiers = line.opcode.split(".")
+    if name in ("LDSM", "STSM"):
+        # 8 x 8 matrices of 16 bits, up to four at a time
+        width = 4 * int(modifiers[-1]) if modifiers and modifiers[-1] in ("2", "4") else 4
+        return Access("load" if name == "LDSM" else "store", width)
+    if name not in ("LDS", "STS"):
+        return None
+    return Access("load" if name == "LDS" else "store", _width_sass(modifiers))
+
+
+def _scratch_sass(line: Line) -> bool:
+    return line.opcode.split(".")[0] in ("LDL", "STL")
 
 
 AMD = Syntax(
     _parse_amd,
     _access_amd,
+    _local_amd,
+    _scratch_amd,
     matrix=re.compile(r"v_s?(?:mfma|wmma)\w*"),
     barrier=re.compile(r"s_barrier|s_barrier_wait"),
     # waits for the ALU do not count: no memory access is behind them
@@ -142,6 +185,8 @@ AMD = Syntax(
 NVIDIA = Syntax(
     _parse_sass,
     _access_sass,
+    _local_sass,
+    _scratch_sass,
     matrix=re.compile(r"(?:[HIQDB]|O)G?MMA(?:\..*)?"),
     barrier=re.compile(r"BAR(?:\..*)?"),
     waits=None,
@@ -238,20 +283,24 @@ def _reaching(block: int, head: int, successors: Sequence[Sequence[int]]) -> set
 def count(lines: Iterable[Line], syntax: Syntax) -> Counts:
     """Count the instructions of a loop or a whole kernel."""
     code = [line for line in lines if line.opcode and not line.target]
-    accesses = [access for line in code if (access := syntax.access(line)) is not None]
+    far = [access for line in code if (access := syntax.access(line)) is not None]
+    near = [access for line in code if (access := syntax.local(line)) is not None]
     waits = drains = None
     if syntax.waits is not None:
         waiting = [line for line in code if syntax.waits.fullmatch(line.opcode)]
         waits, drains = len(waiting), sum(_AMD_DRAIN.search(line.text) is not None for line in waiting)
 
-    def widths(way: str) -> dict[int, int]:
+    def widths(accesses: Sequence[Access], way: str) -> dict[int, int]:
         return dict(sorted(Counter(access.bytes for access in accesses if access.way == way).items(), reverse=True))
 
     return Counts(
         instructions=len(code),
         matrix=dict(Counter(line.opcode for line in code if syntax.matrix.fullmatch(line.opcode))),
-        loads=widths("load"),
-        stores=widths("store"),
+        loads=widths(far, "load"),
+        stores=widths(far, "store"),
+        lds_loads=widths(near, "load"),
+        lds_stores=widths(near, "store"),
+        scratch=sum(map(syntax.scratch, code)),
         barriers=sum(syntax.barrier.fullmatch(line.opcode) is not None for line in code),
         waits=waits,
         drains=drains,

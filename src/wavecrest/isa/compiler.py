@@ -11,7 +11,7 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -64,6 +64,35 @@ def require_compiler() -> None:
         raise EnvironmentProblem(
             "TRITON_INTERPRET=1 is set: kernels defined for Triton's interpreter cannot be compiled; unset it"
         )
+
+
+def set_llvm_switches(names: Sequence[str]) -> None:
+    """Have every later compilation of this process turn switches of LLVM on, as Triton turns its own on.
+
+    Triton's cache does not know of them: the process needs a cache folder of its own. LLVM ends a process that names
+    an option it does not have.
+
+    Args:
+        names: options of LLVM that are true or false, such as "amdgpu-use-amdgpu-trackers".
+
+    Raises:
+        MissingDependency, EnvironmentProblem: no compiler here, see `require_compiler`.
+    """
+    require_compiler()
+    from triton._C import libtriton
+    from triton.backends.amd import compiler as amd
+
+    switches = list(names)
+    if hasattr(amd, "get_llvm_flags"):
+        # triton 3.9, whose AMD code comes from a library of its own
+        own = amd.get_llvm_flags
+        amd.get_llvm_flags = lambda arch: [*own(arch), *switches]
+    translate = libtriton.llvm.translate_to_asm
+
+    def switched(source: str, triple: str, arch: str, features: str, flags: list[str], *others: Any) -> Any:
+        return translate(source, triple, arch, features, [*flags, *switches], *others)
+
+    libtriton.llvm.translate_to_asm = switched
 
 
 def _target(arch: hardware.Arch) -> Any:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
+import pydantic
 from pydantic import Field
 
-from wavecrest.errors import EnvironmentProblem
+from wavecrest.errors import EnvironmentProblem, RecordError
 from wavecrest.hardware.occupancy import Limit, occupancy
 from wavecrest.isa import assembly, mca
 from wavecrest.isa.compiler import Compiled, arch_of
-from wavecrest.records import FORMAT_VERSION
+from wavecrest.records import FORMAT_VERSION, decode, files
 from wavecrest.records.files import Model
 from wavecrest.records.provenance import Header
 
@@ -22,12 +24,18 @@ WIDE_BYTES = 16
 
 
 class Stretch(Model):
-    """Instruction counts of a loop or a whole kernel; see `assembly.Counts`."""
+    """Instruction counts of a loop or a whole kernel; see `assembly.Counts`.
+
+    None where a record is from before 2026-11-26, which did not count it.
+    """
 
     instructions: int
     matrix: dict[str, int]
     loads: dict[int, int]
     stores: dict[int, int]
+    lds_loads: dict[int, int] | None = None
+    lds_stores: dict[int, int] | None = None
+    scratch: int | None = None
     barriers: int
     waits: int | None
     drains: int | None
@@ -67,7 +75,8 @@ class KernelFacts(Model):
     `vgpr` counts architectural registers, `agpr` accumulation registers. `spills` are registers on AMD and spilling
     stores on NVIDIA; `scratch` is bytes a lane, `lds` bytes a workgroup, `code_bytes` the kernel without padding.
     `waves` per SIMD, of `most_waves`, limited by `limit`; `register_waves` is the occupancy that registers alone allow,
-    and `llvm_waves` LLVM's figure for it. `code_hash` names the instructions: equal hashes, equal machine code.
+    and `llvm_waves` LLVM's figure for it. `loop_scratch` counts the accesses of scratch memory in all innermost loops
+    (None as in `Stretch`). `code_hash` names the instructions: equal hashes, equal machine code.
     """
 
     warps: int
@@ -87,6 +96,7 @@ class KernelFacts(Model):
     code_hash: str
     kernel: Stretch
     loops: int
+    loop_scratch: int | None = None
     hot: HotLoop | None
     body: list[str] = Field(default_factory=list)
     mca: McaEstimate | None = None
@@ -107,13 +117,47 @@ class Row(Model):
 
 
 class IsaRecord(Model):
-    """`wavecrest isa`."""
+    """`wavecrest isa`.
+
+    `variables` and `llvm` are what `wavecrest isa diff` had this side compiled with: variables of the environment, and
+    switches of LLVM.
+    """
 
     kind: Literal["isa"] = "isa"
     format_version: int = FORMAT_VERSION
     header: Header
     target: str
+    variables: dict[str, str] = Field(default_factory=dict)
+    llvm: list[str] = Field(default_factory=list)
     rows: list[Row]
+
+
+def load(path: Path) -> IsaRecord:
+    """Read a record of `wavecrest isa`.
+
+    Raises:
+        RecordError: no such file, damaged, foreign or newer.
+    """
+    return load_as(path, IsaRecord, "isa show --json")
+
+
+M = TypeVar("M", bound=Model)
+
+
+def load_as(path: Path, model: type[M], command: str) -> M:
+    """Read a record of one kind; `command` is the one of `wavecrest` that writes it.
+
+    Raises:
+        RecordError: no such file, damaged, foreign or newer.
+    """
+    name = decode.shown(path)
+    document = files.read_document(path, what="record of wavecrest isa", current=FORMAT_VERSION)
+    if document.get("kind") != model.model_fields["kind"].default:
+        raise RecordError(f"{name} is no record of `wavecrest {command}`: kind {document.get('kind')!r}")
+    try:
+        return model.model_validate(document)
+    except pydantic.ValidationError as problem:
+        raise RecordError(f"the record {name} is damaged: {files.first_problem(problem)}") from None
 
 
 def wide_share(accesses: dict[int, int]) -> float | None:
@@ -215,7 +259,7 @@ def read(compiled: Compiled, *, code: bool = False, mca_tool: mca.Tool | None = 
         warps=compiled.warps,
         wgp=re.search(r"\.amdhsa_workgroup_processor_mode 0", compiled.listing) is None,
     )
-    hot = assembly.hot_loop(lines, syntax)
+    hot, loops = assembly.hot_loop(lines, syntax), assembly.loops(lines)
     found: dict[str, Any] = {
         "warps": compiled.warps,
         "lds": compiled.lds,
@@ -225,7 +269,8 @@ def read(compiled: Compiled, *, code: bool = False, mca_tool: mca.Tool | None = 
         "register_waves": waves.registers,
         "code_hash": _code_hash(compiled, lines),
         "kernel": _stretch(lines, syntax),
-        "loops": len(assembly.loops(lines)),
+        "loops": len(loops),
+        "loop_scratch": sum(assembly.count(loop, syntax).scratch for loop in loops),
         "hot": _stretch(hot, syntax) | {"code": _code(hot) if code else []} if hot else None,
         "body": _code(lines) if code and not hot else [],
     }

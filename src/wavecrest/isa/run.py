@@ -20,7 +20,7 @@ from wavecrest.backends import user
 from wavecrest.dispatch.call import AnyCall, mapped, tensors_of
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, MissingDependency, Unsupported, WavecrestError, WorkloadError
-from wavecrest.isa import emulate, sources
+from wavecrest.isa import emulate, sources, survey
 from wavecrest.isa.emulate.record import CaseResult, EmulationRecord, ProgramResult, Work
 from wavecrest.measure import numerics
 from wavecrest.records import provenance
@@ -78,7 +78,7 @@ def op_names(target: str, kernels: Sequence[tuple[str, str]] = ()) -> list[str]:
             )
         return found
     if target == "all":
-        return [name for name in ops.names() if "triton" in ops.get(name).backends]
+        return survey.ops_with_kernels()
     if "triton" not in ops.get(target).backends:
         raise InvalidArgument(f"{target} has no Triton kernel to run")
     return [target]

@@ -19,8 +19,9 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported, WavecrestError, WorkloadError
 from wavecrest.isa import Launch, mca
 from wavecrest.isa.compiler import arch_of, compile_launch, require_compiler
-from wavecrest.isa.facts import Row, read
+from wavecrest.isa.facts import IsaRecord, Row, read
 from wavecrest.measure.workload import load_function
+from wavecrest.records import provenance
 
 # (done, planned, last compiled)
 OnProgress = Callable[[int, int, str], None]
@@ -28,6 +29,9 @@ Cases = Callable[..., Mapping[str, Launch]]
 Override = Mapping[str, int]
 # launch options that a configuration may set although the shipped one leaves them alone
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "waves_per_eu", "matrix_instr_nonkdim", "kpack", "maxnreg")
+
+# the reason of a kernel that took its compiler down
+CRASHED = "the compiler crashed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,11 @@ class Job:
     launch: Launch
     chosen: str
     reason: str = ""
+
+
+def ops_with_kernels() -> list[str]:
+    """The names of all ops that have a Triton kernel."""
+    return [name for name in ops.names() if "triton" in ops.get(name).backends]
 
 
 def cases_of(target: str) -> Cases:
@@ -164,6 +173,38 @@ def _changed(job: Job, cases: Cases, arch: hardware.Arch, override: Override) ->
         return replace(changed, reason=f"no launch with {config!r}: {type(error).__name__}: {error}")
 
 
+def record(
+    target: str,
+    archs: Sequence[str],
+    overrides: Sequence[Override] = ({},),
+    case: str | None = None,
+    *,
+    workers: int | None = None,
+    code: bool = False,
+    mca_tool: mca.Tool | None = None,
+    on_progress: OnProgress | None = None,
+) -> IsaRecord:
+    """Compile a target's cases, as a record that names the Triton which was imported.
+
+    Args:
+        target: see `cases_of`; "all" for every op that has a kernel.
+        archs, overrides, case: as for `jobs`.
+        workers, code, mca_tool, on_progress: as for `survey`.
+
+    Raises: as of `jobs` and `survey`.
+    """
+    require_compiler()
+    import triton
+
+    names = ops_with_kernels() if target == "all" else [target]
+    work = [job for name in names for job in jobs(name, archs, overrides, case)]
+    rows = survey(work, workers=workers, code=code, mca_tool=mca_tool, on_progress=on_progress)
+    header = provenance.header(hardware.cpu(), evidence="compiled")
+    # a folder of modules may hold a Triton without its metadata
+    versions = header.versions.model_copy(update={"triton": triton.__version__})
+    return IsaRecord(header=header.model_copy(update={"versions": versions}), target=target, rows=rows)
+
+
 def survey(
     work: Sequence[Job],
     *,
@@ -213,7 +254,7 @@ def survey(
             # work in order; each worker has at most one kernel, and the pool a few more in its queue
             for index in waiting[: 3 * count]:
                 done = dict(_pooled([index], 1, code, mca_tool))
-                note(index, done.get(index) or _row(work[index], reason="the compiler crashed"))
+                note(index, done.get(index) or _row(work[index], reason=CRASHED))
             waiting = waiting[3 * count :]
     finally:
         _WORK.clear()

@@ -160,6 +160,20 @@ class TunedKey(Model):
     problem: str = ""
 
 
+class SmokeRow(Model):
+    """One small call of an op on one backend, beside the oracle; `picked`: it is the one that dispatch runs here.
+
+    "refused": the backend does not take the call. `reason` says why, and what is wrong of other outcomes than "ok".
+    """
+
+    op: str
+    backend: str
+    dtype: str
+    outcome: Literal["ok", "wrong", "failed", "refused"]
+    picked: bool = False
+    reason: str = ""
+
+
 class TuneCompilation(Model):
     """Compilation before anything was timed: distinct kernels, those that failed, and those not reached in time.
 
