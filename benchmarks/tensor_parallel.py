@@ -276,7 +276,8 @@ def main() -> int:
     if rank == 0:
         sys.stdout.write(f"answers that are not those of one GPU: {', '.join(wrong) or 'none'}\n")
         if options.out is not None:
-            command = f"torchrun --nproc-per-node {len(names)} -m benchmarks.{provenance.command_line()}"
+            command = provenance.command_line().replace("tensor_parallel.py", "benchmarks.tensor_parallel", 1)
+            command = f"torchrun --nproc-per-node {len(names)} -m {command}"
             header = provenance.header(hardware.detect(device), command=command).model_dump(mode="json")
             about = {"ranks": len(names), "devices": names, "backend": dist.get_backend(), "nccl": nccl(on_gpu)}
             options.out.parent.mkdir(parents=True, exist_ok=True)
