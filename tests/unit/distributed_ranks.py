@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument, RankFailed, StepRefused
@@ -206,7 +207,13 @@ def not_captured(job: distributed._Job) -> None:
 def refusals(job: distributed._Job) -> None:
     uneven = model_of("Llama")
     uneven.config.num_key_value_heads = 3
+    strange = model_of("Llama")
+    strange.config.base_model_tp_plan = {"layers.*.mlp.up_proj": "by_experts"}
+    odd = model_of("Llama")
+    odd.model.layers[1].mlp.down_proj = nn.Linear(97, 64)  # type: ignore[union-attr, index]
     for model, reason in (
+        (strange, "no style by_experts"),
+        (odd, "model.layers.1.mlp.down_proj: its size of 97 does not divide by 2 ranks"),
         (nn.Linear(4, 4), "has no tensor-parallel plan"),
         (distributed.parallelize(model_of("Llama")), "takes a model before other changes"),
         (uneven, "num_key_value_heads of 3 does not divide by 2 ranks"),
@@ -219,6 +226,20 @@ def refusals(job: distributed._Job) -> None:
         else:
             raise AssertionError(reason)
         assert before == [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    mesh = init_device_mesh("cpu", (1, 2))
+    try:
+        distributed.parallelize(model_of("Llama"), mesh)
+    except InvalidArgument as error:
+        assert "a mesh of one dimension, not 2" in str(error)
+    else:
+        raise AssertionError("a mesh of two dimensions")
+    divided = distributed.parallelize(model_of("Llama"))
+    try:
+        with distributed.gather_local(divided):
+            raise KeyError
+    except KeyError:
+        # the next call would be a rank's part of the answer otherwise
+        assert all(layer.group for layer in distributed._shards(divided))
     say("refusals")
 
 
