@@ -159,25 +159,31 @@ class Entry:
             MissingDependency: the library is not installed.
             InvalidArgument: it has no size for this device.
         """
+        if self.missing:
+            raise MissingDependency(self.library, f"the model {self.name}", f"pip install {self.library}")
+        module, finish = self.module(Site(device, self.size(device, tiny=tiny), tiny))
+        workload = finish(module)
+        workload.name = self.name
+        return workload
+
+    def module(self, site: Site) -> tuple[nn.Module, Callable[[nn.Module], Workload]]:
+        """The model with random weights, and what makes its workload.
+
+        That may be called for other models of the same arguments too, such as one divided over several GPUs, whose
+        key-value caches then hold what that model computes.
+        """
         import torch
         from benchmarks.zoo import weights
 
-        if self.missing:
-            raise MissingDependency(self.library, f"the model {self.name}", f"pip install {self.library}")
-        site = Site(device, self.size(device, tiny=tiny), tiny)
         torch.manual_seed(0)
-        with torch.device(device):
+        with torch.device(site.device):
             module, inputs = self.build(site)
         module.eval()
         weights.vary(module)
         if callable(inputs):
-            workload: Workload = inputs(module.to(site.dtype))
-        else:
-            workload = from_example(module, inputs)
-            weights.fit_statistics(workload)
-            module.to(site.dtype)
-        workload.name = self.name
-        return workload
+            return module.to(site.dtype), inputs
+        weights.fit_statistics(from_example(module, inputs))
+        return module.to(site.dtype), lambda model: from_example(model, inputs)
 
 
 _ENTRIES: dict[str, Entry] = {}

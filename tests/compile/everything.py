@@ -1,8 +1,8 @@
 """Compile targets for architectures and print the rows as JSON: `python everything.py gfx942,sm_90 rms_norm softmax`.
 
 With `--known FILE` (see `recorded.py`) kernels whose sources, constants and options are as recorded are not compiled
-again, but for those of `recorded.ALWAYS`. A process of its own, since kernels defined for Triton's interpreter cannot
-be compiled.
+again, but for a share of those of `recorded.ALWAYS`. A process of its own, since kernels defined for Triton's
+interpreter cannot be compiled.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def main(archs: str, *targets: str) -> None:
     keys: list[recorded.Place] = []
     if known is not None:
         keys = recorded.places(work)
-        before = recorded.load(known)
-        work = [job for job, place in zip(work, keys, strict=True) if not before.has(place)]
+        needed = recorded.load(known).needed(keys)
+        work = [job for job, one in zip(work, needed, strict=True) if one]
 
     def note(done: int, planned: int, what: str) -> None:
         sys.stderr.write(f"{done}/{planned} {what}\n")

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import wavecrest.ops.common.launcher as _launcher
+from tests.compile.halfway import ttgir
 from wavecrest import hardware
 from wavecrest.dispatch.tuned import Config
-from wavecrest.isa import compiler
 from wavecrest.ops.common.triton import tl, triton
 from wavecrest.ops.mlstm.chunkwise import config as configs
 from wavecrest.ops.mlstm.chunkwise import launch as launches
@@ -60,7 +63,7 @@ def main() -> None:
             made = launches.planned(given, Config(**(first.kwargs | change)), hardware.ARCHS[ARCH])
             chosen = made[2:4] if title == "whole" else made[3:4]
             found |= {f"{name} {title} {one.kernel.__name__}": one for one in chosen}
-    built = {name: compiler.build(launch, ARCH).asm["ttgir"] for name, launch in found.items()}
+    built = {name: ttgir(launch, ARCH) for name, launch in found.items()}
     # how many waits leave a product under way, and what is overwritten under it
     report = {name: (len(re.findall(r"pendings = [1-9]", text)), early(text)) for name, text in built.items()}
     json.dump(report, sys.stdout)

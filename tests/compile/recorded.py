@@ -1,7 +1,8 @@
 """The record of compiled kernels: by case and architecture a key of all inputs, and a hash of the machine code.
 
 A kernel whose key is as recorded has the machine code that was recorded, and was held to the budget that was recorded
-with it; so a test run compiles what has changed, and one architecture whole.
+with it; so a test run compiles what has changed, and a share of one architecture. Which share moves with every change
+of the record; where the code that reads machine code has changed, it is all of that architecture.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from wavecrest import isa
+from wavecrest.hardware import occupancy
 from wavecrest.isa import compiler
 from wavecrest.isa.facts import Row
 from wavecrest.isa.survey import Job
 
 FILE = Path(__file__).with_name("recorded.json")
 BUDGETS = Path(__file__).parent / "budgets"
-# compiled anew in every run: a record that is wrong would show
+# of this architecture one kernel in SHARE of every op, and one at least, is compiled anew in every run: a record that
+# is wrong would show
 ALWAYS = "gfx942"
+SHARE = 3
 
 
 class Place(BaseModel):
@@ -42,9 +47,10 @@ class Compiled(BaseModel):
 
 
 class Recorded(BaseModel):
-    """The record: `ops` holds by op, case and architecture (key, hash of the machine code)."""
+    """The record: `ops` holds by op, case and architecture (key, hash of the machine code); `reader` is `reader()`."""
 
     triton: str
+    reader: str = ""
     budgets: dict[str, str]
     ops: dict[str, dict[str, dict[str, tuple[str, str]]]]
 
@@ -53,11 +59,27 @@ class Recorded(BaseModel):
         return self.ops.get(op, {}).get(case, {}).get(arch)
 
     def has(self, place: Place) -> bool:
-        """True if a kernel need not be compiled: same compiler, budget and key."""
-        if place.arch == ALWAYS or self.triton != version("triton") or self.budgets.get(place.op) != budget(place.op):
+        """True if a kernel is as recorded: same compiler, budget and key."""
+        if self.triton != version("triton") or self.budgets.get(place.op) != budget(place.op):
             return False
         before = self.of(place.op, place.case, place.arch)
         return before is not None and before[0] == place.key
+
+    def needed(self, every: Sequence[Place]) -> list[bool]:
+        """Whether each kernel is to be compiled: it is not as recorded, or of those of ALWAYS whose turn it is."""
+        turn, whole = hashlib.sha256(self.model_dump_json().encode()).hexdigest(), self.reader != reader()
+        again: set[tuple[str, str]] = set()
+        for op in dict.fromkeys(place.op for place in every):
+            own = [place.case for place in every if (place.op, place.arch) == (op, ALWAYS)]
+            own.sort(key=lambda case: hashlib.sha256(f"{turn} {case}".encode()).hexdigest())
+            again |= {(op, case) for case in (own if whole else own[: -(-len(own) // SHARE)])}
+        return [not self.has(place) or (place.arch == ALWAYS and (place.op, place.case) in again) for place in every]
+
+
+def reader() -> str:
+    """A hash of the code that reads machine code and holds it to budgets: a change of it shows in any kernel."""
+    paths = [*sorted(Path(isa.__file__).parent.glob("*.py")), Path(occupancy.__file__)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
 def load(path: Path = FILE) -> Recorded:
@@ -106,5 +128,6 @@ def save(record: Recorded, path: Path = FILE) -> None:
     for op, cases in sorted(record.ops.items()):
         lines = [f"{json.dumps(case)}: {json.dumps(archs)}" for case, archs in sorted(cases.items())]
         blocks.append(f"{json.dumps(op)}: {{\n" + ",\n".join(lines) + "\n}")
-    head = f'"triton": {json.dumps(record.triton)}, "budgets": {json.dumps(record.budgets, sort_keys=True)}'
+    head = f'"triton": {json.dumps(record.triton)}, "reader": {json.dumps(record.reader)}, '
+    head += f'"budgets": {json.dumps(record.budgets, sort_keys=True)}'
     path.write_text(f'{{{head}, "ops": {{\n' + ",\n".join(blocks) + "\n}}\n", encoding="utf-8")

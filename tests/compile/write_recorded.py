@@ -20,8 +20,8 @@ def main(arguments: list[str]) -> int:
     record = recorded.load()
     if record.triton not in ("", version("triton")):
         record = recorded.Recorded(triton="", budgets={}, ops={})
-    changed = 0
-    for op in [name for name in arguments if name != "--keys"] or ops_with_kernels():
+    changed, named = 0, [name for name in arguments if name != "--keys"]
+    for op in named or ops_with_kernels():
         found = compiled([op], known=recorded.FILE)
         codes = {(row.case, row.arch): row.facts.code_hash if row.facts else row.reason for row in found.rows}
         cases: dict[str, dict[str, tuple[str, str]]] = {}
@@ -35,6 +35,10 @@ def main(arguments: list[str]) -> int:
             cases.setdefault(place.case, {})[place.arch] = (place.key, code)
         record.ops[op], record.budgets[op] = cases, recorded.budget(op)
         record.triton = version("triton")
+        recorded.save(record)
+    if not named:
+        # all of ALWAYS was compiled and read by it
+        record.reader = recorded.reader()
         recorded.save(record)
     sys.stdout.write(f"{changed} kernels have other machine code than before\n")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from dataclasses import replace
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from wavecrest import hardware
-from wavecrest.errors import InvalidArgument, RankFailed
+from wavecrest.errors import InvalidArgument, RankFailed, StepRefused
 from wavecrest.integrations import distributed
 from wavecrest.measure.workload import from_example
 from wavecrest.optimizer.plan import Plan
@@ -64,6 +66,13 @@ def plan_of(model: nn.Module) -> Plan:
         plan.steps.append(StepOutcome(**outcome, verdict="kept", reason="a test's"))
         plan.stack.append(name)
     return plan
+
+
+def with_cache(workload: Any, options: Any, **_: Any) -> Any:
+    """The plan of a run that called the shard with its cache, as rank 0 does alone."""
+    assert not any(layer.group for layer in distributed._shards(workload.model))
+    workload.reset("default")
+    return SimpleNamespace(plan=plan_of(workload.model))
 
 
 def planned(workload: Any, options: Any, *, out: Path, **_: Any) -> Any:
@@ -133,10 +142,78 @@ def compiled(job: distributed._Job) -> None:
     say("compiled")
 
 
+def cached(job: distributed._Job) -> None:
+    """A step of decoding: each rank has a key-value cache of its own heads, which no message carries."""
+    from transformers import StaticCache
+
+    one, divided = model_of("Llama"), distributed.parallelize(model_of("Llama"))
+    step = {"input_ids": IDS[:, :1], "use_cache": True}
+    answers, caches = [], []
+    for model in (one, divided):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        with torch.no_grad():
+            model(input_ids=IDS, past_key_values=cache, use_cache=True)
+            caches.append(cache)
+            answers.append(model(**step, past_key_values=cache).logits)
+    torch.testing.assert_close(answers[1], answers[0])
+    # plain tensors, which nothing has to wait for
+    down = divided.model.layers[0].mlp.down_proj  # type: ignore[union-attr, index]
+    assert type(down(torch.ones(1, 48))) is type(answers[1]) is torch.Tensor
+    assert caches[1].layers[0].keys.shape[1] * 2 == caches[0].layers[0].keys.shape[1]
+
+    def rewind(_bucket: str) -> None:
+        for layer in caches[1].layers:
+            layer.cumulative_length.fill_(IDS.shape[1])
+
+    inputs = {**step, "past_key_values": caches[1]}
+    before = [layer.keys.clone() for layer in caches[1].layers]
+    distributed.api.run = with_cache  # type: ignore[assignment]
+    result = distributed.optimize(divided, inputs, reset=rewind, budget=3.0)
+    assert result.refused == "" and result.plan.stack == list(STEPS), result.refused
+    for layer, keys in zip(caches[1].layers, before, strict=True):
+        assert torch.equal(layer.keys, keys) and int(layer.cumulative_length) == IDS.shape[1]
+    rewind("")
+    with torch.no_grad():
+        torch.testing.assert_close(result.model(**inputs).logits, answers[0])
+    say("cached")
+    damaged = model_of("Llama", seed=job.rank)
+    distributed.parallelize(damaged)
+    with torch.no_grad():
+        # of one rank's heads alone
+        damaged.model.layers[1].self_attn.v_proj.weight.mul_(1.2 if job.rank else 1.0)  # type: ignore[union-attr, index]
+    assert "allowed" in distributed._check(job, divided, damaged, inputs, rewind)
+    stranger = copy.deepcopy(caches[1])
+    try:
+        distributed._Own(from_example(divided, inputs)).sent(stranger)
+    except InvalidArgument as error:
+        assert "StaticCache that is not of the example inputs" in str(error)
+        say("own caches")
+
+
+class Refusing(nn.Module):
+    """Cannot be captured, on any rank."""
+
+    def forward(self, **_inputs: Any) -> Any:
+        raise StepRefused("the model cannot be captured: planted")
+
+
+def not_captured(job: distributed._Job) -> None:
+    divided = distributed.parallelize(model_of("Llama"))
+    problem = distributed._check(job, divided, Refusing(), INPUTS)
+    assert "cannot be captured: planted" in problem, problem
+    say("not captured")
+
+
 def refusals(job: distributed._Job) -> None:
     uneven = model_of("Llama")
     uneven.config.num_key_value_heads = 3
+    strange = model_of("Llama")
+    strange.config.base_model_tp_plan = {"layers.*.mlp.up_proj": "by_experts"}
+    odd = model_of("Llama")
+    odd.model.layers[1].mlp.down_proj = nn.Linear(97, 64)  # type: ignore[union-attr, index]
     for model, reason in (
+        (strange, "no style by_experts"),
+        (odd, "model.layers.1.mlp.down_proj: its size of 97 does not divide by 2 ranks"),
         (nn.Linear(4, 4), "has no tensor-parallel plan"),
         (distributed.parallelize(model_of("Llama")), "takes a model before other changes"),
         (uneven, "num_key_value_heads of 3 does not divide by 2 ranks"),
@@ -149,6 +226,20 @@ def refusals(job: distributed._Job) -> None:
         else:
             raise AssertionError(reason)
         assert before == [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    mesh = init_device_mesh("cpu", (1, 2))
+    try:
+        distributed.parallelize(model_of("Llama"), mesh)
+    except InvalidArgument as error:
+        assert "a mesh of one dimension, not 2" in str(error)
+    else:
+        raise AssertionError("a mesh of two dimensions")
+    divided = distributed.parallelize(model_of("Llama"))
+    try:
+        with distributed.gather_local(divided):
+            raise KeyError
+    except KeyError:
+        # the next call would be a rank's part of the answer otherwise
+        assert all(layer.group for layer in distributed._shards(divided))
     say("refusals")
 
 
@@ -179,7 +270,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     job = distributed._Job()
-    for part in (answers, followed, compiled, refusals, failures):
+    for part in (answers, followed, compiled, cached, not_captured, refusals, failures):
         part(job)
     os._exit(0)
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from wavecrest.errors import StepRefused
 from wavecrest.graphs.masks import Padding, without_full_mask
 from wavecrest.measure import cuda_graph, timing
-from wavecrest.measure.tree import iter_tensors
+from wavecrest.measure.tree import is_object, iter_tensors
 
 
 class CaptureWarning(UserWarning):
@@ -96,7 +96,7 @@ class CapturedModule(nn.Module):
         inner_leaves = [next(fill) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(inner_leaves, spec)
         # warm-up calls must not advance the state of these objects (a cache's write position)
-        state = [tensor for leaf in leaves if _is_object(leaf) for _, tensor in iter_tensors("", leaf, set())]
+        state = [tensor for leaf in leaves if is_object(leaf) for _, tensor in iter_tensors("", leaf, set())]
         before = [tensor.detach().clone() for tensor in state]
         cuda_graph.warm_up(lambda: self.inner(*args, **kwargs))
         for tensor, value in zip(state, before, strict=True):
@@ -135,11 +135,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def _is_object(leaf: Any) -> bool:
-    return not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str | torch.dtype))
-
-
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return ("tensor", tuple(leaf.shape), leaf.dtype, str(leaf.device))
-    return ("object", id(leaf)) if _is_object(leaf) else leaf
+    return ("object", id(leaf)) if is_object(leaf) else leaf

@@ -10,11 +10,11 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,14 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
 
-from wavecrest.errors import InvalidArgument, RankFailed, WavecrestError
+from wavecrest.errors import InvalidArgument, RankFailed, StepRefused, WavecrestError
+from wavecrest.measure.tree import is_object, iter_tensors
 from wavecrest.measure.workload import Workload, from_example
 from wavecrest.optimizer import api
-from wavecrest.optimizer.gate import Gate, RuleBroken, failures
+from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.gate.snapshot import Snapshot, write
 from wavecrest.optimizer.options import Options
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.progress import receiver
@@ -46,6 +49,8 @@ GATHERED = ("colwise_gather_output", "colwise_rep")
 RULES = frozenset(
     ("leaves", "structure", "type", "accuracy", "elements", "top-1", "dependence", "variation", "padding", "edges")
 )
+# bytes up to which whole numbers inside of a cache, such as the position to write at, are sent from rank 0
+MOST_STATE = 1 << 16
 
 
 # torch 2.13 deprecates the older name
@@ -67,7 +72,7 @@ class RowParallel(_Sharded):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K / ranks] to [..., N], the same on every rank."""
         y: Tensor = self.linear(x)
-        return collectives.all_reduce(y, "sum", self.group) if self.group else y
+        return _waited(collectives.all_reduce(y, "sum", self.group)) if self.group else y
 
 
 class GatheredLinear(_Sharded):
@@ -76,7 +81,16 @@ class GatheredLinear(_Sharded):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N], the same on every rank; [..., N / ranks] without a group."""
         y: Tensor = self.linear(x)
-        return _gather(y, y.ndim - 1, self.group) if self.group else y
+        return _waited(_gather(y, y.ndim - 1, self.group)) if self.group else y
+
+
+def _waited(y: Tensor) -> Tensor:
+    """A plain tensor, which the current stream has waited for.
+
+    Outside of compiled code a collective waits when its result is first used. The caller of a model may not use it in
+    time: an event behind the call would not count the last one, and a graph cannot end while it is under way.
+    """
+    return y.wait() if isinstance(y, collectives.AsyncCollectiveTensor) else y
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -291,7 +305,14 @@ class ParallelResult:
     local: api.OptimizeResult | None
 
 
-def optimize(model: nn.Module, example_inputs: Any, *, progress: Any = None, **options: Any) -> ParallelResult:
+def optimize(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    reset: Callable[[str], None] | None = None,
+    progress: Any = None,
+    **options: Any,
+) -> ParallelResult:
     """Optimize a model that `parallelize` divided; every rank of the job calls it alike.
 
     Rank 0 runs `wavecrest.optimize` on its shard without communication, so its speed-ups are those of a rank's own
@@ -300,7 +321,9 @@ def optimize(model: nn.Module, example_inputs: Any, *, progress: Any = None, **o
 
     Args:
         model: of `parallelize`, in eval mode; it is not changed.
-        example_inputs: as for `wavecrest.optimize`, the same on every rank.
+        example_inputs: as for `wavecrest.optimize`, the same on every rank. An object among them, such as a key-value
+            cache, is each rank's own, and holds the rank's heads.
+        reset: as `Workload.reset`: called with the bucket's name before a call, to put a cache back.
         progress: as for `wavecrest.optimize`; rank 0 alone shows it.
         options: fields of `wavecrest.optimizer.api.Options`, and `out` and `bundle` of `wavecrest.optimize`.
 
@@ -317,7 +340,7 @@ def optimize(model: nn.Module, example_inputs: Any, *, progress: Any = None, **o
     local, error = None, None
     if job.rank == 0:
         try:
-            local = _optimize_shard(model, example_inputs, progress, options)
+            local = _optimize_shard(model, example_inputs, reset, progress, options)
         except Exception as raised:
             error = raised
     job.agree(error)
@@ -331,7 +354,7 @@ def optimize(model: nn.Module, example_inputs: Any, *, progress: Any = None, **o
     except Exception as raised:
         error = raised
     job.agree(error)
-    refused = _check(job, model, optimized, example_inputs)
+    refused = _check(job, model, optimized, example_inputs, reset)
     if refused:
         logger.warning("the plan is not in force: %s", refused)
     return ParallelResult(model if refused else optimized, plan, refused, local)
@@ -341,25 +364,38 @@ def _shards(model: nn.Module) -> list[_Sharded]:
     return [module for module in model.modules() if isinstance(module, _Sharded)]
 
 
-def _optimize_shard(model: nn.Module, inputs: Any, progress: Any, options: Mapping[str, Any]) -> api.OptimizeResult:
+def _optimize_shard(
+    model: nn.Module, inputs: Any, reset: Callable[[str], None] | None, progress: Any, options: Mapping[str, Any]
+) -> api.OptimizeResult:
     files: dict[str, Any] = {name: Path(options[name]) for name in ("out", "bundle") if options.get(name) is not None}
     rest = {name: value for name, value in options.items() if name not in ("out", "bundle")}
     # a step in other processes would have to start other ranks
     rest["skip"] = tuple({*rest.get("skip", ()), "environment"})
+    workload = from_example(model, inputs)
+    workload.reset = reset
     with gather_local(model):
-        return api.run(from_example(model, inputs), Options(**rest), progress=receiver(progress), **files)
+        return api.run(workload, Options(**rest), progress=receiver(progress), **files)
 
 
-def _check(job: _Job, model: nn.Module, optimized: nn.Module, inputs: Any) -> str:
+def _check(
+    job: _Job,
+    model: nn.Module,
+    optimized: nn.Module,
+    inputs: Any,
+    reset: Callable[[str], None] | None = None,
+) -> str:
     """Why answers of the whole parallel model break the gate, or "": rank 0 calls, the others answer its calls."""
+    workload = from_example(model, inputs)
+    workload.reset = reset
+    own = _Own(workload)
     if job.rank:
-        _answer(job, (model, optimized))
+        _answer(job, (model, optimized), own)
         return str(job.tell())
     problem = ""
     try:
-        gate = Gate.prepare(_called(job, model, inputs), rules=RULES)
-        problem = failures(gate.check(_Caller(job, 1, optimized)))
-    except RuleBroken as error:
+        gate = Gate.prepare(_called(job, model, workload, own), rules=RULES)
+        problem = failures(gate.check(_Caller(job, 1, optimized, own)))
+    except StepRefused as error:
         problem = str(error)
     finally:
         job.tell(None)
@@ -367,41 +403,112 @@ def _check(job: _Job, model: nn.Module, optimized: nn.Module, inputs: Any) -> st
     return problem
 
 
-def _called(job: _Job, model: nn.Module, inputs: Any) -> Workload:
-    workload = from_example(model, inputs)
-    return Workload(_Caller(job, 0, model), workload.buckets, name=workload.name)
+def _called(job: _Job, model: nn.Module, workload: Workload, own: _Own) -> Workload:
+    caller = _Caller(job, 0, model, own)
+    return Workload(caller, workload.buckets, name=workload.name, reset=workload.reset)
+
+
+class _Place(NamedTuple):
+    """In a message in place of an object of the inputs: its number, and the whole numbers that it holds on rank 0."""
+
+    number: int
+    state: dict[str, Tensor]
+
+
+class _Held(NamedTuple):
+    """In a message a tensor of a GPU: values of the host's memory for the receiver's own GPU."""
+
+    values: Tensor
+
+
+class _Own:
+    """Objects among the example inputs, such as key-value caches: each rank has its own, with its own heads.
+
+    A message names them by number. The state of rank 0's is what the gate makes it; the others' is put back before
+    every call, with rank 0's whole numbers (positions, lengths) in it.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.objects: list[Any] = []
+        for inputs in workload.buckets.values():
+            for leaf in pytree.tree_leaves((inputs.args, dict(inputs.kwargs))):
+                if is_object(leaf) and not any(leaf is one for one in self.objects):
+                    self.objects.append(leaf)
+        self.kept: Snapshot | None = None
+
+    def sent(self, value: Any) -> Any:
+        """Arguments as a message: nothing in it lies on a GPU."""
+
+        def leaf(one: Any) -> Any:
+            if isinstance(one, Tensor):
+                return _Held(one.cpu()) if one.is_cuda else one
+            if not is_object(one):
+                return one
+            for number, mine in enumerate(self.objects):
+                if one is mine:
+                    return _Place(number, {path: tensor.cpu() for path, tensor in _whole_numbers(one)})
+            raise InvalidArgument(f"a {type(one).__name__} that is not of the example inputs cannot go to other ranks")
+
+        return pytree.tree_map(leaf, value)
+
+    def received(self, value: Any) -> Any:
+        """The arguments of a message on this rank."""
+        if self.kept is None:
+            if self.workload.reset is not None:
+                for bucket in self.workload.buckets:
+                    self.workload.reset(bucket)
+            self.kept = Snapshot((f"{number}", one) for number, one in enumerate(self.objects))
+        self.kept.restore()
+
+        def leaf(one: Any) -> Any:
+            if isinstance(one, _Held):
+                return one.values.to(torch.accelerator.current_device_index())
+            if not isinstance(one, _Place):
+                return one
+            mine = self.objects[one.number]
+            for path, tensor in _whole_numbers(mine):
+                write(tensor, one.state[path])
+            return mine
+
+        return pytree.tree_map(leaf, value, is_leaf=lambda one: isinstance(one, (_Held, _Place)))
+
+    def restore(self) -> None:
+        """Put the objects back as they were before the calls."""
+        if self.kept is not None:
+            self.kept.restore()
+
+
+def _whole_numbers(value: Any) -> Iterator[tuple[str, Tensor]]:
+    for path, tensor in iter_tensors("", value, set()):
+        if not (tensor.is_floating_point() or tensor.is_complex()) and tensor.nbytes <= MOST_STATE:
+            yield path, tensor
 
 
 class _Caller(nn.Module):
     """A model on rank 0 whose calls all ranks make, with the same inputs."""
 
-    def __init__(self, job: _Job, number: int, model: nn.Module) -> None:
+    def __init__(self, job: _Job, number: int, model: nn.Module, own: _Own) -> None:
         super().__init__()
         self.number, self.model = number, model
         # past nn.Module and copies: a job cannot be copied
-        self._tell = job.tell
+        self._tell, self._own = job.tell, own
 
     def __deepcopy__(self, memo: Any) -> _Caller:
         raise TypeError("a model over several ranks has no copy in higher precision")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The answer of the parallel model."""
-        self._tell((self.number, args, kwargs))
+        self._tell((self.number, self._own.sent((args, kwargs))))
         with _ended():
             return self.model(*args, **kwargs)
 
 
-def _answer(job: _Job, models: tuple[nn.Module, ...]) -> None:
+def _answer(job: _Job, models: tuple[nn.Module, ...], own: _Own) -> None:
     while (message := job.tell()) is not None:
-        number, args, kwargs = message
-        with torch.no_grad(), _ended():
-            models[number](*_here(args), **_here(kwargs))
-
-
-def _here(value: Any) -> Any:
-    """Rank 0's tensors on this rank's device."""
-    if isinstance(value, Tensor):
-        return value.to(torch.accelerator.current_device_index()) if value.is_cuda else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(_here(one) for one in value)
-    return {name: _here(one) for name, one in value.items()} if isinstance(value, dict) else value
+        number, sent = message
+        args, kwargs = own.received(sent)
+        # what a rank cannot capture, none can: rank 0 meets the same refusal and says so
+        with torch.no_grad(), _ended(), suppress(StepRefused):
+            models[number](*args, **kwargs)
+    own.restore()

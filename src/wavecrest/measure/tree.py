@@ -65,6 +65,13 @@ def attributes(value: Any) -> list[tuple[str, Any]]:
     return found + list(getattr(value, "__dict__", {}).items())
 
 
+def is_object(leaf: Any) -> bool:
+    """Whether a leaf of a call's arguments is neither a tensor nor a plain value: a key-value cache, for instance."""
+    import torch
+
+    return not (leaf is None or isinstance(leaf, torch.Tensor | bool | int | float | str | torch.dtype))
+
+
 def iter_tensors(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor inside nested containers, dataclasses and cache objects, with its path; each once.
 
