@@ -80,11 +80,13 @@ def bind(call: SlstmCall, config: Config) -> Callable[[SlstmCall], Tensor | tupl
 
     def run(call: SlstmCall) -> Tensor | tuple[Tensor, ...]:
         y = make((shape[0], tokens, *shape[1:]), dtype=dtype, device=device)
-        states: list[Tensor | None] = [None] * 4
-        if last:
-            states = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4)]
+        if not last:
+            if some:
+                start(*tensors_of((*call, y, None, None, None, None)))
+            return y
+        states = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4)]
         if some:
             start(*tensors_of((*call, y, *states)))
-        return (y, *states) if last else y  # type: ignore[return-value]
+        return (y, *states)
 
     return run

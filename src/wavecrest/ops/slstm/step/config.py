@@ -17,6 +17,4 @@ def default(head_dim: int, arch: Arch | None) -> Config:
     if arch is not None and arch.vendor == "amd" and arch.wave_size == 32:
         return Config(BLOCK_B=ROWS, BLOCK_N=min(32, block), BLOCK_K=ROWS, STAGES=1, num_warps=2, num_stages=1)
     warps = 4 if block > ROWS else 1
-    return Config(
-        BLOCK_B=ROWS, BLOCK_N=min(32, block), BLOCK_K=min(64, block), STAGES=2, num_warps=warps, num_stages=1
-    )
+    return Config(BLOCK_B=ROWS, BLOCK_N=min(32, block), BLOCK_K=min(64, block), STAGES=2, num_warps=warps, num_stages=1)
