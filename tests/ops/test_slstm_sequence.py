@@ -125,6 +125,16 @@ def test_a_sequence_divided_anywhere_is_the_whole(backend: str) -> None:
         assert all(same_bits(one, want) for one, want in zip(after[1:], whole[1:], strict=True))
 
 
+def test_pytorchs_loop_takes_any_number_of_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in (CASES["first states"], CASES["padded resets"]):
+        call = case(**options)
+        want = run(OP, call, backend="torch")
+        for tokens in (1, 2, 5):
+            monkeypatch.setattr("wavecrest.backends.torch.slstm.CHUNK", tokens * call.x[:, 0].numel())
+            got = run(OP, call, backend="torch")
+            assert all(same_bits(one, other) for one, other in zip(got, want, strict=True))
+
+
 def test_a_row_has_the_same_bits_in_any_batch_and_beside_padding() -> None:
     call = case(batch=18, heads=1, tokens=4, dim=32, first=True, dtype=BF16)
     for config in CONFIGS.values():

@@ -23,7 +23,7 @@ NOTHING = -1e30
 def loop(call: SlstmCall) -> list[Tensor]:
     """(h, then the last states where they are asked for), for calls that need no gradient.
 
-    A token is one batched GEMM over heads and 11 operations on its gates, in place; pre-activations and h are laid out
+    A token is one batched GEMM over heads and 12 operations on its gates, in place; pre-activations and h are laid out
     by head, a chunk of tokens at a time.
     """
     device = call.x.device.type
@@ -86,8 +86,6 @@ def _loop(call: SlstmCall) -> list[Tensor]:
             h = h_now if outside is None else torch.where(outside[t], h, h_now)
         if outside is not None:
             h_all[:length].masked_fill_(outside[part], 0.0)
-        # the next chunk overwrites it
-        h = h.clone()
         y[:, part].copy_(h_all[:length].permute(2, 0, 1, 3))
     if not call.return_last_states:
         return [y]
