@@ -68,7 +68,7 @@ class xLSTMBlockStackConfig:
             )
         if self.ffn_act_fn not in ACTIVATIONS:
             raise InvalidArgument(
-                f"xLSTMBlockStackConfig: ffn_act_fn={self.ffn_act_fn!r} is none of {', '.join(ACTIVATIONS)}"
+                f"xLSTMBlockStackConfig: ffn_act_fn={self.ffn_act_fn!r} must be one of {', '.join(ACTIVATIONS)}"
             )
 
     @property

@@ -61,7 +61,7 @@ def cell(a: Tensor, state: State, forget_gate: str) -> State:
 
 
 def recurrent(h: Tensor, r: Tensor) -> Tensor:
-    """What h [B, NH, D] adds to the pre-activations, [B, 4, NH, D]."""
+    """The recurrent part of the pre-activations, [B, 4, NH, D], from h [B, NH, D]."""
     return (h.transpose(0, 1) @ r).permute(2, 0, 1, 3)
 
 
@@ -90,7 +90,7 @@ def _recurrence(call: SlstmCall) -> tuple[list[Tensor], State]:
 
 
 def recurrence(call: SlstmCall) -> tuple[list[Tensor], State]:
-    """h [B, NH, D] of each token, 0 where there is none, and the last states; outside of autocast, which rounds."""
+    """h [B, NH, D] of each token, 0 outside of sequences, and the last states; outside of autocast, which rounds."""
     device = call.x.device.type
     # other devices have no autocast, and asking about them is an error
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
