@@ -17,6 +17,7 @@ from tests.ops.slstm_harness import (
     F16,
     F32,
     F64,
+    LIMITS,
     NAN,
     assert_right,
     case,
@@ -93,7 +94,7 @@ def test_gates_at_their_extremes(gate: str, backend: str) -> None:
     y, *states = run(OP, call, backend=backend)
     assert all(bool(one.isfinite().all()) for one in (y, *states))
     # where weights are e^(10⁴ − m), h is off by what m is: 2⁻¹¹
-    torch.testing.assert_close(y.cpu().double(), want[0], rtol=0, atol=2e-3 if gate in "if" else 4e-6)
+    torch.testing.assert_close(y.cpu().double(), want[0], rtol=0, atol=2e-3 if gate in "if" else LIMITS[F32])
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
@@ -171,8 +172,11 @@ def test_strides(how: str) -> None:
     names = ("x", "r", "bias", "h_initial", "c_initial", "n_initial", "m_initial", "resets")
     other = call._replace(**{name: moved(getattr(call, name), how) for name in names})
     for backend in ("triton", "torch"):
-        for one, wanted in zip(run(OP, other, None, backend), run(OP, call, None, backend), strict=True):
-            assert same_bits(one, wanted)
+        got = run(OP, other, None, backend)
+        assert_right(call, got)
+        # on a GPU other strides are other code, which may join other products and sums
+        if DEVICE == "cpu":
+            assert all(same_bits(one, want) for one, want in zip(got, run(OP, call, None, backend), strict=True))
 
 
 def test_no_tokens_and_first_states_are_kept() -> None:

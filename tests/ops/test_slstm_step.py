@@ -99,8 +99,11 @@ def test_strides(how: str) -> None:
     call = step(dtype=F16)
     names = ("x", "r", "h", "c", "n", "m", "bias")
     other = call._replace(**{name: moved(getattr(call, name), how) for name in names})
-    for one, wanted in zip(run(OP, other), run(OP, call), strict=True):
-        assert same_bits(one, wanted)
+    got = run(OP, other)
+    assert_step(call, got)
+    # on a GPU other strides are other code, which may join other products and sums
+    if DEVICE == "cpu":
+        assert all(same_bits(one, want) for one, want in zip(got, run(OP, call), strict=True))
 
 
 def test_what_is_refused() -> None:
