@@ -22,8 +22,8 @@ def block_d(head_dim: int) -> int:
 def default(head_dim: int, dtype: str, arch: Arch | None) -> Config:
     """16 rows a program; the weights of a head are kept up to 128 KiB, larger ones are read again by each token.
 
-    Chosen for code without spills (triton 3.6.0, gfx90a to gfx1201 and sm_90, 2026-11-26), not by times. With 32 lanes
-    a wave, AMD's matrix instructions take their operands twice, so that nothing is kept there, nor read ahead.
+    Chosen for code without spills (triton 3.6.0, gfx90a to gfx1201 and sm_90, 2026-11-26), not by times. On RDNA
+    nothing is kept or read ahead: weights of heads of 64 that are kept spill 116 registers on gfx1100.
     """
     block, wide = block_d(head_dim), dtype == "float32"
     if arch is not None and arch.vendor == "amd" and arch.wave_size == 32:

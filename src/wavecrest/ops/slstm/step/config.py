@@ -10,8 +10,8 @@ from wavecrest.ops.slstm.sequence.config import ROWS, block_d
 def default(head_dim: int, arch: Arch | None) -> Config:
     """32 columns a program and 64 rows of the weights at a time.
 
-    Reasoned, not measured: a head of 128 is read by 4 programs, each of which has tiles of 4 KiB under way. With 32
-    lanes a wave, AMD's matrix instructions take their operands twice: smaller tiles there.
+    Reasoned, not measured: a head of 128 is read by 4 programs, each of which has tiles of 4 KiB under way. On RDNA
+    (32 lanes a wave) such tiles spill: smaller ones there.
     """
     block = block_d(head_dim)
     if arch is not None and arch.vendor == "amd" and arch.wave_size == 32:
