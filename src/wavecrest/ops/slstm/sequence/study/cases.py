@@ -57,7 +57,10 @@ def bench_cases(suite: str, device: str) -> dict[str, Callable[[], SlstmCall]]:
 
 
 def emulate_cases(arch: str) -> dict[str, Callable[[], SlstmCall]]:
-    """Odd head_dims, padded rows with resets, both forget gates, weights read again by each token."""
+    """Odd head_dims, padded rows with resets, both forget gates, weights read again by each token.
+
+    States are asked for in float32 alone: in 16 bits they carry the rounding of h as an operand.
+    """
     lens = {
         "seq_starts": torch.tensor([2, 0], dtype=torch.int32),
         "seq_lens": torch.tensor([4, 7], dtype=torch.int32),
@@ -66,7 +69,9 @@ def emulate_cases(arch: str) -> dict[str, Callable[[], SlstmCall]]:
     resets[0, 3] = resets[1, [0, 5]] = True
     return {
         "odd columns": partial(example, (3, 5, 2, 24), torch.bfloat16, "cpu"),
-        "padded resets": partial(example, (2, 7, 1, 16), torch.float32, "cpu", resets=resets, first=True, **lens),
+        "padded resets": partial(
+            example, (2, 7, 1, 16), torch.float32, "cpu", resets=resets, first=True, return_last_states=True, **lens
+        ),
         "exponential": partial(example, (2, 5, 1, 32), torch.float16, "cpu", forget_gate="exp", plain=True),
-        "read again": partial(example, (2, 3, 1, 256), torch.bfloat16, "cpu", return_last_states=True),
+        "read again": partial(example, (2, 3, 1, 256), torch.bfloat16, "cpu"),
     }
