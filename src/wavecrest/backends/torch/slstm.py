@@ -91,7 +91,8 @@ def _loop(call: SlstmCall) -> list[Tensor]:
         return [y]
     # the caller's, where there was no token
     m = torch.where(n == 0, first_m, m)
-    return [y, *(one.transpose(0, 1).contiguous() for one in (h, c, n, m))]
+    # h is a part of much memory, which it must not keep
+    return [y, *(one.transpose(0, 1).contiguous() for one in (h.clone(), c, n, m))]
 
 
 def _fake(call: SlstmCall) -> list[Tensor]:
