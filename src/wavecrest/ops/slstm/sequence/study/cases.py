@@ -57,7 +57,7 @@ def bench_cases(suite: str, device: str) -> dict[str, Callable[[], SlstmCall]]:
 
 
 def emulate_cases(arch: str) -> dict[str, Callable[[], SlstmCall]]:
-    """Odd head_dims, padded rows with resets, both forget gates, weights read again by each token.
+    """Odd head_dims, padded rows with resets, both forget gates, weights kept and weights read again.
 
     States are asked for in float32 alone: in 16 bits they carry the rounding of h as an operand.
     """
@@ -73,5 +73,6 @@ def emulate_cases(arch: str) -> dict[str, Callable[[], SlstmCall]]:
             example, (2, 7, 1, 16), torch.float32, "cpu", resets=resets, first=True, return_last_states=True, **lens
         ),
         "exponential": partial(example, (2, 5, 1, 32), torch.float16, "cpu", forget_gate="exp", plain=True),
+        "kept": partial(example, (2, 3, 1, 128), torch.bfloat16, "cpu"),
         "read again": partial(example, (2, 3, 1, 256), torch.bfloat16, "cpu"),
     }
