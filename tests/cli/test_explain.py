@@ -59,6 +59,8 @@ OTHER_SIZES = {
     "mlstm_chunkwise": (["B=2", "H=3", "S=9", "D=16"], {"tokens": 16, "heads": 3, "dk": 16, "dv": 32}),
     "mlstm_sequence": (["B=2", "H=3", "S=9", "D=16"], {"tokens": 16, "heads": 3, "dk": 16, "dv": 32}),
     "mlstm_step": (["B=2", "H=3", "D=16"], {"heads": 3, "dk": 16, "dv": 32}),
+    "slstm_sequence": (["B=2", "H=3", "S=9", "D=16"], {"heads": 3, "head_dim": 16, "forget_gate": "sigmoid"}),
+    "slstm_step": (["B=2", "H=3", "D=16"], {"heads": 3, "head_dim": 16, "bias": True}),
     "flash_attention": (["B=2", "H=3", "S=9", "D=16"], {"batch": 2, "heads": 3, "queries": 16, "keys": 16, "d": 16}),
     "flash_decoding": (["B=2", "H=8", "S=9", "D=16"], {"batch": 2, "heads": 8, "kv_heads": 2, "capacity": 16, "d": 16}),
 }

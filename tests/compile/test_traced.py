@@ -43,6 +43,8 @@ WRITTEN = {
     "_mlstm_chunks_kernel": {"h_ptr"},
     "_mlstm_recurrent_kernel": {"h_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr"},
     "_mlstm_step_kernel": {"h_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr", "scratch_ptr", "arrivals_ptr"},
+    "_slstm_sequence_kernel": {"y_ptr", "h_new_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr"},
+    "_slstm_step_kernel": {"y_ptr", "h_new_ptr", "c_new_ptr", "n_new_ptr", "m_new_ptr"},
     "_mlstm_norm_kernel": {"y_ptr", "n_new_ptr", "m_new_ptr"},
 }
 

@@ -22,7 +22,7 @@ BESIDE = ["PackedWeight", "get", "linear", "mlstm_parallel", "names", "pack"]
 # packages of ops/ that are no op: what kernels share, and packed weights
 SHARED = {"common", "packed"}
 # families: ops over one kernel or one state, with a public function a file or a folder
-FAMILIES = {"rows", "gated", "mlstm"}
+FAMILIES = {"rows", "gated", "mlstm", "slstm"}
 GRAMMAR = {"__init__", "call", "key", "reference", "kernel", "launch", "config", "backend", "study"}
 STUDY = {"__init__", "cases", "space", "work", "bound"}
 
@@ -65,8 +65,8 @@ def test_an_op_stands_where_its_name_says() -> None:
         family = place.parts[0] in FAMILIES
         # a folder that carries the name of a public function has an underscore, so that neither replaces the other
         found[name] = f"{place.parts[0]}/{name}.py" if family and len(place.parts) == 2 else f"_{name}/__init__.py"
-        if place.parts[0] == "mlstm":
-            found[name] = f"mlstm/{name.removeprefix('mlstm_')}/__init__.py"
+        if place.parts[0] in ("mlstm", "slstm"):
+            found[name] = f"{place.parts[0]}/{name.removeprefix(f'{place.parts[0]}_')}/__init__.py"
         assert str(place) == found[name]
 
 

@@ -89,6 +89,8 @@ NAMES: dict[str, list[str]] = {
         "_decoding_kernel",
         "_mlstm_chunks_kernel",
         "_mlstm_step_kernel",
+        "_slstm_sequence_kernel",
+        "_slstm_step_kernel",
         "_mlstm_keys_kernel",
         "BatchPrefillWithRaggedKVCacheKernel",
         "_fwd_grouped_kernel_stage1_rope",

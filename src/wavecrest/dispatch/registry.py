@@ -28,6 +28,7 @@ BACKEND_MODULES = (
     "wavecrest.backends.torch.mlstm",
     "wavecrest.backends.torch.rope",
     "wavecrest.backends.torch.rows",
+    "wavecrest.backends.torch.slstm",
     "wavecrest.backends.gemm_then_act",
     "wavecrest.backends.blas",
     "wavecrest.backends.addmm_activation",

@@ -30,6 +30,8 @@ from wavecrest.ops.rows.quantize_int8 import quantize_int8
 from wavecrest.ops.rows.rms_norm import rms_norm
 from wavecrest.ops.rows.rms_norm_quantize import rms_norm_quantize
 from wavecrest.ops.rows.softmax import softmax
+from wavecrest.ops.slstm.sequence import slstm_sequence
+from wavecrest.ops.slstm.step import slstm_step
 from wavecrest.settings import read_environment
 
 __all__ = [
@@ -63,6 +65,8 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "silu_and_mul",
+    "slstm_sequence",
+    "slstm_step",
     "softmax",
 ]
 

@@ -79,6 +79,7 @@ RULES: tuple[Rule, ...] = (
          "wavecrest"),
     # a recurrence in place of attention; its norm by itself
     Rule(r"^_mlstm_(?:gates|keys|states|chunks|recurrent|step)_kernel$", "attention", "wavecrest"),
+    Rule(r"^_slstm_(?:sequence|step)_kernel$", "attention", "wavecrest"),
     Rule(r"^_mlstm_norm_kernel$", "normalisation", "wavecrest"),
     Rule(r"^_memcpy_kernel$", "memory", "wavecrest"),
     Rule(r"^_(?:gated|silu_and_mul|gelu_and_mul|rope)_kernel$", "elementwise", "wavecrest"),

@@ -1,6 +1,7 @@
-"""xLSTM Large (the architecture of xLSTM 7B): model, loader, generation, and the official packages' kernel names."""
+"""xLSTM Large (xLSTM 7B): model, loader, generation, and the official packages' kernel names; and the block stack."""
 
 from wavecrest.models.xlstm.backend import mLSTMBackend, mLSTMBackendConfig
+from wavecrest.models.xlstm.blocks import xLSTMBlockStack, xLSTMBlockStackConfig, xLSTMLMModel
 from wavecrest.models.xlstm.config import ConfigWarning, xLSTMLargeConfig
 from wavecrest.models.xlstm.generation import DecodeFallback, Generated
 from wavecrest.models.xlstm.kernels import (
@@ -45,6 +46,9 @@ __all__ = [
     "mLSTMBackendConfig",
     "quantize",
     "select_rows",
+    "xLSTMBlockStack",
+    "xLSTMBlockStackConfig",
+    "xLSTMLMModel",
     "xLSTMLarge",
     "xLSTMLargeConfig",
 ]

@@ -1,0 +1,1 @@
+"""The sLSTM: over sequences, and one step of decoding."""

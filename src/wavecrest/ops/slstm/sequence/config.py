@@ -1,0 +1,38 @@
+"""The configuration of the sequence kernel where nothing measured is known."""
+
+from __future__ import annotations
+
+import wavecrest.ops.common.layout as _layout
+from wavecrest.dispatch.tuned import Config
+from wavecrest.hardware import Arch
+
+# a program has four gates and four states of its rows in registers
+LARGEST_HEAD_DIM = 256
+# least rows of an operand of a matrix unit
+ROWS = 16
+# most bytes of a head's weights that a program keeps in registers, or where the compiler puts what it keeps
+KEPT = 128 << 10
+
+
+def block_d(head_dim: int) -> int:
+    """The columns of a program: a power of two, at least the 16 that a matrix unit takes."""
+    return max(ROWS, _layout.power_of_two(head_dim))
+
+
+def default(head_dim: int, dtype: str, arch: Arch | None) -> Config:
+    """16 rows a program; the weights of a head are kept up to 128 KiB, larger ones are read again by each token.
+
+    Chosen for code without spills (triton 3.6.0, gfx90a to gfx1201 and sm_90, 2026-11-26), not by times. On RDNA
+    nothing is kept or read ahead: weights of heads of 64 that are kept spill 116 registers on gfx1100.
+    """
+    block, wide = block_d(head_dim), dtype == "float32"
+    if arch is not None and arch.vendor == "amd" and arch.wave_size == 32:
+        warps = 4 if block <= 64 and not wide else 8
+        return Config(BLOCK_B=ROWS, BLOCK_K=16, STAGES=1, num_warps=warps, num_stages=1)
+    nvidia = arch is not None and arch.vendor == "nvidia"
+    block_k = block
+    if 4 * block * block * (4 if wide else 2) > KEPT:
+        # of a GPU with copies past registers, the larger tile has the fewer waits
+        block_k = 128 if nvidia and not wide else 32
+    warps = 4 if block <= 64 and not (nvidia and wide) else 8
+    return Config(BLOCK_B=ROWS, BLOCK_K=block_k, STAGES=2, num_warps=warps, num_stages=1)

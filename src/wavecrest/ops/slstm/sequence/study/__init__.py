@@ -1,0 +1,38 @@
+"""Study of slstm_sequence, for tuning, benchmarks and evidence; a call does not load it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.study import KernelStudy, Study
+from wavecrest.dispatch.tuned import Config
+from wavecrest.hardware import Arch
+from wavecrest.ops.slstm.call import SlstmCall
+from wavecrest.ops.slstm.key import KEY_FIELDS, head_dim_and_dtype
+from wavecrest.ops.slstm.sequence.launch import planned
+from wavecrest.ops.slstm.sequence.study.cases import bench_cases, compile_cases, emulate_cases
+from wavecrest.ops.slstm.sequence.study.space import space
+from wavecrest.ops.slstm.study.bound import bound
+from wavecrest.ops.slstm.study.cases import call_of_key, cost_of, inputs
+
+
+def studies() -> dict[str, Study[SlstmCall]]:
+    """By the op's name."""
+    kernel: KernelStudy[SlstmCall] = KernelStudy(space=_space, launches=planned)
+    study = Study(
+        inputs=inputs,
+        sizes=("B", "H", "S", "D"),
+        cost=cost_of,
+        compile_cases=compile_cases,
+        bench_cases=bench_cases,
+        emulate_cases=emulate_cases,
+        bound=bound,
+        call_of_key=call_of_key,
+        kernels={"triton": kernel},
+    )
+    return {"slstm_sequence": study}
+
+
+def _space(key: Key, arch: Arch) -> Iterator[Config]:
+    return space(*head_dim_and_dtype(KEY_FIELDS, key), arch)
