@@ -26,6 +26,7 @@ BACKEND_MODULES = (
     "wavecrest.backends.torch.memcpy",
     "wavecrest.backends.torch.mla",
     "wavecrest.backends.torch.mlstm",
+    "wavecrest.backends.torch.moe",
     "wavecrest.backends.torch.rope",
     "wavecrest.backends.torch.rows",
     "wavecrest.backends.gemm_then_act",
