@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,9 +34,7 @@ from wavecrest.ops.common.interpreted import takes_scalar_masks
 from wavecrest.ops.common.triton import interpreted
 
 INF, NAN = math.inf, math.nan
-SMALL = Config(
-    BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, DOWN_N=16, DOWN_K=16, GROUP_M=2, DIRECT=0, num_warps=4, num_stages=2
-)
+SMALL = Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, DOWN_N=16, DOWN_K=16, GROUP_M=2, DIRECT=0, num_warps=4, num_stages=2)
 GPT_OSS: dict[str, Any] = {"biased": True, "transposed": True, "interleaved": True, "activation": "swigluoai"}
 
 
@@ -162,7 +161,9 @@ def _spread(tensor: Tensor) -> Tensor:
 def test_any_strides(backend: str, interleaved: bool, device: str) -> None:
     call = a_call(6, 4, 2, 40, 24, torch.float32, device, biased=True, interleaved=interleaved)
     assert_right(mapped(call, _spread), backend)
-    assert_right(call._replace(x=call.x.mT.contiguous().mT, topk_ids=call.topk_ids.int()), backend)
+    # each with its own strides and integers
+    other = call._replace(x=call.x.mT.contiguous().mT, topk_ids=call.topk_ids.int())
+    assert_right(other._replace(topk_weights=call.topk_weights.mT.contiguous().mT), backend)
 
 
 def test_inputs_are_not_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +200,66 @@ def test_sorts_more_pairs_than_one_step(block_m: int, device: str, monkeypatch: 
     call = a_call(45, 7, 3, 24, 16, torch.float32, device)
     ids = torch.where(torch.arange(45, device=device)[:, None] % 4 == 0, -1, call.topk_ids)
     assert_right(call._replace(topk_ids=ids), "triton", Config(**(SMALL.kwargs | {"BLOCK_M": block_m})))
+
+
+@pytest.mark.parametrize("fields", [{}, {"transposed": True}, {"interleaved": True}], ids=str)
+def test_offsets_of_64_bits_are_the_same(fields: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = a_call(9, 4, 2, 40, 24, torch.float32, device, **fields)
+    narrow = moe_op.run("triton", call)
+    monkeypatch.setattr(launches, "FAR", 1)
+    launched = launches.plan(call, moe_op.config_of("triton", moe_op.key(call)), None)
+    assert launched.gate_up.constants["WIDE"] and launched.down.constants["WIDE"]
+    assert torch.equal(moe_op.run("triton", call), narrow)
+
+
+def test_offsets_are_wide_where_they_pass_31_bits() -> None:
+    """By the size of what they are offsets in: tokens, one expert's weights, rows of pairs."""
+
+    def wide(tokens: int, hidden: int, intermediate: int, experts: int = 4) -> tuple[bool, bool]:
+        made = partial(torch.empty, device="meta")
+        call = MoeCall(
+            made(tokens, hidden), made(experts, 2 * intermediate, hidden), made(experts, hidden, intermediate),
+            made(tokens, 2), made(tokens, 2, dtype=torch.int32),
+        )  # fmt: skip
+        planned = launches.plan(call, SMALL, None)
+        return planned.gate_up.constants["WIDE"], planned.down.constants["WIDE"]
+
+    assert wide(64, 4096, 14336, experts=4096) == (False, False)
+    assert wide(1 << 20, 4096, 16) == (True, False)
+    assert wide(1 << 16, 16, 1 << 15) == (False, True)
+    assert wide(2, 1 << 15, 1 << 15) == (True, False)
+    assert wide(2, 1 << 16, 1 << 15) == (True, True)
+
+
+@pytest.mark.parametrize("luck", [0, 3])
+def test_blocks_that_are_left_run_nothing(luck: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of an earlier call may hold the number of an expert, and pairs."""
+    allocate = torch.empty
+
+    def empty(*args: Any, **kwargs: Any) -> Tensor:
+        made = allocate(*args, **kwargs)
+        return made.fill_(luck) if made.dtype == torch.int32 else made
+
+    monkeypatch.setattr(torch, "empty", empty)
+    stored: list[Tensor] = []
+    bind = launches.allocator
+
+    def watching(*args: Any) -> Callable[[MoeCall], launches.Buffers]:
+        allocate = bind(*args)
+
+        def allocated(call: MoeCall) -> launches.Buffers:
+            made = allocate(call)
+            stored.append(made.experts)
+            return made
+
+        return allocated
+
+    monkeypatch.setattr(launches, "allocator", watching)
+    call = a_call(40, 4, 2, 24, 16, torch.float32, device)
+    ids = torch.tensor([[2, -1]] * 20 + [[0, 2]] * 20, device=device)
+    assert_right(call._replace(topk_ids=ids), "triton", SMALL)
+    # 20 pairs of expert 0 in two blocks, 40 of expert 2 in three, and what is left of at most 8
+    assert stored[-1].tolist() == [0, 0, 2, 2, 2, 4, 4, 4]
 
 
 def test_blocks_are_enough_for_any_routing() -> None:
@@ -244,9 +305,7 @@ def test_a_tokens_bits_do_not_depend_on_the_others(device: str) -> None:
     call = a_call(23, 5, 2, 40, 24, torch.float32, device)
     whole = moe_op.run("triton", call, config=SMALL)
     for picked in ([3], [22, 3, 7], list(range(11, 23))):
-        part = call._replace(
-            x=call.x[picked], topk_weights=call.topk_weights[picked], topk_ids=call.topk_ids[picked]
-        )
+        part = call._replace(x=call.x[picked], topk_weights=call.topk_weights[picked], topk_ids=call.topk_ids[picked])
         assert torch.equal(moe_op.run("triton", part, config=SMALL), whole[picked])
 
 

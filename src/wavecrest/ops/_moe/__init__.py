@@ -32,7 +32,7 @@ def moe(
         x: [tokens, hidden], any strides: float32, float16, bfloat16 or float64. There may be no token.
         w1: [experts, 2 · intermediate, hidden] of x's dtype, any strides: the rows of gate, then those of up.
         w2: [experts, hidden, intermediate] of x's dtype, any strides.
-        topk_weights: [tokens, k] of any floating dtype, the routing weights (see `wavecrest.nn.route`).
+        topk_weights: [tokens, k] of any floating dtype, the routing weights.
         topk_ids: int32 or int64 [tokens, k], the experts of each token. An id that is negative, or not below the number
             of experts, adds nothing: experts of another device are passed so.
         b1, b2: [experts, 2 · intermediate], in the order of w1's rows, and [experts, hidden], of any floating dtype.

@@ -92,12 +92,16 @@ def check(call: MoeCall) -> None:
     """Raise InvalidArgument, naming the fault, unless the arguments are valid."""
     x = call.x
     if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype not in FLOATS:
-        raise InvalidArgument(f"moe: x must be float32, float16, bfloat16 or float64 [tokens, hidden], got {_describe(x)}")
+        raise InvalidArgument(
+            f"moe: x must be float32, float16, bfloat16 or float64 [tokens, hidden], got {_describe(x)}"
+        )
     for name, weight, form in (
         ("w1", call.w1, "[experts, 2 · intermediate, hidden]"), ("w2", call.w2, "[experts, hidden, intermediate]")
     ):  # fmt: skip
         if not isinstance(weight, Tensor) or weight.ndim != 3 or weight.dtype != x.dtype or weight.device != x.device:
-            raise InvalidArgument(f"moe: {name} must be {x.dtype} {form} on {x.device} as x is, got {_describe(weight)}")
+            raise InvalidArgument(
+                f"moe: {name} must be {x.dtype} {form} on {x.device} as x is, got {_describe(weight)}"
+            )
     _check_sizes(call)
     _check_routing(call)
     for name, bias, columns in (("b1", call.b1, call.w1.shape[1]), ("b2", call.b2, x.shape[1])):

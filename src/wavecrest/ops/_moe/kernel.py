@@ -31,11 +31,19 @@ SIZES = [
 ]  # fmt: skip
 
 
+# loads whose values become addresses of stores are in the kernels themselves: torch.compile (2.13) takes every tensor
+# that a device function was given for the address that it returns, and so for written
+
+
 @triton.jit
-def _experts_of(ids_ptr, pairs, num_pairs, k, num_experts, stride_it, stride_ij):  # type: ignore[no-untyped-def]
-    """The expert of each pair, num_experts for pairs that add nothing."""
-    where = (pairs // k).to(tl.int64) * stride_it + (pairs % k).to(tl.int64) * stride_ij
-    ids = tl.load(ids_ptr + where, mask=pairs < num_pairs, other=-1)
+def _pair_offsets(pairs, k, stride_t, stride_j):  # type: ignore[no-untyped-def]
+    """Where pairs lie in topk_ids or topk_weights."""
+    return (pairs // k).to(tl.int64) * stride_t + (pairs % k).to(tl.int64) * stride_j
+
+
+@triton.jit
+def _here(ids, num_experts):  # type: ignore[no-untyped-def]
+    """Experts, num_experts in place of those that are not here."""
     return tl.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(tl.int32)
 
 
@@ -56,7 +64,9 @@ def _moe_align_kernel(  # type: ignore[no-untyped-def]
     # pairs of no expert are counted in the last place
     counts = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, num_pairs, BLOCK_P):
-        ids = _experts_of(ids_ptr, start + offs_p, num_pairs, k, num_experts, stride_it, stride_ij)
+        pairs = start + offs_p
+        where = _pair_offsets(pairs, k, stride_it, stride_ij)
+        ids = _here(tl.load(ids_ptr + where, mask=pairs < num_pairs, other=-1), num_experts)
         counts += tl.histogram(tl.where(ids < num_experts, ids, BLOCK_E - 1), BLOCK_E).to(tl.int32)
     blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
     first = tl.sum(tl.where(offs_e < expert, blocks, 0), axis=0)
@@ -68,7 +78,8 @@ def _moe_align_kernel(  # type: ignore[no-untyped-def]
         placed = first * BLOCK_M
         for start in range(0, num_pairs, BLOCK_P):
             pairs = start + offs_p
-            mine = _experts_of(ids_ptr, pairs, num_pairs, k, num_experts, stride_it, stride_ij) == expert
+            where = _pair_offsets(pairs, k, stride_it, stride_ij)
+            mine = tl.load(ids_ptr + where, mask=pairs < num_pairs, other=-1) == expert
             rank = tl.cumsum(mine.to(tl.int32), axis=0)
             tl.store(pairs_ptr + placed + rank - 1, pairs, mask=mine)
             placed += tl.sum(mine.to(tl.int32), axis=0)
@@ -78,29 +89,6 @@ def _moe_align_kernel(  # type: ignore[no-untyped-def]
         for start in range(first, num_blocks, BLOCK_P):
             left = start + offs_p
             tl.store(experts_ptr + left, num_experts + tl.zeros([BLOCK_P], tl.int32), mask=left < num_blocks)
-
-
-@triton.jit
-def _expert_of(  # type: ignore[no-untyped-def]
-    ids_ptr, experts_ptr, block, num_pairs, k, num_experts, stride_it, stride_ij, DIRECT: tl.constexpr
-):
-    """The expert of a block; with DIRECT a block is one pair."""
-    if DIRECT:
-        expert = _experts_of(ids_ptr, block, num_pairs, k, num_experts, stride_it, stride_ij)
-    else:
-        expert = tl.load(experts_ptr + block)
-    return expert
-
-
-@triton.jit
-def _pairs_of(pairs_ptr, block, num_pairs, DIRECT: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pairs [BLOCK_M] of a block that has an expert."""
-    offs_m = tl.arange(0, BLOCK_M)
-    if DIRECT:
-        pairs = tl.where(offs_m == 0, block, num_pairs)
-    else:
-        pairs = tl.load(pairs_ptr + block * BLOCK_M + offs_m)
-    return pairs
 
 
 @triton.jit
@@ -164,17 +152,24 @@ def _moe_gate_up_kernel(  # type: ignore[no-untyped-def]
     XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """h[pair] = act(gate) · up of a block of pairs and BLOCK_N columns; `up`: elements from gate's rows of w to up's."""
+    """h[pair] = act(gate) · up of a block of pairs and BLOCK_N columns; `up`: from gate's rows of w to up's."""
     if not DIRECT:
         pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     N = n_units * N_ALIGN
     index = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
     block, tile_n = swizzle_tile(index, num_blocks, tiles_n, GROUP_M)
-    expert = _expert_of(ids_ptr, experts_ptr, block, num_pairs, k, num_experts, stride_it, stride_ij, DIRECT)
+    if DIRECT:
+        # a block is one pair
+        expert = _here(tl.load(ids_ptr + _pair_offsets(block, k, stride_it, stride_ij)), num_experts)
+    else:
+        expert = tl.load(experts_ptr + block)
     if expert >= num_experts:
         return
-    pairs = _pairs_of(pairs_ptr, block, num_pairs, DIRECT, BLOCK_M)
+    if DIRECT:
+        pairs = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
+    else:
+        pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
     mask_m = pairs < num_pairs
     first_n = tile_n * BLOCK_N
     w_ptr += expert.to(tl.int64) * stride_we * W_ALIGN
@@ -228,10 +223,17 @@ def _moe_down_kernel(  # type: ignore[no-untyped-def]
     K = k_units * K_ALIGN
     index = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
     block, tile_n = swizzle_tile(index, num_blocks, tiles_n, GROUP_M)
-    expert = _expert_of(ids_ptr, experts_ptr, block, num_pairs, k, num_experts, stride_it, stride_ij, DIRECT)
+    if DIRECT:
+        # a block is one pair
+        expert = _here(tl.load(ids_ptr + _pair_offsets(block, k, stride_it, stride_ij)), num_experts)
+    else:
+        expert = tl.load(experts_ptr + block)
     if expert >= num_experts:
         return
-    pairs = _pairs_of(pairs_ptr, block, num_pairs, DIRECT, BLOCK_M)
+    if DIRECT:
+        pairs = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
+    else:
+        pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
     mask_m = pairs < num_pairs
     first_n = tile_n * BLOCK_N
     acc, _ = _accumulated(
@@ -244,15 +246,15 @@ def _moe_down_kernel(  # type: ignore[no-untyped-def]
     if BIAS:
         bias = bias_ptr + expert.to(tl.int64) * stride_be + (cols.to(tl.int64) * stride_bn)[None, :]
         acc += tl.load(bias, mask=mask_n[None, :], other=0.0).to(tl.float32)
-    where = (pairs // k).to(tl.int64) * stride_tt + (pairs % k).to(tl.int64) * stride_tj
-    acc *= tl.load(weights_ptr + where[:, None], mask=mask_m[:, None], other=0.0).to(tl.float32)
+    where = _pair_offsets(pairs, k, stride_tt, stride_tj)[:, None]
+    acc *= tl.load(weights_ptr + where, mask=mask_m[:, None], other=0.0).to(tl.float32)
     out = parts_ptr + pairs.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(out, acc.to(parts_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _moe_combine_kernel(  # type: ignore[no-untyped-def]
-    parts_ptr, ids_ptr, y_ptr, num_pairs, k, num_experts, tiles_n, n_units, stride_it, stride_ij,
+    parts_ptr, ids_ptr, y_ptr, k, num_experts, tiles_n, n_units, stride_it, stride_ij,
     N_ALIGN: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y[token] = the sum of its pairs' parts, in their order; those of no expert are not read."""
@@ -264,7 +266,7 @@ def _moe_combine_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_N], tl.float32)
     for choice in range(k):
         pair = token * k + choice
-        expert = _experts_of(ids_ptr, pair, num_pairs, k, num_experts, stride_it, stride_ij)
+        expert = _here(tl.load(ids_ptr + _pair_offsets(pair, k, stride_it, stride_ij)), num_experts)
         part = parts_ptr + tl.cast(pair, tl.int64) * N + cols
         acc += tl.load(part, mask=mask_n & (expert < num_experts), other=0.0).to(tl.float32)
     tl.store(y_ptr + tl.cast(token, tl.int64) * N + cols, acc.to(y_ptr.dtype.element_ty), mask=mask_n)

@@ -161,8 +161,9 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
         ),
         {
             **constants, "BIAS": b1 is not None, "ACTIVATION": KERNEL_ACTIVATIONS[call.activation],
-            "INTERLEAVED": call.interleaved, "X_ORDER": x.order, "W_ORDER": w1.order, "X_ALIGN": x.align, "W_ALIGN": w1.align,
-            "N_ALIGN": n_align, "K_ALIGN": k_align, "EVEN_N": call.intermediate % config["BLOCK_N"] == 0,
+            "INTERLEAVED": call.interleaved, "X_ORDER": x.order, "W_ORDER": w1.order, "X_ALIGN": x.align,
+            "W_ALIGN": w1.align, "N_ALIGN": n_align, "K_ALIGN": k_align,
+            "EVEN_N": call.intermediate % config["BLOCK_N"] == 0,
             "EVEN_K": call.hidden % config["BLOCK_K"] == 0, "WIDE": x.wide or w1.wide,
         },
         _after(_tile(config, config["BLOCK_N"], config["BLOCK_K"]), overlaps and not direct),
@@ -201,7 +202,7 @@ def _combine(call: MoeCall, buffers: Buffers, overlaps: bool, arch: Arch | None)
         _moe_combine_kernel,
         (call.num_tokens * tiles_n,),
         (
-            buffers.parts, call.topk_ids, buffers.y, call.num_pairs, call.k, call.experts, tiles_n,
+            buffers.parts, call.topk_ids, buffers.y, call.k, call.experts, tiles_n,
             call.hidden // align, *call.topk_ids.stride(),
         ),
         {"N_ALIGN": align, "EVEN_N": call.hidden % block_n == 0, "PDL": overlaps, "BLOCK_N": block_n},

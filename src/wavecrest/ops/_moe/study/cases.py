@@ -32,7 +32,9 @@ class Sizes(NamedTuple):
 MIXTRAL_8X7B = Sizes(0, 8, 2, 4096, 14336)
 QWEN3_30B_A3B = Sizes(0, 128, 8, 2048, 768)
 GPT_OSS_20B = Sizes(0, 32, 4, 2880, 2880)
-DEEPSEEK_V3_SHARE = Sizes(0, 32, 8, 7168, 2048)
+GPT_OSS_OPTIONS: dict[str, Any] = {
+    "biased": True, "transposed": True, "interleaved": True, "activation": "swigluoai"
+}  # fmt: skip
 
 
 def example(
@@ -71,16 +73,15 @@ def bench_cases(suite: str, device: str) -> dict[str, Callable[[], MoeCall]]:
             "prefill 64": partial(example, Sizes(64, 8, 2, 64, 96), torch.float32, device),
         }
     layers = {"mixtral-8x7b": MIXTRAL_8X7B, "qwen3-30b-a3b": QWEN3_30B_A3B}
-    gpt_oss = {"biased": True, "transposed": True, "interleaved": True, "activation": "swigluoai"}
     bf16 = torch.bfloat16
-    cases = {
+    cases: dict[str, Callable[[], MoeCall]] = {
         f"{name} t{tokens}": partial(example, sizes._replace(tokens=tokens), bf16, device)
         for name, sizes in layers.items()
         for tokens in (1, 16, 64, 512, 2048)
     }
     for tokens in (1, 64, 2048):
         sizes = GPT_OSS_20B._replace(tokens=tokens)
-        cases[f"gpt-oss-20b t{tokens}"] = partial(example, sizes, bf16, device, **gpt_oss)
+        cases[f"gpt-oss-20b t{tokens}"] = partial(example, sizes, bf16, device, **GPT_OSS_OPTIONS)
     return cases
 
 
@@ -88,21 +89,25 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> MoeCall | None:
     """A call with the key of these parts; None where they name no size or dtype, or strides that no example has."""
     sizes = Sizes(*(int(parts[name] or 0) for name in ("tokens", "experts", "topk", "hidden", "intermediate")))
     dtype, ids = (getattr(torch, str(parts[name]), None) for name in ("dtype", "ids"))
-    orders = (parts["w1"], parts["w2"])
     if min(sizes) < 1 or not isinstance(dtype, torch.dtype) or parts["x"] != "columns" or sizes.topk > sizes.experts:
         return None
-    if orders not in (("columns", "columns"), ("rows", "rows")):
+    order = str(parts["w1"])
+    if order != parts["w2"] or order == "any":
         return None
     call = example(
-        sizes, dtype, device, transposed=orders[0] == "rows", activation=str(parts["activation"]),
+        sizes, dtype, device, transposed=order == "rows", activation=str(parts["activation"]),
         interleaved=bool(parts["interleaved"]),
     )  # fmt: skip
     call = call._replace(topk_ids=call.topk_ids.to(ids))
-    for name, columns in (("b1", 2 * sizes.intermediate), ("b2", sizes.hidden)):
-        kind = getattr(torch, str(parts[name]), None)
-        if isinstance(kind, torch.dtype):
-            call = call._replace(**{name: torch.randn(sizes.experts, columns, device=device).to(kind)})
-    return call
+    return call._replace(
+        b1=_bias(parts["b1"], sizes.experts, 2 * sizes.intermediate, device),
+        b2=_bias(parts["b2"], sizes.experts, sizes.hidden, device),
+    )
+
+
+def _bias(dtype: Cell, experts: int, columns: int, device: str) -> Tensor | None:
+    kind = getattr(torch, str(dtype), None)
+    return torch.randn(experts, columns, device=device).to(kind) if isinstance(kind, torch.dtype) else None
 
 
 def emulate_cases(arch: str) -> dict[str, Callable[[], MoeCall]]:
@@ -110,10 +115,7 @@ def emulate_cases(arch: str) -> dict[str, Callable[[], MoeCall]]:
     brain, half, single = torch.bfloat16, torch.float16, torch.float32
     away = torch.tensor([[0, 3], [-1, 2], [2, 0], [3, 9], [0, 2]])
     weights = torch.rand(5, 2)
-    every = {
-        "biased": True, "transposed": True, "interleaved": True, "activation": "swigluoai", "topk_ids": away.int(),
-        "topk_weights": weights,
-    }  # fmt: skip
+    every = GPT_OSS_OPTIONS | {"topk_ids": away.int(), "topk_weights": weights}
 
     def routed(sizes: Sizes, dtype: torch.dtype, options: dict[str, Any]) -> MoeCall:
         options = dict(options)
@@ -132,14 +134,13 @@ def emulate_cases(arch: str) -> dict[str, Callable[[], MoeCall]]:
 # name -> sizes, dtype, options: one token, decoding, and a prompt of each layout
 def _compiled() -> dict[str, tuple[Sizes, torch.dtype, dict[str, Any]]]:
     bf16, half = torch.bfloat16, torch.float16
-    gpt_oss = {"biased": True, "transposed": True, "interleaved": True, "activation": "swigluoai"}
     return {
         "mixtral t=1": (MIXTRAL_8X7B._replace(tokens=1), bf16, {}),
         "mixtral t=16": (MIXTRAL_8X7B._replace(tokens=16), bf16, {}),
         "mixtral t=2048": (MIXTRAL_8X7B._replace(tokens=2048), half, {}),
         "qwen3 t=64": (QWEN3_30B_A3B._replace(tokens=64), bf16, {}),
         "qwen3 t=512": (QWEN3_30B_A3B._replace(tokens=512), bf16, {}),
-        "gpt-oss t=2048": (GPT_OSS_20B._replace(tokens=2048), bf16, gpt_oss),
+        "gpt-oss t=2048": (GPT_OSS_20B._replace(tokens=2048), bf16, GPT_OSS_OPTIONS),
         "transposed t=2048": (MIXTRAL_8X7B._replace(tokens=2048), bf16, {"transposed": True}),
         "float32 t=64": (QWEN3_30B_A3B._replace(tokens=64), torch.float32, {"activation": "gelu"}),
     }

@@ -40,9 +40,7 @@ def _sorted(shape: Shape, arch: Arch) -> Work:
     )  # fmt: skip
 
 
-def _gemm(
-    shape: Shape, config: Config, arch: Arch, dtype: str, sizes: tuple[int, int, int, int], weights: int
-) -> Work:
+def _gemm(shape: Shape, config: Config, arch: Arch, dtype: str, sizes: tuple[int, int, int, int], weights: int) -> Work:
     """A grouped GEMM of `weights` matrices beside each other, of these sizes: N, K, BLOCK_N, BLOCK_K."""
     n, k, block_n, block_k = sizes
     m, warps, stages, size = config["BLOCK_M"], config["num_warps"], config["num_stages"], shape.bits / 8
