@@ -15,6 +15,7 @@ WRITTEN = {
     "_row_kernel": {"y_ptr", "h_ptr", "scale_ptr", "slots_ptr"},
     "_gated_kernel": {"y_ptr"},
     "_rope_kernel": {"y_ptr"},
+    "_topk_routing_kernel": {"weights_ptr", "ids_ptr"},
     "_memcpy_kernel": {"y_ptr"},
     "_conv2d_kernel": {"y_ptr"},
     "_tile_kernel": {"c_ptr", "part_ptr"},

@@ -29,6 +29,7 @@ BACKEND_MODULES = (
     "wavecrest.backends.torch.moe",
     "wavecrest.backends.torch.rope",
     "wavecrest.backends.torch.rows",
+    "wavecrest.backends.torch.topk_routing",
     "wavecrest.backends.gemm_then_act",
     "wavecrest.backends.blas",
     "wavecrest.backends.addmm_activation",

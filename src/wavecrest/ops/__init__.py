@@ -13,6 +13,7 @@ from wavecrest.ops._mla_decode import mla_decode
 from wavecrest.ops._mla_prefill import mla_prefill
 from wavecrest.ops._moe import moe
 from wavecrest.ops._rope import rope
+from wavecrest.ops._topk_routing import topk_routing
 from wavecrest.ops.gated.gelu_and_mul import gelu_and_mul
 from wavecrest.ops.gated.silu_and_mul import silu_and_mul
 from wavecrest.ops.mlstm.chunkwise import mlstm_chunkwise, mlstm_parallel
@@ -66,6 +67,7 @@ __all__ = [
     "rope",
     "silu_and_mul",
     "softmax",
+    "topk_routing",
 ]
 
 load_backends()

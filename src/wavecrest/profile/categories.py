@@ -83,7 +83,7 @@ RULES: tuple[Rule, ...] = (
     Rule(r"^_mlstm_(?:gates|keys|states|chunks|recurrent|step)_kernel$", "attention", "wavecrest"),
     Rule(r"^_mlstm_norm_kernel$", "normalisation", "wavecrest"),
     Rule(r"^_memcpy_kernel$", "memory", "wavecrest"),
-    Rule(r"^_(?:gated|silu_and_mul|gelu_and_mul|rope)_kernel$", "elementwise", "wavecrest"),
+    Rule(r"^_(?:gated|silu_and_mul|gelu_and_mul|rope|topk_routing)_kernel$", "elementwise", "wavecrest"),
     # Inductor: templates by what they compute, generated kernels by the ops fused into them
     Rule(r"^triton_tem_fused\w*flex_(?:attention|decoding)", "attention", "inductor template"),
     Rule(r"^triton_tem_fused\w*conv", "convolution", "inductor template"),

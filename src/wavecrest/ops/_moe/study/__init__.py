@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.study import KernelStudy, Study
-from wavecrest.dispatch.tuned.cost_model import propose
 from wavecrest.ops._moe.call import MoeCall
 from wavecrest.ops._moe.launch import launches
 from wavecrest.ops._moe.study.cases import bench_cases, call_of_key, compile_cases, emulate_cases, inputs
@@ -28,7 +25,6 @@ def studies() -> dict[str, Study[MoeCall]]:
             bench_cases=bench_cases,
             emulate_cases=emulate_cases,
             call_of_key=call_of_key,
-            model=partial(propose, kernels),
             kernels=kernels,
         )
     }
