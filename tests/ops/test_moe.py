@@ -80,8 +80,28 @@ def a_call(
     return MoeCall(x, w1, w2, weights.to(device), ids.to(device), **fields)
 
 
+def quantized(call: MoeCall, stored: torch.dtype, by_row: bool) -> MoeCall:
+    """The same call with weights in 8 bits, and scales of experts or of their rows."""
+
+    def made(weight: Tensor) -> tuple[Tensor, Tensor]:
+        top = weight.float().abs().amax(-1 if by_row else (-1, -2), keepdim=True) / (
+            100 if stored == torch.int8 else 200
+        )
+        whole = weight.float() / top
+        # the strides of the weight
+        held = torch.empty_like(weight, dtype=stored).copy_(whole.round() if stored == torch.int8 else whole)
+        return held, top.squeeze(-1) if by_row else top.flatten()
+
+    (w1, w1_scale), (w2, w2_scale) = made(call.w1), made(call.w2)
+    return call._replace(w1=w1, w2=w2, w1_scale=w1_scale, w2_scale=w2_scale)
+
+
 def oracle(call: MoeCall) -> Tensor:
     """Pair by pair, in float64."""
+    if call.w1_scale is not None and call.w2_scale is not None:
+        s1, s2 = (one.double().reshape(call.experts, -1, 1) for one in (call.w1_scale, call.w2_scale))
+        w1, w2 = call.w1.double() * s1, call.w2.double() * s2
+        call = call._replace(w1=w1, w2=w2, w1_scale=None, w2_scale=None)
     wide = mapped(call, lambda tensor: tensor.double().cpu() if tensor.is_floating_point() else tensor.cpu())
     acts: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": torch.nn.functional.silu,
@@ -146,6 +166,34 @@ def test_options(backend: str, fields: dict[str, Any], device: str) -> None:
     # biases of the tokens' dtype or another
     if call.b1 is not None and call.b2 is not None:
         assert_right(call._replace(b1=call.b1.half(), b2=call.b2.half()), backend)
+
+
+STORED = [torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("fields", [{"biased": True}, GPT_OSS], ids=["plain", "gpt_oss"])
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("stored", STORED, ids=name)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_in_8_bits(
+    backend: str, stored: torch.dtype, by_row: bool, fields: dict[str, Any], device: str
+) -> None:
+    for dtype in (torch.float32, torch.float16):
+        assert_right(quantized(a_call(9, 4, 2, 40, 24, dtype, device, **fields), stored, by_row), backend)
+
+
+def test_weights_in_8_bits_of_any_strides(device: str) -> None:
+    call = quantized(a_call(9, 4, 2, 40, 24, torch.float32, device, biased=True), torch.int8, by_row=True)
+    assert call.w1_scale is not None
+    for one in (mapped(call, _spread), call._replace(w1_scale=call.w1_scale.mT.contiguous().mT)):
+        assert_right(one, "triton")
+
+
+def test_fnuz_weights_run_in_pytorch_where_no_kernel_takes_them(device: str) -> None:
+    call = quantized(a_call(5, 3, 2, 24, 16, torch.float32, device), torch.float8_e4m3fnuz, by_row=False)
+    for backend in ("torch", "reference"):
+        assert_right(call, backend)
+    assert moe_op.backends["triton"].refuse(call) is not None
 
 
 def _spread(tensor: Tensor) -> Tensor:
@@ -363,6 +411,9 @@ def test_gradients_in_a_graph_are_the_references(device: str) -> None:
     torch.testing.assert_close(got, want)
 
 
+I8_1, I8_2 = torch.ones(4, 48, 40, dtype=torch.int8), torch.ones(4, 40, 24, dtype=torch.int8)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -378,6 +429,10 @@ def test_gradients_in_a_graph_are_the_references(device: str) -> None:
         ({"topk_weights": torch.zeros(6, 3)}, "topk_weights must be floating-point .6, 2."),
         ({"b1": torch.zeros(4, 24)}, "b1 must be floating-point .4, 48."),
         ({"b2": torch.zeros(4, 40, dtype=torch.int32)}, "b2 must be floating-point .4, 40."),
+        ({"w1_scale": torch.ones(4)}, "weights of torch.float32 take no w1_scale"),
+        ({"w1": torch.ones(4, 48, 40, dtype=torch.int8)}, "w1 and w2 must have one dtype"),
+        ({"w1": I8_1, "w2": I8_2, "w1_scale": torch.ones(4)}, "weights of torch.int8 take a w2_scale, got None"),
+        ({"w1": I8_1, "w2": I8_2, "w1_scale": torch.ones(48), "w2_scale": torch.ones(4)}, "w1_scale must be float32"),
         ({"activation": "relu"}, "activation takes silu, gelu, gelu_tanh, swigluoai, not 'relu'"),
         ({"interleaved": 1}, "interleaved must be True or False"),
         ({"limit": 0.0}, "limit must be a number above 0"),
@@ -437,7 +492,9 @@ def test_the_search_starts_with_the_default_and_repeats_none() -> None:
 def test_a_call_can_be_made_from_its_key(device: str) -> None:
     remake = moe_op.study.call_of_key
     assert remake is not None
-    for call in (a_call(6, 4, 2, 40, 24), a_call(6, 4, 2, 40, 24, torch.float16, **GPT_OSS)):
+    stored = quantized(a_call(6, 4, 2, 40, 24), torch.int8, by_row=False)
+    stored = stored._replace(w1_scale=torch.ones(4, 48))
+    for call in (a_call(6, 4, 2, 40, 24), a_call(6, 4, 2, 40, 24, torch.float16, **GPT_OSS), stored):
         key = moe_op.key(call)
         made = remake(dict(zip(moe_op.key_fields, key, strict=True)), "cpu")
         assert made is not None and moe_op.key(made) == (8 if key[0] == 8 else key[0], *key[1:])

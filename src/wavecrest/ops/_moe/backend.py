@@ -6,6 +6,7 @@ from torch import Tensor
 
 import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.launcher as _launcher
+import wavecrest.ops.common.quantized as _quantized
 import wavecrest.ops.common.target as _target
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.keys import dtype_name
@@ -28,6 +29,10 @@ def refuse(call: MoeCall) -> str | None:
     reason: str | None = _checks.kernel_refusal(dtype_name(call.x), call.x.device.type, 1, call.needs_grad)
     if reason is not None:
         return reason
+    if call.w1.dtype.is_floating_point and call.w1.dtype.itemsize == 1:
+        reason = _quantized.kernel_refusal(call.w1.dtype)
+        if reason is not None:
+            return f"weights: {reason}"
     for name, tensor in (("topk_weights", call.topk_weights), ("b1", call.b1), ("b2", call.b2)):
         if tensor is not None and dtype_name(tensor) not in _checks.KERNEL_DTYPES:
             return f"takes {name} of {', '.join(_checks.KERNEL_DTYPES)}, not {dtype_name(tensor)}"

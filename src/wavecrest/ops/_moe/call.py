@@ -12,6 +12,8 @@ from wavecrest.dispatch.keys import needs_grad
 from wavecrest.errors import InvalidArgument
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# of weights that are stored in fewer bits
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 INDICES = (torch.int32, torch.int64)
 # gate · sigmoid(alpha · gate) · (up + 1), both clamped
 SWIGLUOAI = "swigluoai"
@@ -35,6 +37,8 @@ class MoeCall(NamedTuple):
     interleaved: bool = False
     alpha: float = 1.702
     limit: float = 7.0
+    w1_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -98,11 +102,14 @@ def check(call: MoeCall) -> None:
     for name, weight, form in (
         ("w1", call.w1, "[experts, 2 · intermediate, hidden]"), ("w2", call.w2, "[experts, hidden, intermediate]")
     ):  # fmt: skip
-        if not isinstance(weight, Tensor) or weight.ndim != 3 or weight.dtype != x.dtype or weight.device != x.device:
+        kinds = (x.dtype, *EIGHT_BITS)
+        if not isinstance(weight, Tensor) or weight.ndim != 3 or weight.dtype not in kinds or weight.device != x.device:
             raise InvalidArgument(
-                f"moe: {name} must be {x.dtype} {form} on {x.device} as x is, got {_describe(weight)}"
+                f"moe: {name} must be {x.dtype} {form} on {x.device} as x is, or int8, float8_e4m3fn or "
+                f"float8_e4m3fnuz, got {_describe(weight)}"
             )
     _check_sizes(call)
+    _check_scales(call)
     _check_routing(call)
     for name, bias, columns in (("b1", call.b1, call.w1.shape[1]), ("b2", call.b2, x.shape[1])):
         if bias is not None and not _fits(bias, (call.experts, columns), FLOATS, x.device):
@@ -147,6 +154,30 @@ def _check_sizes(call: MoeCall) -> None:
             f"moe: w1 {list(w1.shape)} and w2 {list(w2.shape)} must have the same number of experts, and w1 twice "
             "the intermediate size of w2"
         )
+
+
+def _check_scales(call: MoeCall) -> None:
+    w1, w2, quantized = call.w1, call.w2, call.w1.dtype in EIGHT_BITS
+    if w1.dtype != w2.dtype:
+        raise InvalidArgument(f"moe: w1 and w2 must have one dtype, got {w1.dtype} and {w2.dtype}")
+    for name, scale, rows in (("w1_scale", call.w1_scale, w1.shape[1]), ("w2_scale", call.w2_scale, w2.shape[1])):
+        if (scale is not None) != quantized:
+            raise InvalidArgument(
+                f"moe: weights of {w1.dtype} take {'a' if quantized else 'no'} {name}, got {_describe(scale)}"
+            )
+        if scale is None:
+            continue
+        shapes = ((call.experts,), (call.experts, rows))
+        if not any(_fits(scale, shape, (torch.float32,), call.x.device) for shape in shapes):
+            raise InvalidArgument(
+                f"moe: {name} must be float32 [{call.experts}] or [{call.experts}, {rows}] on {call.x.device}, got "
+                f"{_describe(scale)}"
+            )
+
+
+def rows_of(scale: Tensor, rows: int) -> Tensor:
+    """A scale of experts, or of their rows, as a view [experts, rows]."""
+    return scale if scale.ndim == 2 else scale[:, None].expand(-1, rows)
 
 
 def _check_routing(call: MoeCall) -> None:

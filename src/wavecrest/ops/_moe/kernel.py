@@ -17,6 +17,7 @@ from wavecrest.ops.common.device import (
     swizzle_tile,
 )
 from wavecrest.ops.common.triton import reciprocal, tl, triton
+from wavecrest.ops.common.widen import widened
 
 # what the gated activation is compiled for, beside those of `ops.common.activation`
 SWIGLUOAI = tl.constexpr(16)
@@ -25,9 +26,9 @@ ANY, BY_K, ACROSS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # arguments whose values do not specialize a kernel
 SIZES = [
-    "num_pairs", "k", "num_experts", "num_blocks", "tiles_n", "n_units", "k_units", "up", "bias_up", "alpha", "limit",
-    "stride_xm", "stride_xk", "stride_we", "stride_wn", "stride_wk", "stride_be", "stride_bn", "stride_it",
-    "stride_ij", "stride_tt", "stride_tj",
+    "num_pairs", "k", "num_experts", "num_blocks", "tiles_n", "n_units", "k_units", "up", "bias_up", "scale_up",
+    "alpha", "limit", "stride_xm", "stride_xk", "stride_we", "stride_wn", "stride_wk", "stride_be", "stride_bn",
+    "stride_se", "stride_sn", "stride_it", "stride_ij", "stride_tt", "stride_tj",
 ]  # fmt: skip
 
 
@@ -108,8 +109,8 @@ def _strides(stride_n, stride_k, ORDER: tl.constexpr, ALIGN: tl.constexpr, WIDE:
 @triton.jit
 def _accumulated(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, rows, mask_m, first_n, up, N, K, x_strides, w_strides,
-    BOTH: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BOTH: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x's rows [BLOCK_M] times the rows first_n to first_n + BLOCK_N of w [N, K]; with BOTH those `up` elements
     further on too, in the same loop."""
@@ -134,22 +135,25 @@ def _accumulated(  # type: ignore[no-untyped-def]
             mask_x, mask_w = mask_x & mask_k[None, :], mask_w & mask_k[:, None]
         x = tl.load(x_ptr + start * stride_xk + x_tile, mask=mask_x, other=0.0)
         w = tl.load(w_ptr + start * stride_wk + w_tile, mask=mask_w, other=0.0)
+        w = widened(w, x.dtype, PTX, FOREIGN)
         acc = tl.dot(x, w, acc, input_precision="ieee", out_dtype=tl.float32)
         if BOTH:
             w = tl.load(up_ptr + start * stride_wk + w_tile, mask=mask_w, other=0.0)
+            w = widened(w, x.dtype, PTX, FOREIGN)
             acc_up = tl.dot(x, w, acc_up, input_precision="ieee", out_dtype=tl.float32)
     return acc, acc_up
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _moe_gate_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, bias_ptr, h_ptr, ids_ptr, pairs_ptr, experts_ptr,
-    num_pairs, k, num_experts, num_blocks, tiles_n, n_units, k_units, up, bias_up, alpha, limit,
-    stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_it, stride_ij,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr,
-    X_ORDER: tl.constexpr, W_ORDER: tl.constexpr, X_ALIGN: tl.constexpr, W_ALIGN: tl.constexpr,
-    N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
-    XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, GROUP_M: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, h_ptr, ids_ptr, pairs_ptr, experts_ptr,
+    num_pairs, k, num_experts, num_blocks, tiles_n, n_units, k_units, up, bias_up, scale_up, alpha, limit,
+    stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_se, stride_sn,
+    stride_it, stride_ij,
+    SCALED: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr, X_ORDER: tl.constexpr, W_ORDER: tl.constexpr, X_ALIGN: tl.constexpr,
+    W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """h[pair] = act(gate) · up of a block of pairs and BLOCK_N columns; `up`: from gate's rows of w to up's."""
@@ -180,16 +184,20 @@ def _moe_gate_up_kernel(  # type: ignore[no-untyped-def]
         # columns of gate and up in turn, in one tile: accesses are as wide as those of other weights
         acc, _ = _accumulated(
             x_ptr, w_ptr, pairs // k, mask_m, 2 * first_n, 0, 2 * N, K, x_strides, w_strides,
-            False, EVEN_N, EVEN_K, WIDE, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+            False, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
         )  # fmt: skip
         gate, other = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
     else:
         gate, other = _accumulated(
             x_ptr, w_ptr, pairs // k, mask_m, first_n, up * W_ALIGN, N, K, x_strides, w_strides,
-            True, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+            True, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     cols = first_n + tl.arange(0, BLOCK_N)
     mask_n = column_mask(cols, N, BLOCK_N, EVEN_N)
+    if SCALED:
+        scale = scale_ptr + expert.to(tl.int64) * stride_se + (cols.to(tl.int64) * stride_sn)[None, :]
+        gate *= tl.load(scale, mask=mask_n[None, :], other=0.0)
+        other *= tl.load(scale + scale_up, mask=mask_n[None, :], other=0.0)
     if BIAS:
         bias = bias_ptr + expert.to(tl.int64) * stride_be + (cols.to(tl.int64) * stride_bn)[None, :]
         gate += tl.load(bias, mask=mask_n[None, :], other=0.0).to(tl.float32)
@@ -208,12 +216,13 @@ def _moe_gate_up_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=SIZES)
 def _moe_down_kernel(  # type: ignore[no-untyped-def]
-    h_ptr, w_ptr, bias_ptr, weights_ptr, parts_ptr, ids_ptr, pairs_ptr, experts_ptr,
+    h_ptr, w_ptr, scale_ptr, bias_ptr, weights_ptr, parts_ptr, ids_ptr, pairs_ptr, experts_ptr,
     num_pairs, k, num_experts, num_blocks, tiles_n, n_units, k_units,
-    stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_it, stride_ij, stride_tt, stride_tj,
-    BIAS: tl.constexpr, W_ORDER: tl.constexpr, W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr,
-    DIRECT: tl.constexpr, GROUP_M: tl.constexpr,
+    stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_se, stride_sn, stride_it, stride_ij, stride_tt,
+    stride_tj,
+    SCALED: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, BIAS: tl.constexpr, W_ORDER: tl.constexpr,
+    W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """parts[pair] = topk_weights[pair] · (w2 · h[pair] + bias) of a block of pairs and BLOCK_N columns."""
@@ -239,10 +248,13 @@ def _moe_down_kernel(  # type: ignore[no-untyped-def]
     acc, _ = _accumulated(
         h_ptr, w_ptr + expert.to(tl.int64) * stride_we * W_ALIGN, pairs, mask_m, first_n, 0, N, K, (K, 1),
         _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE),
-        False, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+        False, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     cols = first_n + tl.arange(0, BLOCK_N)
     mask_n = column_mask(cols, N, BLOCK_N, EVEN_N)
+    if SCALED:
+        scale = scale_ptr + expert.to(tl.int64) * stride_se + (cols.to(tl.int64) * stride_sn)[None, :]
+        acc *= tl.load(scale, mask=mask_n[None, :], other=0.0)
     if BIAS:
         bias = bias_ptr + expert.to(tl.int64) * stride_be + (cols.to(tl.int64) * stride_bn)[None, :]
         acc += tl.load(bias, mask=mask_n[None, :], other=0.0).to(tl.float32)

@@ -11,7 +11,7 @@ from wavecrest.ops._moe.config import Shape
 
 KEY_FIELDS = (
     "tokens", "experts", "topk", "hidden", "intermediate", "dtype", "ids", "activation", "interleaved", "b1", "b2",
-    "w1", "w2", "x", "device", "grad",
+    "weights", "w1_scale", "w2_scale", "w1", "w2", "x", "device", "grad",
 )  # fmt: skip
 
 
@@ -37,6 +37,9 @@ def key_of(call: MoeCall) -> Key:
         call.interleaved,
         None if call.b1 is None else dtype_name(call.b1),
         None if call.b2 is None else dtype_name(call.b2),
+        dtype_name(call.w1),
+        None if call.w1_scale is None else ("expert", "row")[call.w1_scale.ndim - 1],
+        None if call.w2_scale is None else ("expert", "row")[call.w2_scale.ndim - 1],
         order_of(call.w1),
         order_of(call.w2),
         order_of(call.x),

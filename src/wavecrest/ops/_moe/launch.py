@@ -12,9 +12,10 @@ import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
 import wavecrest.ops.common.pdl as _pdl
 import wavecrest.ops.common.target as _target
+import wavecrest.ops.common.triton as _triton
 from wavecrest.dispatch.tuned import Config
 from wavecrest.hardware import Arch
-from wavecrest.ops._moe.call import SWIGLUOAI, MoeCall, halves
+from wavecrest.ops._moe.call import SWIGLUOAI, MoeCall, halves, rows_of
 from wavecrest.ops._moe.config import most_blocks
 from wavecrest.ops._moe.kernel import (
     _moe_align_kernel,
@@ -131,7 +132,11 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
     blocks, direct, block_m = _blocks(call, config), config["DIRECT"], config["BLOCK_M"]
     ids, ids_strides = call.topk_ids, call.topk_ids.stride()
     sizes = (call.num_pairs, call.k, call.experts)
-    constants: dict[str, Any] = {"XCDS": xcds, "PDL": overlaps}
+    foreign = call.w1.dtype == torch.float8_e4m3fn and not _has_e4m3fn(arch)
+    constants: dict[str, Any] = {
+        "XCDS": xcds, "PDL": overlaps, "SCALED": call.w1_scale is not None, "FOREIGN": foreign,
+        "PTX": arch is not None and arch.vendor == "nvidia" and not _triton.interpreted,
+    }  # fmt: skip
     align = None
     if not direct:
         align = _launcher.Launch(
@@ -151,13 +156,20 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
     n_align, k_align = _layout.alignment(call.intermediate), _layout.alignment(call.hidden)
     b1, b2 = call.b1, call.b2
     b1_strides = (0, 0, 0) if b1 is None else (_to_up(b1, call.interleaved), *halves(b1, call.interleaved)[0].stride())
+    s1, s2 = call.w1_scale, call.w2_scale
+    s1_strides: tuple[int, ...] = (0, 0, 0)
+    if s1 is not None:
+        by_row = rows_of(s1, 2 * call.intermediate)
+        s1_strides = (_to_up(by_row, call.interleaved), *halves(by_row, call.interleaved)[0].stride())
+    s2_strides = (0, 0) if s2 is None else rows_of(s2, call.hidden).stride()
     gate_up = _launcher.Launch(
         _moe_gate_up_kernel,
         (blocks * tiles_n,),
         (
-            call.x, call.w1, call.x if b1 is None else b1, buffers.h, ids, buffers.pairs, buffers.experts,
-            *sizes, blocks, tiles_n, call.intermediate // n_align, call.hidden // k_align, w1.up, b1_strides[0],
-            float(call.alpha), float(call.limit), x.n, x.k, w1.outer, w1.n, w1.k, *b1_strides[1:], *ids_strides,
+            call.x, call.w1, call.x if s1 is None else s1, call.x if b1 is None else b1, buffers.h, ids,
+            buffers.pairs, buffers.experts, *sizes, blocks, tiles_n, call.intermediate // n_align,
+            call.hidden // k_align, w1.up, b1_strides[0], s1_strides[0], float(call.alpha), float(call.limit),
+            x.n, x.k, w1.outer, w1.n, w1.k, *b1_strides[1:], *s1_strides[1:], *ids_strides,
         ),
         {
             **constants, "BIAS": b1 is not None, "ACTIVATION": KERNEL_ACTIVATIONS[call.activation],
@@ -174,9 +186,10 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
         _moe_down_kernel,
         (blocks * down_tiles,),
         (
-            buffers.h, call.w2, buffers.h if b2 is None else b2, call.topk_weights, buffers.parts, ids, buffers.pairs,
-            buffers.experts, *sizes, blocks, down_tiles, call.hidden // k_align, call.intermediate // n_align,
-            w2.outer, w2.n, w2.k, *((0, 0) if b2 is None else b2.stride()), *ids_strides, *call.topk_weights.stride(),
+            buffers.h, call.w2, buffers.h if s2 is None else s2, buffers.h if b2 is None else b2, call.topk_weights,
+            buffers.parts, ids, buffers.pairs, buffers.experts, *sizes, blocks, down_tiles, call.hidden // k_align,
+            call.intermediate // n_align, w2.outer, w2.n, w2.k, *((0, 0) if b2 is None else b2.stride()),
+            *s2_strides, *ids_strides, *call.topk_weights.stride(),
         ),
         {
             **constants, "BIAS": b2 is not None, "W_ORDER": w2.order, "W_ALIGN": w2.align, "N_ALIGN": k_align,
@@ -186,6 +199,11 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
         _after(_tile(config, down_n, down_k), overlaps),
     )  # fmt: skip
     return Plan(align, gate_up, down, _combine(call, buffers, overlaps, arch))
+
+
+def _has_e4m3fn(arch: Arch | None) -> bool:
+    """True where an instruction that triton 3.6 makes takes e4m3fn."""
+    return arch is not None and (arch.vendor == "nvidia" or arch.name == "gfx950")
 
 
 def _to_up(rows: Tensor, interleaved: bool) -> int:
@@ -223,10 +241,11 @@ def bind(call: MoeCall, config: Config) -> Callable[[MoeCall], Tensor]:
     def run(call: MoeCall) -> Tensor:
         pairs, experts, h, parts, y = allocate(call)
         x, w1, w2, weights, ids, b1, b2 = call[:7]
+        s1, s2 = call.w1_scale, call.w2_scale
         if align is not None:
             align(ids, pairs, experts)
-        gate_up(x, w1, x if b1 is None else b1, h, ids, pairs, experts)
-        down(h, w2, h if b2 is None else b2, weights, parts, ids, pairs, experts)
+        gate_up(x, w1, x if s1 is None else s1, x if b1 is None else b1, h, ids, pairs, experts)
+        down(h, w2, h if s2 is None else s2, h if b2 is None else b2, weights, parts, ids, pairs, experts)
         combine(parts, ids, y)
         return y
 

@@ -23,7 +23,7 @@ def chosen_by(call: TopkRoutingCall, logits: Tensor, scores: Tensor) -> Tensor:
     choice = torch.where(choice.isnan(), math.inf, choice)
     if call.num_groups == 1:
         return choice
-    groups = choice.unflatten(1, (call.num_groups, -1))
+    groups = choice.reshape(-1, call.num_groups, call.experts // call.num_groups)
     of_group = groups.sort(dim=-1, descending=True).values[..., :2].sum(-1)
     # of infinities of both signs
     of_group = torch.where(of_group.isnan(), math.inf, of_group)

@@ -36,9 +36,9 @@ def cost_of(call: MoeCall) -> Cost:
     if ids.device.type != "meta":
         here = ids[(ids >= 0) & (ids < call.experts)]
         pairs, chosen = here.numel(), int(torch.unique(here).numel())
-    size = call.x.element_size()
-    moved = chosen * 3 * call.hidden * call.intermediate * size + 2 * call.x.nbytes
-    moved += sum(one.nbytes // call.experts * chosen for one in (call.b1, call.b2) if one is not None)
+    moved = chosen * 3 * call.hidden * call.intermediate * call.w1.element_size() + 2 * call.x.nbytes
+    beside = (call.b1, call.b2, call.w1_scale, call.w2_scale)
+    moved += sum(one.nbytes // call.experts * chosen for one in beside if one is not None)
     return Cost(
         flops=2 * pairs * 3 * call.hidden * call.intermediate,
         bytes=moved + ids.nbytes + call.topk_weights.nbytes,

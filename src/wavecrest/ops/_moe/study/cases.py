@@ -38,11 +38,13 @@ GPT_OSS_OPTIONS: dict[str, Any] = {
 
 
 def example(
-    sizes: Sizes, dtype: torch.dtype, device: str, *, biased: bool = False, transposed: bool = False, **options: Any
-) -> MoeCall:
+    sizes: Sizes, dtype: torch.dtype, device: str, *, biased: bool = False, transposed: bool = False,
+    stored: torch.dtype | None = None, **options: Any,
+) -> MoeCall:  # fmt: skip
     """A call whose tokens choose their experts at random, each at most once; weights keep the sizes of numbers.
 
-    `biased`: with b1 and b2. `transposed`: weights lie in memory as [experts, in, out]. `options`: fields of the call.
+    `biased`: with b1 and b2. `transposed`: weights lie in memory as [experts, in, out]. `stored`: in 8 bits, with a
+    scale of each row of w1 and one of each expert's w2. `options`: fields of the call.
     """
 
     def made(*shape: int, size: float = 1.0) -> Tensor:
@@ -53,6 +55,12 @@ def example(
         w1, w2 = made(e, h, 2 * i, size=h**-0.5).mT, made(e, i, h, size=i**-0.5).mT
     else:
         w1, w2 = made(e, 2 * i, h, size=h**-0.5), made(e, h, i, size=i**-0.5)
+    if stored is not None:
+        step = 32.0 if stored == torch.int8 else 8.0
+        w1, w2 = ((step * one.float() / size).to(stored) for one, size in ((w1, h**-0.5), (w2, i**-0.5)))
+        scales = {"w1_scale": torch.rand(e, 2 * i, device=device) + 0.5, "w2_scale": torch.rand(e, device=device) + 0.5}
+        sizes_of = {"w1_scale": h**-0.5 / step, "w2_scale": i**-0.5 / step}
+        options = {name: scale * sizes_of[name] for name, scale in scales.items()} | options
     scores = torch.randn(t, e, device=device).softmax(-1)
     weights, ids = scores.topk(k, dim=-1)
     if biased:
@@ -88,15 +96,17 @@ def bench_cases(suite: str, device: str) -> dict[str, Callable[[], MoeCall]]:
 def call_of_key(parts: Mapping[str, Cell], device: str) -> MoeCall | None:
     """A call with the key of these parts; None where they name no size or dtype, or strides that no example has."""
     sizes = Sizes(*(int(parts[name] or 0) for name in ("tokens", "experts", "topk", "hidden", "intermediate")))
-    dtype, ids = (getattr(torch, str(parts[name]), None) for name in ("dtype", "ids"))
+    dtype, ids, stored = (getattr(torch, str(parts[name]), None) for name in ("dtype", "ids", "weights"))
     if min(sizes) < 1 or not isinstance(dtype, torch.dtype) or parts["x"] != "columns" or sizes.topk > sizes.experts:
         return None
     order = str(parts["w1"])
-    if order != parts["w2"] or order == "any":
+    if order != parts["w2"] or order == "any" or not isinstance(stored, torch.dtype):
+        return None
+    if stored != dtype and (parts["w1_scale"], parts["w2_scale"]) != ("row", "expert"):
         return None
     call = example(
         sizes, dtype, device, transposed=order == "rows", activation=str(parts["activation"]),
-        interleaved=bool(parts["interleaved"]),
+        interleaved=bool(parts["interleaved"]), stored=None if stored == dtype else stored,
     )  # fmt: skip
     call = call._replace(topk_ids=call.topk_ids.to(ids))
     return call._replace(
@@ -128,6 +138,8 @@ def emulate_cases(arch: str) -> dict[str, Callable[[], MoeCall]]:
         "other devices": partial(routed, Sizes(5, 4, 2, 48, 40), half, {"topk_ids": away, "topk_weights": weights}),
         "every option": partial(routed, Sizes(5, 4, 2, 48, 40), brain, every),
         "float32": partial(example, Sizes(9, 3, 2, 40, 24), single, "cpu", activation="gelu_tanh"),
+        "int8": partial(example, Sizes(9, 3, 2, 80, 48), brain, "cpu", stored=torch.int8),
+        "fp8": partial(example, Sizes(5, 3, 2, 80, 48), half, "cpu", stored=torch.float8_e4m3fn),
     }
 
 
@@ -142,6 +154,7 @@ def _compiled() -> dict[str, tuple[Sizes, torch.dtype, dict[str, Any]]]:
         "qwen3 t=512": (QWEN3_30B_A3B._replace(tokens=512), bf16, {}),
         "gpt-oss t=2048": (GPT_OSS_20B._replace(tokens=2048), bf16, GPT_OSS_OPTIONS),
         "transposed t=2048": (MIXTRAL_8X7B._replace(tokens=2048), bf16, {"transposed": True}),
+        "mixtral t=16 int8": (MIXTRAL_8X7B._replace(tokens=16), bf16, {"stored": torch.int8}),
         "float32 t=64": (QWEN3_30B_A3B._replace(tokens=64), torch.float32, {"activation": "gelu"}),
     }
 

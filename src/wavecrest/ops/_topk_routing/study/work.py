@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import wavecrest.ops.common.cost_model_work as _work
 import wavecrest.ops.common.layout as _layout
 from wavecrest.dispatch.decision import Key
@@ -24,4 +26,4 @@ def work(key: Key, config: Config, arch: Arch) -> tuple[Work, ...]:
         registers=4 * held / (config["num_warps"] * arch.wave_size),
         operations=held * (_SCORE_OPERATIONS + k * _TAKEN_OPERATIONS),
     )  # fmt: skip
-    return (made._replace(chain=3.0 * k * _work.REDUCED_CYCLES),)
+    return (replace(made, chain=3.0 * k * _work.REDUCED_CYCLES),)
