@@ -58,8 +58,8 @@ def _topk_routing_kernel(  # type: ignore[no-untyped-def]
         kept = tl.zeros([BLOCK_T, GROUPS], tl.int1)
         for _ in range(topk_groups):
             kept = kept | (offs_g == _first_of_largest(of_group, kept, offs_g, GROUPS)[:, None])
-        spread = tl.broadcast_to(tl.reshape(kept, [BLOCK_T, GROUPS, 1]), [BLOCK_T, GROUPS, SIZE])
-        choice = tl.where(tl.reshape(spread, [BLOCK_T, BLOCK_E]), choice, float("-inf"))
+        wide = tl.broadcast_to(tl.reshape(kept, [BLOCK_T, GROUPS, 1]), [BLOCK_T, GROUPS, SIZE])
+        choice = tl.where(tl.reshape(wide, [BLOCK_T, BLOCK_E]), choice, float("-inf"))
     taken = tl.broadcast_to(offs_e >= EXPERTS, [BLOCK_T, BLOCK_E])
     offs_k = tl.arange(0, BLOCK_K)[None, :]
     weights = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
