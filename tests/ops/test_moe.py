@@ -477,6 +477,14 @@ def test_default_configurations_fit(arch: str) -> None:
                 assert not made["DIRECT"] or made["BLOCK_M"] == 16
 
 
+def test_pairs_are_blocks_where_few_share_an_expert() -> None:
+    def direct(tokens: int, experts: int, k: int) -> bool:
+        return bool(configs.default(configs.Shape(tokens, experts, k, 2048, 768, 16), ARCHS["sm_90"])["DIRECT"])
+
+    assert direct(1, 8, 2) and direct(2, 128, 8) and not direct(2, 8, 2) and not direct(4, 128, 8)
+    assert not configs.default(configs.Shape(131072, 8, 2, 2048, 768, 16), ARCHS["gfx942"])["DIRECT"]
+
+
 def test_the_search_starts_with_the_default_and_repeats_none() -> None:
     space = moe_op.study.kernel("triton").space
     assert space is not None
