@@ -191,9 +191,10 @@ def test_weights_in_8_bits_of_any_strides(device: str) -> None:
 
 def test_fnuz_weights_run_in_pytorch_where_no_kernel_takes_them(device: str) -> None:
     call = quantized(a_call(5, 3, 2, 24, 16, torch.float32, device), torch.float8_e4m3fnuz, by_row=False)
-    for backend in ("torch", "reference"):
+    taking = [backend for backend in BACKENDS if moe_op.backends[backend].refuse(call) is None]
+    assert taking[-2:] == ["torch", "reference"]
+    for backend in taking:
         assert_right(call, backend)
-    assert moe_op.backends["triton"].refuse(call) is not None
 
 
 def _spread(tensor: Tensor) -> Tensor:
