@@ -23,6 +23,8 @@ KEYS = {
     "dequantize": {"rows": 3, "columns": 64, "to": "float32"},
     "gemm": {"rows": 3, "columns": 64, "k": 4096, "a": "float32"},
     "memcpy": {"blocks_4k": 1},
+    "moe": {"tokens": 3, "intermediate": 64, "dtype": "float32"},
+    "topk_routing": {"tokens": 3, "experts": 64, "dtype": "float32"},
     "rope": {"tokens": 3, "heads": 1, "columns": 64, "dtype": "float32"},
 }
 

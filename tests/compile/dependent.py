@@ -96,6 +96,9 @@ def main() -> None:
     step = registry.get("mlstm_step")
     token = step.study.inputs(1, 8, 256, torch.bfloat16, "meta")._replace(in_place=True)
     calls.append((step, "triton", step.config_of("triton", step.key(token)).kwargs, token))
+    sparse = registry.get("moe")
+    routed = sparse.study.inputs(64, 512, 512, torch.bfloat16, "meta")
+    calls.append((sparse, "triton", sparse.config_of("triton", sparse.key(routed)).kwargs, routed))
     for arch in ("sm_90", "sm_80", "gfx942"):
         for op, backend, config, args in calls:
             launches = op.study.kernel(backend).launches

@@ -17,11 +17,12 @@ QUESTIONS = (("dependent.py",),)
 
 FIRST = (
     "triton _tile_kernel", "triton_stream_k _stream_k_kernel", "triton_gemv _multiply_kernel",
-    "triton _decoding_kernel", "triton _mla_kernel", "triton _mlstm_step_kernel",
+    "triton _decoding_kernel", "triton _mla_kernel", "triton _mlstm_step_kernel", "triton _moe_align_kernel",
 )  # fmt: skip
 SECOND = (
     "triton _sum_kernel", "triton_stream_k _join_kernel", "triton_gemv _sum_kernel", "triton _joining_kernel",
-    "triton _mla_join_kernel", "triton _mlstm_norm_kernel",
+    "triton _mla_join_kernel", "triton _mlstm_norm_kernel", "triton _moe_gate_up_kernel", "triton _moe_down_kernel",
+    "triton _moe_combine_kernel",
 )  # fmt: skip
 # of sm_90: programs of the next kernel may start; wait for the kernel before
 ALLOWS, WAITS = re.compile(r"\bPREEXIT\b"), re.compile(r"\bACQBULK\b")

@@ -78,6 +78,8 @@ class Watch:
     def __init__(self) -> None:
         self.spans: list[tuple[int, int, str]] = []
         self.stored: Counter[str] = Counter()
+        # arguments that kernels may write to
+        self.outputs: tuple[str, ...] = ("c_ptr", "part_ptr", "out_ptr")
         self.active = False
 
     def _enter(self, names: list[str], args: list[Any]) -> None:
@@ -119,7 +121,7 @@ class Watch:
 
         def kept(this: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
             names = self._spans_of(pointers, mask, pointers.get_element_ty().primitive_bitwidth // 8)
-            outputs = [name for name in names if name in ("c_ptr", "part_ptr", "out_ptr")]
+            outputs = [name for name in names if name in self.outputs]
             assert outputs or not names, f"{names[0]} was written to"
             if outputs:
                 self.stored[outputs[0]] += int(np.broadcast_to(mask.data, pointers.data.shape).sum())

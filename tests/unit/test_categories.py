@@ -47,6 +47,7 @@ NAMES: dict[str, list[str]] = {
         "_gemm_kernel",
         "_tile_kernel",
         "_join_kernel",
+        "_moe_gate_up_kernel",
         "cpp_CppMicroGemmFP32Vec_micro_gemm_0",
         "aten::addmm",
         "aten::bmm",

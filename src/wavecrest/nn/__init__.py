@@ -4,6 +4,7 @@
 from wavecrest import dispatch as dispatch
 from wavecrest.nn.activation import GeluAndMul, SiluAndMul, Softmax
 from wavecrest.nn.conv2d import Conv2d
+from wavecrest.nn.experts import Experts
 from wavecrest.nn.gated_mlp import GatedMLP
 from wavecrest.nn.latent_attention import MultiHeadLatentAttention
 from wavecrest.nn.linear import Linear
@@ -17,6 +18,7 @@ __all__ = [
     "AddRMSNorm",
     "Attention",
     "Conv2d",
+    "Experts",
     "GatedMLP",
     "GeluAndMul",
     "LayerNorm",

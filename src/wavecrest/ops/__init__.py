@@ -11,7 +11,9 @@ from wavecrest.ops._gemm import gemm, linear
 from wavecrest.ops._memcpy import memcpy
 from wavecrest.ops._mla_decode import mla_decode
 from wavecrest.ops._mla_prefill import mla_prefill
+from wavecrest.ops._moe import moe
 from wavecrest.ops._rope import rope
+from wavecrest.ops._topk_routing import topk_routing
 from wavecrest.ops.gated.gelu_and_mul import gelu_and_mul
 from wavecrest.ops.gated.silu_and_mul import silu_and_mul
 from wavecrest.ops.mlstm.chunkwise import mlstm_chunkwise, mlstm_parallel
@@ -57,6 +59,7 @@ __all__ = [
     "mlstm_parallel",
     "mlstm_sequence",
     "mlstm_step",
+    "moe",
     "names",
     "pack",
     "quantize_fp8",
@@ -68,6 +71,7 @@ __all__ = [
     "slstm_sequence",
     "slstm_step",
     "softmax",
+    "topk_routing",
 ]
 
 load_backends()

@@ -74,6 +74,8 @@ RULES: tuple[Rule, ...] = (
     # norms and softmax; quantization without a norm has the same kernel name
     Rule(r"^_row_kernel$", "normalisation", "wavecrest"),
     Rule(r"^_(?:tile|sum|stream_k|join|multiply|words|hopper_gated)_kernel$", "gemm", "wavecrest"),
+    # the grouped GEMMs of a mixture of experts, with the sort before and the sum behind them
+    Rule(r"^_moe_\w+_kernel$", "gemm", "wavecrest"),
     Rule(r"^_conv2d_kernel$", "convolution", "wavecrest"),
     Rule(r"^_(?:flash_attention|hopper_(?:attention|mla)|decoding|joining|append|mla\w*)_kernel$", "attention",
          "wavecrest"),
@@ -82,7 +84,7 @@ RULES: tuple[Rule, ...] = (
     Rule(r"^_slstm_(?:sequence|step)_kernel$", "attention", "wavecrest"),
     Rule(r"^_mlstm_norm_kernel$", "normalisation", "wavecrest"),
     Rule(r"^_memcpy_kernel$", "memory", "wavecrest"),
-    Rule(r"^_(?:gated|silu_and_mul|gelu_and_mul|rope)_kernel$", "elementwise", "wavecrest"),
+    Rule(r"^_(?:gated|silu_and_mul|gelu_and_mul|rope|topk_routing)_kernel$", "elementwise", "wavecrest"),
     # Inductor: templates by what they compute, generated kernels by the ops fused into them
     Rule(r"^triton_tem_fused\w*flex_(?:attention|decoding)", "attention", "inductor template"),
     Rule(r"^triton_tem_fused\w*conv", "convolution", "inductor template"),

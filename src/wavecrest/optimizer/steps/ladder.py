@@ -37,6 +37,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.replace_activation import ReplaceActivation
     from wavecrest.optimizer.steps.replace_attention import ReplaceAttention, ReplaceSDPA
     from wavecrest.optimizer.steps.replace_encoder import ReplaceEncoder
+    from wavecrest.optimizer.steps.replace_moe import ReplaceMoe
     from wavecrest.optimizer.steps.replace_norm import ReplaceNorm
     from wavecrest.optimizer.steps.route_linear import RouteLinear
 
@@ -59,6 +60,7 @@ def _steps() -> dict[str, Step]:
         ReplaceEncoder(),
         ReplaceAttention(),
         ReplaceSDPA(),
+        ReplaceMoe(),
         ReplaceNorm(),
         ReplaceActivation(),
         *fusion_steps(),

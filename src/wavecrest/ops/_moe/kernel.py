@@ -1,0 +1,284 @@
+"""The kernels of a mixture of experts: pairs sorted by expert, two grouped GEMMs, and the sum over a token's experts.
+
+A pair is a token and one of its k experts, numbered t · k + j. The GEMMs work on blocks of BLOCK_M pairs of one expert,
+which read the rows of their tokens where they lie and write the rows of their pairs: nothing is copied or padded in
+memory. Blocks and pairs that stand for nothing have ids past the last expert and the last pair.
+"""
+
+from __future__ import annotations
+
+from wavecrest.ops.common.activation import activate
+from wavecrest.ops.common.device import (
+    column_mask,
+    exp,
+    pdl_launch_dependents,
+    pdl_wait,
+    remap_xcd,
+    swizzle_tile,
+)
+from wavecrest.ops.common.triton import reciprocal, tl, triton
+from wavecrest.ops.common.widen import widened
+
+# what the gated activation is compiled for, beside those of `ops.common.activation`
+SWIGLUOAI = tl.constexpr(16)
+# which dimension of a weight's [N, K] or of x's [M, K] is contiguous: neither, K, or the other
+ANY, BY_K, ACROSS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# arguments whose values do not specialize a kernel
+SIZES = [
+    "num_pairs", "k", "num_experts", "num_blocks", "tiles_n", "n_units", "k_units", "up", "bias_up", "scale_up",
+    "alpha", "limit", "stride_xm", "stride_xk", "stride_we", "stride_wn", "stride_wk", "stride_be", "stride_bn",
+    "stride_se", "stride_sn", "stride_it", "stride_ij", "stride_tt", "stride_tj",
+]  # fmt: skip
+
+
+# loads whose values become addresses of stores are in the kernels themselves: torch.compile (2.13) takes every tensor
+# that a device function was given for the address that it returns, and so for written
+
+
+@triton.jit
+def _pair_offsets(pairs, k, stride_t, stride_j):  # type: ignore[no-untyped-def]
+    """Where pairs lie in topk_ids or topk_weights."""
+    return (pairs // k).to(tl.int64) * stride_t + (pairs % k).to(tl.int64) * stride_j
+
+
+@triton.jit
+def _here(ids, num_experts):  # type: ignore[no-untyped-def]
+    """Experts, num_experts in place of those that are not here."""
+    return tl.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _moe_align_kernel(  # type: ignore[no-untyped-def]
+    ids_ptr, pairs_ptr, experts_ptr, num_pairs, k, num_experts, num_blocks, stride_it, stride_ij,
+    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Pairs sorted by their experts, each expert's filled up to whole blocks with num_pairs; the expert of each block.
+
+    A program places the pairs of one expert, in their order. It counts those of all experts itself, so that none
+    waits for another. The last program marks the blocks that are left.
+    """
+    pdl_launch_dependents(PDL)
+    expert = tl.program_id(0)
+    offs_e = tl.arange(0, BLOCK_E)
+    offs_p = tl.arange(0, BLOCK_P)
+    # pairs of no expert are counted in the last place
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for start in range(0, num_pairs, BLOCK_P):
+        pairs = start + offs_p
+        where = _pair_offsets(pairs, k, stride_it, stride_ij)
+        ids = _here(tl.load(ids_ptr + where, mask=pairs < num_pairs, other=-1), num_experts)
+        counts += tl.histogram(tl.where(ids < num_experts, ids, BLOCK_E - 1), BLOCK_E).to(tl.int32)
+    blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
+    first = tl.sum(tl.where(offs_e < expert, blocks, 0), axis=0)
+    if expert < num_experts:
+        own = tl.sum(tl.where(offs_e == expert, counts, 0), axis=0)
+        last = first + tl.cdiv(own, BLOCK_M)
+        for block in range(first, last):
+            tl.store(experts_ptr + block, expert)
+        placed = first * BLOCK_M
+        for start in range(0, num_pairs, BLOCK_P):
+            pairs = start + offs_p
+            where = _pair_offsets(pairs, k, stride_it, stride_ij)
+            mine = tl.load(ids_ptr + where, mask=pairs < num_pairs, other=-1) == expert
+            rank = tl.cumsum(mine.to(tl.int32), axis=0)
+            tl.store(pairs_ptr + placed + rank - 1, pairs, mask=mine)
+            placed += tl.sum(mine.to(tl.int32), axis=0)
+        rest = placed + tl.arange(0, BLOCK_M)
+        tl.store(pairs_ptr + rest, num_pairs + tl.zeros([BLOCK_M], tl.int32), mask=rest < last * BLOCK_M)
+    else:
+        for start in range(first, num_blocks, BLOCK_P):
+            left = start + offs_p
+            tl.store(experts_ptr + left, num_experts + tl.zeros([BLOCK_P], tl.int32), mask=left < num_blocks)
+
+
+@triton.jit
+def _strides(stride_n, stride_k, ORDER: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The strides of a matrix: 1 along what is contiguous, else multiples of ALIGN."""
+    if WIDE:
+        stride_n, stride_k = tl.cast(stride_n, tl.int64), tl.cast(stride_k, tl.int64)
+    if ORDER == BY_K:
+        strides = (stride_n * ALIGN, 1)
+    elif ORDER == ACROSS:
+        strides = (1, stride_k * ALIGN)
+    else:
+        strides = (stride_n * ALIGN, stride_k * ALIGN)
+    return strides
+
+
+@triton.jit
+def _accumulated(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, rows, mask_m, first_n, up, N, K, x_strides, w_strides,
+    BOTH: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x's rows [BLOCK_M] times the rows first_n to first_n + BLOCK_N of w [N, K]; with BOTH those `up` elements
+    further on too, in the same loop."""
+    stride_xm, stride_xk = x_strides
+    stride_wn, stride_wk = w_strides
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    if WIDE:
+        rows, offs_n, offs_k = rows.to(tl.int64), offs_n.to(tl.int64), offs_k.to(tl.int64)
+    x_tile = (rows * stride_xm)[:, None] + (offs_k * stride_xk)[None, :]
+    w_tile = (offs_k * stride_wk)[:, None] + (offs_n * stride_wn)[None, :]
+    mask_n = column_mask(first_n + tl.arange(0, BLOCK_N), N, BLOCK_N, EVEN_N)[None, :]
+    w_ptr += tl.cast(first_n, tl.int64) * stride_wn
+    up_ptr = w_ptr + up
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc_up = acc
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        start = tl.cast(step * BLOCK_K, tl.int64)
+        mask_x, mask_w = mask_m[:, None], mask_n
+        if not EVEN_K:
+            mask_k = step * BLOCK_K + tl.arange(0, BLOCK_K) < K
+            mask_x, mask_w = mask_x & mask_k[None, :], mask_w & mask_k[:, None]
+        x = tl.load(x_ptr + start * stride_xk + x_tile, mask=mask_x, other=0.0)
+        w = tl.load(w_ptr + start * stride_wk + w_tile, mask=mask_w, other=0.0)
+        w = widened(w, x.dtype, PTX, FOREIGN)
+        acc = tl.dot(x, w, acc, input_precision="ieee", out_dtype=tl.float32)
+        if BOTH:
+            w = tl.load(up_ptr + start * stride_wk + w_tile, mask=mask_w, other=0.0)
+            w = widened(w, x.dtype, PTX, FOREIGN)
+            acc_up = tl.dot(x, w, acc_up, input_precision="ieee", out_dtype=tl.float32)
+    return acc, acc_up
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _moe_gate_up_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, scale_ptr, bias_ptr, h_ptr, ids_ptr, pairs_ptr, experts_ptr,
+    num_pairs, k, num_experts, num_blocks, tiles_n, n_units, k_units, up, bias_up, scale_up, alpha, limit,
+    stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_se, stride_sn,
+    stride_it, stride_ij,
+    SCALED: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr, X_ORDER: tl.constexpr, W_ORDER: tl.constexpr, X_ALIGN: tl.constexpr,
+    W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """h[pair] = act(gate) · up of a block of pairs and BLOCK_N columns; `up`: from gate's rows of w to up's."""
+    if not DIRECT:
+        pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    N = n_units * N_ALIGN
+    index = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
+    block, tile_n = swizzle_tile(index, num_blocks, tiles_n, GROUP_M)
+    if DIRECT:
+        # a block is one pair
+        expert = _here(tl.load(ids_ptr + _pair_offsets(block, k, stride_it, stride_ij)), num_experts)
+    else:
+        expert = tl.load(experts_ptr + block)
+    if expert >= num_experts:
+        return
+    if DIRECT:
+        pairs = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
+    else:
+        pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    mask_m = pairs < num_pairs
+    first_n = tile_n * BLOCK_N
+    w_ptr += expert.to(tl.int64) * stride_we * W_ALIGN
+    x_strides = _strides(stride_xm, stride_xk, X_ORDER, X_ALIGN, WIDE)
+    w_strides = _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE)
+    K = k_units * K_ALIGN
+    if INTERLEAVED:
+        # columns of gate and up in turn, in one tile: accesses are as wide as those of other weights
+        acc, _ = _accumulated(
+            x_ptr, w_ptr, pairs // k, mask_m, 2 * first_n, 0, 2 * N, K, x_strides, w_strides,
+            False, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        gate, other = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
+    else:
+        gate, other = _accumulated(
+            x_ptr, w_ptr, pairs // k, mask_m, first_n, up * W_ALIGN, N, K, x_strides, w_strides,
+            True, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    cols = first_n + tl.arange(0, BLOCK_N)
+    mask_n = column_mask(cols, N, BLOCK_N, EVEN_N)
+    if SCALED:
+        scale = scale_ptr + expert.to(tl.int64) * stride_se + (cols.to(tl.int64) * stride_sn)[None, :]
+        gate *= tl.load(scale, mask=mask_n[None, :], other=0.0)
+        other *= tl.load(scale + scale_up, mask=mask_n[None, :], other=0.0)
+    if BIAS:
+        bias = bias_ptr + expert.to(tl.int64) * stride_be + (cols.to(tl.int64) * stride_bn)[None, :]
+        gate += tl.load(bias, mask=mask_n[None, :], other=0.0).to(tl.float32)
+        other += tl.load(bias + bias_up, mask=mask_n[None, :], other=0.0).to(tl.float32)
+    if ACTIVATION == SWIGLUOAI:
+        # comparisons, which keep NaN; numbers as float32, as Inductor (torch 2.11) passes a Python float as float64
+        most = tl.cast(limit, tl.float32)
+        gate = tl.where(gate > most, most, gate)
+        other = tl.where(other > most, most, tl.where(other < -most, -most, other))
+        h = gate * reciprocal(1.0 + exp(-tl.cast(alpha, tl.float32) * gate)) * (other + 1.0)
+    else:
+        h = activate(gate, 0.0, ACTIVATION) * other
+    out = h_ptr + pairs.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(out, h.to(h_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _moe_down_kernel(  # type: ignore[no-untyped-def]
+    h_ptr, w_ptr, scale_ptr, bias_ptr, weights_ptr, parts_ptr, ids_ptr, pairs_ptr, experts_ptr,
+    num_pairs, k, num_experts, num_blocks, tiles_n, n_units, k_units,
+    stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_se, stride_sn, stride_it, stride_ij, stride_tt,
+    stride_tj,
+    SCALED: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, BIAS: tl.constexpr, W_ORDER: tl.constexpr,
+    W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """parts[pair] = topk_weights[pair] · (w2 · h[pair] + bias) of a block of pairs and BLOCK_N columns."""
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    N = n_units * N_ALIGN
+    K = k_units * K_ALIGN
+    index = remap_xcd(tl.program_id(0), tl.num_programs(0), XCDS)
+    block, tile_n = swizzle_tile(index, num_blocks, tiles_n, GROUP_M)
+    if DIRECT:
+        # a block is one pair
+        expert = _here(tl.load(ids_ptr + _pair_offsets(block, k, stride_it, stride_ij)), num_experts)
+    else:
+        expert = tl.load(experts_ptr + block)
+    if expert >= num_experts:
+        return
+    if DIRECT:
+        pairs = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
+    else:
+        pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    mask_m = pairs < num_pairs
+    first_n = tile_n * BLOCK_N
+    acc, _ = _accumulated(
+        h_ptr, w_ptr + expert.to(tl.int64) * stride_we * W_ALIGN, pairs, mask_m, first_n, 0, N, K, (K, 1),
+        _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE),
+        False, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    cols = first_n + tl.arange(0, BLOCK_N)
+    mask_n = column_mask(cols, N, BLOCK_N, EVEN_N)
+    if SCALED:
+        scale = scale_ptr + expert.to(tl.int64) * stride_se + (cols.to(tl.int64) * stride_sn)[None, :]
+        acc *= tl.load(scale, mask=mask_n[None, :], other=0.0)
+    if BIAS:
+        bias = bias_ptr + expert.to(tl.int64) * stride_be + (cols.to(tl.int64) * stride_bn)[None, :]
+        acc += tl.load(bias, mask=mask_n[None, :], other=0.0).to(tl.float32)
+    where = _pair_offsets(pairs, k, stride_tt, stride_tj)[:, None]
+    acc *= tl.load(weights_ptr + where, mask=mask_m[:, None], other=0.0).to(tl.float32)
+    out = parts_ptr + pairs.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(out, acc.to(parts_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _moe_combine_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr, ids_ptr, y_ptr, k, num_experts, tiles_n, n_units, stride_it, stride_ij,
+    N_ALIGN: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """y[token] = the sum of its pairs' parts, in their order; those of no expert are not read."""
+    pdl_wait(PDL)
+    N = n_units * N_ALIGN
+    token = tl.program_id(0) // tiles_n
+    cols = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = column_mask(cols, N, BLOCK_N, EVEN_N)
+    acc = tl.zeros([BLOCK_N], tl.float32)
+    for choice in range(k):
+        pair = token * k + choice
+        expert = _here(tl.load(ids_ptr + _pair_offsets(pair, k, stride_it, stride_ij)), num_experts)
+        part = parts_ptr + tl.cast(pair, tl.int64) * N + cols
+        acc += tl.load(part, mask=mask_n & (expert < num_experts), other=0.0).to(tl.float32)
+    tl.store(y_ptr + tl.cast(token, tl.int64) * N + cols, acc.to(y_ptr.dtype.element_ty), mask=mask_n)

@@ -1,0 +1,55 @@
+"""The shape key of the mixture-of-experts layer, and what a configuration is chosen by."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from wavecrest.dispatch.decision import Key
+from wavecrest.dispatch.keys import dtype_name, row_bucket
+from wavecrest.ops._moe.call import MoeCall
+from wavecrest.ops._moe.config import Shape
+
+KEY_FIELDS = (
+    "tokens", "experts", "topk", "hidden", "intermediate", "dtype", "ids", "activation", "interleaved", "b1", "b2",
+    "weights", "w1_scale", "w2_scale", "w1", "w2", "x", "device", "grad",
+)  # fmt: skip
+
+
+def order_of(matrix: Tensor) -> str:
+    """Which of the last two dimensions is contiguous: "columns" (the last), "rows", or "any"."""
+    rows, columns = matrix.shape[-2:]
+    if matrix.stride(-1) == 1 or columns == 1:
+        return "columns"
+    return "rows" if matrix.stride(-2) == 1 or rows == 1 else "any"
+
+
+def key_of(call: MoeCall) -> Key:
+    """The shape key of a call: KEY_FIELDS."""
+    return (
+        row_bucket(call.num_tokens),
+        call.experts,
+        call.k,
+        call.hidden,
+        call.intermediate,
+        dtype_name(call.x),
+        dtype_name(call.topk_ids),
+        call.activation,
+        call.interleaved,
+        None if call.b1 is None else dtype_name(call.b1),
+        None if call.b2 is None else dtype_name(call.b2),
+        dtype_name(call.w1),
+        None if call.w1_scale is None else ("expert", "row")[call.w1_scale.ndim - 1],
+        None if call.w2_scale is None else ("expert", "row")[call.w2_scale.ndim - 1],
+        order_of(call.w1),
+        order_of(call.w2),
+        order_of(call.x),
+        call.x.device.type,
+        call.needs_grad,
+    )
+
+
+def shape_of(key: Key) -> Shape:
+    """The parts of a key that a configuration depends on."""
+    part = dict(zip(KEY_FIELDS, key, strict=True))
+    bits = 32 if part["dtype"] in ("float32", "float64") else 16
+    return Shape(part["tokens"], part["experts"], part["topk"], part["hidden"], part["intermediate"], bits)

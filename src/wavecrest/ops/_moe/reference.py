@@ -1,0 +1,44 @@
+"""The definition of the mixture-of-experts layer: every expert over all tokens, of which those that chose it count."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import wavecrest.ops.common.checks as _checks
+from wavecrest.ops._moe.call import SWIGLUOAI, MoeCall, halves, rows_of
+from wavecrest.ops.common.activation import activated
+
+
+def gated(call: MoeCall, gate: Tensor, up: Tensor) -> Tensor:
+    """act(gate) · up."""
+    if call.activation == SWIGLUOAI:
+        gate, up = gate.clamp(max=call.limit), up.clamp(-call.limit, call.limit)
+        return gate * torch.sigmoid(call.alpha * gate) * (up + 1)
+    return activated(gate, call.activation) * up
+
+
+def weight_of(weight: Tensor, scale: Tensor | None, expert: int) -> Tensor:
+    """One expert's matrix in float32 or float64, times its scales."""
+    wide = _checks.widen(weight[expert])
+    return wide if scale is None else wide * rows_of(scale, weight.shape[1])[expert, :, None]
+
+
+def reference(call: MoeCall) -> Tensor:
+    """The layer in float32 (float64 for float64), rounded once."""
+    x, weights = _checks.widen(call.x), _checks.widen(call.topk_weights)
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    for expert in range(call.experts):
+        both = weight_of(call.w1, call.w1_scale, expert)[None]
+        gate, up = (x @ half[0].mT for half in halves(both, call.interleaved))
+        if call.b1 is not None:
+            bias_gate, bias_up = halves(call.b1, call.interleaved)
+            gate, up = gate + bias_gate[expert], up + bias_up[expert]
+        row = gated(call, gate, up) @ weight_of(call.w2, call.w2_scale, expert).mT
+        if call.b2 is not None:
+            row = row + call.b2[expert]
+        for choice in range(call.k):
+            chosen = (call.topk_ids[:, choice] == expert)[:, None]
+            # not a product with 0: an expert's infinities and NaN stay with the tokens that chose it
+            y = y + torch.where(chosen, row * weights[:, choice, None], torch.zeros_like(row))
+    return y.to(call.x.dtype)
