@@ -90,6 +90,9 @@ def _step(call: SlstmCall, state: _Carried, x: Tensor, r: Tensor, unit: float) -
     gate_off = gate * (1 - gate) * o_off + 2 * _UNITS * _STEP * gate
     left = (n - n_off).clamp(min=1e-300)
     h_off = gate_off * (c / n).abs() + gate * (c_off + (c / n).abs() * n_off) / left + 4 * _STEP * h.abs()
+    # c / n is a mean of values of tanh and of the first state's: where errors have grown beyond it, the first order
+    # says nothing more, and would end in infinities
+    h_off = torch.minimum(h_off, 2 * (1 + c_abs / n))
     return _Carried(h, c, n, m, c_abs, h_off, c_off, n_off, m_off)
 
 
