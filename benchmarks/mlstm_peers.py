@@ -14,6 +14,7 @@ mlstm-kernels is called by its public names alone (`get_mlstm_kernel`, `get_mlst
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -121,7 +122,9 @@ def judge(name: str, h: Tensor, wanted: Tensor, bound: Tensor) -> Row:
     row: Row = {"relative": found.relative, "worst": found.worst}
     if name == OURS:
         beyond = int(((h.double() - wanted).abs() <= bound).logical_not().sum())
-        row["of_bound"] = float(((h.double() - wanted).abs() / bound).max())
+        share = float(((h.double() - wanted).abs() / bound).max())
+        # JSON has no NaN
+        row["of_bound"] = share if math.isfinite(share) else None
         return row if beyond == 0 else row | {"problem": f"wrong: {beyond} elements are beyond the op's bound"}
     limits, slack = numerics.tolerance("gemm", dtype_name(h)), bench_ops.PEER_SLACK
     fine = found.within(numerics.Tolerance(slack * limits.relative, slack * limits.worst))

@@ -656,12 +656,12 @@ def test_any_norm_and_rounding(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "softmax"])
-def test_rows_wider_than_programs_that_run_at_once_are_refused(kind: str) -> None:
+def test_rows_wider_than_programs_that_run_at_once_are_refused(kind: str, device: str) -> None:
     """Parts of a row beyond these would wait for parts that cannot start, and then work out all others."""
     op = registry.get({"rms": "rms_norm", "layer": "layer_norm", "softmax": "softmax"}[kind])
 
     def refusal(columns: int) -> str | None:
-        x = torch.zeros(1, dtype=torch.bfloat16).expand(1, columns)
+        x = torch.zeros(1, dtype=torch.bfloat16, device=device).expand(1, columns)
         return op.backends["triton"].refuse(RowCall(kind, x))
 
     assert refusal(1 << 20) is None
@@ -669,8 +669,8 @@ def test_rows_wider_than_programs_that_run_at_once_are_refused(kind: str) -> Non
 
 
 @pytest.mark.parametrize("granularity", ["token", "group", "tensor"])
-def test_columns_beyond_32_bits_are_refused(granularity: str) -> None:
-    x = torch.zeros(1, dtype=torch.bfloat16).expand(1, 1 << 31)
+def test_columns_beyond_32_bits_are_refused(granularity: str, device: str) -> None:
+    x = torch.zeros(1, dtype=torch.bfloat16, device=device).expand(1, 1 << 31)
     refuse = registry.get("quantize_int8").backends["triton"].refuse
     call = RowCall("identity", x, dtype=torch.int8, granularity=granularity)
     assert "2147483648" in str(refuse(call))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from wavecrest import ops
 from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
+from wavecrest.ops.rows import reference
+from wavecrest.ops.rows.call import RowCall
 
 OP = "softmax"
 INF, NAN = float("inf"), float("nan")
@@ -116,3 +120,14 @@ def test_wrong_arguments(args: tuple[object, ...], message: str, backend: str | 
 def test_wrong_dimensions(args: tuple[object, ...], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         ops.softmax(*args)  # type: ignore[arg-type]
+
+
+def test_the_definition_of_rows_beyond_32_bits_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = RowCall("softmax", torch.randn(5, 33, dtype=torch.float64))
+    for row, value in enumerate((math.nan, math.inf, -math.inf)):
+        call.x[row, 3] = value
+    call.x[3] = -math.inf
+    want = reference.reference(call)
+    monkeypatch.setattr(reference, "WIDE", 33)
+    monkeypatch.setattr(torch, "softmax", lambda *_: pytest.fail("it counts in 32 bits"))
+    torch.testing.assert_close(reference.reference(call), want, rtol=1e-14, atol=0.0, equal_nan=True)

@@ -166,7 +166,7 @@ def test_an_expert_can_be_closed_by_its_bias(backend: str, device: str) -> None:
     assert all(sorted(row[:3]) == [4, 5, 6] and row[3:] == [0, 1] for row in ids.tolist())
 
 
-def test_transformers_routers_choose_the_same() -> None:
+def test_transformers_routers_choose_the_same(device: str) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
@@ -189,12 +189,13 @@ def test_transformers_routers_choose_the_same() -> None:
         (DeepseekV3TopkRouter(deepseek), groups),
     ]
     for router, options in routers:
+        router.to(device)
         for tensor in router.state_dict().values():
             tensor.normal_(std=0.3)
         if "num_groups" in options:
             options = options | {"bias": router.e_score_correction_bias}
         with torch.no_grad():
-            logits, weights, ids = router(torch.randn(11, 32))
+            logits, weights, ids = router(torch.randn(11, 32, device=device))
             for backend in BACKENDS:
                 got_weights, got_ids = routing_op.run(backend, TopkRoutingCall(logits, 4, **options))
                 # DeepSeek's are in no order

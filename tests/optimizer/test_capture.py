@@ -41,6 +41,12 @@ def test_cpu_has_nothing_to_capture() -> None:
     assert found.sites == () and "GPU" in found.note
 
 
+def test_a_plan_made_on_a_gpu_captures_nothing_on_the_cpu() -> None:
+    """Beside a GPU it would: an empty graph, and the answer of the first call for all others."""
+    with pytest.raises(StepRefused, match="graphs exist on GPUs only, and the model has parameters on the CPU"):
+        step_by_id("capture").apply(nn.Linear(4, 4), {"buckets": ["default"], "compile": ""})
+
+
 @pytest.mark.gpu
 def test_replay_equals_eager_on_other_inputs() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).cuda().eval()

@@ -5,10 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import wavecrest.ops.common.checks as _checks
 import wavecrest.ops.common.quantized as _quantized
 from wavecrest.ops.rows.call import RowCall
+
+# columns from which PyTorch's softmax for CUDA fails with an internal assertion (H100, torch 2.11, 2026-11-26)
+WIDE = 1 << 31
+
+
+def _softmax(y: Tensor) -> Tensor:
+    """Softmax over the last dimension, in operations that count in 64 bits where rows need that."""
+    if y.shape[-1] < WIDE:
+        return torch.softmax(y, -1)
+    powers = torch.exp(y - y.amax(-1, keepdim=True))
+    return powers / powers.sum(-1, keepdim=True)
 
 
 def reference(call: RowCall) -> Any:
@@ -20,7 +32,7 @@ def reference(call: RowCall) -> Any:
     if call.kind == "scaled":
         return _quantized.dequantized(y, how)
     if call.kind == "softmax":
-        y = torch.softmax(y, -1)
+        y = _softmax(y)
     if call.kind == "layer":
         y = y - y.mean(-1, keepdim=True)
     if call.kind in ("rms", "layer"):

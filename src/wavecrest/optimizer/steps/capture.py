@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from wavecrest.errors import StepRefused
 from wavecrest.graphs import masks
 from wavecrest.graphs.capture import CapturedModule
 from wavecrest.graphs.inductor import PRESETS, compile_module
@@ -49,7 +50,13 @@ class CaptureGraph(Step):
         return Prediction.of_saved(0.9 * idle, f"launch gaps are {idle:.0%} of the wall time")
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
-        """Wrap; capture happens at the first call of each bucket. What is not compiled yet is compiled by default."""
+        """Wrap; capture happens at the first call of each bucket. What is not compiled yet is compiled by default.
+
+        Raises:
+            StepRefused: the model is on the CPU, where a capture would hold nothing, and replays old answers.
+        """
+        if any(tensor.device.type == "cpu" for tensor in model.parameters()):
+            raise StepRefused("graphs exist on GPUs only, and the model has parameters on the CPU")
         masks.use(model, params.get("masks", []))
         if model._compiled_call_impl is None and params.get("compile"):
             compile_module(model, PRESETS[params["compile"]])
