@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import signal
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from wavecrest.errors import ClockError, EnvironmentProblem, MissingDependency, PlanMismatch, WorkloadError
 from wavecrest.measure.timing import Side
 from wavecrest.optimizer import children
-from wavecrest.optimizer.children import Job, Problem, Task, run_child, run_pairs
+from wavecrest.optimizer.children import Job, Problem, SideReport, Task, run_child, run_pairs
 
 # a side writes down when its calls ran, and the second one spins in a thread all the time, to slow the first
 WORKLOAD = """
@@ -87,28 +89,68 @@ def test_a_side_stands_still_while_the_other_is_timed(work: str, tmp_path: Path)
     assert during <= 2 < len(_rows(logs["new"], "spin"))
 
 
-def test_pairs_are_loaded_together_and_timed_one_after_the_other(
-    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU: no call is timed before all processes are loaded, none at the same time as another."""
+class Fake:
+    """A child that is timed for two turns; `told` has what becomes of all of them, in order."""
+
+    told: ClassVar[list[tuple[str, str]]] = []
+
+    def __init__(self, job: Job, *, in_turns: bool = False) -> None:
+        assert in_turns
+        self.name, self.place, self._turns = job.name, 0, 0
+        self.told.append((self.name, "start"))
+
+    def __enter__(self) -> Fake:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.told.append((self.name, "gone"))
+
+    def meet(self) -> None:
+        self.told.append((self.name, "loaded"))
+
+    def signal(self, number: signal.Signals) -> None:
+        self.told.append((self.name, number.name))
+
+    def take_turn(self) -> None:
+        self._turns += 1
+        self.place = children.TIMED if self._turns == 2 else 0
+        self.told.append((self.name, "turn"))
+
+    def allow(self) -> None:
+        self.told.append((self.name, "allowed"))
+
+    def report(self) -> SideReport:
+        return SideReport(clock=self.name, times={}, numerics=[], quality=[], warnings=[])
+
+
+def test_pairs_are_loaded_together_and_timed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: no turn before all are loaded, one pair after the other, none ends before all are timed."""
     monkeypatch.setattr(children, "pairs_together", lambda device, memory: 2)
-    logs = [tmp_path / f"log{index}" for index in range(6)]
-    task = Task(f"{work}:make", "cpu", 0.1)
-    jobs = [Job(task, {"TURNS_LOG": str(log)}, log.name) for log in logs]
-    found = run_pairs([{"base": a, "new": b} for a, b in zip(jobs[::2], jobs[1::2], strict=True)], 0)
-    assert len(found) == 3 and all(row.keys() == {"base", "new"} for row in found)
-    # pair 1 has its second side first
-    assert [list(row) for row in found] == [["base", "new"], ["new", "base"], ["base", "new"]]
-    calls = [_rows(log, "call") for log in logs]
-    loaded = max(rows[0][1] for rows in calls[:4])
-    timed = [[row for row in rows if row[0] > loaded] for rows in calls[:4]]
-    assert all(len(rows) >= 10 for rows in timed)
-    # the second pair after the first, and the third, which was loaded by itself, after both
-    assert max(row[1] for rows in timed[:2] for row in rows) < min(row[0] for rows in timed[2:] for row in rows)
-    assert min(row[0] for rows in calls[4:] for row in rows) > max(row[1] for rows in timed for row in rows)
-    both = [(row, 0) for row in timed[0]] + [(row, 1) for row in timed[1]]
-    spans = [row for row, _ in sorted(both)]
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    monkeypatch.setattr(children, "_Child", Fake)
+    monkeypatch.setattr(Fake, "told", [])
+    task = Task("work.py:make", "cuda:0", 0.1)
+    jobs: list[dict[Side, Job]] = [
+        {side: Job(task, {}, f"{side}{pair}") for side in ("base", "new")} for pair in range(3)
+    ]
+    found = run_pairs(jobs, 0)
+    assert [{side: report.clock for side, report in row.items()} for row in found] == [
+        {"base": "base0", "new": "new0"}, {"new": "new1", "base": "base1"}, {"base": "base2", "new": "new2"}
+    ]  # fmt: skip
+    first = [one for one in Fake.told if one[0][-1] != "2"]
+    together = ["base0", "new0", "new1", "base1"]
+    turns = ["base0", "new0", "new0", "base0", "new1", "base1", "base1", "new1"]
+    assert first == [
+        *((name, "start") for name in together), *((name, "loaded") for name in together),
+        *((name, "SIGSTOP") for name in together), *((name, "turn") for name in turns),
+        *((name, what) for name in together for what in ("SIGCONT", "allowed")),
+        *((name, "gone") for name in reversed(together)),
+    ]  # fmt: skip
+    # the third pair is loaded by itself, behind the others
+    assert Fake.told[: len(first)] == first and Fake.told[len(first)] == ("base2", "start")
+    # checks take memory beside the times: one pair at once
+    Fake.told.clear()
+    run_pairs([{side: Job(replace(task, check=True), {}, side) for side in ("base", "new")}] * 2, 0)
+    assert [what for _, what in Fake.told].index("gone") < len(Fake.told) // 2
 
 
 @pytest.mark.parametrize(

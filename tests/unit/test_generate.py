@@ -191,8 +191,10 @@ def test_the_gate_sees_what_calls_write(model: nn.Module) -> None:
 
     made = generate.of(model, IDS, {"max_new_tokens": 3})
     untouched = Untouched(made)
+    # as the optimizer does it: behind the baseline, and behind the gate
     for bucket in ("prompt", "decode"):
         made.run(bucket)
+    untouched.learn()
     gate = Gate.prepare(made, seed=0)
     untouched.learn()
     for bucket in ("prompt", "decode", "prompt"):

@@ -51,10 +51,8 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     # benchmarks are no part of the package
-    changes["PYTHONPATH"] = f"{ROOT / 'src'}:{ROOT}"
-    return subprocess.run(
-        command, cwd=ROOT, env=env.python_child(changes), capture_output=True, text=True, timeout=300, check=False
-    )
+    variables = env.python_child(changes, [str(ROOT)])
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.slow

@@ -105,6 +105,8 @@ def _prepare(run: RunState) -> None:
         run.ledger.note("the model was given in training mode: it is measured in eval mode, and put back at the end")
     run.progress.phase("baseline")
     record.baseline = run.measurer.baseline()
+    # what its calls have changed by now is the original's own doing; the gate may put it back, so it is seen here
+    run.untouched.learn()
     run.ledger.save()
     run.progress.phase("resolution: the original against itself")
     run.ledger.add_resolution(run.measurer.resolve())
@@ -118,7 +120,7 @@ def _prepare(run: RunState) -> None:
     run.gate = Gate.prepare(run.workload, now=run.now)
     record.gate = run.gate.summary
     _know_costs(run)
-    # what the original changed so far is its own doing
+    # and what it changed since then
     run.untouched.learn()
     if run.gate.note:
         run.ledger.note(f"accuracy gate: {run.gate.note}")
