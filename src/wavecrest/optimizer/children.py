@@ -2,8 +2,8 @@
 
 Both sides of a pair are loaded at the same time and then timed in turns of a tenth of a second, the other one stopped
 meanwhile: what the host does over seconds meets both alike, and a process that spins or works on outside of its turns
-gains nothing. Pairs for a GPU are loaded together, as many as processors and memory hold: loading takes ten times as
-long as timing. All are loaded before the first is timed. Where memory is short, one side runs after the other.
+gains nothing. Pairs for a GPU are loaded together, as many as processors and memory hold: loading takes longer than
+timing. All are loaded before the first is timed. Where memory is short, one side runs after the other.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 # what is expected of a step that predicts nothing, and of a second attempt as a part of its first prediction
 UNKNOWN_RATIO, AGAIN = 1.02, 0.5
-# the first look at the result decides on such a gain: processes on a CPU differ by some percent, on a GPU by less (an
-# interval of 4 pairs was ±2 % wide at most; ResNet-50, ViT-B/16, BERT-base on an H100, 2026-11-26)
+# on such a gain the first look at the result is counted on, and time for later looks goes to steps. On a CPU processes
+# differ by some percent. On a GPU intervals of 4 pairs were ±2 to ±6 % (evidence/nvidia-h100/2026-11-26_zoo_models):
+# too wide to be sure of a gain of 5 %, and a result that they leave open is said to be undecided
 SURE_RATIO, SURE_RATIO_GPU = 1.2, 1.05
 # a set of steps that leaves the best one a second for later must promise this many times the gain
 BETTER = 1.25
