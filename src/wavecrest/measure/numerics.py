@@ -241,6 +241,6 @@ def matrix_unit_shrink(K: int, a_bits: int, precision: str = "ieee") -> tuple[fl
     cut = K / (256 // a_bits) * unit
     if a_bits == 8:
         # each product is cut to a unit of the sum (sums of up to 16,384 positive products are within it, two thirds
-        # of it at most: one H200, record 2026-11-25_gemm-accuracy_fp8)
+        # of it at most: one H100, record 2026-11-26_gemm-accuracy_fp8)
         return K * unit / 2, cut
     return cut + (2.0**-9 if a_bits == 32 else 0.0), cut
