@@ -200,3 +200,33 @@ def test_a_step_that_changes_the_model_while_it_looks_is_refused(run: Run) -> No
     row = next(row for row in record.steps if row.id == "looks")
     assert row.verdict == "refused" and row.reason.startswith("it changed attribute extra of the user's model")
     assert not hasattr(workload.model, "extra") and record.result is not None and record.result.verdict == "faster"
+
+
+class Overruns(AddPause):
+    """Fails, and takes until `end` on the clock, far longer than expected."""
+
+    id = title = "overruns"
+
+    def __init__(self, end: float) -> None:
+        self.end = end
+
+    def predict(self, found: Found, context: StepContext) -> Prediction:
+        return Prediction(9.0, "planted")
+
+    def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+        CLOCK.seconds = max(CLOCK.seconds, self.end)
+        raise RuntimeError("no result after all this time")
+
+
+@pytest.mark.parametrize(("late", "verdict"), [(0.0, "kept"), (0.08, "kept"), (0.15, "skipped")])
+def test_seconds_lost_on_a_step_do_not_cost_the_only_gain(run: Run, late: float, verdict: str) -> None:
+    """The trial of the gain and its proof end after the budget by a share of it."""
+    budget = 100.0
+    needed = next(row.expected_seconds for row in run(TakePauseOut(), budget=budget).record.steps)
+    assert needed is not None
+    # the proof: 4 pairs of phases of a second each, and a check of answers that takes no time here
+    end = CLOCK.seconds + budget * (1 + late) - needed - 8
+    record = run(Overruns(end), TakePauseOut(), budget=budget).record
+    (row,) = [row for row in record.steps if row.id == "gain"]
+    assert row.verdict == verdict, (row.reason, record.seconds)
+    assert record.seconds is not None and record.seconds <= 1.1 * budget

@@ -39,6 +39,9 @@ LEAST_SECONDS = 1.0
 LOOK_SHARE = 0.02
 # share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
 ENVIRONMENT_SHARE = 0.3
+# while nothing is kept, a step whose proof ends this share of the budget late is tried all the same: an earlier trial
+# that lost may have taken a few seconds more than expected, and a run without any result is worth less than these
+LATE_SHARE = 0.1
 
 
 @dataclass(slots=True)
@@ -306,6 +309,9 @@ class Planner:
         """The candidate that gains most a second among those of the lowest tier that are worth their time together."""
         left = self.run.seconds_left
         fits = [one for one in able if one.seconds + one.reserve <= left]
+        if not fits and not self.run.ledger.applied.steps:
+            left += LATE_SHARE * self.run.options.budget
+            fits = [one for one in able if one.seconds + one.reserve <= left]
         waiting = {one.step.id for one in fits if one.attempt == 1}
         ready = [one for one in fits if not waiting.intersection(one.step.tried_after)]
         if not ready:
