@@ -143,6 +143,33 @@ def test_state_in_the_inputs_is_compared_and_put_back() -> None:
     assert int(cache.position) == 1 and not cache.keys.any()
 
 
+class Projected(nn.Module):
+    """Writes what a layer makes of its input into a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.keys.index_copy_(0, cache.position.view(1), self.linear(x))
+        return x + cache.keys.sum(0)
+
+
+def test_calls_with_gradients_leave_no_history_in_a_cache() -> None:
+    """With a history it could not be copied, and PyTorch would pick other attention kernels for it."""
+    cache = Cache(torch.zeros(4, 8), torch.tensor(1))
+    workload = Workload(Projected(), {"one": Inputs((torch.randn(1, 8), cache))})
+    gate = Gate.prepare(workload)
+    assert "gradients" not in gate.summary.not_run and not failures(gate.check(workload.model))
+    assert cache.keys.is_leaf and not cache.keys.requires_grad and not cache.keys.any()
+    # the history of a view stays, so that nothing is called with gradients there
+    views = Cache(torch.zeros(2, 4, 8)[0], torch.tensor(1))
+    workload = Workload(Projected(), {"one": Inputs((torch.randn(1, 8), views))})
+    gate = Gate.prepare(workload)
+    assert "views" in gate.summary.not_run["gradients"] and not failures(gate.check(workload.model))
+    assert not views.keys.requires_grad
+
+
 def drawn(inputs: Inputs, kind: str, seed: int = 7) -> list[Tensor]:
     return Variations.of(inputs, seed).draw(kind)
 

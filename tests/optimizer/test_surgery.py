@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wavecrest import hardware
+from wavecrest import hardware, records
 from wavecrest import nn as ours
 from wavecrest.errors import StepRefused
 from wavecrest.measure.workload import Workload, from_example
@@ -60,6 +60,27 @@ def test_norms_of_a_transformers_model_are_replaced_and_share_their_weights() ->
     assert isinstance(norm, ours.RMSNorm)
     assert norm.weight is workload.model.model.layers[0].input_layernorm.weight
     assert type(workload.model.model.norm).__name__ == "LlamaRMSNorm"
+
+
+def test_norms_of_elementwise_operations_are_seen_in_the_profile() -> None:
+    """Eight launches a norm, of which one is left; a power of another shape belongs to an activation."""
+
+    def row(name: str, shapes: str, share: float) -> records.OpTime:
+        return records.OpTime(name=name, category="elementwise", shapes=shapes, calls=10, ms=share, share=share)
+
+    ops = [row(name, "1x64 float32", 0.04) for name in ("aten::pow", "aten::mean", "aten::rsqrt")]
+    profile = records.BucketProfile(
+        bucket="default", wall_ms=2.0, kernel_ms=1.0, idle_ms=1.0, launches=140, categories=[],
+        ops=[*ops, row("aten::pow", "1x256 float32", 0.5)], uncategorized=[],
+    )  # fmt: skip
+    step, where = step_by_id("replace_norm"), context(llama())
+    where.profile = [profile]
+    # half of the time the device works, of which norms are 30 %; half of the launches go, in the other half
+    saved = 0.3 * 0.5 * 7 / 8 + 0.5 * 0.5
+    predicted = step.predict(step.find(where), where)
+    assert predicted.ratio == pytest.approx(1 / (1 - saved)) and "about 15% of the time" in predicted.basis
+    where.profile = [profile.model_copy(update={"ops": []})]
+    assert step.predict(step.find(where), where).ratio == 1.0
 
 
 def test_torch_norms_stay_on_the_cpu_and_go_on_a_gpu() -> None:

@@ -268,17 +268,21 @@ class Gate:
     def _find_ways(self, site: Site) -> None:
         """Other ways to call that the original allows: a thread, keywords, gradients, two at a time, and so on."""
         model = self.workload.model
-        ways: dict[str, CallWay | None] = {
+        ways: dict[str, CallWay | str] = {
             "thread": behaviour.in_thread,
-            "keyword": behaviour.by_keyword(model, site.inputs),
+            "keyword": behaviour.by_keyword(model, site.inputs) or "its arguments cannot be named",
             "gradients": behaviour.with_gradients,
-            "owned": None if site.cases[0].written else behaviour.after_a_write,
+            "owned": behaviour.after_a_write,
         }
+        if written := site.cases[0].written:
+            ways["owned"] = "calls write state"
+            if any(path in site.snapshot.tensors and site.snapshot.tensors[path][0]._is_view() for path in written):
+                ways["gradients"] = "calls write into views, where a gradient history would stay"
         for rule, way in ways.items():
             if rule not in self.rules:
                 continue
-            if way is None:
-                self._leave_out(rule, "calls write state" if rule == "owned" else "its arguments cannot be named")
+            if isinstance(way, str):
+                self._leave_out(rule, way)
             elif self._answers(site, way):
                 self._ways[rule] = way
             else:

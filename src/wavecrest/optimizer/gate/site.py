@@ -175,7 +175,10 @@ class Site:
         """
         self.put_back(all_of_it=look)
         self.variations.write(values, counted=counted)
-        result = way(function, self.inputs)
+        try:
+            result = way(function, self.inputs)
+        finally:
+            self.snapshot.cut_history()
         answer = collect(result, self.snapshot.names)
         sharing = shared_memory(answer, self._owners)
         written = dict(self._written(values)) if look else {}

@@ -55,6 +55,7 @@ class Snapshot:
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self.tensors: dict[str, tuple[Tensor, Tensor]] = {}
+        self._leaves: list[Tensor] = []
         self._containers: list[tuple[Any, Any]] = []
         self.names: dict[int, str] = {}
         seen: set[int] = set()
@@ -70,6 +71,8 @@ class Snapshot:
         if isinstance(value, Tensor):
             if value.layout == torch.strided:
                 self.tensors[path] = (value, value.detach().clone())
+                if value.is_leaf:
+                    self._leaves.append(value)
             return
         parts = children(value)
         if parts is None:
@@ -89,6 +92,16 @@ class Snapshot:
         self.restore_containers()
         for tensor, copy in self.tensors.values():
             write(tensor, copy)
+
+    def cut_history(self) -> None:
+        """Take the gradient history out of tensors that had none: a write with gradients enabled leaves one.
+
+        With a history left a key-value cache cannot be copied, and PyTorch picks other attention kernels for it. The
+        history of a view cannot be taken out.
+        """
+        for tensor in self._leaves:
+            if not tensor.is_leaf and not tensor._is_view():
+                tensor.detach_()
 
     def restore_containers(self) -> None:
         """Put back lists, dicts and attributes that hold something else than before."""
