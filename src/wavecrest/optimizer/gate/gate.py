@@ -152,7 +152,7 @@ class Gate:
         self.sites.append(site)
         try:
             first = site.add_case("example", variations.draw("example"), reference)
-            self._check_determinism(site, first)
+            self._check_determinism(site, first, reference, row)
             differs = self._add_values(site, first, reference, row, begin)
             if {"dependence", "variation"} <= self.rules and not differs:
                 nothing = all(leaf.value is None for leaf in first.answer.leaves.values()) and not first.written
@@ -180,7 +180,7 @@ class Gate:
         finally:
             before.restore()
 
-    def _check_determinism(self, site: Site, first: Outcome) -> None:
+    def _check_determinism(self, site: Site, first: Outcome, reference: Reference, row: records.GateBucket) -> None:
         """The original twice on the same values: what differs beyond rounding cannot be verified."""
         if "determinism" not in self.rules:
             return
@@ -189,15 +189,24 @@ class Gate:
         site.seconds = self.now() - begin
         check_structure(again.answer, first.answer, self.rules)
         floor = numerics.tolerance("model", self.workload.dtype)
+        beyond = {}
         for path, tensor in again.answer.numeric():
             found = numerics.compare(tensor, first.answer.leaves[path].value)
             limits = floor if accuracy.is_float(tensor) else numerics.Tolerance(0.0, 0.0)
             if not found.within(limits):
+                beyond[path] = found
+        own = site.own_rounding(first, reference, beyond) if beyond else {}
+        for path, found in beyond.items():
+            if path not in own or not found.nonfinite_match or found.relative > own[path]:
                 raise RuleBroken(
                     "determinism",
                     f"not verifiable: called twice with the same inputs, the original's own {path} differs by "
                     f"{found.relative:.2g} (random numbers in the model?)",
                 )
+            row.notes.append(
+                f"not deterministic: called twice, the original's own {path} differs by {found.relative:.2g}, as "
+                f"rounding does: in higher precision it does not, and from that both are {own[path]:.2g} away"
+            )
 
     def _add_values(
         self, site: Site, first: Outcome, reference: Reference, row: records.GateBucket, begin: float

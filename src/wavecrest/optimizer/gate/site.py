@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -255,6 +255,34 @@ class Site:
         slim = Answer({path: _slim(leaf) for path, leaf in original.leaves.items()}, original.containers)
         self.cases.append(Case(kind, values, slim, expected, done.sharing, done.written, right, done.plain))
         return Outcome(original, done.sharing, done.written, done.plain)
+
+    def own_rounding(self, first: Outcome, reference: Reference, paths: Iterable[str]) -> dict[str, float]:
+        """The error of the original's answers to the first case against the model in higher precision.
+
+        Some libraries' kernels add in any order. A deep model makes of that a difference as large as its rounding
+        error, and one in higher precision does not; random numbers in the model change both.
+
+        Returns:
+            By path the relative error; without a path where the model in higher precision differs from itself too, or
+            where there is none.
+        """
+        twice = []
+        for _ in range(2):
+            self.put_back()
+            self.variations.write(self.cases[0].values)
+            twice.append(reference.answer(self.inputs))
+        if twice[0] is None or twice[1] is None:
+            return {}
+        one, other = (dict(answer.numeric()) for answer, _ in twice)
+        found = {}
+        for path in paths:
+            ours = first.answer.leaves[path].value
+            if path not in one or path not in other or not ours.is_floating_point():
+                continue
+            limits = numerics.tolerance("model", str(one[path].dtype).removeprefix("torch."))
+            if one[path].shape == ours.shape and numerics.compare(other[path], one[path]).within(limits):
+                found[path] = numerics.compare(ours, one[path]).relative
+        return found
 
     def judge(
         self, case: Case, outcome: Outcome, dtype: str, model_dtype: str, rules: frozenset[str]
