@@ -92,10 +92,20 @@ def _step(site: Site, inner: nn.Module) -> tuple[nn.Module, Callable[[nn.Module]
     return LastLogits(inner), after_prompt
 
 
+def _made(site: Site, kind: Callable[[Any], nn.Module], config: Any) -> nn.Module:
+    """A model in the site's dtype from the start: 8 B parameters in float32 take 32 GB while they are drawn."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(site.dtype)
+    try:
+        return kind(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _llama(site: Site, shapes: dict[str, Any]) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**site.either(shapes, TINY)))
+    return _made(site, LlamaForCausalLM, LlamaConfig(**site.either(shapes, TINY)))
 
 
 @model(
@@ -159,7 +169,7 @@ def qwen25_7b_decode(site: Site) -> tuple[nn.Module, Any]:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tiny = {name: value for name, value in TINY.items() if name != "head_dim"}
-    return _step(site, Qwen2ForCausalLM(Qwen2Config(**site.either(QWEN_7B, tiny))))
+    return _step(site, _made(site, Qwen2ForCausalLM, Qwen2Config(**site.either(QWEN_7B, tiny))))
 
 
 @model("mistral-7b-decode", library="transformers", unit="tokens", gpu=Size(4, 2048, BRAIN), tiny=Size(2, 16))
@@ -168,7 +178,7 @@ def mistral_7b_decode(site: Site) -> tuple[nn.Module, Any]:
     from transformers import MistralConfig, MistralForCausalLM
 
     config = MistralConfig(sliding_window=None, **site.either({"vocab_size": 32_768, "head_dim": 128}, TINY))
-    return _step(site, MistralForCausalLM(config))
+    return _step(site, _made(site, MistralForCausalLM, config))
 
 
 @model(

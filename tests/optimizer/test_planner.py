@@ -13,8 +13,10 @@ from tests.optimizer.conftest import NoAnalysis, Run
 from tests.optimizer.planted import CLOCK, PAUSE, AddPause, Nothing, Planted, TakeHalfOut, TakePauseOut, slow
 from wavecrest import records
 from wavecrest.measure.workload import from_example
+from wavecrest.optimizer import planner
 from wavecrest.optimizer.planner import best_together, densest_together
 from wavecrest.optimizer.steps import Found, Prediction, StepContext
+from wavecrest.optimizer.trial import with_ops
 from wavecrest.records import OptimizeRecord
 
 
@@ -230,3 +232,45 @@ def test_seconds_lost_on_a_step_do_not_cost_the_only_gain(run: Run, late: float,
     (row,) = [row for row in record.steps if row.id == "gain"]
     assert row.verdict == verdict, (row.reason, record.seconds)
     assert record.seconds is not None and record.seconds <= 1.1 * budget
+
+
+class Traces(TakePauseOut):
+    """Finds its sites by tracing the model, which takes half a minute."""
+
+    traces = True
+    looked = 0
+
+    def find(self, context: StepContext) -> Found:
+        self.looked += 1
+        CLOCK.advance(30)
+        return super().find(context)
+
+
+@pytest.mark.parametrize(("share", "looks"), [(0.7, True), (15.0, False)])
+def test_a_model_is_traced_for_sites_where_there_is_time_for_them(
+    run: Run, share: float, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a compilation of 8 s, in 100 s."""
+    monkeypatch.setattr(planner, "TRACE_SHARE", share)
+    step = Traces()
+    rows = {row.id: row for row in run(step, TakeHalfOut(), budget=100.0).record.steps}
+    assert bool(step.looked) == looks and rows["gain" if looks else "half"].verdict == "kept"
+    if not looks:
+        reason = "no time left in the budget of 100 s: tracing the model for its sites takes about 120 s; then it takes"
+        assert rows["gain"].reason.startswith(reason)
+
+
+def test_a_replayed_graph_keeps_the_ops_of_the_profile_before() -> None:
+    def profile(name: str, kernel_ms: float) -> records.BucketProfile:
+        row = records.OpTime(name=name, category="gemm", shapes="", calls=8, ms=1.0, share=1.0)
+        return records.BucketProfile(
+            bucket="default", wall_ms=9.0, kernel_ms=kernel_ms, idle_ms=0.1, launches=len(name), categories=[],
+            ops=[row], uncategorized=[],
+        )  # fmt: skip
+
+    before = [profile("aten::mm", 5.0)]
+    (kept,) = with_ops([profile("nvjet_tst", 5.1)], before)
+    assert kept.ops == before[0].ops and kept.launches == 8 and kept.kernel_ms == 5.1
+    # other kernels run, or the ops are seen
+    for now in (profile("triton_fused", 4.0), profile("aten::addmm", 5.0)):
+        assert with_ops([now], before) == [now]

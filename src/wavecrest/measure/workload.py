@@ -112,6 +112,7 @@ class Workload:
         reset: optional; called with the bucket's name before every call, outside the timed region. For inputs that a
             call changes, such as the write position of a key-value cache.
         load_seconds: how long `load` took; of a model in memory, how long its copy for child processes took, 0 before.
+        load_bytes: memory of the GPU that `load` took at its peak; 0 on a CPU, and for a model in memory.
         in_training: names of modules that were in training mode when they were given; `restore_modes` puts them back.
         ranges: batches and lengths that are served, beyond those of the buckets; None: the buckets alone.
         copied: the folder of a copy for child processes (`measure.copies`), or None.
@@ -124,6 +125,7 @@ class Workload:
     name: str = "model"
     reset: Callable[[str], None] | None = None
     load_seconds: float = 0.0
+    load_bytes: int = field(init=False, default=0)
     in_training: list[str] = field(init=False, default_factory=list)
     copied: Path | None = field(init=False, default=None)
     ranges: Ranges | None = None
@@ -285,7 +287,7 @@ def load(spec: str, *, device: str | None = None) -> Workload:
         WorkloadError: no such file, module or function, the function raised, it returned something else than
             `(model, inputs)` or a `Workload`, or it built the model on another device.
     """
-    begin = time.perf_counter()
+    begin, held = time.perf_counter(), _start_peak(device)
     try:
         spec.encode()
     except UnicodeEncodeError:
@@ -313,7 +315,25 @@ def load(spec: str, *, device: str | None = None) -> Workload:
             "give the function a parameter named device and build on it"
         )
     workload.load_seconds = time.perf_counter() - begin
+    if held is not None:
+        workload.load_bytes = _peak(workload.device) - held
     return workload
+
+
+def _start_peak(device: str | None) -> int | None:
+    """Bytes that this process holds on a GPU, whose peak is counted from now on; None on a CPU."""
+    if device is None or not device.startswith("cuda"):
+        return None
+    import torch
+
+    torch.cuda.reset_peak_memory_stats(device)
+    return int(torch.cuda.memory_reserved(device))
+
+
+def _peak(device: str) -> int:
+    import torch
+
+    return int(torch.cuda.max_memory_reserved(device))
 
 
 def _same_device(have: str, want: str) -> bool:

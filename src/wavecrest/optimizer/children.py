@@ -33,12 +33,17 @@ from wavecrest.records import BucketError, QualityResult, decode, files
 if TYPE_CHECKING:
     from torch import nn
 
+    from wavecrest.measure.workload import Workload
+
 # seconds that a child may take
 CHILD_TIMEOUT = 1800.0
 # seconds of a turn
 TURN_SECONDS = 0.1
-# a pair is loaded at the same time where free memory holds a model this many times on a CPU, twice as many on a GPU
+# where it was not seen what loading a model takes: a pair is loaded at the same time where free memory holds the model
+# this many times on a CPU, twice as many on a GPU
 MEMORY_FACTOR = 4
+# what was seen, and this part more
+MEMORY_SPARE = 1.1
 # bytes that a process takes on a GPU, and on its host, beside its model
 CONTEXT_BYTES = 2 << 30
 # the place that a child names when its times are taken
@@ -188,9 +193,17 @@ def pairs_together(device: str, memory: int) -> int:
     return min(free // (2 * (memory + CONTEXT_BYTES)), max(1, (os.cpu_count() or 1) // 2))
 
 
-def memory_of(model: nn.Module, peak: int | None = None) -> int:
-    """Bytes that a process with this model takes: a few times its weights, or the peak that was measured if more."""
-    return max(MEMORY_FACTOR * weight_bytes(model), peak or 0)
+def memory_of(workload: Workload, peak: int | None = None) -> int:
+    """Bytes that a process with this workload takes.
+
+    Args:
+        workload: its loading took a peak on the GPU; where that was not seen, a few times its weights are expected.
+        peak: of calls, where it was measured.
+    """
+    weights = weight_bytes(workload.model)
+    if workload.load_bytes:
+        return int(MEMORY_SPARE * max(workload.load_bytes, weights, peak or 0))
+    return max(MEMORY_FACTOR * weights, peak or 0)
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -37,6 +37,9 @@ LEAST_SECONDS = 1.0
 # steps look at the model again after each kept step where that takes at most this share of the time left; otherwise the
 # chosen step alone does
 LOOK_SHARE = 0.02
+# part of a compilation that tracing the model for a step's sites takes (an 8 B Llama on one H100: 16 s before a
+# compilation of 24 s; 2026-11-26, torch 2.11)
+TRACE_SHARE = 0.7
 # share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
 ENVIRONMENT_SHARE = 0.3
 # while nothing is kept, a step whose proof ends this share of the budget late is tried all the same: an earlier trial
@@ -59,6 +62,7 @@ class Candidate:
         reserve: seconds to leave for the end of the run if it is kept.
         cause: of an earlier loss: this step removes it, or another has removed it since this one lost.
         why: it is tried now.
+        unseen: seconds that looking for its sites would take; 0 where it has looked.
     """
 
     step: Step
@@ -71,6 +75,7 @@ class Candidate:
     reserve: float
     cause: Cause | None = None
     why: str = ""
+    unseen: float = 0.0
 
     @property
     def is_able(self) -> bool:
@@ -126,8 +131,15 @@ class Planner:
 
     def next(self) -> Candidate | None:
         """The candidate to try; None when nothing is left that can be tried."""
+        chosen = self._next(late=False)
+        if chosen is None and self._one_only and any(self._is_late(step) for step, _ in self._open()):
+            chosen = self._next(late=True)
+        return chosen
+
+    def _next(self, *, late: bool) -> Candidate | None:
+        """The candidate to try, of the steps that have looked or may look; with `late` of all that a trial fits for."""
         while True:
-            steps = self._open()
+            steps = [row for row in self._open() if not self._is_late(row[0]) or (late and self._can_look(row[0]))]
             cheap = self._looking <= LOOK_SHARE * self.run.seconds_left
             self._look([step for step, _ in steps], again=cheap)
             candidates = [self._candidate(step, attempt) for step, attempt in steps]
@@ -168,6 +180,21 @@ class Planner:
         return not rivals and any(row.verdict == "kept" for row in rows[index + 1 :])
 
     # ---- looks and predictions
+
+    def _is_late(self, step: Step) -> bool:
+        """Whether a step that traces the model has not looked, and its seconds are better spent on other trials."""
+        if not step.traces or step.id in self._looks:
+            return False
+        return self._one_only or not self._can_look(step)
+
+    def _can_look(self, step: Step) -> bool:
+        """Whether the budget holds tracing the model, the trial and its proof."""
+        needed = self._tracing + self.run.costs.expect(self._kind(step)) + self._reserve(step)
+        return step.id in self._looks or not step.traces or needed <= self.run.seconds_left
+
+    @property
+    def _tracing(self) -> float:
+        return TRACE_SHARE * self.run.costs.compilation
 
     @property
     def _compiled(self) -> bool:
@@ -237,19 +264,27 @@ class Planner:
     # ---- cost and choice
 
     def _candidate(self, step: Step, attempt: int) -> Candidate:
-        run, look = self.run, self._looks[step.id]
+        run, look = self.run, self._looks.get(step.id)
         kind: Kind | None = None
         if step.phase == "environment":
-            count = len(look.found.sites) if look.found else 0
+            count = len(look.found.sites) if look is not None and look.found else 0
             seconds = count * seconds_of_pairs(run.context, run.options.processes)
             seconds = min(seconds, ENVIRONMENT_SHARE * run.options.budget)
         else:
-            searches = any(item.step.searches for item in run.ledger.applied.steps)
-            kind = kind_of(step, compiled=self._compiled, first=run.costs.nothing_compiled, searches=searches)
+            kind = self._kind(step)
             seconds = run.costs.expect(kind)
-        made = Candidate(step, attempt, look.found, look.error, look.prediction, kind, max(seconds, LEAST_SECONDS), 0.0)
-        made.reserve = self._reserve(step)
-        return self._with_cause(made)
+        seconds, reserve = max(seconds, LEAST_SECONDS), self._reserve(step)
+        if look is None:
+            unseen = Prediction(None, "not predicted: its sites are not known")
+            return Candidate(step, attempt, None, None, unseen, kind, seconds, reserve, unseen=self._tracing)
+        return self._with_cause(
+            Candidate(step, attempt, look.found, look.error, look.prediction, kind, seconds, reserve)
+        )
+
+    def _kind(self, step: Step) -> Kind:
+        run = self.run
+        searches = any(item.step.searches for item in run.ledger.applied.steps)
+        return kind_of(step, compiled=self._compiled, first=run.costs.nothing_compiled, searches=searches)
 
     def _proof(self, step: Step | None, budget: float) -> float:
         """Seconds of the end of the run with this step in force too; see `Costs.final`."""

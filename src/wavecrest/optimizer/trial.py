@@ -14,7 +14,7 @@ from wavecrest.optimizer.steps import build
 from wavecrest.optimizer.steps.attention import check_causal
 from wavecrest.optimizer.steps.environment import try_candidates
 from wavecrest.optimizer.verdict import is_hidden_by_resolution, judge, speeds
-from wavecrest.records import StepOutcome
+from wavecrest.records import BucketProfile, StepOutcome
 
 if TYPE_CHECKING:
     from wavecrest.optimizer.planner import Candidate
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from wavecrest.records import Verdict
 
 OUT_OF_BUDGET = "no time left in the budget"
+# kernels that a graph replays take as long as before, up to this share
+SAME_KERNELS = 0.05
 
 
 def try_step(run: RunState, one: Candidate) -> StepOutcome:
@@ -54,8 +56,10 @@ def set_aside(run: RunState, one: Candidate) -> StepOutcome:
     outcome.predicted, outcome.prediction = None, ""
     if one.error is not None:
         _refuse(outcome, one.error)
-    elif one.is_able:
+    elif one.is_able or one.unseen:
         takes = f"it takes about {one.seconds:.0f} s and its proof {one.reserve:.0f} s"
+        if one.unseen:
+            takes = f"tracing the model for its sites takes about {one.unseen:.0f} s; then {takes}"
         left = f"{max(0.0, run.seconds_left):.0f} s are left"
         _close(outcome, "skipped", f"{OUT_OF_BUDGET} of {run.options.budget:.0f} s: {takes}, and {left}")
     elif one.found is not None and one.found.note:
@@ -141,7 +145,22 @@ def _profile_again(run: RunState, outcome: StepOutcome) -> None:
         return
     if seconds_of_profile(row.new_ms for row in outcome.speed) <= PROFILE_SHARE * run.seconds_left:
         run.progress.phase("profile")
-        run.context.profile = run.current_profile() or run.context.profile
+        run.context.profile = with_ops(run.current_profile(), run.context.profile) or run.context.profile
+
+
+def with_ops(now: list[BucketProfile], before: list[BucketProfile]) -> list[BucketProfile]:
+    """A profile with the ops of the one before where a replayed graph shows kernels alone, and takes as long in them.
+
+    The launches are those before too: they are what a step takes out of the graph.
+    """
+    known, found = {profile.bucket: profile for profile in before}, []
+    for profile in now:
+        other = known.get(profile.bucket)
+        replayed = not any(op.name.startswith("aten::") for op in profile.ops)
+        if other is not None and replayed and math.isclose(profile.kernel_ms, other.kernel_ms, rel_tol=SAME_KERNELS):
+            profile = profile.model_copy(update={"ops": other.ops, "launches": other.launches})
+        found.append(profile)
+    return found
 
 
 def _try_environment(run: RunState, found: Found, outcome: StepOutcome) -> None:

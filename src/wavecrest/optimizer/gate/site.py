@@ -270,10 +270,11 @@ class Site:
         for _ in range(2):
             self.put_back()
             self.variations.write(self.cases[0].values)
-            twice.append(reference.answer(self.inputs))
-        if twice[0] is None or twice[1] is None:
-            return {}
-        one, other = (dict(answer.numeric()) for answer, _ in twice)
+            answered = reference.answer(self.inputs)
+            if answered is None:
+                return {}
+            twice.append(dict(answered[0].numeric()))
+        one, other = twice
         found = {}
         for path in paths:
             ours = first.answer.leaves[path].value

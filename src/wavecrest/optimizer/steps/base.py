@@ -126,6 +126,7 @@ class Step:
         tried_after: ids of steps that are tried before this one where both apply, as they change its sites.
         searches: it searches for minutes, so it is tried last, once, on the final shape of the model.
         cures: kinds of causes that it removes; a diagnosis that names one has the step tried next.
+        traces: its sites are found by tracing the model, which is done only where the step can be tried behind it.
     """
 
     id: str
@@ -137,6 +138,7 @@ class Step:
     tried_after: Sequence[str] = ()
     searches: bool = False
     cures: Sequence[CauseKind] = ()
+    traces: bool = False
 
     def check_params(self, params: dict[str, Any]) -> list[str]:
         """The paths of the modules that parameters from a plan file name.

@@ -24,6 +24,7 @@ class CompileFusions(Compile):
 
     level = 4
     params_type = FusedPreset
+    traces = True
 
     def __init__(self, preset: Preset) -> None:
         super().__init__(preset)
