@@ -321,11 +321,14 @@ def load(spec: str, *, device: str | None = None) -> Workload:
 
 
 def _start_peak(device: str | None) -> int | None:
-    """Bytes that this process holds on a GPU, whose peak is counted from now on; None on a CPU."""
+    """Bytes that this process holds on a GPU, whose peak is counted from now on; None without one."""
     if device is None or not device.startswith("cuda"):
         return None
     import torch
 
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(device)
     return int(torch.cuda.memory_reserved(device))
 
