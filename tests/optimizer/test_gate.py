@@ -202,6 +202,32 @@ def test_calls_with_gradients_leave_no_history_in_a_cache() -> None:
     assert not views.keys.requires_grad
 
 
+class Rounded(Projected):
+    """Rounds otherwise, and may write behind the position."""
+
+    def __init__(self, other: Projected, beyond: int = 0) -> None:
+        super().__init__()
+        self.linear, self.beyond = other.linear, beyond
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        made = nn.functional.linear(x.double(), self.linear.weight.double(), self.linear.bias.double()).float()
+        cache.keys.index_copy_(0, cache.position.view(1), made)
+        cache.keys[int(cache.position) + 1 :][: self.beyond] += 1
+        return x + cache.keys.sum(0)
+
+
+def test_a_cache_that_holds_the_token_already_may_be_rounded_otherwise() -> None:
+    """Timed before with the same token: the original's call changes nothing that can be seen."""
+    torch.manual_seed(0)
+    cache, x, model = Cache(torch.zeros(4, 8), torch.tensor(1)), torch.randn(1, 8), Projected()
+    with torch.no_grad():
+        model(x, cache)
+    gate = Gate.prepare(Workload(model, {"one": Inputs((x, cache))}))
+    assert not failures(gate.check(Rounded(model)))
+    with pytest.raises(StepRefused, match=r"writes into places of .*keys that the original leaves alone"):
+        gate.check(Rounded(model, beyond=1))
+
+
 def drawn(inputs: Inputs, kind: str, seed: int = 7) -> list[Tensor]:
     return Variations.of(inputs, seed).draw(kind)
 

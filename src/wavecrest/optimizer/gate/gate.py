@@ -152,6 +152,7 @@ class Gate:
         self.sites.append(site)
         try:
             first = site.add_case("example", variations.draw("example"), reference)
+            row.notes += site.notes
             self._check_determinism(site, first, reference, row)
             differs = self._add_values(site, first, reference, row, begin)
             if {"dependence", "variation"} <= self.rules and not differs:
@@ -195,7 +196,7 @@ class Gate:
             limits = floor if accuracy.is_float(tensor) else numerics.Tolerance(0.0, 0.0)
             if not found.within(limits):
                 beyond[path] = found
-        own = site.own_rounding(first, reference, beyond) if beyond else {}
+        own = site.own_rounding((first, again), reference, beyond) if beyond else {}
         for path, found in beyond.items():
             if path not in own or not found.nonfinite_match or found.relative > own[path]:
                 raise RuleBroken(
@@ -205,7 +206,7 @@ class Gate:
                 )
             row.notes.append(
                 f"not deterministic: called twice, the original's own {path} differs by {found.relative:.2g}, as "
-                f"rounding does: in higher precision it does not, and from that both are {own[path]:.2g} away"
+                f"rounding does: in higher precision it does not, and from that it is {own[path]:.2g} away"
             )
 
     def _add_values(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,7 @@ class Case:
         answer: the original's leaves; of floating tensors only type and dtype are held.
         expected: right values of tensors and numbers, by path.
         sharing: whose memory the original's outputs share.
-        written: what the original's call left in tensors, by path.
+        written: what the original's call left in tensors, by path, at all places that its calls are known to write.
         right: the right values there, for floats.
         plain: numbers and strings that the inputs hold after the call, by path.
     """
@@ -112,6 +112,7 @@ class Site:
         bucket: name of the bucket.
         cases: sets of values with the right answers; the example is first.
         seconds: that a call of the original takes; infinite while not known.
+        notes: what could not be found out.
     """
 
     def __init__(self, model: nn.Module, bucket: str, label: str, inputs: Inputs, variations: Variations) -> None:
@@ -119,12 +120,15 @@ class Site:
         self.inputs, self.variations = inputs, variations
         self.cases: list[Case] = []
         self.seconds = float("inf")
+        self.notes: list[str] = []
         self._roots = [*((f"args[{i}]", value) for i, value in enumerate(inputs.args)), *inputs.kwargs.items()]
         self.snapshot = Snapshot([*self._roots, *tracked_state(model).items()])
         self._caller = {path for path, _ in inputs.tensors()}
         # the candidate's own tensors that stand for tracked ones, by path
         self._stand_ins: dict[str, Tensor] = {}
         self._owners = self._owned_by(model)
+        # places that the original's calls write, in flat tensors by path
+        self._touched: dict[str, Tensor] = {}
 
     @property
     def plain_inputs(self) -> bool:
@@ -230,7 +234,10 @@ class Site:
         Returns:
             What came of the original's call.
         """
+        if not self.cases:
+            self._probe()
         done = self.run(self.model, values)
+        done.written = self._all_written(done.written)
         original = done.answer.copy()
         self.put_back()
         self.variations.write(values)
@@ -256,8 +263,46 @@ class Site:
         self.cases.append(Case(kind, values, slim, expected, done.sharing, done.written, right, done.plain))
         return Outcome(original, done.sharing, done.written, done.plain)
 
-    def own_rounding(self, first: Outcome, reference: Reference, paths: Iterable[str]) -> dict[str, float]:
-        """The error of the original's answers to the first case against the model in higher precision.
+    def _probe(self) -> None:
+        """Call the original on other values to see where it writes.
+
+        The state may hold what a call with the example leaves already, such as the keys of the same token in a cache:
+        then that call changes nothing that can be seen, and one that rounds otherwise does. What an object among the
+        arguments holds stays, such as the position that a cache is written at.
+        """
+        pairs = zip(self.variations.varied, self.variations.draw("noise"), strict=True)
+        values = [item.example if "." in item.path else value for item, value in pairs]
+        try:
+            self._all_written(self.run(self.model, values).written)
+        except RuleBroken:
+            raise
+        except Exception as error:
+            self.notes.append(
+                f"where calls with other values write is not known: the original raised {first_line(error)}"
+            )
+        finally:
+            self.put_back()
+
+    def _all_written(self, seen: dict[str, Written]) -> dict[str, Written]:
+        """What the call just made left at all places that calls are known to write, changed by it or not."""
+        now, found = self.snapshot.current(), dict(seen)
+        for path, row in seen.items():
+            if row.places is not None:
+                known = self._touched.get(path)
+                self._touched[path] = row.places if known is None else torch.cat((known, row.places)).unique()
+        for path, places in self._touched.items():
+            tensor, row = now.get(path), found.get(path)
+            if (
+                tensor is not None
+                and (row is None or row.places is not None)
+                and places.numel()
+                and (int(places.max()) < tensor.numel())
+            ):
+                found[path] = Written(places, tensor.detach().reshape(-1)[places].clone())
+        return found
+
+    def own_rounding(self, calls: Sequence[Outcome], reference: Reference, paths: Iterable[str]) -> dict[str, float]:
+        """The least error of the original's answers to the first case against the model in higher precision.
 
         Some libraries' kernels add in any order. A deep model makes of that a difference as large as its rounding
         error, and one in higher precision does not; random numbers in the model change both.
@@ -277,12 +322,12 @@ class Site:
         one, other = twice
         found = {}
         for path in paths:
-            ours = first.answer.leaves[path].value
-            if path not in one or path not in other or not ours.is_floating_point():
+            ours = [call.answer.leaves[path].value for call in calls]
+            if path not in one or path not in other or not ours[0].is_floating_point():
                 continue
             limits = numerics.tolerance("model", str(one[path].dtype).removeprefix("torch."))
-            if one[path].shape == ours.shape and numerics.compare(other[path], one[path]).within(limits):
-                found[path] = numerics.compare(ours, one[path]).relative
+            if one[path].shape == ours[0].shape and numerics.compare(other[path], one[path]).within(limits):
+                found[path] = min(numerics.compare(answer, one[path]).relative for answer in ours)
         return found
 
     def judge(
