@@ -142,6 +142,8 @@ def run_pairs(pairs: Sequence[Jobs], first: int, *, memory: int = 0) -> list[dic
     Raises:
         WavecrestError: see `run_child`.
     """
+    if any(job.task.device != "cpu" for pair in pairs for job in pair.values()):
+        torch.cuda.empty_cache()
     found: list[dict[timing.Side, SideReport]] = []
     while len(found) < len(pairs):
         begin = len(found)
@@ -189,7 +191,9 @@ def pairs_together(device: str, memory: int) -> int:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device == "cpu":
         return int(memory <= free)
-    free = min(free, torch.cuda.mem_get_info(device)[0])
+    # what this process holds for later is given back before children start
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = min(free, torch.cuda.mem_get_info(device)[0] + held)
     return min(free // (2 * (memory + CONTEXT_BYTES)), max(1, (os.cpu_count() or 1) // 2))
 
 

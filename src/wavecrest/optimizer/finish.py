@@ -133,9 +133,6 @@ def _in_processes(run: RunState, source: copies.Source) -> Claim:
     seconds = min(MOST_SECONDS, run.measurer.seconds)
     variables: dict[str, str | None] = {row.name: row.value for row in run.ledger.environment}
     device, memory = run.workload.device, memory_of(run.workload, run.measurer.peak_memory(run.current))
-    if device != "cpu":
-        # the children need the memory that candidates have left behind
-        torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         run.ledger.plan.save(plan)
