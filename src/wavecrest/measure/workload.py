@@ -328,7 +328,7 @@ def _start_peak(device: str | None) -> int | None:
 
     if not torch.cuda.is_available():
         return None
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.cuda.reset_peak_memory_stats(device)
     return int(torch.cuda.memory_reserved(device))
 

@@ -9,6 +9,7 @@ timing. All are loaded before the first is timed. Where memory is short, one sid
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -143,6 +144,8 @@ def run_pairs(pairs: Sequence[Jobs], first: int, *, memory: int = 0) -> list[dic
         WavecrestError: see `run_child`.
     """
     if any(job.task.device != "cpu" for pair in pairs for job in pair.values()):
+        # candidates of earlier steps are in cycles, with all that they hold
+        gc.collect()
         torch.cuda.empty_cache()
     found: list[dict[timing.Side, SideReport]] = []
     while len(found) < len(pairs):
@@ -197,22 +200,24 @@ def pairs_together(device: str, memory: int) -> int:
     return min(free // (2 * (memory + CONTEXT_BYTES)), max(1, (os.cpu_count() or 1) // 2))
 
 
-def memory_of(workload: Workload, peak: int | None = None) -> int:
+def memory_of(workload: Workload, result: nn.Module | None = None, calls: int = 0) -> int:
     """Bytes that a process with this workload takes.
 
     Args:
         workload: its loading took a peak on the GPU; where that was not seen, a few times its weights are expected.
-        peak: of calls, where it was measured.
+        result: a model that shares tensors with the workload's, which a process may hold beside it.
+        calls: bytes that a call takes beside weights, where they were measured.
     """
-    weights = weight_bytes(workload.model)
+    weights = weight_bytes(workload.model, *([] if result is None else [result]))
     if workload.load_bytes:
-        return int(MEMORY_SPARE * max(workload.load_bytes, weights, peak or 0))
-    return max(MEMORY_FACTOR * weights, peak or 0)
+        return int(MEMORY_SPARE * max(workload.load_bytes, weights + calls))
+    return MEMORY_FACTOR * weights + calls
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+def weight_bytes(*models: nn.Module) -> int:
+    """Bytes of models' parameters and buffers, each tensor once."""
+    tensors = {id(tensor): tensor for model in models for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class Turns:

@@ -132,7 +132,9 @@ def _check_time(run: RunState) -> None:
 def _in_processes(run: RunState, source: copies.Source) -> Claim:
     seconds = min(MOST_SECONDS, run.measurer.seconds)
     variables: dict[str, str | None] = {row.name: row.value for row in run.ledger.environment}
-    device, memory = run.workload.device, memory_of(run.workload, run.measurer.peak_memory(run.current))
+    device, peak = run.workload.device, run.measurer.peak_memory(run.current)
+    calls = peak - torch.cuda.memory_allocated() if peak is not None else 0
+    memory = memory_of(run.workload, run.current, calls)
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         run.ledger.plan.save(plan)

@@ -37,6 +37,8 @@ LARGE = 1 << 25
 # buffers and small parameters up to this many bytes in all are compared after every call; the rest after every step
 TRACKED = 1 << 30
 SMALL_PARAMETER = 1 << 16
+# a number that a model hardly writes by itself, of the size of what it reads
+UNLIKELY = 0.3337
 
 # how a call is made: the function and its inputs -> the result
 CallWay = Callable[[Callable[..., Any], Inputs], Any]
@@ -274,6 +276,7 @@ class Site:
         values = [item.example if "." in item.path else value for item, value in pairs]
         try:
             self._all_written(self.run(self.model, values).written)
+            self._probe_places(values)
         except RuleBroken:
             raise
         except Exception as error:
@@ -283,23 +286,41 @@ class Site:
         finally:
             self.put_back()
 
+    def _probe_places(self, values: list[Tensor]) -> None:
+        """Call the original where the tensors that it writes hold one number, to see all places: two bfloat16 values
+        are the same by chance once in some hundred places."""
+        tensors = {path: self.snapshot.tensors[path][0] for path in self._touched if path in self.snapshot.tensors}
+        floats = {path: tensor for path, tensor in tensors.items() if tensor.is_floating_point()}
+        if not floats:
+            return
+        self.put_back()
+        self.variations.write(values)
+        for tensor in floats.values():
+            write(tensor, torch.full_like(tensor, UNLIKELY))
+        call(self.model, self.inputs)
+        for path, tensor in floats.items():
+            flat = tensor.detach().reshape(-1)
+            places = (flat != torch.full_like(flat[:1], UNLIKELY)).nonzero().reshape(-1)
+            self._touched[path] = torch.cat((self._touched[path], places)).unique()
+
     def _all_written(self, seen: dict[str, Written]) -> dict[str, Written]:
         """What the call just made left at all places that calls are known to write, changed by it or not."""
-        now, found = self.snapshot.current(), dict(seen)
         for path, row in seen.items():
             if row.places is not None:
-                known = self._touched.get(path)
-                self._touched[path] = row.places if known is None else torch.cat((known, row.places)).unique()
+                self._touch(path, row.places)
+        now, found = self.snapshot.current(), dict(seen)
         for path, places in self._touched.items():
-            tensor, row = now.get(path), found.get(path)
-            if (
-                tensor is not None
-                and (row is None or row.places is not None)
-                and places.numel()
-                and (int(places.max()) < tensor.numel())
-            ):
+            tensor = now.get(path)
+            if tensor is None or (path in seen and seen[path].places is None) or not places.numel():
+                continue
+            if int(places.max()) < tensor.numel():
                 found[path] = Written(places, tensor.detach().reshape(-1)[places].clone())
         return found
+
+    def _touch(self, path: str, places: Tensor) -> None:
+        known = self._touched.get(path)
+        both: Any = places if known is None else torch.cat((known, places))
+        self._touched[path] = both.unique()
 
     def own_rounding(self, calls: Sequence[Outcome], reference: Reference, paths: Iterable[str]) -> dict[str, float]:
         """The least error of the original's answers to the first case against the model in higher precision.
