@@ -301,7 +301,7 @@ class Site:
         for path, tensor in floats.items():
             flat = tensor.detach().reshape(-1)
             places = (flat != torch.full_like(flat[:1], UNLIKELY)).nonzero().reshape(-1)
-            self._touched[path] = torch.cat((self._touched[path], places)).unique()
+            self._touch(path, places)
 
     def _all_written(self, seen: dict[str, Written]) -> dict[str, Written]:
         """What the call just made left at all places that calls are known to write, changed by it or not."""
