@@ -67,7 +67,7 @@ class Case:
         answer: the original's leaves; of floating tensors only type and dtype are held.
         expected: right values of tensors and numbers, by path.
         sharing: whose memory the original's outputs share.
-        written: what the original's call left in tensors, by path, at all places that its calls are known to write.
+        written: what the original's call left in tensors, by path, at all places that it wrote, changed or not.
         right: the right values there, for floats.
         plain: numbers and strings that the inputs hold after the call, by path.
     """
@@ -114,7 +114,7 @@ class Site:
         bucket: name of the bucket.
         cases: sets of values with the right answers; the example is first.
         seconds: that a call of the original takes; infinite while not known.
-        notes: what could not be found out.
+        notes: what could not be tried.
     """
 
     def __init__(self, model: nn.Module, bucket: str, label: str, inputs: Inputs, variations: Variations) -> None:
@@ -129,8 +129,8 @@ class Site:
         # the candidate's own tensors that stand for tracked ones, by path
         self._stand_ins: dict[str, Tensor] = {}
         self._owners = self._owned_by(model)
-        # places that the original's calls write, in flat tensors by path
-        self._touched: dict[str, Tensor] = {}
+        # floating tensors that the original's calls write
+        self._paths: set[str] = set()
 
     @property
     def plain_inputs(self) -> bool:
@@ -236,10 +236,12 @@ class Site:
         Returns:
             What came of the original's call.
         """
-        if not self.cases:
-            self._probe()
+        places = self._probe(values)
         done = self.run(self.model, values)
-        done.written = self._all_written(done.written)
+        if self._note_paths(done.written):
+            places = self._probe(values)
+            done = self.run(self.model, values)
+        done.written = self._all_written(done.written, places)
         original = done.answer.copy()
         self.put_back()
         self.variations.write(values)
@@ -265,62 +267,56 @@ class Site:
         self.cases.append(Case(kind, values, slim, expected, done.sharing, done.written, right, done.plain))
         return Outcome(original, done.sharing, done.written, done.plain)
 
-    def _probe(self) -> None:
-        """Call the original on other values to see where it writes.
+    def _probe(self, values: list[Tensor]) -> dict[str, Tensor]:
+        """The places that a call of the original with these values writes, in flat tensors by path.
 
-        The state may hold what a call with the example leaves already, such as the keys of the same token in a cache:
-        then that call changes nothing that can be seen, and one that rounds otherwise does. What an object among the
-        arguments holds stays, such as the position that a cache is written at.
+        The state may hold what the call leaves: the keys of the same token in a cache, or by chance, as two bfloat16
+        values are the same in one of some hundred places. Such a place shows no change, and a step that rounds
+        otherwise changes it. So the original is called where the tensors that it writes hold one number.
         """
-        pairs = zip(self.variations.varied, self.variations.draw("noise"), strict=True)
-        values = [item.example if "." in item.path else value for item, value in pairs]
-        try:
-            self._all_written(self.run(self.model, values).written)
-            self._probe_places(values)
-        except RuleBroken:
-            raise
-        except Exception as error:
-            self.notes.append(
-                f"where calls with other values write is not known: the original raised {first_line(error)}"
-            )
-        finally:
-            self.put_back()
-
-    def _probe_places(self, values: list[Tensor]) -> None:
-        """Call the original where the tensors that it writes hold one number, to see all places: two bfloat16 values
-        are the same by chance once in some hundred places."""
-        tensors = {path: self.snapshot.tensors[path][0] for path in self._touched if path in self.snapshot.tensors}
-        floats = {path: tensor for path, tensor in tensors.items() if tensor.is_floating_point()}
+        if not self.cases:
+            # which tensors; what an object among the arguments holds stays, such as the position in a cache
+            pairs = zip(self.variations.varied, self.variations.draw("noise"), strict=True)
+            other = [item.example if "." in item.path else value for item, value in pairs]
+            try:
+                self._note_paths(self.run(self.model, other).written)
+            except Exception as error:
+                # the example alone shows then which tensors are written
+                self.notes.append(f"not called with other values first: the original raised {first_line(error)}")
+        floats = {path: self.snapshot.tensors[path][0] for path in sorted(self._paths)}
         if not floats:
-            return
+            return {}
         self.put_back()
         self.variations.write(values)
         for tensor in floats.values():
             write(tensor, torch.full_like(tensor, UNLIKELY))
         call(self.model, self.inputs)
+        found = {}
         for path, tensor in floats.items():
             flat = tensor.detach().reshape(-1)
-            places = (flat != torch.full_like(flat[:1], UNLIKELY)).nonzero().reshape(-1)
-            self._touch(path, places)
-
-    def _all_written(self, seen: dict[str, Written]) -> dict[str, Written]:
-        """What the call just made left at all places that calls are known to write, changed by it or not."""
-        for path, row in seen.items():
-            if row.places is not None:
-                self._touch(path, row.places)
-        now, found = self.snapshot.current(), dict(seen)
-        for path, places in self._touched.items():
-            tensor = now.get(path)
-            if tensor is None or (path in seen and seen[path].places is None) or not places.numel():
-                continue
-            if int(places.max()) < tensor.numel():
-                found[path] = Written(places, tensor.detach().reshape(-1)[places].clone())
+            found[path] = (flat != torch.full_like(flat[:1], UNLIKELY)).nonzero().reshape(-1)
         return found
 
-    def _touch(self, path: str, places: Tensor) -> None:
-        known = self._touched.get(path)
-        both: Any = places if known is None else torch.cat((known, places))
-        self._touched[path] = both.unique()
+    def _note_paths(self, written: dict[str, Written]) -> bool:
+        """Whether a call wrote floating tensors that were not known to be written."""
+        known = len(self._paths)
+        for path, row in written.items():
+            if row.places is not None and path in self.snapshot.tensors and accuracy.is_float(row.values):
+                self._paths.add(path)
+        return len(self._paths) > known
+
+    def _all_written(self, seen: dict[str, Written], places: dict[str, Tensor]) -> dict[str, Written]:
+        """What the call just made left at all places that it wrote, changed by it or not."""
+        now, found = self.snapshot.current(), dict(seen)
+        for path, more in places.items():
+            tensor, row = now.get(path), seen.get(path)
+            if tensor is None or (row is not None and row.places is None) or not more.numel():
+                continue
+            both: Any = more if row is None or row.places is None else torch.cat((row.places, more))
+            every = both.unique()
+            if int(every.max()) < tensor.numel():
+                found[path] = Written(every, tensor.detach().reshape(-1)[every].clone())
+        return found
 
     def own_rounding(self, calls: Sequence[Outcome], reference: Reference, paths: Iterable[str]) -> dict[str, float]:
         """The least error of the original's answers to the first case against the model in higher precision.
