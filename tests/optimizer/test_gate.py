@@ -252,6 +252,8 @@ def test_places_whose_new_value_is_the_old_one_by_chance() -> None:
     torch.manual_seed(0)
     cache = Cache(torch.randn(8, 4096).bfloat16(), torch.tensor(7))
     gate = Gate.prepare(Workload(Lossy(), {"one": Inputs((torch.randn(1, 8).bfloat16(), cache))}))
+    (site,) = gate.sites
+    assert all(len(case.written["args[1].keys"].places) == 4096 for case in site.cases)  # type: ignore[arg-type]
     assert not failures(gate.check(Lossy(other=True)))
 
 
