@@ -56,7 +56,8 @@ def _medians(values: np.ndarray, picks: np.ndarray) -> np.ndarray:
     rows = values[picks]
     rows.sort(axis=1)
     count = rows.shape[1]
-    return (rows[:, (count - 1) // 2] + rows[:, count // 2]) / 2
+    medians: np.ndarray = (rows[:, (count - 1) // 2] + rows[:, count // 2]) / 2
+    return medians
 
 
 def keeps(ci: Interval, min_gain: float) -> bool:
