@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ if not torch.cuda.is_available():
 # before a test replaces a function of torch: Dynamo lists them when it is imported, and traces no other; it imports
 # Triton, which reads the line above
 importlib.import_module("torch._dynamo")
+
+# pytest (9) gives its handlers to every logger that passes nothing on. This one of torch's writes out every graph,
+# guard and stack of a compilation as soon as it has a handler, and nobody reads them here
+logging.getLogger("torch.__trace").propagate = True
 
 # nor may rows that somebody measured on this machine decide what tests run
 os.environ["WAVECREST_DATABASE"] = "off"

@@ -328,6 +328,14 @@ def test_every_op_has_a_decision_for_every_architecture_here(arch: str) -> None:
         assert "compute units" not in record.decision.reason, "rows are compared with the architecture's part"
 
 
+def test_a_call_larger_than_this_machine_is_decided_and_one_larger_than_a_tensor_is_refused() -> None:
+    # an exabyte
+    record = explain.rank("rms_norm", "gfx942", ["M=99999999999", "N=999999"])
+    assert record.key["columns"] == 999999 and record.decision is not None and record.ranking
+    with pytest.raises(InvalidArgument, match="M=999999999999 N=999999999999 makes no tensor"):
+        explain.rank("rms_norm", "gfx942", ["M=999999999999", "N=999999999999"])
+
+
 def test_a_key_that_needs_the_values_of_tensors_is_decided_where_the_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
     op = registry.get("rms_norm")
     plain = op.key

@@ -11,7 +11,8 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -27,7 +28,7 @@ BUDGETS = Path(__file__).parent / "budgets"
 # of this architecture one kernel in SHARE of every op, and one at least, is compiled anew in every run: a record that
 # is wrong would show
 ALWAYS = "gfx942"
-SHARE = 3
+SHARE = 6
 
 
 class Place(BaseModel):
@@ -76,6 +77,19 @@ class Recorded(BaseModel):
         return [not self.has(place) or (place.arch == ALWAYS and (place.op, place.case) in again) for place in every]
 
 
+@cache
+def version(package: str) -> str:
+    """The version of an installed package: reading it takes a millisecond, and every kernel asks."""
+    return metadata.version(package)
+
+
+@cache
+def budget(op: str) -> str:
+    """A hash of an op's budget file."""
+    path = BUDGETS / f"{op}.toml"
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else ""
+
+
 def reader() -> str:
     """A hash of the code that reads machine code and holds it to budgets: a change of it shows in any kernel."""
     paths = [*sorted(Path(isa.__file__).parent.glob("*.py")), Path(occupancy.__file__)]
@@ -87,12 +101,6 @@ def load(path: Path = FILE) -> Recorded:
     if not path.is_file():
         return Recorded(triton="", budgets={}, ops={})
     return Recorded.model_validate_json(path.read_text(encoding="utf-8"))
-
-
-def budget(op: str) -> str:
-    """A hash of an op's budget file."""
-    path = BUDGETS / f"{op}.toml"
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else ""
 
 
 def places(work: Sequence[Job]) -> list[Place]:

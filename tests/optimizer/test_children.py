@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 from wavecrest.errors import ClockError, EnvironmentProblem, MissingDependency, PlanMismatch, WorkloadError
 from wavecrest.measure.timing import Side
-from wavecrest.optimizer import children
+from wavecrest.measure.workload import Buckets, from_example
+from wavecrest.optimizer import children, side
 from wavecrest.optimizer.children import Job, Problem, SideReport, Task, run_child, run_pairs
 
 # a side writes down when its calls ran, and the second one spins in a thread all the time, to slow the first
@@ -200,6 +202,15 @@ def test_a_model_that_raises_is_the_users_error(work: str, tmp_path: Path) -> No
     job = Job(Task(f"{work}:raises", "cpu", 0.1), log, "process 0 of the original")
     with pytest.raises(WorkloadError, match="process 0 of the original: the model raised ValueError: planted in forw"):
         run_child(job)
+
+
+def test_a_side_that_falls_back_to_eager_is_an_error_and_not_slow() -> None:
+    """More shapes than Dynamo compiles: the third would run in eager, which nobody sees in its times."""
+    loaded = from_example(torch.nn.Linear(4, 4), Buckets({f"b{size}": (torch.ones(size, 4),) for size in (2, 3, 4)}))
+    torch._dynamo.reset()
+    compiled = torch.compile(loaded.model, backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        side.time_buckets(loaded, compiled, 0.01)
 
 
 def test_a_child_that_takes_too_long_is_ended(work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

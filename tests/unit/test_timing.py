@@ -13,7 +13,7 @@ import pytest
 
 from tests.clock import SimulatedClock
 from wavecrest.errors import InvalidArgument
-from wavecrest.measure import interleaved, speedup, timing
+from wavecrest.measure import bootstrap, interleaved, speedup, timing
 
 
 class Machine(SimulatedClock):
@@ -349,6 +349,13 @@ def test_unpaired_runs_of_the_same_speed_do_not_differ() -> None:
     ratio, ci = timing.bootstrap_unpaired([10.0, 10.1, 9.9] * 20, [5.0, 5.1, 4.9] * 30)
     assert ratio == pytest.approx(2.0)
     assert 1.95 < ci.low <= 2.0 <= ci.high < 2.05
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 30, 101])
+def test_medians_of_rounds_are_numpys(count: int) -> None:
+    random = np.random.default_rng(count)
+    values, picks = random.lognormal(size=count), random.integers(0, count, (50, count))
+    assert np.array_equal(bootstrap._medians(values, picks), np.median(values[picks], axis=1))
 
 
 def test_blocks_stay_paired_when_resampled() -> None:

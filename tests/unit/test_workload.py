@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,3 +174,15 @@ def test_a_scalar_of_another_device_is_no_mismatch() -> None:
 
 def test_bucket_names_become_text() -> None:
     assert list(from_example(nn.Linear(4, 4), Buckets({1: torch.ones(1, 4)})).buckets) == ["1"]
+
+
+def test_graph_trees_are_told_of_every_call_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees, told = "torch._inductor.cudagraph_trees", list[str]()
+    made = workload.Call(from_example(nn.Linear(2, 2), torch.ones(1, 2)), "default")
+    monkeypatch.delitem(sys.modules, trees, raising=False)
+    made.prepare()
+    assert trees not in sys.modules, "loading them loads all of inductor"
+    monkeypatch.setitem(sys.modules, trees, SimpleNamespace(mark_step_begin=lambda: told.append("a step")))
+    made.prepare()
+    made.prepare()
+    assert told == ["a step"] * 2

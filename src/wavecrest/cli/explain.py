@@ -88,7 +88,9 @@ def _call(op: AnyOp, settings: list[str], arch: Arch | None, device: str) -> Any
         return sizes.call(op, numbers, dtype, device)
     except RuntimeError as error:
         shown = " ".join(f"{name}={size}" for name, size in zip(op.study.sizes, numbers, strict=True))
-        raise InvalidArgument(f"{shown} does not fit on {device}: {str(error).splitlines()[0]}") from error
+        # a tensor without memory fits everywhere
+        problem = "makes no tensor" if device == "meta" else f"does not fit on {device}"
+        raise InvalidArgument(f"{shown} {problem}: {str(error).splitlines()[0]}") from error
 
 
 def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord:
@@ -102,8 +104,6 @@ def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord
         InvalidArgument: no such op, architecture or setting.
         TableError: measured rows are damaged.
     """
-    import torch
-
     from wavecrest import hardware, ops
     from wavecrest.dispatch.tuned import cost_model
 
@@ -111,10 +111,7 @@ def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord
     target = hardware.ARCHS.get(arch)
     if target is None:
         raise InvalidArgument(f"unknown architecture {arch!r}: known are {', '.join(hardware.ARCHS)}")
-    call = _call(found, settings or [], target, "cpu")
-    found.check(call)
-    with torch.no_grad():
-        key = dict(zip(found.key_fields, found.key(call), strict=True))
+    key = dict(zip(found.key_fields, _key(found, settings or [], target), strict=True))
     if "device" in key:
         key["device"] = "cuda"
     decision, notes = _decision_on(target, found, settings or [])
@@ -134,6 +131,22 @@ def rank(op: str, arch: str, settings: list[str] | None = None) -> RankingRecord
         op=op, arch=arch, part=target.part, fitted=arch in cost_model.FITTED, key=key, ranking=rows,
         decision=decision, note="; ".join(notes),
     )  # fmt: skip
+
+
+def _key(op: AnyOp, settings: list[str], target: Arch) -> tuple[Any, ...]:
+    """The key of the call that the settings describe, from tensors without memory unless it needs their values."""
+    import torch
+
+    def made(device: str) -> tuple[Any, ...]:
+        call = _call(op, settings, target, device)
+        op.check(call)
+        with torch.no_grad():
+            return op.key(call)
+
+    try:
+        return made("meta")
+    except RuntimeError:
+        return made("cpu")
 
 
 def _decision_on(target: Arch, op: AnyOp, settings: list[str]) -> tuple[ExplainRecord | None, list[str]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wavecrest.errors import MissingDependency, WorkloadError
 from wavecrest.measure import timing, workload
-from wavecrest.measure.workload import Inputs, Quality, Workload
+from wavecrest.measure.workload import Inputs, Quality, Workload, begin_step
 
 __all__ = ["Generation", "Step", "Throughput", "load", "of"]
 
@@ -122,7 +122,7 @@ class Generation(Workload):
         made = [tokens]
         with torch.no_grad():
             for count in range(self.options["max_new_tokens"]):
-                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+                begin_step()
                 logits = step(input_ids=made[-1], cache=cache, begins=count == 0)
                 token = logits.argmax(-1)
                 if ends is not None:

@@ -47,8 +47,17 @@ def bootstrap_median(samples: Sequence[float], *, seed: int = 0) -> Interval:
     """95 % percentile bootstrap interval of the median."""
     values = as_times(samples)
     picks = np.random.default_rng(seed).integers(0, values.size, (BOOTSTRAP_ROUNDS, values.size))
-    low, high = np.quantile(np.median(values[picks], axis=1), QUANTILES)
+    low, high = np.quantile(_medians(values, picks), QUANTILES)
     return Interval(float(low), float(high))
+
+
+def _medians(values: np.ndarray, picks: np.ndarray) -> np.ndarray:
+    """The median of the values that each row picks; as np.median's, which partitions rows several times as slowly."""
+    rows = values[picks]
+    rows.sort(axis=1)
+    count = rows.shape[1]
+    medians: np.ndarray = (rows[:, (count - 1) // 2] + rows[:, count // 2]) / 2
+    return medians
 
 
 def keeps(ci: Interval, min_gain: float) -> bool:
@@ -63,8 +72,8 @@ def bootstrap_unpaired(base: Sequence[float], new: Sequence[float], *, seed: int
     """
     a, b = as_times(base), as_times(new)
     rng = np.random.default_rng(seed)
-    rounds = np.median(a[rng.integers(0, a.size, (BOOTSTRAP_ROUNDS, a.size))], axis=1)
-    rounds /= np.median(b[rng.integers(0, b.size, (BOOTSTRAP_ROUNDS, b.size))], axis=1)
+    rounds = _medians(a, rng.integers(0, a.size, (BOOTSTRAP_ROUNDS, a.size)))
+    rounds /= _medians(b, rng.integers(0, b.size, (BOOTSTRAP_ROUNDS, b.size)))
     low, high = np.quantile(rounds, QUANTILES)
     return float(np.median(a) / np.median(b)), Interval(float(low), float(high))
 
@@ -101,7 +110,7 @@ def bootstrap_speedup(
     for base, new in pairs:
         a, b = as_times(base), as_times(new)
         picks = rng.integers(0, a.size, (BOOTSTRAP_ROUNDS, a.size))
-        log_rounds += np.log(np.median(a[picks], axis=1) / np.median(b[picks], axis=1))
+        log_rounds += np.log(_medians(a, picks) / _medians(b, picks))
         log_point += math.log(float(np.median(a)) / float(np.median(b)))
     low, high = np.quantile(log_rounds / len(pairs), QUANTILES)
     return math.exp(log_point / len(pairs)), Interval(math.exp(float(low)), math.exp(float(high)))

@@ -6,6 +6,7 @@ which gives turns to this process and to that of the other side (`children`).
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import warnings
@@ -45,15 +46,16 @@ def time_buckets(
 ) -> dict[str, timing.Measurement]:
     """Every bucket of a model, alone, for `seconds` at most each; in turns with another process where there is one."""
     found = {}
-    # a fall-back to eager is an error, not a slow result
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+    with contextlib.ExitStack() as strict:
         if turns is not None:
             # compilers run while the other side's do
             for bucket in loaded.buckets:
+                _without_fall_back(strict)
                 work = workload.Call(loaded, bucket, model)
                 work.prepare()
                 work()
         for place, (bucket, inputs) in enumerate(loaded.buckets.items()):
+            _without_fall_back(strict)
             rotation = Rotation(inputs)
             if turns is not None:
                 turns.begin(place)
@@ -69,6 +71,15 @@ def time_buckets(
     if turns is not None:
         turns.end()
     return found
+
+
+def _without_fall_back(strict: contextlib.ExitStack) -> None:
+    """A fall-back to eager is an error from here on, not a slow result.
+
+    Not before Dynamo is there: a process without it has compiled nothing, and importing it takes a second of every one.
+    """
+    if "torch._dynamo" in sys.modules:
+        strict.enter_context(torch._dynamo.config.patch(fail_on_recompile_limit_hit=True))
 
 
 def measure_side(task: Task, *, now: timing.Clock = timing.HOST_CLOCK, turns: Turns | None = None) -> SideReport:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from wavecrest.measure.workload import Inputs
+from wavecrest.measure.workload import Inputs, begin_step
 from wavecrest.optimizer.gate.accuracy import is_float
 from wavecrest.optimizer.gate.leaves import Answer, collect, shared_memory
 from wavecrest.optimizer.gate.reference import call
@@ -42,7 +42,7 @@ Judge = Callable[[Site, Case, Outcome], "list[records.BucketError]"]
 
 def in_thread(function: Callable[..., Any], inputs: Inputs) -> Any:
     """Call in a new thread, whose stack holds none of the gate's functions."""
-    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    begin_step()
     quiet = torch.no_grad()(function)
     device = next((tensor.device for _, tensor in inputs.tensors() if tensor.is_cuda), None)
     start = functools.partial(torch.cuda.set_device, device) if device is not None else None
@@ -66,7 +66,7 @@ def after_a_write(function: Callable[..., Any], inputs: Inputs) -> Any:
 
 def with_gradients(function: Callable[..., Any], inputs: Inputs) -> Any:
     """Call with gradients enabled."""
-    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    begin_step()
     with torch.enable_grad():
         return inputs.call(function)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.measure.tree import attributes, children
-from wavecrest.measure.workload import Inputs, Workload
+from wavecrest.measure.workload import Inputs, Workload, begin_step
 from wavecrest.optimizer.gate.leaves import Answer, collect
 from wavecrest.optimizer.gate.snapshot import Snapshot
 
@@ -23,7 +23,7 @@ MAX_DOUBLE_PARAMETERS = 2_000_000_000
 
 def call(function: Callable[..., Any], inputs: Inputs) -> Any:
     """Call without gradients; outputs of inductor's earlier replays may be overwritten."""
-    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    begin_step()
     with torch.no_grad():
         return inputs.call(function)
 
