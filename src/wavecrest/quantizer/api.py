@@ -304,9 +304,6 @@ class _Run:
     def _measure(self, site: Site, name: str, timed_on: str | None) -> tuple[LayerRow, nn.Module | None]:
         """A layer's row for a format, and the layer in it, or None if it keeps its precision."""
         size = site.bytes_
-        reason = site.refuse(name, self._group)
-        if reason is not None:
-            return LayerRow(site.path, None, f"{name}: {reason}", size, size), None
         weight = self._packed(site, name)
         rows, peak, kind = self._inputs(site)
         error = choose.error(site, name, weight, rows, peak)

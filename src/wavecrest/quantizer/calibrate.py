@@ -102,8 +102,10 @@ def observe(workload: Workload, sites: Iterable[Site], *, flow: bool) -> Observe
     watch = _Watch(workload.model, sites, flow)
     with watch.installed():
         for inputs in workload.buckets.values():
+            # before the mode, which would see the copies
+            own = inputs.clone()
             with torch.no_grad(), watch if flow else nullcontext():
-                result = inputs.clone().call(workload.model)
+                result = own.call(workload.model)
             watch.end_of_call(result)
     return Observed(watch.seen, [norm for norm in watch.norms.values() if norm.sites])
 

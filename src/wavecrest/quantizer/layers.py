@@ -113,15 +113,6 @@ class Site:
         """Bytes of the weight."""
         return self.parameter.numel() * self.parameter.element_size()
 
-    def refuse(self, name: str, group: int | None) -> str | None:
-        """Why the layer does not take a format, or None."""
-        scheme = SCHEMES[name]
-        if getattr(self.module, "tail", None) is not None and (
-            scheme.activations or scheme.weight == "int4" or group is not None
-        ):
-            return "it has rows that stay in 16 bits, which go with a weight in 8 bits of one scale a row alone"
-        return None
-
     def packed(self, name: str, group: int | None) -> PackedWeight:
         """The weight in a format; `group` is for the formats that have groups.
 
@@ -147,7 +138,7 @@ class Site:
         activation = getattr(module, "activation", None)
         made: nn.Module
         if not SCHEMES[name].activations:
-            made = Linear.from_weight(weight, module.bias, activation, getattr(module, "tail", None))
+            made = Linear.from_weight(weight, module.bias, activation)
         else:
             scale = None if peak is None else self.fixed_scale(weight, peak)
             made = QuantizedLinear(weight, module.bias, activation, scale)
@@ -204,7 +195,9 @@ def find(model: nn.Module, keep: Iterable[str]) -> Found:
     patterns.check()
     if not found.sites:
         why = "; ".join(f"{path}: {reason}" for path, reason in list(found.kept.items())[:5])
-        raise InvalidArgument(f"quantize: the model has no linear layer to quantize ({why or 'it has no linear layer'})")
+        raise InvalidArgument(
+            f"quantize: the model has no linear layer to quantize ({why or 'it has no linear layer'})"
+        )
     return found
 
 
@@ -272,4 +265,6 @@ def _refuse(module: Any) -> str | None:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
     if weight.numel() == 0:
         return "it is empty"
+    if getattr(module, "tail", None) is not None:
+        return "it has a tail, which goes with a weight that is packed already"
     return None

@@ -146,7 +146,9 @@ class Original:
         self._answers = [dict(_floats(answer)) for _, answer in calibrate.outputs(workload)]
         for answers in self._answers:
             if not answers:
-                raise InvalidArgument("quantize: the model returns no floating-point tensor, so nothing can be compared")
+                raise InvalidArgument(
+                    "quantize: the model returns no floating-point tensor, so nothing can be compared"
+                )
         self._causal = [
             _causal(workload.model, inputs, answers)
             for inputs, answers in zip(workload.buckets.values(), self._answers, strict=True)

@@ -92,7 +92,7 @@ class QuantizeReport:
         formats = sorted({row.format for row in changed if row.format})
         yield (
             f"{self.model}: {len(changed)} of {len(self.layers)} linear layers in {', '.join(formats) or 'no format'}, "
-            f"{_mb(self.bytes_before)} → {_mb(self.bytes_after)} MB"
+            f"{megabytes(self.bytes_before)} → {megabytes(self.bytes_after)} MB"
         )
         if any(row.inputs == RANDOM for row in changed):
             yield "errors of layers marked random are of random inputs: calibration inputs say more"
@@ -126,10 +126,15 @@ class QuantizeReport:
         for row in self.layers:
             error = numbers.significant(row.error) + (f" ({RANDOM})" if row.inputs == RANDOM else "")
             speed = numbers.DASH if row.ci is None else f"{numbers.ratio(row.speedup)} {row.ci}"
-            size = f"{_mb(row.bytes_before)} → {_mb(row.bytes_after)}" if row.format else _mb(row.bytes_before)
+            size = (
+                f"{megabytes(row.bytes_before)} → {megabytes(row.bytes_after)}"
+                if row.format
+                else megabytes(row.bytes_before)
+            )
             rows.append((row.path, row.format or "kept", size, error, speed, row.reason))
         return rows
 
 
-def _mb(count: int) -> str:
+def megabytes(count: int) -> str:
+    """Bytes in MB."""
     return numbers.significant(count / 1e6)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from wavecrest.errors import InvalidArgument
 from wavecrest.quantizer import saved
 from wavecrest.quantizer.changes import Changes
+from wavecrest.quantizer.report import QuantizeReport, megabytes
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from wavecrest.quantizer.report import QuantizeReport
 
 
 class Quantized:
@@ -72,7 +71,7 @@ class Quantized:
         """One line: how many layers have each format, and the bytes."""
         counts = {name: list(self.formats.values()).count(name) for name in dict.fromkeys(self.formats.values())}
         found = ", ".join(f"{name} {count}" for name, count in counts.items())
-        sizes = f"{self.report.bytes_before / 1e6:.1f} → {self.report.bytes_after / 1e6:.1f} MB"
+        sizes = f"{megabytes(self.report.bytes_before)} → {megabytes(self.report.bytes_after)} MB"
         return f"Quantized({self.report.model}: {found}, {sizes})"
 
     def _repr_html_(self) -> str:

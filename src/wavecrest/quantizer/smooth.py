@@ -63,7 +63,7 @@ def groups(model: nn.Module, observed: Observed, alpha: float) -> tuple[list[Gro
             continue
         factors = _factors(norm, observed, alpha)
         if bool((factors == 1).all()):
-            left[norm.path] = "no column has a factor that its dtype represents"
+            left[norm.path] = "no column needs a factor, or takes one without rounding"
             continue
         group = Group(norm.path, norm.module, list(norm.sites), factors)
         if not _exact(group, norm.probe):
