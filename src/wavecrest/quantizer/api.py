@@ -331,8 +331,8 @@ class _Run:
             row = min(self._refused.values(), key=lambda one: math.inf if one.error is None else one.error)
             found = "" if row.error is None else f", its error is {row.error:.3g}"
             raise QualityNotMet(
-                f"quantize: no layer is within the limits; {row.path} is closest: {row.reason}{found}. Give calibration "
-                "inputs, a larger max_error or another format"
+                f"quantize: no layer is within the limits; {row.path} is closest: {row.reason}{found}. Give "
+                "calibration inputs, a larger max_error or another format"
             )
         if self.original is None:
             self._install(choices[0])
@@ -368,7 +368,7 @@ class _Run:
     ) -> Quantized:
         """The quantized model with its report."""
         rows = []
-        formats = {}
+        formats: dict[str, str] = {}
         for site in self._found.sites:
             rows.append(self._row(site, choice[site.path]))
             name = choice[site.path]

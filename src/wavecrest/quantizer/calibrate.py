@@ -120,11 +120,11 @@ def _is_norm(module: nn.Module) -> bool:
     return own <= {"weight", "bias"} and not list(module.buffers(recurse=False))
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hooks on layers and norms, and a look at every operation between them."""
 
     def __init__(self, model: nn.Module, sites: list[Site], flow: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._sites, self._flow = model, sites, flow
         self.seen: dict[str, Seen] = {}
         self.norms: dict[int, Norm] = {}

@@ -68,7 +68,7 @@ def install(
                 old = site.parameter
                 changes.put(site.module._parameters, "weight", nn.Parameter(site.stored(), old.requires_grad))
     for site in sites:
-        name = choice[site.path]
-        if name is not None:
+        chosen = choice[site.path]
+        if chosen is not None:
             for path in site.paths:
-                changes.module(model, path, site.made[name])
+                changes.module(model, path, site.made[chosen])

@@ -169,9 +169,9 @@ class Original:
                 raise InvalidArgument("quantize: the model returns tensors of other names or shapes at its second call")
             for name, tensor in now.items():
                 sums.outputs(numerics.compare(tensor, before[name]))
-            name = _logits(before, inputs)
-            if name is not None:
-                sums.logits(now[name], before[name], inputs, causal)
+            logits = _logits(before, inputs)
+            if logits is not None:
+                sums.logits(now[logits], before[logits], inputs, causal)
         return sums.quality()
 
 
@@ -196,7 +196,7 @@ class _Sums:
         mask = _mask(inputs, now.shape[:-1])
         flat = torch.ones(now.shape[:-1], dtype=torch.bool) if mask is None else mask
         rows = flat.reshape(-1).nonzero()[:, 0].to(now.device)
-        for part in rows.split(CHUNK):
+        for part in torch.split(rows, CHUNK):
             p = before.reshape(-1, size)[part].double().log_softmax(-1)
             q = now.reshape(-1, size)[part].double().log_softmax(-1)
             # an entry that has no probability adds nothing, also where its logarithm is −∞
@@ -213,7 +213,7 @@ class _Sums:
             total = 0.0
             for row, goal, taken in zip(logits[:, :-1], tokens[:, 1:], counted, strict=True):
                 places = taken.nonzero()[:, 0].to(row.device)
-                for part in places.split(CHUNK):
+                for part in torch.split(places, CHUNK):
                     logp = row[part].double().log_softmax(-1)
                     total -= float(logp.gather(-1, goal[part][:, None].to(logp.device)).sum())
             setattr(self, kind, getattr(self, kind) + total)

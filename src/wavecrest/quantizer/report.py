@@ -122,7 +122,7 @@ class QuantizeReport:
             yield f"  within the limits: {kept}"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for row in self.layers:
             error = numbers.significant(row.error) + (f" ({RANDOM})" if row.inputs == RANDOM else "")
             speed = numbers.DASH if row.ci is None else f"{numbers.ratio(row.speedup)} {row.ci}"

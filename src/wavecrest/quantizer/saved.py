@@ -64,7 +64,6 @@ def write(path: Path, model: nn.Module, formats: Mapping[str, str], report: Quan
         if owner != name:
             shared[name] = owner
     plain = to_plain({name: value.detach() for name, value in state.items() if name not in shared})
-    # a header that is not ordered like the model's modules would change with a hash seed
     about = {
         "version": VERSION,
         "wavecrest": __version__,
@@ -72,8 +71,7 @@ def write(path: Path, model: nn.Module, formats: Mapping[str, str], report: Quan
         "shared": shared,
         "report": report.to_dict(),
     }
-    # tensors of one storage, such as the parts of a fused projection, are written one by one
-    tensors = {name: value.cpu().contiguous().clone() for name, value in plain.items()}
+    tensors = {name: _own(value.cpu().contiguous()) for name, value in plain.items()}
     scratch: Path | None = None
     try:
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.name[:40]}.", dir=path.parent))
@@ -86,6 +84,12 @@ def write(path: Path, model: nn.Module, formats: Mapping[str, str], report: Quan
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A tensor with memory of its own: safetensors refuses parts of a larger one, as those of a fused projection."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()
 
 
 def read(path: Path) -> Saved:
