@@ -131,13 +131,14 @@ def load_quantized(model: nn.Module, path: str | Path, *, device: torch.device |
         CheckpointError: the file is missing, damaged, newer than this version, or of another model, which is as it was.
         MissingDependency: safetensors is not installed.
     """
-    before = _bytes(model)
+    before = bytes_of(model)
     content = saved.read(Path(path))
     changes = saved.place(model, content, str(path), device)
-    return _loaded(model, content.formats, changes, before)
+    return loaded(model, content.formats, changes, before)
 
 
-def _loaded(model: nn.Module, formats: dict[str, str], changes: Changes, before: int) -> Quantized:
+def loaded(model: nn.Module, formats: dict[str, str], changes: Changes, before: int) -> Quantized:
+    """The result for a model whose weights came quantized, of `before` bytes before."""
     rows = []
     for path, module in model.named_modules():
         if path not in formats and not isinstance(module, nn.Linear | Linear):
@@ -145,7 +146,7 @@ def _loaded(model: nn.Module, formats: dict[str, str], changes: Changes, before:
         weight = module.get_parameter("weight")
         full = weight.numel() * weight.element_size()
         rows.append(LayerRow(path, formats.get(path), "", full, _stored_bytes(weight)))
-    report = QuantizeReport(type(model).__name__, tuple(rows), before, _bytes(model))
+    report = QuantizeReport(type(model).__name__, tuple(rows), before, bytes_of(model))
     return Quantized(model, formats, report, changes)
 
 
@@ -216,7 +217,7 @@ class _Run:
         self._refused: dict[str, LayerRow] = {}
         self._users = Counter(id(site.parameter) for site in found.sites)
         self._shared: dict[tuple[int, str], PackedWeight] = {}
-        self._before = _bytes(model)
+        self._before = bytes_of(model)
 
     def move_scales(self, alpha: float) -> None:
         """Find the norms whose scales can move into their layers, and keep those that lower the layers' error."""
@@ -385,7 +386,7 @@ class _Run:
             model=type(self._model).__name__,
             layers=tuple(sorted(rows, key=lambda row: order[row.path])),
             bytes_before=self._before,
-            bytes_after=_bytes(self._model),
+            bytes_after=bytes_of(self._model),
             smoothed=tuple(group.path for group in self._groups if any(choice[one.path] for one in group.sites)),
             not_smoothed=self._stay,
             quality=reached,
@@ -419,6 +420,6 @@ def _stored_bytes(tensor: Tensor) -> int:
     return tensor.bytes_ if isinstance(tensor, PackedWeight) else tensor.numel() * tensor.element_size()
 
 
-def _bytes(model: nn.Module) -> int:
+def bytes_of(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared ones once."""
     return sum(_stored_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()))

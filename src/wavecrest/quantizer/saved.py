@@ -42,7 +42,8 @@ class Saved(NamedTuple):
     formats: dict[str, str]
 
 
-def _safetensors() -> Any:
+def safetensors() -> Any:
+    """The package."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -52,7 +53,7 @@ def _safetensors() -> Any:
 
 def write(path: Path, model: nn.Module, formats: Mapping[str, str], report: QuantizeReport) -> None:
     """Write a model's state; `Quantized.save` documents the errors."""
-    module = _safetensors()
+    module = safetensors()
     state = model.state_dict(keep_vars=True)
     strange = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if strange:
@@ -98,7 +99,7 @@ def read(path: Path) -> Saved:
     Raises:
         CheckpointError: there is no such file, or it is damaged, foreign, or newer than this version.
     """
-    module = _safetensors()
+    module = safetensors()
     shown = decode.shown(path)
     try:
         with module.safe_open(path, framework="pt", device="cpu") as file:
@@ -129,9 +130,7 @@ def read(path: Path) -> Saved:
     return Saved(tensors, formats)
 
 
-def place(
-    model: nn.Module, saved: Saved, what: str, device: torch.device | str | None, *, partial: bool = False
-) -> Changes:
+def place(model: nn.Module, saved: Saved, what: str, device: torch.device | str | None) -> Changes:
     """Put quantized layers and all tensors of a file into a model; on an error the model is as it was.
 
     Args:
@@ -139,12 +138,11 @@ def place(
         saved: the content; weights of quantized layers are packed.
         what: the file or folder, for messages.
         device: where the tensors go; None: where the model's are, the CPU for those on the meta device.
-        partial: layers that no format is for may have what the model's own state has no name for.
 
     Raises:
         CheckpointError: names or shapes are not the model's.
     """
-    _check(model, saved, what, partial)
+    _check(model, saved, what)
     changes = Changes()
     made: dict[tuple[int, str], nn.Module] = {}
     values: dict[tuple[int, str], Tensor] = {}
@@ -193,7 +191,7 @@ def _value(
     return found
 
 
-def _check(model: nn.Module, saved: Saved, what: str, partial: bool) -> None:
+def _check(model: nn.Module, saved: Saved, what: str) -> None:
     """Refuse what is not a model's, naming all that differs."""
     own = model.state_dict(keep_vars=True)
     problems, shapes = [], {name: tuple(value.shape) for name, value in own.items() if isinstance(value, Tensor)}
@@ -217,7 +215,7 @@ def _check(model: nn.Module, saved: Saved, what: str, partial: bool) -> None:
         problems.append(f"no linear layers: {named(strange)}")
     missing = [name for name in shapes if name not in saved.tensors]
     unexpected = [name for name in saved.tensors if name not in shapes]
-    if missing and not partial:
+    if missing:
         problems.append(f"missing: {named(missing)}")
     if unexpected:
         problems.append(f"unexpected: {named(unexpected)}")
