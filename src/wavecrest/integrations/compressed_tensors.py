@@ -149,7 +149,7 @@ def _layer(parts: dict[str, Tensor], scheme: dict[str, Any], old: Tensor) -> tup
     about, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
     if scheme.get("output_activations") is not None:
         raise Unsupported("its outputs are quantized")
-    bits, kind = about.get("num_bits"), about.get("type", "int")
+    bits, kind = about.get("num_bits", 0), about.get("type", "int")
     if (bits, kind) not in ((8, "int"), (4, "int"), (8, "float")):
         raise Unsupported(f"weights of {bits} bits ({kind}); int of 8 and 4 bits and float of 8 are read")
     weight = _floats(parts, old) if kind == "float" else _integers(parts, int(bits), old)
@@ -219,7 +219,8 @@ def _unpacked(words: Tensor, bits: int, n: int, k: int) -> Tensor:
     if words.dtype != torch.int32 or tuple(words.shape) != (n, -(-k // each)):
         raise InvalidArgument(f"{bits}-bit values of {[n, k]} are int32 {[n, -(-k // each)]}, not {list(words.shape)}")
     shifts = torch.arange(each, dtype=torch.int32) * bits
-    return ((words[:, :, None] >> shifts) & (2**bits - 1)).to(torch.uint8).reshape(n, -1)[:, :k]
+    values: Tensor = (words[:, :, None] >> shifts) & (2**bits - 1)
+    return values.to(torch.uint8).reshape(n, -1)[:, :k]
 
 
 def _zero(parts: dict[str, Tensor], bits: int, n: int, groups: int) -> Tensor | None:
