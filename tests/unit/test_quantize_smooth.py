@@ -10,6 +10,7 @@ from torch import nn
 
 import wavecrest
 from tests.unit.quantized_models import SIZE, causal, same_state, state_of, tokens
+from wavecrest.nn import Linear
 from wavecrest.quantizer import calibrate, layers, smooth
 from wavecrest.quantizer.changes import Changes, install
 
@@ -105,9 +106,11 @@ class Post(nn.Module):
         self.kind = kind
         self.norm = Gemma() if kind == "gemma" else nn.LayerNorm(SIZE)
         self.second = nn.LayerNorm(SIZE)
-        self.first, self.layer = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.layer = nn.Linear(SIZE, SIZE)
         with torch.no_grad():
             self.norm.weight[3] += 50
+        if kind == "added":
+            self.first: nn.Module = Linear.from_module(nn.Linear(SIZE, SIZE))
         if kind == "shared":
             self.second.weight = self.norm.weight
 
@@ -123,6 +126,10 @@ class Post(nn.Module):
             return self.layer(normed[:, 1:])
         if self.kind == "norm":
             return self.layer(self.second(normed))
+        if self.kind == "two norms":
+            return self.layer(normed) + self.second(normed)
+        if self.kind == "added":
+            return self.first(self.layer(normed), normed)
         if self.kind == "mixed":
             return self.layer(normed) + self.layer(x)
         if self.kind == "view":
@@ -154,6 +161,8 @@ class Gemma(nn.Module):
         ("returned", "the model returns its output"),
         ("part", ""),
         ("norm", ""),
+        ("two norms", "another norm reads its output"),
+        ("added", "first adds its output"),
         ("mixed", "layer also has other inputs"),
         ("gemma", "Gemma does not scale with its weight"),
         ("shared", "its weight, or that of one of its layers, is shared"),
