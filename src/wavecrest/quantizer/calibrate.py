@@ -1,4 +1,4 @@
-"""Calibration: what the layers of a model get as inputs, and which norms feed linear layers and nothing else."""
+"""Calibration: the inputs that the layers of a model get, and the norms that feed linear layers and nothing else."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def outputs(workload: Workload) -> Iterator[tuple[Inputs, Any]]:
 
 @dataclass(slots=True)
 class Seen:
-    """What a layer got in calibration.
+    """Inputs of a layer in calibration.
 
     Attributes:
         rows: [R, K] of them, at most ROWS.
@@ -84,14 +84,14 @@ class Norm:
 
 @dataclass(slots=True)
 class Observed:
-    """What calibration showed: inputs by the path of a site, and norms that feed sites."""
+    """Inputs by the path of a site, and norms that feed sites."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
     norms: list[Norm] = field(default_factory=list)
 
 
 def observe(workload: Workload, sites: Iterable[Site], *, flow: bool) -> Observed:
-    """Run the model on its inputs and look at what the layers get.
+    """Run the model on its inputs and hold those of its layers.
 
     Args:
         workload: from `workload_of`.

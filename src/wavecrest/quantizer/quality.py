@@ -49,7 +49,7 @@ class Quality:
     finite: bool
 
     def values(self) -> dict[str, float | None]:
-        """What limits are set on; `perplexity` is its rise as a share."""
+        """The values that limits are set on; `perplexity` is its rise as a share."""
         rise = None
         if self.perplexity is not None and self.original_perplexity is not None:
             rise = self.perplexity / self.original_perplexity - 1
@@ -143,7 +143,11 @@ class Original:
             InvalidArgument: it returns no floating-point tensor.
         """
         self._workload = workload
-        self._answers = [dict(_floats(answer)) for _, answer in calibrate.outputs(workload)]
+        # copies: a model may answer with memory that its next call writes to
+        self._answers = [
+            {name: tensor.detach().clone() for name, tensor in _floats(answer)}
+            for _, answer in calibrate.outputs(workload)
+        ]
         for answers in self._answers:
             if not answers:
                 raise InvalidArgument(
@@ -194,7 +198,7 @@ class _Sums:
         """Compare distributions at the positions that are no padding; predict tokens where the model does that."""
         size = now.shape[-1]
         mask = _mask(inputs, now.shape[:-1])
-        flat = torch.ones(now.shape[:-1], dtype=torch.bool) if mask is None else mask
+        flat = torch.ones(now.shape[:-1], dtype=torch.bool, device="cpu") if mask is None else mask
         rows = flat.reshape(-1).nonzero()[:, 0].to(now.device)
         for part in torch.split(rows, CHUNK):
             p = before.reshape(-1, size)[part].double().log_softmax(-1)
