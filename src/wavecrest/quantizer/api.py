@@ -104,6 +104,7 @@ def quantize(
             if workload is not None:
                 flow = smooth is not None and any(SCHEMES[name].activations for name in names)
                 run.observed = calibrate.observe(workload, found.sites, flow=flow)
+                found.leave(run.observed.readers)
                 if flow:
                     assert smooth is not None
                     run.move_scales(smooth)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,10 +85,11 @@ class Norm:
 
 @dataclass(slots=True)
 class Observed:
-    """Inputs by the path of a site, and norms that feed sites."""
+    """Inputs by the path of a site, norms that feed sites, and by path the reader of a site's weight outside of it."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
     norms: list[Norm] = field(default_factory=list)
+    readers: dict[str, str] = field(default_factory=dict)
 
 
 def observe(workload: Workload, sites: Iterable[Site], *, flow: bool) -> Observed:
@@ -97,6 +99,9 @@ def observe(workload: Workload, sites: Iterable[Site], *, flow: bool) -> Observe
         workload: from `workload_of`.
         sites: the layers.
         flow: follow the outputs of norms too.
+
+    Returns:
+        Inputs, norms, and the sites whose weights are read by more than the layer itself.
     """
     sites = list(sites)
     watch = _Watch(workload.model, sites, flow)
@@ -104,10 +109,13 @@ def observe(workload: Workload, sites: Iterable[Site], *, flow: bool) -> Observe
         for inputs in workload.buckets.values():
             # before the mode, which would see the copies
             own = inputs.clone()
-            with torch.no_grad(), watch if flow else nullcontext():
+            with torch.no_grad(), watch:
                 result = own.call(workload.model)
             watch.end_of_call(result)
-    return Observed(watch.seen, [norm for norm in watch.norms.values() if norm.sites])
+    for norm in watch.norms.values():
+        if any(site.path in watch.readers for site in norm.sites):
+            norm.spoilt = norm.spoilt or "the weight of one of its layers is read outside of it"
+    return Observed(watch.seen, [norm for norm in watch.norms.values() if norm.sites], watch.readers)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -128,6 +136,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._model, self._sites, self._flow = model, sites, flow
         self.seen: dict[str, Seen] = {}
         self.norms: dict[int, Norm] = {}
+        self.readers: dict[str, str] = {}
+        users = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+        # an embedding that is tied to a layer keeps the weight when the layer has a packed one
+        self._weights = {_memory(site.parameter): site.path for site in sites if users[id(site.parameter)] == 1}
         # outputs of norms in this call by their memory; the tensors are held so that no other gets that memory
         self._held: dict[int, tuple[Tensor, Norm]] = {}
         # layers and norms that run now: what they do with their inputs is known
@@ -158,10 +170,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside = 0
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._held and not self._inside:
+        if not self._inside and not _is_view(func):
+            name = f"{func.namespace}.{func.overloadpacket.__name__}"
             for leaf in pytree.tree_leaves((args, kwargs or {})):
-                if type(leaf) is Tensor and not _is_view(func):
-                    self._spoil(leaf, f"{func.namespace}.{func.overloadpacket.__name__} reads its output too")
+                if isinstance(leaf, Tensor):
+                    self._spoil(leaf, f"{name} reads its output too")
+                    layer = self._weights.get(_memory(leaf))
+                    if layer is not None:
+                        self.readers.setdefault(layer, name)
         return func(*args, **(kwargs or {}))
 
     def _spoil(self, tensor: Any, reason: str) -> None:

@@ -158,6 +158,25 @@ class Found:
     sites: list[Site]
     kept: dict[str, str]
 
+    def leave(self, readers: dict[str, str]) -> None:
+        """Keep layers whose weight an operation outside of them reads, which takes no packed one.
+
+        Raises:
+            InvalidArgument: no layer is left.
+        """
+        for path, name in readers.items():
+            self.kept[path] = f"{name} reads its weight outside of the layer"
+        self.sites[:] = [site for site in self.sites if site.path not in readers]
+        self.check()
+
+    def check(self) -> None:
+        """Raise InvalidArgument if there is no layer to quantize."""
+        if not self.sites:
+            why = "; ".join(f"{path}: {reason}" for path, reason in list(self.kept.items())[:5])
+            raise InvalidArgument(
+                f"quantize: the model has no linear layer to quantize ({why or 'it has no linear layer'})"
+            )
+
 
 def find(model: nn.Module, keep: Iterable[str]) -> Found:
     """Look for linear layers; a shared module is one site.
@@ -193,11 +212,7 @@ def find(model: nn.Module, keep: Iterable[str]) -> Found:
         else:
             found.kept[paths[0]] = reason
     patterns.check()
-    if not found.sites:
-        why = "; ".join(f"{path}: {reason}" for path, reason in list(found.kept.items())[:5])
-        raise InvalidArgument(
-            f"quantize: the model has no linear layer to quantize ({why or 'it has no linear layer'})"
-        )
+    found.check()
     return found
 
 
