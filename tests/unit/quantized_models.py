@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 WORDS, SIZE = 61, 40
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Block(nn.Module):
@@ -60,11 +61,11 @@ def causal(dtype: torch.dtype = torch.float32, *, outlier: bool = False, **optio
                 # so that the answers stay of ordinary size
                 for layer in (block.q, block.k, block.up):
                     layer.weight[:, 3] /= 60.0
-    return model.to(dtype).eval()
+    return model.to(DEVICE, dtype).eval()
 
 
 def tokens(rows: int = 2, length: int = 19, seed: int = 1) -> torch.Tensor:
-    return torch.randint(WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(WORDS, (rows, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.unit.quantized_models import DEVICE
 from wavecrest.errors import InvalidArgument
 from wavecrest.nn import QuantizedLinear
 from wavecrest.nn.quantized_linear import pack_native
@@ -39,23 +40,23 @@ def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_it_is_the_product_of_the_rounded(format: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight, bias = torch.randn(23, 77, dtype=dtype), torch.randn(23, dtype=dtype)
+    weight, bias = torch.randn(23, 77, dtype=dtype).to(DEVICE), torch.randn(23, dtype=dtype).to(DEVICE)
     layer = QuantizedLinear(pack(weight, format), bias)
-    x = torch.randn(77, 6, dtype=dtype).t().view(2, 3, 77)
+    x = torch.randn(77, 6, dtype=dtype).to(DEVICE).t().view(2, 3, 77)
     close(layer(x), oracle(layer, x) + bias.double(), dtype)
     close(layer(x[0, 0]), oracle(layer, x[0, :1])[0] + bias.double(), dtype)
     assert layer(x[:0]).shape == (0, 3, 23)
     # a fixed scale: values beyond it saturate
-    scale = torch.tensor(0.01)
+    scale = torch.tensor(0.01, device=DEVICE)
     fixed = QuantizedLinear(pack(weight, format), None, None, scale)
     close(fixed(x), oracle(fixed, x, scale), dtype)
 
 
 def test_norm_residual_and_activation_are_those_of_linear() -> None:
     torch.manual_seed(0)
-    weight = torch.randn(24, 40)
+    weight = torch.randn(24, 40).to(DEVICE)
     layer = QuantizedLinear(pack(weight, "int8"), None, "silu_and_mul")
-    x, residual, norm = torch.randn(5, 40), torch.randn(5, 12), torch.rand(40) + 0.5
+    x, residual, norm = (one.to(DEVICE) for one in (torch.randn(5, 40), torch.randn(5, 12), torch.rand(40) + 0.5))
     normed = F.rms_norm(x.double(), (40,), norm.double(), 1e-5)
     gate, up = oracle(layer, normed).chunk(2, -1)
     wanted = F.silu(gate) * up + residual.double()
@@ -64,8 +65,8 @@ def test_norm_residual_and_activation_are_those_of_linear() -> None:
 
 
 def test_nan_is_not_hidden() -> None:
-    layer = QuantizedLinear(pack(torch.randn(8, 16), "int8"))
-    x = torch.randn(3, 16)
+    layer = QuantizedLinear(pack(torch.randn(8, 16), "int8")).to(DEVICE)
+    x = torch.randn(3, 16).to(DEVICE)
     x[1, 4] = float("nan")
     out = layer(x)
     assert bool(out[1].isnan().all()) and bool(out[0].isfinite().all() and out[2].isfinite().all())

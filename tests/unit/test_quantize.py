@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import wavecrest
-from tests.unit.quantized_models import SIZE, Causal, causal, same_state, state_of, tokens
+from tests.unit.quantized_models import DEVICE, SIZE, Causal, causal, same_state, state_of, tokens
 from wavecrest.errors import InvalidArgument, QualityNotMet, WorkloadError
 from wavecrest.measure.bootstrap import Interval
 from wavecrest.measure.workload import Inputs
@@ -94,7 +94,7 @@ def test_without_inputs_errors_are_of_random_ones() -> None:
     found = wavecrest.quantize(model, "int8")
     assert found.report.quality is None and model.training == before
     weight = row(found, "blocks.1.down")
-    x = torch.randn(4000, 2 * SIZE + 3, dtype=torch.float64)
+    x = torch.randn(4000, 2 * SIZE + 3, dtype=torch.float64, device=DEVICE)
     rounded: Any = model.blocks[1].down.weight
     found.restore()
     plain = model.blocks[1].down.weight.detach().double()
@@ -149,8 +149,8 @@ class Routed(nn.Module):
 
 def test_shared_layers_stay_shared_and_the_rest_says_why() -> None:
     torch.manual_seed(0)
-    model = Routed().eval()
-    x = torch.randn(2, 5, 16)
+    model = Routed().eval().to(DEVICE)
+    x = torch.randn(2, 5, 16).to(DEVICE)
     before = state_of(model)
     found = wavecrest.quantize(model, "int8", calibration=x)
     assert found.formats == {"first": "int8", "again": "int8", "twin": "int8"}
@@ -363,7 +363,7 @@ def test_only_layers_that_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(choose, "speedup", speedup)
     found = wavecrest.quantize(model, "int8", calibration=[(ids,), (tokens(3, 30),)], only_faster=True)
-    assert {one[1:] for one in asked} == {(Linear, 90, "cpu")} and len(asked) == 8
+    assert {one[1:] for one in asked} == {(Linear, 90, str(model.embed.weight.device))} and len(asked) == 8
     assert set(found.formats) == {path for path in LAYERS if not path.endswith("up")}
     slow = row(found, "blocks.0.up")
     assert slow.reason == "int8: not proven faster at 90 rows" and slow.ci == Interval(0.9, 1.3)
@@ -385,7 +385,7 @@ def test_static_scales_are_the_peaks_of_calibration() -> None:
     ids = tokens()
     peaks: list[float] = []
     handle = model.blocks[0].down.register_forward_pre_hook(
-        lambda _module, args: peaks.append(float(args[0].abs().max()))
+        lambda _module, args: peaks.append(float(args[0].detach().abs().max()))
     )
     for one in (ids, tokens(seed=5)):
         model(one)
@@ -438,12 +438,14 @@ def test_only_causal_models_have_a_perplexity() -> None:
     torch.manual_seed(0)
     ids = tokens()
     kept = ids.clone()
-    found = wavecrest.quantize(Both(), "int8", calibration={"input_ids": ids}, quality="2%")
+    model = Both().to(DEVICE)
+    found = wavecrest.quantize(model, "int8", calibration={"input_ids": ids}, quality="2%")
     quality = found.report.quality
     assert quality is not None and quality.perplexity is None and quality.kl is not None
     assert found.report.limits == {"kl": pytest.approx(math.log(1.02))} and torch.equal(ids, kept)
+    found.restore()
     with pytest.raises(InvalidArgument, match="quality limits perplexity, which needs logits"):
-        wavecrest.quantize(Both(), "int8", calibration={"input_ids": ids}, quality={"perplexity": "1%"})
+        wavecrest.quantize(model, "int8", calibration={"input_ids": ids}, quality={"perplexity": "1%"})
     found = wavecrest.quantize(causal(), "int8", calibration=(ids,), evaluation=(tokens(seed=9),), quality="2%")
     assert set(found.report.limits) == {"kl", "perplexity"} and found.report.inputs == "evaluation"
     assert "on the evaluation inputs" in str(found.report)
@@ -451,8 +453,8 @@ def test_only_causal_models_have_a_perplexity() -> None:
 
 def test_models_without_logits_are_held_to_their_relative_error() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    x = torch.randn(9, 16)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(DEVICE)
+    x = torch.randn(9, 16).to(DEVICE)
     plain = model(x)
     found = wavecrest.quantize(model, "w8a8-fp8", calibration=x, quality="8%")
     off = float((model(x) - plain).norm() / plain.norm())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import wavecrest
-from tests.unit.quantized_models import Causal, causal, same_state, state_of, tokens
+from tests.unit.quantized_models import DEVICE, Causal, causal, same_state, state_of, tokens
 from wavecrest.errors import CheckpointError, InvalidArgument, OutputError, Unsupported
 from wavecrest.nn import QuantizedLinear
 
@@ -65,7 +65,7 @@ def test_a_model_without_memory_is_filled(tmp_path: Path) -> None:
     found.save(tmp_path / "model.safetensors")
     # in which the two tied weights are two
     empty = Causal().to("meta")
-    wavecrest.load_quantized(empty, tmp_path / "model.safetensors").forget()
+    wavecrest.load_quantized(empty, tmp_path / "model.safetensors", device=DEVICE).forget()
     empty.eval()
     assert isinstance(empty.blocks[0].q, QuantizedLinear)
     with torch.no_grad():

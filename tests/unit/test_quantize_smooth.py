@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import wavecrest
-from tests.unit.quantized_models import SIZE, causal, same_state, state_of, tokens
+from tests.unit.quantized_models import DEVICE, SIZE, causal, same_state, state_of, tokens
 from wavecrest.nn import Linear
 from wavecrest.quantizer import calibrate, layers, smooth
 from wavecrest.quantizer.changes import Changes, install
@@ -212,11 +212,11 @@ def test_models_of_transformers() -> None:
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=False,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model = transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16).eval()
     with torch.no_grad():
         for norm in (model.model.layers[0].input_layernorm, model.model.layers[0].post_attention_layernorm):
             norm.weight[5] = 30.0
-    inputs = {"input_ids": tokens(2, 12), "attention_mask": torch.ones(2, 12, dtype=torch.int64)}
+    inputs = {"input_ids": tokens(2, 12), "attention_mask": torch.ones(2, 12, dtype=torch.int64).to(DEVICE)}
     inputs["attention_mask"][0, 8:] = 0
     before = state_of(model)
     found = wavecrest.quantize(model, "w8a8-int8", calibration=inputs, quality="30%")
