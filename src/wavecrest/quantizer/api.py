@@ -263,7 +263,7 @@ class _Run:
         return seen.rows, float(seen.peaks.amax()) if self._static else None, CALIBRATION
 
     def _seen(self, site: Site) -> Seen | None:
-        """Inputs of a layer in calibration, divided as its weight is multiplied; None: there were none."""
+        """Inputs of a layer in calibration, divided as its weight is multiplied; None: it had no input."""
         seen = self.observed.seen.get(site.path)
         if seen is None or site.smoothed is None:
             return seen
