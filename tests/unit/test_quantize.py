@@ -401,6 +401,9 @@ def test_static_scales_are_the_peaks_of_calibration() -> None:
     found = wavecrest.quantize(model, "w8a8-fp8", **options)
     assert "did not reach it" in row(found, "unused").reason and "unused" not in found.formats
     found.restore()
+    found = wavecrest.quantize(model, ("w8a8-fp8", "int8"), **options)
+    assert found.formats["unused"] == "int8" and "w8a8-fp8: calibration did not" in row(found, "unused").reason
+    found.restore()
     found = wavecrest.quantize(model, "w8a8-fp8", calibration=(ids,))
     assert row(found, "unused").inputs == "random"
 

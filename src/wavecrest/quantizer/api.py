@@ -289,10 +289,6 @@ class _Run:
         """
         for site in self._found.sites:
             self._errors[site.path] = []
-            if self._static and self._seen(site) is None:
-                reason = "calibration did not reach it, so its activations have no fixed scale"
-                self._refused[site.path] = LayerRow(site.path, None, reason, site.bytes_, site.bytes_)
-                continue
             for name in self._names:
                 row, made = self._measure(site, name, timed_on)
                 if made is None:
@@ -306,6 +302,9 @@ class _Run:
     def _measure(self, site: Site, name: str, timed_on: str | None) -> tuple[LayerRow, nn.Module | None]:
         """A layer's row for a format, and the layer in it, or None if it keeps its precision."""
         size = site.bytes_
+        if self._static and SCHEMES[name].activations and self._seen(site) is None:
+            reason = f"{name}: calibration did not reach it, so its activations have no fixed scale"
+            return LayerRow(site.path, None, reason, size, size), None
         weight = self._packed(site, name)
         rows, peak, kind = self._inputs(site)
         error = choose.error(site, name, weight, rows, peak)
