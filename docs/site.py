@@ -32,6 +32,13 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
             "measure.workload.Workload", "measure.workload.Buckets",
         ),
     ),
+    "reference/quantize.md": (
+        "Quantizing a model",
+        (
+            "quantizer.api.quantize", "quantizer.api.load_quantized", "quantizer.result.Quantized",
+            "quantizer.report.QuantizeReport", "quantizer.quality.Quality",
+        ),
+    ),
     "reference/functional.md": ("Functions", ("nn.functional",)),
     "reference/nn.md": ("Modules", ("nn",)),
     "reference/settings.md": ("Settings", ("settings",)),
@@ -43,8 +50,8 @@ OPS_REFERENCE = "reference/ops.md"
 NAVIGATION: dict[str, tuple[str, ...]] = {
     "Start": ("index.md", "start.md", "usage.md", "settings.md", "troubleshooting.md", "glossary.md"),
     "Serve a model": (
-        "proof.md", "results.md", "zoo.md", "attention.md", "packed_weights.md", "integrations/*", "compat.md",
-        "guides.md",
+        "proof.md", "results.md", "zoo.md", "attention.md", "quantize.md", "packed_weights.md", "integrations/*",
+        "compat.md", "guides.md",
     ),
     "Tune a machine": (
         "tuning.md", "database.md", "env.md", "benchmarks.md", "speed.md", "tuned.md", "cost_model.md",

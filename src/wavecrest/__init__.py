@@ -29,10 +29,12 @@ _LAZY = {
     "hardware": "wavecrest.hardware",
     "layer_norm": "wavecrest.nn.functional",
     "linear": "wavecrest.nn.functional",
+    "load_quantized": "wavecrest.quantizer.api",
     "matmul": "wavecrest.nn.functional",
     "nn": "wavecrest.nn",
     "ops": "wavecrest.ops",
     "optimize": "wavecrest.optimizer.api",
+    "quantize": "wavecrest.quantizer.api",
     "register_kernel": "wavecrest.backends.user",
     "registry": "wavecrest.dispatch.registry",
     "rms_norm": "wavecrest.nn.functional",
@@ -57,10 +59,12 @@ __all__ = [
     "hardware",
     "layer_norm",
     "linear",
+    "load_quantized",
     "matmul",
     "nn",
     "ops",
     "optimize",
+    "quantize",
     "register_kernel",
     "registry",
     "rms_norm",
@@ -89,6 +93,7 @@ if TYPE_CHECKING:
     from wavecrest.optimizer.api import optimize
     from wavecrest.optimizer.plan import Plan
     from wavecrest.optimizer.routed import route
+    from wavecrest.quantizer.api import load_quantized, quantize
 
 
 def __getattr__(name: str) -> Any:

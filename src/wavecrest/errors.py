@@ -13,6 +13,7 @@ WavecrestError                     exit code
 ├── Refused                        2   the work was understood and declined, with the reason
 │   ├── PlanMismatch               2   the plan belongs to another machine or another model
 │   ├── StepRefused                2   one optimization step declines (recorded as a verdict, never lost)
+│   ├── QualityNotMet              2   a quantized model is further from the original than it may be
 │   ├── Unsupported                2   a backend does not take this call
 │   │   └── KernelRefused          2   a user's kernel is not for this call, or broke the op's contract; names the case
 │   └── UnsupportedInstruction     2   the emulator has no meaning for an instruction, which the message names
@@ -83,6 +84,10 @@ class PlanMismatch(Refused):
 
 class StepRefused(Refused):
     """One optimization step declines; the reason becomes its verdict."""
+
+
+class QualityNotMet(Refused):
+    """No layer can be quantized within the limit on a model's quality; the model is as it was."""
 
 
 class Unsupported(Refused):

@@ -26,6 +26,7 @@ LAYERS = {
     "backends": 3,
     "nn": 4, "models": 4,
     "graphs": 5, "bench": 5, "profile": 5, "report": 5, "doctor": 5, "isa": 5, "tune": 5,
+    "quantizer": 5,
     "optimizer": 6,
     "cli": 7, "compat": 7, "integrations": 7,
 }  # fmt: skip
@@ -40,6 +41,8 @@ SIDEWAYS = {
     ("records", "measure"),
     ("models", "nn"),
     ("tune", "bench"), ("tune", "isa"),
+    # its report is written as the others are
+    ("quantizer", "report"),
     ("cli", "integrations"),
 }  # fmt: skip
 # report reads the schema of records and writes one file; nothing else may be reached

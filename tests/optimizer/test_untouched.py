@@ -11,7 +11,11 @@ from torch import nn
 
 from wavecrest.errors import EnvironmentProblem
 from wavecrest.measure.workload import Workload, from_example
+from wavecrest.nn import Linear
+from wavecrest.ops import pack
 from wavecrest.optimizer.gate import untouched
+from wavecrest.optimizer.gate.inputs import Variations
+from wavecrest.optimizer.gate.site import Site
 from wavecrest.optimizer.gate.untouched import ROW, Untouched, checksum
 
 
@@ -117,3 +121,20 @@ def test_a_checksum_sees_what_moves_within_a_tensor() -> None:
     rest[-1] += 1
     found = [checksum(one) for one in (tensor, rows, columns, rest)]
     assert len(set(found)) == 4 and checksum(tensor.clone()) == found[0]
+
+
+def test_packed_weights_are_put_back_by_their_parts() -> None:
+    torch.manual_seed(0)
+    weight = pack(torch.randn(4, 64), "int4", symmetric=False)
+    model = nn.Sequential(Linear.from_weight(weight), nn.Linear(4, 2))
+    work = from_example(model, torch.randn(2, 64))
+    before = model(work.buckets["default"].args[0])
+    held = Untouched(work)
+    assert held.put_back() == []
+    site = Site(model, "default", "default", work.buckets["default"], Variations(work.buckets["default"], 0))
+    for part in ("stored", "scale", "zero"):
+        no_grad_write(getattr(model[0].weight, part))
+        assert held.put_back() == [f"parameter 0.weight.{part}"]
+        no_grad_write(getattr(model[0].weight, part))
+        site.put_back()
+    assert held.put_back() == [] and torch.equal(model(work.buckets["default"].args[0]), before)

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.nn import Linear
 from wavecrest.ops import PackedWeight
+from wavecrest.ops.packed.formats import int4_bytes
 
 # columns that share a scale, of formats with groups
 GROUPS = (32, 64, 128)
 # the zero point of symmetric int4, and what torchao's values from −8 to 7 are below wavecrest's
 CENTRE = 8
-# bytes of 32 hold 64 columns
-UNIT = 64
 
 
 def packed(weight: Tensor) -> PackedWeight:
@@ -81,7 +80,6 @@ def _integers(weight: Any) -> PackedWeight:
     if zero is not None and zero.dtype.is_floating_point and bool((zero != zero.round()).any()):
         raise Unsupported(f"{type(weight).__name__} has zero points that are no integers")
     centred = zero is None or not bool(zero.any())
-    k = int(weight.shape[1])
     if bits == 8:
         if not centred:
             raise Unsupported(f"{type(weight).__name__} has zero points; int8 weights are symmetric here")
@@ -89,16 +87,11 @@ def _integers(weight: Any) -> PackedWeight:
         return PackedWeight.from_parts("int8", weight.qdata, scale=scale, group=group, dtype=weight.dtype)
     if group not in GROUPS:
         raise Unsupported(f"{type(weight).__name__} in 4 bits has groups of {group} columns; {GROUPS} can be read")
-    values = weight.qdata.to(torch.int16) + CENTRE
-    zeros = None if centred or zero is None else _by_group(zero, weight) + CENTRE
-    # columns behind K hold the zero point of the last group
-    last = values.new_full((len(values), 1), CENTRE) if zeros is None else zeros[:, -1:].to(torch.int16)
-    padded = torch.cat([values, last.expand(-1, -k % UNIT)], 1).to(torch.uint8)
-    halves = padded.view(len(padded), -1, 2, UNIT // 2)
-    stored = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
+    zeros = None if centred or zero is None else (_by_group(zero, weight) + CENTRE).to(torch.uint8)
+    stored = int4_bytes((weight.qdata.to(torch.int16) + CENTRE).to(torch.uint8), zeros)
     return PackedWeight.from_parts(
-        "int4", stored, scale=_by_group(weight.scale, weight), zero=None if zeros is None else zeros.to(torch.uint8),
-        group=group, shape=tuple(weight.shape), dtype=weight.dtype,
+        "int4", stored, scale=_by_group(weight.scale, weight), zero=zeros, group=group, shape=tuple(weight.shape),
+        dtype=weight.dtype,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from wavecrest.nn.latent_attention import MultiHeadLatentAttention
 from wavecrest.nn.linear import Linear
 from wavecrest.nn.multihead_attention import MultiheadAttention
 from wavecrest.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm, norm_from_module
+from wavecrest.nn.quantized_linear import QuantizedLinear
 from wavecrest.nn.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, rope_tables
 from wavecrest.nn.self_attention import Attention
 
@@ -27,6 +28,7 @@ __all__ = [
     "Llama3Scaling",
     "MultiHeadLatentAttention",
     "MultiheadAttention",
+    "QuantizedLinear",
     "RMSNorm",
     "RotaryEmbedding",
     "SiluAndMul",

@@ -63,7 +63,7 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(found[:MAX_NAMES]) + more
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files of weights, in order.
 
     Raises:
@@ -98,7 +98,7 @@ class _Reader:
         module = _safetensors()
         self.stored: dict[str, _Stored] = {}
         self._open: dict[Path, Any] = {}
-        for path in _files(folder):
+        for path in weight_files(folder):
             try:
                 handle = stack.enter_context(module.safe_open(path, framework="pt", device="cpu"))
                 keys = list(handle.keys())

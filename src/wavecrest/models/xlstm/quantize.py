@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from wavecrest import hardware
 from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm.layers import fused_projections
 from wavecrest.models.xlstm.network import xLSTMNetwork
-from wavecrest.ops import PackedWeight, pack
+from wavecrest.nn.quantized_linear import pack_native
+from wavecrest.ops import PackedWeight
 
 Network = TypeVar("Network", bound=xLSTMNetwork)
 
@@ -48,12 +47,8 @@ def packed(name: str, weight: Tensor, format: str) -> PackedWeight:
     Raises:
         InvalidArgument: it holds NaN or infinity.
     """
-    options: dict[str, Any] = {}
-    if format == "fp8":
-        arch = hardware.ARCHS.get(hardware.detect().arch) if weight.is_cuda else None
-        options["dtype"] = torch.float8_e4m3fnuz if arch and arch.fp8 == "e4m3fnuz" else torch.float8_e4m3fn
     try:
-        return pack(weight.detach(), format, **options)
+        return pack_native(weight, format)
     except InvalidArgument as error:
         raise InvalidArgument(f"{name}: {error}") from error
 

@@ -180,7 +180,6 @@ def _scale(span: Tensor, steps: float) -> Tensor:
 
 def _int4(wide: Tensor, low: Tensor, high: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """4-bit values, two in a byte, with their scale and zero point; `low` and `high` are each group's extremes."""
-    n, k = wide.shape
     zero: Tensor | None = None
     if symmetric:
         scale = _scale(torch.maximum(-low, high), INT4_LARGEST)
@@ -192,11 +191,19 @@ def _int4(wide: Tensor, low: Tensor, high: Tensor, group: int, symmetric: bool) 
         centre = (-low / scale).round().clamp(0, INT4_MOST)
         zero = centre.to(torch.uint8)
     values = (wide / expanded(scale, wide.shape, 1, group)).round() + expanded(centre, wide.shape, 1, group)
-    # columns beyond K have the value 0: the zero point of the last group
-    padding = centre[:, -1:].expand(n, ceil(k, INT4_UNIT) * INT4_UNIT - k)
-    padded = torch.cat([values.clamp(0, INT4_MOST), padding], dim=1).to(torch.uint8)
+    return int4_bytes(values.clamp(0, INT4_MOST).to(torch.uint8), zero), scale, zero
+
+
+def int4_bytes(values: Tensor, zero: Tensor | None) -> Tensor:
+    """4-bit values uint8 [N, K], 0 to 15, two in a byte: uint8 [N, Kp / 2]; `zero` [N, groups]: their zero points.
+
+    Columns beyond K stand for 0: they hold the zero point of the last group.
+    """
+    n, k = values.shape
+    last = values.new_full((n, 1), INT4_ZERO) if zero is None else zero[:, -1:]
+    padded = torch.cat([values, last.expand(n, ceil(k, INT4_UNIT) * INT4_UNIT - k)], dim=1)
     units = padded.view(n, ceil(k, INT4_UNIT), 2, INT4_UNIT // 2)
-    return (units[:, :, 0] | (units[:, :, 1] << 4)).reshape(n, padded.shape[1] // 2), scale, zero
+    return (units[:, :, 0] | (units[:, :, 1] << 4)).reshape(n, padded.shape[1] // 2)
 
 
 def nibbles(stored: Tensor) -> Tensor:

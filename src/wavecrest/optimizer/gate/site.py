@@ -27,7 +27,7 @@ from wavecrest.optimizer.gate.leaves import (
 )
 from wavecrest.optimizer.gate.reference import Reference, call
 from wavecrest.optimizer.gate.rules import RuleBroken
-from wavecrest.optimizer.gate.snapshot import Snapshot, same_bits, write
+from wavecrest.optimizer.gate.snapshot import Snapshot, in_parts, same_bits, write
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,7 +99,7 @@ def tracked_state(model: nn.Module) -> dict[str, Tensor]:
         f"parameter {name}": tensor for name, tensor in model.named_parameters() if tensor.nbytes <= SMALL_PARAMETER
     }
     kept, size = {}, 0
-    for name, tensor in found.items():
+    for name, tensor in in_parts(found).items():
         size += tensor.nbytes
         if size <= TRACKED and tensor.layout == torch.strided:
             kept[name] = tensor

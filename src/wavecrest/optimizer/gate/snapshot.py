@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.measure.tree import attributes, children
+from wavecrest.ops import PackedWeight
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -19,6 +20,18 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.layout != torch.strided:
         return bool(torch.equal(a.to_dense(), b.to_dense()))
     return bool(torch.equal(bits(a), bits(b).to(a.device)))
+
+
+def in_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Named tensors, packed weights as their parts: these hold the bits, and nothing reads those of the whole."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, PackedWeight):
+            found[name] = tensor
+            continue
+        parts = {"stored": tensor.stored, "scale": tensor.scale, "zero": tensor.zero}
+        found |= {f"{name}.{part}": value for part, value in parts.items() if value is not None}
+    return found
 
 
 def bits(tensor: Tensor) -> Tensor:

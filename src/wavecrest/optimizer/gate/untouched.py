@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wavecrest.errors import EnvironmentProblem
-from wavecrest.optimizer.gate.snapshot import Snapshot, bits, same_bits, write
+from wavecrest.optimizer.gate.snapshot import Snapshot, bits, in_parts, same_bits, write
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,6 +94,7 @@ class Untouched:
 def _tensors(model: nn.Module) -> Iterator[_Held]:
     found: dict[str, Tensor] = {f"parameter {name}": tensor for name, tensor in model.named_parameters()}
     found |= {f"buffer {name}": tensor for name, tensor in model.named_buffers()}
+    found = in_parts(found)
     size = sum(tensor.nbytes for tensor in found.values())
     copies = size <= COPY_SHARE * _free_memory(next(iter(found.values())).device) if found else True
     for name, tensor in found.items():

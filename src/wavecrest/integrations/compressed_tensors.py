@@ -1,0 +1,274 @@
+"""Folders of models that llm-compressor quantized (compressed-tensors), value by value into wavecrest's layers.
+
+The layouts are those that compressed-tensors writes for `pack-quantized` (integers of 8 and 4 bits in int32 words),
+`int-quantized`, `naive-quantized` and `float-quantized`; the package itself is not imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wavecrest.errors import CheckpointError, InvalidArgument, Unsupported
+from wavecrest.models.xlstm.loader import weight_files
+from wavecrest.ops import PackedWeight
+from wavecrest.ops.packed.formats import BLOCK, GROUPS, int4_bytes
+from wavecrest.quantizer import saved
+from wavecrest.quantizer.api import bytes_of, loaded
+from wavecrest.quantizer.result import Quantized
+from wavecrest.records import decode
+
+METHOD = "compressed-tensors"
+# entries of a quantized layer
+PACKED, SCALE, ZERO, SHAPE, ORDER, INPUT = (
+    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale"
+)  # fmt: skip
+# entries that say nothing where activations are symmetric
+EMPTY = ("input_zero_point",)
+
+
+def load(model: nn.Module, folder: str | Path, *, device: torch.device | str | None = None) -> Quantized:
+    """Load a folder into a model of its architecture: quantized layers as they are stored, all other weights too.
+
+    Weights of 8 and 4 bits with a scale a tensor, row or group of 32, 64 or 128 columns, fp8 also with one for
+    128 × 128; activations as they are, in 8 bits with a scale a row worked out at the call, or with a fixed one.
+
+    Args:
+        model: not quantized, with the names of the folder's weights, maybe on the meta device.
+        folder: with config.json and model.safetensors, or its parts and their index.
+        device: where the weights go; None: where the model's are, the CPU for those on the meta device.
+
+    Returns:
+        The model with its layers' formats; `restore()` puts its own weights back.
+
+    Raises:
+        CheckpointError: the folder is incomplete, damaged or of another model, which is as it was.
+        Unsupported: it has layers in a form that wavecrest has no layer for; the message names one.
+        MissingDependency: safetensors is not installed.
+    """
+    path = Path(folder)
+    groups = _config(path)
+    tensors = _tensors(path)
+    own = model.state_dict(keep_vars=True)
+    formats: dict[str, str] = {}
+    for layer in sorted(name.removesuffix(f".{SCALE}") for name in tensors if name.endswith(f".{SCALE}")):
+        old = own.get(f"{layer}.weight")
+        if old is None:
+            raise CheckpointError(f"{path} has a quantized layer {layer}, which the model has not")
+        parts = {name: tensors.pop(f"{layer}.{name}") for name in _names(layer, tensors)}
+        try:
+            weight, form = _layer(parts, _scheme(layer, groups), old)
+        except InvalidArgument as error:
+            raise CheckpointError(f"{path} is damaged: {layer}: {error}") from error
+        except Unsupported as error:
+            raise Unsupported(f"{layer}: {error}") from error
+        tensors[f"{layer}.weight"], formats[layer] = weight, form
+        if form.startswith("w8a8") and INPUT in parts:
+            tensors[f"{layer}.{INPUT}"] = parts[INPUT].float().reshape(())
+    if not formats:
+        raise CheckpointError(f"{path} has no quantized layer: no entry ends with {SCALE}")
+    for name, value in own.items():
+        held = tensors.get(name)
+        if held is not None and not isinstance(held, PackedWeight) and held.is_floating_point():
+            tensors[name] = held.to(value.dtype)
+    # tied weights are in a file once
+    for name, value in own.items():
+        other = next((one for one, held in own.items() if held is value and one in tensors), None)
+        if name not in tensors and other is not None:
+            tensors[name] = tensors[other]
+    before = bytes_of(model)
+    changes = saved.place(model, saved.Saved(tensors, formats), str(path), device)
+    return loaded(model, formats, changes, before)
+
+
+def _config(folder: Path) -> list[dict[str, Any]]:
+    """The groups of layers that a folder's configuration has."""
+    file = folder / "config.json"
+    text = decode.read_text(file, what="configuration", error=CheckpointError)
+    try:
+        config = decode.json_of(text)
+        about = config.get("quantization_config") or config.get("compression_config")
+        if about is None or about.get("quant_method", METHOD) != METHOD:
+            raise CheckpointError(f"{file} has no quantization_config of {METHOD}")
+        sparsity = (about.get("sparsity_config") or {}).get("format", "dense")
+        cache = about.get("kv_cache_scheme")
+        groups = [dict(group) for group in about["config_groups"].values()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    if sparsity != "dense":
+        raise Unsupported(f"{folder} has weights in the sparse form {sparsity}; dense ones are read")
+    if cache is not None:
+        raise Unsupported(f"{folder} has scales of a quantized key-value cache (kv_cache_scheme), which no layer takes")
+    return groups
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    module = saved.safetensors()
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        try:
+            with module.safe_open(path, framework="pt", device="cpu") as file:
+                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no mapping)
+        except (OSError, module.SafetensorError) as error:
+            raise CheckpointError(f"{decode.shown(path)} cannot be read: {error}") from error
+    return found
+
+
+def _names(layer: str, tensors: dict[str, Tensor]) -> list[str]:
+    """The entries of a quantized layer that a folder has, the bias left out."""
+    known = ("weight", PACKED, SCALE, ZERO, SHAPE, ORDER, INPUT, *EMPTY)
+    return [name for name in known if f"{layer}.{name}" in tensors]
+
+
+def _scheme(layer: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The group that a layer is of: by its name, else by its class.
+
+    Raises:
+        Unsupported: it is of none.
+    """
+
+    def fits(target: str) -> bool:
+        if target.startswith("re:"):
+            return re.match(target.removeprefix("re:"), layer) is not None
+        return layer == target or layer.endswith(f".{target}")
+
+    by_name = [group for group in groups if any(fits(str(target)) for target in group.get("targets") or ())]
+    by_class = [group for group in groups if "Linear" in (group.get("targets") or ())]
+    for group in (*by_name, *by_class):
+        return group
+    raise Unsupported("no group of the configuration has it as a target")
+
+
+def _layer(parts: dict[str, Tensor], scheme: dict[str, Any], old: Tensor) -> tuple[PackedWeight, str]:
+    """The packed weight of a layer, and its format's name."""
+    about, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
+    if scheme.get("output_activations") is not None:
+        raise Unsupported("its outputs are quantized")
+    bits, kind = about.get("num_bits", 0), about.get("type", "int")
+    if (bits, kind) not in ((8, "int"), (4, "int"), (8, "float")):
+        raise Unsupported(f"weights of {bits} bits ({kind}); int of 8 and 4 bits and float of 8 are read")
+    weight = _floats(parts, old) if kind == "float" else _integers(parts, int(bits), old)
+    if inputs is None:
+        return weight, "fp8" if kind == "float" else f"int{bits}"
+    return weight, _with_activations(parts, weight, about, dict(inputs))
+
+
+def _with_activations(
+    parts: dict[str, Tensor], weight: PackedWeight, about: dict[str, Any], inputs: dict[str, Any]
+) -> str:
+    """The format of a layer whose activations are quantized too.
+
+    Raises:
+        Unsupported: they are in a form that `QuantizedLinear` does not have.
+    """
+    same = (inputs.get("num_bits"), inputs.get("type", "int")) == (about.get("num_bits"), about.get("type", "int"))
+    if not same or inputs.get("num_bits") != 8 or not inputs.get("symmetric", True):
+        raise Unsupported(f"activations of {inputs.get('num_bits')} bits beside these weights, or with zero points")
+    if weight.scale is None or weight.format not in ("int8", "fp8") or weight.scale.shape[1] != 1:
+        raise Unsupported("quantized activations with weights in groups or blocks; those with a scale a row are read")
+    strategy, dynamic = inputs.get("strategy") or "tensor", inputs.get("dynamic") is True
+    if not (dynamic and strategy == "token") and not (not dynamic and strategy == "tensor"):
+        raise Unsupported(f"{'dynamic' if dynamic else 'fixed'} scales of activations by {strategy}")
+    if not dynamic and (INPUT not in parts or parts[INPUT].numel() != 1):
+        raise InvalidArgument(f"there is no {INPUT} of one value")
+    return "w8a8-fp8" if weight.format == "fp8" else "w8a8-int8"
+
+
+def _integers(parts: dict[str, Tensor], bits: int, old: Tensor) -> PackedWeight:
+    if PACKED in parts:
+        if SHAPE not in parts or parts[SHAPE].numel() != 2:
+            raise InvalidArgument(f"there is no {SHAPE} of two values")
+        n, k = (int(size) for size in parts[SHAPE].tolist())
+        values = _unpacked(parts[PACKED], bits, n, k)
+    else:
+        values = parts["weight"] if "weight" in parts else torch.empty(0)
+        if values.dtype != torch.int8 or values.ndim != 2 or bits != 8:
+            raise InvalidArgument(f"its weight is {values.dtype} {list(values.shape)}, not int8 [N, K]")
+        n, k = values.shape
+        # as pack-quantized has them, from 0
+        values = (values.to(torch.int16) + 128).to(torch.uint8)
+    scale = parts[SCALE].float().reshape(-1, 1) if parts[SCALE].ndim < 2 else parts[SCALE].float()
+    group = _group(scale, k)
+    _check_order(parts, k, group)
+    scale = scale.expand(n, -1)
+    zero = _zero(parts, bits, n, scale.shape[1])
+    if bits == 8:
+        if zero is not None:
+            raise Unsupported("8-bit weights with zero points; symmetric ones are read")
+        signed = (values.to(torch.int16) - 128).to(torch.int8)
+        return PackedWeight.from_parts("int8", signed, scale=scale.contiguous(), group=group, dtype=old.dtype)
+    if group == k and k not in GROUPS:
+        # a scale a row is that of each of its groups
+        group = GROUPS[-1]
+        wide = -(-k // group)
+        scale, zero = scale.expand(n, wide), None if zero is None else zero.expand(n, wide)
+    return PackedWeight.from_parts(
+        "int4", int4_bytes(values, zero), scale=scale.contiguous(), zero=None if zero is None else zero.contiguous(),
+        group=group, shape=(n, k), dtype=old.dtype,
+    )  # fmt: skip
+
+
+def _unpacked(words: Tensor, bits: int, n: int, k: int) -> Tensor:
+    """The values uint8 [N, K], from 0, of int32 words [N, ceil(K · bits / 32)]; the first value is in the low bits."""
+    each = 32 // bits
+    if words.dtype != torch.int32 or tuple(words.shape) != (n, -(-k // each)):
+        raise InvalidArgument(f"{bits}-bit values of {[n, k]} are int32 {[n, -(-k // each)]}, not {list(words.shape)}")
+    shifts = torch.arange(each, dtype=torch.int32) * bits
+    values: Tensor = (words[:, :, None] >> shifts) & (2**bits - 1)
+    return values.to(torch.uint8).reshape(n, -1)[:, :k]
+
+
+def _zero(parts: dict[str, Tensor], bits: int, n: int, groups: int) -> Tensor | None:
+    """Zero points uint8 [N, groups], from 0; None: all are those of symmetric values."""
+    given = parts.get(ZERO)
+    if given is None:
+        return None
+    if given.dtype == torch.int32:
+        # rows are packed, not columns
+        values = _unpacked(given.mT.contiguous(), bits, groups, n).mT
+    else:
+        values = (given.reshape(-1, groups).expand(n, -1).to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
+    return None if bool((values == 2 ** (bits - 1)).all()) else values
+
+
+def _group(scale: Tensor, k: int) -> int:
+    """Columns that share a scale: all of them, or a size that packed weights have."""
+    if scale.shape[1] == 1:
+        return k
+    for group in _sizes(k, scale.shape[1]):
+        return group
+    raise Unsupported(f"{scale.shape[1]} scales for {k} columns; groups of {', '.join(map(str, GROUPS))} can be read")
+
+
+def _sizes(k: int, count: int) -> Iterator[int]:
+    for group in GROUPS:
+        if -(-k // group) == count and k % group == 0:
+            yield group
+
+
+def _check_order(parts: dict[str, Tensor], k: int, group: int) -> None:
+    order = parts.get(ORDER)
+    if order is not None and not torch.equal(order.long().cpu(), torch.arange(k) // group):
+        raise Unsupported(f"columns in an order of their own ({ORDER}); in theirs they can be read")
+
+
+def _floats(parts: dict[str, Tensor], old: Tensor) -> PackedWeight:
+    weight, scale = parts.get("weight"), parts[SCALE].float()
+    if weight is None or weight.dtype != torch.float8_e4m3fn or weight.ndim != 2:
+        found = "missing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
+        raise InvalidArgument(f"its weight is {found}, not float8_e4m3fn [N, K]")
+    if ZERO in parts and bool(parts[ZERO].float().any()):
+        raise Unsupported("8-bit floats with zero points")
+    n, k = weight.shape
+    if scale.ndim == 2 and tuple(scale.shape) == (-(-n // BLOCK), -(-k // BLOCK)) and scale.shape[1] > 1:
+        return PackedWeight.from_parts("fp8_block", weight, scale=scale.contiguous(), dtype=old.dtype)
+    if scale.numel() not in (1, n):
+        raise Unsupported(
+            f"scales {list(scale.shape)} of {[n, k]}; one a tensor, row or block of 128 × 128 can be read"
+        )
+    return PackedWeight.from_parts("fp8", weight, scale=scale.reshape(-1, 1).expand(n, 1).contiguous(), dtype=old.dtype)
