@@ -278,7 +278,46 @@ class xLSTMLarge(xLSTMNetwork):
         Raises:
             OutputError: the folder is not empty, or cannot be written.
             InvalidArgument: `form` or `weight_mode` is another.
-            Unsupported: weights are packed.
+            Unsupported: weights are packed; see `save_quantized`.
             MissingDependency: safetensors, or PyYAML for the official form, is not installed.
         """
         loader.save(self, folder, form, weight_mode, max_shard_bytes)
+
+    def save_quantized(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+        """Write a quantized model as it is; `from_quantized` reads it, with the same bits in every weight.
+
+        For wavecrest alone: values, scales and zero points are in the layout of `PackedWeight`, in safetensors files
+        beside a packed.json with the configuration.
+
+        Args:
+            folder: a new or an empty one; it is there when it is whole.
+            max_shard_bytes: weights are written in several files beyond that.
+
+        Raises:
+            InvalidArgument: no weight is packed.
+            OutputError: the folder is not empty, or cannot be written.
+            MissingDependency: safetensors is not installed.
+        """
+        loader.save_quantized(self, folder, max_shard_bytes)
+
+    @classmethod
+    def from_quantized(
+        cls, folder: str | Path, *, device: torch.device | str | None = None, **changes: Any
+    ) -> xLSTMLarge:
+        """The model of a folder that `save_quantized` wrote, for inference: nothing is quantized anew.
+
+        Args:
+            folder: of the model.
+            device: None: the GPU if there is one, else the CPU. fp8 weights keep the form that they were packed in.
+            changes: fields of the configuration to set, such as inference_state_dtype="float16"; not weight_mode or
+                tie_word_embeddings, which the weights have.
+
+        Returns:
+            The model, in eval mode.
+
+        Raises:
+            CheckpointError: the folder is incomplete, damaged, of another model or of a newer version.
+            InvalidArgument: a change is not one that can be made.
+            MissingDependency: safetensors is not installed.
+        """
+        return loader.load_quantized(cls, folder, device, changes)
