@@ -259,11 +259,11 @@ def command(
         if hf is not None or compiled or plan or len(targets) > 1:
             raise InvalidArgument(f"{targets[0]} is all kernels of a family: give it alone, with sizes behind it")
         _bench_kernels.check(targets[0], given)
-        asked = {
+        of_kernels: dict[str, Any] = {
             "words": words, "seconds": seconds, "matching": case, "dtype": dtype, "case_seconds": case_seconds,
             "budget": None if budget is None else parse_duration(budget),
         }  # fmt: skip
-        known = {name: value for name, value in asked.items() if value is not None}
+        known = {name: value for name, value in of_kernels.items() if value is not None}
         _bench_kernels.command(targets[0], known, device, _bench_ops.Targets(output), json)
         return
     names = None if hf is not None else _ops_of(targets, all_ops, source, csv, given)
