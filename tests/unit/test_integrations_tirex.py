@@ -66,7 +66,7 @@ def test_cells_are_the_formulas(first: bool) -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="Linear has no sLSTM layer of theirs"):
+    with pytest.raises(InvalidArgument, match="Linear has no sLSTM layer of these packages"):
         patch_tirex(nn.Linear(3, 3))
     with pytest.raises(InvalidArgument, match="dtype takes"):
         patch_tirex(nn.Linear(3, 3), dtype=torch.int8)

@@ -83,7 +83,7 @@ def patch_tirex(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
     if not cells and not layers:
         raise InvalidArgument(
             f"patch_tirex takes a model of package tirex-ts or tirex-2 that is not patched yet; {type(model).__name__} "
-            "has no sLSTM layer of theirs"
+            "has no sLSTM layer of these packages"
         )
     for owner, cell in cells:
         owner.slstm_cell = _Cell(cell, dtype).train(owner.training)
