@@ -48,7 +48,7 @@ def _texts(found: Beams, row: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("penalty", [1.0, 0.0, -1.0])
 def test_wide_enough_it_is_the_exhaustive_search(penalty: float) -> None:
-    model, count, end = build(vocab_size=WORDS), 3, 2
+    model, count, end = build(vocab_size=WORDS, dtype=torch.float64), 3, 2
     prompts = _prompts(2, 4)
     found = model.beam_search(prompts, count, beams=WORDS**count, length_penalty=penalty, eos_token_id=end)
     for row in range(2):
@@ -60,7 +60,7 @@ def test_wide_enough_it_is_the_exhaustive_search(penalty: float) -> None:
         wanted = sorted(every, key=lambda text: -chances.score(text, penalty))
         assert _texts(found, row) == wanted
         scores = torch.tensor([chances.score(text, penalty) for text in wanted], dtype=torch.float64)
-        torch.testing.assert_close(found.scores[row, : len(wanted)], scores, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.scores[row, : len(wanted)], scores, rtol=1e-9, atol=1e-9)
         # fewer texts than beams
         assert found.lengths[row, len(wanted) :].eq(0).all() and found.scores[row, len(wanted) :].eq(-math.inf).all()
 
