@@ -265,6 +265,24 @@ def test_what_others_published_is_shown_for_an_architecture(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
+    ("op", "kernel"),
+    [
+        ("mlstm_chunkwise", "mlstm.chunkwise.kernel._mlstm_chunks_kernel"),
+        ("mlstm_sequence", "mlstm.sequence.kernel._mlstm_recurrent_kernel"),
+        ("mlstm_step", "mlstm.step.kernel._mlstm_step_kernel"),
+        ("slstm_sequence", "slstm.sequence.kernel._slstm_sequence_kernel"),
+        ("slstm_step", "slstm.step.kernel._slstm_step_kernel"),
+    ],
+)
+def test_ops_of_xlstm_are_explained_for_gfx942_from_anywhere(op: str, kernel: str) -> None:
+    # with the head sizes of xLSTM 7B for the mLSTM, of TiRex for the sLSTM
+    sizes = ["B=16", "H=8", "D=256"] if op.startswith("mlstm") else ["B=64", "H=4", "D=128"]
+    record = explain.rank(op, "gfx942", [*sizes, "bf16"])
+    assert record.decision is not None and record.decision.backend == "triton"
+    assert kernel in (record.decision.function or "")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["gemm", "--arch", "gfx9"], "unknown architecture 'gfx9': known are gfx90a"),

@@ -7,7 +7,6 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.xlstm_harness import DEVICE, VOCABULARY, build, tokens
+from tests.models.xlstm_harness import DEVICE, VOCABULARY, Graph, build, tokens
 from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.models.xlstm import DecodeFallback, Sampling, StatePool, generation, quantize, xLSTMLarge
 from wavecrest.models.xlstm.state import clone_state
@@ -277,37 +276,6 @@ def test_nothing_is_kept_of_a_model_that_is_gone() -> None:
     assert seen() is None
 
 
-class _Graph:
-    """A graph as far as a decoder can tell: its replay does the work again, into the memory of the first result."""
-
-    def __init__(self, work: Callable[[], Tensor]) -> None:
-        self.work = work
-        self.output = work().fill_(float("nan"))
-        self.replays = 0
-
-    # autograd sees nothing of one
-    @torch.inference_mode()
-    def replay(self) -> None:
-        self.replays += 1
-        self.output.copy_(self.work())
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs, on the CPU of a kind that shows what the decoder does with them."""
-    if DEVICE == "cuda":
-        return
-
-    def record(work: Callable[[], Tensor], _pool: Any, _what: str) -> tuple[_Graph, Tensor]:
-        graph = _Graph(work)
-        return graph, graph.output
-
-    monkeypatch.setattr(generation, "has_graphs", lambda _device: True)
-    monkeypatch.setattr("wavecrest.measure.cuda_graph.warm_up", lambda work: [work() for _ in range(3)])
-    monkeypatch.setattr("wavecrest.measure.cuda_graph.record", record)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-
-
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 7}], ids=["greedy", "drawn"])
 def test_captured_tokens_are_those_of_eager_steps(options: dict[str, Any]) -> None:
@@ -358,7 +326,7 @@ def test_a_replay_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     def nothing(_graph: Any) -> None:
         """Leaves everything as it was."""
 
-    monkeypatch.setattr(torch.cuda.CUDAGraph if DEVICE == "cuda" else _Graph, "replay", nothing)
+    monkeypatch.setattr(torch.cuda.CUDAGraph if DEVICE == "cuda" else Graph, "replay", nothing)
     with pytest.warns(DecodeFallback, match="its first replay differs"):
         found = model.generate(prompt, 20)
     assert found.decoding == "eager: its first replay differs from the step it was made of"

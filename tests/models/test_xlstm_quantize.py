@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from tests.models.xlstm_harness import build, close, tokens
-from wavecrest.errors import InvalidArgument
-from wavecrest.models.xlstm import quantize
+from tests.models.xlstm_harness import DEVICE, build, close, tokens
+from wavecrest.errors import CheckpointError, InvalidArgument, OutputError
+from wavecrest.models.xlstm import quantize, xLSTMLarge
 from wavecrest.ops import PackedWeight
 
 FORMATS = ("int8", "fp8", "int4")
@@ -90,3 +93,83 @@ def test_what_is_refused() -> None:
     model = quantize(build(), "int8")
     with pytest.raises(InvalidArgument, match="is int8 already"):
         quantize(model, "fp8")
+
+
+def _bits(weight: Tensor) -> list[Tensor]:
+    parts = [weight] if not isinstance(weight, PackedWeight) else [weight.stored, weight.scale, weight.zero]
+    return [part.detach().contiguous().view(torch.uint8) for part in parts if part is not None]
+
+
+@pytest.mark.parametrize(
+    ("format", "lm_head", "changes", "shard"),
+    [
+        ("int8", False, {}, 5_000_000_000),
+        ("int8", True, {"tie_word_embeddings": True, "weight_mode": "fused"}, 5_000_000_000),
+        ("fp8", True, {"use_bias": True, "gate_soft_cap": None}, 20_000),
+        ("int4", False, {"tie_word_embeddings": True, "weight_mode": "fused", "bos_token_id": 3}, 20_000),
+    ],
+)
+def test_a_saved_model_has_the_same_bits(
+    format: str, lm_head: bool, changes: dict[str, Any], shard: int, tmp_path: Path
+) -> None:
+    model = quantize(build(dtype=torch.bfloat16, **changes), format, lm_head=lm_head)
+    model.save_quantized(tmp_path / "m", max_shard_bytes=shard)
+    assert (len(list((tmp_path / "m").glob("*.safetensors"))) > 1) == (shard == 20_000)
+    found = xLSTMLarge.from_quantized(tmp_path / "m", device=DEVICE)
+    assert found.config == model.config and not found.training
+    wanted = model.state_dict()
+    assert found.state_dict().keys() == wanted.keys()
+    for name, weight in found.state_dict().items():
+        assert type(weight) is type(wanted[name]) and weight.dtype == wanted[name].dtype
+        if isinstance(weight, PackedWeight):
+            assert (weight.format, weight.group) == (wanted[name].format, wanted[name].group)
+        assert all(torch.equal(own, part) for own, part in zip(_bits(weight), _bits(wanted[name]), strict=True))
+    assert (found.lm_head.weight is found.embedding.weight) == (model.lm_head.weight is model.embedding.weight)
+    prompt = tokens(2, 7)
+    with torch.no_grad():
+        assert torch.equal(found(prompt)[0], model(prompt)[0])
+    assert torch.equal(found.generate(prompt, 5).tokens, model.generate(prompt, 5).tokens)
+
+
+def test_a_saved_model_takes_changes(tmp_path: Path) -> None:
+    quantize(build()).save_quantized(tmp_path / "m")
+    found = xLSTMLarge.from_quantized(tmp_path / "m", inference_state_dtype="float16")
+    assert found.empty_state(1)[0][0].dtype == torch.float16
+    for changes in ({"weight_mode": "fused"}, {"layers": 3}):
+        with pytest.raises(InvalidArgument, match="no setting of a saved model that can change"):
+            xLSTMLarge.from_quantized(tmp_path / "m", **changes)
+
+
+def test_folders_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="no weight is packed"):
+        build().save_quantized(tmp_path / "m")
+    build().save_pretrained(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match=r"has no packed\.json"):
+        xLSTMLarge.from_quantized(tmp_path / "plain")
+    folder = tmp_path / "m"
+    quantize(build()).save_quantized(folder)
+    with pytest.raises(OutputError, match="not empty"):
+        quantize(build()).save_quantized(folder)
+    with pytest.raises(CheckpointError, match="has a loader of its own: from_quantized"):
+        xLSTMLarge.from_pretrained(folder)
+    file = folder / "model.safetensors"
+    whole, name = load_file(file), "backbone.blocks.1.ffn.proj_down.weight"
+    for changed, reason in (
+        ({f"{name}.scale": None}, "was saved as stored, scale; there is stored"),
+        ({"lm_head.weight": None}, "missing: lm_head.weight"),
+        ({"more": torch.zeros(1)}, "unexpected: more"),
+        ({"backbone.out_norm.weight": torch.ones(3)}, r"backbone.out_norm.weight is \[3\], not \[36\]"),
+    ):
+        save_file({key: value for key, value in (whole | changed).items() if value is not None}, file)
+        with pytest.raises(CheckpointError, match=reason):
+            xLSTMLarge.from_quantized(folder)
+    for text, reason in (
+        ("{", "packed.json"),
+        ("[]", "has no configuration"),
+        (json.dumps({"version": 2, "config": {}}), "has version 2, this package reads 1"),
+        (json.dumps({"version": 1, "config": {"layers": 3}}), "the configuration has no layers"),
+        (json.dumps({"version": 1, "config": {"embedding_dim": 36}}), "missing"),
+    ):
+        (folder / "packed.json").write_text(text)
+        with pytest.raises(CheckpointError, match=reason):
+            xLSTMLarge.from_quantized(folder)

@@ -83,6 +83,20 @@ class _Limits:
     now: Clock
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of `gate`: errors of values, and the share of 8-bit values that may be a step off."""
+
+    values: numerics.Tolerance
+    code_share: float
+
+
+# an implementation of a call: its name, what makes it ready, and its error limits
+Planned = tuple[str, Callable[[], peers.Prepared], Limits]
+# the implementations of an op's call, the one that dispatch chooses first
+Plan = Callable[[AnyOp, AnyCall], list[Planned]]
+
+
 @dataclass(slots=True)
 class _Candidate:
     """One implementation: its call, None once it has failed, and its row in the record."""
@@ -127,13 +141,39 @@ def bench_ops(
         TableError: the file of shapes cannot be read.
     """
     versions, missing = peers.available(settings.peers)
-    target = device.torch_name
     work = _work(names, settings, device)
     total = sum(len(found) for _, found in work)
     if total == 0 and settings.shapes is not None:
         raise InvalidArgument(f"{settings.shapes} has nothing to measure: it has no row")
     if total == 0:
         raise InvalidArgument(f"no case of suite {settings.source!r} has {settings.matching!r} in its name")
+    plan = partial(_with_peers, tuple(versions))
+    return bench_work(
+        work, plan, device, settings, versions=versions, missing=missing, command=command, on_case=on_case,
+        on_row=on_row, on_op=on_op, now=now,
+    )  # fmt: skip
+
+
+def bench_work(
+    work: Sequence[tuple[AnyOp, Sequence[suites.Case]]],
+    plan: Plan,
+    device: hardware.Device,
+    settings: Settings,
+    *,
+    versions: dict[str, str],
+    missing: dict[str, str],
+    command: str | None = None,
+    on_case: OnCase | None = None,
+    on_row: OnRow | None = None,
+    on_op: OnOp | None = None,
+    now: Clock = timing.HOST_CLOCK,
+) -> records.OpBenchRecord:
+    """Measure ops on the cases given with each, by the implementations that a plan has for a call.
+
+    `versions` and `missing` are of peers, for the record; the other arguments are those of `bench_ops`, of whose
+    settings the times and the name of the suite count here.
+    """
+    target, total = device.torch_name, sum(len(found) for _, found in work)
     limits = _Limits(settings.seconds, settings.case_seconds, now() + settings.budget, now)
     done = 0
     benches: list[records.OpBench] = []
@@ -164,7 +204,7 @@ def bench_ops(
                 if on_row is not None:
                     on_row(name, row, seconds)
 
-            benches.append(_bench_op(op, found, target, tuple(versions), limits, before, after))
+            benches.append(_bench_op(op, found, target, plan, limits, before, after))
             done += len(found)
             if on_op is not None:
                 on_op(record())
@@ -192,7 +232,7 @@ def _bench_op(
     op: AnyOp,
     found: Sequence[suites.Case],
     device: str,
-    wanted: tuple[str, ...],
+    plan: Plan,
     limits: _Limits,
     before: Callable[[str, int], None],
     after: Callable[[records.OpCase, float], None],
@@ -207,7 +247,7 @@ def _bench_op(
             if begin > limits.deadline:
                 bench.cases.append(_unmeasured(case, "no time left of the budget"))
                 continue
-            row, pair = _bench_case(op, case, device, wanted, limits)
+            row, pair = _bench_case(op, case, device, plan, limits)
             bench.cases.append(row)
             after(row, limits.now() - begin)
             pairs += [pair] if pair is not None else []
@@ -239,13 +279,13 @@ def _unmeasured(case: suites.Case, problem: str) -> records.OpCase:
 
 
 def _bench_case(
-    op: AnyOp, case: suites.Case, device: str, wanted: tuple[str, ...], limits: _Limits
+    op: AnyOp, case: suites.Case, device: str, plan: Plan, limits: _Limits
 ) -> tuple[records.OpCase, tuple[Sequence[float], Sequence[float]] | None]:
     end = limits.now() + limits.case_seconds
     try:
         call = _made(case)
         row = _describe(op, case, call)
-        candidates = _candidates(op, call, wanted, limits, end)
+        candidates = _candidates(op, call, plan(op, call), limits, end)
         if candidates[0].late:
             return _unmeasured(case, candidates[0].timing.problem), None
         timed = [candidate for candidate in candidates if candidate.call is not None]
@@ -325,20 +365,28 @@ def _describe(op: AnyOp, case: suites.Case, call: AnyCall) -> records.OpCase:
     )
 
 
-def _candidates(op: AnyOp, call: AnyCall, wanted: tuple[str, ...], limits: _Limits, end: float) -> list[_Candidate]:
-    """Wavecrest and the peers, each called once and compared with the reference; those that fail have no call.
+def _with_peers(wanted: tuple[str, ...], op: AnyOp, call: AnyCall) -> list[Planned]:
+    """Wavecrest's dispatched call, its kernels where there are several, and peers."""
+    own = limits_of(op, dtype_of_call(call))
+    loose = Limits(numerics.Tolerance(PEER_SLACK * own.values.relative, PEER_SLACK * own.values.worst), PEER_CODE_SHARE)
+    return [
+        (OURS, lambda: peers.Prepared(partial(op, call)), own),
+        *((backend, partial(forced, op, backend, call), own) for backend in _own_backends(op)),
+        *((peer, partial(peers.prepare, peer, op, call), loose) for peer in wanted),
+    ]
+
+
+def dtype_of_call(call: AnyCall) -> str:
+    """The dtype of a call's first tensor, by name."""
+    return dtype_name(next(value for value in call if isinstance(value, Tensor)))
+
+
+def _candidates(op: AnyOp, call: AnyCall, planned: Sequence[Planned], limits: _Limits, end: float) -> list[_Candidate]:
+    """Implementations, each called once and compared with the op's reference; those that fail have no call.
 
     Those that do not fit into the time until `end` have none either: a share of it goes to each that is taken in.
     """
     oracle = results_of(op.reference(call))
-    first = next(value for value in call if isinstance(value, Tensor))
-    own = limits_of(op, dtype_name(first))
-    loose = Limits(numerics.Tolerance(PEER_SLACK * own.values.relative, PEER_SLACK * own.values.worst), PEER_CODE_SHARE)
-    planned: list[tuple[str, Callable[[], peers.Prepared], Limits]] = [
-        (OURS, lambda: peers.Prepared(partial(op, call)), own),
-        *((backend, partial(_forced, op, backend, call), own) for backend in _own_backends(op)),
-        *((peer, partial(peers.prepare, peer, op, call), loose) for peer in wanted),
-    ]
     found: list[_Candidate] = []
     # seconds that the timing of those taken in needs at least
     promised = 0.0
@@ -386,7 +434,7 @@ def _own_backends(op: AnyOp) -> list[str]:
     return [*(own if len(own) > 1 else []), *users]
 
 
-def _forced(op: AnyOp, backend: str, call: AnyCall) -> peers.Prepared:
+def forced(op: AnyOp, backend: str, call: AnyCall) -> peers.Prepared:
     """One backend's call with its default configuration, or with that of a measured row which names it."""
     chosen = op.backends[backend]
     reason = chosen.refuse(call)
@@ -399,14 +447,6 @@ def _forced(op: AnyOp, backend: str, call: AnyCall) -> peers.Prepared:
     config = config or op.config_of(backend, decision.key)
     run = partial(chosen.run, config=config) if chosen.bind is None else chosen.bind(call, config)
     return peers.Prepared(lambda: run(call))
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of `gate`: errors of values, and the share of 8-bit values that may be a step off."""
-
-    values: numerics.Tolerance
-    code_share: float
 
 
 def limits_of(op: AnyOp, dtype: str) -> Limits:

@@ -87,6 +87,14 @@ def _named(path: Path | None) -> str:
     return "" if path is None else provenance.shown_path(str(path))
 
 
+def check_times(settings: Settings) -> None:
+    """Raise InvalidArgument unless all times are above zero."""
+    times = {"--seconds": settings.seconds, "--budget": settings.budget, "--case-seconds": settings.case_seconds}
+    for option, value in times.items():
+        if not value > 0:
+            raise InvalidArgument(f"{option} must be above zero, not {value:g}")
+
+
 def run_ops(
     names: list[str],
     settings: Settings,
@@ -111,10 +119,7 @@ def run_ops(
         TableError: a file of shapes cannot be read.
         EnvironmentProblem: the device is not here.
     """
-    times = {"--seconds": settings.seconds, "--budget": settings.budget, "--case-seconds": settings.case_seconds}
-    for option, value in times.items():
-        if not value > 0:
-            raise InvalidArgument(f"{option} must be above zero, not {value:g}")
+    check_times(settings)
     from wavecrest import hardware, ops
     from wavecrest.bench.ops import bench_ops
 

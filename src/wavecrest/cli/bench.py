@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from wavecrest.cli import _bench_ops, _shared
+from wavecrest.cli import _bench_kernels, _bench_ops, _shared
 from wavecrest.cli.optimize import parse_duration
 from wavecrest.errors import InvalidArgument, OutputError
 
@@ -175,9 +175,10 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="W",
-            help="A workload, file.py:function or package.module:function returning (model, inputs); or names of ops, "
-            "then sizes and dtype in place of the suite's, such as M=4096 N=1024:8192:*2 dtype=bf16,fp16: one value, "
-            "several, or a range first:last, with a step or *factor.",
+            help="A workload, file.py:function or package.module:function returning (model, inputs); names of ops, or "
+            "xlstm, mlstm or slstm for all their kernels by name; then sizes and dtype in place of the suite's, such "
+            "as M=4096 N=1024:8192:*2 dtype=bf16,fp16: one value, several, or a range first:last, with a step or "
+            "*factor.",
         ),
     ] = None,
     hf: _shared.HfOption = None,
@@ -254,6 +255,17 @@ def command(
     targets, words = _split(targets or [])
     if words or csv is not None:
         _check_sizes(targets, words, given)
+    if targets and targets[0] in _bench_kernels.FAMILIES:
+        if hf is not None or compiled or plan or len(targets) > 1:
+            raise InvalidArgument(f"{targets[0]} is all kernels of a family: give it alone, with sizes behind it")
+        _bench_kernels.check(targets[0], given)
+        of_kernels: dict[str, Any] = {
+            "words": words, "seconds": seconds, "matching": case, "dtype": dtype, "case_seconds": case_seconds,
+            "budget": None if budget is None else parse_duration(budget),
+        }  # fmt: skip
+        known = {name: value for name, value in of_kernels.items() if value is not None}
+        _bench_kernels.command(targets[0], known, device, _bench_ops.Targets(output), json)
+        return
     names = None if hf is not None else _ops_of(targets, all_ops, source, csv, given)
     if names is not None:
         of_models = [*(["--compile"] if compiled else []), *(["--plan"] if plan else [])]
@@ -291,6 +303,11 @@ def _split(targets: list[str]) -> tuple[list[str], tuple[str, ...]]:
 def _check_sizes(targets: list[str], words: tuple[str, ...], given: list[str]) -> None:
     """Raise unless sizes, from words or a file, are of ops and are all that selects cases."""
     asked = "--csv" if not words else words[0]
+    if words and targets and targets[0] in _bench_kernels.FAMILIES:
+        others = [name for name in given if name == "--dtype" and any(word.startswith("dtype=") for word in words)]
+        if others:
+            raise InvalidArgument(f"{', '.join(others)} and a word give the dtype; leave one out")
+        return
     if words and (not targets or any(":" in target for target in targets)):
         raise InvalidArgument(f"{asked} is a size of an op: give its name first, as in gemm M=4096 N=4096 K=4096")
     others = [name for name in given if name in ("--suite", "--case", "--dtype", "--csv", "--from") and name != asked]
@@ -338,6 +355,8 @@ def _from_file(source: Path, places: _bench_ops.Targets, json: bool, given: list
     if measuring:
         raise InvalidArgument(f"--from measures nothing, so {', '.join(measuring)} has no meaning beside it")
     record = _bench_ops.load(source)
+    if record.suite in _bench_kernels.FAMILIES and (places.plot or places.split):
+        raise InvalidArgument(f"{source} is of kernels by name, which have a table and no plot")
     places.prepare()
     _finish(record, places, json, source)
 
@@ -363,6 +382,8 @@ def _peers_of(text: str) -> tuple[str, ...]:
 def _finish(record: OpBenchRecord, places: _bench_ops.Targets, json: bool, source: Path | None) -> None:
     if json:
         _shared.print_json(record)
+    elif record.suite in _bench_kernels.FAMILIES:
+        _bench_kernels.show(record)
     else:
         _bench_ops.show(record)
     for path in places.write(record, source):

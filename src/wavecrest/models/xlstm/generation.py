@@ -6,10 +6,10 @@ import contextlib
 import operator
 import warnings
 import weakref
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,12 +41,19 @@ class Generated:
     Attributes:
         tokens: int64 [B, T] on the CPU, new tokens alone; T is at most max_new_tokens. Padding follows a row's end.
         lengths: int64 [B]: number of tokens of each row, with the one that ended it.
-        decoding: "captured", or "eager: " and the reason.
+        decoding: "captured", "speculative: " and how often drafts were right, or "eager: " and the reason.
+        state: with `return_state`, after the prompt and all new tokens of each row but its last; else None.
     """
 
     tokens: Tensor
     lengths: Tensor
     decoding: str
+    state: State | None = None
+
+    @property
+    def last(self) -> Tensor:
+        """int64 [B, 1] on the CPU: the last token of each row, which `state` has not seen; a text goes on with it."""
+        return self.tokens.gather(1, self.lengths[:, None] - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,11 @@ class Decoder:
             self._graph.replay()
         else:
             self._work(model)
+
+    @lasting()
+    def snapshot(self) -> State:
+        """A copy of the state, which has seen all tokens but the last one chosen."""
+        return clone_state(self.pool.state)
 
     def choose(self, model: xLSTMNetwork, capture: bool, count: int) -> None:
         """Decide how `count` steps run: eagerly, or as a graph, which is captured on first use."""
@@ -282,6 +294,12 @@ def compile_ahead(model: xLSTMNetwork, batch: int, longest: int) -> str | None:
     return found
 
 
+def check_count(name: str, value: Any) -> None:
+    """Raise InvalidArgument unless an argument is a whole number above 0."""
+    if type(value) is not int or value < 1:
+        raise InvalidArgument(f"generate: {name} must be a whole number above 0, got {value!r}")
+
+
 def _whole(value: Any) -> int:
     """A whole number of any kind, a tensor without dimensions too; TypeError: it is something else."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool)):
@@ -298,14 +316,13 @@ class Request:
     eos_token_id: int | Sequence[int] | Tensor | None
     insert_bos: bool | None
     generator: torch.Generator | None
-    check_every: int
-    capture: bool
+    check_every: int = 1
+    capture: bool = True
+    return_state: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "check_every"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InvalidArgument(f"generate: {name} must be a whole number above 0, got {value!r}")
+            check_count(name, getattr(self, name))
 
     def bos(self, config: xLSTMLargeConfig, state: State | None) -> int | None:
         """The token to put before prompts, or None."""
@@ -325,44 +342,107 @@ class Request:
         except TypeError:
             raise InvalidArgument(f"generate: eos_token_id must be a token or a list of them, got {ids!r}") from None
 
+    def pad(self, config: xLSTMLargeConfig) -> int:
+        """The token behind the end of a row."""
+        ends = self.ends(config)
+        return config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
 
-@torch.no_grad()
-def begin(
-    model: xLSTMNetwork, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request
-) -> tuple[Decoder, Iterator[tuple[Tensor, Tensor]]]:
-    """Read the prompts and choose their first tokens; what is still to do is in the iterator of `ended`."""
-    config, ends = model.config, request.ends(model.config)
+
+class Reading(NamedTuple):
+    """A prompt, and the function that reads it: (logits [B, V] of the next tokens, the state after it)."""
+
+    prompt: Prompt
+    read: Callable[[], tuple[Tensor, State]]
+
+
+def masked(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """bool [B, S]: the first `lengths` [B] places of each row of tokens [B, S]."""
+    return torch.arange(tokens.shape[1], device=tokens.device) < lengths.to(tokens.device)[:, None]
+
+
+def reading(model: xLSTMNetwork, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request) -> Reading:
+    """Check prompts and make them ready.
+
+    Raises:
+        InvalidArgument: tokens or mask are outside of what a model reads, or a row has no token.
+    """
     model.check_tokens(tokens, wait=True)
-    prompt = prepare(tokens.long(), mask, request.bos(config, state))
-    kept = None
-    if prompt.lengths is not None:
-        kept = torch.arange(prompt.tokens.shape[1], device=tokens.device) < prompt.lengths[:, None]
+    prompt = prepare(tokens.long(), mask, request.bos(model.config, state))
+    kept = None if prompt.lengths is None else masked(prompt.tokens, prompt.lengths)
 
     def read() -> tuple[Tensor, State]:
         logits, after = model(prompt.tokens, state, attention_mask=kept, last_only=True, return_last_states=True)
         return logits[:, 0], after
+
+    return Reading(prompt, read)
+
+
+@dataclass(slots=True)
+class Run:
+    """A generation that has begun: its columns are still to be read, from `columns`.
+
+    Attributes:
+        decoder: the steps.
+        after: the state after the prompts; only with `return_state`, as it is as large as that of the steps.
+        columns: (tokens, whether a row went on to here), int64 and bool [B] a time.
+        reached: the state after all tokens but the last, once `max_new_tokens` were made; only with `return_state`.
+    """
+
+    decoder: Decoder
+    after: State | None
+    columns: Iterator[tuple[Tensor, Tensor]]
+    reached: list[State] = field(default_factory=list)
+
+
+@torch.no_grad()
+def finish(model: xLSTMNetwork, run: Run, request: Request) -> Generated:
+    """Read all columns of a generation.
+
+    Rows that ended before the last step have states of their own lengths, which one pass over the new tokens makes:
+    the steps went past them.
+    """
+    found = list(run.columns)
+    tokens, lengths = torch.stack([column for column, _ in found], 1), torch.stack([going for _, going in found]).sum(0)
+    state = None
+    if run.after is not None:
+        whole = bool(run.reached) and bool((lengths == request.max_new_tokens).all())
+        device = model.embedding.weight.device
+        state = run.reached[0] if whole else model.advance(tokens.to(device), run.after, lengths - 1)
+    return Generated(tokens, lengths, run.decoder.decoding, state)
+
+
+@torch.no_grad()
+def begin(model: xLSTMNetwork, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request) -> Run:
+    """Read the prompts and choose their first tokens."""
+    ends = request.ends(model.config)
+    prompt, read = reading(model, tokens, mask, state, request)
 
     def read_and_step() -> None:
         last, after = read()
         Decoder(after, last, request.sampling)._work(model)
 
     batch = prompt.tokens.shape[0]
-    reading, stepping = ("prompt", min(batch, 2)), ("step", batch)
-    new = _unrehearsed(model, tokens.device, reading, *([stepping] if request.max_new_tokens > 1 else []))
-    if reading in new:
-        _ahead.rehearse(read_and_step if stepping in new else read)
+    prompts, steps = ("prompt", min(batch, 2)), ("step", batch)
+    new = _unrehearsed(model, tokens.device, prompts, *([steps] if request.max_new_tokens > 1 else []))
+    if prompts in new:
+        _ahead.rehearse(read_and_step if steps in new else read)
     last, after = read()
     key, decoder = _decoder(model, after, last, request.sampling)
-    if stepping in new and reading not in new:
+    if steps in new and prompts not in new:
         # with a state to spare: what the pass leaves in the decoder, its start overwrites
         _ahead.rehearse(partial(decoder._work, model))
     decoder.start(after, last, request.generator)
     decoder.choose(model, request.capture, request.max_new_tokens - 1)
-    pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
-    return decoder, _ended(_blocks(model, key, decoder, request), ends, pad)
+    reached: list[State] = []
+    blocks = _blocks(model, key, decoder, request, reached)
+    return Run(
+        decoder, after if request.return_state else None, _ended(blocks, ends, request.pad(model.config)), reached
+    )
 
 
-def _blocks(model: xLSTMNetwork, key: Any, decoder: Decoder, request: Request) -> Generator[Tensor, None, None]:
+def _blocks(
+    model: xLSTMNetwork, key: Any, decoder: Decoder, request: Request, reached: list[State]
+) -> Generator[Tensor, None, None]:
     """The tokens of each row, int64 [B, at most check_every] on the CPU at a time; the first was chosen already."""
     made = 0
     try:
@@ -373,6 +453,9 @@ def _blocks(model: xLSTMNetwork, key: Any, decoder: Decoder, request: Request) -
                     decoder.step(model, request.generator)
                 some.append(decoder.token.clone())
                 made += 1
+            if request.return_state and made == request.max_new_tokens:
+                # here, as the next generation may take the decoder as soon as this one ends
+                reached.append(decoder.snapshot())
             yield torch.stack(some, 1).cpu()
     finally:
         _decoders[model] = key, decoder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,21 @@ from wavecrest.models.xlstm.padding import Padding
 from wavecrest.nn import Linear
 from wavecrest.nn.fused_block import FusedBlock, Parts, at_places, through
 from wavecrest.nn.fused_projection import FusedProjection
+from wavecrest.nn.hooks import plain
 from wavecrest.nn.norm import ResidualNorm
 from wavecrest.ops import silu_and_mul
 
 # (c, n, m) of one layer: c [B, NH, DK, DV], n float32 [B, NH, DK], m float32 [B, NH, 1], None for sigmoid gates
 LayerState = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Kept(NamedTuple):
+    """The inputs of a layer's mLSTM, q, k, v, i and f, and its state before them: enough for the state after fewer."""
+
+    inputs: tuple[Tensor, ...]
+    state: LayerState
+
+
 # sequences below this length that do not end in a single step run the sequence kernel, as in the official package
 SEQUENCE_BELOW = 16
 IGATE_BIAS, FGATE_BIAS = -10.0, (3.0, 6.0)
@@ -119,6 +129,7 @@ class MLSTMLayer(nn.Module):
         overwrite: bool = False,
         arrivals: Tensor | None = None,
         last: Tensor | None = None,
+        kept: list[Kept] | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         """One layer over a sequence, or over one token after a state.
 
@@ -133,6 +144,7 @@ class MLSTMLayer(nn.Module):
             overwrite: the residual's memory may become the result.
             arrivals: of a single token: see `mlstm_step`.
             last: [B], the place of each row's only token that is asked for; None: all of them.
+            kept: of several tokens after a state: the layer appends what `rewind` takes.
 
         Returns:
             [B, S, embedding_dim], [B, 1, …] with `last`, and the state after the last token, or None.
@@ -151,8 +163,10 @@ class MLSTMLayer(nn.Module):
             )  # fmt: skip
             h = h.unsqueeze(2)
         else:
-            run = self.kernels.sequence if 1 < x.shape[1] < SEQUENCE_BELOW else self.kernels.chunkwise
+            run = self._run_for(x.shape[1])
             c, n, m = (None, None, None) if state is None else state
+            if kept is not None and state is not None:
+                kept.append(Kept((q, k, v, i, f), state))
             if padding is not None:
                 options |= {"seq_starts": padding.starts, "seq_lens": padding.lengths}
             h, after = run(
@@ -163,6 +177,20 @@ class MLSTMLayer(nn.Module):
             h = h + torch.sigmoid(o) * self.multihead_norm.bias.view(config.num_heads, 1, -1)
         h = h.transpose(1, 2).flatten(2)
         return through(self.out_proj, h if last is None else at_places(h, last), None, residual, overwrite), after
+
+    def _run_for(self, tokens: int) -> Any:
+        """The kernel for a number of tokens."""
+        return self.kernels.sequence if 1 < tokens < SEQUENCE_BELOW else self.kernels.chunkwise
+
+    def rewind(self, kept: Kept, lengths: Tensor) -> LayerState:
+        """The state after the first `lengths` (int32 [B]) tokens of a call that kept its inputs; no GEMM runs."""
+        c, n, m = kept.state
+        _, after = self._run_for(kept.inputs[0].shape[2])(
+            *kept.inputs, c_initial=c, n_initial=n, m_initial=m, return_last_states=True, seq_lens=lengths,
+            eps=self.config.eps, gate_soft_cap=float(self.config.gate_soft_cap or 0.0),
+        )  # fmt: skip
+        found: LayerState = after
+        return found
 
 
 def fused_projections(model: nn.Module) -> Iterator[FusedProjection]:
@@ -224,14 +252,18 @@ class Block(nn.Module):
         arrivals: Tensor | None = None,
         overwrite: bool = False,
         last: Tensor | None = None,
+        kept: list[Kept] | None = None,
     ) -> tuple[Tensor, Tensor | None, LayerState | None]:
         """(x, delta, state): the block's result is x + delta, [B, S, embedding_dim] each; None: x alone.
 
-        `overwrite`: x's memory may become the result. `last`: [B], as of `MLSTMLayer`; the result is [B, 1, …] then.
+        `overwrite`: x's memory may become the result. `last`, `kept`: as of `MLSTMLayer`; with `last` the result is
+        [B, 1, …]. A layer that is not ours as it is keeps nothing.
         """
         options: dict[str, Any] = {"padding": padding, "in_place": in_place, "return_state": return_state}
         if arrivals is not None:
             options["arrivals"] = arrivals
+        if kept is not None and plain(self.mlstm_layer, MLSTMLayer):
+            options["kept"] = kept
         parts = Parts(self.norm_mlstm, self.mlstm_layer, self.norm_ffn, self.ffn)
         step = in_place and padding is None and x.shape[1] == 1
         return self._fused.run(parts, x, delta, state, options, step=step, overwrite=overwrite, last=last)

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,13 +23,17 @@ from wavecrest.models.xlstm.layers import fused_projections
 from wavecrest.models.xlstm.network import xLSTMNetwork
 from wavecrest.models.xlstm.quantize import check_format, packed, put, takes
 from wavecrest.ops import PackedWeight
-from wavecrest.records import decode
+from wavecrest.ops.packed import from_plain, to_plain
+from wavecrest.records import decode, files
 
 Network = TypeVar("Network", bound=xLSTMNetwork)
 
 # longest list of names in a message
 MAX_NAMES = 12
 INDEX = "model.safetensors.index.json"
+# the configuration of a folder with packed weights; of another name, so that no other reader takes them for plain ones
+PACKED = "packed.json"
+PACKED_VERSION = 1
 # safetensors' names of the dtypes that a weight may be stored in
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
@@ -162,6 +166,8 @@ def load(
             f"{folder} is no folder; names of the Hugging Face hub are not downloaded: "
             "huggingface_hub.snapshot_download(name) gives the folder of one"
         )
+    if (path / PACKED).is_file():
+        raise CheckpointError(f"{folder} is of a quantized model, which has a loader of its own: from_quantized")
     if quantize is not None:
         check_format(quantize)
     chosen = _NAMES.get(dtype) if isinstance(dtype, str) else dtype
@@ -223,29 +229,40 @@ def save(model: xLSTMNetwork, folder: str | Path, form: str, weight_mode: str | 
     mode = weight_mode or ("single" if form == "huggingface" else model.config.weight_mode)
     path = Path(folder)
     settings = replace(model.config, weight_mode=mode).to_dict(form)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise OutputError(f"{folder} is there already and not empty; save to a new folder")
     own = {name: value.detach() for name, value in model.state_dict().items()}
     some = next((name for name, value in own.items() if isinstance(value, PackedWeight)), None)
     if some is not None:
-        raise Unsupported(f"{some} is packed; save the model before it is quantized, and quantize when it is loaded")
+        raise Unsupported(f"{some} is packed; take save_quantized, or save the model before it is quantized")
     # the official package ties nothing: its files have both
     config = replace(model.config, tie_word_embeddings=model.config.tie_word_embeddings and form == "huggingface")
     _safetensors()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    except OSError as error:
-        raise OutputError(f"cannot write to {path.parent}: {error}") from error
-    try:
+    with _whole(path) as scratch:
         if form == "official":
             write_yaml(scratch / "config.yaml", settings)
         else:
             settings["dtype"] = str(model.embedding.weight.dtype).removeprefix("torch.")
             (scratch / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         _write_weights(scratch, own, config, (model.config.weight_mode, mode), form, max_shard_bytes)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `path` once all is written; it is gone after an error.
+
+    Raises:
+        OutputError: `path` is there and not empty, or something cannot be written.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise OutputError(f"{path} is there already and not empty; save to a new folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    except OSError as error:
+        raise OutputError(f"cannot write to {path.parent}: {error}") from error
+    try:
+        yield scratch
         # as the user's new files are: temporary folders, and files of safetensors, are closed to others
-        permissions = next(scratch.glob("config.*")).stat().st_mode & 0o777
+        permissions = next(one for one in scratch.iterdir() if one.suffix != ".safetensors").stat().st_mode & 0o777
         for file in scratch.iterdir():
             file.chmod(permissions)
         scratch.chmod(permissions | (permissions & 0o444) >> 2)
@@ -255,6 +272,115 @@ def save(model: xLSTMNetwork, folder: str | Path, form: str, weight_mode: str | 
         raise OutputError(f"cannot write {path}: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def save_quantized(model: xLSTMNetwork, folder: str | Path, max_shard_bytes: int) -> None:
+    """Save a model for `xLSTMLarge.save_quantized`, which documents arguments and errors."""
+    from safetensors.torch import save_file
+
+    own: dict[str, Tensor] = {name: value.detach() for name, value in model.state_dict().items()}
+    if not any(isinstance(value, PackedWeight) for value in own.values()):
+        raise InvalidArgument("save_quantized: no weight is packed; quantize the model, or take save_pretrained")
+    if model.lm_head.weight is model.embedding.weight:
+        del own[weights.LM_HEAD]
+    plain = to_plain(own)
+    groups = list(_shards(plain, {name: value.nbytes for name, value in plain.items()}, max_shard_bytes))
+    about = {"version": PACKED_VERSION, "model_type": "xlstm", "config": asdict(model.config)}
+    with _whole(Path(folder)) as scratch:
+        (scratch / PACKED).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        table: dict[str, str] = {}
+        for number, names in enumerate(groups):
+            file = "model.safetensors"
+            if len(groups) > 1:
+                file = f"model-{number + 1:05}-of-{len(groups):05}.safetensors"
+            tensors = {name: plain[name].cpu().contiguous() for name in names}
+            save_file(tensors, scratch / file, metadata={"format": "pt"})
+            table |= dict.fromkeys(names, file)
+        if len(groups) > 1:
+            (scratch / INDEX).write_text(json.dumps({"weight_map": table}, indent=2) + "\n", encoding="utf-8")
+
+
+def load_quantized(
+    kind: type[Network], folder: str | Path, device: torch.device | str | None, changes: Mapping[str, Any]
+) -> Network:
+    """Load a model for `xLSTMLarge.from_quantized`, which documents arguments and errors."""
+    path = Path(folder)
+    if not (path / PACKED).is_file():
+        raise CheckpointError(f"{folder} has no {PACKED}: it is no folder that save_quantized wrote")
+    config = _packed_config(path / PACKED, changes)
+    target = torch.device(device if device is not None else hardware.detect().torch_name)
+    found = _packed_weights(path)
+    model = kind(config, device="meta")
+    head = found.pop(weights.LM_HEAD, None)
+    wanted = weights.shapes(config, config.weight_mode)
+    wanted.pop(weights.LM_HEAD, None)
+    problems = [
+        f"{what}: {_named(names)}"
+        for what, names in (("missing", wanted.keys() - found.keys()), ("unexpected", found.keys() - wanted.keys()))
+        if names
+    ]
+    # a tied head is the embedding, unless it alone was packed
+    if head is None and not config.tie_word_embeddings:
+        problems.append(f"missing: {weights.LM_HEAD}")
+    checked = found if head is None else found | {weights.LM_HEAD: head}
+    wanted[weights.LM_HEAD] = (config.vocab_size, config.embedding_dim)
+    problems += [
+        f"{name} is {list(value.shape)}, not {list(wanted[name])}"
+        for name, value in checked.items()
+        if name in wanted and tuple(value.shape) != wanted[name]
+    ]
+    problems += [
+        f"{name} is packed, which this weight cannot be"
+        for name, value in checked.items()
+        if isinstance(value, PackedWeight) and not takes(name, lm_head=True)
+    ]
+    if problems:
+        raise CheckpointError(f"{folder}: the weights are not those of its configuration; {'; '.join(problems)}")
+    for name, value in checked.items():
+        put(model, name, value.to(target))
+    if head is None:
+        put(model, weights.LM_HEAD, model.embedding.weight)
+    for one in fused_projections(model):
+        one.lay_out()
+    return model.eval()
+
+
+def _packed_config(path: Path, changes: Mapping[str, Any]) -> xLSTMLargeConfig:
+    """The configuration of a folder with packed weights, with the caller's changes."""
+    values = files.read_json(path, what="configuration", error=CheckpointError)
+    if not isinstance(values, dict) or not isinstance(values.get("config"), dict):
+        raise CheckpointError(f"{path} is damaged: it has no configuration")
+    if values.get("version") != PACKED_VERSION:
+        raise CheckpointError(
+            f"{path} has version {values.get('version')!r}, this package reads {PACKED_VERSION}; update it"
+        )
+    known = {field.name for field in fields(xLSTMLargeConfig)}
+    unknown = sorted(values["config"].keys() - known)
+    if unknown:
+        raise CheckpointError(f"{path}: the configuration has no {', '.join(unknown)}")
+    fixed = sorted(changes.keys() - known | changes.keys() & {"weight_mode", "tie_word_embeddings"})
+    if fixed:
+        raise InvalidArgument(f"from_quantized: {', '.join(fixed)} is no setting of a saved model that can change")
+    try:
+        return xLSTMLargeConfig(**(values["config"] | dict(changes)))
+    except (InvalidArgument, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _packed_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder, packed ones too, on the CPU."""
+    module = _safetensors()
+    plain: dict[str, Tensor] = {}
+    for path in _files(folder):
+        try:
+            with module.safe_open(path, framework="pt", device="cpu") as handle:
+                plain |= {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+        except (module.SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    try:
+        return from_plain(plain)
+    except InvalidArgument as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def _shards(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:

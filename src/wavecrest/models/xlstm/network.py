@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from wavecrest.errors import InvalidArgument
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
-from wavecrest.models.xlstm.layers import FGATE_BIAS, IGATE_BIAS, Block, make_linear, soft_cap
+from wavecrest.models.xlstm.layers import FGATE_BIAS, IGATE_BIAS, Block, Kept, make_linear, soft_cap
 from wavecrest.models.xlstm.padding import Padding, spans
 from wavecrest.models.xlstm.state import State, check_state, empty_state
 from wavecrest.nn import Linear
@@ -40,12 +40,13 @@ class BlockStack(nn.Module):
         normed: bool = True,
         arrivals: Tensor | None = None,
         overwrite: bool = False,
+        kept: list[Kept] | None = None,
     ) -> tuple[Tensor, State]:
         """x [B, S, embedding_dim] to the same, [B, 1, …] of the places `last` [B] where given; and the states.
 
         With `last` the last block's output projection and MLP see these places alone.
         `normed`: by the norm after the last block, where there is one. `arrivals`: as of `xLSTMNetwork.decode`.
-        `overwrite`: x's memory may become the result.
+        `overwrite`: x's memory may become the result. `kept`: as of `MLSTMLayer`, for each block.
         """
         delta: Tensor | None = None
         after: State = {}
@@ -53,7 +54,7 @@ class BlockStack(nn.Module):
             before = None if state is None else state[index]
             counts = None if arrivals is None else arrivals[index]
             asked = last if index == len(self.blocks) - 1 else None
-            x, delta, reached = block(x, delta, before, padding, in_place, return_state, counts, overwrite, asked)
+            x, delta, reached = block(x, delta, before, padding, in_place, return_state, counts, overwrite, asked, kept)
             if reached is not None:
                 after[index] = reached
         if self.out_norm is not None and normed:
@@ -174,12 +175,48 @@ class xLSTMNetwork(nn.Module):
         x, _ = self.backbone(x, state, None, None, True, True, norm is None, arrivals)
         return (self._logits(x, norm) if capped else through(self.lm_head, x, norm))[:, 0]
 
+    def look_ahead(self, tokens: Tensor, state: State) -> tuple[Tensor, State, list[Kept]]:
+        """(logits, state, what `rewind` takes) of tokens [B, S ≥ 2] after a state; see `speculation`."""
+        check_state(state, self.config, tokens.shape[0])
+        kept: list[Kept] = []
+        logits, after = self._run(tokens, state, None, None, True, kept)
+        return logits, after, kept
+
+    def rewind(self, tokens: Tensor, state: State, kept: list[Kept], lengths: Tensor) -> State:
+        """The state after the first `lengths` (int64 [B], each at least 1) of the tokens that `look_ahead` has seen.
+
+        From the inputs of the mLSTMs alone, without a GEMM; a second pass where a layer that is not ours kept none.
+        """
+        if len(kept) == len(self.backbone.blocks):
+            short, after = lengths.int().to(tokens.device), {}
+            for index, (block, inputs) in enumerate(zip(self.backbone.blocks, kept, strict=True)):
+                layer: Any = block.mlstm_layer
+                after[index] = layer.rewind(inputs, short)
+            return after
+        return self.advance(tokens, state, lengths)
+
+    def advance(self, tokens: Tensor, state: State, lengths: Tensor) -> State:
+        """The state after the first `lengths` (int64 [B], 0 too) of tokens [B, S ≥ 1]; no logits are made."""
+        starts = torch.zeros(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+        padding = Padding(starts, lengths.int().to(tokens.device))
+        # of the last block's MLP nothing is needed: one place is the least it does
+        after: State = self.backbone(self.embedding(tokens), state, padding, starts.long(), False, True)[1]
+        return after
+
     def _run(
-        self, tokens: Tensor, state: State | None, padding: Padding | None, last: Tensor | None, keep: bool
+        self,
+        tokens: Tensor,
+        state: State | None,
+        padding: Padding | None,
+        last: Tensor | None,
+        keep: bool,
+        kept: list[Kept] | None = None,
     ) -> tuple[Tensor, State]:
         # no hook has seen the tensors in between, so no one else holds them and they can be overwritten
         overwrite = not (torch.compiler.is_compiling() or watched(self))
-        x, after = self.backbone(self.embedding(tokens), state, padding, last, False, keep, overwrite=overwrite)
+        x, after = self.backbone(
+            self.embedding(tokens), state, padding, last, False, keep, overwrite=overwrite, kept=kept
+        )
         return self._logits(x), after
 
     def _logits(self, x: Tensor, norm: ResidualNorm | None = None) -> Tensor:

@@ -87,6 +87,27 @@ class StatePool:
         c = state[0][0]
         self.arrivals = torch.zeros((len(state), *c.shape[:2]), dtype=torch.int32, device=c.device)
 
+    @torch.no_grad()
+    def load_row(self, row: int, state: State) -> None:
+        """Copy a state of one row in, at a row of the batch."""
+        for index, parts in self.state.items():
+            for own, given in zip(parts, state[index], strict=True):
+                if own is not None and given is not None:
+                    own[row].copy_(given[0])
+
+    @torch.no_grad()
+    def reorder(self, rows: Tensor) -> None:
+        """Make each row that of `rows` (int64 [B] on the CPU); only those that change are moved."""
+        to = torch.nonzero(rows != torch.arange(rows.shape[0]))[:, 0]
+        if to.numel() == 0:
+            return
+        device = self.state[0][0].device
+        source, target = rows[to].to(device), to.to(device)
+        for parts in self.state.values():
+            for own in parts:
+                if own is not None:
+                    own.index_copy_(0, target, own.index_select(0, source))
+
     def load(self, state: State) -> None:
         """Copy another state of the same shapes in."""
         for index, parts in self.state.items():
