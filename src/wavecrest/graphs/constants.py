@@ -74,10 +74,7 @@ def split(graph: fx.GraphModule, own: Iterable[Tensor]) -> Split | None:
     if not has_values(graph.graph) or in_autocast(graph.graph):
         return None
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    written = written_memory(graph.graph)
-    known = _own_inputs(placeholders, {id(tensor) for tensor in own}, written)
-    private = _private(graph.graph, known, written)
-    found = _evaluate(graph, known, (written - private) | _returned(graph.graph), private)
+    known, private, found = _look(graph, own, placeholders)
     if any(node not in found for node in graph.graph.nodes if memories(node) & private):
         # a part of what is written in place could not be computed
         return None
@@ -90,6 +87,23 @@ def split(graph: fx.GraphModule, own: Iterable[Tensor]) -> Split | None:
     count = sum(node.op in CALLS for node in module.graph.nodes)
     _replace(graph, placeholders, kept, found)
     return Split(module, places, sources, tuple(found[node] for node in kept), count)
+
+
+def values(graph: fx.GraphModule, own: Iterable[Tensor]) -> dict[fx.Node, Any]:
+    """The present values of the nodes that depend on the model's own tensors alone; arguments as of `split`."""
+    if not has_values(graph.graph) or in_autocast(graph.graph):
+        return {}
+    return _look(graph, own, [node for node in graph.graph.nodes if node.op == "placeholder"])[2]
+
+
+def _look(
+    graph: fx.GraphModule, own: Iterable[Tensor], placeholders: list[fx.Node]
+) -> tuple[dict[fx.Node, Tensor], set[int], dict[fx.Node, Any]]:
+    """The inputs that are the model's own, the memory that their nodes alone write into, and all values known."""
+    written = written_memory(graph.graph)
+    known = _own_inputs(placeholders, {id(tensor) for tensor in own}, written)
+    private = _private(graph.graph, known, written)
+    return known, private, _evaluate(graph, known, (written - private) | _returned(graph.graph), private)
 
 
 def cached(run: Callable[..., Any], parts: Split) -> Callable[..., Any]:
