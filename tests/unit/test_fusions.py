@@ -191,8 +191,16 @@ def mask(module: Any, x: Tensor) -> Tensor:
     return torch.softmax(x @ x.mT + hidden, -1)
 
 
+def windows(module: Any, x: Tensor) -> Tensor:
+    """As torchvision's Swin numbers the windows of an image."""
+    numbers = x.new_zeros(x.shape[1])
+    numbers[1:3] = 1
+    numbers[3:] = module.weight[0]
+    return torch.softmax(x @ x.mT + (numbers[:, None] - numbers).masked_fill(numbers > 0.5, -100.0), -1)
+
+
 @pytest.mark.parametrize("inductor", [True, False])
-@pytest.mark.parametrize("function", [positions, mask], ids=["positions", "mask"])
+@pytest.mark.parametrize("function", [positions, mask, windows], ids=["positions", "mask", "windows"])
 def test_constants_are_computed_once(function: Any, inductor: bool) -> None:
     module = Calls(function)
     assert counts(module, X, inductor=inductor).constants >= 2

@@ -233,7 +233,7 @@ def _factor(node: fx.Node, scores: fx.Node) -> float | fx.Node | None:
 def _term(node: fx.Node, scores: fx.Node) -> Term | None:
     lead, args = _lead(scores), node.args
     if node.target in ADDITIONS and len(args) == 2 and not node.kwargs:
-        other = args[1] if args[0] is scores else args[0]
+        other: Any = args[1] if args[0] is scores else args[0]
         return Term(other, lead) if _is(other, torch.float32, *DTYPES) else None
     if node.target in FILLS and args[0] is scores:
         mask, fill, kept = argument(node, 1, "mask"), argument(node, 2, "value"), False
@@ -480,7 +480,7 @@ class _Writer:
         for node in reversed(site.parts):
             self._graph.erase_node(node)
 
-    def _rows(self, node: fx.Node) -> fx.Node:
+    def _rows(self, node: Any) -> fx.Node:
         """[batch, heads, rows, columns] of a tensor."""
         split = self._split
         return self._add(torch.reshape, node, (split.batch, split.heads, *value(node).shape[-2:]))
