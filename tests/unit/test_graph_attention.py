@@ -107,7 +107,7 @@ def in_place(m: Any, q: Tensor, k: Tensor, v: Tensor, _mask: Any) -> Tensor:
     "function",
     [
         lambda m, q, k, v, _mask: plain(q @ k.mT, v),
-        lambda m, q, k, v, _mask: plain(0.3 * (q @ k.mT) / 2.0 * m.temperature + m.table, v),
+        lambda m, q, k, v, _mask: plain(0.3 * (q @ k.mT) / m.temperature / 2.0 + m.table, v),
         lambda m, q, k, v, _mask: filled(m, q, k, v, ~m.causal, INFINITE),
         lambda m, q, k, v, _mask: plain(torch.where(m.causal, q @ k.mT, -1e9), v).clone(),
         shifted,

@@ -326,7 +326,7 @@ def _call(site: Site, split: _Split) -> FlashAttentionCall | None:
     if any(tuple(one.shape[:-2]) != lead for one, lead in zip((q, kt, v, result), leads, strict=True)):
         # heads that are broadcast
         return None
-    if not q.dtype == kt.dtype == v.dtype == result.dtype or not 0 <= site.scale < math.inf:
+    if not q.dtype == kt.dtype == v.dtype == result.dtype:
         return None
     biases = [value(one.node) for one in site.terms]
     if result.numel() == 0 or any(torch.result_type(q, value(one)) != q.dtype for one, _ in site.factors):
@@ -343,7 +343,7 @@ def _call(site: Site, split: _Split) -> FlashAttentionCall | None:
     try:
         op.check(call)
     except InvalidArgument:
-        # a head_dim above the op's
+        # a head_dim above the op's, or a negative scale
         return None
     return call
 
