@@ -304,3 +304,34 @@ def test_the_kernel_takes_what_the_graph_gives(cut: bool) -> None:
     made = op.run("triton", call).transpose(1, 2)
     expected = (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "function",
+    [
+        shifted,
+        in_three,
+        lambda m, q, k, v, mask: filled(m, q, k, v, ~mask[:, None, None], INFINITE),
+        lambda m, q, k, v, mask: filled(m, q, k, v, ~mask[:, None, None], torch.finfo(q.dtype).min),
+        lambda m, q, k, v, _mask: filled(m, q, k, v, ~m.none, INFINITE),
+        lambda m, q, k, v, _mask: ((q @ k.mT).float() + m.table.float()).softmax(-1).to(v.dtype) @ v,
+        extended,
+    ],
+    ids=["windows", "three dimensions", "infinite", "least", "constant", "wide", "extended"],
+)
+def test_on_a_gpu(function: Any, dtype: torch.dtype, inductor: bool) -> None:
+    module = Attention(function).eval().to("cuda", dtype)
+    x, mask = X.to("cuda", dtype), PADDING.cuda()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        traceable(module), backend=fusions.backend(module, {}, inductor=inductor, attend=True), dynamic=False
+    )
+    with torch.no_grad():
+        counts = fusions.count(fusions.trace(module, fusions.Inputs((x, mask))), module, {}, inductor=inductor)
+        made, expected = compiled(x, mask), module(x, mask)
+    assert counts.attention == 1
+    tolerance = 1e-3 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(made, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
