@@ -195,7 +195,7 @@ def _before_softmax(found: Site, node: fx.Node) -> Site | None:
         term = _term(node, scores)
         return None if term is None else found._replace(terms=(*found.terms, term))
     factor, multiplies = _factor(node, scores), node.target in MULTIPLICATIONS
-    # a scale of what was added is none of q
+    # what was added would be scaled too
     if factor is None or factor == 0 or found.terms:
         return None
     if isinstance(factor, float):

@@ -240,7 +240,7 @@ def _evaluate(
         for node in graph.graph.nodes:
             if node.op not in CALLS or not all(one in found for one in node.all_input_nodes):
                 continue
-            if not _has_result(node) or (memories(node) | written_by(node)) & shared:
+            if not _has_result(node) or memories(node) & shared:
                 continue
             try:
                 found[node] = _run(node, found, writes=bool(written_by(node) & private))

@@ -62,8 +62,8 @@ class CompileFusions(Compile):
         return found
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
-        """Activations lose a pass, and scores all of theirs; without Inductor, which fuses them by itself, additions
-        before norms lose one too.
+        """Activations lose a pass, scores every pass; without Inductor, which fuses them by itself, additions before
+        norms lose one too.
         """
         elementwise, norms = context.share("elementwise"), context.share("normalisation")
         saved = ACTIVATION_GAIN * elementwise if found.params["backends"] else 0.0
