@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from wavecrest import hardware
 from wavecrest.errors import StepRefused
+from wavecrest.graphs import fusions
+from wavecrest.graphs.inductor import strict_compilation
 from wavecrest.measure.workload import Workload, from_example
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
@@ -115,3 +117,87 @@ def test_sites_by_library(name: str) -> None:
     for step in expected:
         made = build(workload.model, AppliedSteps().plus(step_by_id(step), results[step].params))
         assert not failures(gate.check(made)), step
+
+
+def torchvision_swin() -> Workload:
+    swin = pytest.importorskip("torchvision.models.swin_transformer")
+    torch.manual_seed(0)
+    model = swin.SwinTransformer([2, 2], 16, [2], [2], [4, 4], num_classes=5)
+    return from_example(model.eval(), IMAGE["pixel_values"])
+
+
+def timm_swin() -> Workload:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    sizes = {"img_size": 64, "window_size": 4, "depths": (2,), "embed_dim": 32, "num_heads": (2,)}
+    model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5, **sizes)
+    return from_example(model.eval(), torch.linspace(-1, 1, 2 * 3 * 64 * 64).reshape(2, 3, 64, 64))
+
+
+GPU = hardware.Device("cuda", 0, "sm_90", "pretended", 132, 1 << 30, "cuda")
+# padding at the right, and at the left, where a causal mask leaves queries without a key
+RIGHT, LEFT = torch.ones_like(IDS), torch.ones_like(IDS)
+RIGHT[1, 4:], LEFT[1, :3] = 0, 0
+EAGER = {"attn_implementation": "eager"}
+# models that write attention out, and how often
+WRITTEN: dict[str, tuple[Callable[[], Workload], int]] = {
+    "DeBERTa": (
+        of(
+            "DebertaV2Model",
+            "DebertaV2Config",
+            {"input_ids": IDS, "attention_mask": RIGHT},
+            **SMALL,
+            relative_attention=True,
+            position_buckets=8,
+            share_att_key=True,
+            pos_att_type=["p2c", "c2p"],
+        ),
+        1,
+    ),
+    "T5 encoder": (
+        of(
+            "T5EncoderModel",
+            "T5Config",
+            {"input_ids": IDS, "attention_mask": RIGHT},
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            **EAGER,
+        ),
+        2,
+    ),
+    "GPT-2": (
+        of(
+            "GPT2Model",
+            "GPT2Config",
+            {"input_ids": IDS, "attention_mask": LEFT, "use_cache": False},
+            n_embd=32,
+            n_layer=1,
+            n_head=4,
+            **EAGER,
+        ),
+        1,
+    ),
+    "Swin of torchvision": (torchvision_swin, 2),
+    "Swin of timm": (timm_swin, 2),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_attention_that_is_written_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, number = WRITTEN[name]
+    workload, step = make(), step_by_id("compile:graph")
+    monkeypatch.setitem(fusions.rewrite.__kwdefaults__, "attentions", lambda _call: True)
+    found = step.find(StepContext(workload, GPU, model=structural_copy(workload.model)))
+    assert f"{number} calls of attention that are written out" in found.note and found.params["attend"] is True
+    assert step.check_params(found.params) == found.params.get("masks", [])
+    made = build(workload.model, AppliedSteps().plus(step, found.params))
+    inputs = next(iter(workload.buckets.values()))
+    with torch.no_grad(), strict_compilation(graphs=8):
+        answers = [
+            one if isinstance(one, Tensor) else one[0]
+            for one in (inputs.clone().call(made), inputs.call(workload.model))
+        ]
+    torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)

@@ -50,7 +50,7 @@ def find(step: str, workload: Workload, device: Any = GPU) -> Found:
 
 @pytest.mark.parametrize("step", ["compile:fusions", "compile:graph"])
 def test_found_right_and_replayed(step: str, workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusions.rewrite, "__kwdefaults__", {"norms": lambda _call: True})
+    monkeypatch.setitem(fusions.rewrite.__kwdefaults__, "norms", lambda _call: True)
     found = find(step, workload)
     assert found.params == {
         "preset": step.removeprefix("compile:"),

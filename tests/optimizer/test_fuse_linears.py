@@ -252,3 +252,19 @@ def test_gate_up_of_a_transformers_mlp() -> None:
         torch.testing.assert_close(made(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
     # nothing of the original moved
     assert type(model.model.layers[0].mlp.gate_proj) is nn.Linear
+
+
+def test_steps_of_one_look_share_a_forward() -> None:
+    model = nn.Sequential(Attention())
+    context = StepContext(from_example(model, torch.randn(2, 5, 32)), hardware.cpu(), model=structural_copy(model))
+    forwards = []
+    assert context.model is not None
+    context.model.register_forward_hook(lambda *_args: forwards.append(1))
+    # no names fit: no forward
+    assert not step_by_id("fuse_gate_up").find(context).sites and not forwards
+    assert step_by_id("fuse_qkv").find(context).sites == ("0",)
+    assert step_by_id("fuse_parallel").find(context).note == "no such group of layers"
+    assert len(forwards) == 1
+    # on the next ground they look anew
+    context.shared.clear()
+    assert step_by_id("fuse_qkv").find(context).sites and len(forwards) == 2

@@ -157,6 +157,12 @@ def test_sums_and_their_norms_are_one_call(function: Any, number: int) -> None:
     assert counts(Calls(function), X, inductor=True).norms == 0
 
 
+def of_another(module: Any, x: Tensor) -> Tensor:
+    y = torch.tanh(module.linear(x))
+    root = torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return module.weight * ((x + module.other(x)) * root).to(x.dtype)
+
+
 def changed_later(module: Any, x: Tensor) -> Tensor:
     added = x + module.linear(x)
     first = module.norm(added)
@@ -168,6 +174,7 @@ def changed_later(module: Any, x: Tensor) -> Tensor:
     "function",
     [
         changed_later,
+        of_another,
         lambda m, x: m.norm(x + 1.0),
         lambda m, x: m.norm(x + x[:1]),
         lambda m, x: m.norm(torch.add(x, m.linear(x), alpha=2)),
@@ -191,8 +198,16 @@ def mask(module: Any, x: Tensor) -> Tensor:
     return torch.softmax(x @ x.mT + hidden, -1)
 
 
+def windows(module: Any, x: Tensor) -> Tensor:
+    """As torchvision's Swin numbers the windows of an image."""
+    numbers = x.new_zeros(x.shape[1])
+    numbers[1:3] = 1
+    numbers[3:] = module.weight[0]
+    return torch.softmax(x @ x.mT + (numbers[:, None] - numbers).masked_fill(numbers > 0.5, -100.0), -1)
+
+
 @pytest.mark.parametrize("inductor", [True, False])
-@pytest.mark.parametrize("function", [positions, mask], ids=["positions", "mask"])
+@pytest.mark.parametrize("function", [positions, mask, windows], ids=["positions", "mask", "windows"])
 def test_constants_are_computed_once(function: Any, inductor: bool) -> None:
     module = Calls(function)
     assert counts(module, X, inductor=inductor).constants >= 2
@@ -204,6 +219,15 @@ def test_constants_are_computed_once(function: Any, inductor: bool) -> None:
         torch.testing.assert_close(call(longer), module(longer), rtol=1e-5, atol=1e-6)
     assert len(found) == 2 and all(len(made.parts.values) == 1 for made in found if made.parts)
     assert "embedding" not in found[0].graph.code and "triu" not in found[0].graph.code
+
+
+def test_items_that_are_drawn_are_no_constants() -> None:
+    def drawn(module: Any, x: Tensor) -> Tensor:
+        numbers = x.new_zeros(x.shape[1])
+        numbers[1:3] = torch.rand(2) * 0 + 1
+        return torch.softmax(x @ x.mT + numbers, -1)
+
+    assert counts(Calls(drawn), X).constants == 0
 
 
 def test_a_changed_weight_changes_the_constants() -> None:
@@ -319,8 +343,8 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.LlamaModel(config).eval(), {"input_ids": torch.randint(0, 64, (2, 7))}
 
 
-@pytest.mark.parametrize(("make", "least"), [(bert, (4, 2, 4)), (t5, (20, 2, 0)), (llama, (20, 2, 4))])
-def test_models_of_transformers(make: Any, least: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("make", "least"), [(bert, (4, 2, 4, 0)), (t5, (20, 2, 4, 0)), (llama, (20, 2, 4, 0))])
+def test_models_of_transformers(make: Any, least: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     module, given = make()
     call, found = compiled(module)

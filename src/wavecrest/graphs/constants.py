@@ -15,10 +15,25 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wavecrest.graphs.nodes import CALLS, has_values, memories, tensors, value, written_by, written_memory
+from wavecrest.graphs.nodes import (
+    CALLS,
+    argument,
+    has_values,
+    memories,
+    sets_items,
+    tensors,
+    value,
+    written_by,
+    written_memory,
+)
 
 # bytes that the constants of one graph may take
 MOST_BYTES = 1 << 30
+# calls that take shape, dtype and device from a tensor and make one full of a number: which number, or its argument
+FULL = {
+    "new_zeros": 0, "new_ones": 1, "new_full": (2, "fill_value"), torch.zeros_like: 0, torch.ones_like: 1,
+    torch.full_like: (1, "fill_value"),
+}  # fmt: skip
 
 
 class _NotConstant(Exception):
@@ -74,11 +89,8 @@ def split(graph: fx.GraphModule, own: Iterable[Tensor]) -> Split | None:
     if not has_values(graph.graph) or in_autocast(graph.graph):
         return None
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    written = written_memory(graph.graph)
-    known = _own_inputs(placeholders, {id(tensor) for tensor in own}, written)
-    private = _private(graph.graph, known, written)
-    found = _evaluate(graph, known, (written - private) | _returned(graph.graph), private)
-    if any(node not in found for node in graph.graph.nodes if memories(node) & private):
+    known, private, found = _look(graph, own, placeholders)
+    if any(node not in found for node in graph.graph.nodes if (memories(node) | written_by(node)) & private):
         # a part of what is written in place could not be computed
         return None
     kept = _kept(graph.graph, found, known)
@@ -90,6 +102,43 @@ def split(graph: fx.GraphModule, own: Iterable[Tensor]) -> Split | None:
     count = sum(node.op in CALLS for node in module.graph.nodes)
     _replace(graph, placeholders, kept, found)
     return Split(module, places, sources, tuple(found[node] for node in kept), count)
+
+
+def values(graph: fx.GraphModule, own: Iterable[Tensor]) -> dict[fx.Node, Any]:
+    """The present values of the nodes that depend on the model's own tensors alone; arguments as of `split`."""
+    if not has_values(graph.graph) or in_autocast(graph.graph):
+        return {}
+    return _look(graph, own, [node for node in graph.graph.nodes if node.op == "placeholder"])[2]
+
+
+def _look(
+    graph: fx.GraphModule, own: Iterable[Tensor], placeholders: list[fx.Node]
+) -> tuple[dict[fx.Node, Tensor], set[int], dict[fx.Node, Any]]:
+    """The inputs that are the model's own, the memory that their nodes alone write into, and all values known."""
+    _fill_by_shape(graph.graph)
+    written = written_memory(graph.graph)
+    known = _own_inputs(placeholders, {id(tensor) for tensor in own}, written)
+    private = _private(graph.graph, known, written)
+    return known, private, _evaluate(graph, known, (written - private) | _returned(graph.graph), private)
+
+
+def _fill_by_shape(graph: fx.Graph) -> None:
+    """Make tensors full of a number of their shapes alone, in place: sizes are fixed, so no input decides on them."""
+    for node in list(graph.nodes):
+        known = FULL.get(node.target) if node.op in CALLS else None
+        number = argument(node, *known) if isinstance(known, tuple) else known
+        made = value(node)
+        if not isinstance(number, int | float) or not isinstance(made, Tensor) or not made.is_contiguous():
+            continue
+        if made.layout is not torch.strided or not all(type(size) is int for size in made.shape):
+            continue
+        with graph.inserting_before(node):
+            plain = graph.call_function(
+                torch.full, (tuple(made.shape), number), {"dtype": made.dtype, "device": made.device}
+            )
+        plain.meta = dict(node.meta)
+        node.replace_all_uses_with(plain)
+        graph.erase_node(node)
 
 
 def cached(run: Callable[..., Any], parts: Split) -> Callable[..., Any]:
@@ -163,7 +212,7 @@ def _private(graph: fx.Graph, known: Iterable[fx.Node], written: set[int]) -> se
     """Written memory of which every tensor depends on `known` alone, and nothing else reads before the last write."""
     fixed = set(known)
     for node in graph.nodes:
-        if node.op in CALLS and tensors(node) and all(one in fixed for one in node.all_input_nodes):
+        if node.op in CALLS and _has_result(node) and all(one in fixed for one in node.all_input_nodes):
             fixed.add(node)
     place = {node: index for index, node in enumerate(graph.nodes)}
     found = set(written)
@@ -191,7 +240,7 @@ def _evaluate(
         for node in graph.graph.nodes:
             if node.op not in CALLS or not all(one in found for one in node.all_input_nodes):
                 continue
-            if not tensors(node) or memories(node) & shared:
+            if not _has_result(node) or memories(node) & shared:
                 continue
             try:
                 found[node] = _run(node, found, writes=bool(written_by(node) & private))
@@ -199,6 +248,11 @@ def _evaluate(
             except Exception as error:
                 node.meta["not_constant"] = f"{type(error).__name__}: {error}"
     return found
+
+
+def _has_result(node: fx.Node) -> bool:
+    """Whether a call makes a tensor, or writes into one and makes nothing."""
+    return bool(tensors(node)) or sets_items(node)
 
 
 def _run(node: fx.Node, found: Mapping[fx.Node, Any], *, writes: bool) -> Any:

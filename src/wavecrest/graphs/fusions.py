@@ -1,8 +1,8 @@
 """Backends for torch.compile that fuse what Inductor and eager do not, and then run Inductor or PyTorch's own kernels.
 
-Three rewritings of the graph: constants are taken out (`graphs.constants`), linear layers end in their activation
-(`graphs.activations`), and, where PyTorch's own kernels run, residual additions and norms are one kernel
-(`graphs.residual_norms`).
+Four rewritings of the graph: attention that is written out is one call (`graphs.attention`), constants are taken out
+(`graphs.constants`), linear layers end in their activation (`graphs.activations`), and, where PyTorch's own kernels
+run, residual additions and norms are one kernel (`graphs.residual_norms`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from wavecrest.graphs import activations, constants, residual_norms
+from wavecrest.graphs import activations, attention, constants, residual_norms
 from wavecrest.graphs.root import traceable
 from wavecrest.measure.workload import Inputs
 from wavecrest.ops._gemm.call import GemmCall
 
 
 class Counts(NamedTuple):
-    """Rewritings of the graphs of one call: calls that are constants, activations, additions with norms."""
+    """Rewritings of the graphs of one call: constants, activations, additions with norms, attention written out."""
 
     constants: int = 0
     activations: int = 0
     norms: int = 0
+    attention: int = 0
 
     def __add__(self, other: object) -> Counts:
         assert isinstance(other, Counts)
@@ -36,6 +37,7 @@ class Counts(NamedTuple):
             "calls whose results are constants",
             "linear layers that end in their activation",
             "residual additions with their norm",
+            "calls of attention that are written out",
         )
         return ", ".join(f"{number} {what}" for number, what in zip(self, words, strict=True) if number)
 
@@ -52,18 +54,21 @@ class Rewritten(NamedTuple):
         return run if self.parts is None else constants.cached(run, self.parts)
 
 
-def backend(module: nn.Module, choices: Mapping[str, str], *, inductor: bool) -> Callable[..., Any]:
+def backend(
+    module: nn.Module, choices: Mapping[str, str], *, inductor: bool, attend: bool = True
+) -> Callable[..., Any]:
     """A backend for torch.compile of a call of `module`.
 
     Args:
         module: whose parameters and buffers constants are made from; it is not kept alive.
         choices: the backend of gemm for each linear layer with an activation, by `activations.name_of`.
         inductor: compile what is left by Inductor; else PyTorch's own kernels run, and wavecrest's between them.
+        attend: replace attention that is written out.
     """
     own = weakref.ref(module)
 
     def compile_graph(graph: fx.GraphModule, examples: list[Any]) -> Any:
-        made = rewrite(graph, own(), choices, inductor=inductor)
+        made = rewrite(graph, own(), choices, inductor=inductor, attend=attend)
         if not inductor:
             return made.call(made.graph.forward)
         from torch._inductor.compile_fx import compile_fx
@@ -81,21 +86,27 @@ def rewrite(
     choices: Mapping[str, str],
     *,
     inductor: bool,
+    attend: bool = True,
     norms: residual_norms.Wanted = residual_norms.own_kernel,
+    attentions: attention.Wanted = attention.on_gpu,
 ) -> Rewritten:
     """A rewritten copy of a graph: Dynamo reads the inputs of its own once more.
 
     Args:
         graph: as Dynamo makes it.
-        module, choices, inductor: as for `backend`.
+        module, choices, inductor, attend: as for `backend`.
         norms: which additions with norms are replaced.
+        attentions: which calls of attention are.
     """
     graph = fx.GraphModule(graph, _copy(graph.graph))
-    parts = None if module is None else constants.split(graph, constants.own_tensors(module))
+    own = [] if module is None else constants.own_tensors(module)
+    # first, as what a bias is made of may be constant
+    attended = attention.rewrite(graph, own, attentions, as_ops=inductor) if attend else 0
+    parts = None if module is None else constants.split(graph, own)
     linears = activations.rewrite(graph, choices, as_ops=inductor)
     # Inductor fuses these by itself
     added = 0 if inductor else residual_norms.rewrite(graph, norms)
-    return Rewritten(graph, Counts(0 if parts is None else parts.calls, linears, added), parts)
+    return Rewritten(graph, Counts(0 if parts is None else parts.calls, linears, added, attended), parts)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

@@ -104,19 +104,25 @@ PRESETS: dict[str, Preset] = {
 
 
 def compile_module(
-    module: nn.Module, preset: Preset, padding: Padding | None = None, choices: Mapping[str, str] | None = None
+    module: nn.Module,
+    preset: Preset,
+    padding: Padding | None = None,
+    choices: Mapping[str, str] | None = None,
+    *,
+    attend: bool = False,
 ) -> None:
     """Compile `module` in place: its class, state_dict keys and attributes stay, only the call is compiled.
 
-    With `padding`, calls whose padding mask hides nothing run without it (`graphs.masks`). `choices`: of a preset with
-    fusions, the backends of its linear layers (`graphs.fusions`).
+    With `padding`, calls whose padding mask hides nothing run without it (`graphs.masks`). `choices` and `attend`: of a
+    preset with fusions, the backends of its linear layers, and whether attention that is written out becomes one call
+    (`graphs.fusions`).
 
     Shapes are static: one graph per bucket; another shape compiles again. A model of which no part compiles is never
     taken for a compiled one: its first call raises `StepRefused` inside `strict_compilation`, and outside it warns
     (`CompileWarning`) and goes on in eager.
     """
     logging.getLogger(LIMIT_LOGGER).addFilter(_warn_of_limit)
-    call = _FirstCall(module, preset, choices or {})
+    call = _FirstCall(module, preset, choices or {}, attend)
     module._compiled_call_impl = call if padding is None else _without_full_mask(call, padding)
 
 
@@ -166,14 +172,14 @@ def _without_full_mask(call: Callable[..., Any], padding: Padding) -> Callable[.
 
 
 def _compile(
-    module: nn.Module, call: Callable[..., Any], preset: Preset, choices: Mapping[str, str]
+    module: nn.Module, call: Callable[..., Any], preset: Preset, choices: Mapping[str, str], attend: bool
 ) -> Callable[..., Any]:
     import torch
 
     if preset.fusions:
         from wavecrest.graphs import fusions
 
-        made = fusions.backend(module, choices, inductor=preset.fusions == "inductor")
+        made = fusions.backend(module, choices, inductor=preset.fusions == "inductor", attend=attend)
         return torch.compile(call, dynamic=False, backend=made)
 
     if preset.epilogues:
@@ -189,10 +195,10 @@ def _compile(
 class _FirstCall:
     """The compiled call of `module`, whose first call must show that there is a graph."""
 
-    def __init__(self, module: nn.Module, preset: Preset, choices: Mapping[str, str]) -> None:
+    def __init__(self, module: nn.Module, preset: Preset, choices: Mapping[str, str], attend: bool) -> None:
         self._module, self._preset, self._checked = weakref.ref(module), preset, False
         self._plain = traceable(module)
-        self._compiled = _compile(module, self._plain, preset, choices)
+        self._compiled = _compile(module, self._plain, preset, choices, attend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch

@@ -101,10 +101,15 @@ def written_memory(graph: fx.Graph) -> set[int]:
 def has_values(graph: fx.Graph) -> bool:
     """Whether every call that takes tensors has an example value, which alone says what shares memory."""
     return all(
-        "example_value" in node.meta or not any(tensors(one) for one in node.all_input_nodes)
+        "example_value" in node.meta or sets_items(node) or not any(tensors(one) for one in node.all_input_nodes)
         for node in graph.nodes
         if node.op in CALLS
     )
+
+
+def sets_items(node: fx.Node) -> bool:
+    """Whether a node is `x[…] = y`, which writes into x and has no value itself."""
+    return node.op == "call_function" and node.target is operator.setitem
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:

@@ -92,16 +92,20 @@ def _function(node: fx.Node) -> Norm | None:
 
 
 def _written_out(node: fx.Node) -> Norm | None:
-    """weight * (wide * rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(dtype), as in transformers."""
+    """weight * (x * rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(dtype) in float32, as in transformers."""
     for weight, scaled in _factors(node):
         inner = _before_cast(scaled)
-        for wide, root in _factors(inner):
-            found = _inverse_root(root, wide)
-            source = _before_cast(wide)
-            if found is None or source is None or tensors(wide)[0].dtype not in (torch.float32, torch.float64):
+        for factor, root in _factors(inner):
+            found = _inverse_root(root)
+            source = _before_cast(factor)
+            if found is None or source is None:
                 continue
-            eps, parts = found
-            inside = {node, scaled, inner, wide, *parts} - {source}
+            eps, squared, parts = found
+            # T5 casts where it squares, others before both
+            is_wide = all(tensors(one)[0].dtype in (torch.float32, torch.float64) for one in (inner, squared))
+            if not is_wide or _before_cast(squared) is not source:
+                continue
+            inside = {node, scaled, inner, factor, squared, *parts} - {source}
             if all(user in inside for one in inside - {node} for user in one.users):
                 return Norm("rms", source, node, weight, None, eps)
     return None
@@ -125,8 +129,8 @@ def _before_cast(node: Any) -> fx.Node | None:
     return node
 
 
-def _inverse_root(node: Any, wide: Any) -> tuple[float, tuple[Any, ...]] | None:
-    """eps, and the calls it is made of, if a node is rsqrt(mean(wide², -1, keepdim=True) + eps)."""
+def _inverse_root(node: Any) -> tuple[float, fx.Node, tuple[Any, ...]] | None:
+    """eps, x, and the calls it is made of, if a node is rsqrt(mean(x², -1, keepdim=True) + eps)."""
     shifted = _operand(node, (torch.rsqrt, "rsqrt"))
     if shifted is None or shifted.target not in ADDITIONS or len(shifted.args) != 2:
         return None
@@ -136,9 +140,12 @@ def _inverse_root(node: Any, wide: Any) -> tuple[float, tuple[Any, ...]] | None:
         return None
     if argument(mean, 1, "dim") not in (-1, (-1,), [-1]) or argument(mean, 2, "keepdim") is not True:
         return None
-    is_power = square.target in ("pow", torch.pow, operator.pow) and tuple(square.args) == (wide, 2)
-    is_product = square.target in MULTIPLICATIONS and tuple(square.args) == (wide, wide)
-    return (eps, (node, shifted, mean, square)) if is_power or is_product else None
+    x = square.args[0] if square.args else None
+    if not isinstance(x, fx.Node) or len(tensors(x)) != 1:
+        return None
+    is_power = square.target in ("pow", torch.pow, operator.pow) and tuple(square.args) == (x, 2)
+    is_product = square.target in MULTIPLICATIONS and tuple(square.args) == (x, x)
+    return (eps, x, (node, shifted, mean, square)) if is_power or is_product else None
 
 
 def _operand(node: Any, targets: tuple[Any, ...]) -> fx.Node | None:

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 # shares of the time of elementwise work that an activation inside its GEMM, and of norms that the residual addition
-# inside the norm, typically save: a model for ordering expectations, not a measurement
-ACTIVATION_GAIN, NORM_GAIN = 0.4, 0.3
+# inside the norm, typically save; and of both, where attention is written out, whose softmax counts as a norm: a model
+# for ordering expectations, not a measurement
+ACTIVATION_GAIN, NORM_GAIN, ATTENTION_GAIN = 0.4, 0.3, 0.4
 
 
 class CompileFusions(Compile):
-    """Constants computed once, activations inside GEMMs, and without Inductor also additions inside norms."""
+    """Attention that is written out as one call, constants computed once, activations inside GEMMs, and without
+    Inductor also additions inside norms.
+    """
 
     level = 4
     params_type = FusedPreset
@@ -45,7 +48,8 @@ class CompileFusions(Compile):
         if not any(counts):
             more = f"; PyTorch's kernels are the fastest for {len(calls)} activations" if calls else ""
             return Found((), note=f"nothing in the graphs of the model can be fused{more}{raced.note}")
-        return Found(found.sites, {**found.params, "backends": backends}, f"{counts}{raced.note}")
+        params = {**found.params, "backends": backends, **({"attend": True} if counts.attention else {})}
+        return Found(found.sites, params, f"{counts}{raced.note}")
 
     def _traced(self, context: StepContext, wanted: list[str]) -> tuple[nn.Module, list[fusions.Traced]]:
         """A copy of the model, and its graphs by bucket: both presets look at the same ones."""
@@ -59,10 +63,15 @@ class CompileFusions(Compile):
         return found
 
     def predict(self, found: Found, context: StepContext) -> Prediction:
-        """Activations lose a pass; without Inductor, which fuses them by itself, additions before norms do too."""
+        """Activations lose a pass, scores every pass; without Inductor, which fuses them by itself, additions before
+        norms lose one too.
+        """
         elementwise, norms = context.share("elementwise"), context.share("normalisation")
         saved = ACTIVATION_GAIN * elementwise if found.params["backends"] else 0.0
         basis = f"elementwise work is {elementwise:.0%} of the time"
+        if found.params.get("attend"):
+            saved += ATTENTION_GAIN * (elementwise + norms)
+            basis += f", softmax and norms {norms:.0%}"
         if not self._inductor:
             saved += NORM_GAIN * norms + GAP_GAIN * context.idle_share()
             basis += f", norms are {norms:.0%}, launch gaps {context.idle_share():.0%}"
@@ -74,7 +83,7 @@ class CompileFusions(Compile):
         """Compile in place."""
         masks.use(model, params.get("masks", []))
         padding = masks.padding_argument(model) if params.get("padding") else None
-        compile_module(model, self.preset, padding, params.get("backends", {}))
+        compile_module(model, self.preset, padding, params.get("backends", {}), attend=params.get("attend", False))
         return model
 
 

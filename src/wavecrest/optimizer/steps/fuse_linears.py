@@ -7,7 +7,7 @@ that calls them in another order, or with another input, is still right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -116,36 +116,49 @@ class Grouped(NamedTuple):
     reasons: list[str]
 
 
-def same_input_groups(model: nn.Module, names: tuple[tuple[str, ...], ...], inputs: Inputs) -> Grouped:
+class _Call(NamedTuple):
+    """A call of a layer: which tensor it reads (by number), the tensor's version counter, its elements."""
+
+    source: int
+    version: int
+    elements: int
+
+
+class Watched(NamedTuple):
+    """The calls of each plain Linear and Conv2d layer in one forward, and the layers in the order of calls."""
+
+    calls: dict[str, list[_Call]]
+    order: list[str]
+
+
+def same_input_groups(model: nn.Module, names: tuple[tuple[str, ...], ...], watched: Callable[[], Watched]) -> Grouped:
     """Groups of sibling Linear layers that a forward calls once each, in order, with one and the same tensor."""
     groups: list[tuple[str, ...]] = []
     for path, module in model.named_modules():
         for family in names:
             if all(isinstance(getattr(module, name, None), nn.Linear) for name in family):
                 groups.append(tuple(f"{path}.{name}" if path else name for name in family))
-    calls, order = _watch(model, {name for group in groups for name in group}, inputs)
-    return _fitting(model, groups, calls, order)
+    # no forward where no names fit
+    return _fitting(model, groups, watched()) if groups else Grouped([], [], [])
 
 
-def groups_by_flow(model: nn.Module, inputs: Inputs) -> Grouped:
+def groups_by_flow(model: nn.Module, watched: Watched) -> Grouped:
     """Groups of plain Linear or Conv2d layers that a forward calls once each, one after the other, with one tensor."""
-    layers = {path for path, module in model.named_modules() if type(module) in (nn.Linear, nn.Conv2d)}
-    calls, order = _watch(model, layers, inputs)
     groups: list[list[str]] = []
     # by input, its version and what the layers must agree in: the group, and the place of its last call
     open_groups: dict[tuple[Any, ...], tuple[list[str], int]] = {}
-    for place, path in enumerate(order):
-        if len(calls[path]) != 1:
+    for place, path in enumerate(watched.order):
+        if len(watched.calls[path]) != 1:
             continue
-        source, version = calls[path][0]
-        key = (id(source), version, _kind(model.get_submodule(path)))
+        call = watched.calls[path][0]
+        key = (call.source, call.version, _kind(model.get_submodule(path)))
         group, last = open_groups.get(key, ([], place))
         if not group or place - last > MOST_BETWEEN + 1:
             group = []
             groups.append(group)
         group.append(path)
         open_groups[key] = group, place
-    return _fitting(model, [tuple(group) for group in groups if len(group) > 1], calls, order)
+    return _fitting(model, [tuple(group) for group in groups if len(group) > 1], watched)
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:
@@ -156,49 +169,48 @@ def _kind(layer: Any) -> tuple[Any, ...]:
     return (nn.Conv2d, layer.in_channels, layer.weight.dtype, *options)
 
 
-def _watch(
-    model: nn.Module, layers: Iterable[str], inputs: Inputs
-) -> tuple[dict[str, list[tuple[Tensor, int]]], list[str]]:
-    """(input, its version counter) of each call of each layer in one forward, and the layers in the order of calls."""
-    calls: dict[str, list[tuple[Tensor, int]]] = {}
-    order: list[str] = []
+def watch_layers(model: nn.Module, inputs: Inputs) -> Watched:
+    """The calls of layers in one forward; no tensor of it is kept."""
+    found = Watched({}, [])
+    # a tensor that is let go may give its id to another
+    numbers: dict[int, tuple[int, Tensor]] = {}
     handles = []
-    for member in layers:
+    for path, layer in model.named_modules():
+        if type(layer) not in (nn.Linear, nn.Conv2d):
+            continue
 
-        def watch(_module: nn.Module, args: tuple[Any, ...], name: str = member) -> None:
+        def watch(_module: nn.Module, args: tuple[Any, ...], name: str = path) -> None:
             # a call by keyword has no input here, and is never one of a group
             source = args[0] if args else torch.empty(0)
+            number, _ = numbers.setdefault(id(source), (len(numbers), source))
             # an input that is changed in place between calls differs; tensors of inference mode count no versions
-            calls.setdefault(name, []).append((source, -1 if source.is_inference() else source._version))
-            order.append(name)
+            version = -1 if source.is_inference() else source._version
+            found.calls.setdefault(name, []).append(_Call(number, version, source.numel()))
+            found.order.append(name)
 
-        handles.append(model.get_submodule(member).register_forward_pre_hook(watch))
+        handles.append(layer.register_forward_pre_hook(watch))
     try:
         with torch.no_grad():
             inputs.clone().call(model)
     finally:
         for handle in handles:
             handle.remove()
-    return calls, order
+    return found
 
 
-def _fitting(
-    model: nn.Module, groups: list[tuple[str, ...]], calls: dict[str, list[tuple[Tensor, int]]], order: list[str]
-) -> Grouped:
+def _fitting(model: nn.Module, groups: list[tuple[str, ...]], watched: Watched) -> Grouped:
     fits, rows, reasons = [], [], []
     for group in groups:
-        reason = _refusal(model, group, calls, order)
+        reason = _refusal(model, group, watched)
         if reason is None:
             fits.append(group)
-            rows.append(calls[group[0]][0][0].numel() // _layer(model, group[0]).weight.shape[1])
+            rows.append(watched.calls[group[0]][0].elements // _layer(model, group[0]).weight.shape[1])
         else:
             reasons.append(f"{group[0]}: {reason}")
     return Grouped(fits, rows, reasons)
 
 
-def _refusal(
-    model: nn.Module, group: tuple[str, ...], calls: dict[str, list[tuple[Tensor, int]]], order: list[str]
-) -> str | None:
+def _refusal(model: nn.Module, group: tuple[str, ...], watched: Watched) -> str | None:
     try:
         layers = [_layer(model, name) for name in group]
     except StepRefused as error:
@@ -208,14 +220,14 @@ def _refusal(
         return problem
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
         return "a hook is registered on one of the layers"
-    if any(len(calls.get(name, ())) != 1 for name in group):
+    calls = [watched.calls.get(name, []) for name in group]
+    if any(len(one) != 1 for one in calls):
         return "the layers are not called exactly once in a forward"
-    if [name for name in order if name in group] != list(group):
+    if [name for name in watched.order if name in group] != list(group):
         return "the layers are called in another order"
-    source, version = calls[group[0]][0]
-    if any(calls[name][0][0] is not source for name in group):
+    if len({one.source for (one,) in calls}) > 1:
         return "the layers read different inputs"
-    if any(calls[name][0][1] != version for name in group):
+    if len({one.version for (one,) in calls}) > 1:
         return "the input is changed in place between the calls"
     return None
 
@@ -237,15 +249,24 @@ class FuseLinears(Step):
     level = 3
     params_type = Groups
 
-    def groups(self, model: nn.Module, inputs: Inputs) -> Grouped:
-        """Groups of layers, and reasons why look-alikes were left out."""
-        return same_input_groups(model, self.names, inputs)
+    def groups(self, model: nn.Module, watched: Callable[[], Watched]) -> Grouped:
+        """Groups of layers, and reasons why look-alikes were left out; `watched` runs a forward where none was yet."""
+        return same_input_groups(model, self.names, watched)
 
     def find(self, context: StepContext) -> Found:
         """Groups, proven by a traced forward of the first bucket."""
-        assert context.model is not None
-        inputs = next(iter(context.workload.buckets.values()))
-        groups, rows, reasons = self.groups(context.model, inputs)
+        model = context.model
+        assert model is not None
+
+        def watched() -> Watched:
+            # one forward for all steps of this kind
+            key = ("calls of layers", model)
+            if key not in context.shared:
+                context.shared[key] = watch_layers(model, next(iter(context.workload.buckets.values())))
+            found: Watched = context.shared[key]
+            return found
+
+        groups, rows, reasons = self.groups(model, watched)
         if not groups:
             return Found((), note="; ".join(reasons) or "no such group of layers")
         sites = tuple(name.rpartition(".")[0] for name, *_ in groups)
@@ -315,9 +336,9 @@ class FuseParallel(FuseLinears):
     id = "fuse_parallel"
     title = "fuse parallel layers"
 
-    def groups(self, model: nn.Module, inputs: Inputs) -> Grouped:
+    def groups(self, model: nn.Module, watched: Callable[[], Watched]) -> Grouped:
         """Groups found by data flow, without those that the steps for named ones take."""
-        found = groups_by_flow(model, inputs)
+        found = groups_by_flow(model, watched())
         others = [row for row in zip(found.groups, found.rows, strict=True) if not _is_named(row[0])]
         return Grouped([group for group, _ in others], [rows for _, rows in others], found.reasons)
 

@@ -148,9 +148,12 @@ class Candidates(Params):
 
 
 class FusedPreset(CompilePreset):
-    """The same, and the backend of gemm for each linear layer with an activation (`graphs.activations.name_of`)."""
+    """The same, the backend of gemm for each linear layer with an activation (`graphs.activations.name_of`), and
+    whether attention that is written out becomes one call.
+    """
 
     backends: dict[str, str] = Field(default_factory=dict)
+    attend: bool = False
 
 
 class LinearBackend(Params):
