@@ -12,12 +12,19 @@ from torch import Tensor
 import wavecrest.ops.common.triton as _triton
 from wavecrest import hardware
 from wavecrest.dispatch import registry
-from wavecrest.errors import EnvironmentProblem, HazardFound, InvalidArgument, MissingDependency, Unsupported
+from wavecrest.errors import (
+    EnvironmentProblem,
+    HazardFound,
+    InvalidArgument,
+    MissingDependency,
+    OutOfBounds,
+    Unsupported,
+)
 from wavecrest.isa.emulate import checkout, decode, machine, program
 from wavecrest.isa.emulate.memory import Guard
 from wavecrest.isa.emulate.program import Program, Stats
 from wavecrest.isa.emulate.uninitialised import Uninitialised
-from wavecrest.isa.emulate.watch import Finding
+from wavecrest.isa.emulate.watch import BESIDE, Finding
 
 ARCHS = tuple(arch.name for arch in hardware.ARCHS.values() if arch.vendor == "amd")
 # device numbers that no GPU has: Triton keeps compiled kernels by them
@@ -156,7 +163,8 @@ class EmulatedDriver:
         )
         if guard is not None:
             if stats.findings:
-                raise HazardFound(_listed(metadata.name, stats.findings))
+                only_bounds = all(finding.kind == BESIDE for finding in stats.findings)
+                raise (OutOfBounds if only_bounds else HazardFound)(_listed(metadata.name, stats.findings))
             guard.finish()
             stats.unguarded = guard.unguarded
             if self.uninitialised is not None:
@@ -278,7 +286,8 @@ def emulated(
         arch: gfx90a, gfx942, gfx950, gfx1100 or gfx1201.
         guard: find accesses outside of the tensors of a launch; `memory.Guard` says how.
         check: find missing waits and barriers, accesses beside the elements of a tensor and values that nothing wrote
-            (machine/watch.h), on CDNA; a launch with findings raises HazardFound. Needs `guard`.
+            (machine/watch.h), on CDNA; a launch with findings raises HazardFound, or
+            OutOfBounds if all are such accesses. Needs `guard`.
         workers, resident, quantum, limit: as for `Program.launch`.
 
     Raises:

@@ -146,6 +146,8 @@ class Guard:
             distance = start - address if address < start else max(0, address - end)
             side = "before the start" if address < start else "past the end"
             names = " and ".join(_describe(*argument) for argument in region.arguments)
+            if start <= address < end:
+                return f"{address:#x}, between the elements of {names}"
             if best is None or distance < best[0]:
                 best = distance, f"{distance} bytes {side} of {names}"
         return f"{address:#x}, {best[1]}" if best is not None else f"{address:#x}"
@@ -156,9 +158,7 @@ class Guard:
         Args:
             uninitialised: knows which bytes have no value yet; None: all have one.
         """
-        self._states = [
-            (region, region.states(uninitialised)) for region in self._regions if region.pages is not None
-        ]
+        self._states = [(region, region.states(uninitialised)) for region in self._regions if region.pages is not None]
         return [watch.Region(region.first, region.last, found.ctypes.data) for region, found in self._states]
 
     def take_states(self, uninitialised: Uninitialised) -> None:

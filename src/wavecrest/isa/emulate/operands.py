@@ -201,8 +201,9 @@ def facts(opcode: str, inst: Any, data: bytes) -> dict[str, list[int]]:
 def _masks(opcode: str, encoding: str, raw: dict[str, int]) -> tuple[int, int]:
     """The SGPR pairs with a bit per lane that an instruction reads (not as a source operand) and writes, or -1."""
     if encoding in ("VOPC", "VOP3") and opcode.startswith("V_CMP"):
-        explicit = raw.get("sdst", raw["vdst"]) if encoding == "VOP3" else VCC
-        return -1, VCC if "sd" in raw and not raw["sd"] else explicit
+        # SDWA forms say with a bit that they have a target of their own
+        explicit = raw.get("sdst", raw.get("vdst", VCC)) if encoding == "VOP3" or raw.get("sd") else VCC
+        return -1, explicit
     if encoding == "VOP3SD":
         return (raw["src2"] if _CARRIES.match(opcode) else -1), raw["sdst"]
     if opcode.startswith("V_CNDMASK"):

@@ -43,7 +43,8 @@ _compiler = ThreadPoolExecutor(1, thread_name_prefix="emulate-compile")
 class Stats:
     """Statistics of a launch: wave instructions, the same by opcode, and the arguments that were used in place.
 
-    `findings` are those of the watch, None if the launch was not watched.
+    `unsupported`: opcodes in the code, not reached, that cannot run. `findings`: those of the watch, None if the launch
+    was not watched.
     """
 
     seconds: float = 0.0
@@ -52,6 +53,7 @@ class Stats:
     instructions: int = 0
     ops: Counter[str] = field(default_factory=Counter)
     unguarded: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
     findings: list[watch.Finding] | None = None
 
     def matrix_instructions(self) -> int:
@@ -168,6 +170,7 @@ class Program:
         self.table = (machine.Entry * self.entries)()
         self.facts = (machine.Facts * self.entries)()
         self.names: dict[int, tuple[str, Any]] = {}
+        self.unsupported: dict[int, str] = {}
         self.compile_seconds = 0.0
         self._lock = threading.Lock()
         self._kept: list[Any] = []
@@ -200,7 +203,9 @@ class Program:
                 return
             try:
                 self._prepare_one(pc)
-            except UnsupportedInstruction:
+            except UnsupportedInstruction as error:
+                # an error only where it is reached
+                self.unsupported[(pc - self.code.code) >> 2] = str(error)
                 return
 
     def _prepare_one(self, pc: int) -> None:
@@ -356,6 +361,7 @@ class _Launch:
             raise self.errors[0]
         if self.watch is not None:
             stats.findings = self.watch.findings(lambda at: program.where(program.code.code + 4 * at), self.describe)
+        stats.unsupported = list(program.unsupported.values())
         total = hits.sum(0)
         stats.instructions = int(total.sum())
         for index in np.flatnonzero(total):

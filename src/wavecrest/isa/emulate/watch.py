@@ -196,8 +196,8 @@ def _text(raw: Any, where: Callable[[int], str], describe: Callable[[int], str])
         )
     if raw.kind == NO_WAIT:
         return (
-            f"missing wait: byte {raw.address:,} of LDS is accessed at {at}{lane}; wave {raw.reg} had not waited for its "
-            f"own access at {where(raw.other)}{who}"
+            f"missing wait: byte {raw.address:,} of LDS is accessed at {at}{lane}; wave {raw.reg} had not waited for "
+            f"its own access at {where(raw.other)}{who}"
         )
     if raw.kind == BESIDE:
         return f"out-of-bounds access at {at}{lane}: {describe(raw.address)}{who}"

@@ -153,8 +153,13 @@ static void look_at_address(const Watched* h, int r, int words, u64 exec, u64 at
   }
 }
 
+/* DEPENDS: what is written is made of what was there. */
+enum { READS = 1, WRITES = 2, DEPENDS = 4 };
+
+static int access_of_atomic(int op) { return READS | WRITES | (op == SWAP ? 0 : DEPENDS); }
+
 /* Memory of the launch's tensors; returns a bit per byte whose value nothing wrote. */
-static u32 look_at_memory(const Watched* h, u64 address, int bytes, int reads, int writes, int lane, u64 at) {
+static u32 look_at_memory(const Watched* h, u64 address, int bytes, int access, int lane, u64 at) {
   const WatchedLaunch* launch = h->group->launch;
   for (u64 i = 0; i < launch->region_count; i++) {
     const Region* region = &launch->regions[i];
@@ -167,9 +172,8 @@ static u32 look_at_memory(const Watched* h, u64 address, int bytes, int reads, i
         return 0;
       }
       u8* state = &region->state[a - region->start];
-      if (reads && !(*state & WRITTEN)) unknown |= 1u << b;
-      /* what an atomic operation makes of an unknown value stays unknown */
-      if (writes && (!reads || *state & WRITTEN)) *state |= WRITTEN;
+      if (access & READS && !(*state & WRITTEN)) unknown |= 1u << b;
+      if (access & WRITES && !(access & DEPENDS)) *state |= WRITTEN;
     }
     return unknown;
   }
@@ -184,13 +188,17 @@ static int ended_for(const Watched* h, int wave, int direct, u32 number) {
   return number <= (direct ? g->vm_at_barrier[wave] : g->lds_at_barrier[wave]);
 }
 
-static void look_at_last_write(const Watched* h, const Byte* b, int direct, int lane, u64 a, u64 at) {
+static void look_at_writes(const Watched* h, const Byte* b, int direct, int lane, u64 a, u64 at) {
   if (!(b->state & ADDRESSABLE)) return;
   int mine = b->writer == h->wave;
+  u32 others = b->write_epoch == h->group->epoch ? b->writers & ~(1u << h->wave) : 0;
+  if (others) {
+    report(h, NO_BARRIER, at, b->write_at, lane, mine ? __builtin_ctz(others) : b->writer, a);
+    return;
+  }
   /* LDS operations of one wave are done in order */
   if (mine && !b->direct && !direct) return;
-  if (!mine && b->write_epoch == h->group->epoch) report(h, NO_BARRIER, at, b->write_at, lane, b->writer, a);
-  else if (!ended_for(h, b->writer, b->direct, b->write_number)) report(h, NO_WAIT, at, b->write_at, lane, b->writer, a);
+  if (!ended_for(h, b->writer, b->direct, b->write_number)) report(h, NO_WAIT, at, b->write_at, lane, b->writer, a);
 }
 
 /* Returns a bit per byte whose value nothing wrote. */
@@ -200,8 +208,9 @@ static u32 lds_reads(Watched* h, const Wave* w, u64 address, int bytes, int lane
   u32 unknown = 0, me = 1u << h->wave, epoch = h->group->epoch;
   for (int i = 0; i < bytes; i++) {
     Byte* b = &h->group->bytes[address + i];
-    if (!(b->writers & me) || b->write_epoch != epoch || b->writer == h->wave)
-      look_at_last_write(h, b, 0, lane, address + i, at);
+    /* of several waves that wrote the same value, each may read it */
+    int wrote_it = b->writers & me && b->write_epoch == epoch && !b->atomic && !b->direct;
+    if (!wrote_it) look_at_writes(h, b, 0, lane, address + i, at);
     if (!(b->state & WRITTEN)) {
       unknown |= 1u << i;
       *origin = b->state & UNKNOWN ? b->origin : (i32)at;
@@ -227,12 +236,13 @@ static void lds_writes(
     u64 a = address + i;
     int this_epoch = b->state & ADDRESSABLE && b->write_epoch == epoch, atomic = !data;
     /* several waves may write the same value, as layouts with copies do */
-    int same = this_epoch && (atomic ? b->atomic : data[i] == w->lds[a] && !(unknown >> i & 1));
-    if (!same) look_at_last_write(h, b, direct, lane, a, at);
-    u32 others = b->read_epoch == epoch ? b->readers & ~me & ~(same ? b->writers : 0) : 0;
-    if (others) report(h, NO_BARRIER, at, b->read_at, lane, b->reader == h->wave ? __builtin_ctz(others) : b->reader, a);
-    else if (b->read_epoch && (b->reader != h->wave || direct) && !ended_for(h, b->reader, 0, b->read_number))
-      report(h, NO_WAIT, at, b->read_at, lane, b->reader, a);
+    int same = this_epoch && (atomic ? b->atomic : !b->atomic && data[i] == w->lds[a] && !(unknown >> i & 1));
+    if (!same) look_at_writes(h, b, direct, lane, a, at);
+    int read_now = b->read_epoch == epoch, my_read = b->reader == h->wave;
+    u32 others = read_now ? b->readers & ~me & ~(same ? b->writers : 0) : 0;
+    int before = b->read_epoch && (my_read ? direct : !read_now);
+    if (others) report(h, NO_BARRIER, at, b->read_at, lane, my_read ? __builtin_ctz(others) : b->reader, a);
+    else if (before && !ended_for(h, b->reader, 0, b->read_number)) report(h, NO_WAIT, at, b->read_at, lane, b->reader, a);
     b->writers = same ? b->writers | me : me;
     b->writer = h->wave;
     b->direct = direct;
@@ -305,6 +315,8 @@ static void watch_lds_atomic(Watched* h, Wave* w, const LdsAtomic* p, u64 at) {
     for (int i = 0; i < p->bytes; i++)
       if (!(h->group->bytes[a + i].state & WRITTEN)) unknown |= 1u << i;
     lds_writes(h, w, a, 0, p->bytes, 0, at, 0, l, at);
+    for (int i = 0; i < p->bytes; i++)
+      if (p->op == SWAP) h->group->bytes[a + i].state |= WRITTEN;
     if (p->returns) set_loaded(h, base + p->vdst, p->bytes, l, unknown, at);
   }
 }
@@ -335,7 +347,7 @@ static void direct_to_lds(Watched* h, Wave* w, u64 address, int offset, int byte
   u8 data[16] = {0};
   u32 unknown = 0;
   if (inside) {
-    unknown = look_at_memory(h, address, bytes, 1, 0, lane, at);
+    unknown = look_at_memory(h, address, bytes, READS, lane, at);
     memcpy(data, (void*)address, bytes);
   }
   lds_writes(h, w, a, data, step, unknown, at, 1, lane, at);
@@ -362,12 +374,12 @@ static void watch_buffer(Watched* h, Wave* w, const Buffer* p, u64 at) {
     if (p->lds) {
       direct_to_lds(h, w, address, p->offset, bytes, l, inside == bytes, at);
     } else if (p->op == OP_LOAD) {
-      u32 unknown = inside ? look_at_memory(h, address, inside, 1, 0, l, at) : 0;
+      u32 unknown = inside ? look_at_memory(h, address, inside, READS, l, at) : 0;
       set_loaded(h, base + p->vdata, bytes, l, unknown, at);
     } else if (inside) {
       u8 data[16];
       look_at_stored(h, base + p->vdata, bytes_of(h, file, base, p->vdata, wave, l, inside, 0, data), l, address, at);
-      u32 unknown = look_at_memory(h, address, inside, p->op >= 0, 1, l, at);
+      u32 unknown = look_at_memory(h, address, inside, p->op >= 0 ? access_of_atomic(p->op) : WRITES, l, at);
       if (p->op >= 0 && p->returns) set_loaded(h, base + p->vdata, bytes, l, unknown, at);
     }
   }
@@ -384,7 +396,7 @@ static void watch_atomic(Watched* h, Wave* w, const Atomic* p, u64 at) {
     u64 address = global_address(w, wave, p->vaddr, p->saddr, p->offset, l);
     u32 stored = bytes_of(h, p->acc ? w->acc : w->v, base, p->vdata, wave, l, p->bytes, 0, data);
     look_at_stored(h, base + p->vdata, stored, l, address, at);
-    u32 unknown = look_at_memory(h, address, p->bytes, 1, 1, l, at);
+    u32 unknown = look_at_memory(h, address, p->bytes, access_of_atomic(p->op), l, at);
     if (p->returns) set_loaded(h, base + p->vdst, p->bytes, l, unknown, at);
   }
 }
@@ -414,9 +426,9 @@ static void watch_global(Watched* h, Wave* w, const Facts* f, u64 at) {
       int base = f->data >= ACCS ? ACCS : VGPRS;
       u32 unknown = bytes_of(h, base == ACCS ? w->acc : w->v, base, f->data - base, 64, l, f->bytes, 0, data);
       look_at_stored(h, f->data, unknown, l, address, at);
-      look_at_memory(h, address, f->bytes, 0, 1, l, at);
+      look_at_memory(h, address, f->bytes, WRITES, l, at);
     } else {
-      set_loaded(h, f->data, f->bytes, l, look_at_memory(h, address, f->bytes, 1, 0, l, at), at);
+      set_loaded(h, f->data, f->bytes, l, look_at_memory(h, address, f->bytes, READS, l, at), at);
     }
   }
 }
@@ -428,7 +440,7 @@ static void watch_scalar_load(Watched* h, Wave* w, const Facts* f, u64 at) {
   if (f->vaddr >= 0) address += w->s[f->vaddr];
   address &= ~3ull;
   for (int word = 0; word < f->bytes / 4; word++) {
-    u32 unknown = look_at_memory(h, address + 4 * word, 4, 1, 0, -1, at);
+    u32 unknown = look_at_memory(h, address + 4 * word, 4, READS, -1, at);
     set_unknown(h, f->data + word, unknown ? ~0ull : 0, 1, at);
   }
 }
@@ -540,7 +552,7 @@ static u32 unknown_bits(int operation, u32 a, u32 b, u32 a_unknown, u32 b_unknow
 
 static void pass_scalar(Watched* h, const Wave* w, const Facts* f) {
   u32 all = f->scc & SCC_READ ? h->scc_unknown : 0, results[4] = {0}, any = 0;
-  i32 origin = 0;
+  i32 origin = f->save ? h->origin[EXEC] : 0;
   for (int i = 0; i < 3; i++)
     for (int word = 0; word < f->words[i]; word++)
       if (f->source[i] >= 0 && unknown_lanes(h, f->source[i] + word)) {
@@ -606,6 +618,7 @@ static void pass_lanes(Watched* h, const Wave* w, const Entry* e, const Facts* f
   } else if (f->mask >= 0) {
     all |= unknown_pair(h, f->mask);
   }
+  if (f->mask >= 0 && !(lanes[0] | lanes[1] | lanes[2])) origin = h->origin[f->mask];
   if (f->flow == FLOW_PAIRS) {
     u64 halves[2] = {0};
     for (int half = 0; half < 2; half++)
