@@ -105,7 +105,7 @@ BUGS: dict[str, Bug] = {
 
 
 def message(driver: EmulatedDriver, edit: Edit, x: Tensor, out: Tensor) -> str:
-    """What a launch of the edited kernel raises, or an empty string."""
+    """The error that a launch of the edited kernel raises, or an empty string."""
     kernel: Any = kernels.softmax
     options: dict[str, Any] = {"BLOCK": 1024, "num_warps": 4}
     # one stride: rows apart are apart in both

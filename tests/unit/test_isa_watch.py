@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from wavecrest.errors import EnvironmentProblem, Unsupported
-from wavecrest.isa.emulate import fidelity, machine, operands, watch
+from wavecrest.isa.emulate import effects, fidelity, machine, watch
 from wavecrest.isa.emulate.memory import Guard
 from wavecrest.isa.emulate.program import check_watched
 from wavecrest.isa.emulate.uninitialised import Uninitialised, elements
@@ -62,7 +62,7 @@ class Machine:
         for one in (*instructions, Instruction("setpc", {"ssrc": END})):
             entry, facts = self.table[self.next], self.facts[self.next]
             entry.set_action(one.action, one.fields)
-            facts.set({name: [default] * count for name, (count, default) in operands.FIELDS.items()} | one.facts)
+            facts.set({name: [default] * count for name, (count, default) in effects.FIELDS.items()} | one.facts)
             entry.size = 4
             self.next += 1
         s, v, acc = self.files[wave]
@@ -91,15 +91,15 @@ def facts(*, reads: tuple[int, ...] = (), writes: tuple[int, ...] = (), **values
 
 
 def v(number: int) -> int:
-    return operands.VGPRS + number
+    return effects.VGPRS + number
 
 
 def load(register: int) -> Instruction:
-    return facts(writes=(v(register),), counts=[operands.COUNTS_VM])
+    return facts(writes=(v(register),), counts=[effects.COUNTS_VM])
 
 
 def scalar_load(register: int) -> Instruction:
-    return facts(writes=(register,), counts=[operands.COUNTS_SCALAR])
+    return facts(writes=(register,), counts=[effects.COUNTS_SCALAR])
 
 
 def use(register: int) -> Instruction:
@@ -111,7 +111,7 @@ def wait(vm: int = -1, lgkm: int = -1) -> Instruction:
 
 
 _LDS = {"wave": 64, "bytes": 4, "sign": 0, "high": 0, "d16": 0, "vaddr": ADDRESS, "offset1": -1, "data1": 0, "acc": 0}
-_COUNTS_LDS = [operands.COUNTS_LDS]
+_COUNTS_LDS = [effects.COUNTS_LDS]
 
 
 def lds_write(offset: int = 0, register: int = VALUE) -> Instruction:
@@ -132,7 +132,7 @@ def lds_add() -> Instruction:
 def store(register: int, offset: int = 0, op: int = -2) -> Instruction:
     fields = {"wave": 64, "op": op, "bytes": 4, "sign": 0, "high": 0, "d16": 0, "vdata": register, "vaddr": ADDRESS}
     fields |= {"srsrc": BUFFER, "soffset": 128, "offset": offset, "offen": 1, "idxen": 0, "acc": 0, "lds": 0}
-    return Instruction("buffer", fields | {"returns": 0}, {"counts": [operands.COUNTS_VM]})
+    return Instruction("buffer", fields | {"returns": 0}, {"counts": [effects.COUNTS_VM]})
 
 
 def to_lds() -> Instruction:
@@ -144,7 +144,7 @@ def to_lds() -> Instruction:
 def move(target: int, *sources: int, flow: str = "lanes", **more: list[int]) -> Instruction:
     """A vector operation of single registers, as far as it passes on what nothing wrote."""
     spread = [*map(v, sources), -1, -1, -1][:3]
-    known: dict[str, list[int]] = {"flow": [operands.FLOW[flow]], "source": spread, "target": [v(target)]}
+    known: dict[str, list[int]] = {"flow": [effects.FLOW[flow]], "source": spread, "target": [v(target)]}
     return Instruction(facts=known | {"words": [1, 1, 1], "target_words": [1]} | more)
 
 
@@ -179,7 +179,7 @@ def test_lds_reads_end_in_order_and_scalar_loads_in_any(library: Any) -> None:
     assert made.run(0, use(v(6))) == [watch.READ]
     assert made.run(0, wait(lgkm=0), scalar_load(20), scalar_load(21), wait(lgkm=1), use(20)) == [watch.READ]
     assert made.run(0, scalar_load(20), wait(lgkm=0), use(20)) == []
-    # a wait for the other counter is none
+    # a wait for the other counter does not help
     assert made.run(0, load(5), wait(lgkm=0), use(v(5))) == [watch.READ]
 
 
@@ -309,7 +309,7 @@ def test_halves_of_pairs_are_apart(library: Any) -> None:
     made = Machine(library)
     state = made.watches[0].struct.unknown
     known = {"source": [v(VALUE), v(10), -1], "words": [1, 2, 0], "target": [v(4)], "target_words": [2]}
-    carries = Instruction(facts=known | {"flow": [operands.FLOW["pairs"]], "operation": [operands.PAIRS_CARRY]})
+    carries = Instruction(facts=known | {"flow": [effects.FLOW["pairs"]], "operation": [effects.PAIRS_CARRY]})
     state[10], state[11] = 0, (1 << 64) - 1
     made.run(0, carries)
     assert state[4] == 0 and state[5] != 0
@@ -326,25 +326,25 @@ def test_a_bit_that_the_other_operand_decides_is_known(library: Any) -> None:
 
     def after(operation: str) -> int:
         code = {"code": [20, 21, -1], "source": [20, 21, -1], "words": [1, 1, 0], "target": [22], "target_words": [1]}
-        number = [operands.BITS.index(operation)]
-        made.run(0, Instruction(facts={"flow": [operands.FLOW["scalar"]], "operation": number, "scc": [2]} | code))
+        number = [effects.BITS.index(operation)]
+        made.run(0, Instruction(facts={"flow": [effects.FLOW["scalar"]], "operation": number, "scc": [2]} | code))
         return int(unknown[22])
 
     assert after("and") == 0b0100 and after("or") == 0b1000 and after("and_not") == 0b1000
     assert after("xor") == 0b1100 and after("none") == 0xFFFFFFFF
-    assert made.run(0, facts(branch=[operands.BRANCH["scc"]])) == [watch.BRANCH]
+    assert made.run(0, facts(branch=[effects.BRANCH["scc"]])) == [watch.BRANCH]
     s[20] = s[21] = unknown[20] = 0
-    assert after("and") == 0 and made.run(0, facts(branch=[operands.BRANCH["scc"]])) == []
+    assert after("and") == 0 and made.run(0, facts(branch=[effects.BRANCH["scc"]])) == []
 
 
 def test_a_branch_on_a_mask(library: Any) -> None:
     made = Machine(library)
     s, unknown = made.files[0][0], made.watches[0].struct.scalar_unknown
-    branch = facts(branch=[operands.BRANCH["vcc"]])
+    branch = facts(branch=[effects.BRANCH["vcc"]])
     # one bit that is known to be set decides
-    s[operands.VCC], unknown[operands.VCC], unknown[operands.VCC + 1] = 0b10, 0b01, 0
+    s[effects.VCC], unknown[effects.VCC], unknown[effects.VCC + 1] = 0b10, 0b01, 0
     assert made.run(0, branch) == []
-    s[operands.VCC] = 0b01
+    s[effects.VCC] = 0b01
     assert made.run(0, branch) == [watch.BRANCH]
 
 
@@ -446,7 +446,7 @@ def pairs(numbers: list[int]) -> set[tuple[int, int]]:
 )
 def test_what_s_waitcnt_waits_for(simm: int, vm: int, lgkm: int) -> None:
     inst, raw = _instruction("SOPP", {"simm16": (0, 15)}, {"simm16": simm}, {"simm16": ("OPR_WAITCNT", 1)})
-    found = operands.facts("S_WAITCNT", inst, raw)
+    found = effects.facts("S_WAITCNT", inst, raw)
     assert (found["vm_wait"], found["lgkm_wait"]) == ([vm], [lgkm])
 
 
@@ -464,45 +464,45 @@ def test_registers_of_buffer_accesses() -> None:
     values = {"vdata": 10, "vaddr": 5, "srsrc": 2, "soffset": 128, "offen": 1}
     inst, raw = _instruction("MUBUF", MUBUF, values, MUBUF_KINDS)
     inst.srsrc.offset = 8
-    found = operands.facts("BUFFER_LOAD_DWORDX4", inst, raw)
+    found = effects.facts("BUFFER_LOAD_DWORDX4", inst, raw)
     assert pairs(found["writes"]) == {(v(10), 4)} and pairs(found["reads"]) == {(v(5), 1), (8, 4)}
-    assert found["counts"] == [operands.COUNTS_VM]
-    found = operands.facts("BUFFER_STORE_DWORDX4", inst, raw)
+    assert found["counts"] == [effects.COUNTS_VM]
+    found = effects.facts("BUFFER_STORE_DWORDX4", inst, raw)
     assert pairs(found["reads"]) == {(v(10), 4), (v(5), 1), (8, 4)} and not pairs(found["writes"])
     # a load that goes straight to LDS writes no register; without offen there is no address register
     inst, raw = _instruction("MUBUF", MUBUF, values | {"lds": 1, "offen": 0}, MUBUF_KINDS)
-    assert not pairs(operands.facts("BUFFER_LOAD_DWORD", inst, raw)["writes"])
-    assert (v(5), 1) not in pairs(operands.facts("BUFFER_LOAD_DWORD", inst, raw)["reads"])
+    assert not pairs(effects.facts("BUFFER_LOAD_DWORD", inst, raw)["writes"])
+    assert (v(5), 1) not in pairs(effects.facts("BUFFER_LOAD_DWORD", inst, raw)["reads"])
     inst, raw = _instruction("MUBUF", MUBUF, values | {"acc": 1}, MUBUF_KINDS)
-    assert pairs(operands.facts("BUFFER_LOAD_DWORDX4", inst, raw)["writes"]) == {(operands.ACCS + 10, 4)}
+    assert pairs(effects.facts("BUFFER_LOAD_DWORDX4", inst, raw)["writes"]) == {(effects.ACCS + 10, 4)}
 
 
 def test_registers_of_vector_operations() -> None:
     layout = {"src0": (0, 8), "vsrc1": (9, 16), "vdst": (17, 24)}
     kinds = {"src0": ("OPR_SRC", 1), "vsrc1": ("OPR_VGPR", 1), "vdst": ("OPR_VGPR", 1)}
     inst, raw = _instruction("VOP2", layout, {"src0": 256 + 3, "vsrc1": 4, "vdst": 5}, kinds)
-    found = operands.facts("V_FMAC_F32_E32", inst, raw)
+    found = effects.facts("V_FMAC_F32_E32", inst, raw)
     assert pairs(found["reads"]) == {(v(3), 1), (v(4), 1), (v(5), 1)} and pairs(found["writes"]) == {(v(5), 1)}
     # the addend is a source, not the result
-    assert (v(5), 1) not in pairs(operands.facts("V_FMAMK_F32_E32", inst, raw)["reads"])
-    found = operands.facts("V_CNDMASK_B32_E32", inst, raw)
-    assert (operands.VCC, 2) in pairs(found["reads"]) and found["flow"] == [operands.FLOW["select"]]
-    found = operands.facts("V_ADDC_CO_U32_E32", inst, raw)
-    assert (operands.VCC, 2) in pairs(found["reads"]) and (operands.VCC, 2) in pairs(found["writes"])
+    assert (v(5), 1) not in pairs(effects.facts("V_FMAMK_F32_E32", inst, raw)["reads"])
+    found = effects.facts("V_CNDMASK_B32_E32", inst, raw)
+    assert (effects.VCC, 2) in pairs(found["reads"]) and found["flow"] == [effects.FLOW["select"]]
+    found = effects.facts("V_ADDC_CO_U32_E32", inst, raw)
+    assert (effects.VCC, 2) in pairs(found["reads"]) and (effects.VCC, 2) in pairs(found["writes"])
     inst, raw = _instruction(
         "VOPC", layout, {"src0": 256 + 3, "vsrc1": 4}, {name: kinds[name] for name in ("src0", "vsrc1")}
     )
-    assert pairs(operands.facts("V_CMP_GT_F32_E32", inst, raw)["writes"]) == {(operands.VCC, 2)}
+    assert pairs(effects.facts("V_CMP_GT_F32_E32", inst, raw)["writes"]) == {(effects.VCC, 2)}
 
 
 def test_registers_of_scalar_operations() -> None:
     layout = {"ssrc0": (0, 7), "sdst": (16, 22)}
     kinds = {"ssrc0": ("OPR_SSRC", 2), "sdst": ("OPR_SREG", 2)}
     inst, raw = _instruction("SOP1", layout, {"ssrc0": 6, "sdst": 20}, kinds)
-    found = operands.facts("S_AND_SAVEEXEC_B64", inst, raw)
+    found = effects.facts("S_AND_SAVEEXEC_B64", inst, raw)
     assert pairs(found["reads"]) == {(6, 2)} and pairs(found["writes"]) == {(20, 2)}
-    assert found["save"] == [1] and found["operation"] == [operands.BITS.index("and")]
-    assert operands.facts("S_MOV_B64", inst, raw)["scc"] == [0]
+    assert found["save"] == [1] and found["operation"] == [effects.BITS.index("and")]
+    assert effects.facts("S_MOV_B64", inst, raw)["scc"] == [0]
 
 
 def test_fidelity_of_a_run() -> None:

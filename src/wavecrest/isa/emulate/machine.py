@@ -23,7 +23,7 @@ import platformdirs
 
 from wavecrest import env
 from wavecrest.errors import EnvironmentProblem, MissingDependency
-from wavecrest.isa.emulate import operands
+from wavecrest.isa.emulate import effects
 
 SOURCES = ("wave.h", "formats.h", "matrix.h", "memory.h", "lanes.h", "dpp.h", "watch.h", "machine.c")
 
@@ -112,12 +112,12 @@ class Entry(ctypes.Structure):
 
 
 class Facts(ctypes.Structure):
-    """What the watch has to know about an instruction (`operands.FIELDS`)."""
+    """Facts about an instruction for the watch (`effects.FIELDS`)."""
 
-    _fields_ = tuple((name, ctypes.c_int32 * count) for name, (count, _) in operands.FIELDS.items())
+    _fields_ = tuple((name, ctypes.c_int32 * count) for name, (count, _) in effects.FIELDS.items())
 
     def set(self, values: dict[str, list[int]]) -> None:
-        """Take the fields from `operands.facts`."""
+        """Take the fields from `effects.facts`."""
         for name, numbers in values.items():
             field = getattr(self, name)
             for index, number in enumerate(numbers):
@@ -129,18 +129,18 @@ def _enum(prefix: str, names: Sequence[str], first: int = 1) -> str:
 
 
 def _declarations() -> str:
-    """The C structs and numbers of ACTIONS and of `operands`."""
+    """The C structs and numbers of ACTIONS and of `effects`."""
     lines = ["#include <stdint.h>", "typedef int32_t i32;"]
     for name, fields in ACTIONS.items():
         struct = "".join(part.capitalize() for part in name.split("_"))
         if fields:
             lines.append(f"typedef struct {{ i32 {', '.join(fields)}; }} {struct};")
-    fields = ", ".join(name + (f"[{count}]" if count > 1 else "") for name, (count, _) in operands.FIELDS.items())
-    lines.append(f"typedef struct {{ i32 {fields}; }} Facts;")
-    lines += [_enum("ACTION", tuple(ACTIONS)), _enum("FLOW", operands.FLOWS), _enum("ACCESS", operands.ACCESSES)]
-    lines += [_enum("BRANCH", operands.BRANCHES), _enum("BITS", operands.BITS, 0)]
+    facts = ", ".join(name + (f"[{count}]" if count > 1 else "") for name, (count, _) in effects.FIELDS.items())
+    lines.append(f"typedef struct {{ i32 {facts}; }} Facts;")
+    lines += [_enum("ACTION", tuple(ACTIONS)), _enum("FLOW", effects.FLOWS), _enum("ACCESS", effects.ACCESSES)]
+    lines += [_enum("BRANCH", effects.BRANCHES), _enum("BITS", effects.BITS, 0)]
     numbers = ("PAIRS_MOVE", "PAIRS_CARRY", "SCC_READ", "SCC_WRITTEN", "COUNTS_VM", "COUNTS_LDS", "COUNTS_SCALAR")
-    lines.append("enum { " + ", ".join(f"{name} = {getattr(operands, name)}" for name in numbers) + " };")
+    lines.append("enum { " + ", ".join(f"{name} = {getattr(effects, name)}" for name in numbers) + " };")
     return "\n".join(lines) + "\n"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from wavecrest.errors import EmulationError, OutOfBounds, Unsupported, UnsupportedInstruction
-from wavecrest.isa.emulate import checkout, decode, machine, operands, watch
+from wavecrest.isa.emulate import checkout, decode, effects, machine, watch
 from wavecrest.isa.emulate.code_object import CodeObject
 
 WorkgroupId = tuple[int, int, int]
@@ -168,7 +168,9 @@ class Program:
         self.family = decode.family(self.code.arch)
         self.entries = self.code.code_size // 4 + 64
         self.table = (machine.Entry * self.entries)()
-        self.facts = (machine.Facts * self.entries)()
+        # filled from the first watched launch on
+        self.facts: Any = None
+        self._decoded: dict[int, tuple[Any, bytes]] = {}
         self.names: dict[int, tuple[str, Any]] = {}
         self.unsupported: dict[int, str] = {}
         self.compile_seconds = 0.0
@@ -217,7 +219,9 @@ class Program:
             raw, inst = ctypes.string_at(pc, 16), None
             try:
                 inst = decode.decode(self.emulator, raw, self.code.arch)
-                self._set_facts(self.facts[index], inst, raw)
+                self._decoded[index] = inst, raw
+                if self.facts is not None:
+                    self._set_facts(index)
                 self.names[index] = self._fill(self.table[index], inst, raw)
             except Exception as error:
                 what = repr(inst)[:200] if inst is not None else f"bytes {raw[:8].hex()}"
@@ -227,9 +231,22 @@ class Program:
                 ) from error
             self.compile_seconds += time.perf_counter() - begin
 
-    def _set_facts(self, facts: machine.Facts, inst: Any, raw: bytes) -> None:
-        if self.family == "cdna":
-            facts.set(operands.facts(self.emulator._op_name(inst), inst, raw))
+    def _set_facts(self, index: int) -> None:
+        inst, raw = self._decoded[index]
+        self.facts[index].set(effects.facts(self.emulator._op_name(inst), inst, raw))
+
+    def prepare_watch(self) -> None:
+        """Have what the watch needs to know of each instruction.
+
+        Raises:
+            Unsupported: the architecture is not CDNA.
+        """
+        check_watched(self.code.arch)
+        with self._lock:
+            if self.facts is None:
+                self.facts = (machine.Facts * self.entries)()
+                for index in self._decoded:
+                    self._set_facts(index)
 
     def _fill(self, entry: machine.Entry, inst: Any, raw: bytes) -> tuple[str, Any]:
         """Make an instruction runnable; its opcode's name and tinygrad's object for it."""
@@ -302,7 +319,7 @@ class Program:
             EmulationError: a trap, a jump out of the code, or more instructions than `limit`.
         """
         if regions is not None:
-            check_watched(self.code.arch)
+            self.prepare_watch()
         launch = _Launch(self, grid, args, num_warps, shared, resident, quantum, limit, describe, regions)
         return launch.run(only, workers)
 

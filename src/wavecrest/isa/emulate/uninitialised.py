@@ -37,18 +37,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-class Uninitialised(TorchDispatchMode):
+class Uninitialised(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, keeps for each tensor that PyTorch made without a value which of its bytes have one."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[StorageWeakRef, Bytes]] = {}
 
     def written(self, tensor: Tensor) -> Bytes | None:
         """1 for each byte of the tensor's storage that has a value; None if all have."""
         address = tensor.untyped_storage().data_ptr()
         reference, marks = self._known.get(address, (None, None))
-        if reference is not None and reference.expired():
+        if reference is not None and reference.expired():  # type: ignore[no-untyped-call]
             # other memory has the address now
             del self._known[address]
             return None
@@ -70,7 +70,8 @@ class Uninitialised(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if tensor.device.type == "cpu" and storage.nbytes():
                     marks = np.zeros(storage.nbytes(), np.uint8)
-                    self._known[storage.data_ptr()] = StorageWeakRef(storage), marks
+                    reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                    self._known[storage.data_ptr()] = reference, marks
             return result
         if not self._known:
             return result

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wavecrest.isa.emulate import operands
+from wavecrest.isa.emulate import effects
 
 _U32, _I32, _U64, _U8 = ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint8
 _VECTORS, _REGISTERS, _WAVES = 256, 800, 32
@@ -88,14 +88,14 @@ STRUCTS = (Region, _Finding, _Launch, _Byte, _Group, _Wave)
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong at one instruction: `kind` is a number above, `text` a sentence without the kernel's name."""
+    """A fault at one instruction: `kind` is a number above, `text` a sentence without the kernel's name."""
 
     kind: int
     text: str
 
 
 class LaunchWatch:
-    """What the waves of a launch share.
+    """The part that the waves of a launch share.
 
     Args:
         entries: instructions in the code.
@@ -118,7 +118,7 @@ class LaunchWatch:
 
 
 class GroupWatch:
-    """What the waves of a workgroup share: the states of its LDS, and what had ended at the last barrier."""
+    """The part that the waves of a workgroup share: the states of its LDS, and what had ended at the last barrier."""
 
     def __init__(self, launch: LaunchWatch, workgroup: Sequence[int], lds_bytes: int) -> None:
         # pages that are not touched cost nothing
@@ -155,7 +155,7 @@ class WaveWatch:
             wave.origin[register] = -register - 1
         # all but the work item's number in v0
         ctypes.memset(ctypes.byref(wave.unknown, 8), 0xFF, 8 * (_REGISTERS - _VECTORS - 1))
-        for register in (*range(scalars, 102), operands.VCC, operands.VCC + 1, 124):
+        for register in (*range(scalars, 102), effects.VCC, effects.VCC + 1, 124):
             wave.scalar_unknown[register] = ones
 
     @property
@@ -166,11 +166,11 @@ class WaveWatch:
 
 def register_name(number: int) -> str:
     """A register's name in assembly."""
-    special = {operands.VCC: "vcc_lo", operands.VCC + 1: "vcc_hi", operands.EXEC: "exec_lo", 124: "m0"}
-    special[operands.EXEC + 1] = "exec_hi"
+    special = {effects.VCC: "vcc_lo", effects.VCC + 1: "vcc_hi", effects.EXEC: "exec_lo", 124: "m0"}
+    special[effects.EXEC + 1] = "exec_hi"
     if number in special:
         return special[number]
-    for first, letter in ((operands.ACCS, "a"), (operands.VGPRS, "v")):
+    for first, letter in ((effects.ACCS, "a"), (effects.VGPRS, "v")):
         if number >= first:
             return f"{letter}{number - first}"
     return f"s{number}"

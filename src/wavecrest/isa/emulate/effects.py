@@ -1,4 +1,4 @@
-"""What an instruction of CDNA reads, writes and waits for, as machine/watch.h takes it: from tinygrad's operand tables.
+"""Effects of an instruction of CDNA for machine/watch.h: reads, writes, waits, from tinygrad's operand tables.
 
 Registers have one numbering: SGPRs from 0, VGPRs from 256, accumulation registers from 512.
 """
@@ -168,7 +168,8 @@ def facts(opcode: str, inst: Any, data: bytes) -> dict[str, list[int]]:
     encoding = type(inst).__name__.partition("_")[0]
     result = {name: [default] * count for name, (count, default) in FIELDS.items()}
     found = operands(opcode, inst, raw)
-    reads, writes = [], []
+    reads: list[tuple[int, int]] = []
+    writes: list[tuple[int, int]] = []
     for one in found:
         if one.register < 0:
             continue
@@ -248,6 +249,8 @@ def _fill_flow(
     if encoding == "VOP3SD" or opcode.startswith("V_CNDMASK"):
         # the third one is the mask
         sources = [one for one in sources if one.name != "src2" or _masks(opcode, encoding, raw)[0] < 0]
+    # the scales of a matrix instruction come after its operands
+    sources.sort(key=lambda one: one.name.startswith("scale"))
     targets = [one for one in found if one.name in _WRITES and one.register >= 0]
     if _READS_RESULT.match(opcode) or (encoding == "SOPK" and not re.match("S_MOVK|S_GETREG", opcode)):
         sources += targets
