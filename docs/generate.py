@@ -155,7 +155,8 @@ def _fidelity(found: record.EmulationRecord) -> str:
         f"Wave instructions: {sum(work.exact for work in works):,} exact, "
         f"{sum(work.no_effect for work in works):,} without effect here, {counts.total():,} approximate ({reasons})."
     )
-    return text + (" Checked: a case with a finding would be a failed one." if found.checked else "")
+    # a case with a finding has failed
+    return text + (" Checked (`--check`): no finding." if found.checked and found.passed else "")
 
 
 def emulation_page() -> str:
