@@ -230,6 +230,13 @@ def test_one_wave_needs_no_barrier_with_itself(library: Any) -> None:
     assert Machine(library).run(0, lds_write(), lds_read(), lds_write(), lds_read()) == []
 
 
+def test_what_a_wave_wrote_before_the_barrier_does_not_cover_its_read_after_it(library: Any) -> None:
+    made = Machine(library, waves=2)
+    made.run(0, lds_write(), wait(lgkm=0))
+    made.barrier()
+    assert made.run(0, lds_read(), wait(lgkm=0)) == [] and made.run(1, lds_write()) == [watch.NO_BARRIER]
+
+
 def test_two_waves_may_write_the_same_value_but_not_others(library: Any) -> None:
     made = Machine(library, waves=3)
     for _, registers, _ in made.files[:2]:
