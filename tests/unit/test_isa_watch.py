@@ -281,8 +281,9 @@ def test_lds_that_nothing_wrote_may_be_read_but_not_stored(library: Any) -> None
     found = made.run(0, store(3))
     assert found == [watch.STORED]
     assert "memory that nothing wrote, read at #2" in made.findings()[0].text
-    # through LDS, the first half of the lanes known
+    # through LDS: where it comes from is kept
     assert made.run(0, lds_write(512, 3), lds_read(4, offset=512), wait(lgkm=0), store(4)) == [watch.STORED]
+    assert "memory that nothing wrote, read at #2" in made.findings()[1].text
 
 
 def test_registers_that_nothing_wrote(library: Any) -> None:
