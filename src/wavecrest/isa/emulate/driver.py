@@ -161,6 +161,7 @@ class EmulatedDriver:
             regions=None if self.uninitialised is None or guard is None else guard.watched(self.uninitialised),
             **self.options,
         )
+        self.runs.append(Launched(metadata.name, metadata.num_warps, metadata.shared, stats))
         if guard is not None:
             if stats.findings:
                 only_bounds = all(finding.kind == BESIDE for finding in stats.findings)
@@ -169,7 +170,6 @@ class EmulatedDriver:
             stats.unguarded = guard.unguarded
             if self.uninitialised is not None:
                 guard.take_states(self.uninitialised)
-        self.runs.append(Launched(metadata.name, metadata.num_warps, metadata.shared, stats))
 
     @classmethod
     def is_active(cls) -> bool:
