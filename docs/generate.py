@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,22 @@ def _emulated(path: Path) -> Iterator[str]:
             f"{sum(case.work.instructions for case in mine):,}",
         )
         yield "| " + " | ".join(cells) + " |"
+    if any(case.work.exact for case in found.cases):
+        yield ""
+        yield _fidelity(found)
+
+
+def _fidelity(found: record.EmulationRecord) -> str:
+    """How close to the hardware the instructions of a record were, and whether they were checked."""
+    works = [case.work for case in found.cases]
+    counts: Counter[str] = sum((Counter(work.approximate) for work in works), Counter())
+    reasons = "; ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
+    text = (
+        f"Wave instructions: {sum(work.exact for work in works):,} exact, "
+        f"{sum(work.no_effect for work in works):,} without effect here, {counts.total():,} approximate ({reasons})."
+    )
+    # a case with a finding has failed
+    return text + (" Checked (`--check`): no finding." if found.checked and found.passed else "")
 
 
 def emulation_page() -> str:

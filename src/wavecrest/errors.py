@@ -19,7 +19,8 @@ WavecrestError                     exit code
 │   └── UnsupportedInstruction     2   the emulator has no meaning for an instruction, which the message names
 ├── Regression                     2   a check that guards speed or numerics failed
 ├── EmulationError                 2   machine code went wrong in the emulator; the message names the instruction
-│   └── OutOfBounds                2   it accessed memory outside of what it was given
+│   ├── OutOfBounds                2   it accessed memory outside of what it was given
+│   └── HazardFound                2   it misses a wait or a barrier, or uses a value that nothing wrote
 └── EnvironmentProblem             3   the machine lacks something: a device, a compiler, a package
     ├── DeviceFailed               3   the GPU failed, and this process cannot use it any more; a new one can go on
     ├── ClockError                 3   times cannot be trusted; the message says which clock and why
@@ -120,6 +121,10 @@ class EmulationError(WavecrestError):
 
 class OutOfBounds(EmulationError):
     """A kernel accessed memory outside of its arguments."""
+
+
+class HazardFound(EmulationError):
+    """Machine code misses a wait or a barrier, or uses what nothing wrote; the result may be right all the same."""
 
 
 class EnvironmentProblem(WavecrestError):

@@ -59,7 +59,7 @@ def started(kind: str, arch: str) -> Future[Any]:
     def run() -> Any:
         command = {
             "kernels": ("tests.emulated.cases", arch),
-            "ops": ("wavecrest", "isa", "run", "all", "--arch", arch, "--json"),
+            "ops": ("wavecrest", "isa", "run", "all", "--arch", arch, "--check", "--json"),
         }[kind]
         done = child(*command)
         # 2: something is wrong, which the result says

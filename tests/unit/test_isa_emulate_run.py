@@ -69,6 +69,8 @@ def test_a_right_result_is_ok_and_its_work_is_counted() -> None:
     assert found.outcome == "ok" and found.worst == 0 and found.shapes == ["4x64"] and not found.reason
     assert (found.work.launches, found.work.workgroups, found.work.matrix_instructions) == (1, 3, 4)
     assert found.work.kernels == ["_fake"] and found.work.unguarded == ["x"]
+    assert (found.work.exact, found.work.no_effect) == (0, 6)
+    assert list(found.work.approximate.values()) == [4]
 
 
 def _off_by(amount: float) -> Any:
@@ -284,6 +286,18 @@ def test_the_command_prints_writes_and_returns(
     assert record.EmulationRecord.model_validate_json(json.stdout[json.stdout.index("{") :]).passed is False
 
 
+def test_a_run_says_how_exact_it_was_and_what_was_looked_for(
+    no_emulator: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = registry.get("rms_norm")
+    monkeypatch.setattr(op, "run", lambda _backend, call: op.reference(call))
+    plain = CliRunner().invoke(_app(), ["rms_norm", "--shapes", "2x8"])
+    assert "fidelity: " in plain.output and "not checked: missing waits" in plain.output
+    checked = CliRunner().invoke(_app(), ["rms_norm", "--shapes", "2x8", "--check"])
+    assert "\nchecked: waits, barriers" in checked.output
+    assert [asked["check"] for asked in no_emulator] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -356,7 +370,13 @@ def test_a_damaged_record_is_one_clear_error(tmp_path: Path) -> None:
 def test_the_committed_record_covers_every_kernel(arch: str) -> None:
     newest = max((ROOT / "evidence" / "emulated").glob(f"*_isa-run_{arch}.jsonl.gz"))
     found = record.load(newest)
-    assert found.arch == arch and found.passed and found.header.evidence == "emulated" and len(found.tinygrad) == 40
+    assert (
+        found.arch == arch
+        and found.passed
+        and found.checked
+        and found.header.evidence == "emulated"
+        and len(found.tinygrad) == 40
+    )
     missing = set(run.op_names("all")) - {case.op for case in found.cases if case.outcome == "ok"}
     assert not missing, f"run scripts/emulate: no record of {sorted(missing)}"
     assert all(value.startswith("…") or "/" not in value for value in found.header.environment.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,6 +52,7 @@ def run(
     dtypes: Sequence[str] = (),
     arguments: Sequence[str] = (),
     cuda_is_cpu: bool = False,
+    check: bool = False,
     workers: int = 1,
     resident: int = 64,
     output: Path | None = None,
@@ -66,6 +68,7 @@ def run(
         dtypes: names of dtypes.
         arguments: of the script, or for pytest.
         cuda_is_cpu: in scripts and tests, take the device "cuda" for the CPU.
+        check: find missing waits and barriers and uninitialised values too.
         workers: threads; `resident`: workgroups of each that are under way at a time.
         output: where an op's record is written.
         on_case: called after each case of an op.
@@ -73,6 +76,7 @@ def run(
 
     Raises:
         InvalidArgument: no such op, architecture or dtype, or options that do not go together.
+        Unsupported: `check` on an architecture that is not CDNA.
         WorkloadError: no such file.
         OutputError: `output` cannot be written; found before anything runs.
         MissingDependency, EnvironmentProblem: no emulator here; the message says what to install.
@@ -82,7 +86,7 @@ def run(
 
     if workers < 1 or resident < 1:
         raise InvalidArgument("--workers and --resident take numbers of at least 1")
-    options = {"workers": workers, "resident": resident}
+    options = {"check": check, "workers": workers, "resident": resident}
     if emulation.is_file(target):
         if shapes or dtypes or output is not None:
             raise InvalidArgument(f"--shapes, --dtype and --output are for ops; {target} is a file")
@@ -147,6 +151,25 @@ def _show_cases(record: EmulationRecord) -> None:
         _shared.out.print(f"[dim]too large to be guarded: {escape(', '.join(unguarded))}[/dim]", soft_wrap=True)
 
 
+def _fidelity(works: Sequence[Work], checked: bool) -> str:
+    """How close to the hardware the instructions were, and what was looked for."""
+    approximate = sum((Counter(work.approximate) for work in works), Counter())
+    reasons = [f"  {count:,} {reason}" for reason, count in approximate.most_common()]
+    unsupported = sorted({text for work in works for text in work.unsupported})
+    lines = [
+        f"fidelity: {sum(work.exact for work in works):,} wave instructions exact, "
+        f"{approximate.total():,} approximate, "
+        f"{sum(work.no_effect for work in works):,} without effect here (waits, caches), "
+        f"{len(unsupported)} in code that was not reached cannot run",
+        *reasons,
+        *(f"  {text}" for text in unsupported),
+        "checked: waits, barriers, bounds, uninitialised values"
+        if checked
+        else "not checked: missing waits, missing barriers, uninitialised values (--check)",
+    ]
+    return "\n".join(lines)
+
+
 def _sum(work: Work) -> str:
     kernels = ", ".join(work.kernels[:4]) + (" …" if len(work.kernels) > 4 else "")
     return (
@@ -170,12 +193,15 @@ def show(result: EmulationRecord | ProgramResult) -> None:
             "[dim]error: the largest |difference| / max(1, |oracle|), or the share of 8-bit values one step off; "
             "groups and instr.: workgroups, and instructions of their waves[/dim]"
         )
+        text = _fidelity([case.work for case in result.cases], result.checked)
+        out.print(escape(text), soft_wrap=True, highlight=False)
         return
     mark = "[green]passed[/green]" if result.passed else "[red]failed[/red]"
     out.print(f"{mark} {escape(result.target)} [dim]{evidence}[/dim]", soft_wrap=True)
     if result.reason:
         out.print(escape(result.reason), soft_wrap=True)
     out.print(escape(_sum(result.work)), soft_wrap=True)
+    out.print(escape(_fidelity([result.work], result.checked)), soft_wrap=True, highlight=False)
 
 
 def command(
@@ -193,6 +219,10 @@ def command(
     dtype: Annotated[str | None, typer.Option(metavar="NAME,…", help="float32, float16, bfloat16.")] = None,
     cuda_is_cpu: Annotated[
         bool, typer.Option("--cuda-is-cpu", help='For scripts and tests: take the device "cuda" for the CPU.')
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Find missing waits, missing barriers and uninitialised values too (gfx9)."),
     ] = False,
     workers: Annotated[int, typer.Option(help="Threads that run workgroups.")] = 1,
     resident: Annotated[
@@ -224,6 +254,7 @@ def command(
             dtypes=dtypes,
             arguments=arguments or (),
             cuda_is_cpu=cuda_is_cpu,
+            check=check,
             workers=workers,
             resident=resident,
             output=output,

@@ -8,6 +8,7 @@ import itertools
 import runpy
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from wavecrest.dispatch.call import AnyCall, mapped, tensors_of
 from wavecrest.dispatch.op import AnyOp
 from wavecrest.errors import InvalidArgument, MissingDependency, Unsupported, WavecrestError, WorkloadError
 from wavecrest.isa import emulate, sources, survey
+from wavecrest.isa.emulate import fidelity
 from wavecrest.isa.emulate.record import CaseResult, EmulationRecord, ProgramResult, Work
 from wavecrest.measure import numerics
 from wavecrest.records import provenance
@@ -137,7 +139,14 @@ def run_ops(
                     on_case(results[-1])
     ran = {kernel for result in results for kernel in result.work.kernels}
     hashes = {name: found for name, found in sources.kernels().items() if name in ran}
-    return EmulationRecord(header=_header(), arch=arch, tinygrad=emulate.commit(), sources=hashes, cases=results)
+    return EmulationRecord(
+        header=_header(),
+        arch=arch,
+        tinygrad=emulate.commit(),
+        sources=hashes,
+        checked=bool(options.get("check")),
+        cases=results,
+    )
 
 
 def _header() -> provenance.Header:
@@ -301,11 +310,17 @@ def _codes_off(got: Tensor, want: Tensor) -> tuple[float, int]:
 
 def _work(driver: emulate.EmulatedDriver, before: int) -> Work:
     runs = driver.runs[before:]
+    ops = sum((Counter(run.stats.ops) for run in runs), Counter())
+    close = fidelity.of(ops)
     return Work(
         launches=len(runs),
         workgroups=sum(run.stats.workgroups for run in runs),
         instructions=sum(run.stats.instructions for run in runs),
         matrix_instructions=sum(run.stats.matrix_instructions() for run in runs),
+        exact=close.exact,
+        approximate=close.approximate,
+        no_effect=close.no_effect,
+        unsupported=sorted({text for run in runs for text in run.stats.unsupported}),
         seconds=round(sum(run.stats.seconds for run in runs), 3),
         compile_seconds=round(sum(run.stats.compile_seconds for run in runs), 3),
         kernels=sorted({run.kernel for run in runs}),
@@ -354,6 +369,7 @@ def run_file(
         arch=arch,
         tinygrad=emulate.commit(),
         target=provenance.shown_path(target),
+        checked=bool(options.get("check")),
         passed=not problem,
         reason=problem,
         work=_work(driver, 0),

@@ -32,7 +32,7 @@ _BUFFER_BYTES = (
     *(("128", 16), ("96", 12), ("64", 8), ("X4", 16), ("X3", 12), ("X2", 8), ("DWORD", 4), ("B32", 4)),
     *(("SHORT", 2), ("16", 2), ("BYTE", 1), ("8", 1)),
 )
-_NO_EFFECT = re.compile(
+NO_EFFECT = re.compile(
     r"(?:BUFFER|GLOBAL|S_DCACHE|S_ICACHE|S_GL1)_?(?:GL[01]_)?(?:INV|WB|WBINV|WBL2|WBINVL1)(?:_VOL|L1|_SC1)?$"
     r"|S_PREFETCH|S_DCACHE|S_SLEEP|S_WAIT|V_NOP|S_NOP"
 )
@@ -428,7 +428,7 @@ def action(name: str, inst: Any, raw: bytes, arch: str) -> Action | None:
     Raises:
         NotImplementedError: neither can run it; the message names the part of the instruction.
     """
-    if _NO_EFFECT.match(name):
+    if NO_EFFECT.match(name):
         return "nop", {}
     size = inst.size()
     ranges = dict(type(inst)._fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +12,25 @@ from torch import Tensor
 import wavecrest.ops.common.triton as _triton
 from wavecrest import hardware
 from wavecrest.dispatch import registry
-from wavecrest.errors import EnvironmentProblem, InvalidArgument, MissingDependency, Unsupported
+from wavecrest.errors import (
+    EnvironmentProblem,
+    HazardFound,
+    InvalidArgument,
+    MissingDependency,
+    OutOfBounds,
+    Unsupported,
+)
 from wavecrest.isa.emulate import checkout, decode, machine, program
 from wavecrest.isa.emulate.memory import Guard
 from wavecrest.isa.emulate.program import Program, Stats
+from wavecrest.isa.emulate.uninitialised import Uninitialised
+from wavecrest.isa.emulate.watch import BESIDE, Finding
 
 ARCHS = tuple(arch.name for arch in hardware.ARCHS.values() if arch.vendor == "amd")
 # device numbers that no GPU has: Triton keeps compiled kernels by them
 _FIRST_DEVICE = 100
+# findings of a launch that the error names
+SHOWN = 6
 
 
 class Launched(NamedTuple):
@@ -110,12 +121,17 @@ class EmulatedDriver:
         runs: every launch so far.
     """
 
-    def __init__(self, arch: str, *, guard: bool = True, **options: Any) -> None:
+    def __init__(self, arch: str, *, guard: bool = True, check: bool = False, **options: Any) -> None:
         from triton.backends.compiler import GPUTarget
 
         if arch not in ARCHS:
             raise InvalidArgument(f"the emulator runs {', '.join(ARCHS)}, not {arch!r}")
+        if check and not guard:
+            raise InvalidArgument("check=True needs guard=True, which knows the memory of each argument")
+        if check:
+            program.check_watched(arch)
         self.arch, self.guard, self.options = arch, guard, options
+        self.uninitialised = Uninitialised() if check else None
         self.runs: list[Launched] = []
         self.utils = _Utils(hardware.ARCHS[arch])
         self.launcher_cls = _Launcher
@@ -142,12 +158,18 @@ class EmulatedDriver:
             num_warps=metadata.num_warps,
             shared=metadata.shared,
             describe=hex if guard is None else guard.describe,
+            regions=None if self.uninitialised is None or guard is None else guard.watched(self.uninitialised),
             **self.options,
         )
+        self.runs.append(Launched(metadata.name, metadata.num_warps, metadata.shared, stats))
         if guard is not None:
+            if stats.findings:
+                only_bounds = all(finding.kind == BESIDE for finding in stats.findings)
+                raise (OutOfBounds if only_bounds else HazardFound)(_listed(metadata.name, stats.findings))
             guard.finish()
             stats.unguarded = guard.unguarded
-        self.runs.append(Launched(metadata.name, metadata.num_warps, metadata.shared, stats))
+            if self.uninitialised is not None:
+                guard.take_states(self.uninitialised)
 
     @classmethod
     def is_active(cls) -> bool:
@@ -199,6 +221,13 @@ class EmulatedDriver:
         """Caches are not modelled."""
 
 
+def _listed(kernel: str, findings: Sequence[Finding]) -> str:
+    """The findings of a launch, those of one sort after the other."""
+    ordered = sorted(findings, key=lambda finding: finding.kind)
+    more = [f"and {len(ordered) - SHOWN} more"] if len(ordered) > SHOWN else []
+    return f"{kernel}: " + "; ".join([*(finding.text for finding in ordered[:SHOWN]), *more])
+
+
 def _is_descriptor(value: Any) -> bool:
     """True for Triton's host-side tensor descriptors."""
     return hasattr(value, "base") and hasattr(value, "block_shape")
@@ -242,6 +271,7 @@ def emulated(
     arch: str,
     *,
     guard: bool = True,
+    check: bool = False,
     workers: int = 1,
     resident: int = program.RESIDENT,
     quantum: int = program.QUANTUM,
@@ -255,22 +285,28 @@ def emulated(
     Args:
         arch: gfx90a, gfx942, gfx950, gfx1100 or gfx1201.
         guard: find accesses outside of the tensors of a launch; `memory.Guard` says how.
+        check: find missing waits and barriers, accesses beside the elements of a tensor and values that nothing wrote
+            (machine/watch.h), on CDNA; a launch with findings raises HazardFound, or
+            OutOfBounds if all are such accesses. Needs `guard`.
         workers, resident, quantum, limit: as for `Program.launch`.
 
     Raises:
-        InvalidArgument: another architecture.
+        InvalidArgument: another architecture, or `check` without `guard`.
+        Unsupported: `check` on an architecture that is not CDNA.
         MissingDependency, EnvironmentProblem: as for `check_available`.
     """
     check_available()
     from triton.runtime import driver as config
 
-    driver = EmulatedDriver(arch, guard=guard, workers=workers, resident=resident, quantum=quantum, limit=limit)
+    options = {"workers": workers, "resident": resident, "quantum": quantum, "limit": limit}
+    driver = EmulatedDriver(arch, guard=guard, check=check, **options)
     # not `config.active`, which looks for a GPU and fails without one
     before = config._active, _triton.emulated
     config._active, _triton.emulated = driver, arch
     registry.forget()
     try:
-        yield driver
+        with driver.uninitialised or nullcontext():
+            yield driver
     finally:
         config._active, _triton.emulated = before
         registry.forget()

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -22,8 +23,9 @@ import platformdirs
 
 from wavecrest import env
 from wavecrest.errors import EnvironmentProblem, MissingDependency
+from wavecrest.isa.emulate import effects
 
-SOURCES = ("wave.h", "formats.h", "matrix.h", "memory.h", "lanes.h", "machine.c")
+SOURCES = ("wave.h", "formats.h", "matrix.h", "memory.h", "lanes.h", "dpp.h", "watch.h", "machine.c")
 
 # return values of `run`
 BARRIER, END, COMPILE, BUDGET, RANGE, TRAP, FAULT, OUTSIDE_LDS = range(1, 9)
@@ -109,14 +111,36 @@ class Entry(ctypes.Structure):
             self.fields[index] = ctypes.c_int32(int(values[field]) & 0xFFFFFFFF).value
 
 
+class Facts(ctypes.Structure):
+    """Facts about an instruction for the watch (`effects.FIELDS`)."""
+
+    _fields_ = tuple((name, ctypes.c_int32 * count) for name, (count, _) in effects.FIELDS.items())
+
+    def set(self, values: dict[str, list[int]]) -> None:
+        """Take the fields from `effects.facts`."""
+        for name, numbers in values.items():
+            field = getattr(self, name)
+            for index, number in enumerate(numbers):
+                field[index] = ctypes.c_int32(number & 0xFFFFFFFF).value
+
+
+def _enum(prefix: str, names: Sequence[str], first: int = 1) -> str:
+    return "enum { " + ", ".join(f"{prefix}_{name.upper()} = {i}" for i, name in enumerate(names, start=first)) + " };"
+
+
 def _declarations() -> str:
-    """The C structs and numbers of ACTIONS."""
+    """The C structs and numbers of ACTIONS and of `effects`."""
     lines = ["#include <stdint.h>", "typedef int32_t i32;"]
     for name, fields in ACTIONS.items():
         struct = "".join(part.capitalize() for part in name.split("_"))
         if fields:
             lines.append(f"typedef struct {{ i32 {', '.join(fields)}; }} {struct};")
-    lines.append("enum { " + ", ".join(f"ACTION_{name.upper()} = {number}" for name, number in _NUMBER.items()) + " };")
+    facts = ", ".join(name + (f"[{count}]" if count > 1 else "") for name, (count, _) in effects.FIELDS.items())
+    lines.append(f"typedef struct {{ i32 {facts}; }} Facts;")
+    lines += [_enum("ACTION", tuple(ACTIONS)), _enum("FLOW", effects.FLOWS), _enum("ACCESS", effects.ACCESSES)]
+    lines += [_enum("BRANCH", effects.BRANCHES), _enum("BITS", effects.BITS, 0)]
+    numbers = ("PAIRS_MOVE", "PAIRS_CARRY", "SCC_READ", "SCC_WRITTEN", "COUNTS_VM", "COUNTS_LDS", "COUNTS_SCALAR")
+    lines.append("enum { " + ", ".join(f"{name} = {getattr(effects, name)}" for name in numbers) + " };")
     return "\n".join(lines) + "\n"
 
 
@@ -187,5 +211,6 @@ def load() -> Any:
     library.convert_float.restype = ctypes.c_uint32
     library.convert_float.argtypes = (ctypes.c_uint32, ctypes.c_int, ctypes.c_int, ctypes.c_int)
     pointer, number = ctypes.c_void_p, ctypes.c_uint64
-    library.run.argtypes = (pointer, number, number, pointer, number, pointer, ctypes.c_int)
+    library.run.argtypes = (pointer, number, number, pointer, number, pointer, ctypes.c_int, pointer)
+    library.watch_size.argtypes, library.watch_size.restype = (ctypes.c_int,), number
     return library

@@ -16,6 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from wavecrest.errors import OutOfBounds
+from wavecrest.isa.emulate import watch
+from wavecrest.isa.emulate.uninitialised import Uninitialised, elements
 
 # larger memory is used in place, and the launch says so
 LIMIT = 256 << 20
@@ -54,6 +56,25 @@ class _Region:
         self.shift = at - self.start
         ctypes.memset(self.first, _PATTERN, self.last - self.first)
         ctypes.memmove(at, self.start, size)
+
+    def states(self, uninitialised: Uninitialised | None) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """A state per byte from `first` to `last`: only elements of an argument may be accessed."""
+        found = np.zeros(self.last - self.first, np.uint8)
+        for _, tensor in self.arguments:
+            part = found[self._offset(tensor) :][: tensor.untyped_storage().nbytes()]
+            part |= elements(tensor) * np.uint8(watch.ADDRESSABLE)
+            marks = None if uninitialised is None else uninitialised.written(tensor)
+            part |= np.uint8(watch.WRITTEN) if marks is None else marks * np.uint8(watch.WRITTEN)
+        return found
+
+    def take_states(self, found: np.ndarray[tuple[int], np.dtype[np.uint8]], uninitialised: Uninitialised) -> None:
+        """Tell which bytes have a value now."""
+        for _, tensor in self.arguments:
+            part = found[self._offset(tensor) :][: tensor.untyped_storage().nbytes()]
+            uninitialised.set_written(tensor, (part & watch.WRITTEN != 0).astype(np.uint8))
+
+    def _offset(self, tensor: Tensor) -> int:
+        return tensor.untyped_storage().data_ptr() + self.shift - self.first
 
     def written_outside(self) -> str | None:
         at = self.start + self.shift
@@ -102,6 +123,7 @@ class Guard:
             else:
                 self._regions.append(_Region(start, end, [(name, tensor)]))
         self.unguarded: list[str] = []
+        self._states: list[tuple[_Region, np.ndarray[tuple[int], np.dtype[np.uint8]]]] = []
         for region in self._regions:
             if region.end - region.start <= LIMIT:
                 region.copy()
@@ -124,9 +146,25 @@ class Guard:
             distance = start - address if address < start else max(0, address - end)
             side = "before the start" if address < start else "past the end"
             names = " and ".join(_describe(*argument) for argument in region.arguments)
+            if start <= address < end:
+                return f"{address:#x}, between the elements of {names}"
             if best is None or distance < best[0]:
                 best = distance, f"{distance} bytes {side} of {names}"
         return f"{address:#x}, {best[1]}" if best is not None else f"{address:#x}"
+
+    def watched(self, uninitialised: Uninitialised | None) -> list[watch.Region]:
+        """The regions for the watch; those that are used in place are not among them.
+
+        Args:
+            uninitialised: knows which bytes have no value yet; None: all have one.
+        """
+        self._states = [(region, region.states(uninitialised)) for region in self._regions if region.pages is not None]
+        return [watch.Region(region.first, region.last, found.ctypes.data) for region, found in self._states]
+
+    def take_states(self, uninitialised: Uninitialised) -> None:
+        """Tell which bytes the kernel wrote."""
+        for region, found in self._states:
+            region.take_states(found, uninitialised)
 
     def finish(self) -> None:
         """Check the bytes beside the tensors, and copy the kernel's writes back to the caller's tensors.

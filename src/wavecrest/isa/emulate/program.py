@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from wavecrest.errors import EmulationError, OutOfBounds, UnsupportedInstruction
-from wavecrest.isa.emulate import checkout, decode, machine
+from wavecrest.errors import EmulationError, OutOfBounds, Unsupported, UnsupportedInstruction
+from wavecrest.isa.emulate import checkout, decode, effects, machine, watch
 from wavecrest.isa.emulate.code_object import CodeObject
 
 WorkgroupId = tuple[int, int, int]
@@ -41,7 +41,11 @@ _compiler = ThreadPoolExecutor(1, thread_name_prefix="emulate-compile")
 
 @dataclass
 class Stats:
-    """Statistics of a launch: wave instructions, the same by opcode, and the arguments that were used in place."""
+    """Statistics of a launch: wave instructions, the same by opcode, and the arguments that were used in place.
+
+    `unsupported`: opcodes in the code, not reached, that cannot run. `findings`: those of the watch, None if the launch
+    was not watched.
+    """
 
     seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -49,10 +53,25 @@ class Stats:
     instructions: int = 0
     ops: Counter[str] = field(default_factory=Counter)
     unguarded: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
+    findings: list[watch.Finding] | None = None
 
     def matrix_instructions(self) -> int:
         """The number of MFMA and WMMA instructions."""
         return sum(count for name, count in self.ops.items() if "MFMA" in name or "WMMA" in name)
+
+
+def check_watched(arch: str) -> None:
+    """Check that launches for an architecture can be watched.
+
+    Raises:
+        Unsupported: it is not CDNA.
+    """
+    if decode.family(arch) != "cdna":
+        raise Unsupported(
+            f"waits, barriers and uninitialised values are checked on gfx90a, gfx942 and gfx950, not on {arch}, which "
+            "has other wait counters"
+        )
 
 
 class _Wave:
@@ -89,7 +108,12 @@ class _Wave:
         self._pc = (emulator.PC_LO_IDX, emulator.PC_HI_IDX)
         memory = (s, self.v, None, group.lds, self.scratch, self.acc)
         addresses = [0 if part is None else part.ctypes.data for part in memory]
-        self.pointers = (ctypes.c_uint64 * 7)(*addresses, group.lds_bytes)
+        self.watch: watch.WaveWatch | None = None
+        if group.watch is not None:
+            # the SGPRs that are set above: user's, then up to three numbers of the workgroup
+            self.watch = watch.WaveWatch(group.watch, first // wave, (code.rsrc2 >> 1 & 31) + 3)
+        watched = 0 if self.watch is None else self.watch.address
+        self.pointers = (ctypes.c_uint64 * 8)(*addresses, group.lds_bytes, watched)
         # why it stopped: BARRIER or END; 0 while it can run
         self.state = 0
 
@@ -108,6 +132,9 @@ class _Group:
         # LDS starts undefined on a GPU; NaN here, so that a kernel that relies on it is found
         self.lds_bytes = launch.lds_bytes
         self.lds = np.full((launch.lds_bytes + 3) // 4, 0x7FC0DEAD, np.uint32)
+        self.watch: watch.GroupWatch | None = None
+        if launch.watch is not None:
+            self.watch = watch.GroupWatch(launch.watch, position, launch.lds_bytes)
         wave, threads = program.code.wave, launch.threads
         self.waves = [_Wave(program, self, first, threads) for first in range(0, threads, wave)]
 
@@ -117,6 +144,8 @@ class _Group:
     def release(self) -> None:
         """Let the waves pass the barrier that all those still running have reached."""
         if all(wave.state for wave in self.waves):
+            if self.watch is not None:
+                self.watch.passed_barrier([wave.watch for wave in self.waves if wave.watch is not None])
             for wave in self.waves:
                 wave.state = 0 if wave.state == machine.BARRIER else machine.END
 
@@ -139,7 +168,11 @@ class Program:
         self.family = decode.family(self.code.arch)
         self.entries = self.code.code_size // 4 + 64
         self.table = (machine.Entry * self.entries)()
+        # filled from the first watched launch on
+        self.facts: Any = None
+        self._decoded: dict[int, tuple[Any, bytes]] = {}
         self.names: dict[int, tuple[str, Any]] = {}
+        self.unsupported: dict[int, str] = {}
         self.compile_seconds = 0.0
         self._lock = threading.Lock()
         self._kept: list[Any] = []
@@ -172,7 +205,9 @@ class Program:
                 return
             try:
                 self._prepare_one(pc)
-            except UnsupportedInstruction:
+            except UnsupportedInstruction as error:
+                # an error only where it is reached
+                self.unsupported[(pc - self.code.code) >> 2] = str(error)
                 return
 
     def _prepare_one(self, pc: int) -> None:
@@ -184,6 +219,9 @@ class Program:
             raw, inst = ctypes.string_at(pc, 16), None
             try:
                 inst = decode.decode(self.emulator, raw, self.code.arch)
+                self._decoded[index] = inst, raw
+                if self.facts is not None:
+                    self._set_facts(index)
                 self.names[index] = self._fill(self.table[index], inst, raw)
             except Exception as error:
                 what = repr(inst)[:200] if inst is not None else f"bytes {raw[:8].hex()}"
@@ -192,6 +230,23 @@ class Program:
                     f"({type(error).__name__}: {str(error)[:200]})"
                 ) from error
             self.compile_seconds += time.perf_counter() - begin
+
+    def _set_facts(self, index: int) -> None:
+        inst, raw = self._decoded[index]
+        self.facts[index].set(effects.facts(self.emulator._op_name(inst), inst, raw))
+
+    def prepare_watch(self) -> None:
+        """Have what the watch needs to know of each instruction.
+
+        Raises:
+            Unsupported: the architecture is not CDNA.
+        """
+        check_watched(self.code.arch)
+        with self._lock:
+            if self.facts is None:
+                self.facts = (machine.Facts * self.entries)()
+                for index in self._decoded:
+                    self._set_facts(index)
 
     def _fill(self, entry: machine.Entry, inst: Any, raw: bytes) -> tuple[str, Any]:
         """Make an instruction runnable; its opcode's name and tinygrad's object for it."""
@@ -241,6 +296,7 @@ class Program:
         limit: int = LIMIT,
         only: Iterable[WorkgroupId] | None = None,
         describe: Callable[[int], str] = hex,
+        regions: Sequence[watch.Region] | None = None,
     ) -> Stats:
         """Run the kernel.
 
@@ -254,13 +310,17 @@ class Program:
             limit: the most instructions of a worker.
             only: run just these workgroups.
             describe: names the memory at an address, for the message of a fault.
+            regions: memory that the kernel may access; given, the waves are watched and the result has the findings.
 
         Raises:
+            Unsupported: regions are given and the architecture is not CDNA.
             OutOfBounds: an access outside the kernel's memory.
             UnsupportedInstruction: neither tinygrad nor this emulator has the opcode.
             EmulationError: a trap, a jump out of the code, or more instructions than `limit`.
         """
-        launch = _Launch(self, grid, args, num_warps, shared, resident, quantum, limit, describe)
+        if regions is not None:
+            self.prepare_watch()
+        launch = _Launch(self, grid, args, num_warps, shared, resident, quantum, limit, describe, regions)
         return launch.run(only, workers)
 
 
@@ -278,8 +338,10 @@ class _Launch:
         quantum: int,
         limit: int,
         describe: Callable[[int], str],
+        regions: Sequence[watch.Region] | None,
     ) -> None:
         code = program.code
+        self.watch = None if regions is None else watch.LaunchWatch(program.entries, regions)
         self.program, self.resident, self.limit, self.describe = program, resident, limit, describe
         self.budget = min(quantum, limit) if resident > 1 else limit
         self.grid = (*grid, 1, 1)[:3]
@@ -314,6 +376,9 @@ class _Launch:
         stats.compile_seconds = program.compile_seconds - compiled_before
         if self.errors:
             raise self.errors[0]
+        if self.watch is not None:
+            stats.findings = self.watch.findings(lambda at: program.where(program.code.code + 4 * at), self.describe)
+        stats.unsupported = list(program.unsupported.values())
         total = hits.sum(0)
         stats.instructions = int(total.sum())
         for index in np.flatnonzero(total):
@@ -350,9 +415,10 @@ class _Launch:
         """Run a wave until it stops or its turn ends."""
         program, library = self.program, self.program.library
         table, pointers = ctypes.addressof(program.table), ctypes.addressof(wave.pointers)
+        facts = None if self.watch is None else ctypes.addressof(program.facts)
         while wave.state == 0:
             why = library.run(
-                table, program.code.code, program.entries, pointers, self.budget, hits.ctypes.data, self.flush
+                table, program.code.code, program.entries, pointers, self.budget, hits.ctypes.data, self.flush, facts
             )
             if why == machine.COMPILE:
                 program.prepare(wave.pc)

@@ -15,13 +15,22 @@ FORMAT_VERSION = 1
 
 
 class Work(files.Model):
-    """The emulator's work: launches, workgroups, wave instructions, and seconds."""
+    """The emulator's work: launches, workgroups, wave instructions, and seconds.
+
+    `exact`, `approximate` (by reason) and `no_effect` say how close to the hardware its instructions were
+    (`emulate.fidelity`); all are 0 in records from before 2026-11-26. `unsupported`: instructions that cannot run, in
+    code that was not reached.
+    """
 
     launches: int = 0
     workgroups: int = 0
     instructions: int = 0
     # MFMA and WMMA among the instructions
     matrix_instructions: int = 0
+    exact: int = 0
+    approximate: dict[str, int] = Field(default_factory=dict)
+    no_effect: int = 0
+    unsupported: list[str] = Field(default_factory=list)
     seconds: float = 0.0
     # seconds of them spent on compiling opcodes, each at its first use
     compile_seconds: float = 0.0
@@ -54,6 +63,7 @@ class EmulationRecord(files.Model):
     """`wavecrest isa run OP`.
 
     `sources` has the hashes (`isa.sources`) of the kernels that ran, by name; none in records from before 2026-11-24.
+    `checked`: with --check, so that a case with a missing wait or barrier or an uninitialised value is "failed".
     """
 
     kind: Literal["emulation"] = "emulation"
@@ -63,6 +73,7 @@ class EmulationRecord(files.Model):
     # commit of the checkout that gives opcodes their meaning
     tinygrad: str
     sources: dict[str, list[str]] = Field(default_factory=dict)
+    checked: bool = False
     cases: list[CaseResult]
 
     @property
@@ -94,6 +105,7 @@ class ProgramResult(files.Model):
     arch: str
     tinygrad: str
     target: str
+    checked: bool = False
     passed: bool
     reason: str = ""
     work: Work

@@ -18,16 +18,20 @@ static void permute(Wave* w, const Permute* p) {
     if (exec >> l & 1) w->v[p->vdst * wave + l] = out[l];
 }
 
-/* ds_swizzle_b32: within 4 lanes, or bits of the lane's number masked, set and flipped. */
+/* The lane that ds_swizzle_b32 reads: within 4 lanes, or bits of the lane's number masked, set and flipped. */
+static int swizzle_source(int mode, int l) {
+  int bits = (((l & 31) & (mode & 31)) | (mode >> 5 & 31)) ^ (mode >> 10 & 31);
+  return mode & 0x8000 ? (l & ~3) | (mode >> 2 * (l & 3) & 3) : (l & 32) | bits;
+}
+
 static void swizzle(Wave* w, const Swizzle* p) {
-  int wave = p->wave, mode = p->offset;
+  int wave = p->wave;
   u64 exec = exec_mask(w, wave);
   u32 in[64];
   memcpy(in, w->v + p->vaddr * wave, wave * 4);
   for (int l = 0; l < wave; l++) {
     if (!(exec >> l & 1)) continue;
-    int bits = (((l & 31) & (mode & 31)) | (mode >> 5 & 31)) ^ (mode >> 10 & 31);
-    int from = mode & 0x8000 ? (l & ~3) | (mode >> 2 * (l & 3) & 3) : (l & 32) | bits;
+    int from = swizzle_source(p->offset, l);
     w->v[p->vdst * wave + l] = exec >> from & 1 ? in[from] : 0;
   }
 }

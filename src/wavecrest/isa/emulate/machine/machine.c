@@ -2,20 +2,6 @@
 
 enum { BARRIER = 1, END, COMPILE, BUDGET, RANGE, TRAP, FAULT, OUTSIDE_LDS };
 
-typedef void (*Opcode)(void*, void*, void*, void*, void*, void*);
-
-typedef struct {
-  Opcode opcode;
-  /* which of the wave's pointers are the arguments of `opcode` */
-  u8 arguments[6];
-  /* BARRIER or TRAP where the wave stops after this instruction */
-  u8 stops;
-  /* bytes; 0: not decoded yet */
-  u8 size;
-  i32 action;
-  i32 fields[19];
-} Entry;
-
 static void call_opcode(Wave* w, const Entry* e) {
   void** p = (void**)w;
   const u8* a = e->arguments;
@@ -40,32 +26,6 @@ static void hwreg(Wave* w, const Hwreg* p) {
   u32 value = p->operand < 0 ? (u32)p->literal : w->s[p->operand];
   *reg = (*reg & ~mask) | (value << offset & mask);
   if (id == HWREG_MODE && mask & 0x30) flush_denormals(!(*reg & 0x30));
-}
-
-enum { DPP8 = -1, FILL = -2, PLAIN = -3 };
-
-/* The lane that DPP control `c` reads for lane l, or -1 for none. */
-static int dpp_source(int c, int sel8, int l, int wave) {
-  int row = l & ~15, i = l & 15, by = c & 15;
-  if (c == DPP8) return (l & ~7) | ((u32)sel8 >> 3 * (l & 7) & 7);
-  if (c < 0x100) return (l & ~3) | (c >> 2 * (l & 3) & 3);
-  switch (c & 0x1f0) {
-    case 0x100: return i + by < 16 ? l + by : -1;
-    case 0x110: return i >= by ? l - by : -1;
-    case 0x120: return row | ((i - by) & 15);
-    case 0x130:
-      if (c == 0x134) return (l + 1) % wave;
-      if (c == 0x13c) return (l + wave - 1) % wave;
-      return c == 0x130 ? (l + 1 < wave ? l + 1 : -1) : l - 1;
-    case 0x140:
-      if (c == 0x140) return row | (15 - i);
-      if (c == 0x141) return (l & ~7) | (7 - (l & 7));
-      if (c == 0x142) return l >= 16 ? row - 1 : -1;
-      return l >= 32 ? 31 : -1;
-    case 0x150: return row | by;
-    case 0x160: return l ^ by;
-  }
-  return l;
 }
 
 /* DPP: gather src0 over the lanes into a spare VGPR, narrow EXEC, then run the plain form of the instruction, whose
@@ -171,8 +131,9 @@ void install(void) {
 }
 
 /* Run one wave until it must stop, and say why. The program counter stays in the wave.
-   table[(pc - base) / 4] are the decoded instructions, hits counts how often each ran. */
-int run(const Entry* table, u64 base, u64 entries, Wave* w, u64 budget, u64* hits, int flush) {
+   table[(pc - base) / 4] are the decoded instructions, hits counts how often each ran. With `facts` of
+   each instruction the wave is watched. */
+int run(const Entry* table, u64 base, u64 entries, Wave* w, u64 budget, u64* hits, int flush, const Facts* facts) {
   volatile u32* pc = w->s + PC;
   unsigned old = flush_denormals(flush);
   int why = sigsetjmp(escape, 0);
@@ -188,6 +149,7 @@ int run(const Entry* table, u64 base, u64 entries, Wave* w, u64 budget, u64* hit
     if (why) break;
     const Entry* e = &table[i];
     hits[i]++;
+    if (facts) watch(w, e, &facts[i], i);
     if (e->action) {
       u64 next = act(w, e, at);
       pc[0] = (u32)next;

@@ -15,7 +15,8 @@ typedef unsigned char u8;
 
 /* What an opcode compiled by tinygrad takes: the same six pointers, in this order.
    Register r of lane l is v[r * wave_size + l]. Above the SGPRs lie the inline constants (128 to 248), the program
-   counter (256, 257), SCC (258) and the hardware registers (264 and up). The size of the LDS is for this machine. */
+   counter (256, 257), SCC (258) and the hardware registers (264 and up). The size of the LDS is for this machine, `watched` for
+   its watch (null where nothing is watched). */
 typedef struct {
   u32* s;
   u32* v;
@@ -24,6 +25,7 @@ typedef struct {
   void* scratch;
   u32* acc;
   u64 lds_size;
+  void* watched;
 } Wave;
 
 enum { M0 = 124, EXEC = 126, VCC = 106, LITERAL = 255, FIRST_VGPR = 256, PC = 256, HWREG = 264 };
