@@ -371,7 +371,7 @@ def _packed_weights(folder: Path) -> dict[str, Tensor]:
     """The weights of a folder, packed ones too, on the CPU."""
     module = _safetensors()
     plain: dict[str, Tensor] = {}
-    for path in _files(folder):
+    for path in weight_files(folder):
         try:
             with module.safe_open(path, framework="pt", device="cpu") as handle:
                 plain |= {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
