@@ -250,7 +250,7 @@ class Traces(TakePauseOut):
 def test_a_model_is_traced_for_sites_where_there_is_time_for_them(
     run: Run, share: float, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a compilation of 8 s, in 100 s."""
+    """A compilation takes 8 s, and the budget is 100 s."""
     monkeypatch.setattr(planner, "TRACE_SHARE", share)
     step = Traces()
     rows = {row.id: row for row in run(step, TakeHalfOut(), budget=100.0).record.steps}

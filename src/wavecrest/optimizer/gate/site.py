@@ -308,7 +308,7 @@ class Site:
         return len(self._paths) > known
 
     def _all_written(self, seen: dict[str, Written], places: dict[str, Tensor]) -> dict[str, Written]:
-        """What the call just made left at all places that it wrote, changed by it or not."""
+        """The values that the last call left, at all places that it wrote, changed by it or not."""
         now, found = self.snapshot.current(), dict(seen)
         for path, more in places.items():
             tensor, row = now.get(path), seen.get(path)
@@ -327,8 +327,8 @@ class Site:
         error, and one in higher precision does not; random numbers in the model change both.
 
         Returns:
-            By path the relative error; without a path where the model in higher precision differs from itself too, or
-            where there is none.
+            By path the relative error. A path is missing where the model in higher precision differs from itself too,
+            and all are where it cannot be made.
         """
         twice = []
         for _ in range(2):
