@@ -506,6 +506,9 @@ def test_the_worst_failure_is_named_and_the_others_counted() -> None:
 def test_noise_holds_a_few_values_ten_times_as_large() -> None:
     (noise,) = drawn(Inputs((3 + 0.01 * torch.randn(1000),)), "noise")
     assert int((noise > 20).sum()) == 4 and float(noise.max()) < 40
+    # a transposed input too
+    (noise,) = drawn(Inputs((3 + 0.01 * torch.randn(250, 4).t(),)), "noise")
+    assert noise.shape == (4, 250) and int((noise > 20).sum()) == 4
 
 
 def test_rules_that_were_left_out_say_why() -> None:

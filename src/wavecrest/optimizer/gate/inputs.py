@@ -187,12 +187,13 @@ def _add_noise(value: Tensor, random: torch.Generator, *, outliers: bool) -> Ten
     scale = torch.where(scale > 0, scale, wide.abs().mean())
     scale = torch.where(scale > 0, scale, 1.0)
     noise = torch.randn(real.shape, generator=random, device=random.device).to(real.device)
-    made = wide + noise * scale
+    # a transposed input has no flat view
+    made = (wide + noise * scale).contiguous()
     if outliers:
         flat = made.view(-1)
         flat[:: max(1, flat.numel() // 4)] *= 10
     made = made.to(real.dtype)
-    together: Tensor = torch.view_as_complex(made.contiguous()) if value.is_complex() else made
+    together: Tensor = torch.view_as_complex(made) if value.is_complex() else made
     return together
 
 
