@@ -260,6 +260,20 @@ def test_places_whose_new_value_is_the_old_one_by_chance() -> None:
     assert not failures(gate.check(Lossy(other=True)))
 
 
+def test_a_state_that_may_not_hold_any_number() -> None:
+    class Bounded(Projected):
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            if cache.keys.abs().max() > 1000:
+                raise ValueError("keys out of bounds")
+            return super().forward(x, cache)
+
+    workload = Workload(Bounded(), {"one": Inputs((torch.randn(1, 8), Cache(torch.zeros(4, 8), torch.tensor(1))))})
+    gate = Gate.prepare(workload)
+    assert not failures(gate.check(workload.model))
+    (row,) = gate.summary.buckets
+    assert any(note.endswith("by their changes alone: ValueError: keys out of bounds") for note in row.notes)
+
+
 def drawn(inputs: Inputs, kind: str, seed: int = 7) -> list[Tensor]:
     return Variations.of(inputs, seed).draw(kind)
 
