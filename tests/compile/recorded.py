@@ -28,7 +28,7 @@ BUDGETS = Path(__file__).parent / "budgets"
 # of this architecture one kernel in SHARE of every op, and one at least, is compiled anew in every run: a record that
 # is wrong would show
 ALWAYS = "gfx942"
-SHARE = 6
+SHARE = 3
 
 
 class Place(BaseModel):

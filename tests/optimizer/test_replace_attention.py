@@ -689,8 +689,7 @@ def test_compile_fullgraph(name: str) -> None:
     assert_same(torch.cat(pieces, 1), whole)
 
 
-# sinks are compiled in the test of a padded batch
-@pytest.mark.parametrize(("name", "backend"), [("llama", "inductor"), ("gemma2", "eager")])
+@pytest.mark.parametrize(("name", "backend"), [("llama", "inductor"), ("gemma2", "eager"), ("gpt_oss", "eager")])
 def test_a_compiled_step_is_one_graph_at_every_position(name: str, backend: str) -> None:
     """The mask made inside, from the position that the cache has on the device."""
     # where layers are of one kind one is enough

@@ -58,14 +58,13 @@ def test_a_cluster_tunes_every_key_once_also_without_a_node(
     made, nodes = cluster
     with pytest.raises(InvalidArgument, match="the Ray cluster has 2 CPUs for 3 children"):
         integration.workers_of(DEVICE, 3)
-    record = tune(backends=("kernel", "crash", "hang"), matching="64", timeout=3.0)
+    record = tune(backends=("kernel", "crash", "hang"), matching="64", timeout=8.0)
     (key,) = record.keys
     found = {one.backend: (one.status, one.reason) for one in key.candidates}
     assert found["crash"] == ("failed", "ended its process with SIGSEGV")
-    assert found["hang"] == ("failed", "did not come to an end within 3 s")
+    assert found["hang"] == ("failed", "did not come to an end within 8 s")
     assert (key.backend, key.config) == ("kernel", {"BLOCK": 3})
-    # on a busy machine a child may be late once more, and what it had is begun again
-    assert record.children == 2 and len(record.endings) in (2, 3)
+    assert record.children == 2 and len(record.endings) == 2
 
     lost: list[str] = []
 

@@ -37,8 +37,8 @@ LEAST_SECONDS = 1.0
 # steps look at the model again after each kept step where that takes at most this share of the time left; otherwise the
 # chosen step alone does
 LOOK_SHARE = 0.02
-# part of a compilation that tracing the model for a step's sites takes (an 8 B Llama on one H100: 16 s before a
-# compilation of 24 s; 2026-11-26, torch 2.11)
+# part of a compilation that tracing the model for a step's sites takes (an 8 B Llama on one H100: 12 to 16 s, where a
+# trial that compiles takes 21 to 27 s; 2026-11-26, torch 2.11)
 TRACE_SHARE = 0.7
 # share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
 ENVIRONMENT_SHARE = 0.3
