@@ -15,6 +15,7 @@ from wavecrest.measure.workload import Inputs, Workload, from_example
 from wavecrest.optimizer.checking import check_applied
 from wavecrest.optimizer.gate import ALL_RULES, RULES, Gate, accuracy, failures
 from wavecrest.optimizer.gate.inputs import KINDS, Variations
+from wavecrest.optimizer.gate.untouched import Untouched
 from wavecrest.optimizer.steps.applied import AppliedStep, AppliedSteps
 from wavecrest.records import BucketError
 
@@ -229,6 +230,22 @@ def test_a_cache_that_holds_the_token_already_may_be_rounded_otherwise() -> None
     assert not failures(gate.check(Rounded(model)))
     with pytest.raises(StepRefused, match=r"writes into places of .*keys that the original leaves alone"):
         gate.check(Rounded(model, beyond=1))
+
+
+def test_nobody_is_blamed_for_a_cache_that_held_the_token_before_the_run() -> None:
+    torch.manual_seed(0)
+    cache, x, model = Cache(torch.zeros(4, 8), torch.tensor(1)), torch.randn(1, 8), Projected()
+    with torch.no_grad():
+        model(x, cache)
+    workload = Workload(model, {"one": Inputs((x, cache))})
+    held, before = Untouched(workload), cache.keys.clone()
+    workload.run("one")
+    gate = Gate.prepare(workload)
+    held.learn(gate.writes)
+    assert held.own_writes == ["input args[1].keys of bucket one"]
+    with torch.no_grad():
+        Rounded(model)(x, cache)
+    assert not torch.equal(cache.keys, before) and held.put_back() == [] and torch.equal(cache.keys, before)
 
 
 class Lossy(nn.Module):

@@ -274,3 +274,32 @@ def test_a_replayed_graph_keeps_the_ops_of_the_profile_before() -> None:
     # other kernels run, or the ops are seen
     for now in (profile("triton_fused", 4.0), profile("aten::addmm", 5.0)):
         assert with_ops([now], before) == [now]
+
+
+def test_behind_a_replayed_graph_predictions_see_the_ops_of_the_model_without_it(run: Run) -> None:
+    """Also after a step that changed the kernels, whose profile before says nothing any more."""
+
+    class Replayed(simulated.Profiles):
+        def profile(self, model: Any, ceilings: Any) -> tuple[list[records.BucketProfile], str]:
+            (found,), note = super().profile(model, ceilings)
+            if "capture" in model.left:
+                ops = [row.model_copy(update={"name": "nvjet"}) for row in found.ops]
+                found = found.model_copy(update={"ops": ops, "launches": 1})
+            return [found], note
+
+    seen = []
+
+    class Looking(simulated.Simulated):
+        def predict(self, found: Found, context: StepContext) -> Prediction:
+            seen.append([(op.name, bucket.kernel_ms, op.ms) for bucket in context.profile for op in bucket.ops])
+            return super().predict(found, context)
+
+    workload = simulated.workload("decode")
+    steps = simulated.steps("decode")
+    last = next(step for step in steps if step.id == "replace_activation")
+    steps[steps.index(last)] = Looking(last.real, last.shape)  # type: ignore[attr-defined]
+    record = run(*steps, workload=workload, analysis=Replayed(workload), budget=300.0).record
+    assert [row.id for row in record.steps if row.verdict == "kept"][:2] == ["capture", "attention:pack_gqa"]
+    # its own ops, not those of before the step that changed the kernels
+    assert len({ms for ((_, _, ms),) in seen}) > 2
+    assert all(name == "aten::mm" and kernels == pytest.approx(ms) for ((name, kernels, ms),) in seen)

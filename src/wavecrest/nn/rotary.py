@@ -107,6 +107,48 @@ def rope_tables(
     return angles.cos().to(target), angles.sin().to(target)
 
 
+def rotate_qk(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_dim: int = 1, style: str = "neox"
+) -> tuple[Tensor, Tensor]:
+    """q and k of one attention rotated; by one launch where they lie side by side, as a fused projection leaves them.
+
+    Args:
+        q, k: [B, H, S, D] (`heads_dim` 1, as in transformers) or [B, S, H, D] (2); k may have fewer heads.
+        cos, sin: [B or 1, S, R] with each angle twice, as transformers makes them: the second half as the first
+            ("neox"), or neighbours alike ("gptj"). One of each two is read.
+        heads_dim: dimension of the heads.
+        style: which columns are a pair; see `wavecrest.ops.rope`.
+
+    Raises:
+        InvalidArgument: a shape, dtype or style that `rope` does not take.
+    """
+    if heads_dim == 1:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    step = slice(0, cos.shape[-1] // 2) if style == "neox" else slice(0, None, 2)
+    cos, sin, joined = cos[..., step], sin[..., step], _side_by_side(q, k)
+    if joined is None:
+        q, k = rope(q, cos, sin, style=style), rope(k, cos, sin, style=style)
+    else:
+        both, heads = rope(joined, cos, sin, style=style), q.shape[2]
+        q, k = both[:, :, :heads], both[:, :, heads:]
+    return (q.transpose(1, 2), k.transpose(1, 2)) if heads_dim == 1 else (q, k)
+
+
+def _side_by_side(q: Tensor, k: Tensor) -> Tensor | None:
+    """The tensor [B, S, Hq + Hk, D] whose first heads are q's and the rest k's, if they lie so in memory."""
+    # there are no addresses
+    if torch.compiler.is_compiling() or q.is_meta:
+        return None
+    if q.ndim != 4 or q.stride() != k.stride() or q.dtype != k.dtype:
+        return None
+    batch, length, heads, dim = q.shape
+    if k.shape != (batch, length, k.shape[2], dim) or k.untyped_storage().data_ptr() != q.untyped_storage().data_ptr():
+        return None
+    if k.storage_offset() != q.storage_offset() + heads * q.stride(2):
+        return None
+    return q.as_strided((batch, length, heads + k.shape[2], dim), q.stride())
+
+
 class RotaryEmbedding(nn.Module):
     """`wavecrest.ops.rope` with tables of its own.
 

@@ -120,8 +120,8 @@ def _prepare(run: RunState) -> None:
     run.gate = Gate.prepare(run.workload, now=run.now)
     record.gate = run.gate.summary
     _know_costs(run)
-    # and what it changed since then
-    run.untouched.learn()
+    # and what it changed since then, or wrote without a change
+    run.untouched.learn(run.gate.writes)
     if run.gate.note:
         run.ledger.note(f"accuracy gate: {run.gate.note}")
     if run.ledger.applied.steps:

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 # steps that change nothing but what runs a call, in their order: a gated MLP takes its layers over as they are
-STEPS = ("route_linear", "replace_attention", "replace_sdpa", "replace_moe", "replace_norm", "replace_activation")
+STEPS = (
+    "route_linear",
+    "replace_attention",
+    "replace_sdpa",
+    "replace_moe",
+    "replace_norm",
+    "replace_activation",
+    "replace_rotary",
+)
 
 
 class Routed:

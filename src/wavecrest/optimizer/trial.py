@@ -145,7 +145,17 @@ def _profile_again(run: RunState, outcome: StepOutcome) -> None:
         return
     if seconds_of_profile(row.new_ms for row in outcome.speed) <= PROFILE_SHARE * run.seconds_left:
         run.progress.phase("profile")
-        run.context.profile = with_ops(run.current_profile(), run.context.profile) or run.context.profile
+        profile = with_ops(run.current_profile(), run.context.profile)
+        # kernels changed too: the same model without its graphs shows the ops
+        bare = run.ledger.applied.without("capture")
+        if bare != run.ledger.applied and not bare.only("compile").steps and not all(map(has_ops, profile)):
+            profile = with_ops(profile, run.profile(build(run.workload.model, bare)))
+        run.context.profile = profile or run.context.profile
+
+
+def has_ops(profile: BucketProfile) -> bool:
+    """Whether a profile shows the ops of PyTorch; that of a replayed graph has kernels alone."""
+    return any(op.name.startswith("aten::") for op in profile.ops)
 
 
 def with_ops(now: list[BucketProfile], before: list[BucketProfile]) -> list[BucketProfile]:
@@ -156,8 +166,11 @@ def with_ops(now: list[BucketProfile], before: list[BucketProfile]) -> list[Buck
     known, found = {profile.bucket: profile for profile in before}, []
     for profile in now:
         other = known.get(profile.bucket)
-        replayed = not any(op.name.startswith("aten::") for op in profile.ops)
-        if other is not None and replayed and math.isclose(profile.kernel_ms, other.kernel_ms, rel_tol=SAME_KERNELS):
+        if (
+            other is not None
+            and not has_ops(profile)
+            and math.isclose(profile.kernel_ms, other.kernel_ms, rel_tol=SAME_KERNELS)
+        ):
             profile = profile.model_copy(update={"ops": other.ops, "launches": other.launches})
         found.append(profile)
     return found

@@ -167,6 +167,11 @@ class Gate:
             site.put_back()
 
     @property
+    def writes(self) -> dict[str, set[str]]:
+        """The paths of inputs, buffers and parameters that the original's calls write, by bucket."""
+        return {site.bucket: {path for case in site.cases for path in case.written} for site in self.sites}
+
+    @property
     def _cheapest(self) -> Site:
         """The site whose calls take least: most calls are made there."""
         return min(self.sites, key=lambda site: site.seconds)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,9 +58,17 @@ class Untouched:
             for bucket, inputs in workload.buckets.items()
         }
 
-    def learn(self) -> None:
-        """Put back what has changed so far, and hold it to be the original's own doing."""
+    def learn(self, writes: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
+        """Put back what has changed so far, and hold it to be the original's own doing.
+
+        Args:
+            writes: bucket -> paths of what the original's calls write, as a `Site` names them. A call may write the
+                values that stand there already, which no change shows.
+        """
         self._own |= set(self._put_back())
+        for bucket, paths in writes.items():
+            known = self._inputs[bucket].tensors
+            self._own |= {f"input {path} of bucket {bucket}" if path in known else path for path in paths}
 
     def put_back(self) -> list[str]:
         """Put everything back.

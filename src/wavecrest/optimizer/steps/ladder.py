@@ -39,6 +39,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.replace_encoder import ReplaceEncoder
     from wavecrest.optimizer.steps.replace_moe import ReplaceMoe
     from wavecrest.optimizer.steps.replace_norm import ReplaceNorm
+    from wavecrest.optimizer.steps.replace_rotary import ReplaceRotary
     from wavecrest.optimizer.steps.route_linear import RouteLinear
 
     steps: list[Step] = [
@@ -63,6 +64,7 @@ def _steps() -> dict[str, Step]:
         ReplaceMoe(),
         ReplaceNorm(),
         ReplaceActivation(),
+        ReplaceRotary(),
         *fusion_steps(),
         *compile_steps(thorough=True),
     ]

@@ -46,6 +46,12 @@ class RoutedSites(Sites):
     routes: list[dict[str, Any]] = Field(default_factory=list)
 
 
+class RotarySites(Sites):
+    """Attention modules, and which columns of their q and k are a pair."""
+
+    style: Literal["neox", "gptj"]
+
+
 class Owners(Params):
     """The transformers models whose attention implementation is set."""
 
