@@ -158,6 +158,8 @@ def outcome(record: OptimizeRecord, plan: Plan) -> Row:
             {
                 "title": step.title, "attempt": step.attempt, "verdict": step.verdict, "reason": step.reason,
                 "causes": [cause.text for cause in step.causes],
+                "predicted": None if step.predicted is None else _digits(step.predicted),
+                "prediction": step.prediction, "chosen": step.chosen,
                 "ratio": None if step.ratio is None else _digits(step.ratio), "seconds": round(step.seconds, 1),
             }
             for step in record.steps

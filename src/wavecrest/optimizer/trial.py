@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from wavecrest.records import Verdict
 
 OUT_OF_BUDGET = "no time left in the budget"
-# kernels that a graph replays take as long as before, up to this share
-SAME_KERNELS = 0.05
+# PyTorch's ops take more of the device's time than this where a profile shows them: of a replayed graph it shows the
+# copies of its inputs alone
+LEAST_OPS = 0.05
 
 
 def try_step(run: RunState, one: Candidate) -> StepOutcome:
@@ -145,35 +146,28 @@ def _profile_again(run: RunState, outcome: StepOutcome) -> None:
         return
     if seconds_of_profile(row.new_ms for row in outcome.speed) <= PROFILE_SHARE * run.seconds_left:
         run.progress.phase("profile")
-        profile = with_ops(run.current_profile(), run.context.profile)
-        # kernels changed too: the same model without its graphs shows the ops
-        bare = run.ledger.applied.without("capture")
-        if bare != run.ledger.applied and not bare.only("compile").steps and not all(map(has_ops, profile)):
-            profile = with_ops(profile, run.profile(build(run.workload.model, bare)))
-        run.context.profile = profile or run.context.profile
+        run.context.profile = _with_ops(run, run.current_profile()) or run.context.profile
 
 
-def has_ops(profile: BucketProfile) -> bool:
-    """Whether a profile shows the ops of PyTorch; that of a replayed graph has kernels alone."""
-    return any(op.name.startswith("aten::") for op in profile.ops)
+def _with_ops(run: RunState, replayed: list[BucketProfile]) -> list[BucketProfile]:
+    """A profile of replayed graphs, which show kernels alone, with the ops and launches of the model without them.
 
-
-def with_ops(now: list[BucketProfile], before: list[BucketProfile]) -> list[BucketProfile]:
-    """A profile with the ops of the one before where a replayed graph shows kernels alone, and takes as long in them.
-
-    The launches are those before too: they are what a step takes out of the graph.
+    A step that changes the graph changes these. The times of kernels that run behind one another without a gap are some
+    percent shorter, so that they tell nothing of whether the ops are the same.
     """
-    known, found = {profile.bucket: profile for profile in before}, []
-    for profile in now:
-        other = known.get(profile.bucket)
-        if (
-            other is not None
-            and not has_ops(profile)
-            and math.isclose(profile.kernel_ms, other.kernel_ms, rel_tol=SAME_KERNELS)
-        ):
-            profile = profile.model_copy(update={"ops": other.ops, "launches": other.launches})
-        found.append(profile)
-    return found
+    applied = run.ledger.applied
+    bare = applied.without("capture")
+    if bare == applied or bare.only("compile").steps or all(map(_has_ops, replayed)):
+        return replayed
+    plain = run.profile(build(run.workload.model, bare)) if bare.steps else run.ledger.record.profile_before
+    ops = {profile.bucket: {"ops": profile.ops, "launches": profile.launches} for profile in plain}
+    return [
+        profile if _has_ops(profile) else profile.model_copy(update=ops.get(profile.bucket, {})) for profile in replayed
+    ]
+
+
+def _has_ops(profile: BucketProfile) -> bool:
+    return sum(op.share for op in profile.ops if op.name.startswith("aten::")) > LEAST_OPS
 
 
 def _try_environment(run: RunState, found: Found, outcome: StepOutcome) -> None:
