@@ -184,6 +184,9 @@ def _steps(measured: dict[str, Run]) -> Iterator[str]:
 def _step(step: dict[str, Any]) -> str:
     ratio = "" if step["ratio"] is None else f" {step['ratio']:.3f}×"
     again = " (again)" if step["attempt"] > 1 else ""
+    # records of before 2026-11-26 have no predictions
+    if ratio and step.get("predicted"):
+        ratio += f" ({step['predicted']:.2f}× predicted)"
     # the reason ends with the first cause
     causes = "; ".join(step["causes"][1:])
     text = f"{step['verdict']} {step['title']}{again}{ratio}: {step['reason']}" + (f"; {causes}" if causes else "")

@@ -272,7 +272,7 @@ MODEL = {
 }  # fmt: skip
 STEP = {
     "title": "fuse QKV", "attempt": 1, "verdict": "reverted", "reason": "slower; gemm 1.0 → 2.0 ms",
-    "causes": ["gemm 1.0 → 2.0 ms", "gaps | 3 %"], "ratio": 0.5, "seconds": 3.0,
+    "causes": ["gemm 1.0 → 2.0 ms", "gaps | 3 %"], "ratio": 0.5, "predicted": 1.1, "seconds": 3.0,
 }  # fmt: skip
 OURS = {
     "case": "wavecrest", "budget": 90.0, "seconds": 88.0, "verdict": "faster", "reason": "", "ratio": 2.0,
@@ -312,7 +312,7 @@ def test_the_page_shows_the_newest_run_that_was_done(tmp_path: Path) -> None:
     assert "| `mlp` | stopped after 9 s |" in text and "Geometric mean over 1 model: 1.50×" in text
     assert "| bert-base | 4 | 1,000 rows/s | 1,333 rows/s (compile) | 2,000 rows/s | 2.00× |" in text
     assert "in force: compile default, A=1." in text and "- no time for: pack heads" in text
-    assert "- reverted fuse QKV 0.500×: slower; gemm 1.0 → 2.0 ms; gaps \\| 3 %" in text
+    assert "- reverted fuse QKV 0.500× (1.10× predicted): slower; gemm 1.0 → 2.0 ms; gaps \\| 3 %" in text
     assert "2026-12-01_zoo_models.jsonl.gz" in text and "2026-12-02" not in text
 
 
