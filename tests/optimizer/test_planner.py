@@ -259,6 +259,24 @@ def test_a_model_is_traced_for_sites_where_there_is_time_for_them(
         assert rows["gain"].reason.startswith(reason)
 
 
+def test_a_model_is_traced_when_nothing_else_promises_more(run: Run) -> None:
+    events = []
+
+    class Traced(Traces):
+        def find(self, context: StepContext) -> Found:
+            events.append("trace")
+            return super().find(context)
+
+    class Half(TakeHalfOut):
+        def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+            events.append("half")
+            return super().apply(model, params)
+
+    record = run(Traced(), Half(), budget=300.0).record
+    assert events.index("half") < events.index("trace") and events.count("trace") == 1
+    assert {row.id: row.verdict for row in record.steps} == {"half": "kept", "gain": "kept"}
+
+
 def test_behind_a_replayed_graph_predictions_see_the_ops_of_the_model_without_it(run: Run) -> None:
     """Also after a step that changed the kernels, whose profile before says nothing any more."""
 

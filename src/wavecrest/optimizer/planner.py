@@ -40,6 +40,9 @@ LOOK_SHARE = 0.02
 # part of a compilation that tracing the model for a step's sites takes (an 8 B Llama on one H100: 12 to 16 s, where a
 # trial that compiles takes 21 to 27 s; 2026-11-26, torch 2.11)
 TRACE_SHARE = 0.7
+# a step that rewrites graphs may gain this much more than compilation alone; before it has traced the model it is
+# weighed with that, so that the model is traced only where no other step promises more a second
+HOPED_RATIO = 1.05
 # share of the budget that trials of environment variables may take: each needs fresh processes, which load the model
 ENVIRONMENT_SHARE = 0.3
 # while nothing is kept, a step whose proof ends this share of the budget late is tried all the same: an earlier trial
@@ -141,13 +144,26 @@ class Planner:
         while True:
             steps = [row for row in self._open() if not self._is_late(row[0]) or (late and self._can_look(row[0]))]
             cheap = self._looking <= LOOK_SHARE * self.run.seconds_left
-            self._look([step for step, _ in steps], again=cheap)
+            self._look([step for step, _ in steps if self._has_looked(step)], again=cheap)
             candidates = [self._candidate(step, attempt) for step, attempt in steps]
-            chosen = self._choose([one for one in candidates if one.is_able])
+            self._hope([one for one in candidates if one.unseen], candidates)
+            chosen = self._choose([one for one in candidates if one.is_able or one.unseen])
+            if chosen is not None and chosen.unseen:
+                # it is worth tracing the model now
+                self._look([chosen.step], again=True)
+                continue
             # what was found on an earlier ground may be gone, and what was not found may be there now
             doubtful = [chosen.step] if chosen else [one.step for one in candidates if not one.is_able]
             if not self._look(doubtful, again=True):
                 return chosen
+
+    def _hope(self, unseen: Sequence[Candidate], all_of_them: Sequence[Candidate]) -> None:
+        """Give steps that have not traced the model what they may gain at best, and the seconds of tracing."""
+        compiled = [one.ratio for one in all_of_them if one.is_able and one.step.phase == "compile"]
+        for one in unseen:
+            hope = HOPED_RATIO * max(compiled, default=1.0)
+            one.prediction = Prediction(hope, "hoped for, as its sites are not known")
+            one.seconds += one.unseen
 
     def rest(self) -> list[Candidate]:
         """First attempts that were not made: refused, nothing to change, or no time."""
@@ -181,16 +197,18 @@ class Planner:
 
     # ---- looks and predictions
 
+    def _has_looked(self, step: Step) -> bool:
+        """Whether a step has looked, or may do so at no cost."""
+        return not step.traces or step.id in self._looks
+
     def _is_late(self, step: Step) -> bool:
         """Whether a step that traces the model has not looked, and its seconds are better spent on other trials."""
-        if not step.traces or step.id in self._looks:
-            return False
-        return self._one_only or not self._can_look(step)
+        return not self._has_looked(step) and (self._one_only or not self._can_look(step))
 
     def _can_look(self, step: Step) -> bool:
         """Whether the budget holds tracing the model, the trial and its proof."""
         needed = self._tracing + self.run.costs.expect(self._kind(step)) + self._reserve(step)
-        return step.id in self._looks or not step.traces or needed <= self.run.seconds_left
+        return self._has_looked(step) or needed <= self.run.seconds_left
 
     @property
     def _tracing(self) -> float:
