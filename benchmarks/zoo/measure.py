@@ -31,6 +31,7 @@ from wavecrest.measure.rotation import Rotation
 from wavecrest.measure.tree import iter_tensors
 from wavecrest.measure.workload import Call, Workload
 from wavecrest.optimizer import api
+from wavecrest.optimizer.ledger import RESULT
 from wavecrest.optimizer.plan import Plan
 from wavecrest.profile import measure_ceilings
 from wavecrest.records import Ceilings, OptimizeRecord, provenance
@@ -152,6 +153,12 @@ def outcome(record: OptimizeRecord, plan: Plan) -> Row:
         "reason": result.reason if result else "",
         "ratio": _digits(result.ratio) if result else None,
         "unit": result.unit if result else None,
+        # median ms of original and result in each pair of processes
+        "pairs": [
+            [_digits(statistics.median(side)) for side in (row.base, row.new)]
+            for row in record.samples
+            if row.step == RESULT
+        ],
         "kept": [step.title for step in plan.kept()],
         "environment": {row.name: row.value for row in plan.environment},
         "steps": [
