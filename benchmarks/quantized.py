@@ -1,0 +1,124 @@
+"""A model of the zoo with its linear layers in 8 and 4 bits, each optimized, beside the optimized model itself.
+
+    python -m benchmarks.quantized [--model NAME] [--formats int8 fp8 int4] [--budget 40] [--out FILE.jsonl.gz]
+
+All variants share the weights that are not quantized, and take turns in one process. `wavecrest.optimize` is held to
+the answers of the quantized model; how far these are from the original's is in `error`. A bound is the time of reading
+the variant's weights and inputs once at the bandwidth measured here. Weights are random, so that errors say what
+rounding does and nothing of a trained model. `--tiny` tries the script on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tensor_parallel import is_captured, measure, once
+from benchmarks.zoo import registry
+from benchmarks.zoo.registry import Site
+from torch import Tensor, nn
+
+import wavecrest
+from wavecrest import hardware
+from wavecrest.measure import numerics
+from wavecrest.measure.workload import Call, Workload
+from wavecrest.optimizer import api
+from wavecrest.optimizer.gate.snapshot import in_parts
+from wavecrest.optimizer.options import Options
+from wavecrest.optimizer.steps.base import structural_copy
+from wavecrest.profile import measure_ceilings
+from wavecrest.records import files, provenance
+
+FORMATS = ("int8", "fp8", "int4", "w8a8-int8", "w8a8-fp8")
+# bytes a nanosecond of a GB/s
+GIGA = 1e6
+
+Row = dict[str, Any]
+
+
+def size_of(workload: Workload) -> int:
+    """Bytes of the weights that a call reads, and of its inputs; embeddings are read in a few rows."""
+    model = workload.model
+    tables = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    tables -= {id(one.weight) for one in model.modules() if isinstance(one, nn.Linear)}
+    state: dict[str, Tensor] = {name: one for name, one in model.named_parameters() if id(one) not in tables}
+    (bucket,) = workload.buckets.values()
+    tensors: Iterable[Tensor] = [*in_parts(state).values(), *(tensor for _, tensor in bucket.tensors())]
+    return sum({id(one): one.nbytes for one in tensors}.values())
+
+
+def made(base: nn.Module, finish: Any, form: str, options: argparse.Namespace) -> tuple[Workload, nn.Module, Row]:
+    """A variant's workload, its optimized model, and what became of it; `form` "" is the model as it is."""
+    model, row = structural_copy(base), Row(variant=form or "original")
+    begin = time.perf_counter()
+    if form:
+        quantized = wavecrest.quantize(model, form)
+        quantized.forget()
+        model = quantized.model
+        row |= {"layers": len(quantized.formats), "quantize_s": round(time.perf_counter() - begin, 1)}
+    workload = finish(model)
+    begin = time.perf_counter()
+    done = api.run(workload, Options(budget=options.budget, skip=("environment",)))
+    row |= {
+        "optimize_s": round(time.perf_counter() - begin, 1), "kept": done.plan.stack,
+        "steps": [
+            {"title": one.title, "verdict": one.verdict, "ratio": one.ratio, "reason": one.reason}
+            for one in done.record.steps
+            if one.verdict != "skipped" or one.sites
+        ],
+        "bytes": size_of(workload), "captured": is_captured(done.model),
+    }  # fmt: skip
+    return workload, done.model, row
+
+
+def main() -> int:
+    """Measure, print, and write with --out; 1 if a captured or compiled answer is not finite."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-8b-decode", help="of the zoo (default llama-8b-decode)")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["int8", "fp8", "int4"])
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds for each wavecrest.optimize (default 40)")
+    parser.add_argument("--tiny", action="store_true", help="a model for tests")
+    parser.add_argument("--device", help="torch device name")
+    parser.add_argument("--out", type=Path, help="write the result to this file")
+    options = parser.parse_args()
+    device = hardware.detect(options.device)
+    entry = registry.entries()[options.model]
+    size = entry.size(device.torch_name, tiny=options.tiny)
+    base, finish = entry.module(Site(device.torch_name, size, options.tiny))
+    calls, rows = {}, {}
+    original: Tensor | None = None
+    for form in ("", *options.formats):
+        workload, model, row = made(base, finish, form, options)
+        (bucket,) = workload.buckets
+        answer = workload.run(bucket)
+        original = answer if original is None else original
+        found = numerics.compare(answer, original)
+        after = numerics.compare(workload.run(bucket, model), answer)
+        row |= {"error": found.relative, "optimized_error": after.relative}
+        row |= {"finite": found.nonfinite_match and after.nonfinite_match}
+        calls[row["variant"]], rows[row["variant"]] = Call(workload, bucket, model), row
+        sys.stdout.write(f"{row}\n")
+    dtype = str(next(base.parameters()).dtype).removeprefix("torch.")
+    bandwidth = measure_ceilings(device.torch_name, dtype).bandwidth
+    for name, times in measure(calls, options.rounds, once).items():
+        bound = rows[name]["bytes"] / bandwidth / GIGA
+        rows[name] |= times | {
+            "tokens_s": round(entry.count(size) / times["median_ms"] * 1e3, 1),
+            "bound_ms": round(bound, 4), "bound_percent": round(100 * bound / times["median_ms"], 1),
+        }  # fmt: skip
+        shown = " ".join(f"{key}={value}" for key, value in rows[name].items() if key not in ("samples", "steps"))
+        sys.stdout.write(f"{shown}\n")
+    if options.out is not None:
+        header = provenance.header(device, command=provenance.command_line()).model_dump(mode="json")
+        about = {"model": options.model, "size": size._asdict(), "bandwidth_gbps": round(bandwidth, 1)}
+        files.write_document(options.out, {"kind": "quantized", "header": header, **about, "rows": list(rows.values())})
+    return int(not all(row["finite"] for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

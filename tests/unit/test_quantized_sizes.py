@@ -1,0 +1,31 @@
+"""benchmarks/quantized.py: the bytes that a call reads."""
+
+from __future__ import annotations
+
+import torch
+from benchmarks.quantized import size_of
+from torch import nn
+
+from wavecrest import quantize
+from wavecrest.measure.workload import from_example
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.head = nn.Embedding(100, 64), nn.Linear(64, 128, bias=False), nn.Linear(64, 100)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids) + self.up(self.table(ids))[..., :64])
+
+
+def test_weights_count_once_packed_ones_as_stored_and_tables_where_they_are_multiplied() -> None:
+    model, ids = Words(), torch.zeros(2, 3, dtype=torch.int64)
+    head, up, given = 4 * (100 * 64 + 100), 4 * 128 * 64, 8 * 6
+    assert size_of(from_example(model, ids)) == head + up + given
+    quantize(model, "int8")
+    # one byte a weight and a float32 scale a row; the tied layer keeps its precision
+    assert size_of(from_example(model, ids)) == head + 128 * 64 + 4 * 128 + given
+    model.head.weight = nn.Parameter(torch.zeros(100, 64))
+    assert size_of(from_example(nn.Sequential(model.table), ids)) == given
