@@ -58,13 +58,17 @@ def run(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Run:
         only: tuple[str, ...] | None = None,
         analysis: Analysis | None = None,
         copied: bool = False,
+        quantize: str | None = None,
+        quality: str | None = None,
         **more: Any,
     ) -> OptimizeResult:
         if not copied:
             # a child process has a clock of its own
             monkeypatch.setattr(copies, "problem", lambda made: "" if made.spec else "its time is simulated")
         monkeypatch.setattr("wavecrest.optimizer.steps.ladder._steps", lambda: {step.id: step for step in steps})
-        options = Options(level=4, budget=budget, precision=precision, steps=only, skip=skip)
+        options = Options(
+            level=4, budget=budget, precision=precision, steps=only, skip=skip, quantize=quantize, quality=quality
+        )
         workload = workload or from_example(*slow())
         return optimizer.run(workload, options, now=CLOCK, analysis=analysis or NoAnalysis(workload), **more)
 

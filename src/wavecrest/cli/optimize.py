@@ -37,6 +37,8 @@ def run(
     budget: float = 900.0,
     device: str | None = None,
     precision: str | None = None,
+    quantize: str | None = None,
+    quality: str | None = None,
     out: Path | None = None,
     resume: bool = False,
     processes: int = 3,
@@ -50,7 +52,7 @@ def run(
     from wavecrest.optimizer import api as optimizer
     from wavecrest.records import files
 
-    options = optimizer.Options(level, min_gain, budget, precision, processes, steps, skip)
+    options = optimizer.Options(level, min_gain, budget, precision, processes, steps, skip, quantize, quality)
     with nullcontext() if out is None else files.new_folder(out):
         loaded = workload.load(spec, device=device)
         return optimizer.run(loaded, options, out=out, resume=resume, progress=display, bundle=bundle), loaded
@@ -140,6 +142,15 @@ def command(
     precision: Annotated[
         str | None, typer.Option("--precision", help="Also try tf32, bf16 or fp16; it changes the answers.")
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize", metavar="FORMATS", help="Also try linear layers in these formats, such as int4,int8."
+        ),
+    ] = None,
+    quality: Annotated[
+        str | None, typer.Option("--quality", help="How far the quantized model may be off, such as 0.5%.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for the results. Default: runs/NAME-TIME.")
     ] = None,
@@ -175,6 +186,8 @@ def command(
                 budget=parse_duration(budget),
                 device=device,
                 precision=precision,
+                quantize=quantize,
+                quality=quality,
                 out=folder,
                 resume=resume is not None,
                 processes=processes,

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,6 +109,8 @@ def optimize(
     min_gain: float = 0.02,
     budget: float = 900.0,
     precision: str | None = None,
+    quantize: str | Sequence[str] | None = None,
+    quality: str | float | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: Progress | bool | None = None,
@@ -122,6 +125,9 @@ def optimize(
         min_gain: proven gain below which a step is not kept (0.02: two percent).
         budget: seconds.
         precision: "tf32", "bf16" or "fp16" to have that tried; answers then change by that precision.
+        quantize: formats of `wavecrest.quantize` to have tried, in order of preference ("int4,int8"); answers then
+            change by `quality`, and the other steps are held to the quantized model's.
+        quality: the most that perplexity may rise, or the relative error of a model without logits ("0.5%").
         out: folder for run.json, plan.json and report.html; None keeps everything in memory.
         resume: go on with the run in `out`.
         progress: receiver of what runs, what came of it and how long it takes; True writes lines to standard error,
@@ -135,7 +141,10 @@ def optimize(
         WorkloadError: the model or the inputs cannot be used.
         OptimizeInterrupted: Ctrl-C (a KeyboardInterrupt that carries what was decided).
     """
-    options = Options(level=level, min_gain=min_gain, budget=budget, precision=precision)
+    options = Options(
+        level=level, min_gain=min_gain, budget=budget, precision=precision,
+        quantize=quantize if quantize is None or isinstance(quantize, str) else tuple(quantize), quality=quality,
+    )  # fmt: skip
     result = run(
         from_example(model, example_inputs),
         options,

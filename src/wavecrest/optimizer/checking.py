@@ -5,23 +5,56 @@ A run, `verify` and the replay of a plan all check here, so that a plan passes l
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from wavecrest.optimizer.gate import Gate
 from wavecrest.optimizer.steps.precision import gate_dtype
+from wavecrest.optimizer.steps.quantize import ID, quantized
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from wavecrest.optimizer.gate import Gate
     from wavecrest.optimizer.steps import AppliedSteps
     from wavecrest.records import BucketError
+
+
+def gate_for(gate: Gate, applied: AppliedSteps) -> Gate:
+    """The gate that holds a model with these steps: the given one, or one of the quantized model.
+
+    The quantized model is held to the original by the quality that the step's parameters name. What other steps make of
+    it is then held to its answers.
+
+    Raises:
+        StepRefused: the quantized model is not within that quality.
+    """
+    params = next((item.params for item in applied.steps if item.step_id == ID), None)
+    if params is None:
+        return gate
+    key = json.dumps(params, sort_keys=True)
+    if key not in gate.behind:
+        model, quality = quantized(gate.workload, params)
+        found = Gate.prepare(
+            replace(gate.workload, model=model, spec=None), seed=gate.seed, rules=gate.rules, now=gate.now
+        )
+        gate.summary.add(found.summary)
+        far = ", ".join(f"{name} {value:.3g}" for name, value in quality.values().items() if value is not None)
+        gate.summary.notes.append(
+            f"answers are held to those of the quantized model, which is within the quality of {params['quality']:.2%} "
+            f"that was asked for: {far}"
+        )
+        # one account of all calls and rules
+        found.summary = gate.summary
+        gate.behind[key] = found
+    return gate.behind[key]
 
 
 def check_applied(gate: Gate, model: nn.Module, applied: AppliedSteps, *, final: bool) -> list[BucketError]:
     """Hold a model to the gate, with the limits of a lower precision only where that precision is applied.
 
     Args:
-        gate: of the original.
+        gate: of the original; `gate_for` says when another is used.
         model: with `applied`.
         applied: its steps.
         final: it is a result: all calls are made, however long they take, and a compiled model is called with another
@@ -30,6 +63,7 @@ def check_applied(gate: Gate, model: nn.Module, applied: AppliedSteps, *, final:
     Raises:
         RuleBroken: a rule that has no error to show; a StepRefused.
     """
+    gate = gate_for(gate, applied)
     gate.dtype = gate_dtype(item.step_id for item in applied.steps) or gate.workload.dtype
     skip = {}
     compiled = bool(applied.only("compile", "capture").steps)

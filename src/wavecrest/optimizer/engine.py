@@ -7,6 +7,7 @@ user's model is never changed.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -178,6 +179,9 @@ def _bound_times(run: RunState) -> None:
     record = run.ledger.record
     beaten = beaten_ceiling(record.profile_before)
     least, note = run.analysis.least_times(record.ceilings, lower_precision=run.options.precision is not None)
+    if least is not None and run.options.quantize is not None:
+        # four bits of sixteen, eight of thirty-two
+        least.work = {bucket: replace(work, bytes=work.bytes // 4) for bucket, work in least.work.items()}
     run.ledger.note(note)
     own = {row.bucket: row.measurement.median for row in record.baseline}
     if least is not None and not beaten:

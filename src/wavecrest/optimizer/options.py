@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from wavecrest.optimizer.steps.quantize import Wish
     from wavecrest.records import StepOutcome
 
 MAX_LEVEL = 5
@@ -27,6 +28,8 @@ class Options:
         processes: fresh processes a side for environment variables.
         steps: restrict to these step ids (None: all of the level).
         skip: step ids that are not tried.
+        quantize: formats of linear layers, in order of preference, if the user wants that tried ("int4,int8").
+        quality: how far the quantized model may be from the original ("0.5%"), as `wavecrest.quantize` takes it.
 
     Raises:
         InvalidArgument: an option is out of its range.
@@ -39,6 +42,8 @@ class Options:
     processes: int = 3
     steps: tuple[str, ...] | None = None
     skip: tuple[str, ...] = ()
+    quantize: str | tuple[str, ...] | None = None
+    quality: str | float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.level <= MAX_LEVEL:
@@ -51,6 +56,16 @@ class Options:
             raise InvalidArgument(f"precision is one of {', '.join(PRECISIONS)}, not {self.precision!r}")
         if self.processes < 1:
             raise InvalidArgument(f"processes must be at least 1, not {self.processes}")
+        _ = self.wish
+
+    @property
+    def wish(self) -> Wish | None:
+        """The formats and the quality that were asked for."""
+        if self.quantize is None and self.quality is None:
+            return None
+        from wavecrest.optimizer.steps.quantize import Wish
+
+        return Wish.of(self.quantize, self.quality)
 
 
 class Progress(Protocol):

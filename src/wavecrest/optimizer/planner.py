@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from wavecrest.errors import Refused, StepRefused
 from wavecrest.optimizer.costs import Kind, kind_of
 from wavecrest.optimizer.steps import Found, Prediction, build
+from wavecrest.optimizer.steps.base import TREE
 from wavecrest.optimizer.steps.environment import seconds_of_pairs
 
 if TYPE_CHECKING:
@@ -100,7 +101,10 @@ class Candidate:
 
     @property
     def tier(self) -> int:
-        """Cures, first attempts, second attempts, searches; a lower tier goes first."""
+        """What changes weights, cures, first attempts, second attempts, searches; a lower tier goes first."""
+        if self.step.phase == "weights":
+            # asked for by name, and all others work on what it makes
+            return -1
         if self.cause is not None:
             return 0
         return 3 if self.step.searches else self.attempt
@@ -189,7 +193,7 @@ class Planner:
         """True for a measured loss or tie after which another step was kept."""
         rows = self.run.ledger.record.steps
         index = next(i for i, row in enumerate(rows) if row.id == step.id)
-        if rows[index].verdict not in ("reverted", "tie") or step.level == 1:
+        if rows[index].verdict not in ("reverted", "tie") or step.level == 1 or step.phase == "weights":
             return False
         # a compile mode that lost to the one in force lost to it already
         rivals = any(step.excludes(item.step) for item in self.run.ledger.applied.steps)
@@ -221,7 +225,7 @@ class Planner:
     @property
     def _ground(self) -> object:
         """The part of the steps in force that sites depend on."""
-        return self.run.ledger.applied.only("surgery"), self._compiled
+        return self.run.ledger.applied.only(*TREE), self._compiled
 
     def _look(self, steps: Sequence[Step], *, again: bool) -> bool:
         """Look and predict where ground or profile changed; False if they are as they were.
@@ -241,7 +245,7 @@ class Planner:
         begin = run.now()
         context.compiled, context.captured = self._compiled, bool(run.ledger.applied.only("capture").steps)
         try:
-            context.model = build(run.workload.model, run.ledger.applied.only("surgery"))
+            context.model = build(run.workload.model, run.ledger.applied.only(*TREE))
             for step in changed:
                 look = known[step.id]
                 if look is None or step.id in moved:

@@ -25,6 +25,7 @@ from wavecrest.measure.workload import Inputs, Workload
 from wavecrest.optimizer.checking import check_applied
 from wavecrest.optimizer.gate import ALL_RULES, Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, build
+from wavecrest.optimizer.steps.base import TREE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -144,7 +145,7 @@ def _ways(run: RunState, ranges: Ranges) -> dict[str, nn.Module]:
         StepRefused: the original does not run at sizes within the ranges.
     """
     example = dict(next(iter(run.workload.buckets.values())).kwargs)
-    dynamic = _dynamic(build(run.workload.model, run.ledger.applied.only("surgery", "setting")))
+    dynamic = _dynamic(build(run.workload.model, run.ledger.applied.only(*TREE, "setting")))
     # in eval mode still when the user's model is put back into training
     original = build(run.workload.model, AppliedSteps())
     try:

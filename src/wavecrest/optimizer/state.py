@@ -64,6 +64,7 @@ class RunState:
             self.workload,
             self.device,
             precision=self.options.precision,
+            quantize=self.options.wish,
             processes=self.options.processes,
             now=self.now,
         )

@@ -6,12 +6,14 @@ import math
 from typing import TYPE_CHECKING
 
 from wavecrest.errors import Refused
+from wavecrest.optimizer.checking import gate_for
 from wavecrest.optimizer.diagnosis import PROFILE_SHARE, Traced, diagnose, seconds_of_profile
 from wavecrest.optimizer.gate import failures
 from wavecrest.optimizer.plan import EnvironmentSetting
 from wavecrest.optimizer.planner import ENVIRONMENT_SHARE
 from wavecrest.optimizer.steps import build
 from wavecrest.optimizer.steps.attention import check_causal
+from wavecrest.optimizer.steps.base import TREE
 from wavecrest.optimizer.steps.environment import try_candidates
 from wavecrest.optimizer.verdict import is_hidden_by_resolution, judge, speeds
 from wavecrest.records import BucketProfile, StepOutcome
@@ -107,7 +109,7 @@ def _try_on_copy(run: RunState, step: Step, found: Found, outcome: StepOutcome) 
     trial = run.ledger.applied.plus(step, found.params)
     begun = Traced.so_far()
     if step.phase == "surgery":
-        surgery = build(run.workload.model, trial.only("surgery"))
+        surgery = build(run.workload.model, trial.only(*TREE))
         check_causal(run.workload.model, surgery, list(run.workload.buckets.values()))
     candidate = build(run.workload.model, trial)
     outcome.numerics = run.check(candidate, trial)
@@ -115,7 +117,9 @@ def _try_on_copy(run: RunState, step: Step, found: Found, outcome: StepOutcome) 
     if problem:
         return _close(outcome, "refused", f"wrong answers: {problem}")
     timed = Traced.so_far()
-    watches = {bucket: run.gate.watch(bucket) for bucket in run.workload.buckets}
+    # other weights give other answers than the model before: those of timed calls are not compared
+    watched = [] if step.phase == "weights" else list(run.workload.buckets)
+    watches = {bucket: gate_for(run.gate, trial).watch(bucket) for bucket in watched}
     takers = {bucket: watch.on_output for bucket, watch in watches.items()}
     pairs = run.measurer.pairs(run.current, candidate, run.options.min_gain, takers)
     for watch in watches.values():

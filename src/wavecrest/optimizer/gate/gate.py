@@ -63,6 +63,7 @@ class Gate:
         note: why the reference is not in higher precision, if it is not.
         problem: why no candidate can be checked at all, if so.
         summary: what the gate has done so far, for the record.
+        behind: gates of models that are held to the original in another way, by what they are.
     """
 
     workload: Workload
@@ -75,6 +76,7 @@ class Gate:
     summary: records.GateSummary = field(init=False)
     sites: list[Site] = field(default_factory=list)
     other_sites: list[Site] = field(default_factory=list)
+    behind: dict[str, Gate] = field(default_factory=dict)
     _ways: dict[str, CallWay] = field(default_factory=dict)
     _concurrent: bool = False
     _random: random.Random = field(init=False)

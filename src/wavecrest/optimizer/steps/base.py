@@ -25,13 +25,17 @@ if TYPE_CHECKING:
     from wavecrest.hardware import Device
     from wavecrest.measure.timing import Clock
     from wavecrest.measure.workload import Workload
+    from wavecrest.optimizer.steps.quantize import Wish
     from wavecrest.records import BucketProfile, CauseKind
 
 # no prediction promises that more of a call's time goes
 MOST_SAVED = 0.9
-# when an applied step takes effect: surgery on the module tree, settings around the call, compilation, capture
-Phase = Literal["environment", "surgery", "setting", "compile", "capture"]
-PHASES: tuple[Phase, ...] = ("environment", "surgery", "setting", "compile", "capture")
+# when an applied step takes effect: other weights, surgery on the module tree, settings around the call, compilation,
+# capture
+Phase = Literal["environment", "weights", "surgery", "setting", "compile", "capture"]
+PHASES: tuple[Phase, ...] = ("environment", "weights", "surgery", "setting", "compile", "capture")
+# the phases that change the module tree, which steps look at for their sites
+TREE: tuple[Phase, ...] = ("weights", "surgery")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class StepContext:
     # what steps have found out about it for one another; emptied when it is let go
     shared: dict[object, Any] = field(default_factory=dict)
     precision: str | None = None
+    quantize: Wish | None = None
     processes: int = 3
     # whether a compile step is in force, and whether calls are replays of captured graphs
     compiled: bool = False

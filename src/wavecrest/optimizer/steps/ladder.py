@@ -34,6 +34,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.pack_heads import PackHeads
     from wavecrest.optimizer.steps.patch_conv import PatchConvolution
     from wavecrest.optimizer.steps.precision import precision_steps
+    from wavecrest.optimizer.steps.quantize import Quantize
     from wavecrest.optimizer.steps.replace_activation import ReplaceActivation
     from wavecrest.optimizer.steps.replace_attention import ReplaceAttention, ReplaceSDPA
     from wavecrest.optimizer.steps.replace_encoder import ReplaceEncoder
@@ -44,6 +45,7 @@ def _steps() -> dict[str, Step]:
 
     steps: list[Step] = [
         EnvironmentStep(),
+        Quantize(),
         *compile_steps(thorough=False),
         CaptureGraph(),
         ChannelsLast(),

@@ -46,6 +46,17 @@ class RoutedSites(Sites):
     routes: list[dict[str, Any]] = Field(default_factory=list)
 
 
+class QuantizedLayers(Params):
+    """The format of each layer by path, and the quality that the quantized model is held to (`steps.quantize`)."""
+
+    formats: Annotated[dict[str, str], Field(min_length=1)]
+    quality: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+    def modules(self) -> list[str]:
+        """The layers."""
+        return list(self.formats)
+
+
 class RotarySites(Sites):
     """Attention modules, and which columns of their q and k are a pair."""
 

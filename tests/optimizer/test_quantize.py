@@ -1,0 +1,142 @@
+"""Quantized layers as a step: only when asked, within the quality asked for, and others are held to their answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.optimizer.conftest import Run
+from tests.optimizer.planted import CLOCK, PAUSE, Planted
+from wavecrest import hardware
+from wavecrest.errors import InvalidArgument, PlanError, StepRefused
+from wavecrest.measure.workload import Workload, from_example
+from wavecrest.nn import Linear
+from wavecrest.optimizer.checking import check_applied
+from wavecrest.optimizer.gate import Gate, failures
+from wavecrest.optimizer.options import Options
+from wavecrest.optimizer.plan import Plan
+from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
+from wavecrest.optimizer.steps.quantize import Quantize, Wish
+
+
+class Net(nn.Module):
+    """Two layers and a pause, which is longer while a layer has its own precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.lm_head = nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 8)
+        self.pause, self.off = PAUSE, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CLOCK.advance(self.pause * (0.5 if isinstance(self.up, Linear) else 1.0))
+        return self.lm_head(x + self.down(self.up(x).relu())) + self.off
+
+
+def workload() -> Workload:
+    model = Net().eval()
+    return from_example(model, torch.randn(16, 64))
+
+
+def context(work: Workload, *wish: Any) -> StepContext:
+    asked = Wish.of(*wish) if wish else None
+    return StepContext(work, hardware.cpu(), model=structural_copy(work.model), quantize=asked)
+
+
+def test_it_is_tried_only_when_asked_for_and_keeps_the_original() -> None:
+    work, step = workload(), step_by_id("quantize")
+    assert "not asked for" in step.find(context(work)).note
+    found = step.find(context(work, "int4,int8", "5%"))
+    # what quantize keeps by default is kept, and 4 bits are too few for this quality in at least one layer
+    assert set(found.params["formats"]) == {"up", "down"} and "int8" in found.params["formats"].values()
+    assert found.saved is not None and 0.3 < found.saved < 0.9
+    assert all(type(module) is nn.Linear for module in (work.model.up, work.model.down))
+    made = build(work.model, AppliedSteps().plus(step, found.params))
+    assert made.up.weight.format == found.params["formats"]["up"] and type(made.lm_head) is nn.Linear
+    with pytest.raises(StepRefused, match="quality"):
+        step.find(context(work, "int4", 1e-6))
+
+
+def test_the_quality_is_held_wherever_a_plan_is_checked() -> None:
+    work, step = workload(), step_by_id("quantize")
+    found = step.find(context(work, "int8", "2%"))
+    steps = AppliedSteps().plus(step, found.params)
+    made = build(work.model, steps)
+    gate = Gate.prepare(work, seed=0)
+    assert failures(gate.check(made)), "int8 is not within float32's limits"
+    assert not failures(check_applied(gate, made, steps, final=True))
+    (note,) = [text for text in gate.summary.notes if "quantized model" in text]
+    assert "within the quality of 2.00% that was asked for: relative 0.0" in note
+    # what follows is held to the quantized model's answers, by float32's limits
+    made.off = 1e-3
+    assert failures(check_applied(gate, made, steps, final=False))
+    # the same plan with a quality that these formats do not meet
+    strict = AppliedSteps().plus(step, {**found.params, "quality": 1e-4})
+    with pytest.raises(StepRefused, match=r"not within the quality of 0.01%: relative 0\.0"):
+        check_applied(Gate.prepare(work, seed=0), made, strict, final=False)
+
+
+def test_a_run_quantizes_first_and_goes_on_from_there(run: Run) -> None:
+    class SlightlyWrong(Planted):
+        id = title = "slightly wrong"
+
+        def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+            model.off, model.pause = 1e-3, 0.0
+            return model
+
+    class Faster(Planted):
+        id = title = "faster"
+
+        def find(self, context: StepContext) -> Any:
+            assert isinstance(context.model.up, Linear), "it looks at the quantized model"
+            return super().find(context)
+
+        def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
+            model.pause /= 2
+            return model
+
+    work = workload()
+    result = run(SlightlyWrong(), Quantize(), workload=work, quantize="int8", quality="2%", budget=300.0)
+    assert [(row.id, row.verdict) for row in result.record.steps] == [
+        ("quantize", "kept"),
+        ("slightly wrong", "refused"),
+    ]
+    assert result.plan.stack == ["quantize"] and result.record.result.verdict == "faster"
+    assert any("held to those of the quantized model" in note for note in result.record.notes)
+    assert isinstance(result.model.up, Linear) and type(work.model.up) is nn.Linear
+    again = run(Faster(), Quantize(), workload=workload(), quantize="int8", quality="2%", budget=300.0)
+    assert again.plan.stack == ["quantize", "faster"]
+    plain = run(SlightlyWrong(), Quantize(), workload=workload(), budget=300.0)
+    assert "quantize" not in plain.plan.stack
+
+
+def test_a_plan_gives_the_same_bits_again(run: Run, tmp_path: Any) -> None:
+    work = workload()
+    made = run(Quantize(), workload=work, quantize="int8", quality="2%", budget=300.0)
+    made.plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json").apply(workload().model, torch.randn(16, 64))
+    x = work.buckets["default"].args[0]
+    assert torch.equal(again(x), made.model(x))
+
+
+def test_bad_wishes_and_plans_are_named() -> None:
+    with pytest.raises(InvalidArgument, match="go together, and quality is missing"):
+        Options(quantize="int8")
+    with pytest.raises(InvalidArgument, match="go together, and quantize is missing"):
+        Options(quality="1%")
+    with pytest.raises(InvalidArgument, match="not 'int3'"):
+        Options(quantize="int3", quality="1%")
+    step = step_by_id("quantize")
+    for params, text in (
+        ({"formats": {"up": "int3"}, "quality": 0.01}, "int3"),
+        ({"formats": {}, "quality": 0.01}, "formats"),
+        ({"formats": {"up": "int8"}, "quality": -1.0}, "quality"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            step.check_params(params)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    with pytest.raises(StepRefused, match="1: the model has no such linear layer"):
+        build(model, AppliedSteps().plus(step, {"formats": {"1": "int8"}, "quality": 0.1}))
