@@ -9,11 +9,44 @@ from typing import TYPE_CHECKING, Protocol
 from wavecrest.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from wavecrest.optimizer.steps.quantize import Wish
     from wavecrest.records import StepOutcome
 
 MAX_LEVEL = 5
 PRECISIONS = ("tf32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The quantization that a user asked for.
+
+    Attributes:
+        formats: of `wavecrest.quantize`, in order of preference.
+        quality: the most that perplexity may rise, or the largest relative error of a model without logits.
+
+    Raises:
+        InvalidArgument: a format is unknown, or the quality is no share.
+    """
+
+    formats: tuple[str, ...]
+    quality: float
+
+    @classmethod
+    def of(cls, formats: str | tuple[str, ...] | None, quality: str | float | None) -> Wish | None:
+        """The wish of two options, "int4,int8" and "0.5%"; None without them."""
+        if formats is None and quality is None:
+            return None
+        from wavecrest.quantizer import layers
+        from wavecrest.quantizer.quality import limits
+
+        if formats is None or quality is None:
+            missing = "quality" if quality is None else "quantize"
+            raise InvalidArgument(
+                f'quantize and quality go together, and {missing} is missing: such as quantize="int8", quality="0.5%"'
+            )
+        names = tuple(name.strip() for name in formats.split(",")) if isinstance(formats, str) else tuple(formats)
+        found = limits(quality)
+        assert found is not None and found.share is not None
+        return cls(layers.schemes(names), found.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +96,6 @@ class Options:
         """The formats and the quality that were asked for."""
         if self.quantize is None and self.quality is None:
             return None
-        from wavecrest.optimizer.steps.quantize import Wish
 
         return Wish.of(self.quantize, self.quality)
 

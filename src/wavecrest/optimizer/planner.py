@@ -101,7 +101,7 @@ class Candidate:
 
     @property
     def tier(self) -> int:
-        """What changes weights, cures, first attempts, second attempts, searches; a lower tier goes first."""
+        """Other weights, cures, first attempts, second attempts, searches; a lower tier goes first."""
         if self.step.phase == "weights":
             # asked for by name, and all others work on what it makes
             return -1

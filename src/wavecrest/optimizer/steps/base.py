@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wavecrest.hardware import Device
     from wavecrest.measure.timing import Clock
     from wavecrest.measure.workload import Workload
-    from wavecrest.optimizer.steps.quantize import Wish
+    from wavecrest.optimizer.options import Wish
     from wavecrest.records import BucketProfile, CauseKind
 
 # no prediction promises that more of a call's time goes

@@ -8,7 +8,6 @@ model itself is held to the original by the quality that was asked for, wherever
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wavecrest.errors import InvalidArgument, PlanError, QualityNotMet, StepRefused
@@ -22,42 +21,8 @@ if TYPE_CHECKING:
     from wavecrest.quantizer.quality import Quality
 
 ID = "quantize"
-# part of the time of GEMMs that is reading weights, by guess: few rows are all reading, many are none
+# part of the time of GEMMs that is reading weights, by guess: all of it with few rows, little with many
 READING = 0.7
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a user asked for.
-
-    Attributes:
-        formats: of `wavecrest.quantize`, in order of preference.
-        quality: the most that perplexity may rise, or the largest relative error of a model without logits.
-
-    Raises:
-        InvalidArgument: a format is unknown, or the quality is no share.
-    """
-
-    formats: tuple[str, ...]
-    quality: float
-
-    @classmethod
-    def of(cls, formats: str | tuple[str, ...] | None, quality: str | float | None) -> Wish | None:
-        """The wish of two options, "int4,int8" and "0.5%"; None without them."""
-        from wavecrest.quantizer import layers
-        from wavecrest.quantizer.quality import limits
-
-        if formats is None and quality is None:
-            return None
-        if formats is None or quality is None:
-            missing = "quality" if quality is None else "quantize"
-            raise InvalidArgument(
-                f'quantize and quality go together, and {missing} is missing: such as quantize="int8", quality="0.5%"'
-            )
-        names = tuple(name.strip() for name in formats.split(",")) if isinstance(formats, str) else tuple(formats)
-        found = limits(quality)
-        assert found is not None and found.share is not None
-        return cls(layers.schemes(names), found.share)
 
 
 class Quantize(Step):

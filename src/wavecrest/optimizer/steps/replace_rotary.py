@@ -193,7 +193,7 @@ def _style(
     """The style in which ours gives the same answer.
 
     Raises:
-        StepRefused: there is none.
+        StepRefused: no style does.
         InvalidArgument: `rope` does not take the call.
     """
     from wavecrest.nn.rotary import rotate_qk
