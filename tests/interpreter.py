@@ -97,7 +97,7 @@ def _changes(interpreter: Any) -> list[tuple[Any, str, Any, Any]]:
         (interpreter.TensorHandle, "__init__", lambda init: _of_handles(init, core.pointer_type)),
         (interpreter, "_get_np_dtype", _by_name),
         (interpreter, "_patch_builtin", lambda patch: _builtins(core, patch)),
-        (core, "_type_for_tuple_values", lambda make: _of_sizes(make, core.constexpr)),
+        (core, "_type_for_tuple_values", lambda make: types_of_sizes(make, core.constexpr)),
         (core.dtype, "__eq__", _of_itself),
         (core.block_type, "__init__", _of_blocks),
         (core.block_type, "to_ir", lambda convert: _as_it_is(convert, builder)),
@@ -225,7 +225,7 @@ def _by_name(find: Any) -> Any:
     return wrapper
 
 
-def _of_sizes(make: Any, constexpr: type) -> Any:
+def types_of_sizes(make: Any, constexpr: type) -> Any:
     """Types of shapes, each made once: every tensor of the interpreter has two."""
     known: dict[tuple[int, ...], Any] = {}
 
