@@ -561,7 +561,7 @@ def _of_bools(interpreter: Any, original: Any, operation: Any, blocks: _Blocks) 
 
 
 def _selected(interpreter: Any, original: Any, blocks: _Blocks, constants: _Constants) -> Any:
-    """One of two tensors of one type, or of a tensor and a number, by a mask."""
+    """A choice by a mask between two tensors of one type, or a tensor and a number."""
     core, handle = interpreter.tl.core, interpreter.TensorHandle
     tensor = core.tensor
 
