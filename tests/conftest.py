@@ -23,9 +23,12 @@ if not torch.cuda.is_available():
 # Triton, which reads the line above
 importlib.import_module("torch._dynamo")
 
-# pytest (9) gives its handlers to every logger that passes nothing on. This one of torch's writes out every graph,
-# guard and stack of a compilation as soon as it has a handler, and nobody reads them here
-logging.getLogger("torch.__trace").propagate = True
+# pytest (9) gives its handlers to every logger that passes nothing on, six times a test, and torch has fifty of these:
+# they pass their records on to the one that has handlers anyway. One of them writes out every graph, guard and stack of
+# a compilation as soon as it has a handler of its own, and nobody reads them here
+for _logger in list(logging.root.manager.loggerDict.values()):
+    if isinstance(_logger, logging.Logger):
+        _logger.propagate = True
 
 # nor may rows that somebody measured on this machine decide what tests run
 os.environ["WAVECREST_DATABASE"] = "off"

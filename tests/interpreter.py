@@ -27,6 +27,22 @@ _SMALL_TYPES = {
     "fp8e5b16": torch.float8_e5m2fnuz,
 }
 _INTEGERS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+# the type of sums, products and what is compared, by the operands' types
+_RESULTS = {
+    ("fp32", "fp32"): "fp32",
+    ("int32", "int32"): "int32",
+    ("int64", "int64"): "int64",
+    ("int32", "int64"): "int64",
+    ("int64", "int32"): "int64",
+}
+_COMPARISONS = {
+    "less_than": np.less,
+    "less_equal": np.less_equal,
+    "greater_than": np.greater,
+    "greater_equal": np.greater_equal,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+}
 
 
 def mend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +73,7 @@ def _changes(interpreter: Any) -> list[tuple[Any, str, Any, Any]]:
     """Each change with its place, made once, so that its caches of types serve every test."""
     builder, semantic, core = interpreter.InterpreterBuilder, interpreter.TritonSemantic, interpreter.tl.core
     broadcast = _broadcast(interpreter, semantic.broadcast_impl_value)
+    blocks, constants = _Blocks(core), _Constants(interpreter)
     changes: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (interpreter, "_convert_float", _convert_as_torch_does),
         (builder, "create_dot", _dot_of_floats),
@@ -64,13 +81,24 @@ def _changes(interpreter: Any) -> list[tuple[Any, str, Any, Any]]:
         (semantic, "binary_op_sanitize_overflow_impl", lambda _: _no_overflow),
         (semantic, "broadcast_impl_value", lambda _: broadcast),
         (semantic, "binary_op_type_checking_impl", lambda check: _of_one_type(interpreter, check, broadcast)),
-        (semantic, "add", lambda add: _of_numbers(interpreter, add, np.add)),
-        (semantic, "sub", lambda sub: _of_numbers(interpreter, sub, np.subtract)),
-        (semantic, "mul", lambda mul: _of_numbers(interpreter, mul, np.multiply)),
+        (semantic, "add", lambda add: _of_numbers(interpreter, add, np.add, blocks, constants)),
+        (semantic, "sub", lambda sub: _of_numbers(interpreter, sub, np.subtract, blocks, constants)),
+        (semantic, "mul", lambda mul: _of_numbers(interpreter, mul, np.multiply, blocks, constants)),
+        *[
+            (semantic, name, functools.partial(_compared, interpreter, compare, blocks))
+            for name, compare in _COMPARISONS.items()
+        ],
+        (semantic, "and_", lambda both: _of_bools(interpreter, both, np.bitwise_and, blocks)),
+        (semantic, "or_", lambda either: _of_bools(interpreter, either, np.bitwise_or, blocks)),
+        (semantic, "where", lambda where: _selected(interpreter, where, blocks, constants)),
+        (semantic, "expand_dims", lambda expand: _expanded(interpreter, expand, blocks)),
+        (semantic, "to_tensor", lambda make: _of_values(interpreter, make)),
+        (semantic, "cast", lambda cast: _cast(interpreter, cast, blocks)),
         (interpreter.TensorHandle, "__init__", lambda init: _of_handles(init, core.pointer_type)),
         (interpreter, "_get_np_dtype", _by_name),
         (interpreter, "_patch_builtin", lambda patch: _builtins(core, patch)),
-        (core, "_type_for_tuple_values", lambda make: _of_sizes(make, core.constexpr)),
+        (core, "_type_for_tuple_values", lambda make: types_of_sizes(make, core.constexpr)),
+        (core.dtype, "__eq__", _of_itself),
         (core.block_type, "__init__", _of_blocks),
         (core.block_type, "to_ir", lambda convert: _as_it_is(convert, builder)),
         (core.tensor, "__init__", _of_tensors),
@@ -144,8 +172,15 @@ def _no_overflow(_semantic: Any, lhs: Any, rhs: Any, operation: Any) -> None:
 
 
 def _check_limits(wide: Any, dtype: Any, operation: str) -> None:
+    low, high = _limits(dtype)
+    least, most = (wide.item(), wide.item()) if wide.size == 1 else (wide.min(), wide.max())
+    assert low <= least and most <= high, f"{dtype} overflow in {operation}"
+
+
+@functools.cache
+def _limits(dtype: Any) -> tuple[int, int]:
     limits = np.iinfo(dtype)
-    assert limits.min <= wide.min() and wide.max() <= limits.max, f"{dtype} overflow in {operation}"
+    return int(limits.min), int(limits.max)
 
 
 class _Patched:
@@ -190,7 +225,7 @@ def _by_name(find: Any) -> Any:
     return wrapper
 
 
-def _of_sizes(make: Any, constexpr: type) -> Any:
+def types_of_sizes(make: Any, constexpr: type) -> Any:
     """Types of shapes, each made once: every tensor of the interpreter has two."""
     known: dict[tuple[int, ...], Any] = {}
 
@@ -385,30 +420,71 @@ def _of_one_type(interpreter: Any, check: Any, broadcast: Any) -> Any:
     return wrapper
 
 
-def _of_numbers(interpreter: Any, original: Any, operation: Any) -> Any:
-    """Sums and products of float32 and of integers of 32 and 64 bits, as numpy works them out; all else as it was."""
-    core, handle = interpreter.tl.core, interpreter.TensorHandle
-    tensor, name = core.tensor, original.__name__
-    # the type of the result, by the operands' types
-    results = {
-        ("fp32", "fp32"): core.float32,
-        ("int32", "int32"): core.int32,
-        ("int64", "int64"): core.int64,
-        ("int32", "int64"): core.int64,
-        ("int64", "int32"): core.int64,
-    }
-    numbers: dict[tuple[str, type, Any], Any] = {}
+class _Blocks:
+    """Types of blocks by element and sizes, each made once."""
 
-    def constant(number: Any, of: str) -> Any:
-        """The number as an array of the tensor's type; None where Triton has more to say to it."""
+    def __init__(self, core: Any) -> None:
+        self._core, self._known = core, dict[tuple[str, tuple[int, ...]], Any]()
+
+    def __call__(self, element: Any, sizes: tuple[int, ...]) -> Any:
+        key = (element.name, sizes)
+        if key not in self._known:
+            self._known[key] = self._core.block_type(element, list(sizes))
+        return self._known[key]
+
+
+class _Constants:
+    """Numbers as arrays of a tensor's type; None where Triton has more to say to it."""
+
+    def __init__(self, interpreter: Any) -> None:
+        core = interpreter.tl.core
+        self._of = {kind.name: interpreter._get_np_dtype(kind) for kind in (core.float32, core.int32, core.int64)}
+        self._known = dict[tuple[str, type, Any], Any]()
+
+    def __call__(self, number: Any, of: str) -> Any:
         kind = type(number)
-        if not (kind is int and -(2**31) <= number < 2**31) and not (kind is float and of == "fp32"):
+        if of not in self._of or (
+            not (kind is int and -(2**31) <= number < 2**31) and not (kind is float and of == "fp32")
+        ):
             return None
         key = (of, kind, number)
-        if key not in numbers:
+        if key not in self._known:
             # zeros lose their sign in the interpreter too
-            numbers[key] = np.array([number or 0], dtype=interpreter._get_np_dtype(results[of, of]))
-        return numbers[key]
+            self._known[key] = np.array([number or 0], dtype=self._of[of])
+        return self._known[key]
+
+
+def _spread(*tensors: Any) -> bool:
+    """True if numpy spreads the operands over one shape as Triton does: blocks of as many axes, and scalars."""
+    axes = {one.handle.data.ndim for one in tensors if one.type.is_block()}
+    return len(axes) < 2
+
+
+def _of_numbers(interpreter: Any, original: Any, operation: Any, blocks: _Blocks, constants: _Constants) -> Any:
+    """Sums and products of float32 and of integers of 32 and 64 bits, as numpy works them out, and pointers that move.
+
+    All else is as it was.
+    """
+    core, handle = interpreter.tl.core, interpreter.TensorHandle
+    tensor, name, widths = core.tensor, original.__name__, dict[str, int]()
+    results = {of: getattr(core, {"fp32": "float32"}.get(kind, kind)) for of, kind in _RESULTS.items()}
+
+    def moved(pointer: Any, offset: Any) -> Any:
+        """A pointer and an offset of 32 or 64 bits; None where it is another one."""
+        if type(offset) is not tensor:
+            y, block = constants(offset, "int32"), False
+        else:
+            y, block = offset.handle.data, offset.type.is_block()
+            if offset.dtype.name not in ("int32", "int64") or not _spread(pointer, offset):
+                return None
+        if y is None:
+            return None
+        kind = pointer.dtype
+        if kind.name not in widths:
+            widths[kind.name] = max(1, pointer.handle.get_element_ty().primitive_bitwidth // 8)
+        data = pointer.handle.data + widths[kind.name] * y.astype(np.uint64)
+        made = blocks(kind, data.shape) if block or pointer.type.is_block() else pointer.type
+        return tensor(handle(data, pointer.handle.dtype), made)
 
     @functools.wraps(original)
     def wrapper(self: Any, lhs: Any, rhs: Any, sanitize_overflow: bool) -> Any:
@@ -417,9 +493,12 @@ def _of_numbers(interpreter: Any, original: Any, operation: Any) -> Any:
         right = rhs.dtype.name if type(rhs) is tensor else left
         dtype = results.get((left, right))
         if dtype is None:
-            return original(self, lhs, rhs, sanitize_overflow)
-        x = lhs.handle.data if like is lhs else constant(lhs, left)
-        y = rhs.handle.data if type(rhs) is tensor else constant(rhs, left)
+            made = None
+            if name == "add" and like is lhs and type(lhs.dtype) is core.pointer_type:
+                made = moved(lhs, rhs)
+            return original(self, lhs, rhs, sanitize_overflow) if made is None else made
+        x = lhs.handle.data if like is lhs else constants(lhs, left)
+        y = rhs.handle.data if type(rhs) is tensor else constants(rhs, left)
         if x is None or y is None:
             return original(self, lhs, rhs, sanitize_overflow)
         if like is lhs and type(rhs) is tensor and rhs.type.is_block():
@@ -436,7 +515,131 @@ def _of_numbers(interpreter: Any, original: Any, operation: Any) -> Any:
         if not kind.is_block():
             kind = dtype
         elif _sizes(kind) != data.shape or kind.element_ty.name != dtype.name:
-            kind = core.block_type(dtype, list(data.shape))
+            kind = blocks(dtype, data.shape)
         return tensor(handle(data, dtype), kind)
+
+    return wrapper
+
+
+def _compared(interpreter: Any, operation: Any, blocks: _Blocks, original: Any) -> Any:
+    """Comparisons of float32 and of integers of 32 and 64 bits, as numpy makes them."""
+    core, handle = interpreter.tl.core, interpreter.TensorHandle
+    tensor = core.tensor
+    results = {of: getattr(core, {"fp32": "float32"}.get(kind, kind)) for of, kind in _RESULTS.items()}
+
+    def wrapper(self: Any, lhs: Any, rhs: Any) -> Any:
+        if type(lhs) is not tensor or type(rhs) is not tensor:
+            return original(self, lhs, rhs)
+        dtype = results.get((lhs.dtype.name, rhs.dtype.name))
+        if dtype is None or not _spread(lhs, rhs):
+            return original(self, lhs, rhs)
+        data = operation(lhs.handle.data, rhs.handle.data)
+        block = lhs.type.is_block() or rhs.type.is_block()
+        # the handle has the type of what was compared, as the interpreter's has: see _of_its_type
+        return tensor(handle(data, dtype), blocks(core.int1, data.shape) if block else core.int1)
+
+    return wrapper
+
+
+def _of_bools(interpreter: Any, original: Any, operation: Any, blocks: _Blocks) -> Any:
+    """Masks joined, as numpy does it."""
+    core, handle = interpreter.tl.core, interpreter.TensorHandle
+    tensor = core.tensor
+
+    def wrapper(self: Any, lhs: Any, rhs: Any) -> Any:
+        if type(lhs) is not tensor or type(rhs) is not tensor:
+            return original(self, lhs, rhs)
+        x, y = lhs.handle.data, rhs.handle.data
+        bools = lhs.dtype.name == rhs.dtype.name == "int1" and x.dtype == y.dtype == np.bool_
+        if not bools or not _spread(lhs, rhs):
+            return original(self, lhs, rhs)
+        data = operation(x, y)
+        block = lhs.type.is_block() or rhs.type.is_block()
+        return tensor(handle(data, lhs.handle.dtype.scalar), blocks(core.int1, data.shape) if block else core.int1)
+
+    return wrapper
+
+
+def _selected(interpreter: Any, original: Any, blocks: _Blocks, constants: _Constants) -> Any:
+    """A choice by a mask between two tensors of one type, or a tensor and a number."""
+    core, handle = interpreter.tl.core, interpreter.TensorHandle
+    tensor = core.tensor
+
+    def wrapper(self: Any, condition: Any, x: Any, y: Any) -> Any:
+        tensors = [one for one in (condition, x, y) if type(one) is tensor]
+        like = x if type(x) is tensor else y
+        if type(condition) is not tensor or type(like) is not tensor or type(like.dtype) is not core.dtype:
+            return original(self, condition, x, y)
+        dtype, mask = like.dtype, condition.handle.data
+        one = x.handle.data if type(x) is tensor else constants(x, dtype.name)
+        other = y.handle.data if type(y) is tensor else constants(y, dtype.name)
+        of_one_type = all(tensor.dtype.name == dtype.name for tensor in tensors[1:])
+        if not of_one_type or condition.dtype.name != "int1" or mask.dtype != np.bool_ or not _spread(*tensors):
+            return original(self, condition, x, y)
+        if one is None or other is None or one.dtype != other.dtype:
+            return original(self, condition, x, y)
+        data = np.where(mask, one, other)
+        block = any(tensor.type.is_block() for tensor in tensors)
+        kind = y.handle.dtype.scalar if type(y) is tensor else dtype
+        return tensor(handle(data, kind), blocks(dtype, data.shape) if block else dtype)
+
+    return wrapper
+
+
+def _expanded(interpreter: Any, original: Any, blocks: _Blocks) -> Any:
+    """A block with an axis of 1 more."""
+    core, handle = interpreter.tl.core, interpreter.TensorHandle
+
+    def wrapper(self: Any, x: Any, axis: int) -> Any:
+        if not x.type.is_block() or not 0 <= axis <= x.handle.data.ndim:
+            return original(self, x, axis)
+        data = x.handle.data[(slice(None),) * axis + (None,)]
+        return core.tensor(handle(data, x.handle.dtype.scalar), blocks(x.dtype, data.shape))
+
+    return wrapper
+
+
+def _of_values(interpreter: Any, make: Any) -> Any:
+    """A tensor is one already; of a number the array is made once."""
+    tensor, handle = interpreter.tl.core.tensor, interpreter.TensorHandle
+    known: dict[tuple[type, Any], tuple[Any, Any]] = {}
+
+    def wrapper(self: Any, value: Any, check_type: bool = True) -> Any:
+        kind = type(value)
+        if kind is tensor:
+            return value
+        if kind is not int and kind is not float:
+            return make(self, value, check_type)
+        if (kind, value) not in known:
+            made = make(self, value, check_type)
+            known[kind, value] = made.handle.data, made.dtype
+        data, dtype = known[kind, value]
+        return tensor(handle(data, dtype), dtype)
+
+    return wrapper
+
+
+def _cast(interpreter: Any, original: Any, blocks: _Blocks) -> Any:
+    """To the type that a tensor has already, and from 32 to 64 bits."""
+    core, handle = interpreter.tl.core, interpreter.TensorHandle
+
+    def wrapper(self: Any, x: Any, dtype: Any, rounding: Any = None) -> Any:
+        source, target = x.dtype.name, dtype.scalar.name
+        if source == target:
+            return x
+        if source != "int32" or target != "int64" or rounding is not None:
+            return original(self, x, dtype, rounding)
+        data = x.handle.data.astype(np.int64)
+        kind = blocks(core.int64, data.shape) if x.type.is_block() else core.int64
+        return core.tensor(handle(data, core.int64), kind)
+
+    return wrapper
+
+
+def _of_itself(equal: Any) -> Any:
+    """A type is equal to itself, which most comparisons are of."""
+
+    def wrapper(self: Any, other: Any) -> Any:
+        return self is other or equal(self, other)
 
     return wrapper

@@ -154,24 +154,24 @@ def definition(call: FlashDecodingCall) -> tuple[Tensor, Tensor, Tensor]:
             own = length - call.seqlen_q + t
             first = 0 if call.window < 0 else max(0, own - call.window)
             first = first if call.seq_starts is None else max(first, int(call.seq_starts[b]))
-            seen = list(range(first, own + 1))
+            seen = slice(first, max(first, own + 1))
             for h in range(call.heads):
                 head = h // call.group
-                scores = [float(call.q[b, t, h].cpu().double() @ k[j, head]) * call.scale for j in seen]
+                scores = k[seen, head] @ call.q[b, t, h].cpu().double() * call.scale
                 if call.softcap > 0:
-                    scores = [call.softcap * math.tanh(s / call.softcap) for s in scores]
+                    scores = call.softcap * torch.tanh(scores / call.softcap)
                 if call.alibi_slopes is not None:
                     slope = float(call.alibi_slopes.expand(call.batch, call.heads)[b, h])
-                    scores = [s - slope * (own - j) for s, j in zip(scores, seen, strict=True)]
+                    scores = scores - slope * (own - torch.arange(seen.start, seen.stop))
                 sink = [] if call.sinks is None else [float(call.sinks[h])]
-                if not scores + sink:
+                if not len(scores) + len(sink):
                     continue
-                top = max(scores + sink)
-                total = sum(math.exp(s - top) for s in scores + sink)
+                top = max(scores.tolist() + sink)
+                total = sum(math.exp(s - top) for s in scores.tolist() + sink)
                 lse[b, h, t] = top + math.log(total)
-                for s, j in zip(scores, seen, strict=True):
-                    y[b, t, h] += math.exp(s - top) / total * v[j, head]
-                    size[b, t, h] += math.exp(s - top) / total * v_size[j, head]
+                weights = torch.exp(scores - top) / total
+                y[b, t, h] = weights @ v[seen, head]
+                size[b, t, h] = weights @ v_size[seen, head]
     return y, lse, size
 
 
