@@ -438,15 +438,17 @@ def tuned_row(tmp_path: Path, rows: int = 16, **given: Any) -> Entry:
 
 
 def test_shared_rows_hold_nothing_of_the_user(
-    user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    user: Overlay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = tuned_row(tmp_path)
+    good, backends = tuned_row(tmp_path), registry.get("gemm").backends
+    monkeypatch.setitem(backends, "alices_own", replace(backends["torch"], name="alices_own", user=True))
     private = [
         tuned_row(tmp_path, 32, device="alice's /dev/box"),
         tuned_row(tmp_path, 64, versions="torch 2.9.1; triton /home/alice/triton"),
         tuned_row(tmp_path, 128, origin="alice"),
         replace(good, op="alices_op"),
-        replace(good, row=replace(good.row, backend="alices_kernel", evidence=replace(good.row.evidence, units=80))),
+        replace(good, row=replace(good.row, backend="alices_gone", evidence=replace(good.row.evidence, units=80))),
+        replace(good, row=replace(good.row, backend="alices_own", evidence=replace(good.row.evidence, units=81))),
     ]
     fork = tuned_row(tmp_path, 256, commit="alice's fork", detail='{"path": "/home/alice"}')
     user.write([good, fork, *private])
@@ -495,7 +497,7 @@ def test_shared_rows_come_back_as_measured_rows(
     monkeypatch.setenv("WAVECREST_DATABASE", str(user.path))
     assert "0 rows added" in said(capsys, "import", str(path))
     assert sorted(user.entries(), key=repr) == sorted(shipped, key=repr)
-    assert "is damaged" in said(capsys, "merge", str(path), code=1)
+    assert "`wavecrest db import` takes" in said(capsys, "merge", str(path), code=1)
     assert "leave --format out" in said(capsys, "export", "--share", str(path), "--format", "aiter-bf16", code=1)
 
 

@@ -361,6 +361,8 @@ def run_merge(paths: Iterable[Path]) -> tuple[int, int]:
     for path in paths:
         if not path.is_file():
             raise TableError(f"no database at {path}")
+        if path.suffix in (".json", ".csv"):
+            raise TableError(f"{path.name} is no database: `wavecrest db import` takes files of rows")
         entries += Overlay(path).entries()
     return overlay.write(entries), len(entries)
 
