@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 # no prediction promises that more of a call's time goes
 MOST_SAVED = 0.9
-# when an applied step takes effect: surgery on the module tree, settings around the call, compilation, capture
-Phase = Literal["environment", "surgery", "setting", "compile", "capture"]
-PHASES: tuple[Phase, ...] = ("environment", "surgery", "setting", "compile", "capture")
+# when an applied step takes effect: surgery on the module tree, settings around the call, compilation, settings of the
+# libraries that compiled code calls, capture
+Phase = Literal["environment", "surgery", "setting", "compile", "library", "capture"]
+PHASES: tuple[Phase, ...] = ("environment", "surgery", "setting", "compile", "library", "capture")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.replace_moe import ReplaceMoe
     from wavecrest.optimizer.steps.replace_norm import ReplaceNorm
     from wavecrest.optimizer.steps.route_linear import RouteLinear
+    from wavecrest.optimizer.steps.tunable_op import TunableOp
 
     steps: list[Step] = [
         EnvironmentStep(),
@@ -57,6 +58,7 @@ def _steps() -> dict[str, Step]:
         FuseParallel(),
         RouteLinear(),
         ChooseLinear(),
+        TunableOp(),
         ReplaceEncoder(),
         ReplaceAttention(),
         ReplaceSDPA(),

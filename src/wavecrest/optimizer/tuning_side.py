@@ -1,0 +1,50 @@
+"""The process in which TunableOp tunes the GEMMs of a model: it may crash or never end, and nothing else is lost.
+
+Run as `python -m wavecrest.optimizer.tuning_side TASK.json OUT.json`; the task has the GEMMs by operation, dtypes,
+shapes and strides, and the device.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.cuda import tunable
+
+from wavecrest.optimizer.steps.tunable_op import tuning
+from wavecrest.records import decode
+
+_CALLS = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm}
+
+
+def _operand(dtype: str, shape: list[int], stride: list[int], depth: int, device: str) -> Tensor:
+    """Random numbers, of a size that makes sums of `depth` products about 1."""
+    made: Tensor = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
+    return made.copy_(torch.randn(shape, device=device) * depth**-0.25)
+
+
+def tune(products: list[Any], device: str, folder: Path) -> dict[str, Any]:
+    """Run every GEMM once with TunableOp; what it found, as the parameters of the step."""
+    with torch.no_grad(), tuning(folder / "tuned.csv"):
+        for name, operands in products:
+            depth = max(1, operands[-1][1][-2])
+            _CALLS[name](*(_operand(*operand, depth, device) for operand in operands))
+            torch.cuda.synchronize(device)
+    rows = [[operator, sizes, solution, f"{ms:.6g}"] for operator, sizes, solution, ms in tunable.get_results()]
+    return {"validators": [list(pair) for pair in tunable.get_validators()], "rows": rows}
+
+
+def main() -> int:
+    """Do the task of the command line; the exit code."""
+    path, target = Path(sys.argv[1]), Path(sys.argv[2])
+    task = decode.json_of(path.read_bytes())
+    target.write_text(json.dumps(tune(task["products"], task["device"], target.parent)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
