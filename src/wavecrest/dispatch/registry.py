@@ -38,6 +38,7 @@ BACKEND_MODULES = (
     "wavecrest.backends.onednn",
     "wavecrest.backends.sdpa",
     "wavecrest.backends.aiter",
+    "wavecrest.backends.flydsl",
 )
 
 
