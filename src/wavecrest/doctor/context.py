@@ -243,6 +243,7 @@ def collect(device: hardware.Device) -> Context:
     source = Path(torch.__file__).parent / "_inductor" / "config.py"
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     gpu_node, cpu_nodes = numa_nodes(device, allowed, read_file)
+    library: Any = None if device.kind == "cpu" else torch.backends.cuda.preferred_blas_library()
     return Context(
         device=device,
         environment=environment,
@@ -259,7 +260,7 @@ def collect(device: hardware.Device) -> Context:
         packages=installed(),
         aiter_tables=tables_of_aiter() if device.vendor == "amd" else (),
         sdpa=attention_backends(device),
-        blas="" if device.kind == "cpu" else torch.backends.cuda.preferred_blas_library().name,
+        blas="" if library is None else library.name,
         gpu_node=gpu_node,
         cpu_nodes=cpu_nodes,
     )

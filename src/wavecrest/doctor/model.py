@@ -50,9 +50,9 @@ class Seen:
     floats: Counter[str] = field(default_factory=Counter)
 
 
-class _Products(TorchDispatchMode):
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, found: Counter[Product]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
     def __torch_dispatch__(

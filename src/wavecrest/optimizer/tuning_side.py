@@ -18,7 +18,7 @@ from torch.cuda import tunable
 from wavecrest.optimizer.steps.tunable_op import tuning
 from wavecrest.records import decode
 
-_CALLS = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm}
+_CALLS: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm}
 
 
 def _operand(dtype: str, shape: list[int], stride: list[int], depth: int, device: str) -> Tensor:
@@ -32,10 +32,14 @@ def tune(products: list[Any], device: str, folder: Path) -> dict[str, Any]:
     with torch.no_grad(), tuning(folder / "tuned.csv"):
         for name, operands in products:
             depth = max(1, operands[-1][1][-2])
-            _CALLS[name](*(_operand(*operand, depth, device) for operand in operands))
+            made = [_operand(dtype, shape, stride, depth, device) for dtype, shape, stride in operands]
+            _CALLS[name](*made)
             torch.cuda.synchronize(device)
-    rows = [[operator, sizes, solution, f"{ms:.6g}"] for operator, sizes, solution, ms in tunable.get_results()]
-    return {"validators": [list(pair) for pair in tunable.get_validators()], "rows": rows}
+    # PyTorch annotates tuples of these as one of them
+    results: Any = tunable.get_results()
+    validators: Any = tunable.get_validators()
+    rows = [[operator, sizes, solution, f"{ms:.6g}"] for operator, sizes, solution, ms in results]
+    return {"validators": [list(pair) for pair in validators], "rows": rows}
 
 
 def main() -> int:

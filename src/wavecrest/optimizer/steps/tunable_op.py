@@ -169,7 +169,9 @@ def read(params: dict[str, Any]) -> None:
         raise StepRefused("TunableOp is for GPUs")
     if tunable.is_enabled():
         raise StepRefused("TunableOp is enabled for all of PyTorch's GEMMs here: unset PYTORCH_TUNABLEOP_ENABLED")
-    here, theirs = dict(tunable.get_validators()), dict(params["validators"])
+    # PyTorch annotates a tuple of pairs as one pair
+    pairs: Any = tunable.get_validators()
+    here, theirs = dict(pairs), dict(params["validators"])
     other = [
         f"{name} {theirs.get(name, 'none')} → {here.get(name, 'none')}"
         for name in sorted(here.keys() | theirs.keys())
@@ -187,11 +189,11 @@ def read(params: dict[str, Any]) -> None:
             raise StepRefused("TunableOp does not take the file that the plan holds")
 
 
-class _Products(TorchDispatchMode):
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The GEMMs of PyTorch's that run inside, each once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[Product, None] = {}
 
     def __torch_dispatch__(
