@@ -1,4 +1,4 @@
-"""What a model meets on this GPU: rows of aiter's tables for its GEMMs, SDPA's backends, and its 8-bit floats.
+"""A model on this GPU: rows of aiter's tables for its GEMMs, SDPA's backends, and its 8-bit floats.
 
 The model runs once for each of its buckets, in eager. Time is not measured: `wavecrest profile` does that.
 """
@@ -37,7 +37,7 @@ Product = tuple[int, int, int, str, bool]
 
 @dataclass(slots=True)
 class Seen:
-    """What a model did in one call of each bucket.
+    """Facts of one call of each bucket of a model.
 
     Attributes:
         products: its GEMMs with one weight, and how often each ran.
@@ -118,7 +118,7 @@ def _floats(model: nn.Module, found: Counter[str]) -> None:
 
 
 def findings(seen: Seen, context: Context) -> Iterator[Finding]:
-    """What there is to say of it on this machine."""
+    """The findings about it on this machine."""
     yield from _tables(seen, context)
     yield from _attention(seen, context)
     yield from _types(seen, context)
@@ -139,15 +139,15 @@ def _tables(seen: Seen, context: Context) -> Iterator[Finding]:
                 "aiter may not read it either", "install aiter again",
             )  # fmt: skip
     arch, units = context.device.arch, context.device.compute_units
-    misses = [one for one in products if aiter_csv.find(rows, arch, units, *one) is None]
-    what = f"{len(products) - len(misses)} of the model's {len(products)} GEMM shapes have a tuned row in aiter"
-    if not misses:
+    absent = [one for one in products if aiter_csv.find(rows, arch, units, *one) is None]
+    what = f"{len(products) - len(absent)} of the model's {len(products)} GEMM shapes have a tuned row in aiter"
+    if not absent:
         yield finding("model", 1, "ok", what, "", "")
         return
-    worst = sorted(misses, key=lambda one: -products[one] * one[0] * one[1] * one[2])
+    worst = sorted(absent, key=lambda one: -products[one] * one[0] * one[1] * one[2])
     named = "; ".join(f"{m} × {n} × {k} {dtype}{' with bias' * bias}" for m, n, k, dtype, bias in worst[:SHOWN])
     yield finding(
-        "model", 1, "warn", f"{what}; without one: {named}{'; …' if len(misses) > SHOWN else ''}",
+        "model", 1, "warn", f"{what}; without one: {named}{'; …' if len(absent) > SHOWN else ''}",
         "a shape without a row takes a default kernel, or PyTorch's; only the log says so",
         "WAVECREST_MISSES=misses.jsonl, then wavecrest tune misses.jsonl; or aiter's own tuner on this GPU",
     )  # fmt: skip

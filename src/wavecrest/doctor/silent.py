@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 
 from wavecrest.doctor.context import Context
 from wavecrest.doctor.report import Finding, Level
@@ -34,7 +34,7 @@ SLOWER_TRITON = re.compile(r"3\.[78]\.", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One of the twenty: what it is, where it was reported, the check that looks for it, how to measure its cost."""
+    """A failure of the list: its number and words, its threads, the check that looks for it, a measure of its cost."""
 
     number: int
     what: str
@@ -46,7 +46,7 @@ class Failure:
 @cache
 def failures() -> dict[int, Failure]:
     """The twenty by number."""
-    text = resources.files("wavecrest.doctor").joinpath("silent.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("silent.toml").read_text(encoding="utf-8")
     rows = decode.toml_of(text)["failure"]
     return {row["number"]: Failure(**{**row, "threads": tuple(row["threads"])}) for row in rows}
 
@@ -209,7 +209,7 @@ def cold_start(context: Context) -> Iterator[Finding]:
 
 
 def convolutions(context: Context) -> Iterator[Finding]:
-    """How long MIOpen searches for the kernel of a new convolution."""
+    """MIOpen's search for the kernel of a new convolution, where it takes minutes or does not happen."""
     if not _is_amd(context):
         return
     mode = context.environment.get("MIOPEN_FIND_MODE", "")

@@ -6,8 +6,10 @@ shapes and strides, and the device.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,30 @@ import torch
 from torch import Tensor
 from torch.cuda import tunable
 
-from wavecrest.optimizer.steps.tunable_op import tuning
 from wavecrest.records import decode
 
+# of results about 1: two roundings to bfloat16 differ by up to 2⁻⁸
+TOLERANCE = 1e-2
 _CALLS: dict[str, Any] = {"mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm}
+
+
+@contextlib.contextmanager
+def tuning(path: Path) -> Iterator[None]:
+    """Inside, TunableOp tunes what it meets, with a numerical check, and keeps it in the file of a path."""
+    tunable.set_filename(str(path), insert_device_ordinal=False)
+    tunable.enable(True)
+    tunable.tuning_enable(True)
+    # a solution that is fast because it computes less would win otherwise (ROCm/rocm-libraries#12226); older versions
+    # of PyTorch have no such check, and the gate is behind this one
+    if hasattr(tunable, "set_numerical_check_tolerances"):
+        tunable.set_numerical_check_tolerances(True, TOLERANCE, TOLERANCE)
+    # operands of a model are seldom in the cache
+    tunable.set_rotating_buffer_size(512)
+    try:
+        yield
+    finally:
+        tunable.tuning_enable(False)
+        tunable.enable(False)
 
 
 def _operand(dtype: str, shape: list[int], stride: list[int], depth: int, device: str) -> Tensor:

@@ -11,13 +11,12 @@ was not run on an AMD GPU: this project has none.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,8 +41,6 @@ TUNED_GAIN = 0.05
 MOST_SECONDS = 600.0
 # part of the seconds left for trials that it may take
 SHARE = 0.5
-# of results about 1: two roundings to bfloat16 differ by up to 2⁻⁸
-TOLERANCE = 1e-2
 # solutions that TunableOp writes; others would be names that this version knows nothing of
 _SOLUTION = re.compile(r"Default|Gemm_(Rocblas|Hipblaslt)_-?\d{1,10}", re.ASCII)
 _OPERATORS = ("GemmTunableOp", "GemmAndBiasTunableOp", "GemmStridedBatchedTunableOp")
@@ -141,7 +138,7 @@ def text_of(params: dict[str, Any]) -> str:
 
 
 def problem_of(params: dict[str, Any]) -> str:
-    """What is wrong with parameters that have the right types; "" if nothing is."""
+    """The fault of parameters that have the right types; "" if they have no fault."""
     try:
         found = tunable_op.parse(text_of(params), "the file")
     except TableError as problem:
@@ -244,22 +241,3 @@ def tuned(products: list[Product], device: str, seconds: float) -> dict[str, Any
         except (ValueError, PlanError) as problem:
             raise StepRefused(f"TunableOp wrote what this version does not know: {problem}") from None
     return dict(params)
-
-
-@contextlib.contextmanager
-def tuning(path: Path) -> Iterator[None]:
-    """Inside, TunableOp tunes what it meets, with a numerical check, and keeps it in the file of a path."""
-    tunable.set_filename(str(path), insert_device_ordinal=False)
-    tunable.enable(True)
-    tunable.tuning_enable(True)
-    # a solution that is fast because it computes less would win otherwise (ROCm/rocm-libraries#12226); older versions
-    # of PyTorch have no such check, and the gate is behind this one
-    if hasattr(tunable, "set_numerical_check_tolerances"):
-        tunable.set_numerical_check_tolerances(True, TOLERANCE, TOLERANCE)
-    # operands of a model are seldom in the cache
-    tunable.set_rotating_buffer_size(512)
-    try:
-        yield
-    finally:
-        tunable.tuning_enable(False)
-        tunable.enable(False)
