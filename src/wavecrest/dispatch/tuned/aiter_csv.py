@@ -102,7 +102,7 @@ def parse(text: str, file: str) -> list[Row]:
         if absent:
             raise TableError(f"{file} is no table of 16-bit matrix products: no column {', '.join(absent)}")
         if make is _eight and "libtype" in columns:
-            raise TableError(f"{file} is a table of preshuffled weights, which are not imported: run `wavecrest tune` on such calls")
+            raise TableError(f"{file} is a table of preshuffled weights, which are not imported")
         for row in reader:
             try:
                 # a cell too few or too many: the line is cut, or another's
