@@ -344,7 +344,7 @@ def test_calls_are_made_from_keys(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("gemm", {"batch": 4}), ("gemm", {"form": "shuffled"}), ("gemm", {"a": "words"}), ("gemm", {"rows": 0}),
+        ("gemm", {"batch": 4}), ("gemm", {"form": "int4 zeros"}), ("gemm", {"a": "words"}), ("gemm", {"rows": 0}),
         ("flash_attention", {"bias": "float32"}), ("flash_attention", {"dtype": "int8 p"}),
         ("flash_attention", {"packed": True}), ("flash_decoding", {"page": 64}), ("flash_decoding", {"alibi": True}),
         ("flash_decoding", {"access": "columns append"}), ("rope", {"tokens": 0}), ("rope", {"leading": 3}),
@@ -422,3 +422,120 @@ def test_the_table_of_sources(op: ToyOp, tmp_path: Path, capsys: pytest.CaptureF
     assert line.split() == ["double", "3", "–", "–", "–", "2"]
     _shared.print_coverage([])
     assert capsys.readouterr().out == ""
+
+
+# rows to share
+
+
+def tuned_row(tmp_path: Path, rows: int = 16, **given: Any) -> Entry:
+    """A row as `wavecrest tune` keeps it, of a user whose names are everywhere that a name can be."""
+    measured = {
+        "device": "AMD Instinct MI300X", "versions": "torch 2.9.1+rocm7.1; triton 3.6.0; hip 7.1.2", "error": 1e-3,
+        "date": "2026-11-26T23:59:01+00:00", "commit": "0272c17+changes", "default_us": 7.0,
+    }  # fmt: skip
+    made = gemm_row(rows, **measured | given)
+    return replace(made, row=replace(made.row, record=f"{tmp_path}/alice@secret-host/tune.jsonl@0123456789ab"))
+
+
+def test_shared_rows_hold_nothing_of_the_user(
+    user: Overlay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, backends = tuned_row(tmp_path), registry.get("gemm").backends
+    monkeypatch.setitem(backends, "alices_own", replace(backends["torch"], name="alices_own", user=True))
+    private = [
+        tuned_row(tmp_path, 32, device="alice's /dev/box"),
+        tuned_row(tmp_path, 64, versions="torch 2.9.1; triton /home/alice/triton"),
+        tuned_row(tmp_path, 128, origin="alice"),
+        replace(good, op="alices_op"),
+        replace(good, row=replace(good.row, backend="alices_gone", evidence=replace(good.row.evidence, units=80))),
+        replace(good, row=replace(good.row, backend="alices_own", evidence=replace(good.row.evidence, units=81))),
+    ]
+    fork = tuned_row(tmp_path, 256, commit="alice's fork", detail='{"path": "/home/alice"}')
+    user.write([good, fork, *private])
+    path = tmp_path / "out" / "rows.json"
+    text = said(capsys, "export", "--share", str(path))
+    assert "2 of gemm" in text and "AMD Instinct MI300X (2)" in text and "2026-11-26 (2)" in text
+    assert "0272c17+changes (1); not known (1)" in text
+    for reason in (
+        "may be anything (device)", "may be anything (versions)", "imported from alice", "no op of wavecrest",
+        "kernel of a user",
+    ):  # fmt: skip
+        assert reason in text, reason
+    written = path.read_text()
+    for name in ("alice", "secret", "home", "tmp", "23:59", "detail", str(tmp_path)):
+        assert name not in written, name
+    # every text that it has, beside names of fields and of the key's parts
+    document = json.loads(written)
+    assert set(document) == {"kind", "format_version", "rows"} and len(document["rows"]) == 2
+    assert document["rows"][0]["record"] == "shared@0123456789ab"
+
+
+def test_shared_rows_come_back_as_measured_rows(
+    user: Overlay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = [
+        Entry("sm_90", path.stem, fields, row)
+        for path in SHIPPED.glob("*.csv")
+        for fields in [lookup.fields_of(registry.get(path.stem))]
+        for row in database.read(path, fields).values()
+    ]
+    user.write(shipped)
+    path = tmp_path / "rows.json"
+    assert "left out" not in said(capsys, "export", "--share", str(path))
+    # another machine
+    other = Overlay(tmp_path / "other.sqlite")
+    monkeypatch.setenv("WAVECREST_DATABASE", str(other.path))
+    assert f"{ROWS} rows added" in said(capsys, "import", str(path))
+    assert f"{2 * ROWS} rows are well" in said(capsys, "check")
+
+    def without(entry: Entry) -> tuple[Any, ...]:
+        evidence = replace(entry.row.evidence, date=entry.row.evidence.date[:10])
+        return entry.arch, entry.op, entry.fields, replace(entry.row, record="", evidence=evidence)
+
+    assert sorted(map(without, other.entries()), key=repr) == sorted(map(without, shipped), key=repr)
+    # its own rows, which are of a later hour, stay
+    monkeypatch.setenv("WAVECREST_DATABASE", str(user.path))
+    assert "0 rows added" in said(capsys, "import", str(path))
+    assert sorted(user.entries(), key=repr) == sorted(shipped, key=repr)
+    assert "`wavecrest db import` takes" in said(capsys, "merge", str(path), code=1)
+    assert "leave --format out" in said(capsys, "export", "--share", str(path), "--format", "aiter-bf16", code=1)
+
+
+def test_a_shared_file_is_taken_whole_or_not_at_all(
+    user: Overlay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "no row to share" in said(capsys, "export", "--share", str(tmp_path / "a.json"), code=1)
+    user.write([tuned_row(tmp_path), tuned_row(tmp_path, 32)])
+    path = tmp_path / "rows.json"
+    said(capsys, "export", "--share", str(path))
+    document = json.loads(path.read_text())
+    user.path.unlink()
+
+    def imported(*words: str, code: int = 0, version: int = 1, **changes: Any) -> str:
+        changed = {
+            **document,
+            "format_version": version,
+            "rows": [document["rows"][0], {**document["rows"][1], **changes}],
+        }
+        path.write_text(json.dumps(changed))
+        return said(capsys, "import", str(path), *words, code=code)
+
+    for changes, reason in (
+        ({"us": 0}, "us: Input should be"), ({"us": float("nan")}, "NaN"), ({"device": "a\u001b[2J"}, "device"),
+        ({"record": "/etc/passwd"}, "record"), ({"host": "a"}, "host: Extra"), ({"units": "304"}, "units"),
+        ({"config": {"num_warps": 1.5}}, "num_warps"), ({"backend": "a; b"}, "backend"),
+        ({"date": "2026-11-26T10:00:00"}, "date"), ({"key": {"rows": 1.5}}, "key"),
+    ):  # fmt: skip
+        assert reason in imported(code=1, **changes), reason
+        assert user.entries() == []
+    assert "upgrade wavecrest" in imported(code=1, version=2)
+    # rows that nothing here can use
+    for changes, reason in (
+        ({"arch": "gfx000"}, "gfx000, which is unknown here"), ({"op": "gone"}, "no op gone"),
+        ({"backend": "gone"}, "which gemm does not have"), ({"config": {"BLOCK_M": 1}}, "takes no configuration"),
+        ({"key": {"rows": 1}}, "other parts"),
+    ):  # fmt: skip
+        text = imported(**changes)
+        assert "1 rows added" in text and reason in text, reason
+        user.path.unlink()
+    assert "0 rows added" in imported("--arch", "gfx950")

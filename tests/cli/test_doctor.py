@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,3 +150,33 @@ def test_smoke_finds_an_op_that_is_wrong_and_one_that_fails(
     assert "calls are not what the op defines: add_rms_norm on torch, memcpy on torch" in captured.err.replace(
         "\n", " "
     )
+
+
+def test_a_model_runs_once_and_its_findings_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\n"
+        "calls = []\n"
+        "class Attend(torch.nn.Module):\n"
+        "    def forward(self, q):\n"
+        "        open(__file__ + '.calls', 'a').write('x')\n"
+        "        return torch.nn.functional.scaled_dot_product_attention(q, q, q)\n"
+        "def workload():\n"
+        "    return Attend(), torch.randn(1, 2, 8, 16)\n"
+    )
+    assert main.main(["doctor", "--device", "cpu", "--model", f"{tmp_path}/model.py:workload"]) == 0
+    assert "✓ all 1 SDPA calls take a fast path (flash)" in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "model.py.calls").read_text() == "x"
+    assert main.main(["doctor", "--device", "cpu", "--model", f"{tmp_path}/gone.py:workload"]) == 1
+
+
+def test_a_finding_says_how_to_measure_its_cost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sick(device: Any) -> Context:
+        return Context(device=device, environment={}, read={}.get, compiler="/bin/g++", sdpa={"causal": "MATH"})
+
+    monkeypatch.setattr(doctor, "collect", sick)
+    assert main.main(["doctor", "--device", "cpu"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "math path for: causal" in text and "measure wavecrest profile FILE.py:FUNCTION" in text
+    assert "pytorch/pytorch#147460" in text

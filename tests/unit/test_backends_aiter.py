@@ -20,20 +20,22 @@ from wavecrest.backends import aiter
 from wavecrest.dispatch import registry
 from wavecrest.ops._flash_attention.call import FlashAttentionCall
 from wavecrest.ops._gemm.backend import op as gemm
-from wavecrest.ops._gemm.call import GemmCall
+from wavecrest.ops._gemm.call import GemmCall, linear_call
+from wavecrest.ops.packed import pack
 
 FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """aiter's three functions as their sources describe them, in float64."""
+    """aiter's four functions as their sources describe them, in float64."""
     seen: list[str] = []
 
     def gemm_a16w16(A: Tensor, B: Tensor, bias: Tensor | None = None, otype: Any = None) -> Tensor:
         assert A.ndim == 2 and B.shape == (B.shape[0], A.shape[1]) and B.is_contiguous()
-        seen.append("a16w16 bias" if bias is not None else "a16w16")
-        y = A.double() @ B.double().mT
+        preshuffled = getattr(B, "is_shuffled", False) is True
+        seen.append("a16w16" + " preshuffled" * preshuffled + " bias" * (bias is not None))
+        y = A.double() @ (_in_order(B) if preshuffled else B).double().mT
         return (y if bias is None else y + bias).to(otype)
 
     def gemm_a8w8(
@@ -42,6 +44,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         assert x_scale.shape == (XQ.shape[0], 1) and w_scale.shape == (1, WQ.shape[0]) and bias is None
         seen.append("a8w8")
         return ((XQ.double() * x_scale) @ (WQ.double() * w_scale.mT).mT).to(dtype)
+
+    def gemm_a8w8_bpreshuffle(
+        XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Any = None, dtype: Any = None
+    ) -> Tensor:
+        assert x_scale.shape == (XQ.shape[0], 1) and w_scale.shape == (WQ.shape[0], 1) and bias is None
+        assert WQ.is_contiguous() and WQ.dtype.is_floating_point
+        seen.append("a8w8 preshuffled")
+        return ((XQ.double() * x_scale) @ (_in_order(WQ).double() * w_scale).mT).to(dtype)
 
     def gemm_a8w8_blockscale(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: Any = None) -> Tensor:
         (m, k), n = XQ.shape, WQ.shape[0]
@@ -54,10 +64,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     package, tuned = ModuleType("aiter"), ModuleType("aiter.tuned_gemm")
     package.gemm_a8w8, package.gemm_a8w8_blockscale = gemm_a8w8, gemm_a8w8_blockscale  # type: ignore[attr-defined]
+    package.gemm_a8w8_bpreshuffle = gemm_a8w8_bpreshuffle  # type: ignore[attr-defined]
     tuned.gemm_a16w16 = gemm_a16w16  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "aiter", package)
     monkeypatch.setitem(sys.modules, "aiter.tuned_gemm", tuned)
     yield seen
+
+
+def _in_order(stored: Tensor) -> Tensor:
+    """The weight [N, K] that aiter's `shuffle_weight` would store so: element by element, by the place of each."""
+    (n, k), run = stored.shape, 16 // stored.element_size()
+    rows, columns = torch.meshgrid(torch.arange(n), torch.arange(k), indexing="ij")
+    tile = rows // 16 * (k // 32) + columns // 32
+    place = ((tile * (32 // run) + columns % 32 // run) * 16 + rows % 16) * run + columns % run
+    return stored.flatten()[place.flatten()].view(n, k)
 
 
 @pytest.fixture
@@ -87,6 +107,20 @@ CASES = {
         lambda: GemmCall(_random(5, 64), _random(48, 64).mT, activation="silu_and_mul", residual=_random(5, 24)),
     ),
     "int8": ("a8w8", lambda: GemmCall(_int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48))),
+    "preshuffled": ("a16w16 preshuffled", lambda: linear_call(_random(2, 5, 64), pack(_random(48, 64), "shuffled"))),
+    "preshuffled bias gated": (
+        "a16w16 preshuffled bias",
+        lambda: linear_call(
+            _random(5, 64), pack(_random(48, 64), "shuffled"), _random(48), activation="silu_and_mul"
+        ),
+    ),
+    "preshuffled fp8": (
+        "a8w8 preshuffled",
+        lambda: linear_call(
+            _random(5, 64, dtype=FP8), pack(_random(48, 64), "shuffled", dtype=FP8), torch.randn(48),
+            scale_x=torch.rand(5), activation="relu",
+        ),
+    ),
     "fp8 blocks": (
         "blockscale",
         lambda: GemmCall(
@@ -118,10 +152,10 @@ def test_without_it_the_reason_is_in_the_decision() -> None:
     [
         (lambda: GemmCall(_random(5, 64), _random(48, 64).mT), "runs where a measured row names it"),
         (lambda: GemmCall(_random(5, 64), _random(64, 48)), "contiguous along K"),
-        (lambda: GemmCall(_random(3, 5, 64), _random(3, 48, 64).mT), "one plain weight"),
+        (lambda: GemmCall(_random(3, 5, 64), _random(3, 48, 64).mT), "one plain or preshuffled weight"),
         (lambda: GemmCall(torch.randn(5, 64), torch.randn(48, 64).mT), "not float32"),
         (lambda: GemmCall(_int8(5, 64), _int8(48, 64).mT), "not none and none"),
-        (lambda: GemmCall(_random(5, 64), _int8(48, 64).mT, scale_b=torch.rand(48)), "one plain weight"),
+        (lambda: GemmCall(_random(5, 64), _int8(48, 64).mT, scale_b=torch.rand(48)), "one plain or"),
         (
             lambda: GemmCall(
                 _int8(5, 64), _int8(48, 64).mT, scale_a=torch.rand(5), scale_b=torch.rand(48), out_dtype=torch.float32
@@ -139,6 +173,64 @@ def test_what_it_refuses(gpu: None, given: Any, reason: str) -> None:
     call = given()
     refused = aiter._refuse_gemm(call) or aiter._opt_in_gemm(call)
     assert refused is not None and reason in refused
+
+
+def _shuffled(dtype: torch.dtype = torch.bfloat16, n: int = 64, k: int = 64, stored: Any = None) -> GemmCall:
+    weight = pack(torch.randn(n, k).to(dtype), "shuffled", dtype=stored)
+    scale = {} if stored is None else {"scale_x": torch.rand(5)}
+    return linear_call(torch.randn(5, k).to(dtype if stored is None else stored), weight, **scale)
+
+
+FNUZ = torch.float8_e4m3fnuz
+
+
+@pytest.mark.parametrize(
+    ("arch", "made", "reason"),
+    [
+        ("gfx942", {}, "runs where a measured row names it"),
+        ("gfx942", {"dtype": torch.float16, "n": 48, "k": 32}, "runs where a measured row names it"),
+        ("gfx950", {}, "runs where a measured row names it"),
+        ("gfx950", {"dtype": torch.float16}, "gfx950 in bfloat16"),
+        ("gfx950", {"n": 48}, "multiples of 64"),
+        ("gfx950", {"k": 96}, "multiples of 64"),
+        ("gfx90a", {}, "on gfx942 and gfx950, not on gfx90a"),
+        ("gfx942", {"stored": FNUZ, "n": 16, "k": 32}, "runs where a measured row names it"),
+        ("gfx950", {"stored": FP8}, "runs where a measured row names it"),
+        ("gfx942", {"stored": FP8}, "8-bit floats of gfx942, not float8_e4m3fn"),
+        ("gfx950", {"stored": FNUZ}, "8-bit floats of gfx950, not float8_e4m3fnuz"),
+        ("gfx90a", {"stored": FNUZ}, "8-bit floats of gfx90a"),
+        ("gfx942", {"stored": torch.int8}, "not int8"),
+    ],
+)
+def test_which_preshuffled_weights_it_takes(
+    arch: str, made: dict[str, Any], reason: str, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "detect", lambda: replace(hardware.cpu(), arch=arch))
+    call = _shuffled(**made)
+    gemm.check(call)
+    refused = aiter._refuse_gemm(call) or aiter._opt_in_gemm(call)
+    assert refused is not None and reason in refused
+
+
+def test_a_graph_keeps_no_mark_of_the_layout(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "detect", lambda: replace(hardware.cpu(), arch="gfx942"))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert "torch.compile does not keep" in str(aiter._refuse_gemm(_shuffled()))
+    # the name of the function says the layout
+    assert aiter._refuse_gemm(_shuffled(stored=FNUZ)) is None
+
+
+def test_the_weight_of_the_caller_gets_no_mark(calls: list[str]) -> None:
+    call = _shuffled()
+    aiter.run_gemm(call)
+    assert calls == ["a16w16 preshuffled"] and not hasattr(call.b, "is_shuffled")
+
+
+def test_a_key_of_a_preshuffled_weight_makes_a_call_to_tune() -> None:
+    call = _shuffled()
+    parts = dict(zip(gemm.key_fields, gemm.key(call), strict=True))
+    made = gemm.study.call_of_key(parts, "cpu")  # type: ignore[misc]
+    assert made is not None and made.form == "shuffled" and gemm.key(made) == gemm.key(call)
 
 
 HEADER = "gfx,cu_num,M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle,libtype,solidx,splitK,us,kernelName"

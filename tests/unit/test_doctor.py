@@ -58,7 +58,12 @@ def test_a_healthy_machine_has_nothing_to_report(device: hardware.Device) -> Non
 def test_every_finding_says_what_why_action_and_source() -> None:
     environment = {row.name: "7" for row in env.table()} | {"AITER_CONFIG_GEMM_BF16": "/a.csv:/gone.csv"}
     files = {"/proc/sys/kernel/numa_balancing": "1", "/sys/fs/cgroup/cpu.max": "150000 100000", "/a.csv": f"{OLD}\n"}
-    sick = machine(environment=environment, files=files, compiler=None, hip="7.2.26015", rocm="7.2.1", threads=64)
+    environment |= {"AITER_JIT_DIR": "", "VLLM_ROCM_USE_AITER": "0", "MIOPEN_FIND_MODE": "1"}
+    packages = {"aiter": "0.1", "vllm": "0.20", "flashinfer": "0.6", "triton": "3.7.1"}
+    sick = machine(
+        environment=environment, files=files, compiler=None, hip="7.2.26015", rocm="7.2.1", threads=64,
+        packages=packages, sdpa={"causal": "MATH"}, blas="Cublas", gpu_node=1, cpu_nodes=(0,),
+    )  # fmt: skip
     findings = run_checks(sick)
     assert {finding.check for finding in findings} >= {
         check.__name__ for check in CHECKS if check.__name__ != "inductor"

@@ -58,7 +58,7 @@ def test_features_are_cut_off_the_arch(name: str, arch: str) -> None:
 
 
 def test_unknown_amd_arch_is_amd_without_a_record(gpu) -> None:  # type: ignore[no-untyped-def]
-    gpu(hip="7.1", gcn="gfx1151")
+    gpu(hip="7.1", gcn="gfx1030")
     device = hardware.detect()
     assert device.vendor == "amd" and device.known is None
 
@@ -116,13 +116,15 @@ def test_arch_records_are_plausible(arch: hardware.Arch) -> None:
 
 
 # vendor datasheets: GB/s, then dense TFLOP/s of float32, 16-bit floats, 8-bit floats, and Top/s of int8
-# (AMD Instinct MI250X, of which one GCD is half; MI300X; MI355X; Radeon RX 7900 XTX; RX 9070 XT; NVIDIA A100 80GB;
+# (AMD Instinct MI250X, of which one GCD is half; MI300X; MI355X; Radeon RX 7900 XTX; 8060S of a Ryzen AI Max+ 395;
+# RX 9070 XT; NVIDIA A100 80GB;
 # H200 and B200, whose sheets give twice as much, with sparsity)
 DATASHEETS = {
     "gfx90a": (3276 / 2, 95.7 / 2, 383 / 2, None, 383 / 2),
     "gfx942": (5300, 163.4, 1307.4, 2614.9, 2614.9),
     "gfx950": (8000, 157.3, 2516.6, 5033.2, 5033.2),
     "gfx1100": (960, 61.4, 122.8, None, 122.8),
+    "gfx1151": (256, 29.7, 59.4, None, 59.4),
     "gfx1201": (640, 48.7, 195, 389, 389),
     "sm_80": (2039, 19.5, 312, None, 624),
     "sm_90": (4800, 67, 1979 / 2, 3958 / 2, 3958 / 2),
@@ -134,6 +136,7 @@ MADE_OF = {
     "gfx942": (8192, 5.2, 2048),
     "gfx950": (8192, 8.0, 4096),
     "gfx1100": (384, 20.0, 512),
+    "gfx1151": (256, 8.0, 512),
     "gfx1201": (256, 20.0, 1024),
     "sm_80": (5120, 3.186, 2048),
     "sm_90": (6144, 6.25, 4096),

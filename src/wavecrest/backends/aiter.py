@@ -1,7 +1,8 @@
 """AMD's aiter as a backend: its tuned dispatcher for GEMMs, with the table rows that it would use; its attention.
 
 Called as its sources say (ROCm/aiter, aiter/tuned_gemm.py and aiter/ops/gemm_op_a8w8.py, read 2026-11-21, and
-aiter/ops/mha.py, 2026-11-22); it was not run: this project has no AMD GPU. Imported inside functions only.
+aiter/ops/mha.py, 2026-11-22; preshuffled weights 2026-11-26); it was not run: this project has no AMD GPU. Imported
+inside functions only. `tests/unit/aiter_signatures.py` holds the calls to the signatures of named versions.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from wavecrest.ops._gemm.call import GemmCall, kinds
 PRIORITY = 4
 # dtypes of the results of its 8-bit kernels
 OUT_DTYPES = (torch.bfloat16, torch.float16)
+# architectures with 16-bit kernels for preshuffled weights; elsewhere its dispatcher ends in an assertion
+PRESHUFFLED = ("gfx942", "gfx950")
+# N and K are multiples of this for gfx950's assembly kernel, which takes preshuffled weights without a tuned row
+ASSEMBLY_TILE = 64
 
 
 @cache
@@ -54,8 +59,10 @@ def _refuse_gemm(call: GemmCall) -> str | None:
         return reason
     if not call.a.is_cuda or needs_grad(call.a, call.b, call.bias, call.residual, call.norm_weight):
         return "runs on a GPU, without gradients"
-    if call.form != "plain" or call.weight_only or not call.flat or call.b.stride(-2) != 1:
-        return "takes one plain weight [N, K] that is contiguous along K"
+    if call.form == "int4" or call.weight_only or not call.flat or call.b.stride(-2) != 1:
+        return "takes one plain or preshuffled weight [N, K] of a's dtype that is contiguous along K"
+    if call.form == "shuffled":
+        return _refuse_preshuffled(call)
     if call.a.dtype.itemsize == 2:
         return None
     if call.a.dtype.itemsize != 1:
@@ -67,10 +74,32 @@ def _refuse_gemm(call: GemmCall) -> str | None:
     return None if call.dtype in OUT_DTYPES else f"makes bfloat16 and float16 from 8 bits, not {call.dtype}"
 
 
+def _refuse_preshuffled(call: GemmCall) -> str | None:
+    """Why aiter has no kernel for a weight in the (16, 16) layout of its `shuffle_weight`."""
+    device = hardware.detect()
+    if call.a.dtype.itemsize == 2:
+        if torch.compiler.is_compiling():
+            return "learns the layout from an attribute of the tensor, which torch.compile does not keep"
+        if device.arch not in PRESHUFFLED:
+            return f"multiplies 16-bit preshuffled weights on {' and '.join(PRESHUFFLED)}, not on {device.arch}"
+        odd = call.columns % ASSEMBLY_TILE or call.K % ASSEMBLY_TILE
+        if device.arch == "gfx950" and (odd or call.a.dtype != torch.bfloat16):
+            return f"multiplies preshuffled weights on gfx950 in bfloat16, N and K multiples of {ASSEMBLY_TILE}"
+        return None
+    own = None if device.known is None else device.known.fp8
+    if own is None or {dtype_name(call.a), dtype_name(call.b)} != {f"float8_{own}"}:
+        return f"multiplies preshuffled weights of the 8-bit floats of {device.arch}, not {dtype_name(call.b)}"
+    if kinds(call) != ("vector", "vector"):
+        return f"applies scales of rows and columns to preshuffled weights, not {' and '.join(kinds(call))}"
+    return None if call.dtype in OUT_DTYPES else f"makes bfloat16 and float16 from 8 bits, not {call.dtype}"
+
+
 def run_gemm(call: GemmCall) -> Tensor:
     """One call."""
     call = native.normalised(call)
+    # a new view, so that what is said of the layout is of this call's weight alone
     a, weight, bias = call.a.reshape(call.M, call.K), call.b.mT, call.bias
+    preshuffled = call.form == "shuffled"
     scales, bias_is_left = kinds(call), True
     if call.a.dtype.itemsize == 2:
         from aiter.tuned_gemm import gemm_a16w16
@@ -78,6 +107,8 @@ def run_gemm(call: GemmCall) -> Tensor:
         # added by it only where nothing comes between, and in its own dtype
         if bias is not None and call.alpha == 1.0 and call.bias_along == "n" and bias.dtype == a.dtype:
             bias_is_left = False
+        if preshuffled:
+            weight.is_shuffled = True  # type: ignore[attr-defined]
         y = gemm_a16w16(a, weight, bias=None if bias_is_left else bias, otype=a.dtype)
     else:
         assert call.scale_a is not None and call.scale_b is not None
@@ -85,6 +116,11 @@ def run_gemm(call: GemmCall) -> Tensor:
             from aiter import gemm_a8w8_blockscale
 
             y = gemm_a8w8_blockscale(a, weight, call.scale_a, call.scale_b.mT.contiguous(), dtype=call.dtype)
+        elif preshuffled:
+            from aiter import gemm_a8w8_bpreshuffle
+
+            rows, columns = call.scale_a.reshape(-1, 1), call.scale_b.reshape(-1, 1)
+            y = gemm_a8w8_bpreshuffle(a, weight, rows, columns, dtype=call.dtype)
         else:
             from aiter import gemm_a8w8
 
@@ -132,7 +168,7 @@ def _tabled(M: int, N: int, K: int, dtype: str) -> str:
 
 def _opt_in_gemm(call: GemmCall) -> str:
     """The reason for the opt-in, and the row that aiter's own tables have for the rows of the key's bucket."""
-    if _unavailable() is not None or call.a.dtype.itemsize != 2:
+    if _unavailable() is not None or call.a.dtype.itemsize != 2 or call.form != "plain":
         return MEASURED
     said: str = _tabled(row_bucket(call.M), call.columns, call.K, dtype_name(call.a))
     return MEASURED + said

@@ -100,6 +100,11 @@ def _keep_solutions() -> None:
         tunable.set_filename(str(folder / "tunableop.csv"), insert_device_ordinal=True)
 
 
+def keeps_solutions() -> bool:
+    """True if a call of this process has had PyTorch keep what it finds."""
+    return _keep_solutions.cache_info().currsize > 0
+
+
 def bind_tunable(call: GemmCall) -> native.Bound:
     """The function for calls with the signature of this one, by the solution that TunableOp finds fastest."""
     multiply = native.bind(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from wavecrest.errors import InvalidArgument, TableError
 if TYPE_CHECKING:
     from wavecrest.dispatch.tuned import Entry, Overlay, Row
     from wavecrest.tune.evaluate_near_rows import Summary
+    from wavecrest.tune.shared import Sharing
 
 app = typer.Typer(
     help="The measured rows that dispatch reads: the user's own database, and the package's tables.",
@@ -201,16 +203,56 @@ def run_export(path: Path, form: str = "csv", op: str | None = None, arch: str |
     return count, [f"{others} older rows of the same keys: a table has one a key"] if others else []
 
 
+def run_share(path: Path, op: str | None = None, arch: str | None = None) -> Sharing:
+    """Write the user's rows to a file that holds nothing of the user; returns what is in it, and what is not.
+
+    Args:
+        path: the file, JSON.
+        op, arch: only these rows.
+
+    Raises:
+        InvalidArgument: there is no row to share.
+        OutputError: the file cannot be written.
+        TableError: the user's database is damaged.
+    """
+    from wavecrest.records import files
+    from wavecrest.tune import shared
+
+    made = shared.rows_of(user().entries(arch, op))
+    if not made.document.rows:
+        raise InvalidArgument(
+            f"the database has no row to share ({len(made.left)} are left out): run `wavecrest tune` on a GPU first"
+        )
+    files.prepare_folder(path.parent)
+    files.write_text(path, made.document.model_dump_json(indent=1) + "\n")
+    return made
+
+
 @app.command("export")
 def export(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder for csv, else a file.")],
     form: Annotated[
         str, typer.Option("--format", help="csv (as the package's tables), aiter-bf16, aiter-a8w8 or tunableop.")
     ] = "csv",
+    share: Annotated[
+        bool, typer.Option("--share", help="One JSON file to send to others, without names of hosts, users and paths.")
+    ] = False,
     op: Annotated[str | None, typer.Option(help="Only rows of this op.")] = None,
     arch: ArchOption = None,
 ) -> None:
     """Write the rows of the user's database to files."""
+    if share:
+        if form != "csv":
+            raise InvalidArgument(f"--share writes a form of its own, not {form}: leave --format out")
+        made = run_share(path, op, arch)
+        ops = Counter(row.op for row in made.document.rows)
+        rows = ", ".join(f"{count} of {name}" for name, count in sorted(ops.items()))
+        _shared.out.print(f"rows written to {escape(str(path))}: {rows}", soft_wrap=True)
+        _shared.out.print("beside keys, configurations and times the file says:")
+        for name, texts in made.document.facts().items():
+            _shared.out.print(f"  {name}: {escape('; '.join(texts))}", soft_wrap=True, highlight=False)
+        _list(list(made.left))
+        return
     count, left = run_export(path, form, op, arch)
     _shared.out.print(f"{count} rows written to {escape(str(path))}", soft_wrap=True)
     _list(left)
@@ -220,7 +262,8 @@ def run_import(paths: Iterable[Path], arch: str | None = None, op: str | None = 
     """Add the rows of files to the user's database, all or none; returns their number, and the unused lines.
 
     Args:
-        paths: tables of measured rows, records of `wavecrest tune`, tables of aiter's, result files of TunableOp's.
+        paths: tables of measured rows, records of `wavecrest tune`, files of `wavecrest db export --share`, tables of
+            aiter's, result files of TunableOp's.
         arch: architecture of files that do not name one.
         op: op of a table whose file is not named after it.
 
@@ -232,12 +275,17 @@ def run_import(paths: Iterable[Path], arch: str | None = None, op: str | None = 
     from wavecrest import hardware, ops
     from wavecrest.dispatch import lookup
     from wavecrest.dispatch.tuned import Entry, database
-    from wavecrest.tune import exchange
+    from wavecrest.tune import exchange, shared
 
     overlay = user()
     entries: list[Entry] = []
     left: list[str] = []
     for path in paths:
+        if path.suffix == ".json" and shared.is_shared(path):
+            rows, unused = shared.read(path, arch)
+            entries += rows
+            left += [f"{path.name}, {line}" for line in unused]
+            continue
         if _is_table(path):
             name = arch or path.parent.name
             if name not in hardware.ARCHS:
@@ -273,8 +321,8 @@ def import_(
         list[Path],
         typer.Argument(
             metavar="FILE…",
-            help="Tables of measured rows (<arch>/<op>.csv), records of wavecrest tune, aiter's tuned tables of 16-bit "
-            "and a8w8 products, TunableOp's result files.",
+            help="Tables of measured rows (<arch>/<op>.csv), records of wavecrest tune, files of wavecrest db export "
+            "--share, aiter's tuned tables of 16-bit and a8w8 products, TunableOp's result files.",
         ),
     ],
     arch: Annotated[
@@ -313,6 +361,8 @@ def run_merge(paths: Iterable[Path]) -> tuple[int, int]:
     for path in paths:
         if not path.is_file():
             raise TableError(f"no database at {path}")
+        if path.suffix in (".json", ".csv"):
+            raise TableError(f"{path.name} is no database: `wavecrest db import` takes files of rows")
         entries += Overlay(path).entries()
     return overlay.write(entries), len(entries)
 

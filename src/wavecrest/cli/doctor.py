@@ -30,19 +30,24 @@ _OUTCOMES = {
 }
 
 
-def run(device: str | None = None) -> DoctorReport:
-    """Look at the machine and return the findings.
+def run(device: str | None = None, model: str | None = None) -> DoctorReport:
+    """Look at the machine, and at what a model meets on it, and return the findings.
+
+    Args:
+        device: torch's name of it; None: a GPU if there is one.
+        model: `file.py:function`, as for `wavecrest bench`; it runs once.
 
     Raises:
         EnvironmentProblem: torch is missing, or cannot compute on the device.
         InvalidArgument: an unknown device name.
+        WorkloadError: the model cannot be loaded.
     """
     try:
         import torch
     except (ImportError, OSError) as error:
         raise EnvironmentProblem(f"torch cannot be imported ({error}); install it with: {INSTALL_TORCH}") from error
     from wavecrest import env, hardware
-    from wavecrest.doctor import DoctorReport, collect, run_checks
+    from wavecrest.doctor import DoctorReport, collect, in_order, run_checks
     from wavecrest.doctor.context import kernel_driver, read_file
     from wavecrest.records import provenance
 
@@ -54,6 +59,13 @@ def run(device: str | None = None) -> DoctorReport:
     if total != 8:
         raise EnvironmentProblem(f"torch {torch.__version__} adds eight ones to {total} on {found.name}")
     context = collect(found)
+    findings = run_checks(context)
+    if model is not None:
+        from wavecrest.doctor import model as models
+        from wavecrest.measure import workload
+
+        seen = models.look(workload.load(model, device=found.torch_name))
+        findings = in_order([*findings, *models.findings(seen, context)])
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else None
     rocm = f"ROCm {context.rocm}" if context.rocm else (f"HIP {context.hip}" if context.hip else None)
     return DoctorReport(
@@ -65,7 +77,7 @@ def run(device: str | None = None) -> DoctorReport:
         compiler=context.compiler,
         threads=context.threads,
         environment={row.name: context.environment[row.name] for row in env.table() if row.name in context.environment},
-        findings=run_checks(context),
+        findings=findings,
     )
 
 
@@ -102,6 +114,8 @@ def show(report: DoctorReport) -> None:
         details.add_column(overflow="fold")
         details.add_row("why", escape(finding.why))
         details.add_row("do", escape(finding.action))
+        if finding.measure:
+            details.add_row("measure", escape(finding.measure))
         details.add_row("source", f"[dim]{escape(finding.source)}[/dim]")
         out.print(Padding(details, (0, 0, 0, 2)))
     counts = [(report.count("problem"), "problem"), (report.count("warn"), "warning"), (report.count("info"), "note")]
@@ -160,6 +174,10 @@ def command(
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Also run one small call of every op here, beside its oracle.")
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="WORKLOAD", help="Also look at what a model (FILE.py:FUNCTION) meets here; it runs once."),
+    ] = None,
     json: _shared.JsonOption = False,
 ) -> None:
     """Look over this machine: device, versions, and what in the environment helps, hurts or does nothing.
@@ -168,7 +186,7 @@ def command(
     op is wrong.
     """
     with _shared.err.status("looking at the machine"):
-        report = run(device)
+        report = run(device, model)
     if smoke:
         with _shared.err.status("running the ops") as status:
 

@@ -34,9 +34,11 @@ BACKEND_MODULES = (
     "wavecrest.backends.gemm_then_act",
     "wavecrest.backends.blas",
     "wavecrest.backends.addmm_activation",
+    "wavecrest.backends.split_bias",
     "wavecrest.backends.onednn",
     "wavecrest.backends.sdpa",
     "wavecrest.backends.aiter",
+    "wavecrest.backends.flydsl",
 )
 
 

@@ -10,6 +10,7 @@ from wavecrest import env
 from wavecrest.doctor.aiter_tables import check_tables
 from wavecrest.doctor.context import Context
 from wavecrest.doctor.report import LEVELS, Finding, Level
+from wavecrest.doctor.silent import SILENT
 
 Check = Callable[[Context], Iterator[Finding]]
 
@@ -283,6 +284,7 @@ CHECKS: tuple[Check, ...] = (
     settings,
     inductor,
     aiter_config,
+    *SILENT,
     processors,
     variables,
 )
@@ -290,5 +292,9 @@ CHECKS: tuple[Check, ...] = (
 
 def run_checks(context: Context, checks: Iterable[Check] = CHECKS) -> list[Finding]:
     """All findings, the worst first and otherwise in the order of the checks."""
-    findings = [finding for check in checks for finding in check(context)]
+    return in_order([finding for check in checks for finding in check(context)])
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings, the worst first and otherwise as they are."""
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))

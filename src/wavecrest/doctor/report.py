@@ -15,7 +15,7 @@ LEVELS: tuple[Level, ...] = ("problem", "warn", "info", "ok")
 
 
 class Finding(Model):
-    """One observation: what it is, why it matters, what to do, and who says so.
+    """One observation: what it is, why it matters, what to do, who says so, and how to measure what it costs here.
 
     `check` names the check that found it. "problem" means that results or speed cannot be trusted, "warn" that speed
     is probably lost, "info" that it is worth knowing, "ok" that a check passed.
@@ -27,6 +27,7 @@ class Finding(Model):
     why: str
     action: str
     source: str
+    measure: str = ""
 
 
 class DoctorReport(Model):

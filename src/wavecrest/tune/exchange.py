@@ -135,7 +135,7 @@ def _of_no_use(row: aiter_csv.Row, gfx: str, dtype: torch.dtype) -> str:
     if row.us is None:
         return "has a placeholder for a time"
     if not row.plain:
-        return "has scaled or preshuffled operands, which the op's key cannot express"
+        return "has scaled or preshuffled operands, which are not imported"
     if row.error is not None and row.error > MOST_OFF:
         return f"more than the {MOST_OFF:.0%} of the elements that aiter's tuner allows were off"
     least = 2 * row.M * row.N * row.K / (admission.peak(arch, dtype) * 1e6) * admission.PEAK_SLACK

@@ -102,7 +102,7 @@ def parse(text: str, file: str) -> list[Row]:
         if absent:
             raise TableError(f"{file} is no table of 16-bit matrix products: no column {', '.join(absent)}")
         if make is _eight and "libtype" in columns:
-            raise TableError(f"{file} is a table of preshuffled weights, which the op gemm has no kernels for")
+            raise TableError(f"{file} is a table of preshuffled weights, which are not imported")
         for row in reader:
             try:
                 # a cell too few or too many: the line is cut, or another's
@@ -223,15 +223,17 @@ def padded(M: int, N: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((M, -(-M // step) * step, coarse)))
 
 
-def find(rows: Iterable[Row], arch: str, compute_units: int, M: int, N: int, K: int, dtype: str) -> Row | None:
-    """The row that aiter would take for a plain GEMM without a bias whose result has the operands' dtype."""
+def find(
+    rows: Iterable[Row], arch: str, compute_units: int, M: int, N: int, K: int, dtype: str, bias: bool = False
+) -> Row | None:
+    """The row that aiter would take for a plain GEMM whose result has the operands' dtype."""
     fitting = [
         row
         for row in rows
         if row.gfx in (None, arch)
         and (row.compute_units, row.N, row.K, row.dtype, row.out) == (compute_units, N, K, dtype, dtype)
         and row.plain
-        and not row.bias
+        and row.bias == bias
     ]
     for rows_of_key in padded(M, N):
         found = [row for row in fitting if rows_of_key == row.M]

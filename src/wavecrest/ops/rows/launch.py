@@ -193,4 +193,4 @@ def bind(call: RowCall, config: Config) -> Callable[[RowCall], Any]:
 
 
 # triton 3.6 gives a buffer load no cache bits there, whatever the cache modifier says (read in the machine code)
-LOADS_ARE_CACHED = tuple(ARCHS[name] for name in ("gfx90a", "gfx1100", "gfx1201"))
+LOADS_ARE_CACHED = tuple(ARCHS[name] for name in ("gfx90a", "gfx1100", "gfx1151", "gfx1201"))

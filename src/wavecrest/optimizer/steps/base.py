@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 # no prediction promises that more of a call's time goes
 MOST_SAVED = 0.9
 # when an applied step takes effect: other weights, surgery on the module tree, settings around the call, compilation,
-# capture
-Phase = Literal["environment", "weights", "surgery", "setting", "compile", "capture"]
-PHASES: tuple[Phase, ...] = ("environment", "weights", "surgery", "setting", "compile", "capture")
+# choices of a GEMM library around the call, capture
+Phase = Literal["environment", "weights", "surgery", "setting", "compile", "library", "capture"]
+PHASES: tuple[Phase, ...] = ("environment", "weights", "surgery", "setting", "compile", "library", "capture")
 # the phases that change the module tree, which steps look at for their sites
 TREE: tuple[Phase, ...] = ("weights", "surgery")
 

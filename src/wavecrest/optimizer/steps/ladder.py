@@ -42,6 +42,7 @@ def _steps() -> dict[str, Step]:
     from wavecrest.optimizer.steps.replace_norm import ReplaceNorm
     from wavecrest.optimizer.steps.replace_rotary import ReplaceRotary
     from wavecrest.optimizer.steps.route_linear import RouteLinear
+    from wavecrest.optimizer.steps.tunable_op import TunableOp
 
     steps: list[Step] = [
         EnvironmentStep(),
@@ -60,6 +61,7 @@ def _steps() -> dict[str, Step]:
         FuseParallel(),
         RouteLinear(),
         ChooseLinear(),
+        TunableOp(),
         ReplaceEncoder(),
         ReplaceAttention(),
         ReplaceSDPA(),

@@ -12,6 +12,8 @@ from pydantic import Field
 
 # dotted paths of modules; "" is the model itself
 Modules = list[str]
+# a cell of a file of lines: no comma, no quote, no line end
+Line = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+ -]{1,100}$")]
 
 
 class Params(pydantic.BaseModel):
@@ -155,6 +157,13 @@ class CaptureBuckets(Masks):
 
     buckets: Annotated[list[str], Field(min_length=1)]
     compile: Literal["", "default"]
+
+
+class TunedFile(Params):
+    """A result file of TunableOp: [name, value] of its validators; [operator, sizes, solution, ms] of its GEMMs."""
+
+    validators: Annotated[list[Annotated[list[Line], Field(min_length=2, max_length=2)]], Field(min_length=1)]
+    rows: Annotated[list[Annotated[list[Line], Field(min_length=4, max_length=4)]], Field(min_length=1)]
 
 
 class Candidates(Params):

@@ -18,7 +18,7 @@ import wavecrest.ops.common.launcher as _launcher
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Cell, Config
 from wavecrest.hardware import ARCHS, Arch
-from wavecrest.ops._gemm.call import FAST_ACCUM, GATED, SCALE_BLOCK, GemmCall
+from wavecrest.ops._gemm.call import FAST_ACCUM, FORMATS, GATED, SCALE_BLOCK, GemmCall
 from wavecrest.ops._gemm.key import key_of, shape_of
 from wavecrest.ops._gemm.reference import values_of_b
 
@@ -236,10 +236,13 @@ def bench_cases(suite: str, device: str) -> Cases:
 
 
 def call_of_key(parts: Mapping[str, Cell], device: str) -> GemmCall | None:
-    """A call with this key, if it is of two matrices and b is plain or of 4 bits; else None (see `Study`)."""
+    """A call with this key, if it is of two matrices; else None (see `Study`).
+
+    A shuffled weight has random numbers, as shuffling them would give others.
+    """
     rows, results, k, group = (int(parts[name] or 0) for name in ("rows", "columns", "k", "group"))
     form, _, tails = str(parts["form"]).partition(" tail ")
-    if parts["batch"] != 0 or form not in ("plain", "int4") or min(rows, results, k) < 1:
+    if parts["batch"] != 0 or form not in FORMATS or min(rows, results, k) < 1:
         return None
     activation = None if parts["activation"] is None else str(parts["activation"])
     columns = 2 * results if activation in GATED else results - int(tails or 0)
