@@ -65,7 +65,9 @@ def test_a_hundred_thousand_tokens_lose_nothing(backend: str) -> None:
     f += torch.tensor([-2.0, 3.0, 12.0])[:, None]
     v = torch.rand(1, 3, tokens, 4, generator=generator) + 0.1
     one = torch.ones(1, 3, tokens, 1, device=DEVICE)
-    call = MlstmCall(one, one, v.to(DEVICE), i.to(DEVICE), f.to(DEVICE), return_last_states=True, eps=0.0, chunk_size=64)
+    call = MlstmCall(
+        one, one, v.to(DEVICE), i.to(DEVICE), f.to(DEVICE), return_last_states=True, eps=0.0, chunk_size=64
+    )
     # threads that wait for each other at every operation would take most of the time on a busy machine
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -20,15 +20,15 @@ class TokenSettings(Protocol):
 
     @property
     def bos_token_id(self) -> int | None:
-        """What a prompt may begin with."""
+        """The token that a prompt may begin with."""
 
     @property
     def eos_token_id(self) -> int | list[int] | None:
-        """What ends a row."""
+        """The token, or tokens, that end a row."""
 
     @property
     def pad_token_id(self) -> int | None:
-        """What follows the end of a row."""
+        """The token behind the end of a row."""
 
     @property
     def force_bos_token_insert(self) -> bool:

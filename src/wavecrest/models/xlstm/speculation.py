@@ -144,8 +144,8 @@ def _joined(states: list[State]) -> State:
     found: State = {}
     for index in states[0]:
         parts = zip(*(one[index] for one in states), strict=True)
-        joined: Any = tuple(None if part[0] is None else torch.cat(part) for part in parts)
-        found[index] = joined
+        batch: Any = tuple(None if part[0] is None else torch.cat(part) for part in parts)
+        found[index] = batch
     return found
 
 

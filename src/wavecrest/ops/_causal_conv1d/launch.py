@@ -15,7 +15,7 @@ from wavecrest.ops._causal_conv1d.kernel import _causal_conv1d_kernel
 
 
 def _tensors(call: CausalConv1dCall, y: Tensor) -> tuple[Tensor, ...]:
-    """What the kernel gets; x stands for what a call has not."""
+    """The tensors that the kernel gets; x stands for those that a call does not have."""
     x = call.x
     bias, initial, lens = (x if one is None else one for one in (call.bias, call.initial, call.seq_lens))
     return x, call.weight, bias, initial, lens, y

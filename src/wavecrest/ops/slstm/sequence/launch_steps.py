@@ -34,7 +34,7 @@ def _has_places(call: SlstmCall) -> bool:
 
 
 def _places(call: SlstmCall) -> Tensor:
-    """What a token is to a row, int32 [S, B or a little more]: 0 none of its own, 2 one after a reset, else 1."""
+    """A number for each token and row, int32 [S, B or a little more]: 0 outside of the row, 2 after a reset, else 1."""
     width = PLACES_ALIGN * _layout.ceil_div(call.batch, PLACES_ALIGN)
     found = call.x.new_zeros((call.tokens, width), dtype=torch.int32)
     own = found[:, : call.batch].fill_(1)
