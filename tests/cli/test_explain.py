@@ -55,6 +55,7 @@ def product() -> Iterator[ToyOp]:
 
 # of ops whose calls have other sizes: (settings, what they are in the key)
 OTHER_SIZES = {
+    "causal_conv1d": (["B=2", "S=9", "C=24"], {"batch": 2, "tokens": 16, "channels": 24, "taps": 4}),
     "conv2d": (["B=2", "C=3", "H=9", "O=4"], {"pixels": 256, "outputs": 4, "channels": 3}),
     "mla_decode": (["B=2", "H=3", "S=9"], {"batch": 2, "heads": 3, "capacity": 16, "tokens": 1, "latent": 512}),
     "mla_prefill": (["B=2", "H=3", "T=5", "S=9"], {"batch": 2, "heads": 3, "capacity": 16, "tokens": 5, "nope": 128}),

@@ -55,6 +55,35 @@ def test_infinite_forget_gates_and_closed_input_gates(dtype: torch.dtype) -> Non
     assert_same_function(call, *(on(path, call) for path in PATHS), by_steps(call))
 
 
+# in the interpreter the kernel takes minutes
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_a_hundred_thousand_tokens_lose_nothing(backend: str) -> None:
+    """With q = k = 1 h is a mean of v, whose weights have a closed form for all tokens at once."""
+    tokens, generator = 100_000, torch.Generator().manual_seed(0)
+    i, f = (torch.randn(1, 3, tokens, generator=generator) for _ in "if")
+    # forgets at once, after some tokens, and hardly in all of them
+    f += torch.tensor([-2.0, 3.0, 12.0])[:, None]
+    v = torch.rand(1, 3, tokens, 4, generator=generator) + 0.1
+    one = torch.ones(1, 3, tokens, 1, device=DEVICE)
+    call = MlstmCall(
+        one, one, v.to(DEVICE), i.to(DEVICE), f.to(DEVICE), return_last_states=True, eps=0.0, chunk_size=64
+    )
+    # threads that wait for each other at every operation would take most of the time on a busy machine
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        h, _, n, m = run(OP, call, None, backend)
+    finally:
+        torch.set_num_threads(threads)
+    total = torch.nn.functional.logsigmoid(f.double()).cumsum(2)
+    # logarithms of what is summed with no number for e^m
+    top = torch.logcumsumexp(i.double() - total, 2) + total
+    sums = torch.logcumsumexp((i.double() - total)[..., None] + v.double().log(), 2) + total[..., None]
+    want = torch.exp(sums - top.clamp(min=0.0)[..., None])
+    torch.testing.assert_close(h.cpu().double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close((m[..., 0] + n[..., 0].log()).cpu().double(), top[:, :, -1], rtol=1e-5, atol=1e-4)
+
+
 # tokens, whose input gates are closed, which forget gates are set, and to what
 CLOSED: dict[str, tuple[int, slice, slice, float]] = {
     # m falls by ln 2 a token: below −128 ln 2 it is a power that float32 has no number for

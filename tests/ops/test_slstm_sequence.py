@@ -31,14 +31,20 @@ from wavecrest.dispatch import registry
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument, Unsupported
 from wavecrest.hardware import ARCHS
+from wavecrest.ops.common import elsewhere
 from wavecrest.ops.slstm.call import SlstmCall
 from wavecrest.ops.slstm.sequence.config import default
 from wavecrest.ops.slstm.sequence.study.space import space
 from wavecrest.ops.slstm.study.bound import bound
+from wavecrest.ops.slstm.study.cases import example
 
 OP = "slstm_sequence"
 # the weights in registers, and read again by each token
 CONFIGS = {"kept": None, "read again": Config(BLOCK_B=16, BLOCK_K=16, STAGES=2, num_warps=4)}
+# several programs a head, in the place of one
+PARTED = Config(BLOCK_B=16, BLOCK_N=16, BLOCK_K=16, STAGES=2, num_warps=1, num_stages=1)
+STEPS = "triton_steps"
+KERNELS = ["triton", STEPS]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"dim": 32},
     "exponential forget gate": {"forget_gate": "exp", "first": True},
@@ -61,8 +67,16 @@ def test_cases(name: str) -> None:
     want = exact(call)
     for config in CONFIGS.values():
         assert_right(call, run(OP, call, config), want)
+    for config in (None, PARTED):
+        assert_right(call, run(OP, call, config, STEPS), want)
     for backend in ("torch", "reference"):
         assert_right(call, run(OP, call, backend=backend), want)
+
+
+def test_heads_of_any_size_in_a_launch_for_each_token() -> None:
+    for dim, more in ((257, {"first": True}), (300, {"lens": [3, 1], "resets": 0.5})):
+        call = case(dim=dim, heads=1, tokens=3, **more)
+        assert_right(call, run(OP, call, backend=STEPS))
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -72,7 +86,8 @@ def test_cases_in_16_bits(dtype: torch.dtype) -> None:
         want = exact(call)
         for config in CONFIGS.values():
             assert_right(call, run(OP, call, config), want)
-        assert_right(call, run(OP, call, backend="torch"), want)
+        for backend in ("torch", STEPS):
+            assert_right(call, run(OP, call, backend=backend), want)
 
 
 def test_float64_is_pytorchs() -> None:
@@ -82,7 +97,7 @@ def test_float64_is_pytorchs() -> None:
             assert_right(call, run(OP, call, backend=backend))
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
+@pytest.mark.parametrize("backend", [*KERNELS, "torch", "reference"])
 @pytest.mark.parametrize("gate", ["i", "f", "z", "o"])
 def test_gates_at_their_extremes(gate: str, backend: str) -> None:
     """Pre-activations of ±10⁴ among ordinary ones: exact in float32 but for what 10⁴ itself is rounded by."""
@@ -97,7 +112,7 @@ def test_gates_at_their_extremes(gate: str, backend: str) -> None:
     torch.testing.assert_close(y.cpu().double(), want[0], rtol=0, atol=2e-3 if gate in "if" else LIMITS[F32])
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
+@pytest.mark.parametrize("backend", [*KERNELS, "torch", "reference"])
 def test_infinity_closes_a_gate(backend: str) -> None:
     """A token with i = −∞ and f = ∞ leaves c and n to the last bit; one with f = −∞ forgets them."""
     call = case(batch=1, tokens=3, heads=1, bias=False, scale=0.0, first=True)
@@ -115,7 +130,7 @@ def test_infinity_closes_a_gate(backend: str) -> None:
     torch.testing.assert_close(h, torch.sigmoid(call.x[:, 2, 3]) * c)
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("backend", [*KERNELS, "torch"])
 def test_a_sequence_divided_anywhere_is_the_whole(backend: str) -> None:
     call = case(tokens=6, heads=1, first=True, resets=0.2, dtype=F16)
     whole = run(OP, call, backend=backend)
@@ -138,26 +153,26 @@ def test_pytorchs_loop_takes_any_number_of_tokens_at_a_time(monkeypatch: pytest.
 
 def test_a_row_has_the_same_bits_in_any_batch_and_beside_padding() -> None:
     call = case(batch=18, heads=1, tokens=4, dim=32, first=True, dtype=BF16)
-    for config in CONFIGS.values():
-        whole = run(OP, call, config)
+    for backend, config in (*(("triton", one) for one in CONFIGS.values()), (STEPS, None), (STEPS, PARTED)):
+        whole = run(OP, call, config, backend)
         for row in (0, 17):
             one = row_of(call, row)
-            got = run(OP, one, config)
+            got = run(OP, one, config, backend)
             assert all(same_bits(mine, want[row : row + 1]) for mine, want in zip(got, whole, strict=True))
             wide = torch.cat((torch.full_like(one.x[:, :3], NAN), one.x), 1)
             start = torch.tensor([3], dtype=torch.int32, device=DEVICE)
-            padded = run(OP, one._replace(x=wide, seq_starts=start), config)
+            padded = run(OP, one._replace(x=wide, seq_starts=start), config, backend)
             assert not bool(padded[0][:, :3].any())
             assert all(same_bits(a, b) for a, b in zip((padded[0][:, 3:], *padded[1:]), got, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
+@pytest.mark.parametrize("backend", [*KERNELS, "torch", "reference"])
 def test_a_nan_stays_in_its_row_and_head_until_a_reset(backend: str) -> None:
     call = case(batch=3, heads=2, tokens=6, dim=32)
     fresh = torch.zeros(3, 6, dtype=torch.bool, device=DEVICE)
     fresh[1, 4] = True
     call = call._replace(resets=fresh)
-    configs = list(CONFIGS.values()) if backend == "triton" else [None]
+    configs = list(CONFIGS.values()) if backend == "triton" else [None, PARTED] if backend == STEPS else [None]
     # each beside itself: on a GPU configurations round in other places
     wanted = [run(OP, call, config, backend) for config in configs]
     call.x[1, 2, 0, 1, 5] = NAN
@@ -173,7 +188,7 @@ def test_strides(how: str) -> None:
     call = case(dtype=F16, tokens=4, first=True, resets=0.2)
     names = ("x", "r", "bias", "h_initial", "c_initial", "n_initial", "m_initial", "resets")
     other = call._replace(**{name: moved(getattr(call, name), how) for name in names})
-    for backend in ("triton", "torch"):
+    for backend in (*KERNELS, "torch"):
         got = run(OP, other, None, backend)
         assert_right(call, got)
         # on a GPU other strides are other code, which may join other products and sums
@@ -186,7 +201,7 @@ def test_no_tokens_and_first_states_are_kept() -> None:
     none = part_of(call, 0, 0)
     empty = call._replace(seq_lens=torch.zeros(2, dtype=torch.int32, device=DEVICE))
     for given in (none, empty):
-        for backend in ("triton", "torch", "reference"):
+        for backend in (*KERNELS, "torch", "reference"):
             y, *states = run(OP, given, None, backend)
             assert y.shape == (2, given.tokens, 2, 16) and not bool(y.any())
             for one, first in zip(states, call.initial, strict=True):
@@ -194,9 +209,9 @@ def test_no_tokens_and_first_states_are_kept() -> None:
     assert ops.slstm_sequence(*row_of(call, 0)[:3]).shape == (1, 4, 2, 16)
 
 
-def test_twenty_thousand_tokens_lose_nothing() -> None:
-    """Without recurrent weights h has a closed form for all tokens at once. 10⁵ tokens take three seconds and more."""
-    tokens = 20_000
+def test_a_hundred_thousand_tokens_lose_nothing() -> None:
+    """Without recurrent weights h has a closed form for all tokens at once."""
+    tokens = 100_000
     call = case(batch=1, tokens=tokens, heads=1, dim=4, scale=0.0, bias=False, gates=1.0)
     call.x[:, :, 1, :, 1] = -2.0
     call.x[:, :, 1, :, 2] = 12.0
@@ -261,8 +276,21 @@ def test_autocast_rounds_nothing() -> None:
 def test_what_the_kernel_declines() -> None:
     with pytest.raises(Unsupported, match="float64"):
         run(OP, case(dtype=F64, tokens=2))
+    with pytest.raises(Unsupported, match="float64"):
+        run(OP, case(dtype=F64, tokens=2), backend=STEPS)
     with pytest.raises(Unsupported, match="head_dim up to 256"):
         run(OP, case(dim=257, heads=1, tokens=1))
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "gfx1100", "sm_90"])
+def test_heads_that_do_not_fit_take_a_launch_for_each_token(arch: str) -> None:
+    op = registry.get(OP)
+    with elsewhere.assumed(ARCHS[arch]):
+        for dim, backend in ((128, "triton"), (129, STEPS), (256, STEPS), (2048, STEPS)):
+            call = elsewhere.claimed(example((2, 4, 2, dim), BF16, "meta"), "cuda:0")
+            decision = op.decide_as(op.key(call), call)
+            assert decision.backend == backend, decision
+            assert set(decision.config or ()) == set(op.config_of(backend, op.key(call)))
 
 
 def _states(call: SlstmCall) -> dict[str, Any]:

@@ -77,6 +77,10 @@ def test_steps_are_the_sequence() -> None:
     assert_right(call, got)
     for one, want in zip(got, run("slstm_sequence", call), strict=True):
         torch.testing.assert_close(one, want, rtol=1e-5, atol=LIMITS[F32])
+    # where a sequence is a launch for each token it is the same kernel
+    if DEVICE == "cpu":
+        launched = run("slstm_sequence", call, backend="triton_steps")
+        assert all(same_bits(one, want) for one, want in zip(got, launched, strict=True))
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_a_nan_stays_in_its_row_and_head() -> None:

@@ -92,6 +92,7 @@ NAMES: dict[str, list[str]] = {
         "_mlstm_step_kernel",
         "_slstm_sequence_kernel",
         "_slstm_step_kernel",
+        "_slstm_steps_kernel",
         "_mlstm_keys_kernel",
         "BatchPrefillWithRaggedKVCacheKernel",
         "_fwd_grouped_kernel_stage1_rope",

@@ -18,6 +18,7 @@ from wavecrest.errors import InvalidArgument, PlanMismatch
 
 # modules that attach backends to ops by name; imported by load_backends, never by an op
 BACKEND_MODULES = (
+    "wavecrest.backends.torch.causal_conv1d",
     "wavecrest.backends.torch.conv2d",
     "wavecrest.backends.torch.flash_attention",
     "wavecrest.backends.torch.flash_decoding",

@@ -4,6 +4,7 @@ Importing this package touches no GPU and works without Triton.
 """
 
 from wavecrest.dispatch.registry import get, load_backends, load_user_kernels, names
+from wavecrest.ops._causal_conv1d import causal_conv1d
 from wavecrest.ops._conv2d import conv2d
 from wavecrest.ops._flash_attention import flash_attention
 from wavecrest.ops._flash_decoding import flash_decoding
@@ -42,6 +43,7 @@ __all__ = [
     "add_layer_norm_quantize",
     "add_rms_norm",
     "add_rms_norm_quantize",
+    "causal_conv1d",
     "conv2d",
     "dequantize",
     "flash_attention",

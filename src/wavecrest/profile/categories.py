@@ -76,12 +76,12 @@ RULES: tuple[Rule, ...] = (
     Rule(r"^_(?:tile|sum|stream_k|join|multiply|words|hopper_gated)_kernel$", "gemm", "wavecrest"),
     # the grouped GEMMs of a mixture of experts, with the sort before and the sum behind them
     Rule(r"^_moe_\w+_kernel$", "gemm", "wavecrest"),
-    Rule(r"^_conv2d_kernel$", "convolution", "wavecrest"),
+    Rule(r"^_(?:causal_conv1d|conv2d)_kernel$", "convolution", "wavecrest"),
     Rule(r"^_(?:flash_attention|hopper_(?:attention|mla)|decoding|joining|append|mla\w*)_kernel$", "attention",
          "wavecrest"),
     # a recurrence in place of attention; its norm by itself
     Rule(r"^_mlstm_(?:gates|keys|states|chunks|recurrent|step)_kernel$", "attention", "wavecrest"),
-    Rule(r"^_slstm_(?:sequence|step)_kernel$", "attention", "wavecrest"),
+    Rule(r"^_slstm_(?:sequence|steps?)_kernel$", "attention", "wavecrest"),
     Rule(r"^_mlstm_norm_kernel$", "normalisation", "wavecrest"),
     Rule(r"^_memcpy_kernel$", "memory", "wavecrest"),
     Rule(r"^_(?:gated|silu_and_mul|gelu_and_mul|rope|topk_routing)_kernel$", "elementwise", "wavecrest"),

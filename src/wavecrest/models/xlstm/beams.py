@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from wavecrest.errors import InvalidArgument
+from wavecrest.models.xlstm.base import Network
 from wavecrest.models.xlstm.generation import Request, check_count, reading
-from wavecrest.models.xlstm.network import xLSTMNetwork
 from wavecrest.models.xlstm.state import State, StatePool, select_rows
 
 
@@ -76,7 +76,7 @@ class _Row:
 
 @torch.no_grad()
 def search(
-    model: xLSTMNetwork, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request, settings: Search
+    model: Network, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request, settings: Search
 ) -> Beams:
     """Search for `xLSTMLarge.beam_search`, which documents arguments and errors."""
     config, count, longest = model.config, settings.beams, request.max_new_tokens

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.measure import cuda_graph, numerics
-from wavecrest.models.xlstm.config import xLSTMLargeConfig
+from wavecrest.models.xlstm.base import Network, TokenSettings
 from wavecrest.models.xlstm.network import xLSTMNetwork
 from wavecrest.models.xlstm.padding import spans
 from wavecrest.models.xlstm.sampling import Sampling
@@ -128,7 +128,7 @@ class Decoder:
         self.token.copy_(self._sampling.pick(logits, self.noise))
 
     @torch.no_grad()
-    def step(self, model: xLSTMNetwork, generator: torch.Generator | None) -> None:
+    def step(self, model: Network, generator: torch.Generator | None) -> None:
         """The next token in place of the last one."""
         self._draw(generator)
         if self.decoding == "captured":
@@ -141,7 +141,7 @@ class Decoder:
         """A copy of the state, which has seen all tokens but the last one chosen."""
         return clone_state(self.pool.state)
 
-    def choose(self, model: xLSTMNetwork, capture: bool, count: int) -> None:
+    def choose(self, model: Network, capture: bool, count: int) -> None:
         """Decide how `count` steps run: eagerly, or as a graph, which is captured on first use."""
         if not has_graphs(self.token.device):
             self.decoding = "eager: a CPU has no graphs"
@@ -158,7 +158,7 @@ class Decoder:
         if self.noise is not None:
             self.noise.exponential_(generator=generator)
 
-    def _work(self, model: xLSTMNetwork) -> Tensor:
+    def _work(self, model: Network) -> Tensor:
         """The step that a graph captures. Returns the logits [B, V], for comparison."""
         arrivals = self.pool.arrivals if self.counted else None
         # greedy sampling needs only the largest logit: without the cap it saves four operations on all logits
@@ -166,7 +166,7 @@ class Decoder:
         self.token.copy_(self._sampling.pick(logits, self.noise))
         return logits
 
-    def _capture(self, model: xLSTMNetwork) -> None:
+    def _capture(self, model: Network) -> None:
         """Record the step, and compare its first replay with a step that ran; token and state are left as they were.
 
         What cannot be captured, or replays something else, stays eager, with a `DecodeFallback` warning.
@@ -216,7 +216,7 @@ class Decoder:
 _decoders: weakref.WeakKeyDictionary[Any, tuple[Any, Decoder]] = weakref.WeakKeyDictionary()
 
 
-def fingerprint(model: xLSTMNetwork) -> tuple[Any, ...]:
+def fingerprint(model: Network) -> tuple[Any, ...]:
     """The addresses and dtypes of a model's weights, which a captured graph depends on."""
     found = []
     for parameter in model.parameters():
@@ -225,7 +225,7 @@ def fingerprint(model: xLSTMNetwork) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _decoder(model: xLSTMNetwork, state: State, logits: Tensor, sampling: Sampling) -> tuple[Any, Decoder]:
+def _decoder(model: Network, state: State, logits: Tensor, sampling: Sampling) -> tuple[Any, Decoder]:
     """(key, decoder): the model's last decoder where its key fits and it is free, else a new one."""
     key = (tuple(logits.shape), logits.device, state[0][0].dtype, sampling, fingerprint(model))
     # taken out while it is used, so that two streams do not share one, and before a new one takes memory
@@ -239,7 +239,7 @@ Kind = tuple[str, int]
 _rehearsed: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
 
 
-def _unrehearsed(model: xLSTMNetwork, device: torch.device, *kinds: Kind) -> set[Kind]:
+def _unrehearsed(model: Network, device: torch.device, *kinds: Kind) -> set[Kind]:
     """The kinds that are new, whose kernels the caller compiles ahead; none where that cannot or must not be done."""
     if not _ahead.possible(device):
         return set()
@@ -251,7 +251,7 @@ def _unrehearsed(model: xLSTMNetwork, device: torch.device, *kinds: Kind) -> set
     return new
 
 
-def _unseen(model: xLSTMNetwork) -> bool:
+def _unseen(model: Network) -> bool:
     """True if nobody sees what a model runs: its modules are ours or PyTorch's, without hooks, and not compiled."""
     for module in model.modules():
         known = type(module).__module__.startswith(("wavecrest.", "torch.nn."))
@@ -324,14 +324,14 @@ class Request:
         for name in ("max_new_tokens", "check_every"):
             check_count(name, getattr(self, name))
 
-    def bos(self, config: xLSTMLargeConfig, state: State | None) -> int | None:
+    def bos(self, config: TokenSettings, state: State | None) -> int | None:
         """The token to put before prompts, or None."""
         wanted = config.force_bos_token_insert and state is None if self.insert_bos is None else self.insert_bos
         if wanted and config.bos_token_id is None and self.insert_bos:
             raise InvalidArgument("generate: insert_bos needs a bos_token_id in the configuration")
         return config.bos_token_id if wanted else None
 
-    def ends(self, config: xLSTMLargeConfig) -> tuple[int, ...]:
+    def ends(self, config: TokenSettings) -> tuple[int, ...]:
         """The tokens that end a row."""
         ids: Any = config.eos_token_id if self.eos_token_id is None else self.eos_token_id
         if ids is None:
@@ -342,7 +342,7 @@ class Request:
         except TypeError:
             raise InvalidArgument(f"generate: eos_token_id must be a token or a list of them, got {ids!r}") from None
 
-    def pad(self, config: xLSTMLargeConfig) -> int:
+    def pad(self, config: TokenSettings) -> int:
         """The token behind the end of a row."""
         ends = self.ends(config)
         return config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
@@ -360,7 +360,7 @@ def masked(tokens: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device) < lengths.to(tokens.device)[:, None]
 
 
-def reading(model: xLSTMNetwork, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request) -> Reading:
+def reading(model: Network, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request) -> Reading:
     """Check prompts and make them ready.
 
     Raises:
@@ -368,11 +368,11 @@ def reading(model: xLSTMNetwork, tokens: Tensor, mask: Tensor | None, state: Sta
     """
     model.check_tokens(tokens, wait=True)
     prompt = prepare(tokens.long(), mask, request.bos(model.config, state))
+    before = None if state is None else model.own_state(state, prompt.tokens.shape[0])
     kept = None if prompt.lengths is None else masked(prompt.tokens, prompt.lengths)
 
     def read() -> tuple[Tensor, State]:
-        logits, after = model(prompt.tokens, state, attention_mask=kept, last_only=True, return_last_states=True)
-        return logits[:, 0], after
+        return model.prompt(prompt.tokens, before, kept)
 
     return Reading(prompt, read)
 
@@ -395,7 +395,7 @@ class Run:
 
 
 @torch.no_grad()
-def finish(model: xLSTMNetwork, run: Run, request: Request) -> Generated:
+def finish(model: Network, run: Run, request: Request) -> Generated:
     """Read all columns of a generation.
 
     Rows that ended before the last step have states of their own lengths, which one pass over the new tokens makes:
@@ -412,7 +412,7 @@ def finish(model: xLSTMNetwork, run: Run, request: Request) -> Generated:
 
 
 @torch.no_grad()
-def begin(model: xLSTMNetwork, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request) -> Run:
+def begin(model: Network, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request) -> Run:
     """Read the prompts and choose their first tokens."""
     ends = request.ends(model.config)
     prompt, read = reading(model, tokens, mask, state, request)
@@ -441,7 +441,7 @@ def begin(model: xLSTMNetwork, tokens: Tensor, mask: Tensor | None, state: State
 
 
 def _blocks(
-    model: xLSTMNetwork, key: Any, decoder: Decoder, request: Request, reached: list[State]
+    model: Network, key: Any, decoder: Decoder, request: Request, reached: list[State]
 ) -> Generator[Tensor, None, None]:
     """The tokens of each row, int64 [B, at most check_every] on the CPU at a time; the first was chosen already."""
     made = 0

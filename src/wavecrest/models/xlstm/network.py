@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import InvalidArgument
+from wavecrest.models.xlstm.base import Network
 from wavecrest.models.xlstm.config import xLSTMLargeConfig
 from wavecrest.models.xlstm.layers import FGATE_BIAS, IGATE_BIAS, Block, Kept, make_linear, soft_cap
 from wavecrest.models.xlstm.padding import Padding, spans
@@ -62,8 +63,10 @@ class BlockStack(nn.Module):
         return (x if delta is None else x + delta), after
 
 
-class xLSTMNetwork(nn.Module):
+class xLSTMNetwork(Network):
     """Forward pass of `xLSTMLarge`: logits and states. `xLSTMLarge` adds generating, loading and saving."""
+
+    config: xLSTMLargeConfig
 
     def __init__(
         self,
@@ -158,6 +161,16 @@ class xLSTMNetwork(nn.Module):
         logits, after = self._run(tokens, state, padding, last, keep)
         return (logits, after) if keep else logits
 
+    def own_state(self, state: Any, batch: int) -> State:
+        """A state that a caller passed in, checked."""
+        check_state(state, self.config, batch)
+        return dict(state)
+
+    def prompt(self, tokens: Tensor, state: State | None, mask: Tensor | None) -> tuple[Tensor, State]:
+        """(logits [B, V] after each row's last token, the state after it)."""
+        logits, after = self(tokens, state, attention_mask=mask, last_only=True, return_last_states=True)
+        return logits[:, 0], after
+
     def decode(self, token: Tensor, state: State, arrivals: Tensor | None = None, *, capped: bool = True) -> Tensor:
         """Logits [B, vocab_size] after one token [B]; the state's own tensors become the state after it.
 
@@ -224,23 +237,6 @@ class xLSTMNetwork(nn.Module):
         if logits.dtype.itemsize < 4:
             logits = logits.float()
         return soft_cap(logits, self.config.output_logit_soft_cap)
-
-    def check_tokens(self, tokens: Tensor, *, wait: bool = False) -> None:
-        """Raise InvalidArgument unless tokens are int64 or int32 [B, S] on the model's device, and of its vocabulary.
-
-        `wait`: check the values on a GPU too.
-        """
-        fits = isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.dtype in (torch.int64, torch.int32)
-        if not fits:
-            found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise InvalidArgument(f"xLSTM: tokens must be int64 or int32 [B, S], got {found}")
-        device = self.embedding.weight.device
-        if tokens.device != device:
-            raise InvalidArgument(f"xLSTM: tokens are on {tokens.device}, the model on {device}; move one of them")
-        looked = wait or (device.type == "cpu" and not torch.compiler.is_compiling())
-        last = self.config.vocab_size - 1
-        if looked and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) <= last:
-            raise InvalidArgument(f"xLSTM: tokens are from 0 to {last}, got {int(tokens.min())} to {int(tokens.max())}")
 
     def _last(self, tokens: Tensor, padding: Padding | None) -> Tensor:
         if tokens.shape[1] == 0:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from wavecrest.errors import InvalidArgument
+from wavecrest.models.xlstm.base import Network
 from wavecrest.models.xlstm.generation import CAPTURE_FROM, Decoder, Request, check_count, fingerprint, reading
-from wavecrest.models.xlstm.network import xLSTMNetwork
 from wavecrest.models.xlstm.sampling import Sampling
-from wavecrest.models.xlstm.state import State, check_state, select_rows
+from wavecrest.models.xlstm.state import State, select_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Scheduler:
 
     def __init__(
         self,
-        model: xLSTMNetwork,
+        model: Network,
         slots: int = 16,
         *,
         temperature: float = 0.0,
@@ -72,7 +72,8 @@ class Scheduler:
         """Make the states of an empty batch.
 
         Args:
-            model: an `xLSTMLarge`; its weights may be replaced while no row runs, and a graph is captured again then.
+            model: an `xLSTMLarge` or `xLSTMLMModel`; its weights may be replaced while no row runs, and a graph is
+                captured again then.
             slots: the most rows at a time.
             temperature, top_k, top_p, generator, capture: of all rows, as for `xLSTMLarge.generate`.
 
@@ -136,7 +137,7 @@ class Scheduler:
                 f"Scheduler: a prompt is [S] or [1, S], got {list(prompt.shape)}; add rows one by one"
             )
         if state is not None:
-            check_state(state, self._model.config, 1)
+            state = self._model.own_state(state, 1)
         # what is wrong with a prompt is said here, and not by a step of other rows
         reading(self._model, prompt, None, state, request)
         row = _Row(self._next, prompt, request, ends, state, [])

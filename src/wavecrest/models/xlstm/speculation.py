@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wavecrest.errors import InvalidArgument
+from wavecrest.models.xlstm.base import Network
 from wavecrest.models.xlstm.generation import Generated, Request, check_count, reading
-from wavecrest.models.xlstm.layers import Kept
-from wavecrest.models.xlstm.network import xLSTMNetwork
 from wavecrest.models.xlstm.state import State, select_rows
 
 # a draft: int64 [B, K] of the tokens that may follow texts, int64 [S] each on the CPU; K may be 0, and differ by call
@@ -42,20 +41,20 @@ class _Look(NamedTuple):
     before: State
     chosen: Tensor
     after: State
-    kept: list[Kept]
+    kept: list[Any]
 
     def accepted(self) -> Tensor:
         """How many drafted tokens are those that the model chose, from the first on: int64 [B]."""
         return (self.read[:, 1:] == self.chosen[:, :-1]).long().cumprod(1).sum(1)
 
-    def reached(self, model: xLSTMNetwork, lengths: Tensor) -> State:
+    def reached(self, model: Network, lengths: Tensor) -> State:
         """The state after the first `lengths` (int64 [B], at least 1) of the tokens."""
         if bool((lengths == self.read.shape[1]).all()):
             return self.after
         return model.rewind(self.read, self.before, self.kept, lengths)
 
 
-def _look(model: xLSTMNetwork, last: Tensor, draft: Tensor, state: State) -> _Look:
+def _look(model: Network, last: Tensor, draft: Tensor, state: State) -> _Look:
     read = torch.cat((last[:, None], draft), 1)
     if draft.shape[1] == 0:
         # in place: `speculate` alone drafts nothing, and the state is its own
@@ -65,7 +64,7 @@ def _look(model: xLSTMNetwork, last: Tensor, draft: Tensor, state: State) -> _Lo
 
 
 @torch.no_grad()
-def verify(model: xLSTMNetwork, last: Tensor, draft: Tensor, state: State) -> Verified:
+def verify(model: Network, last: Tensor, draft: Tensor, state: State) -> Verified:
     """Verify drafts for `xLSTMLarge.verify`, which documents arguments and errors."""
     model.check_tokens(last)
     model.check_tokens(draft)
@@ -81,7 +80,7 @@ def verify(model: xLSTMNetwork, last: Tensor, draft: Tensor, state: State) -> Ve
 
 @torch.no_grad()
 def speculate(
-    model: xLSTMNetwork, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request, draft: Draft
+    model: Network, tokens: Tensor, mask: Tensor | None, state: State | None, request: Request, draft: Draft
 ) -> Generated:
     """Generate for `xLSTMLarge.speculate`, which documents arguments and errors."""
     ends = set(request.ends(model.config))
@@ -129,7 +128,7 @@ def _until(tokens: list[int], ends: set[int], room: int) -> list[int]:
     return tokens[: min(stop, room)]
 
 
-def _drafted(model: xLSTMNetwork, draft: Draft, texts: list[Tensor]) -> Tensor:
+def _drafted(model: Network, draft: Draft, texts: list[Tensor]) -> Tensor:
     """The tokens that a draft gives for texts, checked."""
     found = draft(texts)
     if not isinstance(found, Tensor) or found.ndim != 2 or found.shape[0] != len(texts) or found.dtype != torch.int64:
@@ -144,8 +143,9 @@ def _joined(states: list[State]) -> State:
     """The states of single rows as that of a batch."""
     found: State = {}
     for index in states[0]:
-        c, n, m = zip(*(one[index] for one in states), strict=True)
-        found[index] = torch.cat(c), torch.cat(n), None if m[0] is None else torch.cat(m)
+        parts = zip(*(one[index] for one in states), strict=True)
+        batch: Any = tuple(None if part[0] is None else torch.cat(part) for part in parts)
+        found[index] = batch
     return found
 
 

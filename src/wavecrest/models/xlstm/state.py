@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -58,12 +58,18 @@ def check_state(state: State, config: xLSTMLargeConfig, batch: int) -> None:
 
 def select_rows(state: State, rows: Tensor) -> State:
     """A new state of some rows of the batch, in the order of `rows` (int64 [B']); for beams."""
-    return {index: (c[rows], n[rows], None if m is None else m[rows]) for index, (c, n, m) in state.items()}
+    return {index: each(parts, lambda part: part[rows]) for index, parts in state.items()}
 
 
 def clone_state(state: State) -> State:
     """A copy in memory of its own."""
-    return {index: (c.clone(), n.clone(), None if m is None else m.clone()) for index, (c, n, m) in state.items()}
+    return {index: each(parts, torch.clone) for index, parts in state.items()}
+
+
+def each(parts: LayerState, change: Callable[[Tensor], Tensor]) -> LayerState:
+    """The same change of every tensor of a block's state; blocks of a stack have four or five of them."""
+    found: LayerState = tuple(None if part is None else change(part) for part in parts)  # type: ignore[assignment]
+    return found
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The op slstm_sequence and wavecrest's kernel for it."""
+"""The op slstm_sequence and wavecrest's kernels for it: one launch, or one for each token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from wavecrest.ops.slstm.backend import refuse as _refuse
 from wavecrest.ops.slstm.call import SlstmCall, check
 from wavecrest.ops.slstm.key import KEY_FIELDS, head_dim_and_dtype, key_of
 from wavecrest.ops.slstm.reference import reference
-from wavecrest.ops.slstm.sequence.config import LARGEST_HEAD_DIM, default
+from wavecrest.ops.slstm.sequence.config import KEPT_HEAD_DIM, LARGEST_HEAD_DIM, default
 from wavecrest.ops.slstm.sequence.launch import bind
+from wavecrest.ops.slstm.sequence.launch_steps import bind as bind_steps
+from wavecrest.ops.slstm.step.config import default as default_step
 
 
 def refuse(call: SlstmCall) -> str | None:
@@ -24,9 +26,28 @@ def refuse(call: SlstmCall) -> str | None:
     return _refuse(call)
 
 
+def opt_in(call: SlstmCall) -> str | None:
+    """The reason why the kernel in one launch runs a call only where it is asked for."""
+    if call.head_dim > KEPT_HEAD_DIM:
+        return f"reads the weights of a head of more than {KEPT_HEAD_DIM} again, by one program, at each token"
+    return None
+
+
+def opt_in_steps(call: SlstmCall) -> str | None:
+    """The reason why a launch for each token runs a call only where it is asked for."""
+    if call.head_dim <= KEPT_HEAD_DIM:
+        return f"has a launch for each token; heads of up to {KEPT_HEAD_DIM} take one for all"
+    return None
+
+
 def default_config(key: Key) -> Config:
     """The configuration of a key where nothing measured is known."""
     return default(*head_dim_and_dtype(KEY_FIELDS, key), _target.arch())
+
+
+def default_config_steps(key: Key) -> Config:
+    """The same for a launch of each token."""
+    return default_step(head_dim_and_dtype(KEY_FIELDS, key)[0], _target.arch())
 
 
 op: Op[SlstmCall, Tensor | tuple[Tensor, ...]] = Op(
@@ -39,4 +60,19 @@ op: Op[SlstmCall, Tensor | tuple[Tensor, ...]] = Op(
     key_fields=KEY_FIELDS,
     op_class="gemm",
 )
-op.attach_kernel("triton", bind, refuse=refuse, priority=_launcher.KERNEL_PRIORITY, default_config=default_config)
+op.attach_kernel(
+    "triton",
+    bind,
+    refuse=refuse,
+    opt_in=opt_in,
+    priority=_launcher.KERNEL_PRIORITY,
+    default_config=default_config,
+)
+op.attach_kernel(
+    "triton_steps",
+    bind_steps,
+    refuse=_refuse,
+    opt_in=opt_in_steps,
+    priority=_launcher.KERNEL_PRIORITY,
+    default_config=default_config_steps,
+)

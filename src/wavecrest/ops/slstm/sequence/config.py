@@ -8,6 +8,9 @@ from wavecrest.hardware import Arch
 
 # a program has four gates and four states of its rows in registers
 LARGEST_HEAD_DIM = 256
+# the largest heads that are one launch where nothing measured says otherwise: a token of heads of 256 in bfloat16 took
+# 13 to 15 µs of it, and a call of slstm_step 11 to 12 (H100, 2026-11-26_slstm-peers_slstm.jsonl.gz)
+KEPT_HEAD_DIM = 128
 # least rows of an operand of a matrix unit
 ROWS = 16
 # most bytes of a head's weights that a program keeps in registers, or where the compiler puts what it keeps

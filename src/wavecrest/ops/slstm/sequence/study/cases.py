@@ -15,6 +15,8 @@ from wavecrest.hardware import Arch
 from wavecrest.ops.slstm.call import SlstmCall
 from wavecrest.ops.slstm.sequence.config import default
 from wavecrest.ops.slstm.sequence.launch import planned
+from wavecrest.ops.slstm.sequence.launch_steps import planned as planned_steps
+from wavecrest.ops.slstm.step.config import default as default_step
 from wavecrest.ops.slstm.study.cases import Shape, example
 
 # B, S, NH, D and options: weights in registers and read by each token, padded rows, both forget gates, dtypes
@@ -26,22 +28,36 @@ _COMPILED: dict[str, tuple[Shape, torch.dtype, dict[str, Any]]] = {
     "128 float32": ((16, 256, 4, 128), torch.float32, {}),
     "48 float16 padded": ((16, 256, 4, 48), torch.float16, {"forget_gate": "exp", "padded": True}),
 }
+# a launch for each token
+_COMPILED_STEPS: dict[str, tuple[Shape, torch.dtype, dict[str, Any]]] = {
+    "steps 256": ((16, 256, 4, 256), torch.bfloat16, {"return_last_states": True, "first": True}),
+    "steps 512 padded": ((16, 256, 4, 512), torch.bfloat16, {"padded": True, "return_last_states": True}),
+}
 
 
 def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launcher.Launch]:
     """The launches that are held to a budget, by name."""
     cases: dict[str, _launcher.Launch] = {}
     for name, (shape, dtype, options) in _COMPILED.items():
-        given = dict(options)
-        if given.pop("padded", False):
-            given |= {
-                "seq_starts": torch.zeros(shape[0], dtype=torch.int32, device="meta"),
-                "seq_lens": torch.zeros(shape[0], dtype=torch.int32, device="meta"),
-                "resets": torch.zeros(shape[:2], dtype=torch.bool, device="meta"),
-            }
-        call = example(shape, dtype, "meta", **given)
+        call = _on_meta(shape, dtype, options)
         cases[name] = planned(call, config or default(shape[3], name_of(dtype), arch), arch)[0]
+    # a configuration that is given is one of the kernel above
+    for name, (shape, dtype, options) in _COMPILED_STEPS.items() if config is None else ():
+        call = _on_meta(shape, dtype, options)
+        cases[name] = planned_steps(call, default_step(shape[3], arch), arch)[0]
     return cases
+
+
+def _on_meta(shape: Shape, dtype: torch.dtype, options: dict[str, Any]) -> SlstmCall:
+    """A call without memory; `padded`: of padded rows with resets."""
+    given = dict(options)
+    if given.pop("padded", False):
+        given |= {
+            "seq_starts": torch.zeros(shape[0], dtype=torch.int32, device="meta"),
+            "seq_lens": torch.zeros(shape[0], dtype=torch.int32, device="meta"),
+            "resets": torch.zeros(shape[:2], dtype=torch.bool, device="meta"),
+        }
+    return example(shape, dtype, "meta", **given)
 
 
 def bench_cases(suite: str, device: str) -> dict[str, Callable[[], SlstmCall]]:
