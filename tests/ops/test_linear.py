@@ -68,14 +68,25 @@ def weights(n: int, k: int, dtype: torch.dtype = BF16, device: str = "cpu") -> T
     return (w * torch.logspace(0, 1, max(k, 1))[:k]).to(dtype).to(device)
 
 
+def e2m1(codes: Tensor) -> Tensor:
+    """The values of 4-bit floats in float64, from their bits: sign, two of exponent with bias 1, one of mantissa."""
+    exponent, mantissa = codes % 8 // 2, codes % 2
+    size = torch.where(exponent > 0, torch.exp2(exponent.double() - 1) * (1 + mantissa / 2), mantissa.double() / 2)
+    return torch.where(codes >= 8, -size, size)
+
+
 def values_of(weight: PackedWeight) -> Tensor:
     """[N, K] in float64, element by element from where the formats say it lies."""
     n, k = weight.shape
     stored, group = weight.stored.cpu(), weight.group
     row, column = torch.arange(n)[:, None], torch.arange(k)[None, :]
-    if weight.format == "int4":
+    if weight.format in ("int4", "mxfp4"):
         byte = stored[row, column // 64 * 32 + column % 32].int()
         code = torch.where(column % 64 < 32, byte % 16, byte // 16).double()
+    if weight.format == "mxfp4":
+        exponent = weight.scale.cpu().double()[row, column // 32] - 127  # type: ignore[union-attr]
+        return e2m1(code) * torch.where(exponent < 128, torch.exp2(exponent), float("nan"))
+    if weight.format == "int4":
         zero = 8.0 if weight.zero is None else weight.zero.cpu().double()[row, column // group]
         return (code - zero) * weight.scale.cpu().double()[row, column // group]  # type: ignore[union-attr]
     if weight.format == "shuffled":
@@ -114,6 +125,7 @@ FORMATS: dict[str, Callable[[int, int, torch.dtype, str], PackedWeight]] = {
     "int4-32-zeros": _packed("int4", group=32, symmetric=False),
     "int4-64-zeros": _packed("int4", group=64, symmetric=False),
     "int4-128-zeros": _packed("int4", group=128, symmetric=False),
+    "mxfp4": _packed("mxfp4"),
     "e4m3": _packed("fp8"),
     "e5m2": _packed("fp8", dtype=E5M2),
     "e4m3-block": _packed("fp8_block"),
@@ -136,7 +148,7 @@ def made(format: str, n: int, k: int, dtype: torch.dtype = BF16, device: str = "
 def runs(format: str) -> list[tuple[str, Config | None]]:
     """The backends and configurations that a format has paths in."""
     k = 32 if format.endswith("-32") or format == "int8-32" else 64
-    k = 64 if format.startswith("int4") else k
+    k = 64 if format.startswith("int4") or format == "mxfp4" else k
     found: list[tuple[str, Config | None]] = [
         ("triton", tile(16, 32, k)),
         ("triton", tile(16, 64, 128 if format.startswith(("int4-128", "e4m3-block")) else k, **SPLIT)),
@@ -145,7 +157,7 @@ def runs(format: str) -> list[tuple[str, Config | None]]:
     ]
     if format in ("plain", "int8", "e4m3", "e5m2"):
         found.append(("triton_gemv", multiply(32, 64, split=2)))
-    if format in ("int4-64", "int4-128"):
+    if format in ("int4-64", "int4-128", "mxfp4"):
         # one step and several, of one group and several
         found += [("triton_gemv", multiply(16, size)) for size in (128, 256)]
     return [*found, ("torch", None)] if format == "plain" else found
