@@ -239,6 +239,42 @@ def test_each_4_bit_code_with_each_zero_point(group: int, device: str) -> None:
         assert torch.equal(got.cpu().double(), want.double().mT[::3][: got.shape[0]])
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=name)
+def test_each_mxfp4_value_with_each_scale(dtype: torch.dtype, device: str) -> None:
+    """Exact, whatever a's type has: each row of x picks one column of K. Above 252 values are beyond float32."""
+    k = 256
+    codes = (torch.arange(253)[:, None] + torch.arange(k)) % 16
+    scale = (torch.arange(253)[:, None] + 31 * torch.arange(k // 32)) % 253
+    weight = PackedWeight.from_parts(
+        "mxfp4", stored_codes(codes).to(device), scale=scale.to(torch.uint8).to(device), dtype=BF16
+    )
+    want = e2m1(codes) * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+    assert torch.equal(values_of(weight), want) and float(want.abs().max()) == 1.5 * 2.0**127
+    picks = torch.eye(k, dtype=dtype, device=device)[3::37]
+    call = operands(picks, weight, out_dtype=F32)
+    wide = 64 if dtype == F16 else 256
+    tiles = (tile(16, 64, wide), tile(16, 128, 64, **SPLIT))
+    for backend, config in (
+        *(("triton", one) for one in tiles), ("triton_stream_k", stream(16, 64, 64)), ("reference", None),
+        ("triton_gemv", multiply(4, 64)), ("triton_gemv", multiply(16, 256)),
+    ):  # fmt: skip
+        got = gemm.run(backend, call, config=config)
+        assert torch.equal(got.cpu().double(), want.mT[3::37]), (backend, config)
+    assert torch.equal(weight.dequantize_float32().cpu().double(), want)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_mxfp4_by_words(rows: int, watch: Watch, device: str) -> None:
+    """Columns that are not full, steps with a ragged last one, K of half a unit, a norm in front, a bias behind."""
+    dtype = (BF16, F16, F32)[rows % 3]
+    for (n, k), config in (((37, 150), multiply(16, 64)), ((5, 320), multiply(2, 128)), ((3, 5), multiply(4, 64))):
+        weight = made("mxfp4", n, k, dtype, device)
+        x = random(rows, k, dtype=dtype, device=device, seed=8)
+        for options in ({}, {"norm_weight": random(k, dtype=dtype, device=device), "bias": random(n, device=device)}):
+            call = operands(x, weight, out_dtype=F32, **options)
+            assert_right("triton_gemv", call, config, watch, values_of(weight).mT)
+
+
 @pytest.mark.parametrize("format", [key for key in FORMATS if key.startswith("shuffled")])
 def test_shuffled_is_plain_bit_for_bit(format: str, watch: Watch, device: str) -> None:
     weight = made(format, 48, 192, BF16, device)
@@ -268,11 +304,11 @@ def test_shuffled_is_plain_bit_for_bit(format: str, watch: Watch, device: str) -
     assert "shuffled" in str(refuses("triton_gemv", few)) and "shuffled" in str(refuses("torch", call))
 
 
-@pytest.mark.parametrize("format", ["int8", "int4-64-zeros", "e4m3", "e4m3-block", "shuffled-int8-64"])
+@pytest.mark.parametrize("format", ["int8", "int4-64-zeros", "mxfp4", "e4m3", "e4m3-block", "shuffled-int8-64"])
 def test_a_scale_that_is_not_a_number_stays_in_its_row(format: str, watch: Watch, device: str) -> None:
     weight = made(format, 150, 200, BF16, device)
     parts = {"scale": weight.scale.clone(), "zero": weight.zero}  # type: ignore[union-attr]
-    parts["scale"][1, -1] = float("nan")  # type: ignore[index]
+    parts["scale"][1, -1] = 255 if format == "mxfp4" else float("nan")  # type: ignore[index]
     poisoned = PackedWeight.from_parts(
         weight.format, weight.stored, group=weight.group, shape=weight.shape, dtype=BF16, **parts
     )
@@ -284,7 +320,7 @@ def test_a_scale_that_is_not_a_number_stays_in_its_row(format: str, watch: Watch
         assert int(got.isnan().sum()) == got[:, rows].numel()
 
 
-@pytest.mark.parametrize("format", ["plain", "shuffled", "int8", "int4-128", "e4m3"])
+@pytest.mark.parametrize("format", ["plain", "shuffled", "int8", "int4-128", "mxfp4", "e4m3"])
 def test_packed_weights_with_8_bit_results_and_gates(format: str, watch: Watch, device: str) -> None:
     weight = made(format, 64, 96, F16, device)
     n = weight.shape[0]

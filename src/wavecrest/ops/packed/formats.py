@@ -258,6 +258,11 @@ def nibble_bytes(codes: Tensor) -> Tensor:
     return (units[:, :, 0] | (units[:, :, 1] << 4)).reshape(n, count * INT4_UNIT // 2)
 
 
+def codes_of_pairs(pairs: Tensor) -> Tensor:
+    """4-bit codes [..., K] of bytes [..., K / 2] that hold neighbours, the one with an even index in the low 4 bits."""
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
+
+
 def int4_bytes(values: Tensor, zero: Tensor | None) -> Tensor:
     """4-bit values uint8 [N, K], 0 to 15, two in a byte: uint8 [N, Kp / 2]; `zero` [N, groups]: their zero points.
 

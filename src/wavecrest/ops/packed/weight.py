@@ -294,6 +294,38 @@ def pack(
     )
 
 
+def mxfp4_of_pairs(pairs: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+    """An mxfp4 weight from one whose bytes hold neighbouring columns, the even one in the low 4 bits.
+
+    That is how checkpoints have it: `weight_packed` and `weight_scale` of compressed-tensors (mxfp4-pack-quantized),
+    `weight` and `weight_scale` of AMD Quark, and an expert of gpt-oss's `_blocks` and `_scales`.
+
+    Args:
+        pairs: uint8 [N, K / 2], or [N, K / 32, 16] as in gpt-oss.
+        scale: [N, K / 32], e8m0: uint8 or float8_e8m0fnu.
+        dtype: what the weight stands for.
+
+    Returns:
+        The weight [N, K], value by value.
+
+    Raises:
+        InvalidArgument: a shape or dtype is outside this.
+    """
+    if not isinstance(pairs, Tensor) or pairs.dtype != torch.uint8 or pairs.ndim not in (2, 3):
+        raise InvalidArgument(f"mxfp4_of_pairs: pairs are uint8 [N, K / 2] or [N, K / 32, 16], got {_packed.named(pairs)}")
+    codes = _packed.codes_of_pairs(pairs.detach().flatten(1))
+    n, k = int(codes.shape[0]), int(codes.shape[1])
+    if k % _packed.MX_GROUP or not isinstance(scale, Tensor) or tuple(scale.shape) != (n, k // _packed.MX_GROUP):
+        raise InvalidArgument(
+            f"mxfp4_of_pairs: [N, K] is {[n, k]}, K in multiples of {_packed.MX_GROUP}, with scales "
+            f"{[n, k // _packed.MX_GROUP]}, got {_packed.named(scale)}"
+        )
+    if scale.dtype == getattr(torch, "float8_e8m0fnu", None):
+        scale = scale.view(torch.uint8)
+    stored = _packed.nibble_bytes(codes)
+    return PackedWeight.from_parts("mxfp4", stored, scale=scale, shape=(n, k), dtype=dtype)
+
+
 # suffixes that to_plain appends to a name
 _METADATA, _PARTS = "packed_weight", ("stored", "scale", "zero")
 _VERSION = 1
