@@ -78,8 +78,8 @@ def _clamped(shape: Shape, block_k: int) -> int:
     least = 64 if shape.b_bits == 4 else 32
     block_k = min(block_k, max(least, _layout.power_of_two(shape.K)))
     if shape.step:
-        block_k = max(least, min(block_k, shape.step))
-    return block_k
+        block_k = min(block_k, shape.step)
+    return max(least, block_k) if shape.step or shape.b_bits == 4 else block_k
 
 
 def _made(shape: Shape, arch: Arch | None, m: int, n: int, k: int, warps: int, stages: int, **more: int) -> Config:
