@@ -961,6 +961,19 @@ def test_layers(shape: tuple[int, int, int], format: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=name)
+@pytest.mark.parametrize("rows", [64, 200, 1000])
+def test_mxfp4_layers_of_many_rows(rows: int, dtype: torch.dtype) -> None:
+    weight = made("mxfp4", 1536, 2080, dtype, "cuda")
+    x = random(rows, 2080, dtype=dtype, device="cuda")
+    for options in ({"out_dtype": F32}, {"activation": "silu_and_mul", "bias": random(1536, device="cuda")}):
+        call = operands(x, weight, **options)
+        for backend in KERNELS:
+            if refuses(backend, call) is None:
+                assert_right(backend, call, None, None, values_of(weight).mT)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_replays_in_a_cuda_graph(format: str) -> None:
     weight = made(format, 1024, 512, BF16, "cuda")
@@ -973,7 +986,9 @@ def test_replays_in_a_cuda_graph(format: str) -> None:
         result = ops.linear(x, weight)
     for seed, other in itertools.product((5, 6), (1.0, 2.0)):
         x.copy_(random(4, 512, device="cuda", seed=seed))
-        if weight.scale is not None:
+        if weight.scale is not None and format == "mxfp4":
+            weight.scale.add_(int(other) - 1)
+        elif weight.scale is not None:
             weight.scale.mul_(other)
         graph.replay()
         assert_result("triton", result, operands(x, weight), values_of(weight).mT)

@@ -30,6 +30,7 @@ from wavecrest.ops._moe import launch as launches
 from wavecrest.ops._moe.backend import op as moe_op
 from wavecrest.ops._moe.call import MoeCall
 from wavecrest.ops._moe.kernel import _moe_combine_kernel, _moe_down_kernel, _moe_gate_up_kernel
+from wavecrest.ops._moe.study import cases
 from wavecrest.ops.common.interpreted import takes_scalar_masks
 from wavecrest.ops.common.triton import interpreted
 from wavecrest.ops.packed import pack
@@ -98,7 +99,7 @@ def quantized(call: MoeCall, stored: torch.dtype, by_row: bool) -> MoeCall:
 
 
 def by_columns(call: MoeCall, form: str) -> MoeCall:
-    """The same call with scales of 128 × 128 ("block") or, in 4 bits, of "int4-32", "int4-64", "int4-128" or "mxfp4"."""
+    """The same call with scales of 128 × 128 ("block") or, in 4 bits, as "int4-GROUP" or "mxfp4"."""
 
     def made(weight: Tensor) -> tuple[Tensor, Tensor]:
         if form == "block":
@@ -601,9 +602,10 @@ def test_a_call_can_be_made_from_its_key(device: str) -> None:
     assert remake is not None
     stored = quantized(a_call(6, 4, 2, 40, 24), torch.int8, by_row=False)
     stored = stored._replace(w1_scale=torch.ones(4, 48))
-    plain = a_call(6, 4, 2, 140, 24, torch.bfloat16)
+    # of as many columns that w1 and w2 have several groups
+    plain = a_call(6, 4, 2, 140, 136, torch.bfloat16)
     formed = [by_columns(plain, form) for form in FORMS]
-    for call in (a_call(6, 4, 2, 40, 24), a_call(6, 4, 2, 40, 24, torch.float16, **GPT_OSS), stored, *formed[:1]):
+    for call in (a_call(6, 4, 2, 40, 24), a_call(6, 4, 2, 40, 24, torch.float16, **GPT_OSS), stored, *formed):
         key = moe_op.key(call)
         made = remake(dict(zip(moe_op.key_fields, key, strict=True)), "cpu")
         assert made is not None and moe_op.key(made) == (8 if key[0] == 8 else key[0], *key[1:])
@@ -635,6 +637,27 @@ def test_a_captured_graph_follows_new_routing() -> None:
         torch.cuda.synchronize()
         compared = numerics.compare(y.cpu(), oracle(static))
         assert compared.within(numerics.tolerance("gemm", "bfloat16")), compared
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+@pytest.mark.parametrize("form", ["mxfp4 gpt-oss", "mxfp4", "int4", "block"])
+def test_layers_with_scales_along_columns(form: str, tokens: int) -> None:
+    """Sizes of gpt-oss-20b and Qwen3-30B-A3B, in the default tiles."""
+    options: dict[str, dict[str, Any]] = {
+        "mxfp4 gpt-oss": cases.GPT_OSS_MXFP4,
+        "mxfp4": {"stored": torch.uint8, "by": "e8m0"},
+        "int4": {"stored": torch.uint8, "by": "group 128"},
+        "block": {"stored": torch.float8_e4m3fn, "by": "block"},
+    }
+    sizes = cases.GPT_OSS_20B if "gpt-oss" in form else cases.QWEN3_30B_A3B
+    call = cases.example(sizes._replace(tokens=tokens), torch.bfloat16, "cuda", **options[form])
+    y = moe_op.run("triton", call)
+    wide = {name: value.double() for name, value in call._asdict().items() if name in ("x", "topk_weights")}
+    exact = moe_op.reference(call._replace(**wide))
+    compared = numerics.compare(y, exact)
+    assert compared.within(numerics.tolerance("gemm", "bfloat16")), compared
+    assert torch.equal(moe_op.run("triton", call), y)
 
 
 @pytest.mark.gpu

@@ -191,7 +191,12 @@ def test_tied_weights_are_in_the_file_once(tmp_path: Path) -> None:
         ({}, [scheme(4) | {"output_activations": TOKEN}], {}, "its outputs are quantized"),
         ({"weight_scale": torch.ones(N, 8)}, [scheme(4)], {}, "8 scales for 128 columns"),
         # nvfp4
-        ({"weight_scale": torch.ones(N, 8).to(torch.float8_e4m3fn)}, [scheme(4, "float")], {}, "4-bit floats with scales"),
+        (
+            {"weight_scale": torch.ones(N, 8).to(torch.float8_e4m3fn)},
+            [scheme(4, "float")],
+            {},
+            "4-bit floats with scales",
+        ),
         ({"weight_g_idx": torch.arange(K).flip(0) // 32}, [scheme(4)], {}, "an order of their own"),
         ({}, [scheme(4)], {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({}, [scheme(4)], {"sparsity_config": {"format": "sparse-24"}}, "sparse form sparse-24"),

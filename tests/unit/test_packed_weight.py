@@ -203,7 +203,7 @@ def test_mxfp4_element_by_element(k: int, dtype: torch.dtype) -> None:
             # the nearest, of two the one whose last bit is 0; beyond the largest the largest
             best = min(range(8), key=lambda one: (abs(Fraction(E2M1[one]) - abs(value)), one & 1))
             assert code & 7 == best and (code >> 3 == (value < 0) or value == 0), (row, column)
-            assert float(unpacked[row, column]) == math.copysign(E2M1[best] * 2.0**exponent, code >> 3 and -1 or 1)
+            assert float(unpacked[row, column]) == math.copysign(E2M1[best] * 2.0**exponent, (code >> 3 and -1) or 1)
 
 
 def test_mxfp4_ties_and_what_is_too_large() -> None:

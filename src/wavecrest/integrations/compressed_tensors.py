@@ -265,7 +265,9 @@ def _check_order(parts: dict[str, Tensor], k: int, group: int) -> None:
 def _mxfp4(parts: dict[str, Tensor], old: Tensor) -> PackedWeight:
     scale = parts[SCALE]
     if scale.dtype not in (torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8)):
-        raise Unsupported(f"4-bit floats with scales of {scale.dtype}; MXFP4 has bytes, 2^(byte − 127), and can be read")
+        raise Unsupported(
+            f"4-bit floats with scales of {scale.dtype}; MXFP4 has bytes, 2^(byte − 127), and can be read"
+        )
     return mxfp4_of_pairs(parts[PACKED] if PACKED in parts else parts.get("weight", torch.empty(0)), scale, old.dtype)
 
 

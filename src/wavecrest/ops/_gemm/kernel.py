@@ -121,7 +121,7 @@ def _int4_values(packed, zero, TYPE: tl.constexpr, HAS_ZERO: tl.constexpr, PTX: 
 
 @triton.jit
 def _unit_scales(scales, n, k, N, K, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bytes of e8m0, for the low and for the high halves, of the units of 64 columns from k on: [units, BLOCK_N]."""
+    """The bytes of e8m0 of the units of 64 columns from k on, for low and for high halves: each [units, BLOCK_N]."""
     _, scale_b_ptr, _, _, _, stride_sbn, stride_sbk = scales
     group = k // 32 + 2 * tl.arange(0, BLOCK_K // 64)[:, None]
     groups = tl.cdiv(K, 32)

@@ -217,14 +217,12 @@ def _check_scales(call: MoeCall) -> None:
             continue
         fits = isinstance(scale, Tensor) and scale.dtype in dtypes and scale.device == call.x.device
         if not fits or not scale_kind(call, name == "w2_scale")[0]:
-            columns = "columns / 32, 64 or 128" if call.in_4_bits else "columns / 128"
-            shapes = f"[{call.experts}, {rows}, ceil({columns})]"
-            if not call.in_4_bits:
-                shapes = f"[{call.experts}], [{call.experts}, {rows}] or [{call.experts}, {-(-rows // BLOCK)}, ceil({columns})]"
-            bytes_ = f", or uint8 [{call.experts}, {rows}, ceil(columns / {MX_GROUP})]," if call.in_4_bits else ""
-            raise InvalidArgument(
-                f"moe: {name} must be float32 {shapes}{bytes_} on {call.x.device}, got {_describe(scale)}"
-            )
+            rest = f"[{call.experts}, {rows}] or [{call.experts}, {-(-rows // BLOCK)}, ceil(columns / {BLOCK})]"
+            shapes = f"float32 [{call.experts}], {rest}"
+            if call.in_4_bits:
+                both = f"[{call.experts}, {rows}, ceil(columns / "
+                shapes = f"float32 {both}32, 64 or 128)], or uint8 {both}{MX_GROUP})],"
+            raise InvalidArgument(f"moe: {name} must be {shapes} on {call.x.device}, got {_describe(scale)}")
     if call.in_4_bits and scale_kind(call, False)[0] != scale_kind(call, True)[0]:
         raise InvalidArgument("moe: w1_scale and w2_scale must both be float32 (int4), or both uint8 (mxfp4)")
 

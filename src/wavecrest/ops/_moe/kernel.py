@@ -25,8 +25,8 @@ SWIGLUOAI = tl.constexpr(16)
 # which dimension of a weight's [N, K] or of x's [M, K] is contiguous: neither, K, or the other
 ANY, BY_K, ACROSS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# what shares a scale of w: nothing has one; a row, or all of an expert; 128 × 128 values; GROUP columns of a row of int4;
-# 32 columns of a row of mxfp4, whose scales multiply the values or, as float16 has not all of these, the sums
+# what shares a scale of w: nothing has one; a row, or all of an expert; 128 × 128 values; GROUP columns of a row of
+# int4; 32 columns of a row of mxfp4, whose scales multiply the values or, as float16 has not all of these, the sums
 NO_SCALE, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BY_GROUP, MXFP4, MXFP4_SUMS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 SCALE_BLOCK = tl.constexpr(128)
@@ -172,7 +172,7 @@ def _accumulated_4_bits(  # type: ignore[no-untyped-def]
     BOTH: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As `_accumulated`, of w in 4 bits: units of 64 columns in 32 bytes, whose low halves hold the first 32 of them."""
+    """As `_accumulated`, of w in 4 bits: units of 64 columns in 32 bytes, whose low halves hold the first 32."""
     stride_xm, stride_xk = x_strides
     stride_wn, stride_wk = w_strides
     n = first_n + tl.arange(0, BLOCK_N)
@@ -219,8 +219,8 @@ def _accumulated_4_bits(  # type: ignore[no-untyped-def]
 @triton.jit
 def _accumulated(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, scales, rows, mask_m, first_n, up, N, K, x_strides, w_strides,
-    BOTH: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BOTH: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x's rows [BLOCK_M] times the rows first_n to first_n + BLOCK_N of w [N, K]; with BOTH those `up` elements
     further on too, in the same loop."""
@@ -355,9 +355,9 @@ def _moe_down_kernel(  # type: ignore[no-untyped-def]
     stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_se, stride_sn, stride_it, stride_ij, stride_tt,
     stride_tj, stride_sk,
     SCALES: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, BIAS: tl.constexpr,
-    W_ORDER: tl.constexpr, W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    W_ORDER: tl.constexpr, W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """parts[pair] = topk_weights[pair] · (w2 · h[pair] + bias) of a block of pairs and BLOCK_N columns."""
     pdl_wait(PDL)
@@ -379,19 +379,19 @@ def _moe_down_kernel(  # type: ignore[no-untyped-def]
         pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
     mask_m = pairs < num_pairs
     first_n = tile_n * BLOCK_N
-    w_ptr += expert.to(tl.int64) * stride_we * W_ALIGN
-    w_strides = _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE)
     scales = (scale_ptr, stride_sn, stride_sk)
     if SCALES >= BY_BLOCK:
         scales = (scale_ptr + expert.to(tl.int64) * stride_se, stride_sn, stride_sk)
     if SCALES >= BY_GROUP:
         acc, _ = _accumulated_4_bits(
-            h_ptr, w_ptr, scales, pairs, mask_m, first_n, 0, N, K, (K, 1), w_strides,
+            h_ptr, w_ptr + expert.to(tl.int64) * stride_we * W_ALIGN, scales, pairs, mask_m, first_n, 0, N, K, (K, 1),
+            _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE),
             False, SCALES, GROUP, PTX, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         acc, _ = _accumulated(
-            h_ptr, w_ptr, scales, pairs, mask_m, first_n, 0, N, K, (K, 1), w_strides,
+            h_ptr, w_ptr + expert.to(tl.int64) * stride_we * W_ALIGN, scales, pairs, mask_m, first_n, 0, N, K, (K, 1),
+            _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE),
             False, SCALES, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     cols = first_n + tl.arange(0, BLOCK_N)

@@ -183,7 +183,8 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
             x.n, x.k, w1.outer, w1.n, w1.k, *b1_strides[1:], *s1_strides[1:], *ids_strides, s1_k,
         ),
         {
-            **constants, **_scales(call, False, config["BLOCK_K"]), "BIAS": b1 is not None, "ACTIVATION": KERNEL_ACTIVATIONS[call.activation],
+            **constants, **_scales(call, False, config["BLOCK_K"]), "BIAS": b1 is not None,
+            "ACTIVATION": KERNEL_ACTIVATIONS[call.activation],
             "INTERLEAVED": call.interleaved, "X_ORDER": x.order, "W_ORDER": w1.order, "X_ALIGN": x.align,
             "W_ALIGN": w1.align, "N_ALIGN": n_align, "K_ALIGN": k_align,
             "EVEN_N": call.intermediate % config["BLOCK_N"] == 0,
@@ -203,7 +204,8 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
             *s2_strides, *ids_strides, *call.topk_weights.stride(), s2_k,
         ),
         {
-            **constants, **_scales(call, True, config["DOWN_K"]), "BIAS": b2 is not None, "W_ORDER": w2.order, "W_ALIGN": w2.align, "N_ALIGN": k_align,
+            **constants, **_scales(call, True, config["DOWN_K"]), "BIAS": b2 is not None, "W_ORDER": w2.order,
+            "W_ALIGN": w2.align, "N_ALIGN": k_align,
             "K_ALIGN": n_align, "EVEN_N": call.hidden % down_n == 0, "EVEN_K": call.intermediate % down_k == 0,
             "WIDE": w2.wide or h_wide,
         },

@@ -312,7 +312,9 @@ def mxfp4_of_pairs(pairs: Tensor, scale: Tensor, dtype: torch.dtype = torch.bflo
         InvalidArgument: a shape or dtype is outside this.
     """
     if not isinstance(pairs, Tensor) or pairs.dtype != torch.uint8 or pairs.ndim not in (2, 3):
-        raise InvalidArgument(f"mxfp4_of_pairs: pairs are uint8 [N, K / 2] or [N, K / 32, 16], got {_packed.named(pairs)}")
+        raise InvalidArgument(
+            f"mxfp4_of_pairs: pairs are uint8 [N, K / 2] or [N, K / 32, 16], got {_packed.named(pairs)}"
+        )
     codes = _packed.codes_of_pairs(pairs.detach().flatten(1))
     n, k = int(codes.shape[0]), int(codes.shape[1])
     if k % _packed.MX_GROUP or not isinstance(scale, Tensor) or tuple(scale.shape) != (n, k // _packed.MX_GROUP):

@@ -178,7 +178,14 @@ def emulate_cases(arch: str) -> dict[str, Callable[[], MoeCall]]:
         "int4": partial(example, Sizes(5, 3, 2, 80, 48), brain, "cpu", stored=torch.uint8, by="group 32"),
         "mxfp4": partial(example, Sizes(5, 3, 2, 200, 72), brain, "cpu", stored=torch.uint8, by="e8m0"),
         "mxfp4, gpt-oss": partial(
-            example, Sizes(5, 3, 2, 80, 48), half, "cpu", stored=torch.uint8, by="e8m0", biased=True, interleaved=True,
+            example,
+            Sizes(5, 3, 2, 80, 48),
+            half,
+            "cpu",
+            stored=torch.uint8,
+            by="e8m0",
+            biased=True,
+            interleaved=True,
             activation="swigluoai",
         ),
     }
@@ -197,7 +204,9 @@ def _compiled() -> dict[str, tuple[Sizes, torch.dtype, dict[str, Any]]]:
         "transposed t=2048": (MIXTRAL_8X7B._replace(tokens=2048), bf16, {"transposed": True}),
         "mixtral t=16 int8": (MIXTRAL_8X7B._replace(tokens=16), bf16, {"stored": torch.int8}),
         "qwen3 t=64 fp8 blocks": (
-            QWEN3_30B_A3B._replace(tokens=64), bf16, {"stored": torch.float8_e4m3fn, "by": "block"},
+            QWEN3_30B_A3B._replace(tokens=64),
+            bf16,
+            {"stored": torch.float8_e4m3fn, "by": "block"},
         ),
         "qwen3 t=64 int4": (QWEN3_30B_A3B._replace(tokens=64), bf16, {"stored": torch.uint8, "by": "group 128"}),
         "gpt-oss t=16 mxfp4": (GPT_OSS_20B._replace(tokens=16), bf16, GPT_OSS_MXFP4),
