@@ -340,8 +340,8 @@ def _accumulated(  # type: ignore[no-untyped-def]
                         acc = _dot(a_low, b_low, acc, PRECISION, PTX)
                         acc = _dot(a_high, b_high, acc, PRECISION, PTX)
                     else:
-                        codes = packed.to(tl.int32)
-                        b_low, b_high = e2m1_values(codes << 28), e2m1_values(codes << 24)
+                        wide = packed.to(tl.int32)
+                        b_low, b_high = e2m1_values(wide << 28), e2m1_values(wide << 24)
                         b_low, b_high = b_low.to(a_low.dtype), b_high.to(a_low.dtype)
                         acc = _scaled_dot(a_low, b_low, acc, e8m0_values(of_low), ACC, PRECISION, PTX)
                         acc = _scaled_dot(a_high, b_high, acc, e8m0_values(of_high), ACC, PRECISION, PTX)

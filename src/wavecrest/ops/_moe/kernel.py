@@ -152,17 +152,18 @@ def _with_4_bits(  # type: ignore[no-untyped-def]
         acc = tl.dot(x_high, w_high, acc, input_precision="ieee", out_dtype=tl.float32)
     else:
         if SCALES == MXFP4_SUMS:
-            codes = packed.to(tl.int32)
-            w_low, w_high = e2m1_values(codes << 28).to(x_low.dtype), e2m1_values(codes << 24).to(x_low.dtype)
+            wide = packed.to(tl.int32)
+            w_low, w_high = e2m1_values(wide << 28).to(x_low.dtype), e2m1_values(wide << 24).to(x_low.dtype)
             low, high = e8m0_values(low), e8m0_values(high)
         else:
             w_low, w_high = int4_values(packed, x_low.dtype, PTX)
         product = tl.dot(x_low, w_low, input_precision="ieee", out_dtype=tl.float32)
-        other = tl.dot(x_high, w_high, input_precision="ieee", out_dtype=tl.float32)
         if SCALES == BY_GROUP and GROUP > 32:
-            acc += (product + other) * low
+            product = tl.dot(x_high, w_high, product, input_precision="ieee", out_dtype=tl.float32)
+            acc += product * low
         else:
-            acc += product * low + other * high
+            acc += product * low
+            acc += tl.dot(x_high, w_high, input_precision="ieee", out_dtype=tl.float32) * high
     return acc
 
 

@@ -33,8 +33,8 @@ def weight_of(call: MoeCall, second: bool, expert: int) -> Tensor:
     own = own.repeat_interleave(group, 1)[:, :columns]
     if kind == "block":
         return _checks.widen(weight[expert]) * own.repeat_interleave(BLOCK, 0)[: weight.shape[1]]
-    codes = nibbles(weight[expert].contiguous())[:, :columns]
-    return (e2m1_values(codes) if kind == "e8m0" else codes.float() - INT4_ZERO) * own
+    stored = nibbles(weight[expert].contiguous())[:, :columns]
+    return (e2m1_values(stored) if kind == "e8m0" else stored.float() - INT4_ZERO) * own
 
 
 def reference(call: MoeCall) -> Tensor:

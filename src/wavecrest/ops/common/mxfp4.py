@@ -20,10 +20,10 @@ UNBIASED = tl.constexpr(2.0**126)
 
 
 @triton.jit
-def e2m1_values(codes):  # type: ignore[no-untyped-def]
-    """The float32 values of the e2m1 codes in the highest 4 bits of 32."""
+def e2m1_values(bits):  # type: ignore[no-untyped-def]
+    """The float32 values of the e2m1 in the highest 4 bits of 32."""
     # the shift copies the sign, which stays in its place
-    return ((codes >> 6) & PLACES).to(tl.float32, bitcast=True) * UNBIASED
+    return ((bits >> 6) & PLACES).to(tl.float32, bitcast=True) * UNBIASED
 
 
 @triton.jit
@@ -56,9 +56,9 @@ def mxfp4_values(packed, scale_low, scale_high, TYPE: tl.constexpr, PTX: tl.cons
             (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        codes = packed.to(tl.int32)
-        low = narrowed(e2m1_values(codes << 28) * e8m0_values(scale_low), TYPE)
-        high = narrowed(e2m1_values(codes << 24) * e8m0_values(scale_high), TYPE)
+        wide = packed.to(tl.int32)
+        low = narrowed(e2m1_values(wide << 28) * e8m0_values(scale_low), TYPE)
+        high = narrowed(e2m1_values(wide << 24) * e8m0_values(scale_high), TYPE)
     if UNITS > 1:
         low, high = tl.reshape(low, [ROWS, COLUMNS]), tl.reshape(high, [ROWS, COLUMNS])
     return low, high

@@ -39,7 +39,7 @@ BLOCK = 128
 INT4_UNIT = 64
 # quantized values are 0 to 15; without a zero point they are around 8, and ± 7 from it
 INT4_MOST, INT4_ZERO, INT4_LARGEST = 15, 8, 7
-# of mxfp4: values of codes 0 to 7, negative with 8 added; elements that share a scale; the exponent of the largest
+# of mxfp4: what 0 to 7 stand for, negative with 8 added; elements that share a scale; the exponent of the largest
 # value, 6; what is added to a scale's exponent
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MX_GROUP, E2M1_EXPONENT, E8M0_BIAS = 32, 2, 127
@@ -229,17 +229,17 @@ def _mxfp4(wide: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
     inverse = ((E8M0_BIAS - exponent) << FLOAT32_MANTISSA).view(torch.float32)
     scaled = wide * expanded(inverse, wide.shape, 1, MX_GROUP)
     size = scaled.abs()
-    # steps of 1/2 up to 2, of 1 up to 4, then of 2; the code is even where the last bit of the mantissa is 0
-    code = torch.where(
+    # steps of 1/2 up to 2, of 1 up to 4, then of 2; stored numbers are even where the last bit of the mantissa is 0
+    stored = torch.where(
         size < 2, (size * 2).round(), torch.where(size < 4, size.round() + 2, (size / 2).round().clamp_max(3) + 4)
     )
-    return nibble_bytes(code.to(torch.uint8) | (scaled.signbit().to(torch.uint8) << 3)), scale
+    return nibble_bytes(stored.to(torch.uint8) | (scaled.signbit().to(torch.uint8) << 3)), scale
 
 
-def e2m1_values(codes: Tensor) -> Tensor:
-    """The float32 values of e2m1 codes 0 to 15."""
-    table = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=torch.float32, device=codes.device)
-    return table[codes.long()]
+def e2m1_values(stored: Tensor) -> Tensor:
+    """The float32 values of e2m1, stored as 0 to 15."""
+    table = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=torch.float32, device=stored.device)
+    return table[stored.long()]
 
 
 def e8m0_values(scale: Tensor) -> Tensor:
@@ -250,16 +250,16 @@ def e8m0_values(scale: Tensor) -> Tensor:
     return (bits | special.int() << (FLOAT32_MANTISSA - 1)).view(torch.float32)
 
 
-def nibble_bytes(codes: Tensor) -> Tensor:
-    """4-bit codes uint8 [N, K], two in a byte: uint8 [N, Kp / 2]; those beyond K are 0."""
-    n, k = codes.shape
+def nibble_bytes(values: Tensor) -> Tensor:
+    """4-bit values uint8 [N, K], 0 to 15, two in a byte: uint8 [N, Kp / 2]; those beyond K are 0."""
+    n, k = values.shape
     count = ceil(k, INT4_UNIT)
-    units = nn.functional.pad(codes, (0, count * INT4_UNIT - k)).view(n, count, 2, INT4_UNIT // 2)
+    units = nn.functional.pad(values, (0, count * INT4_UNIT - k)).view(n, count, 2, INT4_UNIT // 2)
     return (units[:, :, 0] | (units[:, :, 1] << 4)).reshape(n, count * INT4_UNIT // 2)
 
 
-def codes_of_pairs(pairs: Tensor) -> Tensor:
-    """4-bit codes [..., K] of bytes [..., K / 2] that hold neighbours, the one with an even index in the low 4 bits."""
+def nibbles_of_pairs(pairs: Tensor) -> Tensor:
+    """4-bit values [..., K] of bytes [..., K / 2] that hold neighbours, that with an even index in the low nibble."""
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
 
 
@@ -274,7 +274,7 @@ def int4_bytes(values: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def nibbles(stored: Tensor) -> Tensor:
-    """The 4-bit codes [N, Kp] of bytes [N, Kp / 2]: of each unit the low nibbles, then the high ones."""
+    """The 4-bit values [N, Kp] of bytes [N, Kp / 2]: of each unit the low nibbles, then the high ones."""
     n, columns = stored.shape
     units = stored.view(n, columns * 2 // INT4_UNIT, INT4_UNIT // 2)
     return torch.stack([units & 15, units >> 4], dim=2).view(n, columns * 2)

@@ -315,8 +315,8 @@ def mxfp4_of_pairs(pairs: Tensor, scale: Tensor, dtype: torch.dtype = torch.bflo
         raise InvalidArgument(
             f"mxfp4_of_pairs: pairs are uint8 [N, K / 2] or [N, K / 32, 16], got {_packed.named(pairs)}"
         )
-    codes = _packed.codes_of_pairs(pairs.detach().flatten(1))
-    n, k = int(codes.shape[0]), int(codes.shape[1])
+    values = _packed.nibbles_of_pairs(pairs.detach().flatten(1))
+    n, k = int(values.shape[0]), int(values.shape[1])
     if k % _packed.MX_GROUP or not isinstance(scale, Tensor) or tuple(scale.shape) != (n, k // _packed.MX_GROUP):
         raise InvalidArgument(
             f"mxfp4_of_pairs: [N, K] is {[n, k]}, K in multiples of {_packed.MX_GROUP}, with scales "
@@ -324,7 +324,7 @@ def mxfp4_of_pairs(pairs: Tensor, scale: Tensor, dtype: torch.dtype = torch.bflo
         )
     if scale.dtype == getattr(torch, "float8_e8m0fnu", None):
         scale = scale.view(torch.uint8)
-    stored = _packed.nibble_bytes(codes)
+    stored = _packed.nibble_bytes(values)
     return PackedWeight.from_parts("mxfp4", stored, scale=scale, shape=(n, k), dtype=dtype)
 
 
