@@ -79,7 +79,7 @@ def _amd(shape: Shape, arch: Arch) -> Config:
     """LDS holds num_stages − 1 tiles; 64 KiB of it on gfx942."""
     if arch.wave_size == 32:
         m = 16 if shape.rows <= 16 else 32
-        # a step of 4-bit values has 64 columns: with 32 of gate and of up int4 spills (compiled for gfx1100, triton 3.6)
+        # a step of 4 bits has 64 columns: with 32 of gate and of up int4 spills (compiled for gfx1100, triton 3.6)
         return _made(shape, m, (32 if shape.least <= 32 else 16, 32), (64, 32), 4, 2)
     more = {"waves_per_eu": 0, "matrix_instr_nonkdim": 16}
     if shape.bits == 32:
