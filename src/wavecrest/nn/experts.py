@@ -137,7 +137,7 @@ class Experts(nn.Module):
                 )
             made = mxfp4_of_pairs(blocks.flatten(0, 1), scales.flatten(0, 1))
             assert made.scale is not None
-            parts += [part.unflatten(0, blocks.shape[:2]) for part in (made.stored, made.scale)]
+            parts += [part.view(*blocks.shape[:2], part.shape[1]) for part in (made.stored, made.scale)]
         module = cls._of_bytes(parts, _parameter(gate_up_bias), _parameter(down_bias), activation, interleaved)
         module.alpha, module.limit = alpha, limit
         return module

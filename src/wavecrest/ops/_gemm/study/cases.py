@@ -85,7 +85,7 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
     int4 = torch.empty(6144, 2048, dtype=torch.uint8, device="meta").mT
     a16 = torch.empty(16, 4096, dtype=bf16, device="meta")
     add("rows=16 weight int4", GemmCall(a16, int4, scale_b=_scale(32, 6144), form="int4", group=128))
-    mxfp4 = {"scale_b": _scale(128, 6144).to(torch.uint8), "form": "mxfp4", "group": 32}
+    mxfp4: dict[str, Any] = {"scale_b": _scale(128, 6144).to(torch.uint8), "form": "mxfp4", "group": 32}
     add("rows=16 weight mxfp4", GemmCall(a16, int4, **mxfp4))
     add("rows=16 weight mxfp4 fp16", GemmCall(a16.half(), int4, **mxfp4))
     add("large weight mxfp4", GemmCall(torch.empty(4096, 4096, dtype=bf16, device="meta"), int4, **mxfp4))
