@@ -182,7 +182,7 @@ def _bytes(columns: int) -> int:
 
 
 def scale_kind(call: MoeCall, second: bool) -> tuple[str, int]:
-    """What shares a scale of w1, or of w2, and how many columns: 0 for all; ("", 0) where the shape fits nothing.
+    """The kind of the scales of w1, or of w2, and columns that share one, 0 for all; ("", 0) where no shape fits.
 
     "none", "expert", "row", "block" (128 × 128), "group" (of int4) or "e8m0" (of mxfp4).
     """

@@ -24,7 +24,7 @@ def order_of(matrix: Tensor) -> str:
 
 
 def _kind(call: MoeCall, second: bool) -> str | None:
-    """What shares a scale of w1 or of w2, with the columns of a group; None without scales."""
+    """The kind of the scales of w1 or of w2, with the columns of a group; None without scales."""
     kind, columns = scale_kind(call, second)
     return None if kind == "none" else f"group {columns}" if kind == "group" else kind
 

@@ -29,7 +29,7 @@ def e2m1_values(bits):  # type: ignore[no-untyped-def]
 @triton.jit
 def e8m0_values(scale):  # type: ignore[no-untyped-def]
     """The float32 scales of e8m0 bytes: 2^(byte − 127), NaN for 255."""
-    # 0 and 255 are none of float32's exponents: the first bit of the mantissa makes them 2^-127 and NaN
+    # float32 has 0 and 255 for other things: the first bit of the mantissa makes them 2^-127 and NaN
     special = tl.where((scale == 0) | (scale == 255), 1 << 22, 0)
     return ((scale.to(tl.int32) << 23) | special).to(tl.float32, bitcast=True)
 

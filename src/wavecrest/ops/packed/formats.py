@@ -245,7 +245,7 @@ def e2m1_values(stored: Tensor) -> Tensor:
 def e8m0_values(scale: Tensor) -> Tensor:
     """The float32 scales of e8m0 bytes: 2^(byte − 127), NaN for 255."""
     bits = scale.int() << FLOAT32_MANTISSA
-    # 0 and 255 are none of float32's exponents: the first bit of the mantissa makes them 2^-127 and NaN
+    # float32 has 0 and 255 for other things: the first bit of the mantissa makes them 2^-127 and NaN
     special = (scale == 0) | (scale == 255)
     return (bits | special.int() << (FLOAT32_MANTISSA - 1)).view(torch.float32)
 
