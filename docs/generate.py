@@ -237,7 +237,9 @@ def _rate(case: str, us: float) -> str:
     rows, columns, steps = map(int, shape.split("x"))
     if rows > 64:
         return f"{2 * rows * columns * steps / us / 1e6:,.0f} TFLOP/s"
-    sizes = {"weight int8": 1.0, "weight fp8": 1.0, "weight int4": 0.5, "int8": 1.0, "fp8": 1.0}
+    sizes = {
+        "weight int8": 1.0, "weight fp8": 1.0, "weight int4": 0.5, "weight mxfp4": 0.5, "int8": 1.0, "fp8": 1.0,
+    }  # fmt: skip
     size = next((size for name, size in sizes.items() if kind.startswith(name)), 2.0)
     return f"{columns * steps * size / us / 1e3:,.0f} GB/s"
 

@@ -21,6 +21,7 @@ from tests.ops.gemm_harness import (
     I32,
     NAN,
     Watch,
+    multiply,
     product,
     random,
     scales,
@@ -145,7 +146,7 @@ WITHIN = ("a", "b", "bias", "form", "group", "zero", "tail")
 
 
 BAD_FORMS = {
-    "form": _bad("form takes plain, shuffled, int4, not 'packed'", form="packed"),
+    "form": _bad("form takes plain, shuffled, int4, mxfp4, not 'packed'", form="packed"),
     "shuffled-rows": _bad("N % 16 = K % 32 = 0", form="shuffled"),
     "shuffled-layout": _bad("contiguous", _t(3, 32), _t(32, 16), form="shuffled"),
     "group": _bad("groups have 32, 64, 128 rows of b, not 16", b=_B8, group=16, scale_b=_t(1, 6)),
@@ -155,6 +156,18 @@ BAD_FORMS = {
     "int4-dtype": _bad(r"uint8 \[32, N\]", b=_t(32, 6, dtype=I8), form="int4", group=32),
     "int4-group": _bad("groups of 32, 64, 128, not 0", b=_t(32, 6, dtype=torch.uint8), form="int4"),
     "int4-int8": _bad("cannot multiply torch.int8", _A8, _t(32, 6, dtype=torch.uint8), form="int4", group=32),
+    "mxfp4-group": _bad(
+        "mxfp4 has groups of 32, not 64", b=_t(32, 6, dtype=torch.uint8), form="mxfp4", group=64,
+        scale_b=_t(1, 6, dtype=torch.uint8),
+    ),
+    "mxfp4-no-scales": _bad("mxfp4 has scales", b=_t(32, 6, dtype=torch.uint8), form="mxfp4", group=32),
+    "mxfp4-float-scales": _bad(
+        "scale_b must be a uint8 tensor", b=_t(32, 6, dtype=torch.uint8), form="mxfp4", group=32, scale_b=_t(1, 6)
+    ),
+    "mxfp4-zeros": _bad(
+        "zero points are for 4-bit weights", b=_t(32, 6, dtype=torch.uint8), form="mxfp4", group=32,
+        scale_b=_t(1, 6, dtype=torch.uint8), zero=_t(1, 6, dtype=torch.uint8),
+    ),
     "zero-plain": _bad("zero points are for 4-bit", b=_B8, scale_b=_t(6), zero=_t(6)),
     "zero-shape": _bad(
         "zero must have scale_b's shape", b=_t(32, 6, dtype=torch.uint8), form="int4", group=32, scale_b=_t(1, 6),
@@ -229,3 +242,9 @@ def test_configurations_that_do_not_fit(device: str) -> None:
     for k in (32, 128):
         with pytest.raises(InvalidArgument, match="does not fit 4-bit values in groups of 32"):
             run("triton", int4, config=tile(k=k))
+    mxfp4 = int4._replace(scale_b=torch.zeros(8, 20, dtype=torch.uint8, device=device), form="mxfp4")
+    for a, k in ((int4.a, 32), (int4.a.half(), 128)):
+        with pytest.raises(InvalidArgument, match=f"a BLOCK_K of {k} does not fit mxfp4 for"):
+            run("triton", mxfp4._replace(a=a), config=tile(k=k))
+    with pytest.raises(InvalidArgument, match="has no whole units of 64"):
+        run("triton_gemv", mxfp4, config=multiply(4, 32))

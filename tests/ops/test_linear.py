@@ -68,14 +68,25 @@ def weights(n: int, k: int, dtype: torch.dtype = BF16, device: str = "cpu") -> T
     return (w * torch.logspace(0, 1, max(k, 1))[:k]).to(dtype).to(device)
 
 
+def e2m1(codes: Tensor) -> Tensor:
+    """The values of 4-bit floats in float64, from their bits: sign, two of exponent with bias 1, one of mantissa."""
+    exponent, mantissa = codes % 8 // 2, codes % 2
+    size = torch.where(exponent > 0, torch.exp2(exponent.double() - 1) * (1 + mantissa / 2), mantissa.double() / 2)
+    return torch.where(codes >= 8, -size, size)
+
+
 def values_of(weight: PackedWeight) -> Tensor:
     """[N, K] in float64, element by element from where the formats say it lies."""
     n, k = weight.shape
     stored, group = weight.stored.cpu(), weight.group
     row, column = torch.arange(n)[:, None], torch.arange(k)[None, :]
-    if weight.format == "int4":
+    if weight.format in ("int4", "mxfp4"):
         byte = stored[row, column // 64 * 32 + column % 32].int()
         code = torch.where(column % 64 < 32, byte % 16, byte // 16).double()
+    if weight.format == "mxfp4":
+        exponent = weight.scale.cpu().double()[row, column // 32] - 127  # type: ignore[union-attr]
+        return e2m1(code) * torch.where(exponent < 128, torch.exp2(exponent), float("nan"))
+    if weight.format == "int4":
         zero = 8.0 if weight.zero is None else weight.zero.cpu().double()[row, column // group]
         return (code - zero) * weight.scale.cpu().double()[row, column // group]  # type: ignore[union-attr]
     if weight.format == "shuffled":
@@ -114,6 +125,7 @@ FORMATS: dict[str, Callable[[int, int, torch.dtype, str], PackedWeight]] = {
     "int4-32-zeros": _packed("int4", group=32, symmetric=False),
     "int4-64-zeros": _packed("int4", group=64, symmetric=False),
     "int4-128-zeros": _packed("int4", group=128, symmetric=False),
+    "mxfp4": _packed("mxfp4"),
     "e4m3": _packed("fp8"),
     "e5m2": _packed("fp8", dtype=E5M2),
     "e4m3-block": _packed("fp8_block"),
@@ -136,7 +148,7 @@ def made(format: str, n: int, k: int, dtype: torch.dtype = BF16, device: str = "
 def runs(format: str) -> list[tuple[str, Config | None]]:
     """The backends and configurations that a format has paths in."""
     k = 32 if format.endswith("-32") or format == "int8-32" else 64
-    k = 64 if format.startswith("int4") else k
+    k = 64 if format.startswith("int4") or format == "mxfp4" else k
     found: list[tuple[str, Config | None]] = [
         ("triton", tile(16, 32, k)),
         ("triton", tile(16, 64, 128 if format.startswith(("int4-128", "e4m3-block")) else k, **SPLIT)),
@@ -145,7 +157,7 @@ def runs(format: str) -> list[tuple[str, Config | None]]:
     ]
     if format in ("plain", "int8", "e4m3", "e5m2"):
         found.append(("triton_gemv", multiply(32, 64, split=2)))
-    if format in ("int4-64", "int4-128"):
+    if format in ("int4-64", "int4-128", "mxfp4"):
         # one step and several, of one group and several
         found += [("triton_gemv", multiply(16, size)) for size in (128, 256)]
     return [*found, ("torch", None)] if format == "plain" else found
@@ -227,6 +239,42 @@ def test_each_4_bit_code_with_each_zero_point(group: int, device: str) -> None:
         assert torch.equal(got.cpu().double(), want.double().mT[::3][: got.shape[0]])
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=name)
+def test_each_mxfp4_value_with_each_scale(dtype: torch.dtype, device: str) -> None:
+    """Exact, whatever a's type has: each row of x picks one column of K. Above 252 values are beyond float32."""
+    k = 256
+    codes = (torch.arange(253)[:, None] + torch.arange(k)) % 16
+    scale = (torch.arange(253)[:, None] + 31 * torch.arange(k // 32)) % 253
+    weight = PackedWeight.from_parts(
+        "mxfp4", stored_codes(codes).to(device), scale=scale.to(torch.uint8).to(device), dtype=BF16
+    )
+    want = e2m1(codes) * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+    assert torch.equal(values_of(weight), want) and float(want.abs().max()) == 1.5 * 2.0**127
+    picks = torch.eye(k, dtype=dtype, device=device)[3::37]
+    call = operands(picks, weight, out_dtype=F32)
+    wide = 64 if dtype == F16 else 256
+    tiles = (tile(16, 64, wide), tile(16, 128, 64, **SPLIT))
+    for backend, config in (
+        *(("triton", one) for one in tiles), ("triton_stream_k", stream(16, 64, 64)), ("reference", None),
+        ("triton_gemv", multiply(4, 64)), ("triton_gemv", multiply(16, 256)),
+    ):  # fmt: skip
+        got = gemm.run(backend, call, config=config)
+        assert torch.equal(got.cpu().double(), want.mT[3::37]), (backend, config)
+    assert torch.equal(weight.dequantize_float32().cpu().double(), want)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_mxfp4_by_words(rows: int, watch: Watch, device: str) -> None:
+    """Columns that are not full, steps with a ragged last one, K of half a unit, a norm in front, a bias behind."""
+    dtype = (BF16, F16, F32)[rows % 3]
+    for (n, k), config in (((37, 150), multiply(16, 64)), ((5, 320), multiply(2, 128)), ((3, 5), multiply(4, 64))):
+        weight = made("mxfp4", n, k, dtype, device)
+        x = random(rows, k, dtype=dtype, device=device, seed=8)
+        for options in ({}, {"norm_weight": random(k, dtype=dtype, device=device), "bias": random(n, device=device)}):
+            call = operands(x, weight, out_dtype=F32, **options)
+            assert_right("triton_gemv", call, config, watch, values_of(weight).mT)
+
+
 @pytest.mark.parametrize("format", [key for key in FORMATS if key.startswith("shuffled")])
 def test_shuffled_is_plain_bit_for_bit(format: str, watch: Watch, device: str) -> None:
     weight = made(format, 48, 192, BF16, device)
@@ -256,11 +304,11 @@ def test_shuffled_is_plain_bit_for_bit(format: str, watch: Watch, device: str) -
     assert "shuffled" in str(refuses("triton_gemv", few)) and "shuffled" in str(refuses("torch", call))
 
 
-@pytest.mark.parametrize("format", ["int8", "int4-64-zeros", "e4m3", "e4m3-block", "shuffled-int8-64"])
+@pytest.mark.parametrize("format", ["int8", "int4-64-zeros", "mxfp4", "e4m3", "e4m3-block", "shuffled-int8-64"])
 def test_a_scale_that_is_not_a_number_stays_in_its_row(format: str, watch: Watch, device: str) -> None:
     weight = made(format, 150, 200, BF16, device)
     parts = {"scale": weight.scale.clone(), "zero": weight.zero}  # type: ignore[union-attr]
-    parts["scale"][1, -1] = float("nan")  # type: ignore[index]
+    parts["scale"][1, -1] = 255 if format == "mxfp4" else float("nan")  # type: ignore[index]
     poisoned = PackedWeight.from_parts(
         weight.format, weight.stored, group=weight.group, shape=weight.shape, dtype=BF16, **parts
     )
@@ -272,7 +320,7 @@ def test_a_scale_that_is_not_a_number_stays_in_its_row(format: str, watch: Watch
         assert int(got.isnan().sum()) == got[:, rows].numel()
 
 
-@pytest.mark.parametrize("format", ["plain", "shuffled", "int8", "int4-128", "e4m3"])
+@pytest.mark.parametrize("format", ["plain", "shuffled", "int8", "int4-128", "mxfp4", "e4m3"])
 def test_packed_weights_with_8_bit_results_and_gates(format: str, watch: Watch, device: str) -> None:
     weight = made(format, 64, 96, F16, device)
     n = weight.shape[0]
@@ -913,6 +961,19 @@ def test_layers(shape: tuple[int, int, int], format: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=name)
+@pytest.mark.parametrize("rows", [64, 200, 1000])
+def test_mxfp4_layers_of_many_rows(rows: int, dtype: torch.dtype) -> None:
+    weight = made("mxfp4", 1536, 2080, dtype, "cuda")
+    x = random(rows, 2080, dtype=dtype, device="cuda")
+    for options in ({"out_dtype": F32}, {"activation": "silu_and_mul", "bias": random(1536, device="cuda")}):
+        call = operands(x, weight, **options)
+        for backend in KERNELS:
+            if refuses(backend, call) is None:
+                assert_right(backend, call, None, None, values_of(weight).mT)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_replays_in_a_cuda_graph(format: str) -> None:
     weight = made(format, 1024, 512, BF16, "cuda")
@@ -925,7 +986,9 @@ def test_replays_in_a_cuda_graph(format: str) -> None:
         result = ops.linear(x, weight)
     for seed, other in itertools.product((5, 6), (1.0, 2.0)):
         x.copy_(random(4, 512, device="cuda", seed=seed))
-        if weight.scale is not None:
+        if weight.scale is not None and format == "mxfp4":
+            weight.scale.add_(int(other) - 1)
+        elif weight.scale is not None:
             weight.scale.mul_(other)
         graph.replay()
         assert_result("triton", result, operands(x, weight), values_of(weight).mT)

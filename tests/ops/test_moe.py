@@ -30,8 +30,10 @@ from wavecrest.ops._moe import launch as launches
 from wavecrest.ops._moe.backend import op as moe_op
 from wavecrest.ops._moe.call import MoeCall
 from wavecrest.ops._moe.kernel import _moe_combine_kernel, _moe_down_kernel, _moe_gate_up_kernel
+from wavecrest.ops._moe.study import cases
 from wavecrest.ops.common.interpreted import takes_scalar_masks
 from wavecrest.ops.common.triton import interpreted
+from wavecrest.ops.packed import pack
 
 INF, NAN = math.inf, math.nan
 SMALL = Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, DOWN_N=16, DOWN_K=16, GROUP_M=2, DIRECT=0, num_warps=4, num_stages=2)
@@ -96,8 +98,46 @@ def quantized(call: MoeCall, stored: torch.dtype, by_row: bool) -> MoeCall:
     return call._replace(w1=w1, w2=w2, w1_scale=w1_scale, w2_scale=w2_scale)
 
 
+def by_columns(call: MoeCall, form: str) -> MoeCall:
+    """The same call with scales of 128 × 128 ("block") or, in 4 bits, as "int4-GROUP" or "mxfp4"."""
+
+    def made(weight: Tensor) -> tuple[Tensor, Tensor]:
+        if form == "block":
+            packed = [pack(one, "fp8_block") for one in weight]
+        else:
+            name, _, group = form.partition("-")
+            packed = [pack(one, name, group=int(group) if group else None) for one in weight]
+        stored = torch.stack([one.stored for one in packed])
+        # the strides of the weight
+        stored = stored if weight.stride(-1) == 1 else stored.mT.contiguous().mT
+        return stored, torch.stack([one.scale for one in packed if one.scale is not None])
+
+    (w1, w1_scale), (w2, w2_scale) = made(call.w1), made(call.w2)
+    return call._replace(w1=w1, w2=w2, w1_scale=w1_scale, w2_scale=w2_scale)
+
+
+def _in_float64(weight: Tensor, scale: Tensor, columns: int) -> Tensor:
+    """Weights with scales [experts, rows or blocks, groups], element by element from where the formats say they lie."""
+    weight, scale = weight.cpu(), scale.cpu()
+    row, column = torch.arange(weight.shape[1])[:, None], torch.arange(columns)[None, :]
+    if weight.dtype != torch.uint8:
+        return weight.double() * scale.double()[:, row // 128, column // 128]
+    byte = weight[:, row, column // 64 * 32 + column % 32].int()
+    codes = torch.where(column % 64 < 32, byte % 16, byte // 16)
+    if scale.dtype == torch.uint8:
+        sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+        values = torch.cat([sizes, -sizes])[codes]
+        return values * torch.exp2(scale.double()[:, row, column // 32] - 127)
+    group = next(one for one in (128, 64, 32) if -(-columns // one) == scale.shape[2])
+    return (codes - 8).double() * scale.double()[:, row, column // group]
+
+
 def oracle(call: MoeCall) -> Tensor:
     """Pair by pair, in float64."""
+    if call.w1_scale is not None and call.w2_scale is not None and call.w1_scale.ndim == 3:
+        w1 = _in_float64(call.w1, call.w1_scale, call.hidden)
+        w2 = _in_float64(call.w2, call.w2_scale, call.w1.shape[1] // 2)
+        call = call._replace(w1=w1, w2=w2, w1_scale=None, w2_scale=None)
     if call.w1_scale is not None and call.w2_scale is not None:
         s1, s2 = (one.double().reshape(call.experts, -1, 1) for one in (call.w1_scale, call.w2_scale))
         w1, w2 = call.w1.double() * s1, call.w2.double() * s2
@@ -180,6 +220,57 @@ def test_weights_in_8_bits(
 ) -> None:
     for dtype in (torch.float32, torch.float16):
         assert_right(quantized(a_call(9, 4, 2, 40, 24, dtype, device, **fields), stored, by_row), backend)
+
+
+FORMS = ["block", "int4-32", "int4-64", "int4-128", "mxfp4"]
+
+
+@pytest.mark.parametrize("fields", [{"biased": True}, GPT_OSS], ids=["plain", "gpt_oss"])
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_with_scales_along_columns(form: str, fields: dict[str, Any], device: str) -> None:
+    """Columns that are no whole group, unit or block; blocks that begin inside of gate and reach into up."""
+    cases = ((torch.bfloat16, 136, 70), (torch.float16, 40, 100), (torch.float32, 70, 33))
+    for (dtype, hidden, intermediate), backends in zip(cases, (("triton",), BACKENDS, ("triton",)), strict=True):
+        call = by_columns(a_call(5, 3, 2, hidden, intermediate, dtype, device, **fields), form)
+        assert call.intermediate == intermediate
+        for backend in backends:
+            assert_right(call, backend)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_over_scales(form: str, device: str) -> None:
+    """Several steps of one scale, and of several units where scales multiply values; pairs as blocks, empty experts."""
+    call = by_columns(a_call(3, 6, 2, 200, 96, torch.bfloat16, device), form)
+    ids = torch.tensor([[5, -1], [0, 5], [9, 2]], device=device)
+    call = call._replace(topk_ids=ids)
+    sizes = (64, 128) if form in ("int4-128", "mxfp4") else (32, 128) if form == "block" else (64,)
+    for direct, k in enumerate(sizes):
+        tiles = {"BLOCK_N": 64, "DOWN_N": 128, "BLOCK_K": k, "DOWN_K": k, "DIRECT": direct}
+        config = Config(**(SMALL.kwargs | tiles))
+        first = assert_right(call, "triton", config)
+        assert torch.equal(first, moe_op.run("triton", call, config=config))
+
+
+def test_steps_that_do_not_fit_scales(device: str) -> None:
+    for form, k in (("block", 256), ("int4-64", 128), ("int4-64", 32), ("mxfp4", 32)):
+        call = by_columns(a_call(2, 2, 2, 200, 160, torch.bfloat16, device), form)
+        with pytest.raises(InvalidArgument, match=f"moe: a BLOCK_K of {k} does not fit weights of"):
+            moe_op.run("triton", call, config=Config(**(SMALL.kwargs | {"BLOCK_K": k, "DOWN_K": 64})))
+
+
+def test_weights_in_4_bits_of_any_strides(device: str) -> None:
+    for form in ("int4-64", "mxfp4"):
+        call = by_columns(a_call(6, 4, 2, 72, 40, torch.float32, device, biased=True), form)
+        assert_right(call._replace(w1=_spread(call.w1), w1_scale=_spread(call.w1_scale)), "triton")  # type: ignore[arg-type]
+
+
+def test_a_scale_that_is_not_a_number_stays_with_its_tokens(device: str) -> None:
+    call = by_columns(a_call(6, 4, 2, 72, 40, torch.bfloat16, device), "mxfp4")
+    ids = torch.tensor([[0, 1], [0, 2], [1, 2], [2, 3], [1, 0], [2, 0]], device=device)
+    scale = call.w2_scale.clone()  # type: ignore[union-attr]
+    scale[3, 5, 1] = 255
+    y = moe_op.run("triton", call._replace(topk_ids=ids, w2_scale=scale))
+    assert y[3, 5].isnan() and int(y.isnan().sum()) == 1
 
 
 def test_weights_in_8_bits_of_any_strides(device: str) -> None:
@@ -412,6 +503,7 @@ def test_gradients_in_a_graph_are_the_references(device: str) -> None:
     torch.testing.assert_close(got, want)
 
 
+U8_1, U8_2 = torch.ones(4, 48, 32, dtype=torch.uint8), torch.ones(4, 40, 32, dtype=torch.uint8)
 I8_1, I8_2 = torch.ones(4, 48, 40, dtype=torch.int8), torch.ones(4, 40, 24, dtype=torch.int8)
 
 
@@ -434,6 +526,13 @@ I8_1, I8_2 = torch.ones(4, 48, 40, dtype=torch.int8), torch.ones(4, 40, 24, dtyp
         ({"w1": torch.ones(4, 48, 40, dtype=torch.int8)}, "w1 and w2 must have one dtype"),
         ({"w1": I8_1, "w2": I8_2, "w1_scale": torch.ones(4)}, "weights of torch.int8 take a w2_scale, got None"),
         ({"w1": I8_1, "w2": I8_2, "w1_scale": torch.ones(48), "w2_scale": torch.ones(4)}, "w1_scale must be float32"),
+        ({"w1": I8_1, "w2": I8_2, "w1_scale": torch.ones(4, 2, 1), "w2_scale": torch.ones(4)}, "w1_scale must be"),
+        ({"w1": U8_1, "w2": U8_2[:, :, :20]}, r"w2 .experts, 40, 32 . ceil.intermediate / 64.."),
+        ({"w1": U8_1, "w2": U8_2, "w1_scale": torch.ones(4, 48), "w2_scale": torch.ones(4)}, "w1_scale must be"),
+        (
+            {"w1": U8_1, "w2": U8_2, "w1_scale": torch.ones(4, 48, 2), "w2_scale": U8_2[:, :, :1]},
+            r"must both be float32 .int4., or both uint8",
+        ),
         ({"activation": "relu"}, "activation takes silu, gelu, gelu_tanh, swigluoai, not 'relu'"),
         ({"interleaved": 1}, "interleaved must be True or False"),
         ({"limit": 0.0}, "limit must be a number above 0"),
@@ -503,7 +602,10 @@ def test_a_call_can_be_made_from_its_key(device: str) -> None:
     assert remake is not None
     stored = quantized(a_call(6, 4, 2, 40, 24), torch.int8, by_row=False)
     stored = stored._replace(w1_scale=torch.ones(4, 48))
-    for call in (a_call(6, 4, 2, 40, 24), a_call(6, 4, 2, 40, 24, torch.float16, **GPT_OSS), stored):
+    # of as many columns that w1 and w2 have several groups
+    plain = a_call(6, 4, 2, 140, 136, torch.bfloat16)
+    formed = [by_columns(plain, form) for form in FORMS]
+    for call in (a_call(6, 4, 2, 40, 24), a_call(6, 4, 2, 40, 24, torch.float16, **GPT_OSS), stored, *formed):
         key = moe_op.key(call)
         made = remake(dict(zip(moe_op.key_fields, key, strict=True)), "cpu")
         assert made is not None and moe_op.key(made) == (8 if key[0] == 8 else key[0], *key[1:])
@@ -535,6 +637,27 @@ def test_a_captured_graph_follows_new_routing() -> None:
         torch.cuda.synchronize()
         compared = numerics.compare(y.cpu(), oracle(static))
         assert compared.within(numerics.tolerance("gemm", "bfloat16")), compared
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+@pytest.mark.parametrize("form", ["mxfp4 gpt-oss", "mxfp4", "int4", "block"])
+def test_layers_with_scales_along_columns(form: str, tokens: int) -> None:
+    """Sizes of gpt-oss-20b and Qwen3-30B-A3B, in the default tiles."""
+    options: dict[str, dict[str, Any]] = {
+        "mxfp4 gpt-oss": cases.GPT_OSS_MXFP4,
+        "mxfp4": {"stored": torch.uint8, "by": "e8m0"},
+        "int4": {"stored": torch.uint8, "by": "group 128"},
+        "block": {"stored": torch.float8_e4m3fn, "by": "block"},
+    }
+    sizes = cases.GPT_OSS_20B if "gpt-oss" in form else cases.QWEN3_30B_A3B
+    call = cases.example(sizes._replace(tokens=tokens), torch.bfloat16, "cuda", **options[form])
+    y = moe_op.run("triton", call)
+    wide = {name: value.double() for name, value in call._asdict().items() if name in ("x", "topk_weights")}
+    exact = moe_op.reference(call._replace(**wide))
+    compared = numerics.compare(y, exact)
+    assert compared.within(numerics.tolerance("gemm", "bfloat16")), compared
+    assert torch.equal(moe_op.run("triton", call), y)
 
 
 @pytest.mark.gpu

@@ -60,6 +60,15 @@ def fp8(scale: tuple[int, ...], n: int = N, k: int = K) -> tuple[dict[str, Any],
     return {"weight": values, "weight_scale": factor}, values.double() * wide
 
 
+def mxfp4(n: int = N, k: int = K) -> tuple[dict[str, Any], torch.Tensor]:
+    """Entries of mxfp4-pack-quantized: the even column in the low half of a byte."""
+    codes, scale = torch.randint(0, 16, (n, k)), torch.randint(110, 130, (n, k // 32))
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    values = torch.cat([sizes, -sizes])[codes] * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+    packed = codes[:, ::2] + 16 * codes[:, 1::2]
+    return {"weight_packed": packed.to(torch.uint8), "weight_scale": scale.to(torch.uint8)}, values
+
+
 def scheme(
     bits: int, kind: str = "int", inputs: dict[str, Any] | None = None, target: str = "Linear"
 ) -> dict[str, Any]:
@@ -113,6 +122,9 @@ def folder(
         (lambda: fp8((N, 1)), scheme(8, "float"), "fp8"),
         (lambda: fp8((1,)), scheme(8, "float"), "fp8"),
         (lambda: fp8((2, 3), 200, 300), scheme(8, "float"), "fp8_block"),
+        (mxfp4, scheme(4, "float"), "mxfp4"),
+        # the last unit of 64 columns is half full
+        (lambda: mxfp4(k=96), scheme(4, "float"), "mxfp4"),
     ],
 )
 def test_every_value_is_the_same(tmp_path: Path, made: Any, group: dict[str, Any], form: str) -> None:
@@ -178,6 +190,13 @@ def test_tied_weights_are_in_the_file_once(tmp_path: Path) -> None:
         ({}, [scheme(4, "int", TOKEN)], {}, "activations of 8 bits beside these weights"),
         ({}, [scheme(4) | {"output_activations": TOKEN}], {}, "its outputs are quantized"),
         ({"weight_scale": torch.ones(N, 8)}, [scheme(4)], {}, "8 scales for 128 columns"),
+        # nvfp4
+        (
+            {"weight_scale": torch.ones(N, 8).to(torch.float8_e4m3fn)},
+            [scheme(4, "float")],
+            {},
+            "4-bit floats with scales",
+        ),
         ({"weight_g_idx": torch.arange(K).flip(0) // 32}, [scheme(4)], {}, "an order of their own"),
         ({}, [scheme(4)], {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({}, [scheme(4)], {"sparsity_config": {"format": "sparse-24"}}, "sparse form sparse-24"),

@@ -84,6 +84,8 @@ INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "cvt.rn.bf16x2.f32": lambda high, low: _to_bits(low.bfloat16()) | _to_bits(high.bfloat16()) << 16,
     "prmt.b32": _prmt,
     "shr.b32": lambda value, by: value >> by,
+    "shl.b32": lambda value, by: value << by,
+    "and.b32": lambda value, other: value & other,
     "xor.b32": lambda value, other: value ^ other,
     "lop3.b32": _lop3,
     "fma.rn.bf16x2": _fma(BF16),
@@ -135,6 +137,25 @@ def test_every_byte_as_float32() -> None:
     floats = np.stack(registers, 1).astype(np.uint32).view(np.float32)
     # float32 has both, and what is left
     assert np.array_equal(floats - np.float32(kernel.INT8_FP32_OFFSET.value), four - 256 * (four > 127))
+
+
+def test_every_byte_of_4_bit_floats() -> None:
+    """In every place, times scales of each exponent that bfloat16 has, low and high values with their own."""
+    text: Any = kernel.E2M1_BF16.value
+    assert "\n" not in text and "'" not in text and "\\" not in text
+    byte = np.arange(256)
+    four = np.stack([byte, (7 * byte + 3) % 256, (13 * byte + 5) % 256, 255 - byte], 1)
+    # up to 2^125, beyond which 6 scales are beyond bfloat16, and from 2^-127 on, which is subnormal
+    exponent = np.stack([byte % 253, (byte + 70) % 253], 1) - 127
+    scale = torch.exp2(torch.from_numpy(exponent).double())
+    low, high = (_to_bits(scale[:, place].bfloat16()) * 0x10001 for place in (0, 1))
+    registers = execute(text, 4, [four.astype(np.uint8).view(np.uint32)[:, 0], low, low, high, high])
+    halves = np.stack(registers, 1).astype(np.uint32).view(np.int16)
+    got = torch.from_numpy(halves.copy()).view(BF16).double()
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    codes = torch.from_numpy(np.concatenate([four & 15, four >> 4], 1))
+    want = torch.cat([values, -values])[codes] * scale.repeat_interleave(4, 1)
+    assert torch.equal(got, want) and torch.equal(got.signbit(), codes >= 8)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -227,6 +248,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4-64": {"format": "int4", "group": 64},
     "int4-128": {"format": "int4", "group": 128},
     "int4-64-zeros": {"format": "int4", "group": 64, "symmetric": False},
+    "mxfp4": {"format": "mxfp4"},
     "int8": {"format": "int8"},
     "int8-64": {"format": "int8", "group": 64},
     "e4m3": {"format": "fp8"},
@@ -248,6 +270,8 @@ def test_kernels_with_assembly_are_those_without_bit_for_bit(
     # bytes that are whole numbers; codes without zero points, in floats of 16 bits; words for each x
     whole = format in ("int8", "int8-64")
     tiles = whole or (dtype != F32 and format != "int4-64-zeros" and format != "e4m3")
+    # 4-bit floats in bfloat16 alone
+    tiles = dtype == BF16 if format == "mxfp4" else tiles
     for backend, config, has in (
         ("triton", tile, tiles),
         ("triton_gemv", Config(BLOCK_N=4, BLOCK_K=128, SPLIT_K=1, num_warps=1, num_stages=2), True),

@@ -3,11 +3,13 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import pickle
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest.errors import InvalidArgument, Unsupported
-from wavecrest.ops.packed import PackedWeight, from_plain, pack, refuse_other_formats, to_plain
+from wavecrest.ops.packed import PackedWeight, from_plain, mxfp4_of_pairs, pack, refuse_other_formats, to_plain
 from wavecrest.ops.packed import formats as _packed
 from wavecrest.ops.packed.formats import DTYPES, FORMATS, FP8
 
 ROOT = Path(__file__).parents[2]
+ONE, BF16 = torch.ones, torch.bfloat16
 HALF_UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-24}
 
 # one of each kind, in shapes with tails wherever the format takes them
@@ -33,6 +36,7 @@ VARIANTS: dict[str, Callable[[], PackedWeight]] = {
     "int8-grouped": lambda: pack(weight(5, 70), "int8", group=32),
     "int4": lambda: pack(weight(5, 70), "int4", group=32),
     "int4-asymmetric": lambda: pack(weight(5, 200), "int4", symmetric=False),
+    "mxfp4": lambda: pack(weight(5, 70), "mxfp4"),
     "fp8": lambda: pack(weight(5, 70), "fp8", dtype=torch.float8_e5m2),
     "fp8_block": lambda: pack(weight(130, 200), "fp8_block"),
     "empty": lambda: pack(weight(0, 70), "int4"),
@@ -167,6 +171,106 @@ def test_int4_span_beyond_float32() -> None:
     assert float((found - source).abs().max()) <= 2e37
 
 
+# of the specification: sign, two bits of exponent with bias 1, one of mantissa
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("k", [64, 1, 31, 33, 97, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_mxfp4_element_by_element(k: int, dtype: torch.dtype) -> None:
+    """Scales and codes as section 6.3 of OCP MX 1.0 defines them, one at a time in exact arithmetic."""
+    n = 3
+    source = weight(n, k, dtype)
+    source[1, : k // 2] = 0
+    w = pack(source, "mxfp4")
+    padded, groups = -(-k // 64) * 64, -(-k // 32)
+    assert w.stored.dtype == torch.uint8 and w.stored.shape == (n, padded // 2) and w.zero is None
+    assert w.scale is not None and w.scale.shape == (n, groups) and w.scale.dtype == torch.uint8
+    unpacked = w.dequantize_float32()
+    for row in range(n):
+        for column in range(padded):
+            unit, j = divmod(column, 64)
+            byte = int(w.stored[row, unit * 32 + j % 32])
+            code = byte & 15 if j < 32 else byte >> 4
+            if column >= k:
+                assert code == 0, (row, column)
+                continue
+            part = [Fraction(x) for x in source[row, column // 32 * 32 : (column // 32 + 1) * 32].tolist()]
+            peak = float(max(map(abs, part)))
+            exponent = math.floor(math.log2(peak)) - 2 if peak else 0
+            assert int(w.scale[row, column // 32]) == exponent + 127, (row, column)
+            value = Fraction(source[row, column].item()) / Fraction(2) ** exponent
+            # the nearest, of two the one whose last bit is 0; beyond the largest the largest
+            best = min(range(8), key=lambda one: (abs(Fraction(E2M1[one]) - abs(value)), one & 1))
+            assert code & 7 == best and (code >> 3 == (value < 0) or value == 0), (row, column)
+            assert float(unpacked[row, column]) == math.copysign(E2M1[best] * 2.0**exponent, (code >> 3 and -1) or 1)
+
+
+def test_mxfp4_ties_and_what_is_too_large() -> None:
+    # 4 gives a scale of 1; halfway between two neighbours the even code, 2.5 ulps included; 7.99 has no code
+    source = torch.tensor([[4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.5, 7.96875, -0.75, -5.0, -7.5, 0.2499]])
+    w = pack(source, "mxfp4")
+    assert w.scale is not None and w.scale.item() == 127
+    want = [4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0, -1.0, -4.0, -6.0, 0.0]
+    assert w.dequantize_float32()[0].tolist() == want
+
+
+def test_mxfp4_scales_at_their_ends() -> None:
+    w = pack(torch.zeros(2, 70), "mxfp4")
+    assert w.scale is not None and bool((w.scale == 127).all()) and bool((w.unpack() == 0).all())
+    # the smallest scale, 2^-127, is subnormal in float32; what is below a quarter of it is 0
+    w = pack(torch.tensor([[2.0**-127, 3 * 2.0**-128, 2.0**-128, 2.0**-130, -(2.0**-140)]]), "mxfp4")
+    assert w.scale is not None and w.scale.item() == 0
+    assert w.dequantize_float32()[0].tolist() == [2.0**-127, 3 * 2.0**-128, 2.0**-128, 0.0, 0.0]
+    largest = torch.finfo(torch.float32).max
+    w = pack(torch.tensor([[largest, -(2.0**127), 2.0**124]]), "mxfp4")
+    assert w.scale is not None and w.scale.item() == 252
+    assert w.dequantize_float32()[0].tolist() == [1.5 * 2.0**127, -(2.0**127), 2.0**124]
+    # NaN and the largest scale come from elsewhere alone
+    scale = torch.tensor([[255, 254]], dtype=torch.uint8)
+    w = PackedWeight.from_parts("mxfp4", torch.full((1, 32), 0x21, dtype=torch.uint8), scale=scale, dtype=BF16)
+    values = w.unpack()[0]
+    assert bool(values[:32].isnan().all()) and bool((values[32:].float() == 2.0**127).all())
+
+
+@pytest.mark.parametrize("k", [32, 64, 96])
+def test_mxfp4_of_neighbours_in_a_byte(k: int) -> None:
+    """As checkpoints have it; in gpt-oss's shape too, where transformers, if it is there, unpacks the same values."""
+    pairs = torch.arange(6 * k // 2).mul(7).to(torch.uint8).reshape(6, k // 2)
+    scale = torch.arange(6 * k // 32).to(torch.uint8).reshape(6, k // 32) + 115
+    w = mxfp4_of_pairs(pairs, scale)
+    assert w.format == "mxfp4" and w.shape == (6, k) and w.dtype == BF16
+    for row in range(6):
+        for column in range(k):
+            code = int(pairs[row, column // 2]) >> 4 * (column % 2) & 15
+            value = E2M1[code & 7] * 2.0 ** (int(scale[row, column // 32]) - 127) * (-1 if code > 7 else 1)
+            assert float(w.dequantize_float32()[row, column]) == value, (row, column)
+    assert_same(mxfp4_of_pairs(pairs.view(6, k // 32, 16), scale.view(torch.float8_e8m0fnu)), w)
+    theirs = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    unpacked = theirs(pairs.view(1, 6, k // 32, 16), scale[None], dtype=BF16)
+    assert torch.equal(unpacked[0].mT, w.unpack())
+
+
+@pytest.mark.parametrize(
+    ("pairs", "scale", "match"),
+    [
+        (torch.zeros(4, 16), ONE(4, 1, dtype=torch.uint8), "pairs are uint8"),
+        (torch.zeros(16, dtype=torch.uint8), ONE(4, 1, dtype=torch.uint8), "pairs are uint8"),
+        (torch.zeros(4, 24, dtype=torch.uint8), ONE(4, 2, dtype=torch.uint8), "K in multiples of 32"),
+        (torch.zeros(4, 16, dtype=torch.uint8), ONE(4, 2, dtype=torch.uint8), r"scales \[4, 1\]"),
+        (torch.zeros(4, 16, dtype=torch.uint8), ONE(4, 1), "scale must be"),
+    ],
+)
+def test_neighbours_that_are_no_mxfp4(pairs: Tensor, scale: Tensor, match: str) -> None:
+    with pytest.raises(InvalidArgument, match=match):
+        mxfp4_of_pairs(pairs, scale)
+
+
+def test_mxfp4_of_float64_is_that_of_its_float32() -> None:
+    source = weight(3, 70, torch.float64)
+    assert_same(pack(source, "mxfp4").to(torch.float32), pack(source.float(), "mxfp4"))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("n", "k", "format", "options"),
@@ -264,6 +368,7 @@ def test_empty(format: str, n: int, k: int) -> None:
     shapes = {
         "int8": (n, 1),
         "int4": (n, -(-k // 128)),
+        "mxfp4": (n, -(-k // 32)),
         "fp8": (n, 1),
         "fp8_block": (-(-n // 128), -(-k // 128)),
     }
@@ -276,6 +381,7 @@ def test_bytes() -> None:
     assert pack(source, "plain").bytes_ == 16 * 256 * 2
     assert pack(source, "int8").bytes_ == 16 * 256 + 16 * 4
     assert pack(source, "int4", group=32, symmetric=False).bytes_ == 16 * 128 + 16 * 8 * 5
+    assert pack(source, "mxfp4").bytes_ == 16 * 128 + 16 * 8
     assert pack(source, "fp8_block").bytes_ == 16 * 256 + 2 * 4
 
 
@@ -297,7 +403,7 @@ def test_repr() -> None:
 # ---------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "fp8_block", "shuffled"])
+@pytest.mark.parametrize("format", ["int8", "int4", "mxfp4", "fp8", "fp8_block", "shuffled"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_not_finite_is_refused_where_it_has_no_code(format: str, value: float) -> None:
     source = weight(16, 32)
@@ -330,6 +436,8 @@ def test_beyond_float32_is_refused() -> None:
         (torch.zeros(4, 64), "int8", {"group": 16}, "group of int8"),
         (torch.zeros(4, 64), "int4", {"group": 48}, "group of int4"),
         (torch.zeros(4, 60), "int4", {"group": 60}, "group of int4"),
+        (torch.zeros(4, 64), "mxfp4", {"group": 64}, "group of mxfp4"),
+        (torch.zeros(4, 64), "mxfp4", {"symmetric": False}, "only int4"),
         (torch.zeros(4, 64), "fp8", {"group": 32}, "group of fp8"),
         (torch.zeros(4, 64), "fp8_block", {"group": 64}, "group of fp8_block"),
         (torch.zeros(4, 64), "plain", {"group": 32}, "group of plain"),
@@ -350,9 +458,6 @@ def test_pack_refuses_what_is_packed() -> None:
 def test_no_other_way_to_make_one() -> None:
     with pytest.raises(InvalidArgument, match="from_parts"):
         PackedWeight(torch.zeros(4, 4))
-
-
-ONE, BF16 = torch.ones, torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -425,6 +530,24 @@ ONE, BF16 = torch.ones, torch.bfloat16
             torch.zeros(4, 32, dtype=torch.uint8),
             {"scale": ONE(4, 2), "zero": torch.zeros(4, 1, dtype=torch.uint8), "group": 32, "dtype": BF16},
             "zero must be",
+        ),
+        (
+            "mxfp4",
+            torch.zeros(4, 32, dtype=torch.uint8),
+            {"scale": ONE(4, 2), "dtype": BF16},
+            r"scale must be torch\.uint8 \[4, 2\]",
+        ),
+        (
+            "mxfp4",
+            torch.zeros(4, 32, dtype=torch.uint8),
+            {"scale": ONE(4, 1, dtype=torch.uint8), "dtype": BF16},
+            "scale must be",
+        ),
+        (
+            "mxfp4",
+            torch.zeros(4, 32, dtype=torch.uint8),
+            {"scale": ONE(4, 2, dtype=torch.uint8), "zero": ONE(4, 2, dtype=torch.uint8), "dtype": BF16},
+            "no zero",
         ),
         ("fp8", torch.zeros(4, 64).to(torch.float8_e5m2), {"scale": ONE(1, 1), "dtype": BF16}, "scale must be"),
         ("fp8_block", torch.zeros(130, 64).to(torch.float8_e5m2), {"scale": ONE(1, 1), "dtype": BF16}, "scale must be"),

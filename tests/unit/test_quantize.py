@@ -21,7 +21,7 @@ from wavecrest.quantizer import choose
 from wavecrest.quantizer.quality import Quality, _Sums, limits
 from wavecrest.quantizer.result import Quantized
 
-FORMATS = ("int8", "fp8", "int4", "w8a8-int8", "w8a8-fp8")
+FORMATS = ("int8", "fp8", "int4", "mxfp4", "w8a8-int8", "w8a8-fp8")
 LAYERS = [f"blocks.{at}.{name}" for at in range(2) for name in ("q", "k", "up", "down")]
 
 

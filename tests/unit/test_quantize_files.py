@@ -23,6 +23,7 @@ safetensors = pytest.importorskip("safetensors.torch")
     [
         ("int8", {"group": 32}),
         ("fp8", {}),
+        ("mxfp4", {}),
         (("int4", "int8"), {"keep": ["!lm_head", "blocks.0.k"]}),
         ("w8a8-int8", {"activations": "static"}),
         ("w8a8-fp8", {}),

@@ -1,7 +1,7 @@
 """Folders of models that llm-compressor quantized (compressed-tensors), value by value into wavecrest's layers.
 
 The layouts are those that compressed-tensors writes for `pack-quantized` (integers of 8 and 4 bits in int32 words),
-`int-quantized`, `naive-quantized` and `float-quantized`; the package itself is not imported.
+`mxfp4-pack-quantized`, `int-quantized`, `naive-quantized` and `float-quantized`; the package itself is not imported.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from wavecrest.errors import CheckpointError, InvalidArgument, Unsupported
 from wavecrest.models.xlstm.loader import weight_files
 from wavecrest.ops import PackedWeight
+from wavecrest.ops.packed import mxfp4_of_pairs
 from wavecrest.ops.packed.formats import BLOCK, GROUPS, int4_bytes
 from wavecrest.quantizer import saved
 from wavecrest.quantizer.api import bytes_of, loaded
@@ -36,7 +37,8 @@ def load(model: nn.Module, folder: str | Path, *, device: torch.device | str | N
     """Load a folder into a model of its architecture: quantized layers as they are stored, all other weights too.
 
     Weights of 8 and 4 bits with a scale a tensor, row or group of 32, 64 or 128 columns, fp8 also with one for
-    128 × 128; activations as they are, in 8 bits with a scale a row worked out at the call, or with a fixed one.
+    128 × 128, and MXFP4; activations as they are, beside weights of 8 bits also in 8 bits with a scale a row worked out
+    at the call, or with a fixed one.
 
     Args:
         model: not quantized, with the names of the folder's weights, maybe on the meta device.
@@ -150,11 +152,14 @@ def _layer(parts: dict[str, Tensor], scheme: dict[str, Any], old: Tensor) -> tup
     if scheme.get("output_activations") is not None:
         raise Unsupported("its outputs are quantized")
     bits, kind = about.get("num_bits", 0), about.get("type", "int")
-    if (bits, kind) not in ((8, "int"), (4, "int"), (8, "float")):
-        raise Unsupported(f"weights of {bits} bits ({kind}); int of 8 and 4 bits and float of 8 are read")
-    weight = _floats(parts, old) if kind == "float" else _integers(parts, int(bits), old)
+    if (bits, kind) not in ((8, "int"), (4, "int"), (8, "float"), (4, "float")):
+        raise Unsupported(f"weights of {bits} bits ({kind}); int and float of 8 and 4 bits are read")
+    if (bits, kind) == (4, "float"):
+        weight = _mxfp4(parts, old)
+    else:
+        weight = _floats(parts, old) if kind == "float" else _integers(parts, int(bits), old)
     if inputs is None:
-        return weight, "fp8" if kind == "float" else f"int{bits}"
+        return weight, {(8, "float"): "fp8", (4, "float"): "mxfp4"}.get((bits, kind), f"int{bits}")
     return weight, _with_activations(parts, weight, about, dict(inputs))
 
 
@@ -255,6 +260,15 @@ def _check_order(parts: dict[str, Tensor], k: int, group: int) -> None:
     order = parts.get(ORDER)
     if order is not None and not torch.equal(order.long().cpu(), torch.arange(k) // group):
         raise Unsupported(f"columns in an order of their own ({ORDER}); in theirs they can be read")
+
+
+def _mxfp4(parts: dict[str, Tensor], old: Tensor) -> PackedWeight:
+    scale = parts[SCALE]
+    if scale.dtype not in (torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8)):
+        raise Unsupported(
+            f"4-bit floats with scales of {scale.dtype}; MXFP4 has bytes, 2^(byte − 127), and can be read"
+        )
+    return mxfp4_of_pairs(parts[PACKED] if PACKED in parts else parts.get("weight", torch.empty(0)), scale, old.dtype)
 
 
 def _floats(parts: dict[str, Tensor], old: Tensor) -> PackedWeight:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wavecrest.errors import StepRefused
+from wavecrest.errors import InvalidArgument, StepRefused
 from wavecrest.nn.activation import activation_name
 from wavecrest.nn.hooks import plain, recast
-from wavecrest.ops import moe
+from wavecrest.ops import moe, pack
+from wavecrest.ops.packed import mxfp4_of_pairs
 
 # parameters by the names that transformers gives them; those with "bias" are optional
 WEIGHTS, BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
@@ -34,10 +35,14 @@ class Experts(nn.Module):
         gate_up_proj_bias, down_proj_bias: [experts, 2 · intermediate] and [experts, hidden], or None.
         activation, interleaved, alpha, limit: as of `ops.moe`.
         transposed: the weights have rows for inputs, as gpt-oss stores them.
+        gate_up_proj_scale, down_proj_scale: of weights in MXFP4, as of `ops.moe`; `to_mxfp4` and `from_mxfp4` make
+            them.
     """
 
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
+    gate_up_proj_scale: nn.Parameter | None
+    down_proj_scale: nn.Parameter | None
 
     def __init__(
         self,
@@ -50,11 +55,15 @@ class Experts(nn.Module):
         transposed: bool = False,
         alpha: float = 1.702,
         limit: float = 7.0,
+        gate_up_proj_scale: nn.Parameter | None = None,
+        down_proj_scale: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
         self.register_parameter("gate_up_proj_bias", gate_up_proj_bias)
         self.register_parameter("down_proj_bias", down_proj_bias)
+        self.register_parameter("gate_up_proj_scale", gate_up_proj_scale)
+        self.register_parameter("down_proj_scale", down_proj_scale)
         self.activation, self.interleaved, self.transposed = activation, interleaved, transposed
         self.alpha, self.limit = alpha, limit
 
@@ -66,13 +75,80 @@ class Experts(nn.Module):
             w1, w2 = w1.mT, w2.mT
         return moe(
             hidden_states, w1, w2, top_k_weights, top_k_index, self.gate_up_proj_bias, self.down_proj_bias,
-            self.activation, self.interleaved, self.alpha, self.limit,
+            self.activation, self.interleaved, self.alpha, self.limit, self.gate_up_proj_scale, self.down_proj_scale,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         """Sizes and options."""
         options = [self.activation, *(name for name in ("interleaved", "transposed") if getattr(self, name))]
+        options += [] if self.gate_up_proj_scale is None else ["mxfp4"]
         return f"{list(self.gate_up_proj.shape)}, {', '.join(options)}"
+
+    def to_mxfp4(self) -> Experts:
+        """The same experts with weights in MXFP4 (see `ops.pack`), for inference; biases are shared.
+
+        Raises:
+            InvalidArgument: they are in 4 bits already, or hold NaN or infinity.
+        """
+        if self.gate_up_proj_scale is not None:
+            raise InvalidArgument("Experts.to_mxfp4: the weights are in MXFP4 already")
+        parts = []
+        for weight in (self.gate_up_proj, self.down_proj):
+            rows = [pack(one.mT if self.transposed else one, "mxfp4") for one in weight.detach()]
+            parts += [torch.stack([one.stored for one in rows])]
+            parts += [torch.stack([one.scale for one in rows if one.scale is not None])]
+        made = self._of_bytes(parts, self.gate_up_proj_bias, self.down_proj_bias, self.activation, self.interleaved)
+        made.alpha, made.limit = self.alpha, self.limit
+        return made.train(self.training)
+
+    @classmethod
+    def from_mxfp4(
+        cls,
+        gate_up_blocks: Tensor,
+        gate_up_scales: Tensor,
+        down_blocks: Tensor,
+        down_scales: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: str = "swigluoai",
+        interleaved: bool = True,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+    ) -> Experts:
+        """Experts of a checkpoint in the layout of gpt-oss: its `_blocks`, `_scales` and biases, value by value.
+
+        Args:
+            gate_up_blocks: uint8 [experts, 2 · intermediate, hidden / 32, 16], neighbouring columns in a byte, the even
+                one in the low 4 bits; or [experts, 2 · intermediate, hidden / 2].
+            gate_up_scales: uint8 [experts, 2 · intermediate, hidden / 32], e8m0.
+            down_blocks, down_scales: the same with rows of hidden and columns of intermediate.
+            gate_up_bias, down_bias: [experts, 2 · intermediate] and [experts, hidden].
+            activation, interleaved, alpha, limit: as of `ops.moe`; the defaults are gpt-oss's.
+
+        Raises:
+            InvalidArgument: a shape or dtype is outside this.
+        """
+        parts = []
+        for blocks, scales in ((gate_up_blocks, gate_up_scales), (down_blocks, down_scales)):
+            if blocks.ndim not in (3, 4) or scales.ndim != 3 or blocks.shape[:2] != scales.shape[:2]:
+                raise InvalidArgument(
+                    f"Experts.from_mxfp4: blocks are [experts, rows, columns / 32, 16] and scales [experts, rows, "
+                    f"columns / 32], got {list(blocks.shape)} and {list(scales.shape)}"
+                )
+            made = mxfp4_of_pairs(blocks.flatten(0, 1), scales.flatten(0, 1))
+            assert made.scale is not None
+            parts += [part.view(*blocks.shape[:2], part.shape[1]) for part in (made.stored, made.scale)]
+        module = cls._of_bytes(parts, _parameter(gate_up_bias), _parameter(down_bias), activation, interleaved)
+        module.alpha, module.limit = alpha, limit
+        return module
+
+    @classmethod
+    def _of_bytes(
+        cls, parts: list[Tensor], b1: nn.Parameter | None, b2: nn.Parameter | None, activation: str, interleaved: bool
+    ) -> Experts:
+        """The module of w1, its scales, w2 and its scales."""
+        w1, s1, w2, s2 = (nn.Parameter(part, requires_grad=False) for part in parts)
+        return cls(w1, w2, b1, b2, activation, interleaved, gate_up_proj_scale=s1, down_proj_scale=s2)
 
     @classmethod
     def from_module(cls, module: nn.Module) -> Experts:
@@ -100,6 +176,10 @@ class Experts(nn.Module):
         _prove(module, cls)
         made.train(module.training)
         return made
+
+
+def _parameter(value: Tensor | None) -> nn.Parameter | None:
+    return value if value is None or isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
 
 
 def stacks_experts(module: nn.Module) -> bool:

@@ -58,8 +58,8 @@ def quantize(
 
     Args:
         model: a module with its weights; it runs in eval mode meanwhile.
-        format: "int8", "fp8" or "int4" (weights alone), "w8a8-int8" or "w8a8-fp8" (weights and activations); or
-            several of them in order of preference.
+        format: "int8", "fp8", "int4" or "mxfp4" (weights alone), "w8a8-int8" or "w8a8-fp8" (weights and activations);
+            or several of them in order of preference.
         calibration: inputs as for `wavecrest.optimize`, or a list of several. Without them errors are measured on
             random inputs, and the model's answers are not compared.
         evaluation: other inputs, which the model's answers are compared on; None: those of calibration.

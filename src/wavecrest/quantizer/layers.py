@@ -44,6 +44,7 @@ SCHEMES: dict[str, Scheme] = {
     "int8": Scheme("int8", False, 0.03),
     "fp8": Scheme("fp8", False, 0.08),
     "int4": Scheme("int4", False, 0.3),
+    "mxfp4": Scheme("mxfp4", False, 0.35),
     "w8a8-int8": Scheme("int8", True, 0.04),
     "w8a8-fp8": Scheme("fp8", True, 0.11),
 }

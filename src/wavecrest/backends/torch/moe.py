@@ -43,15 +43,17 @@ def _expert(call: MoeCall, expert: int, x: Tensor) -> Tensor:
     """One expert over its tokens."""
     b1 = None if call.b1 is None else call.b1[expert].to(x.dtype)
     b2 = None if call.b2 is None else call.b2[expert].to(x.dtype)
-    both = F.linear(x, _weight(call.w1, call.w1_scale, expert, x.dtype), b1)
+    both = F.linear(x, _weight(call, False, expert), b1)
     gate, up = halves(both, call.interleaved)
     h = gated(call, gate, up) if call.activation == SWIGLUOAI else activated(gate, call.activation, 0.0) * up
-    return F.linear(h, _weight(call.w2, call.w2_scale, expert, x.dtype), b2)
+    return F.linear(h, _weight(call, True, expert), b2)
 
 
-def _weight(weight: Tensor, scale: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
-    """One expert's matrix in x's dtype; sums of unscaled ones could pass what float16 holds."""
-    return weight[expert] if scale is None else weight_of(weight, scale, expert).to(dtype)
+def _weight(call: MoeCall, second: bool, expert: int) -> Tensor:
+    """One expert's w1, or w2, in x's dtype; sums of unscaled ones could pass what float16 holds."""
+    if call.w1_scale is None:
+        return (call.w2 if second else call.w1)[expert]
+    return weight_of(call, second, expert).to(call.x.dtype)
 
 
 def _fake(call: MoeCall) -> Tensor:

@@ -16,7 +16,9 @@ from wavecrest.ops.packed import PackedWeight
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FLOAT8 = tuple(dtype for dtype in LARGEST if dtype.is_floating_point)
-FORMATS = ("plain", "shuffled", "int4")
+FORMATS = ("plain", "shuffled", "int4", "mxfp4")
+# forms of b that hold two values in a byte
+NIBBLES = ("int4", "mxfp4")
 # for 8-bit floats: sums may be those of a matrix unit that keeps fewer bits than float32 (PyTorch: use_fast_accum)
 FAST_ACCUM = "fast_accum"
 PRECISIONS = ("ieee", "tf32", FAST_ACCUM)
@@ -25,6 +27,8 @@ GATED = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "g
 # rows or columns of a block that shares a scale
 SCALE_BLOCK = 128
 GROUPS = (32, 64, 128)
+# columns of K that share an e8m0 scale in mxfp4
+MX_GROUP = 32
 # K of a 4-bit weight is padded to a multiple of this (see `wavecrest.ops.packed`)
 INT4_UNIT = 64
 
@@ -41,7 +45,7 @@ class GemmCall(NamedTuple):
 
     Attributes:
         form: how b is stored (see FORMATS): as it is, or as the transpose of a packed weight's values.
-        group: the rows of b that share a scale; 0 where scales are not by group.
+        group: the rows of b that share a scale; 0 where scales are not by group. In mxfp4 scale_b is uint8, e8m0.
         zero: uint8 of scale_b's shape: the zero points of 4-bit values; None: 8.
         tail: [K, T] of a's dtype: more columns after those of an 8-bit b.
     """
@@ -144,7 +148,7 @@ class GemmCall(NamedTuple):
     @property
     def weight_only(self) -> bool:
         """True if b alone is stored in fewer bits; kernels widen it to a's dtype."""
-        return self.a.dtype.itemsize > 1 and (self.form == "int4" or self.b.dtype.itemsize == 1)
+        return self.a.dtype.itemsize > 1 and (self.form in NIBBLES or self.b.dtype.itemsize == 1)
 
     @property
     def needs_grad(self) -> bool:
@@ -183,11 +187,11 @@ def stored_weight(
         if not isinstance(x, Tensor) or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
             found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InvalidArgument(f"linear: x {found} and weight {list(weight.shape)} do not fit")
-        form = weight.format if weight.format in ("shuffled", "int4") else "plain"
+        form = weight.format if weight.format in ("shuffled", *NIBBLES) else "plain"
         stored, scale = weight.stored, weight.scale
         if scale is not None:
             # one scale a row is a vector, whatever the group is called
-            by_group = weight.format == "int4" or (weight.format != "fp8_block" and scale.shape[1] != 1)
+            by_group = form in NIBBLES or (weight.format != "fp8_block" and scale.shape[1] != 1)
             group = weight.group if by_group else 0
             zero = None if weight.zero is None else weight.zero.mT
     elif scale is None and tail is None and isinstance(weight, Tensor) and weight.ndim == 2:
@@ -266,7 +270,7 @@ def check(call: GemmCall) -> None:
             raise InvalidArgument(
                 f"gemm: {name} must be a tensor of at least {least} dimensions, got {_describe(value)}"
             )
-        if value.dtype not in (*FLOATS, *LARGEST) and not (name == "b" and call.form == "int4"):
+        if value.dtype not in (*FLOATS, *LARGEST) and not (name == "b" and call.form in NIBBLES):
             raise InvalidArgument(
                 f"gemm: {name} must be floating-point, int8 or 8-bit floating-point, got {value.dtype}"
             )
@@ -307,12 +311,15 @@ def _check_forms(call: GemmCall) -> None:
         raise InvalidArgument(f"gemm: form takes {', '.join(FORMATS)}, not {call.form!r}")
     K = call.K
     rows = b.shape[-2]
-    if call.form == "int4":
+    if call.form in NIBBLES:
         padded = _layout.ceil_div(K, INT4_UNIT) * INT4_UNIT
         if b.dtype != torch.uint8 or b.ndim != 2 or rows != padded // 2:
             raise InvalidArgument(f"gemm: 4-bit values for K = {K} are uint8 [{padded // 2}, N], got {_describe(b)}")
-        if call.group not in GROUPS:
-            raise InvalidArgument(f"gemm: 4-bit values have groups of {', '.join(map(str, GROUPS))}, not {call.group}")
+        groups = GROUPS if call.form == "int4" else (MX_GROUP,)
+        if call.group not in groups:
+            raise InvalidArgument(f"gemm: {call.form} has groups of {', '.join(map(str, groups))}, not {call.group}")
+        if call.form == "mxfp4" and call.scale_b is None:
+            raise InvalidArgument("gemm: mxfp4 has scales: scale_b is missing")
         return
     if rows != K:
         raise InvalidArgument(f"gemm: a {list(a.shape)} and b {list(b.shape)} do not fit: K is {K} and {rows}")
@@ -351,16 +358,17 @@ def _check_scales(call: GemmCall) -> None:
     ):
         if scale is None:
             continue
-        if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.device != call.a.device:
-            raise InvalidArgument(f"gemm: {name} must be a float32 tensor on {call.a.device}, got {_describe(scale)}")
-        kind = scale_kind(scale, rows, call.K, of_b=of_b, group=call.group if of_b else 0)
-        if kind is None:
+        dtype, kind = (torch.uint8, "uint8") if of_b and call.form == "mxfp4" else (torch.float32, "float32")
+        if not isinstance(scale, Tensor) or scale.dtype != dtype or scale.device != call.a.device:
+            raise InvalidArgument(f"gemm: {name} must be a {kind} tensor on {call.a.device}, got {_describe(scale)}")
+        found = scale_kind(scale, rows, call.K, of_b=of_b, group=call.group if of_b else 0)
+        if found is None:
             part, block = ("column", "128 × 128 block, nor one a group") if of_b else ("row", "1 × 128 block")
             raise InvalidArgument(
                 f"gemm: {name} {list(scale.shape)} is not one for the tensor ([]), nor one a {part} ([{rows}]), nor "
                 f"one a {block}"
             )
-        if not call.flat and kind != "tensor":
+        if not call.flat and found != "tensor":
             raise InvalidArgument(f"gemm: in a batch of matrices b, {name} is for the whole tensor")
     if call.scale_a is not None and call.weight_only:
         raise InvalidArgument(f"gemm: scale_a is for an 8-bit a, not {call.a.dtype}")

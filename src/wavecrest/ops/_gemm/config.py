@@ -78,8 +78,8 @@ def _clamped(shape: Shape, block_k: int) -> int:
     least = 64 if shape.b_bits == 4 else 32
     block_k = min(block_k, max(least, _layout.power_of_two(shape.K)))
     if shape.step:
-        block_k = max(least, min(block_k, shape.step))
-    return block_k
+        block_k = min(block_k, shape.step)
+    return max(least, block_k) if shape.step or shape.b_bits == 4 else block_k
 
 
 def _made(shape: Shape, arch: Arch | None, m: int, n: int, k: int, warps: int, stages: int, **more: int) -> Config:
@@ -109,7 +109,7 @@ def _nvidia(shape: Shape, arch: Arch | None) -> Config:
     if shape.gated and descriptors and wide < 32 and not 0 < shape.rows <= 128:
         # both halves: as many sums as of 256 columns
         return _made(shape, arch, 128, 128, 1024 // wide, 8, 4, TMA=1)
-    if shape.gated or shape.step or wide == 32 or 0 < shape.rows <= 128:
+    if shape.gated or shape.step or shape.b_bits == 4 or wide == 32 or 0 < shape.rows <= 128:
         return _made(
             shape, arch, 128, 64 if shape.gated else 128, 1024 // wide, 8 if shape.gated or shape.step else 4, 3
         )
@@ -142,7 +142,7 @@ def _amd(shape: Shape, arch: Arch) -> Config:
         return _made(shape, arch, 32, 32 if shape.gated else 64, 2048 // wide, 4, 2, **more)
     if shape.access < 16:
         return _made(shape, arch, 128, 64 if shape.gated else 128, 512 // wide, 8, 2, **more)
-    if shape.gated or shape.step or 0 < shape.rows <= 256:
+    if shape.gated or shape.step or shape.b_bits == 4 or 0 < shape.rows <= 256:
         return _made(shape, arch, 128, 64 if shape.gated or shape.step else 128, 1024 // wide, 8, 2, **more)
     if shape.a_bits == 8 and arch.fp8 is None:
         # gfx90a's int8 instructions are half as wide: 256 × 256 spills
@@ -174,7 +174,7 @@ def gemv(shape: Shape, arch: Arch | None) -> Config:
     stages = 1 if arch is not None and arch.vendor == "amd" else 3
     if shape.b_bits == 4:
         # a word of 8 values four times a thread, and whole groups
-        block_k = max(shape.step, min(2048, _layout.power_of_two(shape.K)))
+        block_k = max(64, shape.step, min(2048, _layout.power_of_two(shape.K)))
         warps = max(1, block_k // (32 * wave))
         return Config(BLOCK_N=4, BLOCK_K=block_k, SPLIT_K=1, num_warps=warps, num_stages=stages)
     return Config(BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps, num_stages=stages)

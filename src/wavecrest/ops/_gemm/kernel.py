@@ -16,12 +16,15 @@ from wavecrest.ops.common.device import (
     row_offsets,
     swizzle_tile,
 )
+from wavecrest.ops.common.mxfp4 import e2m1_values, e8m0_values, mxfp4_values
 from wavecrest.ops.common.ptx import INT4_BF16, INT4_FP16, INT8_BF16, INT8_FP16, INT8_FP32, INT8_FP32_OFFSET
 from wavecrest.ops.common.quantized import rounded
 from wavecrest.ops.common.triton import tl, triton
 
-# how b is stored: [K, N] by its strides; the (16, 16) shuffle of [N, K]; 4-bit values, two a byte (see `ops.packed`)
+# how b is stored: [K, N] by its strides; the (16, 16) shuffle of [N, K]; 4-bit values, two a byte (see `ops.packed`);
+# 4-bit floats, whose scales multiply the values or, as float16 has not all of these, the sums of a group
 PLAIN, SHUFFLED, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+MXFP4, MXFP4_SUMS = tl.constexpr(3), tl.constexpr(4)
 # what shares a scale: the tensor; a row of a or column of b; 1 × 128 of a or 128 × 128 of b; GROUP rows of a column
 NO_SCALE, TENSOR, VECTOR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BLOCK, GROUPED = tl.constexpr(3), tl.constexpr(4)
@@ -117,6 +120,19 @@ def _int4_values(packed, zero, TYPE: tl.constexpr, HAS_ZERO: tl.constexpr, PTX: 
 
 
 @triton.jit
+def _unit_scales(scales, n, k, N, K, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The bytes of e8m0 of the units of 64 columns from k on, for low and for high halves: each [units, BLOCK_N]."""
+    _, scale_b_ptr, _, _, _, stride_sbn, stride_sbk = scales
+    group = k // 32 + 2 * tl.arange(0, BLOCK_K // 64)[:, None]
+    groups = tl.cdiv(K, 32)
+    where = scale_b_ptr + (n * stride_sbn)[None, :] + group * stride_sbk
+    mask = (n < N)[None, :]
+    low = tl.load(where, mask=mask & (group < groups), other=0)
+    high = tl.load(where + stride_sbk, mask=mask & (group + 1 < groups), other=0)
+    return low, high
+
+
+@triton.jit
 def as_type(b, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
     """b in a wider type, if it is stored in fewer bits."""
     if TYPE.primitive_bitwidth > b.dtype.primitive_bitwidth:
@@ -208,7 +224,7 @@ def _accumulated(  # type: ignore[no-untyped-def]
     M, N, K, size1, size2 = sizes
     stride_az, stride_a0, stride_a1, stride_a2, stride_ak = a_strides
     stride_bz, stride_bk, stride_bn = b_strides
-    SCALED_STEPS: tl.constexpr = SCALE_A == BLOCK or SCALE_B >= BLOCK
+    SCALED_STEPS: tl.constexpr = SCALE_A == BLOCK or (SCALE_B >= BLOCK and FORMAT < MXFP4)
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     row = tile_m * BLOCK_M
@@ -265,13 +281,17 @@ def _accumulated(  # type: ignore[no-untyped-def]
             chains = chains + (tl.zeros([BLOCK_M, BLOCK_N], ACC),)  # type: ignore[assignment]
         squares = tl.zeros([BLOCK_M, BLOCK_K] if SCALE_A == NORMED else [1, 1], tl.float32)
         gains = ahead
+        scale_low, scale_high = ahead, ahead
+        if FORMAT >= MXFP4:
+            # a step ahead too, as bytes
+            scale_low, scale_high = _unit_scales(scales, n, first * BLOCK_K, N + up, K, BLOCK_K)
         if SCALE_A == NORMED:
             # a step ahead too: there are too few of them for what copies tiles to shared memory
             columns = first * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             gains = tl.load(scales[0] + columns, mask=columns < K, other=0.0).to(tl.float32)
         for step in range(first, last):
             k = step * BLOCK_K
-            if FORMAT == INT4:
+            if FORMAT >= INT4:
                 # units of 64 columns in 32 bytes: the low halves hold the first 32 of them, the high halves the others
                 offs_j = tl.arange(0, BLOCK_K // 2)
                 low = (offs_j // 32) * 64 + offs_j % 32
@@ -293,24 +313,38 @@ def _accumulated(  # type: ignore[no-untyped-def]
                     mask=mask_m & (k + k_high < K)[None, :],
                     other=0.0,
                 )
-                b_low, b_high = _int4_values(packed, zero, a_low.dtype, HAS_ZERO, PTX)
-                zero = _zero_points(scales, n, k + BLOCK_K, N + up, K, HAS_ZERO, GROUP)
-                scale = ahead
-                ahead = _loop_scale(scales, rows, n, k + BLOCK_K, M, N + up, K, SCALE_A, SCALE_B, GROUP)
-                if GROUP % 64 == 0:
-                    product = _dot(a_low, b_low, tl.zeros(acc.shape, ACC), PRECISION, PTX)
-                    # sums of their own, which do not wait for each other
-                    product += _dot(a_high, b_high, tl.zeros(acc.shape, ACC), PRECISION, PTX)
-                    acc += product * scale
+                if FORMAT == INT4:
+                    b_low, b_high = _int4_values(packed, zero, a_low.dtype, HAS_ZERO, PTX)
+                    zero = _zero_points(scales, n, k + BLOCK_K, N + up, K, HAS_ZERO, GROUP)
+                    scale = ahead
+                    ahead = _loop_scale(scales, rows, n, k + BLOCK_K, M, N + up, K, SCALE_A, SCALE_B, GROUP)
+                    if GROUP % 64 == 0:
+                        product = _dot(a_low, b_low, tl.zeros(acc.shape, ACC), PRECISION, PTX)
+                        # sums of their own, which do not wait for each other
+                        product += _dot(a_high, b_high, tl.zeros(acc.shape, ACC), PRECISION, PTX)
+                        acc += product * scale
+                    else:
+                        # the halves are groups of their own; there is none beyond K
+                        at = tl.minimum(k + 32, K - 1)
+                        acc = _scaled_dot(a_low, b_low, acc, scale, ACC, PRECISION, PTX)
+                        if HAS_ZERO:
+                            zero_high = _zero_points(scales, n, at, N + up, K, HAS_ZERO, GROUP)
+                            _, b_high = _int4_values(packed, zero_high, a_low.dtype, HAS_ZERO, PTX)
+                        scale = _loop_scale(scales, rows, n, at, M, N + up, K, SCALE_A, SCALE_B, GROUP)
+                        acc = _scaled_dot(a_high, b_high, acc, scale, ACC, PRECISION, PTX)
                 else:
-                    # the halves are groups of their own; there is none beyond K
-                    at = tl.minimum(k + 32, K - 1)
-                    acc = _scaled_dot(a_low, b_low, acc, scale, ACC, PRECISION, PTX)
-                    if HAS_ZERO:
-                        zero_high = _zero_points(scales, n, at, N + up, K, HAS_ZERO, GROUP)
-                        _, b_high = _int4_values(packed, zero_high, a_low.dtype, HAS_ZERO, PTX)
-                    scale = _loop_scale(scales, rows, n, at, M, N + up, K, SCALE_A, SCALE_B, GROUP)
-                    acc = _scaled_dot(a_high, b_high, acc, scale, ACC, PRECISION, PTX)
+                    of_low, of_high = scale_low, scale_high
+                    scale_low, scale_high = _unit_scales(scales, n, k + BLOCK_K, N + up, K, BLOCK_K)
+                    if FORMAT == MXFP4:
+                        b_low, b_high = mxfp4_values(packed, of_low, of_high, a_low.dtype, PTX)
+                        acc = _dot(a_low, b_low, acc, PRECISION, PTX)
+                        acc = _dot(a_high, b_high, acc, PRECISION, PTX)
+                    else:
+                        wide = packed.to(tl.int32)
+                        b_low, b_high = e2m1_values(wide << 28), e2m1_values(wide << 24)
+                        b_low, b_high = b_low.to(a_low.dtype), b_high.to(a_low.dtype)
+                        acc = _scaled_dot(a_low, b_low, acc, e8m0_values(of_low), ACC, PRECISION, PTX)
+                        acc = _scaled_dot(a_high, b_high, acc, e8m0_values(of_high), ACC, PRECISION, PTX)
             elif SCALED_STEPS:
                 a_tile = _rows_loaded(a, a_rows, k, K, mask_m, stride_ak, EVEN_K, WIDE, BLOCK_K)
                 b_tile = _columns_loaded(
@@ -535,8 +569,8 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
             cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             columns = b + batch.to(tl.int64) * walks[1][0] + cols.to(tl.int64)[:, None] * stride
             # 4-bit values are packed in units of 64, two a byte
-            step: tl.constexpr = BLOCK_K // 2 if FORMAT == INT4 else BLOCK_K
-            last = tl.cdiv(K, 64) * 32 if FORMAT == INT4 else K
+            step: tl.constexpr = BLOCK_K // 2 if FORMAT >= INT4 else BLOCK_K
+            last = tl.cdiv(K, 64) * 32 if FORMAT >= INT4 else K
             for ahead in tl.static_range(EARLY - 1):
                 first = (split * steps + ahead) * step
                 fetch_columns(columns, (cols < N)[:, None], first, last, step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from wavecrest.ops._gemm.kernel import NO_SCALE, NORMED, SIZES, as_type, epilogue, fetch_columns
 from wavecrest.ops.common.device import pdl_launch_dependents, pdl_wait
+from wavecrest.ops.common.mxfp4 import e2m1_values, e8m0_values
 from wavecrest.ops.common.triton import tl, triton
 
 
@@ -202,9 +203,14 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     """ROWS rows of a times BLOCK_N columns of 4-bit values, read as words of 32 bits, without matrix instructions.
 
     BLOCK_K: columns of K a step, of whole groups that share a scale. Rows that are NORMED: as in `_multiply_kernel`.
+    With scales in bytes (e8m0) the values are e2m1, and the low and the high halves of 32 bytes are groups of their
+    own, one after the other.
     """
+    MX: tl.constexpr = scale_b_ptr.dtype.element_ty == tl.uint8
+    HALVES: tl.constexpr = 2 if MX else 1
     WORDS: tl.constexpr = BLOCK_K // 8
-    GROUPS: tl.constexpr = BLOCK_K // GROUP
+    # sums of a step that have a scale each
+    GROUPS: tl.constexpr = BLOCK_K // (GROUP * HALVES)
     N = n_units * ALIGN_N
     K = k_units * ALIGN
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -236,36 +242,42 @@ def _words_kernel(  # type: ignore[no-untyped-def]
         packed = tl.load(b_rows + index[None, :], mask=mask_n & (index < words)[None, :], other=0)
         upper = packed >> 16
         first = (index // 8) * 64 + (index % 8) * 4
-        products = (tl.zeros([BLOCK_N, WORDS], tl.float32),)
-        for _ in tl.static_range(1, ROWS):
-            products = products + (tl.zeros([BLOCK_N, WORDS], tl.float32),)  # type: ignore[assignment]
-        for i in tl.static_range(8):
-            value = _int4_value(packed if i < 4 else upper, 4 * (i % 4), PTX)
-            # the low halves of 32 bytes are 32 columns, the high halves the next 32
-            k = first + i // 2 + 32 * (i % 2)
-            row = tl.load(a + k, mask=k < K, other=0.0).to(tl.float32)
-            more_squares = squares
-            gain = row
-            if SCALE_A == NORMED:
-                gain = tl.load(scale_a_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-                more_squares = (squares[0] + row * row,)  # type: ignore[assignment,misc]
-                row *= gain
-            more = (products[0] + value * row[None, :],)
-            for m in tl.static_range(1, ROWS):
-                row = tl.load(a + m * row_stride + k, mask=k < K, other=0.0).to(tl.float32)
+        for half in tl.static_range(HALVES):
+            products = (tl.zeros([BLOCK_N, WORDS], tl.float32),)
+            for _ in tl.static_range(1, ROWS):
+                products = products + (tl.zeros([BLOCK_N, WORDS], tl.float32),)  # type: ignore[assignment]
+            for i in tl.static_range(half, 8, HALVES):
+                if MX:
+                    value = e2m1_values(packed << (28 - 4 * i))
+                else:
+                    value = _int4_value(packed if i < 4 else upper, 4 * (i % 4), PTX)
+                # the low halves of 32 bytes are 32 columns, the high halves the next 32
+                k = first + i // 2 + 32 * (i % 2)
+                row = tl.load(a + k, mask=k < K, other=0.0).to(tl.float32)
+                more_squares = squares
+                gain = row
                 if SCALE_A == NORMED:
-                    more_squares = more_squares + (squares[m] + row * row,)  # type: ignore[assignment]
+                    gain = tl.load(scale_a_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+                    more_squares = (squares[0] + row * row,)  # type: ignore[assignment,misc]
                     row *= gain
-                more = more + (products[m] + value * row[None, :],)  # type: ignore[assignment]
-            products = more
-            squares = more_squares
-        group = step * GROUPS + offs_g
-        where = scale_b_ptr + cols[:, None] * stride_sbn + group[None, :] * stride_sbk
-        scale = tl.load(where, mask=mask_n & (group < tl.cdiv(K, GROUP))[None, :], other=0.0)
-        totals = (sums[0] + _shared(products[0], GROUPS) * scale,)
-        for m in tl.static_range(1, ROWS):
-            totals = totals + (sums[m] + _shared(products[m], GROUPS) * scale,)  # type: ignore[assignment]
-        sums = totals
+                more = (products[0] + value * row[None, :],)
+                for m in tl.static_range(1, ROWS):
+                    row = tl.load(a + m * row_stride + k, mask=k < K, other=0.0).to(tl.float32)
+                    if SCALE_A == NORMED:
+                        more_squares = more_squares + (squares[m] + row * row,)  # type: ignore[assignment]
+                        row *= gain
+                    more = more + (products[m] + value * row[None, :],)  # type: ignore[assignment]
+                products = more
+                squares = more_squares
+            group = (step * GROUPS + offs_g) * HALVES + half
+            where = scale_b_ptr + cols[:, None] * stride_sbn + group[None, :] * stride_sbk
+            scale = tl.load(where, mask=mask_n & (group < tl.cdiv(K, GROUP))[None, :], other=0.0)
+            if MX:
+                scale = e8m0_values(scale)
+            totals = (sums[0] + _shared(products[0], GROUPS) * scale,)
+            for m in tl.static_range(1, ROWS):
+                totals = totals + (sums[m] + _shared(products[m], GROUPS) * scale,)  # type: ignore[assignment]
+            sums = totals
     pdl_launch_dependents(PDL)
     scales = (scale_a_ptr, scale_b_ptr, scale_b_ptr, stride_sam, 0, stride_sbn, 0)
     after = (bias_ptr, residual_ptr, out_scale_ptr, stride_bias, stride_rz, stride_rm, stride_rn, alpha, slope)

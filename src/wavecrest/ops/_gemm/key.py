@@ -6,7 +6,7 @@ import wavecrest.ops._gemm.config as _config
 import wavecrest.ops._gemm.launch as _launch
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.keys import name_of, row_bucket
-from wavecrest.ops._gemm.call import FAST_ACCUM, FLOAT8, GATED, GemmCall, kinds
+from wavecrest.ops._gemm.call import FAST_ACCUM, FLOAT8, GATED, NIBBLES, GemmCall, kinds
 
 KEY_FIELDS = (
     "rows", "columns", "k", "a", "b", "form", "group", "scales", "bias", "activation", "residual", "out", "precision",
@@ -20,7 +20,7 @@ def _form(call: GemmCall) -> str:
     if call.zero is not None:
         text += " zeros"
     float8 = call.a.dtype in FLOAT8 and call.b.dtype in FLOAT8 and call.b.stride(-2) == 1
-    if (call.form == "int4" or float8) and call.b.stride(-1) % 16 != 0:
+    if (call.form in NIBBLES or float8) and call.b.stride(-1) % 16 != 0:
         text += " unaligned"
     if call.tail is not None:
         text += f" tail {call.tails}"
@@ -62,8 +62,11 @@ def shape_of(key: Key) -> _config.Shape:
     part = dict(zip(KEY_FIELDS, key, strict=True))
     bits = {"float32": 32, "float16": 16, "bfloat16": 16}
     a_bits = bits.get(part["a"], 8)
-    b_bits = 4 if part["form"].startswith("int4") else bits.get(part["b"], 8)
+    b_bits = 4 if part["form"].startswith(NIBBLES) else bits.get(part["b"], 8)
     step = 128 if "block" in part["scales"] else part["group"]
+    if part["form"].startswith("mxfp4") and part["a"] != "float16":
+        # its scales multiply values, not sums
+        step = 0
     access = int(part["order"].split()[-1])
     plain = part["form"] == "plain" and part["a"][:4] == part["b"][:4]
     normed = part["scales"].startswith("norm")

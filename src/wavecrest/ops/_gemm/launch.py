@@ -15,16 +15,19 @@ import wavecrest.ops.common.pdl as _pdl
 import wavecrest.ops.common.quantized as _quantized
 import wavecrest.ops.common.target as _target
 import wavecrest.ops.common.triton as _triton
+from wavecrest.dispatch.keys import name_of
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
-from wavecrest.ops._gemm.call import FAST_ACCUM, FLOAT8, GATED, GemmCall, kinds
+from wavecrest.ops._gemm.call import FAST_ACCUM, FLOAT8, GATED, NIBBLES, GemmCall, kinds
 from wavecrest.ops._gemm.config import in_one_loop
 from wavecrest.ops._gemm.kernel import _join_kernel, _stream_k_kernel, _sum_kernel, _tile_kernel
 from wavecrest.ops.common.activation import ACTIVATIONS
 from wavecrest.ops.common.triton import tl
 
-FORMS = {"plain": 0, "shuffled": 1, "int4": 2}
+FORMS = {"plain": 0, "shuffled": 1, "int4": 2, "mxfp4": 3}
+# mxfp4 for an a of float16, which has not all of its values
+MXFP4_SUMS = 4
 SCALES = {"none": 0, "tensor": 1, "vector": 2, "block": 3, "group": 4, "norm": 5}
 # GEMMs in a batch: CUDA has no more programs in the second dimension of a grid
 MOST_BATCHES = 65535
@@ -228,6 +231,11 @@ def partial_dtype(call: GemmCall) -> torch.dtype:
     return torch.int32 if call.integers and "block" not in kinds(call) else torch.float32
 
 
+def scales_sums(call: GemmCall) -> bool:
+    """True for mxfp4 whose scales multiply sums, not values: float16 has not all that bfloat16 and float32 have."""
+    return call.form == "mxfp4" and call.a.dtype == torch.float16
+
+
 def norm_eps(call: GemmCall) -> float:
     """The eps of the norm; 0 without a norm, so that another norm_eps does not compile the kernel again."""
     return 0.0 if call.norm_weight is None else float(call.norm_eps)
@@ -292,16 +300,18 @@ def _mainloop(call: GemmCall, config: Config, arch: Arch | None) -> tuple[tuple[
     chains = config.kwargs.get("CHAINS", 1)
     if chains < 1 or config_k % chains != 0 or config_k // chains < least["BLOCK_K"]:
         raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} cannot be divided into {chains} CHAINS")
-    if kinds(call)[1] == "group" and call.form != "int4" and call.group % config_k != 0:
+    if kinds(call)[1] == "group" and call.form not in NIBBLES and call.group % config_k != 0:
         raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} takes columns of more than one group of {call.group}")
     if call.form == "int4" and (config_k % 64 != 0 or (config_k > call.group and config_k != 64)):
         raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} does not fit 4-bit values in groups of {call.group}")
+    if call.form == "mxfp4" and (config_k % 64 != 0 or (scales_sums(call) and config_k != 64)):
+        raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} does not fit mxfp4 for {name_of(call.a.dtype)}")
     if "block" in kinds(call) and 128 % config_k != 0:
         raise InvalidArgument(f"gemm: a BLOCK_K of {config_k} takes more than one block of scales")
     widest = max(1, *(abs(stride) for stride in (*how.a_strides, *how.b_strides))) * how.align
     blocks = max(config["BLOCK_M"], config["BLOCK_N"], config_k)
     constants = {
-        "FORMAT": FORMS[call.form],
+        "FORMAT": MXFP4_SUMS if scales_sums(call) else FORMS[call.form],
         "HAS_ZERO": call.zero is not None,
         "GROUP": max(1, call.group),
         "LEADING": how.leading,
@@ -373,7 +383,7 @@ def tiles(call: GemmCall, y: Tensor, parts: Tensor, config: Config, arch: Arch |
     a, b = _matrix_arguments(call, config, tma)
     align_n = constants["ALIGN_N"]
     early, options = _pdl.start_of(config, arch)
-    scaled = call.form == "int4" or not {"block", "group"}.isdisjoint(kinds(call))
+    scaled = call.form in NIBBLES or not {"block", "group"}.isdisjoint(kinds(call))
     both = in_one_loop(call.activation in GATED, scaled, config)
     first = _launcher.Launch(
         _tile_kernel,

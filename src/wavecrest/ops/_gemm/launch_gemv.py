@@ -11,14 +11,14 @@ import wavecrest.ops.common.pdl as _pdl
 from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
-from wavecrest.ops._gemm.call import GATED, GemmCall, kinds
+from wavecrest.ops._gemm.call import GATED, INT4_UNIT, NIBBLES, GemmCall, kinds
 from wavecrest.ops._gemm.config import GEMV_ROWS
 from wavecrest.ops._gemm.kernel_gemv import _multiply_kernel, _words_kernel
 
 
 def reads_words(call: GemmCall) -> bool:
     """True for 4-bit values: each call looks at their address, as a weight may start inside a word."""
-    return call.form == "int4"
+    return call.form in NIBBLES
 
 
 def refusal(call: GemmCall) -> str | None:
@@ -43,7 +43,7 @@ def _words_refusal(call: GemmCall) -> str | None:
         return "has no values to read: K is 0"
     if not call.flat or call.activation in GATED or call.zero is not None:
         return "reads 4-bit values as words, without batches, gated activations and zero points"
-    if call.group % 64 != 0:
+    if call.form == "int4" and call.group % 64 != 0:
         return "reads 4-bit values in groups of 64 or 128 columns"
     return (
         None
@@ -59,6 +59,8 @@ def _words(call: GemmCall, y: Tensor, parts: Tensor, config: Config, arch: Arch 
     (sam, _, sbn, sbk, *rest), epilogue = _launch.epilogue_of(call)
     if config["BLOCK_K"] % call.group != 0:
         raise InvalidArgument(f"gemm: a BLOCK_K of {config['BLOCK_K']} is not a multiple of a group of {call.group}")
+    if config["BLOCK_K"] % INT4_UNIT != 0:
+        raise InvalidArgument(f"gemm: a BLOCK_K of {config['BLOCK_K']} has no whole units of {INT4_UNIT} columns")
     bias, residual, scale_a, scale_b, _, out_scale = _launch.other_tensors(call)
     align_n, steps = _launch.column_unit(call), _layout.ceil_div(call.K, config["BLOCK_K"])
     early, options = _pdl.start_of(config, arch)

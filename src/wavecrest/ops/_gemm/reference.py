@@ -8,6 +8,7 @@ from torch import Tensor
 import wavecrest.ops.common.quantized as _quantized
 from wavecrest.ops._gemm.call import GATED, INT4_UNIT, SCALE_BLOCK, GemmCall, kinds
 from wavecrest.ops.common.activation import activated
+from wavecrest.ops.packed.formats import e2m1_values, e8m0_values
 
 
 def nibbles(b: Tensor) -> Tensor:
@@ -36,7 +37,9 @@ def values_of_b(call: GemmCall) -> Tensor:
         alone = values_of_b(call._replace(tail=None))
         return torch.cat((alone, call.tail.to(alone.dtype)), dim=-1)
     b, K = call.b, call.K
-    if call.form == "int4":
+    if call.form == "mxfp4":
+        wide = e2m1_values(nibbles(b)[:K])
+    elif call.form == "int4":
         zero = 8.0 if call.zero is None else call.zero.float().repeat_interleave(call.group, 0)[:K]
         wide = nibbles(b)[:K].float() - zero
     else:
@@ -44,7 +47,7 @@ def values_of_b(call: GemmCall) -> Tensor:
     kind = kinds(call)[1]
     if call.scale_b is None:
         return wide
-    scale = call.scale_b.to(wide.dtype)
+    scale = (e8m0_values(call.scale_b) if call.form == "mxfp4" else call.scale_b).to(wide.dtype)
     if kind == "group":
         scale = scale.repeat_interleave(call.group, 0)[:K]
     elif kind == "block":

@@ -33,8 +33,9 @@ def moe(
     Args:
         x: [tokens, hidden], any strides: float32, float16, bfloat16 or float64. There may be no token.
         w1: [experts, 2 · intermediate, hidden], any strides: the rows of gate, then those of up. Of x's dtype, or in 8
-            bits with w1_scale and w2_scale: int8, float8_e4m3fn or float8_e4m3fnuz, widened as they are loaded.
-        w2: [experts, hidden, intermediate] of w1's dtype, any strides.
+            bits with w1_scale and w2_scale: int8, float8_e4m3fn or float8_e4m3fnuz, widened as they are loaded; or in 4
+            bits, uint8 [experts, 2 · intermediate, 32 · ceil(hidden / 64)], as `pack` stores int4 and mxfp4.
+        w2: [experts, hidden, intermediate] of w1's dtype, any strides; in 4 bits with 32 · ceil(intermediate / 64).
         topk_weights: [tokens, k] of any floating dtype, the routing weights.
         topk_ids: int32 or int64 [tokens, k], the experts of each token. An id that is negative, or not below the number
             of experts, adds nothing: experts of another device are passed so.
@@ -44,7 +45,8 @@ def moe(
         interleaved: w1's rows (and b1) are gate and up in turn.
         alpha, limit: of swigluoai; `limit` may be infinite.
         w1_scale, w2_scale: float32, of an expert [experts] or of its rows, [experts, 2 · intermediate] and
-            [experts, hidden]; both for weights in 8 bits, and for no others.
+            [experts, hidden], or for 128 × 128 weights; both for weights in 8 bits. Of 32, 64 or 128 columns of a row,
+            [experts, rows, groups], for int4; uint8 (e8m0) of 32 columns for mxfp4. No others have scales.
 
     Returns:
         A contiguous tensor [tokens, hidden] of x's dtype.

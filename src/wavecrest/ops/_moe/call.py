@@ -14,6 +14,12 @@ from wavecrest.errors import InvalidArgument
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # of weights that are stored in fewer bits
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+# of weights in 4 bits, two a byte: int4 with float32 scales, mxfp4 with bytes
+FOUR_BITS = torch.uint8
+# rows and columns that share a scale of 8-bit weights, columns that share one of int4 and of mxfp4
+BLOCK, GROUPS, MX_GROUP = 128, (32, 64, 128), 32
+# columns of a weight in 4 bits are padded to a multiple of this (see `wavecrest.ops.packed`)
+UNIT = 64
 INDICES = (torch.int32, torch.int64)
 # gate · sigmoid(alpha · gate) · (up + 1), both clamped
 SWIGLUOAI = "swigluoai"
@@ -58,7 +64,12 @@ class MoeCall(NamedTuple):
     @property
     def intermediate(self) -> int:
         """Columns between an expert's two GEMMs."""
-        return self.w2.shape[2]
+        return self.w1.shape[1] // 2
+
+    @property
+    def in_4_bits(self) -> bool:
+        """True if weights are two values a byte."""
+        return self.w1.dtype == FOUR_BITS
 
     @property
     def k(self) -> int:
@@ -102,11 +113,11 @@ def check(call: MoeCall) -> None:
     for name, weight, form in (
         ("w1", call.w1, "[experts, 2 · intermediate, hidden]"), ("w2", call.w2, "[experts, hidden, intermediate]")
     ):  # fmt: skip
-        kinds = (x.dtype, *EIGHT_BITS)
+        kinds = (x.dtype, *EIGHT_BITS, FOUR_BITS)
         if not isinstance(weight, Tensor) or weight.ndim != 3 or weight.dtype not in kinds or weight.device != x.device:
             raise InvalidArgument(
-                f"moe: {name} must be {x.dtype} {form} on {x.device} as x is, or int8, float8_e4m3fn or "
-                f"float8_e4m3fnuz, got {_describe(weight)}"
+                f"moe: {name} must be {x.dtype} {form} on {x.device} as x is, or int8, float8_e4m3fn, "
+                f"float8_e4m3fnuz, or uint8 with two values a byte, got {_describe(weight)}"
             )
     _check_sizes(call)
     _check_scales(call)
@@ -143,6 +154,15 @@ def _check_sizes(call: MoeCall) -> None:
             f"moe: there may be no token, no other size is 0, got x {list(x.shape)}, w1 {list(w1.shape)} and w2 "
             f"{list(w2.shape)}"
         )
+    if w1.dtype == w2.dtype == FOUR_BITS:
+        wanted = [_bytes(x.shape[1]), x.shape[1], _bytes(w1.shape[1] // 2)]
+        if [w1.shape[2], *w2.shape[1:]] != wanted or w2.shape[0] != w1.shape[0] or w1.shape[1] % 2:
+            raise InvalidArgument(
+                f"moe: weights in 4 bits beside x {list(x.shape)} are w1 [experts, 2 · intermediate, {wanted[0]}] and "
+                f"w2 [experts, {wanted[1]}, {UNIT // 2} · ceil(intermediate / {UNIT})], got {list(w1.shape)} and "
+                f"{list(w2.shape)}"
+            )
+        return
     if w1.shape[2] != x.shape[1] or w2.shape[1] != x.shape[1]:
         raise InvalidArgument(
             f"moe: x {list(x.shape)}, w1 {list(w1.shape)} and w2 {list(w2.shape)} must have one hidden size: "
@@ -156,10 +176,38 @@ def _check_sizes(call: MoeCall) -> None:
         )
 
 
+def _bytes(columns: int) -> int:
+    """Bytes of a row of a weight in 4 bits."""
+    return -(-columns // UNIT) * UNIT // 2
+
+
+def scale_kind(call: MoeCall, second: bool) -> tuple[str, int]:
+    """The kind of the scales of w1, or of w2, and columns that share one, 0 for all; ("", 0) where no shape fits.
+
+    "none", "expert", "row", "block" (128 × 128), "group" (of int4) or "e8m0" (of mxfp4).
+    """
+    weight, scale, columns = call.w1, call.w1_scale, call.hidden
+    if second:
+        weight, scale, columns = call.w2, call.w2_scale, call.intermediate
+    if scale is None:
+        return "none", 0
+    shape, (experts, rows) = tuple(scale.shape), weight.shape[:2]
+    if call.in_4_bits:
+        if scale.dtype == torch.uint8:
+            return ("e8m0", MX_GROUP) if shape == (experts, rows, -(-columns // MX_GROUP)) else ("", 0)
+        # groups of more columns than there are say the same
+        sizes = [size for size in GROUPS if shape == (experts, rows, -(-columns // size))]
+        return ("group", sizes[-1]) if sizes else ("", 0)
+    if shape == (experts, -(-rows // BLOCK), -(-columns // BLOCK)):
+        return "block", BLOCK
+    return {(experts,): ("expert", 0), (experts, rows): ("row", 0)}.get(shape, ("", 0))
+
+
 def _check_scales(call: MoeCall) -> None:
-    w1, w2, quantized = call.w1, call.w2, call.w1.dtype in EIGHT_BITS
+    w1, w2, quantized = call.w1, call.w2, call.w1.dtype in (*EIGHT_BITS, FOUR_BITS)
     if w1.dtype != w2.dtype:
         raise InvalidArgument(f"moe: w1 and w2 must have one dtype, got {w1.dtype} and {w2.dtype}")
+    dtypes = (torch.float32, torch.uint8) if call.in_4_bits else (torch.float32,)
     for name, scale, rows in (("w1_scale", call.w1_scale, w1.shape[1]), ("w2_scale", call.w2_scale, w2.shape[1])):
         if (scale is not None) != quantized:
             raise InvalidArgument(
@@ -167,12 +215,16 @@ def _check_scales(call: MoeCall) -> None:
             )
         if scale is None:
             continue
-        shapes = ((call.experts,), (call.experts, rows))
-        if not any(_fits(scale, shape, (torch.float32,), call.x.device) for shape in shapes):
-            raise InvalidArgument(
-                f"moe: {name} must be float32 [{call.experts}] or [{call.experts}, {rows}] on {call.x.device}, got "
-                f"{_describe(scale)}"
-            )
+        fits = isinstance(scale, Tensor) and scale.dtype in dtypes and scale.device == call.x.device
+        if not fits or not scale_kind(call, name == "w2_scale")[0]:
+            rest = f"[{call.experts}, {rows}] or [{call.experts}, {-(-rows // BLOCK)}, ceil(columns / {BLOCK})]"
+            shapes = f"float32 [{call.experts}], {rest}"
+            if call.in_4_bits:
+                both = f"[{call.experts}, {rows}, ceil(columns / "
+                shapes = f"float32 {both}32, 64 or 128)], or uint8 {both}{MX_GROUP})],"
+            raise InvalidArgument(f"moe: {name} must be {shapes} on {call.x.device}, got {_describe(scale)}")
+    if call.in_4_bits and scale_kind(call, False)[0] != scale_kind(call, True)[0]:
+        raise InvalidArgument("moe: w1_scale and w2_scale must both be float32 (int4), or both uint8 (mxfp4)")
 
 
 def rows_of(scale: Tensor, rows: int) -> Tensor:

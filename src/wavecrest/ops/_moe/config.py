@@ -10,7 +10,10 @@ from wavecrest.hardware import Arch
 
 
 class Shape(NamedTuple):
-    """Sizes that a configuration depends on; `tokens` is a bucket, `topk` the experts of a token."""
+    """Sizes that a configuration depends on; `tokens` is a bucket, `topk` the experts of a token.
+
+    `step`: columns of K that a step has at most, as they share a scale of its sums; 0 without one. `least`: at least.
+    """
 
     tokens: int
     experts: int
@@ -18,6 +21,12 @@ class Shape(NamedTuple):
     hidden: int
     intermediate: int
     bits: int
+    step: int = 0
+    least: int = 16
+
+    def depth(self, wanted: int, columns: int) -> int:
+        """Columns of K of a step."""
+        return max(self.least, min(wanted, _layout.power_of_two(columns), self.step or wanted))
 
     @property
     def pairs(self) -> int:
@@ -46,8 +55,8 @@ def _made(
     """`tiles`: BLOCK_N and BLOCK_K of the GEMM of gate and up, `down`: those of the GEMM behind it."""
     width, depth = _layout.power_of_two(shape.intermediate), _layout.power_of_two(shape.hidden)
     return Config(
-        BLOCK_M=m, BLOCK_N=max(16, min(tiles[0], width)), BLOCK_K=max(16, min(tiles[1], depth)),
-        DOWN_N=max(16, min(down[0], depth)), DOWN_K=max(16, min(down[1], width)), GROUP_M=8,
+        BLOCK_M=m, BLOCK_N=max(16, min(tiles[0], width)), BLOCK_K=shape.depth(tiles[1], shape.hidden),
+        DOWN_N=max(16, min(down[0], depth)), DOWN_K=shape.depth(down[1], shape.intermediate), GROUP_M=8,
         DIRECT=int(m == 16 and is_direct(shape)), num_warps=warps, num_stages=stages, **more,
     )  # fmt: skip
 
@@ -70,7 +79,8 @@ def _amd(shape: Shape, arch: Arch) -> Config:
     """LDS holds num_stages − 1 tiles; 64 KiB of it on gfx942."""
     if arch.wave_size == 32:
         m = 16 if shape.rows <= 16 else 32
-        return _made(shape, m, (32, 32), (64, 32), 4, 2)
+        # a step of 4 bits has 64 columns: with 32 of gate and of up int4 spills (compiled for gfx1100, triton 3.6)
+        return _made(shape, m, (32 if shape.least <= 32 else 16, 32), (64, 32), 4, 2)
     more = {"waves_per_eu": 0, "matrix_instr_nonkdim": 16}
     if shape.bits == 32:
         m = 16 if shape.rows <= 16 else 64

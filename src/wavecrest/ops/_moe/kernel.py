@@ -16,19 +16,26 @@ from wavecrest.ops.common.device import (
     remap_xcd,
     swizzle_tile,
 )
+from wavecrest.ops.common.mxfp4 import e2m1_values, e8m0_values, mxfp4_values
 from wavecrest.ops.common.triton import reciprocal, tl, triton
-from wavecrest.ops.common.widen import widened
+from wavecrest.ops.common.widen import int4_values, widened
 
 # what the gated activation is compiled for, beside those of `ops.common.activation`
 SWIGLUOAI = tl.constexpr(16)
 # which dimension of a weight's [N, K] or of x's [M, K] is contiguous: neither, K, or the other
 ANY, BY_K, ACROSS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
+# what shares a scale of w: nothing has one; a row, or all of an expert; 128 × 128 values; GROUP columns of a row of
+# int4; 32 columns of a row of mxfp4, whose scales multiply the values or, as float16 has not all of these, the sums
+NO_SCALE, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BY_GROUP, MXFP4, MXFP4_SUMS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+SCALE_BLOCK = tl.constexpr(128)
+
 # arguments whose values do not specialize a kernel
 SIZES = [
     "num_pairs", "k", "num_experts", "num_blocks", "tiles_n", "n_units", "k_units", "up", "bias_up", "scale_up",
     "alpha", "limit", "stride_xm", "stride_xk", "stride_we", "stride_wn", "stride_wk", "stride_be", "stride_bn",
-    "stride_se", "stride_sn", "stride_it", "stride_ij", "stride_tt", "stride_tj",
+    "stride_se", "stride_sn", "stride_it", "stride_ij", "stride_tt", "stride_tj", "stride_sk",
 ]  # fmt: skip
 
 
@@ -107,10 +114,114 @@ def _strides(stride_n, stride_k, ORDER: tl.constexpr, ALIGN: tl.constexpr, WIDE:
 
 
 @triton.jit
+def _step_scales(  # type: ignore[no-untyped-def]
+    scales, n, mask_n, k, K, SCALES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The scales of the step that begins at column k, of w's rows n: for the low and for the high halves of 4 bits.
+
+    [1, BLOCK_N]; of mxfp4 bytes, [units of 64 columns, BLOCK_N]. Nothing is read for a step beyond K.
+    """
+    scale_ptr, stride_sn, stride_sk = scales
+    if SCALES == BY_BLOCK:
+        where = scale_ptr + (n // SCALE_BLOCK * stride_sn)[None, :]
+        low = tl.load(where + (k // SCALE_BLOCK) * stride_sk, mask=mask_n & (k < K), other=0.0)
+        high = low
+    elif SCALES == BY_GROUP:
+        where = scale_ptr + (n * stride_sn)[None, :]
+        low = tl.load(where + (k // GROUP) * stride_sk, mask=mask_n & (k < K), other=0.0)
+        high = low
+        if GROUP == 32:
+            # a step is one unit, and its halves are groups of their own
+            high = tl.load(where + (k // GROUP + 1) * stride_sk, mask=mask_n & (k + GROUP < K), other=0.0)
+    else:
+        group = k // 32 + 2 * tl.arange(0, BLOCK_K // 64)[:, None]
+        where = scale_ptr + (n * stride_sn)[None, :] + group * stride_sk
+        low = tl.load(where, mask=mask_n & (group * 32 < K), other=0)
+        high = tl.load(where + stride_sk, mask=mask_n & (group * 32 + 32 < K), other=0)
+    return low, high
+
+
+@triton.jit
+def _with_4_bits(  # type: ignore[no-untyped-def]
+    x_low, x_high, packed, low, high, acc, SCALES: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr
+):
+    """acc + the products of x's columns with the low and the high values of bytes, times their scales."""
+    if SCALES == MXFP4:
+        w_low, w_high = mxfp4_values(packed, low, high, x_low.dtype, PTX)
+        acc = tl.dot(x_low, w_low, acc, input_precision="ieee", out_dtype=tl.float32)
+        acc = tl.dot(x_high, w_high, acc, input_precision="ieee", out_dtype=tl.float32)
+    else:
+        if SCALES == MXFP4_SUMS:
+            wide = packed.to(tl.int32)
+            w_low, w_high = e2m1_values(wide << 28).to(x_low.dtype), e2m1_values(wide << 24).to(x_low.dtype)
+            low, high = e8m0_values(low), e8m0_values(high)
+        else:
+            w_low, w_high = int4_values(packed, x_low.dtype, PTX)
+        product = tl.dot(x_low, w_low, input_precision="ieee", out_dtype=tl.float32)
+        if SCALES == BY_GROUP and GROUP > 32:
+            product = tl.dot(x_high, w_high, product, input_precision="ieee", out_dtype=tl.float32)
+            acc += product * low
+        else:
+            acc += product * low
+            acc += tl.dot(x_high, w_high, input_precision="ieee", out_dtype=tl.float32) * high
+    return acc
+
+
+@triton.jit
+def _accumulated_4_bits(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, scales, rows, mask_m, first_n, up, N, K, x_strides, w_strides,
+    BOTH: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `_accumulated`, of w in 4 bits: units of 64 columns in 32 bytes, whose low halves hold the first 32."""
+    stride_xm, stride_xk = x_strides
+    stride_wn, stride_wk = w_strides
+    n = first_n + tl.arange(0, BLOCK_N)
+    mask_n = column_mask(n, N, BLOCK_N, EVEN_N)[None, :]
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_j = tl.arange(0, BLOCK_K // 2)
+    offs_k = (offs_j // 32) * 64 + offs_j % 32
+    mask_x = mask_m[:, None]
+    if WIDE:
+        rows, offs_n, offs_j, offs_k = rows.to(tl.int64), offs_n.to(tl.int64), offs_j.to(tl.int64), offs_k.to(tl.int64)
+    x_tile = (rows * stride_xm)[:, None] + (offs_k * stride_xk)[None, :]
+    w_tile = (offs_j * stride_wk)[:, None] + (offs_n * stride_wn)[None, :]
+    w_ptr += tl.cast(first_n, tl.int64) * stride_wn
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc_up = acc
+    # a step ahead: a step is short beside the wait for them
+    next_low, next_high = _step_scales(scales, n, mask_n, 0, K, SCALES, GROUP, BLOCK_K)
+    up_low, up_high = next_low, next_high
+    if BOTH:
+        up_low, up_high = _step_scales(scales, N + n, mask_n, 0, K, SCALES, GROUP, BLOCK_K)
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        k = step * BLOCK_K
+        mask_low, mask_high, mask_w = mask_x, mask_x, mask_n
+        if not EVEN_K:
+            mask_low = mask_x & (k + offs_k < K)[None, :]
+            mask_high = mask_x & (k + 32 + offs_k < K)[None, :]
+            mask_w = mask_n & (step * (BLOCK_K // 2) + offs_j < tl.cdiv(K, 64) * 32)[:, None]
+        x_start = x_ptr + tl.cast(k, tl.int64) * stride_xk
+        w_start = tl.cast(step * (BLOCK_K // 2), tl.int64) * stride_wk
+        x_low = tl.load(x_start + x_tile, mask=mask_low, other=0.0)
+        x_high = tl.load(x_start + 32 * stride_xk + x_tile, mask=mask_high, other=0.0)
+        packed = tl.load(w_ptr + w_start + w_tile, mask=mask_w, other=0)
+        low, high = next_low, next_high
+        next_low, next_high = _step_scales(scales, n, mask_n, k + BLOCK_K, K, SCALES, GROUP, BLOCK_K)
+        acc = _with_4_bits(x_low, x_high, packed, low, high, acc, SCALES, GROUP, PTX)
+        if BOTH:
+            packed = tl.load(w_ptr + up + w_start + w_tile, mask=mask_w, other=0)
+            low, high = up_low, up_high
+            up_low, up_high = _step_scales(scales, N + n, mask_n, k + BLOCK_K, K, SCALES, GROUP, BLOCK_K)
+            acc_up = _with_4_bits(x_low, x_high, packed, low, high, acc_up, SCALES, GROUP, PTX)
+    return acc, acc_up
+
+
+@triton.jit
 def _accumulated(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, rows, mask_m, first_n, up, N, K, x_strides, w_strides,
-    BOTH: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, w_ptr, scales, rows, mask_m, first_n, up, N, K, x_strides, w_strides,
+    BOTH: tl.constexpr, SCALES: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x's rows [BLOCK_M] times the rows first_n to first_n + BLOCK_N of w [N, K]; with BOTH those `up` elements
     further on too, in the same loop."""
@@ -136,11 +247,20 @@ def _accumulated(  # type: ignore[no-untyped-def]
         x = tl.load(x_ptr + start * stride_xk + x_tile, mask=mask_x, other=0.0)
         w = tl.load(w_ptr + start * stride_wk + w_tile, mask=mask_w, other=0.0)
         w = widened(w, x.dtype, PTX, FOREIGN)
-        acc = tl.dot(x, w, acc, input_precision="ieee", out_dtype=tl.float32)
+        if SCALES == BY_BLOCK:
+            n = first_n + tl.arange(0, BLOCK_N)
+            scale, _ = _step_scales(scales, n, mask_n, step * BLOCK_K, K, SCALES, 1, BLOCK_K)
+            acc += tl.dot(x, w, input_precision="ieee", out_dtype=tl.float32) * scale
+        else:
+            acc = tl.dot(x, w, acc, input_precision="ieee", out_dtype=tl.float32)
         if BOTH:
             w = tl.load(up_ptr + start * stride_wk + w_tile, mask=mask_w, other=0.0)
             w = widened(w, x.dtype, PTX, FOREIGN)
-            acc_up = tl.dot(x, w, acc_up, input_precision="ieee", out_dtype=tl.float32)
+            if SCALES == BY_BLOCK:
+                scale, _ = _step_scales(scales, N + n, mask_n, step * BLOCK_K, K, SCALES, 1, BLOCK_K)
+                acc_up += tl.dot(x, w, input_precision="ieee", out_dtype=tl.float32) * scale
+            else:
+                acc_up = tl.dot(x, w, acc_up, input_precision="ieee", out_dtype=tl.float32)
     return acc, acc_up
 
 
@@ -149,8 +269,9 @@ def _moe_gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, scale_ptr, bias_ptr, h_ptr, ids_ptr, pairs_ptr, experts_ptr,
     num_pairs, k, num_experts, num_blocks, tiles_n, n_units, k_units, up, bias_up, scale_up, alpha, limit,
     stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_se, stride_sn,
-    stride_it, stride_ij,
-    SCALED: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    stride_it, stride_ij, stride_sk,
+    SCALES: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr, X_ORDER: tl.constexpr, W_ORDER: tl.constexpr, X_ALIGN: tl.constexpr,
     W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, GROUP_M: tl.constexpr,
@@ -180,21 +301,35 @@ def _moe_gate_up_kernel(  # type: ignore[no-untyped-def]
     x_strides = _strides(stride_xm, stride_xk, X_ORDER, X_ALIGN, WIDE)
     w_strides = _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE)
     K = k_units * K_ALIGN
+    scales = (scale_ptr, stride_sn, stride_sk)
+    if SCALES >= BY_BLOCK:
+        scales = (scale_ptr + expert.to(tl.int64) * stride_se, stride_sn, stride_sk)
     if INTERLEAVED:
         # columns of gate and up in turn, in one tile: accesses are as wide as those of other weights
-        acc, _ = _accumulated(
-            x_ptr, w_ptr, pairs // k, mask_m, 2 * first_n, 0, 2 * N, K, x_strides, w_strides,
-            False, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        if SCALES >= BY_GROUP:
+            acc, _ = _accumulated_4_bits(
+                x_ptr, w_ptr, scales, pairs // k, mask_m, 2 * first_n, 0, 2 * N, K, x_strides, w_strides,
+                False, SCALES, GROUP, PTX, EVEN_N, EVEN_K, WIDE, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            acc, _ = _accumulated(
+                x_ptr, w_ptr, scales, pairs // k, mask_m, 2 * first_n, 0, 2 * N, K, x_strides, w_strides,
+                False, SCALES, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+            )  # fmt: skip
         gate, other = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
+    elif SCALES >= BY_GROUP:
+        gate, other = _accumulated_4_bits(
+            x_ptr, w_ptr, scales, pairs // k, mask_m, first_n, up * W_ALIGN, N, K, x_strides, w_strides,
+            True, SCALES, GROUP, PTX, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     else:
         gate, other = _accumulated(
-            x_ptr, w_ptr, pairs // k, mask_m, first_n, up * W_ALIGN, N, K, x_strides, w_strides,
-            True, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_ptr, w_ptr, scales, pairs // k, mask_m, first_n, up * W_ALIGN, N, K, x_strides, w_strides,
+            True, SCALES, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     cols = first_n + tl.arange(0, BLOCK_N)
     mask_n = column_mask(cols, N, BLOCK_N, EVEN_N)
-    if SCALED:
+    if SCALES == BY_ROW:
         scale = scale_ptr + expert.to(tl.int64) * stride_se + (cols.to(tl.int64) * stride_sn)[None, :]
         gate *= tl.load(scale, mask=mask_n[None, :], other=0.0)
         other *= tl.load(scale + scale_up, mask=mask_n[None, :], other=0.0)
@@ -219,11 +354,11 @@ def _moe_down_kernel(  # type: ignore[no-untyped-def]
     h_ptr, w_ptr, scale_ptr, bias_ptr, weights_ptr, parts_ptr, ids_ptr, pairs_ptr, experts_ptr,
     num_pairs, k, num_experts, num_blocks, tiles_n, n_units, k_units,
     stride_we, stride_wn, stride_wk, stride_be, stride_bn, stride_se, stride_sn, stride_it, stride_ij, stride_tt,
-    stride_tj,
-    SCALED: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, BIAS: tl.constexpr, W_ORDER: tl.constexpr,
-    W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    stride_tj, stride_sk,
+    SCALES: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr, FOREIGN: tl.constexpr, BIAS: tl.constexpr,
+    W_ORDER: tl.constexpr, W_ALIGN: tl.constexpr, N_ALIGN: tl.constexpr, K_ALIGN: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, XCDS: tl.constexpr, PDL: tl.constexpr, DIRECT: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """parts[pair] = topk_weights[pair] · (w2 · h[pair] + bias) of a block of pairs and BLOCK_N columns."""
     pdl_wait(PDL)
@@ -245,14 +380,24 @@ def _moe_down_kernel(  # type: ignore[no-untyped-def]
         pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
     mask_m = pairs < num_pairs
     first_n = tile_n * BLOCK_N
-    acc, _ = _accumulated(
-        h_ptr, w_ptr + expert.to(tl.int64) * stride_we * W_ALIGN, pairs, mask_m, first_n, 0, N, K, (K, 1),
-        _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE),
-        False, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    scales = (scale_ptr, stride_sn, stride_sk)
+    if SCALES >= BY_BLOCK:
+        scales = (scale_ptr + expert.to(tl.int64) * stride_se, stride_sn, stride_sk)
+    if SCALES >= BY_GROUP:
+        acc, _ = _accumulated_4_bits(
+            h_ptr, w_ptr + expert.to(tl.int64) * stride_we * W_ALIGN, scales, pairs, mask_m, first_n, 0, N, K, (K, 1),
+            _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE),
+            False, SCALES, GROUP, PTX, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        acc, _ = _accumulated(
+            h_ptr, w_ptr + expert.to(tl.int64) * stride_we * W_ALIGN, scales, pairs, mask_m, first_n, 0, N, K, (K, 1),
+            _strides(stride_wn, stride_wk, W_ORDER, W_ALIGN, WIDE),
+            False, SCALES, PTX, FOREIGN, EVEN_N, EVEN_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     cols = first_n + tl.arange(0, BLOCK_N)
     mask_n = column_mask(cols, N, BLOCK_N, EVEN_N)
-    if SCALED:
+    if SCALES == BY_ROW:
         scale = scale_ptr + expert.to(tl.int64) * stride_se + (cols.to(tl.int64) * stride_sn)[None, :]
         acc *= tl.load(scale, mask=mask_n[None, :], other=0.0)
     if BIAS:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from wavecrest.dispatch.decision import Key
 from wavecrest.dispatch.keys import dtype_name, row_bucket
-from wavecrest.ops._moe.call import MoeCall
+from wavecrest.ops._moe.call import BLOCK, UNIT, MoeCall, scale_kind
 from wavecrest.ops._moe.config import Shape
 
 KEY_FIELDS = (
@@ -21,6 +21,12 @@ def order_of(matrix: Tensor) -> str:
     if matrix.stride(-1) == 1 or columns == 1:
         return "columns"
     return "rows" if matrix.stride(-2) == 1 or rows == 1 else "any"
+
+
+def _kind(call: MoeCall, second: bool) -> str | None:
+    """The kind of the scales of w1 or of w2, with the columns of a group; None without scales."""
+    kind, columns = scale_kind(call, second)
+    return None if kind == "none" else f"group {columns}" if kind == "group" else kind
 
 
 def key_of(call: MoeCall) -> Key:
@@ -38,8 +44,8 @@ def key_of(call: MoeCall) -> Key:
         None if call.b1 is None else dtype_name(call.b1),
         None if call.b2 is None else dtype_name(call.b2),
         dtype_name(call.w1),
-        None if call.w1_scale is None else ("expert", "row")[call.w1_scale.ndim - 1],
-        None if call.w2_scale is None else ("expert", "row")[call.w2_scale.ndim - 1],
+        _kind(call, False),
+        _kind(call, True),
         order_of(call.w1),
         order_of(call.w2),
         order_of(call.x),
@@ -52,4 +58,12 @@ def shape_of(key: Key) -> Shape:
     """The parts of a key that a configuration depends on."""
     part = dict(zip(KEY_FIELDS, key, strict=True))
     bits = 32 if part["dtype"] in ("float32", "float64") else 16
-    return Shape(part["tokens"], part["experts"], part["topk"], part["hidden"], part["intermediate"], bits)
+    made = Shape(part["tokens"], part["experts"], part["topk"], part["hidden"], part["intermediate"], bits)
+    kinds = {str(part["w1_scale"]), str(part["w2_scale"])}
+    if part["weights"] == "uint8":
+        made = made._replace(least=UNIT)
+    if "e8m0" in kinds:
+        # they multiply values, where x's dtype has all of these
+        return made._replace(step=UNIT) if part["dtype"] == "float16" else made
+    groups = [int(kind.split()[1]) for kind in kinds if kind.startswith("group")]
+    return made._replace(step=max(UNIT, min(groups)) if groups else BLOCK if "block" in kinds else 0)

@@ -14,8 +14,9 @@ import wavecrest.ops.common.pdl as _pdl
 import wavecrest.ops.common.target as _target
 import wavecrest.ops.common.triton as _triton
 from wavecrest.dispatch.tuned import Config
+from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
-from wavecrest.ops._moe.call import SWIGLUOAI, MoeCall, halves, rows_of
+from wavecrest.ops._moe.call import SWIGLUOAI, UNIT, MoeCall, halves, rows_of, scale_kind
 from wavecrest.ops._moe.config import most_blocks
 from wavecrest.ops._moe.kernel import (
     _moe_align_kernel,
@@ -29,6 +30,8 @@ from wavecrest.ops.common.activation import ACTIVATIONS
 # the contiguous dimension, by the kernels' number for it
 ORDERS = {"any": 0, "columns": 1, "rows": 2}
 KERNEL_ACTIVATIONS = ACTIVATIONS | {SWIGLUOAI: 16}
+# what shares a scale, by the kernels' number for it
+SCALES = {"none": 0, "expert": 1, "row": 1, "block": 2, "group": 3, "e8m0": 4}
 # pairs that the sort looks at in one step, and columns of a program of the sum
 SORTED_PAIRS, SUMMED_COLUMNS = 1024, 512
 # offsets from here on need more than 32 bits; leaves room for what a tile is larger than its matrix
@@ -134,7 +137,7 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
     sizes = (call.num_pairs, call.k, call.experts)
     foreign = call.w1.dtype == torch.float8_e4m3fn and not _has_e4m3fn(arch)
     constants: dict[str, Any] = {
-        "XCDS": xcds, "PDL": overlaps, "SCALED": call.w1_scale is not None, "FOREIGN": foreign,
+        "XCDS": xcds, "PDL": overlaps, "FOREIGN": foreign,
         "PTX": arch is not None and arch.vendor == "nvidia" and not _triton.interpreted,
     }  # fmt: skip
     align = None
@@ -158,10 +161,18 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
     b1_strides = (0, 0, 0) if b1 is None else (_to_up(b1, call.interleaved), *halves(b1, call.interleaved)[0].stride())
     s1, s2 = call.w1_scale, call.w2_scale
     s1_strides: tuple[int, ...] = (0, 0, 0)
-    if s1 is not None:
+    s2_strides: tuple[int, ...] = (0, 0)
+    s1_k = s2_k = 0
+    if s1 is not None and s1.ndim == 3:
+        # by w1's own rows, in the order that they lie in
+        s1_strides, s1_k = (0, *s1.stride()[:2]), s1.stride(2)
+    elif s1 is not None:
         by_row = rows_of(s1, 2 * call.intermediate)
         s1_strides = (_to_up(by_row, call.interleaved), *halves(by_row, call.interleaved)[0].stride())
-    s2_strides = (0, 0) if s2 is None else rows_of(s2, call.hidden).stride()
+    if s2 is not None and s2.ndim == 3:
+        s2_strides, s2_k = s2.stride()[:2], s2.stride(2)
+    elif s2 is not None:
+        s2_strides = rows_of(s2, call.hidden).stride()
     gate_up = _launcher.Launch(
         _moe_gate_up_kernel,
         (blocks * tiles_n,),
@@ -169,10 +180,11 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
             call.x, call.w1, call.x if s1 is None else s1, call.x if b1 is None else b1, buffers.h, ids,
             buffers.pairs, buffers.experts, *sizes, blocks, tiles_n, call.intermediate // n_align,
             call.hidden // k_align, w1.up, b1_strides[0], s1_strides[0], float(call.alpha), float(call.limit),
-            x.n, x.k, w1.outer, w1.n, w1.k, *b1_strides[1:], *s1_strides[1:], *ids_strides,
+            x.n, x.k, w1.outer, w1.n, w1.k, *b1_strides[1:], *s1_strides[1:], *ids_strides, s1_k,
         ),
         {
-            **constants, "BIAS": b1 is not None, "ACTIVATION": KERNEL_ACTIVATIONS[call.activation],
+            **constants, **_scales(call, False, config["BLOCK_K"]), "BIAS": b1 is not None,
+            "ACTIVATION": KERNEL_ACTIVATIONS[call.activation],
             "INTERLEAVED": call.interleaved, "X_ORDER": x.order, "W_ORDER": w1.order, "X_ALIGN": x.align,
             "W_ALIGN": w1.align, "N_ALIGN": n_align, "K_ALIGN": k_align,
             "EVEN_N": call.intermediate % config["BLOCK_N"] == 0,
@@ -189,16 +201,34 @@ def plan(call: MoeCall, config: Config, arch: Arch | None) -> Plan:
             buffers.h, call.w2, buffers.h if s2 is None else s2, buffers.h if b2 is None else b2, call.topk_weights,
             buffers.parts, ids, buffers.pairs, buffers.experts, *sizes, blocks, down_tiles, call.hidden // k_align,
             call.intermediate // n_align, w2.outer, w2.n, w2.k, *((0, 0) if b2 is None else b2.stride()),
-            *s2_strides, *ids_strides, *call.topk_weights.stride(),
+            *s2_strides, *ids_strides, *call.topk_weights.stride(), s2_k,
         ),
         {
-            **constants, "BIAS": b2 is not None, "W_ORDER": w2.order, "W_ALIGN": w2.align, "N_ALIGN": k_align,
+            **constants, **_scales(call, True, config["DOWN_K"]), "BIAS": b2 is not None, "W_ORDER": w2.order,
+            "W_ALIGN": w2.align, "N_ALIGN": k_align,
             "K_ALIGN": n_align, "EVEN_N": call.hidden % down_n == 0, "EVEN_K": call.intermediate % down_k == 0,
             "WIDE": w2.wide or h_wide,
         },
         _after(_tile(config, down_n, down_k), overlaps),
     )  # fmt: skip
     return Plan(align, gate_up, down, _combine(call, buffers, overlaps, arch))
+
+
+def _scales(call: MoeCall, second: bool, block_k: int) -> dict[str, int]:
+    """The constants for the scales of w1, or of w2.
+
+    Raises:
+        InvalidArgument: a step of the configuration has columns of several scales, or no whole units of 4-bit values.
+    """
+    kind, columns = scale_kind(call, second)
+    sums = kind == "e8m0" and call.x.dtype == torch.float16
+    most = {"block": columns, "group": max(UNIT, columns), "e8m0": UNIT if sums else block_k}.get(kind, block_k)
+    if block_k > most or (call.in_4_bits and block_k % UNIT != 0):
+        raise InvalidArgument(
+            f"moe: a {'DOWN_K' if second else 'BLOCK_K'} of {block_k} does not fit weights of {call.w1.dtype} with "
+            f"scales of {columns} columns"
+        )
+    return {"SCALES": SCALES[kind] + sums, "GROUP": max(1, columns)}
 
 
 def _has_e4m3fn(arch: Arch | None) -> bool:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 import wavecrest.ops.common.checks as _checks
-from wavecrest.ops._moe.call import SWIGLUOAI, MoeCall, halves, rows_of
+from wavecrest.ops._moe.call import BLOCK, SWIGLUOAI, MoeCall, halves, rows_of, scale_kind
 from wavecrest.ops.common.activation import activated
+from wavecrest.ops.packed.formats import INT4_ZERO, e2m1_values, e8m0_values, nibbles
 
 
 def gated(call: MoeCall, gate: Tensor, up: Tensor) -> Tensor:
@@ -18,10 +19,22 @@ def gated(call: MoeCall, gate: Tensor, up: Tensor) -> Tensor:
     return activated(gate, call.activation) * up
 
 
-def weight_of(weight: Tensor, scale: Tensor | None, expert: int) -> Tensor:
-    """One expert's matrix in float32 or float64, times its scales."""
-    wide = _checks.widen(weight[expert])
-    return wide if scale is None else wide * rows_of(scale, weight.shape[1])[expert, :, None]
+def weight_of(call: MoeCall, second: bool, expert: int) -> Tensor:
+    """One expert's w1, or w2, in float32 or float64, times its scales."""
+    weight, scale, columns = call.w1, call.w1_scale, call.hidden
+    if second:
+        weight, scale, columns = call.w2, call.w2_scale, call.intermediate
+    if scale is None:
+        return _checks.widen(weight[expert])
+    kind, group = scale_kind(call, second)
+    if kind in ("expert", "row"):
+        return _checks.widen(weight[expert]) * rows_of(scale, weight.shape[1])[expert, :, None]
+    own = e8m0_values(scale[expert]) if kind == "e8m0" else scale[expert]
+    own = own.repeat_interleave(group, 1)[:, :columns]
+    if kind == "block":
+        return _checks.widen(weight[expert]) * own.repeat_interleave(BLOCK, 0)[: weight.shape[1]]
+    stored = nibbles(weight[expert].contiguous())[:, :columns]
+    return (e2m1_values(stored) if kind == "e8m0" else stored.float() - INT4_ZERO) * own
 
 
 def reference(call: MoeCall) -> Tensor:
@@ -29,12 +42,12 @@ def reference(call: MoeCall) -> Tensor:
     x, weights = _checks.widen(call.x), _checks.widen(call.topk_weights)
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for expert in range(call.experts):
-        both = weight_of(call.w1, call.w1_scale, expert)[None]
+        both = weight_of(call, False, expert).to(x.dtype)[None]
         gate, up = (x @ half[0].mT for half in halves(both, call.interleaved))
         if call.b1 is not None:
             bias_gate, bias_up = halves(call.b1, call.interleaved)
             gate, up = gate + bias_gate[expert], up + bias_up[expert]
-        row = gated(call, gate, up) @ weight_of(call.w2, call.w2_scale, expert).mT
+        row = gated(call, gate, up) @ weight_of(call, True, expert).to(x.dtype).mT
         if call.b2 is not None:
             row = row + call.b2[expert]
         for choice in range(call.k):

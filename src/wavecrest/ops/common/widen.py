@@ -1,8 +1,8 @@
-"""8-bit keys and values widened in the kernel to the dtype that they are multiplied in."""
+"""Values of 8 and 4 bits widened in the kernel to the dtype that they are multiplied in."""
 
 from __future__ import annotations
 
-from wavecrest.ops.common.ptx import INT8_BF16, INT8_FP16
+from wavecrest.ops.common.ptx import INT4_BF16, INT4_FP16, INT8_BF16, INT8_FP16
 from wavecrest.ops.common.triton import tl, triton
 
 
@@ -16,6 +16,23 @@ def narrowed(wide, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         wide = wide.to(TYPE)
     return wide
+
+
+@triton.jit
+def int4_values(packed, TYPE: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The low and the high 4-bit values of bytes, less 8, in TYPE."""
+    if PTX and tl.bfloat16 == TYPE:
+        low, high = tl.inline_asm_elementwise(
+            INT4_BF16, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    elif PTX and tl.float16 == TYPE:
+        low, high = tl.inline_asm_elementwise(
+            INT4_FP16, "=r,=r,=r,=r,r", [packed], (tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        low = narrowed(((packed & 15).to(tl.int16) - 8).to(tl.float32), TYPE)
+        high = narrowed(((packed >> 4).to(tl.int16) - 8).to(tl.float32), TYPE)
+    return low, high
 
 
 @triton.jit

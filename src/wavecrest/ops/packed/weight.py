@@ -32,8 +32,8 @@ class PackedWeight(Tensor):
 
     Attributes:
         format: one of FORMATS.
-        stored: the stored values: [N, K], or uint8 [N, Kp / 2] for int4 (Kp: K, up to a multiple of 64).
-        scale: float32, or None for values that are not quantized.
+        stored: the stored values: [N, K], or uint8 [N, Kp / 2] for int4 and mxfp4 (Kp: K, up to a multiple of 64).
+        scale: float32, uint8 (e8m0) for mxfp4, or None for values that are not quantized.
         zero: uint8 of the scale's shape, the zero points of asymmetric int4, or None.
         group: columns of K that share a scale; K for one scale a row, and without a scale.
     """
@@ -65,17 +65,18 @@ class PackedWeight(Tensor):
         """A packed weight from values that are in their format already; shapes, dtypes and devices are checked.
 
         The tensors are taken as they are, and copied only where they are not contiguous. Their values are not looked
-        at: in int4 those beyond K should be the zero point, as `pack` has them.
+        at: in int4 those beyond K should be the zero point, in mxfp4 0, as `pack` has them.
 
         Args:
             format: one of FORMATS.
-            stored: plain, shuffled: [N, K]; int8: int8 [N, K]; int4: uint8 [N, Kp / 2]; fp8, fp8_block: an 8-bit
-                floating-point type [N, K].
+            stored: plain, shuffled: [N, K]; int8: int8 [N, K]; int4, mxfp4: uint8 [N, Kp / 2]; fp8, fp8_block: an
+                8-bit floating-point type [N, K].
             scale: float32 [N, 1], [N, ceil(K / group)] (int8, int4) or [ceil(N / 128), ceil(K / 128)] (fp8_block);
-                None where values are not quantized.
+                uint8 [N, ceil(K / 32)], e8m0, for mxfp4; None where values are not quantized.
             zero: int4 only: uint8 of the scale's shape, or None for 8.
             group: int8, int4: 32, 64 or 128 columns of K that share a scale; None: all K, which int4 does not have.
-            shape: (N, K); int4 needs it where K is not a multiple of 64.
+                mxfp4: 32, or None.
+            shape: (N, K); int4 and mxfp4 need it where K is not a multiple of 64.
             dtype: the floating-point type the weight stands for; None: that of `stored` where it is not quantized.
 
         Returns:
@@ -98,7 +99,7 @@ class PackedWeight(Tensor):
         group = _packed.group_of(format, stored.dtype, k, group)
         _packed.check_divisible(format, n, k)
         wanted = _packed.scale_shape(format, stored.dtype, (n, k), group)
-        _packed.check_part("scale", scale, torch.float32, wanted, stored)
+        _packed.check_part("scale", scale, _packed.scale_dtype(format), wanted, stored)
         if zero is not None:
             _packed.check_part("zero", zero, torch.uint8, wanted if format == "int4" else None, stored)
         scale, zero = (None if part is None else part.detach().contiguous() for part in (scale, zero))
@@ -117,6 +118,9 @@ class PackedWeight(Tensor):
         """The weight [N, K] in float32: value · scale, or (value − zero) · scale for int4."""
         if self.scale is None:
             return self.unpack().float()
+        if self.format == "mxfp4":
+            values = _packed.e2m1_values(_packed.nibbles(self.stored)[:, : self.shape[1]])
+            return values * _packed.expanded(_packed.e8m0_values(self.scale), self.shape, 1, self.group)
         if self.format == "int4":
             values = _packed.nibbles(self.stored)[:, : self.shape[1]].float()
             if self.zero is None:
@@ -246,12 +250,14 @@ def pack(
     A scale is max |w| / largest of its row, group or block (largest: 127, 7 for int4, or that of the 8-bit
     floating-point type), no less than 2^-126, and 1 where all weights are 0. Quantized values are round(w / scale),
     ties to even. Asymmetric int4: scale = (max − min) / 15 over the group's weights and 0, zero = round(−min / scale).
+    mxfp4: scale = 2^(⌊log2(max |w|)⌋ − 2), no less than 2^-127; values beyond 6 scales become that (OCP MX v1.0, 6.3).
 
     Args:
         weight: [N, K], float32, float16, bfloat16 or float64, any strides. The plain format shares the memory of a
             contiguous one.
         format: one of FORMATS. shuffled takes N in multiples of 16 and K in multiples of 32.
-        group: columns of K that share a scale: 32, 64 or 128 for int4 (None: 128), int8 and shuffled int8 (None: all).
+        group: columns of K that share a scale: 32, 64 or 128 for int4 (None: 128), int8 and shuffled int8 (None: all);
+            32 for mxfp4.
         dtype: what is stored: an 8-bit floating-point type for fp8 and fp8_block (None: float8_e4m3fn); int8 or such a
             type for shuffled (None: the weight's own).
         symmetric: False, for int4: with zero points.
@@ -286,6 +292,40 @@ def pack(
     return PackedWeight.from_parts(
         format, stored, scale=scale, zero=zero, group=group, shape=(n, k), dtype=weight.dtype
     )
+
+
+def mxfp4_of_pairs(pairs: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+    """An mxfp4 weight from one whose bytes hold neighbouring columns, the even one in the low 4 bits.
+
+    That is how checkpoints have it: `weight_packed` and `weight_scale` of compressed-tensors (mxfp4-pack-quantized),
+    `weight` and `weight_scale` of AMD Quark, and an expert of gpt-oss's `_blocks` and `_scales`.
+
+    Args:
+        pairs: uint8 [N, K / 2], or [N, K / 32, 16] as in gpt-oss.
+        scale: [N, K / 32], e8m0: uint8 or float8_e8m0fnu.
+        dtype: what the weight stands for.
+
+    Returns:
+        The weight [N, K], value by value.
+
+    Raises:
+        InvalidArgument: a shape or dtype is outside this.
+    """
+    if not isinstance(pairs, Tensor) or pairs.dtype != torch.uint8 or pairs.ndim not in (2, 3):
+        raise InvalidArgument(
+            f"mxfp4_of_pairs: pairs are uint8 [N, K / 2] or [N, K / 32, 16], got {_packed.named(pairs)}"
+        )
+    values = _packed.nibbles_of_pairs(pairs.detach().flatten(1))
+    n, k = int(values.shape[0]), int(values.shape[1])
+    if k % _packed.MX_GROUP or not isinstance(scale, Tensor) or tuple(scale.shape) != (n, k // _packed.MX_GROUP):
+        raise InvalidArgument(
+            f"mxfp4_of_pairs: [N, K] is {[n, k]}, K in multiples of {_packed.MX_GROUP}, with scales "
+            f"{[n, k // _packed.MX_GROUP]}, got {_packed.named(scale)}"
+        )
+    if scale.dtype == getattr(torch, "float8_e8m0fnu", None):
+        scale = scale.view(torch.uint8)
+    stored = _packed.nibble_bytes(values)
+    return PackedWeight.from_parts("mxfp4", stored, scale=scale, shape=(n, k), dtype=dtype)
 
 
 # suffixes that to_plain appends to a name

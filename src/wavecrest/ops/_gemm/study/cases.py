@@ -18,7 +18,7 @@ import wavecrest.ops.common.launcher as _launcher
 from wavecrest.dispatch.decision import Cost
 from wavecrest.dispatch.tuned import Cell, Config
 from wavecrest.hardware import ARCHS, Arch
-from wavecrest.ops._gemm.call import FAST_ACCUM, FORMATS, GATED, SCALE_BLOCK, GemmCall
+from wavecrest.ops._gemm.call import FAST_ACCUM, FORMATS, GATED, NIBBLES, SCALE_BLOCK, GemmCall
 from wavecrest.ops._gemm.key import key_of, shape_of
 from wavecrest.ops._gemm.reference import values_of_b
 
@@ -85,6 +85,10 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
     int4 = torch.empty(6144, 2048, dtype=torch.uint8, device="meta").mT
     a16 = torch.empty(16, 4096, dtype=bf16, device="meta")
     add("rows=16 weight int4", GemmCall(a16, int4, scale_b=_scale(32, 6144), form="int4", group=128))
+    mxfp4: dict[str, Any] = {"scale_b": _scale(128, 6144).to(torch.uint8), "form": "mxfp4", "group": 32}
+    add("rows=16 weight mxfp4", GemmCall(a16, int4, **mxfp4))
+    add("rows=16 weight mxfp4 fp16", GemmCall(a16.half(), int4, **mxfp4))
+    add("large weight mxfp4", GemmCall(torch.empty(4096, 4096, dtype=bf16, device="meta"), int4, **mxfp4))
     gain = torch.empty(4096, dtype=bf16, device="meta")
     add("rows=16 norm bf16", _empty(16, 6144, 4096, bf16, norm_weight=gain))
     add("odd sizes bf16", _empty(1000, 1001, 1003, bf16))
@@ -92,6 +96,7 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
     a1 = torch.empty(1, 4096, dtype=bf16, device="meta")
     few = GemmCall(a1, int4, scale_b=_scale(32, 6144), form="int4", group=128)
     add("rows=1 multiply weight int4", few, _gemv.gemv, _config.gemv)
+    add("rows=1 multiply weight mxfp4", GemmCall(a1, int4, **mxfp4), _gemv.gemv, _config.gemv)
     normed = _empty(1, 6144, 4096, bf16, norm_weight=gain)
     add("rows=1 norm multiply bf16", normed, _gemv.gemv, _config.gemv)
     add("rows=1 norm multiply weight int4", few._replace(norm_weight=gain), _gemv.gemv, _config.gemv)
@@ -138,6 +143,13 @@ def emulate_cases(arch: str) -> Cases:
         stored = torch.randint(0, 256, (72, 64), dtype=torch.uint8).mT
         return GemmCall(_random(5, 100), stored, scale_b=torch.rand(128 // group, 72), form="int4", group=group)
 
+    def mxfp4(dtype: torch.dtype) -> GemmCall:
+        stored = torch.randint(0, 256, (72, 64), dtype=torch.uint8).mT
+        # from 2^-127, which is subnormal, to what float16 has no values of
+        scale = torch.randint(120, 135, (4, 72), dtype=torch.uint8)
+        scale[:, ::9] = 0
+        return GemmCall(_random(5, 100, dtype=dtype), stored, scale_b=scale, form="mxfp4", group=32)
+
     def plain(dtype: torch.dtype) -> Callable[[], GemmCall]:
         return lambda: GemmCall(_random(33, 100, dtype=dtype), _random(72, 100, dtype=dtype).mT)
 
@@ -166,6 +178,8 @@ def emulate_cases(arch: str) -> Cases:
         ),
         "weight int4": partial(int4, 32),
         "weight int4, groups of 64": partial(int4, 64),
+        "weight mxfp4": partial(mxfp4, torch.bfloat16),
+        "weight mxfp4, float16": partial(mxfp4, torch.float16),
         # in float32, which kernels over tiles do not round between norm and GEMM
         "norm": lambda: GemmCall(
             _random(5, 100, dtype=torch.float32), _random(72, 100, dtype=torch.float32).mT, norm_weight=_random(100)
@@ -197,6 +211,12 @@ def _made(M: int, N: int, K: int, kind: str, device: str) -> GemmCall:
         w = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=device)
         scale = torch.rand(K // 128, N, device=device) * unit / 4
         return GemmCall(a, w.mT, scale_b=scale, form="int4", group=128)
+    if kind == "weight mxfp4":
+        w = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=device)
+        # values are about 3 at a scale of 1
+        exponent = 125 - K.bit_length() // 2
+        scale = torch.randint(exponent, exponent + 2, (K // 32, N), dtype=torch.uint8, device=device)
+        return GemmCall(a, w.mT, scale_b=scale, form="mxfp4", group=32)
     w = torch.randn(N, K, device=device) * unit
     return GemmCall(a, w.to(a.dtype).mT)
 
@@ -228,6 +248,7 @@ def bench_cases(suite: str, device: str) -> Cases:
         for N, K in WEIGHTS:
             add(M, N, K, "weight int8")
             add(M, N, K, "weight int4")
+            add(M, N, K, "weight mxfp4")
     for M in (256, 1024, 4096):
         for N, K in WEIGHTS:
             add(M, N, K, "int8")
@@ -248,8 +269,8 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> GemmCall | None:
     columns = 2 * results if activation in GATED else results - int(tails or 0)
     a_dtype, b_dtype, out = (_dtype(parts[name]) for name in ("a", "b", "out"))
     a = _random(rows, k, dtype=a_dtype, device=device)
-    if form == "int4":
-        b = torch.randint(0, 256, (columns, k // 2), dtype=torch.uint8, device=device).mT
+    if form in NIBBLES:
+        b = torch.randint(0, 256, (columns, -(-k // 64) * 32), dtype=torch.uint8, device=device).mT
     elif str(parts["order"]).split()[1] == "n":
         b = _random(k, columns, dtype=b_dtype, device=device)
     else:
@@ -264,6 +285,8 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> GemmCall | None:
     kinds = zip("ab", str(parts["scales"]).split(), strict=True)
     scales = [shapes.get(kind) for kind in kinds]
     scale_a, scale_b = (None if shape is None else torch.rand(shape, device=device) for shape in scales)
+    if form == "mxfp4":
+        scale_b = torch.randint(120, 126, shapes["b", "group"], dtype=torch.uint8, device=device)
     wide = a_dtype if a_dtype.itemsize > 1 else torch.bfloat16
     # about 1, as those of trained models
     normed = str(parts["scales"]).startswith("norm")

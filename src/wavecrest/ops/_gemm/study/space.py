@@ -98,7 +98,7 @@ def stages_kept(m: int, warps: int, stages: int, arch: Arch) -> int:
 def shared_bytes(config: Config, shape: Shape, arch: Arch) -> int:
     """Bytes of LDS or shared memory that a tile configuration takes, about."""
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    halves = 1 + in_one_loop(shape.gated, shape.step > 0, config)
+    halves = 1 + in_one_loop(shape.gated, shape.step > 0 or shape.b_bits == 4, config)
     step = m * k * shape.a_bits // 8 + halves * n * k * shape.b_bits // 8
     kept = stages_kept(m, config["num_warps"], config["num_stages"], arch)
     # a weight of fewer bits is widened to a's type before the matrix unit reads it
@@ -266,7 +266,7 @@ def gemv(shape: Shape, arch: Arch) -> Iterator[Config]:
     stages_tried = (1, 3, 4) if arch.vendor == "nvidia" else (1, 2)
     if shape.b_bits == 4:
         for n, k, warps in _spaces.rows("gemm")["gemv"]["int4"]:
-            block_k = max(shape.step, min(k, _layout.power_of_two(shape.K)))
+            block_k = max(64, shape.step, min(k, _layout.power_of_two(shape.K)))
             for stages in stages_tried:
                 yield Config(BLOCK_N=n, BLOCK_K=block_k, SPLIT_K=1, num_warps=warps, num_stages=stages)
         return

@@ -66,7 +66,7 @@ def _tile(shape: Shape, part: dict[str, object], config: Config, arch: Arch, pro
     warps, stages, tma = config["num_warps"], config["num_stages"], config.get("TMA", 0)
     both, rows = 1 + shape.gated, min(m, shape.rows)
     # a is read, and normalised, in each loop over K
-    loops = 1 if in_one_loop(shape.gated, shape.step > 0, config) else both
+    loops = 1 if in_one_loop(shape.gated, shape.step > 0 or shape.b_bits == 4, config) else both
     wide = _work.wide(arch, m, warps, shape.a_bits)
     product = _work.product(m, n * both, k, shape.a_bits, warps, arch)
     a, b = rows * k * shape.a_bits / 8, n * both * k * shape.b_bits / 8

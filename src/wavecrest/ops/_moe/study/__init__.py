@@ -36,7 +36,8 @@ def cost_of(call: MoeCall) -> Cost:
     if ids.device.type != "meta":
         here = ids[(ids >= 0) & (ids < call.experts)]
         pairs, chosen = here.numel(), int(torch.unique(here).numel())
-    moved = chosen * 3 * call.hidden * call.intermediate * call.w1.element_size() + 2 * call.x.nbytes
+    moved = chosen * sum(one.numel() // call.experts * one.element_size() for one in (call.w1, call.w2))
+    moved += 2 * call.x.nbytes
     beside = (call.b1, call.b2, call.w1_scale, call.w2_scale)
     moved += sum(one.nbytes // call.experts * chosen for one in beside if one is not None)
     return Cost(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wavecrest.dispatch.tuned import Cell, Config
 from wavecrest.hardware import Arch
-from wavecrest.ops._moe.call import MoeCall
+from wavecrest.ops._moe.call import BLOCK, MX_GROUP, UNIT, MoeCall
 from wavecrest.ops._moe.config import default
 from wavecrest.ops._moe.key import key_of, shape_of
 from wavecrest.ops._moe.launch import launches
@@ -37,14 +37,19 @@ GPT_OSS_OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+# as the checkpoint has them: rows along memory
+GPT_OSS_MXFP4: dict[str, Any] = GPT_OSS_OPTIONS | {"transposed": False, "stored": torch.uint8, "by": "e8m0"}
+
+
 def example(
     sizes: Sizes, dtype: torch.dtype, device: str, *, biased: bool = False, transposed: bool = False,
-    stored: torch.dtype | None = None, **options: Any,
+    stored: torch.dtype | None = None, by: str = "row", **options: Any,
 ) -> MoeCall:  # fmt: skip
     """A call whose tokens choose their experts at random, each at most once; weights keep the sizes of numbers.
 
     `biased`: with b1 and b2. `transposed`: weights lie in memory as [experts, in, out]. `stored`: in 8 bits, with a
-    scale of each row of w1 and one of each expert's w2. `options`: fields of the call.
+    scale of each row of w1 and one of each expert's w2, or `by` "block"; uint8: in 4 bits, `by` "group N" columns of
+    int4 or "e8m0" of mxfp4. `options`: fields of the call.
     """
 
     def made(*shape: int, size: float = 1.0) -> Tensor:
@@ -55,7 +60,13 @@ def example(
         w1, w2 = made(e, h, 2 * i, size=h**-0.5).mT, made(e, i, h, size=i**-0.5).mT
     else:
         w1, w2 = made(e, 2 * i, h, size=h**-0.5), made(e, h, i, size=i**-0.5)
-    if stored is not None:
+    if stored is not None and by != "row":
+        w1, w1_scale = _by_columns(e, 2 * i, h, stored, by, device)
+        w2, w2_scale = _by_columns(e, h, i, stored, by, device)
+        if transposed:
+            w1, w2 = w1.mT.contiguous().mT, w2.mT.contiguous().mT
+        options = {"w1_scale": w1_scale, "w2_scale": w2_scale} | options
+    elif stored is not None:
         step = 32.0 if stored == torch.int8 else 8.0
         w1, w2 = ((step * one.float() / size).to(stored) for one, size in ((w1, h**-0.5), (w2, i**-0.5)))
         scales = {"w1_scale": torch.rand(e, 2 * i, device=device) + 0.5, "w2_scale": torch.rand(e, device=device) + 0.5}
@@ -66,6 +77,25 @@ def example(
     if biased:
         options = {"b1": made(e, 2 * i), "b2": made(e, h)} | options
     return MoeCall(made(t, h), w1, w2, weights / weights.sum(-1, keepdim=True), ids, **options)
+
+
+def _by_columns(
+    experts: int, rows: int, columns: int, stored: torch.dtype, by: str, device: str
+) -> tuple[Tensor, Tensor]:
+    """Random weights and scales of 128 × 128 of them, of groups of columns of int4, or e8m0 of 32 columns of mxfp4."""
+    size = columns**-0.5
+    if by == "block":
+        values = torch.randn(experts, rows, columns, device=device)
+        shape = (experts, -(-rows // BLOCK), -(-columns // BLOCK))
+        return (8 * values).to(stored), (torch.rand(shape, device=device) + 0.5) * size / 8
+    values = torch.randint(0, 256, (experts, rows, -(-columns // UNIT) * UNIT // 2), dtype=stored, device=device)
+    if by == "e8m0":
+        # values are about 3 at a scale of 1
+        exponent = 125 - columns.bit_length() // 2
+        shape = (experts, rows, -(-columns // MX_GROUP))
+        return values, torch.randint(exponent, exponent + 2, shape, dtype=torch.uint8, device=device)
+    shape = (experts, rows, -(-columns // int(by.removeprefix("group "))))
+    return values, (torch.rand(shape, device=device) + 0.5) * size / 4
 
 
 def inputs(M: int, N: int, K: int, dtype: torch.dtype, device: str) -> MoeCall:
@@ -90,6 +120,7 @@ def bench_cases(suite: str, device: str) -> dict[str, Callable[[], MoeCall]]:
     for tokens in (1, 64, 2048):
         sizes = GPT_OSS_20B._replace(tokens=tokens)
         cases[f"gpt-oss-20b t{tokens}"] = partial(example, sizes, bf16, device, **GPT_OSS_OPTIONS)
+        cases[f"gpt-oss-20b t{tokens} mxfp4"] = partial(example, sizes, bf16, device, **GPT_OSS_MXFP4)
     return cases
 
 
@@ -102,11 +133,14 @@ def call_of_key(parts: Mapping[str, Cell], device: str) -> MoeCall | None:
     order = str(parts["w1"])
     if order != parts["w2"] or order == "any" or not isinstance(stored, torch.dtype):
         return None
-    if stored != dtype and (parts["w1_scale"], parts["w2_scale"]) != ("row", "expert"):
+    by = "row"
+    if parts["w1_scale"] == parts["w2_scale"] and str(parts["w1_scale"]).split(" ")[0] in ("block", "group", "e8m0"):
+        by = str(parts["w1_scale"])
+    elif stored != dtype and (parts["w1_scale"], parts["w2_scale"]) != ("row", "expert"):
         return None
     call = example(
         sizes, dtype, device, transposed=order == "rows", activation=str(parts["activation"]),
-        interleaved=bool(parts["interleaved"]), stored=None if stored == dtype else stored,
+        interleaved=bool(parts["interleaved"]), stored=None if stored == dtype else stored, by=by,
     )  # fmt: skip
     call = call._replace(topk_ids=call.topk_ids.to(ids))
     return call._replace(
@@ -140,6 +174,20 @@ def emulate_cases(arch: str) -> dict[str, Callable[[], MoeCall]]:
         "float32": partial(example, Sizes(9, 3, 2, 40, 24), single, "cpu", activation="gelu_tanh"),
         "int8": partial(example, Sizes(9, 3, 2, 80, 48), brain, "cpu", stored=torch.int8),
         "fp8": partial(example, Sizes(5, 3, 2, 80, 48), half, "cpu", stored=torch.float8_e4m3fn),
+        "fp8 blocks": partial(example, Sizes(5, 3, 2, 200, 72), brain, "cpu", stored=torch.float8_e4m3fn, by="block"),
+        "int4": partial(example, Sizes(5, 3, 2, 80, 48), brain, "cpu", stored=torch.uint8, by="group 32"),
+        "mxfp4": partial(example, Sizes(5, 3, 2, 200, 72), brain, "cpu", stored=torch.uint8, by="e8m0"),
+        "mxfp4, gpt-oss": partial(
+            example,
+            Sizes(5, 3, 2, 80, 48),
+            half,
+            "cpu",
+            stored=torch.uint8,
+            by="e8m0",
+            biased=True,
+            interleaved=True,
+            activation="swigluoai",
+        ),
     }
 
 
@@ -155,6 +203,14 @@ def _compiled() -> dict[str, tuple[Sizes, torch.dtype, dict[str, Any]]]:
         "gpt-oss t=2048": (GPT_OSS_20B._replace(tokens=2048), bf16, GPT_OSS_OPTIONS),
         "transposed t=2048": (MIXTRAL_8X7B._replace(tokens=2048), bf16, {"transposed": True}),
         "mixtral t=16 int8": (MIXTRAL_8X7B._replace(tokens=16), bf16, {"stored": torch.int8}),
+        "qwen3 t=64 fp8 blocks": (
+            QWEN3_30B_A3B._replace(tokens=64),
+            bf16,
+            {"stored": torch.float8_e4m3fn, "by": "block"},
+        ),
+        "qwen3 t=64 int4": (QWEN3_30B_A3B._replace(tokens=64), bf16, {"stored": torch.uint8, "by": "group 128"}),
+        "gpt-oss t=16 mxfp4": (GPT_OSS_20B._replace(tokens=16), bf16, GPT_OSS_MXFP4),
+        "gpt-oss t=2048 mxfp4": (GPT_OSS_20B._replace(tokens=2048), bf16, GPT_OSS_MXFP4),
         "float32 t=64": (QWEN3_30B_A3B._replace(tokens=64), torch.float32, {"activation": "gelu"}),
     }
 

@@ -49,6 +49,8 @@ def space(key: Key, arch: Arch) -> Iterator[Config]:
             continue
         if max(n, down_k) > max(16, width) or max(k, down_n) > max(16, depth):
             continue
+        if min(k, down_k) < shape.least or max(k, down_k) > (shape.step or max(k, down_k)):
+            continue
         # on AMD the step that is multiplied is in registers; sums take at most 128 of them a lane
         kept = stages - 1 if arch.vendor == "amd" else stages
         lds = kept * max(k * (m + 2 * n), down_k * (m + down_n)) * shape.bits // 8
