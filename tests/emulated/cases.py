@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from tests.emulated import kernels
 from wavecrest.errors import EmulationError, OutOfBounds
+from wavecrest.hardware import ARCHS
 from wavecrest.isa.emulate import emulated
 
 Case = Callable[[str], tuple[float, float]]
@@ -27,6 +29,7 @@ ONLY = {
     "mxfp4": ("gfx950", "gfx942 has no scaled matrix instruction"),
     "mxfp4 16x16": ("gfx950", "gfx942 has no scaled matrix instruction"),
     "mxfp8": ("gfx950", "gfx942 has no scaled matrix instruction"),
+    "matmul of its own kernel": ("gfx950", "the kernel is gfx950's"),
     "fp8fnuz": ("gfx942", "the fnuz formats are those of gfx942"),
 }
 # cases of what is found without the watch
@@ -349,6 +352,29 @@ def _before(_arch: str) -> tuple[float, float]:
     x, out = torch.randn(1000), torch.zeros(1000)
     parts = ("up to 32 bytes before the start of argument out_ptr",)
     return _caught(lambda: kernels.shifted[(1,)](x, out, 1000, -8, BLOCK=1024), OutOfBounds, *parts)
+
+
+@case("matmul of its own kernel")
+def _own(_arch: str) -> tuple[float, float]:
+    """gemm's kernel for gfx950 in each configuration; steps of its loop wait for no bank of LDS."""
+    # imported here: other cases need nothing of ops
+    from wavecrest.ops._gemm import backend, study
+    from wavecrest.ops._gemm.call import GemmCall
+
+    worst, runs = 0.0, driver.active.runs
+    configs = study.space.cdna_space((), ARCHS["gfx950"])
+    for config in {config["MATRIX"]: config for config in configs}.values():
+        lost = []
+        for K in (256, 512):
+            call = GemmCall(torch.randn(256, K).bfloat16(), torch.randn(256, K).bfloat16().mT)
+            backend.op.pin(backend.op.key(call), "triton_cdna", config, "user", "a test")
+            got = backend.op(call)
+            backend.op.unpin()
+            assert runs[-1].kernel == "_cdna_kernel"
+            lost.append(runs[-1].stats.lds_conflicts)
+            worst = max(worst, relative(got, call.a.double() @ call.b.double()))
+        assert lost[0] == lost[1], f"conflicts with two and four steps: {lost}"
+    return worst, 8e-3
 
 
 @case("endless loop")

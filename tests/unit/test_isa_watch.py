@@ -41,8 +41,10 @@ class Instruction:
 class Machine:
     """Waves of one workgroup that run what they are given; nothing but the C part, its watch included."""
 
-    def __init__(self, library: Any, waves: int = 1, regions: tuple[watch.Region, ...] = ()) -> None:
-        self.library = library
+    def __init__(self, library: Any, waves: int = 1, regions: tuple[watch.Region, ...] = (), banks: int = 32) -> None:
+        self.library, self.banks = library, banks
+        # cycles of LDS, and those of them for conflicts
+        self.served = np.zeros(2, np.uint64)
         self.table, self.facts = (machine.Entry * ENTRIES)(), (machine.Facts * ENTRIES)()
         self.launch = watch.LaunchWatch(ENTRIES, regions)
         self.group = watch.GroupWatch(self.launch, (0, 0, 0), LDS_BYTES)
@@ -72,7 +74,8 @@ class Machine:
             self.watches[wave].address,
         )  # fmt: skip
         table, facts_at = ctypes.addressof(self.table), ctypes.addressof(self.facts)
-        why = self.library.run(table, 0, ENTRIES, pointers, 1000, self.hits.ctypes.data, 0, facts_at)
+        counts = (self.hits.ctypes.data, 0, facts_at, self.banks, self.served.ctypes.data)
+        why = self.library.run(table, 0, ENTRIES, pointers, 1000, *counts)
         assert why == machine.END
         return [finding.kind for finding in self.findings()[before:]]
 
@@ -533,3 +536,41 @@ def test_other_architectures_are_refused() -> None:
         check_watched(arch)
     with pytest.raises(Unsupported, match="gfx1100, which has other wait counters"):
         check_watched("gfx1100")
+
+
+# address of a lane, bytes, whether it writes -> (cycles, conflicts) of 32 and of 64 banks
+BANKS: dict[str, tuple[Callable[[int], int], int, int, tuple[int, int], tuple[int, int]]] = {
+    "words side by side": (lambda lane: 4 * lane, 4, 0, (2, 0), (1, 0)),
+    "words written side by side": (lambda lane: 4 * lane, 4, 1, (2, 0), (2, 0)),
+    "pairs of words": (lambda lane: 8 * lane, 8, 0, (4, 0), (2, 0)),
+    "four words": (lambda lane: 16 * lane, 16, 0, (8, 0), (4, 0)),
+    "four words written": (lambda lane: 16 * lane, 16, 1, (8, 0), (8, 0)),
+    "one word for all": (lambda lane: 64, 4, 0, (2, 0), (1, 0)),
+    "bytes of a word": (lambda lane: lane % 4, 1, 0, (2, 0), (1, 0)),
+    # the lanes of a phase are in eight rows
+    "rows of 128 bytes": (lambda lane: 128 * (lane % 8), 16, 0, (64, 56), (16, 12)),
+    # a phase of 32 banks has lanes 0 to 3 and 20 to 23: in four places
+    "rows of every fourth lane": (lambda lane: 128 * (lane % 4) + 64 * (lane // 4 % 2), 16, 0, (32, 24), (8, 4)),
+    "every second word": (lambda lane: 8 * lane, 4, 0, (4, 2), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("banks", [32, 64])
+@pytest.mark.parametrize("name", BANKS)
+def test_lanes_that_wait_for_each_others_banks_are_counted(library: Any, name: str, banks: int) -> None:
+    address, size, store, of_32, of_64 = BANKS[name]
+    run = Machine(library, banks=banks)
+    run.files[0][1][ADDRESS * 64 :][:64] = [address(lane) for lane in range(64)]
+    fields = _LDS | {"store": store, "offset0": 0, "data0": 4, "bytes": size}
+    run.run(0, Instruction("lds", fields))
+    assert tuple(map(int, run.served)) == (of_32 if banks == 32 else of_64)
+
+
+def test_two_addresses_and_lanes_that_are_off(library: Any) -> None:
+    run = Machine(library)
+    run.run(0, Instruction("lds", _LDS | {"store": 0, "offset0": 0, "offset1": 256, "data0": 4, "data1": 5}))
+    assert tuple(map(int, run.served)) == (4, 0)
+    # lanes 32 to 63 read nothing, and take no time
+    run.files[0][0][127] = 0
+    run.run(0, lds_read())
+    assert tuple(map(int, run.served)) == (5, 0)

@@ -156,6 +156,7 @@ def _fidelity(works: Sequence[Work], checked: bool) -> str:
     approximate = sum((Counter(work.approximate) for work in works), Counter())
     reasons = [f"  {count:,} {reason}" for reason, count in approximate.most_common()]
     unsupported = sorted({text for work in works for text in work.unsupported})
+    cycles, lost = sum(work.lds_cycles for work in works), sum(work.lds_conflicts for work in works)
     lines = [
         f"fidelity: {sum(work.exact for work in works):,} wave instructions exact, "
         f"{approximate.total():,} approximate, "
@@ -163,7 +164,8 @@ def _fidelity(works: Sequence[Work], checked: bool) -> str:
         f"{len(unsupported)} in code that was not reached cannot run",
         *reasons,
         *(f"  {text}" for text in unsupported),
-        "checked: waits, barriers, bounds, uninitialised values"
+        f"checked: waits, barriers, bounds, uninitialised values; LDS busy for {cycles:,} cycles, {lost:,} of them for "
+        "conflicts of banks (model)"
         if checked
         else "not checked: missing waits, missing barriers, uninitialised values (--check)",
     ]

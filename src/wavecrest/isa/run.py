@@ -320,6 +320,8 @@ def _work(driver: emulate.EmulatedDriver, before: int) -> Work:
         exact=close.exact,
         approximate=close.approximate,
         no_effect=close.no_effect,
+        lds_cycles=sum(run.stats.lds_cycles for run in runs),
+        lds_conflicts=sum(run.stats.lds_conflicts for run in runs),
         unsupported=sorted({text for run in runs for text in run.stats.unsupported}),
         seconds=round(sum(run.stats.seconds for run in runs), 3),
         compile_seconds=round(sum(run.stats.compile_seconds for run in runs), 3),

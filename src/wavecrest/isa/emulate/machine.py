@@ -25,7 +25,7 @@ from wavecrest import env
 from wavecrest.errors import EnvironmentProblem, MissingDependency
 from wavecrest.isa.emulate import effects
 
-SOURCES = ("wave.h", "formats.h", "matrix.h", "memory.h", "lanes.h", "dpp.h", "watch.h", "machine.c")
+SOURCES = ("wave.h", "formats.h", "matrix.h", "memory.h", "lanes.h", "dpp.h", "watch.h", "banks.h", "machine.c")
 
 # return values of `run`
 BARRIER, END, COMPILE, BUDGET, RANGE, TRAP, FAULT, OUTSIDE_LDS = range(1, 9)
@@ -211,6 +211,8 @@ def load() -> Any:
     library.convert_float.restype = ctypes.c_uint32
     library.convert_float.argtypes = (ctypes.c_uint32, ctypes.c_int, ctypes.c_int, ctypes.c_int)
     pointer, number = ctypes.c_void_p, ctypes.c_uint64
-    library.run.argtypes = (pointer, number, number, pointer, number, pointer, ctypes.c_int, pointer)
+    library.run.argtypes = (
+        pointer, number, number, pointer, number, pointer, ctypes.c_int, pointer, ctypes.c_int, pointer
+    )  # fmt: skip
     library.watch_size.argtypes, library.watch_size.restype = (ctypes.c_int,), number
     return library

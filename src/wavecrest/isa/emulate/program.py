@@ -33,6 +33,8 @@ _VGPRS = 264
 RESIDENT, QUANTUM = 64, 2000
 # most instructions of one worker in a launch; more counts as an endless loop
 LIMIT = 200_000_000
+# banks of LDS; 32 elsewhere
+BANKS = {"gfx950": 64}
 _ENDS_BLOCK = ("S_BRANCH", "S_CBRANCH", "S_ENDPGM", "S_SETPC", "S_SWAPPC", "S_TRAP")
 
 # tinygrad's cache on disk belongs to the thread that opened it
@@ -44,7 +46,8 @@ class Stats:
     """Statistics of a launch: wave instructions, the same by opcode, and the arguments that were used in place.
 
     `unsupported`: opcodes in the code, not reached, that cannot run. `findings`: those of the watch, None if the launch
-    was not watched.
+    was not watched. `lds_cycles`, `lds_conflicts`: cycles that a watched launch keeps LDS busy, and those of them that
+    lanes wait for each other's banks (machine/banks.h).
     """
 
     seconds: float = 0.0
@@ -55,6 +58,8 @@ class Stats:
     unguarded: list[str] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
     findings: list[watch.Finding] | None = None
+    lds_cycles: int = 0
+    lds_conflicts: int = 0
 
     def matrix_instructions(self) -> int:
         """The number of MFMA and WMMA instructions."""
@@ -362,12 +367,14 @@ class _Launch:
         everything = ((x, y, z) for z in range(gz) for y in range(gy) for x in range(gx))
         self.todo = list(only if only is not None else everything)[::-1]
         stats, compiled_before = Stats(workgroups=len(self.todo)), program.compile_seconds
+        # of each worker: how often instructions ran, and cycles of LDS
         hits = np.zeros((workers, program.entries), np.uint64)
+        served = np.zeros((workers, 2), np.uint64)
         begin = time.perf_counter()
         if workers == 1:
-            self._work(hits[0])
+            self._work(hits[0], served[0])
         else:
-            threads = [threading.Thread(target=self._work, args=(row,)) for row in hits]
+            threads = [threading.Thread(target=self._work, args=rows) for rows in zip(hits, served, strict=True)]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -379,6 +386,7 @@ class _Launch:
         if self.watch is not None:
             stats.findings = self.watch.findings(lambda at: program.where(program.code.code + 4 * at), self.describe)
         stats.unsupported = list(program.unsupported.values())
+        stats.lds_cycles, stats.lds_conflicts = (int(count) for count in served.sum(0))
         total = hits.sum(0)
         stats.instructions = int(total.sum())
         for index in np.flatnonzero(total):
@@ -389,7 +397,7 @@ class _Launch:
         with self.mutex:
             return self.todo.pop() if self.todo else None
 
-    def _work(self, hits: Any) -> None:
+    def _work(self, hits: Any, served: Any) -> None:
         """Run workgroups until all are done; the first error of any worker ends all workers."""
         active: list[_Group] = []
         try:
@@ -400,7 +408,7 @@ class _Launch:
                     return
                 for group in list(active):
                     for wave in group.waves:
-                        self._advance(group, wave, hits)
+                        self._advance(group, wave, hits, served)
                     # a loop may end each wave's turn at a barrier
                     self._check_limit(group, hits)
                     if group.ended():
@@ -411,15 +419,16 @@ class _Launch:
             # raised again by run, in the thread of the caller
             self.errors.append(error)
 
-    def _advance(self, group: _Group, wave: _Wave, hits: Any) -> None:
+    def _advance(self, group: _Group, wave: _Wave, hits: Any, served: Any) -> None:
         """Run a wave until it stops or its turn ends."""
         program, library = self.program, self.program.library
         table, pointers = ctypes.addressof(program.table), ctypes.addressof(wave.pointers)
         facts = None if self.watch is None else ctypes.addressof(program.facts)
         while wave.state == 0:
             why = library.run(
-                table, program.code.code, program.entries, pointers, self.budget, hits.ctypes.data, self.flush, facts
-            )
+                table, program.code.code, program.entries, pointers, self.budget, hits.ctypes.data, self.flush, facts,
+                BANKS.get(program.code.arch, 32), served.ctypes.data,
+            )  # fmt: skip
             if why == machine.COMPILE:
                 program.prepare(wave.pc)
             elif why in (machine.BARRIER, machine.END):

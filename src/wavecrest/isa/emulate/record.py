@@ -30,6 +30,9 @@ class Work(files.Model):
     exact: int = 0
     approximate: dict[str, int] = Field(default_factory=dict)
     no_effect: int = 0
+    # with --check: cycles that accesses keep LDS busy, and those of them for conflicts of banks
+    lds_cycles: int = 0
+    lds_conflicts: int = 0
     unsupported: list[str] = Field(default_factory=list)
     seconds: float = 0.0
     # seconds of them spent on compiling opcodes, each at its first use

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import wavecrest.ops._gemm.config as _config
 import wavecrest.ops._gemm.launch as _launch
+import wavecrest.ops._gemm.launch_cdna as _cdna
 import wavecrest.ops._gemm.launch_gemv as _gemv
 import wavecrest.ops._gemm.launch_hopper as _hopper
 import wavecrest.ops.common.checks as _checks
@@ -89,6 +90,10 @@ def _refuse_hopper(call: GemmCall) -> str | None:
     return _refuse(call) or _hopper.refusal(call)
 
 
+def _refuse_cdna(call: GemmCall) -> str | None:
+    return _refuse(call) or (TAILED if call.tail is not None else _cdna.refusal(call))
+
+
 def _opt_in(_call: GemmCall) -> str:
     return MEASURED
 
@@ -111,9 +116,16 @@ def _run(planner: _launch.Planner, call: GemmCall, config: Config) -> Tensor:
     return _launch.bind(planner, call, config)(call)
 
 
+def _portable(call: GemmCall) -> Callable[[GemmCall], Tensor]:
+    return _launch.bind(_launch.tiles, call, default_config(_config.tiled, key_of(call)))
+
+
 def _bind_hopper(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
-    portable = _launch.bind(_launch.tiles, call, default_config(_config.tiled, key_of(call)))
-    return _hopper.bind(call, config, portable)
+    return _hopper.bind(call, config, _portable(call))
+
+
+def _bind_cdna(call: GemmCall, config: Config) -> Callable[[GemmCall], Tensor]:
+    return _cdna.bind(call, config, _portable(call))
 
 
 op.attach_kernel(
@@ -151,4 +163,12 @@ op.attach_kernel(
     opt_in=_opt_in,
     priority=PRIORITY,
     default_config=lambda _key: _config.hopper(),
+)
+op.attach_kernel(
+    "triton_cdna",
+    _bind_cdna,
+    refuse=_refuse_cdna,
+    opt_in=_opt_in,
+    priority=PRIORITY,
+    default_config=lambda _key: _config.cdna(),
 )

@@ -190,3 +190,8 @@ def hopper(columns: int = 128, stages: int = 4, group: int = 8, behind: int = 2)
     return Config(
         BLOCK_M=128, BLOCK_N=columns, BLOCK_K=64, GROUP_M=group, STAGES=stages, BEHIND=behind, num_warps=4, num_stages=1
     )
+
+
+def cdna(matrix: int = 32, group: int = 8) -> Config:
+    """For `_cdna_kernel`: tiles of 256 × 256; `matrix`: rows of a matrix instruction."""
+    return Config(BLOCK_K=64, GROUP_M=group, MATRIX=matrix, num_warps=8, num_stages=1, waves_per_eu=0)

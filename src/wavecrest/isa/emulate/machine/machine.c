@@ -132,8 +132,10 @@ void install(void) {
 
 /* Run one wave until it must stop, and say why. The program counter stays in the wave.
    table[(pc - base) / 4] are the decoded instructions, hits counts how often each ran. With `facts` of
-   each instruction the wave is watched. */
-int run(const Entry* table, u64 base, u64 entries, Wave* w, u64 budget, u64* hits, int flush, const Facts* facts) {
+   each instruction the wave is watched, and the cycles of `banks` banks of LDS are counted. */
+int run(
+    const Entry* table, u64 base, u64 entries, Wave* w, u64 budget, u64* hits, int flush, const Facts* facts, int banks,
+    u64* served) {
   volatile u32* pc = w->s + PC;
   unsigned old = flush_denormals(flush);
   int why = sigsetjmp(escape, 0);
@@ -149,7 +151,10 @@ int run(const Entry* table, u64 base, u64 entries, Wave* w, u64 budget, u64* hit
     if (why) break;
     const Entry* e = &table[i];
     hits[i]++;
-    if (facts) watch(w, e, &facts[i], i);
+    if (facts) {
+      watch(w, e, &facts[i], i);
+      count_banks(w, e, banks, served);
+    }
     if (e->action) {
       u64 next = act(w, e, at);
       pc[0] = (u32)next;

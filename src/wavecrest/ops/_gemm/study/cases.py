@@ -12,6 +12,7 @@ from torch import Tensor
 
 import wavecrest.ops._gemm.config as _config
 import wavecrest.ops._gemm.launch as _launch
+import wavecrest.ops._gemm.launch_cdna as _cdna
 import wavecrest.ops._gemm.launch_gemv as _gemv
 import wavecrest.ops._gemm.launch_hopper as _hopper
 import wavecrest.ops.common.launcher as _launcher
@@ -127,6 +128,14 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
             cases[f"hopper {kind} {'bf16' if dtype == bf16 else 'fp16'}"] = _hopper.launch(
                 what, y, _config.hopper(), arch
             )
+    if arch.name == _cdna.ARCH and config is None:
+        for dtype, K, more in (
+            (bf16, 4096, {}),
+            (torch.float16, 4104, {"bias": _scale(6144), "activation": "silu"}),
+        ):
+            what = _empty(4096, 6144, K, dtype, **more)
+            name = "cdna bf16" if dtype == bf16 else "cdna fp16 bias silu, ragged steps"
+            cases[name] = _cdna.launch(what, what.a.new_empty(what.shape, dtype=dtype), _config.cdna(), arch)
     return cases
 
 
@@ -134,6 +143,14 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu
     if dtype == torch.int8:
         return torch.randint(-127, 128, shape, dtype=dtype, device=device)
     return torch.randn(shape, device=device).to(dtype)
+
+
+def _whole_tiles(M: int, N: int, K: int, dtype: torch.dtype) -> GemmCall:
+    """Rows and columns that are parts of longer ones, beside NaN; a bias and an activation."""
+    a, w = (torch.full((rows, K + 24), math.nan, dtype=dtype)[:, 8 : K + 8] for rows in (M, N))
+    for x in (a, w):
+        x.copy_(_random(*x.shape, dtype=dtype))
+    return GemmCall(a, w.mT, bias=_random(N, dtype=dtype), activation="silu", alpha=0.05)
 
 
 def emulate_cases(arch: str) -> Cases:
@@ -161,6 +178,10 @@ def emulate_cases(arch: str) -> Cases:
         more["gated, whole rows"] = lambda: GemmCall(
             _random(200, 520), _random(272, 520).mT, activation="silu_and_mul", alpha=0.05
         )
+    if arch == _cdna.ARCH:
+        # its own kernel, for more rows and columns than the other cases have; tiles that share rows or columns
+        for dtype, (M, N, K) in ((torch.bfloat16, (300, 259, 392)), (torch.float16, (256, 520, 256))):
+            more[f"whole tiles, {str(dtype).removeprefix('torch.')}"] = partial(_whole_tiles, M, N, K, dtype)
     return more | {
         **{str(dtype).removeprefix("torch."): plain(dtype) for dtype in types},
         "few rows, long sums": lambda: GemmCall(_random(3, 700), _random(40, 700).mT),

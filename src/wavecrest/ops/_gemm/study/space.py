@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 import wavecrest.ops._gemm.launch as _launch
+import wavecrest.ops._gemm.launch_cdna as _cdna
 import wavecrest.ops._gemm.launch_hopper as _hopper
 import wavecrest.ops.common.launcher as _launcher
 import wavecrest.ops.common.layout as _layout
@@ -23,7 +24,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.dispatch.tuned import spaces as _spaces
 from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import GemmCall
-from wavecrest.ops._gemm.config import FEW_ROWS, Shape, hopper, in_one_loop
+from wavecrest.ops._gemm.config import FEW_ROWS, Shape, cdna, hopper, in_one_loop
 from wavecrest.ops._gemm.key import shape_of
 
 # registers a lane that sums may take; there are 256 (512 on AMD CDNA, where twice as many threads share a tile)
@@ -342,3 +343,16 @@ def hopper_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launche
     if math.prod(call.shape) == 0:
         return []
     return [_hopper.launch(call, torch.empty(call.shape, dtype=call.dtype, device="meta"), config, arch)]
+
+
+def cdna_space(_key: Key, _arch: Arch) -> Iterator[Config]:
+    """The configurations of `triton_cdna` worth trying, the default first."""
+    for row in _spaces.rows("gemm")["cdna"]["tiles"]:
+        yield cdna(*row)
+
+
+def cdna_launches(call: GemmCall, config: Config, arch: Arch) -> list[_launcher.Launch]:
+    """The launch of a call on `triton_cdna`; see `KernelStudy`."""
+    if math.prod(call.shape) == 0:
+        return []
+    return [_cdna.launch(call, torch.empty(call.shape, dtype=call.dtype, device="meta"), config, arch)]

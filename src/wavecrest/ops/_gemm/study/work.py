@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import wavecrest.ops._gemm.launch as _launch
+import wavecrest.ops._gemm.launch_cdna as _cdna
 import wavecrest.ops.common.cost_model_work as _work
 import wavecrest.ops.common.layout as _layout
 from wavecrest.dispatch.decision import Key
@@ -178,11 +179,21 @@ def hopper(shape: Shape, part: dict[str, object], config: Config, arch: Arch) ->
     return tuple(replace(one, warps=_HOPPER_WARPS, registers=0.0) for one in tiled(shape, part, Config(**like), arch))
 
 
+def cdna(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
+    """`_cdna_kernel`: as tiles of `_tile_kernel` whose loads do not go through registers."""
+    if arch.name != _cdna.ARCH or shape.rows < _cdna.TILE or shape.columns < _cdna.TILE:
+        return ()
+    like = {"BLOCK_M": _cdna.TILE, "BLOCK_N": _cdna.TILE, "BLOCK_K": config["BLOCK_K"], "GROUP_M": config["GROUP_M"]}
+    like |= {"SPLIT_K": 1, "PERSISTENT": 0, "TMA": 1, "num_warps": config["num_warps"], "num_stages": 3}
+    return tiled(shape, part, Config(**like), arch)
+
+
 _BY_BACKEND: dict[str, Callable[[Shape, dict[str, object], Config, Arch], tuple[Work, ...]]] = {
     "triton": tiled,
     "triton_stream_k": streamed,
     "triton_gemv": gemv,
     "triton_hopper": hopper,
+    "triton_cdna": cdna,
 }
 
 
