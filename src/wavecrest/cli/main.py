@@ -59,6 +59,8 @@ def _usage(error: Exception) -> str:
     if context is not None and text == context.get_help():
         _shared.out.print(text, markup=False, soft_wrap=True)
         return ""
+    if text.endswith("?"):
+        return f"{text} See `wavecrest --help`"
     return f"{text}; see `wavecrest --help`" if text else ""
 
 

@@ -163,6 +163,8 @@ def command(
     before it; it stays only if the gain is proven. Writes run.json, plan.json and report.html.
     """
     spec = _shared.spec_of(workload, hf, generate)
+    # what is wrong with the command line is told before torch is imported
+    share, seconds = _shared.parse_percent(min_gain), parse_duration(budget)
     folder = resume or out or Path("runs") / f"{_slug(spec)}-{datetime.now():%Y%m%d-%H%M%S}"
     from wavecrest.optimizer.api import OptimizeInterrupted
 
@@ -171,8 +173,8 @@ def command(
             result, loaded = run(
                 spec,
                 level=level,
-                min_gain=_shared.parse_percent(min_gain),
-                budget=parse_duration(budget),
+                min_gain=share,
+                budget=seconds,
                 device=device,
                 precision=precision,
                 out=folder,
