@@ -6,7 +6,7 @@ import re
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column, Table
 from rich.text import Text
 
-from wavecrest.cli import _shared
+from wavecrest.cli import _ranks, _shared
 from wavecrest.errors import InvalidArgument, OutputError
 
 if TYPE_CHECKING:
@@ -166,6 +166,17 @@ def command(
     # what is wrong with the command line is told before torch is imported
     share, seconds = _shared.parse_percent(min_gain), parse_duration(budget)
     folder = resume or out or Path("runs") / f"{_slug(spec)}-{datetime.now():%Y%m%d-%H%M%S}"
+    own = _ranks.rank()
+    if own is not None:
+        if resume is not None or generate is not None:
+            given = "--resume" if resume is not None else "--generate"
+            raise InvalidArgument(f"{given} is for a run of one process, and torchrun started several")
+        options = {
+            "level": level, "min_gain": share, "budget": seconds, "precision": precision, "processes": processes,
+            "steps": tuple(step) if step else None, "skip": tuple(skip or ()),
+        }  # fmt: skip
+        written = {"out": folder} if bundle is None else {"out": folder, "bundle": bundle}
+        return _divided(own, spec, options, device, written, json)
     from wavecrest.optimizer.api import OptimizeInterrupted
 
     try:
@@ -200,6 +211,20 @@ def command(
             _shared.out.print(f"[dim]proof bundle:[/] {escape(str(bundle))}", soft_wrap=True)
     if result.unwritten:
         _shared.print_error(result.unwritten)
+        return OutputError.exit_code
+    return 0
+
+
+def _divided(
+    own: int, spec: str, options: dict[str, Any], device: str | None, written: dict[str, Path], json: bool
+) -> int:
+    """The command on one rank of a job; rank 0 prints and writes."""
+    found = _ranks.optimize(own, spec, options, device, written, Display)
+    if found.local is not None:
+        _shared.print_json(found.local.record) if json else print_summary(found.local.record, written["out"])
+    _ranks.finish(own, found)
+    if found.local is not None and found.local.unwritten:
+        _shared.print_error(found.local.unwritten)
         return OutputError.exit_code
     return 0
 
@@ -253,7 +278,7 @@ def print_summary(record: OptimizeRecord, folder: Path | None) -> None:
     console.print(table)
     skipped = sum(step.verdict == "skipped" for step in record.steps)
     if skipped:
-        console.print(f"[dim]{skipped} steps skipped; the report has the reason of each[/]")
+        console.print(f"[dim]{skipped} step{'' if skipped == 1 else 's'} skipped; the report has the reason of each[/]")
     _shared.print_coverage(_coverage(record))
     console.print()
     _print_result(record)
