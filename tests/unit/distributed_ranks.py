@@ -198,7 +198,7 @@ class Refusing(nn.Module):
 
 
 def workload(device: str) -> tuple[nn.Module, dict[str, Any]]:
-    """What a user's function returns whose model all ranks have a part of."""
+    """A model that all ranks have a part of, as a user's function returns it."""
     return distributed.parallelize(model_of("Llama")).to(device), INPUTS
 
 

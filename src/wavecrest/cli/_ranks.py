@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from wavecrest.cli import _shared
 from wavecrest.errors import InvalidArgument, Refused
 
 if TYPE_CHECKING:
-    from wavecrest.cli.optimize import Display
     from wavecrest.integrations.distributed import ParallelResult
 
 
@@ -32,8 +32,8 @@ def tunes(op: str) -> bool:
     own = rank()
     if own is not None and ":" in op:
         raise InvalidArgument(
-            f"{op} cannot be tuned in a job of several processes: record its calls with WAVECREST_MISSES=FILE.jsonl, then "
-            "run `wavecrest tune FILE.jsonl`"
+            f"{op} cannot be tuned in a job of several processes: record its calls with WAVECREST_MISSES=FILE.jsonl, "
+            "then run `wavecrest tune FILE.jsonl`"
         )
     if own:
         _leave(own, "rank 0 tunes, on every GPU that it sees")
@@ -45,7 +45,12 @@ def _leave(own: int, reason: str) -> None:
 
 
 def optimize(
-    own: int, spec: str, options: dict[str, Any], device: str | None, files: dict[str, Path], show: type[Display]
+    own: int,
+    spec: str,
+    options: dict[str, Any],
+    device: str | None,
+    files: dict[str, Path],
+    show: Callable[[], AbstractContextManager[Any]],
 ) -> ParallelResult:
     """Optimize the model of a workload that `parallelize` divided; every rank calls it alike.
 

@@ -161,6 +161,8 @@ def command(
 
     Every step is predicted, applied to a copy, held to an accuracy gate and measured interleaved against the model
     before it; it stays only if the gain is proven. Writes run.json, plan.json and report.html.
+
+    Under torchrun: a model that its function divided over the ranks, on every rank alike.
     """
     spec = _shared.spec_of(workload, hf, generate)
     # what is wrong with the command line is told before torch is imported

@@ -434,7 +434,7 @@ def command(
     """Find the fastest correct backend and configuration for each shape of an op, PyTorch among them.
 
     Kernels are compiled first, in parallel; every candidate is held against the op's definition before it is timed; a
-    tie keeps the default, or else PyTorch.
+    tie keeps the default, or else PyTorch. Under torchrun rank 0 tunes, on every GPU that it sees.
     """
     if not _ranks.tunes(op):
         return

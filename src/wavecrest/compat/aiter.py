@@ -43,8 +43,8 @@ PRECISIONS: dict[str, settings.Precision] = {"FP32": "ieee", "TF32": "tf32", "BF
 QUANTIZED = ("int8", "int4", "fp8")
 _logger = logging.getLogger("wavecrest.compat")
 
-# sizes are free in each call
 dynamic_conv2d = conv2d
+"""`wavecrest.conv2d`: sizes are free in each call."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -103,7 +103,7 @@ def enable_fusion(enabled: bool) -> None:
 
 
 class DynamicShapes:
-    """What `enable_dynamic_shapes` returns: as a context it puts back, at its end, what held before the call."""
+    """Result of `enable_dynamic_shapes`: as a context it puts back, at its end, what held before the call."""
 
     def __init__(self, before: bool) -> None:
         self._before = before
