@@ -107,18 +107,24 @@ def spec_of(workload: str | None, hf: str | None, generate: str | None = None) -
 
     Raises:
         InvalidArgument: no workload was given, or more than one.
-        WorkloadError: its file is not there; found before torch is imported.
     """
     if sum(one is not None for one in (workload, hf, generate)) != 1:
         raise InvalidArgument("give one workload: file.py:function, package.module:function, or --hf DIR")
-    for one in (workload, generate):
-        file = (one or "").rpartition(":")[0]
-        # loading says what is wrong with a name that no file can have
-        if file.endswith(".py") and "\0" not in file and not Path(file).exists():
-            raise WorkloadError(f"no file {file}")
     if workload is not None:
         return workload
     return f"hf:{hf}" if generate is None else f"generate:{generate}"
+
+
+def check_file(spec: str) -> None:
+    """Look for the file of a workload, which takes no import of torch.
+
+    Raises:
+        WorkloadError: it is not there.
+    """
+    file = spec.removeprefix("generate:").rpartition(":")[0]
+    # loading says what is wrong with a name that no file can have
+    if file.endswith(".py") and "\0" not in file and not Path(file).exists():
+        raise WorkloadError(f"no file {file}")
 
 
 def parse_percent(text: str) -> float:

@@ -167,6 +167,7 @@ def command(
     spec = _shared.spec_of(workload, hf, generate)
     # what is wrong with the command line is told before torch is imported
     share, seconds = _shared.parse_percent(min_gain), parse_duration(budget)
+    _shared.check_file(spec)
     folder = resume or out or Path("runs") / f"{_slug(spec)}-{datetime.now():%Y%m%d-%H%M%S}"
     own = _ranks.rank()
     if own is not None:
