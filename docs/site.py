@@ -42,7 +42,37 @@ REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
     "reference/functional.md": ("Functions", ("nn.functional",)),
     "reference/nn.md": ("Modules", ("nn",)),
     "reference/settings.md": ("Settings", ("settings",)),
-    "reference/dispatch.md": ("Dispatch", ("dispatch.registry.coverage", "dispatch.decision.Decision")),
+    "reference/dispatch.md": (
+        "Dispatch",
+        (
+            "dispatch.registry.coverage", "dispatch.registry.names", "dispatch.registry.get",
+            "dispatch.registry.pin_tuned", "dispatch.registry.strict", "dispatch.registry.record_misses",
+            "dispatch.decision.Decision", "dispatch.op.Op",
+        ),
+    ),
+    "reference/kernels.md": ("Your own kernels", ("backends.user.register_kernel", "backends.user.check_kernel")),
+    "reference/guides.md": ("Names of published guides", ("compat.aiter", "compat.xlstm")),
+    "reference/integrations.md": (
+        "Integrations",
+        (
+            "integrations.compile_backend.wavecrest", "integrations.compile_backend.last_report",
+            "integrations.compile_backend.reports", "integrations.compile_backend.Report",
+            "integrations.transformers.enable", "integrations.transformers.use_attention",
+            "integrations.transformers.patch_transformers_xlstm", "integrations.generate.of",
+            "integrations.generate.Generation", "integrations.kernels_hub.build", "integrations.kernels_hub.enable",
+            "integrations.kernels_hub.mapping", "integrations.diffusers.optimize_pipeline",
+            "integrations.diffusers.Optimized", "integrations.export.export", "integrations.torchao.convert",
+            "integrations.torchao.packed", "integrations.compressed_tensors.load", "integrations.tirex.patch_tirex",
+            "integrations.distributed.parallelize", "integrations.distributed.optimize",
+            "integrations.distributed.ParallelResult", "integrations.distributed.on_rank_zero",
+            "integrations.distributed.gather_local", "integrations.ray.workers_of", "integrations.vllm.register",
+            "integrations.sglang.register",
+        ),
+    ),
+    "reference/machine.md": (
+        "The machine",
+        ("hardware.detect", "hardware.Device", "hardware.Arch", "env.table", "env.Variable", "env.get"),
+    ),
     "reference/errors.md": ("Errors and warnings", ("errors",)),
 }  # fmt: skip
 OPS_REFERENCE = "reference/ops.md"

@@ -24,6 +24,10 @@ _LAZY = {
     "check_kernel": "wavecrest.backends.user",
     "conv2d": "wavecrest.nn.functional",
     "coverage": "wavecrest.dispatch.registry",
+    "dynamic_conv2d": "wavecrest.compat.aiter",
+    "enable_dynamic_shapes": "wavecrest.compat.aiter",
+    "enable_fusion": "wavecrest.compat.aiter",
+    "enable_tensor_cores": "wavecrest.compat.aiter",
     "env": "wavecrest.env",
     "errors": "wavecrest.errors",
     "hardware": "wavecrest.hardware",
@@ -39,6 +43,9 @@ _LAZY = {
     "registry": "wavecrest.dispatch.registry",
     "rms_norm": "wavecrest.nn.functional",
     "route": "wavecrest.optimizer.routed",
+    "set_cache_size": "wavecrest.compat.aiter",
+    "set_default_precision": "wavecrest.compat.aiter",
+    "set_log_level": "wavecrest.compat.aiter",
     "settings": "wavecrest.settings",
     "softmax": "wavecrest.nn.functional",
 }
@@ -54,6 +61,10 @@ __all__ = [
     "check_kernel",
     "conv2d",
     "coverage",
+    "dynamic_conv2d",
+    "enable_dynamic_shapes",
+    "enable_fusion",
+    "enable_tensor_cores",
     "env",
     "errors",
     "hardware",
@@ -69,6 +80,9 @@ __all__ = [
     "registry",
     "rms_norm",
     "route",
+    "set_cache_size",
+    "set_default_precision",
+    "set_log_level",
     "settings",
     "softmax",
 ]
@@ -76,6 +90,15 @@ __all__ = [
 if TYPE_CHECKING:
     from wavecrest import env, errors, hardware, nn, ops, settings
     from wavecrest.backends.user import check_kernel, register_kernel
+    from wavecrest.compat.aiter import (
+        dynamic_conv2d,
+        enable_dynamic_shapes,
+        enable_fusion,
+        enable_tensor_cores,
+        set_cache_size,
+        set_default_precision,
+        set_log_level,
+    )
     from wavecrest.dispatch import registry
     from wavecrest.dispatch.registry import coverage
     from wavecrest.measure.workload import Buckets, Workload

@@ -2,7 +2,7 @@
 
     python -m tests.cli.new_op_installed
 
-Not collected by pytest: pip takes a minute. `tests/cli/test_new_op.py` has the same without pip.
+Not collected by pytest: pip takes a minute. `tests/cli/test_your_kernel.py` has the same without pip.
 """
 
 from __future__ import annotations

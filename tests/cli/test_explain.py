@@ -329,8 +329,13 @@ def test_the_keys_words_reach_most_ops_and_other_parts_of_a_key_stay_refused() -
     assert {"batch", "heads", "dk", "tokens", "rows", "columns", "capacity"} <= {
         field for _, field in _sizes_by_the_keys_words()
     }
-    for op, word in (("mlstm_chunkwise", "DV=64"), ("flash_decoding", "tokens=2"), ("rms_norm", "batch=2")):
-        with pytest.raises(InvalidArgument, match="is no size"):
+    from_sizes, unknown = "has {} from its sizes.*by batch", "is no size.*by rows"
+    for op, word, problem in (
+        ("mlstm_chunkwise", "DV=64", from_sizes.format("dv")),
+        ("flash_decoding", "tokens=2", from_sizes.format("tokens")),
+        ("rms_norm", "batch=2", unknown),
+    ):
+        with pytest.raises(InvalidArgument, match=problem):
             explain.rank(op, "gfx942", [word])
     with pytest.raises(InvalidArgument, match="D is already 32"):
         explain.rank("mlstm_chunkwise", "gfx942", ["D=32", "dk=64"])

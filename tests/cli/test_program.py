@@ -24,6 +24,17 @@ def test_a_reader_that_has_read_enough_is_no_error() -> None:
     assert done.stderr == ""
 
 
+def test_what_is_wrong_with_the_words_is_said_before_torch_is_loaded() -> None:
+    code = """
+import sys
+from wavecrest.cli.main import main
+print(main(["optimize", "nope.py:make"]), main(["optimize", "m:make", "--budget", "soon"]), "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "1 1 False\n", done.stderr
+    assert "no file nope.py" in done.stderr and "not 'soon'" in done.stderr
+
+
 def test_the_shell_completes_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["--show-completion", "bash"]) == 0
     script = capsys.readouterr().out
@@ -47,6 +58,10 @@ def test_help_fits_the_terminal(
         assert max(map(len, out.splitlines())) <= columns
         if not words:
             assert all(f"\n  {name} " in out for name in COMMANDS)
+        if not words and columns >= 80:
+            # in their order, each with its whole line
+            shown = [line.split(maxsplit=1) for line in out.partition("Commands:\n")[2].splitlines()]
+            assert shown == [list(pair) for pair in COMMANDS.items()]
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

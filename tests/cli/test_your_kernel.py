@@ -123,9 +123,10 @@ def test_a_new_op_is_refused_with_the_reason(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "new").exists() and list((tmp_path / "there").iterdir()) == [tmp_path / "there" / "a.txt"]
 
 
-def test_a_new_ops_package_passes_its_own_tests(tmp_path: Path) -> None:
+def test_a_new_ops_package_passes_its_own_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As an installed package is found, by its entry point; `tests.cli.new_op_installed` does it with pip."""
     assert main.main(["new-op", "scaled_silu", "--path", str(tmp_path / "package")]) == 0
+    assert f"next: pip install -e '{tmp_path / 'package'}[test]' && python -m pytest" in capsys.readouterr().err
     installed = tmp_path / "package" / "src"
     (installed / "wavecrest_scaled_silu-0.1.0.dist-info").mkdir()
     (installed / "wavecrest_scaled_silu-0.1.0.dist-info" / "METADATA").write_text("Name: wavecrest-scaled-silu\n")

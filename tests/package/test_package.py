@@ -55,6 +55,38 @@ result.nothing
 """
 
 
+# a stranger's model and kernel
+SERVE = """
+import torch
+from torch import nn
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def make(device):
+    torch.manual_seed(0)
+    return Tagger().eval().to(device), torch.randn(4, 32, device=device)
+"""
+OWN = """
+import torch
+import wavecrest
+
+
+@wavecrest.register_kernel("silu_and_mul", arch="cpu", dtypes="float32")
+def own_gate(gate, up):
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+"""
+
+
 def build(source: Path, kind: str, into: Path) -> Path:
     """The archive that a front end such as `python -m build` gets from the project's build backend."""
     code = f"import sys; from hatchling import build; print(build.build_{kind}(sys.argv[1]))"
@@ -89,11 +121,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def use(installed: Path, *command: str) -> str:
-    """Output of a program that finds the installed package, and not this checkout."""
+def use(installed: Path, *command: str, folder: Path | None = None) -> str:
+    """Output of a program that finds the installed package, and not this checkout; with `folder` there, as its home."""
+    mine = {} if folder is None else {"HOME": str(folder), "WAVECREST_DATABASE": ""}
     done = subprocess.run(
-        [sys.executable, *command], cwd=installed.parent, env=os.environ | {"PYTHONPATH": str(installed)},
-        capture_output=True, text=True, timeout=300,
+        [sys.executable, *command], cwd=folder or installed.parent,
+        env=os.environ | {"PYTHONPATH": str(installed)} | mine, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -163,6 +196,31 @@ print(metadata.version("wavecrest"))
     assert all(int(size) > 10 for size in sizes.split())
     rows = use(installed, str(program), "db", "check")
     assert "rows" in rows
+
+
+@pytest.mark.slow
+def test_a_strangers_first_hour(installed: Path, tmp_path: Path) -> None:
+    """In an empty home: an own model optimized, its report and plan, an own kernel, the guide's names."""
+    program = str(installed / "bin" / "wavecrest")
+    (tmp_path / "serve.py").write_text(SERVE, encoding="utf-8")
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    few = ("--step", "fuse_qkv", "--budget", "5s", "--device", "cpu", "-o", "run")
+    told = use(installed, program, "optimize", "serve.py:make", *few, folder=tmp_path)
+    assert "Tagger: " in told and "plan and report: run/plan.json  run/report.html" in told
+    assert "Tagger" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    call = ("explain", "silu_and_mul", "16", "256", "fp32", "--kernels", "own.py", "--device", "cpu")
+    assert "not own_gate" in use(installed, program, *call, folder=tmp_path)
+    code = """
+import torch, own, wavecrest
+from serve import make
+print(wavecrest.check_kernel("silu_and_mul", "own_gate", device="cpu") > 5)
+model, x = make("cpu")
+model = wavecrest.Plan.load("run/plan.json").apply(model)
+wavecrest.set_log_level("WARNING")
+with torch.no_grad():
+    print(tuple(wavecrest.matmul(x, x.T).shape), tuple(wavecrest.quantize(model, dtype="int8")(x).shape))
+"""
+    assert use(installed, "-W", "ignore", "-c", code, folder=tmp_path) == "True\n(4, 4) (4, 8)\n"
 
 
 def test_a_users_program_passes_a_strict_type_check(installed: Path, tmp_path: Path) -> None:

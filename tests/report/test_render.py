@@ -425,6 +425,17 @@ def test_cpu_profile_says_why_there_is_no_idle(sample: Sample) -> None:
     assert "No idle time is shown: on the CPU" in text
 
 
+def test_a_profile_that_was_not_taken_has_no_columns(sample: Sample) -> None:
+    record = sample("full")
+    assert "After, ms" in report.render(record).partition('id="time"')[2].partition("Roofline")[0]
+    before = report.render(record.model_copy(update={"profile_after": []}))
+    table = before.partition('id="time"')[2].partition("</table>")[0]
+    assert "Before, ms" in table and "After" not in table
+    heads, rows = table.partition("</thead>")[::2]
+    row = rows.partition("</tr>")[0]
+    assert heads.count("</th>") == row.count("</th>") + row.count("</td>") == 4
+
+
 def test_roofline_reads_the_peaks_back(sample: Sample) -> None:
     panel = roofline.panels(sample("full"))[0]
     assert panel.plot is not None
@@ -634,6 +645,11 @@ def test_records_of_before_have_no_gate(sample: Sample) -> None:
 )
 def test_seconds(value: float, expected: str) -> None:
     assert numbers.seconds(value) == expected
+
+
+def test_numbers_stay_beside_their_units_and_options_in_one_line() -> None:
+    assert numbers.prose("by 2 % in 3.5 ms, 4 steps <b>") == "by 2\u00a0% in 3.5\u00a0ms, 4 steps &lt;b&gt;"
+    assert numbers.prose("more --budget-x, a--b") == 'more <span class="whole">--budget-x</span>, a--b'
 
 
 @pytest.mark.parametrize(

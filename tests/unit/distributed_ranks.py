@@ -197,6 +197,50 @@ class Refusing(nn.Module):
         raise StepRefused("the model cannot be captured: planted")
 
 
+def workload(device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model that all ranks have a part of, as a user's function returns it."""
+    return distributed.parallelize(model_of("Llama")).to(device), INPUTS
+
+
+def whole(device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The same, not divided."""
+    return model_of("Llama").to(device), INPUTS
+
+
+def commanded(job: distributed._Job) -> None:
+    """The command line on each rank, as torchrun starts it."""
+    from wavecrest.cli import main
+    from wavecrest.cli import optimize as command
+
+    def run(workload: Any, options: Any, *, out: Path, **_: Any) -> Any:
+        assert (
+            options.budget == 90.0 and options.level == 4 and options.skip == ("environment",) and out == Path("here")
+        )
+        return SimpleNamespace(plan=plan_of(workload.model), record="the record", unwritten="")
+
+    def printed(record: Any, folder: Path | None) -> None:
+        assert record == "the record" and folder == Path("here") and job.rank == 0
+        say("printed")
+
+    distributed.api.run, command.print_summary = run, printed  # type: ignore[assignment]
+    # this job goes on
+    dist.destroy_process_group = lambda: None  # type: ignore[assignment]
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(job.rank), "LOCAL_RANK": str(job.rank)}
+    here = ["optimize", "tests.unit.distributed_ranks:workload", "--out", "here", "--budget", "90s", "--level", "4"]
+    assert main.main(here) == 0
+    assert main.main([*here, "--resume", "runs"]) == 1
+    assert main.main(["optimize", "tests.unit.distributed_ranks:whole"]) == 1
+    assert main.main(["tune", "tests.unit.distributed_ranks:whole"]) == 1
+    if job.rank:
+        assert main.main(["tune", "rms_norm"]) == 0
+    refused = distributed._check
+    distributed._check = lambda *_: "planted"  # type: ignore[assignment]
+    assert main.main(here) == 2
+    distributed._check = refused  # type: ignore[assignment]
+    del os.environ["WORLD_SIZE"]
+    say("commanded")
+
+
 def not_captured(job: distributed._Job) -> None:
     divided = distributed.parallelize(model_of("Llama"))
     problem = distributed._check(job, divided, Refusing(), INPUTS)
@@ -270,7 +314,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     job = distributed._Job()
-    for part in (answers, followed, compiled, cached, not_captured, refusals, failures):
+    for part in (answers, followed, compiled, cached, commanded, not_captured, refusals, failures):
         part(job)
     os._exit(0)
 

@@ -67,3 +67,11 @@ def test_fp8_is_the_devices() -> None:
     assert [sizes.several(op, ["dtype=fp8"], fp8)[0][1] for fp8 in (None, "e4m3fn", "e4m3fnuz")] == [
         "float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fnuz",
     ]  # fmt: skip
+
+
+def test_words_of_other_ops_are_known_where_the_size_is() -> None:
+    known = {name: sizes.words(registry.get(name)) for name in ("slstm_step", "flash_decoding", "mla_prefill", "moe")}
+    assert known["slstm_step"] == {"batch": "B", "heads": "H", "dk": "D", "d": "D", "head_dim": "D"}
+    # S is the cache's, and its call has one token
+    assert "tokens" not in known["flash_decoding"] and known["flash_decoding"]["capacity"] == "S"
+    assert known["mla_prefill"]["tokens"] == "T" and known["moe"]["intermediate"] == "N"

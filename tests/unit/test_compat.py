@@ -39,6 +39,12 @@ def _close(got: Tensor, wanted: Tensor) -> bool:
     return got.shape == wanted.shape and torch.allclose(got, wanted, atol=1e-4)
 
 
+def test_every_name_is_at_the_top_level() -> None:
+    own = {"quantize", "register_kernel", "attention"}
+    for name in aiter.__all__:
+        assert name in wavecrest.__all__ and (getattr(wavecrest, name) is getattr(aiter, name)) is (name not in own)
+
+
 def test_the_installation_is_verified(device: str) -> None:
     assert aiter.__version__ == wavecrest.__version__
     x = torch.randn(10, 10, device=device)
@@ -167,7 +173,8 @@ def test_the_attention_module_is_our_own_with_the_same_state_dict(device: str, m
     assert not masked or not _close(theirs(x, given), theirs(x))
 
 
-def test_a_custom_kernel_is_compiled(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("face", [aiter, wavecrest])
+def test_a_custom_kernel_is_compiled(face: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
     real = torch.compile
 
@@ -177,12 +184,32 @@ def test_a_custom_kernel_is_compiled(device: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch, "compile", counted)
 
-    @aiter.register_kernel
+    @face.register_kernel  # type: ignore[untyped-decorator]
     def custom_activation(x: Tensor) -> Tensor:
         return torch.pow(x, 2) * torch.sigmoid(x)
 
     x = torch.randn(10, 10, device=device)
     assert _close(custom_activation(x), x**2 * x.sigmoid()) and len(compiled) == 1
+
+
+def test_a_function_of_no_op_takes_no_options_of_one() -> None:
+    with pytest.raises(InvalidArgument, match=r'name the op first, as in @wavecrest\.register_kernel\("rms_norm"'):
+        wavecrest.register_kernel(torch.relu, arch="gfx942")  # type: ignore[call-overload]
+
+
+def test_the_guides_call_of_quantize_is_wavecrests_own(device: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).to(device), torch.randn(8, 64)
+    x = x.to(device)
+    with torch.no_grad():
+        wanted = model(x)
+        quantized_model = wavecrest.quantize(model, dtype="int8")
+        output = quantized_model(x)
+        assert 0 < ((output - wanted).norm() / wanted.norm()).item() < 0.02
+        quantized_model.restore()
+        assert torch.equal(quantized_model(x), wanted)
+    with pytest.raises(InvalidArgument, match="say the same"):
+        wavecrest.quantize(model, "fp8", dtype="int8")
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("int8", 0.02), ("fp8", 0.1), ("int4", 0.25)])
@@ -249,6 +276,16 @@ def test_dynamic_shapes_are_one_graph(dynamic: bool, graphs: int) -> None:
             x = torch.randn(rows, 5)
             assert _close(work(x), F.rms_norm(x, (5,), eps=1e-6) + 1)
     assert len(seen) == graphs
+
+
+def test_dynamic_shapes_are_a_context_too() -> None:
+    torch._dynamo.config.assume_static_by_default = True
+    with wavecrest.enable_dynamic_shapes():
+        assert not torch._dynamo.config.assume_static_by_default
+        with wavecrest.enable_dynamic_shapes(False):
+            assert torch._dynamo.config.assume_static_by_default
+        assert not torch._dynamo.config.assume_static_by_default
+    assert torch._dynamo.config.assume_static_by_default
 
 
 AMD = Device("cuda", 0, "gfx942", "AMD Instinct MI300X", 304, 206 * 10**9, "hip 7")

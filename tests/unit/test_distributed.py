@@ -15,7 +15,7 @@ from wavecrest.errors import InvalidArgument
 ROOT = Path(__file__).parents[2]
 HELD = [
     "answers Llama", "answers Qwen2", "answers Mistral", "followed", "refused", "compiled", "cached", "own caches",
-    "not captured", "refusals", "failures",
+    "commanded", "not captured", "refusals", "failures",
 ]  # fmt: skip
 
 pytest.importorskip("transformers", reason="needs the package transformers")
@@ -50,6 +50,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], str
 def test_two_ranks(ranks: list[tuple[list[str], str]], held: str) -> None:
     for lines, errors in ranks:
         assert held in lines, errors[-3000:]
+
+
+def test_the_command_line_speaks_for_all_ranks(ranks: list[tuple[list[str], str]]) -> None:
+    (lines, told), (_, others) = ranks
+    assert lines.count("printed") == 2
+    for said in (
+        "--resume is for a run of one process",
+        "every rank has the whole model",
+        "WAVECREST_MISSES=FILE.jsonl",
+    ):
+        assert said in " ".join(told.split()) and said in " ".join(others.split())
+    assert "in force on no rank: planted" in told and "in force on no rank: planted" in others
+    assert "rank 1: follows rank 0's plan, fuse" in others and "follows" not in told
+    assert "rank 1: nothing to do, rank 0 tunes" in others
 
 
 def test_a_rank_that_ends_is_one_clear_line_for_the_other(ranks: list[tuple[list[str], str]]) -> None:

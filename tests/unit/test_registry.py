@@ -242,6 +242,8 @@ def test_a_miss_points_at_the_line_that_calls_the_op() -> None:
 
 
 def test_an_op_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match=r"no op named 'rmsnorm' \(did you mean rms_norm\?\); there are "):
+        registry.get("rmsnorm")
     with pytest.raises(InvalidArgument, match=r"no op named 'nothing'; there are .*gemm"):
         registry.get("nothing")
     monkeypatch.setattr(registry.STATE, "ops", {})

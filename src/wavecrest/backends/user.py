@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -185,6 +185,11 @@ class UserKernel:
 KERNELS: dict[tuple[str, str], UserKernel] = {}
 
 
+@overload
+def register_kernel(op: F) -> F: ...
+
+
+@overload
 def register_kernel(
     op: str,
     *,
@@ -193,7 +198,18 @@ def register_kernel(
     dtypes: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
     refuse: Callable[..., str | None] | None = None,
     configs: Iterable[Mapping[str, int]] | None = None,
-) -> Callable[[F], F]:
+) -> Callable[[F], F]: ...
+
+
+def register_kernel(
+    op: str | Callable[..., Any],
+    *,
+    name: str | None = None,
+    arch: str | Sequence[str] | None = None,
+    dtypes: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
+    refuse: Callable[..., str | None] | None = None,
+    configs: Iterable[Mapping[str, int]] | None = None,
+) -> Any:
     """A decorator: the function becomes a backend of an op, once it is checked, where something names it.
 
     >>> @wavecrest.register_kernel("rms_norm", dtypes=("float32", "bfloat16"))
@@ -210,8 +226,11 @@ def register_kernel(
     memory with them, the same bits twice. A kernel that fails is refused with the first failing case. What passes runs
     where a measured row, a pin or the caller names it, never by itself: it is checked to be right, not to be fast.
 
+    A function of no op, `@wavecrest.register_kernel` without parentheses, has no oracle to be checked against: Inductor
+    compiles it into one kernel at its first call.
+
     Args:
-        op: the name of the op, see `wavecrest.registry.names()`.
+        op: the name of the op, see `wavecrest.registry.names()`; or a function of tensors that is of no op.
         name: of the backend, in rows and decisions; None: the function's.
         arch: architectures that it is for ("gfx942", "sm_90", "cpu"); None: any. Triton's interpreter counts as any.
         dtypes: of the call's first tensor; None: any.
@@ -220,12 +239,19 @@ def register_kernel(
             the same names in each. The function takes them as parameters of these names.
 
     Returns:
-        A decorator that returns the function as it is.
+        A decorator that returns the function as it is; of a function of no op, its compiled form.
 
     Raises:
         InvalidArgument: no such op, architecture or dtype; a parameter is neither an argument of the op nor part of the
             configurations; or the op has a backend of its own of that name.
     """
+    if callable(op):
+        if any(value is not None for value in (name, arch, dtypes, refuse, configs)):
+            raise InvalidArgument(
+                "register_kernel: name, arch, dtypes, refuse and configs are of a kernel of an op: name the op first, "
+                'as in @wavecrest.register_kernel("rms_norm", arch="gfx942")'
+            )
+        return torch.compile(op)
     if op not in STATE.ops:
         importlib.import_module("wavecrest.ops")
     target = registry.get(op)

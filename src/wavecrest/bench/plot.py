@@ -38,7 +38,7 @@ def check(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise MissingDependency("matplotlib", "a plot", "pip install 'wavecrest[plot]'") from None
+        raise MissingDependency("matplotlib", "a plot", "pip install matplotlib") from None
 
 
 def draw(record: records.OpBenchRecord, path: Path, *, source: str = "") -> None:

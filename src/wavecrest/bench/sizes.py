@@ -19,11 +19,16 @@ OTHER_SIZE = 64
 MOST_DIGITS = 12
 # calls that the words of one command may ask for
 MOST_CALLS = 1000
-# parts of keys that are a size of the example call; the first of its letters that the op has
+# words for a size of the example call, most of them parts of keys; the first of its letters that the op has
 WORDS = {
-    "batch": "B", "heads": "H", "dk": "D", "d": "D", "rows": "M", "columns": "N", "k": "K", "outputs": "O",
-    "queries": "S", "capacity": "S", "tokens": "SM",
+    "batch": "B", "heads": "H", "dk": "D", "d": "D", "head_dim": "D", "rows": "M", "columns": "N", "k": "K",
+    "channels": "C", "outputs": "O", "queries": "S", "seqlen_q": "S", "keys": "S", "seqlen_k": "S", "capacity": "S",
+    "tokens": "TSM", "num_tokens": "TSM",
 }  # fmt: skip
+# those of one op
+OWN_WORDS = {"moe": {"hidden": "K", "intermediate": "N"}, "topk_routing": {"experts": "N"}}
+# the tokens of a call beside a cache are its queries, and its size S is the cache's
+CACHED = {"tokens", "num_tokens", "queries", "seqlen_q"}
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 # sizes in the order of `Study.sizes`, and the dtype's name
@@ -71,11 +76,18 @@ def several(op: AnyOp, items: Sequence[str], fp8: str | None = None) -> list[Sha
 
 def named(op: AnyOp, word: str) -> str:
     """The size that a part of the key is, such as D for dk; the word itself where there is no such size."""
-    field = word.lower()
-    # the tokens of a call beside a cache are its queries, and its size S is the cache's
-    if field not in op.key_fields or (field == "tokens" and "capacity" in op.key_fields):
-        return word
-    return next((letter for letter in WORDS.get(field, "") if letter in op.study.sizes), word)
+    return words(op).get(word.lower(), word)
+
+
+def words(op: AnyOp) -> dict[str, str]:
+    """The sizes of an op by the words that name them."""
+    sizes, cached = op.study.sizes, "capacity" in op.key_fields
+    found = {}
+    for word, letters in {**WORDS, **OWN_WORDS.get(op.name, {})}.items():
+        letter = next((one for one in letters if one in sizes), None)
+        if letter is not None and not (cached and letter == "S" and word in CACHED):
+            found[word] = letter
+    return found
 
 
 def dtypes(op: AnyOp, fp8: str | None = None) -> dict[str, str]:
@@ -99,7 +111,7 @@ def _given(op: AnyOp, items: Sequence[str]) -> dict[str, str]:
         if name not in defaults:
             name = named(op, name)
         if name not in defaults:
-            raise InvalidArgument(f"{item!r} is no size or dtype that {op.name} takes: give {_example(defaults)}")
+            raise InvalidArgument(_unknown(op, item, name, defaults))
         if name in given:
             raise InvalidArgument(f"{item!r}: {name} is already {given[name]}; give {_example(defaults)}")
         given[name] = value
@@ -160,6 +172,16 @@ def _defaults(op: AnyOp) -> dict[str, str]:
 
 def _example(values: dict[str, str]) -> str:
     return f"'{' '.join(values.values())}' or '{' '.join(f'{name}={value}' for name, value in values.items())}'"
+
+
+def _unknown(op: AnyOp, item: str, name: str, defaults: dict[str, str]) -> str:
+    if name.lower() in op.key_fields:
+        problem = f"{item!r}: the example call of {op.name} has {name.lower()} from its sizes"
+    else:
+        problem = f"{item!r} is no size or dtype that {op.name} takes"
+    # the parts of its key alone, as others are for those who know them from elsewhere
+    others = [f"{word} ({letter})" for word, letter in words(op).items() if word in op.key_fields]
+    return f"{problem}: give {_example(defaults)}" + (f"; or by {', '.join(others)}" if others else "")
 
 
 def _place(op: AnyOp, word: str, given: dict[str, str]) -> str:

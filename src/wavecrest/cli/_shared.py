@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
@@ -17,7 +18,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from wavecrest.errors import InvalidArgument
+from wavecrest.errors import InvalidArgument, WorkloadError
 
 if TYPE_CHECKING:
     from wavecrest.dispatch.decision import OpCoverage
@@ -112,6 +113,18 @@ def spec_of(workload: str | None, hf: str | None, generate: str | None = None) -
     if workload is not None:
         return workload
     return f"hf:{hf}" if generate is None else f"generate:{generate}"
+
+
+def check_file(spec: str) -> None:
+    """Look for the file of a workload, which takes no import of torch.
+
+    Raises:
+        WorkloadError: it is not there.
+    """
+    file = spec.removeprefix("generate:").rpartition(":")[0]
+    # loading says what is wrong with a name that no file can have
+    if file.endswith(".py") and "\0" not in file and not Path(file).exists():
+        raise WorkloadError(f"no file {file}")
 
 
 def parse_percent(text: str) -> float:

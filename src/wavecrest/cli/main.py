@@ -9,30 +9,33 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from wavecrest import INSTALL_TORCH, __version__
 from wavecrest.cli import _shared
 from wavecrest.errors import MissingDependency, WavecrestError, WorkloadError
 
-# in the order of use; each is a module of wavecrest.cli, with _ for -, with a typer function `command` (or an `app`)
-COMMANDS = (
-    "doctor",
-    "bench",
-    "profile",
-    "optimize",
-    "verify",
-    "plan",
-    "compare",
-    "explain",
-    "tune",
-    "db",
-    "isa",
-    "report",
-    "new-op",
-)
+# the main job first; each is a module of wavecrest.cli, with _ for -, with a typer function `command` (or an `app`).
+# The line of `wavecrest --help`, which fits a terminal of 80 columns
+COMMANDS = {
+    "optimize": "Make a model faster, step by step, and prove it.",
+    "verify": "Check a plan, or somebody's proof bundle, again.",
+    "plan": "Show a plan, compare two, or check one here.",
+    "report": "Write the report of a run again.",
+    "bench": "Measure a model, or ops beside their peers.",
+    "profile": "Show where a model's time goes, and the causes.",
+    "compare": "Compare two results of bench: the guard for CI.",
+    "doctor": "Show what on this machine helps or hurts.",
+    "explain": "Show which backend runs an op's call, and why.",
+    "tune": "Find the fastest correct kernel for each shape.",
+    "db": "Show, move and check measured rows.",
+    "isa": "Read, compare and run machine code of kernels.",
+    "new-op": "Start a package for an op of your own.",
+}
 
 # typer carries its own copy of click since 0.29; before, it used the package
 _ClickException: type[Exception] = next(
@@ -42,8 +45,18 @@ _ClickException: type[Exception] = next(
 # exit code after Ctrl-C, as of shells; typer returns it for a KeyboardInterrupt inside a command
 INTERRUPTED = 130
 
+
+class _InOrder(TyperGroup):
+    """The commands in the order of `COMMANDS`, groups among them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names."""
+        return [name for name in COMMANDS if name in self.commands]
+
+
 app = typer.Typer(
     name="wavecrest",
+    cls=_InOrder,
     help="Point it at a PyTorch model and get back a faster model, with proof.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -59,6 +72,8 @@ def _usage(error: Exception) -> str:
     if context is not None and text == context.get_help():
         _shared.out.print(text, markup=False, soft_wrap=True)
         return ""
+    if text.endswith("?"):
+        return f"{text} See `wavecrest --help`"
     return f"{text}; see `wavecrest --help`" if text else ""
 
 
@@ -75,15 +90,15 @@ def _root(
     pass
 
 
-for _name in COMMANDS:
+for _name, _line in COMMANDS.items():
     _file = f"wavecrest.cli.{_name.replace('-', '_')}"
     if importlib.util.find_spec(_file) is None:
         continue
     _module = importlib.import_module(_file)
     if hasattr(_module, "app"):
-        app.add_typer(_module.app, name=_name)
+        app.add_typer(_module.app, name=_name, short_help=_line)
     else:
-        app.command(_name)(_module.command)
+        app.command(_name, short_help=_line)(_module.command)
 
 
 def main(argv: list[str] | None = None) -> int:

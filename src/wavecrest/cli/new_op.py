@@ -91,5 +91,6 @@ def command(
     folder = made[0].parent
     for file in made:
         _shared.out.print(escape(str(file)), soft_wrap=True)
-    _shared.err.print(f"next: pip install -e '{escape(str(folder))}[test]' && python -m pytest {escape(str(folder))}",
-                      soft_wrap=True, highlight=False)  # fmt: skip
+    # brackets are markup
+    shown = escape(f"pip install -e '{folder}[test]' && python -m pytest {folder}")
+    _shared.err.print(f"next: {shown}", soft_wrap=True, highlight=False)

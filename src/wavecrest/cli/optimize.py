@@ -6,7 +6,7 @@ import re
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column, Table
 from rich.text import Text
 
-from wavecrest.cli import _shared
+from wavecrest.cli import _ranks, _shared
 from wavecrest.errors import InvalidArgument, OutputError
 
 if TYPE_CHECKING:
@@ -172,9 +172,25 @@ def command(
 
     Every step is predicted, applied to a copy, held to an accuracy gate and measured interleaved against the model
     before it; it stays only if the gain is proven. Writes run.json, plan.json and report.html.
+
+    Under torchrun: a model that its function divided over the ranks, on every rank alike.
     """
     spec = _shared.spec_of(workload, hf, generate)
+    # what is wrong with the command line is told before torch is imported
+    share, seconds = _shared.parse_percent(min_gain), parse_duration(budget)
+    _shared.check_file(spec)
     folder = resume or out or Path("runs") / f"{_slug(spec)}-{datetime.now():%Y%m%d-%H%M%S}"
+    own = _ranks.rank()
+    if own is not None:
+        if resume is not None or generate is not None:
+            given = "--resume" if resume is not None else "--generate"
+            raise InvalidArgument(f"{given} is for a run of one process, and torchrun started several")
+        options = {
+            "level": level, "min_gain": share, "budget": seconds, "precision": precision, "processes": processes,
+            "steps": tuple(step) if step else None, "skip": tuple(skip or ()),
+        }  # fmt: skip
+        written = {"out": folder} if bundle is None else {"out": folder, "bundle": bundle}
+        return _divided(own, spec, options, device, written, json)
     from wavecrest.optimizer.api import OptimizeInterrupted
 
     try:
@@ -182,8 +198,8 @@ def command(
             result, loaded = run(
                 spec,
                 level=level,
-                min_gain=_shared.parse_percent(min_gain),
-                budget=parse_duration(budget),
+                min_gain=share,
+                budget=seconds,
                 device=device,
                 precision=precision,
                 quantize=quantize,
@@ -211,6 +227,20 @@ def command(
             _shared.out.print(f"[dim]proof bundle:[/] {escape(str(bundle))}", soft_wrap=True)
     if result.unwritten:
         _shared.print_error(result.unwritten)
+        return OutputError.exit_code
+    return 0
+
+
+def _divided(
+    own: int, spec: str, options: dict[str, Any], device: str | None, written: dict[str, Path], json: bool
+) -> int:
+    """The command on one rank of a job; rank 0 prints and writes."""
+    found = _ranks.optimize(own, spec, options, device, written, Display)
+    if found.local is not None:
+        _shared.print_json(found.local.record) if json else print_summary(found.local.record, written["out"])
+    _ranks.finish(own, found)
+    if found.local is not None and found.local.unwritten:
+        _shared.print_error(found.local.unwritten)
         return OutputError.exit_code
     return 0
 
@@ -264,7 +294,7 @@ def print_summary(record: OptimizeRecord, folder: Path | None) -> None:
     console.print(table)
     skipped = sum(step.verdict == "skipped" for step in record.steps)
     if skipped:
-        console.print(f"[dim]{skipped} steps skipped; the report has the reason of each[/]")
+        console.print(f"[dim]{skipped} step{'' if skipped == 1 else 's'} skipped; the report has the reason of each[/]")
     _shared.print_coverage(_coverage(record))
     console.print()
     _print_result(record)

@@ -75,8 +75,10 @@ def show(plan: PlanArgument, json: _shared.JsonOption = False) -> int:
         line = f"export {shlex.quote(setting.name)}={shlex.quote(setting.value)}"
         out.print(f"{escape(line)}  [dim]# {setting.when}; {setting.ratio:.3f}×[/]", soft_wrap=True)
     if loaded.result is not None:
+        # a model that is unchanged was not measured again, and phases of one process have no interval
         ci = "" if loaded.result.unit == "phases" else f" {loaded.result.ci}"
-        out.print(f"result    {loaded.result.verdict}  {loaded.result.ratio:.3f}×{ci}")
+        ratio = f"  {loaded.result.ratio:.3f}×{ci}" if loaded.result.speed else ""
+        out.print(f"result    {loaded.result.verdict}{ratio}")
     else:
         out.print("result    [yellow]the run was interrupted; resume it with `wavecrest optimize … --resume RUN`[/]")
     return 0

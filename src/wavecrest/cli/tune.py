@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from wavecrest.cli import _shared, _tune_workload
+from wavecrest.cli import _ranks, _shared, _tune_workload
 from wavecrest.cli.optimize import parse_duration
 from wavecrest.errors import InvalidArgument, Regression
 
@@ -434,8 +434,10 @@ def command(
     """Find the fastest correct backend and configuration for each shape of an op, PyTorch among them.
 
     Kernels are compiled first, in parallel; every candidate is held against the op's definition before it is timed; a
-    tie keeps the default, or else PyTorch.
+    tie keeps the default, or else PyTorch. Under torchrun rank 0 tunes, on every GPU that it sees.
     """
+    if not _ranks.tunes(op):
+        return
     from wavecrest.tune.session import Settings
 
     settings = Settings(

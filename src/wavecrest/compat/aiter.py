@@ -1,6 +1,7 @@
 """The names of the "AITER Guide for AMD GPUs" over wavecrest: `import wavecrest.compat.aiter as aiter`.
 
-They are the names of that guide, not of ROCm/aiter, whose kernels are backends of dispatch where it is installed.
+They are the names of that guide, not of ROCm/aiter, whose kernels are backends of dispatch where it is installed. All
+of them are at the top level of wavecrest too; there `quantize` and `register_kernel` do more.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ PRECISIONS: dict[str, settings.Precision] = {"FP32": "ieee", "TF32": "tf32", "BF
 QUANTIZED = ("int8", "int4", "fp8")
 _logger = logging.getLogger("wavecrest.compat")
 
-# sizes are free in each call
 dynamic_conv2d = conv2d
+"""`wavecrest.conv2d`: sizes are free in each call."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -101,14 +102,30 @@ def enable_fusion(enabled: bool) -> None:
         raise Unsupported("fusion is part of a call: leave out activation and residual for operations of their own")
 
 
-def enable_dynamic_shapes(enabled: bool) -> None:
+class DynamicShapes:
+    """Result of `enable_dynamic_shapes`: as a context it puts back, at its end, what held before the call."""
+
+    def __init__(self, before: bool) -> None:
+        self._before = before
+
+    def __enter__(self) -> None:
+        """Nothing is left to do: the call has set it."""
+
+    def __exit__(self, *_: object) -> None:
+        torch._dynamo.config.assume_static_by_default = self._before
+
+
+def enable_dynamic_shapes(enabled: bool = True) -> DynamicShapes:
     """Have `torch.compile` compile functions for any size at once, not for the sizes of the first call.
 
-    Ops take any size without it, and functions that were compiled before keep their code. Norms, softmax and PyTorch's
-    operations then compile once. GEMMs, convolutions and attention compile again where a size leaves its bucket, as
-    their backend is chosen by it.
+    It holds from the call on, or as a context, `with enable_dynamic_shapes():`, for functions whose first call is
+    inside. Ops take any size without it, and functions that were compiled before keep their code. Norms, softmax and
+    PyTorch's operations then compile once. GEMMs, convolutions and attention compile again where a size leaves its
+    bucket, as their backend is chosen by it.
     """
+    before = torch._dynamo.config.assume_static_by_default
     torch._dynamo.config.assume_static_by_default = not enabled
+    return DynamicShapes(before)
 
 
 def register_kernel(function: F) -> F:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -79,10 +79,11 @@ class Decision:
         cells = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in rows)
         return f"<div>{head}<table>{cells}</table></div>"
 
-    def describe(self) -> str:
-        """One line for people."""
+    def describe(self, fields: Sequence[str] = ()) -> str:
+        """One line for people; `fields`: names of the key's parts, as `Op.key_fields`."""
         config = f" {self.config!r}" if self.config is not None else ""
-        return f"{self.op}{self.key}: {self.backend}{config} ({self.source}: {self.reason})"
+        named = ", ".join(f"{name}={value}" for name, value in zip(fields, self.key, strict=False))
+        return f"{self.op}{f'({named})' if named else self.key}: {self.backend}{config} ({self.source}: {self.reason})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -482,7 +482,7 @@ def _decision(
         config = op.config_of(backend, key)
     decision = Decision(op.name, key, backend, config, source, reason, tuple(Refusal(*pair) for pair in refused))
     if _logger.isEnabledFor(logging.INFO):
-        _logger.info("%s", decision.describe())
+        _logger.info("%s", decision.describe(op.key_fields))
         for refusal in decision.refused:
             _logger.debug("%s: not %s, which %s", op.name, refusal.backend, refusal.reason)
     if source not in ("exact", "forced"):
@@ -534,7 +534,7 @@ def _report_untuned_call(op: Op[Any, Any], decision: Decision) -> None:
             STATE.recorder = None
     if STATE.strict == "off":
         return
-    message = f"no measured row: {decision.describe()}"
+    message = f"no measured row: {decision.describe(op.key_fields)}"
     if STATE.strict == "error":
         raise Unsupported(message)
     warnings.warn(message, DispatchMiss, stacklevel=6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -79,7 +80,9 @@ def get(name: str) -> Op[Any, Any]:
         return STATE.ops[name]
     except KeyError:
         known = f"there are {', '.join(names())}" if STATE.ops else "none are registered: import wavecrest.ops first"
-        raise InvalidArgument(f"no op named {name!r}; {known}") from None
+        near = difflib.get_close_matches(str(name), STATE.ops, 1, 0.75)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise InvalidArgument(f"no op named {name!r}{meant}; {known}") from None
 
 
 def names() -> list[str]:

@@ -34,7 +34,16 @@ from wavecrest.optimizer.options import Options
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.progress import receiver
 
-__all__ = ["ParallelResult", "RowParallel", "GatheredLinear", "gather_local", "on_rank_zero", "optimize", "parallelize"]
+__all__ = [
+    "ParallelResult",
+    "RowParallel",
+    "GatheredLinear",
+    "gather_local",
+    "is_divided",
+    "on_rank_zero",
+    "optimize",
+    "parallelize",
+]
 
 logger = logging.getLogger("wavecrest.integrations.distributed")
 
@@ -132,6 +141,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
         else:
             model.set_submodule(path, (RowParallel if style == "rowwise" else GatheredLinear)(local, group))
     return model
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether `parallelize` divided a model."""
+    return any(isinstance(module, _Sharded) for module in model.modules())
 
 
 def _mesh(model: nn.Module) -> DeviceMesh:
@@ -334,7 +348,7 @@ def optimize(
         RankFailed: another rank failed or ended.
         InvalidArgument: the model has no layers that `parallelize` made, or an option is wrong.
     """
-    if not any(isinstance(module, _Sharded) for module in model.modules()):
+    if not is_divided(model):
         raise InvalidArgument("distributed.optimize takes a model that distributed.parallelize divided")
     job = _Job()
     local, error = None, None

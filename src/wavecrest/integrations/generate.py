@@ -209,7 +209,7 @@ def of(model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> Generation:
     try:
         from transformers import StaticCache
     except ImportError as error:
-        raise MissingDependency("transformers", "--generate", "pip install 'wavecrest[hf]'") from error
+        raise MissingDependency("transformers", "--generate", "pip install transformers") from error
     if not hasattr(model, "generate") or not hasattr(model, "config"):
         raise WorkloadError(f"--generate takes a causal language model of transformers, not {type(model).__name__}")
     _check(options)

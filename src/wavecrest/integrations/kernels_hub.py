@@ -46,7 +46,7 @@ INIT = '''"""wavecrest's ops as layers; see layers.py."""
 try:
     import wavecrest
 except ImportError as error:
-    raise ImportError("these layers run wavecrest's ops: pip install wavecrest") from error
+    raise ImportError("these layers run wavecrest's ops: install wavecrest beside them") from error
 
 from . import layers
 

@@ -88,5 +88,5 @@ def _ray() -> Any:
         import ray
         import ray.exceptions
     except ImportError as error:
-        raise MissingDependency("ray", "--executor ray", "pip install 'wavecrest[ray]'") from error
+        raise MissingDependency("ray", "--executor ray", "pip install ray") from error
     return ray

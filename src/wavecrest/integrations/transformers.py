@@ -43,7 +43,7 @@ def enable() -> None:
         register_attention()
     except ImportError as error:
         raise MissingDependency(
-            "transformers", 'attn_implementation="wavecrest"', "pip install 'wavecrest[hf]'"
+            "transformers", 'attn_implementation="wavecrest"', "pip install transformers"
         ) from error
 
 
@@ -60,7 +60,7 @@ def load_folder(folder: str, *, device: str | None = None) -> Workload:
     try:
         import transformers
     except ImportError as error:
-        raise MissingDependency("transformers", "--hf", "pip install 'wavecrest[hf]'") from error
+        raise MissingDependency("transformers", "--hf", "pip install transformers") from error
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise WorkloadError(f"{folder} is not a Hugging Face model folder: it has no config.json")

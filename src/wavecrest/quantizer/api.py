@@ -38,6 +38,7 @@ def quantize(
     model: nn.Module,
     format: str | Sequence[str] = "int8",
     *,
+    dtype: str | None = None,
     calibration: Any = None,
     evaluation: Any = None,
     keep: Iterable[str] = (),
@@ -60,6 +61,7 @@ def quantize(
         model: a module with its weights; it runs in eval mode meanwhile.
         format: "int8", "fp8", "int4" or "mxfp4" (weights alone), "w8a8-int8" or "w8a8-fp8" (weights and activations);
             or several of them in order of preference.
+        dtype: another word for a single `format`, as `quantize(model, dtype="int8")`.
         calibration: inputs as for `wavecrest.optimize`, or a list of several. Without them errors are measured on
             random inputs, and the model's answers are not compared.
         evaluation: other inputs, which the model's answers are compared on; None: those of calibration.
@@ -84,7 +86,9 @@ def quantize(
         WorkloadError: the inputs cannot be used.
         QualityNotMet: no layer can be quantized within the limits. On every error the model is as it was.
     """
-    names = layers.schemes(format)
+    if dtype is not None and format != "int8":
+        raise InvalidArgument(f"quantize: dtype={dtype!r} and format={format!r} say the same; give one of them")
+    names = layers.schemes(format if dtype is None else dtype)
     limits = _quality.limits(quality)
     _check_options(names, calibration, evaluation, limits, max_error, group, smooth, activations, only_faster)
     _check_model(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wavecrest.errors import InvalidArgument
 from wavecrest.quantizer import saved
@@ -27,6 +27,10 @@ class Quantized:
     def __init__(self, model: nn.Module, formats: dict[str, str], report: QuantizeReport, changes: Changes) -> None:
         self.model, self.formats, self.report = model, formats, report
         self._changes: Changes | None = changes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The quantized model's answer."""
+        return self.model(*args, **kwargs)
 
     def restore(self) -> None:
         """Put the model's own layers and parameters back, the same objects; a second time does nothing.

@@ -47,7 +47,7 @@ def safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise MissingDependency("safetensors", "files of quantized models", "pip install 'wavecrest[hf]'") from error
+        raise MissingDependency("safetensors", "files of quantized models", "pip install safetensors") from error
     return safetensors
 
 

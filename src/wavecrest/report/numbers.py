@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import UTC, datetime
+
+from markupsafe import Markup, escape
 
 from wavecrest.measure.timing import Interval
 
@@ -11,6 +14,9 @@ DASH = "–"
 NOT_FINITE = "not finite"
 # JSON has no infinity: the accuracy gate stores an error that is infinite or NaN as this
 STORED_INFINITY = 1e300
+# a number and its unit, and an option: a line that ends inside of one reads as something else
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|[nµm]?s|min|[kKMGT]i?B|[GT]FLOP/s)(?!\w))")
+_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
 def finite(value: float) -> bool:
@@ -128,3 +134,9 @@ def date(iso: str) -> str:
     if moment.tzinfo is None:
         return f"{moment:%Y-%m-%d %H:%M}"
     return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def prose(text: str) -> Markup:
+    """A sentence for the page, in which a number stays beside its unit, and an option on one line."""
+    kept = _UNIT.sub("\u00a0", str(escape(text)))
+    return Markup(_OPTION.sub(r'<span class="whole">\g<0></span>', kept))

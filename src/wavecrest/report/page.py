@@ -25,6 +25,7 @@ FILTERS = {
     "memory": numbers.memory,
     "ms": numbers.ms,
     "percent": numbers.percent,
+    "prose": numbers.prose,
     "ratio": numbers.ratio,
     "seconds": numbers.seconds,
     "significant": numbers.significant,

@@ -52,8 +52,12 @@ def gate(record: OptimizeRecord) -> list[tuple[str, str]]:
 
 def compared(found: GateSummary) -> str:
     """The counts of a gate's work."""
-    models, calls, outputs, timed = map(numbers.count, (found.checks, found.calls, found.leaves, found.timed))
-    return f"{models} models, {calls} calls, {outputs} outputs against their limits, {timed} answers of timed calls"
+    models, calls, outputs = _of(found.checks, "model"), _of(found.calls, "call"), _of(found.leaves, "output")
+    return f"{models}, {calls}, {outputs} against their limits, {_of(found.timed, 'answer')} of timed calls"
+
+
+def _of(number: int, noun: str) -> str:
+    return f"{numbers.count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def tried(bucket: GateBucket) -> str:

@@ -345,7 +345,7 @@ def _read_yaml(path: Path) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise MissingDependency("pyyaml", str(path), "pip install 'wavecrest[hf]'") from error
+        raise MissingDependency("pyyaml", str(path), "pip install pyyaml") from error
     text = decode.read_text(path, what="configuration", error=CheckpointError)
     try:
         return decode.yaml_of(text, yaml)
@@ -362,5 +362,5 @@ def write_yaml(path: Path, values: Mapping[str, Any]) -> None:
     try:
         import yaml
     except ImportError as error:
-        raise MissingDependency("pyyaml", str(path), "pip install 'wavecrest[hf]'") from error
+        raise MissingDependency("pyyaml", str(path), "pip install pyyaml") from error
     path.write_text(yaml.safe_dump(dict(values), sort_keys=False), encoding="utf-8")

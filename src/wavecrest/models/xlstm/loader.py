@@ -56,7 +56,7 @@ def _safetensors() -> Any:
     try:
         import safetensors
     except ImportError as error:
-        raise MissingDependency("safetensors", "weights of xLSTM", "pip install 'wavecrest[hf]'") from error
+        raise MissingDependency("safetensors", "weights of xLSTM", "pip install safetensors") from error
     return safetensors
 
 
