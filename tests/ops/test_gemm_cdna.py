@@ -46,7 +46,7 @@ def _epilogue(
     acc: Tensor, _up: Tensor, c: gluon_cdna.Pointer, _scales: Any, after: Any, _batch: int, rows: Tensor, cols: Tensor,
     M: int, N: int, *options: Any,
 ) -> None:  # fmt: skip
-    """What the shared epilogue does with a bias along N and silu; each place is written with the same value or once."""
+    """The shared epilogue, with a bias along N and silu; a place that is written again gets the same bits."""
     *_, bias, activation, gated, residual, largest = options
     assert not gated and not residual and largest == 0 and rows.max() < M and cols.max() < N
     y = acc * after[-2] + (after[0].x[cols].float() if bias else 0.0)

@@ -55,7 +55,7 @@ def refusal(call: GemmCall) -> str | None:
 
 
 def fault(call: GemmCall) -> str | None:
-    """What sizes or strides keep the kernel from a call."""
+    """The size or stride that keeps the kernel from a call, in words; None if it can run it."""
     if min(call.M, call.N) < TILE:
         return SIZES
     if (

@@ -129,13 +129,14 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
                 what, y, _config.hopper(), arch
             )
     if arch.name == _cdna.ARCH and config is None:
-        for dtype, K, more in (
-            (bf16, 4096, {}),
-            (torch.float16, 4104, {"bias": _scale(6144), "activation": "silu"}),
-        ):
-            what = _empty(4096, 6144, K, dtype, **more)
-            name = "cdna bf16" if dtype == bf16 else "cdna fp16 bias silu, ragged steps"
-            cases[name] = _cdna.launch(what, what.a.new_empty(what.shape, dtype=dtype), _config.cdna(), arch)
+        own = {
+            "cdna bf16": _empty(4096, 6144, 4096, bf16),
+            "cdna fp16 bias silu, ragged steps": _empty(
+                4096, 6144, 4104, torch.float16, bias=_scale(6144), activation="silu"
+            ),
+        }
+        for name, what in own.items():
+            cases[name] = _cdna.launch(what, what.a.new_empty(what.shape, dtype=what.dtype), _config.cdna(), arch)
     return cases
 
 
