@@ -39,5 +39,5 @@ def test_the_name_is_taken_where_transformers_takes_names(monkeypatch: pytest.Mo
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingDependency, match="wavecrest\\[hf\\]"):
+    with pytest.raises(MissingDependency, match="pip install transformers"):
         integration.enable()
