@@ -31,11 +31,11 @@ from wavecrest.optimizer.gate.snapshot import in_parts
 from wavecrest.optimizer.options import Options
 from wavecrest.optimizer.steps.base import structural_copy
 from wavecrest.profile import measure_ceilings
+from wavecrest.quantizer.layers import SCHEMES
 from wavecrest.records import files, provenance
 
-FORMATS = ("int8", "fp8", "int4", "w8a8-int8", "w8a8-fp8")
-# bytes a nanosecond of a GB/s
-GIGA = 1e6
+# bytes that 1 GB/s moves in a millisecond
+BYTES_A_MS = 1e6
 
 Row = dict[str, Any]
 
@@ -76,10 +76,10 @@ def made(base: nn.Module, finish: Any, form: str, options: argparse.Namespace) -
 
 
 def main() -> int:
-    """Measure, print, and write with --out; 1 if a captured or compiled answer is not finite."""
+    """Measure, print, and write with --out; 1 if an answer has NaN or infinity where the other has none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-8b-decode", help="of the zoo (default llama-8b-decode)")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["int8", "fp8", "int4"])
+    parser.add_argument("--formats", nargs="+", choices=tuple(SCHEMES), default=["int8", "fp8", "int4"])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--budget", type=float, default=40.0, help="seconds for each wavecrest.optimize (default 40)")
     parser.add_argument("--tiny", action="store_true", help="a model for tests")
@@ -106,7 +106,7 @@ def main() -> int:
     dtype = str(next(base.parameters()).dtype).removeprefix("torch.")
     bandwidth = measure_ceilings(device.torch_name, dtype).bandwidth
     for name, times in measure(calls, options.rounds, once).items():
-        bound = rows[name]["bytes"] / bandwidth / GIGA
+        bound = rows[name]["bytes"] / bandwidth / BYTES_A_MS
         rows[name] |= times | {
             "tokens_s": round(entry.count(size) / times["median_ms"] * 1e3, 1),
             "bound_ms": round(bound, 4), "bound_percent": round(100 * bound / times["median_ms"], 1),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.optimizer.conftest import Run
+from tests.optimizer.conftest import NoAnalysis, Run
 from tests.optimizer.planted import CLOCK, PAUSE, Planted
 from wavecrest import hardware
 from wavecrest.errors import InvalidArgument, PlanError, StepRefused
@@ -20,6 +20,7 @@ from wavecrest.optimizer.options import Options, Wish
 from wavecrest.optimizer.plan import Plan
 from wavecrest.optimizer.steps import AppliedSteps, StepContext, build, step_by_id, structural_copy
 from wavecrest.optimizer.steps.quantize import Quantize
+from wavecrest.profile.least_time import LeastTimes, Work
 
 
 class Net(nn.Module):
@@ -113,6 +114,25 @@ def test_a_run_quantizes_first_and_goes_on_from_there(run: Run) -> None:
     assert "quantize" not in plain.plan.stack
 
 
+@pytest.mark.parametrize(
+    ("formats", "nbytes", "bound"),
+    # float32 weights; 8-bit activations: half of these bytes again are counted by the lower precision itself
+    [("int8", 250, True), ("int4,int8", 125, True), ("mxfp4", 125, True), ("w8a8-int8", 500, False)],
+)
+def test_the_least_time_is_of_the_fewest_bits(run: Run, formats: str, nbytes: int, bound: bool) -> None:
+    made: list[LeastTimes] = []
+
+    class Bounded(NoAnalysis):
+        def least_times(self, ceilings: Any, *, lower_precision: bool) -> tuple[Any, str]:
+            assert lower_precision != bound
+            made.append(LeastTimes({"default": Work(bytes=1000)}, lambda: None, None, 0, lower_precision))
+            return made[0], ""
+
+    work = workload()
+    run(Quantize(), workload=work, analysis=Bounded(work), quantize=formats, quality="50%", budget=300.0)
+    assert made[0].work["default"].bytes == nbytes
+
+
 def test_a_plan_gives_the_same_bits_again(run: Run, tmp_path: Any) -> None:
     work = workload()
     made = run(Quantize(), workload=work, quantize="int8", quality="2%", budget=300.0)
@@ -127,6 +147,10 @@ def test_bad_wishes_and_plans_are_named() -> None:
         Options(quantize="int8")
     with pytest.raises(InvalidArgument, match="go together, and quantize is missing"):
         Options(quality="1%")
+    with pytest.raises(InvalidArgument, match="quality is one share here"):
+        Options(quantize="int8", quality={"kl": 0.1})  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="of level 3, and the level is 2"):
+        Options(quantize="int8", quality="1%", level=2)
     with pytest.raises(InvalidArgument, match="not 'int3'"):
         Options(quantize="int3", quality="1%")
     step = step_by_id("quantize")

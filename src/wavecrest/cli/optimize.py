@@ -182,8 +182,8 @@ def command(
     folder = resume or out or Path("runs") / f"{_slug(spec)}-{datetime.now():%Y%m%d-%H%M%S}"
     own = _ranks.rank()
     if own is not None:
-        if resume is not None or generate is not None:
-            given = "--resume" if resume is not None else "--generate"
+        alone = {"--resume": resume, "--generate": generate, "--quantize": quantize, "--quality": quality}
+        if given := next((name for name, value in alone.items() if value is not None), None):
             raise InvalidArgument(f"{given} is for a run of one process, and torchrun started several")
         options = {
             "level": level, "min_gain": share, "budget": seconds, "precision": precision, "processes": processes,

@@ -350,6 +350,8 @@ def optimize(
     """
     if not is_divided(model):
         raise InvalidArgument("distributed.optimize takes a model that distributed.parallelize divided")
+    if options.get("quantize") is not None or options.get("quality") is not None:
+        raise InvalidArgument("quantize is for a model in one process: the answers of a shard alone have no quality")
     job = _Job()
     local, error = None, None
     if job.rank == 0:

@@ -178,10 +178,13 @@ def _bound_times(run: RunState) -> None:
     """Find the times that no step can be below, unless the ceilings they rest on are beaten by the original."""
     record = run.ledger.record
     beaten = beaten_ceiling(record.profile_before)
-    least, note = run.analysis.least_times(record.ceilings, lower_precision=run.options.precision is not None)
-    if least is not None and run.options.quantize is not None:
-        # four bits of sixteen, eight of thirty-two
-        least.work = {bucket: replace(work, bytes=work.bytes // 4) for bucket, work in least.work.items()}
+    wish = run.options.wish
+    lower = run.options.precision is not None or (wish is not None and wish.multiplies_in_8_bits)
+    least, note = run.analysis.least_times(record.ceilings, lower_precision=lower)
+    if least is not None and wish is not None:
+        # as if all weights were in the fewest bits; a lower precision counts half of them by itself
+        share = wish.least_bits / (8 * getattr(torch, run.workload.dtype).itemsize) * (2 if lower else 1)
+        least.work = {name: replace(work, bytes=int(work.bytes * min(1.0, share))) for name, work in least.work.items()}
     run.ledger.note(note)
     own = {row.bucket: row.measurement.median for row in record.baseline}
     if least is not None and not beaten:

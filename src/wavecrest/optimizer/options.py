@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MAX_LEVEL = 5
 PRECISIONS = ("tf32", "bf16", "fp16")
+# of the step that quantizes
+QUANTIZE_LEVEL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,24 @@ class Wish:
             )
         names = tuple(name.strip() for name in formats.split(",")) if isinstance(formats, str) else tuple(formats)
         found = limits(quality)
-        assert found is not None and found.share is not None
+        if found is None or found.share is None:
+            raise InvalidArgument(f'quality is one share here, such as "0.5%" or 0.005, not {quality!r}')
         return cls(layers.schemes(names), found.share)
+
+    @property
+    def least_bits(self) -> int:
+        """The fewest bits of a weight in these formats."""
+        from wavecrest.ops._gemm.call import NIBBLES
+        from wavecrest.quantizer.layers import SCHEMES
+
+        return 4 if any(SCHEMES[name].weight in NIBBLES for name in self.formats) else 8
+
+    @property
+    def multiplies_in_8_bits(self) -> bool:
+        """Whether a format has activations in 8 bits too, so that GEMMs run at another peak."""
+        from wavecrest.quantizer.layers import SCHEMES
+
+        return any(SCHEMES[name].activations for name in self.formats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +107,8 @@ class Options:
             raise InvalidArgument(f"precision is one of {', '.join(PRECISIONS)}, not {self.precision!r}")
         if self.processes < 1:
             raise InvalidArgument(f"processes must be at least 1, not {self.processes}")
-        _ = self.wish
+        if self.wish is not None and self.level < QUANTIZE_LEVEL:
+            raise InvalidArgument(f"quantize is of level {QUANTIZE_LEVEL}, and the level is {self.level}")
 
     @property
     def wish(self) -> Wish | None:

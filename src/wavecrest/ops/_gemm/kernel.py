@@ -324,7 +324,7 @@ def _accumulated(  # type: ignore[no-untyped-def]
                         product += _dot(a_high, b_high, tl.zeros(acc.shape, ACC), PRECISION, PTX)
                         acc += product * scale
                     else:
-                        # the halves are groups of their own; there is none beyond K
+                        # each half is a group of its own; K has no group behind its end
                         at = tl.minimum(k + 32, K - 1)
                         acc = _scaled_dot(a_low, b_low, acc, scale, ACC, PRECISION, PTX)
                         if HAS_ZERO:

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from wavecrest.errors import InvalidArgument, PlanError, QualityNotMet, StepRefused
+from wavecrest.optimizer.options import QUANTIZE_LEVEL
 from wavecrest.optimizer.steps.base import Found, Prediction, Step, StepContext, structural_copy
 from wavecrest.optimizer.steps.params import QuantizedLayers
 
@@ -30,7 +31,7 @@ class Quantize(Step):
 
     id = ID
     title = "quantized layers"
-    level = 3
+    level = QUANTIZE_LEVEL
     phase = "weights"
     params_type = QuantizedLayers
 
