@@ -229,6 +229,7 @@ def commanded(job: distributed._Job) -> None:
     here = ["optimize", "tests.unit.distributed_ranks:workload", "--out", "here", "--budget", "90s", "--level", "4"]
     assert main.main(here) == 0
     assert main.main([*here, "--resume", "runs"]) == 1
+    assert main.main([*here, "--quantize", "int8", "--quality", "1%"]) == 1
     assert main.main(["optimize", "tests.unit.distributed_ranks:whole"]) == 1
     assert main.main(["tune", "tests.unit.distributed_ranks:whole"]) == 1
     if job.rank:

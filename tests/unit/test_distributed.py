@@ -57,6 +57,7 @@ def test_the_command_line_speaks_for_all_ranks(ranks: list[tuple[list[str], str]
     assert lines.count("printed") == 2
     for said in (
         "--resume is for a run of one process",
+        "--quantize is for a run of one process",
         "every rank has the whole model",
         "WAVECREST_MISSES=FILE.jsonl",
     ):
