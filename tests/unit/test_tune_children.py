@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("standins")
 DEVICE = replace(hardware.cpu(), arch="sm_90")
 MODULES = ("tests.unit.tune_standins",)
 ROOT = Path(__file__).parents[2]
-LIARS = ("wrong", "tail", "nan", "crash", "exit", "late", "hang", "noisy")
+LIARS = ("wrong", "tail", "nan", "crash", "exit", "late", "noisy")
 
 
 def tune(targets: session.Targets | None = None, *, count: int = 1, **settings: Any) -> records.TuneRecord:
@@ -42,7 +42,8 @@ def tune(targets: session.Targets | None = None, *, count: int = 1, **settings: 
 @pytest.fixture(scope="module")
 def liars(standins: None, tmp_path_factory: pytest.TempPathFactory) -> records.TuneRecord:
     path = tmp_path_factory.mktemp("liars") / "a.json"
-    record = tune(session.Targets(path), backends=("kernel", *LIARS), matching="rows 64", timeout=3.0)
+    # nothing here is ever silent: a busy machine that stalls for seconds blames nobody
+    record = tune(session.Targets(path), backends=("kernel", *LIARS), matching="rows 64", timeout=120.0)
     assert records.load_as(path, records.TuneRecord) == record
     return record
 
@@ -54,7 +55,6 @@ VERDICTS = {
     "crash": ("failed", "ended its process with SIGSEGV"),
     "exit": ("failed", "ended its process with code 3: terminate called after throwing"),
     "late": ("failed", "ended its process with SIGABRT"),
-    "hang": ("failed", "did not come to an end within 3 s"),
 }  # fmt: skip
 
 
@@ -74,8 +74,16 @@ def test_the_honest_are_timed_and_the_fastest_wins(liars: records.TuneRecord) ->
     assert key.us == pytest.approx(1000) and key.native_us == pytest.approx(4000)
     assert key.ci is not None and key.ci.low == pytest.approx(4)
     assert liars.children == 1 and not liars.left and not liars.unfinished
-    # each of crash, exit and hang once, late twice: the second time it is run alone
-    assert len(liars.endings) == 5 and all(text.startswith("rows 64: ") for text in liars.endings)
+    # crash and exit once, late twice: the second time it is run alone
+    assert len(liars.endings) == 4 and all(text.startswith("rows 64: ") for text in liars.endings)
+
+
+def test_one_that_hangs_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+    record = tune(session.Targets(tmp_path / "a.json"), backends=("kernel", "hang"), matching="rows 64", timeout=8.0)
+    (key,) = record.keys
+    found = {one.backend: (one.status, one.reason) for one in key.candidates}
+    assert found["hang"] == ("failed", "did not come to an end within 8 s") and key.backend == "kernel"
+    assert record.endings == ["rows 64: did not come to an end within 8 s"] and not record.unfinished
 
 
 def test_a_noisy_tie_keeps_native() -> None:
