@@ -3,6 +3,7 @@
 | file | holds |
 |---|---|
 | `gate` | `Gate`: prepared from the original, it checks candidates |
+| `prepare` | right answers of the original in one bucket, for values and shapes that it can answer |
 | `rules` | the rules by name; `RuleBroken` |
 | `site` | inputs of one shape with their right answers, and the state that a call writes |
 | `leaves` | every value of an answer, types, shared memory |

@@ -37,6 +37,8 @@ RULES: dict[str, str] = {
     "timing": "the calls that were timed gave the right answers, on values drawn anew for each",
 }
 ALL_RULES = frozenset(RULES)
+# by the kind of values
+RULE_OF_KIND = {"noise": "variation", "twins": "twins", "padding": "padding", "edges": "edges"}
 
 
 class RuleBroken(StepRefused):
