@@ -17,6 +17,7 @@ from wavecrest.measure.workload import Workload, from_example
 from wavecrest.optimizer import api as optimizer
 from wavecrest.optimizer.analysis import Analysis
 from wavecrest.optimizer.api import OptimizeResult, Options
+from wavecrest.optimizer.gate import gate
 from wavecrest.optimizer.steps import Step
 
 Run = Callable[..., OptimizeResult]
@@ -50,9 +51,12 @@ def one_thread() -> Iterator[None]:
 def run(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Run:
     """Runs the ladder on the simulated clock, with the given steps in place of the real ones."""
     start_clock()
-    # and the same order of blocks: drawn at random, two models alike are called slower in one run of forty
-    seeds = itertools.count()
-    monkeypatch.setattr(timing, "secrets", SimpleNamespace(randbits=lambda _bits: next(seeds)))
+    # the same order of blocks, too: drawn at random, two models alike are called slower in one run of forty. And the
+    # same values in the gate, whose calls move the clock
+    drawn = itertools.count()
+    seeds = SimpleNamespace(randbits=lambda _bits: next(drawn))
+    monkeypatch.setattr(timing, "secrets", seeds)
+    monkeypatch.setattr(gate, "secrets", seeds)
 
     def with_steps(
         *steps: Step,

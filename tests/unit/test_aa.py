@@ -8,6 +8,7 @@ import pytest
 from benchmarks import aa
 
 from wavecrest.measure import timing
+from wavecrest.measure.speedup import LEAST_BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_both_sides_are_one_object_and_the_inputs_go_round() -> None:
     forward = workload.model.forward
     workload.model.forward = lambda x: (seen.add(x.data_ptr()), forward(x))[1]  # type: ignore[method-assign]
     row = aa.one_kind(workload, "eager", 2, 0.02)
-    assert len(seen) > 2 and len(row["ratios"]) == 2 and row["blocks"] >= timing.MIN_SAMPLES // 2
+    assert len(seen) > 2 and len(row["ratios"]) == 2 and row["blocks"] >= LEAST_BLOCKS
 
 
 def test_as_many_wins_are_allowed_as_chance_explains() -> None:

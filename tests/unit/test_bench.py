@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from wavecrest import hardware
+from wavecrest import env, hardware
 from wavecrest.bench import baseline
 from wavecrest.errors import EnvironmentProblem, WorkloadError
 from wavecrest.measure import timing
@@ -42,9 +44,24 @@ def test_peak_memory_leaves_out_what_was_there_before() -> None:
     assert baseline.peak_memory(_call(lambda t: t.add_(1), x), "cpu") < 1024
 
 
-def test_the_profiler_stays_quiet(capfd: pytest.CaptureFixture[str]) -> None:
-    baseline.peak_memory(_call(Widen(), torch.ones(4)), "cpu")
-    assert capfd.readouterr() == ("", "")
+QUIET = """
+import torch
+from wavecrest.bench import baseline
+from wavecrest.measure.workload import Call, from_example
+from wavecrest.profile import profile_workload
+workload = from_example(torch.nn.ReLU(), torch.ones(4))
+{use}
+"""
+
+
+@pytest.mark.parametrize(
+    "use", ["baseline.peak_memory(Call(workload, 'default'), 'cpu')", "profile_workload(workload)"]
+)
+def test_the_profiler_stays_quiet(use: str) -> None:
+    # it reads its level once a process, which another test may have begun
+    command = [sys.executable, "-c", QUIET.format(use=use)]
+    done = subprocess.run(command, env=env.python_child({"KINETO_LOG_LEVEL": None}), capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
 def test_bucket_is_timed_under_no_grad_with_its_own_inputs() -> None:

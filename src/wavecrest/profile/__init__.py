@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavecrest import hardware, records
+from wavecrest import env, hardware, records
 from wavecrest.errors import InvalidArgument, WorkloadError
 from wavecrest.measure import timing
 from wavecrest.measure.workload import Call
@@ -84,6 +84,8 @@ def _export(work: Call, device: str, calls: int, path: Path) -> None:
 
     on_gpu = torch.device(device).type != "cpu"
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+    # 99 is above every level of the profiler's log, which otherwise writes two lines to stderr at every use
+    env.set_default("KINETO_LOG_LEVEL", "99")
     # the first traced call pays for the profiler's own start
     steps = schedule(wait=0, warmup=1, active=calls, repeat=1)
     with profile(activities=activities, record_shapes=True, schedule=steps) as profiler:
