@@ -87,6 +87,21 @@ class Tile:
         self.data.copy_(value)
 
 
+class Pointer:
+    """Where a tensor begins, and what is `at` elements behind that."""
+
+    def __init__(self, x: Tensor, at: Any = 0) -> None:
+        self._x, self._at = x, at
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self._x, self._at + offset)
+
+    def load(self, mask: Tensor, other: float) -> Tensor:
+        memory = self._x.as_strided((self._x.untyped_storage().nbytes() // self._x.itemsize,), (1,), 0)
+        at = torch.where(mask, self._at + self._x.storage_offset(), 0)
+        return torch.where(mask, memory[at], torch.tensor(other, dtype=memory.dtype))
+
+
 class Descriptor:
     """A tensor that blocks are copied from and to; what is outside is 0, or not written."""
 
@@ -174,12 +189,21 @@ def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], _
 
 
 class _Functional(ast.NodeTransformer):
-    """x += y makes a new x there, and would change a tensor here; x.split() is of a last dimension of two."""
+    """x += y makes a new x there, and would change a tensor here; x.split() is of a last dimension of two.
+
+    No tensor has a layout here.
+    """
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
         assert isinstance(node.target, ast.Name)
         both = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, self.visit(node.value))
         return ast.copy_location(ast.Assign([node.target], both), node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if node.attr == "layout" and isinstance(node.value, ast.Attribute) and node.value.attr == "type":
+            return ast.copy_location(ast.Constant(None), node)
+        return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
@@ -236,7 +260,9 @@ class Kernels:
             num_programs=lambda _axis: number(self._place.programs),
             minimum=lambda a, b: torch.minimum(number(a), number(b)),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
-            convert_layout=lambda x, _layout: x, warp_specialize=_specialize,
+            convert_layout=lambda x, _layout: x, warp_specialize=_specialize, SliceLayout=layout,
+            arange=lambda begin, end, layout=None: torch.arange(begin, end), load=Pointer.load,
+            expand_dims=Tensor.unsqueeze,
         )  # fmt: skip
         hopper = SimpleNamespace(
             mbarrier=barrier, fence_async_shared=layout, warpgroup_mma=_multiply, warpgroup_mma_wait=_multiplied,

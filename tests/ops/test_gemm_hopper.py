@@ -1,4 +1,4 @@
-"""sm_90's own kernel of gated products: values on such a GPU; what it does with tiles and barriers anywhere."""
+"""sm_90's own kernel: values on such a GPU; what it does with tiles and barriers anywhere."""
 
 from __future__ import annotations
 
@@ -51,8 +51,19 @@ def hopper() -> AnyOp:
 
 def gated(M: int, N: int, K: int, dtype: torch.dtype = BF16, device: str = "cuda", **more: Any) -> GemmCall:
     """a [M, K] and a weight [2N, K]: results [M, N] of about 1."""
-    b = random(2 * N, K, dtype=dtype, device=device, seed=1) * max(1, K) ** -0.5
-    return GemmCall(random(M, K, dtype=dtype, device=device), b.mT, **({"activation": "silu_and_mul"} | more))
+    return plain(M, 2 * N, K, dtype, device, **({"activation": "silu_and_mul"} | more))
+
+
+def plain(M: int, N: int, K: int, dtype: torch.dtype = BF16, device: str = "cuda", **more: Any) -> GemmCall:
+    """a [M, K] and a weight [N, K]: products of about 1."""
+    b = random(N, K, dtype=dtype, device=device, seed=1) * max(1, K) ** -0.5
+    return GemmCall(random(M, K, dtype=dtype, device=device), b.mT, **more)
+
+
+def biases(columns: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
+    """A float32 bias, and one of every second element of a float16 tensor."""
+    wide = random(2 * columns, dtype=F16, device=device, seed=2)
+    return random(columns, device=device, seed=2), wide[::2]
 
 
 # a tile and its edges; less than one, of a row and of a step; K that fills no step; more tiles than programs; groups of
@@ -69,16 +80,21 @@ SHAPES = (
 def test_values(dtype: torch.dtype, shape: tuple[int, ...], hopper: AnyOp) -> None:
     for activation in GATED:
         assert_right(HOPPER, gated(*shape, dtype, activation=activation))
+    assert_right(HOPPER, gated(*shape, dtype, bias=biases(2 * shape[1])[0]))
+    for activation in (None, *ACTIVATIONS):
+        assert_right(HOPPER, plain(*shape, dtype, activation=activation, slope=0.25))
+    for bias in biases(shape[1]):
+        assert_right(HOPPER, plain(*shape, dtype, activation="gelu", bias=bias, alpha=0.75))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(5, 40, 64), (1000, 328, 520), (2100, 2056, 72)], ids=shape_id)
 def test_configurations(shape: tuple[int, ...], hopper: AnyOp) -> None:
-    call = gated(*shape, alpha=0.75)
-    tried = space.hopper_space(hopper.key(call), ARCHS["sm_90"])
-    results = [assert_right(HOPPER, call, one) for one in tried]
-    # a result's products are added in one order, whatever is copied when
-    assert all(same_bits(one, results[0]) for one in results)
+    for call in (gated(*shape, alpha=0.75), plain(*shape, bias=biases(shape[1])[0], activation="gelu")):
+        tried = space.hopper_space(hopper.key(call), ARCHS["sm_90"])
+        results = [assert_right(HOPPER, call, one) for one in tried]
+        # a result's products are added in one order, whatever is copied when
+        assert all(same_bits(one, results[0]) for one in results)
 
 
 @pytest.mark.gpu
@@ -126,7 +142,7 @@ def test_the_same_bits_each_time_and_in_a_graph(hopper: AnyOp) -> None:
         first = hopper(call)
         assert all(torch.equal(hopper(call), first) for _ in range(5))
         torch.cuda.synchronize()
-        kernels = hopper_kernel._hopper_gated_kernel.device_caches[torch.cuda.current_device()][0]
+        kernels = hopper_kernel._hopper_gemm_kernel.device_caches[torch.cuda.current_device()][0]
         before = len(kernels)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -143,12 +159,23 @@ def test_the_same_bits_each_time_and_in_a_graph(hopper: AnyOp) -> None:
         hopper.force(None)
 
 
-def _activate(x: Tensor, _slope: float, activation: int) -> Tensor:
+def _activate(x: Tensor, slope: float, activation: int) -> Tensor:
     names = {number: name for name, number in ACTIVATIONS.items()}
     how: dict[str, Any] = {
-        "silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": partial(functional.gelu, approximate="tanh")
+        "silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+        "relu": functional.relu, "leaky_relu": partial(functional.leaky_relu, negative_slope=slope),
     }  # fmt: skip
-    return how[names[activation]](x)
+    return x if activation == 0 else how[names[activation]](x)
+
+
+def definition(call: GemmCall) -> Tensor:
+    """act(alpha · a @ b + bias) in float64, its second half in place of act's where it is gated."""
+    y = call.alpha * (call.a.double() @ call.b.double())
+    if call.bias is not None:
+        y += call.bias.double()
+    gate, up = y.chunk(2, -1) if call.activation in GATED else (y, 1.0)
+    name = GATED.get(str(call.activation), call.activation)
+    return _activate(gate, call.slope, ACTIVATIONS[name] if name else 0) * up
 
 
 def stand_in(call: GemmCall, config: Config, programs: int, monkeypatch: pytest.MonkeyPatch, **planted: str) -> Tensor:
@@ -157,9 +184,10 @@ def stand_in(call: GemmCall, config: Config, programs: int, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(_triton, "tile_descriptor", gluon.Descriptor)
         made = hopper_launch.launch(call, y, config, ARCHS["sm_90"])
-    kernels = gluon.Kernels(Path(hopper_kernel.__file__), planted, activate=_activate)
+    kernels = gluon.Kernels(Path(hopper_kernel.__file__), planted, activate=_activate, NONE=0)
     constants = {name: value for name, value in config.kwargs.items() if not name.startswith("num_")}
-    kernels.run("_hopper_gated_kernel", min(programs, *made.grid), *made.args, **made.constants, **constants)
+    args = [gluon.Pointer(one) if isinstance(one, Tensor) else one for one in made.args]
+    kernels.run("_hopper_gemm_kernel", min(programs, *made.grid), *args, **made.constants, **constants)
     return y
 
 
@@ -170,11 +198,19 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="what a GPU r
 @pytest.mark.parametrize("shape", [(128, 128, 256), (5, 40, 64), (300, 256, 64), (290, 328, 392)], ids=shape_id)
 def test_tiles_and_barriers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """With each configuration, and fewer programs than tiles."""
-    for dtype, activation in zip((BF16, F16, BF16), GATED, strict=True):
-        call = gated(*shape, dtype, "cpu", activation=activation, alpha=0.75)
-        a, b = (one.double() for one in (call.a, call.b))
-        gate, up = (0.75 * (a @ b)).chunk(2, -1)
-        want = _activate(gate, 0.0, ACTIVATIONS[GATED[activation]]) * up
+    calls = [
+        gated(*shape, dtype, "cpu", activation=activation, alpha=0.75)
+        for dtype, activation in zip((BF16, F16, BF16), GATED, strict=True)
+    ]
+    dense, gapped = biases(shape[1], "cpu")
+    calls += [
+        gated(*shape, BF16, "cpu", bias=biases(2 * shape[1], "cpu")[1]),
+        plain(*shape, F16, "cpu", alpha=0.75),
+        plain(*shape, BF16, "cpu", bias=dense, activation="gelu"),
+        plain(*shape, BF16, "cpu", bias=gapped, activation="leaky_relu", slope=0.25),
+    ]
+    for call in calls:
+        want = definition(call)
         for config in space.hopper_space(None, ARCHS["sm_90"]):
             found = stand_in(call, config, 2, monkeypatch).double()
             assert ((found - want).abs() <= 2.0**-8 * want.abs() + 1e-4).all()
@@ -185,17 +221,36 @@ def test_tiles_and_barriers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPa
     ("say", "instead"),
     [
         ("acc = hopper.warpgroup_mma_wait(1, deps=[acc])", "pass"),
-        ("[N + tile_n * BLOCK_N, i * BLOCK_K]", "[tile_n * BLOCK_N, i * BLOCK_K]"),
+        ("second = first + (N if GATED else BLOCK_N)", "second = first"),
         ("starts = gl.minimum(BEHIND, steps)", "starts = steps + 1"),
         ("((step // STAGES) & 1) ^ 1)", "(step // STAGES) & 1)"),
         ("slice(me * ROWS, ROWS)", "slice(0, ROWS)"),
+        ("bias_ptr, N + first, 2 * N", "bias_ptr, first, 2 * N"),
     ],
 )  # fmt: skip
 def test_planted_errors_are_seen(say: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = gated(290, 328, 392, device="cpu", bias=biases(656, "cpu")[0])
+    _see(call, say, instead, monkeypatch)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("say", "instead"),
+    [
+        ("2 * tile_n * BLOCK_N\n        second", "tile_n * BLOCK_N\n        second"),
+        ("_store(c_desc, c_tile, y, row, second, SUMS)", "_store(c_desc, c_tile, y, row, first, SUMS)"),
+        ("bias_ptr, second, N", "bias_ptr, first, N"),
+        ("columns * stride_bias", "columns"),
+    ],
+)
+def test_planted_errors_of_plain_products_are_seen(say: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = plain(290, 328, 392, device="cpu", bias=biases(328, "cpu")[1], activation="gelu")
+    _see(call, say, instead, monkeypatch)
+
+
+def _see(call: GemmCall, say: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon, "PATIENCE", 1.0)
-    call = gated(290, 328, 392, device="cpu")
-    gate, up = (call.a.double() @ call.b.double()).chunk(2, -1)
-    want = functional.silu(gate) * up
+    want = definition(call)
     with pytest.raises((AssertionError, TimeoutError)):
         found = stand_in(call, configs.hopper(), 2, monkeypatch, **{say: instead}).double()
         assert ((found - want).abs() <= 2.0**-8 * want.abs() + 1e-4).all()
@@ -213,11 +268,11 @@ def test_what_it_does_not_take(as_sm_90: None) -> None:
     call = gated(20, 40, 64, device="cpu")
     assert hopper_launch.refusal(call) is None
     assert hopper_launch.refusal(gated(20, 40, 64, F16, "cpu", alpha=2.0, activation="gelu_tanh_and_mul")) is None
+    assert hopper_launch.refusal(plain(20, 40, 64, device="cpu", bias=random(40), activation="relu")) is None
     refusals = {
-        "gated activations": call._replace(activation="silu"),
         "float16 and bfloat16": gated(20, 40, 64, F32, "cpu"),
         "returns the same": call._replace(out_dtype=F32),
-        "takes no bias": call._replace(bias=random(80)),
+        "takes no bias of a row": plain(20, 40, 64, device="cpu", bias=random(20), bias_along="m"),
         "takes no residual": call._replace(residual=random(20, 40)),
         "scales or norm": call._replace(norm_weight=random(64)),
     }
@@ -293,7 +348,10 @@ def test_a_group_that_would_wait_for_ever_is_refused(as_sm_90: None) -> None:
     config = configs.hopper()
     made = hopper_launch.launch(call, y, config, ARCHS["sm_90"])
     # 3 × 2 tiles, a program each; five steps of 64
-    assert made.grid == (6,) and made.args[hopper_launch.DESCRIPTORS :] == (136, 3, 2, 5, 1.0)
+    bias, *numbers = made.args[hopper_launch.DESCRIPTORS :]
+    assert made.grid == (6,) and bias is call.a and numbers == [136, 3, 2, 5, 0, 1.0, 0.01]
+    # 3 × 1 tiles of both halves
+    assert hopper_launch.launch(plain(300, 136, 264, device="meta"), y, config, ARCHS["sm_90"]).grid == (3,)
     for behind in (-1, config["STAGES"]):
         with pytest.raises(InvalidArgument, match="BEHIND is below STAGES"):
             hopper_launch.launch(call, y, Config(**(config.kwargs | {"BEHIND": behind})), ARCHS["sm_90"])

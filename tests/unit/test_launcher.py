@@ -142,7 +142,7 @@ TILES = Config(
 DESCRIBED: dict[str, tuple[str, str, str, Callable[[], Any], tuple[Tensor, ...]]] = {
     "gemm": ("gemm", "triton", "_gemm.launch._tile_kernel", lambda: ops.gemm(A, B), (A, B)),
     "gated gemm": (
-        "gemm", "triton_hopper", "_gemm.launch_hopper._hopper_gated_kernel",
+        "gemm", "triton_hopper", "_gemm.launch_hopper._hopper_gemm_kernel",
         lambda: ops.gemm(A, B.mT, activation="silu_and_mul"), (A, B),
     ),
     "flash_attention": (

@@ -181,10 +181,10 @@ def gemv(shape: Shape, arch: Arch | None) -> Config:
 
 
 def hopper(columns: int = 128, stages: int = 4, group: int = 8, behind: int = 2) -> Config:
-    """For `_hopper_gated_kernel`: 128 rows, 64 of each group of warps.
+    """For `_hopper_gemm_kernel`: 128 rows, 64 of each group of warps.
 
-    The sums of 128 columns of gate and up are 128 registers of 240. `behind`: steps that the second group stays behind
-    the first.
+    The sums of two halves of 128 columns are 128 registers of 240. `columns`: of a half. `behind`: steps that the
+    second group stays behind the first.
     """
     # warps of the group that the launch counts: the kernel adds the other groups, and its stages are its own
     return Config(

@@ -19,8 +19,7 @@ from wavecrest.dispatch.tuned import Config
 from wavecrest.errors import InvalidArgument
 from wavecrest.hardware import Arch
 from wavecrest.ops._gemm.call import GATED, GemmCall, kinds
-from wavecrest.ops._gemm.kernel_hopper import _hopper_gated_kernel
-from wavecrest.ops.common.activation import ACTIVATIONS
+from wavecrest.ops._gemm.kernel_hopper import _hopper_gemm_kernel
 
 DESCRIPTORS = 3
 WALKS = "copies tiles along K, every other stride a multiple of 16 bytes and not 0"
@@ -33,12 +32,10 @@ def refusal(call: GemmCall) -> str | None:
     reason = _hopper.refusal()
     if reason is not None:
         return reason
-    if call.activation not in GATED:
-        return f"is for gated activations: {', '.join(GATED)}"
     if call.a.dtype not in (torch.float16, torch.bfloat16) or {call.b.dtype, call.dtype} != {call.a.dtype}:
         return "takes float16 and bfloat16, and returns the same"
     for name, asked in (
-        ("bias", call.bias is not None),
+        ("bias of a row", call.bias is not None and call.bias_along != "n"),
         ("residual", call.residual is not None),
         ("scales or norm", kinds(call) != ("none", "none")),
     ):
@@ -60,16 +57,20 @@ def launch(call: GemmCall, y: Tensor, config: Config, arch: Arch | None) -> _lau
     """
     if not 0 <= config["BEHIND"] < config["STAGES"]:
         raise InvalidArgument(f"gemm: BEHIND is below STAGES, {config['STAGES']}, and not {config['BEHIND']}")
-    tiles_m, tiles_n = _layout.ceil_div(call.M, config["BLOCK_M"]), _layout.ceil_div(call.N, config["BLOCK_N"])
+    # a tile has two halves of columns of b
+    columns = config["BLOCK_N"] * (1 if call.activation in GATED else 2)
+    tiles_m, tiles_n = _layout.ceil_div(call.M, config["BLOCK_M"]), _layout.ceil_div(call.N, columns)
+    (_, _, _, _, bias_stride, *_, alpha, slope), epilogue = _launch.epilogue_of(call)
+    bias, *_ = _launch.other_tensors(call)
     units = 132 if arch is None else arch.compute_units
     return _launcher.Launch(
-        _hopper_gated_kernel,
+        _hopper_gemm_kernel,
         (min(tiles_m * tiles_n, units),),
         (
-            *_descriptors(call, y, config), call.N, tiles_m, tiles_n, _layout.ceil_div(call.K, config["BLOCK_K"]),
-            float(call.alpha),
+            *_descriptors(call, y, config), bias, call.N, tiles_m, tiles_n, _layout.ceil_div(call.K, config["BLOCK_K"]),
+            bias_stride, alpha, slope,
         ),
-        {"ACTIVATION": ACTIVATIONS[GATED[str(call.activation)]]},
+        {name: epilogue[name] for name in ("BIAS", "ACTIVATION", "GATED")},
         config,
     )  # fmt: skip
 
@@ -109,7 +110,7 @@ def bind(call: GemmCall, config: Config, portable: Callable[[GemmCall], Tensor])
         if start is None:
             made = launch(call, y, config, arch)
             start = _launcher.starter(made, device, num_descriptors=DESCRIPTORS)
-        start(a, b, y)
+        start(a, b, y, a if call.bias is None else call.bias)
         return y
 
     return run

@@ -122,12 +122,17 @@ def compile_cases(arch: Arch, config: Config | None = None) -> dict[str, _launch
         if plan.second is not None:
             cases[f"{name} sum"] = plan.second
     if arch.name == "sm_90" and config is None:
-        for dtype, kind in ((bf16, "silu_and_mul"), (torch.float16, "gelu_and_mul")):
-            what = _empty(4096, 28672, 4096, dtype, activation=kind)
-            y = what.a.new_empty(what.shape, dtype=dtype)
-            cases[f"hopper {kind} {'bf16' if dtype == bf16 else 'fp16'}"] = _hopper.launch(
-                what, y, _config.hopper(), arch
-            )
+        fp16 = torch.float16
+        own = {
+            "hopper silu_and_mul bf16": _empty(4096, 28672, 4096, bf16, activation="silu_and_mul"),
+            "hopper gelu_and_mul fp16": _empty(4096, 28672, 4096, fp16, activation="gelu_and_mul"),
+            "hopper bf16": _empty(4096, 6144, 4096, bf16),
+            "hopper bias gelu fp16": _empty(
+                4096, 6144, 4096, fp16, bias=torch.empty(6144, dtype=fp16, device="meta"), activation="gelu"
+            ),
+        }
+        for name, what in own.items():
+            cases[name] = _hopper.launch(what, what.a.new_empty(what.shape, dtype=what.dtype), _config.hopper(), arch)
     if arch.name == _cdna.ARCH and config is None:
         own = {
             "cdna bf16": _empty(4096, 6144, 4096, bf16),

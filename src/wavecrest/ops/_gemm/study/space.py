@@ -35,7 +35,7 @@ MOST_GEMV = 200
 MOST_SPLITS = 16
 # bytes that a kernel keeps in shared memory beside tiles (barriers of loads through descriptors)
 BESIDE_TILES = 256
-# and `_hopper_gated_kernel`: barriers, and what Triton hands from group to group
+# and `_hopper_gemm_kernel`: barriers, and what Triton hands from group to group
 BESIDE_HOPPER_TILES = 1024
 # architectures whose matrix unit reads tiles of 64 rows from shared memory, and that load through tensor descriptors
 WIDE_UNIT = ("sm_90", "sm_100")
@@ -326,7 +326,7 @@ def launches(planner: _launch.Planner, call: GemmCall, config: Config, arch: Arc
 
 def hopper_space(_key: Key, arch: Arch) -> Iterator[Config]:
     """The configurations of `triton_hopper` worth trying, the default first."""
-    for row in _spaces.rows("gemm")["hopper"]["gated"]:
+    for row in _spaces.rows("gemm")["hopper"]["tiles"]:
         config = hopper(*row)
         if hopper_shared_bytes(config) <= arch.lds_kib << 10:
             yield config

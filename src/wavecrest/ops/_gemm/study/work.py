@@ -171,10 +171,12 @@ def gemv(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> t
 
 
 def hopper(shape: Shape, part: dict[str, object], config: Config, arch: Arch) -> tuple[Work, ...]:
-    """`_hopper_gated_kernel`: as persistent tiles of both groups, which begin their next tile without a gap."""
+    """`_hopper_gemm_kernel`: as persistent tiles of both groups, which begin their next tile without a gap."""
     if arch.name != "sm_90":
         return ()
     like = {name: config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")}
+    # of a gated product BLOCK_N counts gate and up as one
+    like["BLOCK_N"] *= 1 if shape.gated else 2
     like |= {"SPLIT_K": 1, "PERSISTENT": 1, "TMA": 1, "num_warps": 8, "num_stages": config["STAGES"]}
     return tuple(replace(one, warps=_HOPPER_WARPS, registers=0.0) for one in tiled(shape, part, Config(**like), arch))
 
