@@ -171,6 +171,8 @@ def stack_refusal(module: nn.Module) -> str:
         return f"its forward has no {HIDDEN} and {MASK}"
     if not any(isinstance(child, nn.ModuleList) and len(child) for child in module.children()):
         return "it has no list of layers"
+    if any(getattr(part, "chunk_size_feed_forward", 0) for part in module.modules()):
+        return "its feed-forward runs in chunks (chunk_size_feed_forward), which the number of tokens must be divided by"
     if not plain(module, type(module)) or any(
         part._forward_hooks or part._forward_pre_hooks for part in module.modules()
     ):

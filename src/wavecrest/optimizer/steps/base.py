@@ -177,8 +177,11 @@ class Step:
 
     def excludes(self, other: Step) -> bool:
         """Whether keeping this step takes `other` (kept before) out of force."""
-        traced = any(one.eager_only and two.phase in TRACED for one, two in ((self, other), (other, self)))
-        return traced or (self.group is not None and self.group == other.group)
+        return self.clashes(other) or (self.group is not None and self.group == other.group)
+
+    def clashes(self, other: Step) -> bool:
+        """Whether one of the two is `eager_only`, and the other records what a model does."""
+        return any(one.eager_only and two.phase in TRACED for one, two in ((self, other), (other, self)))
 
     def apply(self, model: nn.Module, params: dict[str, Any]) -> nn.Module:
         """Change `model` (always a private copy) and return the module to call.
