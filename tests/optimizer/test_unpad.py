@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from wavecrest import hardware, records
-from wavecrest.errors import PlanError, StepRefused
+from wavecrest.errors import PlanError, StepRefused, Unsupported
 from wavecrest.measure.workload import Workload, from_example
 from wavecrest.nn import encoder_layer, unpadded
 from wavecrest.optimizer.gate import Gate, failures
 from wavecrest.optimizer.steps import AppliedSteps, Found, StepContext, build, step_by_id, structural_copy
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEP = step_by_id("unpad")
 GPU = hardware.Device("cuda", 0, "gfx942", "pretended", 304, 1 << 30, "hip")
 B, S = 4, 10
@@ -192,14 +193,29 @@ def test_what_layers_compute_is_not_packed_where_the_caller_sees_it(rows: list[l
         assert rows
 
 
-def test_positions_of_a_caller_go_with_their_tokens() -> None:
-    """They are added before the layers; a stack that gets them gets those of the tokens."""
+def test_positions_of_a_caller_go_with_their_tokens(rows: list[list[int]]) -> None:
+    """They reach the layers too, which may read them: those of the tokens."""
+
+    class Reading(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden_states: Tensor, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+            added = 0.0 if position_ids is None else 0.1 * position_ids[..., None]
+            return self.layer(hidden_states + added, *args, **kwargs)
+
     work = workload(pooled())
+    layers: Any = work.model.encoder.encoder.layer
+    layers[1] = Reading(layers[1])
     made = applied(work)
-    given = {**work.buckets["default"].kwargs, "position_ids": torch.arange(S).flip(0)[None]}
-    with torch.no_grad():
-        expected, found = (one.encoder(**given).last_hidden_state for one in (work.model, made))
-    torch.testing.assert_close(found[RIGHT], expected[RIGHT])
+    rows.clear()
+    for positions in (torch.arange(S).flip(0)[None], torch.arange(B * S).view(B, S) % 32):
+        given = {**work.buckets["default"].kwargs, "position_ids": positions}
+        with torch.no_grad():
+            expected, found = (one.encoder(**given).last_hidden_state for one in (work.model, made))
+        torch.testing.assert_close(found[RIGHT], expected[RIGHT])
+    assert len(rows) == 4
 
 
 def test_a_compiled_or_exported_model_computes_padding_in_one_graph(rows: list[list[int]]) -> None:
@@ -239,6 +255,22 @@ def test_packed_rows_of_a_gpu_are_one_call_of_the_op(monkeypatch: pytest.MonkeyP
     assert rows
 
 
+def test_packed_attention_has_a_scale_and_fewer_heads_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, random = [3, 1, 5], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 9, 8, generator=random) for heads in (4, 2, 2))
+    packed = encoder_layer.Rows.of(sizes, q.device)
+    parts = zip(*(one.double().split(sizes, 2) for one in (q, k, v)), strict=True)
+    one_by_one = [nn.functional.scaled_dot_product_attention(*part, scale=0.7, enable_gqa=True) for part in parts]
+    expected = torch.cat(one_by_one, 2).transpose(1, 2).float()
+    for devices in (("cuda",), ("cpu",)):
+        monkeypatch.setattr(encoder_layer, "EPILOGUES", devices)
+        torch.testing.assert_close(unpadded.attend_rows(q, k, v, packed, 0.7, {"dropout": 0.0}), expected)
+    with pytest.raises(Unsupported, match="takes no softcap"):
+        unpadded.attend_rows(q, k, v, packed, 0.7, {"softcap": 30.0})
+    with pytest.raises(Unsupported, match=r"attention of 9 packed rows got q \[1, 4, 8, 8\]"):
+        unpadded.attend_rows(q[:, :, 1:], k, v, packed, 0.7, {})
+
+
 def test_fused_projections_take_packed_rows() -> None:
     work = workload(model_of("Bert"))
     fuse = step_by_id("fuse_qkv")
@@ -261,14 +293,16 @@ def test_padded_rows_in_the_outputs_are_a_refusal(model: Any, held: str) -> None
         find(workload(model()))
 
 
-def test_a_maximum_over_all_rows_is_a_refusal() -> None:
-    class Largest(Pooled):
+@pytest.mark.parametrize("which", ["amax", "amin"])
+def test_a_maximum_over_all_rows_is_a_refusal(which: str) -> None:
+    class Most(Pooled):
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
             rows = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-            return rows.max(1).values
+            most: Tensor = getattr(rows, which)((1, 2))
+            return most
 
     with pytest.raises(StepRefused, match="padded rows are part of the outputs: output"):
-        find(workload(Largest(pooled().encoder)))
+        find(workload(Most(pooled().encoder)))
 
 
 def test_a_first_row_that_may_be_padding_is_a_refusal_of_other_masks() -> None:
@@ -282,13 +316,14 @@ def test_a_first_row_that_may_be_padding_is_a_refusal_of_other_masks() -> None:
         (lambda: workload(model_of("Bert"), torch.ones(B, S)), "no example has padding"),
         (lambda: workload(model_of("Bert"), None), "no padding mask of transformers' own reaches the layers"),
         (lambda: workload(model_of("Bert", is_decoder=True)), "no padding mask of transformers' own"),
+        (lambda: workload(model_of("Bert", chunk_size_feed_forward=2)), "runs in chunks"),
         # positions by rotation
         (lambda: workload(model_of("Esm", position_embedding_type="rotary", token_dropout=False)), "position_embedd"),
-        (lambda: workload(pooled("ModernBert", **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
-                                                  "cls_token_id": 1, "sep_token_id": 1})), "no stack of layers"),
+        (lambda: workload(pooled("ModernBert", eos_token_id=1, bos_token_id=1, cls_token_id=1, sep_token_id=1)),
+         "no stack of layers"),
         (lambda: from_example(nn.Linear(2, 2), torch.randn(3, 2)), "not a transformers model"),
     ],
-    ids=["full", "no mask", "causal", "rotary", "no stack", "no model"],
+    ids=["full", "no mask", "causal", "chunks", "rotary", "no stack", "no model"],
 )  # fmt: skip
 def test_models_without_a_site_say_why(make: Any, reason: str) -> None:
     found = find(make())
